@@ -1,0 +1,58 @@
+# `make help` lists the targets. Every target sets up its own Python environment first.
+BASE ?= 0.21.0
+ARGS ?=
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help bundle base-image test test-unit test-witness test-integration lint lock lock-dev \
+        lock-check docs docs-check clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
+
+$(STAMP): scripts/requirements-dev.lock pyproject.toml scripts/make-venv.sh
+	@sh scripts/make-venv.sh "$(PYTHON)" "$(VENV)"
+
+bundle: $(STAMP) ## build the image for BASE (default 0.21.0) and dist/BASE/
+	@$(BIN)/sm12x bundle --base $(BASE) $(ARGS)
+
+base-image: $(STAMP) ## make the base image with debootstrap where none can be pulled
+	@$(BIN)/sm12x bundle --base $(BASE) --base-image-only $(ARGS)
+
+test: lint test-unit test-witness test-integration ## every test that needs no GPU
+
+test-unit: $(STAMP) ## unit tests: no process, no network, under 30 s
+	@$(BIN)/pytest tests/unit
+
+test-witness: $(STAMP) ## each patch's witness: red on the untouched base, green on the patched one
+	@$(BIN)/sm12x patch witness --base $(BASE) $(ARGS)
+
+test-integration: $(STAMP) ## tests that run real git, real wheels, real compilers
+	@$(BIN)/pytest tests/integration
+
+lint: $(STAMP) ## ruff, mypy --strict, hadolint, generated files
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/hadolint Dockerfile.builder Dockerfile.bundle
+	@$(BIN)/sm12x patch check --base $(BASE) --messages-only
+	@$(BIN)/sm12x docs --check
+
+lock: $(STAMP) ## make the locked requirements of BASE anew
+	@$(BIN)/sm12x lock --base $(BASE)
+
+lock-check: $(STAMP) ## fail if the locked requirements of BASE are not what `make lock` makes
+	@$(BIN)/sm12x lock --base $(BASE) --check
+
+lock-dev: $(STAMP) ## make scripts/requirements-dev.lock anew
+	@$(BIN)/uv pip compile scripts/requirements-dev.in --universal --python-version 3.11 \
+	  --generate-hashes --custom-compile-command "make lock-dev" -q -o scripts/requirements-dev.lock
+
+docs: $(STAMP) ## write the generated tables of the README
+	@$(BIN)/sm12x docs
+
+clean: ## remove what make made in the checkout (the download cache stays)
+	rm -rf $(VENV) dist build

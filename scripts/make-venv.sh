@@ -1,0 +1,32 @@
+#!/bin/sh
+# Makes the Python environment of the checkout: make-venv.sh PYTHON FOLDER
+set -eu
+python=$1
+venv=$2
+
+fail() {
+  echo "error: $1. Next: $2." >&2
+  exit 14
+}
+
+command -v "$python" >/dev/null 2>&1 ||
+  fail "$python is not installed" "install Python 3.11 or newer, or run make with PYTHON=/path/to/python3"
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+  fail "$("$python" --version) is too old, 3.11 is needed" "run make with PYTHON=/path/to/a/newer/python3"
+# Debian and Ubuntu ship venv's ensurepip in a package of its own.
+if ! "$python" -c 'import ensurepip' >/dev/null 2>&1; then
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
+    echo "installing python3-venv (Debian keeps it apart from python3)" >&2
+    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq python3-venv >/dev/null
+  else
+    fail "$python has no ensurepip" "as root: apt-get install python3-venv"
+  fi
+fi
+echo "setting up $venv (about 60 MB from the package index)" >&2
+# A half-made environment from an interrupted run is not worth mending.
+rm -rf "$venv"
+"$python" -m venv "$venv"
+"$venv/bin/pip" install --quiet --disable-pip-version-check --require-hashes \
+  -r scripts/requirements-dev.lock
+"$venv/bin/pip" install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+touch "$venv/.installed"

@@ -1,0 +1,114 @@
+"""The ledger: the JSON in every wheel and image that says what it is made of.
+
+Nothing in it depends on when or where it was written: the wheel that carries it is reproducible.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sm12x.core.errors import BadFileError
+
+SCHEMA = 1
+# Inside the wheel, under the .dist-info folder.
+NAME = "sm12x-ledger.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchEntry:
+    """``sha256`` is of the patch file; ``state`` is "applied" or "upstream"."""
+
+    name: str
+    subject: str
+    upstream: str
+    drop_when: str
+    witness: str
+    sha256: str
+    state: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """A file of the wheel that is not the official one's. Hashes are sha256 in hex.
+
+    ``origin`` is "patched" or "compiled"; ``base_sha256`` is "" for a file the stack adds.
+    """
+
+    path: str
+    sha256: str
+    base_sha256: str
+    origin: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LibraryEntry:
+    """One shared library: audit verdict per device, and the torch ops it registers.
+
+    ``sm120`` and ``sm121`` are "native", "mixed", "ptx", "none" or "host" (no device code).
+    """
+
+    path: str
+    sha256: str
+    size: int
+    origin: str
+    sm120: str
+    sm121: str
+    ops: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ledger:
+    base_version: str
+    sdist: str
+    sdist_sha256: str
+    official_wheel: str
+    official_wheel_sha256: str
+    stack_id: str
+    patches: tuple[PatchEntry, ...]
+    mode: str
+    machine: str
+    python: str
+    arch_list: str
+    compiler: str
+    nvcc: str
+    files: tuple[FileEntry, ...]
+    libraries: tuple[LibraryEntry, ...]
+    lock_sha256: str
+    dependencies: dict[str, str]
+    schema: int = SCHEMA
+
+    @property
+    def wheel_version(self) -> str:
+        """The wheel's version: the release's, with the stack id as local label (PEP 440)."""
+        return f"{self.base_version}+sm12x.{self.stack_id}"
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True) + "\n"
+
+
+def read(path: Path) -> Ledger:
+    """Read a ledger file. Raises BadFileError when it is not one."""
+    try:
+        return from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+        raise BadFileError(
+            f"{path} is not a ledger of schema {SCHEMA}: {error}",
+            next_step="rebuild the bundle with this version of sm12x",
+        ) from None
+
+
+def from_json(text: str) -> Ledger:
+    """Parse a ledger. Raises ValueError, KeyError or TypeError when it is not one."""
+    raw: dict[str, Any] = json.loads(text)
+    if raw.get("schema") != SCHEMA:
+        raise ValueError(f"schema {raw.get('schema')!r}")
+    raw["patches"] = tuple(PatchEntry(**entry) for entry in raw["patches"])
+    raw["files"] = tuple(FileEntry(**entry) for entry in raw["files"])
+    raw["libraries"] = tuple(
+        LibraryEntry(**{**entry, "ops": tuple(entry["ops"])}) for entry in raw["libraries"]
+    )
+    return Ledger(**raw)

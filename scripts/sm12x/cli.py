@@ -1,0 +1,94 @@
+"""The command `sm12x`: finds the verb's module, and turns errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import signal
+import sys
+from types import FrameType
+from typing import NoReturn
+
+import click
+
+from sm12x import __version__
+from sm12x.core.errors import EXIT_CODES, INTERRUPTED, Sm12xError
+
+# verb -> one line for `sm12x --help`; the command object is `command` in sm12x.commands.<verb>.
+VERBS = {
+    "patch": "List, check, apply, refresh, add or drop the patches of a base.",
+    "fetch": "Fetch the sources of a base by name, version and sha256.",
+    "lock": "Make or check the locked requirements of a base.",
+    "build": "The steps of a build, one at a time, as the builder image runs them.",
+    "audit": "Show what machine code each library holds and how it runs on 12.0 and 12.1.",
+    "bundle": "Build the image: fetch, patch, compile, audit, package.",
+    "docs": "Write the generated tables of the README, or check them.",
+}
+
+
+class Verbs(click.Group):
+    """Imports a verb's module only when it is called, so that --help stays fast."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in VERBS:
+            return None
+        module = importlib.import_module(f"sm12x.commands.{name}")
+        command: click.Command = module.command
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and not args[0].startswith("-") and args[0] not in VERBS:
+            near = difflib.get_close_matches(args[0], VERBS, n=1)
+            hint = f" Perhaps you meant {near[0]!r}?" if near else ""
+            ctx.fail(f"No such verb {args[0]!r}.{hint}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Verbs"):
+            formatter.write_dl(list(VERBS.items()))
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Exit codes"):
+            formatter.write_dl([(str(code), text) for code, text in sorted(EXIT_CODES.items())])
+
+
+@click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__)
+def root() -> None:
+    """Turn an official vLLM release into a patched, audited image for SM12x GPUs.
+
+    Example: sm12x bundle --base 0.21.0
+    """
+
+
+def _terminated(signum: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def main() -> NoReturn:
+    # `docker stop` and CI runners send SIGTERM: clean up as for Ctrl-C.
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        root.main(standalone_mode=False, prog_name="sm12x")
+    except click.exceptions.Exit as done:
+        sys.exit(done.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except Sm12xError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("interrupted: run the same command again to resume", err=True)
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:
+        # `sm12x ... | head`: the reader left; not an error, and nothing more to write.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    sys.exit(0)

@@ -1,0 +1,1 @@
+"""Layers that know nothing of this project: errors, processes, git, the package index, progress."""

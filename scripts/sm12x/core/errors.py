@@ -1,0 +1,127 @@
+"""Every error a user can cause or meet, each kind with its own exit code.
+
+An error says what failed, where, why as far as known, and the next step; the command layer prints
+it as one line and exits with ``exit_code``. The table in ``EXIT_CODES`` is the one place where the
+codes are documented; ``sm12x --help`` and the README are made from it.
+"""
+
+from __future__ import annotations
+
+
+class Sm12xError(Exception):
+    """A failure that has been understood.
+
+    Args:
+        message: what failed, where and why, in one line without a final period.
+        next_step: what the user can do about it, in one line without a final period.
+    """
+
+    exit_code = 20
+    meaning = "failed for a reason that has no code of its own"
+
+    def __init__(self, message: str, *, next_step: str) -> None:
+        super().__init__(message)
+        self.message = message
+        self.next_step = next_step
+
+    def __str__(self) -> str:
+        return f"{self.message}. Next: {self.next_step}."
+
+
+class FindingsError(Sm12xError):
+    exit_code = 1
+    meaning = "the check ran and found something: the report lists it"
+
+
+class UnknownBaseError(Sm12xError):
+    exit_code = 3
+    meaning = "no such base under patches/"
+
+
+class BadFileError(Sm12xError):
+    exit_code = 4
+    meaning = "a file is missing, unreadable or malformed"
+
+
+class HashMismatchError(Sm12xError):
+    exit_code = 5
+    meaning = "a fetched or stored file does not have its pinned sha256"
+
+
+class FetchError(Sm12xError):
+    exit_code = 6
+    meaning = "a file could not be fetched from the package index or found in --find-links"
+
+
+class NoSpaceError(Sm12xError):
+    exit_code = 7
+    meaning = "not enough disk space or memory for the step"
+
+
+class NoEngineError(Sm12xError):
+    exit_code = 8
+    meaning = "no container engine that can build the image"
+
+
+class EngineNotRunningError(Sm12xError):
+    exit_code = 9
+    meaning = "the container engine is there but does not answer"
+
+
+class BadArchitectureError(Sm12xError):
+    exit_code = 10
+    meaning = "an architecture string that SM12x cannot use"
+
+
+class PatchConflictError(Sm12xError):
+    exit_code = 11
+    meaning = "a patch does not apply to its base"
+
+
+class DirtyTreeError(Sm12xError):
+    exit_code = 12
+    meaning = "the directory is not the untouched source of the base"
+
+
+class ToolFailedError(Sm12xError):
+    exit_code = 13
+    meaning = "a program that was called failed"
+
+
+class ToolMissingError(Sm12xError):
+    exit_code = 14
+    meaning = "a program that is needed is not installed"
+
+
+class BuildFailedError(Sm12xError):
+    exit_code = 15
+    meaning = "a native module, the wheel or the image could not be built"
+
+
+INTERRUPTED = 130
+
+EXIT_CODES: dict[int, str] = {
+    0: "done",
+    2: "wrong usage: unknown option or argument",
+    **{
+        kind.exit_code: kind.meaning
+        for kind in (
+            FindingsError,
+            UnknownBaseError,
+            BadFileError,
+            HashMismatchError,
+            FetchError,
+            NoSpaceError,
+            NoEngineError,
+            EngineNotRunningError,
+            BadArchitectureError,
+            PatchConflictError,
+            DirtyTreeError,
+            ToolFailedError,
+            ToolMissingError,
+            BuildFailedError,
+            Sm12xError,
+        )
+    },
+    INTERRUPTED: "interrupted (Ctrl-C or SIGTERM); run the same command again to resume",
+}

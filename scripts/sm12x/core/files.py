@@ -1,0 +1,61 @@
+"""Hashes, atomic writes and free space."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from sm12x.core.errors import NoSpaceError
+
+GIB = 1024**3
+
+
+def sha256(path: Path) -> str:
+    """The sha256 of a file, in hex."""
+    with path.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside ``path`` that takes its place if the block succeeds.
+
+    A block that fails, or a process that is killed, leaves ``path`` as it was.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        # mkstemp made it 0600; an output should have the mode any new file gets.
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod(0o666 & ~umask)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write ``text`` (UTF-8) whole or not at all."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def require_space(folder: Path, gib: float, *, what: str) -> None:
+    """Raise NoSpaceError unless the file system of ``folder`` has ``gib`` GiB free."""
+    existing = folder
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free / GIB
+    if free < gib:
+        raise NoSpaceError(
+            f"{what} needs {gib:.1f} GiB under {folder}, {free:.1f} GiB are free",
+            next_step=f"free {gib - free:.1f} GiB there, or point the step at another disk",
+        )

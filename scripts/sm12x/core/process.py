@@ -1,0 +1,173 @@
+"""The one place that starts processes."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from sm12x.core.errors import ToolFailedError, ToolMissingError
+
+TAIL_LINES = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completed:
+    """A finished process. ``stdout`` is "" when the output was streamed."""
+
+    argv: tuple[str, ...]
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run(
+    argv: Sequence[str | Path],
+    *,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    stdin: str | bytes | None = None,
+    check: bool = True,
+    timeout: float | None = None,
+    next_step: str = "read the lines above; the command can be repeated by hand",
+) -> Completed:
+    """Run ``argv`` to its end and return its output as text.
+
+    Args:
+        env: variables to set on top of the current environment.
+        check: raise when the exit status is not 0.
+        next_step: what the error says to do when the process fails.
+
+    Raises:
+        ToolMissingError: ``argv[0]`` is not an executable.
+        ToolFailedError: non-zero exit with ``check``, or ``timeout`` (seconds) ran out.
+    """
+    words = _words(argv)
+    data = stdin.encode() if isinstance(stdin, str) else stdin
+    try:
+        done = subprocess.run(
+            words,
+            cwd=cwd,
+            env=_environment(env),
+            input=data,
+            stdin=subprocess.DEVNULL if data is None else None,
+            capture_output=True,
+            timeout=timeout,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ToolFailedError(
+            f"`{shlex.join(words)}` did not finish in {timeout:g} s", next_step=next_step
+        ) from None
+    out = done.stdout.decode(errors="replace")
+    err = done.stderr.decode(errors="replace")
+    if check and done.returncode != 0:
+        raise _failed(words, done.returncode, (err or out).splitlines(), next_step)
+    return Completed(argv=tuple(words), returncode=done.returncode, stdout=out, stderr=err)
+
+
+def stream(
+    argv: Sequence[str | Path],
+    *,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    on_line: Callable[[str], None] | None = None,
+    log: Path | None = None,
+    next_step: str = "read the lines above; the command can be repeated by hand",
+) -> Completed:
+    """Run ``argv``, handing each line of its stdout and stderr, as it comes, to ``on_line``.
+
+    The lines also go to ``log`` when given; without ``on_line`` they go to our stderr. Output that
+    is streamed is not returned. Raises as ``run`` does; the error carries the last lines.
+    """
+    words = _words(argv)
+    tail: deque[str] = deque(maxlen=TAIL_LINES)
+    sink = on_line or _to_stderr
+    handle: IO[str] | None = None
+    if log is not None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        handle = log.open("a", encoding="utf-8")
+    try:
+        if handle:
+            handle.write(f"+ {shlex.join(words)}\n")
+        process = subprocess.Popen(
+            words,
+            cwd=cwd,
+            env=_environment(env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        try:
+            assert process.stdout is not None  # noqa: S101 - PIPE was asked for
+            for line in process.stdout:
+                line = line.rstrip("\n")
+                tail.append(line)
+                if handle:
+                    handle.write(line + "\n")
+                sink(line)
+            returncode = process.wait()
+        except BaseException:
+            # Ctrl-C or a failing sink must not leave the child behind.
+            process.terminate()
+            process.wait()
+            raise
+    finally:
+        if handle:
+            handle.close()
+    if returncode != 0:
+        raise _failed(words, returncode, list(tail), next_step)
+    return Completed(argv=tuple(words), returncode=0, stdout="", stderr="")
+
+
+def which(name: str) -> Path | None:
+    """The first executable called ``name`` on PATH, or None."""
+    found = shutil.which(name)
+    return Path(found) if found else None
+
+
+def which_all(name: str) -> list[Path]:
+    """Every executable called ``name`` on PATH, in order, links to the same file once."""
+    seen: dict[Path, Path] = {}
+    for folder in os.environ.get("PATH", "").split(os.pathsep):
+        found = shutil.which(name, path=folder) if folder else None
+        if found:
+            seen.setdefault(Path(found).resolve(), Path(found))
+    return list(seen.values())
+
+
+def _words(argv: Sequence[str | Path]) -> list[str]:
+    words = [str(word) for word in argv]
+    if shutil.which(words[0]) is None:
+        raise ToolMissingError(
+            f"`{words[0]}` is not installed or not on PATH",
+            next_step=f"install {words[0]} and run the command again",
+        )
+    return words
+
+
+def _environment(extra: Mapping[str, str] | None) -> dict[str, str] | None:
+    return None if extra is None else {**os.environ, **extra}
+
+
+def _failed(
+    words: Sequence[str], returncode: int, lines: Sequence[str], next_step: str
+) -> ToolFailedError:
+    tail = "\n".join(f"    {line}" for line in list(lines)[-TAIL_LINES:])
+    said = f"; its last lines:\n{tail}\n" if tail else ""
+    return ToolFailedError(
+        f"`{shlex.join(words)}` ended with {returncode}{said}", next_step=next_step
+    )
+
+
+def _to_stderr(line: str) -> None:
+    sys.stderr.write(line + "\n")

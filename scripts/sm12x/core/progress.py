@@ -1,0 +1,91 @@
+"""Progress on stderr: bars on a terminal, one line a phase elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TransferSpeedColumn,
+)
+
+
+class Advance(Protocol):
+    """Moves a bar on by ``amount`` (bytes or items)."""
+
+    def __call__(self, amount: int) -> None: ...
+
+
+def stderr_console() -> Console:
+    return Console(stderr=True, highlight=False)
+
+
+@contextmanager
+def bar(label: str, total: int, *, unit: str = "items") -> Iterator[Advance]:
+    """A bar of ``total`` bytes (``unit="bytes"``) or items; nothing off a terminal."""
+    console = stderr_console()
+    columns = [TextColumn("{task.description}"), BarColumn()]
+    if unit == "bytes":
+        progress = Progress(
+            *columns,
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+        )
+    else:
+        progress = Progress(
+            *columns,
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+        )
+    with progress:
+        task = progress.add_task(label, total=total)
+
+        def advance(amount: int) -> None:
+            progress.advance(task, amount)
+
+        yield advance
+
+
+@contextmanager
+def spinner(label: str) -> Iterator[None]:
+    """A spinner while something of unknown length runs; nothing off a terminal."""
+    console = stderr_console()
+    if console.is_terminal:
+        with console.status(label):
+            yield
+    else:
+        yield
+
+
+class Phases:
+    """Numbered phases of a long command: ``[2/6] native modules``, then how long each took."""
+
+    def __init__(self, total: int, *, quiet: bool = False) -> None:
+        self._total = total
+        self._number = 0
+        self._console = Console(stderr=True, highlight=False, quiet=quiet, markup=False)
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, label: str) -> Iterator[None]:
+        self._number += 1
+        head = f"[{self._number}/{self._total}] {label}"
+        self._console.print(head)
+        start = time.monotonic()
+        yield
+        self.seconds[label] = time.monotonic() - start
+        self._console.print(f"{head}: {self.seconds[label]:.1f} s")

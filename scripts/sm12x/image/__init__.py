@@ -1,0 +1,1 @@
+"""From a wheel to an image: engines, base image, the bundle, and what runs inside the image."""

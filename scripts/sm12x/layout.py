@@ -1,0 +1,38 @@
+"""Where things are: the checkout, its folders, and the cache."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def root() -> Path:
+    """The checkout (or, in the builder image, the copy of it that SM12X_ROOT names)."""
+    given = os.environ.get("SM12X_ROOT")
+    return Path(given) if given else Path(__file__).resolve().parents[2]
+
+
+def cache() -> Path:
+    """SM12X_CACHE, else sm12x/ in XDG_CACHE_HOME, else ~/.cache/sm12x."""
+    given = os.environ.get("SM12X_CACHE")
+    if given:
+        return Path(given)
+    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(home) / "sm12x"
+
+
+def patches() -> Path:
+    return root() / "patches"
+
+
+def recipes() -> Path:
+    return root() / "recipes"
+
+
+def dist(version: str) -> Path:
+    return root() / "dist" / version
+
+
+def data() -> Path:
+    """Files that ship inside the package: schemas, policies, templates."""
+    return Path(__file__).resolve().parent / "data"

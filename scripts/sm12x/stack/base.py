@@ -1,0 +1,270 @@
+"""A base: one vLLM release, and all that is specific to it, read from ``base.toml``."""
+
+from __future__ import annotations
+
+import datetime
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sm12x import layout
+from sm12x.core.errors import BadFileError, UnknownBaseError
+
+MACHINES = ("x86_64", "aarch64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PinnedFile:
+    """A file on the package index. ``sha256`` is in hex."""
+
+    name: str
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sdist(PinnedFile):
+    """``tree`` is the git tree id of the unpacked archive, top folder stripped."""
+
+    tree: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Toolchain:
+    torch: str
+    cuda: str
+    cuda_extras: tuple[str, ...]
+    build_requires: tuple[str, ...]
+    arch_list: str
+
+    @property
+    def cuda_requirement(self) -> str:
+        """The toolkit as a requirement: ``cuda-toolkit[nvcc,...]==13.0.2``."""
+        return f"cuda-toolkit[{','.join(self.cuda_extras)}]=={self.cuda}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Module:
+    """A native module: its cmake target, its path in the wheel, the sources it is made of."""
+
+    target: str
+    path: str
+    inputs: tuple[str, ...]
+    cpu_seconds: float
+    peak_gib: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A third-party source the release's CMake declares; ``override`` is the variable it reads."""
+
+    name: str
+    pin: str
+    override: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageBase:
+    base: str
+    suite: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LockSpec:
+    """``platform`` as uv names it; ``build_from_sdist`` lists what has no wheel there."""
+
+    platform: str
+    build_from_sdist: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    version: str
+    folder: Path
+    released: datetime.date
+    python: str
+    sdist: Sdist
+    wheels: Mapping[str, PinnedFile]
+    toolchain: Toolchain
+    modules: tuple[Module, ...]
+    sources: tuple[Source, ...]
+    image: ImageBase
+    locks: Mapping[str, LockSpec]
+
+    def lock_path(self, machine: str) -> Path:
+        """The locked closure of the release on ``machine`` ("x86_64" or "aarch64")."""
+        return self.folder / f"requirements-{machine}.lock"
+
+    @property
+    def series_path(self) -> Path:
+        return self.folder / "series"
+
+
+def versions() -> list[str]:
+    """The versions there is a folder for, oldest first."""
+    found = [path.parent.name for path in layout.patches().glob("*/base.toml")]
+    return sorted(found, key=lambda text: [int(part) for part in text.split(".") if part.isdigit()])
+
+
+def load(version: str) -> Base:
+    """Read patches/<version>/base.toml.
+
+    Raises:
+        UnknownBaseError: there is no such folder.
+        BadFileError: the file does not parse, or a key is missing, unknown or of another type.
+    """
+    folder = layout.patches() / version
+    if not (folder / "base.toml").is_file():
+        known = versions()
+        near = difflib.get_close_matches(version, known, n=1, cutoff=0.3)
+        hint = f"perhaps you meant {near[0]}" if near else "add patches/<version>/base.toml"
+        raise UnknownBaseError(
+            f"there is no base {version}; known bases: {', '.join(known) or 'none'}",
+            next_step=hint,
+        )
+    return parse(folder / "base.toml")
+
+
+def parse(path: Path) -> Base:
+    """Read one base.toml. Raises BadFileError with the key path of the first fault."""
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise BadFileError(f"{path} cannot be read: {error}", next_step="mend that line") from None
+    top = _Table(raw, path, "")
+    schema = top.integer("schema")
+    if schema != 1:
+        raise BadFileError(
+            f"{path}: schema {schema} is not known (this version reads schema 1)",
+            next_step="update sm12x or write the file for schema 1",
+        )
+    sdist = top.table("sdist")
+    tools = top.table("toolchain")
+    image = top.table("image")
+    base = Base(
+        version=top.text("version"),
+        folder=path.parent,
+        released=top.date("released"),
+        python=top.text("python"),
+        sdist=Sdist(name=sdist.text("name"), sha256=sdist.text("sha256"), tree=sdist.text("tree")),
+        wheels={
+            machine: PinnedFile(name=table.text("name"), sha256=table.text("sha256"))
+            for machine, table in top.tables("wheel").items()
+        },
+        toolchain=Toolchain(
+            torch=tools.text("torch"),
+            cuda=tools.text("cuda"),
+            cuda_extras=tools.texts("cuda_extras"),
+            build_requires=tools.texts("build_requires"),
+            arch_list=tools.text("arch_list"),
+        ),
+        modules=tuple(
+            Module(
+                target=entry.text("target"),
+                path=entry.text("path"),
+                inputs=entry.texts("inputs"),
+                cpu_seconds=entry.number("cpu_seconds"),
+                peak_gib=entry.number("peak_gib"),
+            )
+            for entry in top.entries("module")
+        ),
+        sources=tuple(
+            Source(name=entry.text("name"), pin=entry.text("pin"), override=entry.text("override"))
+            for entry in top.entries("source")
+        ),
+        image=ImageBase(base=image.text("base"), suite=image.text("suite")),
+        locks={
+            machine: LockSpec(
+                platform=table.text("platform"),
+                build_from_sdist=table.texts("build_from_sdist"),
+            )
+            for machine, table in top.tables("lock").items()
+        },
+    )
+    top.finish()
+    if base.version != path.parent.name:
+        raise BadFileError(
+            f"{path}: version is {base.version}, the folder is {path.parent.name}",
+            next_step="make the two agree",
+        )
+    return base
+
+
+class _Table:
+    """A TOML table that knows its key path and remembers what was read."""
+
+    def __init__(self, raw: Mapping[str, Any], path: Path, where: str) -> None:
+        self._raw = raw
+        self._path = path
+        self._where = where
+        self._read: set[str] = set()
+        self._children: list[_Table] = []
+
+    def text(self, key: str) -> str:
+        return str(self._get(key, str))
+
+    def integer(self, key: str) -> int:
+        return int(self._get(key, int))
+
+    def number(self, key: str) -> float:
+        return float(self._get(key, (int, float)))
+
+    def date(self, key: str) -> datetime.date:
+        value = self._get(key, datetime.date)
+        assert isinstance(value, datetime.date)  # noqa: S101 - _get has checked it
+        return value
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        values = self._get(key, list)
+        if not all(isinstance(value, str) for value in values):
+            raise self._fault(key, "is not a list of strings")
+        return tuple(values)
+
+    def table(self, key: str) -> _Table:
+        return self._child(self._get(key, dict), key)
+
+    def tables(self, key: str) -> dict[str, _Table]:
+        """The sub-tables of ``key``, one a machine."""
+        found: dict[str, _Table] = {}
+        for machine, raw in self._get(key, dict).items():
+            if machine not in MACHINES:
+                raise self._fault(f"{key}.{machine}", f"is not one of {', '.join(MACHINES)}")
+            found[machine] = self._child(raw, f"{key}.{machine}")
+        return found
+
+    def entries(self, key: str) -> list[_Table]:
+        return [self._child(raw, f"{key}[{n}]") for n, raw in enumerate(self._get(key, list))]
+
+    def finish(self) -> None:
+        """Raise if a key was never asked for: a typing mistake must not be ignored."""
+        for key in self._raw:
+            if key not in self._read:
+                near = difflib.get_close_matches(key, self._read, n=1)
+                hint = f"; perhaps you meant {near[0]}" if near else ""
+                raise self._fault(key, f"is not a known key{hint}")
+        for child in self._children:
+            child.finish()
+
+    def _child(self, raw: Any, key: str) -> _Table:
+        if not isinstance(raw, dict):
+            raise self._fault(key, "is not a table")
+        child = _Table(raw, self._path, f"{self._where}{key}.")
+        self._children.append(child)
+        return child
+
+    def _get(self, key: str, kind: type | tuple[type, ...]) -> Any:
+        if key not in self._raw:
+            raise self._fault(key, "is missing")
+        self._read.add(key)
+        value = self._raw[key]
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise self._fault(key, f"has the wrong type ({type(value).__name__})")
+        return value
+
+    def _fault(self, key: str, what: str) -> BadFileError:
+        return BadFileError(
+            f"{self._path}: {self._where}{key} {what}",
+            next_step="mend that key; another base.toml shows the layout",
+        )

@@ -1,0 +1,52 @@
+"""base.toml: what is read, and what each fault in it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sm12x import layout
+from sm12x.core.errors import BadFileError, UnknownBaseError
+from sm12x.stack import base
+
+
+def _copy(tmp_path: Path, old: str, new: str) -> Path:
+    text = (layout.patches() / "0.21.0" / "base.toml").read_text()
+    assert old in text
+    folder = tmp_path / "0.21.0"
+    folder.mkdir()
+    path = folder / "base.toml"
+    path.write_text(text.replace(old, new, 1))
+    return path
+
+
+@pytest.mark.parametrize("version", base.versions())
+def test_every_committed_base_reads(version: str) -> None:
+    loaded = base.load(version)
+    assert loaded.version == version
+    assert set(loaded.wheels) == {"x86_64", "aarch64"} == set(loaded.locks)
+    assert all(len(pinned.sha256) == 64 for pinned in (loaded.sdist, *loaded.wheels.values()))
+
+
+def test_an_unknown_base_names_the_nearest() -> None:
+    with pytest.raises(UnknownBaseError, match=r"no base 0\.21\.1.*perhaps you meant 0\.21\.0"):
+        base.load("0.21.1")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('python = "3.13"', 'pyton = "3.13"', "python is missing"),
+        ('python = "3.13"', 'python = "3.13"\npyton = "3.13"', "pyton is not a known key"),
+        ('tree = "', "tree = 3\n#", "sdist.tree has the wrong type"),
+        ("schema = 1", "schema = 2", "schema 2 is not known"),
+        ('version = "0.21.0"', 'version = "0.22.0"', "the folder is 0.21.0"),
+        ("[wheel.aarch64]", "[wheel.arm]", "wheel.arm is not one of"),
+        ("peak_gib = 0.1", 'peak_gib = "a"', r"module\[0\].peak_gib has the wrong type"),
+        ("schema = 1", "schema = ", "cannot be read"),
+    ],
+)
+def test_a_fault_names_its_key(tmp_path: Path, old: str, new: str, said: str) -> None:
+    with pytest.raises(BadFileError, match=said):
+        base.parse(_copy(tmp_path, old, new))
