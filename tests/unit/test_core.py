@@ -37,9 +37,14 @@ def test_an_arch_list_round_trips() -> None:
 def test_a_failed_write_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "out"
     path.write_text("old")
-    with pytest.raises(RuntimeError), files.replacing(path) as temporary:
-        temporary.write_text("half")
-        raise RuntimeError
+
+    def fail() -> None:
+        with files.replacing(path) as temporary:
+            temporary.write_text("half")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
