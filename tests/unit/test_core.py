@@ -50,7 +50,10 @@ def test_a_failed_write_leaves_the_file_as_it_was(tmp_path: Path) -> None:
 
 
 def test_every_error_has_a_code_of_its_own() -> None:
-    kinds = [errors.Sm12xError, *errors.Sm12xError.__subclasses__()]
+    kinds: list[type[errors.Sm12xError]] = [
+        errors.Sm12xError,
+        *errors.Sm12xError.__subclasses__(),
+    ]
     codes = [kind.exit_code for kind in kinds]
     assert len(set(codes)) == len(codes)
     assert all(errors.EXIT_CODES[kind.exit_code] == kind.meaning for kind in kinds)
