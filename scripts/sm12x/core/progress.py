@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -58,6 +58,28 @@ def bar(label: str, total: int, *, unit: str = "items") -> Iterator[Advance]:
             progress.advance(task, amount)
 
         yield advance
+
+
+@contextmanager
+def transfer(label: str) -> Iterator[Callable[[int, int | None], None]]:
+    """A bar for a download, moved by calling with (bytes there, whole size or None)."""
+    console = stderr_console()
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+    )
+    with progress:
+        task = progress.add_task(label, total=None)
+
+        def moved(done: int, total: int | None) -> None:
+            progress.update(task, completed=done, total=total)
+
+        yield moved
 
 
 @contextmanager

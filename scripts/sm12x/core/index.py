@@ -1,0 +1,435 @@
+"""Fetching files from a package index by name and sha256, into a cache, resumable.
+
+The cache is a folder ``files/<sha256>/<name>``; beside a file that is being fetched lies
+``<name>.part``, which is locked while a process writes it, outlives that process, and takes the
+final name only once its sha256 is right.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+from urllib.parse import urlsplit
+
+import requests
+from pypi_simple import (
+    DistributionPackage,
+    NoSuchProjectError,
+    PyPISimple,
+    UnsupportedRepoVersionError,
+)
+from requests.adapters import HTTPAdapter
+from urllib3.exceptions import HTTPError, MaxRetryError, ProtocolError
+from urllib3.util import Retry
+
+from sm12x.core import files, pipconfig
+from sm12x.core.errors import (
+    BadFileError,
+    FetchError,
+    HashMismatchError,
+    NoSpaceError,
+    Sm12xError,
+)
+
+# Called with the bytes that are there and the whole size, None where the server does not say.
+OnProgress = Callable[[int, int | None], None]
+
+CHUNK = 1024 * 1024
+TIMEOUT = (15.0, 120.0)  # seconds: to connect, and between two reads
+# Waits 0, 1, 2, 4 s: a name server or a proxy that hiccups, not one that is down.
+RETRY = Retry(
+    total=4,
+    backoff_factor=0.5,
+    backoff_max=10,
+    status_forcelist=(429, 500, 502, 503, 504),
+    allowed_methods=("GET",),
+    raise_on_status=False,
+)
+_OFFLINE = "put the file into a folder and give that as --find-links"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Remote:
+    """Where a file lies. ``size`` is in bytes, None where the index does not say."""
+
+    url: str
+    size: int | None
+    auth: tuple[str, str] | None
+
+
+class _CutShortError(Exception):
+    """The connection ended before the file did."""
+
+
+def fetch(
+    project: str,
+    name: str,
+    sha256: str,
+    *,
+    cache: Path,
+    find_links: Path | None = None,
+    on_progress: OnProgress | None = None,
+) -> Path:
+    """The file ``name`` of ``project`` on the package index, verified, in ``cache``.
+
+    A cached file is hashed again and returned without touching the network. With ``find_links``
+    the file is taken from that folder and the network is never used.
+
+    Raises:
+        HashMismatchError: what was fetched or cached is another file; it is deleted (a file of
+            the user's, in ``find_links``, is not).
+        FetchError: not on the index, not in ``find_links``, or no connection.
+        NoSpaceError: the disk is full; what has come so far stays, for the next try.
+        BadFileError: the cache or ``find_links`` cannot be read or written.
+    """
+    final = cache / "files" / sha256 / name
+    if _is_cached(final, sha256):
+        return final
+    try:
+        with _partial(final) as part:
+            if part is not None:
+                if find_links is None:
+                    remote = _locate(project, name, sha256)
+                    _download(remote, part, name, sha256, on_progress)
+                else:
+                    _take(find_links, name, sha256, part, on_progress)
+                part.replace(final)
+    except OSError as error:
+        raise _storage_error(error, final) from None
+    if part is None:
+        # Another process fetched it while we waited for its lock.
+        return fetch(
+            project, name, sha256, cache=cache, find_links=find_links, on_progress=on_progress
+        )
+    return final
+
+
+def _is_cached(final: Path, sha256: str) -> bool:
+    if not final.is_file():
+        return False
+    got = files.sha256(final)
+    if got == sha256:
+        return True
+    final.unlink(missing_ok=True)
+    raise HashMismatchError(
+        f"{final.name} in the cache has sha256 {got}, expected {sha256}; it has been deleted",
+        next_step="run the same command again to fetch it anew",
+    )
+
+
+@contextmanager
+def _partial(final: Path) -> Iterator[Path | None]:
+    """The locked ``.part`` of ``final``; None if ``final`` appeared while waiting for the lock."""
+    part = final.with_name(final.name + ".part")
+    part.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        with part.open("ab") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            # The process that held the lock may have given the file its final name, or removed
+            # it: then what we have locked is no longer the .part.
+            try:
+                ours = os.path.samestat(os.fstat(handle.fileno()), part.stat())
+            except FileNotFoundError:
+                ours = False
+            if final.exists():
+                if ours:
+                    part.unlink()
+                yield None
+                return
+            if ours:
+                try:
+                    yield part
+                finally:
+                    if part.exists() and part.stat().st_size == 0:
+                        part.unlink()
+                return
+
+
+def _locate(project: str, name: str, sha256: str) -> _Remote:
+    """Ask each index for the project's page, in order, until one lists the file."""
+    config = pipconfig.load()
+    _check_ca(config)
+    seen: list[str] = []
+    other: str | None = None
+    with session(config) as web:
+        for address in config.indexes:
+            package = _listed(web, address, project, name, seen)
+            if package is None:
+                continue
+            digest = package.digests.get("sha256", sha256)
+            if digest == sha256:
+                return _Remote(
+                    url=package.url,
+                    size=package.size,
+                    auth=_credentials(address, package.url),
+                )
+            other = digest
+    if other is not None:
+        raise HashMismatchError(
+            f"the package index lists {name} with sha256 {other}, expected {sha256}; "
+            "nothing was fetched",
+            next_step="check the pin; if it is right, the index serves another file: ask who runs "
+            "it",
+        )
+    raise FetchError(f"{name} cannot be fetched: {'; '.join(seen)}", next_step=_OFFLINE)
+
+
+def _listed(
+    web: requests.Session, address: str, project: str, name: str, seen: list[str]
+) -> DistributionPackage | None:
+    """The file's entry on one index; None, with the reason added to ``seen``, if not there."""
+    shown = pipconfig.without_credentials(address)
+    try:
+        page = PyPISimple(address, session=web).get_project_page(project, timeout=TIMEOUT)
+    except NoSuchProjectError:
+        seen.append(f"{shown} has no project {project}")
+        return None
+    except (ValueError, UnsupportedRepoVersionError) as error:
+        # Not an address, or a page that is neither HTML nor JSON of the Simple API.
+        raise FetchError(
+            f"{shown} does not answer as a package index: {_one_line(error)}",
+            next_step="check the index address in the settings of pip or uv",
+        ) from None
+    except requests.RequestException as error:
+        raise _network_error(error, shown, name) from None
+    for package in page.packages:
+        if package.filename == name:
+            return package
+    seen.append(f"{shown} has no such file among the {len(page.packages)} of {project}")
+    return None
+
+
+def _download(
+    remote: _Remote, part: Path, name: str, sha256: str, on_progress: OnProgress | None
+) -> None:
+    resumed = part.stat().st_size > 0
+    _transfer(remote, part, name, on_progress)
+    got = files.sha256(part)
+    if got != sha256 and resumed:
+        # What an earlier run left may have been the bad half: once more, whole.
+        os.truncate(part, 0)
+        _transfer(remote, part, name, on_progress)
+        got = files.sha256(part)
+    if got != sha256:
+        part.unlink()
+        raise HashMismatchError(
+            f"{name} was fetched with sha256 {got}, expected {sha256}; it has been deleted",
+            next_step="run the command again; if it repeats, a proxy or mirror alters the file",
+        )
+
+
+def _transfer(remote: _Remote, part: Path, name: str, on_progress: OnProgress | None) -> None:
+    """Bring ``part`` to its full length, going on where it ends as often as that helps."""
+    config = pipconfig.load()
+    shown = pipconfig.without_credentials(remote.url)
+    retry = RETRY
+    furthest = part.stat().st_size
+    with session(config) as web, part.open("r+b", buffering=0) as handle:
+        while True:
+            try:
+                _receive(web, remote, handle, name, on_progress)
+                return
+            except _CutShortError as error:
+                size = handle.seek(0, os.SEEK_END)
+                if size > furthest:
+                    furthest, retry = size, RETRY
+                try:
+                    retry = retry.increment("GET", shown, error=ProtocolError(str(error)))
+                except MaxRetryError:
+                    raise FetchError(
+                        f"{name}: the connection to {shown} broke {RETRY.total} times after "
+                        f"{furthest} bytes: {_one_line(error)}",
+                        next_step="run the same command again; it resumes where it stopped",
+                    ) from None
+                retry.sleep()
+            except requests.RequestException as error:
+                raise _network_error(error, shown, name) from None
+
+
+def _receive(
+    web: requests.Session,
+    remote: _Remote,
+    handle: IO[bytes],
+    name: str,
+    on_progress: OnProgress | None,
+) -> None:
+    """One request for what is missing, appended to ``handle``."""
+    have = handle.seek(0, os.SEEK_END)
+    if remote.size is not None:
+        if have == remote.size:
+            return
+        if have > remote.size:
+            have = _rewind(handle)
+        files.require_space(
+            Path(handle.name).parent, (remote.size - have) / files.GIB, what=f"fetching {name}"
+        )
+    # identity: a server that compresses on the way would make ranges and lengths meaningless.
+    headers = {"Accept-Encoding": "identity"}
+    if have:
+        headers["Range"] = f"bytes={have}-"
+    with web.get(
+        remote.url, headers=headers, auth=remote.auth, stream=True, timeout=TIMEOUT
+    ) as reply:
+        if reply.status_code == 416:
+            # Nothing after `have`: either all of it is there, or it is not of this file.
+            if _total(reply) != have:
+                _rewind(handle)
+                raise _CutShortError("the server refused to resume")
+            return
+        reply.raise_for_status()
+        if reply.status_code != 206 or _start(reply) != have:
+            have = _rewind(handle)
+            if reply.status_code == 206:
+                raise _CutShortError("the server resumed at another place")
+        total = remote.size if remote.size is not None else _total(reply)
+        if on_progress:
+            on_progress(have, total)
+        for chunk in _body(reply):
+            # Unbuffered, so that a kill loses nothing; the system may then take less than given.
+            view = memoryview(chunk)
+            while view:
+                view = view[handle.write(view) :]
+            have += len(chunk)
+            if on_progress:
+                on_progress(have, total)
+    if total is not None and have != total:
+        raise _CutShortError(f"{have} of {total} bytes came")
+
+
+def _body(reply: requests.Response) -> Iterator[bytes]:
+    try:
+        yield from reply.iter_content(CHUNK)
+    except (requests.ConnectionError, requests.exceptions.ChunkedEncodingError) as error:
+        # Unlike a connection that cannot be made, urllib3 does not try a cut body again.
+        raise _CutShortError(_one_line(error)) from None
+
+
+def _take(folder: Path, name: str, sha256: str, part: Path, on_progress: OnProgress | None) -> None:
+    """Copy ``name`` out of a --find-links folder."""
+    source = folder / name
+    if not source.is_file():
+        part.unlink()
+        raise FetchError(
+            f"{name} is not in {folder}", next_step="put it there, or leave out --find-links"
+        )
+    size = source.stat().st_size
+    with source.open("rb") as reading, part.open("r+b", buffering=CHUNK) as writing:
+        writing.truncate(0)
+        shutil.copyfileobj(reading, writing, CHUNK)
+    if on_progress:
+        on_progress(size, size)
+    got = files.sha256(part)
+    if got != sha256:
+        part.unlink()
+        raise HashMismatchError(
+            f"{source} has sha256 {got}, expected {sha256}; it was not used",
+            next_step=f"replace it with the right {name}",
+        )
+
+
+def session(config: pipconfig.PipConfig) -> requests.Session:
+    """A session with retries and the user's CA; proxies come from the environment."""
+    web = requests.Session()
+    adapter = HTTPAdapter(max_retries=RETRY)
+    web.mount("https://", adapter)
+    web.mount("http://", adapter)
+    if config.ca_bundle is not None:
+        web.verify = str(config.ca_bundle)
+    return web
+
+
+def _check_ca(config: pipconfig.PipConfig) -> None:
+    # requests reports this as an OSError without the name of the setting.
+    if config.ca_bundle is not None and not config.ca_bundle.exists():
+        raise BadFileError(
+            f"the CA bundle {config.ca_bundle} ({config.ca_from}) does not exist",
+            next_step=f"correct {config.ca_from}",
+        )
+
+
+def _credentials(index: str, url: str) -> tuple[str, str] | None:
+    """The index's credentials, for a file on the same host whose address carries none."""
+    of_index, of_file = urlsplit(index), urlsplit(url)
+    same = (of_index.scheme, of_index.hostname, of_index.port) == (
+        of_file.scheme,
+        of_file.hostname,
+        of_file.port,
+    )
+    if not same or of_index.username is None or of_file.username is not None:
+        return None
+    (user, password) = requests.utils.get_auth_from_url(index)
+    return user, password
+
+
+def _rewind(handle: IO[bytes]) -> int:
+    handle.seek(0)
+    handle.truncate()
+    return 0
+
+
+def _start(reply: requests.Response) -> int | None:
+    match = re.match(r"bytes (\d+)-", reply.headers.get("Content-Range", ""))
+    return int(match[1]) if match else None
+
+
+def _total(reply: requests.Response) -> int | None:
+    """The whole file's size: after the slash of Content-Range, else Content-Length of a 200."""
+    match = re.search(r"/(\d+)$", reply.headers.get("Content-Range", ""))
+    if match:
+        return int(match[1])
+    length = reply.headers.get("Content-Length", "") if reply.status_code == 200 else ""
+    return int(length) if length.isdigit() else None
+
+
+def _network_error(error: requests.RequestException, shown: str, name: str) -> FetchError:
+    if isinstance(error, requests.exceptions.SSLError):
+        return FetchError(
+            f"{name} cannot be fetched: the certificate of {shown} is not trusted "
+            f"({_one_line(error)})",
+            next_step="set REQUESTS_CA_BUNDLE to the CA bundle of your network",
+        )
+    if isinstance(error, requests.HTTPError) and error.response is not None:
+        return FetchError(
+            f"{name} cannot be fetched: {shown} answers {error.response.status_code} "
+            f"{error.response.reason}",
+            next_step="check the index address and its credentials in the settings of pip or uv",
+        )
+    return FetchError(
+        f"{name} cannot be fetched: no connection to {shown} ({_one_line(error)})",
+        next_step=f"check network and proxy and run it again, or {_OFFLINE}",
+    )
+
+
+def _one_line(error: Exception) -> str:
+    """The innermost reason, without the objects that requests and urllib3 wrap it in."""
+    inner: object = error
+    while isinstance(inner, requests.RequestException | HTTPError):
+        deeper = getattr(inner, "reason", None) or next(
+            (arg for arg in inner.args if isinstance(arg, Exception)), None
+        )
+        if not isinstance(deeper, Exception):
+            break
+        inner = deeper
+    text = re.sub(r"<[^>]*object at 0x[0-9a-f]+>:? ?|\w+\(host=.*?\): ", "", str(inner))
+    return " ".join(text.split()) or type(inner).__name__
+
+
+def _storage_error(error: OSError, final: Path) -> Sm12xError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return NoSpaceError(
+            f"the disk of {final.parent} is full while fetching {final.name}",
+            next_step="free space there, or set SM12X_CACHE to a folder on another disk, and run "
+            "the command again: it resumes",
+        )
+    return BadFileError(
+        f"{error.filename or final} cannot be used: {error.strerror or error}",
+        next_step="set SM12X_CACHE to a folder that you can write",
+    )
