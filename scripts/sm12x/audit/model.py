@@ -1,0 +1,169 @@
+"""What an audit found, and what it means for a device. Nothing here reads a file."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sm12x.audit.fatbin import Container
+from sm12x.core.cudaarch import CudaArch
+from sm12x.core.errors import BadArchitectureError
+
+NATIVE, MIXED, PTX, NONE, HOST, UNKNOWN = "native", "mixed", "ptx", "none", "host", "unknown"
+# What one translation unit can be; a library can also be mixed or host.
+UNIT_VERDICTS = (NATIVE, PTX, NONE, UNKNOWN)
+
+
+@dataclass(frozen=True, order=True)
+class Device:
+    """A compute capability, such as 12.0 (RTX PRO 6000, RTX 50) or 12.1 (GB10)."""
+
+    major: int
+    minor: int
+
+    @classmethod
+    def parse(cls, text: str) -> Device:
+        """Read "12.0". Raises BadArchitectureError for anything else, "12.0a" included."""
+        try:
+            arch = CudaArch.parse(text)
+        except ValueError:
+            raise BadArchitectureError(
+                f"{text!r} is not a compute capability", next_step="write it as 12.0 or 12.1"
+            ) from None
+        if arch.suffix or arch.ptx:
+            raise BadArchitectureError(
+                f"{text!r} is what code is compiled for; an audit asks how it runs on a device",
+                next_step=f"write {arch.major}.{arch.minor}",
+            )
+        return cls(arch.major, arch.minor)
+
+    def __str__(self) -> str:
+        return f"{self.major}.{self.minor}"
+
+
+SM120, SM121 = Device(12, 0), Device(12, 1)
+DEVICES = (SM120, SM121)
+
+
+def compiles_on(ptx: CudaArch, device: Device) -> bool:
+    """Whether the driver can compile this PTX for the device.
+
+    Generic PTX runs on its capability and every later one, `a` on that one alone, `f` on later
+    minors of its major (PTX ISA, `.target`).
+    """
+    if ptx.suffix == "a":
+        return (ptx.major, ptx.minor) == (device.major, device.minor)
+    if ptx.suffix == "f":
+        return ptx.major == device.major and ptx.minor <= device.minor
+    return (ptx.major, ptx.minor) <= (device.major, device.minor)
+
+
+def unit_verdict(unit: Container, device: Device) -> str:
+    """How one translation unit runs: the driver takes a fitting cubin first, then fitting PTX."""
+    entries = unit.entries
+    if any(
+        entry.kind == "cubin" and entry.arch.runs_on(device.major, device.minor)
+        for entry in entries
+    ):
+        return NATIVE
+    if any(entry.kind == "ptx" and compiles_on(entry.arch, device) for entry in entries):
+        return PTX
+    return UNKNOWN if any(entry.kind == "unknown" for entry in entries) else NONE
+
+
+@dataclass(frozen=True, kw_only=True)
+class LibraryAudit:
+    """One ELF file.
+
+    Args:
+        path: relative to the wheel, folder or image; as given for a single file.
+        sha256: in hex. ``size`` is in bytes.
+        machine: of the host code: "x86_64", "aarch64", or "" when it could not be read.
+        units: what a process loads: one fat binary for each translation unit.
+        relocatable: translation units that are only input for the device linker (``-rdc=true``).
+            The linked result is among ``units``; these count on their own only where there is none.
+        faults: what could not be read, in words. With any, every verdict is "unknown".
+    """
+
+    path: str
+    sha256: str
+    size: int
+    machine: str
+    units: tuple[Container, ...] = ()
+    relocatable: tuple[Container, ...] = ()
+    faults: tuple[str, ...] = ()
+
+    @property
+    def loaded(self) -> tuple[Container, ...]:
+        return self.units or self.relocatable
+
+    @functools.cached_property
+    def cubins(self) -> Mapping[str, int]:
+        """Cubins by target, oldest first: {"9.0a": 10, "12.0": 32, "12.0f": 8}."""
+        return self._count("cubin")
+
+    @functools.cached_property
+    def ptx(self) -> Mapping[str, int]:
+        """PTX by virtual architecture: {"8.0": 19, "9.0a": 1}."""
+        return self._count("ptx")
+
+    @functools.cached_property
+    def unknown(self) -> tuple[str, ...]:
+        """All that could not be read: faults of the file, then entries of no known meaning."""
+        odd = Counter(
+            f"{entry.note} ({entry.arch.sm})"
+            for unit in self.loaded
+            for entry in unit.entries
+            if entry.kind == "unknown"
+        )
+        return (*self.faults, *(f"{number} x {note}" for note, number in sorted(odd.items())))
+
+    def units_on(self, device: Device) -> Mapping[str, int]:
+        """How many translation units are native, ptx, none and unknown on ``device``."""
+        found = Counter(unit_verdict(unit, device) for unit in self.loaded)
+        return {verdict: found[verdict] for verdict in UNIT_VERDICTS}
+
+    def verdict(self, device: Device) -> str:
+        """The library as a whole.
+
+        "unknown" if anything in it could not be read, "host" if it has no device code, else
+        "native", "ptx" or "none" if that holds for every translation unit, else "mixed".
+        """
+        if self.unknown:
+            return UNKNOWN
+        if not self.loaded:
+            return HOST
+        found = [verdict for verdict, number in self.units_on(device).items() if number]
+        return found[0] if len(found) == 1 else MIXED
+
+    @property
+    def sm120(self) -> str:
+        return self.verdict(SM120)
+
+    @property
+    def sm121(self) -> str:
+        return self.verdict(SM121)
+
+    def _count(self, kind: str) -> Mapping[str, int]:
+        found = Counter(
+            entry.arch for unit in self.loaded for entry in unit.entries if entry.kind == kind
+        )
+        return {str(arch): found[arch] for arch in sorted(found)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit:
+    """``subject`` is what was asked about; ``kind`` "file", "directory", "wheel" or "image"."""
+
+    subject: str
+    kind: str
+    libraries: tuple[LibraryAudit, ...]
+
+    def __getitem__(self, path: str) -> LibraryAudit:
+        """The library at ``path``. Raises KeyError."""
+        for library in self.libraries:
+            if library.path == path:
+                return library
+        raise KeyError(path)
