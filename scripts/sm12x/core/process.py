@@ -7,11 +7,13 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, NoReturn
 
 from sm12x.core.errors import ToolFailedError, ToolMissingError
 
@@ -32,7 +34,7 @@ def run(
     argv: Sequence[str | Path],
     *,
     cwd: Path | None = None,
-    env: Mapping[str, str] | None = None,
+    env: Mapping[str, str | None] | None = None,
     stdin: str | bytes | None = None,
     check: bool = True,
     timeout: float | None = None,
@@ -41,7 +43,7 @@ def run(
     """Run ``argv`` to its end and return its output as text.
 
     Args:
-        env: variables to set on top of the current environment.
+        env: variables to set on top of the current environment; None takes one out of it.
         check: raise when the exit status is not 0.
         next_step: what the error says to do when the process fails.
 
@@ -77,7 +79,7 @@ def stream(
     argv: Sequence[str | Path],
     *,
     cwd: Path | None = None,
-    env: Mapping[str, str] | None = None,
+    env: Mapping[str, str | None] | None = None,
     on_line: Callable[[str], None] | None = None,
     log: Path | None = None,
     next_step: str = "read the lines above; the command can be repeated by hand",
@@ -129,6 +131,59 @@ def stream(
     return Completed(argv=tuple(words), returncode=0, stdout="", stderr="")
 
 
+def replace(argv: Sequence[str | Path], *, env: Mapping[str, str] | None = None) -> NoReturn:
+    """Become ``argv``: the new program has our process id, so signals reach it and nothing else.
+
+    Raises:
+        ToolMissingError: ``argv[0]`` is not an executable.
+    """
+    words = _words(argv)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execvpe(words[0], words, {**os.environ, **(env or {})})  # noqa: S606 - no shell is wanted
+
+
+@contextmanager
+def reading(
+    argv: Sequence[str | Path],
+    *,
+    next_step: str = "repeat the command by hand to see what it says",
+) -> Iterator[IO[bytes]]:
+    """Yield the stdout of ``argv`` as it comes, for output too large to keep.
+
+    Raises:
+        ToolMissingError: ``argv[0]`` is not an executable.
+        ToolFailedError: non-zero exit; raised even if what had come could not be understood, since
+            the exit is then the cause.
+    """
+    words = _words(argv)
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors
+        )
+        assert process.stdout is not None  # noqa: S101 - PIPE was asked for
+        try:
+            yield process.stdout
+            # A reader may stop before the last byte; the writer must not fail for that.
+            while process.stdout.read(1 << 20):
+                pass
+        except Exception as error:
+            if process.poll() not in (None, 0):
+                raise _failed(words, process.returncode, _lines(errors), next_step) from error
+            raise
+        finally:
+            process.stdout.close()
+            process.terminate()
+            process.wait()
+        if process.returncode > 0:
+            raise _failed(words, process.returncode, _lines(errors), next_step)
+
+
+def _lines(handle: IO[bytes]) -> list[str]:
+    handle.seek(0)
+    return handle.read().decode(errors="replace").splitlines()
+
+
 def which(name: str) -> Path | None:
     """The first executable called ``name`` on PATH, or None."""
     found = shutil.which(name)
@@ -155,8 +210,11 @@ def _words(argv: Sequence[str | Path]) -> list[str]:
     return words
 
 
-def _environment(extra: Mapping[str, str] | None) -> dict[str, str] | None:
-    return None if extra is None else {**os.environ, **extra}
+def _environment(extra: Mapping[str, str | None] | None) -> dict[str, str] | None:
+    if extra is None:
+        return None
+    merged: dict[str, str | None] = {**os.environ, **extra}
+    return {name: value for name, value in merged.items() if value is not None}
 
 
 def _failed(

@@ -1,0 +1,305 @@
+"""Applying the stack: strictly, every patch tried and reported, and all of it or nothing.
+
+The patches are tried on a scratch repository. Only when every one has applied is the folder
+changed: each file by a rename, undone if anything goes wrong on the way.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from sm12x.core.errors import DirtyTreeError, PatchConflictError
+from sm12x.core.git import Entry, Outcome, Repository
+from sm12x.stack import diff, tree
+from sm12x.stack.base import Base
+from sm12x.stack.diff import HunkState
+from sm12x.stack.series import Patch, Stack
+
+APPLIED = "applied"
+UPSTREAM = "upstream"
+OFFSET = "offset"
+CONFLICT = "conflict"
+# The commit of the untouched source in a folder that `apply` made a repository of.
+BASE_TAG = "base"
+BRANCH = "stack"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileConflict:
+    """A file a patch does not fit: how each hunk stands to it, and what git said of it."""
+
+    path: str
+    hunks: tuple[HunkState, ...]
+    exists: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchResult:
+    """What became of one patch.
+
+    ``state`` is "applied", "upstream" (the base has it already; nothing was done), "offset" (it
+    would apply at other lines, which is not accepted) or "conflict". ``follows`` names patches that
+    failed before it and touch the same files: this failure may be theirs. ``said`` holds git's own
+    error lines.
+    """
+
+    name: str
+    subject: str
+    state: str
+    files: tuple[str, ...]
+    conflicts: tuple[FileConflict, ...] = ()
+    follows: tuple[str, ...] = ()
+    said: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return self.state in (APPLIED, UPSTREAM)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApplyReport:
+    """The outcome of a whole stack. ``tree`` is the git tree id of the patched source."""
+
+    base_version: str
+    stack_id: str
+    results: tuple[PatchResult, ...]
+    changed: tuple[str, ...]
+    tree: str
+
+    @property
+    def ok(self) -> bool:
+        return all(result.ok for result in self.results)
+
+
+class StackConflictError(PatchConflictError):
+    """One patch or more did not apply; ``report`` says what became of each."""
+
+    def __init__(self, report: ApplyReport) -> None:
+        failed = [result for result in report.results if not result.ok]
+        first = failed[0]
+        where = f" in {first.conflicts[0].path}" if first.conflicts else ""
+        super().__init__(
+            f"{len(failed)} of {len(report.results)} patches of {report.base_version} do not "
+            f"apply; the first is {first.name} ({first.state}{where}); nothing was changed",
+            next_step="mend the patches named above in a folder made by `sm12x patch apply`, and "
+            "export them with `sm12x patch refresh`",
+        )
+        self.report = report
+
+
+def apply(
+    base: Base,
+    stack: Stack,
+    directory: Path,
+    *,
+    repository: bool = False,
+    archive: Path | None = None,
+    on_patch: Callable[[Patch], None] | None = None,
+) -> ApplyReport:
+    """Apply the stack to ``directory``, the unpacked sdist of the base.
+
+    Args:
+        repository: leave ``directory`` as a git repository with a commit tagged "base" and one
+            commit a patch, to edit and to refresh from; otherwise only the files change.
+        archive: the sdist, where it is at hand, to name the files of a tree that was edited.
+        on_patch: called before each patch is tried.
+
+    Raises:
+        DirtyTreeError: ``directory`` is not the untouched source. Nothing is changed.
+        StackConflictError: a patch does not apply. Nothing is changed.
+    """
+    with tree.scratch(directory) as git:
+        commit = commit_base(base, stack, git, directory, archive)
+        if repository and (directory / ".git").exists():
+            raise DirtyTreeError(
+                f"{directory} is a git repository already, and would be made one",
+                next_step="add --no-repository to leave it as it is, or remove its .git",
+            )
+        report, tip = try_stack(base, stack, git, commit, on_patch=on_patch)
+        if not report.ok:
+            raise StackConflictError(report)
+        with tempfile.TemporaryDirectory(prefix="sm12x-apply-") as name:
+            git.read_tree(tip)
+            if repository:
+                with (
+                    _repository_for(git, base, stack, directory, commit, tip) as hidden,
+                    _putting(git, Path(name), directory, report.changed),
+                ):
+                    hidden.rename(directory / ".git")
+                left = Repository(git_dir=directory / ".git", work_tree=directory)
+                # Files are the same; only their times are not known to the index yet.
+                left.run("update-index", "-q", "--refresh", check=False)
+            else:
+                with _putting(git, Path(name), directory, report.changed):
+                    pass
+    return report
+
+
+def commit_base(
+    base: Base, stack: Stack, git: Repository, directory: Path, archive: Path | None
+) -> str:
+    """Commit the index of ``git`` as the base, after seeing that it is the untouched source."""
+    found = git.write_tree()
+    if found != base.sdist.tree:
+        raise tree.explain(base, stack, directory, git.index_entries(), archive)
+    return git.commit_tree(found, f"{base.sdist.name}\n\nsha256 {base.sdist.sha256}\n")
+
+
+def try_stack(
+    base: Base,
+    stack: Stack,
+    git: Repository,
+    commit: str,
+    *,
+    on_patch: Callable[[Patch], None] | None = None,
+) -> tuple[ApplyReport, str]:
+    """Try every patch on ``commit``, one commit for each that applies; no file is changed.
+
+    Returns:
+        The report, and the last commit made.
+    """
+    git.read_tree(commit)
+    tip = commit
+    results: list[PatchResult] = []
+    for patch in stack.patches:
+        if on_patch:
+            on_patch(patch)
+        result = _try(patch, git, results)
+        if result.state == APPLIED:
+            tip = git.commit_tree(git.write_tree(), patch.message, parent=tip, author=patch.author)
+        results.append(result)
+    report = ApplyReport(
+        base_version=base.version,
+        stack_id=stack.id,
+        results=tuple(results),
+        changed=tuple(git.changed(commit, tip)),
+        tree=git.tree_of(tip),
+    )
+    return report, tip
+
+
+def _try(patch: Patch, git: Repository, before: Sequence[PatchResult]) -> PatchResult:
+    content = patch.content()
+    files = tuple(file.path for file in patch.files)
+    forward = git.apply_cached(content, check_only=True)
+    if forward.ok and not forward.offsets:
+        git.apply_cached(content)
+        return PatchResult(name=patch.name, subject=patch.subject, state=APPLIED, files=files)
+    # Upstream's lines may have moved since: where the text stands does not matter here.
+    if git.apply_cached(content, check_only=True, reverse=True).ok:
+        return PatchResult(name=patch.name, subject=patch.subject, state=UPSTREAM, files=files)
+    return PatchResult(
+        name=patch.name,
+        subject=patch.subject,
+        state=OFFSET if forward.ok else CONFLICT,
+        files=files,
+        conflicts=_conflicts(patch, git, forward),
+        follows=tuple(
+            earlier.name for earlier in before if not earlier.ok and set(earlier.files) & set(files)
+        ),
+        said=forward.errors,
+    )
+
+
+def _conflicts(patch: Patch, git: Repository, outcome: Outcome) -> tuple[FileConflict, ...]:
+    entries: dict[str, Entry] = git.index_entries()
+    found: list[FileConflict] = []
+    for file in patch.files:
+        entry = entries.get(file.path)
+        text = git.text(entry.blob).split("\n") if entry else None
+        states = tuple(diff.locate(hunk, text) for hunk in file.hunks)
+        moved = any(offset.path == file.path for offset in outcome.offsets)
+        clash = file.added and entry is not None
+        if moved or clash or any(state.state != "applies" for state in states):
+            found.append(FileConflict(path=file.path, hunks=states, exists=entry is not None))
+    return tuple(found)
+
+
+@contextmanager
+def _putting(
+    git: Repository, scratch: Path, directory: Path, paths: Sequence[str]
+) -> Iterator[None]:
+    """Make ``paths`` of ``directory`` what the index of ``git`` holds, then run the block.
+
+    If either fails, or is interrupted, every file is put back.
+    """
+    entries = git.index_entries()
+    fresh, saved = scratch / "fresh", scratch / "saved"
+    git.checkout_index(fresh, [path for path in paths if path in entries])
+    undo: list[Callable[[], None]] = []
+    try:
+        for path in paths:
+            target = directory / path
+            undo.append(_saver(target, saved / path))
+            if path not in entries:
+                target.unlink()
+                continue
+            for parent in reversed(target.parents):
+                if not parent.exists():
+                    undo.append(parent.rmdir)
+                    parent.mkdir()
+            # Beside the target, for the rename to be atomic.
+            handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+            os.close(handle)
+            undo.append(lambda name=name: Path(name).unlink(missing_ok=True))  # type: ignore[misc]
+            shutil.copyfile(fresh / path, name)
+            mode = target.stat() if target.exists() else (fresh / path).stat()
+            Path(name).chmod(_mode(mode.st_mode, entries[path].mode))
+            Path(name).replace(target)
+        yield
+    except BaseException:
+        # Ctrl-C included: a tree that is neither the one nor the other is of no use.
+        for step in reversed(undo):
+            step()
+        raise
+
+
+def _saver(target: Path, copy: Path) -> Callable[[], None]:
+    """Keep ``target`` as it is, and return what puts it back."""
+    if not target.exists():
+        return lambda: target.unlink(missing_ok=True)
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy2(target, copy)
+
+    def restore() -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(copy, target)
+
+    return restore
+
+
+def _mode(now: int, wanted: str) -> int:
+    """The permissions ``now``, made executable or not as git's mode says."""
+    permissions = now & 0o777
+    if wanted == "100755":
+        # Who may read may execute.
+        return permissions | (permissions & 0o444) >> 2
+    return permissions & ~0o111
+
+
+@contextmanager
+def _repository_for(
+    git: Repository, base: Base, stack: Stack, directory: Path, commit: str, tip: str
+) -> Iterator[Path]:
+    """A copy of the scratch repository inside ``directory``, for the block to rename to .git."""
+    git.update_ref(f"refs/heads/{BRANCH}", tip)
+    git.update_ref(f"refs/tags/{BASE_TAG}", commit)
+    # The user's own git works here: it must not convert line ends either.
+    git.config("core.autocrlf", "false")
+    git.config("core.bare", "false")
+    git.config("sm12x.base", base.version)
+    git.config("sm12x.stack", stack.id)
+    git.pack()
+    hidden = Path(tempfile.mkdtemp(dir=directory, prefix=".git-"))
+    try:
+        shutil.copytree(git.git_dir, hidden, dirs_exist_ok=True)
+        hidden.chmod(0o755)
+        yield hidden
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)

@@ -1,0 +1,215 @@
+"""Unified diffs as git writes them: files and hunks, and how a hunk stands to a file's text.
+
+git itself decides whether a patch applies; this only explains its answer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_HUNK = re.compile(r"^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
+_INDEX = re.compile(r"^index ([0-9a-f]+)\.\.([0-9a-f]+)(?: (\d+))?$")
+
+
+class DiffError(ValueError):
+    """A malformed diff. ``line`` counts from 1 in the text that was parsed."""
+
+    def __init__(self, line: int, message: str) -> None:
+        super().__init__(message)
+        self.line = line
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hunk:
+    """One hunk. ``line`` is where its header stands in the patch file; starts count from 1."""
+
+    header: str
+    line: int
+    old_start: int
+    new_start: int
+    lines: tuple[str, ...]
+
+    @property
+    def expects(self) -> tuple[str, ...]:
+        """The text the patch looks for."""
+        return tuple(line[1:] for line in self.lines if line[0] in " -")
+
+    @property
+    def leaves(self) -> tuple[str, ...]:
+        """The text the patch leaves behind."""
+        return tuple(line[1:] for line in self.lines if line[0] in " +")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchedFile:
+    """One file of a patch. ``old_blob`` and ``new_blob`` are git ids, all zeros for "no file"."""
+
+    path: str
+    old_blob: str
+    new_blob: str
+    hunks: tuple[Hunk, ...]
+
+    @property
+    def added(self) -> bool:
+        return not self.old_blob.strip("0")
+
+    @property
+    def deleted(self) -> bool:
+        return not self.new_blob.strip("0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HunkState:
+    """How a hunk stands to a text.
+
+    ``state`` is "applies", "offset" (the text stands ``moved`` lines further down), "in base" (what
+    it would leave is already there) or "conflict"; ``start`` is the line, from 1, where ``has``,
+    the nearest text of the file, begins.
+    """
+
+    hunk: Hunk
+    state: str
+    moved: int = 0
+    start: int = 0
+    has: tuple[str, ...] = ()
+
+
+def parse(lines: Sequence[str], *, first_line: int = 1) -> tuple[PatchedFile, ...]:
+    """Read the files of a diff; ``first_line`` is the number of ``lines[0]`` in its file.
+
+    Raises:
+        DiffError: a hunk is cut short, or the diff renames, copies or holds binary data, which a
+            stack that people are to read must not.
+    """
+    files: list[PatchedFile] = []
+    at = 0
+    while at < len(lines):
+        if not lines[at].startswith("diff --git "):
+            if lines[at].strip():
+                raise DiffError(first_line + at, f"is not part of a diff: {lines[at][:60]!r}")
+            at += 1
+            continue
+        start = at
+        path = ""
+        blobs: tuple[str, str] | None = None
+        hunks: list[Hunk] = []
+        at += 1
+        while at < len(lines) and not lines[at].startswith("diff --git "):
+            line = lines[at]
+            if match := _INDEX.match(line):
+                blobs = match[1], match[2]
+            elif line.startswith(("--- ", "+++ ")):
+                path = _path(line, path, first_line + at)
+            elif line.startswith("@@ "):
+                hunk, at = _hunk(lines, at, first_line)
+                hunks.append(hunk)
+                continue
+            elif line.startswith(("rename ", "copy ", "similarity ", "dissimilarity ")):
+                raise DiffError(first_line + at, "renames and copies are to be written out in full")
+            elif line.startswith(("Binary files", "GIT binary patch")):
+                raise DiffError(first_line + at, "binary files cannot be patched")
+            elif line.strip() and not line.startswith(
+                ("new file mode", "deleted file mode", "old mode", "new mode")
+            ):
+                raise DiffError(first_line + at, f"is not part of a diff: {line[:60]!r}")
+            at += 1
+        if blobs is None or not path or not hunks:
+            raise DiffError(first_line + start, "a file's diff has no index line or no hunk")
+        files.append(
+            PatchedFile(path=path, old_blob=blobs[0], new_blob=blobs[1], hunks=tuple(hunks))
+        )
+    return tuple(files)
+
+
+def locate(hunk: Hunk, text: Sequence[str] | None) -> HunkState:
+    """Say how ``hunk`` stands to the lines of a file (None: there is no such file)."""
+    if text is None:
+        applies = not hunk.expects
+        return HunkState(hunk=hunk, state="applies" if applies else "conflict")
+    expects, leaves = hunk.expects, hunk.leaves
+    # "-0,0" means before the first line; otherwise an empty old side begins after its line.
+    wanted = hunk.old_start - 1 if expects else hunk.old_start
+    if expects and _matches(text, wanted, expects):
+        return HunkState(hunk=hunk, state="applies", start=wanted + 1)
+    landed = _nearest_match(text, leaves, hunk.new_start - 1)
+    if landed is not None:
+        return HunkState(hunk=hunk, state="in base", start=landed + 1)
+    found = _nearest_match(text, expects, wanted)
+    if found is not None:
+        return HunkState(hunk=hunk, state="offset", moved=found - wanted, start=found + 1)
+    start = _most_alike(text, expects, wanted)
+    return HunkState(
+        hunk=hunk,
+        state="conflict",
+        start=start + 1,
+        has=tuple(text[start : start + max(len(expects), 1)]),
+    )
+
+
+def _hunk(lines: Sequence[str], at: int, first_line: int) -> tuple[Hunk, int]:
+    header = lines[at]
+    match = _HUNK.match(header)
+    if match is None:
+        raise DiffError(first_line + at, f"is not a hunk header: {header[:60]!r}")
+    old_left = int(match[2] or 1)
+    new_left = int(match[4] or 1)
+    body: list[str] = []
+    where = at
+    at += 1
+    while old_left or new_left:
+        # git drops the blank of an empty context line in no version; mail programs do.
+        if at == len(lines) or lines[at][:1] not in (" ", "+", "-", "\\"):
+            raise DiffError(first_line + at, f"hunk {header} is cut short or mangled here")
+        line = lines[at]
+        if line[0] != "\\":
+            old_left -= line[0] in " -"
+            new_left -= line[0] in " +"
+            body.append(line)
+        at += 1
+    if old_left < 0 or new_left < 0:
+        raise DiffError(first_line + where, f"hunk {header} has other counts than its header says")
+    if at < len(lines) and lines[at].startswith("\\"):
+        at += 1
+    return (
+        Hunk(
+            header=header,
+            line=first_line + where,
+            old_start=int(match[1]),
+            new_start=int(match[3]),
+            lines=tuple(body),
+        ),
+        at,
+    )
+
+
+def _path(line: str, known: str, number: int) -> str:
+    name = line[4:].rstrip("\t")
+    if name == "/dev/null":
+        return known
+    if not name.startswith(("a/", "b/")):
+        raise DiffError(number, f"path {name!r} has no a/ or b/ in front")
+    return name[2:]
+
+
+def _matches(text: Sequence[str], start: int, wanted: Sequence[str]) -> bool:
+    return start >= 0 and tuple(text[start : start + len(wanted)]) == tuple(wanted)
+
+
+def _nearest_match(text: Sequence[str], wanted: Sequence[str], start: int) -> int | None:
+    if not wanted:
+        return None
+    places = (at for at in range(len(text) - len(wanted) + 1) if _matches(text, at, wanted))
+    return min(places, key=lambda at: abs(at - start), default=None)
+
+
+def _most_alike(text: Sequence[str], wanted: Sequence[str], start: int) -> int:
+    """Where, line by line, the most of ``wanted`` stands; the nearest of equals."""
+
+    def score(at: int) -> tuple[int, int]:
+        pairs = zip(wanted, text[at : at + len(wanted)], strict=False)
+        # Blank lines are alike everywhere.
+        return sum(1 for a, b in pairs if a == b and a.strip()), -abs(at - start)
+
+    return max(range(max(len(text), 1)), key=score)
