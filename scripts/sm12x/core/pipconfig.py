@@ -36,7 +36,10 @@ class PipConfig:
 
     def uv_environment(self) -> dict[str, str]:
         """Variables that make uv, which does not read pip's files, use the same settings."""
-        found = {"UV_DEFAULT_INDEX": self.indexes[0]}
+        found: dict[str, str] = {}
+        # Where nothing was set up, uv's own file may still say something.
+        if self.indexes[0] != PYPI_SIMPLE_ENDPOINT:
+            found["UV_DEFAULT_INDEX"] = self.indexes[0]
         if len(self.indexes) > 1:
             found["UV_INDEX"] = " ".join(self.indexes[1:])
         if self.ca_bundle is not None:

@@ -73,10 +73,14 @@ class ImageBase:
 
 @dataclass(frozen=True, kw_only=True)
 class LockSpec:
-    """``platform`` as uv names it; ``build_from_sdist`` lists what has no wheel there."""
+    """``platform`` as uv names it; ``build_from_sdist`` lists what has no wheel there.
+
+    ``sdist_requires`` is what building those needs besides ``toolchain.build_requires``.
+    """
 
     platform: str
     build_from_sdist: tuple[str, ...]
+    sdist_requires: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +100,10 @@ class Base:
     def lock_path(self, machine: str) -> Path:
         """The locked closure of the release on ``machine`` ("x86_64" or "aarch64")."""
         return self.folder / f"requirements-{machine}.lock"
+
+    def build_lock_path(self, machine: str) -> Path:
+        """The locked requirements of the builder on ``machine``."""
+        return self.folder / f"build-{machine}.lock"
 
     @property
     def series_path(self) -> Path:
@@ -179,6 +187,7 @@ def parse(path: Path) -> Base:
             machine: LockSpec(
                 platform=table.text("platform"),
                 build_from_sdist=table.texts("build_from_sdist"),
+                sdist_requires=table.texts("sdist_requires"),
             )
             for machine, table in top.tables("lock").items()
         },

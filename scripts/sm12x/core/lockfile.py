@@ -1,0 +1,137 @@
+"""Lock files: pinned requirements with hashes, as `uv pip compile` writes them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.utils import canonicalize_name
+
+from sm12x.core.errors import BadFileError
+
+_PIN = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*)(\[[^]]*\])?==(?P<version>[^\s;\\]+)")
+_HASH = re.compile(r"--hash=(\w+:[0-9a-f]+)")
+_VIA = re.compile(r"^\s+# +via\b")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pin:
+    """One requirement. ``name`` is normalised; ``via`` names what asked for it, normalised."""
+
+    name: str
+    version: str
+    hashes: tuple[str, ...]
+    via: tuple[str, ...]
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lockfile:
+    """``head`` is what stands before the first requirement: comments and options."""
+
+    head: str
+    pins: tuple[Pin, ...]
+
+    @property
+    def versions(self) -> dict[str, str]:
+        return {pin.name: pin.version for pin in self.pins}
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The option lines, such as ``--only-binary :all:``, in order."""
+        return tuple(line.strip() for line in self.head.splitlines() if line.startswith("--"))
+
+
+def read(path: Path) -> Lockfile:
+    """Parse a lock file. Raises BadFileError, with the line, for anything but pins and comments."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadFileError(f"{path} cannot be read: {error}", next_step="run `make lock`") from None
+    return parse(text, where=str(path))
+
+
+def parse(text: str, *, where: str = "lock file") -> Lockfile:
+    """Parse the text of a lock file; ``where`` is what errors call it."""
+    head: list[str] = []
+    blocks: list[list[str]] = []
+    continued = False
+    for number, line in enumerate(text.splitlines(), start=1):
+        comment = line.lstrip().startswith("#")
+        if continued or (blocks and comment and line[:1].isspace()):
+            blocks[-1].append(line)
+        elif _PIN.match(line):
+            blocks.append([line])
+        elif not blocks:
+            if line.strip() and not comment and not line.startswith("--"):
+                raise _not_a_pin(where, number, line)
+            head.append(line)
+        elif line.strip() and not comment:
+            raise _not_a_pin(where, number, line)
+        continued = not comment and line.endswith("\\")
+    return Lockfile(
+        head="".join(f"{line}\n" for line in head), pins=tuple(_pin(lines) for lines in blocks)
+    )
+
+
+def restrict(text: str, names: Iterable[str], *, where: str = "lock file") -> str:
+    """The lock of ``names`` and of all that these need, directly or not.
+
+    What needs what is read from the ``# via`` comments. They do not tell extras apart, so a
+    package's optional needs come along when the whole lock has them.
+
+    Raises BadFileError if a name is not in the lock.
+    """
+    lock = parse(text, where=where)
+    wanted: set[str] = {canonicalize_name(re.sub(r"\[.*", "", name)) for name in names}
+    absent = sorted(wanted - set(lock.versions))
+    if absent:
+        raise BadFileError(
+            f"{where} does not have {', '.join(absent)}", next_step="name what is in the lock"
+        )
+    needs: dict[str, set[str]] = {}
+    for pin in lock.pins:
+        for parent in pin.via:
+            needs.setdefault(parent, set()).add(pin.name)
+    kept: set[str] = set()
+    waiting = list(wanted)
+    while waiting:
+        name = waiting.pop()
+        if name not in kept:
+            kept.add(name)
+            waiting.extend(needs.get(name, ()))
+    asked = f"# Cut down to what these need: {', '.join(sorted(wanted))}.\n"
+    return asked + lock.head + "".join(pin.text for pin in lock.pins if pin.name in kept)
+
+
+def _pin(lines: list[str]) -> Pin:
+    match = _PIN.match(lines[0])
+    assert match is not None  # noqa: S101 - a block starts with such a line
+    parents: list[str] = []
+    inside = False
+    for line in lines:
+        if _VIA.match(line):
+            inside = True
+            line = _VIA.sub("", line)
+        elif inside:
+            line = line.strip().removeprefix("#")
+        word = line.strip()
+        # `-r file` and `-c file` are where it was asked for, not packages.
+        if inside and word and not word.startswith("-"):
+            parents.append(canonicalize_name(re.sub(r"\[.*", "", word)))
+    return Pin(
+        name=canonicalize_name(match["name"]),
+        version=match["version"],
+        hashes=tuple(found for line in lines for found in _HASH.findall(line)),
+        via=tuple(parents),
+        text="".join(f"{line}\n" for line in lines),
+    )
+
+
+def _not_a_pin(where: str, number: int, line: str) -> BadFileError:
+    return BadFileError(
+        f"{where}:{number}: {line.strip()!r} is not a pinned requirement",
+        next_step="run `make lock` to write the file anew",
+    )

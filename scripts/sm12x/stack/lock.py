@@ -1,0 +1,242 @@
+"""The locked requirements of a base: made with uv, and checked against base.toml.
+
+Two files a machine. The closure is what the release needs to run, as its makers could have had it
+on the day of the release. The build lock is what the builder needs on top of a compiler; where
+both have a package they have the same version, so that what is compiled meets what it runs with.
+"""
+
+from __future__ import annotations
+
+import datetime
+import difflib
+import re
+import tempfile
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import uv
+
+from sm12x import layout
+from sm12x.core import lockfile, pipconfig, process
+from sm12x.core.errors import (
+    BadFileError,
+    FetchError,
+    Sm12xError,
+    ToolFailedError,
+    ToolMissingError,
+)
+from sm12x.stack.base import Base, LockSpec
+
+RELEASE = "vllm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Locks:
+    """The texts of the two lock files of one machine."""
+
+    closure: str
+    build: str
+
+
+def make(base: Base, machine: str) -> Locks:
+    """Resolve both locks for ``machine``: package metadata only, nothing is built or run.
+
+    Raises:
+        FetchError: the package index cannot be reached, or gives no upload dates.
+        ToolFailedError: uv finds no versions that fit together.
+    """
+    closure_head, build_head = heads(base, machine)
+    spec = spec_of(base, machine)
+    closure = closure_head + _compile(
+        base,
+        spec,
+        [f"{RELEASE}=={base.version}", base.toolchain.cuda_requirement],
+        leave_out=RELEASE,
+    )
+    build = build_head + _compile(
+        base,
+        spec,
+        [
+            *base.toolchain.build_requires,
+            *spec.sdist_requires,
+            base.toolchain.cuda_requirement,
+            *own_requirements(),
+        ],
+        constraint=(base.lock_path(machine).name, closure),
+    )
+    return Locks(closure=closure, build=build)
+
+
+def spec_of(base: Base, machine: str) -> LockSpec:
+    """The [lock.<machine>] of base.toml. Raises BadFileError if there is none."""
+    try:
+        return base.locks[machine]
+    except KeyError:
+        raise BadFileError(
+            f"{base.folder / 'base.toml'} has no lock.{machine}", next_step="add that table"
+        ) from None
+
+
+def heads(base: Base, machine: str) -> tuple[str, str]:
+    """The first lines of the closure and of the build lock, up to the first requirement."""
+    spec = spec_of(base, machine)
+    made = (
+        f"# Made by `make lock` (sm12x lock --base {base.version} --machine {machine}) from "
+        "base.toml; do not edit.\n"
+    )
+    fits = (
+        f"# For Python {base.python} on {spec.platform}; nothing that came out after "
+        f"{base.released}.\n"
+    )
+    # In this order: pip forgets an earlier --no-binary at `--only-binary :all:`.
+    wheels_only = "--only-binary :all:\n" + "".join(
+        f"--no-binary {name}\n" for name in spec.build_from_sdist
+    )
+    return (
+        f"{made}# All that {RELEASE} {base.version} needs, and the CUDA toolkit.\n{fits}"
+        f"# {RELEASE}=={base.version} itself is not listed: the wheel made here takes its place.\n"
+        f"{wheels_only}\n",
+        f"{made}# What building {RELEASE} {base.version} needs, the CUDA toolkit, and what sm12x "
+        f"itself needs.\n{fits}--only-binary :all:\n\n",
+    )
+
+
+def own_requirements() -> list[str]:
+    """What pyproject.toml says that sm12x needs on a build machine."""
+    path = layout.root() / "pyproject.toml"
+    try:
+        project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
+        return [*project["dependencies"], *project["optional-dependencies"]["build"]]
+    except (OSError, tomllib.TOMLDecodeError, KeyError) as error:
+        raise BadFileError(
+            f"{path} does not give sm12x's own requirements: {error!r}",
+            next_step="run from a whole checkout",
+        ) from None
+
+
+def verify(base: Base, machine: str, locks: Locks) -> list[str]:
+    """What in ``locks`` contradicts base.toml, one line each; needs no network."""
+    closure_name, build_name = base.lock_path(machine).name, base.build_lock_path(machine).name
+    closure = lockfile.parse(locks.closure, where=closure_name)
+    build = lockfile.parse(locks.build, where=build_name)
+    spec = spec_of(base, machine)
+    closure_head, build_head = heads(base, machine)
+    findings: list[str] = []
+    for name, lock, head in (
+        (closure_name, closure, closure_head),
+        (build_name, build, build_head),
+    ):
+        if lock.head != head:
+            findings.append(
+                f"{name}: its first lines are not those that base.toml gives (Python "
+                f"{base.python}, {spec.platform}, released {base.released}, wheels only)"
+            )
+        findings += [f"{name}: {pin.name} has no hash" for pin in lock.pins if not pin.hashes]
+        for package, version in (
+            ("torch", base.toolchain.torch),
+            ("cuda-toolkit", base.toolchain.cuda),
+        ):
+            locked = lock.versions.get(package)
+            if locked != version:
+                findings.append(
+                    f"{name}: {package} is {locked or 'not there'}, base.toml says {version}"
+                )
+    if RELEASE in closure.versions:
+        findings.append(f"{closure_name}: {RELEASE} must not be listed")
+    findings += [
+        f"{closure_name}: {name} is to be built from its sdist but not there"
+        for name in spec.build_from_sdist
+        if name not in closure.versions
+    ]
+    findings += [
+        f"{build_name}: {name} is {version}, {closure_name} has {closure.versions[name]}"
+        for name, version in build.versions.items()
+        if closure.versions.get(name, version) != version
+    ]
+    return findings
+
+
+def difference(path: Path, committed: str, made: str) -> str:
+    """A unified diff from the committed file to what would be made; "" if they are the same."""
+    label = path.relative_to(layout.root()) if path.is_relative_to(layout.root()) else path
+    return "".join(
+        difflib.unified_diff(
+            committed.splitlines(keepends=True),
+            made.splitlines(keepends=True),
+            f"{label} (committed)",
+            f"{label} (made now)",
+        )
+    )
+
+
+def _compile(
+    base: Base,
+    spec: LockSpec,
+    requirements: Iterable[str],
+    *,
+    leave_out: str | None = None,
+    constraint: tuple[str, str] | None = None,
+) -> str:
+    """Run `uv pip compile` in a folder of its own, so that no path of this machine gets in."""
+    end = base.released + datetime.timedelta(days=1)
+    argv: list[str | Path] = [
+        _uv(),
+        *("pip", "compile", "requirements.in", "--quiet", "--no-header", "--generate-hashes"),
+        *("--python-version", base.python, "--python-platform", spec.platform),
+        # With a time and a zone: uv reads a bare date in the zone of the machine.
+        *("--exclude-newer", f"{end}T00:00:00Z"),
+        *("--only-binary", ":all:"),
+    ]
+    for name in spec.build_from_sdist:
+        argv += ["--no-binary", name]
+    if leave_out:
+        argv += ["--no-emit-package", leave_out]
+    with tempfile.TemporaryDirectory(prefix="sm12x-lock-") as folder:
+        (Path(folder) / "requirements.in").write_text("".join(f"{r}\n" for r in requirements))
+        if constraint:
+            (Path(folder) / constraint[0]).write_text(constraint[1])
+            argv += ["--constraint", constraint[0]]
+        done = process.run(
+            argv,
+            cwd=Path(folder),
+            check=False,
+            # Resolving runs no Python of the target; uv would fetch one to have it at hand.
+            env={**pipconfig.load().uv_environment(), "UV_PYTHON_DOWNLOADS": "never"},
+        )
+    if done.returncode != 0:
+        raise uv_error(done.stderr, what=f"the lock of {base.version} for {spec.platform}")
+    return done.stdout
+
+
+def _uv() -> str:
+    try:
+        return uv.find_uv_bin()
+    except FileNotFoundError:
+        raise ToolMissingError(
+            "uv is not installed beside this Python", next_step="run `make lock`, which sets it up"
+        ) from None
+
+
+def uv_error(stderr: str, *, what: str) -> Sm12xError:
+    """The error in what uv said, in one line."""
+    said = stderr[stderr.rfind("error:") :] if "error:" in stderr else stderr
+    address = re.search(r"Failed to fetch:? [`']?(\S+?)[`']?(?=\s|$)", said)
+    if address:
+        shown = pipconfig.without_credentials(address[1])
+        reason = [line.strip().removeprefix("cause: ") for line in said.splitlines()][-1]
+        return FetchError(
+            f"{what} cannot be made: no answer from {shown} ({reason})",
+            next_step="check network, proxy and index address, and run it again",
+        )
+    if "upload date" in stderr:
+        return FetchError(
+            f"{what} cannot be made: the package index gives no upload dates",
+            next_step="use an index that has them (JSON form of the Simple API)",
+        )
+    line = re.sub(r"\s*cause: ", ": ", " ".join(said.removeprefix("error:").split()))
+    return ToolFailedError(
+        f"{what} cannot be made: uv: {line[:600]}",
+        next_step="correct the requirements in base.toml or pyproject.toml",
+    )
