@@ -47,9 +47,12 @@ lock: $(STAMP) ## make the locked requirements of BASE anew
 lock-check: $(STAMP) ## fail if the locked requirements of BASE are not what `make lock` makes
 	@$(BIN)/sm12x lock --base $(BASE) --check
 
-lock-dev: $(STAMP) ## make scripts/requirements-dev.lock anew
+lock-dev: $(STAMP) ## make the locks of the development and the witness tools anew
 	@$(BIN)/uv pip compile scripts/requirements-dev.in --universal --python-version 3.11 \
 	  --generate-hashes --custom-compile-command "make lock-dev" -q -o scripts/requirements-dev.lock
+	@$(BIN)/uv pip compile tests/witness/requirements.in --universal --python-version 3.11 \
+	  --generate-hashes --custom-compile-command "make lock-dev" -q \
+	  --no-emit-package packaging --no-emit-package pygments -o tests/witness/requirements.lock
 
 docs: $(STAMP) ## write the generated tables of the README
 	@$(BIN)/sm12x docs

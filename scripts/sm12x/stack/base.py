@@ -47,22 +47,31 @@ class Toolchain:
 
 @dataclass(frozen=True, kw_only=True)
 class Module:
-    """A native module: its cmake target, its path in the wheel, the sources it is made of."""
+    """A native module: its cmake target, its path in the wheel, the sources it is made of.
+
+    ``sources`` names the third-party sources that are compiled into it.
+    """
 
     target: str
     path: str
     inputs: tuple[str, ...]
+    sources: tuple[str, ...]
     cpu_seconds: float
     peak_gib: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A third-party source the release's CMake declares; ``override`` is the variable it reads."""
+    """A third-party source the release's CMake declares; ``override`` is the variable it reads.
+
+    ``stand_in`` are the files, empty ones, that configuring asks for where nothing of the source
+    is compiled.
+    """
 
     name: str
     pin: str
     override: str
+    stand_in: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +93,14 @@ class LockSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Witness:
+    """What the witnesses need: names out of the base's lock, and what they weigh to download."""
+
+    packages: tuple[str, ...]
+    download_mib: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Base:
     version: str
     folder: Path
@@ -96,6 +113,7 @@ class Base:
     sources: tuple[Source, ...]
     image: ImageBase
     locks: Mapping[str, LockSpec]
+    witness: Witness
 
     def lock_path(self, machine: str) -> Path:
         """The locked closure of the release on ``machine`` ("x86_64" or "aarch64")."""
@@ -151,6 +169,7 @@ def parse(path: Path) -> Base:
     sdist = top.table("sdist")
     tools = top.table("toolchain")
     image = top.table("image")
+    witness = top.table("witness")
     base = Base(
         version=top.text("version"),
         folder=path.parent,
@@ -173,13 +192,19 @@ def parse(path: Path) -> Base:
                 target=entry.text("target"),
                 path=entry.text("path"),
                 inputs=entry.texts("inputs"),
+                sources=entry.texts("sources"),
                 cpu_seconds=entry.number("cpu_seconds"),
                 peak_gib=entry.number("peak_gib"),
             )
             for entry in top.entries("module")
         ),
         sources=tuple(
-            Source(name=entry.text("name"), pin=entry.text("pin"), override=entry.text("override"))
+            Source(
+                name=entry.text("name"),
+                pin=entry.text("pin"),
+                override=entry.text("override"),
+                stand_in=entry.texts("stand_in"),
+            )
             for entry in top.entries("source")
         ),
         image=ImageBase(base=image.text("base"), suite=image.text("suite")),
@@ -191,6 +216,9 @@ def parse(path: Path) -> Base:
             )
             for machine, table in top.tables("lock").items()
         },
+        witness=Witness(
+            packages=witness.texts("packages"), download_mib=witness.integer("download_mib")
+        ),
     )
     top.finish()
     if base.version != path.parent.name:
