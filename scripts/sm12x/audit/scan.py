@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import os
-import re
 import stat
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from sm12x.audit import elf
-from sm12x.audit.fatbin import Buffer
+from sm12x.audit import elf, library, tars
 from sm12x.audit.model import Audit, LibraryAudit
 from sm12x.core.errors import BadFileError
 
-_LIBRARY_NAME = re.compile(r"\.so(\.\d+)*$")
-# A linker script (libc.so, libm.so) has a library's name and is text.
-_LINKER_SCRIPT = re.compile(rb"\s*(/\*|GROUP|INPUT|OUTPUT_FORMAT)")
 # inflate and sha256 release the interpreter lock; more threads than this only cost memory, since
 # each holds a whole library.
 _THREADS = min(4, os.cpu_count() or 1)
@@ -39,22 +33,25 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a scan is about to read: ``total`` is in bytes."""
+    """What a scan is about to read: files, or one image ``archive``. ``total`` is in bytes."""
 
     subject: str
     kind: str
-    members: tuple[Member, ...]
+    members: tuple[Member, ...] = ()
+    archive: Path | None = None
 
     @property
     def total(self) -> int:
+        if self.archive:
+            return self.archive.stat().st_size
         return sum(member.size for member in self.members)
 
 
 def scan(path: Path) -> Audit:
-    """Audit a library, a folder, a wheel or any other zip.
+    """Audit a library, a folder, a wheel (or any other zip) or an image's tar archive.
 
     Raises:
-        BadFileError: there is no such file, or it is none of these.
+        BadFileError: there is no such file, it is none of these, or the archive is damaged.
     """
     return run(plan(path))
 
@@ -76,6 +73,8 @@ def plan(path: Path) -> Plan:
             return Plan(subject=path.name, kind="file", members=(member,))
         if zipfile.is_zipfile(path):
             return Plan(subject=path.name, kind="wheel", members=tuple(_zip(path)))
+        if tars.is_tar(path):
+            return Plan(subject=path.name, kind="image", archive=path)
     except (OSError, zipfile.BadZipFile) as error:
         raise BadFileError(
             f"{path} cannot be read: {error}",
@@ -90,6 +89,9 @@ def plan(path: Path) -> Plan:
 def run(plan: Plan, *, on_progress: Callable[[int], None] | None = None) -> Audit:
     """Read what was planned, telling ``on_progress`` the bytes of each file that is done."""
 
+    if plan.archive:
+        return tars.archive(plan.archive, on_progress=on_progress)
+
     def one(member: Member) -> LibraryAudit | None:
         try:
             return member.audit()
@@ -101,48 +103,9 @@ def run(plan: Plan, *, on_progress: Callable[[int], None] | None = None) -> Audi
     order = sorted(plan.members, key=lambda member: -member.size)
     with ThreadPoolExecutor(max_workers=_THREADS) as pool:
         found = list(pool.map(one, order))
-    return of(plan.subject, plan.kind, (library for library in found if library is not None))
-
-
-def of(subject: str, kind: str, libraries: Iterable[LibraryAudit]) -> Audit:
-    """An audit of these libraries, in order of their paths."""
-    ordered = tuple(sorted(libraries, key=lambda library: library.path))
-    return Audit(subject=subject, kind=kind, libraries=ordered)
-
-
-def may_be_library(path: str, head: bytes) -> bool:
-    """Whether a file of this name, beginning with these bytes, has to be read."""
-    return head == elf.MAGIC or bool(_LIBRARY_NAME.search(path))
-
-
-def library(path: str, data: Buffer, *, alone: bool = False) -> LibraryAudit | None:
-    """Audit the bytes of one file.
-
-    None for what is no library: linker scripts, and object files and bare cubins unless asked for
-    alone. A library's name on a file of another kind is a fault, not a reason to pass it over.
-    """
-    if data[:4] != elf.MAGIC:
-        if _LINKER_SCRIPT.match(data[:64]):
-            return None
-        code = elf.DeviceCode(machine="", shared=True, faults=("it is not an ELF file",))
-    else:
-        code = elf.read(data)
-    if not alone and (not code.shared or code.machine == "cuda"):
-        return None
-    return LibraryAudit(
-        path=path,
-        sha256=hashlib.sha256(data).hexdigest(),
-        size=len(data),
-        machine=code.machine,
-        units=code.units,
-        relocatable=code.relocatable,
-        faults=code.faults,
+    return library.assemble(
+        plan.subject, plan.kind, (entry for entry in found if entry is not None)
     )
-
-
-def unreadable(path: str, size: int, why: str) -> LibraryAudit:
-    """The entry for a library whose bytes could not be had."""
-    return LibraryAudit(path=path, sha256="", size=size, machine="", faults=(why,))
 
 
 def _folder(folder: Path) -> Iterator[Member]:
@@ -159,7 +122,7 @@ def _folder(folder: Path) -> Iterator[Member]:
                     head = handle.read(4)
             except OSError:
                 head = b""
-            if may_be_library(label, head):
+            if library.may_be(label, head):
                 yield Member(
                     path=label,
                     size=status.st_size,
@@ -172,14 +135,14 @@ def _file(path: Path, label: str, *, alone: bool = False) -> LibraryAudit | None
         with path.open("rb") as handle:
             return _mapped(handle, label, alone=alone)
     except OSError as error:
-        return unreadable(label, 0, f"it cannot be read: {error.strerror}")
+        return library.unreadable(label, 0, f"it cannot be read: {error.strerror}")
 
 
 def _mapped(handle: IO[bytes], label: str, *, alone: bool) -> LibraryAudit | None:
     if not os.fstat(handle.fileno()).st_size:
-        return unreadable(label, 0, "it is empty")
+        return library.unreadable(label, 0, "it is empty")
     with mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return library(label, data, alone=alone)
+        return library.audit(label, data, alone=alone)
 
 
 def _zip(path: Path) -> Iterator[Member]:
@@ -192,7 +155,7 @@ def _zip(path: Path) -> Iterator[Member]:
                     head = handle.read(4)
             except (zipfile.BadZipFile, zlib.error, OSError, NotImplementedError, RuntimeError):
                 head = b""
-            if may_be_library(info.filename, head):
+            if library.may_be(info.filename, head):
                 yield Member(
                     path=info.filename,
                     size=info.file_size,
@@ -207,5 +170,5 @@ def _zipped(path: Path, info: zipfile.ZipInfo) -> LibraryAudit | None:
             data = archive.read(info)
     # NotImplementedError: a compression this Python lacks; RuntimeError: an encrypted member.
     except (zipfile.BadZipFile, zlib.error, OSError, NotImplementedError, RuntimeError) as error:
-        return unreadable(info.filename, info.file_size, f"it cannot be unpacked: {error}")
-    return library(info.filename, data)
+        return library.unreadable(info.filename, info.file_size, f"it cannot be unpacked: {error}")
+    return library.audit(info.filename, data)

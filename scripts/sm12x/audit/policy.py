@@ -1,0 +1,234 @@
+"""Judge an audit by a policy: a TOML file that says, for each library, how its code may run.
+
+A rule names libraries by glob, the verdicts their translation units may have, and the reason for
+each exception. For a library and a device the first rule that matches both counts. What could not
+be read breaks every policy.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from sm12x.audit.model import (
+    DEVICES,
+    NATIVE,
+    NONE,
+    PTX,
+    UNKNOWN,
+    Audit,
+    Device,
+    LibraryAudit,
+)
+from sm12x.core.errors import BadArchitectureError, BadFileError
+
+SCHEMA = 1
+_WORDS = {
+    NATIVE: "run natively",
+    PTX: "run only through PTX",
+    NONE: "do not run",
+    UNKNOWN: "could not be read",
+}
+_KEYS = {
+    "match": list, "units": list, "reason": str, "native_at_least": int, "required": bool,
+    "on": list,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """What is asked of the libraries whose path matches one of ``match``.
+
+    Args:
+        match: globs; each also matches below any folder, so that "vllm/_C*.so" serves a wheel and
+            an image. ``*`` crosses slashes.
+        units: the verdicts a translation unit may have: "native", "ptx", "none".
+        reason: why something else than native is accepted; "" when only native is.
+        native_at_least: how many translation units have to be native.
+        required: whether a library that matches has to be there.
+        on: the devices the rule is for.
+    """
+
+    match: tuple[str, ...]
+    units: tuple[str, ...]
+    reason: str = ""
+    native_at_least: int = 0
+    required: bool = False
+    on: tuple[Device, ...] = ()
+
+    def concerns(self, path: str, device: Device) -> bool:
+        if self.on and device not in self.on:
+            return False
+        return any(fnmatchcase(path, glob) or fnmatchcase(path, f"*/{glob}") for glob in self.match)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    name: str
+    rules: tuple[Rule, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offender:
+    """A library that breaks the policy on one device ("" for both), and how."""
+
+    path: str
+    device: str
+    message: str
+
+    def __str__(self) -> str:
+        where = f" on {self.device}" if self.device else ""
+        return f"{self.path}{where}: {self.message}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accepted:
+    """Libraries that are not native throughout and pass all the same, and why."""
+
+    reason: str
+    paths: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    policy: str
+    offenders: tuple[Offender, ...]
+    accepted: tuple[Accepted, ...]
+
+    @property
+    def passed(self) -> bool:
+        return not self.offenders
+
+
+def judge(audit: Audit, policy: Policy, devices: Sequence[Device] = DEVICES) -> Judgement:
+    """Hold every library of the audit against the policy."""
+    offenders: list[Offender] = []
+    accepted: dict[str, list[str]] = {}
+    seen: set[int] = set()
+    for library in audit.libraries:
+        if library.unknown:
+            message = f"could not be read: {'; '.join(library.unknown)}"
+            offenders.append(Offender(path=library.path, device="", message=message))
+        for device in devices:
+            number = _rule_for(library.path, device, policy)
+            if number is None:
+                message = "no rule of the policy matches it"
+                offenders.append(Offender(path=library.path, device=str(device), message=message))
+                continue
+            seen.add(number)
+            rule = policy.rules[number]
+            faults = () if library.unknown else tuple(_faults(library, device, rule))
+            offenders.extend(
+                Offender(path=library.path, device=str(device), message=fault) for fault in faults
+            )
+            if not faults and library.verdict(device) not in (NATIVE, "host", UNKNOWN):
+                paths = accepted.setdefault(rule.reason, [])
+                if library.path not in paths:
+                    paths.append(library.path)
+    for number, rule in enumerate(policy.rules):
+        applies = not rule.on or any(device in rule.on for device in devices)
+        if rule.required and applies and number not in seen:
+            message = "is not there, and the policy requires it"
+            offenders.append(Offender(path=" or ".join(rule.match), device="", message=message))
+    return Judgement(
+        policy=policy.name,
+        offenders=tuple(offenders),
+        accepted=tuple(
+            Accepted(reason=reason, paths=tuple(paths)) for reason, paths in accepted.items()
+        ),
+    )
+
+
+def _rule_for(path: str, device: Device, policy: Policy) -> int | None:
+    for number, rule in enumerate(policy.rules):
+        if rule.concerns(path, device):
+            return number
+    return None
+
+
+def _faults(library: LibraryAudit, device: Device, rule: Rule) -> list[str]:
+    units = library.units_on(device)
+    total = sum(units.values())
+    faults = [
+        f"{number} of {total} translation units {_WORDS[verdict]}"
+        for verdict, number in units.items()
+        if number and verdict not in rule.units
+    ]
+    if units[NATIVE] < rule.native_at_least:
+        faults.append(
+            f"{units[NATIVE]} of {total} translation units run natively, "
+            f"the policy asks for {rule.native_at_least}"
+        )
+    return faults
+
+
+def load(path: Path) -> Policy:
+    """Read a policy file. Raises BadFileError naming the key at fault."""
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise BadFileError(
+            f"{path} cannot be read as a policy: {error}",
+            next_step="name a TOML file such as data/policies/default.toml",
+        ) from None
+    for key in raw:
+        if key not in ("schema", "name", "rule"):
+            raise _fault(path, key, _hint(key, ("schema", "name", "rule")))
+    if raw.get("schema") != SCHEMA:
+        raise _fault(path, "schema", f"has to be {SCHEMA}")
+    name, rules = raw.get("name"), raw.get("rule")
+    if not isinstance(name, str) or not name:
+        raise _fault(path, "name", "has to be a text")
+    if not isinstance(rules, list) or not rules:
+        raise _fault(path, "rule", "has to be a list of [[rule]] tables")
+    return Policy(
+        name=name,
+        rules=tuple(_rule(path, f"rule[{number}]", rule) for number, rule in enumerate(rules)),
+    )
+
+
+def _rule(path: Path, where: str, raw: Any) -> Rule:
+    if not isinstance(raw, dict):
+        raise _fault(path, where, "has to be a table")
+    for key, value in raw.items():
+        if key not in _KEYS:
+            raise _fault(path, f"{where}.{key}", _hint(key, tuple(_KEYS)))
+        kind = _KEYS[key]
+        texts = kind is not list or all(isinstance(item, str) for item in value)
+        if type(value) is not kind or not texts:
+            wanted = "a list of texts" if kind is list else f"of type {kind.__name__}"
+            raise _fault(path, f"{where}.{key}", f"has to be {wanted}")
+    for key in ("match", "units"):
+        if not raw.get(key):
+            raise _fault(path, f"{where}.{key}", "is missing or empty")
+    for verdict in raw["units"]:
+        if verdict not in (NATIVE, PTX, NONE):
+            raise _fault(path, f"{where}.units", f"knows native, ptx and none, not {verdict!r}")
+    if set(raw["units"]) != {NATIVE} and not raw.get("reason"):
+        raise _fault(path, f"{where}.reason", "is missing: an exception has to say why")
+    try:
+        on = tuple(Device.parse(text) for text in raw.get("on", []))
+    except BadArchitectureError as error:
+        raise _fault(path, f"{where}.on", f"is wrong: {error.message}") from None
+    return Rule(
+        match=tuple(raw["match"]),
+        units=tuple(raw["units"]),
+        reason=raw.get("reason", ""),
+        native_at_least=raw.get("native_at_least", 0),
+        required=raw.get("required", False),
+        on=on,
+    )
+
+
+def _hint(key: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(key, known, n=1)
+    return f"is not a known key{f'; perhaps you meant {near[0]}' if near else ''}"
+
+
+def _fault(path: Path, key: str, what: str) -> BadFileError:
+    return BadFileError(f"{path}: {key} {what}", next_step="mend that key")
