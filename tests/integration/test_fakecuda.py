@@ -1,0 +1,361 @@
+"""The stand-in driver behaves as the real one does where the allocator could tell."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from tests.fakecuda import standin
+from tests.fakecuda.standin import (
+    GRANULARITY,
+    ILLEGAL_ADDRESS,
+    INVALID_VALUE,
+    NOT_PERMITTED,
+    OUT_OF_MEMORY,
+    Alive,
+    Standin,
+)
+
+PINNED, ON_DEVICE, FABRIC, READ_WRITE = 1, 1, 8, 3
+EMPTY = Alive(handles=0, mappings=0, reservations=0, physical=0)
+
+
+class Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class AllocFlags(ctypes.Structure):
+    _fields_ = (
+        ("compression", ctypes.c_ubyte),
+        ("rdma", ctypes.c_ubyte),
+        ("usage", ctypes.c_ushort),
+        ("reserved", ctypes.c_ubyte * 4),
+    )
+
+
+class Prop(ctypes.Structure):
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", Location),
+        ("metadata", ctypes.c_void_p),
+        ("flags", AllocFlags),
+    )
+
+
+class Access(ctypes.Structure):
+    _fields_ = (("location", Location), ("flags", ctypes.c_int))
+
+
+class Driver:
+    """The driver calls, with Python arguments; each returns the driver's code."""
+
+    def __init__(self, fake: Standin) -> None:
+        self.fake = fake
+        self.lib = fake.driver
+
+    def reserve(self, size: int = GRANULARITY) -> tuple[int, int]:
+        pointer = ctypes.c_uint64(0)
+        code = self.lib.cuMemAddressReserve(
+            ctypes.byref(pointer), ctypes.c_size_t(size), ctypes.c_size_t(0), ctypes.c_uint64(0), 0
+        )
+        return code, pointer.value
+
+    def create(
+        self, size: int = GRANULARITY, device: int = 0, handle_types: int = 0
+    ) -> tuple[int, int]:
+        handle = ctypes.c_uint64(0)
+        prop = Prop(type=PINNED, handle_types=handle_types, location=Location(ON_DEVICE, device))
+        code = self.lib.cuMemCreate(
+            ctypes.byref(handle), ctypes.c_size_t(size), ctypes.byref(prop), ctypes.c_ulonglong(0)
+        )
+        return code, handle.value
+
+    def map(self, address: int, handle: int, size: int = GRANULARITY, offset: int = 0) -> int:
+        return int(
+            self.lib.cuMemMap(
+                ctypes.c_uint64(address),
+                ctypes.c_size_t(size),
+                ctypes.c_size_t(offset),
+                ctypes.c_uint64(handle),
+                ctypes.c_ulonglong(0),
+            )
+        )
+
+    def access(self, address: int, size: int = GRANULARITY, device: int = 0) -> int:
+        desc = Access(Location(ON_DEVICE, device), READ_WRITE)
+        return int(
+            self.lib.cuMemSetAccess(
+                ctypes.c_uint64(address),
+                ctypes.c_size_t(size),
+                ctypes.byref(desc),
+                ctypes.c_size_t(1),
+            )
+        )
+
+    def unmap(self, address: int, size: int = GRANULARITY) -> int:
+        return int(self.lib.cuMemUnmap(ctypes.c_uint64(address), ctypes.c_size_t(size)))
+
+    def release(self, handle: int) -> int:
+        return int(self.lib.cuMemRelease(ctypes.c_uint64(handle)))
+
+    def free_address(self, address: int, size: int = GRANULARITY) -> int:
+        return int(self.lib.cuMemAddressFree(ctypes.c_uint64(address), ctypes.c_size_t(size)))
+
+    def block(self, size: int = GRANULARITY) -> tuple[int, int]:
+        """An accessible block: its address and handle."""
+        code, address = self.reserve(size)
+        assert code == 0
+        code, handle = self.create(size)
+        assert code == 0
+        assert self.map(address, handle, size) == 0
+        assert self.access(address, size) == 0
+        return address, handle
+
+
+@pytest.fixture(scope="session")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Standin:
+    folder = tmp_path_factory.mktemp("fakecuda")
+    standin.compile_into(folder)
+    fake = Standin(folder)
+    fake.initialize()
+    return fake
+
+
+@pytest.fixture
+def driver(loaded: Standin) -> Iterator[Driver]:
+    yield Driver(loaded)
+    loaded.reset()
+
+
+def test_bytes_move_and_new_memory_has_no_old_ones(driver: Driver) -> None:
+    address, handle = driver.block()
+    data = bytes(range(1, 256)) * 16
+    assert driver.fake.write(address + 4096, data) == 0
+    assert driver.fake.read(address + 4096, len(data)) == data
+    assert driver.unmap(address) == 0
+    assert driver.release(handle) == 0
+    _, fresh = driver.create()
+    assert driver.map(address, fresh) == 0
+    assert driver.access(address) == 0
+    assert driver.fake.read(address + 4096, len(data)) == bytes(len(data))
+
+
+def test_a_handle_keeps_its_bytes_while_unmapped(driver: Driver) -> None:
+    address, handle = driver.block()
+    driver.fake.write(address, b"kept")
+    assert driver.unmap(address) == 0
+    assert driver.map(address, handle) == 0
+    assert driver.access(address) == 0
+    assert driver.fake.read(address, 4) == b"kept"
+
+
+def test_memory_is_held_until_released_and_unmapped(driver: Driver) -> None:
+    address, handle = driver.block()
+    driver.fake.set_capacity(GRANULARITY)
+    assert driver.create()[0] == OUT_OF_MEMORY
+    assert driver.release(handle) == 0
+    assert driver.create()[0] == OUT_OF_MEMORY, "still mapped"
+    assert driver.unmap(address) == 0
+    assert driver.create()[0] == 0
+
+
+def test_everything_is_counted_and_goes_to_zero(driver: Driver) -> None:
+    address, handle = driver.block(3 * GRANULARITY)
+    assert driver.fake.alive() == Alive(
+        handles=1, mappings=1, reservations=1, physical=3 * GRANULARITY
+    )
+    assert driver.unmap(address, 3 * GRANULARITY) == 0
+    assert driver.release(handle) == 0
+    assert driver.free_address(address, 3 * GRANULARITY) == 0
+    assert driver.fake.alive() == EMPTY
+    assert driver.fake.calls("cuMemCreate") == 1
+
+
+def no_access_before_set_access(driver: Driver) -> bool:
+    _, address = driver.reserve()
+    before = driver.fake.read(address, 1)
+    driver.map(address, driver.create()[1])
+    return before is None and driver.fake.read(address, 1) is None
+
+
+def map_over_mapped(driver: Driver) -> bool:
+    address, _ = driver.block()
+    return driver.map(address, driver.create()[1]) == INVALID_VALUE
+
+
+def map_outside_a_reservation(driver: Driver) -> bool:
+    _, address = driver.reserve()
+    return driver.map(address + GRANULARITY, driver.create()[1]) == INVALID_VALUE
+
+
+def map_of_another_size_or_offset(driver: Driver) -> bool:
+    _, address = driver.reserve(2 * GRANULARITY)
+    _, handle = driver.create()
+    bigger = driver.map(address, handle, 2 * GRANULARITY)
+    shifted = driver.map(address, handle, GRANULARITY, offset=GRANULARITY)
+    return (bigger, shifted) == (INVALID_VALUE, INVALID_VALUE)
+
+
+def map_of_a_released_handle(driver: Driver) -> bool:
+    _, address = driver.reserve()
+    _, handle = driver.create()
+    driver.release(handle)
+    return driver.map(address, handle) == INVALID_VALUE
+
+
+def unmap_of_unmapped(driver: Driver) -> bool:
+    address, _ = driver.block()
+    driver.unmap(address)
+    return driver.unmap(address) == INVALID_VALUE
+
+
+def unmap_of_a_part(driver: Driver) -> bool:
+    address, _ = driver.block(2 * GRANULARITY)
+    return driver.unmap(address) == INVALID_VALUE
+
+
+def release_twice(driver: Driver) -> bool:
+    _, handle = driver.create()
+    driver.release(handle)
+    return driver.release(handle) == INVALID_VALUE
+
+
+def free_of_a_reservation_in_use(driver: Driver) -> bool:
+    address, _ = driver.block()
+    return driver.free_address(address) == INVALID_VALUE
+
+
+def free_of_another_size(driver: Driver) -> bool:
+    _, address = driver.reserve(2 * GRANULARITY)
+    return driver.free_address(address, GRANULARITY) == INVALID_VALUE
+
+
+def odd_sizes(driver: Driver) -> bool:
+    return driver.create(GRANULARITY + 1)[0] == driver.reserve(4096)[0] == INVALID_VALUE
+
+
+def access_to_unmapped(driver: Driver) -> bool:
+    _, address = driver.reserve()
+    return driver.access(address) == INVALID_VALUE
+
+
+def fabric_without_permission(driver: Driver) -> bool:
+    refused = driver.create(handle_types=FABRIC)[0]
+    driver.fake.permit_fabric(True)
+    return (refused, driver.create(handle_types=FABRIC)[0]) == (NOT_PERMITTED, 0)
+
+
+def unknown_device(driver: Driver) -> bool:
+    return driver.create(device=standin.DEVICES)[0] == 101
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        no_access_before_set_access,
+        map_over_mapped,
+        map_outside_a_reservation,
+        map_of_another_size_or_offset,
+        map_of_a_released_handle,
+        unmap_of_unmapped,
+        unmap_of_a_part,
+        release_twice,
+        free_of_a_reservation_in_use,
+        free_of_another_size,
+        odd_sizes,
+        access_to_unmapped,
+        fabric_without_permission,
+        unknown_device,
+    ],
+    ids=lambda case: case.__name__,
+)
+def test_misuse_gets_the_drivers_error(driver: Driver, case: Callable[[Driver], bool]) -> None:
+    assert case(driver), driver.fake.trace()
+
+
+def test_the_nth_call_fails_once_and_does_nothing(driver: Driver) -> None:
+    driver.fake.fail("cuMemCreate", nth=2, error=999)
+    assert [driver.create()[0] for _ in range(4)] == [0, 999, 0, 0]
+    assert driver.fake.alive().handles == 3
+    driver.fake.fail("*", nth=1, error=700, count=2)
+    assert [driver.reserve()[0] for _ in range(3)] == [700, 700, 0]
+    with pytest.raises(ValueError, match="cuMemCreat"):
+        driver.fake.fail("cuMemCreat")
+
+
+def test_work_in_flight_refuses_an_unmap_until_synchronized(driver: Driver) -> None:
+    address, _ = driver.block()
+    driver.fake.begin_work(address, 16, device=1)
+    assert driver.unmap(address) == ILLEGAL_ADDRESS
+    assert driver.fake.violations() == 1
+    driver.fake.runtime.cudaDeviceSynchronize()
+    assert driver.fake.work_in_flight() == 1, "that was device 0"
+    driver.fake.runtime.cudaSetDevice(1)
+    driver.fake.runtime.cudaDeviceSynchronize()
+    assert driver.unmap(address) == 0
+    assert driver.fake.violations() == 1
+
+
+def test_the_context_belongs_to_the_thread(driver: Driver) -> None:
+    context = ctypes.c_void_p()
+    assert driver.lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), 1) == 0
+    assert driver.lib.cuCtxSetCurrent(context) == 0
+    seen: list[int | None] = []
+
+    def look() -> None:
+        current = ctypes.c_void_p(1)
+        driver.lib.cuCtxGetCurrent(ctypes.byref(current))
+        seen.append(current.value)
+
+    look()
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert seen == [context.value, None]
+    driver.lib.cuCtxSetCurrent(None)
+
+
+def test_runtime_calls_go_through_the_driver(driver: Driver) -> None:
+    runtime = driver.fake.runtime
+    pointer = ctypes.c_void_p()
+    assert runtime.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(100)) == 0
+    assert pointer.value is not None
+    assert runtime.cudaMemset(pointer, 7, ctypes.c_size_t(100)) == 0
+    assert driver.fake.read(pointer.value, 3) == b"\7\7\7"
+    runtime.cudaGetErrorString.restype = ctypes.c_char_p
+    assert runtime.cudaGetErrorString(OUT_OF_MEMORY) == b"out of memory"
+    assert runtime.cudaFree(pointer) == 0
+    assert runtime.cudaMemset(pointer, 7, ctypes.c_size_t(1)) == INVALID_VALUE
+    assert driver.fake.alive() == EMPTY
+
+
+def test_reset_takes_everything_back(driver: Driver) -> None:
+    address, _ = driver.block()
+    driver.fake.begin_work(address, 1)
+    driver.fake.fail("cuMemCreate")
+    driver.fake.set_capacity(GRANULARITY)
+    driver.fake.reset()
+    assert driver.fake.alive() == EMPTY
+    assert driver.fake.capacity() == driver.fake.violations() == driver.fake.work_in_flight() == 0
+    assert driver.create(2 * GRANULARITY)[0] == 0
+
+
+def test_many_threads(driver: Driver) -> None:
+    failures: list[int] = []
+
+    def churn() -> None:
+        for _ in range(50):
+            address, handle = driver.block()
+            codes = (driver.unmap(address), driver.release(handle), driver.free_address(address))
+            failures.extend(code for code in codes if code)
+
+    threads = [threading.Thread(target=churn) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert driver.fake.alive() == EMPTY
