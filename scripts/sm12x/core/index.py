@@ -10,13 +10,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 from urllib.parse import urlsplit
 
 import requests
@@ -26,11 +23,9 @@ from pypi_simple import (
     PyPISimple,
     UnsupportedRepoVersionError,
 )
-from requests.adapters import HTTPAdapter
-from urllib3.exceptions import HTTPError, MaxRetryError, ProtocolError
-from urllib3.util import Retry
 
-from sm12x.core import files, pipconfig
+from sm12x.core import download, files, pipconfig
+from sm12x.core.download import OnProgress
 from sm12x.core.errors import (
     BadFileError,
     FetchError,
@@ -38,35 +33,6 @@ from sm12x.core.errors import (
     NoSpaceError,
     Sm12xError,
 )
-
-# Called with the bytes that are there and the whole size, None where the server does not say.
-OnProgress = Callable[[int, int | None], None]
-
-CHUNK = 1024 * 1024
-TIMEOUT = (15.0, 120.0)  # seconds: to connect, and between two reads
-# Waits 0, 1, 2, 4 s: a name server or a proxy that hiccups, not one that is down.
-RETRY = Retry(
-    total=4,
-    backoff_factor=0.5,
-    backoff_max=10,
-    status_forcelist=(429, 500, 502, 503, 504),
-    allowed_methods=("GET",),
-    raise_on_status=False,
-)
-_OFFLINE = "put the file into a folder and give that as --find-links"
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Remote:
-    """Where a file lies. ``size`` is in bytes, None where the index does not say."""
-
-    url: str
-    size: int | None
-    auth: tuple[str, str] | None
-
-
-class _CutShortError(Exception):
-    """The connection ended before the file did."""
 
 
 def fetch(
@@ -112,6 +78,12 @@ def fetch(
     return final
 
 
+def cached(name: str, sha256: str, *, cache: Path) -> Path | None:
+    """The file, verified, if ``fetch`` has brought it before; None otherwise."""
+    final = cache / "files" / sha256 / name
+    return final if _is_cached(final, sha256) else None
+
+
 def _is_cached(final: Path, sha256: str) -> bool:
     if not final.is_file():
         return False
@@ -153,20 +125,20 @@ def _partial(final: Path) -> Iterator[Path | None]:
                 return
 
 
-def _locate(project: str, name: str, sha256: str) -> _Remote:
+def _locate(project: str, name: str, sha256: str) -> download.Remote:
     """Ask each index for the project's page, in order, until one lists the file."""
     config = pipconfig.load()
     _check_ca(config)
     seen: list[str] = []
     other: str | None = None
-    with session(config) as web:
+    with download.session(config) as web:
         for address in config.indexes:
             package = _listed(web, address, project, name, seen)
             if package is None:
                 continue
             digest = package.digests.get("sha256", sha256)
             if digest == sha256:
-                return _Remote(
+                return download.Remote(
                     url=package.url,
                     size=package.size,
                     auth=_credentials(address, package.url),
@@ -179,7 +151,7 @@ def _locate(project: str, name: str, sha256: str) -> _Remote:
             next_step="check the pin; if it is right, the index serves another file: ask who runs "
             "it",
         )
-    raise FetchError(f"{name} cannot be fetched: {'; '.join(seen)}", next_step=_OFFLINE)
+    raise FetchError(f"{name} cannot be fetched: {'; '.join(seen)}", next_step=download.OFFLINE)
 
 
 def _listed(
@@ -188,18 +160,18 @@ def _listed(
     """The file's entry on one index; None, with the reason added to ``seen``, if not there."""
     shown = pipconfig.without_credentials(address)
     try:
-        page = PyPISimple(address, session=web).get_project_page(project, timeout=TIMEOUT)
+        page = PyPISimple(address, session=web).get_project_page(project, timeout=download.TIMEOUT)
     except NoSuchProjectError:
         seen.append(f"{shown} has no project {project}")
         return None
     except (ValueError, UnsupportedRepoVersionError) as error:
         # Not an address, or a page that is neither HTML nor JSON of the Simple API.
         raise FetchError(
-            f"{shown} does not answer as a package index: {_one_line(error)}",
+            f"{shown} does not answer as a package index: {download.one_line(error)}",
             next_step="check the index address in the settings of pip or uv",
         ) from None
     except requests.RequestException as error:
-        raise _network_error(error, shown, name) from None
+        raise download.network_error(error, shown, name) from None
     for package in page.packages:
         if package.filename == name:
             return package
@@ -208,15 +180,15 @@ def _listed(
 
 
 def _download(
-    remote: _Remote, part: Path, name: str, sha256: str, on_progress: OnProgress | None
+    remote: download.Remote, part: Path, name: str, sha256: str, on_progress: OnProgress | None
 ) -> None:
     resumed = part.stat().st_size > 0
-    _transfer(remote, part, name, on_progress)
+    download.transfer(remote, part, name, on_progress)
     got = files.sha256(part)
     if got != sha256 and resumed:
         # What an earlier run left may have been the bad half: once more, whole.
         os.truncate(part, 0)
-        _transfer(remote, part, name, on_progress)
+        download.transfer(remote, part, name, on_progress)
         got = files.sha256(part)
     if got != sha256:
         part.unlink()
@@ -224,92 +196,6 @@ def _download(
             f"{name} was fetched with sha256 {got}, expected {sha256}; it has been deleted",
             next_step="run the command again; if it repeats, a proxy or mirror alters the file",
         )
-
-
-def _transfer(remote: _Remote, part: Path, name: str, on_progress: OnProgress | None) -> None:
-    """Bring ``part`` to its full length, going on where it ends as often as that helps."""
-    config = pipconfig.load()
-    shown = pipconfig.without_credentials(remote.url)
-    retry = RETRY
-    furthest = part.stat().st_size
-    with session(config) as web, part.open("r+b", buffering=0) as handle:
-        while True:
-            try:
-                _receive(web, remote, handle, name, on_progress)
-                return
-            except _CutShortError as error:
-                size = handle.seek(0, os.SEEK_END)
-                if size > furthest:
-                    furthest, retry = size, RETRY
-                try:
-                    retry = retry.increment("GET", shown, error=ProtocolError(str(error)))
-                except MaxRetryError:
-                    raise FetchError(
-                        f"{name}: the connection to {shown} broke {RETRY.total} times after "
-                        f"{furthest} bytes: {_one_line(error)}",
-                        next_step="run the same command again; it resumes where it stopped",
-                    ) from None
-                retry.sleep()
-            except requests.RequestException as error:
-                raise _network_error(error, shown, name) from None
-
-
-def _receive(
-    web: requests.Session,
-    remote: _Remote,
-    handle: IO[bytes],
-    name: str,
-    on_progress: OnProgress | None,
-) -> None:
-    """One request for what is missing, appended to ``handle``."""
-    have = handle.seek(0, os.SEEK_END)
-    if remote.size is not None:
-        if have == remote.size:
-            return
-        if have > remote.size:
-            have = _rewind(handle)
-        files.require_space(
-            Path(handle.name).parent, (remote.size - have) / files.GIB, what=f"fetching {name}"
-        )
-    # identity: a server that compresses on the way would make ranges and lengths meaningless.
-    headers = {"Accept-Encoding": "identity"}
-    if have:
-        headers["Range"] = f"bytes={have}-"
-    with web.get(
-        remote.url, headers=headers, auth=remote.auth, stream=True, timeout=TIMEOUT
-    ) as reply:
-        if reply.status_code == 416:
-            # Nothing after `have`: either all of it is there, or it is not of this file.
-            if _total(reply) != have:
-                _rewind(handle)
-                raise _CutShortError("the server refused to resume")
-            return
-        reply.raise_for_status()
-        if reply.status_code != 206 or _start(reply) != have:
-            have = _rewind(handle)
-            if reply.status_code == 206:
-                raise _CutShortError("the server resumed at another place")
-        total = remote.size if remote.size is not None else _total(reply)
-        if on_progress:
-            on_progress(have, total)
-        for chunk in _body(reply):
-            # Unbuffered, so that a kill loses nothing; the system may then take less than given.
-            view = memoryview(chunk)
-            while view:
-                view = view[handle.write(view) :]
-            have += len(chunk)
-            if on_progress:
-                on_progress(have, total)
-    if total is not None and have != total:
-        raise _CutShortError(f"{have} of {total} bytes came")
-
-
-def _body(reply: requests.Response) -> Iterator[bytes]:
-    try:
-        yield from reply.iter_content(CHUNK)
-    except (requests.ConnectionError, requests.exceptions.ChunkedEncodingError) as error:
-        # Unlike a connection that cannot be made, urllib3 does not try a cut body again.
-        raise _CutShortError(_one_line(error)) from None
 
 
 def _take(folder: Path, name: str, sha256: str, part: Path, on_progress: OnProgress | None) -> None:
@@ -321,9 +207,9 @@ def _take(folder: Path, name: str, sha256: str, part: Path, on_progress: OnProgr
             f"{name} is not in {folder}", next_step="put it there, or leave out --find-links"
         )
     size = source.stat().st_size
-    with source.open("rb") as reading, part.open("r+b", buffering=CHUNK) as writing:
+    with source.open("rb") as reading, part.open("r+b", buffering=download.CHUNK) as writing:
         writing.truncate(0)
-        shutil.copyfileobj(reading, writing, CHUNK)
+        shutil.copyfileobj(reading, writing, download.CHUNK)
     if on_progress:
         on_progress(size, size)
     got = files.sha256(part)
@@ -333,17 +219,6 @@ def _take(folder: Path, name: str, sha256: str, part: Path, on_progress: OnProgr
             f"{source} has sha256 {got}, expected {sha256}; it was not used",
             next_step=f"replace it with the right {name}",
         )
-
-
-def session(config: pipconfig.PipConfig) -> requests.Session:
-    """A session with retries and the user's CA; proxies come from the environment."""
-    web = requests.Session()
-    adapter = HTTPAdapter(max_retries=RETRY)
-    web.mount("https://", adapter)
-    web.mount("http://", adapter)
-    if config.ca_bundle is not None:
-        web.verify = str(config.ca_bundle)
-    return web
 
 
 def _check_ca(config: pipconfig.PipConfig) -> None:
@@ -367,59 +242,6 @@ def _credentials(index: str, url: str) -> tuple[str, str] | None:
         return None
     (user, password) = requests.utils.get_auth_from_url(index)
     return user, password
-
-
-def _rewind(handle: IO[bytes]) -> int:
-    handle.seek(0)
-    handle.truncate()
-    return 0
-
-
-def _start(reply: requests.Response) -> int | None:
-    match = re.match(r"bytes (\d+)-", reply.headers.get("Content-Range", ""))
-    return int(match[1]) if match else None
-
-
-def _total(reply: requests.Response) -> int | None:
-    """The whole file's size: after the slash of Content-Range, else Content-Length of a 200."""
-    match = re.search(r"/(\d+)$", reply.headers.get("Content-Range", ""))
-    if match:
-        return int(match[1])
-    length = reply.headers.get("Content-Length", "") if reply.status_code == 200 else ""
-    return int(length) if length.isdigit() else None
-
-
-def _network_error(error: requests.RequestException, shown: str, name: str) -> FetchError:
-    if isinstance(error, requests.exceptions.SSLError):
-        return FetchError(
-            f"{name} cannot be fetched: the certificate of {shown} is not trusted "
-            f"({_one_line(error)})",
-            next_step="set REQUESTS_CA_BUNDLE to the CA bundle of your network",
-        )
-    if isinstance(error, requests.HTTPError) and error.response is not None:
-        return FetchError(
-            f"{name} cannot be fetched: {shown} answers {error.response.status_code} "
-            f"{error.response.reason}",
-            next_step="check the index address and its credentials in the settings of pip or uv",
-        )
-    return FetchError(
-        f"{name} cannot be fetched: no connection to {shown} ({_one_line(error)})",
-        next_step=f"check network and proxy and run it again, or {_OFFLINE}",
-    )
-
-
-def _one_line(error: Exception) -> str:
-    """The innermost reason, without the objects that requests and urllib3 wrap it in."""
-    inner: object = error
-    while isinstance(inner, requests.RequestException | HTTPError):
-        deeper = getattr(inner, "reason", None) or next(
-            (arg for arg in inner.args if isinstance(arg, Exception)), None
-        )
-        if not isinstance(deeper, Exception):
-            break
-        inner = deeper
-    text = re.sub(r"<[^>]*object at 0x[0-9a-f]+>:? ?|\w+\(host=.*?\): ", "", str(inner))
-    return " ".join(text.split()) or type(inner).__name__
 
 
 def _storage_error(error: OSError, final: Path) -> Sm12xError:
