@@ -12,6 +12,7 @@ from rich.progress import (
     BarColumn,
     DownloadColumn,
     Progress,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TransferSpeedColumn,
@@ -80,6 +81,30 @@ def transfer(label: str) -> Iterator[Callable[[int, int | None], None]]:
             progress.update(task, completed=done, total=total)
 
         yield moved
+
+
+class Steps(Protocol):
+    """Says that ``done`` of ``total`` units of ``label`` are done; ``total`` 0 is not known."""
+
+    def __call__(self, label: str, done: int, total: int) -> None: ...
+
+
+@contextmanager
+def steps() -> Iterator[Steps]:
+    """A bar for each label that reports; off a terminal, one line when a label begins."""
+    console = stderr_console()
+    columns = [TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()]
+    tasks: dict[str, TaskID] = {}
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+
+        def step(label: str, done: int, total: int) -> None:
+            if label not in tasks:
+                tasks[label] = progress.add_task(label, total=total or None)
+                if not console.is_terminal:
+                    console.print(label, markup=False)
+            progress.update(tasks[label], completed=done, total=total or None)
+
+        yield step
 
 
 @contextmanager

@@ -1,0 +1,307 @@
+"""Calls the release's own CMake: its copy of the source, configuring, one target at a time.
+
+The release's CMake writes into its source folder (generated Marlin kernels, a vendored Python
+file), so the build has its own copy of what it reads, in a work folder that a later run takes up
+again. Paths that get into the machine code (assertion messages, for one) are mapped to fixed ones:
+two builds give the same bytes, wherever they ran.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sm12x.build import arch
+from sm12x.core import files, process
+from sm12x.core.cudaarch import CudaArch
+from sm12x.core.errors import (
+    BadFileError,
+    BuildFailedError,
+    NoSpaceError,
+    ToolFailedError,
+    ToolMissingError,
+)
+from sm12x.stack.base import Base, Module, Source
+
+# What the release's CMake reads of the source tree.
+TREE = ("CMakeLists.txt", "cmake", "csrc")
+
+_STEP = re.compile(r"^\[(\d+)/(\d+)\]")
+_SUPPORTED = re.compile(r"^-- CUDA supported target architectures: (.*)$")
+
+OnStep = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How to build. ``jobs`` 0 means by cores and memory; ``python`` is one that has torch."""
+
+    cuda_home: Path
+    work: Path
+    python: Path
+    archs: tuple[CudaArch, ...]
+    jobs: int = 0
+
+
+def inputs_hash(source: Path) -> str:
+    """A sha256 over the names and contents of what the release's CMake reads in ``source``."""
+    digest = hashlib.sha256()
+    for path in _tree_files(source):
+        digest.update(f"{path.relative_to(source).as_posix()} {files.sha256(path)}\n".encode())
+    return digest.hexdigest()
+
+
+def jobs_for(module: Module, *, cores: int, memory_gib: float, wanted: int = 0) -> int:
+    """How many units of ``module`` to compile at a time: by cores, and by the memory of each.
+
+    Args:
+        memory_gib: what is free, in GiB. ``wanted`` overrides the cores, not the memory.
+
+    Raises:
+        NoSpaceError: not even one unit fits.
+    """
+    fit = int(memory_gib / module.peak_gib)
+    if fit < 1:
+        raise NoSpaceError(
+            f"compiling {module.target} takes {module.peak_gib:.1f} GiB of memory, "
+            f"{memory_gib:.1f} GiB are free",
+            next_step="close other programs, add swap, or build on a larger machine",
+        )
+    return max(1, min(wanted or cores, fit))
+
+
+def free_memory_gib() -> float:
+    """Memory that can be taken, in GiB: of the machine, or of our control group if that is less."""
+    text = Path("/proc/meminfo").read_text(encoding="ascii")
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
+    free = int(match[1]) * 1024 if match else files.GIB
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+    except (OSError, ValueError):
+        # No limit ("max"), or control groups of another kind.
+        return free / files.GIB
+    return min(free, max(limit - used, 0)) / files.GIB
+
+
+def _tree_files(source: Path) -> list[Path]:
+    found: list[Path] = []
+    for name in TREE:
+        path = source / name
+        found += [path] if path.is_file() else (p for p in path.rglob("*") if p.is_file())
+    return sorted(found)
+
+
+def sync(source: Path, target: Path) -> None:
+    """Make the build's copy equal to ``source``, touching only files that differ.
+
+    ninja goes by times, so an untouched file is not compiled again. Files that CMake generated in
+    the copy stay: it remembers having made them.
+    """
+    manifest = target.with_name(f"{target.name}.files")
+    wanted = {path.relative_to(source).as_posix(): path for path in _tree_files(source)}
+    known = manifest.read_text(encoding="utf-8").splitlines() if manifest.is_file() else []
+    for name in known:
+        if name not in wanted:
+            (target / name).unlink(missing_ok=True)
+    # Before the copies: a file that a killed run brought here must be known to the next one.
+    files.write_text(manifest, "".join(f"{name}\n" for name in sorted({*known, *wanted})))
+    for name, path in wanted.items():
+        copy = target / name
+        if not copy.is_file() or copy.read_bytes() != path.read_bytes():
+            with files.replacing(copy) as temporary:
+                shutil.copyfile(path, temporary)
+            copy.chmod(path.stat().st_mode & 0o777)
+
+
+def configure(
+    base: Base, modules: Sequence[Module], settings: Settings, on_step: OnStep | None
+) -> str:
+    """Run CMake unless it already ran with the same words. Returns the architectures it took."""
+    work = settings.work
+    folder = work / "build"
+    sources = {
+        source.override: str(third_party(source, modules, work / "third_party"))
+        for source in base.sources
+    }
+    variables = {
+        **sources,
+        "CUDA_HOME": str(settings.cuda_home),
+        "TORCH_CUDA_ARCH_LIST": arch.to_text(settings.archs),
+        "PATH": _path(settings.python),
+    }
+    argv = [
+        _tool("cmake", settings.python),
+        *("-S", work / "src", "-B", folder, "-G", "Ninja"),
+        f"-DCMAKE_MAKE_PROGRAM={_tool('ninja', settings.python)}",
+        *_definitions(settings),
+    ]
+    words = [str(word) for word in argv]
+    key = json.dumps({"argv": words, "variables": variables}, sort_keys=True)
+    stamp = work / "configured.json"
+    log = work / "logs" / "configure.log"
+    if not (stamp.is_file() and json.loads(stamp.read_text())["key"] == key):
+        stamp.unlink(missing_ok=True)
+        # CMake keeps compilers and paths of an earlier run in its cache, whatever it is told.
+        shutil.rmtree(folder, ignore_errors=True)
+        log.unlink(missing_ok=True)
+        found: list[str] = []
+
+        def line(text: str) -> None:
+            match = _SUPPORTED.match(text)
+            found.extend([match[1]] if match else [])
+            if on_step:
+                on_step("configure", 0, 0)
+
+        _run(words, variables, log, "CMake could not configure the release", line)
+        files.write_text(stamp, json.dumps({"key": key, "archs": found[-1] if found else ""}))
+    archs: str = json.loads(stamp.read_text())["archs"]
+    return archs
+
+
+def _definitions(settings: Settings) -> list[str]:
+    cuda = settings.cuda_home
+    flags = " ".join(_prefix_maps(settings))
+    launcher = process.which("ccache")
+    return [
+        "-DCMAKE_BUILD_TYPE=Release",
+        f"-DVLLM_PYTHON_EXECUTABLE={settings.python}",
+        "-DVLLM_TARGET_DEVICE=cuda",
+        f"-DCUDAToolkit_ROOT={cuda}",
+        f"-DCUDA_TOOLKIT_ROOT_DIR={cuda}",
+        f"-DCMAKE_CUDA_COMPILER={cuda / 'bin' / 'nvcc'}",
+        f"-DFETCHCONTENT_BASE_DIR={settings.work / 'deps'}",
+        # No network at build time: a source that no override covers must fail, not be fetched.
+        "-DFETCHCONTENT_FULLY_DISCONNECTED=ON",
+        # Nothing of the build machine's folders, the stub of libcuda above all, in the module.
+        "-DCMAKE_SKIP_RPATH=ON",
+        f"-DCMAKE_CXX_FLAGS={flags}",
+        f"-DCMAKE_CUDA_FLAGS={' '.join(f'-Xcompiler={flag}' for flag in flags.split())}",
+        "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON",
+        *(
+            f"-DCMAKE_{language}_COMPILER_LAUNCHER={launcher}"
+            for language in ("C", "CXX", "CUDA")
+            if launcher
+        ),
+    ]
+
+
+def _prefix_maps(settings: Settings) -> list[str]:
+    purelib = _purelib(settings.python)
+    maps = {
+        settings.work / "src": "/vllm",
+        settings.work / "build": "/build",
+        settings.work / "third_party": "/third_party",
+        settings.cuda_home: "/cuda",
+        purelib: "/site-packages",
+    }
+    return [f"-ffile-prefix-map={path}={name}" for path, name in maps.items()]
+
+
+def _purelib(python: Path) -> Path:
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    return Path(process.run([python, "-c", code]).stdout.strip())
+
+
+def third_party(source: Source, modules: Iterable[Module], folder: Path) -> Path:
+    """The folder CMake is given for ``source``: the real one where it is compiled, else a stand-in.
+
+    What the environment names is not looked at unless it is compiled: the same command gives the
+    same build.
+    """
+    users = [module.target for module in modules if source.name in module.sources]
+    if users:
+        given = os.environ.get(source.override, "")
+        if not given or not Path(given).is_dir() or not any(Path(given).iterdir()):
+            what = f"{given} is not a folder with files" if given else "its folder is not named"
+            raise BadFileError(
+                f"{', '.join(users)} is compiled with {source.name} {source.pin}, and {what}",
+                next_step=f"set {source.override} to a checkout of {source.name} {source.pin}",
+            )
+        return Path(given).resolve()
+    made = folder / source.name
+    for name in ("README", *source.stand_in):
+        path = made / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.is_file():
+            text = "Stands in for the real source, of which nothing is compiled in this build.\n"
+            path.write_text(text if name == "README" else "", encoding="utf-8")
+    return made
+
+
+def compile_module(module: Module, settings: Settings, on_step: OnStep | None) -> None:
+    jobs = jobs_for(
+        module,
+        cores=len(os.sched_getaffinity(0)),
+        memory_gib=free_memory_gib(),
+        wanted=settings.jobs,
+    )
+
+    def line(text: str) -> None:
+        match = _STEP.match(text)
+        if match and on_step:
+            on_step(module.target, int(match[1]), int(match[2]))
+
+    log = settings.work / "logs" / f"{module.target}.log"
+    argv = [_tool("cmake", settings.python), "--build", settings.work / "build"]
+    words = [*map(str, argv), "--target", module.target, "-j", str(jobs)]
+    variables = {
+        "PATH": _path(settings.python),
+        # ccache: results are good for any folder, and the flags' absolute paths do not count.
+        "CCACHE_BASEDIR": str(settings.work),
+        "CCACHE_NOHASHDIR": "1",
+    }
+    _run(words, variables, log, f"native module {module.target} could not be compiled", line)
+
+
+def install_module(module: Module, settings: Settings, stage: Path) -> None:
+    argv = [_tool("cmake", settings.python), "--install", settings.work / "build"]
+    words = [*map(str, argv), "--component", module.target, "--strip", "--prefix", str(stage)]
+    log = settings.work / "logs" / f"{module.target}.log"
+    what = f"native module {module.target} could not be installed"
+    _run(words, {"PATH": _path(settings.python)}, log, what, lambda _: None)
+    if not (stage / module.path).is_file():
+        raise BuildFailedError(
+            f"CMake's target {module.target} did not make {module.path}",
+            next_step=f"check `path` of that module in base.toml; the log is {log}",
+        )
+
+
+def _run(
+    words: list[str],
+    variables: dict[str, str],
+    log: Path,
+    what: str,
+    on_line: Callable[[str], None],
+) -> None:
+    try:
+        process.stream(words, env=variables, log=log, on_line=on_line)
+    except ToolFailedError as error:
+        shown = {name: value for name, value in variables.items() if name != "PATH"}
+        again = shlex.join(["env", *(f"{name}={value}" for name, value in shown.items()), *words])
+        raise BuildFailedError(
+            f"{what}: {error.message}", next_step=f"read {log}; repeat it with `{again}`"
+        ) from None
+
+
+def _path(python: Path) -> str:
+    return f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}"
+
+
+def _tool(name: str, python: Path) -> Path:
+    """The program beside ``python`` (its package is a build requirement), else one on PATH."""
+    found = shutil.which(name, path=_path(python))
+    if found is None:
+        raise ToolMissingError(
+            f"`{name}` is neither beside {python} nor on PATH",
+            next_step=f"install the build requirements of base.toml, {name} among them",
+        )
+    return Path(found)

@@ -1,0 +1,156 @@
+"""Native modules: compiled by the release's CMake, checked, and put down with a record."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sm12x.build import arch, cmake, library, toolchain
+from sm12x.core import files, process
+from sm12x.core.errors import BadFileError, BuildFailedError
+from sm12x.stack.base import Base, Module
+
+SCHEMA = 1
+RECORD = "native.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeModule:
+    """A compiled module. ``sha256`` in hex, ``size`` in bytes, ``glibc`` the oldest it runs on."""
+
+    target: str
+    path: str
+    sha256: str
+    size: int
+    glibc: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeRecord:
+    """What a native build was made of; nothing in it depends on when or where it ran.
+
+    ``inputs`` is a hash over all that was read of the source tree. ``arch_list`` is what was asked
+    for, ``cmake_archs`` what the release's CMake made of it ("" when nothing was compiled).
+    """
+
+    base_version: str
+    inputs: str
+    arch_list: str
+    cmake_archs: str
+    compiler: str
+    nvcc: str
+    modules: tuple[NativeModule, ...]
+    schema: int = SCHEMA
+
+
+def build(
+    base: Base,
+    source: Path,
+    out: Path,
+    modules: Sequence[Module],
+    settings: cmake.Settings,
+    *,
+    on_step: cmake.OnStep | None = None,
+) -> NativeRecord:
+    """Compile ``modules`` of ``source`` into ``out``, and write the record beside them.
+
+    Args:
+        source: the patched tree, or its CMakeLists.txt, cmake and csrc.
+        on_step: is told the step's name, how many units are done, and of how many.
+
+    Raises:
+        BuildFailedError: a module does not compile, or what came out is not fit for a wheel.
+        NoSpaceError: the largest unit needs more memory than there is.
+        BadFileError: ``source`` is not a source tree; a third-party source is not where named.
+        ToolMissingError: cmake, ninja or a compiler is not there.
+    """
+    for name in cmake.TREE:
+        if not (source / name).exists():
+            raise BadFileError(
+                f"{source} has no {name}", next_step="make it with `sm12x build source`"
+            )
+    # No symlinks in it: compilers write resolved paths, and the mapping below has to match them.
+    settings = dataclasses.replace(
+        settings, work=settings.work.resolve(), cuda_home=settings.cuda_home.absolute()
+    )
+    settings.work.mkdir(parents=True, exist_ok=True)
+    digest = cmake.inputs_hash(source)
+    cmake_archs = ""
+    stage = settings.work / "stage"
+    if modules:
+        cmake.sync(source, settings.work / "src")
+        cmake_archs = cmake.configure(base, modules, settings, on_step)
+        shutil.rmtree(stage, ignore_errors=True)
+        for module in modules:
+            cmake.compile_module(module, settings, on_step)
+            cmake.install_module(module, settings, stage)
+    record = NativeRecord(
+        base_version=base.version,
+        inputs=digest,
+        arch_list=arch.to_text(settings.archs),
+        cmake_archs=cmake_archs,
+        compiler=_compiler_version(),
+        nvcc=toolchain.nvcc_version(settings.cuda_home),
+        modules=tuple(_describe(module, stage) for module in modules),
+    )
+    _publish(record, stage, out)
+    return record
+
+
+def read(folder: Path) -> NativeRecord:
+    """The record in ``folder``. Raises BadFileError when there is none, or it is not one."""
+    path = folder / RECORD
+    try:
+        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if raw["schema"] != SCHEMA:
+            raise ValueError(f"schema {raw['schema']!r}")
+        modules = tuple(NativeModule(**entry) for entry in raw["modules"])
+        return NativeRecord(**{**raw, "modules": modules})
+    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+        raise BadFileError(
+            f"{path} cannot be read: {error}", next_step="make it with `sm12x build native`"
+        ) from None
+
+
+def _describe(module: Module, stage: Path) -> NativeModule:
+    path = stage / module.path
+    header = library.read(path)
+    if header.runpath:
+        raise BuildFailedError(
+            f"{module.path} would look for libraries in {header.runpath}, folders of this machine",
+            next_step="find the link option that adds them in the release's CMake",
+        )
+    return NativeModule(
+        target=module.target,
+        path=module.path,
+        sha256=files.sha256(path),
+        size=path.stat().st_size,
+        glibc=header.glibc,
+    )
+
+
+def _publish(record: NativeRecord, stage: Path, out: Path) -> None:
+    """Put the modules in ``out``; the record goes last, and first away, so it never lies."""
+    (out / RECORD).unlink(missing_ok=True)
+    wanted = {module.path for module in record.modules}
+    if out.is_dir():
+        for path in out.rglob("*.so"):
+            if path.relative_to(out).as_posix() not in wanted:
+                path.unlink()
+    for name in sorted(wanted):
+        with files.replacing(out / name) as temporary:
+            shutil.copyfile(stage / name, temporary)
+        (out / name).chmod(0o755)
+    text = json.dumps(dataclasses.asdict(record), indent=1, sort_keys=True) + "\n"
+    files.write_text(out / RECORD, text)
+
+
+def _compiler_version() -> str:
+    compiler = os.environ.get("CXX") or "c++"
+    return process.run([compiler, "--version"]).stdout.splitlines()[0]

@@ -1,0 +1,186 @@
+"""`sm12x build`: the steps of a build, one at a time, as the builder image runs them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+# The steps import what they need themselves: `toolchain` and `stand-in` also run in the runtime
+# image, which does not have the packages that the other steps use.
+
+FOLDER = click.Path(file_okay=False, path_type=Path)
+EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+FILE = click.Path(dir_okay=False, path_type=Path)
+
+_as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+_base = click.option("--base", "version", required=True, help="The vLLM release, such as 0.21.0.")
+
+
+@click.group()
+def command() -> None:
+    """The steps of a build, one at a time, as the builder image runs them.
+
+    They work outside a container as well, and pick up where a run was interrupted.
+
+    Example: sm12x build source --base 0.21.0 --sdist vllm-0.21.0.tar.gz --out src
+    """
+
+
+@command.command()
+@click.option(
+    "--site-packages",
+    type=EXISTING_FOLDER,
+    required=True,
+    help="Where the packages of the CUDA toolkit are installed.",
+)
+@click.option("--out", type=FOLDER, required=True, help="The CUDA_HOME to make.")
+@_as_json
+def toolchain(site_packages: Path, out: Path, as_json: bool) -> None:
+    """Make a CUDA_HOME of the toolkit's packages, and try its compiler.
+
+    Example: sm12x build toolchain --site-packages venv/lib/python3.13/site-packages --out /opt/cuda
+    """
+    from sm12x.build import toolchain as step
+
+    made = step.assemble(site_packages, out)
+    if as_json:
+        _print_json({**dataclasses.asdict(made), "path": str(out), "package": str(made.package)})
+        return
+    click.echo(
+        f"{made.path}: nvcc {made.nvcc}, {made.libraries} libraries of {made.package}, "
+        f"a stub of libcuda with {made.driver_symbols} symbols; compiles and links"
+    )
+
+
+@command.command("stand-in")
+@click.option("--cuda-home", type=EXISTING_FOLDER, required=True, help="Where include/cuda.h is.")
+@click.option("--out", type=FILE, required=True, help="The library to make, a libcuda.so.1.")
+@_as_json
+def stand_in(cuda_home: Path, out: Path, as_json: bool) -> None:
+    """Make a library that stands in for libcuda where there is no driver.
+
+    With its folder in LD_LIBRARY_PATH, vLLM's native modules load without a GPU. Every call in it
+    fails as on a machine without a device.
+
+    Example: sm12x build stand-in --cuda-home /opt/cuda --out check/libcuda.so.1
+    """
+    from sm12x.build import standin
+
+    api = standin.build(cuda_home / "include", out)
+    if as_json:
+        _print_json({"path": str(out), "version": api.version, "symbols": len(api.symbols)})
+        return
+    major, minor = divmod(api.version, 1000)
+    click.echo(f"{out}: {len(api.symbols)} symbols of CUDA {major}.{minor // 10}")
+
+
+@command.command()
+@_base
+@click.option("--sdist", type=EXISTING_FILE, required=True, help="The release's sdist.")
+@click.option("--out", type=FOLDER, required=True, help="The folder of the patched source.")
+@_as_json
+def source(version: str, sdist: Path, out: Path, as_json: bool) -> None:
+    """Unpack the sdist, verify it, and apply the stack.
+
+    OUT.json and OUT.native.json, beside the tree, say which files the stack changed.
+
+    Example: sm12x build source --base 0.21.0 --sdist vllm-0.21.0.tar.gz --out src
+    """
+    from sm12x.build import source as step
+    from sm12x.core import progress
+    from sm12x.stack import base as bases
+
+    base = bases.load(version)
+    with progress.spinner(f"patching {base.sdist.name}"):
+        record, done = step.prepare(base, sdist, out)
+    if as_json:
+        _print_json({**dataclasses.asdict(record), "changed": done})
+        return
+    targets = ", ".join(step.read_touched(out).targets) or "none"
+    state = "made" if done else "unchanged"
+    click.echo(
+        f"{out} {state}: vLLM {base.version} + stack {record.stack_id}, {len(record.files)} files "
+        f"patched; native modules to compile: {targets}"
+    )
+
+
+@command.command()
+@_base
+@click.option("--source", type=EXISTING_FOLDER, required=True, help="The patched source.")
+@click.option("--cuda-home", type=EXISTING_FOLDER, required=True, help="The CUDA toolkit.")
+@click.option("--out", type=FOLDER, required=True, help="Where the modules and native.json go.")
+@click.option(
+    "--arch-list",
+    envvar="TORCH_CUDA_ARCH_LIST",
+    help="Targets, such as 12.0a;12.1a; also from TORCH_CUDA_ARCH_LIST. Default: base.toml's.",
+)
+@click.option("--jobs", type=click.IntRange(min=1), help="Units at a time. Default: all cores.")
+@click.option("--all", "every", is_flag=True, help="Every module, not only what the stack touches.")
+@click.option("--work", type=FOLDER, help="Where the build goes on from. Default: OUT.work.")
+@click.option(
+    "--python",
+    type=EXISTING_FILE,
+    help="A Python that has the build requirements. Default: the one running this.",
+)
+@_as_json
+def native(
+    version: str,
+    source: Path,
+    cuda_home: Path,
+    out: Path,
+    arch_list: str | None,
+    jobs: int | None,
+    every: bool,
+    work: Path | None,
+    python: Path | None,
+    as_json: bool,
+) -> None:
+    """Compile the native modules that the stack touches, with the release's own CMake.
+
+    As many units at a time as cores and memory allow. Logs are in OUT.work/logs.
+
+    Example: sm12x build native --base 0.21.0 --source src --cuda-home /opt/cuda --out native
+    """
+    from sm12x.build import arch, cmake
+    from sm12x.build import native as step
+    from sm12x.build import source as sources
+    from sm12x.core import progress
+    from sm12x.stack import base as bases
+
+    base = bases.load(version)
+    default = base.toolchain.arch_list
+    settings = cmake.Settings(
+        cuda_home=cuda_home,
+        work=work or out.with_name(f"{out.name}.work"),
+        # Not resolved: a virtual environment's python is a link, and knows its packages by it.
+        python=(python or Path(sys.executable)).absolute(),
+        archs=arch.validate(default if arch_list is None else arch_list, default=default),
+        jobs=jobs or 0,
+    )
+    touched = sources.read_touched(source)
+    sources.verify(source, touched.files)
+    modules = [module for module in base.modules if every or module.target in touched.targets]
+    start = time.monotonic()
+    with progress.steps() as advance:
+        record = step.build(base, source, out, modules, settings, on_step=advance)
+    if as_json:
+        _print_json(dataclasses.asdict(record))
+        return
+    seconds = time.monotonic() - start
+    for module in record.modules:
+        click.echo(f"{out / module.path}: {module.size} bytes, needs glibc {module.glibc}")
+    if not record.modules:
+        click.echo(f"{out}: the stack touches no native module; nothing to compile")
+    click.echo(f"nvcc {record.nvcc}, {record.compiler}, {record.arch_list}: {seconds:.1f} s")
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    json.dump(value, sys.stdout, indent=1, sort_keys=True, default=str)
+    sys.stdout.write("\n")

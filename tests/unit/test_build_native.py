@@ -1,0 +1,127 @@
+"""What is compiled, how much of it at a time, and what the build's copy of the source keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+
+from sm12x.build import cmake, select
+from sm12x.core.errors import BadFileError, BuildFailedError, NoSpaceError
+from sm12x.stack import base as bases
+from sm12x.stack.base import Base, Module
+
+
+def _module(target: str, *inputs: str, peak_gib: float = 1.0) -> Module:
+    return Module(
+        target=target,
+        path=f"vllm/{target}.abi3.so",
+        inputs=inputs,
+        sources=(),
+        cpu_seconds=1,
+        peak_gib=peak_gib,
+    )
+
+
+@pytest.fixture
+def base() -> Base:
+    loaded = bases.load(bases.versions()[0])
+    modules = (
+        _module("allocator", "csrc/alloc.cpp", "csrc/*.h"),
+        _module("moe", "csrc/moe/**", "csrc/*.h", "csrc/**/*.cuh"),
+    )
+    return dataclasses.replace(loaded, modules=modules)
+
+
+@pytest.mark.parametrize(
+    ("paths", "targets"),
+    [
+        ([], []),
+        (["vllm/envs.py", "tests/test_x.py"], []),
+        (["csrc/alloc.cpp"], ["allocator"]),
+        (["csrc/moe/topk.cu"], ["moe"]),
+        (["csrc/moe/deep/down/topk.cu", "csrc/alloc.cpp"], ["allocator", "moe"]),
+        (["csrc/dispatch.h"], ["allocator", "moe"]),
+        (["csrc/a/b/c.cuh"], ["moe"]),
+    ],
+)
+def test_a_module_is_compiled_if_one_of_its_sources_changed(
+    base: Base, paths: list[str], targets: list[str]
+) -> None:
+    assert [module.target for module in select.touched(base, paths)] == targets
+
+
+@pytest.mark.parametrize("path", ["csrc/other.cu", "csrc/deep/alloc.cpp", "cmake/x.cmake"])
+def test_a_native_file_of_no_module_is_an_error(base: Base, path: str) -> None:
+    with pytest.raises(BuildFailedError, match=rf"{path}, which belongs to no native module"):
+        select.touched(base, [path])
+
+
+@pytest.mark.parametrize(
+    ("cores", "memory", "peak", "wanted", "jobs"),
+    [(2, 24, 9, 0, 2), (64, 24, 9, 0, 2), (64, 128, 3, 0, 42), (8, 24, 3, 4, 4), (2, 1, 0.1, 0, 2)],
+)
+def test_memory_limits_how_many_units_compile_at_a_time(
+    cores: int, memory: float, peak: float, wanted: int, jobs: int
+) -> None:
+    module = _module("m", peak_gib=peak)
+    assert cmake.jobs_for(module, cores=cores, memory_gib=memory, wanted=wanted) == jobs
+
+
+def test_too_little_memory_is_said_before_the_compiler_is_killed() -> None:
+    with pytest.raises(NoSpaceError, match=r"compiling m takes 9\.0 GiB of memory, 4\.0 GiB"):
+        cmake.jobs_for(_module("m", peak_gib=9), cores=2, memory_gib=4)
+
+
+def _tree(folder: Path) -> Path:
+    (folder / "csrc").mkdir(parents=True)
+    (folder / "cmake").mkdir()
+    (folder / "CMakeLists.txt").write_text("project(x)\n")
+    (folder / "csrc" / "a.cu").write_text("a\n")
+    (folder / "csrc" / "b.cu").write_text("b\n")
+    return folder
+
+
+def test_the_copy_touches_only_what_differs_and_keeps_what_cmake_made(tmp_path: Path) -> None:
+    source, copy = _tree(tmp_path / "src"), tmp_path / "work" / "src"
+    cmake.sync(source, copy)
+    (copy / "csrc" / "generated.cu").write_text("kernel\n")
+    for path in copy.rglob("*"):
+        os.utime(path, (1, 1))
+    (source / "csrc" / "a.cu").write_text("A\n")
+    (source / "csrc" / "b.cu").unlink()
+
+    cmake.sync(source, copy)
+
+    assert (copy / "csrc" / "a.cu").read_text() == "A\n"
+    assert not (copy / "csrc" / "b.cu").exists()
+    assert (copy / "csrc" / "generated.cu").exists()
+    assert (copy / "CMakeLists.txt").stat().st_mtime == 1
+    assert (copy / "csrc" / "a.cu").stat().st_mtime > 1
+
+
+def test_the_hash_of_the_inputs_sees_names_and_contents(tmp_path: Path) -> None:
+    source = _tree(tmp_path / "src")
+    first = cmake.inputs_hash(source)
+    (source / "vllm.py").write_text("not compiled\n")
+    assert cmake.inputs_hash(source) == first
+    (source / "csrc" / "a.cu").rename(source / "csrc" / "c.cu")
+    assert cmake.inputs_hash(source) != first
+
+
+def test_a_source_that_is_compiled_must_be_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: Base
+) -> None:
+    source = base.sources[0]
+    monkeypatch.delenv(source.override, raising=False)
+    user = dataclasses.replace(_module("m"), sources=(source.name,))
+    with pytest.raises(BadFileError, match=rf"m is compiled with {source.name}.*{source.override}"):
+        cmake.third_party(source, [user], tmp_path)
+    monkeypatch.setenv(source.override, str(_tree(tmp_path / "checkout")))
+    assert cmake.third_party(source, [user], tmp_path) == tmp_path / "checkout"
+    # Not compiled: what the environment names does not count.
+    stand_in = cmake.third_party(source, [_module("n")], tmp_path / "made")
+    assert stand_in == tmp_path / "made" / source.name
+    assert (stand_in / "README").is_file()
