@@ -33,6 +33,11 @@ class FindingsError(Sm12xError):
     meaning = "the check ran and found something: the report lists it"
 
 
+class UsageError(Sm12xError):
+    exit_code = 2
+    meaning = "wrong usage: unknown option or argument"
+
+
 class UnknownBaseError(Sm12xError):
     exit_code = 3
     meaning = "no such base under patches/"
@@ -102,11 +107,11 @@ INTERRUPTED = 130
 
 EXIT_CODES: dict[int, str] = {
     0: "done",
-    2: "wrong usage: unknown option or argument",
     **{
         kind.exit_code: kind.meaning
         for kind in (
             FindingsError,
+            UsageError,
             UnknownBaseError,
             BadFileError,
             HashMismatchError,

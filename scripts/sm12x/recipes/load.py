@@ -1,0 +1,301 @@
+"""Reads recipe files: every fault of a file is found, each with its line and a near name."""
+
+from __future__ import annotations
+
+import difflib
+import string
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import yaml
+
+from sm12x.core.errors import BadFileError
+from sm12x.recipes.model import HARDWARE, RECIPE_VERSION, STATES, Fit, Recipe, Scalar, Status
+
+REQUIRED = ("name", "recipe_version", "container", "command")
+# The other keys eugr's runner or its forks know. Its runner ignores what it does not know.
+OPTIONAL = (
+    "description",
+    "model",
+    "mods",
+    "defaults",
+    "env",
+    "build_args",
+    "cluster_only",
+    "solo_only",
+    "model_revision",
+    "model_required_files",
+    "benchmark",
+    "launch",
+    "sm12x",
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """Something wrong in a file. ``line`` counts from 1."""
+
+    path: Path
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.text}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Value:
+    """A YAML value and the line it starts on."""
+
+    data: object
+    line: int
+
+
+_Map = dict[str, _Value]
+
+
+def load(path: Path) -> Recipe:
+    """Read one recipe. Raises BadFileError that lists every fault of the file."""
+    recipe, faults = inspect(path)
+    if recipe is None or faults:
+        raise BadFileError(
+            "; ".join(str(fault) for fault in faults),
+            next_step="mend those lines; a recipe that ships with the image shows the layout",
+        )
+    return recipe
+
+
+def load_all(folder: Path) -> dict[str, Recipe]:
+    """The recipes of a folder by key, in order of their names. Raises as ``load`` does."""
+    return {path.stem: load(path) for path in sorted(folder.glob("*.yaml"))}
+
+
+def fields(template: str) -> list[str]:
+    """The names a `str.format` template asks for, in order. Raises ValueError if it is none."""
+    found = []
+    for _, name, spec, _ in string.Formatter().parse(template):
+        if name is not None:
+            found.append(name.split(".")[0].split("[")[0])
+            found += fields(spec or "")
+    return found
+
+
+def inspect(path: Path) -> tuple[Recipe | None, list[Fault]]:
+    """Read one recipe and list its faults. The recipe is None where there is none to speak of."""
+    try:
+        node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError) as error:
+        return None, [Fault(path=path, line=1, text=f"cannot be read: {error}")]
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        line = mark.line + 1 if mark else 1
+        return None, [Fault(path=path, line=line, text=f"is not YAML: {error.problem}")]
+    except yaml.YAMLError as error:
+        return None, [Fault(path=path, line=1, text=f"is not YAML: {error}")]
+    reader = _Reader(path)
+    if not isinstance(node, yaml.MappingNode):
+        return None, [Fault(path=path, line=1, text="is not a mapping of keys")]
+    recipe = reader.recipe(reader.mapping(node))
+    return (None if reader.faults else recipe), sorted(reader.faults, key=lambda fault: fault.line)
+
+
+class _Reader:
+    """Turns nodes into values, and collects faults instead of stopping at the first."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.faults: list[Fault] = []
+
+    def fault(self, line: int, text: str) -> None:
+        self.faults.append(Fault(path=self.path, line=line, text=text))
+
+    def recipe(self, top: _Map) -> Recipe:
+        self.known(top, (*REQUIRED, *OPTIONAL), "")
+        for key in REQUIRED:
+            if key not in top:
+                self.fault(1, f"required key {key!r} is missing")
+        version = top.get("recipe_version")
+        if version is not None and str(version.data) != RECIPE_VERSION:
+            self.fault(
+                version.line,
+                f"recipe_version is {version.data!r}; this version reads {RECIPE_VERSION!r}",
+            )
+        defaults = self.scalars(top, "defaults")
+        command = self.take(top, "command", str, "")
+        self.command(top, command, defaults)
+        return Recipe(
+            key=self.path.stem,
+            path=self.path,
+            name=self.take(top, "name", str, ""),
+            container=self.take(top, "container", str, ""),
+            command=command,
+            description=self.take(top, "description", str, ""),
+            model=self.take(top, "model", str, ""),
+            defaults=defaults,
+            env=self.env(top),
+            mods=self.texts(top, "mods"),
+            build_args=self.texts(top, "build_args"),
+            cluster_only=self.take(top, "cluster_only", bool, False),
+            solo_only=self.take(top, "solo_only", bool, False),
+            fit=self.fit(top["sm12x"]) if "sm12x" in top else None,
+        )
+
+    def command(self, top: _Map, command: str, defaults: Mapping[str, Scalar]) -> None:
+        if not command:
+            return
+        line = top["command"].line
+        try:
+            asked = fields(command)
+        except ValueError as error:
+            self.fault(line, f"command is not a str.format template: {error}; double JSON braces")
+            return
+        for name in dict.fromkeys(asked):
+            if not name.isidentifier():
+                self.fault(line, f"command has {{{name}}}: double the braces of JSON")
+            elif name not in defaults:
+                self.fault(
+                    line, f"command asks for {{{name}}}, defaults has none{near(name, defaults)}"
+                )
+
+    def env(self, top: _Map) -> dict[str, str]:
+        found = {}
+        for name, value in self.child(top, "env").items():
+            if isinstance(value.data, bool) or not isinstance(value.data, str | int | float):
+                # A shell has no booleans: true, True and 1 are three different values there.
+                self.fault(value.line, f"env.{name} is not a string or number: put it in quotes")
+            elif "`" in str(value.data) or "$(" in str(value.data):
+                self.fault(value.line, f"env.{name} runs a command: only $NAME is expanded")
+            else:
+                found[name] = str(value.data)
+        return found
+
+    def fit(self, value: _Value) -> Fit | None:
+        if not isinstance(value.data, dict):
+            self.fault(value.line, "sm12x is not a mapping")
+            return None
+        block: _Map = value.data
+        self.known(block, ("hardware", "gpus", "sleep", "status", "notes"), "sm12x.")
+        for key in ("hardware", "gpus", "sleep", "status"):
+            if key not in block:
+                self.fault(value.line, f"sm12x.{key} is missing")
+        hardware = self.texts(block, "hardware")
+        for word in hardware:
+            self.one_of(block["hardware"].line, "sm12x.hardware", word, HARDWARE)
+        gpus = self.take(block, "gpus", int, 1)
+        if gpus < 1:
+            self.fault(block["gpus"].line, f"sm12x.gpus is {gpus}")
+        sleep = self.take(block, "sleep", int, 0)
+        if sleep not in (0, 1, 2):
+            self.fault(block["sleep"].line, f"sm12x.sleep is {sleep}, not 0, 1 or 2")
+        status = self.child(block, "status")
+        line = block["status"].line if "status" in block else value.line
+        self.known(status, ("state", "source", "blocked"), "sm12x.status.")
+        state = self.take(status, "state", str, "")
+        if "status" in block:
+            self.one_of(line, "sm12x.status.state", state, STATES)
+            if not self.take(status, "source", str, ""):
+                self.fault(line, "sm12x.status.source is missing: say who ran it and where")
+        return Fit(
+            hardware=hardware,
+            gpus=gpus,
+            sleep=sleep,
+            status=Status(
+                state=state,
+                source=self.take(status, "source", str, ""),
+                blocked=self.take(status, "blocked", str, ""),
+            ),
+            notes=self.texts(block, "notes"),
+        )
+
+    def one_of(self, line: int, where: str, word: str, known: tuple[str, ...]) -> None:
+        if word not in known:
+            self.fault(
+                line, f"{where} is {word!r}, not one of {', '.join(known)}{near(word, known)}"
+            )
+
+    def known(self, table: _Map, names: tuple[str, ...], where: str) -> None:
+        """Fault a key that is close to a known one, and, in our own block, any unknown key."""
+        for key, value in table.items():
+            if key in names:
+                continue
+            hint = near(key, names)
+            if where or hint:
+                self.fault(value.line, f"{where}{key} is not a known key{hint}")
+
+    def take(self, table: _Map, key: str, kind: type[T], default: T) -> T:
+        value = table.get(key)
+        if value is None:
+            return default
+        data = value.data
+        if not isinstance(data, kind) or (kind is int and isinstance(data, bool)):
+            self.fault(value.line, f"{key} is not {_KINDS[kind]}")
+            return default
+        return data
+
+    def texts(self, table: _Map, key: str) -> tuple[str, ...]:
+        value = table.get(key)
+        if value is None or value.data is None:
+            return ()
+        if not isinstance(value.data, list) or not all(
+            isinstance(item.data, str | int | float) for item in value.data
+        ):
+            self.fault(value.line, f"{key} is not a list of strings")
+            return ()
+        return tuple(str(item.data).strip() for item in value.data)
+
+    def scalars(self, table: _Map, key: str) -> dict[str, Scalar]:
+        found: dict[str, Scalar] = {}
+        for name, value in self.child(table, key).items():
+            if isinstance(value.data, str | int | float | bool):
+                found[name] = value.data
+            else:
+                self.fault(value.line, f"{key}.{name} is not a string, number or truth value")
+        return found
+
+    def child(self, table: _Map, key: str) -> _Map:
+        value = table.get(key)
+        if value is None or value.data is None:
+            return {}
+        if not isinstance(value.data, dict):
+            self.fault(value.line, f"{key} is not a mapping")
+            return {}
+        return value.data
+
+    def mapping(self, node: yaml.MappingNode) -> _Map:
+        found: _Map = {}
+        for key_node, value_node in node.value:
+            key = str(getattr(key_node, "value", ""))
+            line = key_node.start_mark.line + 1
+            if key in found:
+                # PyYAML keeps the last one silently.
+                self.fault(line, f"{key} is given twice, first on line {found[key].line}")
+            found[key] = _Value(data=self.value(value_node), line=line)
+        return found
+
+    def value(self, node: yaml.Node) -> object:
+        if isinstance(node, yaml.MappingNode):
+            return self.mapping(node)
+        if isinstance(node, yaml.SequenceNode):
+            return [
+                _Value(data=self.value(item), line=item.start_mark.line + 1) for item in node.value
+            ]
+        loader = yaml.SafeLoader("")
+        try:
+            data: object = loader.construct_object(node, deep=True)
+        except (yaml.YAMLError, ValueError) as error:
+            self.fault(node.start_mark.line + 1, f"value cannot be read: {error}")
+            data = None
+        return data
+
+
+_KINDS: dict[type, str] = {str: "a string", int: "a whole number", bool: "true or false"}
+
+
+def near(word: str, known: Iterable[str]) -> str:
+    """`; perhaps you meant X`, or "" when nothing is close."""
+    found = difflib.get_close_matches(word, list(known), n=1)
+    return f"; perhaps you meant {found[0]!r}" if found else ""

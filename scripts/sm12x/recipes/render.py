@@ -1,0 +1,126 @@
+"""Turns a recipe and its settings into the command line and the environment of one server."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from sm12x.core.errors import BadFileError, UsageError
+from sm12x.recipes.load import fields, near
+from sm12x.recipes.model import Recipe
+
+# A setting may come from the environment as SM12X_<KEY>; these are ours for other purposes.
+ENV_PREFIX = "SM12X_"
+RESERVED = ("SM12X_ROOT", "SM12X_CACHE", "SM12X_IMAGE_ROOT", "SM12X_HEALTH_URL")
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
+# What only a shell can do. A command with none of it is run directly, so that it gets signals.
+_SHELL = re.compile(r"[;&|<>()$`*?~]|\n\s*\S")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendered:
+    """``argv`` to run with ``env`` set on top of the environment."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+
+    @property
+    def serve(self) -> tuple[str, ...] | None:
+        """The arguments of `vllm serve`, or None when the command is another one."""
+        return self.argv[2:] if self.argv[:2] == ("vllm", "serve") else None
+
+
+def settings_from(environ: Mapping[str, str], recipe: Recipe) -> tuple[dict[str, str], list[str]]:
+    """The settings given as SM12X_<KEY>, and a remark on each such variable that is none."""
+    found, remarks = {}, []
+    names = {f"{ENV_PREFIX}{key.upper()}": key for key in recipe.defaults}
+    for variable, value in environ.items():
+        if variable in names:
+            found[names[variable]] = value
+        elif variable.startswith(ENV_PREFIX) and variable not in RESERVED:
+            remarks.append(f"{variable} is not a setting of {recipe.key}{near(variable, names)}")
+    return found, remarks
+
+
+def render(
+    recipe: Recipe,
+    *,
+    settings: Mapping[str, str],
+    extra: Sequence[str] = (),
+    environ: Mapping[str, str],
+    solo: bool,
+) -> Rendered:
+    """Fill in a recipe's command as eugr's runner does.
+
+    Args:
+        settings: values that go before the recipe's defaults; a name of its `env` sets that.
+        extra: arguments put at the end, where vLLM lets the last one win.
+        environ: what `$NAME` in the recipe's env is looked up in.
+        solo: one machine with one GPU: tensor_parallel is 1 unless it is among the settings, and
+            `--distributed-executor-backend X` is dropped.
+
+    Raises:
+        UsageError: a setting that the recipe does not have.
+        BadFileError: the command cannot be filled in.
+    """
+    try:
+        asked = set(fields(recipe.command))
+    except ValueError as error:
+        raise _unfit(recipe, str(error)) from None
+    for key in settings:
+        if key not in recipe.defaults and key not in asked and key not in recipe.env:
+            known = [*recipe.defaults, *recipe.env]
+            raise UsageError(
+                f"{recipe.key} has no setting {key!r}{near(key, known)}",
+                next_step=f"its settings are {', '.join(known) or 'none'}; "
+                "give vLLM's own arguments after --",
+            )
+    values: dict[str, object] = {**recipe.defaults}
+    if solo and "tensor_parallel" in values:
+        values["tensor_parallel"] = 1
+    values |= settings
+    try:
+        text = recipe.command.format(**values)
+    except (KeyError, IndexError, ValueError, AttributeError) as error:
+        raise _unfit(recipe, f"{type(error).__name__}: {error}") from None
+    env: dict[str, str] = {}
+    for name, value in recipe.env.items():
+        env[name] = settings[name] if name in settings else _expand(value, {**environ, **env})
+    return Rendered(argv=_argv(recipe, text, tuple(extra), solo=solo), env=env)
+
+
+def _argv(recipe: Recipe, text: str, extra: tuple[str, ...], *, solo: bool) -> tuple[str, ...]:
+    """Split as a shell would: continued lines joined, a last backslash trimmed."""
+    text = text.strip().removesuffix("\\").rstrip()
+    joined = re.sub(r"\\\n\s*", " ", text)
+    if solo:
+        joined = re.sub(r"\s--distributed-executor-backend(?:=|\s+)\S+", "", joined)
+    if _SHELL.search(_unquoted(joined)):
+        return ("bash", "-c", " ".join((joined, *map(shlex.quote, extra))))
+    try:
+        words = shlex.split(joined)
+    except ValueError as error:
+        raise _unfit(recipe, str(error)) from None
+    if not words:
+        raise _unfit(recipe, "it is empty")
+    return (*words, *extra)
+
+
+def _unquoted(text: str) -> str:
+    """``text`` without what stands in single quotes, and in double quotes all but `$` and "`"."""
+    text = re.sub(r"'[^']*'", "", text)
+    return re.sub(r'"[^"]*"', lambda match: "$" if re.search(r"[$`]", match[0]) else "", text)
+
+
+def _expand(value: str, environ: Mapping[str, str]) -> str:
+    """Put in `$NAME` and `${NAME}`; one that is not set is empty, as in a shell."""
+    return _VARIABLE.sub(lambda match: environ.get(match[1] or match[2], ""), value)
+
+
+def _unfit(recipe: Recipe, why: str) -> BadFileError:
+    return BadFileError(
+        f"{recipe.path}: the command cannot be filled in: {why}",
+        next_step="give every {name} of the command in defaults, and double the braces of JSON",
+    )
