@@ -1,0 +1,111 @@
+"""What the image says about itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from sm12x.build.ledger import Ledger
+from sm12x.recipes.model import Recipe
+
+_KINDS = {
+    "native": "libraries native",
+    "mixed": "partly native, the rest through PTX",
+    "ptx": "through PTX compiled at start",
+    "none": "not at all",
+    "host": "without device code",
+}
+_MODES = {
+    "quick": "quick: the official wheel with patched Python and what the stack changes in C++",
+    "native": "native: every module compiled from source",
+}
+
+
+def help_text(ledger: Ledger, recipes: Mapping[str, Recipe], image: str) -> str:
+    """The answer to `docker run IMAGE`. ``image`` stands in the commands."""
+    devices = (
+        ("12.0", [library.sm120 for library in ledger.libraries]),
+        ("12.1", [library.sm121 for library in ledger.libraries]),
+    )
+    lines = [
+        f"vLLM {ledger.base_version} for SM12x GPUs (12.0: RTX PRO 6000, RTX 50; 12.1: GB10)",
+        f"  stack  {ledger.stack_id}, {len(ledger.patches)} patches",
+        f"  mode   {_MODES.get(ledger.mode, ledger.mode)}",
+        f"  for    {ledger.machine}, Python {ledger.python}",
+        *(f"  on {device}: {machine_code(kinds)}" for device, kinds in devices),
+        "",
+        "Patches",
+        *[f"  {patch.name}: {patch.subject} ({patch.state})" for patch in ledger.patches],
+        "",
+        "What it can do",
+        "  RECIPE [key=value ...] [-- vLLM arguments]   serve a model",
+        "  recipes [RECIPE]                             the recipes, or one with its settings",
+        "  check [--json]                               prove the image, with or without a GPU",
+        "  health                                       ask the server in this container",
+        "  COMMAND ...                                  run as given: vllm serve ..., bash",
+        "",
+        *recipe_list(recipes),
+        "",
+        "Commands to copy",
+        f"  docker run --rm {image} check",
+    ]
+    for recipe in recipes.values():
+        if recipe.fit and recipe.fit.status.blocked:
+            lines.append(f"  docker run --rm {image} recipes {recipe.key}")
+        else:
+            lines += ["  " + line for line in command(recipe, image)]
+    return "\n".join(lines)
+
+
+def machine_code(kinds: Sequence[str]) -> str:
+    """How many libraries run how on one device, from the ledger's audit."""
+    counted = Counter(kinds)
+    known = [f"{counted[kind]} {text}" for kind, text in _KINDS.items() if counted[kind]]
+    other = sum(number for kind, number in counted.items() if kind not in _KINDS)
+    return "; ".join([*known, *([f"{other} unknown"] if other else [])])
+
+
+def recipe_list(recipes: Mapping[str, Recipe]) -> list[str]:
+    """One line a recipe, and one more for what keeps it from serving."""
+    lines = ["Recipes"]
+    for key, recipe in recipes.items():
+        state = f" [{recipe.fit.status.state}]" if recipe.fit else ""
+        lines.append(f"  {key}{state}: {recipe.description or recipe.name}")
+        if recipe.fit and recipe.fit.status.blocked:
+            lines.append(f"    cannot serve yet: {recipe.fit.status.blocked}")
+    return lines if recipes else [*lines, "  none in this image"]
+
+
+def recipe_text(recipe: Recipe, image: str) -> str:
+    """One recipe with its status, settings and the command that runs it."""
+    lines = [f"{recipe.key}: {recipe.description or recipe.name}"]
+    if recipe.model:
+        lines.append(f"  model    {recipe.model}")
+    if recipe.fit:
+        fit = recipe.fit
+        lines += [
+            f"  needs    {fit.gpus} x {' or '.join(fit.hardware)}",
+            f"  sleep    {f'level {fit.sleep}' if fit.sleep else 'no: keep it awake'}",
+            f"  status   {fit.status.state}: {fit.status.source}",
+        ]
+        if fit.status.blocked:
+            lines.append(f"  blocked  {fit.status.blocked}")
+        lines += [f"  note     {note}" for note in fit.notes]
+    lines.append("  settings (key=value, or SM12X_<KEY> in the environment)")
+    lines += [f"    {key}={value}" for key, value in recipe.defaults.items()]
+    lines += [f"    {key}={value}" for key, value in recipe.env.items()]
+    lines += ["  run", *["    " + line for line in command(recipe, image)]]
+    return "\n".join(lines)
+
+
+def command(recipe: Recipe, image: str) -> list[str]:
+    """The `docker run` of a recipe, one option group a line."""
+    port = recipe.defaults.get("port", 8000)
+    loopback = str(recipe.defaults.get("host", "")) in ("127.0.0.1", "localhost")
+    # A port that is bound to the container's loopback cannot be published.
+    network = "--network host" if loopback else f"-p {port}:{port}"
+    return [
+        # TP workers share tensors through /dev/shm, where docker gives 64 MiB.
+        f"docker run --rm --gpus all --ipc host {network} \\",
+        f"  -v sm12x-cache:/cache {image} {recipe.key}",
+    ]

@@ -1,0 +1,82 @@
+"""`check`: proves the image without a GPU."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from sm12x.build import ledger as ledgers
+from sm12x.core import process
+from sm12x.core.errors import BadFileError, NoSpaceError
+from sm12x.core.progress import spinner
+from sm12x.image.inside import compile as compiling
+from sm12x.image.inside import content, native, versions
+from sm12x.image.inside.places import Places
+from sm12x.image.inside.report import Line, failed
+from sm12x.recipes import load
+from sm12x.recipes.model import Recipe
+
+
+def check(places: Places) -> list[Line]:
+    """Every finding, good and bad (about a minute on two cores).
+
+    Raises:
+        BadFileError: there is no ledger, so there is nothing to compare with.
+        NoSpaceError: there is no folder for temporary files.
+    """
+    ledger = ledgers.read(places.ledger)
+    lines: list[Line] = []
+    with scratch() as folder:
+        with spinner("versions"):
+            try:
+                lines += versions.check(ledger, places.lock, versions.installed(places.site))
+            except BadFileError as error:
+                lines.append(failed(versions.TOPIC, error.message, error.next_step))
+        with spinner("hashes of files"):
+            lines += content.check(ledger, places.site)
+        ask = native.prober(folder)
+        driver, found = native.check_driver(places, ask, _ldconfig())
+        lines += found
+        with spinner("native modules"):
+            lines += native.check_modules(ledger, places, driver, ask)
+        recipes, found = _recipes(places.recipes)
+        lines += found
+        with spinner("vLLM's argument parser on every recipe, about 20 s"):
+            lines += native.check_arguments(recipes, driver, ask)
+        with spinner("the compiler"):
+            lines += compiling.check(places, folder)
+    return lines
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """A folder for temporary files, or an error that says how to give the container one."""
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="sm12x-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise NoSpaceError(
+            f"no folder for temporary files can be written: {error}",
+            next_step="add `--tmpfs /tmp:exec` to docker run",
+        ) from None
+    with folder as name:
+        yield Path(name)
+
+
+def _recipes(folder: Path) -> tuple[dict[str, Recipe], list[Line]]:
+    found, lines = {}, []
+    for path in sorted(folder.glob("*.yaml")):
+        recipe, faults = load.inspect(path)
+        lines += [failed("recipes", str(fault), "mend that line") for fault in faults]
+        if recipe and not faults:
+            found[recipe.key] = recipe
+    return found, lines
+
+
+def _ldconfig() -> str:
+    # A normal user's PATH often lacks /sbin.
+    for name in ("ldconfig", "/sbin/ldconfig", "/usr/sbin/ldconfig"):
+        if process.which(name):
+            return process.run([name, "-p"], check=False).stdout
+    return ""

@@ -1,0 +1,189 @@
+"""The health check: is the server of this container alive, awake or asleep?
+
+/health decides. In vLLM it answers from the API server without asking the engine: 200 as long as
+the engine has not died, also while it sleeps and in the middle of a slow /sleep (pinning host
+memory for the weights can take 20 s and more). /is_sleeping asks the engine, which is deaf during
+such a change, so no answer to it is a change under way, never a death. It is asked second, to say
+which state the server is in, and to overrule a /health that is red only because of sleep.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import ssl
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from urllib.parse import urlsplit
+
+HEALTHY = 0
+UNHEALTHY = 1
+# Seconds. The sum stays under the image's HEALTHCHECK timeout.
+HEALTH_SECONDS = 5.0
+SLEEP_SECONDS = 2.0
+# vLLM's default.
+PORT = 8000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """Where a server listens: ``socket_path`` is "" unless it is a Unix socket."""
+
+    host: str
+    port: int
+    tls: bool = False
+    socket_path: str = ""
+
+    def __str__(self) -> str:
+        return self.socket_path or f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    code: int
+    text: str
+
+
+# (server, path, seconds) -> (status, body). Raises OSError or http.client.HTTPException.
+Get = Callable[[Server, str, float], tuple[int, bytes]]
+
+
+def find(commands: Iterable[Sequence[str]]) -> Server | None:
+    """The server among running command lines: the last --host, --port, ... of `vllm serve`.
+
+    VLLM_PORT is not looked at: it is the port vLLM's processes use among themselves.
+    """
+    for words in commands:
+        at = next(
+            (
+                index + 1
+                for index, word in enumerate(words)
+                if word == "vllm.entrypoints.openai.api_server"
+                or (word == "serve" and index and PurePosixPath(words[index - 1]).name == "vllm")
+            ),
+            None,
+        )
+        if at is None:
+            continue
+        options = _options(words[at:])
+        if "headless" in options:
+            continue
+        host = options.get("host", "")
+        if host in ("", "0.0.0.0", "::", "localhost"):  # noqa: S104 - compared, not bound
+            host = "127.0.0.1"
+        port = options.get("port", "")
+        return Server(
+            host=host,
+            port=int(port) if port.isdigit() else PORT,
+            tls="ssl-certfile" in options,
+            socket_path=options.get("uds", ""),
+        )
+    return None
+
+
+def _options(words: Sequence[str]) -> dict[str, str]:
+    """The long options of a command line, the last of each; vLLM takes `_` for `-` in names."""
+    found = {}
+    for index, word in enumerate(words):
+        if not word.startswith("--"):
+            continue
+        name, equals, value = word[2:].partition("=")
+        following = words[index + 1] if index + 1 < len(words) else ""
+        found[name.replace("_", "-")] = value if equals else following
+    return found
+
+
+def check(server: Server | None, get: Get) -> Verdict:
+    """Ask a server how it is. None, no server, is healthy: the container runs something else."""
+    if server is None:
+        return Verdict(code=HEALTHY, text="no vLLM server runs here: nothing to check")
+    try:
+        status, _ = get(server, "/health", HEALTH_SECONDS)
+    except ConnectionRefusedError:
+        return Verdict(
+            code=UNHEALTHY, text=f"{server} is not open: the server is loading, or cannot start"
+        )
+    except (OSError, http.client.HTTPException) as error:
+        return Verdict(code=UNHEALTHY, text=f"{server}/health does not answer: {error!r}")
+    asleep = _asleep(server, get)
+    if asleep:
+        return Verdict(code=HEALTHY, text=f"{server} sleeps")
+    if status == http.client.OK:
+        state = "is awake" if asleep is False else "answers"
+        return Verdict(code=HEALTHY, text=f"{server} {state}")
+    return Verdict(code=UNHEALTHY, text=f"{server}/health says {status}: the engine has died")
+
+
+def _asleep(server: Server, get: Get) -> bool | None:
+    """None when it cannot be told: not in dev mode, or the engine is busy changing state."""
+    try:
+        status, body = get(server, "/is_sleeping", SLEEP_SECONDS)
+        if status != http.client.OK:
+            return None
+        answer = json.loads(body)
+        return bool(answer["is_sleeping"])
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
+        return None
+
+
+def running(proc: Path = Path("/proc")) -> list[list[str]]:
+    """The command lines of the processes here, oldest first: vLLM's workers come after it."""
+    found = []
+    for folder in sorted(
+        (entry for entry in proc.iterdir() if entry.name.isdigit()), key=lambda e: int(e.name)
+    ):
+        try:
+            raw = (folder / "cmdline").read_bytes()
+        except OSError:
+            # It ended, or belongs to another user.
+            continue
+        found.append([word.decode(errors="replace") for word in raw.split(b"\0") if word])
+    return found
+
+
+def server_here() -> Server | None:
+    """The server to ask: SM12X_HEALTH_URL, else the `vllm serve` that runs here."""
+    url = os.environ.get("SM12X_HEALTH_URL", "")
+    if url:
+        parts = urlsplit(url)
+        return Server(
+            host=parts.hostname or "127.0.0.1",
+            port=parts.port or PORT,
+            tls=parts.scheme == "https",
+        )
+    return find(running())
+
+
+def get_http(server: Server, path: str, seconds: float) -> tuple[int, bytes]:
+    """GET a path of a server of this very container, past any proxy."""
+    connection: http.client.HTTPConnection
+    if server.socket_path:
+        connection = _UnixConnection(server.socket_path, seconds)
+    elif server.tls:
+        # Its certificate is for the name the world knows, not for the loopback address.
+        unchecked = ssl._create_unverified_context()  # noqa: S323
+        connection = http.client.HTTPSConnection(
+            server.host, server.port, timeout=seconds, context=unchecked
+        )
+    else:
+        connection = http.client.HTTPConnection(server.host, server.port, timeout=seconds)
+    try:
+        connection.request("GET", path)
+        response = connection.getresponse()
+        return response.status, response.read(65536)
+    finally:
+        connection.close()
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: str, seconds: float) -> None:
+        super().__init__("localhost", timeout=seconds)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)

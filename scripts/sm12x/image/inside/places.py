@@ -1,0 +1,56 @@
+"""Where things are in the image."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+# Every cache that vLLM and what it compiles with write to; the image points each under /cache.
+CACHE_VARIABLES = (
+    "HF_HOME",
+    "VLLM_CACHE_ROOT",
+    "FLASHINFER_WORKSPACE_BASE",
+    "TRITON_CACHE_DIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "DG_JIT_CACHE_DIR",
+    "XDG_CACHE_HOME",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """``site`` is the folder the packages are installed in."""
+
+    root: Path
+    site: Path
+    cuda_home: Path
+    cache: Path
+
+    @classmethod
+    def of_image(cls, environ: Mapping[str, str] = os.environ) -> Places:
+        return cls(
+            root=Path(environ.get("SM12X_IMAGE_ROOT", "/opt/sm12x")),
+            site=Path(sysconfig.get_path("purelib")),
+            cuda_home=Path(environ.get("CUDA_HOME", "/opt/cuda")),
+            cache=Path("/cache"),
+        )
+
+    @property
+    def ledger(self) -> Path:
+        return self.root / "ledger.json"
+
+    @property
+    def lock(self) -> Path:
+        return self.root / "requirements.lock"
+
+    @property
+    def recipes(self) -> Path:
+        return self.root / "recipes"
+
+    @property
+    def stand_in(self) -> Path:
+        """The libcuda that only `check` uses, where there is no driver."""
+        return self.root / "check" / "libcuda.so.1"

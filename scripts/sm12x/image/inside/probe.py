@@ -1,0 +1,160 @@
+"""What `check` does in processes of its own: load libcuda, load modules, parse arguments.
+
+A library that crashes takes the probe with it and not the check, and LD_LIBRARY_PATH is set for
+the probe alone. The question comes as JSON on stdin, the answer goes as JSON to stdout; whatever
+the code that is loaded prints goes to stderr.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import difflib
+import importlib.machinery
+import importlib.util
+import json
+import os
+import re
+import sys
+from pathlib import Path, PurePosixPath
+from typing import Any, NoReturn
+
+DRIVER = "libcuda.so.1"
+_OTHER_PYTHON = re.compile(r"\.cpython-\d+[^.]*\.so$")
+
+
+def driver() -> str | None:
+    """The file that this process gets as the CUDA driver, None when there is none."""
+    try:
+        ctypes.CDLL(DRIVER)
+    except OSError:
+        return None
+    return _mapped()
+
+
+def _mapped() -> str | None:
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+        path = line.split(maxsplit=5)[-1]
+        # The real file is called libcuda.so.<driver version>.
+        if PurePosixPath(path).name.startswith("libcuda.so"):
+            return path
+    return None
+
+
+def modules(site: Path, libraries: list[str]) -> dict[str, Any]:
+    """Load each library as the interpreter would, without importing the package around it."""
+    # torch brings the libraries and the operator registry that the modules link to.
+    torch = importlib.import_module("torch")
+
+    state: dict[str, str] = {}
+    for path in libraries:
+        # On stderr, so that after a crash the last line names the culprit.
+        sys.stderr.write(f"loading {path}\n")
+        sys.stderr.flush()
+        state[path] = _load(site / path)
+    return {
+        "driver": _mapped(),
+        "libraries": state,
+        "ops": sorted(torch._C._dispatch_get_all_op_names()),
+    }
+
+
+def _load(path: Path) -> str:
+    """ "" when loaded, "other-python" when built for another interpreter, else the error."""
+    suffixes = [end for end in importlib.machinery.EXTENSION_SUFFIXES if path.name.endswith(end)]
+    if _OTHER_PYTHON.search(path.name) and suffixes == [".so"]:
+        return "other-python"
+    name = path.name.removesuffix(suffixes[0]) if suffixes else path.name
+    try:
+        loader = importlib.machinery.ExtensionFileLoader(name, str(path))
+        spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+        if spec is None:
+            return "is not an extension module"
+        loader.exec_module(importlib.util.module_from_spec(spec))
+    except ImportError as error:
+        if "module export function" not in str(error):
+            return str(error)
+        # Not a Python module: a plain library that registers its operators when loaded.
+        try:
+            ctypes.CDLL(str(path))
+        except OSError as reason:
+            return str(reason)
+    return ""
+
+
+def arguments(commands: dict[str, list[str]], env: dict[str, list[str]]) -> dict[str, Any]:
+    """Give each command to the release's own parser, and look up each VLLM_ variable.
+
+    The platform is put in place before anything asks for it: without a GPU the release would
+    find none, and refuse to say what its device is.
+    """
+    # Imported by name: the check is typed and tested where vLLM is not installed.
+    load = importlib.import_module
+    platforms: Any = load("vllm.platforms")
+    platforms.current_platform = load("vllm.platforms.cuda").CudaPlatform()
+    envs = load("vllm.envs")
+    cli = load("vllm.entrypoints.openai.cli_args")
+    reasoning = load("vllm.reasoning").ReasoningParserManager
+    base: Any = load("vllm.utils.argparse_utils").FlexibleArgumentParser
+
+    class Parser(base):  # type: ignore[misc]
+        def error(self, message: str) -> NoReturn:
+            raise ValueError(message)
+
+    parser = cli.make_arg_parser(Parser(prog="vllm serve"))
+    answers: dict[str, list[str]] = {}
+    for key, words in commands.items():
+        problems: list[str] = []
+        try:
+            parsed = parser.parse_args(words)
+            cli.validate_parsed_serve_args(parsed)
+            if not parsed.model_tag:
+                problems.append("no model is given")
+            # The parser takes any name here; the server looks it up after loading the model.
+            wanted, known = parsed.reasoning_parser, reasoning.list_registered()
+            if wanted and not parsed.reasoning_parser_plugin and wanted not in known:
+                problems.append(f"--reasoning-parser {wanted} is unknown{_near(wanted, known)}")
+        except Exception as error:
+            # The parser of a release raises whatever its option types raise.
+            problems.append(f"{error}")
+        except SystemExit as stop:
+            problems.append(f"the parser stopped with {stop.code}")
+        variables = [name for name in env.get(key, []) if name.startswith("VLLM_")]
+        problems += [
+            f"{name} is no variable of this release{_near(name, envs.environment_variables)}"
+            for name in variables
+            if name not in envs.environment_variables
+        ]
+        answers[key] = problems
+    return {"driver": _mapped(), "problems": answers}
+
+
+def _near(word: str, known: Any) -> str:
+    found = difflib.get_close_matches(word, list(known), n=1)
+    return f"; perhaps you meant {found[0]}" if found else ""
+
+
+def main() -> None:
+    # vLLM logs to stdout: keep the real one for the answer.
+    answer_to = os.dup(1)
+    os.dup2(2, 1)
+    kind = sys.argv[1]
+    question = json.load(sys.stdin)
+    answer: Any
+    if kind == "driver":
+        answer = driver()
+    elif kind == "modules":
+        answer = modules(Path(question["site"]), question["libraries"])
+    elif kind == "arguments":
+        answer = arguments(question["commands"], question["env"])
+    else:
+        raise SystemExit(f"no such probe: {kind}")
+    with os.fdopen(answer_to, "w", encoding="utf-8") as handle:
+        json.dump(answer, handle)
+        handle.flush()
+    # Libraries that were only loaded to be looked at need not run their teardown: against a
+    # stand-in driver some of them abort in it.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

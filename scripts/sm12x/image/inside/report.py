@@ -1,0 +1,63 @@
+"""The lines of `check`, and how they are shown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+PASS = "pass"  # noqa: S105 - a verdict
+FAIL = "fail"
+# Neither good nor bad, but the reader should know.
+NOTE = "note"
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One finding of `check`. ``next_step`` is "" unless ``state`` is FAIL."""
+
+    topic: str
+    state: str
+    text: str
+    next_step: str = ""
+
+
+def passed(topic: str, text: str) -> Line:
+    return Line(topic=topic, state=PASS, text=text)
+
+
+def failed(topic: str, text: str, next_step: str) -> Line:
+    return Line(topic=topic, state=FAIL, text=text, next_step=next_step)
+
+
+def noted(topic: str, text: str) -> Line:
+    return Line(topic=topic, state=NOTE, text=text)
+
+
+def as_text(lines: Sequence[Line]) -> str:
+    """One line a finding, grouped by topic, then the verdict."""
+    out = []
+    for topic in dict.fromkeys(line.topic for line in lines):
+        out.append(topic)
+        for line in lines:
+            if line.topic == topic:
+                out.append(f"  {line.state}  {line.text}")
+                if line.next_step:
+                    out.append(f"        next: {line.next_step}")
+    bad = sum(line.state == FAIL for line in lines)
+    good = sum(line.state == PASS for line in lines)
+    out.append(f"check: {'FAILED' if bad else 'ok'}, {good} passed, {bad} failed")
+    return "\n".join(out)
+
+
+def as_json(lines: Sequence[Line]) -> str:
+    return json.dumps(
+        {
+            "schema": SCHEMA,
+            "ok": all(line.state != FAIL for line in lines),
+            "lines": [asdict(line) for line in lines],
+        },
+        indent=1,
+    )
