@@ -1,0 +1,208 @@
+"""Reading lock files, cutting them down, and what contradicts base.toml."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sm12x.core import lockfile
+from sm12x.core.errors import BadFileError, FetchError, ToolFailedError
+from sm12x.stack import base as bases
+from sm12x.stack import lock
+
+TEXT = """\
+# Made by something.
+--only-binary :all:
+--no-binary old_thing
+
+anyio==4.1 \\
+    --hash=sha256:aa11 \\
+    --hash=sha256:aa22
+    # via
+    #   httpx
+    #   starlette[full]
+Fast_API==1.0 \\
+    --hash=sha256:bb11
+    # via vllm
+httpx==0.28.1 ; python_version > "3" \\
+    --hash=sha256:cc11
+    # via fast-api
+idna==3.1 \\
+    --hash=sha256:dd11
+    # via
+    #   -c other.lock
+    #   -r requirements.in
+    #   anyio
+loop-a==1 \\
+    --hash=sha256:ee11
+    # via loop-b
+loop-b==1 \\
+    --hash=sha256:ff11
+    # via loop-a
+torch==2.11.0+cu130 \\
+    --hash=sha256:0011
+    # via -r requirements.in
+
+# The following packages were excluded from the output:
+# vllm
+"""
+
+
+def test_names_versions_hashes_and_who_asked() -> None:
+    read = lockfile.parse(TEXT)
+    assert read.versions == {
+        "anyio": "4.1",
+        "fast-api": "1.0",
+        "httpx": "0.28.1",
+        "idna": "3.1",
+        "loop-a": "1",
+        "loop-b": "1",
+        "torch": "2.11.0+cu130",
+    }
+    assert read.options == ("--only-binary :all:", "--no-binary old_thing")
+    by_name = {pin.name: pin for pin in read.pins}
+    assert by_name["anyio"].hashes == ("sha256:aa11", "sha256:aa22")
+    assert by_name["anyio"].via == ("httpx", "starlette")
+    assert by_name["idna"].via == ("anyio",)
+    assert by_name["torch"].via == ()
+
+
+@pytest.mark.parametrize(
+    ("names", "kept"),
+    [
+        (["httpx"], ["anyio", "httpx", "idna"]),
+        (["FAST.api[standard]", "torch"], ["anyio", "fast-api", "httpx", "idna", "torch"]),
+        (["loop_a"], ["loop-a", "loop-b"]),
+        (["idna"], ["idna"]),
+        ([], []),
+    ],
+)
+def test_a_lock_cut_down_is_a_lock_of_all_that_is_needed(names: list[str], kept: list[str]) -> None:
+    text = lockfile.restrict(TEXT, names)
+    cut = lockfile.parse(text)
+    assert list(cut.versions) == kept
+    assert cut.options == lockfile.parse(TEXT).options
+    whole = {pin.name: pin for pin in lockfile.parse(TEXT).pins}
+    assert all(pin == whole[pin.name] for pin in cut.pins)
+
+
+def test_cutting_down_to_what_is_not_there() -> None:
+    with pytest.raises(BadFileError, match="does not have nothing, tensorflow"):
+        lockfile.restrict(TEXT, ["torch", "tensorflow", "nothing"])
+
+
+@pytest.mark.parametrize("line", ["torch>=2", "git+https://x.test/y", "<<<<<<< ours"])
+@pytest.mark.parametrize("before", ["", "a==1 \\\n    --hash=sha256:aa\n"])
+def test_what_is_no_pin_is_named_with_its_line(before: str, line: str) -> None:
+    number = before.count("\n") + 1
+    with pytest.raises(BadFileError, match=f"some.lock:{number}: ") as caught:
+        lockfile.parse(f"{before}{line}\n", where="some.lock")
+    assert line in str(caught.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(BadFileError, match=r"no\.lock cannot be read"):
+        lockfile.read(tmp_path / "no.lock")
+
+
+BASES = bases.versions()
+
+
+@pytest.mark.parametrize("machine", bases.MACHINES)
+@pytest.mark.parametrize("version", BASES)
+def test_committed_locks_agree_with_their_base(version: str, machine: str) -> None:
+    base = bases.load(version)
+    assert lock.verify(base, machine, committed(base, machine)) == []
+
+
+@pytest.mark.parametrize("machine", bases.MACHINES)
+@pytest.mark.parametrize("version", BASES)
+def test_the_commands_inside_the_image_add_nothing_to_the_closure(
+    version: str, machine: str
+) -> None:
+    closure = lockfile.read(bases.load(version).lock_path(machine))
+    assert {"click", "packaging", "pyyaml", "requests", "rich"} <= set(closure.versions)
+
+
+def committed(base: bases.Base, machine: str) -> lock.Locks:
+    return lock.Locks(
+        closure=base.lock_path(machine).read_text(encoding="utf-8"),
+        build=base.build_lock_path(machine).read_text(encoding="utf-8"),
+    )
+
+
+@pytest.fixture
+def base() -> bases.Base:
+    return bases.load(BASES[-1])
+
+
+def test_each_contradiction_is_one_finding(base: bases.Base) -> None:
+    good = committed(base, "aarch64")
+    torch = f"torch=={base.toolchain.torch}"
+
+    def found(closure: str = good.closure, build: str = good.build) -> list[str]:
+        return lock.verify(base, "aarch64", lock.Locks(closure=closure, build=build))
+
+    (first, second) = found(
+        closure=good.closure.replace(torch, "torch==9.9"),
+        build=good.build.replace(torch, "torch==9.9"),
+    )
+    assert "torch is 9.9" in first
+    assert "torch is 9.9" in second
+    (own, differing) = found(build=good.build.replace(torch, "torch==9.9"))
+    assert own.startswith("build-aarch64.lock: torch is 9.9, base.toml says")
+    assert differing.startswith("build-aarch64.lock: torch is 9.9, requirements-aarch64.lock has")
+    assert found(closure=good.closure + "vllm==1 \\\n    --hash=sha256:00\n") == [
+        "requirements-aarch64.lock: vllm must not be listed"
+    ]
+    assert found(closure=good.closure + "bare==1\n") == [
+        "requirements-aarch64.lock: bare has no hash"
+    ]
+    (line,) = found(closure=good.closure.replace("--no-binary fastsafetensors\n", ""))
+    assert "wheels only" in line
+    (line,) = found(closure=good.closure.replace(f"Python {base.python}", "Python 3.9"))
+    assert f"Python {base.python}" in line
+    name = base.locks["aarch64"].build_from_sdist[0]
+    assert found(closure=good.closure.replace(f"\n{name}==", "\nother==")) == [
+        f"requirements-aarch64.lock: {name} is to be built from its sdist but not there"
+    ]
+
+
+def test_no_table_for_a_machine(base: bases.Base) -> None:
+    with pytest.raises(BadFileError, match=r"lock\.aarch64"):
+        lock.spec_of(replace(base, locks={}), "aarch64")
+
+
+def test_pip_would_forget_an_exception_before_wheels_only(base: bases.Base) -> None:
+    closure, build = lock.heads(base, "aarch64")
+    assert closure.index("--only-binary") < closure.index("--no-binary")
+    assert "--no-binary" not in build
+
+
+@pytest.mark.parametrize(
+    ("stderr", "kind", "said"),
+    [
+        (
+            "warning: odd\nerror: Request failed after 3 retries in 7.5s\n"
+            "  cause: Failed to fetch: https://u:secret@h.test/simple/torch/\n"
+            "  cause: client error (Connect)\n  cause: Connection refused (os error 111)\n",
+            FetchError,
+            "no answer from https://h.test/simple/torch/ (Connection refused (os error 111))",
+        ),
+        (
+            "error: No solution found when resolving dependencies\n  cause: Because there is no "
+            "version of torch==9, your requirements\n      are unsatisfiable.\n",
+            ToolFailedError,
+            "uv: No solution found when resolving dependencies: Because there is no version",
+        ),
+        ("warning: a.whl is missing an upload date\nerror: No", FetchError, "no upload dates"),
+    ],
+)
+def test_what_uv_says_in_one_line(stderr: str, kind: type[Exception], said: str) -> None:
+    error = lock.uv_error(stderr, what="the lock")
+    assert isinstance(error, kind)
+    assert said in str(error)
+    assert "\n" not in str(error)
+    assert "secret" not in str(error)
