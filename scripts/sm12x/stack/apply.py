@@ -28,6 +28,8 @@ CONFLICT = "conflict"
 # The commit of the untouched source in a folder that `apply` made a repository of.
 BASE_TAG = "base"
 BRANCH = "stack"
+# Setting of that repository: the patches that have no commit there, the base having them already.
+UPSTREAM_KEY = "sm12x.upstream"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +130,7 @@ def apply(
             git.read_tree(tip)
             if repository:
                 with (
-                    _repository_for(git, base, stack, directory, commit, tip) as hidden,
+                    _repository_for(git, base, report, directory, commit, tip) as hidden,
                     _putting(git, Path(name), directory, report.changed),
                 ):
                     hidden.rename(directory / ".git")
@@ -158,8 +160,13 @@ def try_stack(
     commit: str,
     *,
     on_patch: Callable[[Patch], None] | None = None,
+    accept_offset: bool = False,
 ) -> tuple[ApplyReport, str]:
     """Try every patch on ``commit``, one commit for each that applies; no file is changed.
+
+    Args:
+        accept_offset: take a patch whose text stands at other lines; only for one that is
+            exported anew from the commit this makes.
 
     Returns:
         The report, and the last commit made.
@@ -170,7 +177,7 @@ def try_stack(
     for patch in stack.patches:
         if on_patch:
             on_patch(patch)
-        result = _try(patch, git, results)
+        result = _try(patch, git, results, accept_offset=accept_offset)
         if result.state == APPLIED:
             tip = git.commit_tree(git.write_tree(), patch.message, parent=tip, author=patch.author)
         results.append(result)
@@ -184,11 +191,13 @@ def try_stack(
     return report, tip
 
 
-def _try(patch: Patch, git: Repository, before: Sequence[PatchResult]) -> PatchResult:
+def _try(
+    patch: Patch, git: Repository, before: Sequence[PatchResult], *, accept_offset: bool
+) -> PatchResult:
     content = patch.content()
     files = tuple(file.path for file in patch.files)
     forward = git.apply_cached(content, check_only=True)
-    if forward.ok and not forward.offsets:
+    if forward.ok and (accept_offset or not forward.offsets):
         git.apply_cached(content)
         return PatchResult(name=patch.name, subject=patch.subject, state=APPLIED, files=files)
     # Upstream's lines may have moved since: where the text stands does not matter here.
@@ -285,7 +294,7 @@ def _mode(now: int, wanted: str) -> int:
 
 @contextmanager
 def _repository_for(
-    git: Repository, base: Base, stack: Stack, directory: Path, commit: str, tip: str
+    git: Repository, base: Base, report: ApplyReport, directory: Path, commit: str, tip: str
 ) -> Iterator[Path]:
     """A copy of the scratch repository inside ``directory``, for the block to rename to .git."""
     git.update_ref(f"refs/heads/{BRANCH}", tip)
@@ -294,7 +303,10 @@ def _repository_for(
     git.config("core.autocrlf", "false")
     git.config("core.bare", "false")
     git.config("sm12x.base", base.version)
-    git.config("sm12x.stack", stack.id)
+    git.config("sm12x.stack", report.stack_id)
+    for result in report.results:
+        if result.state == UPSTREAM:
+            git.run("config", "--local", "--add", UPSTREAM_KEY, result.name)
     git.pack()
     hidden = Path(tempfile.mkdtemp(dir=directory, prefix=".git-"))
     try:

@@ -1,0 +1,145 @@
+"""Adding a patch to the end of a stack, and dropping one from it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from sm12x.core import git
+from sm12x.core.errors import BadFileError, DirtyTreeError
+from sm12x.core.git import Signature
+from sm12x.stack import apply, mail, refresh, tree
+from sm12x.stack.base import Base
+from sm12x.stack.mail import Finding
+from sm12x.stack.refresh import MessageError, RefreshReport
+from sm12x.stack.series import Stack
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewReport:
+    """The new patch's file name, the files it changes, and what became of the folder."""
+
+    name: str
+    files: tuple[str, ...]
+    refresh: RefreshReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class DropReport:
+    """``orphans`` are witnesses that no remaining patch names."""
+
+    dropped: str
+    orphans: tuple[str, ...]
+    refresh: RefreshReport
+
+
+def message(
+    *, subject: str, body: str, upstream: Sequence[str], drop_when: str, witness: Sequence[str]
+) -> str:
+    """A commit message with the trailers a patch must have."""
+    trailers = [
+        *(f"Upstream: {value}" for value in upstream),
+        f"Drop-when: {drop_when}",
+        *(f"Witness: {value}" for value in witness),
+    ]
+    return "\n\n".join((subject.strip(), body.strip("\n"), "\n".join(trailers))) + "\n"
+
+
+def new(base: Base, directory: Path, text: str, *, author: str | None, root: Path) -> NewReport:
+    """Commit all changes of ``directory`` as a patch and export it at the end of the series.
+
+    Args:
+        text: the whole commit message; see ``message``.
+        author: "Name <mail>"; None takes what git knows of the user.
+
+    Raises:
+        MessageError: the message lacks what it must say. Nothing was committed or written.
+        DirtyTreeError: nothing has changed, or the folder is not one that ``apply`` made.
+        BadFileError: nobody says who the author is.
+    """
+    repository = refresh.open_repository(base, directory)
+    lines = text.rstrip("\n").split("\n")
+    parts = mail.split(lines[0], lines[1:], first_line=2)
+    faults = mail.lint(parts, subject_line=1, root=root)
+    if faults:
+        where = Path("message")
+        raise MessageError([Finding(path=where, line=n, message=said) for n, said in faults])
+    if not repository.status():
+        raise DirtyTreeError(
+            f"nothing has changed in {directory} since its last commit",
+            next_step="edit the files there, then run this again; commits already made are "
+            "exported by `sm12x patch refresh`",
+        )
+    who = _signature(author or git.user_identity(directory))
+    head = repository.resolve("HEAD")
+    # What .gitignore names (compiled files, caches) is no part of a patch.
+    repository.run("add", "--all", ".")
+    commit = repository.commit_tree(repository.write_tree(), text, parent=head, author=who)
+    repository.update_ref("HEAD", commit)
+    try:
+        report = refresh.refresh(base, directory, root=root)
+    except BaseException:
+        # The files stay as edited; only the commit is taken back.
+        if head is not None:
+            repository.update_ref("HEAD", head)
+        raise
+    number = len(report.unchanged) + len(report.rewritten) + len(report.added)
+    return NewReport(
+        name=mail.file_name(number, parts.subject),
+        files=tuple(repository.changed(f"{commit}~1", commit)),
+        refresh=report,
+    )
+
+
+def drop(base: Base, stack: Stack, name: str, archive: Path, *, root: Path) -> DropReport:
+    """Take a patch out of the stack, if the rest still applies, and renumber what follows.
+
+    Args:
+        name: the patch's file name or number.
+        archive: the sdist of the base.
+
+    Raises:
+        BadFileError: there is no such patch.
+        apply.StackConflictError: a later patch needs this one. Nothing was changed.
+    """
+    gone = stack.get(name)
+    rest = replace(stack, patches=tuple(patch for patch in stack.patches if patch is not gone))
+    with tempfile.TemporaryDirectory(prefix="sm12x-drop-") as folder:
+        source = Path(folder) / "source"
+        tree.unpack(archive, source)
+        with tree.scratch(source) as repository:
+            start = apply.commit_base(base, rest, repository, source, archive)
+            # Lines move when a patch goes; what is exported then has the new ones.
+            report, tip = apply.try_stack(base, rest, repository, start, accept_offset=True)
+            if not report.ok:
+                raise apply.StackConflictError(report)
+            if any(result.state == apply.UPSTREAM for result in report.results):
+                raise DirtyTreeError(
+                    "a patch that stays is in the base already: "
+                    + ", ".join(r.name for r in report.results if r.state == apply.UPSTREAM),
+                    next_step="drop that one first",
+                )
+            exported = refresh.export(repository, start, tip, root=root)
+    remaining = {_path(witness) for patch in rest.patches for witness in patch.witnesses}
+    return DropReport(
+        dropped=gone.name,
+        orphans=tuple(sorted({_path(witness) for witness in gone.witnesses} - remaining)),
+        refresh=refresh.write(base, exported),
+    )
+
+
+def _path(witness: str) -> str:
+    return witness.split("::", 1)[0]
+
+
+def _signature(identity: str | None) -> Signature:
+    name, _, address = (identity or "").partition(" <")
+    if not name.strip() or not address.rstrip("> "):
+        raise BadFileError(
+            "git does not know who you are" if identity is None else f"{identity!r} is no author",
+            next_step='add --author "Name <mail@address>", or set user.name and user.email in git',
+        )
+    # "now" is git's own word for the present time and zone.
+    return Signature(name=name.strip(), email=address.rstrip("> "), date="now")

@@ -1,0 +1,105 @@
+"""Reports of the stack as text for people. Everything here returns strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sm12x.stack.apply import ApplyReport, FileConflict, PatchResult
+from sm12x.stack.refresh import RefreshReport
+from sm12x.stack.series import Stack
+
+# Longer texts are cut: a hunk of hundreds of lines says no more than its beginning.
+_LINES = 24
+_STATES = {
+    "applied": "applied",
+    "upstream": "already in base",
+    "offset": "NOT APPLIED (its text has moved)",
+    "conflict": "NOT APPLIED (conflict)",
+}
+
+
+def stack(stack: Stack, version: str) -> str:
+    """The patches one by one: what each is, and what its trailers say."""
+    lines = [f"stack {stack.id} of {version}, {len(stack.patches)} patches"]
+    for patch in stack.patches:
+        lines += [
+            "",
+            f"{patch.name}",
+            f"  {patch.subject}",
+            f"  upstream   {patch.upstream}",
+            f"  drop when  {patch.drop_when}",
+            f"  witness    {patch.witness}",
+            f"  changes    {', '.join(file.path for file in patch.files)}",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def applied(report: ApplyReport) -> str:
+    """Every patch and what became of it; for one that failed, where and both texts."""
+    lines: list[str] = []
+    for result in report.results:
+        lines.append(f"{result.name}: {_STATES[result.state]}")
+        lines += _failure(result)
+    return "\n".join(lines) + "\n" if lines else "the series lists no patch\n"
+
+
+def refreshed(report: RefreshReport, folder: str) -> str:
+    """What a refresh did to the folder."""
+    kinds = (
+        ("new", report.added),
+        ("rewritten", report.rewritten),
+        ("removed", report.removed),
+    )
+    lines = [f"{kind}: {name}" for kind, names in kinds for name in names]
+    lines.append(f"{len(report.unchanged)} unchanged; {folder} is now stack {report.stack_id}")
+    return "\n".join(lines) + "\n"
+
+
+def _failure(result: PatchResult) -> list[str]:
+    lines: list[str] = []
+    if result.follows:
+        lines.append(f"  may only follow from the failure of {', '.join(result.follows)}")
+    for conflict in result.conflicts:
+        lines += _conflict(conflict)
+    if not result.ok and not result.conflicts:
+        lines += [f"  git: {said}" for said in result.said]
+    if result.state == "offset":
+        lines.append(
+            "  the text is there, at other lines: strict apply does not guess that it is the right "
+            "one. Compare, then export the patch anew with `sm12x patch refresh`"
+        )
+    return lines
+
+
+def _conflict(conflict: FileConflict) -> list[str]:
+    if not conflict.exists:
+        return [f"  {conflict.path}: no such file in this tree"]
+    lines: list[str] = []
+    for number, state in enumerate(conflict.hunks, start=1):
+        head = f"  {conflict.path} hunk {number} of {len(conflict.hunks)}, {state.hunk.header}: "
+        if state.state == "applies":
+            continue
+        if state.state == "in base":
+            lines.append(f"{head}already in base, at line {state.start}")
+        elif state.state == "offset":
+            lines.append(f"{head}stands at line {state.start} ({state.moved:+d})")
+        elif not state.hunk.expects:
+            lines.append(f"{head}adds a file that is there already")
+        else:
+            lines.append(f"{head}conflict")
+            lines.append("    the patch expects:")
+            lines += _quoted(state.hunk.expects, state.hunk.old_start, state.has)
+            lines.append(f"    the file has, from line {state.start}:")
+            lines += _quoted(state.has, state.start, state.hunk.expects)
+    return lines
+
+
+def _quoted(text: Sequence[str], start: int, other: Sequence[str]) -> list[str]:
+    """The lines numbered, a mark before each that the other text does not have in its place."""
+    lines = []
+    for offset, line in enumerate(text[:_LINES]):
+        same = offset < len(other) and other[offset] == line
+        lines.append(f"    {' ' if same else '!'} {start + offset:5d} | {line}")
+    if len(text) > _LINES:
+        lines.append(f"            ... {len(text) - _LINES} more lines")
+    return lines
