@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import posixpath
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -57,7 +58,7 @@ def text(
     if with_code:
         parts.append(_draw(_code(with_code), width))
         parts.append(_draw(_runs(with_code, devices), width))
-        parts.append("\n".join(_total(with_code, device) for device in devices))
+        parts.append("\n".join(_wrap(_total(with_code, device), width) for device in devices))
         parts.append(_meaning(with_code, devices, width))
     if host:
         parts.append(_wrap(f"No device code: {_names([entry.path for entry in host])}", width))
@@ -72,16 +73,27 @@ def text(
 def _code(libraries: Sequence[LibraryAudit]) -> Table:
     """Cubins and PTX. Targets of the 12.x family that none of the libraries has get no column."""
     targets = sorted({name for entry in libraries for name in entry.cubins if _is_family(name)})
+    folder = _common_folder(libraries)
     table = _table("Code in each library: cubins by target, and PTX")
-    table.add_column("library", overflow="fold", ratio=1)
+    table.add_column(_heading(folder), overflow="fold")
     for name in ("MiB", *(targets or ["12.x"]), "other", "PTX"):
         table.add_column(name, justify="right", no_wrap=True)
     for entry in libraries:
         family = [entry.cubins.get(name, 0) for name in targets] or [0]
         other = sum(entry.cubins.values()) - sum(family)
         numbers = (*family, other, sum(entry.ptx.values()))
-        table.add_row(entry.path, f"{entry.size / _MIB:.1f}", *map(_dash, numbers))
+        table.add_row(entry.path[len(folder) :], f"{entry.size / _MIB:.1f}", *map(_dash, numbers))
     return table
+
+
+def _common_folder(libraries: Sequence[LibraryAudit]) -> str:
+    """The folder that holds all of them, "" if none does: leaves room for the rest of the path."""
+    common = posixpath.commonpath([posixpath.dirname(entry.path) for entry in libraries])
+    return f"{common.rstrip('/')}/" if common else ""
+
+
+def _heading(folder: str) -> str:
+    return f"library under {folder}" if folder else "library"
 
 
 def _is_family(target: str) -> bool:
@@ -90,10 +102,9 @@ def _is_family(target: str) -> bool:
 
 def _runs(libraries: Sequence[LibraryAudit], devices: Sequence[Device]) -> Table:
     """Verdicts, each with its numbers of translation units: native, through PTX, not at all."""
-    table = _table(
-        "How each runs: verdict, and translation units native / through PTX / not at all"
-    )
-    table.add_column("library", overflow="fold", ratio=1)
+    folder = _common_folder(libraries)
+    table = _table("How each runs: verdict; translation units native/through PTX/not at all")
+    table.add_column(_heading(folder), overflow="fold")
     for device in devices:
         table.add_column(f"on {device}", no_wrap=True)
         table.add_column("units", justify="right", no_wrap=True)
@@ -102,8 +113,9 @@ def _runs(libraries: Sequence[LibraryAudit], devices: Sequence[Device]) -> Table
         for device in devices:
             units = entry.units_on(device)
             cells.append(entry.verdict(device))
-            cells.append(f"{units[NATIVE]} / {units[PTX]} / {units[NONE]}")
-        table.add_row(entry.path, *cells)
+            counts = f"{units[NATIVE]}/{units[PTX]}/{units[NONE]}"
+            cells.append("?" if entry.unknown else counts)
+        table.add_row(entry.path[len(folder) :], *cells)
     return table
 
 
@@ -111,10 +123,11 @@ def _total(libraries: Sequence[LibraryAudit], device: Device) -> str:
     total: Counter[str] = Counter()
     for entry in libraries:
         total.update(entry.units_on(device))
-    unread = f", {total[UNKNOWN]} could not be read" if total[UNKNOWN] else ""
+    unread = sum(bool(entry.unknown) for entry in libraries)
+    rest = f"; {_number(unread, 'library', 'libraries')} could not be read" if unread else ""
     return (
         f"On {device}: of {_number(sum(total.values()), 'translation unit', 'translation units')} "
-        f"{total[NATIVE]} run natively, {total[PTX]} through PTX, {total[NONE]} not at all{unread}."
+        f"{total[NATIVE]} run natively, {total[PTX]} through PTX, {total[NONE]} not at all{rest}."
     )
 
 
@@ -130,7 +143,7 @@ def _meaning(libraries: Sequence[LibraryAudit], devices: Sequence[Device], width
         }
     seen.discard(HOST)
     return "\n".join(
-        _wrap(f"{verdict:<8}{meaning}", width, indent=8)
+        _wrap(f"{verdict:<9}{meaning}", width, indent=9)
         for verdict, meaning in _MEANING.items()
         if verdict in seen
     )
@@ -158,7 +171,6 @@ def _table(title: str) -> Table:
         title_style="",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
-        expand=True,
         collapse_padding=True,
     )
 

@@ -58,6 +58,11 @@ def scan(path: Path) -> Audit:
 
 def plan(path: Path) -> Plan:
     """List what there is to read under ``path``. Raises as ``scan`` does."""
+    if not path.exists():
+        raise BadFileError(
+            f"{path} does not exist",
+            next_step="name a shared library, a folder, a wheel or an image",
+        )
     try:
         if path.is_dir():
             members = tuple(_folder(path))

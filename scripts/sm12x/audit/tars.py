@@ -39,6 +39,7 @@ class _Layer:
 
     libraries: dict[str, LibraryAudit] = field(default_factory=dict)
     others: set[str] = field(default_factory=set)
+    folders: set[str] = field(default_factory=set)
     removed: set[str] = field(default_factory=set)
     emptied: set[str] = field(default_factory=set)
 
@@ -160,8 +161,13 @@ def _read(stream: IO[bytes]) -> _Layer:
             elif info.islnk() and _clean(info.linkname) in layer.libraries:
                 twin = layer.libraries[_clean(info.linkname)]
                 layer.libraries[path] = replace(twin, path=path)
-            elif not info.isdir():
+            elif info.isdir():
+                layer.folders.add(path)
+            else:
                 found = _member(tar, info, path) if info.isreg() else None
+                # A path can come twice in one tar: the later one counts.
+                layer.libraries.pop(path, None)
+                layer.others.discard(path)
                 if found is None:
                     layer.others.add(path)
                 else:
@@ -188,7 +194,7 @@ def _apply(merged: dict[str, LibraryAudit], layer: _Layer) -> None:
     # A folder that was removed, emptied, or became a file or link takes all in it along.
     emptied = gone | layer.emptied
     for path in list(merged):
-        if path in gone or not emptied.isdisjoint(_parents(path)):
+        if path in gone or path in layer.folders or not emptied.isdisjoint(_parents(path)):
             del merged[path]
     merged.update(layer.libraries)
 

@@ -104,7 +104,7 @@ def _scan(subject: str) -> Audit:
     path = Path(subject)
     if path.exists() or not images.looks_like_image(subject):
         plan = scan.plan(path)
-        with progress.bar(f"reading {plan.subject}", plan.total, unit="bytes") as advance:
+        with progress.bar("reading", plan.total, unit="bytes") as advance:
             return scan.run(plan, on_progress=advance)
     with progress.spinner(f"reading the image {subject}"):
         return images.audit(subject)

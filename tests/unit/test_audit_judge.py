@@ -1,0 +1,255 @@
+"""Judging and reporting an audit, and the command. What was read is made up here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from click.testing import CliRunner
+
+from sm12x import layout
+from sm12x.audit import images, policy, render, report
+from sm12x.audit.fatbin import Container, Entry
+from sm12x.audit.model import DEVICES, SM120, Audit, Device, LibraryAudit
+from sm12x.commands import audit as verb
+from sm12x.core.cudaarch import CudaArch
+from sm12x.core.errors import BadArchitectureError, BadFileError, FindingsError, NoEngineError
+
+DATA = Path(__file__).parent / "data"
+KERNELS = DATA / "kernels.so"
+
+
+def unit(*codes: str) -> Container:
+    """A translation unit of these: "12.0f" is a cubin, "ptx 8.0" PTX."""
+    entries = tuple(
+        Entry(
+            kind="ptx" if code.startswith("ptx ") else "cubin",
+            arch=CudaArch.parse(code.removeprefix("ptx ")),
+        )
+        for code in codes
+    )
+    return Container(offset=0, entries=entries)
+
+
+def library(path: str, *units: Container, faults: tuple[str, ...] = ()) -> LibraryAudit:
+    return LibraryAudit(
+        path=path,
+        sha256="ab" * 32,
+        size=3 * 1024**2,
+        machine="x86_64",
+        units=units,
+        faults=faults,
+    )
+
+
+NATIVE, PTX, NONE = unit("12.0f", "10.0f"), unit("8.0", "ptx 8.0"), unit("9.0a")
+ONLY_120 = unit("12.0a")
+AUDIT = Audit(
+    subject="vllm-1.0-x86_64.whl",
+    kind="wheel",
+    libraries=(
+        library("vllm/_C.abi3.so", NATIVE, NATIVE, PTX, NONE),
+        library("vllm/broken.so", faults=("it is not an ELF file",)),
+        library("vllm/cumem_allocator.abi3.so"),
+        library("vllm/only_a.so", ONLY_120),
+        library("vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so", PTX, PTX),
+        library("vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so", NONE),
+    ),
+)
+
+
+def rules(tmp_path: Path, text: str) -> policy.Policy:
+    path = tmp_path / "policy.toml"
+    path.write_text(f'schema = 1\nname = "test"\n{text}')
+    return policy.load(path)
+
+
+DEFAULT = policy.load(layout.data() / "policies" / "default.toml")
+
+
+def test_the_default_policy_names_every_offender() -> None:
+    judgement = policy.judge(AUDIT, DEFAULT)
+    assert [str(offender) for offender in judgement.offenders] == [
+        "vllm/_C.abi3.so on 12.0: 1 of 4 translation units do not run",
+        "vllm/_C.abi3.so on 12.1: 1 of 4 translation units do not run",
+        "vllm/broken.so: could not be read: it is not an ELF file",
+        "vllm/only_a.so on 12.1: 1 of 1 translation units do not run",
+        "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so on 12.0: 1 of 1 translation units do not run",
+        "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so on 12.1: 1 of 1 translation units do not run",
+    ]
+    assert [entry.paths for entry in judgement.accepted] == [
+        ("vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so",)
+    ]
+
+
+def test_the_first_rule_that_matches_library_and_device_counts(tmp_path: Path) -> None:
+    found = rules(
+        tmp_path,
+        """
+        [[rule]]
+        match = ["vllm/only_a.so"]
+        on = ["12.1"]
+        units = ["none"]
+        reason = "known"
+        [[rule]]
+        match = ["vllm/only_a.so"]
+        units = ["native"]
+        [[rule]]
+        match = ["*"]
+        units = ["native", "ptx", "none"]
+        reason = "all"
+        """,
+    )
+    judgement = policy.judge(AUDIT, found)
+    assert [offender.path for offender in judgement.offenders] == ["vllm/broken.so"]
+    assert judgement.accepted[1].reason == "known"
+
+
+def test_a_rule_reaches_into_an_image(tmp_path: Path) -> None:
+    (rule,) = rules(tmp_path, '[[rule]]\nmatch = ["vllm/_C.abi3.so"]\nunits = ["native"]').rules
+    assert rule.concerns("opt/venv/lib/python3.13/site-packages/vllm/_C.abi3.so", SM120)
+    assert not rule.concerns("opt/myvllm/_C.abi3.so", SM120)
+
+
+def test_too_few_native_units_and_a_missing_library_are_offences(tmp_path: Path) -> None:
+    found = rules(
+        tmp_path,
+        """
+        [[rule]]
+        match = ["vllm/_C.abi3.so"]
+        units = ["native", "ptx", "none"]
+        reason = "known"
+        native_at_least = 3
+        [[rule]]
+        match = ["vllm/_moe_C.abi3.so"]
+        units = ["native"]
+        required = true
+        """,
+    )
+    only = Audit(subject="x", kind="wheel", libraries=AUDIT.libraries[:1])
+    assert [str(offender) for offender in policy.judge(only, found, (SM120,)).offenders] == [
+        "vllm/_C.abi3.so on 12.0: 2 of 4 translation units run natively, the policy asks for 3",
+        "vllm/_moe_C.abi3.so: is not there, and the policy requires it",
+    ]
+
+
+def test_a_library_no_rule_matches_is_an_offence(tmp_path: Path) -> None:
+    found = rules(tmp_path, '[[rule]]\nmatch = ["nothing"]\nunits = ["native"]')
+    assert "no rule" in policy.judge(AUDIT, found).offenders[0].message
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[[rule]]\nmatch = ["*"]\nunits = ["ptx"]', "reason is missing"),
+        ('[[rule]]\nmatch = ["*"]\nunits = ["sass"]', "not 'sass'"),
+        ('[[rule]]\nmatch = "*"\nunits = ["native"]', "a list of texts"),
+        ('[[rule]]\nmatch = ["*"]\nunits = ["native"]\nrequird = true', "meant required"),
+        ('[[rule]]\nmatch = ["*"]\nunits = ["native"]\nnative_at_least = true', "type int"),
+        ('[[rule]]\nmatch = ["*"]\nunits = ["native"]\non = ["12.0a"]', "on is wrong"),
+        ('[[rule]]\nunits = ["native"]', "match is missing"),
+        ("rule = [1]", "has to be a table"),
+        ("", "list of"),
+        ("ruel = []", "meant rule"),
+        ("this is not toml", "cannot be read"),
+    ],
+)
+def test_a_fault_in_a_policy_names_its_key(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(BadFileError, match=said):
+        rules(tmp_path, text)
+
+
+def test_every_policy_that_ships_loads() -> None:
+    found = list(layout.patches().glob("*/audit-policy.toml"))
+    assert found
+    for path in (*found, *(layout.data() / "policies").glob("*.toml")):
+        assert policy.load(path).rules
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_text_report_is_as_the_golden_file(width: int) -> None:
+    text = render.text(AUDIT, policy.judge(AUDIT, DEFAULT), width=width)
+    assert max(map(len, text.splitlines())) <= width
+    assert text == (DATA / f"audit-{width}.txt").read_text()
+
+
+def test_a_report_of_host_code_alone_has_no_tables() -> None:
+    text = render.text(Audit(subject="x", kind="file", libraries=(library("x.so"),)))
+    assert text == "x: 1 library, 3 MiB; 0 with device code\n\nNo device code: x.so\n"
+
+
+def schema() -> Any:
+    return json.loads((layout.data() / "schemas" / "audit-1.json").read_text())
+
+
+def test_the_json_report_fits_its_schema() -> None:
+    document = report.document(AUDIT, policy.judge(AUDIT, DEFAULT))
+    jsonschema.Draft202012Validator.check_schema(schema())
+    jsonschema.validate(document, schema())
+    jsonschema.validate(report.document(AUDIT), schema())
+    first = document["libraries"][0]
+    assert first["cubins"] == {"8.0": 1, "9.0a": 1, "10.0f": 2, "12.0f": 2}
+    assert first["runs"]["12.1"] == {
+        "verdict": "mixed",
+        "units": {"native": 2, "ptx": 1, "none": 1, "unknown": 0},
+    }
+    document["libraries"][0]["verdict"] = "?"
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(document, schema())
+
+
+@pytest.mark.parametrize("text", ["12.1a", "12.0+PTX", "sm_120", ""])
+def test_a_device_is_no_build_target(text: str) -> None:
+    with pytest.raises(BadArchitectureError):
+        Device.parse(text)
+
+
+def call(*arguments: str | Path) -> Any:
+    return CliRunner().invoke(verb.command, [str(word) for word in arguments])
+
+
+def test_the_command_prints_the_report(tmp_path: Path) -> None:
+    done = call(KERNELS)
+    assert done.exit_code == 0
+    assert "Policy `default`: passed." in done.output
+    jsonschema.validate(json.loads(call(KERNELS, "--json", "--arch", "12.1").output), schema())
+
+
+def test_the_command_fails_with_the_offenders_after_writing_the_report(tmp_path: Path) -> None:
+    rule = tmp_path / "policy.toml"
+    rule.write_text(
+        'schema = 1\nname = "strict"\n[[rule]]\nmatch = ["*"]\nunits = ["native"]\n'
+        "native_at_least = 9\n"
+    )
+    output = tmp_path / "report.txt"
+    done = call(KERNELS, "--policy", rule, "--output", output)
+    assert isinstance(done.exception, FindingsError)
+    assert str(KERNELS) in done.exception.message
+    assert "the policy asks for 9" in " ".join(output.read_text().split())
+
+
+@pytest.mark.parametrize("name", ["missing.whl", "./missing"])
+def test_a_path_that_is_not_there_is_not_looked_for_as_an_image(name: str) -> None:
+    done = call(name)
+    assert isinstance(done.exception, BadFileError)
+    assert "does not exist" in done.exception.message
+
+
+def test_a_folder_without_a_library_is_a_bad_file(tmp_path: Path) -> None:
+    assert "no shared library" in str(call(tmp_path).exception)
+
+
+def test_an_image_without_an_engine_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(NoEngineError):
+        images.audit("vllm-sm12x:1.0")
+    with pytest.raises(NoEngineError, match="no podman"):
+        images.audit("podman:vllm-sm12x")
+
+
+def test_both_devices_are_judged_unless_told(tmp_path: Path) -> None:
+    assert [str(device) for device in DEVICES] == ["12.0", "12.1"]
+    assert json.loads(call(KERNELS, "--json").output)["devices"] == ["12.0", "12.1"]
