@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NoReturn
@@ -168,7 +168,10 @@ def reading(
             while process.stdout.read(1 << 20):
                 pass
         except Exception as error:
-            if process.poll() not in (None, 0):
+            # One that is still writing was not the cause; one that failed may yet have to exit.
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=1)
+            if process.returncode:
                 raise _failed(words, process.returncode, _lines(errors), next_step) from error
             raise
         finally:
