@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ from sm12x.core.errors import BadFileError
 
 
 @pytest.fixture
-def env(tmp_path: Path) -> dict[str, str]:
-    """A home of its own; the machine's own pip.conf is kept out by naming no shared folder."""
+def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """A home of its own, with none of this machine's files."""
+    monkeypatch.setattr(pipconfig, "SYSTEM_FILE", tmp_path / "none")
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
     return {"HOME": str(tmp_path), "XDG_CONFIG_DIRS": str(tmp_path / "xdg")}
 
 
@@ -61,6 +64,21 @@ def test_variables_win_over_files(env: dict[str, str]) -> None:
     config = pipconfig.load(env)
     assert config.indexes == ("https://uv.test/simple",)
     assert (config.ca_bundle, config.ca_from) == (Path("/r.pem"), "REQUESTS_CA_BUNDLE")
+
+
+def test_the_users_own_file_wins_over_the_systems(
+    env: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system = Path(env["HOME"]) / "system.conf"
+    system.write_text("[global]\nindex-url = https://s.test/simple\ncert = /s.pem\n")
+    monkeypatch.setattr(pipconfig, "SYSTEM_FILE", system)
+    own = Path(env["HOME"]) / ".config" / "pip" / "pip.conf"
+    own.parent.mkdir(parents=True)
+    own.write_text("[global]\nindex-url = https://own.test/simple\n")
+    config = pipconfig.load(env)
+    assert config.indexes == ("https://own.test/simple",)
+    assert config.ca_bundle == Path("/s.pem")
+    assert pipconfig.load(env | {"PIP_CONFIG_FILE": "/dev/null"}).ca_bundle is None
 
 
 def test_a_broken_file_is_named(env: dict[str, str]) -> None:

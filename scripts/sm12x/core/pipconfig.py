@@ -19,6 +19,7 @@ from pypi_simple import PYPI_SIMPLE_ENDPOINT
 
 from sm12x.core.errors import BadFileError
 
+SYSTEM_FILE = Path("/etc/pip.conf")
 # requests itself reads the first two, and lets them win over what a session is told: so must we.
 _CA_VARIABLES = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "PIP_CERT", "SSL_CERT_FILE")
 
@@ -94,7 +95,7 @@ def _pip_files(env: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     ]
     paths = [
         *(folder / "pip" / "pip.conf" for folder in reversed(shared)),
-        Path("/etc/pip.conf"),
+        SYSTEM_FILE,
         home / ".pip" / "pip.conf",
         Path(env.get("XDG_CONFIG_HOME") or home / ".config") / "pip" / "pip.conf",
         Path(sys.prefix) / "pip.conf",
