@@ -1,0 +1,103 @@
+"""Witnesses run the real allocator of one vLLM source tree against the stand-in driver.
+
+SM12X_TREE names that tree. A test that takes ``world`` runs in a process of its own: on the
+untouched base some of them crash, abort or hang, and that has to be a failure of the test, not the
+end of pytest. Its other arguments must survive JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.witness import native
+
+ROOT = Path(__file__).resolve().parents[2]
+# Seconds one test may take, its forked cases included, before it counts as hanging.
+TIME_LIMIT = 120
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    tree = os.environ.get("SM12X_TREE")
+    if not tree or not (Path(tree) / "csrc" / "cumem_allocator.cpp").is_file():
+        raise pytest.UsageError(
+            "set SM12X_TREE to the vLLM source tree under test, or run `sm12x patch witness`"
+        )
+
+
+@pytest.fixture(scope="session")
+def tree() -> Path:
+    """The vLLM source tree under test."""
+    return Path(os.environ["SM12X_TREE"]).resolve()
+
+
+class Zygote:
+    """A process that has loaded torch and the tree's allocator once, and forks for every test."""
+
+    def __init__(self, tree: Path, libraries: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.witness.zygote", str(tree), str(libraries)],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.ask({"ping": True})
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            pytest.exit(f"the witness process ended with {self._process.wait()}", returncode=3)
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=10)
+
+
+@pytest.fixture(scope="session")
+def zygote(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    libraries = tmp_path_factory.mktemp("libraries")
+    native.build(tree, libraries)
+    process = Zygote(tree, libraries)
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def world(zygote: Zygote) -> Zygote:
+    """In the test's own process this is a tests.witness.world.World."""
+    return zygote
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    if "world" not in pyfuncitem.fixturenames:
+        return None
+    arguments = dict(pyfuncitem.funcargs)
+    process = arguments.pop("world")
+    assert isinstance(process, Zygote)
+    wanted = pyfuncitem._fixtureinfo.argnames
+    answer = process.ask(
+        {
+            "file": str(pyfuncitem.path),
+            "test": pyfuncitem.originalname,
+            "arguments": {name: arguments[name] for name in wanted if name != "world"},
+            "seconds": TIME_LIMIT,
+        }
+    )
+    if not answer["passed"]:
+        pytest.fail(answer["text"], pytrace=False)
+    return True

@@ -1,0 +1,77 @@
+"""Compile what the witnesses load: the stand-in driver, and the tree's own cumem_allocator."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sysconfig
+from pathlib import Path
+
+from tests.fakecuda import standin
+
+ALLOCATOR = "cumem_allocator.abi3.so"
+
+
+def cuda_include() -> Path:
+    """The folder of cuda.h: CUDA_HOME's, else the one of the nvidia-cuda-runtime package.
+
+    Raises:
+        FileNotFoundError: there is neither.
+    """
+    tried: list[Path] = []
+    home = os.environ.get("CUDA_HOME")
+    if home:
+        tried.append(Path(home) / "include")
+    spec = importlib.util.find_spec("nvidia")
+    if spec is not None and spec.submodule_search_locations is not None:
+        for place in spec.submodule_search_locations:
+            tried += sorted(Path(place).glob("cu*/include"))
+    for folder in tried:
+        if (folder / "cuda.h").is_file() and (folder / "cuda_runtime_api.h").is_file():
+            return folder
+    raise FileNotFoundError(
+        "no cuda.h: install nvidia-cuda-runtime and nvidia-cuda-crt, or set CUDA_HOME "
+        f"(looked in {', '.join(map(str, tried)) or 'no folder'})"
+    )
+
+
+def build(tree: Path, folder: Path) -> None:
+    """Compile the stand-in and the allocator of ``tree`` into ``folder``.
+
+    Raises:
+        FileNotFoundError: there are no CUDA headers.
+        subprocess.CalledProcessError: a compiler failed; its output is on stderr.
+    """
+    include = cuda_include()
+    standin.compile_into(folder, include)
+    # The release's own settings: C++17 and the stable ABI of Python 3.8.
+    compile_allocator(
+        tree,
+        folder / ALLOCATOR,
+        ["-I", str(include)],
+        [str(folder / standin.DRIVER), f"-Wl,-rpath,{folder}"],
+    )
+
+
+def compile_allocator(tree: Path, out: Path, flags: list[str], libraries: list[str]) -> None:
+    """Compile csrc/cumem_allocator.cpp of ``tree`` as the release's CMake does."""
+    subprocess.run(
+        [
+            "g++",
+            "-std=c++17",
+            "-O2",
+            "-g",
+            "-fPIC",
+            "-shared",
+            "-DPy_LIMITED_API=0x03080000",
+            "-I",
+            sysconfig.get_path("include"),
+            *flags,
+            str(tree / "csrc" / "cumem_allocator.cpp"),
+            *libraries,
+            "-o",
+            str(out),
+        ],
+        check=True,
+    )

@@ -1,0 +1,321 @@
+"""The world a witness sees: the tree's real allocator, native and Python, over the stand-in driver.
+
+What the real driver alone could answer in torch (synchronize, empty_cache, mem_get_info, MemPool)
+is answered here, by the stand-in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import importlib.machinery
+import importlib.util
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.fakecuda.standin import GRANULARITY, Alive, Standin
+from tests.witness import forked
+from tests.witness.native import ALLOCATOR
+
+MIB = 1 << 20
+EMPTY = Alive(handles=0, mappings=0, reservations=0, physical=0)
+# Seconds one forked case of a sweep may take; it needs milliseconds.
+CASE_LIMIT = 5.0
+# What a device without a set capacity says it has.
+ROOMY = 64 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """The modules, loaded once; a World is made of them after every fork."""
+
+    fake: Standin
+    torch: Any
+    cumem: Any
+    library: ctypes.CDLL
+
+
+def load(tree: Path, libraries: Path) -> Loaded:
+    """Load the stand-in, torch, and from ``tree`` vLLM's cumem.py with the compiled allocator."""
+    fake = Standin(libraries)
+    fake.initialize()
+    torch = importlib.import_module("torch")
+    # Last: the tree has a package named tests, too.
+    sys.path.append(str(tree))
+    path = str(libraries / ALLOCATOR)
+    importlib.import_module("vllm")
+    loader = importlib.machinery.ExtensionFileLoader("vllm.cumem_allocator", path)
+    spec = importlib.util.spec_from_file_location(loader.name, path, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    sys.modules[loader.name] = module
+    # torch has loaded the real libcudart, which cannot run on a stand-in.
+    wrapper: Any = importlib.import_module("vllm.distributed.device_communicators.cuda_wrapper")
+    wrapper.find_loaded_library = lambda name: str(fake.runtime_path)
+    cumem: Any = importlib.import_module("vllm.device_allocator.cumem")
+    assert cumem.cumem_available
+    # Pinned memory takes a real driver.
+    cumem.is_pin_memory_available = lambda: False
+    library = ctypes.CDLL(path)
+    library.my_malloc.restype = ctypes.c_void_p
+    library.my_malloc.argtypes = (ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
+    library.my_free.restype = None
+    library.my_free.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
+    return Loaded(fake=fake, torch=torch, cumem=cumem, library=library)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A block as PyTorch knows it, and the bytes the witness wrote to it."""
+
+    address: int
+    size: int
+    tag: str
+    data: bytes
+
+
+class OutOfMemoryError(RuntimeError):
+    """What PyTorch raises when its second try failed too."""
+
+
+class Pool:
+    """A torch.cuda.MemPool: caches free segments, gives them back when it is destroyed."""
+
+    def __init__(self, allocator: Any, world: World) -> None:
+        self.segments: dict[int, tuple[int, bool]] = {}
+        # As in PyTorch, where destroying a pool while any pool is in use ends the process.
+        self._finish = weakref.finalize(self, _destroy, self.segments, world)
+        self._finish.atexit = False
+
+    def allocate(self, world: World, size: int) -> int:
+        for address, (had, used) in self.segments.items():
+            if had == size and not used:
+                self.segments[address] = (had, True)
+                return address
+        # PyTorch's free-and-retry: nothing to free here, but the second call is made.
+        address = world.malloc(size) or world.malloc(size)
+        if not address:
+            raise OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes")
+        self.segments[address] = (size, True)
+        return address
+
+    def free(self, address: int) -> None:
+        """Free a tensor: the segment stays in the pool."""
+        self.segments[address] = (self.segments[address][0], False)
+
+    def snapshot(self, include_traces: bool = True) -> list[dict[str, int]]:
+        return [
+            {"address": address, "total_size": size, "allocated_size": size if used else 0}
+            for address, (size, used) in self.segments.items()
+        ]
+
+
+def _destroy(segments: dict[int, tuple[int, bool]], world: World) -> None:
+    if world.pools_in_use:
+        world.problems.append("MemPool destroyed in use: captures_underway.empty() assert failed")
+    for address, (size, _) in segments.items():
+        world.free_raw(address, size)
+
+
+class World:
+    """One allocator, fresh, in a process of its own."""
+
+    def __init__(self, loaded: Loaded) -> None:
+        self.fake = loaded.fake
+        self.torch = loaded.torch
+        self.cumem = loaded.cumem
+        self.library = loaded.library
+        self.problems: list[str] = []
+        self.pools_in_use: list[Pool] = []
+        self._written = 0
+        self._replace_in_torch()
+        self.cumem.CuMemAllocator.instance = None
+        self.allocator = self.cumem.CuMemAllocator.get_instance()
+        self.cumem.init_module(
+            self.allocator.python_malloc_callback, self.allocator.python_free_callback
+        )
+
+    def _replace_in_torch(self) -> None:
+        cuda = self.torch.cuda
+        cuda.synchronize = self.synchronize
+        cuda.empty_cache = lambda: None
+        cuda.mem_get_info = lambda device=None: self.memory()
+        cuda.memory.MemPool = lambda allocator=None: Pool(allocator, self)
+        cuda.memory.use_mem_pool = self._use_pool
+        accelerator = self.torch.accelerator
+        accelerator.synchronize = self.synchronize
+        accelerator.empty_cache = lambda: None
+
+    @contextlib.contextmanager
+    def _use_pool(self, pool: Pool, device: Any = None) -> Iterator[None]:
+        self.pools_in_use.append(pool)
+        try:
+            yield
+        finally:
+            self.pools_in_use.pop()
+
+    # ---- what torch would ask the driver ----
+
+    def synchronize(self, device: Any = None) -> None:
+        index = getattr(device, "index", device)
+        self.fake.runtime.cudaSetDevice(int(index or 0))
+        if self.fake.runtime.cudaDeviceSynchronize() != 0:
+            raise RuntimeError("CUDA error: the synchronize failed")
+
+    def memory(self) -> tuple[int, int]:
+        total = self.fake.capacity() or ROOMY
+        return total - self.fake.alive().physical, total
+
+    # ---- what PyTorch does ----
+
+    def malloc(self, size: int, device: int = 0) -> int:
+        """my_malloc as PyTorch calls it, without the GIL; 0 where it returns null."""
+        return self.library.my_malloc(size, device, None) or 0
+
+    def free_raw(self, address: int, size: int, device: int = 0) -> None:
+        self.library.my_free(address, size, device, None)
+
+    def block(self, tag: str = "weights", size: int = GRANULARITY, device: int = 0) -> Block:
+        """A block filled with bytes of its own."""
+        self.allocator.current_tag = tag
+        address = self.malloc(size, device)
+        assert address, f"my_malloc({size}) returned null"
+        self._written += 1
+        data = bytes((self._written * 37 + i) % 251 + 1 for i in range(509)) * (size // 509 + 1)
+        block = Block(address=address, size=size, tag=tag, data=data[:size])
+        self.fill(block)
+        return block
+
+    def blocks(self) -> list[Block]:
+        """Weights and KV cache as a small model has them."""
+        return [
+            self.block("weights"),
+            self.block("weights", 2 * GRANULARITY),
+            self.block("kv_cache"),
+            self.block("weights"),
+        ]
+
+    def fill(self, block: Block) -> None:
+        assert self.fake.write(block.address, block.data) == 0, f"{block.tag} is not mapped"
+
+    def free(self, block: Block, device: int = 0) -> None:
+        self.free_raw(block.address, block.size, device)
+
+    # ---- what a witness looks at ----
+
+    def records(self) -> set[int]:
+        return set(self.allocator.pointer_to_data)
+
+    def intact(self, block: Block) -> bool:
+        return self.fake.read(block.address, block.size) == block.data
+
+    def expect_awake(self, *blocks: Block, bytes_of: tuple[str, ...] = ("weights",)) -> None:
+        """Mapped, recorded, and with their bytes where their tag is one of ``bytes_of``."""
+        for block in blocks:
+            assert self.fake.mapped(block.address, block.size), f"{block.tag} is not mapped"
+            assert block.address in self.records(), f"{block.tag} has no record"
+            if block.tag in bytes_of:
+                assert self.intact(block), f"bytes of {block.tag} at {block.address:#x} are lost"
+
+    def expect_asleep(self, *blocks: Block) -> None:
+        for block in blocks:
+            assert not self.fake.mapped(block.address, 1), f"{block.tag} is still mapped"
+            assert block.address in self.records(), f"{block.tag} has no record"
+
+    def expect_alive(self, *awake: Block, asleep: tuple[Block, ...] = ()) -> None:
+        """The driver holds exactly these blocks, and so do the records."""
+        expect(
+            "what the driver holds",
+            self.fake.alive(),
+            Alive(
+                handles=len(awake),
+                mappings=len(awake),
+                reservations=len(awake) + len(asleep),
+                physical=sum(block.size for block in awake),
+            ),
+        )
+        expect("the records", self.records(), {block.address for block in (*awake, *asleep)})
+
+    def expect_usable(self, *blocks: Block) -> None:
+        """The allocator works from here on: a new block, sleep, wake, free, and nothing left."""
+        every = (*blocks, self.block("weights"))
+        for block in every:
+            self.fill(block)
+        self.allocator.sleep(("weights", "kv_cache"))
+        expect("physical memory asleep", self.fake.alive().physical, 0)
+        self.allocator.wake_up()
+        self.expect_awake(*every, bytes_of=("weights", "kv_cache"))
+        for block in every:
+            self.free(block)
+        expect("what the driver holds in the end", self.fake.alive(), EMPTY)
+        expect("the records in the end", self.records(), set())
+
+
+def expect(what: str, got: object, wanted: object) -> None:
+    assert got == wanted, f"{what}: {got}, expected {wanted}"
+
+
+def raised(call: Callable[[], object]) -> Exception | None:
+    """The exception the call raises, if it does."""
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
+
+
+def sweep(
+    world: World,
+    prepare: Callable[[], Any],
+    operate: Callable[[Any], object],
+    check: Callable[[Any, Exception | None], None],
+    *,
+    error: int = 2,
+    count: int = 1,
+) -> None:
+    """Let every driver call that ``operate`` makes fail in turn, each time in a fork of its own.
+
+    ``prepare`` makes the state and returns it, ``operate`` is the operation, ``check`` gets the
+    state and what the operation raised. All failing cases are reported together.
+    """
+
+    def dry() -> dict[str, int]:
+        state = prepare()
+        world.fake.forget_calls()
+        operate(state)
+        return {name: world.fake.calls(name) for name in world.fake.functions()}
+
+    clean = forked.run(dry, CASE_LIMIT)
+    assert clean.passed, f"without any failure:\n{clean.text}"
+    cases = [(name, n) for name, calls in clean.value.items() for n in range(1, calls + 1)]
+    assert cases, "the operation makes no driver call"
+    failures: list[str] = []
+    for name, n in cases:
+
+        def case(name: str = name, n: int = n) -> None:
+            state = prepare()
+            world.fake.forget_calls()
+            world.fake.fail(name, n, error, count)
+            problem = raised(lambda: operate(state))
+            world.fake.fail_nothing()
+            check(state, problem)
+
+        outcome = forked.run(case, CASE_LIMIT)
+        if not outcome.passed:
+            lines = [line for line in outcome.text.splitlines() if line.strip()]
+            failures.append(f"call {n} of {name}: {reason(lines)}")
+    assert not failures, f"{len(failures)} of {len(cases)} cases fail:\n  " + "\n  ".join(failures)
+
+
+def reason(lines: list[str]) -> str:
+    """The one line of a case's output that says what went wrong."""
+    for line in lines:
+        if line.startswith(("killed by", "hangs")):
+            return line
+    return lines[-1] if lines else "no output"
