@@ -44,7 +44,10 @@ class Hunk:
 
 @dataclass(frozen=True, kw_only=True)
 class PatchedFile:
-    """One file of a patch. ``old_blob`` and ``new_blob`` are git ids, all zeros for "no file"."""
+    """One file of a patch. ``old_blob`` and ``new_blob`` are git ids, all zeros for "no file".
+
+    Both are "" where only the file's mode changes.
+    """
 
     path: str
     old_blob: str
@@ -53,11 +56,11 @@ class PatchedFile:
 
     @property
     def added(self) -> bool:
-        return not self.old_blob.strip("0")
+        return self.old_blob != "" and not self.old_blob.strip("0")
 
     @property
     def deleted(self) -> bool:
-        return not self.new_blob.strip("0")
+        return self.new_blob != "" and not self.new_blob.strip("0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +95,9 @@ def parse(lines: Sequence[str], *, first_line: int = 1) -> tuple[PatchedFile, ..
             at += 1
             continue
         start = at
-        path = ""
+        path = _same_path(lines[at])
         blobs: tuple[str, str] | None = None
+        modes = False
         hunks: list[Hunk] = []
         at += 1
         while at < len(lines) and not lines[at].startswith("diff --git "):
@@ -110,13 +114,15 @@ def parse(lines: Sequence[str], *, first_line: int = 1) -> tuple[PatchedFile, ..
                 raise DiffError(first_line + at, "renames and copies are to be written out in full")
             elif line.startswith(("Binary files", "GIT binary patch")):
                 raise DiffError(first_line + at, "binary files cannot be patched")
-            elif line.strip() and not line.startswith(
-                ("new file mode", "deleted file mode", "old mode", "new mode")
-            ):
+            elif line.startswith(("new file mode", "deleted file mode", "old mode", "new mode")):
+                modes = True
+            elif line.strip():
                 raise DiffError(first_line + at, f"is not part of a diff: {line[:60]!r}")
             at += 1
-        if blobs is None or not path or not hunks:
+        # An empty file that comes or goes, and a change of mode, have no hunk.
+        if not path or (blobs is None and not modes) or not (hunks or modes):
             raise DiffError(first_line + start, "a file's diff has no index line or no hunk")
+        blobs = blobs or ("", "")
         files.append(
             PatchedFile(path=path, old_blob=blobs[0], new_blob=blobs[1], hunks=tuple(hunks))
         )
@@ -159,7 +165,7 @@ def _hunk(lines: Sequence[str], at: int, first_line: int) -> tuple[Hunk, int]:
     where = at
     at += 1
     while old_left or new_left:
-        # git drops the blank of an empty context line in no version; mail programs do.
+        # Mail programs drop the blank of an empty context line; git never does.
         if at == len(lines) or lines[at][:1] not in (" ", "+", "-", "\\"):
             raise DiffError(first_line + at, f"hunk {header} is cut short or mangled here")
         line = lines[at]
@@ -182,6 +188,14 @@ def _hunk(lines: Sequence[str], at: int, first_line: int) -> tuple[Hunk, int]:
         ),
         at,
     )
+
+
+def _same_path(line: str) -> str:
+    """The path in ``diff --git a/PATH b/PATH``; "" unless both sides name the same."""
+    both = line.removeprefix("diff --git ")
+    half = (len(both) - 1) // 2
+    old, new = both[:half], both[half + 1 :]
+    return old[2:] if old[:2] == "a/" and new[:2] == "b/" and old[2:] == new[2:] else ""
 
 
 def _path(line: str, known: str, number: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -141,5 +142,6 @@ def _signature(identity: str | None) -> Signature:
             "git does not know who you are" if identity is None else f"{identity!r} is no author",
             next_step='add --author "Name <mail@address>", or set user.name and user.email in git',
         )
-    # "now" is git's own word for the present time and zone.
-    return Signature(name=name.strip(), email=address.rstrip("> "), date="now")
+    return Signature(
+        name=name.strip(), email=address.rstrip("> "), date=f"{int(time.time())} +0000"
+    )

@@ -155,7 +155,8 @@ def refresh(base: Base, directory: Path, *, root: Path | None) -> RefreshReport:
             f"the history of {directory} holds a merge or no commit",
             next_step="make it one line of commits (`git rebase base`)",
         )
-    if repository.line("merge-base", start, head) != start:
+    # Unrelated histories have no merge base, which git calls a failure.
+    if repository.run("merge-base", start, head, check=False).stdout.strip() != start:
         raise DirtyTreeError(
             f"HEAD of {directory} does not descend from the commit tagged {apply.BASE_TAG}",
             next_step="check out the branch `stack`",

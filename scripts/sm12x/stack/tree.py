@@ -200,6 +200,8 @@ def _progress(stack: Stack, has: Mapping[str, Entry]) -> tuple[list[str], list[s
     states: dict[str, list[str]] = {}
     for patch in stack.patches:
         for file in patch.files:
+            if not file.old_blob:
+                continue
             states.setdefault(file.path, [file.old_blob]).append(file.new_blob)
     patched: list[str] = []
     half: list[str] = []
