@@ -195,18 +195,18 @@ def _definitions(settings: Settings) -> list[str]:
 
 
 def _prefix_maps(settings: Settings) -> list[str]:
-    purelib = _purelib(settings.python)
     maps = {
         settings.work / "src": "/vllm",
         settings.work / "build": "/build",
         settings.work / "third_party": "/third_party",
         settings.cuda_home: "/cuda",
-        purelib: "/site-packages",
+        purelib(settings.python): "/site-packages",
     }
     return [f"-ffile-prefix-map={path}={name}" for path, name in maps.items()]
 
 
-def _purelib(python: Path) -> Path:
+def purelib(python: Path) -> Path:
+    """The site-packages of another Python."""
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
     return Path(process.run([python, "-c", code]).stdout.strip())
 

@@ -35,7 +35,8 @@ class PatchEntry:
 class FileEntry:
     """A file of the wheel that is not the official one's. Hashes are sha256 in hex.
 
-    ``origin`` is "patched" or "compiled"; ``base_sha256`` is "" for a file the stack adds.
+    ``origin`` is "patched", "compiled", "generated" (it carries the version) or "removed".
+    ``base_sha256`` is "" for a file the stack adds, ``sha256`` for one it removes.
     """
 
     path: str
@@ -48,7 +49,9 @@ class FileEntry:
 class LibraryEntry:
     """One shared library: audit verdict per device, and the torch ops it registers.
 
-    ``sm120`` and ``sm121`` are "native", "mixed", "ptx", "none" or "host" (no device code).
+    ``origin`` is "official" or "compiled". ``sm120`` and ``sm121`` are "native", "mixed", "ptx",
+    "none", "host" (no device code) or "unknown". ``ops`` are full names with overload; none are
+    listed for a library that is for another Python than the ledger's.
     """
 
     path: str
@@ -62,6 +65,13 @@ class LibraryEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
+    """``mode`` is "quick" (the official wheel, changed) or "full" (all compiled here).
+
+    ``arch_list`` is what was asked for, ``cmake_archs`` what the release's CMake made of it; both
+    concern what was compiled here. ``lock_sha256`` is of the locked closure, whose versions are
+    ``dependencies``.
+    """
+
     base_version: str
     sdist: str
     sdist_sha256: str
@@ -73,6 +83,7 @@ class Ledger:
     machine: str
     python: str
     arch_list: str
+    cmake_archs: str
     compiler: str
     nvcc: str
     files: tuple[FileEntry, ...]

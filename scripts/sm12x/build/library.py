@@ -15,8 +15,12 @@ from sm12x.core.errors import BadFileError
 
 @dataclass(frozen=True, kw_only=True)
 class Library:
-    """``glibc`` is the newest version of it that a symbol asks for, such as "2.34", or ""."""
+    """``glibc`` is the newest version of it that a symbol asks for, such as "2.34", or "".
 
+    ``machine`` is what `platform.machine()` says where it runs, such as "x86_64".
+    """
+
+    machine: str
     needed: tuple[str, ...]
     runpath: str
     glibc: str
@@ -30,7 +34,9 @@ def read(path: Path) -> Library:
     versions: list[tuple[int, ...]] = []
     try:
         with path.open("rb") as handle:
-            for section in ELFFile(handle).iter_sections():
+            elf = ELFFile(handle)
+            machine = elf["e_machine"].removeprefix("EM_").lower()
+            for section in elf.iter_sections():
                 if isinstance(section, DynamicSection):
                     for tag in section.iter_tags():
                         kind = tag.entry.d_tag
@@ -47,6 +53,7 @@ def read(path: Path) -> Library:
         ) from None
     newest = max(versions, default=())
     return Library(
+        machine=machine,
         needed=tuple(needed),
         runpath=":".join(runpath),
         glibc=".".join(str(part) for part in newest),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import platform
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +181,68 @@ def native(
     if not record.modules:
         click.echo(f"{out}: the stack touches no native module; nothing to compile")
     click.echo(f"nvcc {record.nvcc}, {record.compiler}, {record.arch_list}: {seconds:.1f} s")
+
+
+@command.command()
+@_base
+@click.option(
+    "--machine",
+    default=platform.machine,
+    help="x86_64 or aarch64. Default: this machine.",
+)
+@click.option("--official", type=EXISTING_FILE, required=True, help="The release's own wheel.")
+@click.option("--source", type=EXISTING_FOLDER, required=True, help="The patched source.")
+@click.option("--native", type=EXISTING_FOLDER, required=True, help="The compiled modules.")
+@click.option("--out", type=FOLDER, required=True, help="Where the wheel and ledger.json go.")
+@click.option(
+    "--python",
+    type=EXISTING_FILE,
+    help="A Python that has the build requirements. Default: the one running this.",
+)
+@_as_json
+def wheel(
+    version: str,
+    machine: str,
+    official: Path,
+    source: Path,
+    native: Path,
+    out: Path,
+    python: Path | None,
+    as_json: bool,
+) -> None:
+    """Make the wheel of quick mode: the official one, patched, with the compiled modules.
+
+    Example: sm12x build wheel --base 0.21.0 --official vllm-0.21.0-1-cp38-abi3-linux.whl --source
+    src --native native --out dist
+    """
+    from sm12x.build import cmake, quick
+    from sm12x.core import progress
+    from sm12x.stack import base as bases
+
+    interpreter = (python or Path(sys.executable)).absolute()
+    parts = quick.Parts(
+        base=bases.load(version),
+        machine=machine,
+        official=official,
+        source=source,
+        native=native,
+        python=interpreter,
+        purelib=cmake.purelib(interpreter),
+    )
+    start = time.monotonic()
+    with progress.steps() as advance:
+        path, made = quick.build(parts, out, on_phase=lambda name: advance(name, 0, 0))
+    if as_json:
+        _print_json({"path": str(path), "ledger": dataclasses.asdict(made)})
+        return
+    origins = Counter(file.origin for file in made.files)
+    what = ", ".join(f"{number} {origin}" for origin, number in sorted(origins.items()))
+    count = sum(len(entry.ops) for entry in made.libraries)
+    click.echo(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
+    click.echo(f"files other than the official wheel's: {what}")
+    click.echo(
+        f"{len(made.libraries)} libraries, {count} torch ops; {time.monotonic() - start:.1f} s"
+    )
 
 
 def _print_json(value: dict[str, Any]) -> None:
