@@ -9,7 +9,7 @@ from sm12x.build.ledger import Ledger
 from sm12x.recipes.model import Recipe
 
 _KINDS = {
-    "native": "libraries native",
+    "native": "native",
     "mixed": "partly native, the rest through PTX",
     "ptx": "through PTX compiled at start",
     "none": "not at all",
@@ -17,7 +17,7 @@ _KINDS = {
 }
 _MODES = {
     "quick": "quick: the official wheel with patched Python and what the stack changes in C++",
-    "native": "native: every module compiled from source",
+    "full": "full: every module compiled from source",
 }
 
 
@@ -32,7 +32,10 @@ def help_text(ledger: Ledger, recipes: Mapping[str, Recipe], image: str) -> str:
         f"  stack  {ledger.stack_id}, {len(ledger.patches)} patches",
         f"  mode   {_MODES.get(ledger.mode, ledger.mode)}",
         f"  for    {ledger.machine}, Python {ledger.python}",
-        *(f"  on {device}: {machine_code(kinds)}" for device, kinds in devices),
+        *(
+            f"  on {device}, of {len(kinds)} libraries: {machine_code(kinds)}"
+            for device, kinds in devices
+        ),
         "",
         "Patches",
         *[f"  {patch.name}: {patch.subject} ({patch.state})" for patch in ledger.patches],

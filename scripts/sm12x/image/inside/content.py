@@ -13,6 +13,8 @@ from sm12x.image.inside.report import FAIL, Line, failed, passed
 
 TOPIC = "files"
 REBUILD = "pull or rebuild the image; nothing should write to its packages"
+# The origin of a file of the release that the stack takes out.
+REMOVED = "removed"
 # What an import writes beside the sources; RECORD may list it, but never with a hash.
 COMPILED = (".pyc", ".pyo")
 
@@ -30,16 +32,14 @@ def check(ledger: Ledger, site: Path) -> list[Line]:
     """Hash what the ledger and RECORD name. Reads about 0.6 GB for a whole release."""
     seen = _Digests(site)
     lines = []
-    wanted = [(entry.path, entry.sha256, entry.origin) for entry in ledger.files]
-    listed = {path for path, _, _ in wanted}
-    wanted += [
-        (entry.path, entry.sha256, entry.origin)
-        for entry in ledger.libraries
-        if entry.path not in listed
-    ]
-    for path, digest, origin in wanted:
+    wanted = {entry.path: (entry.sha256, entry.origin) for entry in ledger.libraries}
+    wanted |= {entry.path: (entry.sha256, entry.origin) for entry in ledger.files}
+    for path, (digest, origin) in wanted.items():
         found = seen.of(path)
-        if found is None:
+        if origin == REMOVED:
+            if found is not None:
+                lines.append(failed(TOPIC, f"{path} is there, the stack removes it", REBUILD))
+        elif found is None:
             lines.append(failed(TOPIC, f"{path} ({origin}) is missing", REBUILD))
         elif found.hex() != digest:
             lines.append(
@@ -53,8 +53,8 @@ def check(ledger: Ledger, site: Path) -> list[Line]:
         lines.append(
             passed(
                 TOPIC,
-                f"{len(ledger.files)} patched or compiled files and {len(ledger.libraries)} "
-                "libraries have the ledger's sha256",
+                f"{len(ledger.files)} files that are not the official wheel's and "
+                f"{len(ledger.libraries)} libraries have the ledger's sha256",
             )
         )
     return [*lines, *_record(ledger, site, seen)]
@@ -91,7 +91,8 @@ def _record(ledger: Ledger, site: Path, seen: _Digests) -> list[Line]:
 
 
 def _listed(ledger: Ledger) -> set[str]:
-    return {file.path for file in ledger.files} | {lib.path for lib in ledger.libraries}
+    kept = {file.path for file in ledger.files if file.origin != REMOVED}
+    return kept | {library.path for library in ledger.libraries}
 
 
 def _entry(entry: Entry, site: Path, seen: _Digests) -> str:

@@ -68,10 +68,10 @@ def dispatch(
         replace([first, *rest], env=serve.identity(os.environ))
     known = [*WORDS, *_names(places)]
     near = difflib.get_close_matches(first, known, n=1, cutoff=0.5)
-    if near:
-        step = f"perhaps you meant {near[0]}"
-    elif first.startswith("-"):
+    if first.startswith("-"):
         step = f"vLLM's own arguments go after a recipe's name and --: RECIPE -- {first}"
+    elif near:
+        step = f"perhaps you meant {near[0]}"
     else:
         step = "run the image without an argument to see what it can do"
     raise UsageError(f"{first!r} is no recipe, no verb and no program here", next_step=step)

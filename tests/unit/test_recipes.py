@@ -1,0 +1,167 @@
+"""Recipe files: what is read, what is refused, what comes out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sm12x import layout
+from sm12x.core.errors import BadFileError, UsageError
+from sm12x.recipes import load
+from sm12x.recipes.model import Recipe
+from sm12x.recipes.render import Rendered, render, settings_from
+
+MINIMAL = """\
+recipe_version: "1"
+name: Small
+container: some-image
+defaults:
+  port: 8000
+  tensor_parallel: 2
+  gpu_memory_utilization: "0.5g"
+env:
+  HERE: $BASE/one
+  THERE: ${HERE}/two/$NOWHERE
+command: |
+  vllm serve some/model \\
+    --port {port} -tp {tensor_parallel} \\
+    --gpu-memory-utilization {gpu_memory_utilization} \\
+    --distributed-executor-backend ray \\
+    --compilation-config '{{"mode": 3}}' \\
+"""
+
+
+def recipe(tmp_path: Path, text: str = MINIMAL) -> Recipe:
+    path = tmp_path / "small.yaml"
+    path.write_text(text)
+    return load.load(path)
+
+
+def rendered(
+    one: Recipe, *extra: str, settings: dict[str, str] | None = None, solo: bool = False
+) -> Rendered:
+    return render(one, settings=settings or {}, extra=extra, environ={"BASE": "/b"}, solo=solo)
+
+
+def test_a_command_is_filled_in_and_split_as_a_shell_would(tmp_path: Path) -> None:
+    out = rendered(recipe(tmp_path), "--seed", "1 2", settings={"port": "9"})
+    assert out.argv == (
+        *("vllm", "serve", "some/model", "--port", "9", "-tp", "2"),
+        *("--gpu-memory-utilization", "0.5g", "--distributed-executor-backend", "ray"),
+        *("--compilation-config", '{"mode": 3}', "--seed", "1 2"),
+    )
+    assert out.serve == out.argv[2:]
+
+
+def test_env_expands_in_order_and_an_unset_name_is_empty(tmp_path: Path) -> None:
+    assert rendered(recipe(tmp_path)).env == {"HERE": "/b/one", "THERE": "/b/one/two/"}
+    assert rendered(recipe(tmp_path), settings={"HERE": ""}).env == {"HERE": "", "THERE": "/two/"}
+
+
+def test_solo_forces_one_gpu_unless_it_is_asked_for(tmp_path: Path) -> None:
+    argv = rendered(recipe(tmp_path), solo=True).argv
+    assert argv[argv.index("-tp") + 1] == "1"
+    assert "--distributed-executor-backend" not in argv
+    assert "ray" not in argv
+    argv = rendered(recipe(tmp_path), solo=True, settings={"tensor_parallel": "4"}).argv
+    assert argv[argv.index("-tp") + 1] == "4"
+
+
+def test_a_command_that_needs_a_shell_gets_one(tmp_path: Path) -> None:
+    text = MINIMAL.split("command:")[0] + 'command: cd $HOME && exec serve "a b" --port {port}\n'
+    out = rendered(recipe(tmp_path, text), "--x", "y z")
+    assert out.argv == ("bash", "-c", "cd $HOME && exec serve \"a b\" --port 8000 --x 'y z'")
+    assert out.serve is None
+
+
+def test_a_setting_the_recipe_does_not_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no setting 'prot'; perhaps you meant 'port'"):
+        rendered(recipe(tmp_path), settings={"prot": "1"})
+
+
+def test_settings_come_from_the_environment(tmp_path: Path) -> None:
+    environ = {"SM12X_PORT": "1", "SM12X_ROOT": "/x", "SM12X_TENSOR_PARALEL": "2", "PORT": "3"}
+    found, remarks = settings_from(environ, recipe(tmp_path))
+    assert found == {"port": "1"}
+    assert remarks == [
+        "SM12X_TENSOR_PARALEL is not a setting of small; perhaps you meant 'SM12X_TENSOR_PARALLEL'"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fault"),
+    [
+        ("container: some-image\n", "", "small.yaml:1: required key 'container' is missing"),
+        ('recipe_version: "1"', 'recipe_version: "2"', "small.yaml:1: recipe_version is '2'"),
+        ("defaults:", "default:", "4: default is not a known key; perhaps you meant 'defaults'"),
+        ("{port}", "{prot}", "11: command asks for {prot}, defaults has none; perhaps .* 'port'"),
+        ("'{{\"mode\": 3}}'", "'{\"mode\": 3}'", "11: command has .*: double the braces of JSON"),
+        ("{port}", "{port", "11: command is not a str.format template"),
+        ("$BASE/one", "true", "9: env.HERE is not a string or number: put it in quotes"),
+        ("$BASE/one", "$(id)", "9: env.HERE runs a command"),
+        ("name: Small", "name: [Small", "small.yaml:3: is not YAML"),
+        ("name: Small", "name: 3", "2: name is not a string"),
+        ("  port: 8000", "  port: [8000]", "5: defaults.port is not a string, number or truth"),
+        ("name: Small", "name: Small\nname: Large", "3: name is given twice, first on line 2"),
+        ("name: Small", "name: Small\nmods: one", "3: mods is not a list of strings"),
+    ],
+)
+def test_a_fault_is_named_with_its_line(tmp_path: Path, old: str, new: str, fault: str) -> None:
+    assert old in MINIMAL
+    with pytest.raises(BadFileError, match=fault):
+        recipe(tmp_path, MINIMAL.replace(old, new, 1))
+
+
+BLOCK = """\
+sm12x:
+  hardware: [gb10]
+  gpus: 1
+  sleep: 0
+  status:
+    state: untried
+    source: written from documents
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fault"),
+    [
+        ("gb10", "gb100", "18: sm12x.hardware is 'gb100', not one of .* perhaps .* 'gb10'"),
+        ("  gpus: 1\n", "", "17: sm12x.gpus is missing"),
+        ("gpus: 1", "gpus: many", "19: gpus is not a whole number"),
+        ("sleep: 0", "sleep: 3", "20: sm12x.sleep is 3, not 0, 1 or 2"),
+        ("untried", "tested", "21: sm12x.status.state is 'tested'"),
+        ("    source: written from documents\n", "", "21: sm12x.status.source is missing"),
+        ("gpus: 1", "gpus: 1\n  colour: red", "20: sm12x.colour is not a known key"),
+    ],
+)
+def test_our_block_is_strict(tmp_path: Path, old: str, new: str, fault: str) -> None:
+    with pytest.raises(BadFileError, match=fault):
+        recipe(tmp_path, MINIMAL + BLOCK.replace(old, new, 1))
+
+
+def test_all_faults_are_listed_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "small.yaml"
+    path.write_text(MINIMAL.replace("name: Small", "name: 3") + BLOCK.replace("gb10", "gb1"))
+    assert [fault.line for fault in load.inspect(path)[1]] == [2, 18]
+
+
+def test_a_file_of_others_reads_without_our_block(tmp_path: Path) -> None:
+    one = recipe(tmp_path, MINIMAL + "benchmark:\n  runs: 3\ncluster_only: true\n")
+    assert one.fit is None
+    assert one.cluster_only
+
+
+def test_the_recipe_that_ships(tmp_path: Path) -> None:
+    (one,) = load.load_all(layout.root() / "recipes").values()
+    out = render(one, settings={}, environ={}, solo=False)
+    assert out.env == {"VLLM_SERVER_DEV_MODE": "1"}
+    golden = Path(__file__).with_name("data") / "recipe-deepseek-v4-flash.txt"
+    assert "\n".join(out.argv) + "\n" == golden.read_text()
+    assert one.key == one.name
+    # Whoever can reach /sleep can stop the service: API keys do not cover it.
+    assert one.defaults["host"] == "127.0.0.1"
+    assert one.fit is not None
+    assert one.fit.status.state == "reported"
+    assert one.fit.status.blocked
