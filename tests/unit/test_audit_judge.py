@@ -253,3 +253,20 @@ def test_an_image_without_an_engine_is_an_error(monkeypatch: pytest.MonkeyPatch)
 def test_both_devices_are_judged_unless_told(tmp_path: Path) -> None:
     assert [str(device) for device in DEVICES] == ["12.0", "12.1"]
     assert json.loads(call(KERNELS, "--json").output)["devices"] == ["12.0", "12.1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "version"),
+    [
+        ("vllm-0.21.0-1-cp38-abi3-manylinux_2_24_x86_64.whl", "0.21.0"),
+        ("dist/vllm-0.21.0+sm12x.0123abcd-cp38-abi3-linux_x86_64.whl", "0.21.0"),
+        ("vllm-9.9.9-cp38-abi3-linux_x86_64.whl", None),
+        ("torch-2.11.0-cp313-cp313-linux_x86_64.whl", None),
+    ],
+)
+def test_a_wheel_of_a_base_is_judged_by_the_policy_of_the_base(
+    name: str, version: str | None
+) -> None:
+    found = verb._policy_file(name, None, None)
+    wanted = layout.patches() / version if version else layout.data() / "policies"
+    assert found.parent == wanted

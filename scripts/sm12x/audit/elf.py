@@ -1,4 +1,8 @@
-"""The device code in an ELF file, through pyelftools and the fat binary reader."""
+"""The device code in an ELF file, through pyelftools and the fat binary reader.
+
+Code that a library keeps in a format of its own is not seen, as cuobjdump does not see it: cuFFT
+unpacks its kernels itself, out of .ldata.
+"""
 
 from __future__ import annotations
 
