@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from sm12x.core import index, progress
 from sm12x.core.errors import BadFileError, FindingsError, UnknownBaseError
 from sm12x.stack import apply as applying
 from sm12x.stack import base as bases
-from sm12x.stack import edit, refresh, render, series, tree
+from sm12x.stack import edit, refresh, render, series, tree, witness
 from sm12x.stack.base import Base
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -327,6 +328,78 @@ def drop_command(name: str, version: str | None, find_links: Path | None, as_jso
     click.echo(render.refreshed(report.refresh, _relative(str(base.folder))), nl=False)
     for orphan in report.orphans:
         click.echo(f"{orphan} is the witness of no patch any more")
+
+
+@command.command("witness")
+@click.argument("names", metavar="[NAME]...", nargs=-1)
+@_base_option
+@click.option(
+    "--python",
+    type=click.Path(path_type=Path),
+    help="Interpreter with pytest and torch; by default one is set up from the base's lock.",
+)
+@click.option(
+    "--time-limit",
+    type=click.FloatRange(min=1),
+    default=witness.TIME_LIMIT,
+    show_default=True,
+    metavar="SECONDS",
+    help="For one witness on one tree.",
+)
+@_FIND_LINKS
+@_JSON
+def witness_command(
+    names: tuple[str, ...],
+    version: str | None,
+    python: Path | None,
+    time_limit: float,
+    find_links: Path | None,
+    as_json: bool,
+) -> None:
+    """Run the patches' witnesses: red on the untouched base, green on the patched one.
+
+    NAME is a patch's file name or number; without one, all are run. A test that is neither, or
+    that is green on the base and no guard, fails the run. Needs a C++ compiler, no GPU.
+
+    Example: sm12x patch witness 0001
+    """
+    base = _base(version)
+    stack = series.load(base)
+    patches = [stack.get(name) for name in names] if names else list(stack.patches)
+    archive = _fetch(base, find_links)
+    root = layout.root()
+    if python is None and patches:
+        with progress.spinner("setting up the witnesses' environment"):
+            python = witness.environment(base, root=root, cache=layout.cache(), say=_say)
+    report = witness.run(
+        base,
+        stack,
+        patches,
+        archive=archive,
+        python=(python or Path(sys.executable)).absolute(),
+        root=root,
+        seconds=time_limit,
+        on_run=lambda path, side: _say(f"{path} on the {side} tree"),
+    )
+    if as_json:
+        _json(
+            {
+                **dataclasses.asdict(report),
+                "passed": report.passed,
+                "failed": report.failed,
+            }
+        )
+    else:
+        click.echo(render.witnessed(report), nl=False)
+    if report.failed:
+        raise FindingsError(
+            f"{report.failed} of {len(report.checks)} checks failed",
+            next_step="see the lines marked ! above",
+        )
+
+
+def _say(text: str) -> None:
+    click.echo(text, err=True)
 
 
 def _base(version: str | None) -> Base:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -53,26 +54,36 @@ def run(
     """
     words = _words(argv)
     data = stdin.encode() if isinstance(stdin, str) else stdin
-    try:
-        done = subprocess.run(
-            words,
-            cwd=cwd,
-            env=_environment(env),
-            input=data,
-            stdin=subprocess.DEVNULL if data is None else None,
-            capture_output=True,
-            timeout=timeout,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise ToolFailedError(
-            f"`{shlex.join(words)}` did not finish in {timeout:g} s", next_step=next_step
-        ) from None
-    out = done.stdout.decode(errors="replace")
-    err = done.stderr.decode(errors="replace")
-    if check and done.returncode != 0:
-        raise _failed(words, done.returncode, (err or out).splitlines(), next_step)
-    return Completed(argv=tuple(words), returncode=done.returncode, stdout=out, stderr=err)
+    with subprocess.Popen(
+        words,
+        cwd=cwd,
+        env=_environment(env),
+        stdin=subprocess.DEVNULL if data is None else subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # What may have to be killed must be killable with all that it has started: a grandchild
+        # that holds the pipes open would keep us waiting for ever.
+        start_new_session=timeout is not None,
+    ) as process:
+        try:
+            raw_out, raw_err = process.communicate(data, timeout=timeout)
+        except BaseException as error:
+            if timeout is None:
+                process.kill()
+            else:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise ToolFailedError(
+                    f"`{shlex.join(words)}` did not finish in {timeout:g} s", next_step=next_step
+                ) from None
+            raise
+    out = raw_out.decode(errors="replace")
+    err = raw_err.decode(errors="replace")
+    if check and process.returncode != 0:
+        raise _failed(words, process.returncode, (err or out).splitlines(), next_step)
+    return Completed(argv=tuple(words), returncode=process.returncode, stdout=out, stderr=err)
 
 
 def stream(

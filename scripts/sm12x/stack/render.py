@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from sm12x.stack.apply import ApplyReport, FileConflict, PatchResult
 from sm12x.stack.refresh import RefreshReport
 from sm12x.stack.series import Stack
+from sm12x.stack.witness import Check, WitnessReport
 
 # Longer texts are cut: a hunk of hundreds of lines says no more than its beginning.
 _LINES = 24
@@ -53,6 +54,53 @@ def refreshed(report: RefreshReport, folder: str) -> str:
     lines = [f"{kind}: {name}" for kind, names in kinds for name in names]
     lines.append(f"{len(report.unchanged)} unchanged; {folder} is now stack {report.stack_id}")
     return "\n".join(lines) + "\n"
+
+
+_COLOURS = {"passed": "green", "failed": "red"}
+
+
+def witnessed(report: WitnessReport) -> str:
+    """Red and green by patch and test; the cases of one test that went alike share a line."""
+    lines: list[str] = []
+    place = ("", "")
+    for label, cases in _alike(report.checks):
+        check = cases[0]
+        if (check.patch, check.witness) != place:
+            place = (check.patch, check.witness)
+            lines += ["", check.patch, f"  {check.witness}"]
+            lines.append(f"    {'base':9} {'patched':9} test")
+        before = _COLOURS.get(check.base, check.base or "-")
+        after = _COLOURS.get(check.patched, check.patched or "-")
+        mark = " " if check.ok else "!"
+        lines.append(f"  {mark} {before:9} {after:9} {label}{' (guard)' if check.guard else ''}")
+        for reason in check.reasons:
+            lines.append(f"      {reason}")
+        if not check.ok and check.detail:
+            lines += [f"      | {line}" for line in check.detail.split("\n")]
+    lines += ["", f"{report.passed} passed, {report.failed} failed"]
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _alike(checks: Sequence[Check]) -> list[tuple[str, list[Check]]]:
+    """Checks of one parametrised test in a row, where all is well, as one; others alone."""
+    groups: list[tuple[str, list[Check]]] = []
+    for check in checks:
+        stem = check.test.split("[")[0]
+        last = groups[-1][1][-1] if groups else None
+        if (
+            last is not None
+            and check.ok
+            and last.ok
+            and (check.patch, check.witness, check.base, check.patched)
+            == (last.patch, last.witness, last.base, last.patched)
+            and stem == last.test.split("[")[0]
+        ):
+            cases = groups[-1][1]
+            cases.append(check)
+            groups[-1] = (f"{stem} ({len(cases)} cases)", cases)
+        else:
+            groups.append((check.test, [check]))
+    return groups
 
 
 def _failure(result: PatchResult) -> list[str]:

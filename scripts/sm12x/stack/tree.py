@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 import tarfile
 import tempfile
 import zlib
@@ -240,8 +239,3 @@ def _stripped(member: tarfile.TarInfo, archive: Path) -> Iterator[tarfile.TarInf
 def _some(paths: list[str] | tuple[str, ...]) -> str:
     named = ", ".join(paths[:_NAMED])
     return f"{named} and {len(paths) - _NAMED} more" if len(paths) > _NAMED else named
-
-
-def copy(directory: Path, target: Path) -> None:
-    """Copy a source tree; symbolic links stay links."""
-    shutil.copytree(directory, target, symlinks=True)

@@ -1,0 +1,77 @@
+"""What pytest's junit file says of each test."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass
+from pathlib import Path
+
+PASSED = "passed"
+FAILED = "failed"
+ERROR = "error"
+SKIPPED = "skipped"
+# Lines of a failure that are kept: its end says what was asserted.
+_DETAIL = 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Test:
+    """One test: ``outcome`` is "passed", "failed", "error" (not in the test itself) or "skipped".
+
+    ``said`` is the first line of what it failed with, ``detail`` the end of its report.
+    """
+
+    name: str
+    outcome: str
+    guard: bool
+    said: str
+    detail: str
+    seconds: float
+
+    # Not a test class, whatever pytest thinks of the name.
+    __test__ = False
+
+
+def read(path: Path) -> tuple[Test, ...]:
+    """The tests of a junit file, in order.
+
+    Raises:
+        ValueError: the file is not there or was not written to its end.
+    """
+    try:
+        # Written by the pytest that we started.
+        root = ElementTree.parse(path).getroot()  # noqa: S314
+    except (OSError, ElementTree.ParseError) as error:
+        raise ValueError(f"{path.name}: {error}") from None
+    found: dict[str, Test] = {}
+    for case in root.iter("testcase"):
+        test = _test(case)
+        known = found.get(test.name)
+        # A test that failed and whose teardown failed as well is two cases: the error counts.
+        if known is None or test.outcome == ERROR:
+            found[test.name] = test
+    return tuple(found.values())
+
+
+def _test(case: ElementTree.Element) -> Test:
+    outcome, said, detail = PASSED, "", ""
+    for kind, name in ((ERROR, "error"), (FAILED, "failure"), (SKIPPED, "skipped")):
+        element = case.find(name)
+        if element is not None:
+            outcome = kind
+            said = (element.get("message") or "").strip().split("\n")[0]
+            detail = "\n".join((element.text or "").rstrip().split("\n")[-_DETAIL:])
+            break
+    # "tests.witness.test_it.TestThis" -> "TestThis::name"; modules are lower case.
+    classes = [part for part in (case.get("classname") or "").split(".") if part[:1].isupper()]
+    return Test(
+        name="::".join([*classes, case.get("name") or "?"]),
+        outcome=outcome,
+        guard=any(
+            item.get("name") == "guard" and item.get("value") == "yes"
+            for item in case.iter("property")
+        ),
+        said=said,
+        detail=detail,
+        seconds=float(case.get("time") or 0),
+    )

@@ -1,0 +1,356 @@
+"""Witnesses: each patch's tests, red on the untouched base and green on the patched one.
+
+A test is red only if it ran and its own assertions failed. One that could not be collected, whose
+set-up failed, that was skipped, or whose pytest crashed or hung, is neither red nor green.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import uv
+
+from sm12x.core import files, lockfile, pipconfig, process
+from sm12x.core.errors import BadFileError, ToolFailedError, ToolMissingError
+from sm12x.stack import apply, junit, tree
+from sm12x.stack.base import Base
+from sm12x.stack.series import Patch, Stack
+
+BASE = "base"
+PATCHED = "patched"
+SIDES = (BASE, PATCHED)
+# Seconds one pytest process may take.
+TIME_LIMIT = 1800
+# pytest, which no release depends on, with hashes.
+_TOOLS_LOCK = Path("tests/witness/requirements.lock")
+_PLUGIN = Path(__file__).resolve().parent / "pytest_plugin"
+_TAIL = 15
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One witness on one tree. ``problem`` is "" unless pytest itself did not do its work."""
+
+    witness: str
+    side: str
+    tests: tuple[junit.Test, ...]
+    problem: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One test of one patch, on both trees.
+
+    ``base`` and ``patched`` are its outcomes ("passed", "failed", "error", "skipped", "absent", or
+    "crashed" when pytest did not live to tell). ``reasons`` say what is not as it must be.
+    """
+
+    patch: str
+    witness: str
+    test: str
+    guard: bool
+    base: str
+    patched: str
+    reasons: tuple[str, ...]
+    detail: str
+
+    @property
+    def ok(self) -> bool:
+        return not self.reasons
+
+
+@dataclass(frozen=True, kw_only=True)
+class WitnessReport:
+    base_version: str
+    stack_id: str
+    checks: tuple[Check, ...]
+
+    @property
+    def passed(self) -> int:
+        return sum(check.ok for check in self.checks)
+
+    @property
+    def failed(self) -> int:
+        return len(self.checks) - self.passed
+
+
+def environment(
+    base: Base,
+    *,
+    root: Path,
+    cache: Path,
+    say: Callable[[str], None],
+    machine: str = platform.machine(),
+) -> Path:
+    """The Python that runs the witnesses, in an environment made of the base's lock.
+
+    It is kept in ``cache`` and made once for each content of the lock.
+
+    Args:
+        root: the checkout, for the locked test tools.
+        say: told what is about to be downloaded, before it is.
+
+    Raises:
+        BadFileError: base.toml names a package that the lock does not have.
+        ToolFailedError: uv could not install.
+        NoSpaceError: too little room for what is about to be installed.
+    """
+    wanted = requirements(base, machine=machine, root=root)
+    version = platform.python_version()
+    key = hashlib.sha256(f"{version}\n{wanted}".encode()).hexdigest()[:12]
+    home = cache / "witness" / f"{base.version}-{machine}-{key}"
+    if (home / "bin" / "python").exists():
+        return home / "bin" / "python"
+    say(
+        f"installing {len(lockfile.parse(wanted).pins)} packages for the witnesses of "
+        f"{base.version} into {home}: up to {base.witness.download_mib} MiB to download"
+    )
+    # Unpacked, and once more in uv's own cache, wheels take about three times their size each.
+    files.require_space(cache, base.witness.download_mib * 6 / 1024, what="the witness environment")
+    home.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=home.parent, prefix=f".{home.name}.") as name:
+        fresh = Path(name) / "environment"
+        listed = Path(name) / "requirements.txt"
+        listed.write_text(wanted, encoding="utf-8")
+        settings = {**pipconfig.load().uv_environment(), "UV_PYTHON_DOWNLOADS": "never"}
+        words = [_uv(), "venv", "--quiet", "--relocatable", "--python", sys.executable, str(fresh)]
+        process.run(words, env=settings)
+        process.run(
+            [
+                _uv(),
+                "pip",
+                "install",
+                "--python",
+                str(fresh / "bin" / "python"),
+                # The lock has been resolved; what it leaves out is left out on purpose.
+                "--no-deps",
+                "--require-hashes",
+                "--only-binary=:all:",
+                "-r",
+                str(listed),
+            ],
+            env=settings,
+            next_step="see what uv says above, or give an interpreter with --python",
+        )
+        # Under its final name only when it is whole: a killed run starts over.
+        try:
+            fresh.rename(home)
+        except OSError:
+            # Another run made the same one meanwhile.
+            if not (home / "bin" / "python").exists():
+                raise
+    return home / "bin" / "python"
+
+
+def requirements(base: Base, *, machine: str, root: Path) -> str:
+    """What the witnesses' environment is made of, as a requirements file with hashes."""
+    path = base.lock_path(machine)
+    pins = {pin.name: pin for pin in lockfile.read(path).pins}
+    absent = sorted(set(base.witness.packages) - pins.keys())
+    if absent:
+        raise BadFileError(
+            f"{base.folder / 'base.toml'}: witness.packages names {', '.join(absent)}, which "
+            f"{path.name} does not have",
+            next_step="name packages of the lock, as it writes them",
+        )
+    tools = root / _TOOLS_LOCK
+    chosen = "".join(pins[name].text for name in base.witness.packages)
+    return chosen + "".join(pin.text for pin in lockfile.read(tools).pins)
+
+
+def run(
+    base: Base,
+    stack: Stack,
+    patches: Sequence[Patch],
+    *,
+    archive: Path,
+    python: Path,
+    root: Path,
+    seconds: float = TIME_LIMIT,
+    on_run: Callable[[str, str], None] | None = None,
+) -> WitnessReport:
+    """Run the witnesses of ``patches`` on the untouched and on the fully patched source.
+
+    Args:
+        archive: the sdist of the base.
+        python: an interpreter that has pytest and what the witnesses import.
+        root: the checkout, whose tests/ the witnesses are in.
+        seconds: how long one pytest process may take.
+        on_run: called with (witness, side) before each.
+
+    Raises:
+        apply.StackConflictError: the stack does not apply.
+    """
+    if shutil.which(str(python)) is None:
+        raise ToolMissingError(
+            f"{python} is not an executable",
+            next_step="give the Python of an environment that has pytest and torch",
+        )
+    witnesses = list(dict.fromkeys(path for patch in patches for path in patch.witnesses))
+    runs: dict[tuple[str, str], Run] = {}
+    with tempfile.TemporaryDirectory(prefix="sm12x-witness-") as name:
+        folder = Path(name)
+        for side in SIDES:
+            tree.unpack(archive, folder / side)
+        apply.apply(base, stack, folder / PATCHED, archive=archive)
+        for path in witnesses:
+            for side in SIDES:
+                if on_run:
+                    on_run(path, side)
+                runs[path, side] = _run(path, side, folder, python, root, seconds)
+    return WitnessReport(
+        base_version=base.version,
+        stack_id=stack.id,
+        checks=tuple(
+            check
+            for patch in patches
+            for path in patch.witnesses
+            for check in judge(patch.name, runs[path, BASE], runs[path, PATCHED])
+        ),
+    )
+
+
+def judge(patch: str, base: Run, patched: Run) -> list[Check]:
+    """Compare a witness's run on the untouched tree with the one on the patched tree."""
+    before = {test.name: test for test in base.tests}
+    after = {test.name: test for test in patched.tests}
+    checks: list[Check] = []
+
+    def whole(reason: str, *, crashed: str = "", detail: str = "") -> None:
+        checks.append(
+            Check(
+                patch=patch,
+                witness=base.witness,
+                test="(the whole witness)",
+                guard=False,
+                base="crashed" if crashed == BASE else "",
+                patched="crashed" if crashed == PATCHED else "",
+                reasons=(reason,),
+                detail=detail,
+            )
+        )
+
+    for side in (base, patched):
+        if side.problem:
+            first, _, rest = side.problem.partition("\n")
+            whole(f"on the {_tree(side.side)}: {first}", crashed=side.side, detail=rest)
+    if base.problem or patched.problem:
+        return checks
+    names = dict.fromkeys([*before, *after])
+    if not any(not test.guard for test in before.values()):
+        whole("has no test, guards aside: nothing shows that the patch is needed")
+    for name in names:
+        checks.append(_check(patch, base.witness, name, before.get(name), after.get(name)))
+    return checks
+
+
+def _check(
+    patch: str, witness: str, name: str, before: junit.Test | None, after: junit.Test | None
+) -> Check:
+    guard = any(test is not None and test.guard for test in (before, after))
+    reasons: list[str] = []
+    wanted = {BASE: junit.PASSED if guard else junit.FAILED, PATCHED: junit.PASSED}
+    detail = ""
+    for side, test in ((BASE, before), (PATCHED, after)):
+        outcome = test.outcome if test else "absent"
+        if outcome == wanted[side]:
+            continue
+        said = f": {test.said[:200]}" if test and test.said else ""
+        if outcome == junit.PASSED:
+            reasons.append(
+                f"passes on the {_tree(side)}: it does not show that the patch is needed"
+            )
+        elif outcome == junit.FAILED:
+            reasons.append(f"fails on the {_tree(side)}{said}")
+        elif outcome == junit.ERROR:
+            reasons.append(f"did not get to run on the {_tree(side)}{said}")
+        elif outcome == junit.SKIPPED:
+            reasons.append(f"is skipped on the {_tree(side)}{said}")
+        else:
+            reasons.append(f"is not there on the {_tree(side)}")
+        detail = detail or (test.detail if test else "")
+    return Check(
+        patch=patch,
+        witness=witness,
+        test=name,
+        guard=guard,
+        base=before.outcome if before else "absent",
+        patched=after.outcome if after else "absent",
+        reasons=tuple(reasons),
+        detail=detail,
+    )
+
+
+def _run(witness: str, side: str, folder: Path, python: Path, root: Path, seconds: float) -> Run:
+    report = folder / f"{side}.xml"
+    report.unlink(missing_ok=True)
+
+    def ended(problem: str, *lines: str) -> Run:
+        tail = [line for text in lines for line in text.rstrip().splitlines()][-_TAIL:]
+        return Run(witness=witness, side=side, tests=(), problem="\n".join([problem, *tail]))
+
+    try:
+        done = process.run(
+            [
+                python,
+                "-m",
+                "pytest",
+                witness,
+                "-q",
+                f"--junitxml={report}",
+                "-p",
+                "sm12x_witness_plugin",
+                # Leaves nothing in the checkout, and remembers nothing from the other tree.
+                "-p",
+                "no:cacheprovider",
+                "-o",
+                "junit_family=xunit2",
+                "-c",
+                str(root / "pyproject.toml"),
+                "--rootdir",
+                str(root),
+            ],
+            cwd=root,
+            env={
+                "SM12X_TREE": str(folder / side),
+                "PYTHONPATH": str(_PLUGIN),
+                "PYTHONDONTWRITEBYTECODE": "1",
+                "PYTEST_ADDOPTS": None,
+                "PYTHONHOME": None,
+                "VIRTUAL_ENV": None,
+            },
+            check=False,
+            timeout=seconds,
+        )
+    except ToolFailedError:
+        return ended(f"pytest did not finish in {seconds:g} s and was killed")
+    if done.returncode < 0:
+        return ended(f"pytest was ended by signal {-done.returncode}", done.stdout, done.stderr)
+    try:
+        tests = junit.read(report)
+    except ValueError:
+        return ended(f"pytest ended with {done.returncode}", done.stdout, done.stderr)
+    # 0: all passed, 1: some failed, 2: not all could be collected, 5: there are none.
+    if done.returncode not in (0, 1, 2, 5):
+        return ended(f"pytest ended with {done.returncode}", done.stdout, done.stderr)
+    return Run(witness=witness, side=side, tests=tests, problem="")
+
+
+def _tree(side: str) -> str:
+    return "untouched base" if side == BASE else "patched tree"
+
+
+def _uv() -> str:
+    try:
+        return uv.find_uv_bin()
+    except FileNotFoundError:
+        raise ToolMissingError(
+            "uv is not installed beside this Python", next_step="run `make test`, which sets it up"
+        ) from None
