@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -193,6 +194,18 @@ def test_a_cache_that_cannot_be_written_is_said_before_vllm_starts(
     (tmp_path / "cache").write_text("")
     with pytest.raises(BadFileError, match=r"cannot be written by uid .* `-v sm12x-cache:/cache`"):
         dispatch(places, "small-model")
+
+
+def test_a_container_without_tmp_is_told_the_option(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nowhere() -> NoReturn:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
+    for words in (("small-model",), ("check",)):
+        with pytest.raises(BadFileError, match="--tmpfs /tmp:exec"):
+            dispatch(places, *words)
 
 
 def test_a_uid_without_a_name_gets_one_and_a_home(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from sm12x.build import ledger as ledgers
 from sm12x.core import process
-from sm12x.core.errors import BadFileError, NoSpaceError
+from sm12x.core.errors import BadFileError
 from sm12x.core.progress import spinner
 from sm12x.image.inside import compile as compiling
 from sm12x.image.inside import content, native, versions
-from sm12x.image.inside.places import Places
+from sm12x.image.inside.places import Places, require_temporary
 from sm12x.image.inside.report import Line, failed
 from sm12x.recipes import load
 from sm12x.recipes.model import Recipe
@@ -23,8 +23,8 @@ def check(places: Places) -> list[Line]:
     """Every finding, good and bad (about a minute on two cores).
 
     Raises:
-        BadFileError: there is no ledger, so there is nothing to compare with.
-        NoSpaceError: there is no folder for temporary files.
+        BadFileError: there is no ledger, so there is nothing to compare with, or no folder for
+            temporary files.
     """
     ledger = ledgers.read(places.ledger)
     lines: list[Line] = []
@@ -53,14 +53,8 @@ def check(places: Places) -> list[Line]:
 @contextmanager
 def scratch() -> Iterator[Path]:
     """A folder for temporary files, or an error that says how to give the container one."""
-    try:
-        folder = tempfile.TemporaryDirectory(prefix="sm12x-", ignore_cleanup_errors=True)
-    except OSError as error:
-        raise NoSpaceError(
-            f"no folder for temporary files can be written: {error}",
-            next_step="add `--tmpfs /tmp:exec` to docker run",
-        ) from None
-    with folder as name:
+    require_temporary()
+    with tempfile.TemporaryDirectory(prefix="sm12x-", ignore_cleanup_errors=True) as name:
         yield Path(name)
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import sysconfig
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from sm12x.core.errors import BadFileError
 
 # Every cache that vLLM and what it compiles with write to; the image points each under /cache.
 CACHE_VARIABLES = (
@@ -54,3 +57,14 @@ class Places:
     def stand_in(self) -> Path:
         """The libcuda that only `check` uses, where there is no driver."""
         return self.root / "check" / "libcuda.so.1"
+
+
+def require_temporary() -> None:
+    """Raise BadFileError unless there is a folder for temporary files."""
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise BadFileError(
+            f"no folder for temporary files can be written: {error.strerror}",
+            next_step="add `--tmpfs /tmp:exec` to docker run, next to --read-only",
+        ) from None

@@ -70,14 +70,14 @@ def _load(path: Path) -> str:
         if spec is None:
             return "is not an extension module"
         loader.exec_module(importlib.util.module_from_spec(spec))
-    except ImportError as error:
+    except (ImportError, OSError, RuntimeError) as error:
         if "module export function" not in str(error):
-            return str(error)
+            return " ".join(str(error).split())
         # Not a Python module: a plain library that registers its operators when loaded.
         try:
             ctypes.CDLL(str(path))
         except OSError as reason:
-            return str(reason)
+            return " ".join(str(reason).split())
     return ""
 
 
@@ -115,7 +115,7 @@ def arguments(commands: dict[str, list[str]], env: dict[str, list[str]]) -> dict
                 problems.append(f"--reasoning-parser {wanted} is unknown{_near(wanted, known)}")
         except Exception as error:
             # The parser of a release raises whatever its option types raise.
-            problems.append(f"{error}")
+            problems.append(" ".join(str(error).split()))
         except SystemExit as stop:
             problems.append(f"the parser stopped with {stop.code}")
         variables = [name for name in env.get(key, []) if name.startswith("VLLM_")]

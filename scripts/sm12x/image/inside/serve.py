@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sm12x.core.errors import BadFileError, UsageError
-from sm12x.image.inside.places import CACHE_VARIABLES, Places
+from sm12x.image.inside.places import CACHE_VARIABLES, Places, require_temporary
 from sm12x.recipes.model import Recipe
 from sm12x.recipes.render import Rendered, render, settings_from
 
@@ -68,7 +68,8 @@ def prepare(
 
 
 def require_caches(places: Places, environ: Mapping[str, str]) -> None:
-    """Raise BadFileError unless every cache of vLLM can be written: it fails late and obscurely."""
+    """Raise BadFileError unless caches and /tmp can be written: vLLM fails late and obscurely."""
+    require_temporary()
     folders = {str(places.cache), *(environ[name] for name in CACHE_VARIABLES if name in environ)}
     for folder in sorted(folders):
         try:
