@@ -1,0 +1,137 @@
+"""The witness runner with real pytest processes, on a tiny sdist."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.integration import stackrepo
+from tests.integration.stackrepo import World
+
+from sm12x.core.errors import ToolMissingError
+from sm12x.stack import render, series, witness
+from sm12x.stack.witness import WitnessReport
+
+READ = """
+import os, pathlib, signal, subprocess, sys, time
+import pytest
+TEXT = (pathlib.Path(os.environ["SM12X_TREE"]) / "tiny/a.py").read_text()
+PATCHED = "'ten'" in TEXT
+"""
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    made = stackrepo.make(tmp_path, monkeypatch)
+    (made.root / "pyproject.toml").write_text(
+        '[tool.pytest.ini_options]\naddopts = "--strict-markers"\nmarkers = ["guard: holds"]\n'
+    )
+    made.commit(made.applied("author"), "Mend ten", "tiny/a.py", "a = 10\n", "a = 'ten'\n")
+    return made
+
+
+def _run(world: World, text: str, *, seconds: float = 60) -> WitnessReport:
+    (world.root / stackrepo.WITNESS).write_text(READ + text)
+    stack = series.load(world.base)
+    return witness.run(
+        world.base,
+        stack,
+        stack.patches,
+        archive=world.archive,
+        python=Path(sys.executable),
+        root=world.root,
+        seconds=seconds,
+    )
+
+
+def test_red_on_the_base_green_on_the_patched_tree(world: World) -> None:
+    report = _run(
+        world,
+        """
+@pytest.mark.parametrize("n", range(3))
+def test_ten(n): assert PATCHED
+class TestMore:
+    def test_it(self): assert PATCHED
+@pytest.mark.guard
+def test_nine(): assert "a = 9" in TEXT
+""",
+    )
+    assert (report.passed, report.failed) == (5, 0)
+    assert render.witnessed(report) == (
+        "0001-Mend-ten.patch\n"
+        "  tests/witness/test_it.py\n"
+        "    base      patched   test\n"
+        "    red       green     test_ten (3 cases)\n"
+        "    red       green     TestMore::test_it\n"
+        "    green     green     test_nine (guard)\n"
+        "\n"
+        "5 passed, 0 failed\n"
+    )
+    # Nothing is left where the tests are.
+    assert sorted(path.name for path in (world.root / "tests/witness").iterdir()) == ["test_it.py"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def test_x(): pass\n", "passes on the untouched base: it does not show"),
+        ("def test_x(): assert False, 'why'\n", "fails on the patched tree: AssertionError: why"),
+        ("def test_x(): assert PATCHED or pytest.skip('no')\n", "is skipped on the untouched base"),
+        ("if not PATCHED: raise OSError\ndef test_x(): pass\n", "did not get to run on the unt"),
+        (
+            "@pytest.fixture\ndef f(): assert PATCHED\ndef test_x(f): pass\n",
+            "did not get to run on the untouched base",
+        ),
+        (
+            "@pytest.fixture\ndef f():\n yield\n assert PATCHED\ndef test_x(f): assert PATCHED\n",
+            "did not get to run on the untouched base",
+        ),
+        ("if not PATCHED:\n def test_x(): assert False\n", "is not there on the patched tree"),
+        ("", "has no test, guards aside"),
+        ("@pytest.mark.guard\ndef test_g(): pass\n", "has no test, guards aside"),
+        ("@pytest.mark.guard\ndef test_g(): assert PATCHED\n", "fails on the untouched base"),
+        ("@pytest.mark.gaurd\ndef test_g(): pass\n", "did not get to run on the untouched base"),
+        ("def test_x(): PATCHED or os.abort()\n", "on the untouched base: pytest was ended by sig"),
+        ("def test_x(): PATCHED or os._exit(3)\n", "on the untouched base: pytest ended with 3"),
+        ("def test_x(): PATCHED or os._exit(0)\n", "on the untouched base: pytest ended with 0"),
+        ("def test_x(): PATCHED or pytest.exit('enough', 3)\n", "pytest ended with 3"),
+    ],
+)
+def test_what_is_neither_red_nor_green_is_named(world: World, text: str, said: str) -> None:
+    report = _run(world, text)
+    assert report.failed >= 1
+    assert said in render.witnessed(report)
+
+
+def test_a_witness_that_hangs_is_killed_with_its_children(world: World, tmp_path: Path) -> None:
+    mark = tmp_path / "still-alive"
+    start = time.monotonic()
+    report = _run(
+        world,
+        f"""
+def test_x():
+    if not PATCHED:
+        subprocess.run([sys.executable, "-c",
+            "import time, pathlib; time.sleep(8); pathlib.Path({str(mark)!r}).touch()"])
+""",
+        seconds=4,
+    )
+    assert "on the untouched base: pytest did not finish in 4 s" in render.witnessed(report)
+    assert (report.passed, report.failed) == (0, 1)
+    time.sleep(max(0.0, start + 16 - time.monotonic()))
+    assert not mark.exists()
+
+
+def test_an_interpreter_that_is_not_there_is_named(world: World) -> None:
+    stack = series.load(world.base)
+    with pytest.raises(ToolMissingError, match="nowhere/python is not an executable"):
+        witness.run(
+            world.base,
+            stack,
+            stack.patches,
+            archive=world.archive,
+            python=Path("/nowhere/python"),
+            root=world.root,
+        )
