@@ -24,16 +24,21 @@ _RELEASE = re.compile(r"release [\d.]+, V([\d.]+)")
 _UNVERSIONED = re.compile(r"(lib.+?\.so)\.[\d.]+")
 
 # Compiled and linked at the end: the compiler, its device passes, the headers of three packages,
-# and the three ways a library gets on the link line.
+# and the three ways a library gets on the link line. cuBLAS is tried where its package is.
 _PROBE = """\
 #include <cuda.h>
+#if __has_include(<cublas_v2.h>)
 #include <cublas_v2.h>
+#endif
 #include <cuda/std/type_traits>
 __global__ void twice(float *x) { x[threadIdx.x] *= 2; }
 int main() {
+#ifdef CUBLAS_V2_H_
   cublasHandle_t handle;
+  if (cublasCreate(&handle)) return 1;
+#endif
   twice<<<1, 1>>>(nullptr);
-  return cuInit(0) || cublasCreate(&handle) || cudaDeviceSynchronize();
+  return cuInit(0) || cudaDeviceSynchronize();
 }
 """
 
@@ -152,7 +157,9 @@ def _probe(cuda_home: Path) -> None:
         program = Path(folder) / "probe.cu"
         program.write_text(_PROBE, encoding="utf-8")
         argv = [cuda_home / "bin" / "nvcc", program, "-o", program.with_suffix("")]
-        libraries = ("-lcudart", "-lcublas", "-lcuda")
+        libraries = ["-lcudart", "-lcuda"]
+        if (cuda_home / "include" / "cublas_v2.h").is_file():
+            libraries.append("-lcublas")
         done = process.run([str(word) for word in (*argv, *libraries)], check=False)
         if done.returncode != 0:
             said = " | ".join((done.stderr or done.stdout).strip().splitlines()[-3:])

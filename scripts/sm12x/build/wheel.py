@@ -168,9 +168,9 @@ def write(
     """Write the wheel to ``target``, whole or not at all. The same input gives the same bytes."""
     version = ledger.wheel_version
     dist_info = f"{target.name.split('-')[0]}-{version}.dist-info"
-    tags = ".".join(target.name.removesuffix(".whl").split("-")[-1:])
+    platform = target.name.removesuffix(".whl").rpartition("-")[2]
     by_path = {change.path: change for change in changed}
-    # Dated by the day of nothing in particular: RECORD's hashes are what counts.
+    # A zip must date its members; the earliest date it can hold says nothing of when this ran.
     date = (1980, 1, 1, 0, 0, 0)
     with files.replacing(target) as temporary, zipfile.ZipFile(official.path) as source:
         rows = _record(source.read(f"{official.dist_info}/RECORD"))
@@ -188,7 +188,7 @@ def write(
                     if rest == "METADATA":
                         put(path, metadata(source.read(info), version))
                     elif rest == "WHEEL":
-                        put(path, wheel_file(source.read(info).decode(), tags).encode())
+                        put(path, wheel_file(source.read(info).decode(), platform).encode())
                     elif rest != "RECORD":
                         out.keep(info, name=path)
                         record.append((path, *rows[info.filename]))
