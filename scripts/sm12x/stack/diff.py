@@ -164,7 +164,7 @@ def _hunk(lines: Sequence[str], at: int, first_line: int) -> tuple[Hunk, int]:
     body: list[str] = []
     where = at
     at += 1
-    while old_left or new_left:
+    while old_left > 0 or new_left > 0:
         # Mail programs drop the blank of an empty context line; git never does.
         if at == len(lines) or lines[at][:1] not in (" ", "+", "-", "\\"):
             raise DiffError(first_line + at, f"hunk {header} is cut short or mangled here")

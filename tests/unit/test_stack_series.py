@@ -1,0 +1,185 @@
+"""The series: it and the folder agree both ways; git's answers and junit files are read right."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from tests.unit.test_stack_mail import GOOD, WHERE
+
+from sm12x.core import git
+from sm12x.core.errors import BadFileError
+from sm12x.stack import base as bases
+from sm12x.stack import junit, series, witness
+from sm12x.stack.base import Base
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Base:
+    (tmp_path / "series").write_text(f"# Why.\n{WHERE}\n")
+    (tmp_path / WHERE).write_text(GOOD)
+    return dataclasses.replace(bases.load(bases.versions()[0]), folder=tmp_path)
+
+
+def test_a_stack_has_an_id_of_its_content_and_order(base: Base) -> None:
+    stack = series.load(base)
+    assert [patch.name for patch in stack.patches] == [WHERE]
+    assert len(stack.id) == 8
+    second = dataclasses.replace(stack.patches[0], name="0002-x.patch")
+    both = series.Stack(patches=(stack.patches[0], second))
+    turned = series.Stack(patches=(second, stack.patches[0]))
+    assert len({stack.id, both.id, turned.id, series.Stack(patches=()).id}) == 4
+
+
+@pytest.mark.parametrize("name", ["0001", WHERE, WHERE.removesuffix(".patch")])
+def test_a_patch_is_found_by_name_or_number(base: Base, name: str) -> None:
+    assert series.load(base).get(name).name == WHERE
+    with pytest.raises(BadFileError, match="no patch 0002 in the series; it lists: 0001"):
+        series.load(base).get("0002")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (f"{WHERE}\n0002-x.patch\n", "series:2: 0002-x.patch is listed, and there is no such file"),
+        ("", r"0001-.*\.patch:1: is not listed in the series"),
+        (f"{WHERE}\n{WHERE}\n", "series:2: 0001-.* is listed twice"),
+        (f"{WHERE}\r\n", "series:1: .* has blanks or a carriage return"),
+        (f"\n{WHERE}\n", "series:1: is empty"),
+        (f"{WHERE}", "series:1: the last line has no newline"),
+        (f"{WHERE}\n# late\n", "series:2: comments belong above the first patch"),
+        (f"sub/{WHERE}\n", "series:1: .* is not the name of a .patch file of this folder"),
+        ("README\n", "series:1: .* is not the name of a .patch file"),
+    ],
+)
+def test_a_malformed_series_is_told_by_line(base: Base, text: str, said: str) -> None:
+    base.series_path.write_bytes(text.encode())
+    with pytest.raises(BadFileError, match=said):
+        series.load(base)
+
+
+def test_a_missing_series_is_an_error(base: Base) -> None:
+    base.series_path.unlink()
+    with pytest.raises(BadFileError, match="series:1: cannot be read"):
+        series.load(base)
+    assert series.header(base) == ""
+
+
+def test_check_lists_everything(base: Base) -> None:
+    wrong = "0001-Another-name.patch"
+    (base.folder / WHERE).rename(base.folder / wrong)
+    base.series_path.write_text(f"{wrong}\nnothing\n")
+    found = [finding.message for finding in series.check(base, root=base.folder)]
+    assert [message.split(",")[0][:40] for message in found] == [
+        "'nothing' is not the name of a .patch fi",
+        "`Witness:` names tests/witness/test_it.p",
+        f"the file name should be {WHERE}"[:40],
+    ]
+
+
+def test_what_git_apply_says_is_read() -> None:
+    said = git.parse_apply(
+        "Checking patch a.py...\n"
+        "Hunk #2 succeeded at 12 (offset 2 lines).\n"
+        "Hunk #3 succeeded at 40 (offset -1 line).\n"
+        "Checking patch b.py...\n"
+        "error: while searching for:\nsome\n\ntext\n\n"
+        "error: patch failed: b.py:7\n"
+        "error: b.py: patch does not apply\n",
+        1,
+    )
+    assert not said.ok
+    assert said.offsets == (
+        git.Offset(path="a.py", number=2, lines=2),
+        git.Offset(path="a.py", number=3, lines=-1),
+    )
+    assert said.errors == ("patch failed: b.py:7", "b.py: patch does not apply")
+
+
+JUNIT = """<?xml version="1.0"?><testsuites><testsuite>
+<testcase classname="tests.witness.test_it" name="test_a[1]" time="0.5"><failure
+ message="assert 1 == 2&#10;more">line 1\nassert 1 == 2</failure></testcase>
+<testcase classname="tests.witness.test_it.TestX" name="test_b" time="0"><properties>
+ <property name="guard" value="yes"/></properties></testcase>
+<testcase classname="tests.witness.test_it" name="test_c" time="0"><failure message="f"/></testcase>
+<testcase classname="tests.witness.test_it" name="test_c" time="0"><error message="e"/></testcase>
+<testcase classname="" name="tests.witness.test_it" time="0"><skipped message="s"/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_a_junit_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.xml"
+    path.write_text(JUNIT)
+    tests = junit.read(path)
+    assert [(test.name, test.outcome, test.guard, test.said) for test in tests] == [
+        ("test_a[1]", "failed", False, "assert 1 == 2"),
+        ("TestX::test_b", "passed", True, ""),
+        ("test_c", "error", False, "e"),
+        ("tests.witness.test_it", "skipped", False, "s"),
+    ]
+    path.write_text(JUNIT[:200])
+    with pytest.raises(ValueError, match=r"x\.xml"):
+        junit.read(path)
+    with pytest.raises(ValueError, match=r"x\.xml"):
+        junit.read(tmp_path / "y" / "x.xml")
+
+
+def _run(side: str, *tests: junit.Test, problem: str = "") -> witness.Run:
+    return witness.Run(witness="t.py", side=side, tests=tests, problem=problem)
+
+
+def _test(outcome: str, *, guard: bool = False) -> junit.Test:
+    return junit.Test(name="t", outcome=outcome, guard=guard, said="", detail="", seconds=0)
+
+
+@pytest.mark.parametrize("guard", [False, True])
+@pytest.mark.parametrize("before", ["passed", "failed", "error", "skipped"])
+@pytest.mark.parametrize("after", ["passed", "failed", "error", "skipped"])
+def test_only_red_then_green_counts_and_green_twice_for_a_guard(
+    guard: bool, before: str, after: str
+) -> None:
+    checks = witness.judge(
+        "p",
+        _run("base", _test(before, guard=guard)),
+        _run("patched", _test(after, guard=guard)),
+    )
+    own = [check for check in checks if check.test == "t"]
+    assert [check.ok for check in own] == [
+        after == "passed" and before == ("passed" if guard else "failed")
+    ]
+    # A witness of guards alone shows nothing.
+    assert any(not check.ok for check in checks) or not guard
+
+
+def test_a_crash_on_either_side_hides_no_other() -> None:
+    checks = witness.judge(
+        "p", _run("base", problem="ended by signal 6\ntail"), _run("patched", problem="ended")
+    )
+    assert [check.reasons[0] for check in checks] == [
+        "on the untouched base: ended by signal 6",
+        "on the patched tree: ended",
+    ]
+    assert checks[0].detail == "tail"
+
+
+def test_the_witness_environment_is_pinned_by_hash(base: Base, tmp_path: Path) -> None:
+    (tmp_path / "tests/witness").mkdir(parents=True)
+    tools = tmp_path / "tests/witness/requirements.lock"
+    tools.write_text("pytest==9.0 \\\n    --hash=sha256:" + "a" * 64 + "\n")
+    lock = tmp_path / "requirements-x86_64.lock"
+    lock.write_text(
+        "one==1.0 \\\n    --hash=sha256:" + "b" * 64 + "\n"
+        "two==2.0 \\\n    --hash=sha256:" + "c" * 64 + "\n    # via one\n"
+    )
+    wanted = bases.Witness(packages=("one",), download_mib=1)
+    text = witness.requirements(
+        dataclasses.replace(base, witness=wanted), machine="x86_64", root=tmp_path
+    )
+    assert [line.split("==")[0] for line in text.splitlines() if "==" in line] == ["one", "pytest"]
+    assert text.count("--hash=sha256:") == 2
+    missing = bases.Witness(packages=("three",), download_mib=1)
+    with pytest.raises(BadFileError, match=r"witness\.packages names three"):
+        witness.requirements(
+            dataclasses.replace(base, witness=missing), machine="x86_64", root=tmp_path
+        )
