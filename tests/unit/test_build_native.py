@@ -59,6 +59,21 @@ def test_a_native_file_of_no_module_is_an_error(base: Base, path: str) -> None:
         select.touched(base, [path])
 
 
+@pytest.mark.parametrize("version", bases.versions())
+def test_each_module_is_made_of_sources_the_base_declares(version: str) -> None:
+    loaded = bases.load(version)
+    declared = {source.name for source in loaded.sources}
+    assert all(declared >= set(module.sources) for module in loaded.modules)
+    assert len({module.path for module in loaded.modules}) == len(loaded.modules)
+
+
+@pytest.mark.parametrize("version", bases.versions())
+def test_the_allocator_is_compiled_alone(version: str) -> None:
+    """Quick mode takes minutes because no other module has the allocator's source."""
+    found = select.touched(bases.load(version), ["csrc/cumem_allocator.cpp"])
+    assert [module.target for module in found] == ["cumem_allocator"]
+
+
 @pytest.mark.parametrize(
     ("cores", "memory", "peak", "wanted", "jobs"),
     [(2, 24, 9, 0, 2), (64, 24, 9, 0, 2), (64, 128, 3, 0, 42), (8, 24, 3, 4, 4), (2, 1, 0.1, 0, 2)],

@@ -251,8 +251,9 @@ def compile_module(module: Module, settings: Settings, on_step: OnStep | None) -
             on_step(module.target, int(match[1]), int(match[2]))
 
     log = settings.work / "logs" / f"{module.target}.log"
-    argv = [_tool("cmake", settings.python), "--build", settings.work / "build"]
-    words = [*map(str, argv), "--target", module.target, "-j", str(jobs)]
+    # ninja itself, not `cmake --build`: that one, when terminated, leaves ninja compiling.
+    argv = [_tool("ninja", settings.python), "-C", settings.work / "build", "-j", str(jobs)]
+    words = [*map(str, argv), module.target]
     variables = {
         "PATH": _path(settings.python),
         # ccache: results are good for any folder, and the flags' absolute paths do not count.

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from sm12x.core.errors import BuildFailedError
 from sm12x.stack.base import Base, Module
+from sm12x.stack.series import Stack
 
 # Where native code and its build description live in the tree. A change anywhere here must reach
 # a compiled module, or it would be in the ledger and not in the image.
@@ -43,6 +44,15 @@ def touched(base: Base, paths: Iterable[str]) -> tuple[Module, ...]:
                 next_step=f"describe its module in {base.folder / 'base.toml'} or drop the change",
             )
     return tuple(module for module in base.modules if any(takes(module, path) for path in native))
+
+
+def for_stack(base: Base, stack: Stack) -> tuple[Module, ...]:
+    """The modules that a stack makes necessary to compile. Raises as ``touched`` does.
+
+    By what the patches name, before anything is unpacked; a patch that the base already has counts
+    here and is not compiled later.
+    """
+    return touched(base, sorted({file.path for patch in stack.patches for file in patch.files}))
 
 
 def _matches(path: list[str], glob: list[str]) -> bool:
