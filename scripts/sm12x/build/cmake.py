@@ -223,7 +223,7 @@ def third_party(source: Source, modules: Iterable[Module], folder: Path) -> Path
         if not given or not Path(given).is_dir() or not any(Path(given).iterdir()):
             what = f"{given} is not a folder with files" if given else "its folder is not named"
             raise BadFileError(
-                f"{', '.join(users)} is compiled with {source.name} {source.pin}, and {what}",
+                f"{source.name} {source.pin} is compiled into {', '.join(users)}, and {what}",
                 next_step=f"set {source.override} to a checkout of {source.name} {source.pin}",
             )
         return Path(given).resolve()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
@@ -100,6 +101,12 @@ def _check(parts: Parts, stack: Stack, record: SourceRecord, compiled: NativeRec
         raise BadFileError(
             f"base {base.version} has no official wheel for {parts.machine} (it has: {known})",
             next_step="pass one of these as --machine",
+        )
+    if parts.machine != platform.machine():
+        raise BadFileError(
+            f"a wheel for {parts.machine} cannot be made on {platform.machine()}: "
+            "its modules are loaded to list what they register",
+            next_step=f"run the build on {parts.machine}",
         )
     pinned = base.wheels[parts.machine]
     found = files.sha256(parts.official)
