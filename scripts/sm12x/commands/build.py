@@ -31,7 +31,9 @@ def command() -> None:
 
     They work outside a container as well, and pick up where a run was interrupted.
 
-    Example: sm12x build source --base 0.21.0 --sdist vllm-0.21.0.tar.gz --out src
+    \b
+    Example:
+      sm12x build source --base 0.21.0 --sdist vllm-0.21.0.tar.gz --out src
     """
 
 
@@ -47,7 +49,10 @@ def command() -> None:
 def toolchain(site_packages: Path, out: Path, as_json: bool) -> None:
     """Make a CUDA_HOME of the toolkit's packages, and try its compiler.
 
-    Example: sm12x build toolchain --site-packages venv/lib/python3.13/site-packages --out /opt/cuda
+    \b
+    Example:
+      sm12x build toolchain --out /opt/cuda \\
+        --site-packages venv/lib/python3.13/site-packages
     """
     from sm12x.build import toolchain as step
 
@@ -71,7 +76,9 @@ def stand_in(cuda_home: Path, out: Path, as_json: bool) -> None:
     With its folder in LD_LIBRARY_PATH, vLLM's native modules load without a GPU. Every call in it
     fails as on a machine without a device.
 
-    Example: sm12x build stand-in --cuda-home /opt/cuda --out check/libcuda.so.1
+    \b
+    Example:
+      sm12x build stand-in --cuda-home /opt/cuda --out check/libcuda.so.1
     """
     from sm12x.build import standin
 
@@ -93,7 +100,9 @@ def source(version: str, sdist: Path, out: Path, as_json: bool) -> None:
 
     OUT.json and OUT.native.json, beside the tree, say which files the stack changed.
 
-    Example: sm12x build source --base 0.21.0 --sdist vllm-0.21.0.tar.gz --out src
+    \b
+    Example:
+      sm12x build source --base 0.21.0 --sdist vllm-0.21.0.tar.gz --out src
     """
     from sm12x.build import source as step
     from sm12x.core import progress
@@ -148,7 +157,10 @@ def native(
 
     As many units at a time as cores and memory allow. Logs are in OUT.work/logs.
 
-    Example: sm12x build native --base 0.21.0 --source src --cuda-home /opt/cuda --out native
+    \b
+    Example:
+      sm12x build native --base 0.21.0 --source src \\
+        --cuda-home /opt/cuda --out native
     """
     from sm12x.build import arch, cmake
     from sm12x.build import native as step
@@ -212,8 +224,10 @@ def wheel(
 ) -> None:
     """Make the wheel of quick mode: the official one, patched, with the compiled modules.
 
-    Example: sm12x build wheel --base 0.21.0 --official vllm-0.21.0-1-cp38-abi3-linux.whl --source
-    src --native native --out dist
+    \b
+    Example:
+      sm12x build wheel --base 0.21.0 --source src --native native \\
+        --official vllm-0.21.0-1-cp38-abi3-manylinux_2_24_x86_64.whl --out dist
     """
     from sm12x.build import cmake, quick
     from sm12x.core import progress
