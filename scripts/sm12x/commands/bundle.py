@@ -1,0 +1,130 @@
+"""`sm12x bundle`: fetch, patch, compile, audit, package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+from rich.markup import escape
+
+from sm12x import layout
+from sm12x.build import ledger as ledgers
+from sm12x.core import progress
+from sm12x.image import bundle, engines, record, summary
+from sm12x.stack import base as bases
+
+
+class _Report:
+    """Phases and remarks on stderr; on a terminal the step a phase is at, in one moving line."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._console = progress.stderr_console()
+        self._console.quiet = quiet
+
+    def say(self, text: str) -> None:
+        self._console.print(escape(text), soft_wrap=True)
+
+    @contextmanager
+    def phase(self, label: str) -> Iterator[Callable[[str], None]]:
+        import time
+
+        start = time.monotonic()
+        if self._console.is_terminal:
+            with self._console.status(escape(label)) as status:
+                yield lambda text: status.update(f"{escape(label)}: {escape(text[:90])}")
+        else:
+            self.say(f"{label} ...")
+            yield lambda text: None
+        self.say(f"{label}: {time.monotonic() - start:.1f} s")
+
+
+@click.command()
+@click.option("--base", "version", required=True, metavar="VERSION", help="The base, e.g. 0.21.0.")
+@click.option(
+    "--arch-list",
+    help="Targets as TORCH_CUDA_ARCH_LIST has them. Default: the base's, such as 12.0a;12.1a.",
+)
+@click.option(
+    "--mode",
+    type=click.Choice(bundle.MODES),
+    default="quick",
+    show_default=True,
+    help="quick: the official wheel, with patched Python and what the stack changes compiled.",
+)
+@click.option(
+    "--machine",
+    type=click.Choice(bases.MACHINES),
+    help="What the image runs on. Default: this machine's.",
+)
+@click.option(
+    "--engine",
+    type=click.Choice(engines.NAMES),
+    help="Container engine. Default: the first that can build; buildah is installed if none is.",
+)
+@click.option(
+    "--base-image",
+    metavar="REF",
+    help="Image to start from instead of the base's own: a Debian 13 of your own.",
+)
+@click.option(
+    "--base-image-only",
+    is_flag=True,
+    help="Only make the base image, with debootstrap, and stop.",
+)
+@click.option(
+    "--find-links",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Take the release's files from this folder, and wheels of the locks that are in it.",
+)
+@click.option("--no-image", is_flag=True, help="Stop at the wheel, the ledger and the audit.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def command(
+    version: str,
+    arch_list: str | None,
+    mode: str,
+    machine: str | None,
+    engine: str | None,
+    base_image: str | None,
+    base_image_only: bool,
+    find_links: Path | None,
+    no_image: bool,
+    as_json: bool,
+) -> None:
+    """Build the image: fetch, patch, compile, audit, package.
+
+    Leaves dist/VERSION/ with the wheel, its ledger and its audit, and the image
+    vllm-sm12x:VERSION-STACK. Interrupted, it resumes; with nothing changed it takes seconds.
+
+    Example: sm12x bundle --base 0.21.0 --engine buildah
+    """
+    options = bundle.Options(
+        version=version,
+        arch_list=arch_list,
+        machine=machine,
+        mode=mode,
+        engine=engine,
+        base_image=base_image,
+        find_links=find_links,
+        image=not no_image,
+    )
+    report = _Report(quiet=False)
+    if base_image_only:
+        made, used = bundle.make_base_image(options, report)
+        click.echo(f"{made.reference}  {made.digest}  ({used.description})")
+        return
+    outcome = bundle.run(options, report)
+    if as_json:
+        text = summary.as_json(outcome.record, outcome.folder, unchanged=outcome.unchanged)
+    else:
+        text = summary.text(
+            outcome.record,
+            ledgers.read(outcome.folder / record.LEDGER),
+            summary.read_audit(outcome.folder / record.AUDIT),
+            outcome.folder,
+            outcome.engine,
+            sorted(path.stem for path in layout.recipes().glob("*.yaml")),
+            unchanged=outcome.unchanged,
+        )
+    click.echo(text, nl=False)

@@ -1,0 +1,159 @@
+"""buildah, and podman, which builds with the same code."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from sm12x.core import process
+from sm12x.image.engine import BuildRequest, Engine, Layer, common_words
+
+
+class Buildah(Engine):
+    """``chroot``: build steps run in a change of root, where no OCI runtime can be used."""
+
+    name = "buildah"
+    id_format = "{{.FromImageID}}"
+
+    def __init__(self, program: Path, version: str, *, chroot: bool) -> None:
+        super().__init__(program, version)
+        self.chroot = chroot
+
+    @property
+    def description(self) -> str:
+        how = " with chroot isolation" if self.chroot else ""
+        return f"{self.name} {self.version}{how} ({self.program})"
+
+    def environment(self) -> dict[str, str]:
+        return {"BUILDAH_ISOLATION": "chroot"} if self.chroot else {}
+
+    def build_words(self, request: BuildRequest) -> list[str]:
+        # --format docker: an OCI image has no HEALTHCHECK.
+        words = ["build", "--layers", "--format", "docker", *common_words(request)]
+        return [*words, str(request.context)]
+
+    def inspect_words(self, template: str) -> list[str]:
+        return ["inspect", "--type", "image", "--format", template]
+
+    def digest(self, reference: str) -> str | None:
+        if reference.partition("@")[2]:
+            return self._inspect(reference, "{{.FromImageDigest}}")
+        return None
+
+    def labels(self, reference: str) -> dict[str, str]:
+        found: dict[str, str] = self._oci(reference).get("config", {}).get("Labels") or {}
+        return found
+
+    def _oci(self, reference: str) -> dict[str, Any]:
+        """The image's configuration; buildah's templates cannot print a part of it as JSON."""
+        done = process.run([self.program, "inspect", "--type", "image", reference], check=False)
+        found: dict[str, Any] = json.loads(done.stdout)["OCIv1"] if done.returncode == 0 else {}
+        return found
+
+    def size(self, reference: str) -> int:
+        return sum(layer.size for layer in self.layers(reference))
+
+    def layers(self, reference: str) -> tuple[Layer, ...]:
+        image = self._oci(reference)
+        if not image:
+            return ()
+        made_by = [
+            str(entry.get("created_by", ""))
+            for entry in image.get("history", ())
+            if not entry.get("empty_layer")
+        ]
+        sizes = self._sizes()
+        return tuple(
+            Layer(size=sizes.get(diff, 0), made_by=text)
+            for diff, text in zip(image["rootfs"]["diff_ids"], made_by, strict=False)
+        )
+
+    def _sizes(self) -> dict[str, int]:
+        """Diff id -> unpacked size in bytes, from the store's own index: no command prints it."""
+        store = self.storage()
+        if store is None:
+            return {}
+        found: dict[str, int] = {}
+        for index in store.glob("*-layers/layers.json"):
+            for entry in json.loads(index.read_text(encoding="utf-8")):
+                found[entry.get("diff-digest", "")] = int(entry.get("diff-size", 0))
+        return found
+
+    def export(self, reference: str, archive: Path) -> None:
+        process.run([self.program, "push", reference, f"docker-archive:{archive}:{reference}"])
+
+    def storage(self) -> Path | None:
+        done = process.run([self.program, "info"], check=False)
+        try:
+            folder = Path(json.loads(done.stdout)["store"]["GraphRoot"])
+        except (ValueError, KeyError):
+            return None
+        return folder if folder.is_dir() else None
+
+    def run_hint(self, image: str, words: str = "", *, gpus: bool = False) -> str:
+        if gpus:
+            # buildah only builds: a GPU needs an engine that runs containers.
+            return (
+                f"buildah push {image} docker-daemon:{image}, then docker run --rm --gpus all "
+                f"--ipc=host -p 8000:8000 -v sm12x-cache:/cache {image} {words}"
+            ).rstrip()
+        isolation = " --isolation chroot" if self.chroot else ""
+        return (
+            f"buildah run{isolation} $(buildah from {image}) -- "
+            f"/opt/venv/bin/python -m sm12x.image.inside {words}"
+        ).rstrip()
+
+
+class Podman(Buildah):
+    name = "podman"
+    id_format = "{{.Id}}"
+
+    def inspect_words(self, template: str) -> list[str]:
+        return ["image", "inspect", "--format", template]
+
+    def digest(self, reference: str) -> str | None:
+        found = json.loads(self._inspect(reference, "{{json .RepoDigests}}") or "[]")
+        return str(found[0]).partition("@")[2] if found else None
+
+    def labels(self, reference: str) -> dict[str, str]:
+        found: dict[str, str] = json.loads(self._inspect(reference, "{{json .Labels}}") or "{}")
+        return found
+
+    def layers(self, reference: str) -> tuple[Layer, ...]:
+        words = ["history", "--no-trunc", "--human=false", "--format", "{{.Size}}\t{{.CreatedBy}}"]
+        lines = process.run([self.program, *words, reference]).stdout.splitlines()
+        return tuple(
+            Layer(size=int(size), made_by=made_by)
+            for size, _, made_by in (line.partition("\t") for line in reversed(lines))
+        )
+
+    def size(self, reference: str) -> int:
+        return int(self._inspect(reference, "{{.Size}}") or 0)
+
+    def export(self, reference: str, archive: Path) -> None:
+        process.run(
+            [self.program, "save", "--format", "docker-archive", "--output", archive, reference]
+        )
+
+    def storage(self) -> Path | None:
+        done = process.run([self.program, "info", "--format", "{{.Store.GraphRoot}}"], check=False)
+        folder = Path(done.stdout.strip() or "/nowhere")
+        return folder if folder.is_dir() else None
+
+    def run_hint(self, image: str, words: str = "", *, gpus: bool = False) -> str:
+        options = (
+            " --device nvidia.com/gpu=all --ipc=host -p 8000:8000 -v sm12x-cache:/cache"
+            if gpus
+            else ""
+        )
+        return f"podman run --rm{options} {image} {words}".rstrip()
+
+
+def needs_chroot() -> bool:
+    """Whether build steps must run in a change of root: no OCI runtime, or inside a container."""
+    if os.environ.get("BUILDAH_ISOLATION") or os.geteuid() != 0:
+        return False
+    inside = Path("/.dockerenv").exists() or Path("/run/.containerenv").exists()
+    return inside or not any(process.which(name) for name in ("crun", "runc"))

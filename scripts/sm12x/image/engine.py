@@ -1,0 +1,178 @@
+"""What a container engine can be asked to do, whichever program does it."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sm12x.core import process
+
+OnLine = Callable[[str], None]
+
+# `ADD` unpacks the archive. One way for all engines: buildah has no `import`.
+_IMPORT = 'FROM scratch\nADD {name} /\n{labels}CMD ["/bin/sh"]\n'
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildRequest:
+    """One build of one target.
+
+    ``secrets`` are files that the build mounts under /run/secrets/<key>; they reach no layer.
+    With ``output_dir`` the target's files are written there and no image is kept.
+    ``host_network`` lets the build reach a proxy that listens on the host's loopback.
+    """
+
+    dockerfile: Path
+    context: Path
+    target: str
+    build_args: Mapping[str, str] = field(default_factory=dict)
+    secrets: Mapping[str, Path] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+    tags: tuple[str, ...] = ()
+    output_dir: Path | None = None
+    host_network: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One layer of an image: ``size`` in bytes, and the instruction that made it."""
+
+    size: int
+    made_by: str
+
+
+class Engine(ABC):
+    """A program that builds and keeps images. Failing calls raise ToolFailedError."""
+
+    name: str
+
+    def __init__(self, program: Path, version: str) -> None:
+        self.program = program
+        self.version = version
+
+    @property
+    def description(self) -> str:
+        return f"{self.name} {self.version} ({self.program})"
+
+    def build(self, request: BuildRequest, *, on_line: OnLine, log: Path | None = None) -> None:
+        """Build ``request.target``; ``on_line`` gets each line of the engine's plain output."""
+        process.stream(
+            [self.program, *self.build_words(request)],
+            env=self.environment(),
+            on_line=on_line,
+            log=log,
+        )
+
+    def import_tar(
+        self, archive: Path, tag: str, labels: Mapping[str, str], *, on_line: OnLine
+    ) -> None:
+        """Make the image ``tag`` of one layer, a root file system in a tar archive."""
+        dockerfile = archive.with_name("Dockerfile.import")
+        lines = "".join(f'LABEL "{key}"="{value}"\n' for key, value in labels.items())
+        dockerfile.write_text(_IMPORT.format(name=archive.name, labels=lines), encoding="utf-8")
+        self.build(
+            BuildRequest(dockerfile=dockerfile, context=archive.parent, target="", tags=(tag,)),
+            on_line=on_line,
+        )
+
+    def has_image(self, reference: str) -> bool:
+        return self.image_id(reference) is not None
+
+    def pull(self, reference: str) -> None:
+        process.run([self.program, "pull", qualified(reference)])
+
+    def tag(self, reference: str, name: str) -> None:
+        process.run([self.program, "tag", qualified(reference), name])
+
+    def image_id(self, reference: str) -> str | None:
+        """The image's id, `sha256:` left out, or None where there is no such image."""
+        text = self._inspect(reference, self.id_format)
+        return text.removeprefix("sha256:") if text else None
+
+    def environment(self) -> dict[str, str]:
+        """Variables set on top of ours for every build."""
+        return {}
+
+    def _inspect(self, reference: str, template: str) -> str | None:
+        done = process.run([self.program, *self.inspect_words(template), reference], check=False)
+        text = done.stdout.strip()
+        return text if done.returncode == 0 and text not in ("", "<no value>", "null") else None
+
+    id_format: str
+
+    @abstractmethod
+    def build_words(self, request: BuildRequest) -> list[str]:
+        """The command line of a build, without the program."""
+
+    @abstractmethod
+    def inspect_words(self, template: str) -> list[str]:
+        """The command line, without program and image, that prints a Go template of an image."""
+
+    @abstractmethod
+    def digest(self, reference: str) -> str | None:
+        """The registry's digest of a pulled image (`sha256:...`), None for one made here."""
+
+    @abstractmethod
+    def labels(self, reference: str) -> dict[str, str]:
+        """The image's labels, empty where there is no such image."""
+
+    @abstractmethod
+    def size(self, reference: str) -> int:
+        """The unpacked size of an image in bytes; 0 where the engine does not say."""
+
+    @abstractmethod
+    def layers(self, reference: str) -> tuple[Layer, ...]:
+        """The layers, lowest first; empty where the engine does not say."""
+
+    @abstractmethod
+    def export(self, reference: str, archive: Path) -> None:
+        """Write the image to a tar archive as `docker save` does."""
+
+    @abstractmethod
+    def storage(self) -> Path | None:
+        """The folder that images and build cache fill, None where it is not on this machine."""
+
+    @abstractmethod
+    def run_hint(self, image: str, words: str = "", *, gpus: bool = False) -> str:
+        """The command that runs ``image`` with ``words``, to show to the user."""
+
+
+def common_words(request: BuildRequest) -> list[str]:
+    """The options that all engines spell alike."""
+    words = ["--file", str(request.dockerfile)]
+    if request.target:
+        words += ["--target", request.target]
+    for key, value in sorted(request.build_args.items()):
+        words += ["--build-arg", f"{key}={value}"]
+    for key, path in sorted(request.secrets.items()):
+        words += ["--secret", f"id={key},src={path}"]
+    for key, value in sorted(request.labels.items()):
+        words += ["--label", f"{key}={value}"]
+    for tag in request.tags:
+        words += ["--tag", tag]
+    if request.output_dir is not None:
+        words += ["--output", f"type=local,dest={request.output_dir}"]
+    if request.host_network:
+        words += ["--network", "host"]
+    return words
+
+
+def qualified(reference: str) -> str:
+    """``reference`` as every engine pulls it: with its registry, and without a tag beside a digest.
+
+    podman and buildah know no default registry, and buildah refuses a tag next to a digest.
+    """
+    first, slash, _ = reference.partition("/")
+    if not (slash and ("." in first or ":" in first or first == "localhost")):
+        if reference.startswith(LOCAL_BASE):
+            return reference
+        reference = f"docker.io/{reference if slash else 'library/' + reference}"
+    name, at, digest = reference.partition("@")
+    return f"{re.sub(r':[^:/]+$', '', name)}@{digest}" if at else reference
+
+
+# The base image that was made or pulled here, under a name of ours.
+LOCAL_BASE = "sm12x-base"

@@ -1,0 +1,236 @@
+"""What a build needs of the host's network settings: CA bundle, proxies, indexes, Debian mirror.
+
+Whoever has set these for pip, uv or apt should not have to set them again for containers. They go
+into a build as secrets: files mounted for one step, in no layer, no label and no cache key.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from urllib.parse import urlsplit
+
+from sm12x.core import pipconfig, process
+from sm12x.core.errors import BadFileError
+
+# Where distributions keep the certificates the host trusts.
+SYSTEM_CA = (
+    Path("/etc/ssl/certs/ca-certificates.crt"),
+    Path("/etc/pki/tls/certs/ca-bundle.crt"),
+    Path("/etc/ssl/ca-bundle.pem"),
+)
+# BuildKit refuses a secret of more than 500 KiB.
+SECRET_LIMIT = 500 * 1024
+DEBIAN_MIRROR = "http://mirror.invalid/debian"
+
+_PROXIES = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
+# Settings of uv that hold no path of the host.
+_UV = ("UV_INSECURE_HOST", "UV_HTTP_TIMEOUT", "UV_NATIVE_TLS", "UV_CONCURRENT_DOWNLOADS")
+_CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
+_KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostConfig:
+    """``secrets``: name under /run/secrets -> text. ``mirror``: the Debian archive to use.
+
+    ``host_network``: a proxy or index listens on the host's loopback, which a container on a
+    network of its own does not reach.
+    """
+
+    secrets: Mapping[str, str]
+    mirror: str
+    host_network: bool
+
+    @contextmanager
+    def files(self) -> Iterator[dict[str, Path]]:
+        """The secrets as files that only this user can read, gone afterwards."""
+        with TemporaryDirectory(prefix="sm12x-secrets-") as folder:
+            paths: dict[str, Path] = {}
+            for name, text in self.secrets.items():
+                paths[name] = Path(folder) / name
+                paths[name].touch(mode=0o600)
+                paths[name].write_text(text, encoding="utf-8")
+            yield paths
+
+
+def collect(suite: str) -> HostConfig:
+    """Read the host's settings; ``suite`` is the image's Debian release, such as "trixie".
+
+    Raises BadFileError when a file that a setting names cannot be read.
+    """
+    env = os.environ
+    config = pipconfig.load()
+    sources = _read_all(Path("/etc/apt"), ("sources.list", "sources.list.d/*.list"))
+    deb822 = _read_all(Path("/etc/apt"), ("sources.list.d/*.sources",))
+    mirrors = (
+        debian_mirrors(sources, deb822) if "debian" in _os_release().get("ID", "") else (None, None)
+    )
+    variables = environment(env, config)
+    dumped = process.run(["apt-config", "dump"], check=False).stdout if _has_apt() else ""
+    apt = apt_settings(dumped)
+    secrets = {
+        "ca": certificates(_ca_bundle(config)),
+        "env": "".join(f"export {key}={shlex.quote(value)}\n" for key, value in variables.items()),
+        "apt.conf": apt_conf(apt, mirrors=mirrors, suite=suite),
+        "apt.list": apt_list(mirrors, suite),
+        "uv.toml": _first_text(_uv_files(env)),
+        "netrc": _first_text([Path(env.get("NETRC") or Path.home() / ".netrc")]),
+    }
+    addresses = [*variables.values(), *apt.values(), *(mirror or "" for mirror in mirrors)]
+    return HostConfig(
+        secrets={name: text for name, text in secrets.items() if text},
+        mirror=mirrors[0] or DEBIAN_MIRROR,
+        host_network=any(_on_loopback(text) for text in addresses),
+    )
+
+
+def environment(env: Mapping[str, str], config: pipconfig.PipConfig) -> dict[str, str]:
+    """Variables for the steps of the build; paths of the host are left out."""
+    found = {name: env[name] for name in (*_PROXIES, *_UV) if env.get(name)}
+    indexes = {
+        key: value for key, value in config.uv_environment().items() if key != "SSL_CERT_FILE"
+    }
+    found.update(indexes)
+    found["PIP_INDEX_URL"] = config.indexes[0]
+    if config.indexes[1:]:
+        found["PIP_EXTRA_INDEX_URL"] = " ".join(config.indexes[1:])
+    return found
+
+
+def certificates(bundle: Path | None) -> str:
+    """The certificates of a bundle, each once and without comments, to keep the secret small.
+
+    Raises BadFileError when the bundle cannot be read or is too big for a build secret.
+    """
+    if bundle is None:
+        return ""
+    try:
+        text = bundle.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise BadFileError(
+            f"the CA bundle {bundle} cannot be read: {error.strerror}",
+            next_step="correct SSL_CERT_FILE, REQUESTS_CA_BUNDLE or pip's `cert` setting",
+        ) from None
+    small = "".join(f"{block}\n" for block in dict.fromkeys(_CERTIFICATE.findall(text)))
+    if len(small) > SECRET_LIMIT:
+        raise BadFileError(
+            f"the CA bundle {bundle} has {len(small) // 1024} KiB of certificates, a build secret "
+            f"may have {SECRET_LIMIT // 1024}",
+            next_step="point SSL_CERT_FILE at a bundle with the authorities you need",
+        )
+    return small
+
+
+def debian_mirrors(one_line: str, deb822: str) -> tuple[str | None, str | None]:
+    """The mirrors of the archive and of its security updates in apt's source files.
+
+    None stands for "as the image has it": no mirror, or the public one.
+    """
+    entries: list[tuple[str, str]] = []
+    for line in one_line.splitlines():
+        match = re.match(r"\s*deb\s+(?:\[[^\]]*\]\s*)?(\S+)\s+(\S+)\s+.*\bmain\b", line)
+        if match:
+            entries.append((match[1], match[2]))
+    for stanza in re.split(r"\n\s*\n", deb822):
+        fields = dict(re.findall(r"(?m)^(Types|URIs|Suites|Components):[ \t]*(.*)$", stanza))
+        if "deb" in fields.get("Types", "").split() and "main" in fields.get("Components", ""):
+            for suite in fields.get("Suites", "").split():
+                entries.extend((uri, suite) for uri in fields.get("URIs", "").split())
+    archive = next((uri for uri, suite in entries if re.fullmatch(r"[a-z]+", suite)), None)
+    security = next((uri for uri, suite in entries if suite.endswith("-security")), None)
+    return _unless_public(archive), _unless_public(security)
+
+
+def apt_settings(dump: str) -> dict[str, str]:
+    """Proxies and their like out of `apt-config dump`."""
+    pattern = r'(?m)^(Acquire::(?:https?::(?:Proxy|Timeout)[^ ]*|Retries)) "([^"]+)";$'
+    return dict(re.findall(pattern, dump))
+
+
+def apt_conf(
+    settings: Mapping[str, str], *, mirrors: tuple[str | None, str | None], suite: str
+) -> str:
+    """apt's configuration for the steps of the build, read through APT_CONFIG."""
+    lines = [f'{key} "{value}";' for key, value in settings.items()]
+    # The steps have the certificates as a secret; the base image has none of its own.
+    lines.append('Acquire::https::CaInfo "/run/secrets/ca";')
+    if apt_list(mirrors, suite):
+        lines += [
+            'Dir::Etc::SourceList "/run/secrets/apt.list";',
+            'Dir::Etc::SourceParts "/dev/null";',
+        ]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def apt_list(mirrors: tuple[str | None, str | None], suite: str) -> str:
+    """apt's sources for ``suite`` from the host's mirrors, "" when the host has none."""
+    archive, security = mirrors
+    if archive is None and security is None:
+        return ""
+    archive = archive or DEBIAN_MIRROR
+    security = security or DEBIAN_MIRROR + "-security"
+    signed = f"[signed-by={_KEYRING}]"
+    return (
+        f"deb {signed} {archive} {suite} main\n"
+        f"deb {signed} {archive} {suite}-updates main\n"
+        f"deb {signed} {security} {suite}-security main\n"
+    )
+
+
+def _unless_public(uri: str | None) -> str | None:
+    public = uri is None or urlsplit(uri).hostname == urlsplit(DEBIAN_MIRROR).hostname
+    return None if public else uri
+
+
+def _on_loopback(text: str) -> bool:
+    return any(
+        urlsplit(word).hostname in ("localhost", "127.0.0.1", "::1")
+        for word in text.split()
+        if "://" in word
+    )
+
+
+def _ca_bundle(config: pipconfig.PipConfig) -> Path | None:
+    if config.ca_bundle is not None and not config.ca_bundle.is_dir():
+        return config.ca_bundle
+    return next((path for path in SYSTEM_CA if path.is_file()), None)
+
+
+def _uv_files(env: Mapping[str, str]) -> list[Path]:
+    home = Path(env.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    named = env.get("UV_CONFIG_FILE")
+    return [*([Path(named)] if named else []), home / "uv" / "uv.toml", Path("/etc/uv/uv.toml")]
+
+
+def _first_text(paths: Sequence[Path]) -> str:
+    for path in paths:
+        if path.is_file():
+            try:
+                return path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise BadFileError(
+                    f"{path} cannot be read: {error}", next_step="mend or remove that file"
+                ) from None
+    return ""
+
+
+def _read_all(folder: Path, patterns: Sequence[str]) -> str:
+    paths = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
+    return "\n\n".join(path.read_text(encoding="utf-8", errors="replace") for path in paths)
+
+
+def _os_release() -> dict[str, str]:
+    path = Path("/etc/os-release")
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    return {key: value.strip('"') for key, value in re.findall(r"(?m)^(\w+)=(.*)$", text)}
+
+
+def _has_apt() -> bool:
+    return process.which("apt-config") is not None

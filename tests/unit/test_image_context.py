@@ -1,0 +1,107 @@
+"""What each stage is given, and what counts as a change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sm12x.core.errors import BadFileError
+from sm12x.image import context
+from sm12x.stack import base as bases
+from sm12x.stack.base import Base
+
+
+@pytest.fixture
+def base() -> Base:
+    return bases.load(bases.versions()[0])
+
+
+def test_the_toolchain_stage_is_not_given_the_patches(base: Base) -> None:
+    names = context.builder_files(base, "x86_64")
+    stages = {
+        folder: [name for name in names if name.startswith(f"{folder}/")]
+        for folder in ("base", "patches", "sm12x")
+    }
+    assert stages["base"] == [f"base/{base.version}/base.toml"]
+    assert f"patches/{base.version}/series" in stages["patches"]
+    assert "sm12x/pyproject.toml" in stages["sm12x"]
+    assert not any("__pycache__" in name or "tests" in name for name in names)
+
+
+def test_everything_copied_by_a_dockerfile_is_staged(base: Base) -> None:
+    root = Path(__file__).parents[2]
+    staged = {
+        "builder": {*context.builder_files(base, "x86_64"), "sources/x", "links/x"},
+        "bundle": {*context.bundle_files(base, "x86_64"), "ledger.json", "wheel/x", "links/x"},
+    }
+    for name, dockerfile in context.DOCKERFILES.items():
+        tops = {path.partition("/")[0] for path in staged[name]}
+        for line in (root / dockerfile).read_text().splitlines():
+            words = line.split()
+            if words[:1] == ["COPY"] and not words[1].startswith("--from="):
+                assert set(words[1:-1]) <= tops, line
+
+
+def test_a_context_is_laid_out_with_fixed_modes(tmp_path: Path) -> None:
+    big = tmp_path / "big"
+    big.write_bytes(b"x")
+    small = tmp_path / "small"
+    small.write_text("y")
+    small.chmod(0o600)
+    made = context.Context(files={"a/small": small, "text": "z"}, large={"b/big": big})
+    made.write(tmp_path / "out")
+    assert (tmp_path / "out/a/small").stat().st_mode & 0o777 == 0o644
+    assert (tmp_path / "out/b/big").samefile(big)
+    assert (tmp_path / "out/text").read_text() == "z"
+    assert (tmp_path / "out/links").is_dir()
+
+
+def test_any_change_changes_the_inputs(base: Base, monkeypatch: pytest.MonkeyPatch) -> None:
+    choices = {"arch_list": "12.0a", "engine": "docker"}
+    first = context.inputs_digest(base, "x86_64", choices=choices)
+    assert first == context.inputs_digest(base, "x86_64", choices=dict(reversed(choices.items())))
+    assert first != context.inputs_digest(base, "x86_64", choices={**choices, "engine": "podman"})
+    files = context.package()
+    name = next(iter(files))
+    monkeypatch.setattr(context, "package", lambda: {**files, name: "changed"})
+    assert first != context.inputs_digest(base, "x86_64", choices=choices)
+
+
+def test_uv_is_pinned_by_the_builders_lock() -> None:
+    lock = (
+        "uvicorn==1.0 \\\n    --hash=sha256:aa\n"
+        "uv==0.9.1 \\\n    --hash=sha256:bb \\\n    --hash=sha256:cc\n    # via -r build\n"
+    )
+    assert context.uv_requirement(lock) == (
+        "uv==0.9.1 \\\n    --hash=sha256:bb \\\n    --hash=sha256:cc\n"
+    )
+    with pytest.raises(BadFileError, match="no entry for uv"):
+        context.uv_requirement("uvicorn==1.0\n")
+
+
+def test_only_wheels_a_lock_allows_are_taken_from_find_links(
+    base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allowed = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # sha256 of abc
+    monkeypatch.setattr(context, "locked_hashes", lambda lock: frozenset([allowed]))
+    (tmp_path / "good-1-py3-none-any.whl").write_bytes(b"abc")
+    (tmp_path / "other-1-py3-none-any.whl").write_bytes(b"abd")
+    sdist, wheel = tmp_path / "s.tar.gz", tmp_path / "w.whl"
+    for path in (sdist, wheel):
+        path.write_bytes(b"")
+    made = context.builder(base, "x86_64", sdist=sdist, wheel=wheel, find_links=tmp_path)
+    assert [name for name in made.large if name.startswith("links/")] == [
+        "links/good-1-py3-none-any.whl"
+    ]
+
+
+def test_a_missing_file_is_named(base: Base, tmp_path: Path) -> None:
+    with pytest.raises(BadFileError, match=r"nowhere\.whl is missing"):
+        context.bundle(
+            base,
+            "x86_64",
+            wheel=tmp_path / "nowhere.whl",
+            ledger=base.series_path,
+            find_links=None,
+        )

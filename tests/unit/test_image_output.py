@@ -1,0 +1,67 @@
+"""What is understood of an engine's output."""
+
+from __future__ import annotations
+
+from sm12x.image.output import Follower
+
+BUILDKIT = """\
+#1 [internal] load build definition from Dockerfile
+#1 transferring dockerfile: 2B done
+#1 DONE 0.0s
+#4 [packages 1/6] FROM docker.io/library/sm12x-base:trixie
+#4 CACHED
+#5 [source 2/3] RUN --mount=type=bind,source=sources,target=/sources     python -m sm12x build
+#5 sha256:8c860539db6b
+#5 0.512 src made
+#5 DONE 1.5s
+#6 [native 7/7] RUN python -m sm12x build native
+#6 3.250 error: nvcc cannot compile x.cu. Next: read it.
+#6 ERROR: executor failed running [/bin/sh -c python]: exit code: 15
+ > [native 7/7] RUN python:
+error: failed to solve: exit code: 15
+"""
+
+BUILDAH = """\
+[1/2] STEP 1/2: FROM sm12x-base:trixie AS packages
+[1/2] STEP 2/2: RUN --mount=type=cache,target=/root/.cache apt-get update
+--> Using cache 30f37abe95b5
+[2/2] STEP 1/2: FROM packages AS source
+[2/2] STEP 2/2: COPY x /x
+error: building at STEP "COPY x /x": write /x: no space left on device
+"""
+
+
+def _follow(text: str) -> tuple[Follower, list[str]]:
+    steps: list[str] = []
+    follower = Follower(steps.append)
+    for line in text.splitlines():
+        follower(line)
+    follower.finish()
+    return follower, steps
+
+
+def test_buildkit() -> None:
+    follower, steps = _follow(BUILDKIT)
+    assert steps == [
+        "packages: FROM docker.io/library/sm12x-base:trixie",
+        "source: RUN python -m sm12x build",
+        "native: RUN python -m sm12x build native",
+    ]
+    assert follower.stages["packages"].cached
+    assert follower.stages["source"].seconds == 1.5
+    assert not follower.stages["source"].cached
+    assert follower.reason == "nvcc cannot compile x.cu"
+    assert not follower.no_space
+
+
+def test_buildah() -> None:
+    follower, steps = _follow(BUILDAH)
+    assert steps[1] == "packages: RUN apt-get update"
+    assert follower.stages["packages"].cached
+    assert not follower.stages["source"].cached
+    assert follower.no_space
+
+
+def test_a_silent_failure_has_a_reason_too() -> None:
+    assert Follower(lambda _: None).reason == "it said nothing"
+    assert _follow("something odd\n")[0].reason == "something odd"
