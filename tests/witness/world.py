@@ -181,6 +181,16 @@ class World:
     def free_raw(self, address: int, size: int, device: int = 0) -> None:
         self.library.my_free(address, size, device, None)
 
+    def take(self, size: int) -> int:
+        """Memory that another process takes; its address."""
+        pointer = ctypes.c_uint64(0)
+        code = self.fake.driver.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(size))
+        assert code == 0, f"the other process got error {code}"
+        return pointer.value
+
+    def take_back(self, address: int) -> None:
+        assert self.fake.driver.cuMemFree_v2(ctypes.c_uint64(address)) == 0
+
     def block(self, tag: str = "weights", size: int = GRANULARITY, device: int = 0) -> Block:
         """A block filled with bytes of its own."""
         self.allocator.current_tag = tag
