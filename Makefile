@@ -7,8 +7,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help bundle base-image test test-unit test-witness test-integration lint lock lock-dev \
-        lock-check docs docs-check clean
+.PHONY: help bundle base-image test test-unit test-witness test-integration test-image lint lock lock-dev \
+        lock-check docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -32,6 +32,9 @@ test-witness: $(STAMP) ## each patch's witness: red on the untouched base, green
 
 test-integration: $(STAMP) ## tests that run real git, real wheels, real compilers
 	@$(BIN)/pytest tests/integration
+
+test-image: $(STAMP) ## tests of the image that `make bundle` left
+	@BASE=$(BASE) $(BIN)/pytest tests/image
 
 lint: $(STAMP) ## ruff, mypy --strict, hadolint, generated files
 	@$(BIN)/ruff check .

@@ -1,0 +1,117 @@
+"""What the README promises of the image, asked of the image."""
+
+from __future__ import annotations
+
+import json
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sm12x.build.ledger import Ledger
+from sm12x.core import process
+from sm12x.core.process import Completed
+from sm12x.image.engine import Engine
+from sm12x.image.record import Record
+from sm12x.stack.base import Base
+
+Run = Callable[..., Completed]
+
+RECIPE = "deepseek-v4-flash-rtx-pro-6000-tp4"
+SITE = "/opt/venv/lib/python3.13/site-packages"
+
+
+def test_with_no_argument_it_says_what_it_can_do(docker_run: Run, made: Record) -> None:
+    done = docker_run()
+    assert done.returncode == 0, done.stderr
+    assert made.stack_id in done.stdout
+    assert RECIPE in done.stdout
+    assert "check" in done.stdout
+
+
+def test_check_proves_it_without_gpu_and_network(docker_run: Run) -> None:
+    done = docker_run("check")
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "fail" not in done.stdout.split()
+
+
+def test_check_finds_a_file_that_is_not_the_built_one(
+    docker_run: Run, ledger: Ledger, tmp_path: Path
+) -> None:
+    patched = next(entry for entry in ledger.files if entry.origin == "patched")
+    other = tmp_path / "other.py"
+    other.write_text("# not what was built\n")
+    cover = f"{other}:{SITE}/{patched.path}:ro"
+    done = docker_run("check", "--json", options=("--volume", cover))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert patched.path in json.dumps(json.loads(done.stdout))
+
+
+def test_it_runs_as_a_normal_user_and_as_any_other(docker_run: Run) -> None:
+    assert docker_run("id", "-u").stdout == "1000\n"
+    any_user = docker_run(
+        "sh", "-c", "touch /cache/x && id -u", options=("--user", "12345", "--read-only")
+    )
+    assert (any_user.returncode, any_user.stdout) == (0, "12345\n"), any_user.stderr
+
+
+def test_a_mistyped_recipe_names_the_near_one(docker_run: Run) -> None:
+    done = docker_run("deepseek-v4-flash-rtx-pro-6000-tp")
+    assert done.returncode == 2
+    assert RECIPE in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_vllm_says_which_stack_it_carries(docker_run: Run, ledger: Ledger) -> None:
+    done = docker_run("python", "-c", "import importlib.metadata as m; print(m.version('vllm'))")
+    assert done.stdout.strip() == ledger.wheel_version, done.stderr
+
+
+def test_no_libcuda_is_on_the_default_path(docker_run: Run) -> None:
+    done = docker_run("/sbin/ldconfig", "-p")
+    assert done.returncode == 0, done.stderr
+    assert "libc.so.6" in done.stdout
+    assert "libcuda.so" not in done.stdout
+
+
+def test_labels_and_environment(engine: Engine, made: Record) -> None:
+    labels = engine.labels(made.tags[0])
+    assert labels["sm12x.stack"] == made.stack_id
+    assert labels["sm12x.mode"] == made.mode
+    assert labels["sm12x.ledger.sha256"] == made.ledger_sha256
+    assert labels["org.opencontainers.image.base.digest"] == made.base_digest
+    shown = process.run(
+        [engine.program, "inspect", "--format", "{{json .Config.Env}}", made.tags[0]]
+    )
+    names = {entry.partition("=")[0] for entry in json.loads(shown.stdout)}
+    host_only = {name for name in names if "PROXY" in name.upper() or name.startswith("PIP_")}
+    assert not host_only
+    assert not names & {"SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "LD_LIBRARY_PATH"}
+
+
+def test_both_tags_name_the_same_image(engine: Engine, made: Record) -> None:
+    assert {engine.image_id(tag) for tag in made.tags} == {made.image_id}
+
+
+def test_a_second_bundle_builds_nothing(made: Record, base: Base) -> None:
+    sm12x = Path(sys.executable).with_name("sm12x")
+    done = process.run([sm12x, "bundle", "--base", base.version, "--engine", "docker", "--json"])
+    assert json.loads(done.stdout)["unchanged"] is True
+
+
+@pytest.mark.parametrize("what", ["wheel", "image"])
+def test_the_audit_passes(made: Record, folder: Path, base: Base, what: str) -> None:
+    sm12x = Path(sys.executable).with_name("sm12x")
+    target = str(folder / made.wheel) if what == "wheel" else made.tags[0]
+    done = process.run([sm12x, "audit", "--base", base.version, target], check=False)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_wheel_carries_its_ledger(made: Record, folder: Path) -> None:
+    with zipfile.ZipFile(folder / made.wheel) as wheel:
+        name = next(name for name in wheel.namelist() if name.endswith("/sm12x-ledger.json"))
+        assert wheel.read(name) == (folder / "ledger.json").read_bytes()
