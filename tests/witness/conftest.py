@@ -24,6 +24,9 @@ TIME_LIMIT = 120
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "loads(module): import this module of the tree before the test's process forks"
+    )
     tree = os.environ.get("SM12X_TREE")
     if not tree or not (Path(tree) / "csrc" / "cumem_allocator.cpp").is_file():
         raise pytest.UsageError(
@@ -94,6 +97,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         {
             "file": str(pyfuncitem.path),
             "test": pyfuncitem.originalname,
+            "loads": [mark.args[0] for mark in pyfuncitem.iter_markers("loads")],
             "arguments": {name: arguments[name] for name in wanted if name != "world"},
             "seconds": TIME_LIMIT,
         }

@@ -160,6 +160,24 @@ def test_a_malloc_callback_that_raises_leaves_nothing(world: World) -> None:
     world.expect_usable(before)
 
 
+def test_a_free_callback_that_raises_is_asked_again(world: World) -> None:
+    block, other = world.block(), world.block()
+
+    def fails(*args: object) -> None:
+        raise MemoryError("no memory for a log line")
+
+    logger = world.cumem.logger
+    original = logger.debug
+    logger.debug = fails
+    world.free(block)
+    logger.debug = original
+    world.allocator.sleep(("weights",))
+    world.expect_alive(asleep=(other,))
+    world.allocator.wake_up()
+    world.expect_awake(other)
+    world.expect_usable(other)
+
+
 def test_a_failure_in_one_thread_is_none_in_another(world: World) -> None:
     world.fake.set_capacity(64 * GRANULARITY)
     stop = threading.Event()

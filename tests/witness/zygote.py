@@ -5,6 +5,7 @@ python -m tests.witness.zygote TREE LIBRARIES
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -36,6 +37,9 @@ def main() -> None:
         request = json.loads(line)
         answer = {"passed": True, "text": ""}
         if "test" in request:
+            # Here, once, and not in every fork: these imports take seconds.
+            for name in request["loads"]:
+                importlib.import_module(name)
 
             def body(request: dict[str, Any] = request) -> None:
                 call(loaded, request)

@@ -1,0 +1,173 @@
+"""Patches 0002 and 0003 in the worker: repeated, partial and failing sleeps of a model."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from typing import Any
+
+import pytest
+from tests.fakecuda.standin import GRANULARITY
+from tests.witness.world import Block, World, expect, raised
+
+WORKER = "vllm.v1.worker.gpu_worker"
+pytestmark = pytest.mark.loads(WORKER)
+SIZE = 64
+
+
+class Rig:
+    """A worker whose model has one buffer in each of two blocks of weights, and one elsewhere."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.torch = world.torch
+        self.blocks = world.blocks()
+        self.weights = [block for block in self.blocks if block.tag == "weights"]
+        self.cache_set_up = 0
+        self.model = self.torch.nn.Module()
+        self.buffers = [self.view(block) for block in self.weights[:2]]
+        self.buffers.append(self.torch.arange(SIZE, dtype=self.torch.uint8))
+        for name, buffer in zip(("first", "second", "elsewhere"), self.buffers, strict=True):
+            self.model.register_buffer(name, buffer)
+        worker = importlib.import_module(WORKER).Worker
+        self.worker: Any = worker.__new__(worker)
+        self.worker._sleep_saved_buffers = {}
+        self.worker._kv_cache_was_asleep = False
+        self.worker.model_runner = self
+
+    def view(self, block: Block) -> Any:
+        """A tensor over device memory; reading it while it is not mapped is a fault."""
+        memory = (ctypes.c_uint8 * SIZE).from_address(block.address + 4096)
+        return self.torch.frombuffer(memory, dtype=self.torch.uint8)
+
+    def post_kv_cache_wake_up(self) -> None:
+        """Clears the cache of a quantized model."""
+        self.cache_set_up += 1
+
+    def values(self) -> list[list[int]]:
+        return [buffer.tolist() for buffer in self.buffers]
+
+    def reload_weights(self) -> None:
+        """What follows a level 2 sleep: parameters come from the checkpoint, buffers do not."""
+
+
+def test_a_second_deep_sleep_keeps_what_the_first_saved(world: World) -> None:
+    rig = Rig(world)
+    before = rig.values()
+    rig.worker.sleep(level=2)
+    rig.worker.sleep(level=2)
+    rig.worker.wake_up()
+    expect("the buffers", rig.values(), before)
+    world.expect_alive(*rig.blocks)
+
+
+def test_waking_the_cache_first_reads_no_sleeping_buffer(world: World) -> None:
+    rig = Rig(world)
+    before = rig.values()
+    rig.worker.sleep(level=2)
+    rig.worker.wake_up(["kv_cache"])
+    expect("setting up the cache writes scales, which sleep", rig.cache_set_up, 0)
+    rig.worker.wake_up(["weights"])
+    expect("the buffers", rig.values(), before)
+    expect("times the cache was set up", rig.cache_set_up, 1)
+
+
+def test_a_deep_sleep_that_fails_part_way_goes_on(world: World) -> None:
+    rig = Rig(world)
+    before = rig.values()
+    world.fake.fail("cuMemUnmap", nth=2, error=999)
+    assert isinstance(raised(lambda: rig.worker.sleep(level=2)), RuntimeError)
+    rig.worker.sleep(level=2)
+    world.expect_alive(asleep=tuple(rig.blocks))
+    rig.worker.wake_up(["weights"])
+    expect("the buffers", rig.values(), before)
+
+
+def test_a_wake_that_fails_is_retried_with_the_buffers(world: World) -> None:
+    rig = Rig(world)
+    before = rig.values()
+    rig.worker.sleep(level=2)
+    world.fake.fail("cuMemCreate", nth=3)
+    assert isinstance(raised(rig.worker.wake_up), RuntimeError)
+    world.expect_alive(asleep=tuple(rig.blocks))
+    rig.worker.wake_up()
+    expect("the buffers", rig.values(), before)
+    expect("times the cache was set up", rig.cache_set_up, 1)
+
+
+def test_buffers_saved_for_a_sleep_that_never_was_are_not_restored(world: World) -> None:
+    rig = Rig(world)
+    world.fake.fail("cuMemUnmap", error=999)
+    assert isinstance(raised(lambda: rig.worker.sleep(level=2)), RuntimeError)
+    # Nothing is asleep: the model runs on, and changes a buffer.
+    rig.buffers[0].fill_(7)
+    before = rig.values()
+    rig.worker.sleep(level=1)
+    rig.worker.wake_up()
+    expect("the buffers", rig.values(), before)
+
+
+def test_a_second_wake_leaves_the_cache_alone(world: World) -> None:
+    rig = Rig(world)
+    rig.worker.sleep(level=1)
+    rig.worker.wake_up()
+    rig.worker.wake_up()
+    rig.worker.wake_up(["kv_cache"])
+    expect("times the cache was set up", rig.cache_set_up, 1)
+
+
+def test_setting_up_the_cache_is_retried(world: World) -> None:
+    rig = Rig(world)
+    set_up = rig.post_kv_cache_wake_up
+
+    def fails() -> None:
+        raise RuntimeError("no")
+
+    rig.worker.sleep(level=1)
+    rig.worker.model_runner.post_kv_cache_wake_up = fails
+    assert raised(rig.worker.wake_up) is not None
+    rig.worker.model_runner.post_kv_cache_wake_up = set_up
+    rig.worker.wake_up()
+    expect("times the cache was set up", rig.cache_set_up, 1)
+    world.expect_awake(*rig.blocks)
+
+
+def test_another_process_may_take_memory_meanwhile(world: World) -> None:
+    rig = Rig(world)
+    sizes = iter([(40 << 30, 80 << 30), (10 << 30, 80 << 30)])
+    world.torch.cuda.mem_get_info = lambda: next(sizes)
+    rig.worker.sleep(level=1)
+    world.expect_alive(asleep=tuple(rig.blocks))
+
+
+def test_sleep_waits_for_work_in_flight(world: World) -> None:
+    """Patch 0003."""
+    rig = Rig(world)
+    world.fake.begin_work(rig.weights[0].address, GRANULARITY)
+    # The free memory is read first, and buffers are saved, all of it after the wait.
+    waited: list[int] = []
+    original = world.torch.cuda.mem_get_info
+
+    def look() -> object:
+        waited.append(world.fake.work_in_flight())
+        return original()
+
+    world.torch.cuda.mem_get_info = look
+    rig.worker.sleep(level=1)
+    expect("work in flight when memory was read", waited, [0, 0])
+    expect("blocks unmapped under work in flight", world.fake.violations(), 0)
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_model_sleeps_and_wakes(world: World, level: int) -> None:
+    rig = Rig(world)
+    before = rig.values()
+    for _ in range(3):
+        rig.worker.sleep(level=level)
+        world.expect_alive(asleep=tuple(rig.blocks))
+        rig.worker.wake_up(["weights"])
+        expect("the buffers", rig.values(), before)
+        rig.worker.wake_up(["kv_cache"])
+        world.expect_alive(*rig.blocks)
+    expect("times the cache was set up", rig.cache_set_up, 3)
