@@ -1,0 +1,331 @@
+"""The rig of the executor witnesses: vLLM's real executor and engine, four pretended GPUs.
+
+The tree under test is the unpacked source that ``SM12X_TREE`` names; it needs no compiled module
+and no GPU. ``executor()`` starts vLLM's MultiprocExecutor with four worker processes, ``engine()``
+starts the engine core in a process of its own with such an executor under it, and talks to it as
+vLLM's server does. The workers are those of executor_worker.py.
+
+A test runs in a fork of pytest (``isolated``) with a time limit: vLLM is imported once, and a test
+that hangs is a test that fails, with all its processes ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, ParamSpec
+
+import pytest
+
+RANKS = 4
+CAPACITY = 100
+SIZES = {"weights": 60, "kv_cache": 30}
+FULL = sum(SIZES.values())
+GARBAGE = -1
+TOKEN = 7
+DEVICES = "SM12X_WITNESS_DEVICES"
+
+P = ParamSpec("P")
+
+# The smallest configuration that vLLM takes for a language model.
+_MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 1,
+    "vocab_size": 128,
+    "max_position_embeddings": 128,
+}
+
+
+def use_tree() -> None:
+    """Make ``import vllm`` take the tree under test."""
+    tree = Path(os.environ["SM12X_TREE"]).resolve()
+    # Behind the checkout: the tree has a package called tests as well.
+    sys.path.append(str(tree))
+    os.environ.update(
+        HF_HUB_OFFLINE="1",
+        VLLM_HOST_IP="127.0.0.1",
+        VLLM_NO_USAGE_STATS="1",
+        VLLM_PLUGINS="",
+        VLLM_WORKER_MULTIPROC_METHOD="fork",
+    )
+    # vLLM prints the whole configuration when an engine starts.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+
+@functools.cache
+def _vllm_config() -> Any:
+    """A real configuration: four-way tensor parallel, CPU tensors, the pretended workers."""
+    from vllm.config import (
+        CacheConfig,
+        DeviceConfig,
+        ModelConfig,
+        ParallelConfig,
+        SchedulerConfig,
+        VllmConfig,
+    )
+    from vllm.model_executor.models.llama import LlamaForCausalLM
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    # By class, vLLM looks at it here; by name, in a process that imports everything once more.
+    ModelRegistry.register_model("LlamaForCausalLM", LlamaForCausalLM)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(_MODEL))
+        model = ModelConfig(
+            model=folder, skip_tokenizer_init=True, dtype="float32", enforce_eager=True
+        )
+    return VllmConfig(
+        model_config=model,
+        cache_config=CacheConfig(block_size=16, enable_prefix_caching=False),
+        device_config=DeviceConfig(device="cpu"),
+        parallel_config=ParallelConfig(
+            tensor_parallel_size=RANKS,
+            distributed_executor_backend="mp",
+            worker_cls="tests.witness.executor_worker.PretendWorker",
+        ),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=4,
+            max_num_batched_tokens=128,
+            max_model_len=128,
+            is_encoder_decoder=False,
+            async_scheduling=False,
+        ),
+    )
+
+
+def prepare() -> None:
+    """Import and configure in pytest's own process, once, so that every fork has it."""
+    import tests.witness.executor_worker  # noqa: F401
+    import vllm.v1.engine.core_client
+    import vllm.v1.executor.multiproc_executor  # noqa: F401
+
+    _vllm_config()
+
+
+class Gpus:
+    """The test's hand on the four pretended GPUs."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        for rank in range(RANKS):
+            (root / f"rank{rank}").mkdir(parents=True)
+
+    def peer(self, rank: int, held: int) -> None:
+        self._write(rank, "peer", held)
+
+    def fail(self, rank: int, operation: str, times: int = 1) -> None:
+        self._write(rank, f"fail-{operation}", times)
+
+    def late(self, rank: int, operation: str, seconds: float) -> None:
+        self._write(rank, f"late-{operation}", seconds)
+
+    def used(self) -> list[int]:
+        return [int(self._read(rank, "used") or 0) for rank in range(RANKS)]
+
+    def calls(self, rank: int, *operations: str) -> list[str]:
+        """The calls of these operations that the rank's worker has had, oldest first."""
+        lines = self._read(rank, "log").splitlines()
+        return [line for line in lines if line.split()[0] in operations]
+
+    def until_called(self, rank: int, operation: str) -> None:
+        while not self.calls(rank, operation):
+            time.sleep(0.005)
+
+    def _write(self, rank: int, name: str, value: float) -> None:
+        (self.root / f"rank{rank}" / name).write_text(str(value))
+
+    def _read(self, rank: int, name: str) -> str:
+        path = self.root / f"rank{rank}" / name
+        return path.read_text() if path.exists() else ""
+
+
+@contextlib.contextmanager
+def executor(gpus: Gpus) -> Iterator[Any]:
+    """vLLM's multiprocess executor over four worker processes."""
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    os.environ[DEVICES] = str(gpus.root)
+    started = MultiprocExecutor(_vllm_config())
+    try:
+        yield started
+    finally:
+        started.shutdown()
+
+
+class Engine:
+    """The client of an engine core that runs in a process of its own."""
+
+    def __init__(self, client: Any) -> None:
+        self.client = client
+
+    def begin(self, method: str, *arguments: Any) -> Future[Any]:
+        """Call a method of the engine core as the client does, but don't wait for its answer."""
+        from vllm.v1.engine import EngineCoreRequestType
+
+        call = uuid.uuid1().int >> 64
+        answer: Future[Any] = Future()
+        self.client.utility_results[call] = answer
+        self.client._send_input(EngineCoreRequestType.UTILITY, (0, call, method, arguments))
+        return answer
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the engine core; unlike the client, don't wait for a dead one."""
+        answer = self.begin(method, *arguments)
+        while not answer.done():
+            if self.client.resources.engine_dead:
+                raise AssertionError("the engine core died")
+            time.sleep(0.005)
+        return answer.result()
+
+    def ask(self, name: str, tokens: int = 3) -> None:
+        """Send a request that generates ``tokens`` tokens."""
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.engine import EngineCoreRequest
+
+        self.client.add_request(
+            EngineCoreRequest(
+                request_id=name,
+                prompt_token_ids=[1, 2, 3],
+                mm_features=None,
+                sampling_params=SamplingParams(max_tokens=tokens, ignore_eos=True),
+                pooling_params=None,
+                arrival_time=time.time(),
+                lora_request=None,
+                cache_salt=None,
+                data_parallel_rank=None,
+            )
+        )
+
+    def answer(self, name: str) -> list[int]:
+        """All tokens of a request. Raises if the engine dies before it ends."""
+        tokens: list[int] = []
+        while True:
+            for output in self.client.get_output().outputs:
+                if output.request_id == name:
+                    tokens += output.new_token_ids
+                    if output.finish_reason is not None:
+                        return tokens
+
+    def generates(self, name: str) -> bool:
+        self.ask(name)
+        return self.answer(name) == [TOKEN] * 3
+
+    def weights(self) -> list[int | None]:
+        found: list[int | None] = self.call("collective_rpc", "weights")
+        return found
+
+
+@contextlib.contextmanager
+def engine(gpus: Gpus) -> Iterator[Engine]:
+    """vLLM's engine core, started as its server starts it."""
+    from vllm.v1.engine.core_client import EngineCoreClient
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    os.environ[DEVICES] = str(gpus.root)
+    client = EngineCoreClient.make_client(
+        multiprocess_mode=True,
+        asyncio_mode=False,
+        vllm_config=_vllm_config(),
+        executor_class=MultiprocExecutor,
+        log_stats=False,
+    )
+    try:
+        yield Engine(client)
+    finally:
+        client.shutdown()
+
+
+def isolated(seconds: float) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Run the test in a fork with a session of its own; end the whole session afterwards."""
+
+    def decorate(test: Callable[P, None]) -> Callable[P, None]:
+        @functools.wraps(test)
+        def run(*args: P.args, **kwargs: P.kwargs) -> None:
+            with tempfile.TemporaryDirectory() as folder:
+                output, verdict = Path(folder, "output"), Path(folder, "verdict")
+                child = os.fork()
+                if child == 0:
+                    _be_the_child(output, verdict, functools.partial(test, *args, **kwargs))
+                over = _wait(child, seconds)
+                _end_session(child, reaped=over)
+                print(output.read_text(errors="replace"))
+                if not over:
+                    pytest.fail(f"hung: not over after {seconds:g} s", pytrace=False)
+                said = verdict.read_text() if verdict.exists() else "the process of the test died"
+                if said:
+                    pytest.fail(said, pytrace=False)
+
+        return run
+
+    return decorate
+
+
+def _be_the_child(output: Path, verdict: Path, test: Callable[[], None]) -> None:
+    os.setsid()
+    with output.open("w") as sink:
+        os.dup2(sink.fileno(), 1)
+        os.dup2(sink.fileno(), 2)
+    # pytest's capturing replaced these; what vLLM prints must reach the file.
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    said = ""
+    try:
+        test()
+    except BaseException:
+        said = traceback.format_exc()
+    partial = verdict.with_suffix(".partial")
+    partial.write_text(said)
+    partial.rename(verdict)
+    os._exit(0)
+
+
+def _wait(child: int, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if os.waitpid(child, os.WNOHANG)[0]:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def _end_session(leader: int, *, reaped: bool) -> None:
+    """End what is left of a test's processes, and with them their shared memory.
+
+    Python's resource tracker outlives a SIGTERM and unlinks the shared memory of the processes
+    that did not; only what is still there after that is killed.
+    """
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(leader, number)
+        end = time.monotonic() + 5
+        while time.monotonic() < end:
+            if not reaped:
+                reaped = os.waitpid(leader, os.WNOHANG)[0] != 0
+            if reaped and not _running(leader):
+                return
+            time.sleep(0.02)
+
+
+def _running(group: int) -> bool:
+    """Whether a process of the group runs; one that is dead and unreaped does not."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # pid (name) state parent group ...; the name may hold spaces and brackets.
+            state, _, found = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(found) == group and state not in "ZX":
+                return True
+    return False

@@ -1,0 +1,163 @@
+"""The worker of the executor witnesses: vLLM's worker interface over a pretended GPU.
+
+It runs inside the processes that vLLM's own executor starts. Everything around it (executor,
+message queues, engine core, scheduler) is the code of the tree under test. A GPU is a folder that
+any process can write to, so a test can play the peer that holds memory there, or break the next
+call of an operation, while the worker runs elsewhere:
+
+    rank<n>/peer       what another tenant holds, in the unit of CAPACITY
+    rank<n>/used       what this worker has mapped (written by the worker)
+    rank<n>/fail-<op>  how many of the next calls of <op> fail
+    rank<n>/late-<op>  seconds by which each answer to <op> is delayed
+    rank<n>/log        one line a call
+
+``sleep`` and ``wake_up`` keep the contract of the allocator patches: either may be repeated, and a
+wake that finds no room leaves the blocks as they were.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.witness.executor_rig import CAPACITY, DEVICES, GARBAGE, SIZES, TOKEN
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
+
+
+class Device:
+    """One pretended GPU and the two blocks its tenant has there."""
+
+    def __init__(self, rank: int) -> None:
+        self.folder = Path(os.environ[DEVICES]) / f"rank{rank}"
+        self.mapped: dict[str, int] = {}
+        self.host: dict[str, int] = {}
+
+    def map(self, tag: str, content: int) -> None:
+        self.mapped[tag] = content
+        self._write_used()
+
+    def unmap(self, tag: str) -> None:
+        del self.mapped[tag]
+        self._write_used()
+
+    def need_room(self, tags: list[str]) -> None:
+        wanted = sum(SIZES[tag] for tag in tags)
+        if self._number("peer") + self._used() + wanted > CAPACITY:
+            raise RuntimeError(f"CUDA Error: out of memory mapping {wanted} for {tags}")
+
+    def called(self, operation: str, detail: str = "") -> None:
+        """Note the call and answer late if the test asked for it."""
+        with (self.folder / "log").open("a") as log:
+            log.write(f"{operation} {detail}".strip() + "\n")
+        time.sleep(self._number(f"late-{operation}"))
+
+    def trip(self, operation: str) -> None:
+        """Fail if the test asked for it."""
+        left = int(self._number(f"fail-{operation}"))
+        if left:
+            (self.folder / f"fail-{operation}").write_text(str(left - 1))
+            raise RuntimeError(f"{operation} was made to fail")
+
+    def need_mapped(self, *tags: str) -> None:
+        """What a real GPU does to a kernel whose memory is not there."""
+        if not set(tags) <= set(self.mapped):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def _used(self) -> int:
+        return sum(SIZES[tag] for tag in self.mapped)
+
+    def _write_used(self) -> None:
+        (self.folder / "used").write_text(str(self._used()))
+
+    def _number(self, name: str) -> float:
+        path = self.folder / name
+        return float(path.read_text()) if path.exists() else 0.0
+
+
+class PretendWorker(WorkerBase):  # type: ignore[misc]
+    """What vLLM asks of a worker, without a model and without a GPU."""
+
+    gpu: Device
+
+    def init_device(self) -> None:
+        self.gpu = Device(self.rank)
+
+    def load_model(self) -> None:
+        self.gpu.map("weights", 1000 + self.rank)
+        self.gpu.map("kv_cache", 0)
+
+    def get_kv_cache_spec(self) -> dict[str, Any]:
+        spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
+        return {"model.layers.0.self_attn.attn": spec}
+
+    def determine_available_memory(self) -> int:
+        return 1 << 20
+
+    def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
+        pass
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        return CompilationTimes(language_model=0.0, encoder=0.0)
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    def reset_mm_cache(self) -> None:
+        pass
+
+    def reset_encoder_cache(self) -> None:
+        self.gpu.trip("reset_encoder_cache")
+
+    def shutdown(self) -> None:
+        pass
+
+    def sleep(self, level: int = 1) -> None:
+        gpu = self.gpu
+        gpu.called("sleep", str(level))
+        # The failure strikes between two blocks, as a failing host allocation does.
+        if "kv_cache" in gpu.mapped:
+            gpu.unmap("kv_cache")
+        gpu.trip("sleep")
+        if "weights" in gpu.mapped:
+            if level == 1:
+                gpu.host["weights"] = gpu.mapped["weights"]
+            gpu.unmap("weights")
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        gpu = self.gpu
+        gpu.called("wake_up", "all" if tags is None else ",".join(tags))
+        asleep = [tag for tag in SIZES if (tags is None or tag in tags) and tag not in gpu.mapped]
+        gpu.trip("wake_up")
+        gpu.need_room(asleep)
+        for tag in asleep:
+            gpu.map(tag, gpu.host.pop(tag, GARBAGE))
+        # What a worker does after the allocator has woken (restore buffers, ...) may fail too.
+        gpu.trip("after_wake_up")
+
+    def load_new_weights(self, value: int) -> None:
+        self.gpu.need_mapped("weights")
+        self.gpu.mapped["weights"] = value + self.rank
+
+    def weights(self) -> int | None:
+        return self.gpu.mapped.get("weights")
+
+    def echo(self, value: str) -> tuple[int, str]:
+        self.gpu.called("echo", value)
+        self.gpu.trip("echo")
+        return self.rank, value
+
+    def execute_model(self, scheduler_output: Any) -> ModelRunnerOutput:
+        names = list(scheduler_output.num_scheduled_tokens)
+        if names:
+            self.gpu.called("execute_model")
+            self.gpu.need_mapped("weights", "kv_cache")
+        return ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: n for n, name in enumerate(names)},
+            sampled_token_ids=[[TOKEN] for _ in names],
+        )
