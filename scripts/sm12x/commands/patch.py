@@ -346,6 +346,13 @@ def drop_command(name: str, version: str | None, find_links: Path | None, as_jso
     metavar="SECONDS",
     help="For one witness on one tree.",
 )
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    default=2,
+    show_default=True,
+    help="How many run at a time; each may take 2 GiB of memory.",
+)
 @_FIND_LINKS
 @_JSON
 def witness_command(
@@ -353,6 +360,7 @@ def witness_command(
     version: str | None,
     python: Path | None,
     time_limit: float,
+    jobs: int,
     find_links: Path | None,
     as_json: bool,
 ) -> None:
@@ -379,6 +387,7 @@ def witness_command(
         python=(python or Path(sys.executable)).absolute(),
         root=root,
         seconds=time_limit,
+        jobs=jobs,
         on_run=lambda path, side: _say(f"{path} on the {side} tree"),
     )
     if as_json:

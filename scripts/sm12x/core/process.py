@@ -86,6 +86,43 @@ def run(
     return Completed(argv=tuple(words), returncode=process.returncode, stdout=out, stderr=err)
 
 
+class Background:
+    """A process that runs beside us, with all it starts in a group that can be stopped at once.
+
+    Its output goes to ``log``. Whoever starts one must ``stop`` it, whatever happens in between.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str | Path],
+        *,
+        log: Path,
+        cwd: Path | None = None,
+        env: Mapping[str, str | None] | None = None,
+    ) -> None:
+        self.log = log
+        with log.open("wb") as handle:
+            self._process = subprocess.Popen(
+                _words(argv),
+                cwd=cwd,
+                env=_environment(env),
+                stdin=subprocess.DEVNULL,
+                stdout=handle,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def poll(self) -> int | None:
+        """The exit status, negative for a signal; None while it runs."""
+        return self._process.poll()
+
+    def stop(self) -> None:
+        """Kill it and all that it started; what has ended already is left alone."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
 def stream(
     argv: Sequence[str | Path],
     *,

@@ -11,6 +11,7 @@ import platform
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from pathlib import Path
 import uv
 
 from sm12x.core import files, lockfile, pipconfig, process
-from sm12x.core.errors import BadFileError, ToolFailedError, ToolMissingError
+from sm12x.core.errors import BadFileError, ToolMissingError
 from sm12x.stack import apply, junit, tree
 from sm12x.stack.base import Base
 from sm12x.stack.series import Patch, Stack
@@ -32,6 +33,8 @@ TIME_LIMIT = 1800
 _TOOLS_LOCK = Path("tests/witness/requirements.lock")
 _PLUGIN = Path(__file__).resolve().parent / "pytest_plugin"
 _TAIL = 15
+# Seconds between two looks at the running ones.
+_POLL = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +177,7 @@ def run(
     python: Path,
     root: Path,
     seconds: float = TIME_LIMIT,
+    jobs: int = 2,
     on_run: Callable[[str, str], None] | None = None,
 ) -> WitnessReport:
     """Run the witnesses of ``patches`` on the untouched and on the fully patched source.
@@ -183,6 +187,7 @@ def run(
         python: an interpreter that has pytest and what the witnesses import.
         root: the checkout, whose tests/ the witnesses are in.
         seconds: how long one pytest process may take.
+        jobs: how many of them may run at a time.
         on_run: called with (witness, side) before each.
 
     Raises:
@@ -200,11 +205,26 @@ def run(
         for side in SIDES:
             tree.unpack(archive, folder / side)
         apply.apply(base, stack, folder / PATCHED, archive=archive)
-        for path in witnesses:
-            for side in SIDES:
-                if on_run:
-                    on_run(path, side)
-                runs[path, side] = _run(path, side, folder, python, root, seconds)
+        waiting = [(path, side) for path in witnesses for side in SIDES]
+        running: dict[tuple[str, str], _Job] = {}
+        try:
+            while waiting or running:
+                if waiting and len(running) < jobs:
+                    path, side = waiting.pop(0)
+                    if on_run:
+                        on_run(path, side)
+                    report = folder / f"{len(runs) + len(running)}-{side}.xml"
+                    running[path, side] = _Job(path, side, folder / side, report, python, root)
+                    continue
+                for key, job in list(running.items()):
+                    done = job.result(seconds)
+                    if done is not None:
+                        runs[key] = done
+                        del running[key]
+                time.sleep(_POLL)
+        finally:
+            for job in running.values():
+                job.process.stop()
     return WitnessReport(
         base_version=base.version,
         stack_id=stack.id,
@@ -288,16 +308,17 @@ def _check(
     )
 
 
-def _run(witness: str, side: str, folder: Path, python: Path, root: Path, seconds: float) -> Run:
-    report = folder / f"{side}.xml"
-    report.unlink(missing_ok=True)
+class _Job:
+    """One pytest process, running."""
 
-    def ended(problem: str, *lines: str) -> Run:
-        tail = [line for text in lines for line in text.rstrip().splitlines()][-_TAIL:]
-        return Run(witness=witness, side=side, tests=(), problem="\n".join([problem, *tail]))
-
-    try:
-        done = process.run(
+    def __init__(
+        self, witness: str, side: str, source: Path, report: Path, python: Path, root: Path
+    ) -> None:
+        self._witness = witness
+        self._side = side
+        self._report = report
+        self._start = time.monotonic()
+        self.process = process.Background(
             [
                 python,
                 "-m",
@@ -319,28 +340,42 @@ def _run(witness: str, side: str, folder: Path, python: Path, root: Path, second
             ],
             cwd=root,
             env={
-                "SM12X_TREE": str(folder / side),
+                "SM12X_TREE": str(source),
                 "PYTHONPATH": str(_PLUGIN),
                 "PYTHONDONTWRITEBYTECODE": "1",
                 "PYTEST_ADDOPTS": None,
                 "PYTHONHOME": None,
                 "VIRTUAL_ENV": None,
             },
-            check=False,
-            timeout=seconds,
+            log=report.with_suffix(".log"),
         )
-    except ToolFailedError:
-        return ended(f"pytest did not finish in {seconds:g} s and was killed")
-    if done.returncode < 0:
-        return ended(f"pytest was ended by signal {-done.returncode}", done.stdout, done.stderr)
-    try:
-        tests = junit.read(report)
-    except ValueError:
-        return ended(f"pytest ended with {done.returncode}", done.stdout, done.stderr)
-    # 0: all passed, 1: some failed, 2: not all could be collected, 5: there are none.
-    if done.returncode not in (0, 1, 2, 5):
-        return ended(f"pytest ended with {done.returncode}", done.stdout, done.stderr)
-    return Run(witness=witness, side=side, tests=tests, problem="")
+
+    def result(self, seconds: float) -> Run | None:
+        """What the run gave; None while it goes on and has not used up ``seconds``."""
+        code = self.process.poll()
+        if code is None:
+            if time.monotonic() - self._start < seconds:
+                return None
+            self.process.stop()
+            return self._ended(f"pytest did not finish in {seconds:g} s and was killed")
+        # What a test has left behind must not go on beside the next run.
+        self.process.stop()
+        if code < 0:
+            return self._ended(f"pytest was ended by signal {-code}")
+        # 0: all passed, 1: some failed, 2: not all could be collected, 5: there are none.
+        if code not in (0, 1, 2, 5):
+            return self._ended(f"pytest ended with {code}")
+        try:
+            tests = junit.read(self._report)
+        except ValueError:
+            return self._ended(f"pytest ended with {code}")
+        return Run(witness=self._witness, side=self._side, tests=tests, problem="")
+
+    def _ended(self, problem: str) -> Run:
+        tail = self.process.log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:]
+        return Run(
+            witness=self._witness, side=self._side, tests=(), problem="\n".join([problem, *tail])
+        )
 
 
 def _tree(side: str) -> str:
