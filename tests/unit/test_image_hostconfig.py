@@ -108,9 +108,9 @@ def test_proxies_of_apt_are_found() -> None:
     }
 
 
-def test_secrets_are_private_files_and_gone_afterwards() -> None:
+def test_secrets_are_private_files_and_gone_afterwards(tmp_path: Path) -> None:
     host = hostconfig.HostConfig(secrets={"ca": ONE}, mirror="", host_network=False)
-    with host.files() as paths:
+    with host.files(tmp_path) as paths:
         assert paths["ca"].read_text() == ONE
         assert paths["ca"].stat().st_mode & 0o077 == 0
         assert paths["ca"].parent.stat().st_mode & 0o077 == 0

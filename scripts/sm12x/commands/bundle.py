@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,11 +28,9 @@ class _Report:
         self._console.print(escape(text), soft_wrap=True)
 
     @contextmanager
-    def phase(self, label: str) -> Iterator[Callable[[str], None]]:
-        import time
-
+    def phase(self, label: str, *, live: bool = True) -> Iterator[Callable[[str], None]]:
         start = time.monotonic()
-        if self._console.is_terminal:
+        if live and self._console.is_terminal:
             with self._console.status(escape(label)) as status:
                 yield lambda text: status.update(f"{escape(label)}: {escape(text[:90])}")
         else:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,38 +13,25 @@ from typing import Protocol
 from sm12x import __version__, layout
 from sm12x.build import arch as archs
 from sm12x.build import ledger as ledgers
-from sm12x.build import select
 from sm12x.core import files, index, progress
 from sm12x.core.errors import (
-    BadArchitectureError,
     BuildFailedError,
     NoSpaceError,
     Sm12xError,
     ToolFailedError,
 )
-from sm12x.image import baseimage, context, engines, hostconfig, record
+from sm12x.image import baseimage, context, engines, hostconfig, preflight, record
 from sm12x.image.baseimage import BaseImage
 from sm12x.image.engine import BuildRequest, Engine
 from sm12x.image.hostconfig import HostConfig
 from sm12x.image.output import Follower, Stage
 from sm12x.image.record import Record
 from sm12x.stack import base as bases
-from sm12x.stack import series
 from sm12x.stack.base import Base
 
 PROJECT = "vllm"
 IMAGE = "vllm-sm12x"
 MODES = ("quick",)
-
-# Measured with docker 20.10 and buildah 1.28 (docs in README): builder 6 GiB, image 10 GiB, package
-# cache 10 GiB, and what the engine needs for a moment while it writes a layer.
-ENGINE_GIB = 32.0
-# A resumed or repeated build finds most of that in the layer cache.
-ENGINE_AGAIN_GIB = 4.0
-# Archives in the cache, contexts, dist/.
-HOST_GIB = 1.5
-# The audit and the install of the closure; a module's compilation may need more.
-MEMORY_GIB = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +53,13 @@ class Reporter(Protocol):
 
     def say(self, text: str) -> None: ...
 
-    def phase(self, label: str) -> AbstractContextManager[Callable[[str], None]]:
-        """A phase of the work; the block is given what shows the step it is at."""
+    def phase(
+        self, label: str, *, live: bool = True
+    ) -> AbstractContextManager[Callable[[str], None]]:
+        """A phase of the work; the block is given what shows the step it is at.
+
+        With ``live=False`` the terminal is left to progress bars of the block's own.
+        """
         ...
 
 
@@ -82,7 +71,6 @@ class Outcome:
     folder: Path
     engine: Engine
     unchanged: bool
-    stages: Mapping[str, tuple[Stage, ...]] = field(default_factory=dict)
 
 
 def run(options: Options, report: Reporter) -> Outcome:
@@ -92,16 +80,16 @@ def run(options: Options, report: Reporter) -> Outcome:
         Sm12xError: of the kind that says what is wrong; nothing half made is left under its name.
     """
     base = bases.load(options.version)
-    machine = _machine(base, options.machine)
+    machine = preflight.require_machine(base, options.machine)
     targets = archs.validate(
         options.arch_list or base.toolchain.arch_list, default=base.toolchain.arch_list
     )
     arch_list = archs.to_text(targets)
     engine = engines.find(options.engine, say=report.say)
     report.say(f"engine: {engine.description}")
-    with _alone(base):
+    with preflight.alone(base):
         if record.read(layout.dist(base.version)) is None:
-            require_room(base, engine)
+            preflight.require_room(base, engine)
         host = hostconfig.collect(base.image.suite)
         image = base_image(base, engine, host, options.base_image, report)
         choices = {
@@ -163,7 +151,7 @@ class _Job:
     inputs: str
     report: Reporter
     seconds: dict[str, float] = field(default_factory=dict)
-    stages: dict[str, tuple[Stage, ...]] = field(default_factory=dict)
+    stages: dict[str, Stage] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
@@ -171,7 +159,7 @@ class _Job:
 
     @property
     def work(self) -> Path:
-        return work_folder(self.base)
+        return preflight.work_folder(self.base)
 
     def made_before(self) -> Record | None:
         """The record of an earlier run with the same inputs, if all it names is still there."""
@@ -184,7 +172,7 @@ class _Job:
         return known if there else None
 
     def build(self) -> Outcome:
-        require_room(self.base, self.engine)
+        preflight.require_room(self.base, self.engine)
         with self._timed("fetch"):
             sdist, official = self._fetch()
         with self._timed("wheel"):
@@ -214,6 +202,10 @@ class _Job:
             image_size=self.engine.size(tags[0]) if tags else 0,
             layers=self.engine.layers(tags[0]) if tags else (),
             seconds=dict(self.seconds),
+            stage_seconds={
+                name: None if stage.cached else round(stage.seconds, 1)
+                for name, stage in self.stages.items()
+            },
         )
         record.write(self.folder, made)
         return Outcome(
@@ -221,10 +213,13 @@ class _Job:
             folder=self.folder,
             engine=self.engine,
             unchanged=False,
-            stages=self.stages,
         )
 
     def _fetch(self) -> tuple[Path, Path]:
+        with self.report.phase("sources", live=False):
+            return self._fetch_both()
+
+    def _fetch_both(self) -> tuple[Path, Path]:
         found = []
         for pinned in (self.base.sdist, self.base.wheels[self.machine]):
             with progress.transfer(pinned.name) as moved:
@@ -257,6 +252,7 @@ class _Job:
         with record.publishing(self.folder) as staged:
             self._engine_build(
                 "builder",
+                "wheel",
                 files_of,
                 BuildRequest(
                     dockerfile=layout.root() / context.DOCKERFILES["builder"],
@@ -280,6 +276,7 @@ class _Job:
         )
         self._engine_build(
             "bundle",
+            "image",
             files_of,
             BuildRequest(
                 dockerfile=layout.root() / context.DOCKERFILES["bundle"],
@@ -313,15 +310,17 @@ class _Job:
             "sm12x.ledger.sha256": ledger_sha256,
         }
 
-    def _engine_build(self, name: str, files_of: context.Context, request: BuildRequest) -> None:
+    def _engine_build(
+        self, name: str, label: str, files_of: context.Context, request: BuildRequest
+    ) -> None:
         """Stage ``files_of`` as the context of ``request`` and build it."""
         log = self.work / f"{name}.log"
         log.unlink(missing_ok=True)
         self.work.mkdir(parents=True, exist_ok=True)
         with (
-            self.report.phase(f"{request.target} of {request.dockerfile.name}") as step,
-            TemporaryDirectory(dir=self.work, prefix="context-") as folder,
-            self.host.files() as secrets,
+            self.report.phase(f"{label} ({request.dockerfile.name})") as step,
+            TemporaryDirectory(dir=self.work, prefix=preflight.CONTEXT_PREFIX) as folder,
+            self.host.files(self.work) as secrets,
         ):
             files_of.write(Path(folder))
             follower = Follower(step)
@@ -339,14 +338,14 @@ class _Job:
                 raise self._failed(name, follower, log) from None
             finally:
                 follower.finish()
-                self.stages[name] = tuple(follower.stages.values())
+                self.stages.update(follower.stages)
 
     def _failed(self, name: str, follower: Follower, log: Path) -> Sm12xError:
         if follower.no_space:
             return NoSpaceError(
                 f"the disk of {self.engine.name} is full ({self.engine.storage()})",
-                next_step=f"free about {ENGINE_GIB:.0f} GiB there and run the same command again: "
-                "it resumes",
+                next_step=f"free about {preflight.ENGINE_GIB:.0f} GiB there and run the same "
+                "command again: it resumes",
             )
         return BuildFailedError(
             f"{self.engine.name} could not build {context.DOCKERFILES[name]}: {follower.reason}",
@@ -360,87 +359,7 @@ class _Job:
         self.seconds[name] = round(time.monotonic() - start, 1)
 
 
-def require_room(base: Base, engine: Engine) -> None:
-    """Raise NoSpaceError before anything starts if disk or memory will not do."""
-    work = work_folder(base)
-    work.mkdir(parents=True, exist_ok=True)
-    started = work / f"started-{engine.name}"
-    storage = engine.storage()
-    if storage is not None:
-        need = ENGINE_AGAIN_GIB if started.exists() else ENGINE_GIB
-        files.require_space(storage, need, what=f"building with {engine.name}")
-    files.require_space(layout.cache(), HOST_GIB, what="the cache")
-    files.require_space(layout.dist(base.version), HOST_GIB, what="the bundle")
-    stack = series.load(base)
-    changed = [file.path for patch in stack.patches for file in patch.files]
-    modules = select.touched(base, changed)
-    peak = max([MEMORY_GIB, *(module.peak_gib for module in modules)])
-    free = memory_gib(Path("/proc/meminfo"))
-    if free is not None and free < peak:
-        raise NoSpaceError(
-            f"the build needs {peak:.1f} GiB of memory, {free:.1f} GiB are free",
-            next_step="stop something, or build on a machine with more memory",
-        )
-    started.touch()
-
-
 def image_tags(version: str, stack_id: str, mode: str) -> tuple[str, ...]:
     """The tags of an image, the most telling first."""
     short = f"{IMAGE}:{version}-{stack_id}"
     return (f"{short}-{mode}", short)
-
-
-def work_folder(base: Base) -> Path:
-    """Logs, contexts and the lock of a bundle in the making."""
-    return layout.root() / "build" / base.version
-
-
-def memory_gib(meminfo: Path) -> float | None:
-    """GiB of memory that can be had without swapping; None where the system does not say."""
-    try:
-        for line in meminfo.read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) / 1024**2
-    except OSError:
-        return None
-    return None
-
-
-def _machine(base: Base, asked: str | None) -> str:
-    here = platform.machine()
-    machine = asked or here
-    if machine not in base.wheels:
-        raise BadArchitectureError(
-            f"base {base.version} has no wheel for {machine}",
-            next_step=f"choose one of {', '.join(base.wheels)} with --machine",
-        )
-    if machine != "x86_64":
-        raise BadArchitectureError(
-            f"images for {machine} cannot be built yet: only x86_64 is tried and audited",
-            next_step="build for x86_64; the steps of `sm12x build` work on either",
-        )
-    if here != machine:
-        raise BadArchitectureError(
-            f"this machine is {here}; an image for {machine} would have to be emulated",
-            next_step=f"run it on a machine that is {machine}",
-        )
-    return machine
-
-
-@contextmanager
-def _alone(base: Base) -> Iterator[None]:
-    """Keep a second bundle of the same checkout and base out."""
-    path = work_folder(base) / ".lock"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BuildFailedError(
-                f"another `sm12x bundle` of {base.version} runs in this checkout",
-                next_step="wait for it to end",
-            ) from None
-        yield
-    finally:
-        os.close(handle)

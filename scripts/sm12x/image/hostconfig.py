@@ -27,6 +27,8 @@ SYSTEM_CA = (
 )
 # BuildKit refuses a secret of more than 500 KiB.
 SECRET_LIMIT = 500 * 1024
+# A kill can leave the folder behind: whoever owns its parent removes it.
+SECRETS_PREFIX = "secrets-"
 DEBIAN_MIRROR = "http://mirror.invalid/debian"
 
 _PROXIES = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
@@ -49,9 +51,9 @@ class HostConfig:
     host_network: bool
 
     @contextmanager
-    def files(self) -> Iterator[dict[str, Path]]:
-        """The secrets as files that only this user can read, gone afterwards."""
-        with TemporaryDirectory(prefix="sm12x-secrets-") as folder:
+    def files(self, parent: Path) -> Iterator[dict[str, Path]]:
+        """The secrets as files in ``parent`` that only this user can read, gone afterwards."""
+        with TemporaryDirectory(dir=parent, prefix=SECRETS_PREFIX) as folder:
             paths: dict[str, Path] = {}
             for name, text in self.secrets.items():
                 paths[name] = Path(folder) / name

@@ -25,7 +25,8 @@ AUDIT_TEXT = "audit.txt"
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """A finished bundle. Sizes are in bytes, hashes sha256 in hex, ``seconds`` by phase.
+    """A finished bundle. Sizes are in bytes, hashes sha256 in hex, ``seconds`` by phase;
+    ``stage_seconds`` by stage of the Dockerfiles, None for one that came from the layer cache.
 
     ``inputs`` is the hash over all that the bundle was made of; ``image_id`` is "" where only the
     wheel was asked for.
@@ -49,6 +50,7 @@ class Record:
     image_size: int
     layers: tuple[Layer, ...]
     seconds: Mapping[str, float]
+    stage_seconds: Mapping[str, float | None]
     schema: int = SCHEMA
 
     def to_json(self) -> str:

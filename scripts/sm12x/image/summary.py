@@ -24,7 +24,7 @@ SMALL = 10 * MIB
 _MEANING = {
     "native": "runs as compiled for the device",
     "ptx": "compiled by the driver at the first start, kept in its cache",
-    "none": "code for other GPUs only; vLLM does not choose it here",
+    "none": "code for other GPUs only: calling it fails; audit.txt says why that is accepted",
     "unknown": "could not be read",
 }
 # What made a layer, by a word of its instruction, the first that fits.
@@ -119,6 +119,10 @@ def _code(audit: dict[str, Any]) -> str:
             cells.append(", ".join(f"{count} {kind}" for kind, count in units.items()) or "-")
         rows.append([library["path"], *cells])
     lines = ["Machine code of the wheel, in translation units", *_table(rows)]
+    for device in devices:
+        of = sum(totals[device].values())
+        parts = ", ".join(f"{count} {kind}" for kind, count in totals[device].items() if count)
+        lines.append(f"  all on {device}: {parts} of {of}")
     seen = [kind for kind in _MEANING if any(totals[device][kind] for device in devices)]
     lines += [f"  {kind:<8}{_MEANING[kind]}" for kind in seen]
     lines.append(f"  {host} more {_s('library', host)} without device code")
@@ -142,7 +146,18 @@ def _sizes(record: Record) -> str:
 
 def _times(record: Record) -> str:
     shown = ", ".join(f"{name} {_seconds(value)}" for name, value in record.seconds.items())
-    return f"Times\n  {shown}; together {_seconds(sum(record.seconds.values()))}"
+    lines = ["Times", f"  {shown}; together {_seconds(sum(record.seconds.values()))}"]
+    ran = [
+        f"{name} {_seconds(value)}"
+        for name, value in record.stage_seconds.items()
+        if value is not None and value >= 0.1
+    ]
+    cached = [name for name, value in record.stage_seconds.items() if value is None]
+    if ran:
+        lines.append(f"  stages that ran: {', '.join(ran)}")
+    if cached:
+        lines.append(f"  from the layer cache: {', '.join(cached)}")
+    return "\n".join(lines)
 
 
 def _output(record: Record, folder: Path) -> str:

@@ -1,0 +1,116 @@
+"""What is checked before a bundle starts: machine, disk, memory, and that it runs alone."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from sm12x import layout
+from sm12x.build import select
+from sm12x.core import files
+from sm12x.core.errors import BadArchitectureError, BuildFailedError, NoSpaceError
+from sm12x.image.engine import Engine
+from sm12x.image.hostconfig import SECRETS_PREFIX
+from sm12x.stack import series
+from sm12x.stack.base import Base
+
+# Measured with docker 20.10 and buildah 1.28 (docs in README): builder 6 GiB, image 10 GiB, package
+# cache 10 GiB, and what the engine needs for a moment while it writes a layer.
+ENGINE_GIB = 32.0
+# A resumed or repeated build finds most of that in the layer cache.
+ENGINE_AGAIN_GIB = 4.0
+# Archives in the cache, contexts, dist/.
+HOST_GIB = 1.5
+CONTEXT_PREFIX = "context-"
+# The audit and the install of the closure; a module's compilation may need more.
+MEMORY_GIB = 2.0
+
+
+def require_machine(base: Base, asked: str | None) -> str:
+    """The machine to build for, ours by default. Raises BadArchitectureError for another."""
+    here = platform.machine()
+    machine = asked or here
+    if machine not in base.wheels:
+        raise BadArchitectureError(
+            f"base {base.version} has no wheel for {machine}",
+            next_step=f"choose one of {', '.join(base.wheels)} with --machine",
+        )
+    if machine != "x86_64":
+        raise BadArchitectureError(
+            f"images for {machine} cannot be built yet: only x86_64 is tried and audited",
+            next_step="build for x86_64; the steps of `sm12x build` work on either",
+        )
+    if here != machine:
+        raise BadArchitectureError(
+            f"this machine is {here}; an image for {machine} would have to be emulated",
+            next_step=f"run it on a machine that is {machine}",
+        )
+    return machine
+
+
+def require_room(base: Base, engine: Engine) -> None:
+    """Raise NoSpaceError before anything starts if disk or memory will not do."""
+    work = work_folder(base)
+    work.mkdir(parents=True, exist_ok=True)
+    started = work / f"started-{engine.name}"
+    storage = engine.storage()
+    if storage is not None:
+        need = ENGINE_AGAIN_GIB if started.exists() else ENGINE_GIB
+        files.require_space(storage, need, what=f"building with {engine.name}")
+    files.require_space(layout.cache(), HOST_GIB, what="the cache")
+    files.require_space(layout.dist(base.version), HOST_GIB, what="the bundle")
+    stack = series.load(base)
+    changed = [file.path for patch in stack.patches for file in patch.files]
+    modules = select.touched(base, changed)
+    peak = max([MEMORY_GIB, *(module.peak_gib for module in modules)])
+    free = memory_gib(Path("/proc/meminfo"))
+    if free is not None and free < peak:
+        raise NoSpaceError(
+            f"the build needs {peak:.1f} GiB of memory, {free:.1f} GiB are free",
+            next_step="stop something, or build on a machine with more memory",
+        )
+    started.touch()
+
+
+def work_folder(base: Base) -> Path:
+    """Logs, contexts and the lock of a bundle in the making."""
+    return layout.root() / "build" / base.version
+
+
+def memory_gib(meminfo: Path) -> float | None:
+    """GiB of memory that can be had without swapping; None where the system does not say."""
+    try:
+        for line in meminfo.read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) / 1024**2
+    except OSError:
+        return None
+    return None
+
+
+@contextmanager
+def alone(base: Base) -> Iterator[None]:
+    """Keep a second bundle of the same checkout and base out."""
+    path = work_folder(base) / ".lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BuildFailedError(
+                f"another `sm12x bundle` of {base.version} runs in this checkout",
+                next_step="wait for it to end",
+            ) from None
+        for prefix in (CONTEXT_PREFIX, SECRETS_PREFIX):
+            # What a run that was killed has left.
+            for left in path.parent.glob(f"{prefix}*"):
+                shutil.rmtree(left, ignore_errors=True)
+        yield
+    finally:
+        os.close(handle)

@@ -1,0 +1,259 @@
+"""What is checked before a bundle, what it leaves, and what it says at the end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+from pathlib import Path
+
+import pytest
+
+from sm12x.build.ledger import FileEntry, Ledger, PatchEntry
+from sm12x.core import files
+from sm12x.core.errors import (
+    BadArchitectureError,
+    BadFileError,
+    BuildFailedError,
+    NoSpaceError,
+    UnknownBaseError,
+)
+from sm12x.image import bundle, preflight, record, summary
+from sm12x.image.docker import Docker
+from sm12x.image.engine import Engine, Layer
+from sm12x.stack import base as bases
+
+DATA = Path(__file__).parent / "data"
+MIB = 1024**2
+SHA = "0" * 64
+
+RECORD = record.Record(
+    version="0.21.0",
+    mode="quick",
+    machine="x86_64",
+    stack_id="1a2b3c4d",
+    arch_list="12.0a;12.1a",
+    inputs=SHA,
+    engine="docker 20.10 with its own BuildKit (/usr/bin/docker)",
+    base_image="debootstrap",
+    base_digest=f"sha256:{SHA}",
+    wheel="vllm-0.21.0+sm12x.1a2b3c4d-cp38-abi3-manylinux_2_24_x86_64.whl",
+    wheel_sha256=SHA,
+    wheel_size=237 * MIB,
+    ledger_sha256=SHA,
+    image_id="ad5bca12614f" + "0" * 52,
+    tags=("vllm-sm12x:0.21.0-1a2b3c4d-quick", "vllm-sm12x:0.21.0-1a2b3c4d"),
+    image_size=9000 * MIB,
+    layers=(
+        Layer(size=75 * MIB, made_by="ADD base.tar / # buildkit"),
+        Layer(size=0, made_by='CMD ["/bin/sh"]'),
+        Layer(size=8000 * MIB, made_by="RUN uv --requirement /opt/sm12x/requirements.lock"),
+        Layer(size=925 * MIB, made_by="RUN /bin/sh -c uv pip install /wheel/*.whl"),
+    ),
+    seconds={"fetch": 0.3, "wheel": 68.3, "image": 179.3},
+    stage_seconds={"packages": None, "native": 12.0},
+)
+LEDGER = Ledger(
+    base_version="0.21.0",
+    sdist="vllm-0.21.0.tar.gz",
+    sdist_sha256=SHA,
+    official_wheel="vllm-0.21.0-1-cp38-abi3-manylinux_2_24_x86_64.whl",
+    official_wheel_sha256=SHA,
+    stack_id="1a2b3c4d",
+    patches=(
+        PatchEntry(
+            name="0001-sticky-error.patch",
+            subject="Clear the error on entry",
+            upstream="https://example.invalid/1 (closed, never merged)",
+            drop_when="merged",
+            witness="tests/witness/test_x.py",
+            sha256=SHA,
+            state="applied",
+        ),
+    ),
+    mode="quick",
+    machine="x86_64",
+    python="3.13",
+    arch_list="12.0a;12.1a",
+    cmake_archs="12.0a",
+    compiler="gcc 14",
+    nvcc="13.0.88",
+    files=(
+        FileEntry(path="vllm/x.py", sha256=SHA, base_sha256=SHA, origin="patched"),
+        FileEntry(path="vllm/y.abi3.so", sha256=SHA, base_sha256=SHA, origin="compiled"),
+    ),
+    libraries=(),
+    lock_sha256=SHA,
+    dependencies={},
+)
+
+
+def _runs(native: int, ptx: int, none: int) -> dict[str, object]:
+    return {"units": {"native": native, "ptx": ptx, "none": none, "unknown": 0}}
+
+
+AUDIT = {
+    "devices": ["12.0", "12.1"],
+    "libraries": [
+        {
+            "path": "vllm/_C.abi3.so",
+            "cubins": {"12.0": 40},
+            "ptx": {"8.0": 20},
+            "unknown": [],
+            "runs": {"12.0": _runs(40, 20, 22), "12.1": _runs(40, 20, 22)},
+        },
+        {"path": "vllm/y.abi3.so", "cubins": {}, "ptx": {}, "unknown": [], "runs": {}},
+    ],
+}
+
+
+@pytest.mark.parametrize("unchanged", [False, True])
+def test_the_summary(unchanged: bool) -> None:
+    got = summary.text(
+        RECORD,
+        LEDGER,
+        AUDIT,
+        Path("dist/0.21.0"),
+        Docker(Path("/usr/bin/docker"), "20.10", buildx=False),
+        ["deepseek-v4-flash-rtx-pro-6000-tp4"],
+        unchanged=unchanged,
+    )
+    name = "summary-unchanged.txt" if unchanged else "summary.txt"
+    assert got == (DATA / name).read_text()
+
+
+def test_the_summary_as_json() -> None:
+    found = json.loads(summary.as_json(RECORD, Path("dist/0.21.0"), unchanged=True))
+    assert found["unchanged"] is True
+    assert found["tags"][0] == "vllm-sm12x:0.21.0-1a2b3c4d-quick"
+
+
+def _dist(folder: Path) -> record.Record:
+    folder.mkdir()
+    for name in (RECORD.wheel, record.LEDGER, record.AUDIT, record.AUDIT_TEXT):
+        (folder / name).write_text(name)
+    made = dataclasses.replace(
+        RECORD,
+        wheel_sha256=files.sha256(folder / RECORD.wheel),
+        ledger_sha256=files.sha256(folder / record.LEDGER),
+    )
+    record.write(folder, made)
+    return made
+
+
+def test_a_record_round_trips_and_tells_a_whole_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "0.21.0"
+    made = _dist(folder)
+    assert record.read(folder) == made
+    assert record.is_whole(folder, made)
+    (folder / RECORD.wheel).write_text("altered")
+    assert not record.is_whole(folder, made)
+    (folder / record.NAME).write_text("{}")
+    assert record.read(folder) is None
+
+
+def test_a_failed_build_leaves_the_last_one(tmp_path: Path) -> None:
+    final = tmp_path / "0.21.0"
+    _dist(final)
+    before = sorted(path.name for path in final.iterdir())
+
+    def fail() -> None:
+        with record.publishing(final) as staged:
+            (staged / "half").write_text("")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert sorted(path.name for path in final.iterdir()) == before
+    assert list(tmp_path.iterdir()) == [final]
+
+
+def test_a_new_build_takes_the_place_of_the_last_one(tmp_path: Path) -> None:
+    final = tmp_path / "0.21.0"
+    _dist(final)
+    (tmp_path / ".0.21.0.left").mkdir()
+    with record.publishing(final) as staged:
+        (staged / "new").write_text("")
+    assert [path.name for path in final.iterdir()] == ["new"]
+    assert list(tmp_path.iterdir()) == [final]
+
+
+def test_one_wheel_is_expected(tmp_path: Path) -> None:
+    with pytest.raises(BuildFailedError, match="0 wheels"):
+        record.one_wheel(tmp_path)
+
+
+class Quiet:
+    def say(self, text: str) -> None:
+        raise AssertionError(text)
+
+    def phase(self, label: str, *, live: bool = True) -> object:
+        raise AssertionError(label)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        (bundle.Options(version="0.20.9"), UnknownBaseError),
+        (bundle.Options(version="0.21.0", arch_list="12.1"), BadArchitectureError),
+        (bundle.Options(version="0.21.0", machine="aarch64"), BadArchitectureError),
+    ],
+)
+def test_wrong_input_is_refused_before_any_program_is_started(
+    options: bundle.Options, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    with pytest.raises(kind):
+        bundle.run(options, Quiet())  # type: ignore[arg-type]
+
+
+class Store(Docker):
+    """An engine whose images would lie in a folder of the test."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(Path("/usr/bin/docker"), "1", buildx=True)
+        self.folder = folder
+
+    def storage(self) -> Path | None:
+        return self.folder
+
+
+def test_space_is_checked_with_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = bases.load("0.21.0")
+    monkeypatch.setattr(preflight, "work_folder", lambda base: tmp_path / "work")
+    monkeypatch.setattr(preflight, "ENGINE_GIB", 1e6)
+    engine: Engine = Store(tmp_path)
+    with pytest.raises(NoSpaceError, match=r"building with docker needs 1000000\.0 GiB"):
+        preflight.require_room(base, engine)
+    monkeypatch.setattr(preflight, "ENGINE_GIB", 0.0)
+    monkeypatch.setattr(preflight, "memory_gib", lambda path: 0.5)
+    with pytest.raises(NoSpaceError, match=r"needs 2\.0 GiB of memory, 0\.5 GiB are free"):
+        preflight.require_room(base, engine)
+
+
+def test_available_memory(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 9 kB\nMemAvailable:    2097152 kB\n")
+    assert preflight.memory_gib(meminfo) == 2.0
+    assert preflight.memory_gib(tmp_path / "nowhere") is None
+
+
+def test_two_bundles_of_a_checkout_do_not_run_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = bases.load("0.21.0")
+    monkeypatch.setattr(preflight, "work_folder", lambda base: tmp_path)
+    (tmp_path / "secrets-left").mkdir()
+    with preflight.alone(base):
+        assert not (tmp_path / "secrets-left").exists()
+        with pytest.raises(BuildFailedError, match="another"), preflight.alone(base):
+            pass
+    with preflight.alone(base):
+        pass
+
+
+def test_an_audit_that_is_none_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "audit.json"
+    path.write_text('{"schema": 2}')
+    with pytest.raises(BadFileError, match="schema 2"):
+        summary.read_audit(path)
