@@ -6,39 +6,26 @@ import dataclasses
 import json
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from sm12x import layout
-from sm12x.core import index, progress
-from sm12x.core.errors import BadFileError, FindingsError, UnknownBaseError
+from sm12x.commands.patchoptions import (
+    DIRECTORY,
+    FIND_LINKS,
+    JSON,
+    base_option,
+    cached,
+    chosen,
+    fetch,
+)
+from sm12x.core import progress
+from sm12x.core.errors import BadFileError, FindingsError
 from sm12x.stack import apply as applying
-from sm12x.stack import base as bases
 from sm12x.stack import edit, refresh, render, series, tree, witness
 from sm12x.stack.base import Base
-
-_Command = TypeVar("_Command", bound=Callable[..., Any])
-
-_FIND_LINKS = click.option(
-    "--find-links",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Take the sdist from this folder and use no network.",
-)
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-_DIRECTORY = click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
-
-
-def _base_option(function: _Command) -> _Command:
-    return click.option(
-        "--base",
-        "version",
-        envvar="BASE",
-        metavar="VERSION",
-        help="The base; needed only where there are several.  [env: BASE]",
-    )(function)
 
 
 @click.group()
@@ -50,14 +37,14 @@ def command() -> None:
 
 
 @command.command("list")
-@_base_option
-@_JSON
+@base_option
+@JSON
 def list_command(version: str | None, as_json: bool) -> None:
     """Show the patches of a base in order, with their upstream state.
 
     Example: sm12x patch list --json
     """
-    base = _base(version)
+    base = chosen(version)
     stack = series.load(base)
     if not as_json:
         click.echo(render.stack(stack, base.version), nl=False)
@@ -79,12 +66,12 @@ def list_command(version: str | None, as_json: bool) -> None:
 
 
 @command.command("check")
-@_base_option
+@base_option
 @click.option(
     "--messages-only", is_flag=True, help="Lint the series and the messages; fetch nothing."
 )
-@_FIND_LINKS
-@_JSON
+@FIND_LINKS
+@JSON
 def check_command(
     version: str | None, messages_only: bool, find_links: Path | None, as_json: bool
 ) -> None:
@@ -95,13 +82,13 @@ def check_command(
 
     Example: sm12x patch check --messages-only
     """
-    base = _base(version)
+    base = chosen(version)
     findings = series.check(base, root=layout.root())
     report: applying.ApplyReport | None = None
     conflict: applying.StackConflictError | None = None
     # What cannot be read cannot be applied; the findings say so.
     if not messages_only and _readable(base):
-        archive = _fetch(base, find_links)
+        archive = fetch(base, find_links)
         stack = series.load(base)
         with tempfile.TemporaryDirectory(prefix="sm12x-check-") as folder:
             source = Path(folder) / "source"
@@ -139,14 +126,14 @@ def check_command(
 
 
 @command.command("apply")
-@_DIRECTORY
-@_base_option
+@DIRECTORY
+@base_option
 @click.option("--unpack", is_flag=True, help="DIR is new: fetch the sdist and unpack it there.")
 @click.option(
     "--no-repository", is_flag=True, help="Change the files only; leave no git repository."
 )
-@_FIND_LINKS
-@_JSON
+@FIND_LINKS
+@JSON
 def apply_command(
     directory: Path,
     version: str | None,
@@ -163,11 +150,11 @@ def apply_command(
 
     Example: sm12x patch apply --unpack ../vllm
     """
-    base = _base(version)
+    base = chosen(version)
     stack = series.load(base)
-    archive = _cached(base)
+    archive = cached(base)
     if unpack:
-        archive = _fetch(base, find_links)
+        archive = fetch(base, find_links)
         with progress.spinner(f"unpacking {base.sdist.name}"):
             tree.unpack(archive, directory)
     try:
@@ -197,9 +184,9 @@ def apply_command(
 
 
 @command.command("refresh")
-@_DIRECTORY
-@_base_option
-@_JSON
+@DIRECTORY
+@base_option
+@JSON
 def refresh_command(directory: Path, version: str | None, as_json: bool) -> None:
     """Export the commits of DIR, made by `sm12x patch apply`, back into the base's patches.
 
@@ -207,7 +194,7 @@ def refresh_command(directory: Path, version: str | None, as_json: bool) -> None
 
     Example: sm12x patch refresh ../vllm
     """
-    base = _base(version)
+    base = chosen(version)
     try:
         report = refresh.refresh(base, directory, root=layout.root())
     except refresh.MessageError as error:
@@ -220,8 +207,8 @@ def refresh_command(directory: Path, version: str | None, as_json: bool) -> None
 
 
 @command.command("new")
-@_DIRECTORY
-@_base_option
+@DIRECTORY
+@base_option
 @click.option("--subject", required=True, help="What the patch does, in the imperative.")
 @click.option("--body", help="What was wrong and why this fixes it.")
 @click.option(
@@ -244,7 +231,7 @@ def refresh_command(directory: Path, version: str | None, as_json: bool) -> None
     help="Path of its test in the checkout. May be repeated.",
 )
 @click.option("--author", help='"Name <mail>"; by default who git says you are.')
-@_JSON
+@JSON
 def new_command(
     directory: Path,
     version: str | None,
@@ -269,7 +256,7 @@ def new_command(
     """
     if (body is None) == (body_file is None):
         raise click.UsageError("Give one of --body and --body-file.")
-    base = _base(version)
+    base = chosen(version)
     text = body if body is not None else _read(body_file)
     try:
         report = edit.new(
@@ -298,9 +285,9 @@ def new_command(
 
 @command.command("drop")
 @click.argument("name", metavar="NAME")
-@_base_option
-@_FIND_LINKS
-@_JSON
+@base_option
+@FIND_LINKS
+@JSON
 def drop_command(name: str, version: str | None, find_links: Path | None, as_json: bool) -> None:
     """Take the patch NAME (file name or number) out of the series, if the rest still applies.
 
@@ -308,10 +295,10 @@ def drop_command(name: str, version: str | None, find_links: Path | None, as_jso
 
     Example: sm12x patch drop 0002
     """
-    base = _base(version)
+    base = chosen(version)
     stack = series.load(base)
     stack.get(name)
-    archive = _fetch(base, find_links)
+    archive = fetch(base, find_links)
     try:
         with progress.spinner("applying the rest"):
             report = edit.drop(base, stack, name, archive, root=layout.root())
@@ -332,7 +319,7 @@ def drop_command(name: str, version: str | None, find_links: Path | None, as_jso
 
 @command.command("witness")
 @click.argument("names", metavar="[NAME]...", nargs=-1)
-@_base_option
+@base_option
 @click.option(
     "--python",
     type=click.Path(path_type=Path),
@@ -353,8 +340,8 @@ def drop_command(name: str, version: str | None, find_links: Path | None, as_jso
     show_default=True,
     help="How many run at a time; each may take 2 GiB of memory.",
 )
-@_FIND_LINKS
-@_JSON
+@FIND_LINKS
+@JSON
 def witness_command(
     names: tuple[str, ...],
     version: str | None,
@@ -371,10 +358,10 @@ def witness_command(
 
     Example: sm12x patch witness 0001
     """
-    base = _base(version)
+    base = chosen(version)
     stack = series.load(base)
     patches = [stack.get(name) for name in names] if names else list(stack.patches)
-    archive = _fetch(base, find_links)
+    archive = fetch(base, find_links)
     root = layout.root()
     if python is None and patches:
         with progress.spinner("setting up the witnesses' environment"):
@@ -411,41 +398,12 @@ def _say(text: str) -> None:
     click.echo(text, err=True)
 
 
-def _base(version: str | None) -> Base:
-    if version is not None:
-        return bases.load(version)
-    known = bases.versions()
-    if len(known) == 1:
-        return bases.load(known[0])
-    raise UnknownBaseError(
-        f"there are {len(known)} bases ({', '.join(known) or 'none'}), and none was chosen",
-        next_step="add --base VERSION, or set BASE",
-    )
-
-
 def _readable(base: Base) -> bool:
     try:
         series.load(base)
     except BadFileError:
         return False
     return True
-
-
-def _fetch(base: Base, find_links: Path | None) -> Path:
-    with progress.transfer(base.sdist.name) as moved:
-        return index.fetch(
-            base.sdist.name.rpartition("-")[0],
-            base.sdist.name,
-            base.sdist.sha256,
-            cache=layout.cache(),
-            find_links=find_links,
-            on_progress=moved,
-        )
-
-
-def _cached(base: Base) -> Path | None:
-    """The sdist, if it has been fetched before: it lets an error name the files that differ."""
-    return index.cached(base.sdist.name, base.sdist.sha256, cache=layout.cache())
 
 
 def _read(path: Path | None) -> str:

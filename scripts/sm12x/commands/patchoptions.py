@@ -1,0 +1,66 @@
+"""What the subcommands of `sm12x patch` share: options, the base they name, and its sdist."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from sm12x import layout
+from sm12x.core import index, progress
+from sm12x.core.errors import UnknownBaseError
+from sm12x.stack import base as bases
+from sm12x.stack.base import Base
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+FIND_LINKS = click.option(
+    "--find-links",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Take the sdist from this folder and use no network.",
+)
+JSON = click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+DIRECTORY = click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+
+
+def base_option(function: _Command) -> _Command:
+    return click.option(
+        "--base",
+        "version",
+        envvar="BASE",
+        metavar="VERSION",
+        help="The base; needed only where there are several.  [env: BASE]",
+    )(function)
+
+
+def chosen(version: str | None) -> Base:
+    """The base that was named, or the only one there is."""
+    if version is not None:
+        return bases.load(version)
+    known = bases.versions()
+    if len(known) == 1:
+        return bases.load(known[0])
+    raise UnknownBaseError(
+        f"there are {len(known)} bases ({', '.join(known) or 'none'}), and none was chosen",
+        next_step="add --base VERSION, or set BASE",
+    )
+
+
+def fetch(base: Base, find_links: Path | None) -> Path:
+    """The base's sdist, fetched if need be."""
+    with progress.transfer(base.sdist.name) as moved:
+        return index.fetch(
+            base.sdist.name.rpartition("-")[0],
+            base.sdist.name,
+            base.sdist.sha256,
+            cache=layout.cache(),
+            find_links=find_links,
+            on_progress=moved,
+        )
+
+
+def cached(base: Base) -> Path | None:
+    """The sdist, if it has been fetched before: it lets an error name the files that differ."""
+    return index.cached(base.sdist.name, base.sdist.sha256, cache=layout.cache())
