@@ -109,6 +109,11 @@ def _vllm_config() -> Any:
 
 def prepare() -> None:
     """Import and configure in pytest's own process, once, so that every fork has it."""
+    from vllm import platforms
+    from vllm.platforms.interface import UnspecifiedPlatform
+
+    # Where the machine has a GPU, vLLM would choose its platform and start CUDA.
+    platforms._current_platform = UnspecifiedPlatform()
     import tests.witness.executor_worker  # noqa: F401
     import vllm.v1.engine.core_client
     import vllm.v1.executor.multiproc_executor  # noqa: F401
