@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from sm12x import layout
+from sm12x.core import lockfile
 from sm12x.core.errors import BadFileError, UnknownBaseError
 from sm12x.stack import base
 
@@ -27,6 +28,14 @@ def test_every_committed_base_reads(version: str) -> None:
     assert loaded.version == version
     assert set(loaded.wheels) == {"x86_64", "aarch64"} == set(loaded.locks)
     assert all(len(pinned.sha256) == 64 for pinned in (loaded.sdist, *loaded.wheels.values()))
+
+
+@pytest.mark.parametrize("version", base.versions())
+def test_what_the_witnesses_install_is_locked_for_every_machine(version: str) -> None:
+    loaded = base.load(version)
+    for machine in loaded.locks:
+        locked = lockfile.read(loaded.lock_path(machine)).versions
+        assert set(loaded.witness.packages) <= set(locked)
 
 
 def test_an_unknown_base_names_the_nearest() -> None:
