@@ -200,8 +200,11 @@ def test_sigterm_while_applying_changes_nothing(
     assert list(temporary.iterdir()) == []
 
 
-def test_a_kill_between_two_files_is_told_by_the_next_run(world: World) -> None:
+def test_a_kill_between_two_files_is_told_by_the_next_run(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SIGKILL cannot be caught: what it leaves must not be taken for a patched tree."""
+    monkeypatch.setenv("TMPDIR", str(world.work))
     directory = world.fresh("killed")
     driver = textwrap.dedent(f"""\
         import os, signal
