@@ -1,0 +1,82 @@
+"""The tables of the README that are made from the data they describe.
+
+A table stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``; everything else in the
+file is left alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from sm12x.core.errors import EXIT_CODES, BadFileError
+from sm12x.stack import base as bases
+from sm12x.stack import series
+
+_BLOCK = re.compile(
+    r"(?P<head><!-- generated: (?P<name>[a-z-]+) -->\n).*?(?P<tail><!-- end -->)", re.DOTALL
+)
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; a pipe in a cell is escaped, a line break becomes a blank."""
+    lines = [_row(header), _row(["---"] * len(header)), *(_row(row) for row in rows)]
+    return "\n".join(lines) + "\n"
+
+
+def _row(cells: Sequence[str]) -> str:
+    clean = (" ".join(cell.split()).replace("|", "\\|") for cell in cells)
+    return "| " + " | ".join(clean) + " |"
+
+
+def patches_table() -> str:
+    """One row a patch of every base: what it mends, the upstream thread, when it can go."""
+    rows: list[tuple[str, ...]] = []
+    for version in bases.versions():
+        stack = series.load(bases.load(version))
+        rows += [
+            (version, f"`{patch.name}`", patch.subject, patch.upstream, patch.drop_when)
+            for patch in stack.patches
+        ]
+    return markdown(("base", "patch", "what it mends", "upstream", "drop when"), rows)
+
+
+def exit_codes_table() -> str:
+    return markdown(
+        ("exit code", "meaning"), [(str(code), text) for code, text in sorted(EXIT_CODES.items())]
+    )
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "patches": patches_table,
+    "exit-codes": exit_codes_table,
+}
+
+
+def rendered(text: str, path: Path) -> str:
+    """``text`` with every generated table made anew.
+
+    Raises:
+        BadFileError: a block names no known table, or a known table has no block.
+    """
+    seen: set[str] = set()
+
+    def fill(block: re.Match[str]) -> str:
+        name = block["name"]
+        if name not in TABLES:
+            raise BadFileError(
+                f"{path}: no generator makes the table {name!r} (known: {', '.join(TABLES)})",
+                next_step="mend the name in the comment",
+            )
+        seen.add(name)
+        return f"{block['head']}{TABLES[name]()}{block['tail']}"
+
+    new = _BLOCK.sub(fill, text)
+    missing = [name for name in TABLES if name not in seen]
+    if missing:
+        raise BadFileError(
+            f"{path}: no block for the generated table(s) {', '.join(missing)}",
+            next_step="add `<!-- generated: NAME -->` and `<!-- end -->` where the table belongs",
+        )
+    return new
