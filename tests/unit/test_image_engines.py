@@ -36,7 +36,6 @@ REQUEST = BuildRequest(
     build_args={"B": "2", "A": "1"},
     secrets={"ca": Path("/s/ca")},
     tags=("t:1",),
-    labels={"l": "v"},
     output_dir=Path("/o"),
     host_network=True,
 )
@@ -170,7 +169,7 @@ def test_buildah_is_installed_only_where_nothing_else_is(monkeypatch: pytest.Mon
 def test_the_command_lines() -> None:
     common = [
         *("--file", "D", "--target", "out", "--build-arg", "A=1", "--build-arg", "B=2"),
-        *("--secret", "id=ca,src=/s/ca", "--label", "l=v", "--tag", "t:1"),
+        *("--secret", "id=ca,src=/s/ca", "--tag", "t:1"),
         *("--output", "type=local,dest=/o", "--network", "host"),
     ]
     docker = Docker(DOCKER, "20.10", buildx=False)

@@ -122,11 +122,10 @@ class Podman(Buildah):
         return found
 
     def layers(self, reference: str) -> tuple[Layer, ...]:
-        words = ["history", "--no-trunc", "--human=false", "--format", "{{.Size}}\t{{.CreatedBy}}"]
-        lines = process.run([self.program, *words, reference]).stdout.splitlines()
+        done = process.run([self.program, "history", "--no-trunc", "--format", "json", reference])
         return tuple(
-            Layer(size=int(size), made_by=made_by)
-            for size, _, made_by in (line.partition("\t") for line in reversed(lines))
+            Layer(size=int(entry["size"]), made_by=str(entry["CreatedBy"]))
+            for entry in reversed(json.loads(done.stdout))
         )
 
     def size(self, reference: str) -> int:

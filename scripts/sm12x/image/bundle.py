@@ -286,29 +286,20 @@ class _Job:
                     "BASE_IMAGE": self.image.reference,
                     "PACKAGE_SHA256": context.package_digest(),
                     "WHEEL_SHA256": files.sha256(wheel),
+                    # What the labels say.
+                    "BASE": self.base.version,
+                    "STACK": ledger.stack_id,
+                    "MODE": self.options.mode,
+                    "ARCH_LIST": self.arch_list,
+                    "VERSION": ledger.wheel_version,
+                    "SM12X_VERSION": __version__,
+                    "BASE_IMAGE_NAME": self.image.origin,
+                    "BASE_IMAGE_DIGEST": self.image.digest,
+                    "LEDGER_SHA256": files.sha256(ledger_path),
                 },
-                labels=self._labels(ledger, files.sha256(ledger_path)),
                 tags=tags,
             ),
         )
-
-    def _labels(self, ledger: ledgers.Ledger, ledger_sha256: str) -> dict[str, str]:
-        return {
-            "org.opencontainers.image.title": IMAGE,
-            "org.opencontainers.image.description": (
-                f"vLLM {self.base.version} patched for SM12x GPUs, {self.options.mode} mode"
-            ),
-            "org.opencontainers.image.version": ledger.wheel_version,
-            "org.opencontainers.image.licenses": "Apache-2.0",
-            "org.opencontainers.image.base.name": self.image.origin,
-            "org.opencontainers.image.base.digest": self.image.digest,
-            "sm12x.version": __version__,
-            "sm12x.base": self.base.version,
-            "sm12x.stack": ledger.stack_id,
-            "sm12x.mode": self.options.mode,
-            "sm12x.arch-list": self.arch_list,
-            "sm12x.ledger.sha256": ledger_sha256,
-        }
 
     def _engine_build(
         self, name: str, label: str, files_of: context.Context, request: BuildRequest

@@ -30,7 +30,6 @@ class BuildRequest:
     target: str
     build_args: Mapping[str, str] = field(default_factory=dict)
     secrets: Mapping[str, Path] = field(default_factory=dict)
-    labels: Mapping[str, str] = field(default_factory=dict)
     tags: tuple[str, ...] = ()
     output_dir: Path | None = None
     host_network: bool = False
@@ -149,8 +148,6 @@ def common_words(request: BuildRequest) -> list[str]:
         words += ["--build-arg", f"{key}={value}"]
     for key, path in sorted(request.secrets.items()):
         words += ["--secret", f"id={key},src={path}"]
-    for key, value in sorted(request.labels.items()):
-        words += ["--label", f"{key}={value}"]
     for tag in request.tags:
         words += ["--tag", tag]
     if request.output_dir is not None:

@@ -19,6 +19,7 @@ _STEP = re.compile(r"(?:\[(?P<stage>\d+)/\d+\] )?STEP (?P<step>\d+)/(?P<steps>\d
 _FROM_AS = re.compile(r"FROM \S+ AS (?P<name>\S+)", re.IGNORECASE)
 
 _ERROR = re.compile(r"^(?:error|fatal|E|ERROR)\b:? ?", re.IGNORECASE)
+_OURS = re.compile(r"error: (?!building at STEP).*\. Next: ")
 _NO_SPACE = re.compile(r"no space left on device|ENOSPC", re.IGNORECASE)
 
 
@@ -67,7 +68,7 @@ class Follower:
         """The most telling line of what was printed, for an error message."""
         if self._errors:
             # Our own commands say "error: ... Next: ..."; what the engine adds after it tells less.
-            ours = [text for text in self._errors if ". Next: " in text]
+            ours = [text for text in self._errors if _OURS.match(text)]
             text = _ERROR.sub("", (ours or self._errors)[-1], count=1)
             return text.partition(". Next: ")[0]
         return self._said[-1] if self._said else "it said nothing"
@@ -75,7 +76,9 @@ class Follower:
     def _buildkit(self, number: str, rest: str) -> None:
         named = _NAMED.match(rest)
         if named:
-            self._vertices[number] = named["stage"]
+            # FROM is reported as done even where there is nothing to do.
+            if not named["text"].startswith("FROM "):
+                self._vertices[number] = named["stage"]
             self._start(named["stage"], named["text"])
             return
         stage = self._vertices.get(number)

@@ -1,0 +1,151 @@
+"""The engine layer with each real engine that is here: builds, secrets, caches, failures."""
+
+from __future__ import annotations
+
+import os
+import re
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from sm12x import layout
+from sm12x.core import process
+from sm12x.core.errors import ToolFailedError
+from sm12x.image import engines
+from sm12x.image.engine import BuildRequest, Engine
+from sm12x.image.hostconfig import HostConfig
+from sm12x.image.output import Follower
+
+TAG = f"sm12x-engine-test:{os.getpid()}"
+HIDDEN = "vHj3-what-no-layer-may-hold"
+MARKER = "vHj3-what-the-step-wrote"
+
+DOCKERFILE = f"""\
+FROM {TAG}-base AS work
+COPY with-host.sh /with-host.sh
+RUN --mount=type=secret,id=env,mode=0444,required=false \\
+    --mount=type=secret,id=netrc,mode=0444,required=false \\
+    --mount=type=cache,target=/cache \\
+    --mount=type=bind,source=links,target=/links \\
+    sh /with-host.sh sh -c 'test ${{#TOKEN}} = {len(HIDDEN)} \\
+      && test -z "$NETRC" && echo {MARKER} > /result'
+ARG MODE
+LABEL sm12x.mode="${{MODE}}"
+FROM scratch AS out
+COPY --from=work /result /result
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rig:
+    engine: Engine
+    context: Path
+    host: HostConfig
+
+    def build(self, folder: Path, **choices: object) -> Follower:
+        follower = Follower(lambda step: None)
+        with self.host.files(folder) as secrets:
+            request = BuildRequest(
+                **{
+                    "dockerfile": self.context / "Dockerfile",
+                    "context": self.context,
+                    "target": "work",
+                    "secrets": secrets,
+                    **choices,
+                }  # type: ignore[arg-type]
+            )
+            self.engine.build(request, on_line=follower, log=folder / "log")
+        follower.finish()
+        return follower
+
+
+def _programs(*names: str) -> dict[str, Path]:
+    """Programs of this machine and the libraries they load, by their place in an image."""
+    found: dict[str, Path] = {}
+    for name in names:
+        program = process.which(name)
+        assert program is not None
+        found[f"bin/{name}"] = program.resolve()
+        for library in re.findall(r"(/\S+) \(0x", process.run(["ldd", program]).stdout):
+            found[library.lstrip("/")] = Path(library).resolve()
+    return found
+
+
+@pytest.fixture(scope="module", params=engines.NAMES)
+def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    ready = (probe.engine for probe in engines.probe_all() if probe.name == request.param)
+    engine = next((found for found in ready if found), None)
+    if engine is None:
+        pytest.skip(f"no {request.param} here can build")
+    folder = tmp_path_factory.mktemp(request.param)
+    archive = folder / "root.tar"
+    with tarfile.open(archive, "w") as tar:
+        for name, path in _programs("sh", "test").items():
+            tar.add(path, name)
+    engine.import_tar(archive, f"{TAG}-base", {"made": "here"}, on_line=lambda line: None)
+    context = folder / "context"
+    (context / "links").mkdir(parents=True)
+    (context / "Dockerfile").write_text(DOCKERFILE)
+    wrapper = layout.data() / "image" / "with-host.sh"
+    (context / "with-host.sh").write_bytes(wrapper.read_bytes())
+    host = HostConfig(secrets={"env": f"export TOKEN={HIDDEN}\n"}, mirror="", host_network=False)
+    yield Rig(engine=engine, context=context, host=host)
+    process.run([engine.program, "rmi", "--force", f"{TAG}-base"], check=False)
+
+
+def test_the_imported_image_has_its_label(rig: Rig) -> None:
+    assert rig.engine.labels(f"{TAG}-base")["made"] == "here"
+    assert rig.engine.has_image(f"{TAG}-base")
+    assert not rig.engine.has_image("sm12x-engine-test:nowhere")
+
+
+def test_a_stage_is_written_to_a_folder(rig: Rig, tmp_path: Path) -> None:
+    rig.build(tmp_path, target="out", output_dir=tmp_path / "out")
+    assert (tmp_path / "out" / "result").read_text() == f"{MARKER}\n"
+
+
+def test_a_secret_is_in_no_layer_and_no_configuration(rig: Rig, tmp_path: Path) -> None:
+    try:
+        rig.build(tmp_path, tags=(TAG,), build_args={"MODE": "quick"})
+        assert rig.engine.labels(TAG)["sm12x.mode"] == "quick"
+        assert rig.engine.image_id(TAG)
+        assert sum(layer.size for layer in rig.engine.layers(TAG)) > 1_000_000
+        archive = tmp_path / "image.tar"
+        rig.engine.export(TAG, archive)
+    finally:
+        process.run([rig.engine.program, "rmi", TAG], check=False)
+    raw = archive.read_bytes()
+    # The marker shows that the layers are there to be read, uncompressed.
+    assert MARKER.encode() in raw
+    assert HIDDEN.encode() not in raw
+
+
+def test_a_second_build_comes_from_the_cache_whatever_the_secret(rig: Rig, tmp_path: Path) -> None:
+    rig.build(tmp_path, target="out", output_dir=tmp_path / "one")
+    other = Rig(
+        engine=rig.engine,
+        context=rig.context,
+        host=HostConfig(
+            secrets={"env": "export TOKEN=another one\n"}, mirror="", host_network=False
+        ),
+    )
+    follower = other.build(tmp_path, target="out", output_dir=tmp_path / "two")
+    assert follower.stages["work"].cached
+    assert (tmp_path / "two" / "result").read_text() == f"{MARKER}\n"
+
+
+def test_a_failing_step_is_named(rig: Rig, tmp_path: Path) -> None:
+    broken = tmp_path / "Dockerfile"
+    broken.write_text(
+        f"FROM {TAG}-base AS work\n"
+        "RUN echo 'error: the compiler is gone. Next: look for it.' && exit 3\n"
+    )
+    follower = Follower(lambda step: None)
+    with pytest.raises(ToolFailedError):
+        rig.engine.build(
+            BuildRequest(dockerfile=broken, context=rig.context, target="work"), on_line=follower
+        )
+    assert follower.reason == "the compiler is gone"
