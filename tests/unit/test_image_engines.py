@@ -57,7 +57,7 @@ def test_an_engine_that_is_down_is_passed_over_unless_asked_for() -> None:
     ("probes", "wanted", "text"),
     [
         ([], None, "looked for docker, podman, buildah"),
-        ([READY_DOCKER], "podman", "looked for podman"),
+        ([READY_DOCKER], "podman", "podman is not installed"),
         ([LACKING_DOCKER], None, r"/usr/local/bin/docker: no buildx\. Next: add buildx\."),
     ],
 )

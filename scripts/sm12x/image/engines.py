@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sm12x.core import process
-from sm12x.core.errors import EngineNotRunningError, NoEngineError
+from sm12x.core.errors import EngineNotRunningError, NoEngineError, ToolFailedError
 from sm12x.image.buildah import Buildah, Podman, needs_chroot
 from sm12x.image.docker import Docker
 from sm12x.image.engine import Engine
@@ -71,9 +71,12 @@ def choose(probes: Sequence[Probe], wanted: str | None) -> Choice:
     if asked:
         why = "; ".join(f"{probe.program}: {probe.why}" for probe in asked)
         raise NoEngineError(f"no engine can build: {why}", next_step=asked[0].next_step)
-    looked = wanted or ", ".join(NAMES)
+    if wanted is not None:
+        raise NoEngineError(
+            f"{wanted} is not installed", next_step=f"install {wanted}, or leave out --engine"
+        )
     raise NoEngineError(
-        f"no container engine is installed (looked for {looked})",
+        f"no container engine is installed (looked for {', '.join(NAMES)})",
         next_step="install one, such as `apt-get install buildah`, or run as root on Debian or "
         "Ubuntu, where buildah is installed for you",
     )
@@ -91,7 +94,14 @@ def find(wanted: str | None, *, say: Callable[[str], None]) -> Engine:
     usable = any(probe.engine or probe.down for probe in there)
     if not usable and wanted in (None, "buildah") and _can_install():
         say("no container engine can build here: installing buildah with apt-get")
-        _install("buildah")
+        try:
+            _install("buildah")
+        except ToolFailedError as error:
+            raise NoEngineError(
+                "no container engine is installed, and apt-get could not install buildah: "
+                f"{_last_line(error.message)}",
+                next_step="install docker, podman or buildah",
+            ) from None
         probes = probe_all()
     choice = choose(probes, wanted)
     for note in choice.notes:
@@ -148,13 +158,8 @@ def _docker_down(program: Path, said: str) -> Probe:
         )
     else:
         managed = Path("/run/systemd/system").is_dir()
-        start = (
-            "sudo systemctl start docker" if managed else "sudo sh -c 'dockerd >/dev/null 2>&1 &'"
-        )
-        why, step = (
-            "the engine does not answer",
-            f"start it as root with `{start}` and run this again",
-        )
+        start = "systemctl start docker" if managed else "dockerd >/tmp/dockerd.log 2>&1 &"
+        why, step = "the engine does not answer", f"start it as root with `{start}`, then try again"
     return Probe(name="docker", program=program, why=why, next_step=step, down=True)
 
 
