@@ -310,12 +310,18 @@ def _wait(child: int, seconds: float) -> bool:
 def _end_session(leader: int, *, reaped: bool) -> None:
     """End what is left of a test's processes, and with them their shared memory.
 
-    Python's resource tracker outlives a SIGTERM and unlinks the shared memory of the processes
-    that did not; only what is still there after that is killed.
+    Python's resource tracker unlinks the shared memory of processes that died without doing so,
+    once they all have: it ignores SIGTERM, and is killed last.
     """
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(leader, number)
+    for number, spared in (
+        (signal.SIGTERM, ""),
+        (signal.SIGKILL, "resource_tracker"),
+        (signal.SIGKILL, ""),
+    ):
+        for pid in _running(leader):
+            with contextlib.suppress(OSError):
+                if not spared or spared not in Path(f"/proc/{pid}/cmdline").read_text():
+                    os.kill(pid, number)
         end = time.monotonic() + 5
         while time.monotonic() < end:
             if not reaped:
@@ -325,12 +331,13 @@ def _end_session(leader: int, *, reaped: bool) -> None:
             time.sleep(0.02)
 
 
-def _running(group: int) -> bool:
-    """Whether a process of the group runs; one that is dead and unreaped does not."""
+def _running(group: int) -> list[int]:
+    """The processes of the group that run; those that are dead and unreaped do not."""
+    found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             # pid (name) state parent group ...; the name may hold spaces and brackets.
-            state, _, found = stat.read_text().rpartition(")")[2].split()[:3]
-            if int(found) == group and state not in "ZX":
-                return True
-    return False
+            state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state not in "ZX":
+                found.append(int(stat.parent.name))
+    return found
