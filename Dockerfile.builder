@@ -2,8 +2,8 @@
 # `sm12x bundle` stages the context, so that each stage sees only what it depends on; editing one
 # patch rebuilds from `source` on, and `native` only if what is compiled has changed.
 #
-# No heredocs, no `COPY --link` and no `# syntax=` line: BuildKit of docker 20.10, podman and buildah
-# must read it, and a syntax line would pull an image.
+# No heredocs, no `COPY --link` and no `# syntax=` line: BuildKit of docker 20.10, podman and
+# buildah must read it, and a syntax line would pull an image.
 #
 # hadolint global ignore=DL3008
 # DL3008: Debian's archive keeps one version of a package within a release, so a pinned version
@@ -12,39 +12,39 @@ ARG BASE_IMAGE=debian:trixie-slim
 
 # ---- Debian's Python 3.13 and GCC 14, and the locked build requirements with the CUDA toolkit.
 FROM ${BASE_IMAGE} AS packages
-RUN --mount=type=bind,source=with-host.sh,target=/with-host.sh \
+RUN --mount=type=bind,source=with-host.sh,target=/run/build/with-host.sh \
     --mount=type=secret,id=ca,mode=0444,required=false \
     --mount=type=secret,id=env,mode=0444,required=false \
     --mount=type=secret,id=apt.conf,mode=0444,required=false \
     --mount=type=secret,id=apt.list,mode=0444,required=false \
     --mount=type=cache,target=/var/cache/apt,sharing=locked \
     --mount=type=cache,target=/var/lib/apt/lists,sharing=locked \
-    sh /with-host.sh apt-get update -qq \
-    && sh /with-host.sh apt-get install -y -qq --no-install-recommends \
+    sh /run/build/with-host.sh apt-get update -qq \
+    && sh /run/build/with-host.sh apt-get install -y -qq --no-install-recommends \
          ca-certificates ccache g++ git python3 python3-dev python3-venv
 COPY uv.lock /opt/uv.lock
-RUN --mount=type=bind,source=with-host.sh,target=/with-host.sh \
+RUN --mount=type=bind,source=with-host.sh,target=/run/build/with-host.sh \
     --mount=type=secret,id=ca,mode=0444,required=false \
     --mount=type=secret,id=env,mode=0444,required=false \
     --mount=type=secret,id=netrc,mode=0444,required=false \
-    --mount=type=bind,source=links,target=/links \
+    --mount=type=bind,source=links,target=/run/build/links \
     --mount=type=cache,target=/root/.cache \
     python3 -m venv /opt/uv \
-    && sh /with-host.sh /opt/uv/bin/pip install --disable-pip-version-check --quiet \
-         --find-links /links --require-hashes --requirement /opt/uv.lock
+    && sh /run/build/with-host.sh /opt/uv/bin/pip install --disable-pip-version-check --quiet \
+         --find-links /run/build/links --require-hashes --requirement /opt/uv.lock
 COPY build.lock /opt/build.lock
 # The cache mount is another file system: uv cannot link from it.
 ENV UV_LINK_MODE=copy
-RUN --mount=type=bind,source=with-host.sh,target=/with-host.sh \
+RUN --mount=type=bind,source=with-host.sh,target=/run/build/with-host.sh \
     --mount=type=secret,id=ca,mode=0444,required=false \
     --mount=type=secret,id=env,mode=0444,required=false \
     --mount=type=secret,id=uv.toml,mode=0444,required=false \
     --mount=type=secret,id=netrc,mode=0444,required=false \
-    --mount=type=bind,source=links,target=/links \
+    --mount=type=bind,source=links,target=/run/build/links \
     --mount=type=cache,target=/root/.cache \
     python3 -m venv --without-pip /opt/toolchain \
-    && sh /with-host.sh /opt/uv/bin/uv pip install --quiet --python /opt/toolchain/bin/python \
-         --find-links /links --require-hashes --requirement /opt/build.lock
+    && sh /run/build/with-host.sh /opt/uv/bin/uv pip install --quiet \
+         --python /opt/toolchain/bin/python --find-links /run/build/links --require-hashes --requirement /opt/build.lock
 
 # ---- This package, and a CUDA_HOME made of the packages.
 FROM packages AS toolchain
@@ -61,8 +61,8 @@ RUN python -m sm12x build toolchain --out /opt/cuda \
 FROM toolchain AS source
 ARG BASE
 COPY patches /sm12x/patches
-RUN --mount=type=bind,source=sources,target=/sources \
-    python -m sm12x build source --base "${BASE}" --sdist /sources/*.tar.gz --out /src
+RUN --mount=type=bind,source=sources,target=/run/build/sources \
+    python -m sm12x build source --base "${BASE}" --sdist /run/build/sources/*.tar.gz --out /src
 
 # ---- What the stack changes in C++ and CUDA. Only what a compiler reads is copied, so that this
 # stage stays cached when a patch changes nothing but Python.
@@ -89,9 +89,9 @@ COPY patches /sm12x/patches
 COPY --from=source /src.json /src.native.json /
 COPY --from=source /src /src
 COPY --from=native /native /native
-RUN --mount=type=bind,source=sources,target=/sources \
+RUN --mount=type=bind,source=sources,target=/run/build/sources \
     python -m sm12x build wheel --base "${BASE}" --machine "${MACHINE}" \
-      --official /sources/*.whl --source /src --native /native --out /out
+      --official /run/build/sources/*.whl --source /src --native /native --out /out
 
 FROM wheel AS audit
 ARG BASE

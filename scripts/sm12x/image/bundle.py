@@ -91,7 +91,9 @@ def run(options: Options, report: Reporter) -> Outcome:
         if record.read(layout.dist(base.version)) is None:
             preflight.require_room(base, engine)
         host = hostconfig.collect(base.image.suite)
+        start = time.monotonic()
         image = base_image(base, engine, host, options.base_image, report)
+        seconds = {"base image": round(time.monotonic() - start, 1)}
         choices = {
             "arch_list": arch_list,
             "mode": options.mode,
@@ -108,6 +110,7 @@ def run(options: Options, report: Reporter) -> Outcome:
             host=host,
             inputs=context.inputs_digest(base, machine, choices=choices),
             report=report,
+            seconds=seconds,
         )
         done = job.made_before()
         if done is not None:
