@@ -21,6 +21,7 @@ GIB_NEEDED = 0.6
 
 _ROOTFS_LABEL = "sm12x.rootfs.sha256"
 _KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
+_SCRIPTS = Path("/usr/share/debootstrap/scripts")
 # What a slim image leaves out, relative to the root; copyright files stay.
 _DROP = (
     "usr/share/man",
@@ -107,12 +108,12 @@ def make(
             "making a base image with debootstrap needs root", next_step=next_step
         )
     try:
-        there = engines.install_for("debootstrap", "debootstrap", "debian-archive-keyring", say=say)
+        engines.install(_missing(), say=say)
     except ToolFailedError as error:
         raise BuildFailedError(
             f"debootstrap cannot be installed: {error.message}", next_step=next_step
         ) from None
-    if not there:
+    if process.which("debootstrap") is None:
         raise BuildFailedError("debootstrap is not installed", next_step=next_step)
     local = f"{LOCAL_BASE}:{spec.suite}"
     # Beside nothing of the user's: a root file system must lie where device nodes may be made.
@@ -153,12 +154,24 @@ def _prefixed(digest: str) -> str:
     return digest if digest.startswith("sha256:") else f"sha256:{digest}"
 
 
+def _missing() -> list[str]:
+    """The packages that making a base image takes and that are not installed."""
+    found = {
+        "debootstrap": process.which("debootstrap") is not None,
+        # Ubuntu's debootstrap comes without Debian's keys.
+        "debian-archive-keyring": _KEYRING.is_file(),
+    }
+    return [package for package, there in found.items() if not there]
+
+
 def _debootstrap(suite: str, root: Path, host: HostConfig, on_line: OnLine, next_step: str) -> None:
     words: list[str | Path] = ["debootstrap", "--variant=minbase", "--force-check-gpg"]
     if _KEYRING.is_file():
         words.append(f"--keyring={_KEYRING}")
+    # Releases are bootstrapped alike; an older debootstrap has no script of that name yet.
+    script = [] if (_SCRIPTS / suite).exists() else [_SCRIPTS / "sid"]
     try:
-        process.stream([*words, suite, root, host.mirror], on_line=on_line)
+        process.stream([*words, suite, root, host.mirror, *script], on_line=on_line)
     except (ToolFailedError, ToolMissingError) as error:
         raise BuildFailedError(
             f"debootstrap of {suite} from {host.mirror} failed: "

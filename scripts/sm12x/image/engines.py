@@ -119,12 +119,11 @@ def _install(*packages: str) -> None:
     process.run(["apt-get", "install", "-y", "-qq", "--no-install-recommends", *packages], env=env)
 
 
-def install_for(program: str, *packages: str, say: Callable[[str], None]) -> bool:
-    """Install ``packages`` if ``program`` is not there; whether it is there afterwards."""
-    if process.which(program) is None and _can_install():
-        say(f"installing {' '.join(packages)} with apt-get")
+def install(packages: Sequence[str], *, say: Callable[[str], None]) -> None:
+    """Install ``packages`` where that is possible. Raises ToolFailedError when apt-get fails."""
+    if packages and _can_install():
+        say(f"installing {' and '.join(packages)} with apt-get")
         _install(*packages)
-    return process.which(program) is not None
 
 
 def _probe_docker(program: Path) -> Probe:
