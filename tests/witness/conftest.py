@@ -74,6 +74,7 @@ class Zygote:
 def zygote(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     libraries = tmp_path_factory.mktemp("libraries")
     native.build(tree, libraries)
+    native.build_rocm(tree, libraries)
     process = Zygote(tree, libraries)
     yield process
     process.close()

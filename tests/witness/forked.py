@@ -56,6 +56,9 @@ def _child(function: Callable[[], Any], reader: int, writer: int, output: int) -
         os.close(reader)
         os.dup2(output, 1)
         os.dup2(output, 2)
+        # Whoever called may have put something else in their place.
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+        sys.stderr = os.fdopen(2, "w", closefd=False)
         os.write(writer, json.dumps(function()).encode())
         code = 0
     except BaseException:

@@ -11,6 +11,7 @@ from pathlib import Path
 from tests.fakecuda import standin
 
 ALLOCATOR = "cumem_allocator.abi3.so"
+ROCM_ALLOCATOR = "rocm/cumem_allocator.abi3.so"
 
 
 def cuda_include() -> Path:
@@ -52,6 +53,17 @@ def build(tree: Path, folder: Path) -> None:
         ["-I", str(include)],
         [str(folder / standin.DRIVER), f"-Wl,-rpath,{folder}"],
     )
+
+
+def build_rocm(tree: Path, folder: Path) -> None:
+    """Compile the allocator's ROCm branch into ``folder``, over the stand-in there.
+
+    Raises:
+        subprocess.CalledProcessError: the compiler failed; its output is on stderr.
+    """
+    out = folder / ROCM_ALLOCATOR
+    out.parent.mkdir(exist_ok=True)
+    compile_allocator(tree, out, ["-DUSE_ROCM", "-I", str(standin.SOURCES)], ["-ldl"])
 
 
 def compile_allocator(tree: Path, out: Path, flags: list[str], libraries: list[str]) -> None:

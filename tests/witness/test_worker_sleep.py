@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -46,9 +47,6 @@ class Rig:
 
     def values(self) -> list[list[int]]:
         return [buffer.tolist() for buffer in self.buffers]
-
-    def reload_weights(self) -> None:
-        """What follows a level 2 sleep: parameters come from the checkpoint, buffers do not."""
 
 
 def test_a_second_deep_sleep_keeps_what_the_first_saved(world: World) -> None:
@@ -93,6 +91,26 @@ def test_a_wake_that_fails_is_retried_with_the_buffers(world: World) -> None:
     rig.worker.wake_up()
     expect("the buffers", rig.values(), before)
     expect("times the cache was set up", rig.cache_set_up, 1)
+
+
+def test_buffers_not_restored_yet_are_not_saved_again(world: World) -> None:
+    """A wake that fails on another rank, or late on this one, is followed by another sleep."""
+    rig = Rig(world)
+    before = rig.values()
+    rig.worker.sleep(level=2)
+    named_buffers = rig.model.named_buffers
+
+    def fails() -> Iterator[tuple[str, Any]]:
+        yield next(named_buffers())
+        raise RuntimeError("no")
+
+    rig.model.named_buffers = fails
+    assert raised(rig.worker.wake_up) is not None
+    rig.model.named_buffers = named_buffers
+    rig.worker.sleep(level=2)
+    world.expect_alive(asleep=tuple(rig.blocks))
+    rig.worker.wake_up()
+    expect("the buffers", rig.values(), before)
 
 
 def test_buffers_saved_for_a_sleep_that_never_was_are_not_restored(world: World) -> None:

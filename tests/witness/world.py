@@ -11,16 +11,18 @@ import ctypes
 import importlib
 import importlib.machinery
 import importlib.util
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from tests.fakecuda.standin import GRANULARITY, Alive, Standin
 from tests.witness import forked
-from tests.witness.native import ALLOCATOR
+from tests.witness.native import ALLOCATOR, ROCM_ALLOCATOR
 
 MIB = 1 << 20
 EMPTY = Alive(handles=0, mappings=0, reservations=0, physical=0)
@@ -38,6 +40,7 @@ class Loaded:
     torch: Any
     cumem: Any
     library: ctypes.CDLL
+    rocm_path: Path
 
 
 def load(tree: Path, libraries: Path) -> Loaded:
@@ -47,14 +50,8 @@ def load(tree: Path, libraries: Path) -> Loaded:
     torch = importlib.import_module("torch")
     # Last: the tree has a package named tests, too.
     sys.path.append(str(tree))
-    path = str(libraries / ALLOCATOR)
     importlib.import_module("vllm")
-    loader = importlib.machinery.ExtensionFileLoader("vllm.cumem_allocator", path)
-    spec = importlib.util.spec_from_file_location(loader.name, path, loader=loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    sys.modules[loader.name] = module
+    sys.modules["vllm.cumem_allocator"] = _extension(libraries / ALLOCATOR)
     # torch has loaded the real libcudart, which cannot run on a stand-in.
     wrapper: Any = importlib.import_module("vllm.distributed.device_communicators.cuda_wrapper")
     wrapper.find_loaded_library = lambda name: str(fake.runtime_path)
@@ -62,12 +59,32 @@ def load(tree: Path, libraries: Path) -> Loaded:
     assert cumem.cumem_available
     # Pinned memory takes a real driver.
     cumem.is_pin_memory_available = lambda: False
-    library = ctypes.CDLL(path)
+    return Loaded(
+        fake=fake,
+        torch=torch,
+        cumem=cumem,
+        library=_calls(libraries / ALLOCATOR),
+        rocm_path=libraries / ROCM_ALLOCATOR,
+    )
+
+
+def _extension(path: Path) -> ModuleType:
+    loader = importlib.machinery.ExtensionFileLoader("vllm.cumem_allocator", str(path))
+    spec = importlib.util.spec_from_file_location(loader.name, str(path), loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def _calls(path: Path) -> ctypes.CDLL:
+    """What PyTorch calls of the allocator, as it calls it: without the GIL."""
+    library = ctypes.CDLL(str(path))
     library.my_malloc.restype = ctypes.c_void_p
     library.my_malloc.argtypes = (ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
     library.my_free.restype = None
     library.my_free.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
-    return Loaded(fake=fake, torch=torch, cumem=cumem, library=library)
+    return library
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,12 +148,24 @@ class World:
         self.torch = loaded.torch
         self.cumem = loaded.cumem
         self.library = loaded.library
+        self._rocm_path = loaded.rocm_path
         self.problems: list[str] = []
         self.pools_in_use: list[Pool] = []
         self._written = 0
         self._replace_in_torch()
         self.cumem.CuMemAllocator.instance = None
         self.allocator = self.cumem.CuMemAllocator.get_instance()
+        self.cumem.init_module(
+            self.allocator.python_malloc_callback, self.allocator.python_free_callback
+        )
+
+    def use_rocm(self) -> None:
+        """From here on, the allocator is the one compiled for ROCm, in chunks of 2 MiB."""
+        os.environ["VLLM_ROCM_SLEEP_MEM_CHUNK_SIZE"] = "2"
+        module = _extension(self._rocm_path)
+        self.library = _calls(self._rocm_path)
+        for name in ("init_module", "python_create_and_map", "python_unmap_and_release"):
+            setattr(self.cumem, name, getattr(module, name))
         self.cumem.init_module(
             self.allocator.python_malloc_callback, self.allocator.python_free_callback
         )

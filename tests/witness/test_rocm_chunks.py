@@ -1,0 +1,104 @@
+"""Patches 0001 and 0002 where a block has several chunks, as on ROCm: all of them, or none."""
+
+from __future__ import annotations
+
+import pytest
+from tests.fakecuda.standin import GRANULARITY, Alive
+from tests.witness.world import EMPTY, Block, World, expect, sweep
+
+OFFLOAD = ("weights",)
+
+
+def blocks_of_chunks(world: World) -> list[Block]:
+    world.use_rocm()
+    return [world.block("weights", 3 * GRANULARITY), world.block("kv_cache", 2 * GRANULARITY)]
+
+
+def expect_held(world: World, *blocks: Block) -> None:
+    """The driver holds the chunks of these blocks, which are awake."""
+    chunks = sum(block.size // GRANULARITY for block in blocks)
+    expect(
+        "what the driver holds",
+        world.fake.alive(),
+        Alive(
+            handles=chunks,
+            mappings=chunks,
+            reservations=len(blocks),
+            physical=chunks * GRANULARITY,
+        ),
+    )
+    expect("the records", world.records(), {block.address for block in blocks})
+    world.expect_awake(*blocks)
+
+
+def test_every_call_of_malloc(world: World) -> None:
+    def operate(blocks: list[Block]) -> None:
+        world.allocator.current_tag = "weights"
+        address = world.malloc(3 * GRANULARITY)
+        if address:
+            blocks.append(Block(address=address, size=3 * GRANULARITY, tag="kv_cache", data=b""))
+
+    def check(blocks: list[Block], problem: Exception | None) -> None:
+        expect("what it raised", problem, None)
+        expect_held(world, *blocks)
+        blocks.append(world.block("weights", 3 * GRANULARITY))
+        expect_held(world, *blocks)
+
+    sweep(world, lambda: blocks_of_chunks(world), operate, check)
+
+
+def test_every_call_of_free(world: World) -> None:
+    def operate(blocks: list[Block]) -> None:
+        world.free(blocks.pop(0))
+
+    def check(blocks: list[Block], problem: Exception | None) -> None:
+        expect("what it raised", problem, None)
+        blocks.append(world.block("weights", 3 * GRANULARITY))
+        expect_held(world, *blocks)
+
+    sweep(world, lambda: blocks_of_chunks(world), operate, check, error=700)
+
+
+def test_every_call_of_sleep(world: World) -> None:
+    def operate(blocks: list[Block]) -> None:
+        world.allocator.sleep(OFFLOAD)
+
+    def check(blocks: list[Block], problem: Exception | None) -> None:
+        if problem is not None:
+            world.allocator.sleep(OFFLOAD)
+        world.expect_asleep(*blocks)
+        world.allocator.wake_up()
+        expect_held(world, *blocks)
+
+    sweep(world, lambda: blocks_of_chunks(world), operate, check)
+
+
+def test_every_call_of_wake_up(world: World) -> None:
+    def prepare() -> list[Block]:
+        blocks = blocks_of_chunks(world)
+        world.allocator.sleep(OFFLOAD)
+        return blocks
+
+    def operate(blocks: list[Block]) -> None:
+        world.allocator.wake_up()
+
+    def check(blocks: list[Block], problem: Exception | None) -> None:
+        if problem is not None:
+            expect("physical memory", world.fake.alive().physical, 0)
+            world.allocator.wake_up()
+        expect_held(world, *blocks)
+
+    sweep(world, prepare, operate, check)
+
+
+@pytest.mark.guard
+def test_blocks_live(world: World) -> None:
+    blocks = blocks_of_chunks(world)
+    expect_held(world, *blocks)
+    world.allocator.sleep(OFFLOAD)
+    expect("physical memory asleep", world.fake.alive().physical, 0)
+    world.allocator.wake_up()
+    expect_held(world, *blocks)
+    for block in blocks:
+        world.free(block)
+    expect("what the driver holds in the end", world.fake.alive(), EMPTY)
