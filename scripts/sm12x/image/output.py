@@ -18,6 +18,8 @@ _STAMP = re.compile(r"^[\d.]+ ")
 _STEP = re.compile(r"(?:\[(?P<stage>\d+)/\d+\] )?STEP (?P<step>\d+)/(?P<steps>\d+): (?P<text>.*)")
 _FROM_AS = re.compile(r"FROM \S+ AS (?P<name>\S+)", re.IGNORECASE)
 
+# What buildah and BuildKit quote of a step that failed says no more than its exit status.
+_QUOTED = re.compile(r"building at STEP|failed to solve|executor failed running", re.IGNORECASE)
 _ERROR = re.compile(r"^(?:error|fatal|E|ERROR)\b:? ?", re.IGNORECASE)
 _OURS = re.compile(r"error: (?!building at STEP).*\. Next: ")
 _NO_SPACE = re.compile(r"no space left on device|ENOSPC", re.IGNORECASE)
@@ -69,7 +71,8 @@ class Follower:
         if self._errors:
             # Our own commands say "error: ... Next: ..."; what the engine adds after it tells less.
             ours = [text for text in self._errors if _OURS.match(text)]
-            text = _ERROR.sub("", (ours or self._errors)[-1], count=1)
+            plain = [text for text in self._errors if not _QUOTED.search(text)]
+            text = _ERROR.sub("", (ours or plain or self._errors)[-1], count=1)
             return text.partition(". Next: ")[0]
         return self._said[-1] if self._said else "it said nothing"
 
