@@ -27,8 +27,8 @@ command: vllm serve some/model --port {port}
 sm12x:
   hardware: [any]
   gpus: 1
-  sleep: 1
-  status: {state: untried, source: nobody}
+  sleep: {level: 1}
+  status: {state: untested, source: nobody}
 """
 BLOCKED = RECIPE.replace("source: nobody", "source: nobody, blocked: a kernel is missing")
 
@@ -174,7 +174,7 @@ def test_a_recipe_for_several_machines_is_refused(places: Places) -> None:
 
 def test_recipes_are_listed_and_shown(places: Places, capsys: pytest.CaptureFixture[str]) -> None:
     assert dispatch(places, "recipes") == 0
-    assert "small-model [untried]: A small model" in capsys.readouterr().out
+    assert "small-model [untested]: A small model" in capsys.readouterr().out
     assert dispatch(places, "recipes", "small-model") == 0
     out = capsys.readouterr().out
     assert "    port=8000" in out

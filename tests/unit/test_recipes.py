@@ -117,9 +117,9 @@ BLOCK = """\
 sm12x:
   hardware: [gb10]
   gpus: 1
-  sleep: 0
+  sleep: {level: never, reason: it hangs}
   status:
-    state: untried
+    state: untested
     source: written from documents
 """
 
@@ -130,8 +130,9 @@ sm12x:
         ("gb10", "gb100", "18: sm12x.hardware is 'gb100', not one of .* perhaps .* 'gb10'"),
         ("  gpus: 1\n", "", "17: sm12x.gpus is missing"),
         ("gpus: 1", "gpus: many", "19: gpus is not a whole number"),
-        ("sleep: 0", "sleep: 3", "20: sm12x.sleep is 3, not 0, 1 or 2"),
-        ("untried", "tested", "21: sm12x.status.state is 'tested'"),
+        ("level: never", "level: 3", "20: sm12x.sleep.level is 3, not 1, 2 or never"),
+        (", reason: it hangs", "", "20: sm12x.sleep.reason is missing"),
+        ("untested", "tested", "21: sm12x.status.state is 'tested'"),
         ("    source: written from documents\n", "", "21: sm12x.status.source is missing"),
         ("gpus: 1", "gpus: 1\n  colour: red", "20: sm12x.colour is not a known key"),
     ],
@@ -149,7 +150,7 @@ def test_all_faults_are_listed_at_once(tmp_path: Path) -> None:
 
 def test_a_file_of_others_reads_without_our_block(tmp_path: Path) -> None:
     one = recipe(tmp_path, MINIMAL + "benchmark:\n  runs: 3\ncluster_only: true\n")
-    assert one.fit is None
+    assert one.sm12x is None
     assert one.cluster_only
 
 
@@ -162,6 +163,6 @@ def test_the_recipe_that_ships(tmp_path: Path) -> None:
     assert one.key == one.name
     # Whoever can reach /sleep can stop the service: API keys do not cover it.
     assert one.defaults["host"] == "127.0.0.1"
-    assert one.fit is not None
-    assert one.fit.status.state == "reported"
-    assert one.fit.status.blocked
+    assert one.sm12x is not None
+    assert one.sm12x.status.state == "reported"
+    assert one.sm12x.status.blocked

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import difflib
+import re
 import string
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,7 +14,20 @@ from typing import TypeVar
 import yaml
 
 from sm12x.core.errors import BadFileError
-from sm12x.recipes.model import HARDWARE, RECIPE_VERSION, STATES, Fit, Recipe, Scalar, Status
+from sm12x.recipes.model import (
+    BASES,
+    HARDWARE,
+    NEVER,
+    RECIPE_VERSION,
+    STATES,
+    Block,
+    Memory,
+    MemoryTerm,
+    Recipe,
+    Scalar,
+    Sleep,
+    Status,
+)
 
 REQUIRED = ("name", "recipe_version", "container", "command")
 # The other keys eugr's runner or its forks know. Its runner ignores what it does not know.
@@ -31,6 +46,13 @@ OPTIONAL = (
     "launch",
     "sm12x",
 )
+BLOCK = ("hardware", "gpus", "machines", "memory", "sleep", "status", "pair", "notes")
+TERMS = ("weights", "kv", "outside", "sleep_residue")
+_STATUS = {
+    "source": "say who ran it and where, or what it was written from",
+    "date": "say when it was run",
+    "evidence": "say what was run and what came out",
+}
 
 T = TypeVar("T")
 
@@ -135,13 +157,15 @@ class _Reader:
             command=command,
             description=self.take(top, "description", str, ""),
             model=self.take(top, "model", str, ""),
+            model_revision=self.take(top, "model_revision", str, ""),
             defaults=defaults,
             env=self.env(top),
             mods=self.texts(top, "mods"),
             build_args=self.texts(top, "build_args"),
             cluster_only=self.take(top, "cluster_only", bool, False),
             solo_only=self.take(top, "solo_only", bool, False),
-            fit=self.fit(top["sm12x"]) if "sm12x" in top else None,
+            sm12x=self.block(top["sm12x"]) if "sm12x" in top else None,
+            lines=_lines(top),
         )
 
     def command(self, top: _Map, command: str, defaults: Mapping[str, Scalar]) -> None:
@@ -173,43 +197,100 @@ class _Reader:
                 found[name] = str(value.data)
         return found
 
-    def fit(self, value: _Value) -> Fit | None:
+    def block(self, value: _Value) -> Block | None:
         if not isinstance(value.data, dict):
             self.fault(value.line, "sm12x is not a mapping")
             return None
         block: _Map = value.data
-        self.known(block, ("hardware", "gpus", "sleep", "status", "notes"), "sm12x.")
+        self.known(block, BLOCK, "sm12x.")
         for key in ("hardware", "gpus", "sleep", "status"):
             if key not in block:
                 self.fault(value.line, f"sm12x.{key} is missing")
         hardware = self.texts(block, "hardware")
         for word in hardware:
             self.one_of(block["hardware"].line, "sm12x.hardware", word, HARDWARE)
-        gpus = self.take(block, "gpus", int, 1)
-        if gpus < 1:
-            self.fault(block["gpus"].line, f"sm12x.gpus is {gpus}")
-        sleep = self.take(block, "sleep", int, 0)
-        if sleep not in (0, 1, 2):
-            self.fault(block["sleep"].line, f"sm12x.sleep is {sleep}, not 0, 1 or 2")
-        status = self.child(block, "status")
-        line = block["status"].line if "status" in block else value.line
-        self.known(status, ("state", "source", "blocked"), "sm12x.status.")
-        state = self.take(status, "state", str, "")
-        if "status" in block:
-            self.one_of(line, "sm12x.status.state", state, STATES)
-            if not self.take(status, "source", str, ""):
-                self.fault(line, "sm12x.status.source is missing: say who ran it and where")
-        return Fit(
+        counts = {}
+        for key in ("gpus", "machines"):
+            counts[key] = self.take(block, key, int, 1)
+            if counts[key] < 1:
+                self.fault(block[key].line, f"sm12x.{key} is {counts[key]}")
+        pair = self.texts(block, "pair")
+        if pair and len(pair) != 2:
+            self.fault(block["pair"].line, f"sm12x.pair names {len(pair)} recipes, not two")
+        return Block(
             hardware=hardware,
-            gpus=gpus,
-            sleep=sleep,
-            status=Status(
-                state=state,
-                source=self.take(status, "source", str, ""),
-                blocked=self.take(status, "blocked", str, ""),
-            ),
+            gpus=counts["gpus"],
+            machines=counts["machines"],
+            memory=self.memory(block),
+            sleep=self.sleep(block),
+            status=self.status(block),
+            pair=pair,
             notes=self.texts(block, "notes"),
         )
+
+    def sleep(self, block: _Map) -> Sleep:
+        table = self.child(block, "sleep")
+        self.known(table, ("level", "reason"), "sm12x.sleep.")
+        reason = self.take(table, "reason", str, "").strip()
+        if "level" not in table:
+            if "sleep" in block:
+                self.fault(block["sleep"].line, "sm12x.sleep.level is missing: 1, 2 or never")
+            return Sleep(level=0, reason=reason)
+        level, line = table["level"].data, table["level"].line
+        if level == NEVER:
+            if not reason:
+                self.fault(line, "sm12x.sleep.reason is missing: say why it must stay awake")
+            return Sleep(level=0, reason=reason)
+        if isinstance(level, bool) or level not in (1, 2):
+            self.fault(line, f"sm12x.sleep.level is {level!r}, not 1, 2 or never")
+            return Sleep(level=0, reason=reason)
+        return Sleep(level=int(str(level)), reason=reason)
+
+    def status(self, block: _Map) -> Status:
+        table = self.child(block, "status")
+        self.known(table, ("state", "source", "date", "evidence", "blocked"), "sm12x.status.")
+        texts = {
+            key: self.take(table, key, str, "").strip()
+            for key in ("state", "source", "evidence", "blocked")
+        }
+        date = table["date"].data if "date" in table else ""
+        # YAML reads a bare 2026-05-16 as a date.
+        texts["date"] = date.isoformat() if isinstance(date, datetime.date) else str(date)
+        if texts["date"] and not re.fullmatch(r"\d{4}-\d{2}-\d{2}", texts["date"]):
+            self.fault(table["date"].line, f"sm12x.status.date is {date!r}, not YYYY-MM-DD")
+        if "status" in block:
+            line = block["status"].line
+            self.one_of(line, "sm12x.status.state", texts["state"], STATES)
+            verified = texts["state"] == "verified"
+            for key in ("date", "evidence") if verified else ("source",):
+                if not texts[key]:
+                    self.fault(line, f"sm12x.status.{key} is missing: {_STATUS[key]}")
+        return Status(**texts)
+
+    def memory(self, block: _Map) -> Memory:
+        table = self.child(block, "memory")
+        self.known(table, TERMS, "sm12x.memory.")
+        return Memory(**{key: self.term(table, key) for key in TERMS if key in table})
+
+    def term(self, memory: _Map, key: str) -> MemoryTerm | None:
+        table, line, where = self.child(memory, key), memory[key].line, f"sm12x.memory.{key}"
+        self.known(table, ("gib", "basis", "source"), f"{where}.")
+        value = table["gib"].data if "gib" in table else None
+        items = [one.data for one in value] if isinstance(value, list) else [value]
+        ends = [
+            float(item)
+            for item in items
+            if isinstance(item, int | float) and not isinstance(item, bool) and item >= 0
+        ]
+        if len(ends) != len(items) or len(ends) > 2 or not ends or ends != sorted(ends):
+            self.fault(line, f"{where}.gib is not a number of GiB, nor [low, high]")
+            return None
+        basis = self.take(table, "basis", str, "")
+        self.one_of(line, f"{where}.basis", basis, BASES)
+        source = self.take(table, "source", str, "").strip()
+        if not source:
+            self.fault(line, f"{where}.source is missing: say where the figure is from")
+        return MemoryTerm(gib=ends[-1], low=ends[0], basis=basis, source=source)
 
     def one_of(self, line: int, where: str, word: str, known: tuple[str, ...]) -> None:
         if word not in known:
@@ -290,6 +371,16 @@ class _Reader:
             self.fault(node.start_mark.line + 1, f"value cannot be read: {error}")
             data = None
         return data
+
+
+def _lines(top: _Map) -> dict[str, int]:
+    found = {}
+    for key, value in top.items():
+        found[key] = value.line
+        if isinstance(value.data, dict):
+            for name, inner in value.data.items():
+                found[f"{key}.{name}"] = inner.line
+    return found
 
 
 _KINDS: dict[type, str] = {str: "a string", int: "a whole number", bool: "true or false"}

@@ -53,7 +53,7 @@ def help_text(ledger: Ledger, recipes: Mapping[str, Recipe], image: str) -> str:
         f"  docker run --rm {image} check",
     ]
     for recipe in recipes.values():
-        if recipe.fit and recipe.fit.status.blocked:
+        if recipe.sm12x and recipe.sm12x.status.blocked:
             lines.append(f"  docker run --rm {image} recipes {recipe.key}")
         else:
             lines += ["  " + line for line in command(recipe, image)]
@@ -72,10 +72,10 @@ def recipe_list(recipes: Mapping[str, Recipe]) -> list[str]:
     """One line a recipe, and one more for what keeps it from serving."""
     lines = ["Recipes"]
     for key, recipe in recipes.items():
-        state = f" [{recipe.fit.status.state}]" if recipe.fit else ""
+        state = f" [{recipe.sm12x.status.state}]" if recipe.sm12x else ""
         lines.append(f"  {key}{state}: {recipe.description or recipe.name}")
-        if recipe.fit and recipe.fit.status.blocked:
-            lines.append(f"    cannot serve yet: {recipe.fit.status.blocked}")
+        if recipe.sm12x and recipe.sm12x.status.blocked:
+            lines.append(f"    cannot serve yet: {recipe.sm12x.status.blocked}")
     return lines if recipes else [*lines, "  none in this image"]
 
 
@@ -84,16 +84,20 @@ def recipe_text(recipe: Recipe, image: str) -> str:
     lines = [f"{recipe.key}: {recipe.description or recipe.name}"]
     if recipe.model:
         lines.append(f"  model    {recipe.model}")
-    if recipe.fit:
-        fit = recipe.fit
+    if recipe.sm12x:
+        block = recipe.sm12x
+        machines = f" on each of {block.machines} machines" if block.machines > 1 else ""
+        reason = f": {block.sleep.reason}" if block.sleep.reason else ""
+        status = block.status
+        said = "; ".join(filter(None, (status.date, status.evidence, status.source)))
         lines += [
-            f"  needs    {fit.gpus} x {' or '.join(fit.hardware)}",
-            f"  sleep    {f'level {fit.sleep}' if fit.sleep else 'no: keep it awake'}",
-            f"  status   {fit.status.state}: {fit.status.source}",
+            f"  needs    {block.gpus} x {' or '.join(block.hardware)}{machines}",
+            f"  sleep    {block.sleep}{reason}",
+            f"  status   {status.state}: {said}",
         ]
-        if fit.status.blocked:
-            lines.append(f"  blocked  {fit.status.blocked}")
-        lines += [f"  note     {note}" for note in fit.notes]
+        if status.blocked:
+            lines.append(f"  blocked  {status.blocked}")
+        lines += [f"  note     {note}" for note in block.notes]
     lines.append("  settings (key=value, or SM12X_<KEY> in the environment)")
     lines += [f"    {key}={value}" for key, value in recipe.defaults.items()]
     lines += [f"    {key}={value}" for key, value in recipe.env.items()]

@@ -161,7 +161,7 @@ def check_arguments(recipes: Mapping[str, Recipe], driver: Driver, ask: Ask) -> 
     topic = "recipes"
     lines, commands, env = [], {}, {}
     for key, recipe in recipes.items():
-        rendered = render(recipe, settings={}, environ={}, solo=recipe.fit is None)
+        rendered = render(recipe, settings={}, environ={}, solo=recipe.sm12x is None)
         if rendered.serve is None:
             lines.append(
                 noted(topic, f"{key} does not run `vllm serve`: its arguments are its own")

@@ -52,8 +52,8 @@ def prepare(
         )
     given, extra = split(arguments)
     inherited, remarks = settings_from(environ, recipe)
-    if recipe.fit and recipe.fit.status.blocked:
-        remarks.append(f"{recipe.key} cannot serve yet: {recipe.fit.status.blocked}")
+    if recipe.sm12x and recipe.sm12x.status.blocked:
+        remarks.append(f"{recipe.key} cannot serve yet: {recipe.sm12x.status.blocked}")
     if recipe.mods:
         remarks.append(f"{recipe.key} asks for mods that are not applied: {', '.join(recipe.mods)}")
     rendered = render(
@@ -62,7 +62,7 @@ def prepare(
         extra=extra,
         environ=environ,
         # A file without our block was written for machines with one GPU each.
-        solo=recipe.fit is None,
+        solo=recipe.sm12x is None,
     )
     return rendered, remarks
 
