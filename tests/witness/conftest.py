@@ -20,12 +20,15 @@ from tests.witness import native
 
 ROOT = Path(__file__).resolve().parents[2]
 # Seconds one test may take, its forked cases included, before it counts as hanging.
-TIME_LIMIT = 120
+TIME_LIMIT = 60
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "loads(module): import this module of the tree before the test's process forks"
+    )
+    config.addinivalue_line(
+        "markers", "hangs(seconds): what a test may take that hangs where it fails"
     )
     tree = os.environ.get("SM12X_TREE")
     if not tree or not (Path(tree) / "csrc" / "cumem_allocator.cpp").is_file():
@@ -100,7 +103,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
             "test": pyfuncitem.originalname,
             "loads": [mark.args[0] for mark in pyfuncitem.iter_markers("loads")],
             "arguments": {name: arguments[name] for name in wanted if name != "world"},
-            "seconds": TIME_LIMIT,
+            "seconds": min(
+                [TIME_LIMIT, *(mark.args[0] for mark in pyfuncitem.iter_markers("hangs"))]
+            ),
         }
     )
     if not answer["passed"]:

@@ -120,6 +120,7 @@ def test_free_gives_back_the_size_that_was_mapped(world: World) -> None:
     expect("what the driver holds", world.fake.alive(), EMPTY)
 
 
+@pytest.mark.hangs(5)
 @pytest.mark.parametrize(
     "returned", ["nothing, it raises", "no tuple", ["a", "b", "c", "d"]], ids=str
 )
@@ -159,6 +160,7 @@ def test_a_malloc_callback_that_raises_leaves_nothing(world: World) -> None:
     world.expect_usable(before)
 
 
+@pytest.mark.hangs(5)
 @pytest.mark.parametrize("asleep", [False, True], ids=["awake", "asleep"])
 def test_a_free_callback_that_raises_is_asked_again(world: World, asleep: bool) -> None:
     block, other = world.block(), world.block()
@@ -246,6 +248,7 @@ def test_memory_freed_after_a_failed_context_is_given_back(world: World) -> None
     expect("physical memory", world.fake.alive().physical, GRANULARITY)
 
 
+@pytest.mark.hangs(5)
 def test_a_pool_that_ends_frees_what_was_given_back_before(world: World) -> None:
     """Leaving the context gives back unused memory; PyTorch frees the segment once more later."""
     with world.allocator.use_memory_pool("weights"):
