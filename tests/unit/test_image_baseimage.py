@@ -15,7 +15,7 @@ from sm12x.stack.base import ImageBase
 
 DIGEST = "sha256:" + "a" * 64
 SPEC = ImageBase(base=f"debian:trixie-slim@{DIGEST}", suite="trixie")
-HOST = HostConfig(secrets={}, mirror="http://mirror.invalid/debian", host_network=False)
+HOST = HostConfig(secrets={}, mirror="https://mirror.example/debian", host_network=False)
 MADE = BaseImage(reference="sm12x-base:trixie", digest="sha256:made", origin="debootstrap")
 PULLED = "sm12x-base:trixie-aaaaaaaaaaaa"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -170,11 +171,13 @@ def _debootstrap(suite: str, root: Path, host: HostConfig, on_line: OnLine, next
         words.append(f"--keyring={_KEYRING}")
     # Releases are bootstrapped alike; an older debootstrap has no script of that name yet.
     script = [] if (_SCRIPTS / suite).exists() else [_SCRIPTS / "sid"]
+    # Without a mirror debootstrap takes the public one; "" says so where a script follows.
+    mirror = [host.mirror] if host.mirror else [""] if script else []
     try:
-        process.stream([*words, suite, root, host.mirror, *script], on_line=on_line)
+        process.stream([*words, suite, root, *mirror, *script], on_line=on_line)
     except (ToolFailedError, ToolMissingError) as error:
         raise BuildFailedError(
-            f"debootstrap of {suite} from {host.mirror} failed: "
+            f"debootstrap of {suite} from {host.mirror or 'the public archive'} failed: "
             f"{error.message.rstrip().splitlines()[-1].strip()}",
             next_step=next_step,
         ) from None
@@ -193,16 +196,25 @@ def _slim(root: Path, suite: str, host: HostConfig) -> None:
             path.unlink()
     (root / "etc/apt/apt.conf.d/80-slim").write_text(_APT_CONF, encoding="utf-8")
     (root / "etc/dpkg/dpkg.cfg.d/80-slim").write_text(_DPKG_CONF, encoding="utf-8")
-    archive = "http://mirror.invalid/debian"
-    (root / "etc/apt/sources.list").write_text(
-        f"deb {archive} {suite} main\n"
-        f"deb {archive} {suite}-updates main\n"
-        f"deb {archive}-security {suite}-security main\n",
-        encoding="utf-8",
-    )
+    archive = _public_archive()
+    if archive:
+        (root / "etc/apt/sources.list").write_text(
+            f"deb {archive} {suite} main\n"
+            f"deb {archive} {suite}-updates main\n"
+            f"deb {archive}-security {suite}-security main\n",
+            encoding="utf-8",
+        )
     for name in ("etc/resolv.conf", "etc/hostname", "etc/machine-id"):
         # The host's, copied by debootstrap: an engine mounts its own over them.
         (root / name).write_text("", encoding="utf-8")
+
+
+def _public_archive() -> str | None:
+    """The archive that debootstrap takes when none is named, as its own text has it."""
+    program = process.which("debootstrap")
+    text = program.read_text(encoding="utf-8", errors="replace") if program else ""
+    found = re.search(r'(?m)^DEF_MIRROR="(\S+?)/?"$', text)
+    return found[1] if found else None
 
 
 def _pack(root: Path, archive: Path) -> None:

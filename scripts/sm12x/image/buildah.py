@@ -97,7 +97,7 @@ class Buildah(Engine):
             # buildah only builds: a GPU needs an engine that runs containers.
             return (
                 f"buildah push {image} docker-daemon:{image}, then docker run --rm --gpus all "
-                f"--ipc=host -p 8000:8000 -v sm12x-cache:/cache {image} {words}"
+                f"--ipc=host --network host -v sm12x-cache:/cache {image} {words}"
             ).rstrip()
         isolation = " --isolation chroot" if self.chroot else ""
         return (
@@ -143,7 +143,7 @@ class Podman(Buildah):
 
     def run_hint(self, image: str, words: str = "", *, gpus: bool = False) -> str:
         options = (
-            " --device nvidia.com/gpu=all --ipc=host -p 8000:8000 -v sm12x-cache:/cache"
+            " --device nvidia.com/gpu=all --ipc=host --network host -v sm12x-cache:/cache"
             if gpus
             else ""
         )

@@ -71,5 +71,6 @@ class Docker(Engine):
 
     def run_hint(self, image: str, words: str = "", *, gpus: bool = False) -> str:
         # --ipc=host: tensor-parallel workers talk through shared memory, 64 MiB by default.
-        options = " --gpus all --ipc=host -p 8000:8000 -v sm12x-cache:/cache" if gpus else ""
+        # --network host: recipes listen on 127.0.0.1, which a published port does not reach.
+        options = " --gpus all --ipc=host --network host -v sm12x-cache:/cache" if gpus else ""
         return f"docker run --rm{options} {image} {words}".rstrip()

@@ -29,7 +29,6 @@ SYSTEM_CA = (
 SECRET_LIMIT = 500 * 1024
 # A kill can leave the folder behind: whoever owns its parent removes it.
 SECRETS_PREFIX = "secrets-"
-DEBIAN_MIRROR = "http://mirror.invalid/debian"
 
 _PROXIES = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 # Settings of uv that hold no path of the host.
@@ -40,14 +39,14 @@ _KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 
 @dataclass(frozen=True, kw_only=True)
 class HostConfig:
-    """``secrets``: name under /run/secrets -> text. ``mirror``: the Debian archive to use.
+    """``secrets``: name under /run/secrets -> text. ``mirror``: the host's Debian archive, if any.
 
     ``host_network``: a proxy or index listens on the host's loopback, which a container on a
     network of its own does not reach.
     """
 
     secrets: Mapping[str, str]
-    mirror: str
+    mirror: str | None
     host_network: bool
 
     @contextmanager
@@ -88,7 +87,7 @@ def collect(suite: str) -> HostConfig:
     addresses = [*variables.values(), *apt.values(), *(mirror or "" for mirror in mirrors)]
     return HostConfig(
         secrets={name: text for name, text in secrets.items() if text},
-        mirror=mirrors[0] or DEBIAN_MIRROR,
+        mirror=mirrors[0],
         host_network=any(_on_loopback(text) for text in addresses),
     )
 
@@ -133,7 +132,7 @@ def certificates(bundle: Path | None) -> str:
 def debian_mirrors(one_line: str, deb822: str) -> tuple[str | None, str | None]:
     """The mirrors of the archive and of its security updates in apt's source files.
 
-    None stands for "as the image has it": no mirror, or the public one.
+    None stands for "as the image has it".
     """
     entries: list[tuple[str, str]] = []
     for line in one_line.splitlines():
@@ -147,7 +146,7 @@ def debian_mirrors(one_line: str, deb822: str) -> tuple[str | None, str | None]:
                 entries.extend((uri, suite) for uri in fields.get("URIs", "").split())
     archive = next((uri for uri, suite in entries if re.fullmatch(r"[a-z]+", suite)), None)
     security = next((uri for uri, suite in entries if suite.endswith("-security")), None)
-    return _unless_public(archive), _unless_public(security)
+    return archive, security
 
 
 def apt_settings(dump: str) -> dict[str, str]:
@@ -174,21 +173,16 @@ def apt_conf(
 def apt_list(mirrors: tuple[str | None, str | None], suite: str) -> str:
     """apt's sources for ``suite`` from the host's mirrors, "" when the host has none."""
     archive, security = mirrors
-    if archive is None and security is None:
+    if archive is None:
         return ""
-    archive = archive or DEBIAN_MIRROR
-    security = security or DEBIAN_MIRROR + "-security"
+    # Where Debian itself, and whoever mirrors it whole, keeps them.
+    security = security or archive.rstrip("/") + "-security"
     signed = f"[signed-by={_KEYRING}]"
     return (
         f"deb {signed} {archive} {suite} main\n"
         f"deb {signed} {archive} {suite}-updates main\n"
         f"deb {signed} {security} {suite}-security main\n"
     )
-
-
-def _unless_public(uri: str | None) -> str | None:
-    public = uri is None or urlsplit(uri).hostname == urlsplit(DEBIAN_MIRROR).hostname
-    return None if public else uri
 
 
 def _on_loopback(text: str) -> bool:

@@ -10,7 +10,7 @@ from sm12x.recipes.model import Recipe
 
 _KINDS = {
     "native": "native",
-    "mixed": "partly native, the rest through PTX",
+    "mixed": "in part native",
     "ptx": "through PTX compiled at start",
     "none": "not at all",
     "host": "without device code",
