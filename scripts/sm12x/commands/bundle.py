@@ -14,6 +14,7 @@ from sm12x import layout
 from sm12x.build import ledger as ledgers
 from sm12x.core import progress
 from sm12x.image import bundle, engines, record, summary
+from sm12x.recipes import load as recipes
 from sm12x.stack import base as bases
 
 
@@ -123,7 +124,13 @@ def command(
             summary.read_audit(outcome.folder / record.AUDIT),
             outcome.folder,
             outcome.engine,
-            sorted(path.stem for path in layout.recipes().glob("*.yaml")),
+            _servable(),
             unchanged=outcome.unchanged,
         )
     click.echo(text, nl=False)
+
+
+def _servable() -> list[str]:
+    """The recipes that this stack can serve today."""
+    found = recipes.load_all(layout.recipes()).values()
+    return [recipe.key for recipe in found if not (recipe.sm12x and recipe.sm12x.status.blocked)]

@@ -50,7 +50,7 @@ def text(
     *,
     unchanged: bool,
 ) -> str:
-    """The summary. ``recipes`` are the names that the image knows."""
+    """The summary. ``recipes`` are the names of those that can be served."""
     parts = [
         _head(record, unchanged=unchanged),
         _patches(ledger),
@@ -182,6 +182,7 @@ def _next(record: Record, engine: Engine, recipes: Sequence[str], folder: Path) 
         "  prove the image, no GPU needed:",
         f"    {engine.run_hint(image, 'check')}",
     ]
+    lines += ["  see its recipes:", f"    {engine.run_hint(image)}"]
     if recipes:
         lines += ["  serve, on a machine with the GPUs:"]
         lines += [f"    {engine.run_hint(image, recipes[0], gpus=True)}"]
