@@ -145,6 +145,11 @@ class Gpu:
         """Bytes of all blocks the allocator has a record of."""
         return sum(data.handle[1] for data in self.allocator.pointer_to_data.values())
 
-    def keep_busy(self, seconds: float = 0.5) -> None:
-        """Let the current stream wait, so that what is launched next is in flight for a while."""
+    def write_late(self, tensor: Any, seconds: float = 0.5) -> None:
+        """Launch a write to ``tensor`` that begins ``seconds`` from now."""
+        # The first launch of a kernel loads it, which can wait for what is running.
+        tensor.fill_(0)
+        self.torch.cuda._sleep(1)
+        self.torch.cuda.synchronize()
         self.torch.cuda._sleep(int(seconds * 1.5e9))
+        tensor.fill_(1)

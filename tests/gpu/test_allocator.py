@@ -115,8 +115,7 @@ def test_unused_memory_waits_for_its_kernels(gpu: Gpu) -> None:
     # A transient of weight conversion: freed on the host, its kernel is still in flight.
     with gpu.allocator.use_memory_pool("weights"):
         transient = gpu.torch.empty(256 * MIB, dtype=gpu.torch.uint8, device="cuda")
-        gpu.keep_busy()
-        transient.fill_(1)
+        gpu.write_late(transient)
         del transient
     gpu.torch.cuda.synchronize()
 
@@ -124,8 +123,7 @@ def test_unused_memory_waits_for_its_kernels(gpu: Gpu) -> None:
 def test_sleep_waits_for_kernels(gpu: Gpu) -> None:
     with gpu.allocator.use_memory_pool("kv_cache"):
         cache = gpu.torch.empty(256 * MIB, dtype=gpu.torch.uint8, device="cuda")
-    gpu.keep_busy()
-    cache.fill_(1)
+    gpu.write_late(cache)
     gpu.allocator.sleep(())
     gpu.torch.cuda.synchronize()
 
@@ -133,8 +131,7 @@ def test_sleep_waits_for_kernels(gpu: Gpu) -> None:
 def test_a_pool_that_ends_waits_for_kernels(gpu: Gpu) -> None:
     with gpu.allocator.use_memory_pool("weights"):
         tensor = gpu.torch.empty(256 * MIB, dtype=gpu.torch.uint8, device="cuda")
-    gpu.keep_busy()
-    tensor.fill_(1)
+    gpu.write_late(tensor)
     del tensor
     gpu.allocator.allocator_and_pools.clear()
     gc.collect()
@@ -147,13 +144,17 @@ def test_bytes_survive_ten_cycles(gpu: Gpu) -> None:
         tensors = [gpu.tensor(size * MIB, seed) for seed, size in enumerate((2, 30, 700, 1024))]
     with gpu.allocator.use_memory_pool("kv_cache"):
         cache = gpu.tensor(GIB, 20)
-    awake = gpu.free()
-    for _ in range(10):
+    free_when_awake: list[int] = []
+    for _ in range(11):
+        asleep_from = gpu.free()
         gpu.allocator.sleep(("weights",))
-        assert gpu.free() >= awake + 2 * GIB
+        assert gpu.free() >= asleep_from + 2 * GIB
         gpu.allocator.wake_up(["weights"])
         assert all(gpu.intact(tensor, seed) for seed, tensor in enumerate(tensors))
         gpu.allocator.wake_up(["kv_cache"])
         cache.fill_(3)
-    gpu.torch.cuda.empty_cache()
-    assert gpu.free() >= awake - 64 * MIB, "memory was lost"
+        gpu.torch.cuda.empty_cache()
+        free_when_awake.append(gpu.free())
+    # The first cycle loads the kernels that compare, and they stay.
+    lost = free_when_awake[0] - free_when_awake[-1]
+    assert lost <= 16 * MIB, f"{lost} bytes were lost in ten cycles: {free_when_awake}"
