@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -154,15 +155,65 @@ def test_a_file_of_others_reads_without_our_block(tmp_path: Path) -> None:
     assert one.cluster_only
 
 
+RECIPES = sorted((layout.root() / "recipes").glob("*.yaml"))
+
+
 def test_the_recipe_that_ships(tmp_path: Path) -> None:
-    (one,) = load.load_all(layout.root() / "recipes").values()
+    one = load.load(layout.root() / "recipes" / "deepseek-v4-flash-rtx-pro-6000-tp4.yaml")
     out = render(one, settings={}, environ={}, solo=False)
     assert out.env == {"VLLM_SERVER_DEV_MODE": "1"}
     golden = Path(__file__).with_name("data") / "recipe-deepseek-v4-flash.txt"
     assert "\n".join(out.argv) + "\n" == golden.read_text()
-    assert one.key == one.name
-    # Whoever can reach /sleep can stop the service: API keys do not cover it.
-    assert one.defaults["host"] == "127.0.0.1"
     assert one.sm12x is not None
-    assert one.sm12x.status.state == "reported"
-    assert one.sm12x.status.blocked
+    assert one.sm12x.memory.outside is not None
+    assert one.sm12x.memory.outside.gib == 22
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_is_honest(path: Path) -> None:
+    one = load.load(path)
+    assert one.key == one.name
+    assert one.container == "vllm-sm12x"
+    assert one.sm12x is not None
+    for name in one.sm12x.pair:
+        assert path.with_name(f"{name}.yaml").is_file()
+    # Whoever can reach /sleep can stop the service: API keys do not cover it.
+    if one.sm12x.sleep.level:
+        assert one.defaults["host"] == "127.0.0.1"
+    out = render(one, settings={}, environ={}, solo=False)
+    assert out.serve is not None or one.sm12x.pair
+    assert ("--enable-sleep-mode" in (out.serve or ())) == (
+        bool(one.sm12x.sleep.level) and not one.sm12x.pair
+    )
+
+
+def test_every_setting_and_flag_has_its_reason() -> None:
+    for path in RECIPES:
+        text = path.read_text()
+        comments = " ".join(line for line in text.splitlines() if line.lstrip().startswith("#"))
+        one = load.load(path)
+        for flag in re.findall(r"--[a-z][a-z-]+", one.command):
+            name = flag.removeprefix("--").replace("-", "_")
+            named = {"tensor_parallel_size": "tensor_parallel"}.get(name, name)
+            assert named in one.defaults or flag in comments, f"{path.name}: {flag}"
+        lines = text.splitlines()
+        for key, number in one.lines.items():
+            if key.startswith(("defaults.", "env.")) and key != "defaults.port":
+                # The line above, or one comment over a group of variables that belong together.
+                above = lines[number - 2].strip()
+                assert above.startswith("#") or above.split(":")[0].isupper(), f"{path.name}: {key}"
+
+
+def test_a_shell_that_becomes_vllm_is_seen_as_vllm(tmp_path: Path) -> None:
+    text = MINIMAL.split("command:")[0] + (
+        "command: make '&& x' && exec vllm serve 'a && b' --port {port}\n"
+    )
+    assert rendered(recipe(tmp_path, text), "--x").serve == ("a && b", "--port", "8000", "--x")
+
+
+def test_a_pinned_revision_takes_effect(tmp_path: Path) -> None:
+    out = rendered(recipe(tmp_path, f"model_revision: abc\n{MINIMAL}"), "--x")
+    assert out.argv[-3:] == ("--revision", "abc", "--x")
+    text = MINIMAL.replace("--port", "--revision def --port")
+    out = rendered(recipe(tmp_path, f"model_revision: abc\n{text}"))
+    assert "abc" not in out.argv

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NoReturn
@@ -89,32 +89,39 @@ def run(
 class Background:
     """A process that runs beside us, with all it starts in a group that can be stopped at once.
 
-    Its output goes to ``log``. Whoever starts one must ``stop`` it, whatever happens in between.
+    Its output goes to ``log``, or where ours goes without one. Whoever starts one must ``stop`` it,
+    whatever happens in between.
     """
 
     def __init__(
         self,
         argv: Sequence[str | Path],
         *,
-        log: Path,
+        log: Path | None,
         cwd: Path | None = None,
         env: Mapping[str, str | None] | None = None,
     ) -> None:
-        self.log = log
-        with log.open("wb") as handle:
+        # What is shown is not kept: there is nothing to read then.
+        self.log = log or Path(os.devnull)
+        with log.open("wb") if log else nullcontext() as handle:
             self._process = subprocess.Popen(
                 _words(argv),
                 cwd=cwd,
                 env=_environment(env),
                 stdin=subprocess.DEVNULL,
                 stdout=handle,
-                stderr=subprocess.STDOUT,
+                stderr=subprocess.STDOUT if log else None,
                 start_new_session=True,
             )
 
     def poll(self) -> int | None:
         """The exit status, negative for a signal; None while it runs."""
         return self._process.poll()
+
+    def terminate(self) -> None:
+        """Ask it and all that it started to end (SIGTERM); ``stop`` is for those that do not."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGTERM)
 
     def stop(self) -> None:
         """Kill it and all that it started; what has ended already is left alone."""

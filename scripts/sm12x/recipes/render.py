@@ -28,8 +28,20 @@ class Rendered:
 
     @property
     def serve(self) -> tuple[str, ...] | None:
-        """The arguments of `vllm serve`, or None when the command is another one."""
-        return self.argv[2:] if self.argv[:2] == ("vllm", "serve") else None
+        """The arguments of `vllm serve`, or None when the command is another one.
+
+        A shell's command counts when it ends by becoming `vllm serve`: `prepare && exec vllm ...`.
+        """
+        words = self.argv
+        if words[:2] == ("bash", "-c"):
+            last = re.split(r"&&|;|\n", _hide_quoted(words[2]))[-1]
+            try:
+                # As many characters from the end: hiding keeps the length.
+                words = tuple(shlex.split(words[2][-len(last) :])) if last else ()
+            except ValueError:
+                return None
+            words = words[1:] if words[:1] == ("exec",) else words
+        return words[2:] if words[:2] == ("vllm", "serve") else None
 
 
 def settings_from(environ: Mapping[str, str], recipe: Recipe) -> tuple[dict[str, str], list[str]]:
@@ -88,7 +100,15 @@ def render(
     env: dict[str, str] = {}
     for name, value in recipe.env.items():
         env[name] = settings[name] if name in settings else _expand(value, {**environ, **env})
-    return Rendered(argv=_argv(recipe, text, tuple(extra), solo=solo), env=env)
+    pinned = _revision(recipe, text)
+    return Rendered(argv=_argv(recipe, text, (*pinned, *extra), solo=solo), env=env)
+
+
+def _revision(recipe: Recipe, command: str) -> tuple[str, ...]:
+    """What makes a pinned revision take effect, where the command does not name one itself."""
+    if not recipe.model_revision or re.search(r"--revision\b", command):
+        return ()
+    return ("--revision", recipe.model_revision) if "vllm serve" in command else ()
 
 
 def _argv(recipe: Recipe, text: str, extra: tuple[str, ...], *, solo: bool) -> tuple[str, ...]:
@@ -106,6 +126,11 @@ def _argv(recipe: Recipe, text: str, extra: tuple[str, ...], *, solo: bool) -> t
     if not words:
         raise _unfit(recipe, "it is empty")
     return (*words, *extra)
+
+
+def _hide_quoted(text: str) -> str:
+    """``text`` with what stands in quotes replaced by as many `_`."""
+    return re.sub(r"'[^']*'|\"[^\"]*\"", lambda match: "_" * len(match[0]), text)
 
 
 def _unquoted(text: str) -> str:

@@ -45,6 +45,7 @@ def help_text(ledger: Ledger, recipes: Mapping[str, Recipe], image: str) -> str:
         "  recipes [RECIPE]                             the recipes, or one with its settings",
         "  check [--json]                               prove the image, with or without a GPU",
         "  health                                       ask the server in this container",
+        "  pair RECIPE ... + RECIPE ...                 servers that take turns on the same GPUs",
         "  COMMAND ...                                  run as given: vllm serve ..., bash",
         "",
         *recipe_list(recipes),

@@ -14,13 +14,13 @@ import click
 from sm12x.build import ledger as ledgers
 from sm12x.core import process
 from sm12x.core.errors import INTERRUPTED, FindingsError, Sm12xError, UsageError
-from sm12x.image.inside import about, health, report, serve
+from sm12x.image.inside import about, health, pair, report, serve
 from sm12x.image.inside.check import check
 from sm12x.image.inside.places import Places
 from sm12x.recipes import load
 from sm12x.recipes.model import Recipe
 
-WORDS = ("help", "check", "health", "recipes")
+WORDS = ("help", "check", "health", "recipes", "pair")
 
 Replace = Callable[..., NoReturn]
 
@@ -57,6 +57,10 @@ def dispatch(
         return verdict.code
     if first == "recipes":
         return _show(rest, places)
+    if first == "pair":
+        arrangement, seconds = pair.members(rest, lambda word: _recipe(word, places), os.environ)
+        serve.require_caches(places, os.environ)
+        return pair.run(arrangement, load_seconds=seconds)
     recipe = _recipe(first, places)
     if recipe is not None:
         rendered, remarks = serve.prepare(recipe, rest, os.environ)

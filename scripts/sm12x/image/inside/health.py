@@ -159,6 +159,11 @@ def server_here() -> Server | None:
 
 def get_http(server: Server, path: str, seconds: float) -> tuple[int, bytes]:
     """GET a path of a server of this very container, past any proxy."""
+    return request(server, "GET", path, seconds)
+
+
+def request(server: Server, method: str, path: str, seconds: float) -> tuple[int, bytes]:
+    """Ask a server of this very container, past any proxy, and return status and body."""
     connection: http.client.HTTPConnection
     if server.socket_path:
         connection = _UnixConnection(server.socket_path, seconds)
@@ -171,7 +176,7 @@ def get_http(server: Server, path: str, seconds: float) -> tuple[int, bytes]:
     else:
         connection = http.client.HTTPConnection(server.host, server.port, timeout=seconds)
     try:
-        connection.request("GET", path)
+        connection.request(method, path)
         response = connection.getresponse()
         return response.status, response.read(65536)
     finally:
