@@ -23,6 +23,7 @@ VERBS = {
     "build": "The steps of a build, one at a time, as the builder image runs them.",
     "audit": "Show what machine code each library holds and how it runs on 12.0 and 12.1.",
     "bundle": "Build the image: fetch, patch, compile, audit, package.",
+    "doctor": "Look at this host: driver, GPUs, engine, memory, caches, network.",
     "docs": "Write the generated tables of the README, or check them.",
 }
 

@@ -1,0 +1,107 @@
+"""`sm12x doctor`: what on this host will stop a server, or spoil what it says."""
+
+from __future__ import annotations
+
+import difflib
+import shutil
+from pathlib import Path
+
+import click
+
+from sm12x import layout
+from sm12x.core.errors import FindingsError, UsageError
+from sm12x.doctor import checks, collect, knowledge, render, report
+from sm12x.doctor.host import Host
+from sm12x.doctor.model import BAD, INFO, OK, UNKNOWN, WARN, Facts, Finding
+
+_WIDEST = 120
+_COLOURS = {BAD: "red", WARN: "yellow", UNKNOWN: "magenta", INFO: "cyan", OK: "green"}
+
+
+@click.command("doctor")
+@click.argument("recipe", required=False)
+@click.option("--image", "image_name", help="The bundle to compare with, by its image name.")
+@click.option(
+    "--audit",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Audit to compare with (audit.json). Default: that of the newest bundle in dist/.",
+)
+@click.option(
+    "--cache",
+    "caches",
+    multiple=True,
+    type=click.Path(path_type=Path, file_okay=False),
+    help="A folder that is mounted at /cache in the image; can be given again.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON (data/schemas/doctor-1.json).")
+@click.option("--explain", "check", metavar="ID", help="Tell all about one check.")
+def command(
+    recipe: str | None,
+    image_name: str | None,
+    audit: Path | None,
+    caches: tuple[Path, ...],
+    as_json: bool,
+    check: str | None,
+) -> None:
+    """Look at this host as a server's home, and change nothing.
+
+    Compares driver, GPUs, container engine, memory, caches, network and kernel with what the image
+    and (with RECIPE) a deployment need. Every finding has its reason, its source and the commands
+    that mend it. What could not be seen is said, with the reason: it is not taken for well. The
+    exit status is 1 when a finding is bad.
+
+    Example: sm12x doctor --image vllm-sm12x:0.21.0 deepseek-v4-flash-rtx-pro-6000-tp4
+    """
+    if audit is not None and image_name is not None:
+        raise UsageError(
+            "--image and --audit both say what to compare with", next_step="give one of them"
+        )
+    known = knowledge.load()
+    if check is not None and check not in known.checks:
+        near = difflib.get_close_matches(check, known.checks, n=1)
+        hint = f"perhaps {near[0]!r}" if near else f"one of {', '.join(known.checks)}"
+        raise UsageError(f"there is no check {check!r}", next_step=f"write {hint}")
+    facts = collect.facts(Host(), known, audit=audit, image_name=image_name, cache_folders=caches)
+    findings = _findings(facts, known, recipe)
+    width = min(shutil.get_terminal_size((render.WIDTH, 24)).columns, _WIDEST)
+    if check is not None:
+        mine = [finding for finding in findings if finding.id == check]
+        click.echo(render.explain(known.checks[check], mine, width=width), nl=False)
+        return
+    if as_json:
+        click.echo(report.to_json(facts, findings), nl=False)
+    else:
+        click.echo(render.text(facts, findings, width=width, paint=_paint), nl=False)
+    bad = [finding.id for finding in findings if finding.severity == BAD]
+    if bad:
+        raise FindingsError(
+            f"this host has {len(bad)} bad: {', '.join(dict.fromkeys(bad))}",
+            next_step="the report above has the commands that mend it, "
+            f"`sm12x doctor --explain {bad[0]}` the reason",
+        )
+
+
+def _findings(facts: Facts, known: knowledge.Knowledge, recipe: str | None) -> list[Finding]:
+    findings = checks.run(facts, known)
+    if recipe is None:
+        return findings
+    # Reading recipes needs PyYAML, which a bare host may not have.
+    from sm12x.doctor.checks import recipe as recipes
+    from sm12x.recipes import load
+
+    path = Path(recipe)
+    if not path.is_file():
+        names = [found.stem for found in sorted(layout.recipes().glob("*.yaml"))]
+        if recipe not in names:
+            near = difflib.get_close_matches(recipe, names, n=1)
+            hint = f"perhaps {near[0]!r}" if near else f"one of {', '.join(names)}"
+            raise UsageError(
+                f"there is no recipe {recipe!r}", next_step=f"write {hint}, or the path of a file"
+            )
+        path = layout.recipes() / f"{recipe}.yaml"
+    return checks.ordered([*findings, *recipes.needs(load.load(path), facts, known)])
+
+
+def _paint(text: str, severity: str) -> str:
+    """click takes the colours out again where the output is not a terminal."""
+    return click.style(text, fg=_COLOURS[severity])

@@ -1,0 +1,6 @@
+"""What a host has that a server on SM12x depends on. Everything here only reads.
+
+``collect`` reads facts (under a root folder, so that tests can give a tree of their own),
+``checks`` are pure functions from facts to findings, ``render`` and ``report`` put them into words
+and JSON.
+"""

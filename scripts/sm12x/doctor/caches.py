@@ -1,0 +1,83 @@
+"""Caches of compiled code: where they are, and when they were written."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from sm12x.doctor.host import Host
+from sm12x.doctor.model import Cache, Containers
+
+# Enough to find the oldest and the newest of a real cache; a folder of models is not walked whole.
+MOST_FILES = 50_000
+# Folders below the image's /cache volume, as its environment names them.
+_VOLUME = {
+    "vllm": "vllm",
+    "triton": "triton",
+    "inductor": "inductor",
+    "flashinfer": "flashinfer",
+    "deep_gemm": "deep_gemm",
+}
+VOLUME_NAME = "sm12x-cache"
+_FLASHINFER = re.compile(r"(?:^|/)flashinfer/(\d+\.\d+[^/]*)/")
+
+
+def collect(host: Host, containers: Containers, folders: Sequence[Path] = ()) -> tuple[Cache, ...]:
+    """Every cache that holds a file: this user's, the docker volume's, and those of ``folders``."""
+    found = []
+    for kind, path in dict.fromkeys(_places(host, containers, folders)):
+        cache = _read(kind, path)
+        if cache is not None:
+            found.append(cache)
+    return tuple(found)
+
+
+def _places(
+    host: Host, containers: Containers, folders: Sequence[Path]
+) -> Iterator[tuple[str, Path]]:
+    env, home = host.env, host.home
+    general = env.get("XDG_CACHE_HOME") or f"{home}/.cache"
+    base = env.get("FLASHINFER_WORKSPACE_BASE") or home
+    for kind, place in (
+        # models' files and assets are there as well, and never go stale
+        ("vllm", (env.get("VLLM_CACHE_ROOT") or f"{general}/vllm") + "/torch_compile_cache"),
+        ("triton", env.get("TRITON_CACHE_DIR") or f"{home}/.triton/cache"),
+        ("inductor", env.get("TORCHINDUCTOR_CACHE_DIR") or f"/tmp/torchinductor_{host.user}"),  # noqa: S108
+        ("flashinfer", f"{base}/.cache/flashinfer"),
+        ("deep_gemm", env.get("DG_JIT_CACHE_DIR") or f"{home}/.deep_gemm"),
+    ):
+        yield kind, host.path(place)
+    for folder in (*folders, *_volumes(host, containers)):
+        for kind, name in _VOLUME.items():
+            yield kind, folder / name
+
+
+def _volumes(host: Host, containers: Containers) -> Iterable[Path]:
+    for engine in containers.engines:
+        if isinstance(engine.answer, dict) and engine.answer.get("DockerRootDir"):
+            yield host.path(f"{engine.answer['DockerRootDir']}/volumes/{VOLUME_NAME}/_data")
+
+
+def _read(kind: str, path: Path) -> Cache | None:
+    files, oldest, newest = 0, float("inf"), 0.0
+    versions: dict[str, None] = {}
+    for folder, _, names in os.walk(path):
+        for name in names:
+            try:
+                at = (Path(folder) / name).lstat().st_mtime
+            except OSError:
+                # A running server replaces its files while we look.
+                continue
+            files, oldest, newest = files + 1, min(oldest, at), max(newest, at)
+            release = _FLASHINFER.search(f"{folder}/")
+            if release:
+                versions[release[1]] = None
+        if files >= MOST_FILES:
+            break
+    if not files:
+        return None
+    return Cache(
+        kind=kind, path=path, files=files, oldest=oldest, newest=newest, versions=tuple(versions)
+    )

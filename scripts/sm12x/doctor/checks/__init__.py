@@ -1,0 +1,45 @@
+"""Pure functions from facts to findings, one module a subject."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sm12x.doctor.checks import caches, containers, driver, gpus, kernel, memory, network
+from sm12x.doctor.knowledge import Knowledge
+from sm12x.doctor.model import SEVERITIES, Facts, Finding
+
+Check = Callable[[Facts, Knowledge], list[Finding]]
+
+ALL: tuple[Check, ...] = (
+    driver.answers,
+    driver.version,
+    driver.trouble,
+    driver.log,
+    gpus.present,
+    gpus.image_known,
+    gpus.code,
+    gpus.leftover,
+    gpus.unified,
+    containers.engines,
+    containers.gpu_access,
+    containers.cdi,
+    memory.host_copies,
+    memory.huge_pages,
+    memory.locked,
+    memory.shared,
+    memory.page_cache,
+    caches.stale,
+    network.rdma,
+    network.variables,
+    kernel.iommu,
+    kernel.handover,
+)
+
+
+def run(facts: Facts, known: Knowledge) -> list[Finding]:
+    """Every check, the worst findings first, in the order of ``ALL`` otherwise."""
+    return ordered([finding for check in ALL for finding in check(facts, known)])
+
+
+def ordered(findings: list[Finding]) -> list[Finding]:
+    return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))

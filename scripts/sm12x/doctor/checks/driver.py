@@ -1,0 +1,113 @@
+"""The driver: does it answer, is it new enough, has it made trouble."""
+
+from __future__ import annotations
+
+import re
+
+from sm12x.doctor.knowledge import Knowledge
+from sm12x.doctor.model import BAD, INFO, OK, UNKNOWN, WARN, Facts, Finding, Unseen
+from sm12x.doctor.words import some
+
+# The image's CUDA where no ledger says it.
+_TOOLKIT = "13"
+_LINES = 3
+
+
+def answers(facts: Facts, known: Knowledge) -> list[Finding]:
+    name = "driver.loaded"
+    driver = facts.driver
+    if driver.loaded and not driver.fault:
+        flavour = {True: ", open kernel modules", False: ", proprietary modules", None: ""}
+        return [known.finding(name, OK, f"driver {_version(facts)}{flavour[driver.open_modules]}")]
+    if driver.loaded:
+        if "mismatch" in driver.fault:
+            seen = f"the driver's library and its loaded module differ: {driver.fault}"
+            return [known.finding(name, BAD, seen, fix=("sudo reboot",))]
+        # Without a way to ask, a loaded driver may still be well.
+        asked = "not installed" in driver.fault and "NVML:" not in driver.fault
+        seen = f"driver {_version(facts)} is loaded, but could not be asked: {driver.fault}"
+        fix = ("pip install nvidia-ml-py",) if asked else ("nvidia-smi",)
+        return [known.finding(name, UNKNOWN if asked else BAD, seen, fix=fix)]
+    if facts.seen_gpus:
+        seen = f"{some(len(facts.seen_gpus), 'NVIDIA GPU')} on the PCI bus, but no driver is loaded"
+        branch = next((entry.driver for entry in known.requirements), "")
+        fix = (f"sudo apt install nvidia-driver-{branch}-open && sudo reboot",)
+        return [known.finding(name, BAD, seen, fix=fix)]
+    why = driver.version.why if isinstance(driver.version, Unseen) else "it is not loaded"
+    return [known.finding(name, UNKNOWN, f"could not see a driver: {why}")]
+
+
+def version(facts: Facts, known: Knowledge) -> list[Finding]:
+    name = "driver.version"
+    versions = {} if isinstance(facts.image, Unseen) else facts.image.versions
+    toolkit = versions.get("cuda-toolkit", "")
+    major = (toolkit or _TOOLKIT).partition(".")[0]
+    needed = next((entry for entry in known.requirements if entry.toolkit == major), None)
+    whose = f"the image's CUDA {toolkit}" if toolkit else f"CUDA {major}, assumed for the image,"
+    if needed is None:
+        return [known.finding(name, UNKNOWN, f"could not see what {whose} needs: not in the data")]
+    found = facts.driver.version
+    if isinstance(found, Unseen):
+        seen = f"could not see the driver's version: {found.why}; {whose} needs {needed.driver}"
+        return [known.finding(name, UNKNOWN, seen, sources=(needed.source,))]
+    if _numbers(found) < _numbers(needed.driver):
+        seen = f"driver {found} is older than {needed.driver}, which {whose} needs"
+        fix = (f"sudo apt install nvidia-driver-{needed.driver}-open && sudo reboot",)
+        return [known.finding(name, BAD, seen, fix=fix, sources=(needed.source,))]
+    seen = f"driver {found} runs {whose} (needs {needed.driver} or newer)"
+    return [known.finding(name, OK, seen, sources=(needed.source,))]
+
+
+def trouble(facts: Facts, known: Knowledge) -> list[Finding]:
+    name = "driver.trouble"
+    found = facts.driver.version
+    if isinstance(found, Unseen):
+        seen = "could not compare with reported trouble: the driver's version is not known"
+        return [known.finding(name, UNKNOWN, seen)]
+    here = {gpu.capability for gpu in facts.seen_gpus}
+    findings = [
+        known.finding(
+            name,
+            WARN,
+            f"driver {found}, kernel {facts.machine.kernel}: {entry.seen}",
+            fix=entry.fix,
+            why=entry.advice,
+            sources=entry.sources,
+        )
+        for entry in known.troubles
+        if here & set(entry.capabilities) and entry.concerns(found, facts.machine.kernel)
+    ]
+    if findings:
+        return findings
+    concerned = {capability for entry in known.troubles for capability in entry.capabilities}
+    if not here & concerned:
+        seen = "no report in the data concerns these GPUs" if here else "no GPU to compare with"
+        return [known.finding(name, INFO, seen)]
+    seen = (
+        f"driver {found}, kernel {facts.machine.kernel}: "
+        f"none of the {some(len(known.troubles), 'report')} in the data"
+    )
+    return [known.finding(name, OK, seen)]
+
+
+def log(facts: Facts, known: Knowledge) -> list[Finding]:
+    name = "driver.log"
+    if isinstance(facts.log, Unseen):
+        seen = f"could not see the kernel log: {facts.log.why}"
+        return [known.finding(name, UNKNOWN, seen, fix=("sudo dmesg | grep NVRM",))]
+    if facts.log:
+        last = "; ".join(facts.log[-_LINES:])
+        seen = f"{some(len(facts.log), 'line')} of trouble since boot, the last: {last}"
+        return [known.finding(name, WARN, seen, fix=("sudo dmesg | grep NVRM", "sudo reboot"))]
+    if not facts.seen_gpus:
+        return []
+    return [known.finding(name, OK, "no trouble of the driver since boot")]
+
+
+def _version(facts: Facts) -> str:
+    found = facts.driver.version
+    return "of unknown version" if isinstance(found, Unseen) else found
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text))

@@ -1,0 +1,61 @@
+"""All facts about a host, in one go. Nothing is written and nothing is changed."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+
+from sm12x.doctor import caches, containers, gpus, image, memory, network
+from sm12x.doctor.host import Host
+from sm12x.doctor.knowledge import Knowledge
+from sm12x.doctor.model import Facts, Machine, Unseen
+
+_MARKS = {"/.dockerenv": "docker", "/run/.containerenv": "podman"}
+_GROUPS = ("docker", "kubepods", "containerd", "libpod", "lxc")
+
+
+def facts(
+    host: Host,
+    known: Knowledge,
+    *,
+    audit: Path | None = None,
+    image_name: str | None = None,
+    cache_folders: Sequence[Path] = (),
+) -> Facts:
+    """Collect everything. Raises BadFileError when the audit that was named cannot be read."""
+    driver, found = gpus.collect(host, known)
+    engines = containers.collect(host)
+    return Facts(
+        machine=machine(host),
+        driver=driver,
+        gpus=found,
+        log=gpus.log(host),
+        memory=memory.collect(host),
+        containers=engines,
+        caches=caches.collect(host, engines, cache_folders),
+        network=network.collect(host),
+        image=image.find(host, audit, image_name),
+    )
+
+
+def machine(host: Host) -> Machine:
+    kernel = host.text("/proc/sys/kernel/osrelease")
+    name = host.text("/proc/sys/kernel/arch")
+    return Machine(
+        # /proc/sys/kernel/arch is there since Linux 6.1.
+        name=platform.machine() if isinstance(name, Unseen) else name,
+        kernel=platform.release() if isinstance(kernel, Unseen) else kernel,
+        container=_container(host),
+        cmdline=host.text("/proc/cmdline"),
+    )
+
+
+def _container(host: Host) -> str:
+    for path, kind in _MARKS.items():
+        if host.exists(path):
+            return kind
+    group = host.text("/proc/1/cgroup")
+    if isinstance(group, Unseen):
+        return ""
+    return next((kind for kind in _GROUPS if kind in group), "")

@@ -1,0 +1,91 @@
+"""The one door to the machine: files below a root, programs, the NVML library."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sm12x.core import process
+from sm12x.core.errors import Sm12xError
+from sm12x.doctor.model import Unseen
+
+# Seconds that a program may take to answer; a daemon that hangs must not hang us.
+ANSWER_WITHIN = 20
+
+
+def ask(argv: Sequence[str]) -> process.Completed | Unseen:
+    """Run a program that only reports. Unseen when it is missing, hangs or fails."""
+    try:
+        done = process.run(argv, check=False, timeout=ANSWER_WITHIN, env={"LC_ALL": "C"})
+    except Sm12xError as error:
+        return Unseen(error.message)
+    except OSError as error:
+        return Unseen(f"{argv[0]}: {error.strerror}")
+    if done.returncode != 0:
+        lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        said = f": {lines[0].rstrip('.')}" if lines else ""
+        return Unseen(f"`{' '.join(argv[:2])}` ended with {done.returncode}{said}")
+    return done
+
+
+def import_nvml() -> Any:
+    """The module of nvidia-ml-py. Raises ImportError where it is not installed."""
+    return importlib.import_module("pynvml")
+
+
+def file_system_size(path: Path) -> int:
+    """The size in bytes of the file system that holds ``path``. Raises OSError."""
+    found = os.statvfs(path)
+    return found.f_blocks * found.f_frsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """The machine to examine; tests give a folder that looks like one."""
+
+    root: Path = Path("/")
+    home: str = field(default_factory=lambda: str(Path("~").expanduser()))
+    env: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    user: str = field(default_factory=lambda: _user())
+    ask: Callable[[Sequence[str]], process.Completed | Unseen] = ask
+    which: Callable[[str], Path | None] = process.which
+    nvml: Callable[[], Any] = import_nvml
+    size_of: Callable[[Path], int] = file_system_size
+
+    def path(self, absolute: str | Path) -> Path:
+        return self.root / str(absolute).lstrip("/")
+
+    def text(self, absolute: str | Path) -> str | Unseen:
+        """A small file, stripped. Unseen when it is missing or may not be read."""
+        try:
+            return self.path(absolute).read_text(encoding="utf-8", errors="replace").strip()
+        except OSError as error:
+            return Unseen(f"{absolute}: {error.strerror}")
+
+    def exists(self, absolute: str | Path) -> bool:
+        try:
+            return self.path(absolute).exists()
+        except OSError:
+            # A folder we may not look into has to be there.
+            return True
+
+    def number(self, absolute: str | Path) -> int | Unseen:
+        found = self.text(absolute)
+        if isinstance(found, Unseen):
+            return found
+        return int(found) if found.isdecimal() else Unseen(f"{absolute} says {found!r}")
+
+    def names(self, absolute: str | Path) -> tuple[str, ...]:
+        """The names in a folder, sorted; none where there is no such folder."""
+        try:
+            return tuple(sorted(entry.name for entry in self.path(absolute).iterdir()))
+        except OSError:
+            return ()
+
+
+def _user() -> str:
+    return os.environ.get("USER") or os.environ.get("LOGNAME") or str(os.getuid())

@@ -1,0 +1,110 @@
+"""What is known of the image: the audit of its wheel, and the ledger beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sm12x import layout
+from sm12x.audit.model import Device
+from sm12x.core.cudaarch import CudaArch
+from sm12x.core.errors import BadFileError
+from sm12x.doctor.host import Host
+from sm12x.doctor.model import Image, Library, Unseen
+
+AUDIT, LEDGER, RECORD = "audit.json", "ledger.json", "image.json"
+SCHEMA = 1
+
+
+def find(host: Host, audit: Path | None, image: str | None) -> Image | Unseen:
+    """The image to compare with: of ``audit``, else the bundle that ``image`` is, else the newest.
+
+    Raises BadFileError when a file that was named, or that belongs to the bundle, cannot be read.
+    """
+    if audit is not None:
+        return read(audit)
+    if image is not None:
+        return _of_image(host, image)
+    found = sorted(layout.root().glob(f"dist/*/{AUDIT}"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        return Unseen(f"no bundle was built here: {layout.root()}/dist has no audit")
+    return read(found[-1])
+
+
+def read(audit: Path) -> Image:
+    """Read an audit of `sm12x audit --json`, and the ledger beside it when there is one."""
+    report = _json(audit)
+    ledger = _json(audit.with_name(LEDGER)) if audit.with_name(LEDGER).is_file() else {}
+    record = audit.with_name(RECORD)
+    try:
+        if report["schema"] != SCHEMA:
+            raise ValueError(f"schema {report['schema']!r}")
+        policy = report["policy"]
+        libraries = tuple(_library(entry) for entry in report["libraries"])
+        offenders: dict[Device, tuple[str, ...]] = {}
+        for entry in policy["offenders"] if policy else ():
+            device = Device.parse(entry["device"])
+            sentence = f"{entry['path']}: {entry['message']}"
+            offenders[device] = (*offenders.get(device, ()), sentence)
+        return Image(
+            name=str(report["subject"]),
+            audit=audit,
+            stack_id=str(ledger.get("stack_id", "")),
+            machine=str(ledger.get("machine", "")) or _machine(libraries),
+            built=record.stat().st_mtime if record.is_file() else None,
+            libraries=libraries,
+            passed=policy["passed"] if policy else None,
+            offenders=offenders,
+            versions=dict(ledger.get("dependencies", {})),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BadFileError(
+            f"{audit} is not an audit of schema {SCHEMA}: {error!r}",
+            next_step="write one with `sm12x audit PATH|IMAGE --json --output audit.json`",
+        ) from None
+
+
+def _of_image(host: Host, image: str) -> Image | Unseen:
+    if host.which("docker") is None and host.which("podman") is None:
+        return Unseen(f"no docker or podman here to ask for the labels of {image}")
+    engine = "docker" if host.which("docker") else "podman"
+    done = host.ask([engine, "image", "inspect", "--format", "{{json .Config.Labels}}", image])
+    if isinstance(done, Unseen):
+        return done
+    labels: Mapping[str, str] = json.loads(done.stdout) or {}
+    stack, base = labels.get("sm12x.stack"), labels.get("sm12x.base")
+    if not stack or not base:
+        return Unseen(f"{image} carries no sm12x.stack label: it is not a bundle of this project")
+    audit = layout.dist(base) / AUDIT
+    found = read(audit) if audit.is_file() else None
+    if found is None or found.stack_id != stack:
+        return Unseen(f"{layout.dist(base)} holds no audit of stack {stack}, which {image} has")
+    return found
+
+
+def _library(entry: Mapping[str, Any]) -> Library:
+    return Library(
+        path=entry["path"],
+        machine=entry["machine"],
+        cubins=tuple(CudaArch.parse(name) for name in entry["cubins"]),
+        ptx=tuple(CudaArch.parse(name) for name in entry["ptx"]),
+        readable=not entry["unknown"],
+        units={Device.parse(name): dict(runs["units"]) for name, runs in entry["runs"].items()},
+    )
+
+
+def _machine(libraries: tuple[Library, ...]) -> str:
+    return next((library.machine for library in libraries if library.machine), "")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadFileError(
+            f"{path} cannot be read: {error}",
+            next_step="build the bundle again, or name another audit with --audit",
+        ) from None
+    return found

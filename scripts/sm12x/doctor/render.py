@@ -1,0 +1,118 @@
+"""The findings as text for a person. No library is needed beyond Python's own."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from sm12x.doctor.knowledge import Check
+from sm12x.doctor.model import BAD, INFO, OK, SEVERITIES, UNKNOWN, WARN, Facts, Finding, Unseen
+
+WIDTH = 100
+# A narrower terminal gets lines that wrap by themselves.
+NARROWEST = 60
+# Severities whose findings are told in full.
+_IN_FULL = (BAD, WARN)
+_WORDS = {BAD: "bad", WARN: "warn", UNKNOWN: "?", INFO: "info", OK: "ok"}
+_COUNTED = {
+    BAD: "bad",
+    WARN: "to look at",
+    UNKNOWN: "could not be seen",
+    INFO: "to know",
+    OK: "ok",
+}
+
+Paint = Callable[[str, str], str]
+
+
+def plain(text: str, severity: str) -> str:
+    return text
+
+
+def text(
+    facts: Facts, findings: Sequence[Finding], *, width: int = WIDTH, paint: Paint = plain
+) -> str:
+    """A line for each finding, then the reasons and commands of those that need a hand."""
+    width = max(width, NARROWEST)
+    parts = [_head(facts, findings, width), _table(findings, width, paint)]
+    full = [finding for finding in findings if finding.severity in _IN_FULL]
+    if full:
+        parts.append("\n\n".join(_full(finding, width, paint) for finding in full))
+        parts.append("Nothing was changed: the commands are for you to run.")
+    return "\n\n".join(parts) + "\n"
+
+
+def explain(check: Check, findings: Sequence[Finding], *, width: int = WIDTH) -> str:
+    """All about one check, and what was found here."""
+    width = max(width, NARROWEST)
+    lines = [f"{check.id}: {check.title}", "", textwrap.fill(check.why, width)]
+    if check.sources:
+        lines += ["", "Sources", *_bullets(check.sources, width)]
+    for finding in findings:
+        lines += ["", *_labelled(f"Here ({_WORDS[finding.severity]})", finding.seen, width)]
+        if finding.why != check.why:
+            lines += _labelled("  why", finding.why, width)
+        if finding.sources != check.sources:
+            lines += ["  sources", *_bullets(finding.sources, width, indent=4)]
+        lines += [f"  $ {command}" for command in finding.fix]
+    if not findings:
+        lines += ["", "Nothing here concerns it."]
+    return "\n".join(lines) + "\n"
+
+
+def _head(facts: Facts, findings: Sequence[Finding], width: int) -> str:
+    counted = Counter(finding.severity for finding in findings)
+    told = [f"{counted[kind]} {_COUNTED[kind]}" for kind in SEVERITIES if counted[kind]]
+    where = f", inside a container ({facts.machine.container})" if facts.machine.container else ""
+    driver = facts.driver.version
+    version = "driver not seen" if isinstance(driver, Unseen) else f"driver {driver}"
+    first = f"{facts.machine.name}, kernel {facts.machine.kernel}, {version}{where}"
+    return "\n".join([*textwrap.wrap(first, width), *textwrap.wrap(", ".join(told), width)])
+
+
+def _table(findings: Sequence[Finding], width: int, paint: Paint) -> str:
+    left = max((len(finding.id) for finding in findings), default=0)
+    marks = max(len(word) for word in _WORDS.values())
+    lines = []
+    for finding in findings:
+        mark = _WORDS[finding.severity]
+        head = f"{paint(mark, finding.severity)}{' ' * (marks - len(mark))}  {finding.id:<{left}}  "
+        margin = marks + left + 4
+        wrapped = textwrap.wrap(finding.seen, width - margin, break_on_hyphens=False)
+        lines.append(head + (wrapped[0] if wrapped else ""))
+        lines += [" " * margin + line for line in wrapped[1:]]
+    return "\n".join(lines)
+
+
+def _full(finding: Finding, width: int, paint: Paint) -> str:
+    mark = paint(_WORDS[finding.severity], finding.severity)
+    lines = [f"{mark} {finding.id}", *_labelled("  seen", finding.seen, width)]
+    lines += _labelled("  why", finding.why, width)
+    lines += _labelled("  from", "; ".join(finding.sources), width) if finding.sources else []
+    # A command is not wrapped: it is to be copied.
+    lines += [f"  $ {command}" for command in finding.fix]
+    return "\n".join(lines)
+
+
+def _labelled(label: str, words: str, width: int) -> list[str]:
+    first = f"{label:<7} "
+    return textwrap.wrap(
+        words,
+        width,
+        initial_indent=first,
+        subsequent_indent=" " * 8,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+
+
+def _bullets(sentences: Sequence[str], width: int, *, indent: int = 2) -> list[str]:
+    pad = " " * indent
+    return [
+        line
+        for sentence in sentences
+        for line in textwrap.wrap(
+            sentence, width, initial_indent=f"{pad}- ", subsequent_indent=f"{pad}  "
+        )
+    ]
