@@ -1,0 +1,173 @@
+"""Does it fit? Memory plans of recipes and checkpoints, per GPU and per machine.
+
+``make`` plans servers on hardware; ``check`` says what a recipe's plan finds wrong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sm12x.core.errors import UsageError
+from sm12x.plan import budget as budgets
+from sm12x.plan import host, peers
+from sm12x.plan.budget import DOES_NOT_FIT, FITS, UNKNOWN, Hardware, Server
+from sm12x.plan.host import HostNeed
+from sm12x.plan.peers import Row
+from sm12x.plan.server import from_recipe, members
+from sm12x.recipes.model import Recipe
+
+ANY = "any"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Servers on the same GPUs. ``needed`` are the rows that must fit: each of them awake alone.
+
+    ``host`` is the machine's memory at the moment of a swap, when all that can sleep are asleep.
+    ``peer`` says that a server was planned with one sleeping peer taken to be like itself.
+    """
+
+    hardware: Hardware
+    servers: tuple[Server, ...]
+    peer: bool
+    rows: tuple[Row, ...]
+    needed: tuple[Row, ...]
+    host: HostNeed
+    cuts: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def verdict(self) -> str:
+        verdicts = {row.verdict for row in self.needed} | {self.host.verdict}
+        if DOES_NOT_FIT in verdicts or self.too_few:
+            return DOES_NOT_FIT
+        return UNKNOWN if UNKNOWN in {row.verdict for row in self.needed} else FITS
+
+    @property
+    def too_few(self) -> tuple[Server, ...]:
+        """Servers that need more GPUs than the machine has."""
+        have = self.hardware.gpus
+        return tuple(one for one in self.servers if have is not None and one.gpus > have)
+
+
+def make(hardware: Hardware, servers: Sequence[Server], *, peer: bool = True) -> Plan:
+    """Plan ``servers`` on ``hardware``.
+
+    A single server that can sleep is meant to take turns: unless ``peer`` is false, it is planned
+    beside one sleeping peer with the same residue and the same weights.
+    """
+    lone = len(servers) == 1
+    assumed = peer and lone and servers[0].sleep > 0
+    all_of_them = list(servers)
+    if assumed:
+        all_of_them.append(dataclasses.replace(servers[0], name=f"a peer like {servers[0].name}"))
+    rows = peers.rows(hardware, all_of_them)
+    if assumed:
+        rows = tuple(row for row in rows if row.awake in ((), (servers[0].name,)))
+    elif lone:
+        rows = tuple(row for row in rows if row.awake)
+    needed = tuple(row for row in rows if len(row.awake) == 1)
+    asleep = [server for server in all_of_them if server.sleep] if not lone or assumed else []
+    found: list[str] = []
+    for server in servers:
+        rest = [one for one in all_of_them if one.name != server.name and one.sleep]
+        found += budgets.cuts(hardware, [server], rest)
+    return Plan(
+        hardware=hardware,
+        servers=tuple(servers),
+        peer=assumed,
+        rows=rows,
+        needed=needed,
+        host=host.need(asleep, hardware),
+        cuts=tuple(dict.fromkeys(found)),
+        warnings=tuple(_warnings(hardware, servers)),
+    )
+
+
+def _warnings(hardware: Hardware, servers: Sequence[Server]) -> list[str]:
+    found = []
+    for server in servers:
+        remark = host.loading(server, hardware)
+        if remark:
+            found.append(remark)
+        if hardware.unified and server.sleep == 1:
+            found.append(
+                f"{server.name} sleeps at level 1: on unified memory the host copy takes the memory"
+                " that sleep frees, and a wake can take the machine down (vllm#50011): use level 2,"
+                " or stop it"
+            )
+    return found
+
+
+def on(kinds: dict[str, Hardware], key: str) -> Hardware:
+    """The hardware of that key. Raises UsageError."""
+    if key not in kinds:
+        raise UsageError(
+            f"no hardware {key!r}", next_step=f"give one of {', '.join(kinds)}, or --here"
+        )
+    return kinds[key]
+
+
+def hardware_of(recipes: Sequence[Recipe], kinds: dict[str, Hardware]) -> Hardware:
+    """The first hardware that all of the recipes are for. Raises UsageError if there is none."""
+    common = [
+        key
+        for key in kinds
+        if all(one.sm12x and {key, ANY} & set(one.sm12x.hardware) for one in recipes)
+    ]
+    named = [key for one in recipes if one.sm12x for key in one.sm12x.hardware if key != ANY]
+    chosen = [key for key in named if key in common]
+    if not chosen:
+        names = ", ".join(one.key for one in recipes)
+        raise UsageError(
+            f"no hardware to plan {names} for: "
+            + ("the recipes are for different kinds" if named else "no recipe names one"),
+            next_step=f"give --hardware, one of {', '.join(kinds)}, or --here",
+        )
+    return kinds[chosen[0]]
+
+
+def check(recipe: Recipe) -> list[str]:
+    """What the memory plan finds wrong with a recipe, on each hardware that it names.
+
+    A recipe for any hardware, or without a block of ours, has no plan and no findings.
+    """
+    if recipe.sm12x is None:
+        return []
+    kinds = host.kinds()
+    servers = [from_recipe(one) for one in members(recipe)]
+    found: list[str] = []
+    for key in recipe.sm12x.hardware:
+        if key in kinds:
+            found += [
+                f"memory plan on {key}: {text}" for text in findings(make(kinds[key], servers))
+            ]
+    return found
+
+
+def findings(plan: Plan) -> list[str]:
+    """Why a plan does not fit or cannot tell, and what is harmful; empty if it fits."""
+    found: list[str] = []
+    for row in plan.needed:
+        if row.budget.verdict == DOES_NOT_FIT and row.budget.margin.low < 0:
+            found.append(
+                f"{_who(row)} is {-row.budget.margin.low:.1f} GiB over {plan.hardware.memory} GiB"
+            )
+        elif row.budget.verdict == UNKNOWN:
+            found.append(
+                f"cannot tell whether {_who(row)} fits: {', '.join(row.budget.unknown)} is not "
+                f"known and may be at most {row.budget.margin.low:.1f} GiB"
+            )
+    found += [f"needs {one.gpus} GPUs, there are {plan.hardware.gpus}" for one in plan.too_few]
+    if plan.host.verdict == DOES_NOT_FIT:
+        found.append(f"host copies need {plan.host.copies} GiB, there are {plan.host.ram:.0f} GiB")
+    found += [f"cut: {text}" for text in plan.cuts]
+    found += [text for text in plan.warnings if "sleeps at level 1" in text]
+    return found
+
+
+def _who(row: Row) -> str:
+    beside = f" beside sleeping {', '.join(row.asleep)}" if row.asleep else ""
+    return f"{' and '.join(row.awake)}{beside}"

@@ -1,0 +1,266 @@
+"""The memory budget of one GPU: what is awake on it, and what its sleeping peers leave behind.
+
+    utilization x memory + outside + residue of every sleeping peer <= memory
+
+vLLM fills utilization x memory with weights, activations and as much KV cache as is left. What it
+takes outside that budget (workspaces, private pools) and what a sleeping peer still holds come on
+top. Amounts are GiB on one GPU, with a lower and an upper end; a verdict holds at the worst end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+FITS, DOES_NOT_FIT, UNKNOWN = "fits", "does not fit", "cannot tell"
+# Bases from the firmest to the weakest; a verdict is as good as the weakest of its terms.
+BASES = ("exact", "measured", "reported", "estimated")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Amount:
+    """GiB, somewhere between ``low`` and ``high``."""
+
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, value: float) -> Self:
+        return cls(low=value, high=value)
+
+    def __add__(self, other: Amount) -> Amount:
+        return Amount(low=self.low + other.low, high=self.high + other.high)
+
+    def __mul__(self, factor: float) -> Amount:
+        return Amount(low=self.low * factor, high=self.high * factor)
+
+    def __str__(self) -> str:
+        low, high = f"{self.low:.1f}", f"{self.high:.1f}"
+        return low if low == high else f"{low}-{high}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Term:
+    """One amount, how it is known (one of BASES) and from where."""
+
+    name: str
+    amount: Amount
+    basis: str
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """A machine's GPUs. ``memory`` is of one GPU, as CUDA reports it, in GiB.
+
+    ``unified``: CPU and GPU share that memory; ``system`` is then what the operating system needs
+    of it. ``gpus`` and ``ram`` (GiB) are None where they are not known.
+    """
+
+    key: str
+    name: str
+    capability: str
+    memory: Amount
+    basis: str
+    source: str
+    unified: bool = False
+    system: Term | None = None
+    gpus: int | None = None
+    ram: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """One deployment as the planner sees it; the terms are of one GPU, None where not known.
+
+    ``gpus`` counts the GPUs on each of ``machines``. ``sleep`` is the level, 0 for never.
+    """
+
+    name: str
+    utilization: float
+    gpus: int
+    machines: int
+    sleep: int
+    weights: Term | None
+    kv: Term | None
+    outside: Term | None
+    residue: Term | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inside:
+    """What one awake server must place inside its own budget. ``spare`` is the room left over.
+
+    ``least`` is the smallest utilization, rounded up to 0.01, that holds weights and KV cache.
+    """
+
+    server: str
+    budget: Amount
+    weights: Amount | None
+    kv: Amount | None
+    spare: Amount | None
+    least: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """``terms`` against ``memory``. ``margin.low`` is what is left at the worst end, less than 0 if
+    that does not fit. ``unknown`` names terms that nobody has measured or computed; they count as 0
+    in ``margin``. ``largest`` is the largest utilization, rounded down to 0.01, that fits at the
+    worst end: of the one awake server, or of all awake servers together."""
+
+    memory: Amount
+    terms: tuple[Term, ...]
+    unknown: tuple[str, ...]
+    margin: Amount
+    inside: tuple[Inside, ...]
+    largest: float
+
+    @property
+    def verdict(self) -> str:
+        if self.margin.low < 0 or any(one.spare and one.spare.low < 0 for one in self.inside):
+            return DOES_NOT_FIT
+        return UNKNOWN if self.unknown else FITS
+
+    @property
+    def total(self) -> Amount:
+        """What the terms come to, at the smaller and the larger memory of the hardware."""
+        return Amount(
+            low=sum(term.amount.low for term in self.terms),
+            high=sum(term.amount.high for term in self.terms),
+        )
+
+    @property
+    def basis(self) -> str:
+        """The weakest basis among the terms."""
+        return weakest([term.basis for term in self.terms])
+
+
+def weakest(bases: Sequence[str]) -> str:
+    return max(bases, key=BASES.index, default=BASES[0])
+
+
+def budget(hardware: Hardware, awake: Sequence[Server], asleep: Sequence[Server]) -> Budget:
+    """The budget of the GPU that all of ``awake`` and ``asleep`` share.
+
+    On unified memory the operating system and the level-1 copies of the sleeping lie in it too.
+    """
+    outer: list[Term] = []
+    unknown: list[str] = []
+
+    def take(term: Term | None, name: str, server: Server) -> None:
+        if term is None:
+            unknown.append(f"{name} {server.name}")
+        else:
+            outer.append(
+                Term(
+                    name=f"{name} {server.name}",
+                    amount=term.amount,
+                    basis=term.basis,
+                    source=term.source,
+                )
+            )
+
+    for server in awake:
+        take(server.outside, "outside the budget of", server)
+    for server in asleep:
+        take(server.residue, "residue of sleeping", server)
+        if hardware.unified and server.sleep == 1:
+            take(server.weights, "host copy of sleeping", server)
+    if hardware.system:
+        outer.append(hardware.system)
+    used = sum(server.utilization for server in awake)
+    fixed = Amount(
+        low=sum(term.amount.low for term in outer), high=sum(term.amount.high for term in outer)
+    )
+    worst, best = hardware.memory.low, hardware.memory.high
+    return Budget(
+        memory=hardware.memory,
+        terms=(*(_share(hardware, server) for server in awake), *outer),
+        unknown=tuple(unknown),
+        margin=Amount(
+            low=worst * (1 - used) - fixed.high,
+            high=best * (1 - used) - fixed.low,
+        ),
+        inside=tuple(_inside(hardware, server) for server in awake),
+        largest=max(0.0, floor(1 - fixed.high / worst)),
+    )
+
+
+def _share(hardware: Hardware, server: Server) -> Term:
+    return Term(
+        name=f"budget of {server.name}",
+        amount=hardware.memory * server.utilization,
+        basis=hardware.basis,
+        source=f"--gpu-memory-utilization {server.utilization:g} x {hardware.memory} GiB",
+    )
+
+
+def _inside(hardware: Hardware, server: Server) -> Inside:
+    share = hardware.memory * server.utilization
+    known = [term.amount for term in (server.weights, server.kv) if term]
+    need = Amount(low=sum(one.low for one in known), high=sum(one.high for one in known))
+    return Inside(
+        server=server.name,
+        budget=share,
+        weights=server.weights.amount if server.weights else None,
+        kv=server.kv.amount if server.kv else None,
+        spare=Amount(low=share.low - need.high, high=share.high - need.low)
+        if server.weights
+        else None,
+        least=ceiling(need.high / hardware.memory.low) if server.weights else None,
+    )
+
+
+def floor(share: float) -> float:
+    """Rounded down to 0.01, but for the last bits that a division leaves."""
+    return math.floor(share * 100 + 1e-9) / 100
+
+
+def ceiling(share: float) -> float:
+    """Rounded up to 0.01."""
+    return math.ceil(share * 100 - 1e-9) / 100
+
+
+def cuts(hardware: Hardware, awake: Sequence[Server], asleep: Sequence[Server]) -> list[str]:
+    """What to cut where the budget does not fit, the cheapest first; empty where it fits."""
+    found = budget(hardware, awake, asleep)
+    if found.verdict != DOES_NOT_FIT:
+        return []
+    whose = awake[0].name if len(awake) == 1 else "the awake servers together"
+    used = sum(server.utilization for server in awake)
+    least = sum(one.least or 0 for one in found.inside)
+    lines: list[str] = []
+    if least > found.largest:
+        short = (least - found.largest) * found.memory.low
+        lines.append(
+            f"no utilization fits: {whose} needs at least {least:.2f} for weights and KV cache, and"
+            f" at most {found.largest:.2f} leaves room for the rest: use more GPUs, or cut about "
+            f"{short:.1f} GiB of KV cache (--max-model-len x --max-num-seqs)"
+        )
+    elif found.margin.low < 0:
+        known = all(one.least for one in found.inside)
+        lines.append(
+            f"the budget of {whose}: utilization {used:.2f} -> {found.largest:.2f} frees "
+            f"{(used - found.largest) * found.memory.low:.1f} GiB, "
+            + ("which still holds weights and KV cache" if known else "if the weights still fit")
+        )
+    else:
+        for one in found.inside:
+            if one.spare and one.spare.low < 0:
+                what = "weights and KV cache" if one.kv else "weights"
+                lines.append(
+                    f"{one.server}: {what} need {-one.spare.low:.1f} GiB more than {one.budget} GiB:"
+                    f" raise its utilization to {one.least:.2f}"
+                )
+    over = -found.margin.low
+    for server in asleep:
+        held = server.residue.amount.high if server.residue else 0.0
+        if hardware.unified and server.sleep == 1 and server.weights:
+            held += server.weights.amount.high
+        if over > 0 and held > 0:
+            enough = "" if held >= over else ", which is not enough alone"
+            lines.append(f"stop {server.name} instead of letting it sleep: {held:.1f} GiB{enough}")
+    return lines

@@ -1,0 +1,234 @@
+"""The machine around the GPUs: its kinds, what this one is, and the host memory sleep needs."""
+
+from __future__ import annotations
+
+import importlib
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from sm12x import layout
+from sm12x.core.errors import BadFileError, ToolMissingError, UsageError
+from sm12x.core.files import GIB
+from sm12x.plan.budget import DOES_NOT_FIT, FITS, UNKNOWN, Amount, Hardware, Server, Term
+
+# A cgroup without a limit says "max", or in version 1 the largest number of pages there can be.
+_NO_LIMIT = 1 << 60
+_UNIFIED_CAPABILITIES = ("12.1",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostNeed:
+    """Pinned host memory of one machine for the level-1 copies of ``asleep``.
+
+    ``copies`` is None where a sleeping server's weights are not known; ``ram`` is the smaller of
+    the machine's memory and the cgroup's limit, None where not known.
+    """
+
+    copies: Amount | None
+    asleep: tuple[str, ...]
+    ram: float | None
+
+    @property
+    def verdict(self) -> str:
+        if self.copies and self.copies.high == 0:
+            return FITS
+        if self.copies is None or self.ram is None:
+            return UNKNOWN
+        return FITS if self.copies.high <= self.ram else DOES_NOT_FIT
+
+    @property
+    def margin(self) -> float | None:
+        """GiB left for the processes and the page cache, at the worst end."""
+        if self.copies is None or self.ram is None:
+            return None
+        return self.ram - self.copies.high
+
+
+def kinds(path: Path | None = None) -> dict[str, Hardware]:
+    """The kinds of hardware by key. Raises BadFileError if the file is not as it must be."""
+    path = path or layout.data() / "hardware.toml"
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        return {key: _hardware(key, entry) for key, entry in table.items()}
+    except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
+        raise BadFileError(
+            f"{path} cannot be used: {error!r}", next_step="restore it from the checkout"
+        ) from None
+
+
+def _hardware(key: str, entry: dict[str, Any]) -> Hardware:
+    system = entry.get("system")
+    return Hardware(
+        key=key,
+        name=entry["name"],
+        capability=entry["capability"],
+        memory=_amount(entry["memory"]),
+        basis=entry["basis"],
+        source=entry["source"],
+        unified=entry["unified"],
+        system=Term(
+            name="operating system",
+            amount=_amount(system["amount"]),
+            basis=system["basis"],
+            source=system["source"],
+        )
+        if system
+        else None,
+    )
+
+
+def _amount(value: Any) -> Amount:
+    if isinstance(value, list):
+        low, high = value
+        return Amount(low=float(low), high=float(high))
+    return Amount.of(float(value))
+
+
+def here(
+    *, nvml: ModuleType | None = None, proc: Path = Path("/proc"), sys: Path = Path("/sys")
+) -> Hardware:
+    """This machine: its GPUs as NVML has them, its memory as the kernel has it.
+
+    Raises:
+        ToolMissingError: NVML's bindings are not installed, or there is no driver.
+        UsageError: there is no GPU, or GPUs of different kinds.
+    """
+    nvml = nvml or _nvml()
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        raise ToolMissingError(
+            f"the NVIDIA driver cannot be asked about GPUs ({error})",
+            next_step="run this where the driver is loaded (nvidia-smi works; a container needs "
+            "--gpus all), or name the hardware with --hardware",
+        ) from None
+    try:
+        found = [_gpu(nvml, index, proc) for index in range(nvml.nvmlDeviceGetCount())]
+    finally:
+        nvml.nvmlShutdown()
+    if not found:
+        raise UsageError(
+            "the NVIDIA driver is there and shows no GPU",
+            next_step="check CUDA_VISIBLE_DEVICES and --gpus, or name the hardware with --hardware",
+        )
+    names = {name for name, _, _ in found}
+    if len(names) > 1:
+        raise UsageError(
+            f"the GPUs are of different kinds: {', '.join(sorted(names))}",
+            next_step="plan for one kind with --hardware",
+        )
+    name, capability, memory = min(found, key=lambda gpu: gpu[2])
+    unified = capability in _UNIFIED_CAPABILITIES
+    known = [kind for kind in kinds().values() if kind.capability == capability and kind.unified]
+    return Hardware(
+        key="here",
+        name=name,
+        capability=capability,
+        memory=Amount.of(memory),
+        basis="measured",
+        source="NVML on this machine" if not unified else "MemTotal of this machine",
+        unified=unified,
+        system=known[0].system if unified and known else None,
+        gpus=len(found),
+        ram=ram(proc=proc, sys=sys),
+    )
+
+
+def _nvml() -> ModuleType:
+    try:
+        return importlib.import_module("pynvml")
+    except ImportError:
+        raise ToolMissingError(
+            "--here needs NVIDIA's bindings for Python, which are not installed",
+            next_step="pip install nvidia-ml-py (the image has it), or name the hardware with "
+            "--hardware",
+        ) from None
+
+
+def _gpu(nvml: ModuleType, index: int, proc: Path) -> tuple[str, str, float]:
+    device = nvml.nvmlDeviceGetHandleByIndex(index)
+    name = nvml.nvmlDeviceGetName(device)
+    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(device)
+    try:
+        memory = nvml.nvmlDeviceGetMemoryInfo(device).total / GIB
+    except nvml.NVMLError:
+        # GB10 has no memory of its own to report: it is the machine's.
+        memory = _total(proc)
+    return (name if isinstance(name, str) else name.decode()), f"{major}.{minor}", memory
+
+
+def ram(*, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> float:
+    """GiB that processes here may use: the machine's memory, or the cgroup's limit if smaller."""
+    return min([_total(proc), *_limits(proc, sys / "fs/cgroup")])
+
+
+def _total(proc: Path) -> float:
+    for line in (proc / "meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemTotal:"):
+            return int(line.split()[1]) * 1024 / GIB
+    raise BadFileError(f"{proc}/meminfo has no MemTotal", next_step="give --ram")
+
+
+def _limits(proc: Path, cgroup: Path) -> Iterable[float]:
+    """Every limit on the way from this process's cgroup to the top, in GiB."""
+    try:
+        lines = (proc / "self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    for line in ("0::/", *lines):
+        number, controllers, path = line.split(":", 2)
+        if number != "0" and "memory" not in controllers.split(","):
+            continue
+        name = "memory.max" if number == "0" else "memory.limit_in_bytes"
+        top = cgroup if number == "0" else cgroup / "memory"
+        # In a container the path is the host's and is not there; its own limit is at the top.
+        here = top / path.lstrip("/")
+        for folder in (here, *here.parents):
+            if not folder.is_relative_to(top):
+                break
+            try:
+                text = (folder / name).read_text(encoding="ascii").strip()
+            except OSError:
+                continue
+            if text.isdigit() and int(text) < _NO_LIMIT:
+                yield int(text) / GIB
+
+
+def need(asleep: Sequence[Server], hardware: Hardware) -> HostNeed:
+    """Host memory of one machine while ``asleep`` sleep: level 1 keeps all of their weights there.
+
+    On unified memory this is 0: the copies are terms of the budget itself.
+    """
+    copying = [server for server in asleep if server.sleep == 1] if not hardware.unified else []
+    total: Amount | None = Amount.of(0.0)
+    for server in copying:
+        if server.weights is None or total is None:
+            total = None
+        else:
+            total = total + server.weights.amount * server.gpus
+    return HostNeed(copies=total, asleep=tuple(server.name for server in copying), ram=hardware.ram)
+
+
+def loading(server: Server, hardware: Hardware) -> str | None:
+    """A warning about the page cache while ``server`` loads on unified memory, None if none is due.
+
+    Every machine reads the whole checkpoint, and its pages compete with the KV cache for what the
+    weights leave free.
+    """
+    if not hardware.unified or server.weights is None:
+        return None
+    checkpoint = server.weights.amount.low * server.gpus * server.machines
+    system = hardware.system.amount.high if hardware.system else 0.0
+    free = hardware.memory.low - server.weights.amount.high - system
+    if checkpoint <= free:
+        return None
+    return (
+        f"while {server.name} loads, about {checkpoint:.0f} GiB stream through the page cache and "
+        f"{max(0.0, free):.0f} GiB are free of weights: boot clean, drop caches during the load or "
+        "set vm.min_free_kbytes, or load with --load-format instanttensor or "
+        "--safetensors-load-strategy prefetch"
+    )

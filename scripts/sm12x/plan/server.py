@@ -1,0 +1,104 @@
+"""A recipe as the planner sees it: its utilization and the terms of its memory."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from sm12x.core.errors import UsageError
+from sm12x.plan.budget import Amount, Server, Term
+from sm12x.recipes import load, render
+from sm12x.recipes.model import Memory, MemoryTerm, Recipe
+
+# What vLLM takes where a command names none.
+DEFAULT_UTILIZATION = 0.92
+
+
+def from_recipe(recipe: Recipe, *, utilization: float | None = None) -> Server:
+    """Raises UsageError if its utilization is no share, BadFileError if it cannot be rendered."""
+    block = recipe.sm12x
+    memory = block.memory if block else Memory()
+    given = flag(arguments(recipe), "--gpu-memory-utilization")
+    return Server(
+        name=recipe.key,
+        utilization=utilization if utilization is not None else share(given, recipe.key),
+        gpus=block.gpus if block else 1,
+        machines=block.machines if block else 1,
+        sleep=block.sleep.level if block else 0,
+        weights=_term("weights", memory.weights),
+        kv=_term("KV cache", memory.kv),
+        outside=_term("outside the budget", memory.outside),
+        residue=_term("residue", memory.sleep_residue),
+    )
+
+
+def members(recipe: Recipe) -> tuple[Recipe, ...]:
+    """The recipe, or the two that take turns if it is a pair. Raises BadFileError."""
+    if recipe.sm12x is None or not recipe.sm12x.pair:
+        return (recipe,)
+    return tuple(load.load(recipe.path.parent / f"{key}.yaml") for key in recipe.sm12x.pair)
+
+
+def arguments(recipe: Recipe) -> tuple[str, ...]:
+    """The words of the recipe's command with its defaults, a shell's own words among them."""
+    rendered = render.render(recipe, settings={}, environ={}, solo=False)
+    if rendered.argv[:2] != ("bash", "-c"):
+        return rendered.argv
+    try:
+        return tuple(shlex.split(rendered.argv[2].replace("\n", " ")))
+    except ValueError:
+        return ()
+
+
+def flag(words: Sequence[str], name: str) -> str | None:
+    """The value of an option, `--name value` or `--name=value`; the last one wins, as in vLLM."""
+    found = None
+    for index, word in enumerate(words):
+        if word == name and index + 1 < len(words):
+            found = words[index + 1]
+        elif word.startswith(f"{name}="):
+            found = word.partition("=")[2]
+    return found
+
+
+def share(text: str | None, where: str) -> float:
+    """A --gpu-memory-utilization. Raises UsageError if it is not more than 0 and at most 1."""
+    if text is None:
+        return DEFAULT_UTILIZATION
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise UsageError(
+            f"{where}: {text!r} is not a --gpu-memory-utilization",
+            next_step="give a share of the GPU's memory such as 0.70",
+        )
+    return value
+
+
+def _term(name: str, given: MemoryTerm | None) -> Term | None:
+    if given is None:
+        return None
+    return Term(
+        name=name,
+        amount=Amount(low=given.low, high=given.gib),
+        basis=given.basis,
+        source=" ".join(given.source.split()),
+    )
+
+
+def named(path_or_key: str, folder: Path) -> Recipe:
+    """A recipe by key or by path. Raises UsageError with the near names of the folder."""
+    path = Path(path_or_key)
+    if path.suffix in (".yaml", ".yml") or path.is_file():
+        return load.load(path)
+    found = folder / f"{path_or_key}.yaml"
+    if found.is_file():
+        return load.load(found)
+    known = sorted(one.stem for one in folder.glob("*.yaml"))
+    raise UsageError(
+        f"no recipe {path_or_key!r}{load.near(path_or_key, known)}",
+        next_step=f"the recipes are {', '.join(known) or 'none'}; or give a file's path",
+    )

@@ -1,0 +1,247 @@
+"""The budget of one GPU, its machine's memory, and servers that take turns."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from tests.unit.planning import flash, hardware, spark, term
+
+from sm12x import plan
+from sm12x.core.errors import BadFileError, UsageError
+from sm12x.plan import budget as budgets
+from sm12x.plan import host, peers
+from sm12x.plan.budget import DOES_NOT_FIT, FITS, UNKNOWN, Amount, budget, ceiling, floor
+
+PRO = hardware("rtx-pro-6000")
+GB10 = hardware("gb10")
+
+
+def test_at_0_70_the_reported_budget_fits_by_about_three_gib() -> None:
+    """0.70 x 95 + 22 + 2.4-4.8 = 90.9-93.3: "about 92 GiB, fits with about 3 GiB to spare"."""
+    found = budget(PRO, [flash()], [flash("peer")])
+
+    assert found.terms[0].amount == Amount.of(66.5)
+    assert (found.total.low, found.total.high) == pytest.approx((90.9, 93.3))
+    assert (found.margin.low, found.margin.high) == pytest.approx((1.7, 4.1))
+    assert (found.margin.low + found.margin.high) / 2 == pytest.approx(3, abs=0.15)
+    assert found.verdict == FITS
+    assert found.basis == "reported"
+
+
+def test_at_0_85_it_does_not_fit() -> None:
+    """0.85 x 95 + 22 + 2.4-4.8 = 105.2-107.6: "about 105 GiB: out of memory"."""
+    found = budget(PRO, [flash(utilization=0.85)], [flash("peer")])
+
+    assert (found.total.low, found.total.high) == pytest.approx((105.15, 107.55))
+    assert found.margin.high < 0
+    assert found.verdict == DOES_NOT_FIT
+
+
+def test_the_largest_safe_utilization_holds_at_the_worst_end() -> None:
+    """(95 - 22 - 4.8) / 95 = 0.717: 0.71 fits, 0.72 does not."""
+    peer = flash("peer")
+    found = budget(PRO, [flash()], [peer])
+
+    assert found.largest == 0.71
+    assert budget(PRO, [flash(utilization=0.71)], [peer]).verdict == FITS
+    assert budget(PRO, [flash(utilization=0.72)], [peer]).verdict == DOES_NOT_FIT
+
+
+def test_a_range_that_only_its_better_end_fits_does_not_fit() -> None:
+    found = budget(PRO, [flash(utilization=0.73)], [flash("peer")])
+
+    assert found.margin.low < 0 < found.margin.high
+    assert found.verdict == DOES_NOT_FIT
+
+
+def test_an_unknown_term_is_not_an_empty_one() -> None:
+    found = budget(PRO, [flash(outside=None)], [flash("peer")])
+
+    assert found.verdict == UNKNOWN
+    assert found.unknown == ("outside the budget of flash",)
+    # Room for it: 95 - 66.5 - 4.8.
+    assert found.margin.low == pytest.approx(23.7)
+
+
+def test_what_does_not_fit_without_the_unknown_term_does_not_fit() -> None:
+    found = budget(PRO, [flash(utilization=1.0, outside=None)], [flash("peer")])
+
+    assert found.verdict == DOES_NOT_FIT
+
+
+def test_weights_that_the_budget_cannot_hold_do_not_fit() -> None:
+    """GLM-5.1-REAP at TP=4: 77.2 GiB of weights do not go into 0.70 x 95 = 66.5."""
+    glm = flash("glm", weights=term(77.2), kv=term(11.3), outside=term(0))
+
+    found = budget(PRO, [glm], [])
+
+    assert found.margin.low > 0
+    assert found.inside[0].spare is not None
+    assert found.inside[0].spare.low == pytest.approx(-22)
+    assert found.inside[0].least == 0.94
+    assert found.verdict == DOES_NOT_FIT
+    assert "raise its utilization to 0.94" in budgets.cuts(PRO, [glm], [])[0]
+
+
+def test_the_first_cut_is_the_one_that_costs_nothing() -> None:
+    cuts = budgets.cuts(PRO, [flash(utilization=0.85)], [flash("peer")])
+
+    assert cuts == [
+        "the budget of flash: utilization 0.85 -> 0.71 frees 13.3 GiB, which still holds weights "
+        "and KV cache",
+        "stop peer instead of letting it sleep: 4.8 GiB, which is not enough alone",
+    ]
+
+
+def test_where_no_utilization_fits_that_is_said() -> None:
+    cuts = budgets.cuts(PRO, [flash(weights=term(60), outside=term(30))], [flash("peer")])
+
+    assert cuts[0].startswith("no utilization fits: flash needs at least 0.71")
+
+
+def test_on_unified_memory_the_host_copy_lies_in_the_same_memory() -> None:
+    awake, asleep = spark(utilization=0.40), dataclasses.replace(spark(sleep=1), name="peer")
+
+    found = budget(GB10, [awake], [asleep])
+
+    assert [term.name for term in found.terms] == [
+        "budget of spark",
+        "outside the budget of spark",
+        "residue of sleeping peer",
+        "host copy of sleeping peer",
+        "operating system",
+    ]
+    # The machine with 119 GiB: 119 x 0.6 - 5 - 3 - 74 - 5.
+    assert found.margin.low == pytest.approx(119 * 0.6 - 87)
+    assert host.need([asleep], GB10).copies == Amount.of(0)
+
+
+def test_the_worst_end_of_a_kind_of_machine_is_its_smallest() -> None:
+    found = budget(GB10, [spark(utilization=0.9)], [])
+
+    assert found.margin.low == pytest.approx(119 * 0.1 - 5 - 5)
+    assert found.margin.high == pytest.approx(121 * 0.1 - 5 - 3)
+
+
+def test_sleeping_at_level_1_on_unified_memory_is_warned_of() -> None:
+    made = plan.make(GB10, [spark(sleep=1, utilization=0.4)])
+
+    assert any("vllm#50011" in text for text in made.warnings)
+    assert any("level 1" in text for text in plan.findings(made))
+
+
+def test_the_page_cache_is_warned_of_where_the_checkpoint_exceeds_what_is_free() -> None:
+    """facts: a 148 GiB checkpoint floods the page cache while loading on GB10."""
+    text = host.loading(spark(), GB10)
+
+    assert text is not None
+    assert "148 GiB" in text
+    assert "40 GiB are free" in text
+    small = dataclasses.replace(spark(), weights=term(15))
+    assert host.loading(small, GB10) is None
+    assert host.loading(flash(), PRO) is None
+
+
+@pytest.mark.parametrize(
+    ("ram", "verdict"), [(None, UNKNOWN), (136.0, FITS), (135.9, DOES_NOT_FIT)]
+)
+def test_host_copies_count_every_gpu_of_every_sleeper(ram: float | None, verdict: str) -> None:
+    """facts: 17 GiB a GPU on four GPUs, and as much again for the peer."""
+    need = host.need([flash(), flash("peer")], dataclasses.replace(PRO, ram=ram))
+
+    assert need.copies == Amount.of(136)
+    assert need.verdict == verdict
+
+
+def test_level_2_keeps_no_copy_and_unknown_weights_no_known_one() -> None:
+    assert host.need([flash(sleep=2)], PRO).copies == Amount.of(0)
+    assert host.need([flash(weights=None)], PRO).copies is None
+    assert host.need([flash(weights=None)], PRO).verdict == UNKNOWN
+
+
+def test_every_subset_of_peers_is_judged() -> None:
+    """Two of 0.70 cannot be awake together; one of 0.30 beside one of 0.35 can."""
+    rotation = peers.rows(PRO, [flash("a"), flash("b")])
+    assert [(row.awake, row.asleep, row.verdict) for row in rotation] == [
+        ((), ("a", "b"), FITS),
+        (("a",), ("b",), FITS),
+        (("b",), ("a",), FITS),
+        (("a", "b"), (), DOES_NOT_FIT),
+    ]
+
+    small = [
+        flash("a", utilization=0.30, outside=term(3)),
+        flash("b", utilization=0.35, outside=term(3)),
+    ]
+    together = peers.rows(PRO, small)[-1]
+    assert together.verdict == FITS
+    assert together.budget.margin.low == pytest.approx(95 * 0.35 - 6)
+
+
+def test_what_cannot_sleep_is_stopped_while_others_are_awake() -> None:
+    rows = peers.rows(PRO, [flash("a"), flash("b", sleep=0)])
+
+    assert [(row.awake, row.asleep, row.stopped) for row in rows] == [
+        ((), ("a",), ("b",)),
+        (("a",), (), ("b",)),
+        (("b",), ("a",), ()),
+        (("a", "b"), (), ()),
+    ]
+
+
+def test_too_many_peers_are_refused() -> None:
+    with pytest.raises(UsageError, match="7 recipes"):
+        peers.rows(PRO, [flash(str(number)) for number in range(7)])
+
+
+def test_one_recipe_that_sleeps_is_planned_beside_a_peer_like_itself() -> None:
+    made = plan.make(PRO, [flash()])
+
+    assert made.verdict == FITS
+    assert [(row.awake, row.asleep) for row in made.rows] == [
+        ((), ("flash", "a peer like flash")),
+        (("flash",), ("a peer like flash",)),
+    ]
+    assert made.host.copies == Amount.of(136)
+    assert plan.make(PRO, [flash(sleep=0)]).host.copies == Amount.of(0)
+    alone = plan.make(PRO, [flash()], peer=False)
+    assert [row.awake for row in alone.rows] == [("flash",)]
+    assert alone.needed[0].budget.margin.low == pytest.approx(6.5)
+
+
+def test_a_rotation_fits_when_each_fits_alone_and_the_copies_fit_together() -> None:
+    pair = [flash("a"), flash("b")]
+    assert plan.make(PRO, pair).verdict == FITS
+    assert plan.make(dataclasses.replace(PRO, ram=128.0), pair).verdict == DOES_NOT_FIT
+    assert plan.make(dataclasses.replace(PRO, gpus=2), pair).verdict == DOES_NOT_FIT
+    assert plan.make(PRO, [flash("a"), flash("b", utilization=0.85)]).verdict == DOES_NOT_FIT
+
+
+def test_findings_say_what_is_over_and_what_to_cut() -> None:
+    found = plan.findings(plan.make(PRO, [flash(utilization=0.85)]))
+
+    assert found[0] == "flash beside sleeping a peer like flash is 12.5 GiB over 95.0 GiB"
+    assert found[1].startswith("cut: the budget of flash")
+    assert plan.findings(plan.make(PRO, [flash()])) == []
+    unknown = plan.findings(plan.make(PRO, [flash(outside=None, sleep=0)]))
+    assert unknown == [
+        "cannot tell whether flash fits: outside the budget of flash is not known and may be at "
+        "most 28.5 GiB"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "down", "up"), [(0.717, 0.71, 0.72), (0.29, 0.29, 0.29), (0.7 + 1e-12, 0.7, 0.7)]
+)
+def test_rounding_keeps_to_the_safe_side(value: float, down: float, up: float) -> None:
+    assert (floor(value), ceiling(value)) == (down, up)
+
+
+def test_a_spoilt_table_of_hardware_is_one_error(tmp_path: Path) -> None:
+    path = tmp_path / "hardware.toml"
+    path.write_text("[x]\nname = 'x'\n")
+
+    with pytest.raises(BadFileError, match=r"hardware\.toml"):
+        host.kinds(path)
