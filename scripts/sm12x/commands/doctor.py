@@ -59,7 +59,7 @@ def command(
     known = knowledge.load()
     if check is not None and check not in known.checks:
         near = difflib.get_close_matches(check, known.checks, n=1)
-        hint = f"perhaps {near[0]!r}" if near else f"one of {', '.join(known.checks)}"
+        hint = repr(near[0]) if near else f"one of {', '.join(known.checks)}"
         raise UsageError(f"there is no check {check!r}", next_step=f"write {hint}")
     facts = collect.facts(Host(), known, audit=audit, image_name=image_name, cache_folders=caches)
     findings = _findings(facts, known, recipe)
@@ -94,7 +94,7 @@ def _findings(facts: Facts, known: knowledge.Knowledge, recipe: str | None) -> l
         names = [found.stem for found in sorted(layout.recipes().glob("*.yaml"))]
         if recipe not in names:
             near = difflib.get_close_matches(recipe, names, n=1)
-            hint = f"perhaps {near[0]!r}" if near else f"one of {', '.join(names)}"
+            hint = repr(near[0]) if near else f"one of {', '.join(names)}"
             raise UsageError(
                 f"there is no recipe {recipe!r}", next_step=f"write {hint}, or the path of a file"
             )

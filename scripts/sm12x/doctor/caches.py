@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from sm12x.doctor.host import Host
-from sm12x.doctor.model import Cache, Containers
+from sm12x.doctor.model import Cache, Containers, Unseen
 
 # Enough to find the oldest and the newest of a real cache; a folder of models is not walked whole.
 MOST_FILES = 50_000
@@ -24,14 +24,21 @@ VOLUME_NAME = "sm12x-cache"
 _FLASHINFER = re.compile(r"(?:^|/)flashinfer/(\d+\.\d+[^/]*)/")
 
 
-def collect(host: Host, containers: Containers, folders: Sequence[Path] = ()) -> tuple[Cache, ...]:
-    """Every cache that holds a file: this user's, the docker volume's, and those of ``folders``."""
-    found = []
+def collect(
+    host: Host, containers: Containers, folders: Sequence[Path] = ()
+) -> tuple[tuple[Cache, ...], tuple[Unseen, ...]]:
+    """Every cache that holds a file: this user's, the docker volume's, and those of ``folders``.
+
+    The second part is what is there, or may be, and cannot be read.
+    """
+    found: list[Cache] = []
+    hidden: dict[str, Unseen] = {}
     for kind, path in dict.fromkeys(_places(host, containers, folders)):
-        cache = _read(kind, path)
+        cache, faults = _read(kind, path)
         if cache is not None:
             found.append(cache)
-    return tuple(found)
+        hidden |= {fault.why: fault for fault in faults}
+    return tuple(found), tuple(hidden.values())
 
 
 def _places(
@@ -54,16 +61,26 @@ def _places(
             yield kind, folder / name
 
 
-def _volumes(host: Host, containers: Containers) -> Iterable[Path]:
+def _volumes(host: Host, containers: Containers) -> Iterator[Path]:
     for engine in containers.engines:
-        if isinstance(engine.answer, dict) and engine.answer.get("DockerRootDir"):
-            yield host.path(f"{engine.answer['DockerRootDir']}/volumes/{VOLUME_NAME}/_data")
+        if not isinstance(engine.answer, Unseen):
+            words = [engine.name, "volume", "inspect", "--format", "{{.Mountpoint}}", VOLUME_NAME]
+            done = host.ask(words)
+            if not isinstance(done, Unseen):
+                yield host.path(done.stdout.strip())
 
 
-def _read(kind: str, path: Path) -> Cache | None:
+def _read(kind: str, path: Path) -> tuple[Cache | None, list[Unseen]]:
     files, oldest, newest = 0, float("inf"), 0.0
     versions: dict[str, None] = {}
-    for folder, _, names in os.walk(path):
+    faults: list[Unseen] = []
+
+    def failed(error: OSError) -> None:
+        # A cache that was never written is not a fault.
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            faults.append(Unseen(f"{error.filename}: {error.strerror}"))
+
+    for folder, _, names in os.walk(path, onerror=failed):
         for name in names:
             try:
                 at = (Path(folder) / name).lstat().st_mtime
@@ -77,7 +94,8 @@ def _read(kind: str, path: Path) -> Cache | None:
         if files >= MOST_FILES:
             break
     if not files:
-        return None
-    return Cache(
+        return None, faults
+    cache = Cache(
         kind=kind, path=path, files=files, oldest=oldest, newest=newest, versions=tuple(versions)
     )
+    return cache, faults

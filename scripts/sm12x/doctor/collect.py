@@ -26,6 +26,7 @@ def facts(
     """Collect everything. Raises BadFileError when the audit that was named cannot be read."""
     driver, found = gpus.collect(host, known)
     engines = containers.collect(host)
+    compiled, hidden = caches.collect(host, engines, cache_folders)
     return Facts(
         machine=machine(host),
         driver=driver,
@@ -33,7 +34,8 @@ def facts(
         log=gpus.log(host),
         memory=memory.collect(host),
         containers=engines,
-        caches=caches.collect(host, engines, cache_folders),
+        caches=compiled,
+        hidden_caches=hidden,
         network=network.collect(host),
         image=image.find(host, audit, image_name),
     )

@@ -41,18 +41,21 @@ class Requirement:
 
 @dataclass(frozen=True, kw_only=True)
 class Trouble:
-    """A report about certain drivers or kernels on certain GPUs; empty ``drivers`` is any."""
+    """A report about certain drivers or kernels, empty for any, on GPUs named like ``gpus``."""
 
     id: str
     drivers: tuple[str, ...]
     kernels: tuple[str, ...]
-    capabilities: tuple[Device, ...]
+    gpus: tuple[str, ...]
     seen: str
     advice: str
     fix: tuple[str, ...]
     sources: tuple[str, ...]
 
-    def concerns(self, driver: str, kernel: str) -> bool:
+    def concerns(self, gpu: str) -> bool:
+        return any(name in gpu for name in self.gpus)
+
+    def matches(self, driver: str, kernel: str) -> bool:
         return (not self.drivers or _matches(driver, self.drivers)) and (
             not self.kernels or _matches(kernel, self.kernels)
         )
@@ -143,10 +146,9 @@ def _model(entry: dict[str, Any]) -> Model:
 
 
 def _trouble(entry: dict[str, Any]) -> Trouble:
-    lists = {name: tuple(entry[name]) for name in ("drivers", "kernels", "fix", "sources")}
-    capabilities = tuple(Device.parse(text) for text in entry["capabilities"])
+    lists = {name: tuple(entry[name]) for name in ("drivers", "kernels", "gpus", "fix", "sources")}
     words = {name: entry[name] for name in ("id", "seen", "advice")}
-    return Trouble(**{**lists, **words, "capabilities": capabilities})
+    return Trouble(**{**lists, **words})
 
 
 def _check(name: str, entry: dict[str, Any]) -> Check:

@@ -214,7 +214,10 @@ class Image:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """``log`` are the lines of the kernel log in which the driver reports trouble."""
+    """``log`` are the lines of the kernel log in which the driver reports trouble.
+
+    ``hidden_caches`` are folders of caches that may not be read.
+    """
 
     machine: Machine
     driver: Driver
@@ -223,6 +226,7 @@ class Facts:
     memory: Memory
     containers: Containers
     caches: tuple[Cache, ...]
+    hidden_caches: tuple[Unseen, ...]
     network: Network
     image: Image | Unseen
 

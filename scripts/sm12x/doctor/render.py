@@ -33,12 +33,15 @@ def plain(text: str, severity: str) -> str:
 def text(
     facts: Facts, findings: Sequence[Finding], *, width: int = WIDTH, paint: Paint = plain
 ) -> str:
-    """A line for each finding, then the reasons and commands of those that need a hand."""
+    """First the findings that need a hand, with reason and commands; then a line for each other."""
     width = max(width, NARROWEST)
-    parts = [_head(facts, findings, width), _table(findings, width, paint)]
+    parts = [_head(facts, findings, width)]
     full = [finding for finding in findings if finding.severity in _IN_FULL]
+    rest = [finding for finding in findings if finding.severity not in _IN_FULL]
+    parts += [_full(finding, width, paint) for finding in full]
+    if rest:
+        parts.append(_table(rest, width, paint))
     if full:
-        parts.append("\n\n".join(_full(finding, width, paint) for finding in full))
         parts.append("Nothing was changed: the commands are for you to run.")
     return "\n\n".join(parts) + "\n"
 

@@ -12,14 +12,20 @@ from sm12x.doctor.words import some
 
 def stale(facts: Facts, known: Knowledge) -> list[Finding]:
     name = "cache.stale"
-    if not facts.caches:
-        return [known.finding(name, OK, "no cache of compiled code was found")]
+    findings = [
+        known.finding(name, UNKNOWN, f"could not see a cache: {hidden.why}")
+        for hidden in facts.hidden_caches
+    ]
     image = facts.image
-    if isinstance(image, Unseen) or image.built is None:
+    built = None if isinstance(image, Unseen) else image.built
+    if not facts.caches:
+        nothing = known.finding(name, OK, "no cache of compiled code was found")
+        return findings or [nothing]
+    if isinstance(image, Unseen) or built is None:
         places = ", ".join(str(cache.path) for cache in facts.caches)
         seen = f"could not see whether they are the image's, its build time is not known: {places}"
-        return [known.finding(name, UNKNOWN, seen, fix=(_wipe(facts.caches),))]
-    return [_compare(cache, image, image.built, known) for cache in facts.caches]
+        return [*findings, known.finding(name, UNKNOWN, seen, fix=(_wipe(facts.caches),))]
+    return [*findings, *(_compare(cache, image, built, known) for cache in facts.caches)]
 
 
 def _compare(cache: Cache, image: Image, built: float, known: Knowledge) -> Finding:

@@ -43,7 +43,7 @@ def version(facts: Facts, known: Knowledge) -> list[Finding]:
     toolkit = versions.get("cuda-toolkit", "")
     major = (toolkit or _TOOLKIT).partition(".")[0]
     needed = next((entry for entry in known.requirements if entry.toolkit == major), None)
-    whose = f"the image's CUDA {toolkit}" if toolkit else f"CUDA {major}, assumed for the image,"
+    whose = f"the image's CUDA {toolkit}" if toolkit else f"CUDA {major} (assumed)"
     if needed is None:
         return [known.finding(name, UNKNOWN, f"could not see what {whose} needs: not in the data")]
     found = facts.driver.version
@@ -54,7 +54,7 @@ def version(facts: Facts, known: Knowledge) -> list[Finding]:
         seen = f"driver {found} is older than {needed.driver}, which {whose} needs"
         fix = (f"sudo apt install nvidia-driver-{needed.driver}-open && sudo reboot",)
         return [known.finding(name, BAD, seen, fix=fix, sources=(needed.source,))]
-    seen = f"driver {found} runs {whose} (needs {needed.driver} or newer)"
+    seen = f"driver {found} runs {whose}, which needs {needed.driver} or newer"
     return [known.finding(name, OK, seen, sources=(needed.source,))]
 
 
@@ -64,29 +64,30 @@ def trouble(facts: Facts, known: Knowledge) -> list[Finding]:
     if isinstance(found, Unseen):
         seen = "could not compare with reported trouble: the driver's version is not known"
         return [known.finding(name, UNKNOWN, seen)]
-    here = {gpu.capability for gpu in facts.seen_gpus}
+    kernel = facts.machine.kernel
+    about = [
+        entry
+        for entry in known.troubles
+        if any(entry.concerns(gpu.name) for gpu in facts.seen_gpus)
+    ]
+    if not about:
+        seen = "no report in the data is about this machine's GPUs"
+        return [known.finding(name, INFO, seen if facts.seen_gpus else "no GPU to compare with")]
     findings = [
         known.finding(
             name,
             WARN,
-            f"driver {found}, kernel {facts.machine.kernel}: {entry.seen}",
+            f"driver {found}, kernel {kernel}: {entry.seen}",
             fix=entry.fix,
             why=entry.advice,
             sources=entry.sources,
         )
-        for entry in known.troubles
-        if here & set(entry.capabilities) and entry.concerns(found, facts.machine.kernel)
+        for entry in about
+        if entry.matches(found, kernel)
     ]
     if findings:
         return findings
-    concerned = {capability for entry in known.troubles for capability in entry.capabilities}
-    if not here & concerned:
-        seen = "no report in the data concerns these GPUs" if here else "no GPU to compare with"
-        return [known.finding(name, INFO, seen)]
-    seen = (
-        f"driver {found}, kernel {facts.machine.kernel}: "
-        f"none of the {some(len(known.troubles), 'report')} in the data"
-    )
+    seen = f"driver {found}, kernel {kernel}: in none of the {some(len(about), 'report')} about it"
     return [known.finding(name, OK, seen)]
 
 

@@ -1,0 +1,207 @@
+"""Machines for the tests of `doctor`: a folder, programs that answer, an NVML library."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from sm12x.core.process import Completed
+from sm12x.doctor import checks, collect, knowledge
+from sm12x.doctor.host import Host
+from sm12x.doctor.model import Facts, Finding, Unseen
+
+GIB = 1024**3
+MIB = 1024**2
+BUILT = 1_800_000_000.0
+LIMITS = "Limit                     Soft Limit           Hard Limit           Units\n"
+OPEN_595 = (
+    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  595.71.05  Release Build\n"
+    "GCC version:  gcc version 13.3.0"
+)
+
+
+class NVMLError(Exception):
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeGpu:
+    """``memory`` is (total, used) in bytes; None is what GB10 answers: not supported."""
+
+    name: str
+    capability: tuple[int, int]
+    bus: str
+    memory: tuple[int, int] | None
+    processes: Sequence[tuple[int, int | None]] = ()
+
+
+def nvml(version: str, gpus: Sequence[FakeGpu], *, fault: str = "") -> Callable[[], Any]:
+    """An importer of a library that has these GPUs, or fails to start with ``fault``."""
+
+    def start() -> None:
+        if fault:
+            raise NVMLError(fault)
+
+    def memory(gpu: FakeGpu, *_: object) -> SimpleNamespace:
+        if gpu.memory is None:
+            raise NVMLError("Not Supported")
+        return SimpleNamespace(total=gpu.memory[0], used=gpu.memory[1])
+
+    def processes(gpu: FakeGpu) -> list[SimpleNamespace]:
+        return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in gpu.processes]
+
+    module = SimpleNamespace(
+        NVMLError=NVMLError,
+        nvmlMemory_v2=2,
+        nvmlInit=start,
+        nvmlShutdown=lambda: None,
+        nvmlSystemGetDriverVersion=lambda: version,
+        nvmlDeviceGetCount=lambda: len(gpus),
+        nvmlDeviceGetHandleByIndex=lambda index: gpus[index],
+        nvmlDeviceGetName=lambda gpu: gpu.name,
+        nvmlDeviceGetPciInfo=lambda gpu: SimpleNamespace(busId=gpu.bus),
+        nvmlDeviceGetCudaComputeCapability=lambda gpu: gpu.capability,
+        nvmlDeviceGetMemoryInfo=memory,
+        nvmlDeviceGetComputeRunningProcesses=processes,
+        nvmlDeviceGetGraphicsRunningProcesses=lambda gpu: [],
+    )
+    return lambda: module
+
+
+def no_nvml() -> Any:
+    raise ImportError("No module named 'pynvml'")
+
+
+def meminfo(**gib: float) -> str:
+    """/proc/meminfo with these entries in GiB."""
+    return "\n".join(f"{name}:  {int(value * MIB)} kB" for name, value in gib.items())
+
+
+@dataclass(kw_only=True)
+class Machine:
+    """Builds a host below ``root``; ``answers`` maps the first words of a command to its output."""
+
+    root: Path
+    files: dict[str, str] = field(default_factory=dict)
+    answers: dict[str, str] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
+    library: Callable[[], Any] = no_nvml
+    shm: int = 64 * GIB
+
+    def __post_init__(self) -> None:
+        self.files = {
+            "/proc/sys/kernel/osrelease": "6.17.0-1032-nvidia",
+            "/proc/sys/kernel/arch": "x86_64",
+            "/proc/cmdline": "BOOT_IMAGE=/vmlinuz ro quiet",
+            "/proc/meminfo": meminfo(MemTotal=503, MemFree=400, MemAvailable=480, Cached=80),
+            "/proc/self/cgroup": "0::/user.slice",
+            "/proc/self/limits": f"{LIMITS}Max locked memory         8388608  8388608  bytes",
+            "/proc/sys/vm/min_free_kbytes": "67584",
+            "/sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never",
+            **self.files,
+        }
+        self.answers = {"dmesg": "[    1.0] Linux version 6.17\n", **self.answers}
+
+    def host(self) -> Host:
+        for name, text in self.files.items():
+            path = self.root / name.lstrip("/")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        (self.root / "sys/bus/pci/devices").mkdir(parents=True, exist_ok=True)
+        return Host(
+            root=self.root,
+            home="/home/me",
+            env=self.env,
+            user="me",
+            ask=self._ask,
+            which=self._which,
+            nvml=self.library,
+            size_of=lambda path: self.shm,
+        )
+
+    def _ask(self, argv: Sequence[str]) -> Completed | Unseen:
+        command = " ".join(argv)
+        for words, output in self.answers.items():
+            if command.startswith(words):
+                return Completed(argv=tuple(argv), returncode=0, stdout=output, stderr="")
+        return Unseen(f"`{argv[0]}` is not installed or not on PATH")
+
+    def _which(self, name: str) -> Path | None:
+        known = {words.split()[0] for words in self.answers}
+        return Path("/usr/bin") / name if name in known else None
+
+
+def docker(**more: object) -> dict[str, str]:
+    answer = {"ServerVersion": "29.7.2", "Runtimes": {"runc": {}}, **more}
+    return {"docker info": json.dumps(answer)}
+
+
+def facts(machine: Machine, audit: Path | None = None, caches: Sequence[Path] = ()) -> Facts:
+    return collect.facts(machine.host(), knowledge.load(), audit=audit, cache_folders=caches)
+
+
+def findings(
+    machine: Machine, audit: Path | None = None, caches: Sequence[Path] = ()
+) -> dict[str, list[Finding]]:
+    """What was found, by check."""
+    found: dict[str, list[Finding]] = {}
+    for finding in checks.run(facts(machine, audit, caches), knowledge.load()):
+        found.setdefault(finding.id, []).append(finding)
+    return found
+
+
+def severity(found: Mapping[str, Sequence[Finding]], check: str) -> str:
+    """The worst severity of a check."""
+    return found[check][0].severity
+
+
+def bundle(folder: Path, *, machine: str = "x86_64", **units: int) -> Path:
+    """dist/<version>/ with an audit, a ledger and a record; ``units`` are those on 12.0."""
+    folder.mkdir(parents=True, exist_ok=True)
+    counts = {"native": 40, "ptx": 20, "none": 2, "unknown": 0, **units}
+    runs = {device: {"verdict": "mixed", "units": counts} for device in ("12.0", "12.1")}
+    library = {
+        "path": "vllm/_C.abi3.so",
+        "machine": machine,
+        "cubins": {"9.0": 3, "12.0": 40},
+        "ptx": {"8.0": 20},
+        "unknown": [],
+        "runs": runs,
+    }
+    audit = {
+        "schema": 1,
+        "subject": "vllm-0.21.0+sm12x.0123abcd.whl",
+        "libraries": [library],
+        "policy": {"name": "default", "passed": True, "offenders": [], "accepted": []},
+    }
+    ledger = {
+        "stack_id": "0123abcd",
+        "machine": machine,
+        "dependencies": {"cuda-toolkit": "13.0.2", "flashinfer-python": "0.6.8.post1"},
+    }
+    (folder / "audit.json").write_text(json.dumps(audit))
+    (folder / "ledger.json").write_text(json.dumps(ledger))
+    (folder / "image.json").write_text("{}")
+    os.utime(folder / "image.json", (BUILT, BUILT))
+    return folder / "audit.json"
+
+
+def rtx_pro(index: int, used: int = 600 * MIB, processes: Any = ()) -> FakeGpu:
+    return FakeGpu(
+        name="NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
+        capability=(12, 0),
+        bus=f"00000000:0{index + 1}:00.0",
+        memory=(95 * GIB, used),
+        processes=processes,
+    )
+
+
+def gb10(**more: Any) -> FakeGpu:
+    return FakeGpu(
+        name="NVIDIA GB10", capability=(12, 1), bus="0000000f:01:00.0", memory=None, **more
+    )

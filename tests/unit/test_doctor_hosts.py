@@ -1,0 +1,416 @@
+"""Whole machines, from what their files and programs say to what `doctor` finds."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from tests.unit import doctorhost as fake
+from tests.unit.doctorhost import BUILT, GIB, Machine, findings, gb10, meminfo, rtx_pro, severity
+
+from sm12x.doctor.model import BAD, INFO, OK, UNKNOWN, WARN, Unseen
+
+
+def workstation(root: Path, **more: object) -> Machine:
+    """Four RTX PRO 6000, docker with the NVIDIA runtime, an IOMMU that passes through."""
+    settings: dict[str, object] = {
+        "root": root,
+        "files": {
+            "/proc/driver/nvidia/version": fake.OPEN_595.replace("595.71.05", "590.48.01"),
+            **{
+                f"/sys/bus/pci/devices/0000:0{n}:00.0/iommu_group/type": "identity"
+                for n in range(1, 5)
+            },
+        },
+        "answers": {**fake.docker(Runtimes={"runc": {}, "nvidia": {}}), "nvidia-ctk": ""},
+        "library": fake.nvml("590.48.01", [rtx_pro(index) for index in range(4)]),
+    }
+    files = more.pop("files", {})
+    assert isinstance(files, dict)
+    machine = Machine(**{**settings, **more})  # type: ignore[arg-type]
+    machine.files.update(files)
+    return machine
+
+
+def test_a_sound_workstation(tmp_path: Path) -> None:
+    # GIVEN four RTX PRO 6000 and a bundle for them
+    audit = fake.bundle(tmp_path / "dist")
+
+    # WHEN it is examined
+    found = findings(workstation(tmp_path / "root"), audit)
+
+    # THEN nothing is bad or worth a look, and it says how the image will run
+    assert not [each for group in found.values() for each in group if each.severity in (BAD, WARN)]
+    assert found["gpu.present"][0].seen.startswith("4 x NVIDIA RTX PRO 6000")
+    assert "40 native, 20 through PTX, 2 not at all" in found["gpu.code"][0].seen
+    assert "GPU 0-3" in found["gpu.code"][0].seen
+    assert "open kernel modules" in found["driver.loaded"][0].seen
+    assert "120.0 GiB of weights a GPU" in found["memory.host"][0].seen
+    assert severity(found, "kernel.iommu") == OK
+
+
+def test_memory_that_no_process_owns(tmp_path: Path) -> None:
+    # GIVEN one GPU with 80 GiB used and no process, and one with a server
+    gpus = [rtx_pro(0, 80 * GIB), rtx_pro(1, 80 * GIB, [(4711, 79 * GIB + GIB // 2)]), rtx_pro(2)]
+    machine = workstation(tmp_path, library=fake.nvml("590.48.01", gpus))
+
+    found = findings(machine)["gpu.leftover"]
+
+    # THEN only the first is bad, and the way out is named but not taken
+    assert [each.severity for each in found] == [BAD, INFO, OK]
+    assert "GPU 0" in found[0].seen
+    assert "80.0 GiB in use and no process owns it" in found[0].seen
+    assert found[0].fix == ("sudo fuser -v /dev/nvidia*", "sudo reboot")
+    assert "in use by 1 process" in found[1].seen
+
+
+def test_processes_own_less_than_is_used(tmp_path: Path) -> None:
+    machine = workstation(
+        tmp_path, library=fake.nvml("590.48.01", [rtx_pro(0, 80 * GIB, [(1, 10 * GIB)])])
+    )
+    found = findings(machine)["gpu.leftover"]
+    assert found[0].severity == WARN
+    assert "70.0 GiB more belong to none" in found[0].seen
+
+
+def test_in_a_container_other_processes_are_hidden(tmp_path: Path) -> None:
+    machine = workstation(
+        tmp_path,
+        files={"/.dockerenv": ""},
+        library=fake.nvml("590.48.01", [rtx_pro(0, 80 * GIB)]),
+    )
+    found = findings(machine)["gpu.leftover"]
+    assert found[0].severity == UNKNOWN
+    assert "could not see who holds 80.0 GiB" in found[0].seen
+
+
+def test_a_translating_iommu_between_gpus(tmp_path: Path) -> None:
+    files = {"/sys/bus/pci/devices/0000:01:00.0/iommu_group/type": "DMA-FQ"}
+    found = findings(workstation(tmp_path, files=files))["kernel.iommu"]
+    assert found[0].severity == WARN
+    assert "vllm-project/vllm#33041" in found[0].sources[0]
+    assert any("iommu=pt" in command for command in found[0].fix)
+
+
+def test_a_driver_that_others_had_trouble_with(tmp_path: Path) -> None:
+    gpus = [rtx_pro(0)]
+    found = findings(workstation(tmp_path, library=fake.nvml("595.71.05", gpus)))["driver.trouble"]
+    assert {each.severity for each in found} == {WARN}
+    assert any("NVIDIA/open-gpu-kernel-modules#1159" in each.sources[0] for each in found)
+
+
+def test_a_driver_too_old_for_the_image(tmp_path: Path) -> None:
+    audit = fake.bundle(tmp_path / "dist")
+    machine = workstation(tmp_path / "root", library=fake.nvml("570.86.15", [rtx_pro(0)]))
+    found = findings(machine, audit)["driver.version"]
+    assert found[0].severity == BAD
+    assert "570.86.15 is older than 580, which the image's CUDA 13.0.2 needs" in found[0].seen
+
+
+def test_library_and_module_differ(tmp_path: Path) -> None:
+    library = fake.nvml("", [], fault="Driver/library version mismatch")
+    found = findings(workstation(tmp_path, library=library))["driver.loaded"]
+    assert found[0].severity == BAD
+    assert found[0].fix == ("sudo reboot",)
+
+
+def test_an_image_for_another_architecture(tmp_path: Path) -> None:
+    audit = fake.bundle(tmp_path / "dist", machine="aarch64")
+    found = findings(workstation(tmp_path / "root"), audit)["image.audit"]
+    assert found[0].severity == BAD
+    assert "for aarch64, but this is x86_64" in found[0].seen
+
+
+def test_an_image_without_code_for_the_gpu(tmp_path: Path) -> None:
+    audit = fake.bundle(tmp_path / "dist", native=0, ptx=0, none=62)
+    found = findings(workstation(tmp_path / "root"), audit)["gpu.code"]
+    assert found[0].severity == BAD
+    assert "cannot run the image" in found[0].seen
+
+
+def test_a_gpu_the_image_was_not_judged_for(tmp_path: Path) -> None:
+    h200 = fake.FakeGpu(
+        name="NVIDIA H200", capability=(9, 0), bus="00000000:01:00.0", memory=(140 * GIB, 0)
+    )
+    machine = workstation(tmp_path / "root", library=fake.nvml("590.48.01", [h200]))
+    found = findings(machine, fake.bundle(tmp_path / "dist"))
+    assert severity(found, "gpu.code") == WARN
+    assert "libraries 1 native" in found["gpu.code"][0].seen
+    assert severity(found, "gpu.present") == WARN
+
+
+def test_nvidia_smi_where_nvml_is_not_installed(tmp_path: Path) -> None:
+    machine = workstation(tmp_path, library=fake.no_nvml)
+    line = "0, NVIDIA GB10, 0000000F:01:00.0, 12.1, [N/A], [N/A], 580.173.02\n"
+    machine.answers["nvidia-smi --query-gpu"] = line
+    machine.answers["nvidia-smi --query-compute"] = "0000000F:01:00.0, 99, 1024\n"
+
+    seen = fake.facts(machine)
+
+    (gpu,) = seen.seen_gpus
+    assert (str(gpu.capability), gpu.memory_used, gpu.unified) == ("12.1", None, True)
+    assert gpu.bus == "000f:01:00.0"
+    assert not isinstance(gpu.processes, Unseen)
+    assert [(process.pid, process.memory) for process in gpu.processes] == [(99, GIB)]
+    assert seen.driver.version == "580.173.02"
+
+
+def spark(root: Path, **more: object) -> Machine:
+    """One GB10 of a pair, with one of its two RoCE ports connected."""
+    port = "/sys/class/infiniband/rocep1s0f1/ports/1"
+    settings: dict[str, object] = {
+        "root": root,
+        "files": {
+            "/proc/driver/nvidia/version": fake.OPEN_595.replace("595.71.05", "580.142"),
+            "/proc/sys/kernel/arch": "aarch64",
+            "/proc/meminfo": meminfo(
+                MemTotal=121, MemFree=100, MemAvailable=110, Cached=10, AnonPages=4
+            ),
+            f"{port}/state": "4: ACTIVE",
+            f"{port}/link_layer": "Ethernet",
+            f"{port}/rate": "200 Gb/sec (4X HDR)",
+            f"{port}/gids/0": "fe80:0000:0000:0000:0000:0000:0000:0001",
+            f"{port}/gid_attrs/types/0": "IB/RoCE v1",
+            f"{port}/gids/3": "0000:0000:0000:0000:0000:ffff:c0a8:0001",
+            f"{port}/gid_attrs/types/3": "RoCE v2",
+            "/sys/class/infiniband/rocep1s0f1/device/net/enp1s0f1np1/x": "",
+            "/sys/class/net/enp1s0f1np1/mtu": "9000",
+        },
+        "answers": {**fake.docker(Runtimes={"nvidia": {}})},
+        "library": fake.nvml("580.142", [gb10()]),
+    }
+    files = more.pop("files", {})
+    assert isinstance(files, dict)
+    machine = Machine(**{**settings, **more})  # type: ignore[arg-type]
+    machine.files.update(files)
+    return machine
+
+
+def test_a_fresh_spark(tmp_path: Path) -> None:
+    found = findings(spark(tmp_path))
+    assert severity(found, "gpu.unified") == INFO
+    assert severity(found, "gpu.leftover") == OK
+    assert found["net.rdma"][0].fix == (
+        "export NCCL_IB_HCA=rocep1s0f1",
+        "export NCCL_IB_GID_INDEX=3",
+    )
+    assert "MTU 9000, GID 3" in found["net.rdma"][0].seen
+    # RDMA makes the limit of locked memory matter.
+    assert severity(found, "memory.memlock") == WARN
+    assert "kernel.iommu" not in found
+
+
+def test_a_spark_after_a_stopped_container(tmp_path: Path) -> None:
+    # GIVEN 100 GiB that neither Linux nor a process accounts for
+    memory = meminfo(MemTotal=121, MemFree=8, MemAvailable=12, Cached=5, AnonPages=4)
+    found = findings(spark(tmp_path, files={"/proc/meminfo": memory}))["gpu.leftover"]
+    assert found[0].severity == BAD
+    assert "104.0 GiB of it belong to no process" in found[0].seen
+    assert "sudo reboot" in found[0].fix
+
+
+def test_a_spark_that_serves(tmp_path: Path) -> None:
+    memory = meminfo(MemTotal=121, MemFree=8, MemAvailable=12, Cached=5, AnonPages=4)
+    library = fake.nvml("580.142", [gb10(processes=[(7, 100 * GIB)])])
+    machine = spark(tmp_path, files={"/proc/meminfo": memory}, library=library)
+    assert severity(findings(machine), "gpu.leftover") == OK
+
+
+def test_a_spark_with_a_full_page_cache(tmp_path: Path) -> None:
+    memory = meminfo(MemTotal=121, MemFree=4, MemAvailable=110, Cached=110, AnonPages=4)
+    found = findings(spark(tmp_path, files={"/proc/meminfo": memory}))["memory.page-cache"]
+    assert found[0].severity == WARN
+    assert any("drop_caches" in command for command in found[0].fix)
+    assert "sudo sysctl vm.min_free_kbytes=3145728" in found[0].fix
+
+
+def test_a_spark_whose_kernel_keeps_memory_for_kexec(tmp_path: Path) -> None:
+    memory = meminfo(MemTotal=121, MemFree=100, CmaTotal=0, CmaFree=9.3)
+    files = {"/proc/meminfo": memory, "/proc/sys/kernel/osrelease": "7.0.0-1019-nvidia"}
+    found = findings(spark(tmp_path, files=files))
+    assert severity(found, "kernel.kho") == WARN
+    assert "9.3 GiB" in found["kernel.kho"][0].seen
+    assert "NVIDIA/NV-Kernels#591" in found["driver.trouble"][0].sources
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "part"),
+    [
+        ("NCCL_IB_HCA", "rocep9s9", "names rocep9s9, this machine has rocep1s0f1"),
+        ("NCCL_IB_GID_INDEX", "0", "RoCE v2 over IPv4 is index 3"),
+        ("NCCL_IB_GID_INDEX", "5", "is empty on rocep1s0f1"),
+        ("GLOO_SOCKET_IFNAME", "enp1s0", "names enp1s0, which is not here"),
+        ("NCCL_SOCKET_IFNAME", "=enp1s0", "names enp1s0, which is not here"),
+    ],
+)
+def test_variables_that_name_what_is_not_there(
+    tmp_path: Path, variable: str, value: str, part: str
+) -> None:
+    found = findings(spark(tmp_path, env={variable: value}))["net.variables"]
+    assert found[0].severity == WARN
+    assert part in found[0].seen
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("NCCL_IB_HCA", "=rocep1s0f1:1"),
+        ("NCCL_IB_HCA", "roce"),
+        ("NCCL_IB_GID_INDEX", "3"),
+        ("NCCL_SOCKET_IFNAME", "enp1"),
+        ("NCCL_SOCKET_IFNAME", "^docker"),
+    ],
+)
+def test_variables_that_fit(tmp_path: Path, variable: str, value: str) -> None:
+    assert severity(findings(spark(tmp_path, env={variable: value})), "net.variables") == OK
+
+
+def test_a_machine_without_a_gpu(tmp_path: Path) -> None:
+    # GIVEN nothing of NVIDIA, no docker
+    found = findings(Machine(root=tmp_path))
+
+    # THEN what cannot be known is said to be unknown, and only the engine is bad
+    assert severity(found, "gpu.present") == INFO
+    assert severity(found, "driver.loaded") == UNKNOWN
+    assert severity(found, "driver.version") == UNKNOWN
+    assert severity(found, "engine.present") == BAD
+    assert [name for name, group in found.items() if group[0].severity == BAD] == ["engine.present"]
+
+
+def test_gpus_without_a_driver(tmp_path: Path) -> None:
+    folder = "/sys/bus/pci/devices/0000:01:00.0"
+    audio = "/sys/bus/pci/devices/0000:01:00.1"
+    files = {
+        f"{folder}/vendor": "0x10de",
+        f"{folder}/class": "0x030200",
+        f"{folder}/device": "0x2bb4",
+        f"{audio}/vendor": "0x10de",
+        f"{audio}/class": "0x040300",
+        f"{audio}/device": "0x22e8",
+    }
+    machine = Machine(root=tmp_path, files=files)
+    found = findings(machine)
+    assert severity(found, "driver.loaded") == BAD
+    assert found["driver.loaded"][0].fix[0].startswith("sudo apt install nvidia-driver-580-open")
+    assert "1 x RTX PRO 6000 Blackwell (12.0)" in found["gpu.present"][0].seen
+    assert severity(found, "gpu.leftover") == UNKNOWN
+
+
+def test_docker_that_does_not_answer(tmp_path: Path) -> None:
+    machine = workstation(tmp_path, answers=fake.docker(ServerErrors=["Cannot connect."]))
+    found = findings(machine)
+    assert severity(found, "engine.present") == BAD
+    assert "does not answer: Cannot connect" in found["engine.present"][0].seen
+    # Without the toolkit no container gets a GPU either.
+    assert severity(found, "engine.gpus") == BAD
+
+
+def test_a_cdi_spec_of_the_driver_before(tmp_path: Path) -> None:
+    spec = "kind: nvidia.com/gpu\nhostPath: /usr/lib/x86_64-linux-gnu/libcuda.so.580.65.06\n"
+    found = findings(workstation(tmp_path, files={"/etc/cdi/nvidia.yaml": spec}))["engine.cdi"]
+    assert found[0].severity == BAD
+    assert "is for driver 580.65.06, loaded is 590.48.01" in found[0].seen
+
+
+def test_caches_of_another_build(tmp_path: Path) -> None:
+    # GIVEN a cache older than the image, one younger, one that is both
+    audit = fake.bundle(tmp_path / "dist")
+    cache = tmp_path / "cache"
+    times = {"vllm/a": -10, "triton/a": 10, "inductor/a": -10, "inductor/b": 10}
+    for name, after in times.items():
+        (cache / name).parent.mkdir(parents=True, exist_ok=True)
+        (cache / name).write_text("")
+        os.utime(cache / name, (BUILT + after, BUILT + after))
+
+    found = findings(workstation(tmp_path / "root"), audit, [cache])["cache.stale"]
+
+    told = {each.seen.partition(":")[0]: each for each in found}
+    assert {kind: each.severity for kind, each in told.items()} == {
+        "vllm": WARN,
+        "triton": OK,
+        "inductor": WARN,
+    }
+    assert told["vllm"].fix == (f"rm -rf {cache / 'vllm'}",)
+    assert (cache / "vllm/a").exists()
+
+
+def test_a_cache_of_this_user_and_no_image_to_compare_with(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    files = {"/home/me/.cache/vllm/torch_compile_cache/0a/x": "", "/proc/cmdline": ""}
+    machine = workstation(root, files=files)
+    audit = fake.bundle(tmp_path / "dist")
+    (audit.parent / "image.json").unlink()
+    found = findings(machine, audit)["cache.stale"]
+    assert found[0].severity == UNKNOWN
+    assert str(root / "home/me/.cache/vllm") in found[0].seen
+
+
+def test_a_cache_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # GIVEN the docker volume, in a folder that only root may enter
+    root = tmp_path / "root"
+    volume = "/var/lib/docker/volumes/sm12x-cache/_data"
+    machine = workstation(root)
+    machine.answers["docker volume inspect"] = f"{volume}\n"
+    scandir = os.scandir
+
+    def refuse(path: str) -> object:
+        if volume in str(path):
+            raise PermissionError(13, "Permission denied", volume)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+
+    found = findings(machine)["cache.stale"]
+
+    # THEN it is not taken for empty
+    assert [each.severity for each in found] == [UNKNOWN]
+    assert found[0].seen == f"could not see a cache: {volume}: Permission denied"
+
+
+def test_flashinfer_keeps_its_releases_apart(tmp_path: Path) -> None:
+    audit = fake.bundle(tmp_path / "dist")
+    cache = tmp_path / "cache/flashinfer/.cache/flashinfer/0.6.1/120a/cached_ops"
+    cache.mkdir(parents=True)
+    (cache / "a.so").write_text("")
+    found = findings(workstation(tmp_path / "root"), audit, [tmp_path / "cache"])["cache.stale"]
+    assert found[0].severity == INFO
+    assert "of FlashInfer 0.6.1; the image has 0.6.8.post1" in found[0].seen
+
+
+def test_a_container_with_little_memory(tmp_path: Path) -> None:
+    files = {
+        "/proc/self/cgroup": "0::/box",
+        "/sys/fs/cgroup/box/memory.max": str(32 * GIB),
+        "/sys/fs/cgroup/box/memory.current": str(8 * GIB),
+    }
+    found = findings(workstation(tmp_path, files=files))["memory.host"]
+    assert "24.0 GiB of 503.0 GiB available" in found[0].seen
+    assert "the control group allows 32.0 GiB, 8.0 GiB of it used" in found[0].seen
+
+
+def test_huge_pages_off_and_little_shared_memory(tmp_path: Path) -> None:
+    files = {"/sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]"}
+    machine = workstation(tmp_path, files=files, shm=64 * fake.MIB)
+    found = findings(machine)
+    assert severity(found, "memory.huge-pages") == WARN
+    assert severity(found, "memory.shm") == WARN
+    assert "64 MiB" in found["memory.shm"][0].seen
+
+
+def test_trouble_in_the_kernel_log(tmp_path: Path) -> None:
+    answers = {
+        **fake.docker(Runtimes={"nvidia": {}}),
+        "dmesg": "[1.0] usb 1-1\n[2.0] NVRM: Xid (PCI:0000:01:00): 79, GPU has fallen off the bus",
+    }
+    found = findings(workstation(tmp_path, answers=answers))["driver.log"]
+    assert found[0].severity == WARN
+    assert "79, GPU has fallen off the bus" in found[0].seen
+
+
+def test_a_log_that_may_not_be_read(tmp_path: Path) -> None:
+    machine = workstation(tmp_path)
+    del machine.answers["dmesg"]
+    found = findings(machine)["driver.log"]
+    assert found[0].severity == UNKNOWN
+    assert found[0].seen.startswith("could not see the kernel log")

@@ -1,0 +1,179 @@
+"""The data of `doctor`, and how findings are put into words and JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import jsonschema
+import pytest
+from tests.unit import doctorhost as fake
+from tests.unit.doctorhost import GIB, Machine, rtx_pro
+
+from sm12x import layout
+from sm12x.core.errors import BadFileError
+from sm12x.doctor import checks, image, knowledge, render, report
+from sm12x.doctor.checks import recipe as recipes
+from sm12x.doctor.model import BAD, OK, SEVERITIES, UNKNOWN, WARN, Unseen
+from sm12x.recipes import load
+
+# Where a claim comes from: a thread with its number, or a document or measurement by name.
+_SOURCE = re.compile(
+    r"[\w.-]+/[\w.-]+#\d+( \(.+\))?$|NVIDIA,? |measured by this project|forum thread \"|"
+    r"vLLM, docs/|pci\.ids|README|podman|sm12x audit$|the recipe's|data/doctor\.toml"
+)
+DATA = Path(__file__).parent / "data"
+
+
+def bad_machine(root: Path) -> Machine:
+    """A host with something of every severity."""
+    return Machine(
+        root=root,
+        files={"/proc/driver/nvidia/version": fake.OPEN_595},
+        answers=fake.docker(),
+        library=fake.nvml("595.71.05", [rtx_pro(0, 80 * GIB), rtx_pro(1)]),
+    )
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_text_keeps_to_the_width(tmp_path: Path, width: int) -> None:
+    facts = replace(fake.facts(bad_machine(tmp_path)), image=Unseen("no bundle was built here"))
+    findings = checks.run(facts, knowledge.load())
+    assert {finding.severity for finding in findings} == set(SEVERITIES)
+
+    text = render.text(facts, findings, width=width)
+
+    # Commands are to be copied, so they are never wrapped.
+    assert all(len(line) <= width for line in text.splitlines() if not line.startswith("  $ "))
+    assert text == (DATA / f"doctor-{width}.txt").read_text()
+
+
+def test_json_follows_its_schema(tmp_path: Path) -> None:
+    schema = json.loads((layout.data() / "schemas" / "doctor-1.json").read_text())
+    audit = fake.bundle(tmp_path / "dist")
+    for machine in (bad_machine(tmp_path / "a"), Machine(root=tmp_path / "b")):
+        facts = fake.facts(machine, audit)
+        findings = checks.run(facts, knowledge.load())
+        document = json.loads(report.to_json(facts, findings))
+        jsonschema.validate(document, schema)
+        assert sum(document["summary"].values()) == len(findings)
+
+
+def test_what_is_not_known_is_null(tmp_path: Path) -> None:
+    facts = replace(fake.facts(Machine(root=tmp_path)), gpus=Unseen("no"), image=Unseen("no"))
+    document = report.document(facts, [])
+    assert document["gpus"] is None
+    assert document["image"] is None
+    assert document["machine"]["driver"] is None
+    assert document["machine"]["unified_memory"] is None
+
+
+def test_every_claim_has_a_source() -> None:
+    known = knowledge.load()
+    claims = {
+        **{check.id: check.sources for check in known.checks.values()},
+        **{trouble.id: trouble.sources for trouble in known.troubles},
+        **{model.name: (model.source,) for model in known.models},
+        **{f"cuda {need.toolkit}": (need.source,) for need in known.requirements},
+    }
+    for name, sources in claims.items():
+        assert sources, name
+        for source in sources:
+            assert _SOURCE.match(source), (name, source)
+
+
+def test_reports_name_exact_versions() -> None:
+    for trouble in knowledge.load().troubles:
+        assert trouble.drivers or trouble.kernels, trouble.id
+        assert all("#" in source for source in trouble.sources)
+
+
+def test_a_report_needs_driver_and_kernel() -> None:
+    (trouble,) = [each for each in knowledge.load().troubles if each.id == "kexec-handover"]
+    assert trouble.matches("580.142", "7.0.0-1019-nvidia")
+    assert not trouble.matches("580.142", "7.0.0-10190-nvidia")
+    assert not trouble.matches("580.142", "6.17.0-1032-nvidia")
+
+
+def test_explain_tells_reason_source_and_what_was_found(tmp_path: Path) -> None:
+    facts = fake.facts(bad_machine(tmp_path))
+    known = knowledge.load()
+    mine = [each for each in checks.run(facts, known) if each.id == "gpu.leftover"]
+    text = render.explain(known.checks["gpu.leftover"], mine, width=80)
+    assert text.startswith("gpu.leftover: GPU memory that no process owns\n")
+    assert "NVIDIA/open-gpu-kernel-modules#1200" in text
+    assert "  $ sudo fuser -v /dev/nvidia*" in text
+    assert "no process owns it" in text
+
+
+def test_data_that_cannot_be_used(tmp_path: Path) -> None:
+    path = tmp_path / "doctor.toml"
+    path.write_text("schema = 2\n")
+    with pytest.raises(BadFileError, match="schema 2"):
+        knowledge.load(path)
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"schema": 1}', "[1]"])
+def test_an_audit_that_is_none(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "audit.json"
+    path.write_text(text)
+    with pytest.raises(BadFileError, match=re.escape(str(path))):
+        image.read(path)
+
+
+def test_an_image_is_found_by_its_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SM12X_ROOT", str(tmp_path))
+    fake.bundle(tmp_path / "dist" / "0.21.0")
+    labels = {"sm12x.base": "0.21.0", "sm12x.stack": "0123abcd"}
+    machine = Machine(root=tmp_path / "root")
+
+    machine.answers["docker image inspect"] = json.dumps(labels)
+    found = image.find(machine.host(), None, "it")
+    assert not isinstance(found, Unseen)
+    assert found.stack_id == "0123abcd"
+
+    machine.answers["docker image inspect"] = json.dumps({**labels, "sm12x.stack": "ffffffff"})
+    assert "no audit of stack ffffffff" in getattr(
+        image.find(machine.host(), None, "it"), "why", ""
+    )
+
+    machine.answers["docker image inspect"] = "null"
+    assert "no sm12x.stack label" in getattr(image.find(machine.host(), None, "it"), "why", "")
+
+
+def test_a_recipe_against_the_host(tmp_path: Path) -> None:
+    # GIVEN a recipe for four RTX PRO 6000 that sleeps at level 1
+    path = layout.recipes() / "deepseek-v4-flash-rtx-pro-6000-tp4.yaml"
+    recipe = load.load(path)
+    known = knowledge.load()
+
+    def severities(count: int, available: float) -> list[str]:
+        machine = Machine(
+            root=tmp_path / f"{count}-{available}",
+            files={"/proc/meminfo": fake.meminfo(MemTotal=900, MemAvailable=available)},
+            library=fake.nvml("590.48.01", [rtx_pro(index) for index in range(count)]),
+        )
+        return [each.severity for each in recipes.needs(recipe, fake.facts(machine), known)]
+
+    # THEN it wants the GPUs, and host memory for its weights
+    assert severities(4, 800) == [OK, OK]
+    assert severities(2, 800) == [BAD, OK]
+    assert severities(4, 8) == [OK, BAD]
+
+
+def test_a_recipe_that_sleeps_in_unified_memory(tmp_path: Path) -> None:
+    recipe = load.load(layout.recipes() / "deepseek-v4-flash-rtx-pro-6000-tp4.yaml")
+    machine = Machine(root=tmp_path, library=fake.nvml("580.142", [fake.gb10()]))
+    found = recipes.needs(recipe, fake.facts(machine), knowledge.load())
+    assert [each.severity for each in found] == [BAD, WARN]
+    assert "vllm-project/vllm#50011" in found[1].sources
+
+
+def test_a_recipe_of_someone_else(tmp_path: Path) -> None:
+    recipe = load.load(layout.recipes() / "deepseek-v4-flash-rtx-pro-6000-tp4.yaml")
+    found = recipes.needs(
+        replace(recipe, sm12x=None), fake.facts(Machine(root=tmp_path)), knowledge.load()
+    )
+    assert [each.severity for each in found] == [UNKNOWN]
