@@ -1,0 +1,1 @@
+"""Renders recipes for what runs them: pure functions from a recipe to a text."""

@@ -1,0 +1,132 @@
+"""Nomad specifications: pure text from a recipe. tests/nomad runs them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sm12x import layout
+from sm12x.core.errors import UsageError
+from sm12x.deploy import examples, nomad
+from sm12x.deploy import nomadparts as parts
+from sm12x.recipes import load
+from sm12x.recipes.model import Recipe
+
+DATA = Path(__file__).parent / "data"
+RECIPE = """\
+recipe_version: "1"
+name: Two
+container: vllm-sm12x
+defaults: {host: 127.0.0.1, port: 8000, note: "-"}
+command: vllm serve some/model --host {host} --port {port}
+sm12x:
+  hardware: [rtx-pro-6000]
+  gpus: 2
+  machines: 1
+  sleep: {level: 1}
+  memory: {weights: {gib: 30.5, basis: estimated, source: made up}}
+  status: {state: untested, source: made up}
+"""
+
+
+def recipe(tmp_path: Path, text: str = RECIPE) -> Recipe:
+    path = tmp_path / "two.yaml"
+    path.write_text(text)
+    return load.load(path)
+
+
+@pytest.fixture(scope="module")
+def shipped() -> dict[str, Recipe]:
+    return load.load_all(layout.recipes())
+
+
+def test_a_specification_is_the_golden_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "recipes", lambda: tmp_path)
+    text = nomad.render(recipe(tmp_path), settings={"port": "9000"}, extra=["--seed", "1 2"])
+    assert text == (DATA / "two.nomad.hcl").read_text()
+
+
+def test_a_recipe_the_image_lacks_comes_with_the_job(tmp_path: Path) -> None:
+    text = nomad.render(recipe(tmp_path, RECIPE + "# ${not} ours\n"))
+    assert 'serve_words = ["/local/two.yaml"]' in text
+    assert 'destination = "${NOMAD_TASK_DIR}/two.yaml"' in text
+    assert "# $${not} ours" in text
+
+
+def test_no_server_listens_everywhere_and_each_has_a_check(shipped: dict[str, Recipe]) -> None:
+    for name, text in examples.rendered(shipped).items():
+        assert "host_network = var.host_network" in text, name
+        assert "0.0.0.0" not in text.replace("10.0.0.0/8", ""), name  # noqa: S104
+        assert text.startswith("# Rendered by `sm12x recipe render --to nomad"), name
+        assert 'path     = "/health"' in text, name
+        assert "hf_token=..." in text, name
+        assert "HF_TOKEN " not in text, name
+
+
+def test_every_variable_has_a_type_and_a_description(shipped: dict[str, Recipe]) -> None:
+    for name, text in examples.rendered(shipped).items():
+        declared = text.count('\nvariable "')
+        assert declared >= 10, name
+        head = text[: text.index("\nlocals {")]
+        assert head.count("\n  type ") == head.count("\n  description = ") == declared, name
+
+
+def test_a_pair_is_one_task_with_two_services(shipped: dict[str, Recipe]) -> None:
+    pair = next(one for one in shipped.values() if one.sm12x and one.sm12x.pair)
+    assert pair.sm12x
+    members = [shipped[key] for key in pair.sm12x.pair]
+    text = nomad.render(pair, peers=members)
+    assert text.count("\n    task ") == 1
+    assert text.count('"device"') == 1
+    for member in members:
+        assert f'name     = "{parts.job_name(member.key)}"' in text
+    # Two loads, one after the other.
+    assert 'healthy_deadline  = "55m"' in text
+    assert parts.host_mib(pair, members) == sum(parts.host_mib(member) for member in members)
+
+
+def test_each_machine_of_a_cluster_is_a_group(shipped: dict[str, Recipe]) -> None:
+    text = nomad.render(shipped["deepseek-v4-flash-gb10-x2"])
+    assert '"node_rank=1", "--", "--headless"' in text
+    assert 'group "rank-0"' in text
+    assert 'group "rank-1"' in text
+    assert "distinct_hosts" in text
+    # GB10 reports no memory that a constraint could ask for.
+    assert "device.attr.memory" not in text
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ("--port {port}", "--port {port} --distributed-executor-backend ray", "Ray"),
+        ("host: 127.0.0.1, ", "", "no setting host"),
+        ("machines: 1", "machines: 2", "no setting master_addr and no node_rank"),
+    ],
+)
+def test_what_nomad_cannot_run_is_refused(tmp_path: Path, old: str, new: str, why: str) -> None:
+    text = RECIPE.replace(old, new)
+    if "host" in why:
+        text = text.replace("--host {host} ", "")
+    with pytest.raises(UsageError, match=why):
+        nomad.render(recipe(tmp_path, text))
+
+
+def test_an_overlay_runs_the_command_itself_on_a_read_only_image(tmp_path: Path) -> None:
+    text = nomad.render_overlay(recipe(tmp_path))
+    assert '"--host", "${NOMAD_IP_http}", "--port", "${NOMAD_PORT_http}"' in text.replace(
+        "\n    ", " "
+    )
+    assert 'volumes         = [for path, file in var.overlay : "${file}:${path}:ro"]' in text
+    assert "readonly_rootfs = true" in text
+    assert 'destination = "/root/.cache"' in text
+
+
+def test_host_memory_holds_the_weights_that_sleep(tmp_path: Path) -> None:
+    one = recipe(tmp_path)
+    # 8 for the server, 8 for each of two processes, 2 x 30.5 for the copies.
+    assert parts.host_mib(one) == 85 * 1024
+    awake = recipe(tmp_path, RECIPE.replace("{level: 1}", "{level: never, reason: why}"))
+    assert parts.host_mib(awake) == 24 * 1024
