@@ -17,7 +17,8 @@ SCHEMA = json.loads((layout.data() / "schemas" / "doctor-1.json").read_text())
 # What a bare host may lack. Importing it has to fail here, so that a new import is noticed.
 _BARE = """
 import sys
-sys.modules.update(dict.fromkeys(("rich", "yaml", "requests", "packaging", "elftools", "zstandard")))
+for name in ("rich", "yaml", "requests", "packaging", "elftools", "zstandard"):
+    sys.modules[name] = None
 sys.argv = ["sm12x", "doctor", *sys.argv[1:]]
 from sm12x.cli import main
 main()

@@ -205,3 +205,55 @@ def gb10(**more: Any) -> FakeGpu:
     return FakeGpu(
         name="NVIDIA GB10", capability=(12, 1), bus="0000000f:01:00.0", memory=None, **more
     )
+
+
+def workstation(root: Path, **more: object) -> Machine:
+    """Four RTX PRO 6000, docker with the NVIDIA runtime, an IOMMU that passes through."""
+    settings: dict[str, object] = {
+        "root": root,
+        "files": {
+            "/proc/driver/nvidia/version": OPEN_595.replace("595.71.05", "590.48.01"),
+            **{
+                f"/sys/bus/pci/devices/0000:0{n}:00.0/iommu_group/type": "identity"
+                for n in range(1, 5)
+            },
+        },
+        "answers": {**docker(Runtimes={"runc": {}, "nvidia": {}}), "nvidia-ctk": ""},
+        "library": nvml("590.48.01", [rtx_pro(index) for index in range(4)]),
+    }
+    files = more.pop("files", {})
+    assert isinstance(files, dict)
+    machine = Machine(**{**settings, **more})  # type: ignore[arg-type]
+    machine.files.update(files)
+    return machine
+
+
+def spark(root: Path, **more: object) -> Machine:
+    """One GB10 of a pair, with one of its two RoCE ports connected."""
+    port = "/sys/class/infiniband/rocep1s0f1/ports/1"
+    settings: dict[str, object] = {
+        "root": root,
+        "files": {
+            "/proc/driver/nvidia/version": OPEN_595.replace("595.71.05", "580.142"),
+            "/proc/sys/kernel/arch": "aarch64",
+            "/proc/meminfo": meminfo(
+                MemTotal=121, MemFree=100, MemAvailable=110, Cached=10, AnonPages=4
+            ),
+            f"{port}/state": "4: ACTIVE",
+            f"{port}/link_layer": "Ethernet",
+            f"{port}/rate": "200 Gb/sec (4X HDR)",
+            f"{port}/gids/0": "fe80:0000:0000:0000:0000:0000:0000:0001",
+            f"{port}/gid_attrs/types/0": "IB/RoCE v1",
+            f"{port}/gids/3": "0000:0000:0000:0000:0000:ffff:c0a8:0001",
+            f"{port}/gid_attrs/types/3": "RoCE v2",
+            "/sys/class/infiniband/rocep1s0f1/device/net/enp1s0f1np1/x": "",
+            "/sys/class/net/enp1s0f1np1/mtu": "9000",
+        },
+        "answers": {**docker(Runtimes={"nvidia": {}})},
+        "library": nvml("580.142", [gb10()]),
+    }
+    files = more.pop("files", {})
+    assert isinstance(files, dict)
+    machine = Machine(**{**settings, **more})  # type: ignore[arg-type]
+    machine.files.update(files)
+    return machine

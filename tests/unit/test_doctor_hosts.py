@@ -7,30 +7,9 @@ from pathlib import Path
 
 import pytest
 from tests.unit import doctorhost as fake
-from tests.unit.doctorhost import BUILT, GIB, Machine, findings, gb10, meminfo, rtx_pro, severity
+from tests.unit.doctorhost import BUILT, GIB, Machine, findings, rtx_pro, severity, workstation
 
 from sm12x.doctor.model import BAD, INFO, OK, UNKNOWN, WARN, Unseen
-
-
-def workstation(root: Path, **more: object) -> Machine:
-    """Four RTX PRO 6000, docker with the NVIDIA runtime, an IOMMU that passes through."""
-    settings: dict[str, object] = {
-        "root": root,
-        "files": {
-            "/proc/driver/nvidia/version": fake.OPEN_595.replace("595.71.05", "590.48.01"),
-            **{
-                f"/sys/bus/pci/devices/0000:0{n}:00.0/iommu_group/type": "identity"
-                for n in range(1, 5)
-            },
-        },
-        "answers": {**fake.docker(Runtimes={"runc": {}, "nvidia": {}}), "nvidia-ctk": ""},
-        "library": fake.nvml("590.48.01", [rtx_pro(index) for index in range(4)]),
-    }
-    files = more.pop("files", {})
-    assert isinstance(files, dict)
-    machine = Machine(**{**settings, **more})  # type: ignore[arg-type]
-    machine.files.update(files)
-    return machine
 
 
 def test_a_sound_workstation(tmp_path: Path) -> None:
@@ -115,6 +94,22 @@ def test_library_and_module_differ(tmp_path: Path) -> None:
     assert found[0].fix == ("sudo reboot",)
 
 
+def test_a_driver_with_nothing_to_ask_it_with(tmp_path: Path) -> None:
+    folder = "/proc/driver/nvidia/gpus/0000:01:00.0"
+    files = {f"{folder}/information": "Model: \t NVIDIA GB10\nIRQ: 42\n"}
+    found = findings(workstation(tmp_path, files=files, library=fake.no_nvml))
+    assert severity(found, "driver.loaded") == UNKNOWN
+    assert found["driver.loaded"][0].fix == ("pip install nvidia-ml-py",)
+    assert "1 x NVIDIA GB10 (12.1) (told by procfs)" in found["gpu.present"][0].seen
+
+
+def test_a_driver_that_does_not_answer(tmp_path: Path) -> None:
+    library = fake.nvml("", [], fault="Unknown Error")
+    found = findings(workstation(tmp_path, library=library))["driver.loaded"]
+    assert found[0].severity == BAD
+    assert "could not be asked: NVML: Unknown Error" in found[0].seen
+
+
 def test_an_image_for_another_architecture(tmp_path: Path) -> None:
     audit = fake.bundle(tmp_path / "dist", machine="aarch64")
     found = findings(workstation(tmp_path / "root"), audit)["image.audit"]
@@ -156,116 +151,6 @@ def test_nvidia_smi_where_nvml_is_not_installed(tmp_path: Path) -> None:
     assert seen.driver.version == "580.173.02"
 
 
-def spark(root: Path, **more: object) -> Machine:
-    """One GB10 of a pair, with one of its two RoCE ports connected."""
-    port = "/sys/class/infiniband/rocep1s0f1/ports/1"
-    settings: dict[str, object] = {
-        "root": root,
-        "files": {
-            "/proc/driver/nvidia/version": fake.OPEN_595.replace("595.71.05", "580.142"),
-            "/proc/sys/kernel/arch": "aarch64",
-            "/proc/meminfo": meminfo(
-                MemTotal=121, MemFree=100, MemAvailable=110, Cached=10, AnonPages=4
-            ),
-            f"{port}/state": "4: ACTIVE",
-            f"{port}/link_layer": "Ethernet",
-            f"{port}/rate": "200 Gb/sec (4X HDR)",
-            f"{port}/gids/0": "fe80:0000:0000:0000:0000:0000:0000:0001",
-            f"{port}/gid_attrs/types/0": "IB/RoCE v1",
-            f"{port}/gids/3": "0000:0000:0000:0000:0000:ffff:c0a8:0001",
-            f"{port}/gid_attrs/types/3": "RoCE v2",
-            "/sys/class/infiniband/rocep1s0f1/device/net/enp1s0f1np1/x": "",
-            "/sys/class/net/enp1s0f1np1/mtu": "9000",
-        },
-        "answers": {**fake.docker(Runtimes={"nvidia": {}})},
-        "library": fake.nvml("580.142", [gb10()]),
-    }
-    files = more.pop("files", {})
-    assert isinstance(files, dict)
-    machine = Machine(**{**settings, **more})  # type: ignore[arg-type]
-    machine.files.update(files)
-    return machine
-
-
-def test_a_fresh_spark(tmp_path: Path) -> None:
-    found = findings(spark(tmp_path))
-    assert severity(found, "gpu.unified") == INFO
-    assert severity(found, "gpu.leftover") == OK
-    assert found["net.rdma"][0].fix == (
-        "export NCCL_IB_HCA=rocep1s0f1",
-        "export NCCL_IB_GID_INDEX=3",
-    )
-    assert "MTU 9000, GID 3" in found["net.rdma"][0].seen
-    # RDMA makes the limit of locked memory matter.
-    assert severity(found, "memory.memlock") == WARN
-    assert "kernel.iommu" not in found
-
-
-def test_a_spark_after_a_stopped_container(tmp_path: Path) -> None:
-    # GIVEN 100 GiB that neither Linux nor a process accounts for
-    memory = meminfo(MemTotal=121, MemFree=8, MemAvailable=12, Cached=5, AnonPages=4)
-    found = findings(spark(tmp_path, files={"/proc/meminfo": memory}))["gpu.leftover"]
-    assert found[0].severity == BAD
-    assert "104.0 GiB of it belong to no process" in found[0].seen
-    assert "sudo reboot" in found[0].fix
-
-
-def test_a_spark_that_serves(tmp_path: Path) -> None:
-    memory = meminfo(MemTotal=121, MemFree=8, MemAvailable=12, Cached=5, AnonPages=4)
-    library = fake.nvml("580.142", [gb10(processes=[(7, 100 * GIB)])])
-    machine = spark(tmp_path, files={"/proc/meminfo": memory}, library=library)
-    assert severity(findings(machine), "gpu.leftover") == OK
-
-
-def test_a_spark_with_a_full_page_cache(tmp_path: Path) -> None:
-    memory = meminfo(MemTotal=121, MemFree=4, MemAvailable=110, Cached=110, AnonPages=4)
-    found = findings(spark(tmp_path, files={"/proc/meminfo": memory}))["memory.page-cache"]
-    assert found[0].severity == WARN
-    assert any("drop_caches" in command for command in found[0].fix)
-    assert "sudo sysctl vm.min_free_kbytes=3145728" in found[0].fix
-
-
-def test_a_spark_whose_kernel_keeps_memory_for_kexec(tmp_path: Path) -> None:
-    memory = meminfo(MemTotal=121, MemFree=100, CmaTotal=0, CmaFree=9.3)
-    files = {"/proc/meminfo": memory, "/proc/sys/kernel/osrelease": "7.0.0-1019-nvidia"}
-    found = findings(spark(tmp_path, files=files))
-    assert severity(found, "kernel.kho") == WARN
-    assert "9.3 GiB" in found["kernel.kho"][0].seen
-    assert "NVIDIA/NV-Kernels#591" in found["driver.trouble"][0].sources
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "part"),
-    [
-        ("NCCL_IB_HCA", "rocep9s9", "names rocep9s9, this machine has rocep1s0f1"),
-        ("NCCL_IB_GID_INDEX", "0", "RoCE v2 over IPv4 is index 3"),
-        ("NCCL_IB_GID_INDEX", "5", "is empty on rocep1s0f1"),
-        ("GLOO_SOCKET_IFNAME", "enp1s0", "names enp1s0, which is not here"),
-        ("NCCL_SOCKET_IFNAME", "=enp1s0", "names enp1s0, which is not here"),
-    ],
-)
-def test_variables_that_name_what_is_not_there(
-    tmp_path: Path, variable: str, value: str, part: str
-) -> None:
-    found = findings(spark(tmp_path, env={variable: value}))["net.variables"]
-    assert found[0].severity == WARN
-    assert part in found[0].seen
-
-
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [
-        ("NCCL_IB_HCA", "=rocep1s0f1:1"),
-        ("NCCL_IB_HCA", "roce"),
-        ("NCCL_IB_GID_INDEX", "3"),
-        ("NCCL_SOCKET_IFNAME", "enp1"),
-        ("NCCL_SOCKET_IFNAME", "^docker"),
-    ],
-)
-def test_variables_that_fit(tmp_path: Path, variable: str, value: str) -> None:
-    assert severity(findings(spark(tmp_path, env={variable: value})), "net.variables") == OK
-
-
 def test_a_machine_without_a_gpu(tmp_path: Path) -> None:
     # GIVEN nothing of NVIDIA, no docker
     found = findings(Machine(root=tmp_path))
@@ -304,6 +189,15 @@ def test_docker_that_does_not_answer(tmp_path: Path) -> None:
     assert "does not answer: Cannot connect" in found["engine.present"][0].seen
     # Without the toolkit no container gets a GPU either.
     assert severity(found, "engine.gpus") == BAD
+
+
+def test_podman_alone(tmp_path: Path) -> None:
+    answers = {"podman version": '{"Client": {"Version": "5.4.2"}}'}
+    files = {"/etc/cdi/nvidia.yaml": "nvidia.com/gpu libcuda.so.590.48.01"}
+    found = findings(workstation(tmp_path, answers=answers, files=files))
+    assert found["engine.present"][0].seen == "podman 5.4.2 (/usr/bin/podman) answers"
+    assert severity(found, "engine.gpus") == OK
+    assert severity(found, "engine.cdi") == OK
 
 
 def test_a_cdi_spec_of_the_driver_before(tmp_path: Path) -> None:

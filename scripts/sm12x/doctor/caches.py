@@ -63,7 +63,7 @@ def _places(
 
 def _volumes(host: Host, containers: Containers) -> Iterator[Path]:
     for engine in containers.engines:
-        if not isinstance(engine.answer, Unseen):
+        if engine.name == "docker" and not isinstance(engine.answer, Unseen):
             words = [engine.name, "volume", "inspect", "--format", "{{.Mountpoint}}", VOLUME_NAME]
             done = host.ask(words)
             if not isinstance(done, Unseen):

@@ -9,7 +9,11 @@ from collections.abc import Mapping
 from sm12x.doctor.host import Host
 from sm12x.doctor.model import CdiSpec, Containers, Engine, Unseen
 
-ENGINES = ("docker", "podman")
+# How to ask each. `podman info` would make its storage folders, so it is not used.
+ENGINES = {
+    "docker": ("docker", "info", "--format", "{{json .}}"),
+    "podman": ("podman", "version", "--format", "json"),
+}
 # Programs of the NVIDIA Container Toolkit; any of them shows that it is installed.
 _TOOLS = ("nvidia-ctk", "nvidia-container-runtime", "nvidia-container-runtime-hook")
 _SPEC_FOLDERS = ("/etc/cdi", "/var/run/cdi")
@@ -32,15 +36,15 @@ def collect(host: Host) -> Containers:
 
 
 def _answer(host: Host, name: str) -> Mapping[str, object] | Unseen:
-    done = host.ask([name, "info", "--format", "{{json .}}"])
+    done = host.ask(ENGINES[name])
     if isinstance(done, Unseen):
         return done
     try:
-        found = json.loads(done.stdout)
+        found: dict[str, object] = json.loads(done.stdout)
     except ValueError:
-        return Unseen(f"`{name} info` does not answer in JSON")
+        return Unseen(f"`{' '.join(ENGINES[name][:2])}` does not answer in JSON")
     errors = found.get("ServerErrors")
-    return Unseen(str(errors[0]).rstrip(".")) if errors else found
+    return Unseen(str(errors[0]).rstrip(".")) if isinstance(errors, list) and errors else found
 
 
 def _runtimes(host: Host) -> tuple[str, ...] | Unseen:

@@ -18,6 +18,7 @@ _NVIDIA = "0x10de"
 _DISPLAY = ("0x0300", "0x0302")
 # Never ask for the supported clocks: that query alone hangs some boards (see doctor.toml).
 _QUERY = "index,name,pci.bus_id,compute_cap,memory.total,memory.used,driver_version"
+_MISSING = "is not installed"
 _VERSION = re.compile(r"\b(\d{3}\.\d+(?:\.\d+)?)\b")
 # What the kernel says when the driver or its firmware is in trouble.
 _TROUBLE = re.compile(r"NVRM:.*(Xid|NV_ERR_NO_MEMORY|heartbeat timed out|GPU is probably locked)")
@@ -35,7 +36,8 @@ def collect(host: Host, known: Knowledge) -> tuple[Driver, tuple[Gpu, ...] | Uns
             return driver, tuple(_with_iommu(host, gpu) for gpu in gpus)
         faults.append(found.why)
     if driver.loaded:
-        driver = replace(driver, fault="; ".join(faults))
+        asked = not all(fault.endswith(_MISSING) for fault in faults)
+        driver = replace(driver, fault="; ".join(faults), asked=asked)
     gpus = _by_procfs(host, known) or _by_pci(host, known)
     if not gpus and not host.path("/sys/bus/pci/devices").is_dir():
         return driver, Unseen(f"{'; '.join(faults)}; /sys/bus/pci is not there either")
@@ -69,7 +71,7 @@ def _by_nvml(host: Host, known: Knowledge) -> tuple[str, list[Gpu]] | Unseen:
     try:
         nvml = host.nvml()
     except ImportError:
-        return Unseen("nvidia-ml-py is not installed")
+        return Unseen(f"nvidia-ml-py {_MISSING}")
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
@@ -127,7 +129,7 @@ def _nvml_processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...] | Unseen:
 
 def _by_smi(host: Host, known: Knowledge) -> tuple[str, list[Gpu]] | Unseen:
     if host.which("nvidia-smi") is None:
-        return Unseen("nvidia-smi is not installed")
+        return Unseen(f"nvidia-smi {_MISSING}")
     done = host.ask(["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"])
     if isinstance(done, Unseen):
         return done

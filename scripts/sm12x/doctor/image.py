@@ -73,7 +73,10 @@ def _of_image(host: Host, image: str) -> Image | Unseen:
     done = host.ask([engine, "image", "inspect", "--format", "{{json .Config.Labels}}", image])
     if isinstance(done, Unseen):
         return done
-    labels: Mapping[str, str] = json.loads(done.stdout) or {}
+    try:
+        labels: Mapping[str, str] = json.loads(done.stdout) or {}
+    except ValueError:
+        return Unseen(f"{engine} does not give the labels of {image} in JSON")
     stack, base = labels.get("sm12x.stack"), labels.get("sm12x.base")
     if not stack or not base:
         return Unseen(f"{image} carries no sm12x.stack label: it is not a bundle of this project")

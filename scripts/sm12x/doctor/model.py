@@ -42,13 +42,15 @@ class Machine:
 class Driver:
     """``version`` such as "580.173.02". ``open_modules`` is None where the flavour is not known.
 
-    ``fault`` is "" or what the driver's own library answered instead of working.
+    ``fault`` is "" or why it could not be asked; ``asked`` is False when there was nothing here to
+    ask it with, so that it may well be sound.
     """
 
     loaded: bool
     version: str | Unseen
     open_modules: bool | None = None
     fault: str = ""
+    asked: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from sm12x.doctor.knowledge import Knowledge
 from sm12x.doctor.model import BAD, INFO, OK, UNKNOWN, Facts, Finding, Unseen
 
@@ -24,7 +26,9 @@ def engines(facts: Facts, known: Knowledge) -> list[Finding]:
     for engine in found:
         if isinstance(engine.answer, Unseen):
             seen = f"{engine.name} ({engine.program}) does not answer: {engine.answer.why}"
-            fix = ("sudo systemctl start docker",) if engine.name == "docker" else ("podman info",)
+            fix = (
+                ("sudo systemctl start docker",) if engine.name == "docker" else ("podman version",)
+            )
             # With another engine at hand this one's silence stops nobody.
             findings.append(known.finding(name, INFO if works else BAD, seen, fix=fix))
         else:
@@ -79,6 +83,6 @@ def cdi(facts: Facts, known: Knowledge) -> list[Finding]:
     return findings
 
 
-def _podman_version(answer: object) -> str:
-    version = answer.get("version") if isinstance(answer, dict) else None
-    return str(version.get("Version", "")) if isinstance(version, dict) else ""
+def _podman_version(answer: Mapping[str, object]) -> str:
+    client = answer.get("Client")
+    return str(client.get("Version", "")) if isinstance(client, dict) else ""

@@ -23,11 +23,10 @@ def answers(facts: Facts, known: Knowledge) -> list[Finding]:
         if "mismatch" in driver.fault:
             seen = f"the driver's library and its loaded module differ: {driver.fault}"
             return [known.finding(name, BAD, seen, fix=("sudo reboot",))]
-        # Without a way to ask, a loaded driver may still be well.
-        asked = "not installed" in driver.fault and "NVML:" not in driver.fault
         seen = f"driver {_version(facts)} is loaded, but could not be asked: {driver.fault}"
-        fix = ("pip install nvidia-ml-py",) if asked else ("nvidia-smi",)
-        return [known.finding(name, UNKNOWN if asked else BAD, seen, fix=fix)]
+        if driver.asked:
+            return [known.finding(name, BAD, seen, fix=("nvidia-smi", "sudo dmesg | grep NVRM"))]
+        return [known.finding(name, UNKNOWN, seen, fix=("pip install nvidia-ml-py",))]
     if facts.seen_gpus:
         seen = f"{some(len(facts.seen_gpus), 'NVIDIA GPU')} on the PCI bus, but no driver is loaded"
         branch = next((entry.driver for entry in known.requirements), "")
