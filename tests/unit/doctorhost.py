@@ -161,7 +161,7 @@ def severity(found: Mapping[str, Sequence[Finding]], check: str) -> str:
 
 
 def bundle(folder: Path, *, machine: str = "x86_64", **units: int) -> Path:
-    """dist/<version>/ with an audit, a ledger and a record; ``units`` are those on 12.0."""
+    """dist/<version>/ with an audit and a ledger; ``units`` are those of its one library."""
     folder.mkdir(parents=True, exist_ok=True)
     counts = {"native": 40, "ptx": 20, "none": 2, "unknown": 0, **units}
     runs = {device: {"verdict": "mixed", "units": counts} for device in ("12.0", "12.1")}
@@ -186,8 +186,7 @@ def bundle(folder: Path, *, machine: str = "x86_64", **units: int) -> Path:
     }
     (folder / "audit.json").write_text(json.dumps(audit))
     (folder / "ledger.json").write_text(json.dumps(ledger))
-    (folder / "image.json").write_text("{}")
-    os.utime(folder / "image.json", (BUILT, BUILT))
+    os.utime(folder / "ledger.json", (BUILT, BUILT))
     return folder / "audit.json"
 
 

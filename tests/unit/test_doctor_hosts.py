@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -234,7 +235,7 @@ def test_a_cache_of_this_user_and_no_image_to_compare_with(tmp_path: Path) -> No
     files = {"/home/me/.cache/vllm/torch_compile_cache/0a/x": "", "/proc/cmdline": ""}
     machine = workstation(root, files=files)
     audit = fake.bundle(tmp_path / "dist")
-    (audit.parent / "image.json").unlink()
+    (audit.parent / "ledger.json").unlink()
     found = findings(machine, audit)["cache.stale"]
     assert found[0].severity == UNKNOWN
     assert str(root / "home/me/.cache/vllm") in found[0].seen
@@ -270,6 +271,26 @@ def test_flashinfer_keeps_its_releases_apart(tmp_path: Path) -> None:
     found = findings(workstation(tmp_path / "root"), audit, [tmp_path / "cache"])["cache.stale"]
     assert found[0].severity == INFO
     assert "of FlashInfer 0.6.1; the image has 0.6.8.post1" in found[0].seen
+
+
+def test_inside_the_image_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # GIVEN a container of the image, where no bundle was built
+    monkeypatch.setenv("SM12X_ROOT", str(tmp_path / "none"))
+    verdicts = [("native", "native"), ("mixed", "ptx"), ("none", "none"), ("host", "host")]
+    ledger = {
+        "base_version": "0.21.0",
+        "stack_id": "0123abcd",
+        "machine": "x86_64",
+        "dependencies": {"cuda-toolkit": "13.0.2"},
+        "libraries": [
+            {"path": f"{n}.so", "sm120": sm120, "sm121": sm121}
+            for n, (sm120, sm121) in enumerate(verdicts)
+        ],
+    }
+    files = {"/.dockerenv": "", "/opt/sm12x/ledger.json": json.dumps(ledger)}
+    found = findings(workstation(tmp_path / "root", files=files))
+    assert "libraries 2 native, 0 through PTX, 1 not at all" in found["gpu.code"][0].seen
+    assert found["image.audit"][0].seen.startswith("vllm-sm12x:0.21.0-0123abcd")
 
 
 def test_a_container_with_little_memory(tmp_path: Path) -> None:

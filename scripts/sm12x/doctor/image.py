@@ -8,18 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from sm12x import layout
-from sm12x.audit.model import Device
+from sm12x.audit.model import MIXED, NATIVE, SM120, SM121, Device
 from sm12x.core.cudaarch import CudaArch
 from sm12x.core.errors import BadFileError
 from sm12x.doctor.host import Host
 from sm12x.doctor.model import Image, Library, Unseen
 
-AUDIT, LEDGER, RECORD = "audit.json", "ledger.json", "image.json"
+AUDIT, LEDGER = "audit.json", "ledger.json"
+# Where the image itself keeps its ledger.
+INSIDE = "/opt/sm12x/ledger.json"
 SCHEMA = 1
 
 
 def find(host: Host, audit: Path | None, image: str | None) -> Image | Unseen:
-    """The image to compare with: of ``audit``, else the bundle that ``image`` is, else the newest.
+    """The image to compare with: of ``audit``, else the bundle that ``image`` is, else the newest
+    that was built here, else the one that this runs in.
 
     Raises BadFileError when a file that was named, or that belongs to the bundle, cannot be read.
     """
@@ -28,16 +31,18 @@ def find(host: Host, audit: Path | None, image: str | None) -> Image | Unseen:
     if image is not None:
         return _of_image(host, image)
     found = sorted(layout.root().glob(f"dist/*/{AUDIT}"), key=lambda path: path.stat().st_mtime)
-    if not found:
-        return Unseen(f"no bundle was built here: {layout.root()}/dist has no audit")
-    return read(found[-1])
+    if found:
+        return read(found[-1])
+    if host.exists(INSIDE):
+        return _inside(host.path(INSIDE))
+    return Unseen(f"no bundle was built here: {layout.root() / 'dist'} has no audit")
 
 
 def read(audit: Path) -> Image:
     """Read an audit of `sm12x audit --json`, and the ledger beside it when there is one."""
     report = _json(audit)
-    ledger = _json(audit.with_name(LEDGER)) if audit.with_name(LEDGER).is_file() else {}
-    record = audit.with_name(RECORD)
+    beside = audit.with_name(LEDGER)
+    ledger = _json(beside) if beside.is_file() else {}
     try:
         if report["schema"] != SCHEMA:
             raise ValueError(f"schema {report['schema']!r}")
@@ -53,7 +58,8 @@ def read(audit: Path) -> Image:
             audit=audit,
             stack_id=str(ledger.get("stack_id", "")),
             machine=str(ledger.get("machine", "")) or _machine(libraries),
-            built=record.stat().st_mtime if record.is_file() else None,
+            # The first file of a build: whatever the image compiles is younger.
+            built=beside.stat().st_mtime if beside.is_file() else None,
             libraries=libraries,
             passed=policy["passed"] if policy else None,
             offenders=offenders,
@@ -64,6 +70,37 @@ def read(audit: Path) -> Image:
             f"{audit} is not an audit of schema {SCHEMA}: {error!r}",
             next_step="write one with `sm12x audit PATH|IMAGE --json --output audit.json`",
         ) from None
+
+
+def _inside(path: Path) -> Image:
+    """The ledger of the image around us, which has a verdict for each library and no more."""
+    ledger = _json(path)
+    try:
+        return Image(
+            name=f"vllm-sm12x:{ledger['base_version']}-{ledger['stack_id']}",
+            audit=path,
+            stack_id=ledger["stack_id"],
+            machine=ledger["machine"],
+            built=path.stat().st_mtime,
+            libraries=tuple(_judged(entry) for entry in ledger["libraries"]),
+            passed=None,
+            offenders={},
+            versions=dict(ledger["dependencies"]),
+            by_library=True,
+        )
+    except (KeyError, TypeError) as error:
+        raise BadFileError(
+            f"{path} is not a ledger: {error!r}", next_step="run the image as it was built"
+        ) from None
+
+
+def _judged(entry: Mapping[str, Any]) -> Library:
+    # What runs in part natively has code for the device.
+    units = {
+        device: {NATIVE if verdict == MIXED else verdict: 1}
+        for device, verdict in ((SM120, entry["sm120"]), (SM121, entry["sm121"]))
+    }
+    return Library(path=entry["path"], machine="", cubins=(), ptx=(), readable=False, units=units)
 
 
 def _of_image(host: Host, image: str) -> Image | Unseen:

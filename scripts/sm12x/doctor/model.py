@@ -200,7 +200,8 @@ class Image:
     """What the host is compared with. ``built`` is seconds since the epoch, None if not known.
 
     ``offenders`` are the sentences of the audit's policy; ``passed`` is None where none judged.
-    ``versions`` are those of its dependencies ("cuda-toolkit" -> "13.0.2").
+    ``versions`` are those of its dependencies ("cuda-toolkit" -> "13.0.2"). With ``by_library``
+    the numbers of its libraries count each library as one.
     """
 
     name: str
@@ -212,6 +213,7 @@ class Image:
     passed: bool | None
     offenders: Mapping[Device, tuple[str, ...]]
     versions: Mapping[str, str]
+    by_library: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

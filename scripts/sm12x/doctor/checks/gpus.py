@@ -136,7 +136,8 @@ def _code(image: Image, device: Device, which: str, known: Knowledge) -> Finding
     for library in image.libraries:
         counted.update(_units(library, device))
     told = f"{counted[NATIVE]} native, {counted[PTX]} through PTX, {counted[NONE]} not at all"
-    unit = "translation units" if device in DEVICES else "libraries"
+    by_unit = device in DEVICES and not image.by_library
+    unit = "translation units" if by_unit else "libraries"
     audit = (f"sm12x audit {shlex.quote(image.name)} --arch {device}",)
     if counted[NATIVE] + counted[PTX] == 0:
         return known.finding(name, BAD, f"{which} cannot run the image: {unit} {told}", fix=audit)
