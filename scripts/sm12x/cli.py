@@ -24,6 +24,8 @@ VERBS = {
     "audit": "Show what machine code each library holds and how it runs on 12.0 and 12.1.",
     "bundle": "Build the image: fetch, patch, compile, audit, package.",
     "doctor": "Look at this host: driver, GPUs, engine, memory, caches, network.",
+    "plan": "Say whether recipes fit in GPU and host memory, and what to cut.",
+    "recipe": "List, show, lint, pin, import and render recipes.",
     "docs": "Write the generated tables of the README, or check them.",
 }
 

@@ -26,7 +26,10 @@ def patches() -> Path:
 
 
 def recipes() -> Path:
-    return root() / "recipes"
+    """The checkout's recipes; in an image, which has no checkout, those it was built with."""
+    here = root() / "recipes"
+    image = Path(os.environ.get("SM12X_IMAGE_ROOT", "/opt/sm12x")) / "recipes"
+    return here if here.is_dir() or not image.is_dir() else image
 
 
 def dist(version: str) -> Path:

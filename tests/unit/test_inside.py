@@ -167,9 +167,22 @@ def test_a_wrong_word_is_refused_with_a_hint(
 
 
 def test_a_recipe_for_several_machines_is_refused(places: Places) -> None:
-    (places.recipes / "small-model.yaml").write_text("cluster_only: true\n" + RECIPE)
+    theirs = "cluster_only: true\n" + RECIPE.split("sm12x:")[0]
+    (places.recipes / "small-model.yaml").write_text(theirs)
     with pytest.raises(UsageError, match="several machines"):
         dispatch(places, "small-model")
+
+
+def test_a_recipe_for_several_machines_needs_the_address_of_the_first(places: Places) -> None:
+    text = "cluster_only: true\n" + RECIPE.replace(
+        "defaults:", "defaults:\n  master_addr: 127.0.0.1"
+    ).replace("{port}", "{port} --master-addr {master_addr}")
+    (places.recipes / "small-model.yaml").write_text(text)
+    with pytest.raises(UsageError, match="needs the first machine's address"):
+        dispatch(places, "small-model")
+    with pytest.raises(Became) as became:
+        dispatch(places, "small-model", "master_addr=10.0.0.1", "--", "--headless")
+    assert became.value.args[0][-2:] == ("10.0.0.1", "--headless")
 
 
 def test_recipes_are_listed_and_shown(places: Places, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from sm12x import layout
 from sm12x.core.errors import BadFileError, UsageError
 from sm12x.recipes import load
-from sm12x.recipes.model import Recipe
+from sm12x.recipes.model import MemoryTerm, Recipe
 from sm12x.recipes.render import Rendered, render, settings_from
 
 MINIMAL = """\
@@ -99,7 +99,7 @@ def test_settings_come_from_the_environment(tmp_path: Path) -> None:
         ("{port}", "{prot}", "11: command asks for {prot}, defaults has none; perhaps .* 'port'"),
         ("'{{\"mode\": 3}}'", "'{\"mode\": 3}'", "11: command has .*: double the braces of JSON"),
         ("{port}", "{port", "11: command is not a str.format template"),
-        ("$BASE/one", "true", "9: env.HERE is not a string or number: put it in quotes"),
+        ("$BASE/one", "[true]", "9: env.HERE is not a string or number: put it in quotes"),
         ("$BASE/one", "$(id)", "9: env.HERE runs a command"),
         ("name: Small", "name: [Small", "small.yaml:3: is not YAML"),
         ("name: Small", "name: 3", "2: name is not a string"),
@@ -129,7 +129,24 @@ sm12x:
     ("old", "new", "fault"),
     [
         ("gb10", "gb100", "18: sm12x.hardware is 'gb100', not one of .* perhaps .* 'gb10'"),
+        ("[gb10]", "[]", "18: sm12x.hardware is empty"),
         ("  gpus: 1\n", "", "17: sm12x.gpus is missing"),
+        ("gpus: 1", "gpus: 1\n  pair: [a]", "20: sm12x.pair names 1 recipes, not two"),
+        ("gpus: 1", "gpus: 1\n  machines: 0", "20: sm12x.machines is 0"),
+        ("gpus: 1", "gpus: 1\n  memory: {wieghts: {}}", "20: .*wieghts is not .* 'weights'"),
+        ("gpus: 1", "gpus: 1\n  memory: {kv: {gib: [2, 1]}}", "20: sm12x.memory.kv.gib is not"),
+        (
+            "gpus: 1",
+            "gpus: 1\n  memory: {kv: {gib: 1, basis: guessed, source: x}}",
+            "20: sm12x.memory.kv.basis is 'guessed', not one of measured, reported, estimated",
+        ),
+        (
+            "gpus: 1",
+            "gpus: 1\n  memory: {kv: {gib: 1, basis: measured}}",
+            "20: sm12x.memory.kv.source is missing",
+        ),
+        ("state: untested", "state: verified", "21: sm12x.status.date is missing: say when"),
+        ("untested", "untested\n    date: May", "sm12x.status.date is 'May', not YYYY-MM-DD"),
         ("gpus: 1", "gpus: many", "19: gpus is not a whole number"),
         ("level: never", "level: 3", "20: sm12x.sleep.level is 3, not 1, 2 or never"),
         (", reason: it hangs", "", "20: sm12x.sleep.reason is missing"),
@@ -141,6 +158,23 @@ sm12x:
 def test_our_block_is_strict(tmp_path: Path, old: str, new: str, fault: str) -> None:
     with pytest.raises(BadFileError, match=fault):
         recipe(tmp_path, MINIMAL + BLOCK.replace(old, new, 1))
+
+
+def test_a_truth_value_in_env_is_read_as_eugrs_runner_does_but_not_in_ours(tmp_path: Path) -> None:
+    text = MINIMAL.replace("$BASE/one", "true")
+    assert recipe(tmp_path, text).env["HERE"] == "True"
+    with pytest.raises(BadFileError, match=r"env\.HERE is not a string"):
+        recipe(tmp_path, text + BLOCK)
+
+
+def test_the_block_is_read_whole(tmp_path: Path) -> None:
+    more = "  memory:\n    outside: {gib: [1, 2.5], basis: reported, source: x}\n  machines: 2\n"
+    block = recipe(tmp_path, MINIMAL + BLOCK + more).sm12x
+    assert block is not None
+    assert block.machines == 2
+    assert block.memory.weights is None
+    assert block.memory.outside == MemoryTerm(gib=2.5, low=1, basis="reported", source="x")
+    assert (block.sleep.level, block.sleep.reason) == (0, "it hangs")
 
 
 def test_all_faults_are_listed_at_once(tmp_path: Path) -> None:

@@ -188,7 +188,10 @@ class _Reader:
     def env(self, top: _Map) -> dict[str, str]:
         found = {}
         for name, value in self.child(top, "env").items():
-            if isinstance(value.data, bool) or not isinstance(value.data, str | int | float):
+            if isinstance(value.data, bool) and "sm12x" not in top:
+                # eugr's runner exports what Python makes of it.
+                found[name] = str(value.data)
+            elif isinstance(value.data, bool) or not isinstance(value.data, str | int | float):
                 # A shell has no booleans: true, True and 1 are three different values there.
                 self.fault(value.line, f"env.{name} is not a string or number: put it in quotes")
             elif "`" in str(value.data) or "$(" in str(value.data):
@@ -207,6 +210,8 @@ class _Reader:
             if key not in block:
                 self.fault(value.line, f"sm12x.{key} is missing")
         hardware = self.texts(block, "hardware")
+        if "hardware" in block and not hardware:
+            self.fault(block["hardware"].line, "sm12x.hardware is empty")
         for word in hardware:
             self.one_of(block["hardware"].line, "sm12x.hardware", word, HARDWARE)
         counts = {}

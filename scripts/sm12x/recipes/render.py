@@ -114,7 +114,7 @@ def _revision(recipe: Recipe, command: str) -> tuple[str, ...]:
 def _argv(recipe: Recipe, text: str, extra: tuple[str, ...], *, solo: bool) -> tuple[str, ...]:
     """Split as a shell would: continued lines joined, a last backslash trimmed."""
     text = text.strip().removesuffix("\\").rstrip()
-    joined = re.sub(r"\\\n\s*", " ", text)
+    joined = re.sub(r"\s*\\\n\s*", " ", text)
     if solo:
         joined = re.sub(r"\s--distributed-executor-backend(?:=|\s+)\S+", "", joined)
     if _SHELL.search(_unquoted(joined)):

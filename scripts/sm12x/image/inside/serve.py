@@ -43,15 +43,22 @@ def prepare(
     """The process to become, and remarks for the user.
 
     Raises:
-        UsageError: an argument or setting the recipe does not have, or it needs several machines.
+        UsageError: an argument or setting the recipe does not have, or it is for several machines
+            and does not say how one of them is started alone.
     """
-    if recipe.cluster_only:
+    if recipe.cluster_only and recipe.sm12x is None:
         raise UsageError(
             f"{recipe.key} is for several machines (cluster_only)",
             next_step="start it with the runner of that cluster, or pick a recipe for one machine",
         )
     given, extra = split(arguments)
     inherited, remarks = settings_from(environ, recipe)
+    first = {**recipe.defaults, **inherited, **given}.get("master_addr", "")
+    if recipe.cluster_only and first in ("127.0.0.1", "localhost"):
+        raise UsageError(
+            f"{recipe.key} needs the first machine's address, on every machine",
+            next_step="give master_addr=ADDRESS, and on the others node_rank=N and -- --headless",
+        )
     if recipe.sm12x and recipe.sm12x.status.blocked:
         remarks.append(f"{recipe.key} cannot serve yet: {recipe.sm12x.status.blocked}")
     if recipe.mods:

@@ -1,0 +1,325 @@
+"""`sm12x recipe`: list, show, lint, pin, import and render recipes."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib.util
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sm12x import layout, plan
+from sm12x.build import ledger as ledgers
+from sm12x.core import files
+from sm12x.core.errors import BadFileError, FindingsError, Sm12xError, UsageError
+from sm12x.core.progress import spinner
+from sm12x.deploy import compose, docker, llamaswap, nomad, shell
+from sm12x.deploy.container import BUNDLE
+from sm12x.image.inside import about, check, native, serve
+from sm12x.image.inside.places import Places
+from sm12x.image.inside.report import FAIL
+from sm12x.recipes import edit, lint, load
+from sm12x.recipes.lint import ERROR, WARNING, Finding
+from sm12x.recipes.model import Recipe
+from sm12x.stack import base as bases
+from sm12x.stack import series
+
+# Everything after the recipe belongs to it, `--` too.
+_WORDS = {"allow_interspersed_args": False}
+
+
+@click.group("recipe")
+def command() -> None:
+    """List, show, lint, pin, import and render recipes.
+
+    RECIPE is the name of a file in recipes/ without its .yaml, or the path of any recipe file,
+    those of eugr's runner included.
+
+    Example: sm12x recipe render --to docker smoke port=8001
+    """
+
+
+@command.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def list_(as_json: bool) -> None:
+    """List the recipes with what they need and how far they can be trusted.
+
+    Example: sm12x recipe list
+    """
+    recipes = load.load_all(layout.recipes())
+    if as_json:
+        click.echo(json.dumps({"schema": 1, "recipes": [_brief(one) for one in recipes.values()]}))
+        return
+    for key, recipe in recipes.items():
+        block = recipe.sm12x
+        click.echo(key)
+        click.echo(f"    {recipe.description or recipe.name}")
+        if block:
+            machines = f" on each of {block.machines} machines" if block.machines > 1 else ""
+            state = f"{block.status.state}{', cannot serve yet' if block.status.blocked else ''}"
+            click.echo(
+                f"    {block.gpus} x {' or '.join(block.hardware)}{machines}; sleep "
+                f"{block.sleep}; {state}"
+            )
+
+
+def _brief(recipe: Recipe) -> dict[str, Any]:
+    block = recipe.sm12x
+    return {
+        "key": recipe.key,
+        "description": recipe.description or recipe.name,
+        "model": recipe.model,
+        "hardware": list(block.hardware) if block else [],
+        "gpus": block.gpus if block else None,
+        "machines": block.machines if block else None,
+        "sleep": str(block.sleep) if block else None,
+        "state": block.status.state if block else None,
+        "blocked": block.status.blocked if block else "",
+        "pair": list(block.pair) if block else [],
+    }
+
+
+@command.command()
+@click.argument("name", metavar="RECIPE")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def show(name: str, as_json: bool) -> None:
+    """Show a recipe with its memory, status, settings and the command that runs it.
+
+    Example: sm12x recipe show deepseek-v4-flash-rtx-pro-6000-tp4
+    """
+    recipe = _recipe(name)
+    if as_json:
+        content = dataclasses.asdict(recipe) | {"schema": 1, "path": str(recipe.path)}
+        del content["lines"]
+        click.echo(json.dumps(content, indent=1))
+        return
+    click.echo(about.recipe_text(recipe, _image(recipe) or recipe.container))
+
+
+@command.command("lint")
+@click.argument("names", metavar="[RECIPE]...", nargs=-1)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--strict", is_flag=True, help="Let warnings fail too.")
+def lint_(names: tuple[str, ...], as_json: bool, strict: bool) -> None:
+    """Check recipes: schema, conflicts between flags, memory plan, pins, vLLM's own parser.
+
+    Without a name, all of recipes/. Exit code 1 when there is an error. Where vLLM is not
+    installed its parser cannot be asked: the last line says how the image does it.
+
+    Example: sm12x recipe lint recipes/smoke.yaml
+    """
+    paths = [_path(name) for name in names] or sorted(layout.recipes().glob("*.yaml"))
+    if not paths:
+        raise BadFileError(
+            f"{layout.recipes()} holds no recipe", next_step="name the files to check"
+        )
+    found: list[Finding] = []
+    recipes: dict[str, Recipe] = {}
+    for path in paths:
+        recipe, findings = lint.lint(path)
+        found += findings
+        if recipe:
+            recipes[str(path)] = recipe
+            found += _memory(recipe)
+    asked = importlib.util.find_spec("vllm") is not None
+    if asked:
+        with spinner("vLLM's argument parser, about 20 s"):
+            found += _parser(recipes)
+    said = "asked" if asked else "not asked: vLLM is not installed here"
+    how = f"docker run --rm {_tag() or BUNDLE} check" + (
+        "" if not names else " (or mount the file and run `sm12x recipe lint FILE` in the image)"
+    )
+    errors = [finding for finding in found if finding.level == ERROR]
+    warnings = [finding for finding in found if finding.level == WARNING]
+    if as_json:
+        content = {
+            "schema": 1,
+            "ok": not errors,
+            "parser": said,
+            "findings": [
+                {**dataclasses.asdict(finding), "path": str(finding.path)} for finding in found
+            ],
+        }
+        click.echo(json.dumps(content, indent=1))
+    else:
+        for finding in found:
+            click.echo(str(finding))
+        click.echo(f"{len(paths)} recipes: {len(errors)} errors, {len(warnings)} warnings")
+        click.echo(f"vLLM's own parser: {said}" + ("" if asked else f"; {how} asks it"))
+    if errors or (strict and warnings):
+        raise FindingsError(
+            f"{len(errors)} errors and {len(warnings)} warnings in {len(paths)} recipes",
+            next_step="mend the lines above",
+        )
+
+
+def _memory(recipe: Recipe) -> list[Finding]:
+    """What the memory plan says; what it cannot tell is a warning."""
+    line = recipe.lines.get("sm12x.memory") or recipe.lines.get("sm12x") or 1
+    try:
+        said = plan.check(recipe)
+    except Sm12xError as error:
+        return [Finding(path=recipe.path, line=line, level=ERROR, text=error.message)]
+    soft = ("cannot tell", ": cut: ", "sleeps at level 1")
+    return [
+        Finding(
+            path=recipe.path,
+            line=line,
+            level=WARNING if any(word in text for word in soft) else ERROR,
+            text=text,
+        )
+        for text in said
+    ]
+
+
+def _parser(recipes: dict[str, Recipe]) -> list[Finding]:
+    """What vLLM's own parser says, in one process for all."""
+    with check.scratch() as folder:
+        ask = native.prober(folder)
+        driver, _ = native.check_driver(Places.of_image(), ask, "")
+        lines = native.check_arguments(recipes, driver, ask)
+    found = []
+    for line in lines:
+        if line.state == FAIL:
+            key = next((key for key in recipes if line.text.startswith(f"{key}: ")), None)
+            recipe = recipes[key] if key else next(iter(recipes.values()))
+            text = line.text.removeprefix(f"{key}: ") if key else line.text
+            at = recipe.lines.get("command", 1)
+            found.append(Finding(path=recipe.path, line=at, level=ERROR, text=text))
+    return found
+
+
+@command.command()
+@click.argument("name", metavar="RECIPE")
+@click.option("--model-revision", default="", metavar="COMMIT", help="40 hex digits.")
+@click.option("--container-digest", default="", metavar="DIGEST", help="sha256:...")
+def pin(name: str, model_revision: str, container_digest: str) -> None:
+    """Write a model's commit and an image's digest into a recipe; all else in it stays.
+
+    A pinned commit is given to vLLM as --revision when the recipe runs.
+
+    Example: sm12x recipe pin my.yaml --model-revision 0123456789abcdef0123456789abcdef01234567
+    """
+    path = _path(name)
+    recipe = edit.pin(path, revision=model_revision, digest=container_digest)
+    click.echo(f"{path}: container {recipe.container}")
+    click.echo(f"{path}: model_revision {recipe.model_revision or 'none'}")
+
+
+@command.command("import")
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write there instead of printing.",
+)
+def import_(file: Path, output: Path | None) -> None:
+    """Take a recipe of eugr's runner as it is and add an sm12x block to fill in.
+
+    Example: sm12x recipe import their.yaml --output recipes/mine.yaml
+    """
+    text = edit.imported(file)
+    if output is None:
+        click.echo(text, nl=False)
+        return
+    if output.exists():
+        raise UsageError(f"{output} is there already", next_step="name another file")
+    files.write_text(output, text)
+    click.echo(f"{output}: fill in the sm12x block, then `sm12x recipe lint {output}`")
+
+
+Render = Callable[[Recipe, str, dict[str, str], Sequence[str]], str]
+
+
+def _llamaswap(recipe: Recipe, image: str, settings: dict[str, str], extra: Sequence[str]) -> str:
+    return llamaswap.render(
+        recipe, image=image, settings=settings, extra=extra, peers=_peers(recipe)
+    )
+
+
+def _nomad(recipe: Recipe, image: str, settings: dict[str, str], extra: Sequence[str]) -> str:
+    # The image is a variable of the job.
+    return nomad.render(recipe, peers=_peers(recipe), settings=settings, extra=extra)
+
+
+TARGETS: dict[str, Render] = {
+    "docker": lambda recipe, image, settings, extra: docker.render(
+        recipe, image=image, settings=settings, extra=extra
+    ),
+    "compose": lambda recipe, image, settings, extra: compose.render(
+        recipe, image=image, settings=settings, extra=extra
+    ),
+    "nomad": _nomad,
+    "shell": lambda recipe, image, settings, extra: shell.render(
+        recipe, image=image, settings=settings, extra=extra
+    ),
+    "llama-swap": _llamaswap,
+}
+
+
+@command.command(context_settings=_WORDS)
+@click.option("--to", "target", type=click.Choice(list(TARGETS)), required=True)
+@click.option("--image", default="", help="Default: the recipe's container; for ours, its tag.")
+@click.argument("name", metavar="RECIPE")
+@click.argument("words", metavar="[KEY=VALUE]... [-- ARG...]", nargs=-1, type=click.UNPROCESSED)
+def render(target: str, image: str, name: str, words: tuple[str, ...]) -> None:
+    """Print a recipe as a text that runs it.
+
+    KEY=VALUE changes a setting; what follows -- goes to vLLM, where the last word wins.
+
+    Example: sm12x recipe render --to compose smoke port=8001 -- --seed 3
+    """
+    recipe = _recipe(name)
+    settings, extra = serve.split(words)
+    text = TARGETS[target](recipe, image or _image(recipe), settings, extra)
+    click.echo(text, nl=False)
+
+
+def _peers(recipe: Recipe) -> list[Recipe]:
+    names = recipe.sm12x.pair if recipe.sm12x else ()
+    return [load.load(recipe.path.with_name(f"{name}.yaml")) for name in names]
+
+
+def _recipe(name: str) -> Recipe:
+    return load.load(_path(name))
+
+
+def _path(name: str) -> Path:
+    """The file that a word names. Raises UsageError that lists the near ones."""
+    if name.endswith((".yaml", ".yml")) or "/" in name:
+        if Path(name).is_file():
+            return Path(name)
+        raise UsageError(f"there is no file {name}", next_step="`sm12x recipe list` has the names")
+    path = layout.recipes() / f"{name}.yaml"
+    if path.is_file():
+        return path
+    known = [path.stem for path in layout.recipes().glob("*.yaml")]
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    raise UsageError(
+        f"there is no recipe {name!r}",
+        next_step=f"perhaps you meant {' or '.join(near)}"
+        if near
+        else "`sm12x recipe list` has the names",
+    )
+
+
+def _image(recipe: Recipe) -> str:
+    """The image to name instead of the recipe's container, "" for that: a bundle has a tag."""
+    return _tag() if recipe.container == BUNDLE else ""
+
+
+def _tag() -> str:
+    """The tag of the image that this checkout builds, or of the image this runs in."""
+    known = bases.versions()
+    if known:
+        version = known[-1]
+        return f"{BUNDLE}:{version}-{series.load(bases.load(version)).id}"
+    path = Places.of_image().ledger
+    if not path.is_file():
+        return ""
+    ledger = ledgers.read(path)
+    return f"{BUNDLE}:{ledger.base_version}-{ledger.stack_id}"

@@ -1,0 +1,212 @@
+"""What a recipe needs from a container engine, whatever the engine's own words for it are."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+
+from sm12x import layout
+from sm12x.core.errors import UsageError
+from sm12x.recipes import load
+from sm12x.recipes.model import Recipe
+from sm12x.recipes.render import Rendered, render
+
+# The image of a bundle. Its entry point takes a recipe's name; any other image is given a command.
+BUNDLE = "vllm-sm12x"
+CACHE = "sm12x-cache:/cache"
+# What differs from machine to machine and has no place in a recipe: the adapters and addresses.
+_MACHINE = (
+    "NCCL_IB_HCA",
+    "NCCL_IB_GID_INDEX",
+    "NCCL_SOCKET_IFNAME",
+    "GLOO_SOCKET_IFNAME",
+    "VLLM_HOST_IP",
+)
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_NAME = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Container:
+    """One container.
+
+    ``words`` follow the image's name. ``gpus`` is a number, or 0 for all. ``ports`` is empty where
+    the container takes the host's network. ``rank`` is the machine of a recipe for several.
+    """
+
+    name: str
+    image: str
+    words: tuple[str, ...]
+    gpus: int
+    host_network: bool
+    port: str
+    volumes: tuple[str, ...]
+    env: Mapping[str, str]
+    passed: tuple[str, ...]
+    rdma: bool
+    rank: int = 0
+
+
+def containers(
+    recipe: Recipe, *, image: str, settings: Mapping[str, str], extra: Sequence[str]
+) -> tuple[Container, ...]:
+    """The containers of a recipe: one, or one a machine where vLLM's processes find each other.
+
+    Args:
+        image: what to run instead of the recipe's `container`, "" for that.
+
+    Raises:
+        UsageError: a setting that the recipe does not have.
+        BadFileError: a recipe of the pair cannot be read.
+    """
+    block = recipe.sm12x
+    if block and block.machines > 1 and "node_rank" in recipe.defaults:
+        first = settings.get("master_addr", str(recipe.defaults.get("master_addr", "")))
+        if first in _LOOPBACK:
+            raise UsageError(
+                f"{recipe.key} needs the first machine's address",
+                next_step="give it: master_addr=ADDRESS",
+            )
+        return tuple(
+            replace(
+                _container(
+                    recipe,
+                    image=image,
+                    settings={**settings, "node_rank": str(rank)},
+                    # It has no server of its own.
+                    extra=(*extra, *(("--headless",) if rank else ())),
+                ),
+                name=f"{recipe.key}-{rank}",
+                rank=rank,
+            )
+            for rank in range(block.machines)
+        )
+    return (_container(recipe, image=image, settings=settings, extra=extra),)
+
+
+def _container(
+    recipe: Recipe, *, image: str, settings: Mapping[str, str], extra: Sequence[str]
+) -> Container:
+    block = recipe.sm12x
+    rendered = live(recipe, settings=settings, extra=extra)
+    image = image or recipe.container
+    ours = PurePosixPath(image).name.partition(":")[0].partition("@")[0] == BUNDLE
+    cluster = bool(block and block.machines > 1)
+    volumes = [CACHE] if ours else ["~/.cache/huggingface:/root/.cache/huggingface"]
+    # The two of a pair are started with their own settings.
+    pair = block.pair if block else ()
+    served = [load.load(recipe.path.with_name(f"{name}.yaml")) for name in pair] or [recipe]
+    for one in served:
+        model = settings.get("model", str(one.defaults.get("model", "")))
+        folder = str(PurePosixPath(model).parent)
+        mount = f"{folder}:{folder}:ro"
+        inside = ("/tmp", "/cache")  # noqa: S108 - made there, or fetched into the cache
+        if model.startswith("/") and not folder.startswith(inside) and mount not in volumes:
+            volumes.append(mount)
+    token = ("HF_TOKEN",) if any(one.model for one in served) else ()
+    words: tuple[str, ...]
+    env: Mapping[str, str]
+    if ours:
+        key = recipe.key
+        if recipe.path.resolve().parent != layout.recipes().resolve():
+            key = f"/recipes/{recipe.path.name}"
+            volumes.append(f"{recipe.path.resolve()}:{key}:ro")
+        words = (key, *(f"{name}={value}" for name, value in settings.items()))
+        words += ("--", *extra) if extra else ()
+        env = {}
+    elif any("$" in value for value in rendered.env.values()):
+        # `$` is for the container's shell, not for ours.
+        words, env = ("bash", "-c", script(rendered)), {}
+    else:
+        words, env = rendered.argv, rendered.env
+    host = settings.get("host", str(recipe.defaults.get("host", "")))
+    port = settings.get("port", str(recipe.defaults.get("port", "")))
+    if pair:
+        port = ""
+    return Container(
+        name=recipe.key,
+        image=image,
+        words=words,
+        gpus=block.gpus if block else 0,
+        # A port that is bound to the container's loopback cannot be published; NCCL between
+        # machines needs the machine's own interfaces.
+        host_network=cluster or host in _LOOPBACK or not port,
+        port=port,
+        volumes=tuple(volumes),
+        env=env,
+        passed=(*token, *(_MACHINE if cluster else ())),
+        rdma=cluster,
+    )
+
+
+def live(recipe: Recipe, *, settings: Mapping[str, str], extra: Sequence[str]) -> Rendered:
+    """The filled-in command, with `$NAME` in its env left to the shell that will see it."""
+    names = {
+        one or two for value in recipe.env.values() for one, two in _NAME.findall(value)
+    } - set(recipe.env)
+    return render(
+        recipe,
+        settings=settings,
+        extra=extra,
+        environ={name: f"${{{name}}}" for name in names},
+        # A file without our block was written for machines with one GPU each.
+        solo=recipe.sm12x is None and not recipe.cluster_only,
+    )
+
+
+def script(rendered: Rendered) -> str:
+    """The command as lines for a shell."""
+    lines = [f"export {name}={quote_live(value)}" for name, value in rendered.env.items()]
+    if rendered.argv[:2] == ("bash", "-c"):
+        lines.append(rendered.argv[2])
+    else:
+        lines.append("exec " + join(rendered.argv))
+    return "\n".join(lines)
+
+
+def quote_live(value: str) -> str:
+    """Quote for a shell, which still expands `$NAME`."""
+    if "$" not in value:
+        return shlex.quote(value)
+    return '"' + re.sub(r'(["\\`])', r"\\\1", value) + '"'
+
+
+def join(words: Sequence[str], indent: str = "  ") -> str:
+    """A command line with each option and its values on a line of its own."""
+    lines: list[str] = []
+    for word in words:
+        text = shlex.quote(word)
+        if word.startswith("-") and len(lines) > 0:
+            lines.append(text)
+        elif lines:
+            lines[-1] += f" {text}"
+        else:
+            lines.append(text)
+    return f" \\\n{indent}".join(lines)
+
+
+def command_line(
+    recipe: Recipe, target: str, settings: Mapping[str, str], extra: Sequence[str]
+) -> str:
+    """The command that makes the text, for its first line."""
+    words = ["sm12x", "recipe", "render", "--to", target, recipe.key]
+    words += [f"{name}={value}" for name, value in settings.items()]
+    return shlex.join([*words, *(("--", *extra) if extra else ())])
+
+
+def header(
+    recipe: Recipe, target: str, settings: Mapping[str, str], extra: Sequence[str]
+) -> list[str]:
+    """The comment a text starts with: what made it, what it is, and what keeps it from serving."""
+    lines = [
+        f"# Made by `{command_line(recipe, target, settings, extra)}`.",
+        f"# {recipe.description or recipe.name}",
+    ]
+    if recipe.sm12x and recipe.sm12x.status.blocked:
+        lines.append(f"# Cannot serve yet: {recipe.sm12x.status.blocked}.")
+    if recipe.mods:
+        lines.append(f"# Asks for mods that are not applied: {', '.join(recipe.mods)}.")
+    return lines

@@ -1,0 +1,126 @@
+"""Changes recipe files without touching what else stands in them: pins and imports."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import yaml
+
+from sm12x.core import files
+from sm12x.core.errors import UsageError
+from sm12x.recipes import load, options
+from sm12x.recipes.lint import filled
+from sm12x.recipes.model import Recipe
+
+_REVISION = re.compile(r"[0-9a-f]{40}")
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+
+
+def pin(path: Path, *, revision: str = "", digest: str = "") -> Recipe:
+    """Write a model revision, a container digest, or both into a recipe, and read it back.
+
+    Every other byte of the file stays: comments, quotes and order.
+
+    Raises:
+        UsageError: a revision that is no commit, a digest that is none, or neither given.
+        BadFileError: the file is no recipe.
+    """
+    if not revision and not digest:
+        raise UsageError(
+            "there is nothing to pin",
+            next_step="give --model-revision COMMIT, --container-digest sha256:..., or both",
+        )
+    if revision and not _REVISION.fullmatch(revision):
+        raise UsageError(
+            f"{revision!r} is not a commit: a branch or tag may move",
+            next_step="give the 40 hex digits that the model's repository shows under History",
+        )
+    if digest and not _DIGEST.fullmatch(digest):
+        raise UsageError(
+            f"{digest!r} is not a digest",
+            next_step="give sha256: and 64 hex digits, as `docker images --digests` shows it",
+        )
+    recipe = load.load(path)
+    text = path.read_text(encoding="utf-8")
+    if digest:
+        text = _set(text, "container", f"{recipe.container.partition('@')[0]}@{digest}")
+    if revision:
+        text = _set(text, "model_revision", revision, after=("model", "container"))
+    files.write_text(path, text)
+    return load.load(path)
+
+
+def _set(text: str, key: str, value: str, after: tuple[str, ...] = ()) -> str:
+    """Replace the value of a top-level key, or add the key below the first of ``after``."""
+    node = yaml.compose(text, Loader=yaml.SafeLoader)
+    assert isinstance(node, yaml.MappingNode)  # noqa: S101 - it has been read as a recipe
+    found = {name.value: at for name, at in node.value}
+    if key in found:
+        start, end = found[key].start_mark.index, found[key].end_mark.index
+        return text[:start] + value + text[end:]
+    for name in after:
+        if name in found:
+            # A scalar's value ends on its own last line, a comment may follow.
+            end = text.find("\n", found[name].end_mark.index)
+            end = len(text) if end < 0 else end + 1
+            return f"{text[:end]}{key}: {value}\n{text[end:]}"
+    return f"{key}: {value}\n{text}"
+
+
+# What `recipe import` appends. Whatever is not known has to be filled in by who knows it.
+_BLOCK = """
+# What this format cannot say otherwise. Guessed from the recipe: check each line.
+sm12x:
+  # One or more of rtx-pro-6000, rtx-5090, gb10, any.
+  hardware: [{hardware}]
+  # GPUs of one machine.
+  gpus: {gpus}
+  machines: {machines}
+  # level: 1 keeps the weights in host memory, 2 discards them; never needs a reason.
+  sleep:
+{sleep}
+  # GiB on each GPU, each with basis (measured, reported or estimated) and source, such as
+  #   weights: {{gib: 17, basis: reported, source: who and where}}
+  # and kv, outside, sleep_residue. `sm12x plan` counts what is missing as unknown.
+  memory: {{}}
+  status:
+    # verified needs date and evidence, reported a source.
+    state: untested
+    source: imported from {name}
+"""
+_AWAKE = """    level: never
+    reason: nobody has tried it"""
+
+
+def imported(path: Path) -> str:
+    """The text of another's recipe with a block of ours to fill in.
+
+    Raises:
+        UsageError: it has a block already.
+        BadFileError: it is no recipe.
+    """
+    recipe = load.load(path)
+    if recipe.sm12x:
+        raise UsageError(
+            f"{path} has an sm12x block already", next_step=f"sm12x recipe lint {path}"
+        )
+    given = options.parse(filled(recipe).serve or ())
+    sizes = [
+        options.number(given, f"{name}-parallel-size") or 1
+        for name in ("tensor", "pipeline", "data")
+    ]
+    gpus = sizes[0] * sizes[1] * sizes[2]
+    text = path.read_text(encoding="utf-8")
+    return (
+        text.rstrip("\n")
+        + "\n"
+        + _BLOCK.format(
+            # The format comes from machines with one GPU each.
+            hardware="gb10",
+            gpus=1,
+            machines=gpus,
+            sleep="    level: 1" if "enable-sleep-mode" in given else _AWAKE,
+            name=path.name,
+        )
+    )

@@ -1,0 +1,252 @@
+"""What is wrong with a recipe, beyond what its schema can say.
+
+Three parts need more than the file and live elsewhere: vLLM's own argument parser (the image's
+`check`), the memory plan (`sm12x.plan`), and the printing (`sm12x recipe lint`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from sm12x.core.errors import Sm12xError
+from sm12x.recipes import load, options
+from sm12x.recipes.model import Block, Recipe
+from sm12x.recipes.render import Rendered, render
+
+ERROR, WARNING, NOTE = "error", "warning", "note"
+# Tags that name another image tomorrow.
+FLOATING = ("latest", "nightly", "main", "master", "dev", "edge", "stable")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """``line`` counts from 1; ``level`` is ERROR, WARNING or NOTE."""
+
+    path: Path
+    line: int
+    level: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.level}: {self.text}"
+
+
+def lint(path: Path) -> tuple[Recipe | None, list[Finding]]:
+    """Read a recipe and list what is wrong with it; the recipe is None if it cannot be read."""
+    recipe, faults = load.inspect(path)
+    found = [Finding(path=path, line=fault.line, level=ERROR, text=fault.text) for fault in faults]
+    if recipe is None or faults:
+        return None, found
+    try:
+        rendered = filled(recipe)
+    except Sm12xError as error:
+        line = recipe.lines.get("command", 1)
+        return None, [Finding(path=path, line=line, level=ERROR, text=error.message)]
+    found += _Rules(recipe, rendered).all()
+    return recipe, sorted(found, key=lambda finding: finding.line)
+
+
+def filled(recipe: Recipe) -> Rendered:
+    """The command with the defaults, as it would run."""
+    solo = recipe.sm12x is None and not recipe.cluster_only
+    return render(recipe, settings={}, environ={}, solo=solo)
+
+
+class _Rules:
+    def __init__(self, recipe: Recipe, rendered: Rendered) -> None:
+        self.recipe = recipe
+        self.block: Block | None = recipe.sm12x
+        self.env = rendered.env
+        self.words = rendered.serve
+        self.options = options.parse(rendered.serve or ())
+        self.found: list[Finding] = []
+
+    def all(self) -> list[Finding]:
+        rules: list[Callable[[], None]] = [self.pins, self.notices]
+        if self.words is not None:
+            rules += [self.dev_mode, self.utilization, self.secrets]
+        if self.block:
+            rules += [self.machines, self.pair]
+        if self.block and self.words is not None:
+            rules += [self.sleep, self.parallel]
+        for rule in rules:
+            rule()
+        return self.found
+
+    def add(self, key: str, level: str, text: str) -> None:
+        line = self.recipe.lines.get(key) or self.recipe.lines.get(key.split(".")[0]) or 1
+        self.found.append(Finding(path=self.recipe.path, line=line, level=level, text=text))
+
+    def pins(self) -> None:
+        recipe = self.recipe
+        name, _, digest = recipe.container.partition("@")
+        _, _, tag = name.rpartition("/")[2].partition(":")
+        if not digest and (not tag or tag in FLOATING):
+            what = f"the tag {tag!r}" if tag else "no tag"
+            self.add(
+                "container",
+                WARNING,
+                f"container has {what} and no digest: another image may come tomorrow; "
+                "`sm12x recipe pin` writes one",
+            )
+        if self.words is None:
+            return
+        served = options.model(self.words)
+        pinned = recipe.model_revision or "revision" in self.options
+        if _HUB_NAME.fullmatch(served) and not pinned:
+            self.add(
+                "model",
+                WARNING,
+                f"{served} has no model_revision: another commit may come tomorrow; "
+                "`sm12x recipe pin` writes one",
+            )
+        if recipe.model and served and recipe.model != served:
+            self.add("model", WARNING, f"model is {recipe.model}, the command serves {served}")
+
+    def notices(self) -> None:
+        if self.recipe.mods:
+            names = ", ".join(self.recipe.mods)
+            self.add("mods", WARNING, f"mods are not applied here: {names}")
+        if self.words is None and not (self.block and self.block.pair):
+            self.add("command", NOTE, "the command is not `vllm serve`: its arguments are its own")
+        if self.block is None:
+            self.add(
+                "name", NOTE, "there is no sm12x block: hardware, memory and sleep are not checked"
+            )
+
+    def dev_mode(self) -> None:
+        host = self.options.get("host", "")
+        if options.is_true(self.env.get("VLLM_SERVER_DEV_MODE", "")) and options.is_public(host):
+            where = f"on {host}" if host else "on every address, for it names no host"
+            self.add(
+                "env.VLLM_SERVER_DEV_MODE",
+                ERROR,
+                f"VLLM_SERVER_DEV_MODE opens /sleep, /collective_rpc and more {where}, and API "
+                "keys do not cover them: listen on 127.0.0.1 behind a proxy that passes /v1 alone",
+            )
+
+    def utilization(self) -> None:
+        text = self.options.get("gpu-memory-utilization", "")
+        key = "defaults.gpu_memory_utilization"
+        try:
+            share = float(text or "0.9")
+        except ValueError:
+            # Forks of vLLM take `auto` or "0.5g"; the release's own parser has the last word.
+            self.add(key, WARNING, f"gpu_memory_utilization is {text!r}, not a share of the memory")
+            return
+        if not 0 < share <= 1:
+            self.add(key, ERROR, f"gpu_memory_utilization is {text}, not a share of at most 1")
+
+    def secrets(self) -> None:
+        for name in ("api-key", "hf-token"):
+            if self.options.get(name):
+                self.add(
+                    "command",
+                    WARNING,
+                    f"--{name} stands in the file for all to read: give it with -e VLLM_API_KEY or "
+                    "HF_TOKEN",
+                )
+
+    def sleep(self) -> None:
+        assert self.block  # noqa: S101 - asked before
+        sleep, enabled = self.block.sleep, "enable-sleep-mode" in self.options
+        if sleep.level and not enabled:
+            self.add(
+                "sm12x.sleep",
+                ERROR,
+                f"sleep is {sleep} but the command has no --enable-sleep-mode: nothing would be "
+                "released",
+            )
+        if enabled and not sleep.level:
+            self.add(
+                "sm12x.sleep",
+                ERROR,
+                "sleep is never but the command has --enable-sleep-mode: take it out",
+            )
+        dev_mode = options.is_true(self.env.get("VLLM_SERVER_DEV_MODE", ""))
+        if sleep.level and not dev_mode:
+            self.add(
+                "env",
+                ERROR,
+                f"sleep is {sleep} but env has no VLLM_SERVER_DEV_MODE: without it there is no "
+                "/sleep",
+            )
+        if sleep.level == 2 and "speculative-config" in self.options:
+            self.add(
+                "sm12x.sleep",
+                ERROR,
+                "level-2 sleep loses the weights of the draft model (vllm#52479): sleep at level 1",
+            )
+        if sleep.level == 1 and "gb10" in self.block.hardware:
+            self.add(
+                "sm12x.sleep",
+                WARNING,
+                "on GB10 a level-1 copy takes the same memory again, and a wake can take the host "
+                "down (vllm#50011, #57629, #55206)",
+            )
+
+    def parallel(self) -> None:
+        assert self.block  # noqa: S101 - asked before
+        sizes = {
+            name: options.number(self.options, f"{name}-parallel-size")
+            for name in ("tensor", "pipeline", "data")
+        }
+        there = self.block.gpus * self.block.machines
+        wanted = 1
+        for name, size in sizes.items():
+            if size is None:
+                text = self.options[f"{name}-parallel-size"]
+                self.add("command", ERROR, f"{name} parallel size is {text!r}, not a number")
+                return
+            wanted *= size
+        if wanted != there:
+            told = " x ".join(f"{name} {size}" for name, size in sizes.items() if size != 1)
+            self.add(
+                "sm12x.gpus",
+                ERROR,
+                f"the command uses {wanted} GPUs ({told or 'no parallel size'}), the block has "
+                f"{self.block.gpus} on {self.block.machines} machines",
+            )
+        nodes = options.number(self.options, "nnodes")
+        backend = self.options.get("distributed-executor-backend", "")
+        if backend != "ray" and nodes is not None and nodes != self.block.machines:
+            self.add(
+                "sm12x.machines",
+                ERROR,
+                f"the command names {nodes} machines (--nnodes), the block {self.block.machines}",
+            )
+
+    def machines(self) -> None:
+        assert self.block  # noqa: S101 - asked before
+        several = self.block.machines > 1
+        if several and self.recipe.solo_only:
+            self.add("solo_only", ERROR, f"solo_only, but for {self.block.machines} machines")
+        if self.recipe.cluster_only and not several:
+            self.add("cluster_only", ERROR, "cluster_only, but for one machine")
+        if "gb10" in self.block.hardware and self.block.gpus > 1:
+            self.add("sm12x.gpus", ERROR, f"a GB10 has one GPU, not {self.block.gpus}")
+
+    def pair(self) -> None:
+        assert self.block  # noqa: S101 - asked before
+        members = []
+        for name in self.block.pair:
+            path = self.recipe.path.with_name(f"{name}.yaml")
+            if not path.is_file():
+                others = [other.stem for other in self.recipe.path.parent.glob("*.yaml")]
+                hint = load.near(name, others)
+                self.add("sm12x.pair", ERROR, f"there is no recipe {name!r} beside this{hint}")
+                continue
+            member, faults = load.inspect(path)
+            if member is None or member.sm12x is None or faults:
+                self.add("sm12x.pair", ERROR, f"{name} cannot be used: lint it")
+                continue
+            if not member.sm12x.sleep.level:
+                self.add("sm12x.pair", ERROR, f"{name} never sleeps: {member.sm12x.sleep.reason}")
+            members.append(member.sm12x)
+        places = {(one.gpus, one.machines) for one in members}
+        if len(places) > 1 or (members and places != {(self.block.gpus, self.block.machines)}):
+            self.add("sm12x.pair", ERROR, "the two and the pair do not have the same GPUs")

@@ -1,0 +1,65 @@
+"""Reads the options of a `vllm serve` command line without vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+# The short forms that recipes use.
+_SHORT = {
+    "-tp": "tensor-parallel-size",
+    "-pp": "pipeline-parallel-size",
+    "-dp": "data-parallel-size",
+    "-n": "nnodes",
+    "-r": "node-rank",
+    "-q": "quantization",
+}
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_TRUE = ("1", "true", "yes")
+
+
+def parse(words: Sequence[str]) -> dict[str, str]:
+    """The long options, the last of each; "" for a flag. vLLM takes `_` for `-` in names."""
+    found: dict[str, str] = {}
+    for index, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name in _SHORT:
+            name = f"--{_SHORT[name]}"
+        if not name.startswith("--"):
+            continue
+        following = words[index + 1] if index + 1 < len(words) else ""
+        if not equals:
+            value = "" if following.startswith("-") and not _negative(following) else following
+        found[name[2:].replace("_", "-")] = value
+    return found
+
+
+def _negative(word: str) -> bool:
+    return word[1:2].isdigit()
+
+
+def model(words: Sequence[str]) -> str:
+    """The model a command serves, "" when it names none."""
+    if words and not words[0].startswith("-"):
+        return words[0]
+    return parse(words).get("model", "")
+
+
+def number(options: Mapping[str, str], name: str, default: int = 1) -> int | None:
+    """A whole number among the options; None for what is none, such as `auto`."""
+    text = options.get(name, "")
+    if not text:
+        return default
+    return int(text) if text.isdigit() else None
+
+
+def is_public(host: str) -> bool:
+    """Whether others than this machine can reach a server told to listen on ``host``.
+
+    vLLM listens on every address when it is given none.
+    """
+    return host not in _LOOPBACK
+
+
+def is_true(text: str) -> bool:
+    """How vLLM reads a variable that is a switch."""
+    return text.strip().lower() in _TRUE

@@ -1,0 +1,123 @@
+"""The texts that recipes are rendered to, against golden files.
+
+`SM12X_WRITE_GOLDEN=1` writes them anew; read the difference before you commit it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from tests.unit.test_recipes_lint import THEIRS, write
+
+from sm12x import layout
+from sm12x.core.errors import UsageError
+from sm12x.deploy import compose, docker, llamaswap, shell
+from sm12x.recipes import load
+from sm12x.recipes.model import Recipe
+
+GOLDEN = Path(__file__).with_name("data") / "deploy"
+IMAGE = "vllm-sm12x:0.21.0-01234567"
+PAIR = "rotation-pair-rtx-pro-6000-tp4"
+CLUSTER = "deepseek-v4-flash-gb10-x2"
+MIMO = "mimo-v2.5-flash-rtx-pro-6000-tp4"
+
+
+def recipe(key: str) -> Recipe:
+    return load.load(layout.recipes() / f"{key}.yaml")
+
+
+def render(
+    target: str,
+    one: Recipe,
+    settings: dict[str, str] | None = None,
+    *,
+    image: str = IMAGE,
+    extra: tuple[str, ...] = (),
+) -> str:
+    settings = settings or {}
+    if target == "llama-swap":
+        names = one.sm12x.pair if one.sm12x else ()
+        peers = [recipe(name) for name in names]
+        return llamaswap.render(one, image=image, settings=settings, extra=extra, peers=peers)
+    module = {"docker": docker, "compose": compose, "shell": shell}[target]
+    text: str = module.render(one, image=image, settings=settings, extra=extra)
+    return text
+
+
+@pytest.mark.parametrize("target", ["docker", "compose", "shell", "llama-swap"])
+@pytest.mark.parametrize("key", ["smoke", MIMO, PAIR, CLUSTER])
+def test_a_recipe_is_rendered(target: str, key: str) -> None:
+    settings = {"master_addr": "10.0.0.1"} if key == CLUSTER else {}
+    if (target, key) == ("llama-swap", CLUSTER):
+        with pytest.raises(UsageError, match="for several machines"):
+            render(target, recipe(key), settings)
+        return
+    text = render(target, recipe(key), settings)
+    path = GOLDEN / f"{key}.{target}.txt"
+    if os.environ.get("SM12X_WRITE_GOLDEN"):
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+@pytest.mark.parametrize("target", ["docker", "compose", "shell", "llama-swap"])
+def test_a_file_of_eugrs_runner_is_rendered(target: str, tmp_path: Path) -> None:
+    theirs = load.load(write(tmp_path, THEIRS.replace("cluster_only: true\n", ""), "theirs"))
+    text = render(target, theirs, image="")
+    path = GOLDEN / f"theirs.{target}.txt"
+    if os.environ.get("SM12X_WRITE_GOLDEN"):
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+def test_settings_and_arguments_reach_the_server() -> None:
+    text = render("docker", recipe("smoke"), {"port": "8001"}, extra=("--seed", "3"))
+    assert "-p 8001:8001" in text
+    assert text.endswith("smoke port=8001 -- --seed 3\n")
+    text = render("shell", recipe("smoke"), {"port": "8001"}, extra=("--seed", "3"))
+    assert "--port 8001 " in text
+    assert text.endswith("--seed 3\n")
+
+
+@pytest.mark.parametrize("target", ["docker", "compose", "shell", "llama-swap"])
+def test_an_unknown_setting_is_refused(target: str) -> None:
+    with pytest.raises(UsageError, match="no setting 'prot'; perhaps you meant 'port'"):
+        render(target, recipe("smoke"), {"prot": "1"})
+
+
+def test_what_a_cluster_cannot_do_without_is_asked_for() -> None:
+    with pytest.raises(UsageError, match="needs the first machine's address"):
+        render("docker", recipe(CLUSTER))
+
+
+def test_a_pair_takes_no_settings_in_llama_swap() -> None:
+    with pytest.raises(UsageError, match="settings of its own"):
+        render("llama-swap", recipe(PAIR), {"host": "x"})
+
+
+def test_a_file_outside_the_checkout_is_mounted(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text((layout.recipes() / "smoke.yaml").read_text().replace("name: smoke", "name: m"))
+    text = render("docker", load.load(path))
+    assert f"-v {path}:/recipes/mine.yaml:ro" in text
+    assert text.endswith(f"{IMAGE} /recipes/mine.yaml\n")
+
+
+def test_texts_are_what_their_readers_read(tmp_path: Path) -> None:
+    theirs = load.load(write(tmp_path, THEIRS.replace("cluster_only: true\n", ""), "theirs"))
+    for one in (recipe(MIMO), theirs):
+        words = shlex.split(render("docker", one), comments=True)
+        assert words[:2] == ["docker", "run"]
+        (service,) = yaml.safe_load(render("compose", one))["services"].values()
+        assert service["deploy"]["resources"]["reservations"]["devices"][0]["driver"] == "nvidia"
+        (model,) = yaml.safe_load(render("llama-swap", one))["models"].values()
+        # No shell there: nothing but llama-swap's own names may have to be put in.
+        assert set(re.findall(r"\$\{?[\w.]+", shlex.join(shlex.split(model["cmd"])))) <= {
+            "${PORT",
+            "${env.HOME",
+            "${HOME",
+        }

@@ -1,0 +1,330 @@
+"""What lint finds, what pin and import write, and that the schema says what the reader reads."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from sm12x import layout
+from sm12x.commands import recipe as verb
+from sm12x.core.errors import FindingsError, UsageError
+from sm12x.recipes import edit, lint, load, options
+
+# As eugr's runner has them: doubled braces, values that are strings, a last backslash, no tag.
+THEIRS = """\
+# Recipe: Some-Model
+recipe_version: "1"
+name: Some-Model
+description: >-
+  vLLM serving
+  some model
+model: some/Model
+container: vllm-node
+cluster_only: true
+mods: []
+build_args:
+  - --tf5
+defaults:
+  port: 8000
+  host: 0.0.0.0   # everywhere
+  tensor_parallel: 2
+  gpu_memory_utilization: "0.85"
+  kv: "auto"
+  speculative_config: '{"method": "mtp"}'
+env:
+  VLLM_ALLOW_LONG_MAX_MODEL_LEN: 1
+  CACHE: $HOME/cache
+  SWITCH: true
+benchmark:
+  enabled: true
+command: |
+  vllm serve some/Model \\
+      --host {host} \\
+      --port {port} \\
+      -tp {tensor_parallel} \\
+      --kv-cache-dtype {kv} \\
+      --gpu-memory-utilization {gpu_memory_utilization} \\
+      --distributed-executor-backend ray \\
+      --compilation-config '{{"cudagraph_mode":"FULL_AND_PIECEWISE"}}' \\
+"""
+
+OURS = """\
+recipe_version: "1"
+name: small
+model: some/Model
+model_revision: 0123456789abcdef0123456789abcdef01234567
+container: vllm-sm12x:0.21.0-01234567
+defaults:
+  host: 127.0.0.1
+env:
+  VLLM_SERVER_DEV_MODE: "1"
+command: |
+  vllm serve some/Model --host {host} --tensor-parallel-size 4 --enable-sleep-mode \\
+    --distributed-executor-backend mp
+sm12x:
+  hardware: [rtx-pro-6000]
+  gpus: 4
+  sleep: {level: 1}
+  status: {state: untested, source: nobody}
+"""
+
+
+def write(folder: Path, text: str, name: str = "small") -> Path:
+    path = folder / f"{name}.yaml"
+    path.write_text(text)
+    return path
+
+
+def said(path: Path) -> str:
+    return "\n".join(str(finding) for finding in lint.lint(path)[1])
+
+
+def test_a_recipe_without_faults_has_no_findings(tmp_path: Path) -> None:
+    assert said(write(tmp_path, OURS)) == ""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "finding"),
+    [
+        ("--enable-sleep-mode", "--seed 1", "16: error: sleep is level 1 but the command has no"),
+        ("{level: 1}", "{level: never, reason: x}", "16: error: sleep is never but the command"),
+        ('"1"\ncommand', '"0"\ncommand', "8: error: sleep is level 1 but env has no VLLM_SERVER"),
+        ("host: 127.0.0.1", "host: 0.0.0.0", "9: error: VLLM_SERVER_DEV_MODE opens /sleep,"),
+        (" --host {host}", "", "on every address, for it names no host, and API keys do not"),
+        ("host: 127.0.0.1", "host: 10.0.0.1", "and more on 10.0.0.1, and API keys do not"),
+        ("gpus: 4", "gpus: 2", "15: error: the command uses 4 GPUs (tensor 4), the block has 2 on"),
+        ("gpus: 4", "gpus: 2\n  machines: 2", "error: the command names 1 machines (--nnodes)"),
+        ("-size 4", "-size auto", "error: tensor parallel size is 'auto', not a number"),
+        ("[rtx-pro-6000]", "[gb10]", "15: error: a GB10 has one GPU, not 4"),
+        ("[rtx-pro-6000]", "[gb10]", "16: warning: on GB10 a level-1 copy takes the same memory"),
+        ("model: some", "solo_only: true\nmodel: some", ""),
+        ("model: some", "cluster_only: true\nmodel: some", "3: error: cluster_only, but for one"),
+        ("{level: 1}", "{level: 2}", ""),
+        ("--distributed", "--gpu-memory-utilization 85 --distributed", "is 85, not a share"),
+        ("--distributed", "--gpu-memory-utilization 9g --distributed", "warning: gpu_memory_util"),
+        ("--distributed", "--api-key abc --distributed", "warning: --api-key stands in the file"),
+        (":0.21.0-01234567", "", "5: warning: container has no tag and no digest"),
+        (":0.21.0-01234567", ":latest", "5: warning: container has the tag 'latest'"),
+        (":0.21.0-01234567", "@sha256:12", ""),
+        ("model_revision: 0", "# model_revision: 0", "3: warning: some/Model has no model_rev"),
+        ("serve some/Model", "serve other/Model", "3: warning: model is some/Model, the command"),
+        ("model: some", "mods: [mods/x]\nmodel: some", "3: warning: mods are not applied here"),
+        ("vllm serve", "uvicorn", "note: the command is not `vllm serve`"),
+        (
+            "gpus: 4",
+            "gpsu: 4",
+            "15: error: sm12x.gpsu is not a known key; perhaps you meant 'gpus'",
+        ),
+        (
+            "gpus: 4",
+            "gpus: 4\n  pair: [smal, small]",
+            "16: error: there is no recipe 'smal' beside",
+        ),
+    ],
+)
+def test_lint_finds(tmp_path: Path, old: str, new: str, finding: str) -> None:
+    assert old in OURS
+    found = said(write(tmp_path, OURS.replace(old, new, 1)))
+    assert finding in found if finding else not found
+
+
+def test_level_2_loses_a_draft(tmp_path: Path) -> None:
+    text = OURS.replace("level: 1", "level: 2").replace(
+        "--enable-sleep-mode", "--enable-sleep-mode --speculative-config '{{}}'"
+    )
+    assert "level-2 sleep loses the weights of the draft model" in said(write(tmp_path, text))
+
+
+def test_a_pair_must_be_able_to_sleep_on_the_same_gpus(tmp_path: Path) -> None:
+    pair = OURS.replace("gpus: 4", "gpus: 4\n  pair: [one, two]")
+    write(tmp_path, OURS, "one")
+    write(
+        tmp_path,
+        OURS.replace("level: 1", "level: never, reason: it hangs").replace("gpus: 4", "gpus: 2"),
+        "two",
+    )
+    found = said(write(tmp_path, pair))
+    assert "two never sleeps: it hangs" in found
+    assert "do not have the same GPUs" in found
+
+
+def test_a_file_of_eugrs_runner_has_no_errors(tmp_path: Path) -> None:
+    _, found = lint.lint(write(tmp_path, THEIRS))
+    assert [finding.level for finding in found if finding.level == lint.ERROR] == []
+    assert "there is no sm12x block" in found[0].text
+
+
+SHIPPED = sorted(layout.recipes().glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_the_recipes_that_ship_have_no_errors(path: Path) -> None:
+    _, found = lint.lint(path)
+    assert [str(finding) for finding in found if finding.level == lint.ERROR] == []
+
+
+def schema() -> Any:
+    return json.loads((layout.data() / "schemas" / "recipe-1.json").read_text())
+
+
+def as_json(text: str) -> Any:
+    def plain(value: object) -> str:
+        # An editor reads YAML 1.2, in which a date is text.
+        assert isinstance(value, datetime.date)
+        return value.isoformat()
+
+    return json.loads(json.dumps(yaml.safe_load(text), default=plain))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [THEIRS, OURS, *(path.read_text() for path in SHIPPED)],
+)
+def test_the_schema_takes_what_the_reader_takes(text: str) -> None:
+    jsonschema.Draft202012Validator.check_schema(schema())
+    jsonschema.validate(as_json(text), schema(), cls=jsonschema.Draft202012Validator)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("gpus: 4", "gpsu: 4"),
+        ("gpus: 4", "gpus: 0"),
+        ("rtx-pro-6000", "rtx-pro-600"),
+        ("level: 1", "level: 3"),
+        ("level: 1", "level: never"),
+        ("state: untested", "state: verified"),
+        ("name: small", "nmae: small"),
+    ],
+)
+def test_the_schema_refuses_what_the_reader_refuses(tmp_path: Path, old: str, new: str) -> None:
+    text = OURS.replace(old, new, 1)
+    assert load.inspect(write(tmp_path, text))[1]
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(as_json(text), schema(), cls=jsonschema.Draft202012Validator)
+
+
+def test_schema_and_reader_know_the_same_keys() -> None:
+    content = schema()
+    assert set(content["properties"]) == {*load.REQUIRED, *load.OPTIONAL}
+    assert set(content["$defs"]["block"]["properties"]) == set(load.BLOCK)
+    memory = content["$defs"]["block"]["properties"]["memory"]
+    assert set(memory["properties"]) == set(load.TERMS)
+
+
+REVISION, DIGEST = "f" * 40, "sha256:" + "e" * 64
+
+
+def test_pin_changes_two_values_and_no_other_byte(tmp_path: Path) -> None:
+    text = THEIRS.replace("container: vllm-node", "container: 'vllm-node'  # built here")
+    path = write(tmp_path, text)
+    edit.pin(path, revision=REVISION, digest=DIGEST)
+    assert path.read_text() == text.replace(
+        "model: some/Model\n", f"model: some/Model\nmodel_revision: {REVISION}\n"
+    ).replace("'vllm-node'", f"vllm-node@{DIGEST}")
+    recipe = edit.pin(path, revision="a" * 40, digest="sha256:" + "b" * 64)
+    assert recipe.model_revision == "a" * 40
+    assert recipe.container == "vllm-node@sha256:" + "b" * 64
+    assert "# built here" in path.read_text()
+
+
+def test_pin_adds_below_a_value_of_several_lines(tmp_path: Path) -> None:
+    text = THEIRS.replace("model: some/Model", "model: >-\n  some/Model")
+    path = write(tmp_path, text)
+    assert edit.pin(path, revision=REVISION).model == "some/Model"
+
+
+@pytest.mark.parametrize(
+    ("revision", "digest", "message"),
+    [
+        ("", "", "nothing to pin"),
+        ("main", "", "'main' is not a commit"),
+        ("", "latest", "'latest' is not a digest"),
+    ],
+)
+def test_pin_refuses_what_may_move(
+    tmp_path: Path, revision: str, digest: str, message: str
+) -> None:
+    path = write(tmp_path, OURS)
+    with pytest.raises(UsageError, match=message):
+        edit.pin(path, revision=revision, digest=digest)
+    assert path.read_text() == OURS
+
+
+def test_import_keeps_their_text_and_adds_a_block(tmp_path: Path) -> None:
+    text = edit.imported(write(tmp_path, THEIRS, "theirs"))
+    assert text.startswith(THEIRS)
+    path = write(tmp_path, text.replace("SWITCH: true", 'SWITCH: "1"'), "mine")
+    recipe, found = lint.lint(path)
+    assert [str(finding) for finding in found if finding.level == lint.ERROR] == []
+    assert recipe is not None
+    assert recipe.sm12x is not None
+    assert (recipe.sm12x.gpus, recipe.sm12x.machines) == (1, 2)
+    assert recipe.sm12x.status.source == "imported from theirs.yaml"
+    with pytest.raises(UsageError, match="has an sm12x block already"):
+        edit.imported(path)
+
+
+def test_options_are_read_as_vllm_reads_them() -> None:
+    words = ["m", "-tp", "2", "--max_model_len=8", "--flag", "--seed", "-1", "--seed", "3"]
+    assert options.parse(words) == {
+        "tensor-parallel-size": "2",
+        "max-model-len": "8",
+        "flag": "",
+        "seed": "3",
+    }
+    assert options.model(words) == "m"
+    assert options.model(["--model", "n"]) == "n"
+
+
+def run(*words: str) -> str:
+    done = CliRunner().invoke(verb.command, list(words), catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_list_and_show_have_json() -> None:
+    listed = json.loads(run("list", "--json"))["recipes"]
+    assert {"smoke", "deepseek-v4-pro-gb10-x8"} <= {one["key"] for one in listed}
+    shown = json.loads(run("show", "deepseek-v4-flash-rtx-pro-6000-tp4", "--json"))
+    assert shown["sm12x"]["memory"]["outside"]["gib"] == 22
+    assert "sleep    level 1" in run("show", "deepseek-v4-flash-rtx-pro-6000-tp4")
+
+
+def test_lint_fails_on_errors_and_says_what_it_did_not_ask(tmp_path: Path) -> None:
+    good = write(tmp_path, OURS)
+    assert "vLLM's own parser: not asked" in run("lint", str(good))
+    bad = write(tmp_path, OURS.replace("gpus: 4", "gpus: 2"), "bad")
+    with pytest.raises(FindingsError, match="1 errors"):
+        run("lint", str(bad))
+    floating = write(tmp_path, OURS.replace(":0.21.0-01234567", ""), "floating")
+    run("lint", str(floating))
+    with pytest.raises(FindingsError):
+        run("lint", "--strict", str(floating))
+
+
+def test_an_unknown_recipe_lists_the_near_ones() -> None:
+    with pytest.raises(UsageError, match="there is no recipe 'deepseek-v4-flash-rtx'") as error:
+        run("show", "deepseek-v4-flash-rtx")
+    assert "deepseek-v4-flash-rtx-pro-6000-tp4" in error.value.next_step
+    with pytest.raises(UsageError, match="there is no file"):
+        run("show", "no/such.yaml")
+
+
+def test_import_writes_a_new_file_only(tmp_path: Path) -> None:
+    path, output = write(tmp_path, THEIRS), tmp_path / "mine.yaml"
+    assert "fill in the sm12x block" in run("import", str(path), "--output", str(output))
+    assert output.read_text() == run("import", str(path))
+    with pytest.raises(UsageError, match="is there already"):
+        run("import", str(path), "--output", str(output))
+
+
+def test_pin_says_what_it_wrote(tmp_path: Path) -> None:
+    assert REVISION in run("pin", str(write(tmp_path, OURS)), "--model-revision", REVISION)
