@@ -60,7 +60,7 @@ def test_an_unknown_term_is_not_an_empty_one() -> None:
     found = budget(PRO, [flash(outside=None)], [flash("peer")])
 
     assert found.verdict == UNKNOWN
-    assert found.unknown == ("outside the budget of flash",)
+    assert [str(term) for term in found.unknown] == ["outside the budget of flash"]
     # Room for it: 95 - 66.5 - 4.8.
     assert found.margin.low == pytest.approx(23.7)
 
@@ -85,6 +85,17 @@ def test_weights_that_the_budget_cannot_hold_do_not_fit() -> None:
     assert "raise its utilization to 0.94" in budgets.cuts(PRO, [glm], [])[0]
 
 
+def test_of_a_range_of_kv_cache_the_lower_end_must_go_in() -> None:
+    """DeepSeek-V4-Pro on GB10 at 0.88 served with 0.98 GiB on one machine, 4.64 on others."""
+    pro = dataclasses.replace(spark(utilization=0.88), weights=term(102.39), kv=term(0.98, 4.64))
+
+    found = budget(GB10, [pro], [])
+
+    assert found.inside[0].least == 0.87
+    assert found.inside[0].spare is not None
+    assert found.inside[0].spare.low == pytest.approx(0.88 * 119 - 103.37)
+
+
 def test_the_first_cut_is_the_one_that_costs_nothing() -> None:
     cuts = budgets.cuts(PRO, [flash(utilization=0.85)], [flash("peer")])
 
@@ -96,9 +107,14 @@ def test_the_first_cut_is_the_one_that_costs_nothing() -> None:
 
 
 def test_where_no_utilization_fits_that_is_said() -> None:
-    cuts = budgets.cuts(PRO, [flash(weights=term(60), outside=term(30))], [flash("peer")])
+    heavy = flash(weights=term(60), outside=term(30))
+    cuts = budgets.cuts(PRO, [heavy], [flash("peer")])
 
     assert cuts[0].startswith("no utilization fits: flash needs at least 0.71")
+    # (0.71 - 0.63) x 95 GiB are more than the KV cache has to give.
+    assert cuts[0].endswith("use more GPUs")
+    longer = flash(weights=term(50), kv=term(17), outside=term(30))
+    assert "or cut 7.6 GiB of KV cache" in budgets.cuts(PRO, [longer], [flash("peer")])[0]
 
 
 def test_on_unified_memory_the_host_copy_lies_in_the_same_memory() -> None:
@@ -106,12 +122,12 @@ def test_on_unified_memory_the_host_copy_lies_in_the_same_memory() -> None:
 
     found = budget(GB10, [awake], [asleep])
 
-    assert [term.name for term in found.terms] == [
-        "budget of spark",
-        "outside the budget of spark",
-        "residue of sleeping peer",
-        "host copy of sleeping peer",
-        "operating system",
+    assert [(term.name, term.of) for term in found.terms] == [
+        ("budget", "spark"),
+        ("outside the budget", "spark"),
+        ("sleep residue", "peer"),
+        ("host copy", "peer"),
+        ("operating system", ""),
     ]
     # The machine with 119 GiB: 119 x 0.6 - 5 - 3 - 74 - 5.
     assert found.margin.low == pytest.approx(119 * 0.6 - 87)
@@ -201,8 +217,8 @@ def test_one_recipe_that_sleeps_is_planned_beside_a_peer_like_itself() -> None:
 
     assert made.verdict == FITS
     assert [(row.awake, row.asleep) for row in made.rows] == [
-        ((), ("flash", "a peer like flash")),
-        (("flash",), ("a peer like flash",)),
+        ((), ("flash", "a peer like it")),
+        (("flash",), ("a peer like it",)),
     ]
     assert made.host.copies == Amount.of(136)
     assert plan.make(PRO, [flash(sleep=0)]).host.copies == Amount.of(0)
@@ -222,13 +238,12 @@ def test_a_rotation_fits_when_each_fits_alone_and_the_copies_fit_together() -> N
 def test_findings_say_what_is_over_and_what_to_cut() -> None:
     found = plan.findings(plan.make(PRO, [flash(utilization=0.85)]))
 
-    assert found[0] == "flash beside sleeping a peer like flash is 12.5 GiB over 95.0 GiB"
+    assert found[0] == "flash beside sleeping a peer like it is 12.5 GiB over 95.0 GiB"
     assert found[1].startswith("cut: the budget of flash")
     assert plan.findings(plan.make(PRO, [flash()])) == []
     unknown = plan.findings(plan.make(PRO, [flash(outside=None, sleep=0)]))
     assert unknown == [
-        "cannot tell whether flash fits: outside the budget of flash is not known and may be at "
-        "most 28.5 GiB"
+        "cannot tell whether flash fits: unknown: outside the budget of flash (room for 28.5 GiB)"
     ]
 
 

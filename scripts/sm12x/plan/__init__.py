@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from sm12x.core.errors import UsageError
@@ -19,6 +19,8 @@ from sm12x.plan.server import from_recipe, members
 from sm12x.recipes.model import Recipe
 
 ANY = "any"
+# The sleeping peer of a recipe that is planned alone.
+PEER = "a peer like it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +64,7 @@ def make(hardware: Hardware, servers: Sequence[Server], *, peer: bool = True) ->
     assumed = peer and lone and servers[0].sleep > 0
     all_of_them = list(servers)
     if assumed:
-        all_of_them.append(dataclasses.replace(servers[0], name=f"a peer like {servers[0].name}"))
+        all_of_them.append(dataclasses.replace(servers[0], name=PEER))
     rows = peers.rows(hardware, all_of_them)
     if assumed:
         rows = tuple(row for row in rows if row.awake in ((), (servers[0].name,)))
@@ -129,6 +131,27 @@ def hardware_of(recipes: Sequence[Recipe], kinds: dict[str, Hardware]) -> Hardwa
     return kinds[chosen[0]]
 
 
+def overview(
+    recipes: Iterable[Recipe],
+    *,
+    hardware: Hardware | None = None,
+    utilization: float | None = None,
+) -> dict[str, Plan]:
+    """A plan for each recipe by key, on the first hardware it names unless one is given.
+
+    A recipe without a block of ours, or for any hardware, is left out where none is given.
+    """
+    kinds = host.kinds()
+    found = {}
+    for one in recipes:
+        keys = [key for key in one.sm12x.hardware if key in kinds] if one.sm12x else []
+        if hardware is None and not keys:
+            continue
+        servers = [from_recipe(each, utilization=utilization) for each in members(one)]
+        found[one.key] = make(hardware or kinds[keys[0]], servers)
+    return found
+
+
 def check(recipe: Recipe) -> list[str]:
     """What the memory plan finds wrong with a recipe, on each hardware that it names.
 
@@ -151,15 +174,22 @@ def findings(plan: Plan) -> list[str]:
     """Why a plan does not fit or cannot tell, and what is harmful; empty if it fits."""
     found: list[str] = []
     for row in plan.needed:
-        if row.budget.verdict == DOES_NOT_FIT and row.budget.margin.low < 0:
+        if row.budget.margin.low < 0:
             found.append(
                 f"{_who(row)} is {-row.budget.margin.low:.1f} GiB over {plan.hardware.memory} GiB"
             )
         elif row.budget.verdict == UNKNOWN:
+            names = ", ".join(map(str, row.budget.unknown))
             found.append(
-                f"cannot tell whether {_who(row)} fits: {', '.join(row.budget.unknown)} is not "
-                f"known and may be at most {row.budget.margin.low:.1f} GiB"
+                f"cannot tell whether {_who(row)} fits: unknown: {names} (room for "
+                f"{row.budget.margin.low:.1f} GiB)"
             )
+        found += [
+            f"{one.server} needs {-one.spare.low:.1f} GiB more than its budget for weights and KV "
+            "cache"
+            for one in row.budget.inside
+            if one.spare and one.spare.low < 0
+        ]
     found += [f"needs {one.gpus} GPUs, there are {plan.hardware.gpus}" for one in plan.too_few]
     if plan.host.verdict == DOES_NOT_FIT:
         found.append(f"host copies need {plan.host.copies} GiB, there are {plan.host.ram:.0f} GiB")

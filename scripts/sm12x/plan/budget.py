@@ -9,12 +9,16 @@ top. Amounts are GiB on one GPU, with a lower and an upper end; a verdict holds 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 FITS, DOES_NOT_FIT, UNKNOWN = "fits", "does not fit", "cannot tell"
+BUDGET, OUTSIDE, SYSTEM = "budget", "outside the budget", "operating system"
+RESIDUE, COPY = "sleep residue", "host copy"
+WEIGHTS, KV = "weights", "KV cache"
 # Bases from the firmest to the weakest; a verdict is as good as the weakest of its terms.
 BASES = ("exact", "measured", "reported", "estimated")
 
@@ -43,12 +47,24 @@ class Amount:
 
 @dataclass(frozen=True, kw_only=True)
 class Term:
-    """One amount, how it is known (one of BASES) and from where."""
+    """One amount, how it is known (one of BASES) and from where. ``of`` is the server, if any."""
 
     name: str
     amount: Amount
     basis: str
     source: str
+    of: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unknown:
+    """A term that nobody has measured or computed."""
+
+    name: str
+    of: str
+
+    def __str__(self) -> str:
+        return f"{self.name} of {self.of}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +109,9 @@ class Server:
 class Inside:
     """What one awake server must place inside its own budget. ``spare`` is the room left over.
 
-    ``least`` is the smallest utilization, rounded up to 0.01, that holds weights and KV cache.
+    Of a range of KV cache the lower end must go in: vLLM takes what is left, up to the upper end
+    and beyond, and makes requests wait where it is short. ``least`` is the smallest utilization,
+    rounded up to 0.01, that holds weights and that much KV cache.
     """
 
     server: str
@@ -113,7 +131,7 @@ class Budget:
 
     memory: Amount
     terms: tuple[Term, ...]
-    unknown: tuple[str, ...]
+    unknown: tuple[Unknown, ...]
     margin: Amount
     inside: tuple[Inside, ...]
     largest: float
@@ -148,27 +166,20 @@ def budget(hardware: Hardware, awake: Sequence[Server], asleep: Sequence[Server]
     On unified memory the operating system and the level-1 copies of the sleeping lie in it too.
     """
     outer: list[Term] = []
-    unknown: list[str] = []
+    unknown: list[Unknown] = []
 
     def take(term: Term | None, name: str, server: Server) -> None:
         if term is None:
-            unknown.append(f"{name} {server.name}")
+            unknown.append(Unknown(name=name, of=server.name))
         else:
-            outer.append(
-                Term(
-                    name=f"{name} {server.name}",
-                    amount=term.amount,
-                    basis=term.basis,
-                    source=term.source,
-                )
-            )
+            outer.append(dataclasses.replace(term, name=name, of=server.name))
 
     for server in awake:
-        take(server.outside, "outside the budget of", server)
+        take(server.outside, OUTSIDE, server)
     for server in asleep:
-        take(server.residue, "residue of sleeping", server)
+        take(server.residue, RESIDUE, server)
         if hardware.unified and server.sleep == 1:
-            take(server.weights, "host copy of sleeping", server)
+            take(server.weights, COPY, server)
     if hardware.system:
         outer.append(hardware.system)
     used = sum(server.utilization for server in awake)
@@ -191,26 +202,25 @@ def budget(hardware: Hardware, awake: Sequence[Server], asleep: Sequence[Server]
 
 def _share(hardware: Hardware, server: Server) -> Term:
     return Term(
-        name=f"budget of {server.name}",
+        name=BUDGET,
         amount=hardware.memory * server.utilization,
         basis=hardware.basis,
         source=f"--gpu-memory-utilization {server.utilization:g} x {hardware.memory} GiB",
+        of=server.name,
     )
 
 
 def _inside(hardware: Hardware, server: Server) -> Inside:
     share = hardware.memory * server.utilization
-    known = [term.amount for term in (server.weights, server.kv) if term]
-    need = Amount(low=sum(one.low for one in known), high=sum(one.high for one in known))
+    kv = server.kv.amount.low if server.kv else 0.0
+    need = server.weights.amount + Amount.of(kv) if server.weights else None
     return Inside(
         server=server.name,
         budget=share,
         weights=server.weights.amount if server.weights else None,
         kv=server.kv.amount if server.kv else None,
-        spare=Amount(low=share.low - need.high, high=share.high - need.low)
-        if server.weights
-        else None,
-        least=ceiling(need.high / hardware.memory.low) if server.weights else None,
+        spare=Amount(low=share.low - need.high, high=share.high - need.low) if need else None,
+        least=ceiling(need.high / hardware.memory.low) if need else None,
     )
 
 
@@ -235,10 +245,12 @@ def cuts(hardware: Hardware, awake: Sequence[Server], asleep: Sequence[Server]) 
     lines: list[str] = []
     if least > found.largest:
         short = (least - found.largest) * found.memory.low
+        kv = sum(one.kv.low for one in found.inside if one.kv)
+        or_cut = f", or cut {short:.1f} GiB of KV cache (--max-model-len x --max-num-seqs)"
         lines.append(
             f"no utilization fits: {whose} needs at least {least:.2f} for weights and KV cache, and"
-            f" at most {found.largest:.2f} leaves room for the rest: use more GPUs, or cut about "
-            f"{short:.1f} GiB of KV cache (--max-model-len x --max-num-seqs)"
+            f" at most {found.largest:.2f} leaves room for the rest: use more GPUs"
+            + (or_cut if kv >= short else "")
         )
     elif found.margin.low < 0:
         known = all(one.least for one in found.inside)
@@ -252,8 +264,8 @@ def cuts(hardware: Hardware, awake: Sequence[Server], asleep: Sequence[Server]) 
             if one.spare and one.spare.low < 0:
                 what = "weights and KV cache" if one.kv else "weights"
                 lines.append(
-                    f"{one.server}: {what} need {-one.spare.low:.1f} GiB more than {one.budget} GiB:"
-                    f" raise its utilization to {one.least:.2f}"
+                    f"{one.server}: {what} need {-one.spare.low:.1f} GiB more than {one.budget} "
+                    f"GiB: raise its utilization to {one.least:.2f}"
                 )
     over = -found.margin.low
     for server in asleep:

@@ -19,7 +19,7 @@ from typing import Any
 from sm12x.core.errors import BadFileError, UsageError
 from sm12x.core.files import GIB
 from sm12x.plan import modelconfig
-from sm12x.plan.budget import Amount, Term
+from sm12x.plan.budget import KV, WEIGHTS, Amount, Term
 from sm12x.plan.modelconfig import Config, number
 
 CONFIG = "config.json"
@@ -140,7 +140,7 @@ def weights_term(checkpoint: Checkpoint, *, tp: int) -> Term:
         "headers of its files" if found.exact else "total_size of its index, rest from config.json"
     )
     return Term(
-        name="weights",
+        name=WEIGHTS,
         amount=Amount.of(size),
         basis="estimated",
         source=f"{checkpoint.folder.name}: {how}; {found.whole / GIB:.1f} GiB on every rank",
@@ -264,7 +264,7 @@ def kv_term(
         high = low
     copies = "the same on every rank" if layout.replicated else f"one of {tp} ranks"
     return Term(
-        name="KV cache",
+        name=KV,
         amount=Amount(low=low, high=high),
         basis="estimated",
         source=f"{checkpoint.folder.name}: {layout.attention}, {layout.token_bytes / 1024:.2f} KiB "

@@ -13,7 +13,7 @@ from typing import Any
 from sm12x import layout
 from sm12x.core.errors import BadFileError, ToolMissingError, UsageError
 from sm12x.core.files import GIB
-from sm12x.plan.budget import DOES_NOT_FIT, FITS, UNKNOWN, Amount, Hardware, Server, Term
+from sm12x.plan.budget import DOES_NOT_FIT, FITS, SYSTEM, UNKNOWN, Amount, Hardware, Server, Term
 
 # A cgroup without a limit says "max", or in version 1 the largest number of pages there can be.
 _NO_LIMIT = 1 << 60
@@ -71,7 +71,7 @@ def _hardware(key: str, entry: dict[str, Any]) -> Hardware:
         source=entry["source"],
         unified=entry["unified"],
         system=Term(
-            name="operating system",
+            name=SYSTEM,
             amount=_amount(system["amount"]),
             basis=system["basis"],
             source=system["source"],

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sm12x.core.errors import UsageError
-from sm12x.plan.budget import Amount, Server, Term
+from sm12x.plan.budget import KV, OUTSIDE, RESIDUE, WEIGHTS, Amount, Server, Term
 from sm12x.recipes import load, render
 from sm12x.recipes.model import Memory, MemoryTerm, Recipe
 
@@ -26,10 +26,10 @@ def from_recipe(recipe: Recipe, *, utilization: float | None = None) -> Server:
         gpus=block.gpus if block else 1,
         machines=block.machines if block else 1,
         sleep=block.sleep.level if block else 0,
-        weights=_term("weights", memory.weights),
-        kv=_term("KV cache", memory.kv),
-        outside=_term("outside the budget", memory.outside),
-        residue=_term("residue", memory.sleep_residue),
+        weights=_term(WEIGHTS, memory.weights),
+        kv=_term(KV, memory.kv),
+        outside=_term(OUTSIDE, memory.outside),
+        residue=_term(RESIDUE, memory.sleep_residue),
     )
 
 

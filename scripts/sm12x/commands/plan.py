@@ -1,0 +1,233 @@
+"""`sm12x plan`: does it fit, with what margin, and what to cut."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sm12x import layout
+from sm12x import plan as planning
+from sm12x.core.errors import FindingsError, UsageError
+from sm12x.plan import chart, checkpoint, host, render, server
+from sm12x.plan.budget import DOES_NOT_FIT, FITS, OUTSIDE, Amount, Hardware, Server, Term
+from sm12x.plan.kvcache import KV_DTYPES
+from sm12x.recipes import load
+from sm12x.recipes.model import Recipe
+
+# vLLM reads so many tokens a step where a server's command does not say: on GPUs of at least
+# 70 GiB, and on smaller ones.
+_CHUNKS = (8192, 2048)
+_LARGE_GPU = 70
+_DIFFERS = 0.1
+
+
+@click.command()
+@click.argument("names", metavar="[RECIPE]...", nargs=-1)
+@click.option("--hardware", "kind", metavar="KIND", help="rtx-pro-6000, rtx-5090 or gb10.")
+@click.option("--here", is_flag=True, help="The GPUs and the memory of this machine (NVML).")
+@click.option("--gpus", type=click.IntRange(1), help="GPUs in the machine.")
+@click.option("--ram", type=click.FloatRange(0), metavar="GIB", help="Host memory of the machine.")
+@click.option(
+    "--utilization", metavar="X", help="--gpu-memory-utilization to try instead of the recipe's."
+)
+@click.option("--alone", is_flag=True, help="Without a sleeping peer beside a recipe that sleeps.")
+@click.option(
+    "--checkpoint",
+    "folder",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Compute weights and KV cache from the config.json and the index there.",
+)
+@click.option("--tp", type=click.IntRange(1), help="GPUs the checkpoint is split over.")
+@click.option("--max-model-len", "tokens", type=click.IntRange(1), help="Tokens of a sequence.")
+@click.option(
+    "--max-num-seqs", "sequences", type=click.IntRange(1), help="Sequences of that length (1)."
+)
+@click.option(
+    "--max-num-batched-tokens", "chunk", type=click.IntRange(1), help="Tokens a step reads."
+)
+@click.option("--kv-dtype", type=click.Choice(KV_DTYPES), help="--kv-cache-dtype.")
+@click.option("--block-size", "block", type=click.IntRange(1), help="--block-size.")
+@click.option(
+    "--outside", type=click.FloatRange(0), metavar="GIB", help="Outside vLLM's budget, on one GPU."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option(
+    "--png", type=click.Path(path_type=Path, dir_okay=False), help="Draw the plan into this file."
+)
+def command(
+    names: tuple[str, ...],
+    kind: str | None,
+    here: bool,
+    gpus: int | None,
+    ram: float | None,
+    utilization: str | None,
+    alone: bool,
+    folder: Path | None,
+    outside: float | None,
+    as_json: bool,
+    png: Path | None,
+    **model: Any,
+) -> None:
+    """Say whether recipes fit in GPU and host memory, with what margin, and what to cut.
+
+    Several recipes take turns on the same GPUs: the plan says which may be awake together. One
+    recipe that sleeps is planned beside a sleeping peer like itself. Without a recipe, a line for
+    each that there is. Exit code 1: it does not fit, or a term that matters is not known.
+
+    \b
+    Example: sm12x plan deepseek-v4-flash-rtx-pro-6000-tp4 --utilization 0.85
+    Example: sm12x plan --checkpoint ~/models/Qwen3-32B --tp 4 --max-model-len 32768 \\
+        --max-num-seqs 16 --kv-dtype fp8 --hardware rtx-pro-6000 --outside 3
+    """
+    if here and kind:
+        raise click.UsageError("Give one of --hardware and --here.")
+    if folder is None and any(value is not None for value in model.values()):
+        raise click.UsageError("--tp and the settings of the KV cache go with --checkpoint DIR.")
+    chosen = _hardware(kind, here, gpus, ram)
+    tried = server.share(utilization, "--utilization") if utilization is not None else None
+    if not names and folder is None:
+        _overview(chosen, tried, gpus, ram, as_json)
+        return
+    recipes = [
+        one for name in names for one in server.members(server.named(name, layout.recipes()))
+    ]
+    hardware = chosen or _sized(planning.hardware_of(recipes, host.kinds()), gpus, ram)
+    servers = [server.from_recipe(one, utilization=tried) for one in recipes]
+    remarks: list[str] = []
+    if folder is not None:
+        made, remarks = _from_checkpoint(folder, recipes, servers, hardware, tried, model)
+        servers = [made]
+    if outside is not None:
+        term = Term(
+            name=OUTSIDE,
+            amount=Amount.of(outside),
+            basis="reported",
+            source="--outside",
+        )
+        servers = [dataclasses.replace(one, outside=term) for one in servers]
+    plan = planning.make(hardware, servers, peer=not alone)
+    plan = dataclasses.replace(plan, warnings=(*plan.warnings, *remarks))
+    if png is not None:
+        chart.write(plan, png)
+    if as_json:
+        click.echo(json.dumps(render.data(plan), indent=2))
+    else:
+        click.echo(render.text(plan), nl=False)
+        if png is not None:
+            click.echo(f"{png}: written")
+    if plan.verdict != FITS:
+        found = planning.findings(plan)
+        raise FindingsError(
+            found[0],
+            next_step=f"the plan says what to cut: {plan.cuts[0]}"
+            if plan.cuts
+            else "measure it (nvidia-smi while it serves, less the budget), or plan with --outside",
+        )
+
+
+def _hardware(kind: str | None, here: bool, gpus: int | None, ram: float | None) -> Hardware | None:
+    if here:
+        return _sized(host.here(), gpus, ram)
+    return _sized(planning.on(host.kinds(), kind), gpus, ram) if kind else None
+
+
+def _sized(hardware: Hardware, gpus: int | None, ram: float | None) -> Hardware:
+    return dataclasses.replace(
+        hardware,
+        gpus=gpus if gpus is not None else hardware.gpus,
+        ram=ram if ram is not None else hardware.ram,
+    )
+
+
+def _overview(
+    chosen: Hardware | None, tried: float | None, gpus: int | None, ram: float | None, as_json: bool
+) -> None:
+    plans = planning.overview(
+        load.load_all(layout.recipes()).values(), hardware=chosen, utilization=tried
+    )
+    plans = {
+        key: planning.make(_sized(plan.hardware, gpus, ram), plan.servers)
+        for key, plan in plans.items()
+    }
+    if as_json:
+        click.echo(json.dumps({key: render.data(plan) for key, plan in plans.items()}, indent=2))
+    else:
+        rows = [render.summary(plan, key) for key, plan in plans.items()]
+        columns = shutil.get_terminal_size((render.OVERVIEW, 0)).columns
+        click.echo(render.table(rows, width=columns), nl=False)
+    bad = [key for key, plan in plans.items() if plan.verdict == DOES_NOT_FIT]
+    if bad:
+        raise FindingsError(
+            f"{len(bad)} of {len(plans)} recipes do not fit: {', '.join(bad)}",
+            next_step=f"sm12x plan {bad[0]}",
+        )
+
+
+def _from_checkpoint(
+    folder: Path,
+    recipes: list[Recipe],
+    servers: list[Server],
+    hardware: Hardware,
+    tried: float | None,
+    model: dict[str, Any],
+) -> tuple[Server, list[str]]:
+    """The one server with the weights and the KV cache of the checkpoint, and remarks on them."""
+    if len(servers) > 1:
+        raise UsageError(
+            "--checkpoint is the model of one server, and several are planned",
+            next_step="plan the one recipe with --checkpoint, and put the figures in its file",
+        )
+    read = checkpoint.read(folder)
+    words = server.arguments(recipes[0]) if recipes else ()
+    base = servers[0] if servers else None
+    tp = model["tp"] or (base.gpus * base.machines if base else 1)
+
+    def setting(name: str, option: str, default: int | None) -> int | None:
+        given = model[name]
+        found = server.flag(words, option)
+        return given or (int(found) if found and found.isdigit() else default)
+
+    large = hardware.memory.low >= _LARGE_GPU
+    weights = checkpoint.weights_term(read, tp=tp)
+    kv = checkpoint.kv_term(
+        read,
+        tp=tp,
+        kv_dtype=model["kv_dtype"] or server.flag(words, "--kv-cache-dtype") or "auto",
+        tokens=setting("tokens", "--max-model-len", None),
+        sequences=setting("sequences", "--max-num-seqs", 1) or 1,
+        chunk=setting("chunk", "--max-num-batched-tokens", _CHUNKS[0] if large else _CHUNKS[1])
+        or 0,
+        block=setting("block", "--block-size", None),
+    )
+    if base is None:
+        return (
+            Server(
+                name=folder.resolve().name,
+                utilization=tried if tried is not None else server.DEFAULT_UTILIZATION,
+                gpus=tp,
+                machines=1,
+                sleep=0,
+                weights=weights,
+                kv=kv,
+                outside=None,
+                residue=None,
+            ),
+            [],
+        )
+    remarks = []
+    for name, said, found in (("weights", base.weights, weights), ("KV cache", base.kv, kv)):
+        if said and not _near(said.amount, found.amount):
+            remarks.append(
+                f"the recipe says {name} {said.amount} GiB a GPU ({said.source}), the checkpoint "
+                f"{found.amount}: planned with the checkpoint's"
+            )
+    return dataclasses.replace(base, weights=weights, kv=kv), remarks
+
+
+def _near(said: Amount, found: Amount) -> bool:
+    return said.low <= found.high * (1 + _DIFFERS) and said.high >= found.low * (1 - _DIFFERS)

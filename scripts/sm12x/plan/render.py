@@ -1,0 +1,340 @@
+"""Plans as text, as a table of many, and as JSON values. Nothing here prints."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from sm12x.plan import Plan
+from sm12x.plan.budget import (
+    BUDGET,
+    COPY,
+    DOES_NOT_FIT,
+    FITS,
+    KV,
+    OUTSIDE,
+    RESIDUE,
+    SYSTEM,
+    UNKNOWN,
+    WEIGHTS,
+    Amount,
+    Budget,
+    Inside,
+    Term,
+    Unknown,
+)
+from sm12x.plan.host import HostNeed
+from sm12x.plan.peers import Row
+
+# The version of the JSON; a key that goes or changes its meaning raises it.
+VERSION = 1
+WIDTH = 100
+OVERVIEW = 190
+HEADER = (
+    "recipe",
+    "GPUs",
+    "utilization",
+    "GiB a GPU",
+    "margin",
+    "largest safe",
+    "host copies",
+    "basis",
+    "verdict",
+)
+_BAR = 40
+_ORDER = (BUDGET, WEIGHTS, KV, OUTSIDE, RESIDUE, COPY, SYSTEM)
+# What stands in the text for the names of several servers, which are long.
+_LETTERS = "ABCDEF"
+
+
+def text(plan: Plan, *, width: int = WIDTH) -> str:
+    """The whole plan: verdict, bars, combinations, host memory, sources, cuts and warnings."""
+    buffer = io.StringIO()
+    console = Console(file=buffer, width=width, color_system=None, emoji=False, highlight=False)
+
+    def say(line: str = "") -> None:
+        console.print(line, markup=False)
+
+    hardware = plan.hardware
+    names = [server.name for server in plan.servers]
+    letters = dict(zip(names, _LETTERS, strict=False)) if len(names) > 1 else {}
+    say(" + ".join(names))
+    say(f"on {hardware.name}, {hardware.memory} GiB a GPU ({hardware.basis}: {hardware.source})")
+    say(verdict(plan))
+    if letters:
+        say()
+        for name, letter in letters.items():
+            say(f"{letter} = {name}")
+    for row in plan.needed:
+        say()
+        say(_who(row, letters))
+        console.print(_bars(row.budget, letters))
+        for one in row.budget.inside:
+            say(f"  {inside(one)}")
+    if letters:
+        say()
+        console.print(_matrix(plan.rows, letters))
+    else:
+        say()
+    say(host_line(plan.host, letters, unified=hardware.unified))
+    say()
+    say("terms, GiB on one GPU:")
+    console.print(_sources(plan, letters))
+    lines = [f"cut: {line}" for line in plan.cuts]
+    lines += [
+        f"cut: {server.name} needs {server.gpus} GPUs of one machine, there are {hardware.gpus}"
+        for server in plan.too_few
+    ]
+    lines += [f"warning: {line}" for line in plan.warnings]
+    if lines:
+        say()
+    for line in lines:
+        say(line)
+    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
+
+
+def verdict(plan: Plan) -> str:
+    """One line: what holds at the worst end, and the largest utilization that would."""
+    worst = min(plan.needed, key=lambda row: row.budget.margin.low).budget
+    margin = worst.margin
+    if plan.verdict == FITS:
+        head = f"fits: {margin} GiB to spare"
+    elif plan.verdict == UNKNOWN:
+        # Another server's row may be tighter; the room is that of the row that lacks the term.
+        worst = next(row.budget for row in plan.needed if row.budget.unknown)
+        names = ", ".join(str(term) for term in worst.unknown)
+        return f"cannot tell: unknown: {names} (room for {worst.margin.low:.1f} GiB)"
+    elif margin.low >= 0:
+        head = "does not fit"
+    elif margin.high >= 0:
+        head = f"does not fit at the worst end: {_over(margin)} GiB over"
+    else:
+        head = f"does not fit: {_over(margin)} GiB over"
+    return f"{head}; largest safe utilization {share(worst.largest)}; weakest basis: {worst.basis}"
+
+
+def who(row: Row) -> str:
+    """`awake a; asleep b; stopped c`, leaving out who is none."""
+    return _who(row, {})
+
+
+def _who(row: Row, letters: Mapping[str, str]) -> str:
+    parts = [("awake", row.awake), ("asleep", row.asleep), ("stopped", row.stopped)]
+    return "; ".join(f"{state} {_names(names, letters)}" for state, names in parts if names)
+
+
+def _names(names: Iterable[str], letters: Mapping[str, str]) -> str:
+    return ", ".join(letters.get(name, name) for name in names)
+
+
+def inside(one: Inside) -> str:
+    """What an awake server has to place inside its budget."""
+    if one.weights is None:
+        return f"inside the {one.budget} GiB: weights not known"
+    parts = [f"weights {one.weights}"]
+    parts.append(f"KV cache {one.kv}" if one.kv else "KV cache not known")
+    if one.spare:
+        parts.append(
+            f"{one.spare} for activations and more KV cache"
+            if one.spare.low >= 0
+            else f"{-one.spare.low:.1f} too many"
+        )
+    least = f"; utilization {share(one.least)} at least" if one.least else ""
+    return f"inside the {one.budget}: {', '.join(parts)}{least}"
+
+
+def host_line(need: HostNeed, letters: Mapping[str, str], *, unified: bool) -> str:
+    """Host memory for level-1 copies, at the moment when all that can sleep are asleep."""
+    if unified:
+        return "host memory: it is the same memory; host copies are among the terms"
+    if not need.asleep:
+        return "host memory: no level-1 copies"
+    of = f"the level-1 copies of {_names(need.asleep, letters)}"
+    if need.copies is None:
+        return f"host memory: cannot tell: weights not known ({of})"
+    if need.ram is None:
+        return f"host memory: {need.copies} GiB for {of}; not checked (give --ram)"
+    if need.verdict == DOES_NOT_FIT:
+        over = need.copies.high - need.ram
+        return (
+            f"host memory: does not fit: {need.copies} of {need.ram:.0f} GiB for {of}, "
+            f"{over:.1f} GiB over"
+        )
+    left = need.margin or 0.0
+    return (
+        f"host memory: fits: {need.copies} of {need.ram:.0f} GiB for {of}; {left:.1f} GiB left for "
+        "processes and page cache"
+    )
+
+
+def bar(amount: Amount, scale: float, columns: int = _BAR) -> str:
+    """Full blocks up to the lower end, shaded ones up to the upper end."""
+    low = round(amount.low / scale * columns)
+    high = max(round(amount.high / scale * columns), low)
+    if high == 0 and amount.high > 0:
+        return "▏"
+    return "█" * low + "▒" * (high - low)
+
+
+def _columns(*, width: int | None = None) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for _ in range(3):
+        table.add_column(no_wrap=True)
+    table.columns[1].justify = "right"
+    table.add_column(overflow="fold", width=width)
+    return table
+
+
+def _bars(budget: Budget, letters: Mapping[str, str]) -> Table:
+    table = _columns()
+    scale = max(budget.memory.high, budget.total.high)
+    for number, term in enumerate(budget.terms):
+        start = sum(one.amount.high for one in budget.terms[:number])
+        drawn = (" " * round(start / scale * _BAR) + bar(term.amount, scale))[:_BAR]
+        table.add_row(_label(term, letters), str(term.amount), drawn, term.basis)
+    for unknown in budget.unknown:
+        table.add_row(_label(unknown, letters), "?", "", "unknown")
+    limit = min(round(budget.memory.low / scale * _BAR), _BAR - 1)
+    table.add_row("  total", str(budget.total), " " * limit + "│", f"of {budget.memory}")
+    return table
+
+
+def _sources(plan: Plan, letters: Mapping[str, str]) -> Table:
+    """Each term once, with where it comes from."""
+    table = _columns()
+    seen: dict[tuple[str, str], Term | Unknown] = {}
+    for row in plan.rows:
+        for term in row.budget.terms:
+            seen[term.of, term.name] = term
+        for unknown in row.budget.unknown:
+            seen[unknown.of, unknown.name] = unknown
+    for server in plan.servers:
+        for name, inner in ((WEIGHTS, server.weights), (KV, server.kv)):
+            if inner:
+                seen[server.name, name] = dataclasses.replace(inner, name=name, of=server.name)
+    names = [*(server.name for server in plan.servers), ""]
+    kept = [term for term in seen.values() if term.of in names]
+    kept.sort(key=lambda term: (names.index(term.of), _ORDER.index(term.name)))
+    for found in kept:
+        if isinstance(found, Term):
+            cells = (str(found.amount), found.basis, _escape(found.source))
+        else:
+            cells = ("?", "unknown", "nobody has measured or computed it")
+        table.add_row(_label(found, letters), *cells)
+    return table
+
+
+def _label(term: Term | Unknown, letters: Mapping[str, str]) -> str:
+    letter = letters.get(term.of)
+    return f"  {letter} {term.name}" if letter else f"  {term.name}"
+
+
+def _matrix(rows: Iterable[Row], letters: Mapping[str, str]) -> Table:
+    title = "who can be awake together"
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
+    for name in ("awake", "asleep", "stopped", "GiB a GPU", "margin", "host copies", "verdict"):
+        table.add_column(name)
+    for row in rows:
+        table.add_row(
+            _names(row.awake, letters) or "none (a swap)",
+            _names(row.asleep, letters) or "-",
+            _names(row.stopped, letters) or "-",
+            str(row.budget.total),
+            signed(row.budget.margin),
+            str(row.host.copies) if row.host.copies else "?",
+            row.verdict,
+        )
+    return table
+
+
+def summary(plan: Plan, name: str) -> tuple[str, ...]:
+    """One row under HEADER; where the plan cannot tell, the verdict names what is not known."""
+    worst = min(plan.needed, key=lambda row: row.budget.margin.low).budget
+    unknown = [term for row in plan.needed for term in row.budget.unknown]
+    said = plan.verdict
+    if said == UNKNOWN:
+        worst = next(row.budget for row in plan.needed if row.budget.unknown)
+        said += f": {', '.join(dict.fromkeys(term.name for term in unknown))}?"
+    machines = max(server.machines for server in plan.servers)
+    count = machines * max(server.gpus for server in plan.servers)
+    copies = "-"
+    if plan.host.asleep:
+        copies = str(plan.host.copies) if plan.host.copies else "?"
+    return (
+        name,
+        f"{count} x {plan.hardware.key}",
+        " / ".join(share(server.utilization) for server in plan.servers),
+        f"{worst.total}{' + ?' if worst.unknown else ''} of {worst.memory}",
+        f"{signed(worst.margin)}{' - ?' if worst.unknown else ''}",
+        "?" if unknown else share(worst.largest),
+        copies,
+        "unknown" if unknown else worst.basis,
+        said,
+    )
+
+
+def share(value: float) -> str:
+    """A utilization with two digits, or as many as it was given with."""
+    return max(f"{value:.2f}", f"{value:g}", key=len)
+
+
+def table(rows: Iterable[Sequence[str]], *, width: int = OVERVIEW) -> str:
+    """Many plans, a row each."""
+    buffer = io.StringIO()
+    console = Console(file=buffer, width=width, color_system=None, emoji=False, highlight=False)
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, name in enumerate(HEADER):
+        made.add_column(name, no_wrap=number < 4)
+    for row in rows:
+        made.add_row(*(_escape(cell) for cell in row))
+    console.print(made)
+    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
+
+
+def data(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON values; amounts are GiB with a lower and an upper end."""
+    return {
+        "schema": VERSION,
+        "verdict": plan.verdict,
+        "hardware": dataclasses.asdict(plan.hardware),
+        "servers": [dataclasses.asdict(server) for server in plan.servers],
+        "assumed_peer": plan.peer,
+        "combinations": [
+            {
+                **dataclasses.asdict(row),
+                "verdict": row.verdict,
+                "needed": row in plan.needed,
+                "budget": {
+                    **dataclasses.asdict(row.budget),
+                    "verdict": row.budget.verdict,
+                    "total": dataclasses.asdict(row.budget.total),
+                    "basis": row.budget.basis,
+                },
+            }
+            for row in plan.rows
+        ],
+        "host": {**dataclasses.asdict(plan.host), "verdict": plan.host.verdict},
+        "cuts": list(plan.cuts),
+        "warnings": list(plan.warnings),
+    }
+
+
+def signed(amount: Amount) -> str:
+    """`1.7 to 4.1`, `-12.5 to -10.1`: a range whose ends carry their signs."""
+    low, high = f"{amount.low:.1f}", f"{amount.high:.1f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _over(margin: Amount) -> str:
+    return str(Amount(low=max(0.0, -margin.high), high=-margin.low))
+
+
+def _escape(value: str) -> str:
+    """Square brackets are markup to rich."""
+    return value.replace("[", r"\[")

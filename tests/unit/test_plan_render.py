@@ -1,0 +1,199 @@
+"""What a plan looks like: text, table, JSON, picture, and the command's exit codes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from tests.unit.planning import flash, hardware, spark, term
+from tests.unit.test_plan_checkpoint import index_only
+from tests.unit.test_plan_kvcache import DEEPSEEK_V4_FLASH
+
+from sm12x import layout, plan
+from sm12x.commands.plan import command
+from sm12x.core.errors import FindingsError, Sm12xError, ToolMissingError, UsageError
+from sm12x.plan import chart, render, server
+from sm12x.plan.budget import Amount
+from sm12x.recipes import load
+
+DATA = Path(__file__).parent / "data"
+PRO = dataclasses.replace(hardware("rtx-pro-6000"), gpus=4, ram=256.0)
+FLASH = "deepseek-v4-flash-rtx-pro-6000-tp4"
+
+
+def golden(name: str, text: str) -> None:
+    assert text == (DATA / name).read_text(encoding="utf-8")
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(command, list(words))
+
+
+def test_a_plan_that_does_not_fit() -> None:
+    made = plan.make(dataclasses.replace(PRO, ram=128.0), [flash(utilization=0.85)])
+
+    golden("plan-0.85.txt", render.text(made))
+
+
+def test_servers_that_take_turns() -> None:
+    servers = [
+        flash("flash"),
+        flash("mimo", outside=None),
+        flash("coder", sleep=0, outside=term(3)),
+    ]
+
+    golden("plan-rotation.txt", render.text(plan.make(PRO, servers)))
+
+
+def test_unified_memory() -> None:
+    golden("plan-gb10.txt", render.text(plan.make(hardware("gb10"), [spark(sleep=1)])))
+
+
+def test_every_end_of_a_bar_is_in_the_picture_of_the_text() -> None:
+    assert render.bar(Amount(low=5, high=5), 10, 10) == "█████"
+    assert render.bar(Amount(low=2, high=5), 10, 10) == "██▒▒▒"
+    assert render.bar(Amount(low=0.1, high=0.1), 100, 10) == "▏"
+    assert render.bar(Amount(low=0, high=0), 100, 10) == ""
+
+
+@pytest.mark.parametrize(
+    ("made", "line"),
+    [
+        (plan.make(PRO, [flash()]), "fits: 1.7-4.1 GiB to spare; largest safe utilization 0.71;"),
+        (plan.make(PRO, [flash(utilization=0.85)]), "does not fit: 10.1-12.5 GiB over;"),
+        (plan.make(PRO, [flash(utilization=0.73)]), "does not fit at the worst end: 0.0-1.1 GiB"),
+        (
+            plan.make(PRO, [flash(outside=None)]),
+            "cannot tell: unknown: outside the budget of flash",
+        ),
+        (plan.make(PRO, [flash(weights=term(70), outside=term(0))]), "does not fit; largest"),
+    ],
+)
+def test_the_verdict_is_one_line(made: plan.Plan, line: str) -> None:
+    assert render.verdict(made).startswith(line)
+
+
+def test_the_json_carries_verdict_terms_and_sources() -> None:
+    found = json.loads(json.dumps(render.data(plan.make(PRO, [flash()]))))
+
+    assert (found["schema"], found["verdict"], found["assumed_peer"]) == (1, "fits", True)
+    row = next(one for one in found["combinations"] if one["needed"])
+    assert [term["name"] for term in row["budget"]["terms"]] == [
+        "budget",
+        "outside the budget",
+        "sleep residue",
+    ]
+    assert row["budget"]["terms"][1]["basis"] == "reported"
+    assert row["budget"]["margin"]["low"] == pytest.approx(1.7)
+    assert found["host"]["copies"] == {"low": 136, "high": 136}
+
+
+def test_the_picture_is_a_png(tmp_path: Path) -> None:
+    path = tmp_path / "plan.png"
+    chart.write(plan.make(PRO, [flash("a"), flash("b", outside=None)]), path)
+    chart.write(plan.make(hardware("gb10"), [spark()]), tmp_path / "other.png")
+
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_the_picture_is_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+
+    with pytest.raises(ToolMissingError, match="matplotlib"):
+        chart.write(plan.make(PRO, [flash()]), tmp_path / "plan.png")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_committed_recipe_is_the_reported_budget() -> None:
+    """0.85 does not fit, 0.70 fits by about 3 GiB: from the recipe's own terms."""
+    fits, over = run(FLASH), run(FLASH, "--utilization", "0.85")
+
+    assert fits.exit_code == 0
+    assert "fits: 1.7-4.1 GiB to spare; largest safe utilization 0.71" in fits.output
+    assert "does not fit: 10.1-12.5 GiB over" in over.output
+    assert isinstance(over.exception, FindingsError)
+    assert "0.85 -> 0.71" in over.exception.next_step
+
+
+def test_every_recipe_has_a_line() -> None:
+    found = json.loads(run("--json").output)
+    recipes = load.load_all(layout.recipes())
+
+    assert set(found) == {
+        key for key, one in recipes.items() if one.sm12x and one.sm12x.hardware != ("any",)
+    }
+    assert FLASH in run().output
+
+
+def test_a_pair_is_planned_as_its_two_recipes() -> None:
+    result = run("rotation-pair-rtx-pro-6000-tp4", "--outside", "22")
+
+    assert f"A = {FLASH}" in result.output
+    assert "who can be awake together" in result.output
+
+
+def test_a_checkpoint_replaces_the_recipe_s_figures(tmp_path: Path) -> None:
+    index_only(tmp_path, DEEPSEEK_V4_FLASH, 148 * 1024**3)
+
+    result = run(FLASH, "--checkpoint", str(tmp_path), "--json")
+
+    found = json.loads(result.output)
+    server = found["servers"][0]
+    assert server["weights"]["amount"]["low"] == pytest.approx(37.9, abs=0.1)
+    # 12 sequences of 131072 tokens, fp8, blocks of 256: the recipe's own flags.
+    assert server["kv"]["amount"]["low"] == pytest.approx(6.3, abs=0.05)
+    assert "12 x 131072 tokens, fp8" in server["kv"]["source"]
+    assert found["warnings"] == []
+
+
+def test_a_checkpoint_can_be_planned_without_a_recipe(tmp_path: Path) -> None:
+    index_only(tmp_path, {**DEEPSEEK_V4_FLASH, "max_position_embeddings": 8192}, 148 * 1024**3)
+    words = ("--checkpoint", str(tmp_path), "--tp", "4", "--hardware", "rtx-pro-6000")
+
+    unknown, known = run(*words), run(*words, "--outside", "5", "--utilization", "0.9")
+
+    assert "cannot tell" in unknown.output
+    assert isinstance(unknown.exception, FindingsError)
+    assert known.exit_code == 0
+    assert "1 x 8192 tokens, auto" in " ".join(known.output.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "said"),
+    [
+        (["nosuch"], UsageError, "no recipe 'nosuch'"),
+        (["deepseek-v4-flash-rtx-pro-6000-tp5"], UsageError, "perhaps you meant"),
+        (["smoke"], UsageError, "no hardware to plan smoke for"),
+        ([FLASH, "deepseek-v4-flash-gb10-x2"], UsageError, "different kinds"),
+        ([FLASH, "--hardware", "h100"], UsageError, "no hardware 'h100'"),
+        ([FLASH, "--utilization", "85"], UsageError, "'85' is not"),
+        ([FLASH, "--utilization", "x"], UsageError, "'x' is not"),
+        ([FLASH, "--gpus", "2"], FindingsError, "needs 4 GPUs, there are 2"),
+        ([FLASH, "--ram", "128"], FindingsError, "host copies need"),
+    ],
+)
+def test_mistakes_are_one_line(words: list[str], error: type[Sm12xError], said: str) -> None:
+    result = run(*words)
+
+    assert isinstance(result.exception, error)
+    assert said in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[FLASH, "--here", "--hardware", "gb10"], [FLASH, "--tp", "4"], [FLASH, "--kv-dtype", "fp3"]],
+)
+def test_options_that_do_not_go_together_are_refused(words: list[str]) -> None:
+    assert run(*words).exit_code == 2
+
+
+def test_the_last_utilization_of_a_command_counts() -> None:
+    words = ("vllm", "serve", "--gpu-memory-utilization", "0.5", "--gpu-memory-utilization=0.6")
+
+    assert server.share(server.flag(words, "--gpu-memory-utilization"), "x") == 0.6
+    assert server.share(None, "x") == server.DEFAULT_UTILIZATION
