@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help bundle base-image test test-unit test-witness test-integration test-image lint lock lock-dev \
+.PHONY: help bundle base-image test test-unit test-witness test-integration test-image test-nomad lint lock lock-dev \
         lock-check docs clean
 
 help: ## list the targets
@@ -35,6 +35,9 @@ test-integration: $(STAMP) ## tests that run real git, real wheels, real compile
 
 test-image: $(STAMP) ## tests of the image that `make bundle` left
 	@BASE=$(BASE) $(BIN)/pytest tests/image
+
+test-nomad: $(STAMP) ## the Nomad specifications, under a Nomad built here, with the bundle's image
+	@BASE=$(BASE) $(BIN)/pytest tests/nomad
 
 lint: $(STAMP) ## ruff, mypy --strict, hadolint, generated files
 	@$(BIN)/ruff check .

@@ -38,12 +38,6 @@ variable "args" {
   default     = ""
 }
 
-variable "gpu_ids" {
-  type        = string
-  description = "UUIDs of the only GPUs to use, with commas between; empty for any."
-  default     = ""
-}
-
 variable "port" {
   type        = number
   description = "The port of deepseek-v4-flash-gb10-x2."
@@ -60,6 +54,12 @@ variable "memory" {
   type        = number
   description = "Host memory in MiB, a hard limit; weights are copied there in sleep."
   default     = 94208
+}
+
+variable "cpu" {
+  type        = number
+  description = "Its share of the CPUs in MHz, as Nomad counts them; a server may use more."
+  default     = 2000
 }
 
 variable "models_volume" {
@@ -294,7 +294,7 @@ job "deepseek-v4-flash-gb10-x2" {
       }
 
       resources {
-        cpu = var.gpus > 0 ? 2000 : 1000
+        cpu = var.gpus > 0 ? var.cpu : 1000
         # A check takes about 4 GiB.
         memory = var.gpus > 0 ? var.memory : 6144
 
@@ -305,15 +305,6 @@ job "deepseek-v4-flash-gb10-x2" {
           iterator = gpu
           content {
             count = gpu.value
-            dynamic "constraint" {
-              for_each = var.gpu_ids == "" ? [] : [var.gpu_ids]
-              iterator = ids
-              content {
-                attribute = "${device.ids}"
-                operator  = "set_contains_any"
-                value     = ids.value
-              }
-            }
           }
         }
       }
@@ -459,7 +450,7 @@ job "deepseek-v4-flash-gb10-x2" {
       }
 
       resources {
-        cpu = var.gpus > 0 ? 2000 : 1000
+        cpu = var.gpus > 0 ? var.cpu : 1000
         # A check takes about 4 GiB.
         memory = var.gpus > 0 ? var.memory : 6144
 
@@ -470,15 +461,6 @@ job "deepseek-v4-flash-gb10-x2" {
           iterator = gpu
           content {
             count = gpu.value
-            dynamic "constraint" {
-              for_each = var.gpu_ids == "" ? [] : [var.gpu_ids]
-              iterator = ids
-              content {
-                attribute = "${device.ids}"
-                operator  = "set_contains_any"
-                value     = ids.value
-              }
-            }
           }
         }
       }

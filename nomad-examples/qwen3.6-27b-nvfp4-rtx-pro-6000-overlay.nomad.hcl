@@ -43,12 +43,6 @@ variable "gpu_memory" {
   default     = "95 GiB"
 }
 
-variable "gpu_ids" {
-  type        = string
-  description = "UUIDs of the only GPUs to use, with commas between; empty for any."
-  default     = ""
-}
-
 variable "port" {
   type        = number
   description = "The port of qwen3.6-27b-nvfp4-rtx-pro-6000."
@@ -65,6 +59,12 @@ variable "memory" {
   type        = number
   description = "Host memory in MiB, a hard limit; weights are copied there in sleep."
   default     = 39936
+}
+
+variable "cpu" {
+  type        = number
+  description = "Its share of the CPUs in MHz, as Nomad counts them; a server may use more."
+  default     = 2000
 }
 
 variable "models_volume" {
@@ -270,7 +270,7 @@ job "qwen3-6-27b-nvfp4-rtx-pro-6000" {
       }
 
       resources {
-        cpu = var.gpus > 0 ? 2000 : 1000
+        cpu = var.gpus > 0 ? var.cpu : 1000
         # A check takes about 4 GiB.
         memory = var.gpus > 0 ? var.memory : 6144
 
@@ -285,15 +285,6 @@ job "qwen3-6-27b-nvfp4-rtx-pro-6000" {
               attribute = "${device.attr.memory}"
               operator  = ">="
               value     = var.gpu_memory
-            }
-            dynamic "constraint" {
-              for_each = var.gpu_ids == "" ? [] : [var.gpu_ids]
-              iterator = ids
-              content {
-                attribute = "${device.ids}"
-                operator  = "set_contains_any"
-                value     = ids.value
-              }
             }
           }
         }

@@ -41,12 +41,6 @@ variable "gpu_memory" {
   default     = "95 GiB"
 }
 
-variable "gpu_ids" {
-  type        = string
-  description = "UUIDs of the only GPUs to use, with commas between; empty for any."
-  default     = ""
-}
-
 variable "awake_port" {
   type        = number
   description = "The port of deepseek-v4-flash-rtx-pro-6000-tp4."
@@ -69,6 +63,12 @@ variable "memory" {
   type        = number
   description = "Host memory in MiB, a hard limit; weights are copied there in sleep."
   default     = 305152
+}
+
+variable "cpu" {
+  type        = number
+  description = "Its share of the CPUs in MHz, as Nomad counts them; a server may use more."
+  default     = 8000
 }
 
 variable "models_volume" {
@@ -259,7 +259,7 @@ job "rotation-pair-rtx-pro-6000-tp4" {
       }
 
       resources {
-        cpu = var.gpus > 0 ? 8000 : 1000
+        cpu = var.gpus > 0 ? var.cpu : 1000
         # A check takes about 4 GiB.
         memory = var.gpus > 0 ? var.memory : 6144
 
@@ -274,15 +274,6 @@ job "rotation-pair-rtx-pro-6000-tp4" {
               attribute = "${device.attr.memory}"
               operator  = ">="
               value     = var.gpu_memory
-            }
-            dynamic "constraint" {
-              for_each = var.gpu_ids == "" ? [] : [var.gpu_ids]
-              iterator = ids
-              content {
-                attribute = "${device.ids}"
-                operator  = "set_contains_any"
-                value     = ids.value
-              }
             }
           }
         }

@@ -34,12 +34,6 @@ variable "args" {
   default     = ""
 }
 
-variable "gpu_ids" {
-  type        = string
-  description = "UUIDs of the only GPUs to use, with commas between; empty for any."
-  default     = ""
-}
-
 variable "port" {
   type        = number
   description = "The port of smoke."
@@ -56,6 +50,12 @@ variable "memory" {
   type        = number
   description = "Host memory in MiB, a hard limit; weights are copied there in sleep."
   default     = 16384
+}
+
+variable "cpu" {
+  type        = number
+  description = "Its share of the CPUs in MHz, as Nomad counts them; a server may use more."
+  default     = 2000
 }
 
 variable "models_volume" {
@@ -223,7 +223,7 @@ job "smoke" {
       }
 
       resources {
-        cpu = var.gpus > 0 ? 2000 : 1000
+        cpu = var.gpus > 0 ? var.cpu : 1000
         # A check takes about 4 GiB.
         memory = var.gpus > 0 ? var.memory : 6144
 
@@ -234,15 +234,6 @@ job "smoke" {
           iterator = gpu
           content {
             count = gpu.value
-            dynamic "constraint" {
-              for_each = var.gpu_ids == "" ? [] : [var.gpu_ids]
-              iterator = ids
-              content {
-                attribute = "${device.ids}"
-                operator  = "set_contains_any"
-                value     = ids.value
-              }
-            }
           }
         }
       }

@@ -5,7 +5,8 @@ batch job that asks for no device, and ends when the image has proved itself.
 
 A pair is one task. Nomad gives a device to one task only, so neither two jobs nor two tasks of a
 group can hold the same GPUs; one container with both servers can, and Nomad still knows which GPUs
-are taken.
+are taken. Pinning by UUID is no way out: with a constraint on `${device.ids}` Nomad 1.10 gives a
+task fewer GPUs than it asks for, or none, when one of them is taken.
 """
 
 from __future__ import annotations

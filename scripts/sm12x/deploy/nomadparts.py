@@ -116,7 +116,6 @@ def variables(recipe: Recipe, settings: Mapping[str, str], *, memory: int) -> li
             if least
             else []
         ),
-        text("gpu_ids", "UUIDs of the only GPUs to use, with commas between; empty for any.", ""),
         *(
             number(
                 port.setting,
@@ -133,6 +132,11 @@ def variables(recipe: Recipe, settings: Mapping[str, str], *, memory: int) -> li
         ),
         number(
             "memory", "Host memory in MiB, a hard limit; weights are copied there in sleep.", memory
+        ),
+        number(
+            "cpu",
+            "Its share of the CPUs in MHz, as Nomad counts them; a server may use more.",
+            2000 * (block.gpus if block else 1),
         ),
         text("models_volume", "The client's host volume with the models.", "sm12x-models"),
         text(
@@ -310,9 +314,8 @@ def service(out: Writer, port: Port) -> None:
 
 
 def resources(out: Writer, recipe: Recipe) -> None:
-    gpus = recipe.sm12x.gpus if recipe.sm12x else 1
     with out.block("resources"):
-        out.attr("cpu", f"var.gpus > 0 ? {2000 * gpus} : 1000")
+        out.attr("cpu", "var.gpus > 0 ? var.cpu : 1000")
         out.comment("A check takes about 4 GiB.")
         out.attr("memory", "var.gpus > 0 ? var.memory : 6144")
         out.blank()
@@ -332,10 +335,3 @@ def _device_constraints(out: Writer, recipe: Recipe) -> None:
             out.attr("attribute", hcl.runtime("${device.attr.memory}"))
             out.text("operator", ">=")
             out.attr("value", "var.gpu_memory")
-    with out.block("dynamic", "constraint"):
-        out.attr("for_each", 'var.gpu_ids == "" ? [] : [var.gpu_ids]')
-        out.attr("iterator", "ids")
-        with out.block("content"):
-            out.attr("attribute", hcl.runtime("${device.ids}"))
-            out.text("operator", "set_contains_any")
-            out.attr("value", "ids.value")

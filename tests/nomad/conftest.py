@@ -1,0 +1,219 @@
+"""Nomad itself, built from its Go module, and an agent of it with the real docker driver."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sm12x import layout
+from sm12x.core import process
+from sm12x.core.process import Background, Completed
+from sm12x.image import record
+from sm12x.stack import base as bases
+
+HERE = Path(__file__).resolve().parent
+EXAMPLES = layout.root() / "nomad-examples"
+# Of the GPUs that are not there: an RTX PRO 6000's, as NVIDIA's plugin reports it.
+GPUS, GPU_MIB = 4, 97887
+# Nomad's own go.mod has a `go` line; what is older refuses with a message that names it.
+_GO = ("go", "/usr/local/go/bin/go")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tools:
+    nomad: Path
+    plugins: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agent:
+    """A development agent; ``call`` runs one of Nomad's commands against it."""
+
+    tools: Tools
+    environment: dict[str, str]
+    cache: Path
+    log: Path
+
+    def call(self, *words: str | Path, check: bool = True, timeout: float = 120) -> Completed:
+        return process.run(
+            [self.tools.nomad, *words], env=self.environment, check=check, timeout=timeout
+        )
+
+    def allocations(self, job: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = json.loads(self.call("job", "allocs", "-json", job).stdout)
+        return found
+
+    def wait(self, what: str, seconds: float, met: Callable[[], bool]) -> None:
+        end = time.monotonic() + seconds
+        while not met():
+            if time.monotonic() > end:
+                tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])
+                pytest.fail(f"{what}: not within {seconds:g} s; the agent's last lines:\n{tail}")
+            time.sleep(1)
+
+
+def lacking(why: str) -> None:
+    """Skip, and say why in pytest's summary; in CI, where nothing may be skipped, fail."""
+    text = f"NOMAD IS NOT TESTED: {why}"
+    if os.environ.get("CI"):
+        pytest.fail(text)
+    pytest.skip(text)
+
+
+@pytest.fixture(scope="session")
+def tools() -> Tools:
+    """Nomad and the stand-in for NVIDIA's plugin: built once for these pins, then cached."""
+    go = next((found for name in _GO if (found := shutil.which(name))), None)
+    if go is None:
+        lacking("go is not installed, and Nomad is built from its Go module")
+        raise AssertionError
+    pins = hashlib.sha256(process.run([go, "env", "GOVERSION"]).stdout.encode())
+    for path in (HERE / "go.mod", HERE / "go.sum", HERE / "standin" / "main.go"):
+        pins.update(path.read_bytes())
+    folder = layout.cache() / "nomad" / pins.hexdigest()[:16]
+    made = Tools(nomad=folder / "nomad", plugins=folder / "plugins")
+    if not folder.is_dir():
+        _build(go, folder)
+    return made
+
+
+def _build(go: str, folder: Path) -> None:
+    """About 5 minutes on two cores, most of it Nomad; what Go keeps (4 GB) is removed at the end.
+
+    An interrupted build goes on where it was.
+    """
+    work = folder.with_name("work")
+    fresh = work / "made"
+    env = {
+        "GOMODCACHE": str(work / "modules"),
+        "GOCACHE": str(work / "objects"),
+        # As pinned, or not at all; and no other Go is fetched.
+        "GOFLAGS": "-mod=readonly -modcacherw -buildvcs=false",
+        "GOTOOLCHAIN": "local",
+    }
+    flags = ("-trimpath", "-tags", "osusergo", "-ldflags", "-s -w")
+    for target, out in (
+        ("github.com/hashicorp/nomad", fresh / "nomad"),
+        ("./standin", fresh / "plugins" / "standin-gpu"),
+    ):
+        process.run([go, "build", *flags, "-o", out, target], cwd=HERE, env=env)
+    fresh.rename(folder)
+    shutil.rmtree(work)
+
+
+@pytest.fixture(scope="session")
+def image() -> str:
+    """SM12X_IMAGE, else the image that `make bundle` left; with docker, which Nomad drives."""
+    name = os.environ.get("SM12X_IMAGE", "")
+    if not name:
+        base = os.environ.get("BASE") or bases.versions()[0]
+        made = record.read(layout.dist(base))
+        name = made.tags[0] if made and made.tags else ""
+    if not name:
+        lacking("there is no bundle: run `make bundle` first, or name an image in SM12X_IMAGE")
+    docker = next((path for path in process.which_all("docker")), None)
+    if docker is None or process.run([docker, "info"], check=False).returncode:
+        lacking("docker does not answer, and Nomad's docker driver needs it")
+    if process.run([str(docker), "image", "inspect", name], check=False).returncode:
+        lacking(f"docker has no image {name}: run `make bundle ARGS='--engine docker'`")
+    return name
+
+
+@pytest.fixture(scope="session")
+def agent(tools: Tools, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
+    if os.geteuid() != 0:
+        lacking("Nomad's client runs as root")
+    folder = tmp_path_factory.mktemp("nomad")
+    # The image's user writes to the volumes.
+    folder.chmod(0o755)
+    for parent in folder.parents[:2]:
+        parent.chmod(parent.stat().st_mode | 0o055)
+    for name in ("models", "cache"):
+        (folder / name).mkdir(mode=0o777)
+        (folder / name).chmod(0o777)
+    ports = dict(zip(("http", "rpc", "serf"), _free_ports(3), strict=True))
+    config = folder / "agent.hcl"
+    config.write_text(_config(folder, tools, ports))
+    environment = {"NOMAD_ADDR": f"http://127.0.0.1:{ports['http']}", "NOMAD_CLI_NO_COLOR": "1"}
+    log = folder / "agent.log"
+    words = ("agent", "-dev", "-bind", "127.0.0.1", "-config", config)
+    running = Background([tools.nomad, *words], log=log, env={"NOMAD_CLI_NO_COLOR": "1"})
+    made = Agent(tools=tools, environment=environment, cache=folder / "cache", log=log)
+
+    def ready() -> bool:
+        if running.poll() is not None:
+            pytest.fail(f"the agent ended:\n{log.read_text(errors='replace')[-3000:]}")
+        nodes = made.call("node", "status", "-json", check=False)
+        found = json.loads(nodes.stdout) if nodes.returncode == 0 and nodes.stdout else []
+        return (
+            bool(found)
+            and found[0]["Status"] == "ready"
+            and found[0]["Drivers"].get("docker", {}).get("Healthy", False)
+        )
+
+    try:
+        made.wait("an agent with docker", 60, ready)
+        yield made
+        # Containers, and the mounts of secrets, are the agent's to take away.
+        for job in json.loads(made.call("operator", "api", "/v1/jobs").stdout):
+            made.call("job", "stop", "-purge", job["ID"], check=False)
+        made.call("system", "gc", check=False)
+        time.sleep(2)
+    finally:
+        running.stop()
+
+
+def _config(folder: Path, tools: Tools, ports: dict[str, int]) -> str:
+    return f"""
+disable_update_check = true
+plugin_dir           = "{tools.plugins}"
+ports {{
+  http = {ports["http"]}
+  rpc  = {ports["rpc"]}
+  serf = {ports["serf"]}
+}}
+client {{
+  host_network "private" {{ cidr = "127.0.0.1/32" }}
+  host_network "fabric" {{ cidr = "127.0.0.1/32" }}
+  host_volume "sm12x-models" {{ path = "{folder}/models" }}
+  host_volume "sm12x-cache" {{ path = "{folder}/cache" }}
+  max_kill_timeout = "3m"
+  # It would ask the network which cloud this is.
+  options {{ "fingerprint.denylist" = "env_aws,env_azure,env_gce,env_digitalocean" }}
+}}
+plugin "docker" {{
+  config {{
+    volumes {{ enabled = true }}
+    # For the GPUs that are not there.
+    nvidia_runtime = "runc"
+    allow_runtimes = ["runc"]
+  }}
+}}
+plugin "standin-gpu" {{
+  config {{
+    count      = {GPUS}
+    memory_mib = {GPU_MIB}
+  }}
+}}
+"""
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()

@@ -1,0 +1,167 @@
+"""The rendered specifications under the real Nomad: formatted, valid, placed, run to their end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.nomad.conftest import EXAMPLES, GPUS, Agent, Tools
+
+from sm12x.core import process
+from sm12x.deploy.nomadparts import job_name
+
+SPECS = sorted(EXAMPLES.glob("*.nomad.hcl"))
+ONE = "deepseek-v4-flash-rtx-pro-6000-tp4"
+PAIR = "rotation-pair-rtx-pro-6000-tp4"
+CLUSTER = "deepseek-v4-flash-gb10-x2"
+OVERLAY = "qwen3.6-27b-nvfp4-rtx-pro-6000-overlay"
+# What a machine with no GPU can give; the share that a specification asks for is for a bigger one.
+SMALL = ("-var", "cpu=100", "-var", "memory=512")
+
+
+def spec(name: str) -> Path:
+    return EXAMPLES / f"{name}.nomad.hcl"
+
+
+def needed(path: Path, image: str = "image:tag") -> list[str]:
+    """The variables without a default."""
+    return ["-var", f"image={image}", *(["-var", "overlay={}"] if "overlay" in path.name else [])]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left(request: pytest.FixtureRequest) -> None:
+    """Each test starts with every GPU free."""
+    if "agent" in request.fixturenames:
+        agent: Agent = request.getfixturevalue("agent")
+        for name in (ONE, PAIR, "smoke"):
+            agent.call("job", "stop", "-purge", name, check=False)
+
+
+def test_the_examples_are_as_the_formatter_leaves_them(tools: Tools) -> None:
+    done = process.run([tools.nomad, "fmt", "-check", EXAMPLES], check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.parametrize("path", SPECS, ids=lambda path: path.name.split(".nomad")[0])
+def test_an_example_is_valid_with_and_without_gpus(agent: Agent, path: Path) -> None:
+    for more in ([], ["-var", "gpus=0", "-var", "args=check"]):
+        done = agent.call("job", "validate", *needed(path), *more, path, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "Warning" not in done.stdout + done.stderr
+
+
+def test_the_image_proves_itself_without_a_gpu(agent: Agent, image: str) -> None:
+    agent.call(
+        *("job", "run", *needed(spec(ONE), image), "-var", "gpus=0", "-var", "args=check"),
+        spec(ONE),
+        timeout=600,
+    )
+    job = f"{ONE}-check"
+    agent.wait("the check", 600, lambda: status(agent, job) in ("complete", "failed"))
+    (allocation,) = agent.allocations(job)
+    log = agent.call("alloc", "logs", allocation["ID"], check=False).stdout
+    print(log)
+    assert allocation["ClientStatus"] == "complete", log
+    assert "check: ok," in log
+    assert ", 0 failed" in log
+
+
+def test_a_server_gets_its_gpus_its_address_and_its_secrets(agent: Agent, image: str) -> None:
+    job = job_name(ONE)
+    agent.call("var", "put", "-force", f"nomad/jobs/{job}", "hf_token=hf_one", "api_key=key one")
+    # A server that answers /health, and nothing more.
+    (agent.cache / "health").write_text("")
+    serve = "python -m http.server 18000 --bind 127.0.0.1 --directory /cache"
+    words = (*needed(spec(ONE), image), *SMALL, "-var", "port=18000", "-var", f"args={serve}")
+    agent.call("job", "run", *words, spec(ONE), timeout=180)
+    (allocation,) = agent.allocations(job)
+    assert allocation["DeploymentStatus"]["Healthy"] is True
+
+    def inside(*command: str) -> str:
+        return agent.call("alloc", "exec", "-t=false", allocation["ID"], *command).stdout.strip()
+
+    environment = dict(line.split("=", 1) for line in inside("env").splitlines() if "=" in line)
+    assert sorted(environment["NVIDIA_VISIBLE_DEVICES"].split(",")) == [
+        f"GPU-{n}" for n in range(GPUS)
+    ]
+    assert environment["SM12X_HOST"] == "127.0.0.1"
+    assert environment["SM12X_PORT"] == "18000"
+    assert environment["VLLM_API_KEY"] == "key one"
+    assert "HF_TOKEN" not in environment
+    # As the image's user, for whom the file is.
+    assert inside("cat", environment["HF_TOKEN_PATH"]) == "hf_one"
+    services = agent.call("service", "info", job).stdout
+    assert "127.0.0.1:18000" in services
+
+    # Every GPU is taken: nothing else is placed, and Nomad says why.
+    done = agent.call(
+        "job", "plan", *needed(spec("smoke"), image), *SMALL, spec("smoke"), check=False
+    )
+    assert "Failed to place all allocations" in done.stdout
+    assert 'Dimension "devices: no devices match request" exhausted' in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "reason"),
+    [
+        (ONE, ["gpu_memory=200 GiB"], 'Constraint "missing devices": 1 nodes excluded'),
+        (ONE, [f"gpus={GPUS + 1}"], 'Constraint "missing devices": 1 nodes excluded'),
+        (ONE, ["models_volume=elsewhere"], "missing compatible host volumes"),
+        (ONE, ["host_network=public"], 'missing host network \\"public\\" for port'),
+        (ONE, ['datacenters=["moon"]'], "No nodes were eligible"),
+        (CLUSTER, [], "${attr.cpu.arch} = arm64"),
+    ],
+)
+def test_what_cannot_be_placed_says_why(
+    agent: Agent, name: str, more: list[str], reason: str
+) -> None:
+    words = [*needed(spec(name)), *SMALL, *(word for one in more for word in ("-var", one))]
+    done = agent.call("job", "plan", *words, spec(name), check=False)
+    assert "Failed to place all allocations" in done.stdout, done.stdout + done.stderr
+    assert reason in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize("name", [ONE, PAIR])
+def test_what_fits_is_placed(agent: Agent, name: str) -> None:
+    done = agent.call("job", "plan", *needed(spec(name)), *SMALL, spec(name), check=False)
+    assert "All tasks successfully allocated" in done.stdout, done.stdout + done.stderr
+
+
+def test_an_overlaid_file_is_read_only_and_the_cache_is_not(agent: Agent, image: str) -> None:
+    where = "/opt/overlaid.py"
+    file = agent.cache / "overlaid.py"
+    file.write_text("patched = True\n")
+    done = agent.call(
+        *("job", "run", "-var", f"image={image}", "-var", f'overlay={{"{where}"="{file}"}}'),
+        *("-var", "gpus=0", "-var", f"args=cat {where} /proc/mounts"),
+        spec(OVERLAY),
+        timeout=180,
+    )
+    assert done.returncode == 0
+    job = f"{job_name(OVERLAY.removesuffix('-overlay'))}-check"
+    agent.wait("the overlay", 120, lambda: status(agent, job) in ("complete", "failed"))
+    (allocation,) = agent.allocations(job)
+    log = agent.call("alloc", "logs", allocation["ID"]).stdout
+    assert allocation["ClientStatus"] == "complete"
+    assert log.startswith("patched = True\n")
+    mounts = {line.split()[1]: line.split()[3].split(",")[0] for line in log.splitlines()[1:]}
+    assert mounts["/"] == "ro"
+    assert mounts[where] == "ro"
+    assert mounts["/root/.cache"] == "rw"
+    assert mounts["/tmp"] == "rw"  # noqa: S108
+
+
+def status(agent: Agent, job: str) -> str:
+    found = agent.allocations(job)
+    return str(found[0]["ClientStatus"]) if found else ""
+
+
+def test_the_two_states_of_a_job_have_two_names(tools: Tools) -> None:
+    for more, name, kind in (([], job_name(ONE), "service"), (["gpus=0"], f"{ONE}-check", "batch")):
+        words = [word for one in more for word in ("-var", one)]
+        made = process.run(
+            [tools.nomad, "job", "run", "-output", *needed(spec(ONE)), *words, spec(ONE)]
+        )
+        job = json.loads(made.stdout)["Job"]
+        assert (job["ID"], job["Type"]) == (name, kind)
