@@ -211,6 +211,13 @@ def test_the_schema_refuses_what_the_reader_refuses(tmp_path: Path, old: str, ne
         jsonschema.validate(as_json(text), schema(), cls=jsonschema.Draft202012Validator)
 
 
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_an_editor_finds_the_schema(path: Path) -> None:
+    first = path.read_text().splitlines()[0]
+    name = first.removeprefix("# yaml-language-server: $schema=")
+    assert (path.parent / name).resolve() == layout.data() / "schemas" / "recipe-1.json"
+
+
 def test_schema_and_reader_know_the_same_keys() -> None:
     content = schema()
     assert set(content["properties"]) == {*load.REQUIRED, *load.OPTIONAL}

@@ -51,12 +51,18 @@ class Container:
 
 
 def containers(
-    recipe: Recipe, *, image: str, settings: Mapping[str, str], extra: Sequence[str]
+    recipe: Recipe,
+    *,
+    image: str,
+    settings: Mapping[str, str],
+    extra: Sequence[str],
+    shipped: bool = False,
 ) -> tuple[Container, ...]:
     """The containers of a recipe: one, or one a machine where vLLM's processes find each other.
 
     Args:
         image: what to run instead of the recipe's `container`, "" for that.
+        shipped: the image has this recipe, wherever the file lies here.
 
     Raises:
         UsageError: a setting that the recipe does not have.
@@ -78,17 +84,23 @@ def containers(
                     settings={**settings, "node_rank": str(rank)},
                     # It has no server of its own.
                     extra=(*extra, *(("--headless",) if rank else ())),
+                    shipped=shipped,
                 ),
                 name=f"{recipe.key}-{rank}",
                 rank=rank,
             )
             for rank in range(block.machines)
         )
-    return (_container(recipe, image=image, settings=settings, extra=extra),)
+    return (_container(recipe, image=image, settings=settings, extra=extra, shipped=shipped),)
 
 
 def _container(
-    recipe: Recipe, *, image: str, settings: Mapping[str, str], extra: Sequence[str]
+    recipe: Recipe,
+    *,
+    image: str,
+    settings: Mapping[str, str],
+    extra: Sequence[str],
+    shipped: bool,
 ) -> Container:
     block = recipe.sm12x
     rendered = live(recipe, settings=settings, extra=extra)
@@ -111,7 +123,7 @@ def _container(
     env: Mapping[str, str]
     if ours:
         key = recipe.key
-        if recipe.path.resolve().parent != layout.recipes().resolve():
+        if not shipped and recipe.path.resolve().parent != layout.recipes().resolve():
             key = f"/recipes/{recipe.path.name}"
             volumes.append(f"{recipe.path.resolve()}:{key}:ro")
         words = (key, *(f"{name}={value}" for name, value in settings.items()))

@@ -13,7 +13,13 @@ from sm12x.recipes.model import Recipe
 
 # A setting may come from the environment as SM12X_<KEY>; these are ours for other purposes.
 ENV_PREFIX = "SM12X_"
-RESERVED = ("SM12X_ROOT", "SM12X_CACHE", "SM12X_IMAGE_ROOT", "SM12X_HEALTH_URL")
+RESERVED = (
+    "SM12X_ROOT",
+    "SM12X_CACHE",
+    "SM12X_IMAGE_ROOT",
+    "SM12X_IMAGE_CACHE",
+    "SM12X_HEALTH_URL",
+)
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 # What only a shell can do. A command with none of it is run directly, so that it gets signals.
 _SHELL = re.compile(r"[;&|<>()$`*?~]|\n\s*\S")

@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from sm12x.build.ledger import Ledger
-from sm12x.recipes.model import Recipe
+from sm12x.deploy import docker
+from sm12x.deploy.container import containers
+from sm12x.recipes.model import Memory, MemoryTerm, Recipe
 
 _KINDS = {
     "native": "native",
@@ -94,6 +96,7 @@ def recipe_text(recipe: Recipe, image: str) -> str:
         lines += [
             f"  needs    {block.gpus} x {' or '.join(block.hardware)}{machines}",
             f"  sleep    {block.sleep}{reason}",
+            *_memory(block.memory),
             f"  status   {status.state}: {said}",
         ]
         if status.blocked:
@@ -107,13 +110,26 @@ def recipe_text(recipe: Recipe, image: str) -> str:
 
 
 def command(recipe: Recipe, image: str) -> list[str]:
-    """The `docker run` of a recipe, one option group a line."""
-    port = recipe.defaults.get("port", 8000)
-    loopback = str(recipe.defaults.get("host", "")) in ("127.0.0.1", "localhost")
-    # A port that is bound to the container's loopback cannot be published.
-    network = "--network host" if loopback else f"-p {port}:{port}"
+    """The `docker run` of a recipe, one option group a line; one command a machine."""
+    first = {"master_addr": "FIRST"} if "master_addr" in recipe.defaults else {}
+    parts = containers(recipe, image=image, settings=first, extra=(), shipped=True)
+    return [line for part in parts for line in docker.command(part).splitlines()]
+
+
+def _memory(memory: Memory) -> list[str]:
+    """One line a term that is known."""
+    terms = (
+        ("weights", memory.weights),
+        ("KV cache", memory.kv),
+        ("outside vLLM's budget", memory.outside),
+        ("left while it sleeps", memory.sleep_residue),
+    )
     return [
-        # TP workers share tensors through /dev/shm, where docker gives 64 MiB.
-        f"docker run --rm --gpus all --ipc host {network} \\",
-        f"  -v sm12x-cache:/cache {image} {recipe.key}",
+        f"  memory   {name}: {_gib(term)} GiB a GPU, {term.basis}: {term.source}"
+        for name, term in terms
+        if term
     ]
+
+
+def _gib(term: MemoryTerm) -> str:
+    return f"{term.gib:g}" if term.low == term.gib else f"{term.low:g} to {term.gib:g}"

@@ -38,7 +38,7 @@ class Places:
             root=Path(environ.get("SM12X_IMAGE_ROOT", "/opt/sm12x")),
             site=Path(sysconfig.get_path("purelib")),
             cuda_home=Path(environ.get("CUDA_HOME", "/opt/cuda")),
-            cache=Path("/cache"),
+            cache=Path(environ.get("SM12X_IMAGE_CACHE", "/cache")),
         )
 
     @property
