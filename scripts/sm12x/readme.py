@@ -10,7 +10,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from sm12x import layout, plan
 from sm12x.core.errors import EXIT_CODES, BadFileError
+from sm12x.plan import render
+from sm12x.recipes import load
 from sm12x.stack import base as bases
 from sm12x.stack import series
 
@@ -48,9 +51,23 @@ def exit_codes_table() -> str:
     )
 
 
+def plans_table() -> str:
+    """One row a recipe that names its hardware: its memory plan. GiB on one GPU, and of a machine.
+
+    A recipe that sleeps is planned beside one sleeping peer like itself.
+    """
+    plans = plan.overview(load.load_all(layout.recipes()).values())
+    rows = [
+        (f"`{name}`", *rest)
+        for name, *rest in (render.summary(one, key) for key, one in plans.items())
+    ]
+    return markdown(render.HEADER, rows)
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "patches": patches_table,
     "exit-codes": exit_codes_table,
+    "plans": plans_table,
 }
 
 

@@ -27,14 +27,15 @@ def nvml(
             raise NVMLError("Driver Not Loaded")
         calls.append("init")
 
-    def memory(gpu: tuple[str, tuple[int, int], float | None]) -> SimpleNamespace:
+    def memory(gpu: tuple[str, tuple[int, int], float | None], version: int) -> SimpleNamespace:
         if gpu[2] is None:
             raise NVMLError("Not Supported")
-        return SimpleNamespace(total=int(gpu[2] * GIB))
+        return SimpleNamespace(total=int((gpu[2] + 0.5) * GIB), reserved=GIB // 2)
 
     vars(module).update(
         NVMLError=NVMLError,
         nvmlInit=init,
+        nvmlMemory_v2=2,
         nvmlShutdown=lambda: calls.append("shutdown"),
         nvmlDeviceGetCount=lambda: len(gpus),
         nvmlDeviceGetHandleByIndex=lambda index: gpus[index],

@@ -174,7 +174,8 @@ def test_a_checkpoint_can_be_planned_without_a_recipe(tmp_path: Path) -> None:
         ([FLASH, "--utilization", "85"], UsageError, "'85' is not"),
         ([FLASH, "--utilization", "x"], UsageError, "'x' is not"),
         ([FLASH, "--gpus", "2"], FindingsError, "needs 4 GPUs, there are 2"),
-        ([FLASH, "--ram", "128"], FindingsError, "host copies need"),
+        ([FLASH, "--ram", "128"], FindingsError, "cut host copies: 136.0-"),
+        ([FLASH, "--gpus", "2"], FindingsError, "a machine with as many GPUs"),
     ],
 )
 def test_mistakes_are_one_line(words: list[str], error: type[Sm12xError], said: str) -> None:

@@ -124,10 +124,16 @@ def command(
         found = planning.findings(plan)
         raise FindingsError(
             found[0],
-            next_step=f"the plan says what to cut: {plan.cuts[0]}"
-            if plan.cuts
-            else "measure it (nvidia-smi while it serves, less the budget), or plan with --outside",
+            next_step=_next_step(plan),
         )
+
+
+def _next_step(plan: planning.Plan) -> str:
+    if plan.cuts:
+        return f"cut {plan.cuts[0]}"
+    if plan.too_few:
+        return "plan for a machine with as many GPUs, or a recipe for fewer"
+    return "measure it (nvidia-smi while it serves, less the budget), or plan with --outside GIB"
 
 
 def _hardware(kind: str | None, here: bool, gpus: int | None, ram: float | None) -> Hardware | None:

@@ -76,13 +76,19 @@ def make(hardware: Hardware, servers: Sequence[Server], *, peer: bool = True) ->
     for server in servers:
         rest = [one for one in all_of_them if one.name != server.name and one.sleep]
         found += budgets.cuts(hardware, [server], rest)
+    swap = host.need(asleep, hardware)
+    if swap.verdict == DOES_NOT_FIT:
+        found.append(
+            f"host copies: {swap.copies} of {swap.ram:.0f} GiB: let one sleep at level 2, which "
+            "keeps no copy, or stop it"
+        )
     return Plan(
         hardware=hardware,
         servers=tuple(servers),
         peer=assumed,
         rows=rows,
         needed=needed,
-        host=host.need(asleep, hardware),
+        host=swap,
         cuts=tuple(dict.fromkeys(found)),
         warnings=tuple(_warnings(hardware, servers)),
     )

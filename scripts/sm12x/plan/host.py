@@ -154,7 +154,9 @@ def _gpu(nvml: ModuleType, index: int, proc: Path) -> tuple[str, str, float]:
     name = nvml.nvmlDeviceGetName(device)
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(device)
     try:
-        memory = nvml.nvmlDeviceGetMemoryInfo(device).total / GIB
+        # Version 2 tells apart what the driver keeps to itself; CUDA, and so vLLM, do not see that.
+        info = nvml.nvmlDeviceGetMemoryInfo(device, version=nvml.nvmlMemory_v2)
+        memory = (info.total - info.reserved) / GIB
     except nvml.NVMLError:
         # GB10 has no memory of its own to report: it is the machine's.
         memory = _total(proc)
