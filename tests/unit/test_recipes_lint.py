@@ -37,7 +37,7 @@ defaults:
   tensor_parallel: 2
   gpu_memory_utilization: "0.85"
   kv: "auto"
-  speculative_config: '{"method": "mtp"}'
+  tokens: 2
 env:
   VLLM_ALLOW_LONG_MAX_MODEL_LEN: 1
   CACHE: $HOME/cache
@@ -52,6 +52,7 @@ command: |
       --kv-cache-dtype {kv} \\
       --gpu-memory-utilization {gpu_memory_utilization} \\
       --distributed-executor-backend ray \\
+      --speculative-config '{{"method":"mtp","num_speculative_tokens":{tokens}}}' \\
       --compilation-config '{{"cudagraph_mode":"FULL_AND_PIECEWISE"}}' \\
 """
 

@@ -129,6 +129,8 @@ def lint_(names: tuple[str, ...], as_json: bool, strict: bool) -> None:
     if asked:
         with spinner("vLLM's argument parser, about 20 s"):
             found += _parser(recipes)
+    order = {path: number for number, path in enumerate(paths)}
+    found.sort(key=lambda finding: (order[finding.path], finding.line))
     said = "asked" if asked else "not asked: vLLM is not installed here"
     how = f"docker run --rm {_tag() or BUNDLE} check" + (
         "" if not names else " (or mount the file and run `sm12x recipe lint FILE` in the image)"

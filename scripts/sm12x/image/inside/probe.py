@@ -94,6 +94,7 @@ def arguments(commands: dict[str, list[str]], env: dict[str, list[str]]) -> dict
     envs = load("vllm.envs")
     cli = load("vllm.entrypoints.openai.cli_args")
     reasoning = load("vllm.reasoning").ReasoningParserManager
+    tools = load("vllm.tool_parsers").ToolParserManager
     base: Any = load("vllm.utils.argparse_utils").FlexibleArgumentParser
 
     class Parser(base):  # type: ignore[misc]
@@ -113,9 +114,15 @@ def arguments(commands: dict[str, list[str]], env: dict[str, list[str]]) -> dict
             wanted, known = parsed.reasoning_parser, reasoning.list_registered()
             if wanted and not parsed.reasoning_parser_plugin and wanted not in known:
                 problems.append(f"--reasoning-parser {wanted} is unknown{_near(wanted, known)}")
+            wanted, known = parsed.tool_call_parser, tools.list_registered()
+            if wanted and not parsed.tool_parser_plugin and wanted not in known:
+                problems.append(f"--tool-call-parser {wanted} is unknown{_near(wanted, known)}")
         except Exception as error:
             # The parser of a release raises whatever its option types raise.
-            problems.append(" ".join(str(error).split()))
+            text = " ".join(str(error).split())
+            unknown = re.findall(r"--[\w.-]+", text.partition("unrecognized arguments:")[2])
+            hints = [_near(word, parser._option_string_actions) for word in unknown]
+            problems.append(text + "".join(dict.fromkeys(hints)))
         except SystemExit as stop:
             problems.append(f"the parser stopped with {stop.code}")
         variables = [name for name in env.get(key, []) if name.startswith("VLLM_")]
