@@ -95,7 +95,7 @@ def find(wanted: str | None, *, say: Callable[[str], None]) -> Engine:
     if not usable and wanted in (None, "buildah") and _can_install():
         say("no container engine can build here: installing buildah with apt-get")
         try:
-            _install("buildah")
+            _install("buildah", optional=("netavark",))
         except ToolFailedError as error:
             raise NoEngineError(
                 "no container engine is installed, and apt-get could not install buildah: "
@@ -113,10 +113,22 @@ def _can_install() -> bool:
     return os.geteuid() == 0 and process.which("apt-get") is not None
 
 
-def _install(*packages: str) -> None:
+def _install(*packages: str, optional: Sequence[str] = ()) -> None:
+    """Install ``packages``, and those of ``optional`` that the distribution has.
+
+    buildah of Debian 13 makes no container without netavark, which it does not depend on; older
+    releases have buildahs that do without, and not all have netavark.
+    """
     env = {"DEBIAN_FRONTEND": "noninteractive"}
     process.run(["apt-get", "update", "-qq"], env=env)
-    process.run(["apt-get", "install", "-y", "-qq", "--no-install-recommends", *packages], env=env)
+    there = [name for name in optional if _is_known_to_apt(name)]
+    words = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *packages, *there]
+    process.run(words, env=env)
+
+
+def _is_known_to_apt(package: str) -> bool:
+    shown = process.run(["apt-cache", "show", "--no-all-versions", package], check=False)
+    return shown.returncode == 0 and bool(shown.stdout.strip())
 
 
 def install(packages: Sequence[str], *, say: Callable[[str], None]) -> None:
