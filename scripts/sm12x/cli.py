@@ -26,6 +26,7 @@ VERBS = {
     "doctor": "Look at this host: driver, GPUs, engine, memory, caches, network.",
     "plan": "Say whether recipes fit in GPU and host memory, and what to cut.",
     "recipe": "List, show, lint, pin, import and render recipes.",
+    "overlay": "Patch the Python files of an image others made, to mount over its own.",
     "docs": "Write the generated tables of the README, or check them.",
 }
 

@@ -231,15 +231,23 @@ class Repository:
     # Patches
 
     def apply_cached(
-        self, patch: bytes, *, check_only: bool = False, reverse: bool = False
+        self,
+        patch: bytes,
+        *,
+        check_only: bool = False,
+        reverse: bool = False,
+        include: Sequence[str] = (),
     ) -> Outcome:
         """Apply a patch to the index, or with ``check_only`` only see whether it would.
+
+        ``include`` names the files to apply it to; without it, all that it is for.
 
         git has no fuzz but does move hunks; what it moved is in ``offsets``.
         """
         words = ["apply", "--cached", "--verbose", "--whitespace=nowarn"]
         words += ["--check"] if check_only else []
         words += ["--reverse"] if reverse else []
+        words += [f"--include={path}" for path in include]
         done = self.run(*words, "-", stdin=patch, check=False)
         return parse_apply(done.stderr, done.returncode)
 

@@ -1,0 +1,65 @@
+"""`sm12x overlay`: the stack's Python patches for an image that others made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from sm12x.core import progress
+from sm12x.deploy import overlay
+from sm12x.image import engines
+from sm12x.stack import base as bases
+from sm12x.stack import series
+
+
+@click.command()
+@click.argument("image")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("sm12x-overlay"),
+    show_default=True,
+    help="Folder for the patched files; one that this wrote before is written anew.",
+)
+@click.option(
+    "--base", "version", metavar="VERSION", help="Default: the release that the image has."
+)
+@click.option("--engine", type=click.Choice(engines.NAMES), help="The engine that has the image.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
+def command(image: str, out: Path, version: str | None, engine: str | None, as_json: bool) -> None:
+    """Patch the Python files of IMAGE, and print the lines that mount them over its own.
+
+    The files come out of the image itself, and the patches apply to them strictly. What the stack
+    mends in native code stays as it is in IMAGE: only `sm12x bundle` changes that.
+
+    Example: sm12x overlay vllm/vllm-openai:v0.21.0 --out /srv/overlay
+    """
+
+    def say(text: str) -> None:
+        click.echo(text, err=True)
+
+    runner = engines.find(engine, say=say)
+    with progress.spinner(f"looking into {image}"):
+        release = version or overlay.look(runner, image).release
+        stack = series.load(bases.load(release))
+        installed = overlay.look(runner, image, overlay.python_files(stack))
+    made = overlay.patch(stack, installed.files, source=image)
+    if not made.files:
+        click.echo(f"{image} has every Python patch of stack {stack.id} in it: nothing to mount")
+        return
+    for name, paths in made.halves.items():
+        say(f"{name}: its Python part alone; {', '.join(paths)} is native code of the image")
+    written = overlay.write(made, installed, stack, image, out)
+    if as_json:
+        click.echo(json.dumps(json.loads(written.read_text(encoding="utf-8")), indent=1))
+        return
+    docker, nomad = overlay.volume_lines(made, installed, out)
+    click.echo(
+        f"{len(made.files)} files of vLLM {installed.version} patched with stack {stack.id} "
+        f"under {out}\n\ndocker run, before the image's name:\n{docker}\n"
+        f"Nomad, for a specification rendered with --to nomad-overlay, or in a task's config:\n"
+        f"{nomad}",
+        nl=False,
+    )
