@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -154,7 +155,7 @@ def test_buildah_is_installed_only_where_nothing_else_is(monkeypatch: pytest.Mon
     installed: list[str] = []
     said: list[str] = []
     monkeypatch.setattr(engines, "_can_install", lambda: True)
-    monkeypatch.setattr(engines, "_install", lambda *names: installed.extend(names))
+    monkeypatch.setattr(engines, "_install", lambda *names, optional: installed.extend(names))
     monkeypatch.setattr(engines, "probe_all", lambda: [READY_BUILDAH] if installed else [])
     assert engines.find(None, say=said.append) is READY_BUILDAH.engine
     assert installed == ["buildah"]
@@ -166,7 +167,7 @@ def test_buildah_is_installed_only_where_nothing_else_is(monkeypatch: pytest.Mon
     assert installed == ["buildah"]
 
 
-def test_the_command_lines() -> None:
+def test_the_command_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     common = [
         *("--file", "D", "--target", "out", "--build-arg", "A=1", "--build-arg", "B=2"),
         *("--secret", "id=ca,src=/s/ca", "--tag", "t:1"),
@@ -176,8 +177,12 @@ def test_the_command_lines() -> None:
     assert docker.build_words(REQUEST) == ["build", "--progress", "plain", *common, "ctx"]
     assert docker.environment()["DOCKER_BUILDKIT"] == "1"
     found = Buildah(BUILDAH, "1.28.2", chroot=True)
-    assert found.build_words(REQUEST) == ["build", "--layers", "--format", "docker", *common, "ctx"]
+    monkeypatch.setattr(resource, "getrlimit", lambda limit: (1024, 20000))
+    limits = ["--ulimit", "nofile=1024:20000", "--ulimit", "nproc=1024:20000"]
+    words = ["build", "--layers", "--format", "docker", *common]
+    assert found.build_words(REQUEST) == [*words, *limits, "ctx"]
     assert found.environment() == {"BUILDAH_ISOLATION": "chroot"}
+    assert Buildah(BUILDAH, "1.28.2", chroot=False).build_words(REQUEST) == [*words, "ctx"]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ class Buildah(Engine):
     def build_words(self, request: BuildRequest) -> list[str]:
         # --format docker: an OCI image has no HEALTHCHECK.
         words = ["build", "--layers", "--format", "docker", *common_words(request)]
+        if self.chroot:
+            words += own_limits()
         return [*words, str(request.context)]
 
     def inspect_words(self, template: str) -> list[str]:
@@ -104,6 +107,19 @@ class Buildah(Engine):
             f"buildah run{isolation} $(buildah from {image}) -- "
             f"/opt/venv/bin/python -m sm12x.image.inside {words}"
         ).rstrip()
+
+
+def own_limits() -> list[str]:
+    """Options that keep this process's limits for the steps of a build.
+
+    Without them buildah 1.39 raises both to 2^20, which a root without CAP_SYS_RESOURCE, as in
+    a container, may not do: the first step fails.
+    """
+    words: list[str] = []
+    for name, limit in (("nofile", resource.RLIMIT_NOFILE), ("nproc", resource.RLIMIT_NPROC)):
+        soft, hard = resource.getrlimit(limit)
+        words += ["--ulimit", f"{name}={soft}:{hard}"]
+    return words
 
 
 class Podman(Buildah):
