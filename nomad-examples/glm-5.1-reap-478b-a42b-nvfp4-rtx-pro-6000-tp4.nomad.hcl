@@ -21,7 +21,7 @@
 
 variable "image" {
   type        = string
-  description = "The image with its full tag, as `sm12x bundle` printed it."
+  description = "The image with its full tag; `sm12x bundle` prints that of its own."
 }
 
 variable "gpus" {

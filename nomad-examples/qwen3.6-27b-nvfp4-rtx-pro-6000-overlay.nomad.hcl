@@ -1,4 +1,4 @@
-# Rendered by `sm12x recipe render --to nomad --overlay qwen3.6-27b-nvfp4-rtx-pro-6000`:
+# Rendered by `sm12x recipe render --to nomad-overlay qwen3.6-27b-nvfp4-rtx-pro-6000`:
 # edit the recipe, not this file.
 #
 # Qwen3.6-27B-NVFP4, 128K context, 1 x RTX PRO 6000, sleep mode
@@ -11,13 +11,14 @@
 #   host_volume "sm12x-models" { path = "/srv/models" }  of uid 0, like the next
 #   host_volume "sm12x-cache" { path = "/srv/cache" }    emptied when the image changes
 #   max_kill_timeout = "3m"                              or kill_timeout is cut to 30 s
-# and, for files of the client, plugin "docker" { config { volumes { enabled = true } } }.
+# and, to mount files of the client into containers,
+#   plugin "docker" { config { volumes { enabled = true } } }
 # Secrets are Nomad variables:
 #   nomad var put nomad/jobs/qwen3-6-27b-nvfp4-rtx-pro-6000 hf_token=... api_key=...
 
 variable "image" {
   type        = string
-  description = "The image with its full tag, as `sm12x bundle` printed it."
+  description = "The image with its full tag; `sm12x bundle` prints that of its own."
 }
 
 variable "overlay" {

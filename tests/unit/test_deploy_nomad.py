@@ -130,3 +130,11 @@ def test_host_memory_holds_the_weights_that_sleep(tmp_path: Path) -> None:
     assert parts.host_mib(one) == 85 * 1024
     awake = recipe(tmp_path, RECIPE.replace("{level: 1}", "{level: never, reason: why}"))
     assert parts.host_mib(awake) == 24 * 1024
+
+
+def test_an_image_that_is_given_is_the_default(tmp_path: Path) -> None:
+    for text in (
+        nomad.render(recipe(tmp_path), image="mine:1"),
+        nomad.render_overlay(recipe(tmp_path), image="mine:1"),
+    ):
+        assert 'default     = "mine:1"' in text

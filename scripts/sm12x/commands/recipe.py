@@ -244,8 +244,7 @@ def _llamaswap(recipe: Recipe, image: str, settings: dict[str, str], extra: Sequ
 
 
 def _nomad(recipe: Recipe, image: str, settings: dict[str, str], extra: Sequence[str]) -> str:
-    # The image is a variable of the job.
-    return nomad.render(recipe, peers=_peers(recipe), settings=settings, extra=extra)
+    return nomad.render(recipe, image=image, settings=settings, extra=extra, peers=_peers(recipe))
 
 
 TARGETS: dict[str, Render] = {
@@ -256,6 +255,9 @@ TARGETS: dict[str, Render] = {
         recipe, image=image, settings=settings, extra=extra
     ),
     "nomad": _nomad,
+    "nomad-overlay": lambda recipe, image, settings, extra: nomad.render_overlay(
+        recipe, image=image, settings=settings, extra=extra
+    ),
     "shell": lambda recipe, image, settings, extra: shell.render(
         recipe, image=image, settings=settings, extra=extra
     ),

@@ -12,13 +12,12 @@ task fewer GPUs than it asks for, or none, when one of them is taken.
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 
 from sm12x import layout
 from sm12x.core.errors import UsageError
-from sm12x.deploy import hcl
+from sm12x.deploy import hcl, nomadheader
 from sm12x.deploy import nomadparts as parts
 from sm12x.deploy.hcl import Writer
 from sm12x.deploy.nomadparts import Port, Variable
@@ -57,6 +56,7 @@ def render(
     recipe: Recipe,
     *,
     peers: Sequence[Recipe] = (),
+    image: str = "",
     settings: Mapping[str, str] | None = None,
     extra: Sequence[str] = (),
 ) -> str:
@@ -64,6 +64,7 @@ def render(
 
     Args:
         peers: the recipes that ``recipe.sm12x.pair`` names.
+        image: the default of the variable; "" makes whoever runs the job name one.
         settings: overrides, as `key=value` after the recipe's name.
         extra: vLLM's own arguments.
 
@@ -74,8 +75,8 @@ def render(
     _require_fit(recipe)
     machines = recipe.sm12x.machines if recipe.sm12x else 1
     out = Writer()
-    _header(out, recipe, given, extra, cluster=machines > 1)
-    found = parts.variables(recipe, given, memory=parts.host_mib(recipe, peers))
+    nomadheader.write(out, recipe, given, extra, cluster=machines > 1)
+    found = parts.variables(recipe, given, image=image, memory=parts.host_mib(recipe, peers))
     if machines > 1:
         found.append(
             Variable(
@@ -204,7 +205,11 @@ def _rank(out: Writer, recipe: Recipe, settings: Mapping[str, str], rank: int) -
 
 
 def render_overlay(
-    recipe: Recipe, *, settings: Mapping[str, str] | None = None, extra: Sequence[str] = ()
+    recipe: Recipe,
+    *,
+    image: str = "",
+    settings: Mapping[str, str] | None = None,
+    extra: Sequence[str] = (),
 ) -> str:
     """The specification for an image that others made, with patched Python files over its own.
 
@@ -219,11 +224,11 @@ def render_overlay(
     if made.argv[:2] != ("vllm", "serve") or (recipe.sm12x and recipe.sm12x.machines > 1):
         raise UsageError(
             f"{recipe.key} is not one `vllm serve` on one machine, as an overlay needs",
-            next_step="take the bundle's image for it: leave out --overlay",
+            next_step="take the bundle's image for it: --to nomad",
         )
     out = Writer()
-    _header(out, recipe, given, extra, overlay=True)
-    found = parts.variables(recipe, given, memory=parts.host_mib(recipe))
+    nomadheader.write(out, recipe, given, extra, overlay=True)
+    found = parts.variables(recipe, given, image=image, memory=parts.host_mib(recipe))
     overlay = Variable(
         name="overlay",
         type="map(string)",
@@ -368,54 +373,3 @@ def _addresses(out: Writer, ports: Sequence[Port]) -> None:
 def _token(out: Writer) -> None:
     out.comment("Written below; the Hugging Face client takes an empty file as no token.")
     out.attr("HF_TOKEN_PATH", hcl.runtime("${NOMAD_SECRETS_DIR}/hf_token"))
-
-
-def _header(
-    out: Writer,
-    recipe: Recipe,
-    settings: Mapping[str, str],
-    extra: Sequence[str],
-    *,
-    cluster: bool = False,
-    overlay: bool = False,
-) -> None:
-    words = [recipe.key, *(f"{key}={value}" for key, value in settings.items())]
-    words += ["--", *extra] if extra else []
-    variant = "--to nomad --overlay" if overlay else "--to nomad"
-    out.comment(
-        f"Rendered by `sm12x recipe render {variant} {shlex.join(words)}`:",
-        "edit the recipe, not this file.",
-        "",
-        recipe.description or recipe.name,
-    )
-    status = recipe.sm12x.status if recipe.sm12x else None
-    if status:
-        blocked = f"; it cannot serve yet: {status.blocked}" if status.blocked else ""
-        out.comment(f"Status: {status.state}{blocked}.")
-    uid = 0 if overlay else parts.UID
-    more = " -var overlay=MAP" if overlay else ""
-    out.comment("", f"  nomad job run -var image=IMAGE{more} FILE")
-    if not overlay:
-        out.comment("  nomad job run -var image=IMAGE -var gpus=0 -var args=check FILE")
-        out.comment("", "The second needs no GPU: the image proves itself, and the job ends.")
-    out.comment(
-        "",
-        "The client block of the agent has, with NVIDIA's device plugin:",
-        '  host_network "private" { cidr = "10.0.0.0/8" }       what servers may bind to',
-        f'  host_volume "sm12x-models" {{ path = "/srv/models" }}  of uid {uid}, like the next',
-        '  host_volume "sm12x-cache" { path = "/srv/cache" }    emptied when the image changes',
-        '  max_kill_timeout = "3m"                              or kill_timeout is cut to 30 s',
-    )
-    if cluster:
-        out.comment(
-            '  host_network "fabric" { cidr = "192.168.100.0/24" }  the link between the machines',
-            '  meta { fabric_interface = "..." fabric_hca = "..." }  its names on this machine',
-        )
-    if overlay:
-        out.comment('and, for files of the client, plugin "docker" { config { volumes { enabled = '
-                    "true } } }.")  # fmt: skip
-    out.comment(
-        "Secrets are Nomad variables:",
-        f"  nomad var put nomad/jobs/{parts.job_name(recipe.key)} hf_token=... api_key=...",
-    )
-    out.blank()

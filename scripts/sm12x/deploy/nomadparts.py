@@ -86,7 +86,9 @@ def host_mib(recipe: Recipe, peers: Sequence[Recipe] = ()) -> int:
     return math.ceil(gib) * 1024
 
 
-def variables(recipe: Recipe, settings: Mapping[str, str], *, memory: int) -> list[Variable]:
+def variables(
+    recipe: Recipe, settings: Mapping[str, str], *, image: str, memory: int
+) -> list[Variable]:
     """The variables that every specification has. ``memory`` is in MiB."""
 
     def text(name: str, description: str, default: str) -> Variable:
@@ -103,7 +105,8 @@ def variables(recipe: Recipe, settings: Mapping[str, str], *, memory: int) -> li
         Variable(
             name="image",
             type="string",
-            description="The image with its full tag, as `sm12x bundle` printed it.",
+            description="The image with its full tag; `sm12x bundle` prints that of its own.",
+            default=hcl.quoted(image) if image else None,
         ),
         number(
             "gpus",
