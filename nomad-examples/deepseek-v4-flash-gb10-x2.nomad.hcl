@@ -207,12 +207,7 @@ job "deepseek-v4-flash-gb10-x2" {
         }
         # RoCE, which pins what it sends.
         devices = var.gpus > 0 ? [{ host_path = "/dev/infiniband", container_path = "/dev/infiniband" }] : []
-        dynamic "ulimit" {
-          for_each = var.gpus > 0 ? ["-1"] : []
-          content {
-            memlock = ulimit.value
-          }
-        }
+        ulimit  = var.gpus > 0 ? [{ memlock = "-1" }] : []
       }
 
       env {
@@ -378,12 +373,7 @@ job "deepseek-v4-flash-gb10-x2" {
         }
         # RoCE, which pins what it sends.
         devices = var.gpus > 0 ? [{ host_path = "/dev/infiniband", container_path = "/dev/infiniband" }] : []
-        dynamic "ulimit" {
-          for_each = var.gpus > 0 ? ["-1"] : []
-          content {
-            memlock = ulimit.value
-          }
-        }
+        ulimit  = var.gpus > 0 ? [{ memlock = "-1" }] : []
       }
 
       env {

@@ -61,6 +61,19 @@ class Agent:
                 pytest.fail(f"{what}: not within {seconds:g} s; the agent's last lines:\n{tail}")
             time.sleep(1)
 
+    def clear(self) -> None:
+        """Stop every job, and wait for their containers to end."""
+        jobs = self.call("operator", "api", "/v1/jobs", check=False)
+        for job in json.loads(jobs.stdout) if jobs.returncode == 0 else []:
+            self.call("job", "stop", "-purge", job["ID"], check=False)
+
+        def ended() -> bool:
+            found = self.call("operator", "api", "/v1/allocations", check=False)
+            running = json.loads(found.stdout) if found.returncode == 0 else []
+            return not any(one["ClientStatus"] in ("pending", "running") for one in running)
+
+        self.wait("the end of every container", 150, ended)
+
 
 def lacking(why: str) -> None:
     """Skip, and say why in pytest's summary; in CI, where nothing may be skipped, fail."""
@@ -164,18 +177,21 @@ def agent(tools: Tools, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ag
     try:
         made.wait("an agent with docker", 60, ready)
         yield made
-        # Containers, and the mounts of secrets, are the agent's to take away.
-        for job in json.loads(made.call("operator", "api", "/v1/jobs").stdout):
-            made.call("job", "stop", "-purge", job["ID"], check=False)
-        made.call("system", "gc", check=False)
-        time.sleep(2)
     finally:
+        made.clear()
+        # The mounts of secrets go with the allocations.
+        made.call("system", "gc", check=False)
+        time.sleep(1)
         running.stop()
+        for line in Path("/proc/mounts").read_text().splitlines():
+            if line.split()[1].startswith(f"{folder}/"):
+                process.run(["umount", "--lazy", line.split()[1]], check=False)
 
 
 def _config(folder: Path, tools: Tools, ports: dict[str, int]) -> str:
     return f"""
 disable_update_check = true
+data_dir             = "{folder}/data"
 plugin_dir           = "{tools.plugins}"
 ports {{
   http = {ports["http"]}
@@ -187,6 +203,10 @@ client {{
   host_network "fabric" {{ cidr = "127.0.0.1/32" }}
   host_volume "sm12x-models" {{ path = "{folder}/models" }}
   host_volume "sm12x-cache" {{ path = "{folder}/cache" }}
+  meta {{
+    fabric_interface = "lo"
+    fabric_hca       = "none"
+  }}
   max_kill_timeout = "3m"
   # It would ask the network which cloud this is.
   options {{ "fingerprint.denylist" = "env_aws,env_azure,env_gce,env_digitalocean" }}

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import platform
 from pathlib import Path
 
 import pytest
 from tests.nomad.conftest import EXAMPLES, GPUS, Agent, Tools
 
+from sm12x import layout
 from sm12x.core import process
+from sm12x.deploy import nomad
 from sm12x.deploy.nomadparts import job_name
+from sm12x.recipes import load
 
 SPECS = sorted(EXAMPLES.glob("*.nomad.hcl"))
 ONE = "deepseek-v4-flash-rtx-pro-6000-tp4"
@@ -34,8 +38,7 @@ def _nothing_left(request: pytest.FixtureRequest) -> None:
     """Each test starts with every GPU free."""
     if "agent" in request.fixturenames:
         agent: Agent = request.getfixturevalue("agent")
-        for name in (ONE, PAIR, "smoke"):
-            agent.call("job", "stop", "-purge", name, check=False)
+        agent.clear()
 
 
 def test_the_examples_are_as_the_formatter_leaves_them(tools: Tools) -> None:
@@ -70,9 +73,9 @@ def test_the_image_proves_itself_without_a_gpu(agent: Agent, image: str) -> None
 def test_a_server_gets_its_gpus_its_address_and_its_secrets(agent: Agent, image: str) -> None:
     job = job_name(ONE)
     agent.call("var", "put", "-force", f"nomad/jobs/{job}", "hf_token=hf_one", "api_key=key one")
-    # A server that answers /health, and nothing more.
+    # A server that answers /health, and nothing more. As process 1, Python would ignore SIGTERM.
     (agent.cache / "health").write_text("")
-    serve = "python -m http.server 18000 --bind 127.0.0.1 --directory /cache"
+    serve = "timeout 600 python -m http.server 18000 --bind 127.0.0.1 --directory /cache"
     words = (*needed(spec(ONE), image), *SMALL, "-var", "port=18000", "-var", f"args={serve}")
     agent.call("job", "run", *words, spec(ONE), timeout=180)
     (allocation,) = agent.allocations(job)
@@ -165,3 +168,59 @@ def test_the_two_states_of_a_job_have_two_names(tools: Tools) -> None:
         )
         job = json.loads(made.stdout)["Job"]
         assert (job["ID"], job["Type"]) == (name, kind)
+
+
+# What two GB10 have and this machine has not.
+ELSEWHERE = {
+    '"arm64"': '"amd64"' if platform.machine() == "x86_64" else '"arm64"',
+    'value    = "true"': 'value    = "false"',
+    "/dev/infiniband": "/dev/null",
+    'memlock = "-1"': 'memlock = "65536:65536"',
+}
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_the_second_machine_learns_where_the_first_is(
+    agent: Agent, image: str, tmp_path: Path, gpus: int
+) -> None:
+    path = tmp_path / "cluster.nomad.hcl"
+    text = spec(CLUSTER).read_text(encoding="utf-8")
+    for there, here in ELSEWHERE.items() if gpus else ():
+        assert there in text
+        text = text.replace(there, here)
+    path.write_text(text, encoding="utf-8")
+    words = (*needed(path, image), *SMALL, "-var", f"gpus={gpus}", "-var", "port=18001")
+    agent.call("job", "run", "-detach", *words, "-var", "args=timeout 100 sleep 100", path)
+    job = CLUSTER if gpus else f"{CLUSTER}-check"
+
+    def environment(group: str) -> str:
+        found = [one["ID"] for one in agent.allocations(job) if one["TaskGroup"] == group]
+        if not found:
+            return ""
+        return agent.call("alloc", "exec", "-t=false", found[0], "env", check=False).stdout
+
+    agent.wait(
+        "the first machine's address on the second",
+        60,
+        lambda: "SM12X_MASTER_ADDR=127.0.0.1" in environment("rank-1"),
+    )
+    assert "SM12X_HOST=127.0.0.1" in environment("rank-0")
+    assert "SM12X_HOST=" not in environment("rank-1")
+    assert "VLLM_HOST_IP=127.0.0.1" in environment("rank-1")
+    assert "NCCL_SOCKET_IFNAME=lo" in environment("rank-1")
+
+
+def test_a_recipe_of_ones_own_travels_with_the_job(
+    agent: Agent, image: str, tmp_path: Path
+) -> None:
+    text = (layout.recipes() / f"{ONE}.yaml").read_text(encoding="utf-8")
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(text + "# ${braces} {{ of all }} %{kinds}\n\n# end\n", encoding="utf-8")
+    path = tmp_path / "mine.nomad.hcl"
+    path.write_text(nomad.render(load.load(mine)), encoding="utf-8")
+    assert process.run([agent.tools.nomad, "fmt", "-check", path]).stdout == ""
+    words = (*needed(path, image), "-var", "gpus=0", "-var", "args=cat /local/mine.yaml")
+    agent.call("job", "run", *words, path, timeout=180)
+    agent.wait("the job", 60, lambda: status(agent, "mine-check") in ("complete", "failed"))
+    (allocation,) = agent.allocations("mine-check")
+    assert agent.call("alloc", "logs", allocation["ID"]).stdout == mine.read_text()

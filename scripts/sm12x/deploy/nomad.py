@@ -166,10 +166,8 @@ def _rank(out: Writer, recipe: Recipe, settings: Mapping[str, str], rank: int) -
                     'var.gpus > 0 ? [{ host_path = "/dev/infiniband", '
                     'container_path = "/dev/infiniband" }] : []',
                 )
-                with out.block("dynamic", "ulimit"):
-                    out.attr("for_each", 'var.gpus > 0 ? ["-1"] : []')
-                    with out.block("content"):
-                        out.attr("memlock", "ulimit.value")
+                # As a value: in the driver's own block Nomad knows no `dynamic`.
+                out.attr("ulimit", 'var.gpus > 0 ? [{ memlock = "-1" }] : []')
             out.blank()
             with out.block("env"):
                 _addresses(out, ports)
