@@ -2,7 +2,7 @@
 # edit the recipe, not this file.
 #
 # A tiny random model for a first try, any CUDA GPU, nothing to fetch
-# Status: untested.
+# Status: verified.
 #
 #   nomad job run -var image=IMAGE FILE
 #   nomad job run -var image=IMAGE -var gpus=0 -var args=check FILE

@@ -131,6 +131,11 @@ def command(
 
 
 def _servable() -> list[str]:
-    """The recipes that this stack can serve today."""
-    found = recipes.load_all(layout.recipes()).values()
-    return [recipe.key for recipe in found if not (recipe.sm12x and recipe.sm12x.status.blocked)]
+    """The recipes that this stack can serve today, those first that somebody has seen serving."""
+    found = [
+        (recipe.sm12x.status, recipe.key)
+        for recipe in recipes.load_all(layout.recipes()).values()
+        if recipe.sm12x
+    ]
+    ready = [(status.state != "verified", key) for status, key in found if not status.blocked]
+    return [key for _, key in sorted(ready)]
