@@ -6,8 +6,8 @@ strictly: no other file is ever put in their place, and what does not fit is ref
 An overlay is less than a bundle: where a patch has a native part too, the image keeps its own. On
 the stand-in driver 8 of the 70 tests of the allocator and the worker are green untouched, 37 with
 the overlay alone, all with the whole stack; none of the 8 turns red (counted on the first base).
-Frees and sleeps wait for the device, and a failing copy leaves no garbage awake; but an error in the
-C extension still sticks, and a rollback that needs it still fails.
+Frees and sleeps wait for the device, and a failing copy leaves no garbage awake; but an error in
+the C extension still sticks, and a rollback that needs it still fails.
 """
 
 from __future__ import annotations
