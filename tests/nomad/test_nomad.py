@@ -193,22 +193,25 @@ def test_the_second_machine_learns_where_the_first_is(
     agent.call("job", "run", "-detach", *words, "-var", "args=timeout 100 sleep 100", path)
     job = CLUSTER if gpus else f"{CLUSTER}-check"
 
-    def environment(group: str) -> str:
-        found = [one["ID"] for one in agent.allocations(job) if one["TaskGroup"] == group]
-        if not found:
-            return ""
-        return agent.call("alloc", "exec", "-t=false", found[0], "env", check=False).stdout
+    def environment(group: str, wanted: str) -> str:
+        """That of the group's container, once it has ``wanted``; it may be starting again."""
+        seen = [""]
 
-    agent.wait(
-        "the first machine's address on the second",
-        60,
-        lambda: "SM12X_MASTER_ADDR=127.0.0.1" in environment("rank-1"),
-    )
-    # Its address is known before its container runs.
-    agent.wait("the first machine", 60, lambda: "SM12X_HOST=127.0.0.1" in environment("rank-0"))
-    assert "SM12X_HOST=" not in environment("rank-1")
-    assert "VLLM_HOST_IP=127.0.0.1" in environment("rank-1")
-    assert "NCCL_SOCKET_IFNAME=lo" in environment("rank-1")
+        def has() -> bool:
+            found = [one["ID"] for one in agent.allocations(job) if one["TaskGroup"] == group]
+            if found:
+                words = ("alloc", "exec", "-t=false", found[0], "env")
+                seen[0] = agent.call(*words, check=False).stdout
+            return wanted in seen[0]
+
+        agent.wait(f"{wanted} in {group}", 60, has)
+        return seen[0]
+
+    environment("rank-0", "SM12X_HOST=127.0.0.1")
+    second = environment("rank-1", "SM12X_MASTER_ADDR=127.0.0.1")
+    assert "SM12X_HOST=" not in second
+    assert "VLLM_HOST_IP=127.0.0.1" in second
+    assert "NCCL_SOCKET_IFNAME=lo" in second
 
 
 def test_a_recipe_of_ones_own_travels_with_the_job(
