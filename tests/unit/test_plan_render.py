@@ -91,14 +91,6 @@ def test_the_json_carries_verdict_terms_and_sources() -> None:
     assert found["host"]["copies"] == {"low": 136, "high": 136}
 
 
-def test_the_picture_is_a_png(tmp_path: Path) -> None:
-    path = tmp_path / "plan.png"
-    chart.write(plan.make(PRO, [flash("a"), flash("b", outside=None)]), path)
-    chart.write(plan.make(hardware("gb10"), [spark()]), tmp_path / "other.png")
-
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
 def test_without_matplotlib_the_picture_is_one_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
