@@ -28,9 +28,11 @@ test-unit: $(STAMP) ## unit tests: no process, no network, under 30 s
 	@$(BIN)/pytest tests/unit
 
 test-witness: $(STAMP) ## each patch's witness: red on the untouched base, green on the patched one
+	@sh scripts/make-tools.sh $(BIN)/python
 	@$(BIN)/sm12x patch witness --base $(BASE) $(ARGS)
 
 test-integration: $(STAMP) ## tests that run real git, real wheels, real compilers
+	@sh scripts/make-tools.sh $(BIN)/python
 	@$(BIN)/pytest tests/integration
 
 test-image: $(STAMP) ## tests of the image that `make bundle` left
