@@ -109,15 +109,22 @@ class Buildah(Engine):
         ).rstrip()
 
 
+# What buildah itself sets, by release: it lowers them first, and then cannot raise them.
+_LIMITS = (("nofile", resource.RLIMIT_NOFILE, 1 << 20), ("nproc", resource.RLIMIT_NPROC, 1 << 15))
+
+
 def own_limits() -> list[str]:
-    """Options that keep this process's limits for the steps of a build.
+    """Options that give the steps of a build no higher limits than this process has.
 
     Without them buildah 1.39 raises both to 2^20, which a root without CAP_SYS_RESOURCE, as in
-    a container, may not do: the first step fails.
+    a container, may not do: the first step fails. 1.28 lowers nproc to 2^15 before it looks.
     """
     words: list[str] = []
-    for name, limit in (("nofile", resource.RLIMIT_NOFILE), ("nproc", resource.RLIMIT_NPROC)):
-        soft, hard = resource.getrlimit(limit)
+    for name, limit, most in _LIMITS:
+        soft, hard = (
+            most if value == resource.RLIM_INFINITY else min(value, most)
+            for value in resource.getrlimit(limit)
+        )
         words += ["--ulimit", f"{name}={soft}:{hard}"]
     return words
 
