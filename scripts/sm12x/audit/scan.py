@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -131,7 +132,7 @@ def _folder(folder: Path) -> Iterator[Member]:
                 yield Member(
                     path=label,
                     size=status.st_size,
-                    audit=lambda path=path, label=label: _file(path, label),  # type: ignore[misc]
+                    audit=partial(_file, path, label),
                 )
 
 
@@ -164,7 +165,7 @@ def _zip(path: Path) -> Iterator[Member]:
                 yield Member(
                     path=info.filename,
                     size=info.file_size,
-                    audit=lambda info=info: _zipped(path, info),  # type: ignore[misc]
+                    audit=partial(_zipped, path, info),
                 )
 
 

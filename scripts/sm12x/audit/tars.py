@@ -237,4 +237,5 @@ class _Counting:
 
 
 def _counted(handle: IO[bytes], on_progress: OnProgress | None) -> IO[bytes]:
+    # All of IO but `read` goes through __getattr__, which a type checker cannot see.
     return handle if on_progress is None else _Counting(handle, on_progress)  # type: ignore[return-value]

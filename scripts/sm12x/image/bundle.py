@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Protocol
@@ -318,13 +318,11 @@ class _Job:
         ):
             files_of.write(Path(folder))
             follower = Follower(step)
-            request = BuildRequest(
-                **{
-                    **request.__dict__,
-                    "context": Path(folder),
-                    "secrets": secrets,
-                    "host_network": self.host.host_network,
-                }
+            request = replace(
+                request,
+                context=Path(folder),
+                secrets=secrets,
+                host_network=self.host.host_network,
             )
             try:
                 self.engine.build(request, on_line=follower, log=log)

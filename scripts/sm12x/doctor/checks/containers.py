@@ -46,8 +46,9 @@ def gpu_access(facts: Facts, known: Knowledge) -> list[Finding]:
     runtimes = set() if isinstance(containers.runtimes, Unseen) else set(containers.runtimes)
     for engine in containers.engines:
         answer = engine.answer
-        if not isinstance(answer, Unseen) and isinstance(answer.get("Runtimes"), dict):
-            runtimes |= set(answer["Runtimes"])  # type: ignore[call-overload]
+        listed = None if isinstance(answer, Unseen) else answer.get("Runtimes")
+        if isinstance(listed, dict):
+            runtimes |= set(listed)
     specs = [str(spec.path) for spec in containers.specs]
     tools = ", ".join(containers.tools)
     if "nvidia" in runtimes:
