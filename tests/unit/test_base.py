@@ -59,3 +59,35 @@ def test_an_unknown_base_names_the_nearest() -> None:
 def test_a_fault_names_its_key(tmp_path: Path, old: str, new: str, said: str) -> None:
     with pytest.raises(BadFileError, match=said):
         base.parse(_copy(tmp_path, old, new))
+
+
+def test_what_a_stack_leaves_out_is_read_with_its_reason(tmp_path: Path) -> None:
+    text = (
+        '\n[[dropped]]\npatch = "0003-x.patch"\nstate = "upstream"\nsince = "0.22.0"\nwhy = "a"\n'
+        '\n[[dropped]]\npatch = "0004-y.patch"\nstate = "conflict"\nwhy = "b"\n'
+    )
+    path = _copy(tmp_path, "[image]\n", "[image]\n")
+    path.write_text(path.read_text() + text)
+    dropped = base.parse(path).dropped
+    assert [(entry.patch, entry.state, entry.since) for entry in dropped] == [
+        ("0003-x.patch", "upstream", "0.22.0"),
+        ("0004-y.patch", "conflict", ""),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('state = "upstream"', 'state = "gone"', r"state is 'gone', and not one of upstream, con"),
+        ('since = "0.22.0"\n', "", r"dropped\[0\]\.since is missing"),
+        ('why = "a"', 'why = "a"\nwhen = "b"', r"dropped\[0\]\.when is not a known key"),
+    ],
+)
+def test_a_fault_in_what_is_left_out_is_named(
+    tmp_path: Path, old: str, new: str, said: str
+) -> None:
+    text = '[[dropped]]\npatch = "0003-x.patch"\nstate = "upstream"\nsince = "0.22.0"\nwhy = "a"\n'
+    path = _copy(tmp_path, "[image]\n", "[image]\n")
+    path.write_text(f"{path.read_text()}\n{text.replace(old, new)}")
+    with pytest.raises(BadFileError, match=said):
+        base.parse(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import difflib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from sm12x import layout
 from sm12x.core.errors import BadFileError, UnknownBaseError
 
 MACHINES = ("x86_64", "aarch64")
+DROPPED_STATES = ("upstream", "conflict")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,8 @@ class Toolchain:
 class Module:
     """A native module: its cmake target, its path in the wheel, the sources it is made of.
 
-    ``sources`` names the third-party sources that are compiled into it.
+    ``sources`` names the third-party sources that are compiled into it. ``quick`` says that it is
+    cheap enough to be compiled in quick mode when the stack touches it.
     """
 
     target: str
@@ -58,6 +60,7 @@ class Module:
     sources: tuple[str, ...]
     cpu_seconds: float
     peak_gib: float
+    quick: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,13 +68,15 @@ class Source:
     """A third-party source the release's CMake declares; ``override`` is the variable it reads.
 
     ``stand_in`` are the files, empty ones, that configuring asks for where nothing of the source
-    is compiled.
+    is compiled. ``ops`` are globs of the torch ops that are made of it: a module compiled without
+    the source may lack those, and no others.
     """
 
     name: str
     pin: str
     override: str
     stand_in: tuple[str, ...]
+    ops: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +106,20 @@ class Witness:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Dropped:
+    """A patch of another base that this stack does not have.
+
+    ``state`` is "upstream" (the release does it itself, first in the release ``since``) or
+    "conflict" (it is needed, and nobody has written it for this release yet).
+    """
+
+    patch: str
+    state: str
+    since: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Base:
     version: str
     folder: Path
@@ -114,6 +133,7 @@ class Base:
     image: ImageBase
     locks: Mapping[str, LockSpec]
     witness: Witness
+    dropped: tuple[Dropped, ...] = ()
 
     def lock_path(self, machine: str) -> Path:
         """The locked closure of the release on ``machine`` ("x86_64" or "aarch64")."""
@@ -195,6 +215,7 @@ def parse(path: Path) -> Base:
                 sources=entry.texts("sources"),
                 cpu_seconds=entry.number("cpu_seconds"),
                 peak_gib=entry.number("peak_gib"),
+                quick=entry.flag("quick", default=False),
             )
             for entry in top.entries("module")
         ),
@@ -204,6 +225,7 @@ def parse(path: Path) -> Base:
                 pin=entry.text("pin"),
                 override=entry.text("override"),
                 stand_in=entry.texts("stand_in"),
+                ops=entry.optional_texts("ops"),
             )
             for entry in top.entries("source")
         ),
@@ -219,6 +241,7 @@ def parse(path: Path) -> Base:
         witness=Witness(
             packages=witness.texts("packages"), download_mib=witness.integer("download_mib")
         ),
+        dropped=tuple(_dropped(entry) for entry in top.optional_entries("dropped")),
     )
     top.finish()
     if base.version != path.parent.name:
@@ -227,6 +250,17 @@ def parse(path: Path) -> Base:
             next_step="make the two agree",
         )
     return base
+
+
+def _dropped(entry: _Table) -> Dropped:
+    state = entry.choice("state", DROPPED_STATES)
+    return Dropped(
+        patch=entry.text("patch"),
+        state=state,
+        # Only what is upstream has a first release.
+        since=entry.text("since") if state == "upstream" else "",
+        why=entry.text("why"),
+    )
 
 
 class _Table:
@@ -242,11 +276,24 @@ class _Table:
     def text(self, key: str) -> str:
         return str(self._get(key, str))
 
+    def choice(self, key: str, known: Sequence[str]) -> str:
+        value = self.text(key)
+        if value not in known:
+            raise self._fault(key, f"is {value!r}, and not one of {', '.join(known)}")
+        return value
+
     def integer(self, key: str) -> int:
         return int(self._get(key, int))
 
     def number(self, key: str) -> float:
         return float(self._get(key, (int, float)))
+
+    def flag(self, key: str, *, default: bool) -> bool:
+        value = self._raw.get(key, default)
+        self._read.add(key)
+        if not isinstance(value, bool):
+            raise self._fault(key, "is neither true nor false")
+        return value
 
     def date(self, key: str) -> datetime.date:
         value = self._get(key, datetime.date)
@@ -258,6 +305,9 @@ class _Table:
         if not all(isinstance(value, str) for value in values):
             raise self._fault(key, "is not a list of strings")
         return tuple(values)
+
+    def optional_texts(self, key: str) -> tuple[str, ...]:
+        return self.texts(key) if key in self._raw else ()
 
     def table(self, key: str) -> _Table:
         return self._child(self._get(key, dict), key)
@@ -273,6 +323,9 @@ class _Table:
 
     def entries(self, key: str) -> list[_Table]:
         return [self._child(raw, f"{key}[{n}]") for n, raw in enumerate(self._get(key, list))]
+
+    def optional_entries(self, key: str) -> list[_Table]:
+        return self.entries(key) if key in self._raw else []
 
     def finish(self) -> None:
         """Raise if a key was never asked for: a typing mistake must not be ignored."""
