@@ -20,7 +20,7 @@ import pytest
 from tests.unit import test_build_wheel as tiny
 
 from sm12x import layout
-from sm12x.build import arch, cmake, native, source, standin, toolchain, wheel
+from sm12x.build import arch, cmake, native, select, source, standin, toolchain, wheel
 from sm12x.core import index, lockfile
 from sm12x.core.errors import BadFileError, BuildFailedError, HashMismatchError
 from sm12x.stack import base as bases
@@ -154,7 +154,8 @@ def build(toolkit: Path, cuda_home: Path) -> Build:
             python=toolkit / "bin" / "python",
             archs=arch.validate("12.0a;12.1a", default=""),
         )
-        return native.build(DEMO_BASE, tree, out, modules, settings)
+        choice = select.Choice(modules=modules, kept=(), allowed={})
+        return native.build(DEMO_BASE, tree, out, choice, settings)
 
     return compile_in
 

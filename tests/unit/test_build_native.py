@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sm12x.build import cmake, select
-from sm12x.core.errors import BadFileError, BuildFailedError, NoSpaceError
+from sm12x.core.errors import BuildFailedError, NoSpaceError, UsageError
 from sm12x.stack import base as bases
 from sm12x.stack.base import Base, Module
 
@@ -126,19 +126,60 @@ def test_the_hash_of_the_inputs_sees_names_and_contents(tmp_path: Path) -> None:
     assert cmake.inputs_hash(source) != first
 
 
-def test_a_source_that_is_compiled_must_be_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: Base
-) -> None:
+def test_cmake_gets_a_real_source_only_where_it_is_compiled(tmp_path: Path, base: Base) -> None:
     source = base.sources[0]
-    monkeypatch.delenv(source.override, raising=False)
     user = dataclasses.replace(_module("m"), sources=(source.name,))
-    with pytest.raises(
-        BadFileError, match=rf"{source.name} .* compiled into m, .*{source.override}"
-    ):
-        cmake.third_party(source, [user], tmp_path)
-    monkeypatch.setenv(source.override, str(_tree(tmp_path / "checkout")))
-    assert cmake.third_party(source, [user], tmp_path) == tmp_path / "checkout"
-    # Not compiled: what the environment names does not count.
-    stand_in = cmake.third_party(source, [_module("n")], tmp_path / "made")
-    assert stand_in == tmp_path / "made" / source.name
-    assert (stand_in / "README").is_file()
+    real, made = tmp_path / "real", tmp_path / "made"
+    assert cmake.available(base, None) == cmake.available(base, real) == frozenset()
+    _tree(real / source.name)
+    assert cmake.available(base, real) == {source.name}
+    assert cmake.third_party(source, [user], real, made) == real / source.name
+    for modules, folder in (([_module("n")], real), ([user], None)):
+        stand_in = cmake.third_party(source, modules, folder, made)
+        assert stand_in == made / source.name
+        assert (stand_in / "README").is_file()
+
+
+def _choice(base: Base) -> Base:
+    first, second = (source.name for source in base.sources[:2])
+    modules = (
+        dataclasses.replace(_module("light"), quick=True),
+        dataclasses.replace(_module("one"), sources=(first,)),
+        dataclasses.replace(_module("two"), sources=(first, second)),
+    )
+    return dataclasses.replace(base, modules=modules)
+
+
+def test_quick_mode_compiles_what_is_touched_and_cheap(base: Base) -> None:
+    found = select.choose(_choice(base), {"light", "two"}, mode="quick")
+    assert [module.target for module in found.modules] == ["light"]
+    assert [(kept.target, kept.missing) for kept in found.kept] == [("two", ())]
+    assert "quick mode does not compile it" in found.kept[0].reason
+
+
+def test_full_mode_keeps_a_module_that_would_lose_ops(base: Base) -> None:
+    first, second = (source.name for source in base.sources[:2])
+    several = _choice(base)
+    found = select.choose(several, (), mode="full", available={first})
+    assert [module.target for module in found.modules] == ["light", "one"]
+    assert [(kept.target, kept.missing) for kept in found.kept] == [("two", (second,))]
+    assert second in found.kept[0].reason
+    found = select.choose(several, (), mode="full", available={first}, allowed={second})
+    assert [module.target for module in found.modules] == ["light", "one", "two"]
+    assert found.kept == ()
+    assert found.allowed == {"two": (second,)}
+
+
+def test_a_source_allowed_to_be_missing_must_be_one_of_the_base(base: Base) -> None:
+    name = base.sources[0].name
+    with pytest.raises(UsageError, match=rf"no third-party source '{name}x'.*use {name}"):
+        select.choose(base, (), mode="full", allowed={f"{name}x"})
+
+
+@pytest.mark.parametrize("version", bases.versions())
+def test_quick_mode_stays_quick(version: str) -> None:
+    """A patch of the architecture lists touches every module; quick mode must not follow it."""
+    loaded = bases.load(version)
+    touched = [module.target for module in select.touched(loaded, ["CMakeLists.txt"])]
+    found = select.choose(loaded, touched, mode="quick")
+    assert sum(module.cpu_seconds for module in found.modules) < 60

@@ -22,7 +22,6 @@ from sm12x.build import arch
 from sm12x.core import files, process
 from sm12x.core.cudaarch import CudaArch
 from sm12x.core.errors import (
-    BadFileError,
     BuildFailedError,
     NoSpaceError,
     ToolFailedError,
@@ -41,13 +40,17 @@ OnStep = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How to build. ``jobs`` 0 means by cores and memory; ``python`` is one that has torch."""
+    """How to build. ``jobs`` 0 means by cores and memory; ``python`` is one that has torch.
+
+    ``third_party`` has the real third-party sources, each in a folder of its name.
+    """
 
     cuda_home: Path
     work: Path
     python: Path
     archs: tuple[CudaArch, ...]
     jobs: int = 0
+    third_party: Path | None = None
 
 
 def inputs_hash(source: Path) -> str:
@@ -129,7 +132,9 @@ def configure(
     work = settings.work
     folder = work / "build"
     sources = {
-        source.override: str(third_party(source, modules, work / "third_party"))
+        source.override: str(
+            third_party(source, modules, settings.third_party, work / "third_party")
+        )
         for source in base.sources
     }
     variables = {
@@ -211,30 +216,35 @@ def purelib(python: Path) -> Path:
     return Path(process.run([python, "-c", code]).stdout.strip())
 
 
-def third_party(source: Source, modules: Iterable[Module], folder: Path) -> Path:
-    """The folder CMake is given for ``source``: the real one where it is compiled, else a stand-in.
+def available(base: Base, folder: Path | None) -> frozenset[str]:
+    """The third-party sources of ``base`` that are in ``folder``."""
+    if folder is None:
+        return frozenset()
+    found = (source.name for source in base.sources if _has_files(folder / source.name))
+    return frozenset(found)
 
-    What the environment names is not looked at unless it is compiled: the same command gives the
-    same build.
+
+def third_party(source: Source, modules: Iterable[Module], real: Path | None, made: Path) -> Path:
+    """The folder CMake is given for ``source``: the one in ``real`` where it is compiled.
+
+    Where it is not compiled, or is not there, a stand-in in ``made``.
     """
-    users = [module.target for module in modules if source.name in module.sources]
-    if users:
-        given = os.environ.get(source.override, "")
-        if not given or not Path(given).is_dir() or not any(Path(given).iterdir()):
-            what = f"{given} is not a folder with files" if given else "its folder is not named"
-            raise BadFileError(
-                f"{source.name} {source.pin} is compiled into {', '.join(users)}, and {what}",
-                next_step=f"set {source.override} to a checkout of {source.name} {source.pin}",
-            )
-        return Path(given).resolve()
-    made = folder / source.name
+    if real and any(source.name in module.sources for module in modules):
+        given = real / source.name
+        if _has_files(given):
+            return given.resolve()
+    folder = made / source.name
     for name in ("README", *source.stand_in):
-        path = made / name
+        path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.is_file():
             text = "Stands in for the real source, of which nothing is compiled in this build.\n"
             path.write_text(text if name == "README" else "", encoding="utf-8")
-    return made
+    return folder
+
+
+def _has_files(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.iterdir())
 
 
 def compile_module(module: Module, settings: Settings, on_step: OnStep | None) -> None:
@@ -254,12 +264,8 @@ def compile_module(module: Module, settings: Settings, on_step: OnStep | None) -
     # ninja itself, not `cmake --build`: that one, when terminated, leaves ninja compiling.
     argv = [_tool("ninja", settings.python), "-C", settings.work / "build", "-j", str(jobs)]
     words = [*map(str, argv), module.target]
-    variables = {
-        "PATH": _path(settings.python),
-        # ccache: results are good for any folder, and the flags' absolute paths do not count.
-        "CCACHE_BASEDIR": str(settings.work),
-        "CCACHE_NOHASHDIR": "1",
-    }
+    # No CCACHE_BASEDIR: ccache would make paths relative, which the prefix maps then do not match.
+    variables = {"PATH": _path(settings.python)}
     _run(words, variables, log, f"native module {module.target} could not be compiled", line)
 
 

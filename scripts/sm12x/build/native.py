@@ -6,29 +6,35 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sm12x.build import arch, cmake, library, toolchain
+from sm12x.build.select import Choice, Kept
 from sm12x.core import files, process
 from sm12x.core.errors import BadFileError, BuildFailedError
 from sm12x.stack.base import Base, Module
 
-SCHEMA = 1
+SCHEMA = 2
 RECORD = "native.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class NativeModule:
-    """A compiled module. ``sha256`` in hex, ``size`` in bytes, ``glibc`` the oldest it runs on."""
+    """A compiled module. ``sha256`` in hex, ``size`` in bytes, ``glibc`` the oldest it runs on.
+
+    ``units`` is how many files it was compiled of; ``allowed_missing`` names the third-party
+    sources that were not there, so that what is made of them is not in it.
+    """
 
     target: str
     path: str
     sha256: str
     size: int
     glibc: str
+    units: int = 0
+    allowed_missing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +43,8 @@ class NativeRecord:
 
     ``inputs`` is a hash over all that was read of the source tree. ``arch_list`` is what was asked
     for, ``cmake_archs`` what the release's CMake made of it ("" when nothing was compiled).
+    ``kept`` are the modules that stay the official ones although the mode or the stack asks for
+    them.
     """
 
     base_version: str
@@ -46,6 +54,8 @@ class NativeRecord:
     compiler: str
     nvcc: str
     modules: tuple[NativeModule, ...]
+    mode: str = "quick"
+    kept: tuple[Kept, ...] = ()
     schema: int = SCHEMA
 
 
@@ -53,15 +63,17 @@ def build(
     base: Base,
     source: Path,
     out: Path,
-    modules: Sequence[Module],
+    choice: Choice,
     settings: cmake.Settings,
     *,
+    mode: str = "quick",
     on_step: cmake.OnStep | None = None,
 ) -> NativeRecord:
-    """Compile ``modules`` of ``source`` into ``out``, and write the record beside them.
+    """Compile the modules of ``choice`` into ``out``, and write the record beside them.
 
     Args:
         source: the patched tree, or its CMakeLists.txt, cmake and csrc.
+        mode: what ``choice`` was made for.
         on_step: is told the step's name, how many units are done, and of how many.
 
     Raises:
@@ -83,6 +95,7 @@ def build(
     digest = cmake.inputs_hash(source)
     cmake_archs = ""
     stage = settings.work / "stage"
+    modules = choice.modules
     if modules:
         cmake.sync(source, settings.work / "src")
         cmake_archs = cmake.configure(base, modules, settings, on_step)
@@ -97,7 +110,11 @@ def build(
         cmake_archs=cmake_archs,
         compiler=_compiler_version(),
         nvcc=toolchain.nvcc_version(settings.cuda_home),
-        modules=tuple(_describe(module, stage) for module in modules),
+        modules=tuple(
+            _describe(module, stage, choice.allowed.get(module.target, ())) for module in modules
+        ),
+        mode=mode,
+        kept=choice.kept,
     )
     _publish(record, stage, out)
     return record
@@ -110,15 +127,19 @@ def read(folder: Path) -> NativeRecord:
         raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if raw["schema"] != SCHEMA:
             raise ValueError(f"schema {raw['schema']!r}")
-        modules = tuple(NativeModule(**entry) for entry in raw["modules"])
-        return NativeRecord(**{**raw, "modules": modules})
+        modules = tuple(
+            NativeModule(**{**entry, "allowed_missing": tuple(entry["allowed_missing"])})
+            for entry in raw["modules"]
+        )
+        kept = tuple(Kept(**{**entry, "missing": tuple(entry["missing"])}) for entry in raw["kept"])
+        return NativeRecord(**{**raw, "modules": modules, "kept": kept})
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
         raise BadFileError(
             f"{path} cannot be read: {error}", next_step="make it with `sm12x build native`"
         ) from None
 
 
-def _describe(module: Module, stage: Path) -> NativeModule:
+def _describe(module: Module, stage: Path, without: tuple[str, ...]) -> NativeModule:
     path = stage / module.path
     header = library.read(path)
     if header.runpath:
@@ -132,6 +153,7 @@ def _describe(module: Module, stage: Path) -> NativeModule:
         sha256=files.sha256(path),
         size=path.stat().st_size,
         glibc=header.glibc,
+        allowed_missing=without,
     )
 
 

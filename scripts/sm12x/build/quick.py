@@ -123,6 +123,7 @@ def _check(parts: Parts, stack: Stack, record: SourceRecord, compiled: NativeRec
         )
     sources.verify(parts.source, record.files)
     targets = {module.target for module in compiled.modules}
+    targets |= {kept.target for kept in compiled.kept}
     missing = set(sources.read_touched(parts.source).targets) - targets
     if missing or compiled.inputs != cmake.inputs_hash(parts.source):
         what = f"lacks {', '.join(sorted(missing))}" if missing else "was compiled from other files"

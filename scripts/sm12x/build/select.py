@@ -1,11 +1,13 @@
-"""Which native modules a stack touches."""
+"""Which native modules a stack touches, and which of all are compiled."""
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
-from sm12x.core.errors import BuildFailedError
+from sm12x.core.errors import BuildFailedError, UsageError
 from sm12x.stack.base import Base, Module
 from sm12x.stack.series import Stack
 
@@ -13,6 +15,30 @@ from sm12x.stack.series import Stack
 # a compiled module, or it would be in the ledger and not in the image.
 _NATIVE_FOLDERS = ("csrc/", "cmake/")
 _NATIVE_FILES = ("CMakeLists.txt",)
+
+MODES = ("quick", "full")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """A module that stays the official wheel's although the mode or the stack asks for it.
+
+    ``missing`` names the third-party sources that it would need and that are not there.
+    """
+
+    target: str
+    path: str
+    reason: str
+    missing: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What is compiled, and what is kept. ``allowed`` are sources to do without (by target)."""
+
+    modules: tuple[Module, ...]
+    kept: tuple[Kept, ...]
+    allowed: dict[str, tuple[str, ...]]
 
 
 def is_native(path: str) -> bool:
@@ -44,6 +70,53 @@ def touched(base: Base, paths: Iterable[str]) -> tuple[Module, ...]:
                 next_step=f"describe its module in {base.folder / 'base.toml'} or drop the change",
             )
     return tuple(module for module in base.modules if any(takes(module, path) for path in native))
+
+
+def choose(
+    base: Base,
+    targets: Collection[str],
+    *,
+    mode: str,
+    available: Collection[str] = (),
+    allowed: Collection[str] = (),
+) -> Choice:
+    """What to compile of ``base`` when the stack touches ``targets``.
+
+    Quick mode takes what the stack touches, if it is cheap; full mode takes all. A module of which
+    a third-party source is neither ``available`` nor ``allowed`` to be missing is kept.
+
+    Raises:
+        UsageError: ``allowed`` names no source of the base.
+    """
+    declared = [source.name for source in base.sources]
+    for name in allowed:
+        if name not in declared:
+            near = difflib.get_close_matches(name, declared, n=1)
+            raise UsageError(
+                f"{base.version} has no third-party source {name!r}",
+                next_step=f"use {near[0] if near else ' or '.join(declared)}",
+            )
+    compiled: list[Module] = []
+    kept: list[Kept] = []
+    without: dict[str, tuple[str, ...]] = {}
+    for module in base.modules:
+        if mode == "quick" and module.target not in targets:
+            continue
+        if mode == "quick" and not module.quick:
+            reason = "the stack touches it, and quick mode does not compile it"
+            kept.append(Kept(target=module.target, path=module.path, reason=reason))
+            continue
+        gone = tuple(name for name in module.sources if name not in available)
+        needed = tuple(name for name in gone if name not in allowed)
+        if needed:
+            reason = f"{' and '.join(needed)} not found, and what is made of it would be lost"
+            entry = Kept(target=module.target, path=module.path, reason=reason, missing=needed)
+            kept.append(entry)
+            continue
+        compiled.append(module)
+        if gone:
+            without[module.target] = gone
+    return Choice(modules=tuple(compiled), kept=tuple(kept), allowed=without)
 
 
 def for_stack(base: Base, stack: Stack) -> tuple[Module, ...]:

@@ -133,7 +133,24 @@ def source(version: str, sdist: Path, out: Path, as_json: bool) -> None:
     help="Targets, such as 12.0a;12.1a; also from TORCH_CUDA_ARCH_LIST. Default: base.toml's.",
 )
 @click.option("--jobs", type=click.IntRange(min=1), help="Units at a time. Default: all cores.")
-@click.option("--all", "every", is_flag=True, help="Every module, not only what the stack touches.")
+@click.option(
+    "--mode",
+    type=click.Choice(["quick", "full"]),
+    default="quick",
+    show_default=True,
+    help="quick: what the stack touches, if it is cheap; full: every module.",
+)
+@click.option(
+    "--third-party",
+    type=EXISTING_FOLDER,
+    help="The third-party sources, each in a folder of its name.",
+)
+@click.option(
+    "--allow-missing",
+    multiple=True,
+    metavar="NAME",
+    help="A third-party source to do without: its ops will be missing. Can be repeated.",
+)
 @click.option("--work", type=FOLDER, help="Where the build goes on from. Default: OUT.work.")
 @click.option(
     "--python",
@@ -148,21 +165,24 @@ def native(
     out: Path,
     arch_list: str | None,
     jobs: int | None,
-    every: bool,
+    mode: str,
+    third_party: Path | None,
+    allow_missing: tuple[str, ...],
     work: Path | None,
     python: Path | None,
     as_json: bool,
 ) -> None:
-    """Compile the native modules that the stack touches, with the release's own CMake.
+    """Compile the native modules with the release's own CMake.
 
-    As many units at a time as cores and memory allow. Logs are in OUT.work/logs.
+    A module of which a third-party source is not there stays the official one. As many units at a
+    time as cores and memory allow. Logs are in OUT.work/logs.
 
     \b
     Example:
       sm12x build native --base 0.21.0 --source src \\
         --cuda-home /opt/cuda --out native
     """
-    from sm12x.build import arch, cmake
+    from sm12x.build import arch, cmake, select
     from sm12x.build import native as step
     from sm12x.build import source as sources
     from sm12x.core import progress
@@ -177,13 +197,20 @@ def native(
         python=(python or Path(sys.executable)).absolute(),
         archs=arch.validate(default if arch_list is None else arch_list, default=default),
         jobs=jobs or 0,
+        third_party=third_party,
     )
     touched = sources.read_touched(source)
     sources.verify(source, touched.files)
-    modules = [module for module in base.modules if every or module.target in touched.targets]
+    choice = select.choose(
+        base,
+        touched.targets,
+        mode=mode,
+        available=cmake.available(base, third_party),
+        allowed=allow_missing,
+    )
     start = time.monotonic()
     with progress.steps() as advance:
-        record = step.build(base, source, out, modules, settings, on_step=advance)
+        record = step.build(base, source, out, choice, settings, mode=mode, on_step=advance)
     if as_json:
         _print_json(dataclasses.asdict(record))
         return
@@ -191,7 +218,9 @@ def native(
     for module in record.modules:
         click.echo(f"{out / module.path}: {module.size} bytes, needs glibc {module.glibc}")
     if not record.modules:
-        click.echo(f"{out}: the stack touches no native module; nothing to compile")
+        click.echo(f"{out}: nothing to compile in {mode} mode")
+    for kept in record.kept:
+        click.echo(f"{kept.path}: the official one is kept: {kept.reason}")
     click.echo(f"nvcc {record.nvcc}, {record.compiler}, {record.arch_list}: {seconds:.1f} s")
 
 

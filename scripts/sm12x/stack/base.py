@@ -98,11 +98,25 @@ class LockSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Override:
+    """A requirement of the release that its lock replaces by another one, and why."""
+
+    requirement: str
+    instead_of: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Witness:
-    """What the witnesses need: names out of the base's lock, and what they weigh to download."""
+    """What the witnesses need: names out of the base's lock, and what they weigh to download.
+
+    ``upstream`` names the tests (tests/witness/test_x.py::test_y) that show a defect which this
+    release does not have any more: they pass on it untouched, and have to.
+    """
 
     packages: tuple[str, ...]
     download_mib: int
+    upstream: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +147,7 @@ class Base:
     image: ImageBase
     locks: Mapping[str, LockSpec]
     witness: Witness
+    overrides: tuple[Override, ...] = ()
     dropped: tuple[Dropped, ...] = ()
 
     def lock_path(self, machine: str) -> Path:
@@ -239,7 +254,17 @@ def parse(path: Path) -> Base:
             for machine, table in top.tables("lock").items()
         },
         witness=Witness(
-            packages=witness.texts("packages"), download_mib=witness.integer("download_mib")
+            packages=witness.texts("packages"),
+            download_mib=witness.integer("download_mib"),
+            upstream=witness.texts("upstream", default=()),
+        ),
+        overrides=tuple(
+            Override(
+                requirement=entry.text("requirement"),
+                instead_of=entry.text("instead_of"),
+                why=entry.text("why"),
+            )
+            for entry in top.optional_entries("override")
         ),
         dropped=tuple(_dropped(entry) for entry in top.optional_entries("dropped")),
     )
@@ -300,7 +325,9 @@ class _Table:
         assert isinstance(value, datetime.date)  # noqa: S101 - _get has checked it
         return value
 
-    def texts(self, key: str) -> tuple[str, ...]:
+    def texts(self, key: str, *, default: tuple[str, ...] | None = None) -> tuple[str, ...]:
+        if default is not None and key not in self._raw:
+            return default
         values = self._get(key, list)
         if not all(isinstance(value, str) for value in values):
             raise self._fault(key, "is not a list of strings")
