@@ -19,7 +19,7 @@ from sm12x.build.source import SourceFile, SourceRecord
 from sm12x.core.errors import BadFileError, BuildFailedError
 
 OFFICIAL = "demo-1.2.0-1-cp38-abi3-manylinux_2_24_x86_64.whl"
-VERSION = "1.2.0+sm12x.0123abcd"
+VERSION = "1.2.0+sm12x.0123abcd.quick"
 INFO, OUR_INFO = "demo-1.2.0.dist-info", f"demo-{VERSION}.dist-info"
 VERSION_PY = """\
 version: str
@@ -110,6 +110,7 @@ LEDGER = ledgers.Ledger(
             witness="tests/witness/test_x.py",
             sha256="3" * 64,
             state="applied",
+            native="compiled",
         ),
     ),
     mode="quick",
@@ -119,16 +120,22 @@ LEDGER = ledgers.Ledger(
     cmake_archs="12.0a",
     compiler="c++",
     nvcc="13.0",
+    allowed_missing=("gone",),
     files=(),
     libraries=(
         ledgers.LibraryEntry(
             path="demo/two.abi3.so",
             sha256="4" * 64,
             size=3,
-            origin="official",
+            official_size=4,
+            origin="compiled",
+            reason="",
+            cubins={"12.0": 3},
+            ptx={"8.0": 1},
             sm120="native",
             sm121="ptx",
             ops=("demo::a", "demo::b"),
+            lost=("demo::c",),
         ),
     ),
     lock_sha256="5" * 64,
@@ -174,12 +181,15 @@ def test_the_wheel_holds_what_it_should(
     assert found["demo/core.py"] == b"new\n"
     assert found["demo/one.abi3.so"] == b"\x7fELF ours"
     assert found["demo/two.abi3.so"] == MEMBERS["demo/two.abi3.so"]
-    assert b"\nVersion: 1.2.0+sm12x.0123abcd\n\nVersion: in text\n" in found[f"{OUR_INFO}/METADATA"]
+    assert (
+        b"\nVersion: 1.2.0+sm12x.0123abcd.quick\n\nVersion: in text\n"
+        in found[f"{OUR_INFO}/METADATA"]
+    )
     assert b"Tag: cp38-abi3-manylinux_2_24_x86_64\n" in found[f"{OUR_INFO}/WHEEL"]
     namespace: dict[str, object] = {}
     exec(found["demo/_version.py"].decode(), namespace)  # noqa: S102 - it is ours
     assert namespace["__version__"] == VERSION
-    assert namespace["version_tuple"] == (1, 2, 0, "sm12x.0123abcd")
+    assert namespace["version_tuple"] == (1, 2, 0, "sm12x.0123abcd.quick")
 
 
 def test_record_has_every_member_with_its_hash(
@@ -279,8 +289,8 @@ def test_a_ledger_reads_back_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "ledger.json"
     path.write_text(LEDGER.to_json())
     assert ledgers.read(path) == LEDGER
-    path.write_text(LEDGER.to_json().replace('"schema": 1', '"schema": 2'))
-    with pytest.raises(BadFileError, match="schema 2"):
+    path.write_text(LEDGER.to_json().replace('"schema": 2', '"schema": 1'))
+    with pytest.raises(BadFileError, match="schema 1"):
         ledgers.read(path)
 
 
@@ -297,12 +307,24 @@ def test_libraries_of_another_python_are_left_out(path: str, loads: bool) -> Non
     assert ops.loads_on(path, "3.13") is loads
 
 
+OPS = ops.Registered(ops=("_C::a", "_C::b", "_C::c", "_C::d", "_q::e", "_q::f"), names=("init",))
+
+
 def test_a_module_must_offer_what_the_official_one_does() -> None:
-    official = ops.Registered(ops=("a", "b", "c", "d", "e"), names=("init",))
-    ops.require_all(
-        "m.so", ops.Registered(ops=("a", "b", "c", "d", "e", "f"), names=("init",)), official
-    )
-    with pytest.raises(BuildFailedError, match=r"lacks 4 of .* 5 ops: b, c, d and 1 more"):
-        ops.require_all("m.so", ops.Registered(ops=("a",), names=("init",)), official)
+    more = dataclasses.replace(OPS, ops=(*OPS.ops, "_C::new"))
+    assert ops.lost("m.so", more, OPS, {}) == ()
+    less = dataclasses.replace(OPS, ops=("_C::a", "_q::e", "_q::f"))
+    with pytest.raises(BuildFailedError, match=r"lacks 3 of .* 6 ops: _C::b, _C::c, _C::d"):
+        ops.lost("m.so", less, OPS, {})
     with pytest.raises(BuildFailedError, match="init"):
-        ops.require_all("m.so", dataclasses.replace(official, names=()), official)
+        ops.lost("m.so", dataclasses.replace(OPS, names=()), OPS, {})
+
+
+def test_what_is_made_of_a_source_that_may_be_missing_may_be_lost_and_nothing_else() -> None:
+    allowed = {"q": ("_q::*",)}
+    less = dataclasses.replace(OPS, ops=("_C::a", "_C::b", "_C::c", "_C::d"))
+    assert ops.lost("m.so", less, OPS, allowed) == ("_q::e", "_q::f")
+    less = dataclasses.replace(OPS, ops=("_C::a", "_C::b", "_C::c"))
+    said = r"lacks 1 of .* ops: _C::d \(it was compiled without q\)"
+    with pytest.raises(BuildFailedError, match=said):
+        ops.lost("m.so", less, OPS, allowed)

@@ -6,10 +6,11 @@ import dataclasses
 import json
 import platform
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from sm12x.build.ledger import FileEntry, Ledger, PatchEntry
+from sm12x.build.ledger import FileEntry, Ledger, LibraryEntry, PatchEntry
 from sm12x.core import files
 from sm12x.core.errors import (
     BadArchitectureError,
@@ -53,6 +54,26 @@ RECORD = record.Record(
     seconds={"fetch": 0.3, "wheel": 68.3, "image": 179.3},
     stage_seconds={"packages": None, "native": 12.0},
 )
+
+
+def _library(path: str, **fields: Any) -> LibraryEntry:
+    values = {
+        "path": path,
+        "sha256": SHA,
+        "size": 84 * MIB,
+        "official_size": 84 * MIB,
+        "origin": "official",
+        "reason": "",
+        "cubins": {},
+        "ptx": {},
+        "sm120": "mixed",
+        "sm121": "mixed",
+        "ops": (),
+        "lost": (),
+    }
+    return LibraryEntry(**{**values, **fields})
+
+
 LEDGER = Ledger(
     base_version="0.21.0",
     sdist="vllm-0.21.0.tar.gz",
@@ -69,6 +90,7 @@ LEDGER = Ledger(
             witness="tests/witness/test_x.py",
             sha256=SHA,
             state="applied",
+            native="not compiled in quick mode",
         ),
     ),
     mode="quick",
@@ -78,11 +100,15 @@ LEDGER = Ledger(
     cmake_archs="12.0a",
     compiler="gcc 14",
     nvcc="13.0.88",
+    allowed_missing=(),
     files=(
         FileEntry(path="vllm/x.py", sha256=SHA, base_sha256=SHA, origin="patched"),
         FileEntry(path="vllm/y.abi3.so", sha256=SHA, base_sha256=SHA, origin="compiled"),
     ),
-    libraries=(),
+    libraries=(
+        _library("vllm/_C.abi3.so", reason="the stack touches it, and quick mode does not"),
+        _library("vllm/y.abi3.so", origin="compiled", size=3 * MIB, ops=("_y::a", "_y::b")),
+    ),
     lock_sha256=SHA,
     dependencies={},
 )

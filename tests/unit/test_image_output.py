@@ -31,6 +31,23 @@ error: building at STEP "COPY x /x": write /x: no space left on device
 """
 
 
+FAILED_UNIT = """\
+#9 [native 9/9] RUN python -m sm12x build native
+#9 12.25 _moe_C
+#9 22.25 progress: _moe_C: 3 of 28, about 20 min left
+#9 32.50 error: unit marlin.cu.o of _moe_C failed: `nvcc x.cu` ended with 1; its last lines:
+#9 32.50     x.cu(3): error: identifier "nonsense" is undefined
+#9 32.50
+#9 32.50 . Next: repeat it alone with `nvcc x.cu`.
+#9 ERROR: executor failed running [/bin/sh -c python]: exit code: 15
+------
+ > [native 9/9] RUN python -m sm12x build native:
+#9 32.50 . Next: repeat it alone with `nvcc x.cu`.
+------
+error: failed to solve: executor failed running [/bin/sh -c python]: exit code: 15
+"""
+
+
 def _follow(text: str) -> tuple[Follower, list[str]]:
     steps: list[str] = []
     follower = Follower(steps.append)
@@ -65,3 +82,18 @@ def test_buildah() -> None:
 def test_a_silent_failure_has_a_reason_too() -> None:
     assert Follower(lambda _: None).reason == "it said nothing"
     assert _follow("something odd\n")[0].reason == "something odd"
+
+
+def test_units_done_and_the_unit_that_failed() -> None:
+    follower, steps = _follow(FAILED_UNIT)
+    assert steps[1:] == ["native: _moe_C: 3 of 28, about 20 min left"]
+    assert follower.reason.startswith("unit marlin.cu.o of _moe_C failed: ")
+    assert 'identifier "nonsense" is undefined' in follower.reason
+    assert follower.next_step == "repeat it alone with `nvcc x.cu`"
+    assert follower.exit_code == 15
+
+
+def test_an_error_that_was_cut_off_is_still_told() -> None:
+    follower, _ = _follow("#9 1.0 error: it ended; its last lines:\n#9 1.0     killed\n")
+    assert follower.reason == "it ended; its last lines:"
+    assert follower.next_step == ""

@@ -72,6 +72,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Places:
                 witness="",
                 sha256="",
                 state="applied",
+                native="not compiled in quick mode",
             ),
         ),
         mode="quick",
@@ -79,7 +80,20 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Places:
         python="3.13",
         files=(),
         libraries=tuple(
-            LibraryEntry(path=kind, sha256="", size=0, origin="", sm120=kind, sm121="ptx", ops=())
+            LibraryEntry(
+                path=kind,
+                sha256="",
+                size=0,
+                official_size=0,
+                origin="",
+                reason="",
+                cubins={},
+                ptx={},
+                sm120=kind,
+                sm121="ptx",
+                ops=(),
+                lost=(),
+            )
             for kind in ("native", "host")
         ),
         dependencies={},

@@ -14,9 +14,9 @@ import pytest
 
 from sm12x.build.ledger import FileEntry, Ledger, LibraryEntry
 from sm12x.core.errors import ToolFailedError
-from sm12x.image.inside import content, native, report, versions
+from sm12x.image.inside import content, machinecode, native, report, versions
 from sm12x.image.inside.places import Places
-from sm12x.image.inside.report import FAIL, NOTE, Line
+from sm12x.image.inside.report import FAIL, NOTE, PASS, Line
 from sm12x.recipes import load
 
 PATCHED = "vllm/device_allocator/cumem.py"
@@ -43,10 +43,15 @@ def library(path: str, *ops: str) -> LibraryEntry:
         path=path,
         sha256=hexdigest(FILES[path]),
         size=len(FILES[path]),
+        official_size=len(FILES[path]),
         origin="official",
+        reason="",
+        cubins={},
+        ptx={},
         sm120="native",
         sm121="ptx",
         ops=ops,
+        lost=(),
     )
 
 
@@ -180,7 +185,10 @@ def _ledger_otherwise(image: Image) -> None:
             lambda image: dist(image.places.site, "extra", "1"),
             "extra 1 is installed and in no lock",
         ),
-        (_official, "vllm is 1.2.3+sm12x.0123abcd, the ledger says 1.2.3+sm12x.ffffffff"),
+        (
+            _official,
+            "vllm is 1.2.3+sm12x.0123abcd.quick, the ledger says 1.2.3+sm12x.ffffffff.quick",
+        ),
         (_locked_otherwise, "is not the lock the ledger names"),
         (_locked_otherwise, "torch is 2.11.0, 2.10.0 is locked"),
         (_ledger_otherwise, "torch is 2.11.0, 2.9.0 is in the ledger"),
@@ -220,7 +228,7 @@ def _write(path: str, data: bytes) -> Callable[[Image], object]:
         (lambda image: image.edit(image.record, LIBRARY, "vllm/a.py"), "is in the ledger and not"),
         (
             lambda image: dist(image.places.site, "vllm", "9"),
-            "one vllm-*.dist-info is expected, found vllm-1.2.3+sm12x.0123abcd.dist-info, vllm-9",
+            "one vllm-*.dist-info is expected, found vllm-1.2.3+sm12x.0123abcd.quick.dist-info",
         ),
     ],
 )
@@ -229,6 +237,34 @@ def test_a_wrong_file_is_found(
 ) -> None:
     corrupt(image)
     assert fault in check_content(image)
+
+
+def test_a_module_with_other_machine_code_is_named(image: Image) -> None:
+    """Hashes say that it is another file; this says what it holds instead."""
+    site = image.places.site
+    kernels = (Path(__file__).with_name("data") / "kernels.so").read_bytes()
+    (site / LIBRARY).write_bytes(kernels)
+    found = machinecode.read(site / LIBRARY)
+    assert found.cubins["12.0a"]
+    entry = dataclasses.replace(
+        library(LIBRARY), origin="compiled", cubins=dict(found.cubins), ptx=dict(found.ptx)
+    )
+    ledger = dataclasses.replace(image.ledger, libraries=(entry,))
+    (line,) = machinecode.check(ledger, site)
+    assert line.state == PASS
+    assert "1 libraries, 1 of them compiled for this image (quick mode)" in line.text
+
+    # The fat binary's entry for 12.0a says 12.1a now.
+    at = kernels.index(bytes([120, 0, 0, 0]) + bytes(8) + bytes.fromhex("11801001"))
+    (site / LIBRARY).write_bytes(kernels[:at] + bytes([121]) + kernels[at + 1 :])
+    fault = faults(machinecode.check(ledger, site))
+    assert fault.startswith(f"{LIBRARY} (compiled) has cubins ")
+    assert "12.1a x 2, ledger " in fault
+
+    (site / LIBRARY).write_bytes(kernels[:-70])
+    assert "machine code that cannot be read" in faults(machinecode.check(ledger, site))
+    (site / LIBRARY).write_bytes(b"")
+    assert f"{LIBRARY} cannot be read: it is empty" in faults(machinecode.check(ledger, site))
 
 
 def test_a_file_that_the_stack_removes_must_be_gone(image: Image) -> None:

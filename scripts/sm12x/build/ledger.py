@@ -13,14 +13,19 @@ from typing import Any
 
 from sm12x.core.errors import BadFileError
 
-SCHEMA = 1
+SCHEMA = 2
 # Inside the wheel, under the .dist-info folder.
 NAME = "sm12x-ledger.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PatchEntry:
-    """``sha256`` is of the patch file; ``state`` is "applied" or "upstream"."""
+    """``sha256`` is of the patch file; ``state`` is "applied" or "upstream".
+
+    ``native`` says whether its C++ and CUDA are in effect: "compiled", "not compiled in quick
+    mode", "not compiled: <modules>" where a full build kept official ones, and "" for a patch that
+    has none.
+    """
 
     name: str
     subject: str
@@ -29,6 +34,7 @@ class PatchEntry:
     witness: str
     sha256: str
     state: str
+    native: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,20 +53,28 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class LibraryEntry:
-    """One shared library: audit verdict per device, and the torch ops it registers.
+    """One shared library: its machine code, and the torch ops it registers.
 
-    ``origin`` is "official" or "compiled". ``sm120`` and ``sm121`` are "native", "mixed", "ptx",
-    "none", "host" (no device code) or "unknown". ``ops`` are full names with overload; none are
-    listed for a library that is for another Python than the ledger's.
+    ``origin`` is "official" or "compiled"; ``reason`` says why one that was asked for is official
+    all the same. Sizes are in bytes, ``official_size`` 0 where the official wheel has no such file.
+    ``cubins`` and ``ptx`` count the code by architecture ("12.0a", "8.0"). ``sm120`` and ``sm121``
+    are "native", "mixed", "ptx", "none", "host" (no device code) or "unknown". ``ops`` are full
+    names with overload; none are listed for a library that is for another Python than the
+    ledger's. ``lost`` are those of the official library that it was allowed to lack.
     """
 
     path: str
     sha256: str
     size: int
+    official_size: int
     origin: str
+    reason: str
+    cubins: dict[str, int]
+    ptx: dict[str, int]
     sm120: str
     sm121: str
     ops: tuple[str, ...]
+    lost: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +82,8 @@ class Ledger:
     """``mode`` is "quick" (the official wheel, changed) or "full" (all compiled here).
 
     ``arch_list`` is what was asked for, ``cmake_archs`` what the release's CMake made of it; both
-    concern what was compiled here. ``lock_sha256`` is of the locked closure, whose versions are
+    concern what was compiled here. ``allowed_missing`` names the third-party sources that modules
+    were compiled without. ``lock_sha256`` is of the locked closure, whose versions are
     ``dependencies``.
     """
 
@@ -86,6 +101,7 @@ class Ledger:
     cmake_archs: str
     compiler: str
     nvcc: str
+    allowed_missing: tuple[str, ...]
     files: tuple[FileEntry, ...]
     libraries: tuple[LibraryEntry, ...]
     lock_sha256: str
@@ -94,11 +110,15 @@ class Ledger:
 
     @property
     def wheel_version(self) -> str:
-        """The wheel's version: the release's, with the stack id as local label (PEP 440)."""
-        return f"{self.base_version}+sm12x.{self.stack_id}"
+        return wheel_version(self.base_version, self.stack_id, self.mode)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True) + "\n"
+
+
+def wheel_version(base_version: str, stack_id: str, mode: str) -> str:
+    """The wheel's version: the release's, with stack id and build mode as local label (PEP 440)."""
+    return f"{base_version}+sm12x.{stack_id}.{mode}"
 
 
 def read(path: Path) -> Ledger:
@@ -120,6 +140,8 @@ def from_json(text: str) -> Ledger:
     raw["patches"] = tuple(PatchEntry(**entry) for entry in raw["patches"])
     raw["files"] = tuple(FileEntry(**entry) for entry in raw["files"])
     raw["libraries"] = tuple(
-        LibraryEntry(**{**entry, "ops": tuple(entry["ops"])}) for entry in raw["libraries"]
+        LibraryEntry(**{**entry, "ops": tuple(entry["ops"]), "lost": tuple(entry["lost"])})
+        for entry in raw["libraries"]
     )
+    raw["allowed_missing"] = tuple(raw["allowed_missing"])
     return Ledger(**raw)

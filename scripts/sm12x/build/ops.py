@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import re
 import tempfile
@@ -76,15 +77,28 @@ def find(
     }
 
 
-def require_all(path: str, ours: Registered, official: Registered) -> None:
-    """Raise BuildFailedError if our build of ``path`` offers less than the official one."""
-    lost = sorted(
-        {*official.ops, *official.names} - {*ours.ops, *ours.names},
-    )
-    if lost:
-        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+def lost(
+    path: str, ours: Registered, official: Registered, allowed: Mapping[str, Sequence[str]]
+) -> tuple[str, ...]:
+    """What our build of ``path`` lacks of the official one's ops and names.
+
+    Args:
+        allowed: the third-party sources it was compiled without -> globs of what is made of each.
+
+    Raises:
+        BuildFailedError: it lacks something that is made of none of ``allowed``.
+    """
+    missing = sorted({*official.ops, *official.names} - {*ours.ops, *ours.names})
+    globs = [glob for given in allowed.values() for glob in given]
+    unexplained = [
+        name for name in missing if not any(fnmatch.fnmatchcase(name, glob) for glob in globs)
+    ]
+    if unexplained:
+        more = f" and {len(unexplained) - 3} more" if len(unexplained) > 3 else ""
+        without = f" (it was compiled without {', '.join(allowed)})" if allowed else ""
         raise BuildFailedError(
-            f"{path} as compiled here lacks {len(lost)} of the official one's "
-            f"{len(official.ops)} ops: {', '.join(lost[:3])}{more}",
+            f"{path} as compiled here lacks {len(unexplained)} of the official one's "
+            f"{len(official.ops)} ops: {', '.join(unexplained[:3])}{more}{without}",
             next_step="see in the compile log which sources CMake left out, and why",
         )
+    return tuple(missing)

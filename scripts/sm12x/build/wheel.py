@@ -1,4 +1,4 @@
-"""The wheel of quick mode: the official one with the stack's Python files and compiled modules."""
+"""The wheel: the official one with the stack's Python files and the modules compiled here."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ def _is_shipped(official: Official, file: SourceFile) -> bool:
         return False
     raise BuildFailedError(
         f"the stack changes {file.path}, which the official wheel does not carry: "
-        "in quick mode the change would be lost",
+        "the change would be lost",
         next_step="leave it out of the patch",
     )
 
@@ -276,7 +276,7 @@ def _patched(official: Official, source: Path, file: SourceFile, theirs: str) ->
             what = "is new in the stack and already in"
         raise BuildFailedError(
             f"{file.path} {what} {official.path.name}: the patch was made for the sdist's file",
-            next_step="leave that file out of the stack in quick mode",
+            next_step="leave that file out of the stack",
         )
     path = source / PurePosixPath(file.path)
     return Change(

@@ -251,19 +251,19 @@ def wheel(
     python: Path | None,
     as_json: bool,
 ) -> None:
-    """Make the wheel of quick mode: the official one, patched, with the compiled modules.
+    """Make the wheel: the official one, patched, with the compiled modules in place of its own.
 
     \b
     Example:
       sm12x build wheel --base 0.21.0 --source src --native native \\
         --official vllm-0.21.0-1-cp38-abi3-manylinux_2_24_x86_64.whl --out dist
     """
-    from sm12x.build import cmake, quick
+    from sm12x.build import assemble, cmake
     from sm12x.core import progress
     from sm12x.stack import base as bases
 
     interpreter = (python or Path(sys.executable)).absolute()
-    parts = quick.Parts(
+    parts = assemble.Parts(
         base=bases.load(version),
         machine=machine,
         official=official,
@@ -274,7 +274,7 @@ def wheel(
     )
     start = time.monotonic()
     with progress.steps() as advance:
-        path, made = quick.build(parts, out, on_phase=lambda name: advance(name, 0, 0))
+        path, made = assemble.build(parts, out, on_phase=lambda name: advance(name, 0, 0))
     if as_json:
         _print_json({"path": str(path), "ledger": dataclasses.asdict(made)})
         return

@@ -84,27 +84,62 @@ def transfer(label: str) -> Iterator[Callable[[int, int | None], None]]:
 
 
 class Steps(Protocol):
-    """Says that ``done`` of ``total`` units of ``label`` are done; ``total`` 0 is not known."""
+    """Says that ``done`` of ``total`` units of ``label`` are done; ``total`` 0 is not known.
 
-    def __call__(self, label: str, done: int, total: int) -> None: ...
+    ``left`` is how long the rest will take, in seconds, where the caller knows better than by
+    proportion.
+    """
+
+    def __call__(self, label: str, done: int, total: int, left: float | None = None) -> None: ...
+
+
+# What follows it in a line off a terminal is how far a step is; whoever reads the output of such a
+# step (a container engine's, say) can show it in one moving line.
+MARK = "progress: "
+# Off a terminal at most one line in so many seconds.
+_EVERY = 10.0
 
 
 @contextmanager
 def steps() -> Iterator[Steps]:
-    """A bar for each label that reports; off a terminal, one line when a label begins."""
+    """A bar for each label that reports; off a terminal a line as it begins, then now and then."""
     console = stderr_console()
-    columns = [TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()]
+    columns = [
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[count]}"),
+        TimeElapsedColumn(),
+    ]
     tasks: dict[str, TaskID] = {}
+    begun: dict[str, float] = {}
+    said: dict[str, float] = {}
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
 
-        def step(label: str, done: int, total: int) -> None:
+        def step(label: str, done: int, total: int, left: float | None = None) -> None:
+            now = time.monotonic()
             if label not in tasks:
-                tasks[label] = progress.add_task(label, total=total or None)
+                tasks[label] = progress.add_task(label, total=total or None, count="")
+                begun[label] = said[label] = now
                 if not console.is_terminal:
-                    console.print(label, markup=False)
-            progress.update(tasks[label], completed=done, total=total or None)
+                    console.print(label, markup=False, soft_wrap=True)
+            if left is None and 0 < done < total:
+                left = (now - begun[label]) / done * (total - done)
+            count = counted(done, total, left) if total else ""
+            progress.update(tasks[label], completed=done, total=total or None, count=count)
+            due = now - said[label] >= _EVERY
+            if due and count and not console.is_terminal:
+                said[label] = now
+                console.print(f"{MARK}{label}: {count}", markup=False, soft_wrap=True)
 
         yield step
+
+
+def counted(done: int, total: int, left: float | None) -> str:
+    """ "37 of 110, about 12 min left"."""
+    if left is None or done >= total:
+        return f"{done} of {total}"
+    rest = f"{left:.0f} s" if left < 100 else f"{left / 60:.0f} min"
+    return f"{done} of {total}, about {rest} left"
 
 
 @contextmanager

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from sm12x.core.progress import MARK
+
 # BuildKit: "#12 [native 3/7] RUN ...", "#12 CACHED", "#12 DONE 3.2s", "#12 1.25 text".
 _VERTEX = re.compile(r"#(?P<number>\d+) (?P<rest>.*)")
 _NAMED = re.compile(
@@ -21,7 +23,11 @@ _FROM_AS = re.compile(r"FROM \S+ AS (?P<name>\S+)", re.IGNORECASE)
 # What buildah and BuildKit quote of a step that failed says no more than its exit status.
 _QUOTED = re.compile(r"building at STEP|failed to solve|executor failed running", re.IGNORECASE)
 _ERROR = re.compile(r"^(?:error|fatal|E|ERROR)\b:? ?", re.IGNORECASE)
-_OURS = re.compile(r"error: (?!building at STEP).*\. Next: ")
+_OURS = re.compile(r"error: (?!building at STEP)")
+_NEXT = ". Next: "
+# One of our own errors quotes the last lines of a program it ran; no more than so many are kept.
+_BLOCK_LINES = 60
+_EXIT = re.compile(r"exit (?:code:|status) (?P<code>\d+)")
 _NO_SPACE = re.compile(r"no space left on device|ENOSPC", re.IGNORECASE)
 
 
@@ -35,7 +41,12 @@ class Stage:
 
 
 class Follower:
-    """Fed with an engine's lines; ``on_step`` is told each step as it starts, in one line."""
+    """Fed with an engine's lines; ``on_step`` is told each step as it starts, in one line, and how
+    far it is when it says so.
+
+    ``no_space`` is whether a disk was full, ``exit_code`` the status of the step that failed, 0
+    where none did.
+    """
 
     def __init__(self, on_step: Callable[[str], None]) -> None:
         self._on_step = on_step
@@ -44,8 +55,11 @@ class Follower:
         self._since: float | None = None
         self._said: list[str] = []
         self._errors: list[str] = []
+        self._block: list[str] = []
+        self._ours = ""
         self.stages: dict[str, Stage] = {}
         self.no_space = False
+        self.exit_code = 0
 
     def __call__(self, line: str) -> None:
         line = re.sub(r"\x1b\[[0-9;]*m", "", line)
@@ -59,22 +73,30 @@ class Follower:
         elif line.startswith("--> Using cache"):
             self._since = None
         else:
-            self._text(line)
+            self._text(line, self._stage)
 
     def finish(self) -> None:
         """The build has ended: count the last step."""
         self._close()
+        self._errors += self._block[:1]
+        self._block = []
 
     @property
     def reason(self) -> str:
-        """The most telling line of what was printed, for an error message."""
+        """The most telling of what was printed, for an error message: more than one line where a
+        step of ours quoted the program that failed."""
+        if self._ours:
+            return self._ours.partition(_NEXT)[0]
         if self._errors:
-            # Our own commands say "error: ... Next: ..."; what the engine adds after it tells less.
-            ours = [text for text in self._errors if _OURS.match(text)]
+            # What the engine adds after a command's own words tells less.
             plain = [text for text in self._errors if not _QUOTED.search(text)]
-            text = _ERROR.sub("", (ours or plain or self._errors)[-1], count=1)
-            return text.partition(". Next: ")[0]
+            return _ERROR.sub("", (plain or self._errors)[-1], count=1)
         return self._said[-1] if self._said else "it said nothing"
+
+    @property
+    def next_step(self) -> str:
+        """What the step that failed said to do about it, "" where it said nothing."""
+        return self._ours.partition(_NEXT)[2].rstrip(".")
 
     def _buildkit(self, number: str, rest: str) -> None:
         named = _NAMED.match(rest)
@@ -91,7 +113,7 @@ class Follower:
             # What BuildKit fetches from its cache is "CACHED"; a step that ran is "DONE".
             self.stages[stage].cached = False
         elif not done and rest != "CACHED" and not rest.startswith("sha256:"):
-            self._text(_STAMP.sub("", rest))
+            self._text(_STAMP.sub("", rest), stage or "")
 
     def _buildah(self, step: re.Match[str]) -> None:
         self._close()
@@ -116,11 +138,34 @@ class Follower:
         words = re.sub(r"--mount=\S+|\s+", " ", text)
         self._on_step(f"{stage}: {' '.join(words.split())[:90]}")
 
-    def _text(self, line: str) -> None:
+    def _text(self, line: str, stage: str) -> None:
+        self.no_space = self.no_space or bool(_NO_SPACE.search(line))
+        ended = _EXIT.search(line) if _QUOTED.search(line) else None
+        self.exit_code = int(ended["code"]) if ended else self.exit_code
+        if self._block or (_OURS.match(line) and not self._ours):
+            self._quote(line)
+            return
         line = line.strip()
         if not line:
             return
-        self.no_space = self.no_space or bool(_NO_SPACE.search(line))
+        if line.startswith(MARK):
+            self._on_step(f"{stage}: {line.removeprefix(MARK)}")
+            return
         if _ERROR.match(line):
             self._errors.append(line)
         self._said = [*self._said[-4:], line]
+
+    def _quote(self, line: str) -> None:
+        """Collect one of our own errors, which can span lines: it ends with its next step."""
+        self._block.append(line)
+        if _NEXT in line:
+            self._ours = "\n".join(self._block).removeprefix("error: ")
+            self._block = []
+        elif len(self._block) == 1 and not line.endswith(":"):
+            # Somebody else's error in one line, whatever it is about.
+            self._errors.append(line)
+            self._said = [*self._said[-4:], line]
+            self._block = []
+        elif len(self._block) > _BLOCK_LINES:
+            self._errors.append(self._block[0])
+            self._block = []

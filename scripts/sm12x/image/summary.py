@@ -54,6 +54,7 @@ def text(
     parts = [
         _head(record, unchanged=unchanged),
         _patches(ledger),
+        modules(ledger),
         _code(audit),
         _sizes(record),
         "" if unchanged else _times(record),
@@ -93,12 +94,51 @@ def _patches(ledger: Ledger) -> str:
     count, files = len(ledger.patches), len(ledger.files)
     lines = [f"Patched: {count} {_s('patch', count)}, {files} {_s('file', files)} of the wheel"]
     for patch in ledger.patches:
-        lines += [f"  {patch.name}", *_wrapped(patch.subject), *_wrapped(f"now: {patch.state}")]
+        native = f"; its native code: {patch.native}" if patch.native else ""
+        lines += [f"  {patch.name}", *_wrapped(patch.subject)]
+        lines += _wrapped(f"now: {patch.state}{native}")
         lines += _wrapped(f"upstream: {patch.upstream}")
-    compiled = [file.path for file in ledger.files if file.origin == "compiled"]
-    if compiled:
-        lines.append(f"  compiled here: {', '.join(compiled)}")
     return "\n".join(lines)
+
+
+def modules(ledger: Ledger) -> str:
+    """What was compiled, what was kept and why, and what ops are missing."""
+    lines = []
+    compiled = [entry for entry in ledger.libraries if entry.origin == "compiled"]
+    kept = [entry for entry in ledger.libraries if entry.reason]
+    if compiled:
+        lines.append(f"Compiled here for {ledger.arch_list}: {_count(compiled)}")
+        rows = []
+        for entry in compiled:
+            was = f"official {_size(entry.official_size)}" if entry.official_size else "new"
+            rows.append([entry.path, _size(entry.size), was, f"{len(entry.ops)} ops"])
+        lines += _table(rows)
+    else:
+        lines.append("Compiled here: nothing")
+    if kept:
+        lines.append("Kept from the official wheel")
+        for entry in kept:
+            lines += _wrapped(f"{entry.path}: {entry.reason}", indent=2)
+    if ledger.allowed_missing:
+        lines.append(f"Compiled without {', '.join(ledger.allowed_missing)}, as was allowed")
+        for entry in compiled:
+            if entry.lost:
+                what = f"{entry.path} lacks {len(entry.lost)} {_s('op', len(entry.lost))}"
+                lines += _wrapped(f"{what}: {', '.join(entry.lost)}", indent=2)
+    not_in_effect = [patch for patch in ledger.patches if patch.native.startswith("not ")]
+    if not_in_effect:
+        names = ", ".join(patch.name.partition("-")[0] for patch in not_in_effect)
+        how = "with --build full" if ledger.mode == "quick" else "once nothing is kept"
+        lines += _wrapped(
+            f"Not in effect in native code: {_s('patch', len(not_in_effect))} {names}; "
+            f"compiled {how}",
+            indent=0,
+        )
+    return "\n".join(lines)
+
+
+def _count(entries: Sequence[object]) -> str:
+    return f"{len(entries)} {_s('module', len(entries))}"
 
 
 def _code(audit: dict[str, Any]) -> str:
@@ -206,8 +246,11 @@ def _table(rows: list[list[str]]) -> list[str]:
     ]
 
 
-def _wrapped(words: str) -> list[str]:
-    return textwrap.wrap(words, WIDTH, initial_indent="    ", subsequent_indent="      ")
+def _wrapped(words: str, *, indent: int = 4) -> list[str]:
+    first = " " * indent
+    return textwrap.wrap(
+        words, WIDTH, initial_indent=first, subsequent_indent=f"{first}  ", break_on_hyphens=False
+    )
 
 
 def _s(word: str, count: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from sm12x.build.ledger import Ledger
+from sm12x.build.ledger import Ledger, PatchEntry
 from sm12x.deploy import docker
 from sm12x.deploy.container import containers
 from sm12x.recipes.model import Memory, MemoryTerm, Recipe
@@ -19,7 +19,7 @@ _KINDS = {
 }
 _MODES = {
     "quick": "quick: the official wheel with patched Python and what the stack changes in C++",
-    "full": "full: every module compiled from source",
+    "full": "full: every module that can be is compiled from source",
 }
 
 
@@ -40,7 +40,7 @@ def help_text(ledger: Ledger, recipes: Mapping[str, Recipe], image: str) -> str:
         ),
         "",
         "Patches",
-        *[f"  {patch.name}: {patch.subject} ({patch.state})" for patch in ledger.patches],
+        *[f"  {patch.name}: {patch.subject} ({_state(patch)})" for patch in ledger.patches],
         "",
         "What it can do",
         "  RECIPE [key=value ...] [-- vLLM arguments]   serve a model",
@@ -61,6 +61,10 @@ def help_text(ledger: Ledger, recipes: Mapping[str, Recipe], image: str) -> str:
         else:
             lines += ["  " + line for line in command(recipe, image)]
     return "\n".join(lines)
+
+
+def _state(patch: PatchEntry) -> str:
+    return f"{patch.state}; its native code: {patch.native}" if patch.native else patch.state
 
 
 def machine_code(kinds: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from sm12x.core import process
 from sm12x.core.errors import BadFileError
 from sm12x.core.progress import spinner
 from sm12x.image.inside import compile as compiling
-from sm12x.image.inside import content, native, versions
+from sm12x.image.inside import content, machinecode, native, versions
 from sm12x.image.inside.places import Places, require_temporary
 from sm12x.image.inside.report import Line, failed
 from sm12x.recipes import load
@@ -36,6 +36,8 @@ def check(places: Places) -> list[Line]:
                 lines.append(failed(versions.TOPIC, error.message, error.next_step))
         with spinner("hashes of files"):
             lines += content.check(ledger, places.site)
+        with spinner("machine code"):
+            lines += machinecode.check(ledger, places.site)
         ask = native.prober(folder)
         driver, found = native.check_driver(places, ask, _ldconfig())
         lines += found

@@ -1,4 +1,7 @@
-"""Quick mode, end to end: check the parts against each other, make the ledger, write the wheel."""
+"""The wheel of either mode: check the parts against each other, make the ledger, write the wheel.
+
+Every module of the official wheel is either replaced by one compiled here or kept, with its reason.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from pathlib import Path
 
 from sm12x.audit import scan
 from sm12x.audit.model import LibraryAudit
-from sm12x.build import cmake, ledger, library, native, ops, wheel
+from sm12x.build import cmake, ledger, library, native, ops, select, wheel
 from sm12x.build import source as sources
 from sm12x.build.native import NativeRecord
 from sm12x.build.ops import Registered
@@ -22,7 +25,6 @@ from sm12x.stack import series
 from sm12x.stack.base import Base
 from sm12x.stack.series import Stack
 
-MODE = "quick"
 LEDGER = "ledger.json"
 
 
@@ -61,12 +63,12 @@ def build(
     compiled = native.read(parts.native)
     _check(parts, stack, record, compiled)
     official = wheel.inspect(parts.official)
-    version = f"{parts.base.version}+sm12x.{stack.id}"
+    version = ledger.wheel_version(parts.base.version, stack.id, compiled.mode)
     changed = wheel.changes(official, parts.source, record, parts.native, compiled, version)
     phase("reading machine code")
     audits = _audit(parts)
     phase("listing torch ops")
-    registered = _ops(parts, compiled, audits)
+    registered, lost = _ops(parts, compiled, audits)
     made = ledger.Ledger(
         base_version=parts.base.version,
         sdist=parts.base.sdist.name,
@@ -74,16 +76,19 @@ def build(
         official_wheel=parts.base.wheels[parts.machine].name,
         official_wheel_sha256=parts.base.wheels[parts.machine].sha256,
         stack_id=stack.id,
-        patches=tuple(_patches(stack, record)),
-        mode=MODE,
+        patches=tuple(_patches(parts.base, stack, record, compiled)),
+        mode=compiled.mode,
         machine=parts.machine,
         python=parts.base.python,
         arch_list=compiled.arch_list,
         cmake_archs=compiled.cmake_archs,
         compiler=compiled.compiler,
         nvcc=compiled.nvcc,
+        allowed_missing=tuple(
+            sorted({name for module in compiled.modules for name in module.allowed_missing})
+        ),
         files=tuple(change.entry() for change in changed),
-        libraries=tuple(_libraries(audits, compiled, registered)),
+        libraries=tuple(_libraries(parts, audits, compiled, registered, lost)),
         lock_sha256=files.sha256(parts.base.lock_path(parts.machine)),
         dependencies=lockfile.read(parts.base.lock_path(parts.machine)).versions,
     )
@@ -122,9 +127,9 @@ def _check(parts: Parts, stack: Stack, record: SourceRecord, compiled: NativeRec
             next_step="make it again with `sm12x build source`",
         )
     sources.verify(parts.source, record.files)
-    targets = {module.target for module in compiled.modules}
-    targets |= {kept.target for kept in compiled.kept}
-    missing = set(sources.read_touched(parts.source).targets) - targets
+    decided = {module.target for module in compiled.modules}
+    decided |= {kept.target for kept in compiled.kept}
+    missing = set(sources.read_touched(parts.source).targets) - decided
     if missing or compiled.inputs != cmake.inputs_hash(parts.source):
         what = f"lacks {', '.join(sorted(missing))}" if missing else "was compiled from other files"
         raise BadFileError(
@@ -154,7 +159,8 @@ def _audit(parts: Parts) -> Mapping[str, LibraryAudit]:
 
 def _ops(
     parts: Parts, compiled: NativeRecord, audits: Mapping[str, LibraryAudit]
-) -> Mapping[str, Registered]:
+) -> tuple[Mapping[str, Registered], Mapping[str, tuple[str, ...]]]:
+    """What every library registers, and what of the official one's ours was allowed to lose."""
     python = parts.base.python
     with (
         tempfile.TemporaryDirectory(prefix="sm12x-official-") as folder,
@@ -167,32 +173,64 @@ def _ops(
         official = ops.find(Path(folder), paths, python=parts.python, purelib=parts.purelib)
     mine = [module.path for module in compiled.modules]
     ours = ops.find(parts.native, mine, python=parts.python, purelib=parts.purelib)
-    for path, found in ours.items():
-        if path in official:
-            ops.require_all(path, found, official[path])
-    return {**official, **ours}
+    allowed = {module.path: module.allowed_missing for module in compiled.modules}
+    made_of = {source.name: source.ops for source in parts.base.sources}
+    lost = {
+        path: ops.lost(path, found, official[path], {name: made_of[name] for name in allowed[path]})
+        for path, found in ours.items()
+        if path in official
+    }
+    return {**official, **ours}, lost
 
 
 def _libraries(
+    parts: Parts,
     audits: Mapping[str, LibraryAudit],
     compiled: NativeRecord,
     registered: Mapping[str, Registered],
+    lost: Mapping[str, tuple[str, ...]],
 ) -> Iterable[ledger.LibraryEntry]:
     mine = {module.path for module in compiled.modules}
+    reasons = {entry.path: entry.reason for entry in compiled.kept}
+    with zipfile.ZipFile(parts.official) as archive:
+        sizes = {info.filename: info.file_size for info in archive.infolist()}
     for path, audit in sorted(audits.items()):
         yield ledger.LibraryEntry(
             path=path,
             sha256=audit.sha256,
             size=audit.size,
+            official_size=sizes.get(path, 0),
             origin="compiled" if path in mine else "official",
+            reason=reasons.get(path, ""),
+            cubins=dict(audit.cubins),
+            ptx=dict(audit.ptx),
             sm120=audit.sm120,
             sm121=audit.sm121,
             ops=registered[path].ops if path in registered else (),
+            lost=lost.get(path, ()),
         )
 
 
-def _patches(stack: Stack, record: SourceRecord) -> Iterable[ledger.PatchEntry]:
+def native_state(base: Base, paths: Iterable[str], compiled: NativeRecord) -> str:
+    """Whether the native code among a patch's ``paths`` is in effect; see ``ledger.PatchEntry``."""
+    made = {module.target for module in compiled.modules}
+    touched = [module.target for module in select.touched(base, paths)]
+    left = [target for target in touched if target not in made]
+    if not touched:
+        return ""
+    if not left:
+        return "compiled"
+    if compiled.mode == "quick":
+        return "not compiled in quick mode"
+    return f"not compiled: {', '.join(left)}"
+
+
+def _patches(
+    base: Base, stack: Stack, record: SourceRecord, compiled: NativeRecord
+) -> Iterable[ledger.PatchEntry]:
     for patch in stack.patches:
+        state = record.states[patch.name]
+        paths = [file.path for file in patch.files]
         yield ledger.PatchEntry(
             name=patch.name,
             subject=patch.subject,
@@ -200,5 +238,6 @@ def _patches(stack: Stack, record: SourceRecord) -> Iterable[ledger.PatchEntry]:
             drop_when=patch.drop_when,
             witness=patch.witness,
             sha256=patch.sha256,
-            state=record.states[patch.name],
+            state=state,
+            native=native_state(base, paths, compiled) if state == "applied" else "",
         )
