@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sm12x.build import arch
+from sm12x.build import arch, cross
 from sm12x.core import files, process
 from sm12x.core.cudaarch import CudaArch
 from sm12x.core.errors import (
@@ -42,7 +42,8 @@ OnStep = Callable[[str, int, int], None]
 class Settings:
     """How to build. ``jobs`` 0 means by cores and memory; ``python`` is one that has torch.
 
-    ``third_party`` has the real third-party sources, each in a folder of its name.
+    ``third_party`` has the real third-party sources, each in a folder of its name. ``target`` is
+    the other machine that ``cuda_home`` compiles for, None for this one.
     """
 
     cuda_home: Path
@@ -51,6 +52,7 @@ class Settings:
     archs: tuple[CudaArch, ...]
     jobs: int = 0
     third_party: Path | None = None
+    target: cross.Target | None = None
 
 
 def inputs_hash(source: Path) -> str:
@@ -142,6 +144,7 @@ def configure(
         "CUDA_HOME": str(settings.cuda_home),
         "TORCH_CUDA_ARCH_LIST": arch.to_text(settings.archs),
         "PATH": _path(settings.python),
+        **(cross.variables(settings.cuda_home) if settings.target else {}),
     }
     argv = [
         _tool("cmake", settings.python),
@@ -174,9 +177,12 @@ def configure(
 
 def _definitions(settings: Settings) -> list[str]:
     cuda = settings.cuda_home
-    flags = " ".join(_prefix_maps(settings))
+    target = settings.target
+    other = cross.flags(target, settings.python, settings.work) if target else []
+    flags = " ".join([*_prefix_maps(settings), *other])
     launcher = process.which("ccache")
     return [
+        *(cross.definitions(target, settings.work) if target else ()),
         "-DCMAKE_BUILD_TYPE=Release",
         f"-DVLLM_PYTHON_EXECUTABLE={settings.python}",
         "-DVLLM_TARGET_DEVICE=cuda",

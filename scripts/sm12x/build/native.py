@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sm12x.build import arch, cmake, library, toolchain
+from sm12x.build import arch, cmake, cross, library, toolchain
 from sm12x.build.select import Choice, Kept
 from sm12x.core import files, process
 from sm12x.core.errors import BadFileError, BuildFailedError
@@ -108,7 +108,7 @@ def build(
         inputs=digest,
         arch_list=arch.to_text(settings.archs),
         cmake_archs=cmake_archs,
-        compiler=_compiler_version(),
+        compiler=_compiler_version(settings.target),
         nvcc=toolchain.nvcc_version(settings.cuda_home),
         modules=tuple(
             _describe(module, stage, choice.allowed.get(module.target, ())) for module in modules
@@ -173,6 +173,6 @@ def _publish(record: NativeRecord, stage: Path, out: Path) -> None:
     files.write_text(out / RECORD, text)
 
 
-def _compiler_version() -> str:
-    compiler = os.environ.get("CXX") or "c++"
+def _compiler_version(target: cross.Target | None) -> str:
+    compiler = target.compiler() if target else os.environ.get("CXX") or "c++"
     return process.run([compiler, "--version"]).stdout.splitlines()[0]

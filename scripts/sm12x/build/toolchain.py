@@ -13,7 +13,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from sm12x.build import standin
+from sm12x.build import cross, standin
 from sm12x.core import process
 from sm12x.core.errors import BadFileError, BuildFailedError
 
@@ -27,13 +27,13 @@ _UNVERSIONED = re.compile(r"(lib.+?\.so)\.[\d.]+")
 # and the three ways a library gets on the link line. cuBLAS is tried where its package is.
 _PROBE = """\
 #include <cuda.h>
-#if __has_include(<cublas_v2.h>)
+#ifdef WITH_CUBLAS
 #include <cublas_v2.h>
 #endif
 #include <cuda/std/type_traits>
 __global__ void twice(float *x) { x[threadIdx.x] *= 2; }
 int main() {
-#ifdef CUBLAS_V2_H_
+#ifdef WITH_CUBLAS
   cublasHandle_t handle;
   if (cublasCreate(&handle)) return 1;
 #endif
@@ -67,10 +67,13 @@ def find_package(site_packages: Path) -> Path:
     return found[0]
 
 
-def assemble(site_packages: Path, out: Path, *, probe: bool = True) -> CudaHome:
+def assemble(
+    site_packages: Path, out: Path, *, target: cross.Target | None = None, probe: bool = True
+) -> CudaHome:
     """Lay out ``out`` as a CUDA_HOME on the packages in ``site_packages``.
 
     Args:
+        target: another machine to compile for; its packages have the libraries to link with.
         probe: compile and link a small program with the result.
 
     Raises:
@@ -79,6 +82,7 @@ def assemble(site_packages: Path, out: Path, *, probe: bool = True) -> CudaHome:
         ToolMissingError, ToolFailedError: no C compiler for the stub of libcuda.
     """
     package = find_package(site_packages.resolve())
+    shared = cross.libraries(target, package.name) if target else package / "lib"
     out = out.absolute()
     if out.exists() and not (out / MARKER).is_file() and any(out.iterdir()):
         raise BadFileError(
@@ -92,13 +96,17 @@ def assemble(site_packages: Path, out: Path, *, probe: bool = True) -> CudaHome:
         _copy_tools(package / "bin", made / "bin")
         for name in ("include", "nvvm"):
             (made / name).symlink_to(package / name)
-        libraries = _link_libraries(package / "lib", made / "lib64")
+        libraries = _link_libraries(shared, made / "lib64")
         (made / "lib").symlink_to("lib64")
-        api = standin.build(package / "include", made / "lib64" / "stubs" / "libcuda.so")
+        stub = made / "lib64" / "stubs" / "libcuda.so"
+        compiler = str(target.compiler("gcc")) if target else "cc"
+        api = standin.build(package / "include", stub, compiler=compiler)
+        if target:
+            cross.write_marker(target, made)
         (made / MARKER).write_text(f"{package}\n", encoding="utf-8")
         version = nvcc_version(made)
         if probe:
-            _probe(made)
+            _probe(made, target)
         if out.exists():
             shutil.rmtree(out)
         made.rename(out)
@@ -152,14 +160,17 @@ def _link_libraries(source: Path, target: Path) -> int:
     return sum(1 for path in source.iterdir() if ".so" in path.name)
 
 
-def _probe(cuda_home: Path) -> None:
+def _probe(cuda_home: Path, target: cross.Target | None) -> None:
     with tempfile.TemporaryDirectory(prefix="sm12x-probe-") as folder:
         program = Path(folder) / "probe.cu"
         program.write_text(_PROBE, encoding="utf-8")
         argv = [cuda_home / "bin" / "nvcc", program, "-o", program.with_suffix("")]
         libraries = ["-lcudart", "-lcuda"]
-        if (cuda_home / "include" / "cublas_v2.h").is_file():
-            libraries.append("-lcublas")
+        if target:
+            libraries += ["-ccbin", str(target.compiler())]
+        # Of another machine's packages only what the release links with may be there.
+        if (cuda_home / "lib64" / "libcublas.so").exists():
+            libraries += ["-DWITH_CUBLAS", "-lcublas"]
         done = process.run([str(word) for word in (*argv, *libraries)], check=False)
         if done.returncode != 0:
             said = " | ".join((done.stderr or done.stdout).strip().splitlines()[-3:])

@@ -13,6 +13,8 @@ from typing import Any
 
 import click
 
+from sm12x.core.errors import UsageError
+
 # The steps import what they need themselves: `toolchain` and `stand-in` also run in the runtime
 # image, which does not have the packages that the other steps use.
 
@@ -22,6 +24,11 @@ EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 FILE = click.Path(dir_okay=False, path_type=Path)
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+_machine = click.option(
+    "--machine",
+    default=platform.machine,
+    help="x86_64 or aarch64. Default: this machine.",
+)
 _base = click.option("--base", "version", required=True, help="The vLLM release, such as 0.21.0.")
 
 
@@ -45,8 +52,16 @@ def command() -> None:
     help="Where the packages of the CUDA toolkit are installed.",
 )
 @click.option("--out", type=FOLDER, required=True, help="The CUDA_HOME to make.")
+@_machine
+@click.option(
+    "--target-packages",
+    type=EXISTING_FOLDER,
+    help="For another machine: where `sm12x build packages` unpacked that one's packages.",
+)
 @_as_json
-def toolchain(site_packages: Path, out: Path, as_json: bool) -> None:
+def toolchain(
+    site_packages: Path, out: Path, machine: str, target_packages: Path | None, as_json: bool
+) -> None:
     """Make a CUDA_HOME of the toolkit's packages, and try its compiler.
 
     \b
@@ -54,9 +69,19 @@ def toolchain(site_packages: Path, out: Path, as_json: bool) -> None:
       sm12x build toolchain --out /opt/cuda \\
         --site-packages venv/lib/python3.13/site-packages
     """
+    from sm12x.build import cross
     from sm12x.build import toolchain as step
 
-    made = step.assemble(site_packages, out)
+    target = None
+    if cross.needed(machine):
+        if target_packages is None:
+            raise UsageError(
+                f"a toolkit for {machine} links with packages for {machine}, none were named",
+                next_step="unpack them with `sm12x build packages`, and name them with "
+                "--target-packages",
+            )
+        target = cross.Target(machine=machine, packages=target_packages.absolute())
+    made = step.assemble(site_packages, out, target=target)
     if as_json:
         _print_json({**dataclasses.asdict(made), "path": str(out), "package": str(made.package)})
         return
@@ -64,6 +89,31 @@ def toolchain(site_packages: Path, out: Path, as_json: bool) -> None:
         f"{made.path}: nvcc {made.nvcc}, {made.libraries} libraries of {made.package}, "
         f"a stub of libcuda with {made.driver_symbols} symbols; compiles and links"
     )
+
+
+@command.command()
+@_base
+@_machine
+@click.option("--out", type=FOLDER, required=True, help="Where to unpack them (1 GB).")
+def packages(version: str, machine: str, out: Path) -> None:
+    """Unpack what modules for another machine are linked with: torch and CUDA's libraries.
+
+    Out of that machine's build lock, by hash. `sm12x build toolchain` takes the folder.
+
+    \b
+    Example:
+      sm12x build packages --base 0.21.0 --machine aarch64 --out target
+    """
+    from sm12x.build import cross, crosspackages
+    from sm12x.core import progress
+    from sm12x.stack import base as bases
+    from sm12x.stack import lock
+
+    base = bases.load(version)
+    lock.spec_of(base, machine)
+    with progress.spinner(f"packages for {machine}"):
+        done = crosspackages.unpack(base, machine, out, uv=lock.find_uv())
+    click.echo(f"{out} {'made' if done else 'unchanged'}: {', '.join(cross.PACKAGES)}")
 
 
 @command.command("stand-in")
@@ -127,6 +177,7 @@ def source(version: str, sdist: Path, out: Path, as_json: bool) -> None:
 @click.option("--source", type=EXISTING_FOLDER, required=True, help="The patched source.")
 @click.option("--cuda-home", type=EXISTING_FOLDER, required=True, help="The CUDA toolkit.")
 @click.option("--out", type=FOLDER, required=True, help="Where the modules and native.json go.")
+@_machine
 @click.option(
     "--arch-list",
     envvar="TORCH_CUDA_ARCH_LIST",
@@ -148,6 +199,7 @@ def source(version: str, sdist: Path, out: Path, as_json: bool) -> None:
 @click.option(
     "--allow-missing",
     multiple=True,
+    envvar="SM12X_ALLOW_MISSING",
     metavar="NAME",
     help="A third-party source to do without: its ops will be missing. Can be repeated.",
 )
@@ -163,6 +215,7 @@ def native(
     source: Path,
     cuda_home: Path,
     out: Path,
+    machine: str,
     arch_list: str | None,
     jobs: int | None,
     mode: str,
@@ -182,7 +235,7 @@ def native(
       sm12x build native --base 0.21.0 --source src \\
         --cuda-home /opt/cuda --out native
     """
-    from sm12x.build import arch, cmake, select
+    from sm12x.build import arch, cmake, cross, select
     from sm12x.build import native as step
     from sm12x.build import source as sources
     from sm12x.core import progress
@@ -198,6 +251,7 @@ def native(
         archs=arch.validate(default if arch_list is None else arch_list, default=default),
         jobs=jobs or 0,
         third_party=third_party,
+        target=cross.find(cuda_home, machine),
     )
     touched = sources.read_touched(source)
     sources.verify(source, touched.files)
@@ -226,11 +280,7 @@ def native(
 
 @command.command()
 @_base
-@click.option(
-    "--machine",
-    default=platform.machine,
-    help="x86_64 or aarch64. Default: this machine.",
-)
+@_machine
 @click.option("--official", type=EXISTING_FILE, required=True, help="The release's own wheel.")
 @click.option("--source", type=EXISTING_FOLDER, required=True, help="The patched source.")
 @click.option("--native", type=EXISTING_FOLDER, required=True, help="The compiled modules.")

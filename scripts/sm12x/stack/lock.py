@@ -182,7 +182,7 @@ def _compile(
     """Run `uv pip compile` in a folder of its own, so that no path of this machine gets in."""
     end = base.released + datetime.timedelta(days=1)
     argv: list[str | Path] = [
-        _uv(),
+        find_uv(),
         *("pip", "compile", "requirements.in", "--quiet", "--no-header", "--generate-hashes"),
         *("--python-version", base.python, "--python-platform", spec.platform),
         # With a time and a zone: uv reads a bare date in the zone of the machine.
@@ -210,7 +210,8 @@ def _compile(
     return done.stdout
 
 
-def _uv() -> str:
+def find_uv() -> str:
+    """The uv beside this Python. Raises ToolMissingError."""
     try:
         return uv.find_uv_bin()
     except FileNotFoundError:

@@ -1,0 +1,73 @@
+"""Another machine's packages, unpacked to link with: never installed, never run.
+
+Apart from ``cross``, which also runs where no package can be fetched.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from sm12x.build import cross
+from sm12x.core import lockfile, pipconfig, process
+from sm12x.core.errors import BadFileError
+from sm12x.stack.base import Base
+
+# In a folder of such packages: the lock they are of.
+_LOCK = "target.lock"
+
+
+def lock(base: Base, machine: str) -> str:
+    """The lock of ``cross.PACKAGES`` for ``machine``, without what these need to run."""
+    path = base.build_lock_path(machine)
+    whole = lockfile.read(path)
+    kept = [pin.text for pin in whole.pins if pin.name in cross.PACKAGES]
+    if len(kept) != len(cross.PACKAGES):
+        raise BadFileError(
+            f"{path} does not have all of {', '.join(cross.PACKAGES)}",
+            next_step="make it with `make lock`",
+        )
+    return f"# What is linked with for {machine}.\n{whole.head}{''.join(kept)}"
+
+
+def unpack(base: Base, machine: str, out: Path, *, uv: str) -> bool:
+    """Unpack ``cross.PACKAGES`` for ``machine`` in ``out`` (1 GB), unless they are there already.
+
+    Args:
+        uv: the program.
+
+    Returns:
+        Whether anything was done.
+
+    Raises:
+        BadFileError: ``out`` is a folder of something else, or the lock lacks a package.
+        ToolFailedError: uv cannot fetch or unpack them.
+    """
+    text = lock(base, machine)
+    marker = out / _LOCK
+    if marker.is_file() and marker.read_text(encoding="utf-8") == text:
+        return False
+    if out.exists() and not marker.is_file() and any(out.iterdir()):
+        raise BadFileError(
+            f"{out} is there and was not made by this command",
+            next_step="name a new folder, or remove that one",
+        )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
+    try:
+        made.chmod(0o755)
+        (made / _LOCK).write_text(text, encoding="utf-8")
+        words: list[str | Path] = [uv, "pip", "install", "--quiet", "--no-deps", "--require-hashes"]
+        words += ["--python-platform", base.locks[machine].platform]
+        words += ["--python-version", base.python, "--target", made]
+        process.run(
+            [*words, "--requirement", made / _LOCK],
+            env={**pipconfig.load().uv_environment(), "UV_PYTHON_DOWNLOADS": "never"},
+            next_step="check network, proxy and index address, and run it again",
+        )
+        shutil.rmtree(out, ignore_errors=True)
+        made.rename(out)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    return True
