@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from sm12x import layout, plan
+from sm12x.audit import compare
 from sm12x.core.errors import EXIT_CODES, BadFileError
 from sm12x.plan import render
 from sm12x.recipes import load
@@ -64,10 +65,30 @@ def plans_table() -> str:
     return markdown(render.HEADER, rows)
 
 
+AUDITS = ("audit-official", "audit-full")
+
+
+def audit_table() -> str:
+    """One row a module: how its code runs in the official wheel and in ours of full mode.
+
+    From the newest pair of reports in benchmarks/, `<date>-audit-official.json` and
+    `<date>-audit-full.json`; "" while there is none.
+    """
+    found = sorted((layout.root() / "benchmarks").glob(f"*-{AUDITS[1]}.json"))
+    if not found:
+        return ""
+    full = found[-1]
+    date = full.name.removesuffix(f"-{AUDITS[1]}.json")
+    official = full.with_name(f"{date}-{AUDITS[0]}.json")
+    rows = compare.rows(compare.load(official), compare.load(full))
+    return markdown(compare.HEADER, rows)
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "patches": patches_table,
     "exit-codes": exit_codes_table,
     "plans": plans_table,
+    "audit": audit_table,
 }
 
 
@@ -75,22 +96,29 @@ def rendered(text: str, path: Path) -> str:
     """``text`` with every generated table made anew.
 
     Raises:
-        BadFileError: a block names no known table, or a known table has no block.
+        BadFileError: a block names no known table, or one that there is no data for; a table that
+            there is data for has no block.
     """
+    made = {name: table() for name, table in TABLES.items()}
     seen: set[str] = set()
 
     def fill(block: re.Match[str]) -> str:
         name = block["name"]
-        if name not in TABLES:
+        if name not in made:
             raise BadFileError(
                 f"{path}: no generator makes the table {name!r} (known: {', '.join(TABLES)})",
                 next_step="mend the name in the comment",
             )
+        if not made[name]:
+            raise BadFileError(
+                f"{path}: there is no data for the table {name!r}",
+                next_step="restore its file in benchmarks/, or take the block out",
+            )
         seen.add(name)
-        return f"{block['head']}{TABLES[name]()}{block['tail']}"
+        return f"{block['head']}{made[name]}{block['tail']}"
 
     new = _BLOCK.sub(fill, text)
-    missing = [name for name in TABLES if name not in seen]
+    missing = [name for name, table in made.items() if table and name not in seen]
     if missing:
         raise BadFileError(
             f"{path}: no block for the generated table(s) {', '.join(missing)}",
