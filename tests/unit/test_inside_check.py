@@ -328,6 +328,15 @@ def test_a_lost_operator_is_found(image: Image) -> None:
     )
 
 
+def test_operators_read_out_of_a_file_are_compared_without_namespaces(image: Image) -> None:
+    read = dataclasses.replace(library(LIBRARY, "one", "two.out"), ops_by="read")
+    image.ledger = dataclasses.replace(image.ledger, libraries=(read,))
+    lines = modules(image, {LIBRARY: ""}, "_C::one", "_C::two.out")
+    assert faults(lines) == ""
+    assert any("compared without namespaces" in line.text for line in lines)
+    assert "lost: two.out" in faults(modules(image, {LIBRARY: ""}, "_C::one", "_C::two"))
+
+
 def test_a_ledger_without_operators_proves_nothing(image: Image) -> None:
     image.ledger = dataclasses.replace(image.ledger, libraries=(library(LIBRARY),))
     assert "the ledger lists no operators" in faults(modules(image, {LIBRARY: ""}))

@@ -60,7 +60,9 @@ class LibraryEntry:
     ``cubins`` and ``ptx`` count the code by architecture ("12.0a", "8.0"). ``sm120`` and ``sm121``
     are "native", "mixed", "ptx", "none", "host" (no device code) or "unknown". ``ops`` are full
     names with overload; none are listed for a library that is for another Python than the
-    ledger's. ``lost`` are those of the official library that it was allowed to lack.
+    ledger's. ``ops_by`` says how they were found: "loaded", or "read" out of the file on another
+    machine, which finds no namespaces and not all ops. ``lost`` are those of the official library
+    that it was allowed to lack.
     """
 
     path: str
@@ -75,6 +77,7 @@ class LibraryEntry:
     sm121: str
     ops: tuple[str, ...]
     lost: tuple[str, ...]
+    ops_by: str = "loaded"
 
 
 @dataclass(frozen=True, kw_only=True)

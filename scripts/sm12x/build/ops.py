@@ -23,10 +23,12 @@ _FOR_ONE_PYTHON = re.compile(r"\.cpython-(\d)(\d+)-[\w-]+\.so$")
 @dataclass(frozen=True, kw_only=True)
 class Registered:
     """``ops`` are full names with overload (``_C::silu_and_mul``); ``names`` what a Python module
-    offers besides."""
+    offers besides. ``by`` is "loaded", or "read" (see ``opsread``): then no op has its namespace.
+    """
 
     ops: tuple[str, ...]
     names: tuple[str, ...]
+    by: str = "loaded"
 
 
 def loads_on(path: str, python: str) -> bool:
