@@ -17,7 +17,8 @@ from sm12x.core.errors import EXIT_CODES, INTERRUPTED, Sm12xError
 
 # verb -> one line for `sm12x --help`; the command object is `command` in sm12x.commands.<verb>.
 VERBS = {
-    "patch": "List, check, apply, refresh, add or drop the patches of a base.",
+    "patch": "List, check, apply, refresh, add, drop or rebase the patches of a base.",
+    "base": "Show how the patches stand on each release.",
     "fetch": "Fetch the sources of a base by name, version and sha256.",
     "lock": "Make or check the locked requirements of a base.",
     "build": "The steps of a build, one at a time, as the builder image runs them.",

@@ -1,7 +1,8 @@
-"""What the subcommands of `sm12x patch` share: options, the base they name, and its sdist."""
+"""What the subcommands of `sm12x patch` share: options, the base, its sdist, and printing."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from sm12x.core import index, progress
 from sm12x.core.errors import UnknownBaseError
 from sm12x.stack import base as bases
 from sm12x.stack.base import Base
+from sm12x.stack.refresh import MessageError
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -64,3 +66,22 @@ def fetch(base: Base, find_links: Path | None) -> Path:
 def cached(base: Base) -> Path | None:
     """The sdist, if it has been fetched before: it lets an error name the files that differ."""
     return index.cached(base.sdist.name, base.sdist.sha256, cache=layout.cache())
+
+
+def say(text: str) -> None:
+    """A line on stderr about what is being done."""
+    click.echo(text, err=True)
+
+
+def print_json(value: Any) -> None:
+    click.echo(json.dumps(value, indent=2, default=str))
+
+
+def print_findings(error: MessageError) -> None:
+    for finding in error.findings:
+        click.echo(f"{finding.path.name}:{finding.line}: {finding.message}", err=True)
+
+
+def relative(text: str) -> str:
+    """``text`` without the current folder where it begins with it."""
+    return text.removeprefix(f"{Path.cwd()}/")

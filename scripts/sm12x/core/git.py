@@ -236,20 +236,43 @@ class Repository:
         *,
         check_only: bool = False,
         reverse: bool = False,
+        three_way: bool = False,
         include: Sequence[str] = (),
     ) -> Outcome:
         """Apply a patch to the index, or with ``check_only`` only see whether it would.
 
-        ``include`` names the files to apply it to; without it, all that it is for.
+        ``include`` names the files to apply it to; without it, all that it is for. ``three_way``
+        merges with the text the patch was made for, which the repository must hold; what cannot be
+        merged is left in the index, see ``unmerged``.
 
         git has no fuzz but does move hunks; what it moved is in ``offsets``.
         """
         words = ["apply", "--cached", "--verbose", "--whitespace=nowarn"]
         words += ["--check"] if check_only else []
         words += ["--reverse"] if reverse else []
+        words += ["--3way"] if three_way else []
         words += [f"--include={path}" for path in include]
         done = self.run(*words, "-", stdin=patch, check=False)
         return parse_apply(done.stderr, done.returncode)
+
+    def unmerged(self) -> dict[str, tuple[str, str, str]]:
+        """Files of the index with a conflict: blobs of ancestor, ours and theirs, "" for none."""
+        found: dict[str, list[str]] = {}
+        for record in self.run("ls-files", "--unmerged", "-z").stdout.split("\0"):
+            if record:
+                head, path = record.split("\t", 1)
+                _, blob, stage = head.split()
+                found.setdefault(path, ["", "", ""])[int(stage) - 1] = blob
+        return {path: (a, b, c) for path, (a, b, c) in found.items()}
+
+    def merge_file(self, ours: Path, base: Path, theirs: Path, *, marker: int) -> str:
+        """Merge three files; conflicts stand in the text, ancestor and all, between markers.
+
+        ``marker`` is how many characters they have.
+        """
+        words = ["merge-file", "-p", "--diff3", f"--marker-size={marker}"]
+        done = self.run(*words, str(ours), str(base), str(theirs), check=False)
+        return done.stdout
 
     def config(self, key: str, value: str) -> None:
         """Store a setting in the repository."""

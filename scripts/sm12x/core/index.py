@@ -128,7 +128,7 @@ def _partial(final: Path) -> Iterator[Path | None]:
 def _locate(project: str, name: str, sha256: str) -> download.Remote:
     """Ask each index for the project's page, in order, until one lists the file."""
     config = pipconfig.load()
-    _check_ca(config)
+    check_ca(config)
     seen: list[str] = []
     other: str | None = None
     with download.session(config) as web:
@@ -221,7 +221,8 @@ def _take(folder: Path, name: str, sha256: str, part: Path, on_progress: OnProgr
         )
 
 
-def _check_ca(config: pipconfig.PipConfig) -> None:
+def check_ca(config: pipconfig.PipConfig) -> None:
+    """Raise BadFileError if the settings name a CA bundle that does not exist."""
     # requests reports this as an OSError without the name of the setting.
     if config.ca_bundle is not None and not config.ca_bundle.exists():
         raise BadFileError(

@@ -5,15 +5,16 @@ from __future__ import annotations
 import datetime
 import difflib
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from sm12x import layout
 from sm12x.core.errors import BadFileError, UnknownBaseError
+from sm12x.stack import table
+from sm12x.stack.table import Table
 
-MACHINES = ("x86_64", "aarch64")
+MACHINES = table.MACHINES
 DROPPED_STATES = ("upstream", "conflict")
 
 
@@ -64,12 +65,38 @@ class Module:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Unit:
+    """What one file costs to compile: seconds of CPU, GiB at its peak; for those that match.
+
+    ``match`` is a glob of the file's path, from its end: "marlin/*bfloat16*.cu".
+    """
+
+    match: str
+    cpu_seconds: float
+    peak_gib: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourcePackage(PinnedFile):
+    """A wheel that has part of a source: what lies under ``inside`` goes to ``into``."""
+
+    project: str
+    inside: str
+    into: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Source:
     """A third-party source the release's CMake declares; ``override`` is the variable it reads.
 
     ``stand_in`` are the files, empty ones, that configuring asks for where nothing of the source
     is compiled. ``ops`` are globs of the torch ops that are made of it: a module compiled without
     the source may lack those, and no others.
+
+    A source that is compiled comes out of ``packages``, with the generated ``texts`` (path to
+    content) beside them, or out of git: ``commit`` of the repository ``git``, with those
+    ``submodules``. ``defines`` are the macros of ``version_file`` whose values are the numbers of
+    ``pin``.
     """
 
     name: str
@@ -77,6 +104,13 @@ class Source:
     override: str
     stand_in: tuple[str, ...]
     ops: tuple[str, ...] = ()
+    packages: tuple[SourcePackage, ...] = ()
+    texts: Mapping[str, str] = field(default_factory=dict)
+    git: str = ""
+    commit: str = ""
+    submodules: tuple[str, ...] = ()
+    version_file: str = ""
+    defines: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +178,7 @@ class Base:
     toolchain: Toolchain
     modules: tuple[Module, ...]
     sources: tuple[Source, ...]
+    units: tuple[Unit, ...]
     image: ImageBase
     locks: Mapping[str, LockSpec]
     witness: Witness
@@ -194,7 +229,7 @@ def parse(path: Path) -> Base:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise BadFileError(f"{path} cannot be read: {error}", next_step="mend that line") from None
-    top = _Table(raw, path, "")
+    top = Table(raw, path, "")
     schema = top.integer("schema")
     if schema != 1:
         raise BadFileError(
@@ -234,15 +269,14 @@ def parse(path: Path) -> Base:
             )
             for entry in top.entries("module")
         ),
-        sources=tuple(
-            Source(
-                name=entry.text("name"),
-                pin=entry.text("pin"),
-                override=entry.text("override"),
-                stand_in=entry.texts("stand_in"),
-                ops=entry.optional_texts("ops"),
+        sources=tuple(_source(entry) for entry in top.entries("source")),
+        units=tuple(
+            Unit(
+                match=entry.text("match"),
+                cpu_seconds=entry.number("cpu_seconds"),
+                peak_gib=entry.number("peak_gib"),
             )
-            for entry in top.entries("source")
+            for entry in top.optional_entries("unit")
         ),
         image=ImageBase(base=image.text("base"), suite=image.text("suite")),
         locks={
@@ -277,7 +311,7 @@ def parse(path: Path) -> Base:
     return base
 
 
-def _dropped(entry: _Table) -> Dropped:
+def _dropped(entry: Table) -> Dropped:
     state = entry.choice("state", DROPPED_STATES)
     return Dropped(
         patch=entry.text("patch"),
@@ -288,100 +322,27 @@ def _dropped(entry: _Table) -> Dropped:
     )
 
 
-class _Table:
-    """A TOML table that knows its key path and remembers what was read."""
-
-    def __init__(self, raw: Mapping[str, Any], path: Path, where: str) -> None:
-        self._raw = raw
-        self._path = path
-        self._where = where
-        self._read: set[str] = set()
-        self._children: list[_Table] = []
-
-    def text(self, key: str) -> str:
-        return str(self._get(key, str))
-
-    def choice(self, key: str, known: Sequence[str]) -> str:
-        value = self.text(key)
-        if value not in known:
-            raise self._fault(key, f"is {value!r}, and not one of {', '.join(known)}")
-        return value
-
-    def integer(self, key: str) -> int:
-        return int(self._get(key, int))
-
-    def number(self, key: str) -> float:
-        return float(self._get(key, (int, float)))
-
-    def flag(self, key: str, *, default: bool) -> bool:
-        value = self._raw.get(key, default)
-        self._read.add(key)
-        if not isinstance(value, bool):
-            raise self._fault(key, "is neither true nor false")
-        return value
-
-    def date(self, key: str) -> datetime.date:
-        value = self._get(key, datetime.date)
-        assert isinstance(value, datetime.date)  # noqa: S101 - _get has checked it
-        return value
-
-    def texts(self, key: str, *, default: tuple[str, ...] | None = None) -> tuple[str, ...]:
-        if default is not None and key not in self._raw:
-            return default
-        values = self._get(key, list)
-        if not all(isinstance(value, str) for value in values):
-            raise self._fault(key, "is not a list of strings")
-        return tuple(values)
-
-    def optional_texts(self, key: str) -> tuple[str, ...]:
-        return self.texts(key) if key in self._raw else ()
-
-    def table(self, key: str) -> _Table:
-        return self._child(self._get(key, dict), key)
-
-    def tables(self, key: str) -> dict[str, _Table]:
-        """The sub-tables of ``key``, one a machine."""
-        found: dict[str, _Table] = {}
-        for machine, raw in self._get(key, dict).items():
-            if machine not in MACHINES:
-                raise self._fault(f"{key}.{machine}", f"is not one of {', '.join(MACHINES)}")
-            found[machine] = self._child(raw, f"{key}.{machine}")
-        return found
-
-    def entries(self, key: str) -> list[_Table]:
-        return [self._child(raw, f"{key}[{n}]") for n, raw in enumerate(self._get(key, list))]
-
-    def optional_entries(self, key: str) -> list[_Table]:
-        return self.entries(key) if key in self._raw else []
-
-    def finish(self) -> None:
-        """Raise if a key was never asked for: a typing mistake must not be ignored."""
-        for key in self._raw:
-            if key not in self._read:
-                near = difflib.get_close_matches(key, self._read, n=1)
-                hint = f"; perhaps you meant {near[0]}" if near else ""
-                raise self._fault(key, f"is not a known key{hint}")
-        for child in self._children:
-            child.finish()
-
-    def _child(self, raw: Any, key: str) -> _Table:
-        if not isinstance(raw, dict):
-            raise self._fault(key, "is not a table")
-        child = _Table(raw, self._path, f"{self._where}{key}.")
-        self._children.append(child)
-        return child
-
-    def _get(self, key: str, kind: type | tuple[type, ...]) -> Any:
-        if key not in self._raw:
-            raise self._fault(key, "is missing")
-        self._read.add(key)
-        value = self._raw[key]
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise self._fault(key, f"has the wrong type ({type(value).__name__})")
-        return value
-
-    def _fault(self, key: str, what: str) -> BadFileError:
-        return BadFileError(
-            f"{self._path}: {self._where}{key} {what}",
-            next_step="mend that key; another base.toml shows the layout",
-        )
+def _source(entry: Table) -> Source:
+    return Source(
+        name=entry.text("name"),
+        pin=entry.text("pin"),
+        override=entry.text("override"),
+        stand_in=entry.texts("stand_in"),
+        ops=entry.optional_texts("ops"),
+        packages=tuple(
+            SourcePackage(
+                project=package.text("project"),
+                name=package.text("name"),
+                sha256=package.text("sha256"),
+                inside=package.text("inside"),
+                into=package.text("into"),
+            )
+            for package in entry.optional_entries("package")
+        ),
+        texts={text.text("path"): text.text("text") for text in entry.optional_entries("text")},
+        git=entry.optional_text("git"),
+        commit=entry.optional_text("commit"),
+        submodules=entry.optional_texts("submodules"),
+        version_file=entry.optional_text("version_file"),
+        defines=entry.optional_texts("defines"),
+    )

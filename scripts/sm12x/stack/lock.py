@@ -69,6 +69,15 @@ def make(base: Base, machine: str) -> Locks:
     return Locks(closure=closure, build=build)
 
 
+def resolve(base: Base, machine: str, requirements: Iterable[str]) -> dict[str, str]:
+    """What ``requirements`` resolve to on ``machine`` as of the base's day, name -> version.
+
+    Raises as ``make`` does.
+    """
+    text = _compile(base, spec_of(base, machine), requirements)
+    return lockfile.parse(text).versions
+
+
 def spec_of(base: Base, machine: str) -> LockSpec:
     """The [lock.<machine>] of base.toml. Raises BadFileError if there is none."""
     try:
@@ -94,10 +103,14 @@ def heads(base: Base, machine: str) -> tuple[str, str]:
     wheels_only = "--only-binary :all:\n" + "".join(
         f"--no-binary {name}\n" for name in spec.build_from_sdist
     )
+    replaced = "".join(
+        f"# {override.requirement} instead of {override.instead_of}: {override.why}.\n"
+        for override in base.overrides
+    )
     return (
         f"{made}# All that {RELEASE} {base.version} needs, and the CUDA toolkit.\n{fits}"
         f"# {RELEASE}=={base.version} itself is not listed: the wheel made here takes its place.\n"
-        f"{wheels_only}\n",
+        f"{replaced}{wheels_only}\n",
         f"{made}# What building {RELEASE} {base.version} needs, the CUDA toolkit, and what sm12x "
         f"itself needs.\n{fits}--only-binary :all:\n\n",
     )
@@ -198,6 +211,10 @@ def _compile(
         if constraint:
             (Path(folder) / constraint[0]).write_text(constraint[1])
             argv += ["--constraint", constraint[0]]
+        if base.overrides:
+            lines = "".join(f"{override.requirement}\n" for override in base.overrides)
+            (Path(folder) / "overrides.txt").write_text(lines)
+            argv += ["--override", "overrides.txt"]
         done = process.run(
             argv,
             cwd=Path(folder),

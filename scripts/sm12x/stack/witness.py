@@ -12,7 +12,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -193,38 +193,21 @@ def run(
     Raises:
         apply.StackConflictError: the stack does not apply.
     """
-    if shutil.which(str(python)) is None:
-        raise ToolMissingError(
-            f"{python} is not an executable",
-            next_step="give the Python of an environment that has pytest and torch",
-        )
     witnesses = list(dict.fromkeys(path for patch in patches for path in patch.witnesses))
-    runs: dict[tuple[str, str], Run] = {}
     with tempfile.TemporaryDirectory(prefix="sm12x-witness-") as name:
-        folder = Path(name)
+        trees = {side: Path(name) / side for side in SIDES}
         for side in SIDES:
-            tree.unpack(archive, folder / side)
-        apply.apply(base, stack, folder / PATCHED, archive=archive)
-        waiting = [(path, side) for path in witnesses for side in SIDES]
-        running: dict[tuple[str, str], _Job] = {}
-        try:
-            while waiting or running:
-                if waiting and len(running) < jobs:
-                    path, side = waiting.pop(0)
-                    if on_run:
-                        on_run(path, side)
-                    report = folder / f"{len(runs) + len(running)}-{side}.xml"
-                    running[path, side] = _Job(path, side, folder / side, report, python, root)
-                    continue
-                for key, job in list(running.items()):
-                    done = job.result(seconds)
-                    if done is not None:
-                        runs[key] = done
-                        del running[key]
-                time.sleep(_POLL)
-        finally:
-            for job in running.values():
-                job.process.stop()
+            tree.unpack(archive, trees[side])
+        apply.apply(base, stack, trees[PATCHED], archive=archive)
+        runs = run_on(
+            trees,
+            witnesses,
+            python=python,
+            root=root,
+            seconds=seconds,
+            jobs=jobs,
+            on_run=on_run,
+        )
     return WitnessReport(
         base_version=base.version,
         stack_id=stack.id,
@@ -235,6 +218,47 @@ def run(
             for check in judge(patch.name, runs[path, BASE], runs[path, PATCHED])
         ),
     )
+
+
+def run_on(
+    trees: Mapping[str, Path],
+    witnesses: Sequence[str],
+    *,
+    python: Path,
+    root: Path,
+    seconds: float = TIME_LIMIT,
+    jobs: int = 2,
+    on_run: Callable[[str, str], None] | None = None,
+) -> dict[tuple[str, str], Run]:
+    """Run ``witnesses`` on the source in each of ``trees``, side -> folder; see ``run``."""
+    if shutil.which(str(python)) is None:
+        raise ToolMissingError(
+            f"{python} is not an executable",
+            next_step="give the Python of an environment that has pytest and torch",
+        )
+    waiting = [(path, side) for path in witnesses for side in trees]
+    running: dict[tuple[str, str], _Job] = {}
+    runs: dict[tuple[str, str], Run] = {}
+    with tempfile.TemporaryDirectory(prefix="sm12x-witness-") as name:
+        try:
+            while waiting or running:
+                if waiting and len(running) < jobs:
+                    path, side = waiting.pop(0)
+                    if on_run:
+                        on_run(path, side)
+                    report = Path(name) / f"{len(runs) + len(running)}-{side}.xml"
+                    running[path, side] = _Job(path, side, trees[side], report, python, root)
+                    continue
+                for key, job in list(running.items()):
+                    done = job.result(seconds)
+                    if done is not None:
+                        runs[key] = done
+                        del running[key]
+                time.sleep(_POLL)
+        finally:
+            for job in running.values():
+                job.process.stop()
+    return runs
 
 
 def judge(patch: str, base: Run, patched: Run) -> list[Check]:

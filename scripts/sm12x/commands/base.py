@@ -1,0 +1,35 @@
+"""`sm12x base`: the releases a stack is kept for, and how the patches stand on others."""
+
+from __future__ import annotations
+
+import click
+
+from sm12x import layout
+from sm12x.commands.patchoptions import JSON, print_json
+from sm12x.stack import base as bases
+from sm12x.stack import rebasetext, status
+
+
+@click.group()
+def command() -> None:
+    """Show how the patches stand on each release.
+
+    Example: sm12x base status
+    """
+
+
+@command.command("status")
+@JSON
+def status_command(as_json: bool) -> None:
+    """Print patch by release: needed, applied, upstream, conflict, or unknown.
+
+    Covers the bases in patches/ and the releases that `sm12x patch rebase` was run for.
+
+    Example: sm12x base status --json
+    """
+    known = [bases.load(version) for version in bases.versions()]
+    found = status.table(known, status.read(layout.patches() / status.NAME))
+    if as_json:
+        print_json(rebasetext.table_data(found))
+    else:
+        click.echo(rebasetext.table(found), nl=False)

@@ -1,0 +1,164 @@
+"""`sm12x patch rebase`: carry a stack to another release."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from sm12x import layout
+from sm12x.commands.patchoptions import FIND_LINKS, JSON, chosen, fetch, print_json, say
+from sm12x.core import index, listing, progress
+from sm12x.stack import draft, rebase, rebasetext, series, status, witness
+from sm12x.stack.base import Base
+from sm12x.stack.draft import Release
+
+PROJECT = "vllm"
+# Witnesses take minutes: whoever works on this machine goes first.
+_NICE = 10
+
+
+@click.command("rebase")
+@click.argument("version", metavar="VERSION")
+@click.option(
+    "--from",
+    "source",
+    envvar="BASE",
+    metavar="BASE",
+    help="The base whose stack is carried; needed only where there are several.  [env: BASE]",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Where to write the folder VERSION; by default patches/ of the checkout.",
+)
+@click.option("--force", is_flag=True, help="Replace the folder if it is there.")
+@click.option(
+    "--witness",
+    "chosen_witnesses",
+    multiple=True,
+    metavar="PATH",
+    help="Run only this witness. May be repeated.",
+)
+@click.option("--no-witness", is_flag=True, help="Run none: what is upstream is told by its text.")
+@click.option("--no-lock", is_flag=True, help="Resolve no locks; then no witness can run either.")
+@click.option(
+    "--python",
+    type=click.Path(path_type=Path),
+    help="Interpreter with pytest and torch; by default one is set up from the new lock.",
+)
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    default=2,
+    show_default=True,
+    help="How many witnesses run at a time; each may take 2 GiB of memory.",
+)
+@click.option("--no-record", is_flag=True, help="Do not record the outcome in patches/status.toml.")
+@FIND_LINKS
+@JSON
+def rebase_command(
+    version: str,
+    source: str | None,
+    out: Path | None,
+    force: bool,
+    chosen_witnesses: tuple[str, ...],
+    no_witness: bool,
+    no_lock: bool,
+    python: Path | None,
+    jobs: int,
+    no_record: bool,
+    find_links: Path | None,
+    as_json: bool,
+) -> None:
+    """Carry a base's stack to the release VERSION, and write the folder of a new base.
+
+    Each patch's witness is run on the untouched release: where it is green, the fix is upstream
+    and the patch is left out. The others are applied, or merged by git where their surroundings
+    have changed. What git cannot merge is left as a conflict, with both texts and the commands to
+    resolve it (exit code 11). base.toml is drafted from index and source; what a person has to
+    check is listed.
+
+    Example: sm12x patch rebase 0.22.1 --from 0.21.0
+    """
+    base = chosen(source)
+    stack = series.load(base)
+    only = _witnesses(stack, chosen_witnesses)
+    patches = layout.patches()
+    target = out or patches
+    rebase.require_free(target / version, force=force)
+    with progress.spinner(f"asking the index for {PROJECT} {version}"):
+        listed = listing.of_folder(PROJECT, find_links) if find_links else listing.of_index(PROJECT)
+    found = draft.release(listed, version, project=PROJECT)
+    archives = rebase.Archives(source=fetch(base, find_links), target=_fetch(found, find_links))
+    os.nice(_NICE)
+    recorded = patches / status.NAME
+    report = rebase.rebase(
+        base,
+        stack,
+        found,
+        archives,
+        root=layout.root(),
+        out=target,
+        force=force,
+        known=status.read(recorded),
+        run_witnesses=None if no_witness else _runner(python, jobs),
+        chosen=only,
+        make_locks=not no_lock,
+        say=say,
+    )
+    if not no_record:
+        status.record(recorded, rebase.outcomes(report))
+    if as_json:
+        print_json(rebasetext.as_data(report))
+    else:
+        click.echo(rebasetext.report(report), nl=False)
+    if report.conflicts:
+        raise rebase.ConflictsLeftError(report)
+
+
+def _fetch(found: Release, find_links: Path | None) -> Path:
+    with progress.transfer(found.sdist.name) as moved:
+        return index.fetch(
+            PROJECT,
+            found.sdist.name,
+            found.sdist.sha256,
+            cache=layout.cache(),
+            find_links=find_links,
+            on_progress=moved,
+        )
+
+
+def _witnesses(stack: series.Stack, names: tuple[str, ...]) -> list[str] | None:
+    """The witnesses to run, None for all; raises UsageError for one that no patch has."""
+    if not names:
+        return None
+    known = {path for patch in stack.patches for path in patch.witnesses}
+    found: list[str] = []
+    for name in names:
+        fitting = [path for path in known if name in (path, Path(path).stem, Path(path).name)]
+        if not fitting:
+            raise click.UsageError(
+                f"No patch has a witness {name}; there are {', '.join(sorted(known))}"
+            )
+        found += fitting
+    return found
+
+
+def _runner(python: Path | None, jobs: int) -> rebase.RunWitnesses:
+    def run(new: Base, paths: Sequence[str], tree: Path) -> list[witness.Run]:
+        root = layout.root()
+        using = python or witness.environment(new, root=root, cache=layout.cache(), say=say)
+        runs = witness.run_on(
+            {witness.BASE: tree},
+            paths,
+            python=using.absolute(),
+            root=root,
+            jobs=jobs,
+            on_run=lambda path, _: say(f"{path} on the untouched {new.version}"),
+        )
+        return list(runs.values())
+
+    return run

@@ -1,0 +1,255 @@
+"""`sm12x patch apply|refresh|new|drop`: patches as commits of a folder, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import click
+
+from sm12x import layout
+from sm12x.commands.patchoptions import (
+    DIRECTORY,
+    FIND_LINKS,
+    JSON,
+    base_option,
+    cached,
+    chosen,
+    fetch,
+    print_findings,
+    print_json,
+    relative,
+)
+from sm12x.core import progress
+from sm12x.core.errors import BadFileError
+from sm12x.stack import apply as applying
+from sm12x.stack import edit, mail, refresh, render, series, tree
+
+
+@click.command("apply")
+@DIRECTORY
+@base_option
+@click.option("--unpack", is_flag=True, help="DIR is new: fetch the sdist and unpack it there.")
+@click.option(
+    "--no-repository", is_flag=True, help="Change the files only; leave no git repository."
+)
+@FIND_LINKS
+@JSON
+def apply_command(
+    directory: Path,
+    version: str | None,
+    unpack: bool,
+    no_repository: bool,
+    find_links: Path | None,
+    as_json: bool,
+) -> None:
+    """Apply the stack to DIR, an unpacked sdist of the base.
+
+    Every patch is tried and reported; unless all apply exactly, nothing is changed. DIR becomes a
+    git repository with the untouched source as the commit tagged `base` and one commit a patch, so
+    that patches can be edited with git and exported with `sm12x patch refresh DIR`.
+
+    Example: sm12x patch apply --unpack ../vllm
+    """
+    base = chosen(version)
+    stack = series.load(base)
+    archive = cached(base)
+    if unpack:
+        archive = fetch(base, find_links)
+        with progress.spinner(f"unpacking {base.sdist.name}"):
+            tree.unpack(archive, directory)
+    try:
+        with progress.bar("patches", len(stack.patches)) as advance:
+            report = applying.apply(
+                base,
+                stack,
+                directory,
+                repository=not no_repository,
+                archive=archive,
+                on_patch=lambda patch: advance(1),
+            )
+    except applying.StackConflictError as error:
+        if as_json:
+            print_json(dataclasses.asdict(error.report))
+        else:
+            click.echo(render.applied(error.report), nl=False)
+        raise
+    if as_json:
+        print_json(dataclasses.asdict(report))
+        return
+    click.echo(render.applied(report), nl=False)
+    click.echo(f"stack {report.stack_id}: {len(report.changed)} files of {directory} changed")
+    if not no_repository:
+        click.echo("next: edit there with git, then export with")
+        click.echo(f"  sm12x patch refresh --base {base.version} {directory}")
+
+
+@click.command("refresh")
+@DIRECTORY
+@base_option
+@JSON
+def refresh_command(directory: Path, version: str | None, as_json: bool) -> None:
+    """Export the commits of DIR, made by `sm12x patch apply`, back into the base's patches.
+
+    Commits added, dropped or reordered with git change the series accordingly.
+
+    Example: sm12x patch refresh ../vllm
+    """
+    base = chosen(version)
+    try:
+        report = refresh.refresh(base, directory, root=layout.root())
+    except refresh.MessageError as error:
+        print_findings(error)
+        raise
+    if as_json:
+        print_json(dataclasses.asdict(report))
+    else:
+        click.echo(render.refreshed(report, relative(str(base.folder))), nl=False)
+
+
+@click.command("new")
+@DIRECTORY
+@base_option
+@click.option("--subject", help="What the patch does, in the imperative.")
+@click.option("--body", help="What was wrong and why this fixes it.")
+@click.option(
+    "--body-file",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="The same, from a file.",
+)
+@click.option(
+    "--upstream",
+    multiple=True,
+    help="Thread and state: 'owner/repo#1 (open)', or 'none (why)'. May be repeated.",
+)
+@click.option("--drop-when", help="What has to happen for the patch to go.")
+@click.option(
+    "--witness",
+    "witnesses",
+    multiple=True,
+    help="Path of its test in the checkout. May be repeated.",
+)
+@click.option(
+    "--like",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Take message and author from this patch of another base.",
+)
+@click.option("--author", help='"Name <mail>"; by default who git says you are.')
+@JSON
+def new_command(
+    directory: Path,
+    version: str | None,
+    subject: str | None,
+    body: str | None,
+    body_file: Path | None,
+    upstream: tuple[str, ...],
+    drop_when: str | None,
+    witnesses: tuple[str, ...],
+    like: Path | None,
+    author: str | None,
+    as_json: bool,
+) -> None:
+    """Make all changes in DIR a patch at the end of the series.
+
+    DIR is a folder made by `sm12x patch apply`. The message is linted, the changes are committed
+    there, and the commit is exported.
+
+    \b
+    Example: sm12x patch new ../vllm --subject "Reset the error state on entry" \\
+        --body-file why.txt --upstream "vllm-project/vllm#35489 (closed, never merged)" \\
+        --drop-when "the release resets it itself" --witness tests/witness/test_reset.py
+    """
+    if like is not None:
+        if any((subject, body, body_file, upstream, drop_when, witnesses)):
+            raise click.UsageError("--like brings the whole message: give no other part of it.")
+        model = mail.parse(like)
+        text, author = model.message, author or f"{model.author.name} <{model.author.email}>"
+    else:
+        text = _message(subject, body, body_file, upstream, drop_when, witnesses)
+    base = chosen(version)
+    try:
+        report = edit.new(
+            base,
+            directory,
+            text,
+            author=author,
+            root=layout.root(),
+        )
+    except refresh.MessageError as error:
+        print_findings(error)
+        raise
+    if as_json:
+        print_json(dataclasses.asdict(report))
+        return
+    click.echo(f"{report.name}: {', '.join(report.files)}")
+    click.echo(render.refreshed(report.refresh, relative(str(base.folder))), nl=False)
+    click.echo(f"next: sm12x patch witness --base {base.version} {report.name}")
+
+
+@click.command("drop")
+@click.argument("name", metavar="NAME")
+@base_option
+@FIND_LINKS
+@JSON
+def drop_command(name: str, version: str | None, find_links: Path | None, as_json: bool) -> None:
+    """Take the patch NAME (file name or number) out of the series, if the rest still applies.
+
+    What follows it is renumbered, and exported anew where its lines moved.
+
+    Example: sm12x patch drop 0002
+    """
+    base = chosen(version)
+    stack = series.load(base)
+    stack.get(name)
+    archive = fetch(base, find_links)
+    try:
+        with progress.spinner("applying the rest"):
+            report = edit.drop(base, stack, name, archive, root=layout.root())
+    except applying.StackConflictError as error:
+        click.echo(render.applied(error.report), nl=False, err=as_json)
+        raise
+    except refresh.MessageError as error:
+        print_findings(error)
+        raise
+    if as_json:
+        print_json(dataclasses.asdict(report))
+        return
+    click.echo(f"dropped {report.dropped}")
+    click.echo(render.refreshed(report.refresh, relative(str(base.folder))), nl=False)
+    for orphan in report.orphans:
+        click.echo(f"{orphan} is the witness of no patch any more")
+
+
+def _message(
+    subject: str | None,
+    body: str | None,
+    body_file: Path | None,
+    upstream: tuple[str, ...],
+    drop_when: str | None,
+    witnesses: tuple[str, ...],
+) -> str:
+    """The commit message of these parts; raises UsageError for one that is missing."""
+    for option, value in (
+        ("--subject", subject),
+        ("--upstream", upstream),
+        ("--drop-when", drop_when),
+        ("--witness", witnesses),
+    ):
+        if not value:
+            raise click.UsageError(f"Missing option '{option}' (or give --like PATCH).")
+    if (body is None) == (body_file is None):
+        raise click.UsageError("Give one of --body and --body-file.")
+    return edit.message(
+        subject=subject or "",
+        body=body if body is not None else _read(body_file),
+        upstream=upstream,
+        drop_when=drop_when or "",
+        witness=witnesses,
+    )
+
+
+def _read(path: Path | None) -> str:
+    try:
+        return path.read_text(encoding="utf-8") if path else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadFileError(f"{path} cannot be read: {error}", next_step="mend that file") from None

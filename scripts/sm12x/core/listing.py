@@ -1,0 +1,141 @@
+"""What a package index, or a folder of files, has of a project: names, hashes, upload times."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+from pathlib import Path
+
+import requests
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
+from pypi_simple import (
+    ACCEPT_JSON_PREFERRED,
+    DistributionPackage,
+    ProjectPage,
+    RepositoryPage,
+    UnparsableFilenameError,
+    UnsupportedContentTypeError,
+    UnsupportedRepoVersionError,
+    parse_filename,
+)
+
+from sm12x.core import download, files, index, pipconfig
+from sm12x.core.errors import FetchError
+
+SDIST = "sdist"
+WHEEL = "wheel"
+_NOT_FOUND = 404
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListedFile:
+    """A file of a project. ``sha256`` is in hex, "" where the index gives none.
+
+    ``uploaded`` is None, and ``requires_python`` "", where it does not say.
+    """
+
+    name: str
+    version: str
+    kind: str
+    sha256: str
+    uploaded: datetime.datetime | None
+    requires_python: str
+    yanked: bool
+
+
+def of_index(project: str) -> tuple[ListedFile, ...]:
+    """All files of ``project`` on the first index that has it.
+
+    Raises:
+        FetchError: no index has it, or none answers.
+        BadFileError: the CA bundle that the settings name does not exist.
+    """
+    config = pipconfig.load()
+    index.check_ca(config)
+    seen: list[str] = []
+    with download.session(config) as web:
+        for address in config.indexes:
+            shown = pipconfig.without_credentials(address)
+            url = f"{address.rstrip('/')}/{canonicalize_name(project)}/"
+            try:
+                response = web.get(
+                    url, headers={"Accept": ACCEPT_JSON_PREFERRED}, timeout=download.TIMEOUT
+                )
+                if response.status_code == _NOT_FOUND:
+                    seen.append(f"{shown} has no project {project}")
+                    continue
+                response.raise_for_status()
+                return _read(response, project)
+            except (ValueError, UnsupportedRepoVersionError, UnsupportedContentTypeError) as error:
+                raise FetchError(
+                    f"{shown} does not answer as a package index: {download.one_line(error)}",
+                    next_step="check the index address in the settings of pip or uv",
+                ) from None
+            except requests.RequestException as error:
+                raise download.network_error(error, shown, project) from None
+    raise FetchError(
+        f"{project} cannot be looked up: {'; '.join(seen)}",
+        next_step="check the index address in the settings of pip or uv",
+    )
+
+
+def of_folder(project: str, folder: Path) -> tuple[ListedFile, ...]:
+    """The files of ``project`` in ``folder``, with the hashes of what lies there."""
+    found: list[ListedFile] = []
+    for path in sorted(folder.iterdir()):
+        try:
+            name, version, kind = parse_filename(path.name, project_hint=project)
+        except UnparsableFilenameError:
+            continue
+        if kind in (SDIST, WHEEL) and canonicalize_name(name) == canonicalize_name(project):
+            found.append(
+                ListedFile(
+                    name=path.name,
+                    version=version,
+                    kind=kind,
+                    sha256=files.sha256(path),
+                    uploaded=None,
+                    requires_python="",
+                    yanked=False,
+                )
+            )
+    return tuple(found)
+
+
+def releases(listed: tuple[ListedFile, ...]) -> list[str]:
+    """The final releases that have an sdist which was not withdrawn, oldest first."""
+    found: dict[Version, str] = {}
+    for file in listed:
+        try:
+            version = Version(file.version)
+        except InvalidVersion:
+            continue
+        if file.kind == SDIST and not file.yanked and not version.is_prerelease:
+            found[version] = file.version
+    return [found[version] for version in sorted(found)]
+
+
+def _read(response: requests.Response, project: str) -> tuple[ListedFile, ...]:
+    page = ProjectPage.from_response(response, project)
+    times: dict[str, str] = {}
+    if "json" not in response.headers.get("Content-Type", ""):
+        # Not in the standard of the HTML form, and given by some indexes; uv reads it as well.
+        links = RepositoryPage.from_html(response.content, response.url).links
+        times = {link.text: str(link.attrs.get("data-upload-time") or "") for link in links}
+    return tuple(_listed(package, times.get(package.filename, "")) for package in page.packages)
+
+
+def _listed(package: DistributionPackage, time: str) -> ListedFile:
+    uploaded = package.upload_time
+    if uploaded is None and time:
+        uploaded = datetime.datetime.fromisoformat(time)
+    return ListedFile(
+        name=package.filename,
+        version=package.version or "",
+        kind=package.package_type or "",
+        sha256=package.digests.get("sha256", ""),
+        uploaded=uploaded,
+        requires_python=package.requires_python or "",
+        yanked=package.is_yanked,
+    )

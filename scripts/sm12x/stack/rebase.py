@@ -1,0 +1,365 @@
+"""Carrying a stack to another release: what applies, what is upstream there, what is left to do.
+
+The new folder is made whole beside the place it is for and takes its name at the end: a run that
+fails or is stopped leaves nothing.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from packaging.version import Version
+
+from sm12x.core import files, lockfile
+from sm12x.core.errors import DirtyTreeError, PatchConflictError, Sm12xError, UsageError
+from sm12x.stack import base as bases
+from sm12x.stack import carry, draft, facts, lock, need, series, status, tree, witness
+from sm12x.stack.base import Base, Dropped
+from sm12x.stack.carry import Carried
+from sm12x.stack.draft import Release
+from sm12x.stack.need import Need
+from sm12x.stack.series import Patch, Stack
+from sm12x.stack.status import Outcome
+
+# Data of a base that is written by hand: a first version is better than none.
+_COPIED = ("audit-policy.toml",)
+UNTOUCHED = "untouched"
+# Runs witnesses on a tree for a base: (base, paths of witnesses, tree) -> their runs.
+RunWitnesses = Callable[[Base, Sequence[str], Path], Sequence[witness.Run]]
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fate:
+    """One patch on the new release. ``state`` is "needed", "unknown", "upstream" or "conflict"."""
+
+    patch: Patch
+    state: str
+    need: Need
+    carried: Carried
+    since: str
+
+    @property
+    def kept(self) -> bool:
+        return self.state in (status.NEEDED, status.UNKNOWN)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RebaseReport:
+    """``folder`` is the new base's; ``stack_id`` of what is in it. ``to_check`` is for a person."""
+
+    source: str
+    version: str
+    folder: Path
+    stack_id: str
+    fates: tuple[Fate, ...]
+    to_check: tuple[str, ...]
+
+    @property
+    def conflicts(self) -> tuple[Fate, ...]:
+        return tuple(fate for fate in self.fates if fate.state == status.CONFLICT)
+
+
+class ConflictsLeftError(PatchConflictError):
+    """The folder is written, and some patches have to be resolved by hand."""
+
+    def __init__(self, report: RebaseReport) -> None:
+        left = report.conflicts
+        super().__init__(
+            f"{len(left)} of {len(report.fates)} patches of {report.source} do not merge into "
+            f"{report.version}: {', '.join(fate.patch.name for fate in left)}",
+            next_step="resolve them with the commands above; the rest is in " + str(report.folder),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Archives:
+    """The sdists of the base that is carried, and of the release it is carried to."""
+
+    source: Path
+    target: Path
+
+
+@dataclass(kw_only=True)
+class _Work:
+    """What the steps find out one after the other."""
+
+    folder: Path
+    to_check: list[str] = field(default_factory=list)
+
+
+def rebase(
+    base: Base,
+    stack: Stack,
+    found: Release,
+    archives: Archives,
+    *,
+    root: Path,
+    out: Path,
+    force: bool,
+    known: Sequence[Outcome],
+    run_witnesses: RunWitnesses | None,
+    chosen: Sequence[str] | None,
+    make_locks: bool,
+    say: Say,
+) -> RebaseReport:
+    """Write the folder of ``found`` in ``out``, with as much of ``stack`` as belongs there.
+
+    Args:
+        root: the checkout that the witnesses' paths are in.
+        out: where the new folder goes; patches/ of the checkout, or any other folder.
+        force: replace a folder that is there.
+        known: what became of the patches on other releases.
+        run_witnesses: None runs none.
+        chosen: run only these witnesses (paths), None for all.
+        make_locks: whether to resolve the new base's locks; without them no witness can run.
+        say: told what is being done.
+
+    Raises:
+        DirtyTreeError: the new folder is there already, or is no base's.
+        StackConflictError, MessageError: as carry.carry.
+    """
+    target = out / found.version
+    require_free(target, force=force)
+    if found.version == base.version:
+        raise UsageError(
+            f"the stack of {base.version} is on {found.version} already",
+            next_step="name another release",
+        )
+    with (
+        tempfile.TemporaryDirectory(prefix="sm12x-rebase-") as scratch,
+        _fresh_folder(target, force=force) as folder,
+    ):
+        work = _Work(folder=folder)
+        trees = {side: Path(scratch) / side for side in ("source", UNTOUCHED)}
+        say(f"unpacking {base.sdist.name} and {found.sdist.name}")
+        tree.unpack(archives.source, trees["source"])
+        tree.unpack(archives.target, trees[UNTOUCHED])
+        new = _draft(base, found, trees[UNTOUCHED], work, make_locks=make_locks, say=say)
+        if make_locks and run_witnesses is not None and not _lock(base, new, work, say):
+            work.to_check.append("witnesses: none could run without a lock")
+            run_witnesses = None
+        new = bases.parse(folder / "base.toml")
+        needs = _needs(new, stack, trees[UNTOUCHED], run_witnesses, chosen, work)
+        say(f"trying {len(stack.patches)} patches")
+        carried = carry.carry(
+            base,
+            stack,
+            trees["source"],
+            trees[UNTOUCHED],
+            leave_out=lambda patch: needs[patch.name].state == need.UPSTREAM,
+            root=root,
+            label=found.sdist.name,
+        )
+        fates = tuple(
+            _fate(result, needs[result.patch.name], base, found.version, known)
+            for result in carried.carried
+        )
+        _write(base, new, fates, carried.exported, work)
+        return RebaseReport(
+            source=base.version,
+            version=found.version,
+            folder=target,
+            stack_id=series.load(bases.parse(folder / "base.toml")).id,
+            fates=fates,
+            to_check=tuple(work.to_check),
+        )
+
+
+def outcomes(report: RebaseReport) -> list[Outcome]:
+    """What to record of a rebase."""
+    return [
+        Outcome(
+            patch=fate.patch.name,
+            base=report.source,
+            release=report.version,
+            need=fate.need.state,
+            text=fate.carried.state,
+            witness=fate.need.summary,
+            since=fate.since,
+            why=fate.need.why,
+        )
+        for fate in report.fates
+    ]
+
+
+def require_free(target: Path, *, force: bool) -> None:
+    """Raise DirtyTreeError unless a base's folder may be written as ``target``."""
+    if not target.exists():
+        return
+    if not force:
+        raise DirtyTreeError(
+            f"{target} exists, and nothing is overwritten",
+            next_step="add --force to replace it, or --out DIR to write elsewhere",
+        )
+    if not (target / "base.toml").is_file():
+        raise DirtyTreeError(
+            f"{target} exists and is no base's folder (it has no base.toml)",
+            next_step="move it away yourself",
+        )
+
+
+@contextmanager
+def _fresh_folder(target: Path, *, force: bool) -> Iterator[Path]:
+    """A folder to fill that becomes ``target`` if the block succeeds, and vanishes otherwise."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Hidden, and one level down, where nothing looks for a base.
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as name:
+        folder = Path(name) / target.name
+        folder.mkdir()
+        yield folder
+        # Somebody may have made it meanwhile.
+        require_free(target, force=force)
+        before = Path(name) / "before"
+        if target.exists():
+            target.rename(before)
+        try:
+            folder.rename(target)
+        except BaseException:
+            if before.exists():
+                before.rename(target)
+            raise
+
+
+def _draft(
+    base: Base, found: Release, source: Path, work: _Work, *, make_locks: bool, say: Say
+) -> Base:
+    say("reading what the release says of itself")
+    said = facts.read(source)
+    identity = tree.tree_id(source)
+
+    def write(cuda: str | None) -> tuple[Base, tuple[str, ...]]:
+        drafted = draft.draft(base, found, said, tree=identity, torch_cuda=cuda)
+        files.write_text(work.folder / "base.toml", drafted.text())
+        return bases.parse(work.folder / "base.toml"), drafted.to_check
+
+    new, to_check = write(None)
+    cuda = _toolkit_of_torch(new) if make_locks else None
+    if cuda:
+        new, to_check = write(cuda)
+    work.to_check += to_check
+    return new
+
+
+def _toolkit_of_torch(new: Base) -> str | None:
+    """The CUDA toolkit that the release's torch asks for; None where it does not say or exist."""
+    try:
+        found = lock.resolve(new, next(iter(new.locks)), [f"torch=={new.toolchain.torch}"])
+    except Sm12xError:
+        # Making the locks meets the same, and says it.
+        return None
+    return found.get("cuda-toolkit")
+
+
+def _lock(base: Base, new: Base, work: _Work, say: Say) -> bool:
+    """Make the new base's locks; False, and why in what is to be checked, where that fails."""
+    for machine in new.locks:
+        say(f"resolving the lock for {machine}")
+        try:
+            made = lock.make(new, machine)
+        except Sm12xError as error:
+            work.to_check.append(f"lock.{machine}: {error.message}")
+            return False
+        files.write_text(new.lock_path(machine), made.closure)
+        files.write_text(new.build_lock_path(machine), made.build)
+        work.to_check += [f"lock.{machine}: {fault}" for fault in lock.verify(new, machine, made)]
+    machine = next(iter(new.locks))
+    if base.lock_path(machine).is_file():
+        packages, notes = draft.witness_packages(
+            base.witness.packages,
+            lockfile.read(base.lock_path(machine)),
+            lockfile.read(new.lock_path(machine)),
+        )
+        work.to_check += notes
+        path = work.folder / "base.toml"
+        files.write_text(path, draft.amended(path.read_text(encoding="utf-8"), packages=packages))
+    return True
+
+
+def _needs(
+    new: Base,
+    stack: Stack,
+    source: Path,
+    run_witnesses: RunWitnesses | None,
+    chosen: Sequence[str] | None,
+    work: _Work,
+) -> Mapping[str, Need]:
+    """What the witnesses of each patch say of the untouched release."""
+    wanted = list(dict.fromkeys(path for patch in stack.patches for path in patch.witnesses))
+    if chosen is not None:
+        wanted = [path for path in wanted if path in chosen]
+    runs: dict[str, witness.Run] = {}
+    if run_witnesses is not None and wanted:
+        try:
+            runs = {run.witness: run for run in run_witnesses(new, wanted, source)}
+        except Sm12xError as error:
+            work.to_check.append(f"witnesses: none could run: {error.message}")
+    found: dict[str, Need] = {}
+    for patch in stack.patches:
+        own = [runs[path] for path in patch.witnesses if path in runs]
+        left = [path for path in patch.witnesses if path not in runs]
+        said = need.judge(own) if own else Need(state=need.UNKNOWN, why="its witness was not run")
+        if left and own and said.state == need.UPSTREAM:
+            # Half of the evidence shows the defect, and never its absence.
+            said = Need(state=need.UNKNOWN, green=said.green, why=f"{left[0]} was not run")
+        found[patch.name] = said
+    return found
+
+
+def _fate(carried: Carried, said: Need, base: Base, version: str, known: Sequence[Outcome]) -> Fate:
+    state = status.decide(said.state, carried.state)
+    since = ""
+    if state == status.UPSTREAM:
+        since = status.since(carried.patch.name, version, known)
+        if Version(version) < Version(base.version):
+            since = version
+    return Fate(patch=carried.patch, state=state, need=said, carried=carried, since=since)
+
+
+def _write(
+    base: Base, new: Base, fates: Sequence[Fate], exported: Mapping[str, bytes], work: _Work
+) -> None:
+    """Patches, series, and what is left out and why, into the new folder."""
+    for name, content in exported.items():
+        (work.folder / name).write_bytes(content)
+    lines = series.header(base) + "".join(f"{name}\n" for name in exported)
+    files.write_text(work.folder / "series", lines)
+    # What a release has, a later one has; the other way round nobody has looked.
+    later = Version(new.version) > Version(base.version)
+    if not later:
+        work.to_check += [
+            f"dropped: whether {entry.patch} is needed here was not looked at"
+            for entry in base.dropped
+        ]
+    kept = [fate.need.green for fate in fates if fate.kept and fate.need.red]
+    text = (work.folder / "base.toml").read_text(encoding="utf-8")
+    text = draft.amended(
+        text,
+        dropped=[*(base.dropped if later else ()), *_dropped(fates, base)],
+        upstream=[name for names in kept for name in names],
+    )
+    files.write_text(work.folder / "base.toml", text)
+    for name in _COPIED:
+        if (base.folder / name).is_file():
+            shutil.copyfile(base.folder / name, work.folder / name)
+            work.to_check.append(f"{name}: is that of {base.version}")
+
+
+def _dropped(fates: Sequence[Fate], base: Base) -> list[Dropped]:
+    found: list[Dropped] = []
+    for fate in fates:
+        if fate.state == status.UPSTREAM:
+            by = f"its witness: {fate.need.summary}" if fate.need.green else "all of its text"
+            why = f"{by} on the untouched release; needed in {base.version}"
+        elif fate.state == status.CONFLICT:
+            paths = ", ".join(conflict.path for conflict in fate.carried.conflicts)
+            why = f"does not merge in {paths}" if paths else "its text is there, its witness is red"
+        else:
+            continue
+        found.append(Dropped(patch=fate.patch.name, state=fate.state, since=fate.since, why=why))
+    return found

@@ -1,0 +1,190 @@
+"""The outcome of a rebase, and the table of outcomes, as text and as data. Returns strings."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from sm12x.stack import carry, status
+from sm12x.stack.carry import Carried, FileConflict
+from sm12x.stack.merge import Region
+from sm12x.stack.rebase import Fate, RebaseReport
+from sm12x.stack.status import Cell, StatusTable
+
+# Longer texts are cut; the whole is in the tree that the commands make.
+_LINES = 24
+_TEXTS = {
+    carry.APPLIES: "applies as it is",
+    carry.MERGES: "merges; exported anew",
+    carry.PRESENT: "all of its text is there",
+    carry.CONFLICT: "does not merge",
+}
+_STATES = {
+    status.NEEDED: "kept",
+    status.UNKNOWN: "kept",
+    status.UPSTREAM: "left out: upstream",
+    status.CONFLICT: "CONFLICT",
+}
+
+
+def report(done: RebaseReport) -> str:
+    """Patch by patch, then what to do about each conflict, then what a person has to check."""
+    lines = [f"{done.source} -> {done.version}"]
+    for fate in done.fates:
+        lines += _fate(fate)
+    for fate in done.conflicts:
+        lines += ["", *_conflicts(fate, done)]
+    if done.conflicts:
+        lines += ["", *_commands(done)]
+    lines += ["", f"{done.folder}: stack {done.stack_id}, {_kept(done)}"]
+    if done.to_check:
+        lines += ["to be checked before it is committed:"]
+        lines += [f"  {line}" for line in done.to_check]
+    if done.fates and not done.conflicts:
+        lines.append(f"next: sm12x patch witness --base {done.version}")
+    return "\n".join(lines) + "\n"
+
+
+def as_data(done: RebaseReport) -> dict[str, Any]:
+    """The report for --json."""
+    return {
+        "from": done.source,
+        "version": done.version,
+        "folder": str(done.folder),
+        "stack": done.stack_id,
+        "patches": [
+            {
+                "patch": fate.patch.name,
+                "state": fate.state,
+                "since": fate.since,
+                "text": fate.carried.state,
+                "witness": asdict(fate.need),
+                "conflicts": [asdict(conflict) for conflict in fate.carried.conflicts],
+                "clean": list(fate.carried.clean),
+                "follows": list(fate.carried.follows),
+            }
+            for fate in done.fates
+        ],
+        "commands": _commands(done) if done.conflicts else [],
+        "to_check": list(done.to_check),
+    }
+
+
+def table(found: StatusTable) -> str:
+    """Patch by release, and what the words mean."""
+    if not found.rows:
+        return "no base lists a patch\n"
+    head = ["patch", *found.releases]
+    rows = [[row.patch.removesuffix(".patch"), *map(_cell, row.cells)] for row in found.rows]
+    widths = [max(len(line[column]) for line in (head, *rows)) for column in range(len(head))]
+    lines = [
+        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
+        for line in (head, *rows)
+    ]
+    used = {cell.state for row in found.rows for cell in row.cells}
+    lines.append("")
+    lines += [f"{word:9} {text}" for word, text in status.LEGEND.items() if word in used]
+    if any(cell.doubt for row in found.rows for cell in row.cells):
+        lines.append("?         no witness has said whether it is needed")
+    return "\n".join(lines) + "\n"
+
+
+def table_data(found: StatusTable) -> dict[str, Any]:
+    """The table for --json: patch -> release -> state, doubt and note."""
+    return {
+        row.patch: {
+            release: asdict(cell) for release, cell in zip(found.releases, row.cells, strict=True)
+        }
+        for row in found.rows
+    }
+
+
+def _cell(cell: Cell) -> str:
+    return f"{cell.state}?" if cell.doubt else cell.state
+
+
+def _fate(fate: Fate) -> list[str]:
+    since = f" since {fate.since}" if fate.since else ""
+    lines = [f"{fate.patch.name}: {_STATES[fate.state]}{since}"]
+    lines.append(f"  text     {_TEXTS[fate.carried.state]}")
+    summary = fate.need.summary or "unknown"
+    lines.append(f"  witness  {summary}")
+    if fate.need.why:
+        lines.append(f"           {fate.need.why}")
+    return lines
+
+
+def _conflicts(fate: Fate, done: RebaseReport) -> list[str]:
+    lines = [f"{fate.patch.name} on {done.version}:"]
+    if fate.carried.follows:
+        lines.append(f"  may only follow from {', '.join(fate.carried.follows)}")
+    if fate.carried.state == carry.PRESENT:
+        lines.append("  all of its text is in the release, and its witness is red there")
+    for conflict in fate.carried.conflicts:
+        lines += _conflict(conflict, fate.carried, done)
+    if fate.carried.clean:
+        lines.append(f"  merges cleanly: {', '.join(fate.carried.clean)}")
+    return lines
+
+
+def _conflict(conflict: FileConflict, carried: Carried, done: RebaseReport) -> list[str]:
+    if conflict.why:
+        moved = f"; perhaps {' or '.join(conflict.candidates)}" if conflict.candidates else ""
+        return [f"  {conflict.path}: {conflict.why}{moved}"]
+    hunks = next(file.hunks for file in carried.patch.files if file.path == conflict.path)
+    lines: list[str] = []
+    for region in conflict.regions:
+        lines.append(
+            f"  {conflict.path} hunk {region.hunk} of {len(hunks)}, {region.header}: conflict at "
+            f"line {region.line}"
+        )
+        lines += _region(region, done)
+    return lines
+
+
+def _region(region: Region, done: RebaseReport) -> list[str]:
+    lines: list[str] = []
+    for title, text in (
+        (f"{done.source} has", region.expects),
+        (f"{done.version} has", region.has),
+        ("the patch puts there", region.leaves),
+    ):
+        if not text:
+            lines.append(f"    {title}: nothing")
+            continue
+        lines.append(f"    {title}:")
+        lines += [f"      | {line}".rstrip() for line in text[:_LINES]]
+        if len(text) > _LINES:
+            lines.append(f"      ... {len(text) - _LINES} more lines")
+    return lines
+
+
+def _commands(done: RebaseReport) -> list[str]:
+    tree = f"../vllm-{done.version}"
+    lines = ["to resolve, in the checkout:"]
+    if done.folder.parent.name != "patches":
+        lines.append(f"  mv {shlex.quote(str(done.folder))} patches/")
+    lines.append(f"  sm12x patch apply --base {done.version} --unpack {tree}")
+    for fate in done.conflicts:
+        patch = f"patches/{done.source}/{fate.patch.name}"
+        lines += [
+            f"  git -C {tree} apply --reject $PWD/{patch}  # what fits is changed, the rest is "
+            "left in *.rej",
+            f"  $EDITOR {_paths(tree, fate.carried.conflicts)}  # put the rest in, delete the "
+            "*.rej files",
+            f"  sm12x patch new {tree} --base {done.version} --like {patch}",
+        ]
+    return [*lines, f"  sm12x patch witness --base {done.version}"]
+
+
+def _paths(tree: str, conflicts: Sequence[FileConflict]) -> str:
+    return " ".join(f"{tree}/{conflict.path}" for conflict in conflicts) or tree
+
+
+def _kept(done: RebaseReport) -> str:
+    kept = sum(fate.kept for fate in done.fates)
+    left = len(done.conflicts)
+    rest = len(done.fates) - kept - left
+    return f"{kept} kept, {rest} upstream, {left} to resolve"

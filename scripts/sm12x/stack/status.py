@@ -1,0 +1,224 @@
+"""What became of each patch on each release: patches/status.toml, and the table made of it.
+
+`sm12x patch rebase` records its outcomes there, also those of releases no base is kept for.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from packaging.version import Version
+
+from sm12x.core import files, tomltext
+from sm12x.core.errors import BadFileError
+from sm12x.stack import carry, need, series
+from sm12x.stack.base import Base
+from sm12x.stack.table import Table
+
+NAME = "status.toml"
+APPLIED = "applied"
+NEEDED = "needed"
+UPSTREAM = "upstream"
+CONFLICT = "conflict"
+UNKNOWN = "unknown"
+LEGEND = {
+    APPLIED: "in the stack of that base",
+    NEEDED: "the defect is there and the patch fits; no stack is kept",
+    UPSTREAM: "the release does it itself",
+    CONFLICT: "needs to be written anew for that release",
+    UNKNOWN: "not tried, or its witness could not run",
+}
+_HEAD = (
+    "# Made by `sm12x patch rebase`; do not edit. What became of the patches of a base on releases "
+    "they\n# were tried on: `need` is what the witnesses say of the untouched release, `text` what "
+    "git says.\n"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """One patch of ``base`` on ``release``. ``need`` and ``text`` as in need.py and carry.py.
+
+    ``text`` is "" where only the witnesses were run. ``since`` is the first release known to do it
+    itself, for what is upstream.
+    """
+
+    patch: str
+    base: str
+    release: str
+    need: str
+    text: str
+    witness: str
+    since: str
+    why: str
+
+    @property
+    def state(self) -> str:
+        return decide(self.need, self.text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """``state`` is one of LEGEND; ``doubt`` where no witness has said that it is needed."""
+
+    state: str
+    doubt: bool = False
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    patch: str
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusTable:
+    releases: tuple[str, ...]
+    rows: tuple[Row, ...]
+
+
+def decide(needed: str, text: str) -> str:
+    """What a rebase does with a patch: "needed" (keep it), "upstream" or "conflict"; "unknown"."""
+    if needed == need.UPSTREAM:
+        return UPSTREAM
+    if text == carry.PRESENT:
+        # All of its text is there: red all the same means that it is not enough there.
+        return CONFLICT if needed == need.NEEDED else UPSTREAM
+    if text == carry.CONFLICT:
+        return CONFLICT
+    return NEEDED if needed == need.NEEDED else UNKNOWN
+
+
+def slug(name: str) -> str:
+    """A patch's file name without number and suffix: the same in every base."""
+    return name.removesuffix(".patch").partition("-")[2] or name
+
+
+def read(path: Path) -> tuple[Outcome, ...]:
+    """The recorded outcomes; none where there is no such file. Raises BadFileError."""
+    if not path.is_file():
+        return ()
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise BadFileError(
+            f"{path} cannot be read: {error}", next_step="restore it with git"
+        ) from None
+    top = Table(raw, path, "")
+    if top.integer("schema") != 1:
+        raise BadFileError(f"{path}: its schema is not known", next_step="update sm12x")
+    found = tuple(
+        Outcome(
+            patch=entry.text("patch"),
+            base=entry.text("base"),
+            release=entry.text("release"),
+            need=entry.choice("need", (need.NEEDED, need.UPSTREAM, need.UNKNOWN)),
+            text=entry.choice(
+                "text", ("", carry.APPLIES, carry.MERGES, carry.PRESENT, carry.CONFLICT)
+            ),
+            witness=entry.text("witness"),
+            since=entry.text("since"),
+            why=entry.text("why"),
+        )
+        for entry in top.optional_entries("outcome")
+    )
+    top.finish()
+    return found
+
+
+def record(path: Path, fresh: Iterable[Outcome]) -> None:
+    """Add outcomes; each takes the place of an older one of its patch, base and release.
+
+    One that did not run a witness does not displace what a witness has said before.
+    """
+    known = {(o.base, o.release, slug(o.patch)): o for o in read(path)}
+    for outcome in fresh:
+        key = (outcome.base, outcome.release, slug(outcome.patch))
+        before = known.get(key)
+        known[key] = merged(before, outcome) if before else outcome
+    ordered = sorted(known.values(), key=lambda o: (Version(o.base), o.patch, Version(o.release)))
+    values = {"schema": 1, "outcome": [asdict(outcome) for outcome in ordered]}
+    files.write_text(path, _HEAD + tomltext.dump(values))
+
+
+def merged(before: Outcome, after: Outcome) -> Outcome:
+    """``after``, with what only ``before`` knows."""
+    need_from = before if after.need == need.UNKNOWN and not after.witness else after
+    return Outcome(
+        patch=after.patch,
+        base=after.base,
+        release=after.release,
+        need=need_from.need,
+        text=after.text or before.text,
+        witness=need_from.witness,
+        since=need_from.since,
+        why=need_from.why,
+    )
+
+
+def since(patch: str, release: str, outcomes: Iterable[Outcome]) -> str:
+    """The first release known to have what ``patch`` does, ``release`` being one that does.
+
+    Only as far back as every release that was tried had it.
+    """
+    tried = {
+        Version(o.release): o.need
+        for o in outcomes
+        if slug(o.patch) == slug(patch) and o.need != need.UNKNOWN
+    }
+    first = Version(release)
+    for version in sorted((v for v in tried if v < first), reverse=True):
+        if tried[version] != need.UPSTREAM:
+            break
+        first = version
+    return str(first) if first != Version(release) else release
+
+
+def table(bases: Sequence[Base], outcomes: Sequence[Outcome]) -> StatusTable:
+    """Patches by release: those of every base, and those that were tried elsewhere."""
+    by_release = {base.version: base for base in bases}
+    releases = sorted({*by_release, *(o.release for o in outcomes)}, key=Version)
+    stacks = {base.version: series.read(base)[0] for base in bases}
+    names: dict[str, str] = {}
+    for base in sorted(bases, key=lambda b: Version(b.version)):
+        for name in (*stacks[base.version], *(entry.patch for entry in base.dropped)):
+            names.setdefault(slug(name), name)
+    for outcome in outcomes:
+        names.setdefault(slug(outcome.patch), outcome.patch)
+    rows = [
+        Row(
+            patch=name,
+            cells=tuple(
+                _cell(name, release, by_release.get(release), stacks, outcomes)
+                for release in releases
+            ),
+        )
+        for name in names.values()
+    ]
+    return StatusTable(releases=tuple(releases), rows=tuple(rows))
+
+
+def _cell(
+    name: str,
+    release: str,
+    base: Base | None,
+    stacks: dict[str, list[str]],
+    outcomes: Sequence[Outcome],
+) -> Cell:
+    if base is not None:
+        if slug(name) in map(slug, stacks[base.version]):
+            return Cell(state=APPLIED)
+        for entry in base.dropped:
+            if slug(entry.patch) == slug(name):
+                note = f"since {entry.since}" if entry.since else entry.why
+                return Cell(state=entry.state, note=note)
+    for outcome in outcomes:
+        if slug(outcome.patch) == slug(name) and outcome.release == release:
+            note = f"since {outcome.since}" if outcome.since else outcome.why
+            doubt = outcome.need == need.UNKNOWN and outcome.state != UNKNOWN
+            return Cell(state=outcome.state, doubt=doubt, note=note)
+    return Cell(state=UNKNOWN)
