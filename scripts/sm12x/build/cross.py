@@ -153,6 +153,10 @@ def definitions(target: Target, work: Path) -> list[str]:
         # The release asks this machine's torch where its modules are: those of the target first.
         f"-DTorch_DIR={share / 'Torch'}",
         f"-DCaffe2_DIR={share / 'Caffe2'}",
+        # The Python that CMake asks is this machine's, and runs without an emulator; FindPython
+        # looks for none at all when crossing machines unless it is given one.
+        "-DCMAKE_POLICY_DEFAULT_CMP0190=NEW",
+        f"-DCMAKE_CROSSCOMPILING_EMULATOR={process.which('env')}",
     ]
 
 
