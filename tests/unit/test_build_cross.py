@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,31 @@ def test_cmake_is_given_the_other_machines_compilers_and_torch(
     before = file.stat()
     assert cross.definitions(target, tmp_path) == found
     assert file.stat() == before
+
+
+def test_debians_python_headers_serve_another_machine(
+    target: cross.Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    include = tmp_path / "include"
+    for name in ("python3.13", "x86_64-linux-gnu/python3.13"):
+        (include / name).mkdir(parents=True)
+    header = include / "python3.13" / "pyconfig.h"
+    names = ("x86_64-linux-gnu", "aarch64-linux-gnu")
+    header.write_text("".join(f"#  include <{name}/python3.13/pyconfig.h>\n" for name in names))
+    (include / "x86_64-linux-gnu" / "python3.13" / "pyconfig.h").write_text("#define HERE\n")
+
+    def answer(*_: object, **__: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess([], 0, stdout=f"{header}\n", stderr="")
+
+    monkeypatch.setattr("sm12x.core.process.run", answer)
+    found = cross.flags(target, Path("python"), tmp_path / "work")
+    assert f"-I{tmp_path}/work/python" in found
+    copy = tmp_path / "work" / "python" / "aarch64-linux-gnu" / "python3.13" / "pyconfig.h"
+    assert copy.read_text() == "#define HERE\n"
+    # Any other Python has one file for itself.
+    header.write_text("#define HERE\n")
+    found = cross.flags(target, Path("python"), tmp_path / "work")
+    assert found == [f"-ffile-prefix-map={target.packages}=/site-packages"]
 
 
 @pytest.mark.parametrize("version", bases.versions())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -181,20 +182,31 @@ def variables(cuda_home: Path) -> dict[str, str]:
 
 
 def flags(target: Target, python: Path, work: Path) -> list[str]:
-    """Flags that make Python's headers of this machine serve ``target``, and hide its folder.
+    """Flags that make Python's headers of this machine serve ``target``, and hide its folder."""
+    code = "import sysconfig; print(sysconfig.get_config_h_filename())"
+    header = Path(process.run([python, "-c", code]).stdout.strip())
+    found = [f"-ffile-prefix-map={target.packages}=/site-packages"]
+    theirs, ours = _machine_headers(header, target)
+    if ours is not None:
+        folder = work / "python"
+        copy = folder / theirs
+        text = ours.read_text(encoding="utf-8")
+        if not copy.is_file() or copy.read_text(encoding="utf-8") != text:
+            files.write_text(copy, text)
+        found.append(f"-I{folder}")
+    return found
 
-    Debian's pyconfig.h includes one of a folder named after the machine, of which only this
-    machine's is installed. Modules use the stable ABI, for which both say the same: what differs
-    between two 64-bit Linux machines concerns building Python itself.
+
+def _machine_headers(header: Path, target: Target) -> tuple[str, Path | None]:
+    """What Debian's pyconfig.h includes for ``target``, and this machine's file that will do.
+
+    Debian has one a machine, each in a folder named after it, and only this machine's is installed.
+    Modules use the stable ABI, for which they say the same: what differs between two 64-bit Linux
+    machines concerns building Python itself. Elsewhere there is one pyconfig.h, and None here.
     """
-    code = (
-        "import sysconfig, sys; print(sysconfig.get_config_h_filename()); "
-        "print('python%d.%d%s' % (*sys.version_info[:2], sys.abiflags))"
-    )
-    source, name = process.run([python, "-c", code]).stdout.split()
-    folder = work / "python"
-    copy = folder / target.triplet / name / "pyconfig.h"
-    text = Path(source).read_text(encoding="utf-8")
-    if not copy.is_file() or copy.read_text(encoding="utf-8") != text:
-        files.write_text(copy, text)
-    return [f"-I{folder}", f"-ffile-prefix-map={target.packages}=/site-packages"]
+    text = header.read_text(encoding="utf-8")
+    names = re.findall(r"^#\s*include\s*<(\S+/pyconfig\.h)>", text, re.MULTILINE)
+    theirs = next((name for name in names if name.startswith(f"{target.triplet}/")), "")
+    # <include>/python3.x/pyconfig.h, and the others in <include>/<machine>/python3.x/.
+    installed = (header.parents[1] / name for name in names)
+    return theirs, next((path for path in installed if path.is_file()), None) if theirs else None
