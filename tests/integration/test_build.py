@@ -9,6 +9,7 @@ import hashlib
 import io
 import json
 import platform
+import shlex
 import subprocess
 import sys
 import zipfile
@@ -176,7 +177,7 @@ def test_a_module_is_the_same_bytes_wherever_it_was_built(
 def test_a_second_run_compiles_only_what_changed(tree: Path, build: Build, tmp_path: Path) -> None:
     out = tmp_path / "native"
     build(tree, out)
-    log = out.with_name("native.work") / "logs" / "demo.log"
+    log = out.with_name("native.work") / "logs" / "ninja.log"
     compiled = log.read_text().count("Building CXX object")
     build(tree, out)
     assert log.read_text().count("Building CXX object") == compiled == 1
@@ -194,10 +195,19 @@ def test_a_compile_error_names_module_lines_and_command(
     with pytest.raises(BuildFailedError) as caught:
         build(tree, out)
     said = str(caught.value)
-    assert "native module demo could not be compiled" in said
+    assert "csrc/demo.cpp, a unit of demo, could not be compiled; its last lines:" in said
     assert "nonsense" in said
-    assert f"ninja -C {out}.work/build -j " in said
-    assert f"read {out}.work/logs/demo.log; repeat it with `env " in said
+    assert f"read {out}.work/logs/units/demo/csrc/demo.cpp.o.log; repeat it alone with `" in said
+    # The command does what it says, without us.
+    alone = said.rpartition("repeat it alone with `")[2].partition("`")[0]
+    assert shlex.split(alone)[1:] == [
+        "-C",
+        f"{out}.work/build",
+        "CMakeFiles/demo.dir/csrc/demo.cpp.o",
+    ]
+    done = subprocess.run(shlex.split(alone), capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "nonsense" in done.stdout
     # What was there before is what it was.
     assert native.read(out).modules
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sm12x.build import cmake, select
-from sm12x.core.errors import BuildFailedError, NoSpaceError, UsageError
+from sm12x.core.errors import BuildFailedError, UsageError
 from sm12x.stack import base as bases
 from sm12x.stack.base import Base, Module
 
@@ -72,22 +72,6 @@ def test_the_allocator_is_compiled_alone(version: str) -> None:
     """Quick mode takes minutes because no other module has the allocator's source."""
     found = select.touched(bases.load(version), ["csrc/cumem_allocator.cpp"])
     assert [module.target for module in found] == ["cumem_allocator"]
-
-
-@pytest.mark.parametrize(
-    ("cores", "memory", "peak", "wanted", "jobs"),
-    [(2, 24, 9, 0, 2), (64, 24, 9, 0, 2), (64, 128, 3, 0, 42), (8, 24, 3, 4, 4), (2, 1, 0.1, 0, 2)],
-)
-def test_memory_limits_how_many_units_compile_at_a_time(
-    cores: int, memory: float, peak: float, wanted: int, jobs: int
-) -> None:
-    module = _module("m", peak_gib=peak)
-    assert cmake.jobs_for(module, cores=cores, memory_gib=memory, wanted=wanted) == jobs
-
-
-def test_too_little_memory_is_said_before_the_compiler_is_killed() -> None:
-    with pytest.raises(NoSpaceError, match=r"compiling m takes 9\.0 GiB of memory, 4\.0 GiB"):
-        cmake.jobs_for(_module("m", peak_gib=9), cores=2, memory_gib=4)
 
 
 def _tree(folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Calls the release's own CMake: its copy of the source, configuring, one target at a time.
+"""Calls the release's own CMake: its copy of the source, configuring, installing.
 
 The release's CMake writes into its source folder (generated Marlin kernels, a vendored Python
 file), so the build has its own copy of what it reads, in a work folder that a later run takes up
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import shlex
@@ -17,13 +18,13 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-from sm12x.build import arch, cross
+from sm12x.build import arch, cross, unit
 from sm12x.core import files, process
 from sm12x.core.cudaarch import CudaArch
 from sm12x.core.errors import (
     BuildFailedError,
-    NoSpaceError,
     ToolFailedError,
     ToolMissingError,
 )
@@ -32,10 +33,16 @@ from sm12x.stack.base import Base, Module, Source
 # What the release's CMake reads of the source tree.
 TREE = ("CMakeLists.txt", "cmake", "csrc")
 
-_STEP = re.compile(r"^\[(\d+)/(\d+)\]")
 _SUPPORTED = re.compile(r"^-- CUDA supported target architectures: (.*)$")
 
-OnStep = Callable[[str, int, int], None]
+
+class OnStep(Protocol):
+    """Is told how many units of ``label`` are done, of how many, and how long the rest takes.
+
+    ``total`` 0 means that nobody knows yet, ``left`` is in seconds.
+    """
+
+    def __call__(self, label: str, done: int, total: int, left: float | None = None) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,23 +70,15 @@ def inputs_hash(source: Path) -> str:
     return digest.hexdigest()
 
 
-def jobs_for(module: Module, *, cores: int, memory_gib: float, wanted: int = 0) -> int:
-    """How many units of ``module`` to compile at a time: by cores, and by the memory of each.
-
-    Args:
-        memory_gib: what is free, in GiB. ``wanted`` overrides the cores, not the memory.
-
-    Raises:
-        NoSpaceError: not even one unit fits.
-    """
-    fit = int(memory_gib / module.peak_gib)
-    if fit < 1:
-        raise NoSpaceError(
-            f"compiling {module.target} takes {module.peak_gib:.1f} GiB of memory, "
-            f"{memory_gib:.1f} GiB are free",
-            next_step="close other programs, add swap, or build on a larger machine",
-        )
-    return max(1, min(wanted or cores, fit))
+def cores() -> int:
+    """How many processors we may use: those of our affinity, or of our control group's quota."""
+    ours = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, min(ours, math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError):
+        # No limit ("max"), or control groups of another kind.
+        return ours
 
 
 def free_memory_gib() -> float:
@@ -127,39 +126,43 @@ def sync(source: Path, target: Path) -> None:
             copy.chmod(path.stat().st_mode & 0o777)
 
 
+def variables(base: Base, modules: Sequence[Module], settings: Settings) -> dict[str, str]:
+    """The environment of CMake, and of ninja, which may call CMake again."""
+    return {
+        **{name: str(path) for name, path in _sources(base, modules, settings).items()},
+        "CUDA_HOME": str(settings.cuda_home),
+        "TORCH_CUDA_ARCH_LIST": arch.to_text(settings.archs),
+        "PATH": _path(settings.python),
+        **(cross.variables(settings.cuda_home) if settings.target else {}),
+    }
+
+
 def configure(
     base: Base, modules: Sequence[Module], settings: Settings, on_step: OnStep | None
 ) -> str:
     """Run CMake unless it already ran with the same words. Returns the architectures it took."""
     work = settings.work
     folder = work / "build"
-    sources = {
-        source.override: str(
-            third_party(source, modules, settings.third_party, work / "third_party")
-        )
-        for source in base.sources
-    }
-    variables = {
-        **sources,
-        "CUDA_HOME": str(settings.cuda_home),
-        "TORCH_CUDA_ARCH_LIST": arch.to_text(settings.archs),
-        "PATH": _path(settings.python),
-        **(cross.variables(settings.cuda_home) if settings.target else {}),
-    }
+    environment = variables(base, modules, settings)
     argv = [
-        _tool("cmake", settings.python),
+        tool("cmake", settings.python),
         *("-S", work / "src", "-B", folder, "-G", "Ninja"),
-        f"-DCMAKE_MAKE_PROGRAM={_tool('ninja', settings.python)}",
-        *_definitions(settings),
+        f"-DCMAKE_MAKE_PROGRAM={tool('ninja', settings.python)}",
+        *_definitions(base, modules, settings),
     ]
     words = [str(word) for word in argv]
-    key = json.dumps({"argv": words, "variables": variables}, sort_keys=True)
+    key = json.dumps({"argv": words, "variables": environment}, sort_keys=True)
+    inputs = _description_hash(work / "src")
     stamp = work / "configured.json"
     log = work / "logs" / "configure.log"
-    if not (stamp.is_file() and json.loads(stamp.read_text())["key"] == key):
-        stamp.unlink(missing_ok=True)
+    known = json.loads(stamp.read_text(encoding="utf-8")) if stamp.is_file() else {}
+    if known.get("key") != key:
         # CMake keeps compilers and paths of an earlier run in its cache, whatever it is told.
+        stamp.unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
+        known = {}
+    if known.get("inputs") != inputs:
+        stamp.unlink(missing_ok=True)
         log.unlink(missing_ok=True)
         found: list[str] = []
 
@@ -169,18 +172,44 @@ def configure(
             if on_step:
                 on_step("configure", 0, 0)
 
-        _run(words, variables, log, "CMake could not configure the release", line)
-        files.write_text(stamp, json.dumps({"key": key, "archs": found[-1] if found else ""}))
-    archs: str = json.loads(stamp.read_text())["archs"]
+        _run(words, environment, log, "CMake could not configure the release", line)
+        known = {"key": key, "inputs": inputs, "archs": found[-1] if found else ""}
+        files.write_text(stamp, json.dumps(known))
+    archs: str = known["archs"]
     return archs
 
 
-def _definitions(settings: Settings) -> list[str]:
+def _description_hash(source: Path) -> str:
+    """Over what is read while configuring: CMake's own files, and the scripts that make sources.
+
+    ninja does not know of the scripts; CMake runs them only when it runs itself.
+    """
+    digest = hashlib.sha256()
+    for path in _tree_files(source):
+        name = path.relative_to(source).as_posix()
+        if not name.startswith("csrc/") or path.suffix == ".py":
+            digest.update(f"{name} {files.sha256(path)}\n".encode())
+    return digest.hexdigest()
+
+
+def _sources(base: Base, modules: Sequence[Module], settings: Settings) -> dict[str, Path]:
+    """The folder of each third-party source, by the variable that names it to CMake."""
+    made = settings.work / "third_party"
+    return {
+        source.override: third_party(source, modules, settings.third_party, made)
+        for source in base.sources
+    }
+
+
+def _definitions(base: Base, modules: Sequence[Module], settings: Settings) -> list[str]:
     cuda = settings.cuda_home
     target = settings.target
     other = cross.flags(target, settings.python, settings.work) if target else []
-    flags = " ".join([*_prefix_maps(settings), *other])
-    launcher = process.which("ccache")
+    flags = " ".join([*_prefix_maps(base, modules, settings), *other])
+    # -I and -S: it starts once a unit, and needs nothing but the standard library.
+    launcher = [settings.python, "-I", "-S", Path(unit.__file__)]
+    # No CCACHE_BASEDIR: ccache would make paths relative, which the prefix maps then do not match.
+    launcher += filter(None, [process.which("ccache")])
     return [
         *(cross.definitions(target, settings.work) if target else ()),
         "-DCMAKE_BUILD_TYPE=Release",
@@ -198,20 +227,23 @@ def _definitions(settings: Settings) -> list[str]:
         f"-DCMAKE_CUDA_FLAGS={' '.join(f'-Xcompiler={flag}' for flag in flags.split())}",
         "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON",
         *(
-            f"-DCMAKE_{language}_COMPILER_LAUNCHER={launcher}"
+            f"-DCMAKE_{language}_COMPILER_LAUNCHER={';'.join(map(str, launcher))}"
             for language in ("C", "CXX", "CUDA")
-            if launcher
         ),
     ]
 
 
-def _prefix_maps(settings: Settings) -> list[str]:
+def _prefix_maps(base: Base, modules: Sequence[Module], settings: Settings) -> list[str]:
+    names = {source.override: source.name for source in base.sources}
     maps = {
         settings.work / "src": "/vllm",
         settings.work / "build": "/build",
-        settings.work / "third_party": "/third_party",
         settings.cuda_home: "/cuda",
         purelib(settings.python): "/site-packages",
+        **{
+            path: f"/third_party/{names[override]}"
+            for override, path in _sources(base, modules, settings).items()
+        },
     }
     return [f"-ffile-prefix-map={path}={name}" for path, name in maps.items()]
 
@@ -253,30 +285,8 @@ def _has_files(folder: Path) -> bool:
     return folder.is_dir() and any(folder.iterdir())
 
 
-def compile_module(module: Module, settings: Settings, on_step: OnStep | None) -> None:
-    jobs = jobs_for(
-        module,
-        cores=len(os.sched_getaffinity(0)),
-        memory_gib=free_memory_gib(),
-        wanted=settings.jobs,
-    )
-
-    def line(text: str) -> None:
-        match = _STEP.match(text)
-        if match and on_step:
-            on_step(module.target, int(match[1]), int(match[2]))
-
-    log = settings.work / "logs" / f"{module.target}.log"
-    # ninja itself, not `cmake --build`: that one, when terminated, leaves ninja compiling.
-    argv = [_tool("ninja", settings.python), "-C", settings.work / "build", "-j", str(jobs)]
-    words = [*map(str, argv), module.target]
-    # No CCACHE_BASEDIR: ccache would make paths relative, which the prefix maps then do not match.
-    variables = {"PATH": _path(settings.python)}
-    _run(words, variables, log, f"native module {module.target} could not be compiled", line)
-
-
 def install_module(module: Module, settings: Settings, stage: Path) -> None:
-    argv = [_tool("cmake", settings.python), "--install", settings.work / "build"]
+    argv = [tool("cmake", settings.python), "--install", settings.work / "build"]
     words = [*map(str, argv), "--component", module.target, "--strip", "--prefix", str(stage)]
     log = settings.work / "logs" / f"{module.target}.log"
     what = f"native module {module.target} could not be installed"
@@ -309,7 +319,7 @@ def _path(python: Path) -> str:
     return f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}"
 
 
-def _tool(name: str, python: Path) -> Path:
+def tool(name: str, python: Path) -> Path:
     """The program beside ``python`` (its package is a build requirement), else one on PATH."""
     found = shutil.which(name, path=_path(python))
     if found is None:

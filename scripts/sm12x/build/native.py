@@ -6,11 +6,12 @@ import dataclasses
 import json
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sm12x.build import arch, cmake, cross, library, toolchain
+from sm12x.build import arch, cmake, compiling, cross, library, toolchain
 from sm12x.build.select import Choice, Kept
 from sm12x.core import files, process
 from sm12x.core.errors import BadFileError, BuildFailedError
@@ -68,13 +69,14 @@ def build(
     *,
     mode: str = "quick",
     on_step: cmake.OnStep | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> NativeRecord:
     """Compile the modules of ``choice`` into ``out``, and write the record beside them.
 
     Args:
         source: the patched tree, or its CMakeLists.txt, cmake and csrc.
         mode: what ``choice`` was made for.
-        on_step: is told the step's name, how many units are done, and of how many.
+        on_step: is told how far it is. ``say``: is told what a user should know meanwhile.
 
     Raises:
         BuildFailedError: a module does not compile, or what came out is not fit for a wheel.
@@ -95,13 +97,14 @@ def build(
     digest = cmake.inputs_hash(source)
     cmake_archs = ""
     stage = settings.work / "stage"
+    units: dict[str, int] = {}
     modules = choice.modules
     if modules:
         cmake.sync(source, settings.work / "src")
         cmake_archs = cmake.configure(base, modules, settings, on_step)
         shutil.rmtree(stage, ignore_errors=True)
+        units = compiling.compile_modules(base, modules, settings, on_step=on_step, say=say)
         for module in modules:
-            cmake.compile_module(module, settings, on_step)
             cmake.install_module(module, settings, stage)
     record = NativeRecord(
         base_version=base.version,
@@ -111,7 +114,10 @@ def build(
         compiler=_compiler_version(settings.target),
         nvcc=toolchain.nvcc_version(settings.cuda_home),
         modules=tuple(
-            _describe(module, stage, choice.allowed.get(module.target, ())) for module in modules
+            _describe(
+                module, stage, units.get(module.target, 0), choice.allowed.get(module.target, ())
+            )
+            for module in modules
         ),
         mode=mode,
         kept=choice.kept,
@@ -139,7 +145,7 @@ def read(folder: Path) -> NativeRecord:
         ) from None
 
 
-def _describe(module: Module, stage: Path, without: tuple[str, ...]) -> NativeModule:
+def _describe(module: Module, stage: Path, units: int, without: tuple[str, ...]) -> NativeModule:
     path = stage / module.path
     header = library.read(path)
     if header.runpath:
@@ -153,6 +159,7 @@ def _describe(module: Module, stage: Path, without: tuple[str, ...]) -> NativeMo
         sha256=files.sha256(path),
         size=path.stat().st_size,
         glibc=header.glibc,
+        units=units,
         allowed_missing=without,
     )
 

@@ -263,8 +263,14 @@ def native(
         allowed=allow_missing,
     )
     start = time.monotonic()
+
+    def say(text: str) -> None:
+        click.echo(text, err=True)
+
     with progress.steps() as advance:
-        record = step.build(base, source, out, choice, settings, mode=mode, on_step=advance)
+        record = step.build(
+            base, source, out, choice, settings, mode=mode, on_step=advance, say=say
+        )
     if as_json:
         _print_json(dataclasses.asdict(record))
         return

@@ -1,0 +1,213 @@
+"""Compiles all units of the modules, by ninja, each in its turn; and says how far it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shlex
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sm12x.build import cmake, schedule, unit
+from sm12x.build.broker import Broker, Result
+from sm12x.build.schedule import Scheduler, Unit
+from sm12x.core import files, process
+from sm12x.core.errors import BuildFailedError, NoSpaceError, Sm12xError, ToolFailedError
+from sm12x.stack.base import Base, Module
+
+# Of a failed unit's log, the last of what the compiler said.
+LAST_LINES = 15
+# What the system itself and the linker take beside the compilers.
+RESERVE_GIB = 1.0
+# Objects and what a compiler leaves in the temporary folder while it runs.
+UNIT_GIB, JOB_GIB = 0.02, 0.5
+RESULTS = "units.jsonl"
+
+_BUILDS = re.compile(r"^\[\d+/\d+\] Building \w+ object (?P<name>.+)$")
+_NO_SPACE = re.compile(r"No space left on device|Disk quota exceeded")
+
+
+def units(base: Base, modules: Sequence[Module], settings: cmake.Settings) -> dict[str, Unit]:
+    """All units of ``modules``, by the name of their object, as CMake has configured them."""
+    build = settings.work / "build"
+    text = (build / "compile_commands.json").read_text(encoding="utf-8")
+    found: dict[str, Unit] = {}
+    for entry in json.loads(text):
+        name = os.path.relpath(build / entry["output"], build)
+        for module in modules:
+            if f"CMakeFiles/{module.target}.dir/" not in name:
+                continue
+            source = _shown(Path(entry["file"]), settings)
+            seconds, gib = schedule.cost(base, source, at_most_gib=module.peak_gib)
+            found[name] = Unit(
+                name=name,
+                source=source,
+                target=module.target,
+                cpu_seconds=seconds,
+                peak_gib=gib,
+            )
+    return found
+
+
+def compile_modules(
+    base: Base,
+    modules: Sequence[Module],
+    settings: cmake.Settings,
+    *,
+    on_step: cmake.OnStep | None = None,
+    say: Callable[[str], None] | None = None,
+) -> dict[str, int]:
+    """Compile and link ``modules``. Returns of how many units each is made.
+
+    Raises:
+        NoSpaceError: the largest unit takes more memory, or all more disk, than there is.
+        BuildFailedError: a unit does not compile, or a module does not link.
+    """
+    every = units(base, modules, settings)
+    pending = {name: every[name] for name in _pending(modules, settings) if name in every}
+    memory = cmake.free_memory_gib()
+    schedule.require_memory(pending.values(), memory)
+    cores = settings.jobs or cmake.cores()
+    need = UNIT_GIB * len(pending) + JOB_GIB * min(cores, len(pending))
+    files.require_space(settings.work, need, what=f"compiling {len(pending)} units")
+    room = max(memory - RESERVE_GIB, *(one.peak_gib for one in pending.values()), 0.0)
+    run = _Run(
+        every=len(every),
+        left=dict(pending),
+        cores=cores,
+        memory_gib=room,
+        results=settings.work / RESULTS,
+        on_step=on_step,
+        say=say,
+    )
+    run.show()
+    scheduler = Scheduler(cores=cores, memory_gib=room)
+    logs = settings.work / "logs"
+    try:
+        with Broker(scheduler, every, run.take) as broker:
+            variables = {
+                **cmake.variables(base, modules, settings),
+                unit.SOCKET: str(broker.address),
+                unit.LOGS: str(logs / "units"),
+            }
+            # ninja itself, not `cmake --build`: that one, when terminated, leaves ninja compiling.
+            # All units start and wait for their turn, and some links may run beside them.
+            words = _ninja(settings, "-j", str(len(pending) + cores), *_targets(modules))
+            process.stream(words, env=variables, log=logs / "ninja.log", on_line=lambda _: None)
+    except ToolFailedError as error:
+        if run.failed:
+            raise _failure(run.failed[0], logs / "units", need, settings) from None
+        again = shlex.join(_ninja(settings, *_targets(modules)))
+        raise BuildFailedError(
+            f"the native modules could not be built: {error.message}",
+            next_step=f"read {logs / 'ninja.log'}; repeat it with `{again}`",
+        ) from None
+    return dict(Counter(one.target for one in every.values()))
+
+
+@dataclass(kw_only=True)
+class _Run:
+    """What is left, and what was heard. ``take`` is called in the broker's thread."""
+
+    every: int
+    left: dict[str, Unit]
+    cores: int
+    memory_gib: float
+    results: Path
+    on_step: cmake.OnStep | None
+    say: Callable[[str], None] | None
+    failed: list[Result] = field(default_factory=list)
+    _expected: float = 60.0
+    _taken: float = 60.0
+
+    def take(self, result: Result) -> None:
+        record = {**dataclasses.asdict(result), "unit": result.unit.name}
+        with self.results.open("a", encoding="utf-8") as handle:
+            handle.write(json.dumps(record, sort_keys=True) + "\n")
+        if result.again:
+            if self.say:
+                self.say(
+                    f"{result.unit.source}: the kernel killed its compiler for lack of memory; "
+                    "it is compiled again, alone"
+                )
+            return
+        if result.failed:
+            self.failed.append(result)
+            return
+        self.left.pop(result.unit.name, None)
+        self._expected += result.unit.cpu_seconds
+        self._taken += result.seconds
+        self.show()
+
+    def show(self) -> None:
+        if self.on_step:
+            costs = [(one.cpu_seconds, one.peak_gib) for one in self.left.values()]
+            plan = schedule.makespan(costs, cores=self.cores, memory_gib=self.memory_gib)
+            # By how the units so far compare to what they were expected to take: another
+            # processor, or a compiler cache that has them.
+            left = plan * self._taken / self._expected
+            self.on_step("compile", self.every - len(self.left), self.every, left)
+
+
+def last_lines(log: str, count: int = LAST_LINES) -> str:
+    """The last ``count`` lines that say something, indented; without the command at the top."""
+    lines = [line.rstrip() for line in log.splitlines()]
+    said = [line for line in lines if line and not line.startswith("+ cd ")]
+    return "\n".join(f"    {line}" for line in said[-count:])
+
+
+def _failure(result: Result, logs: Path, need_gib: float, settings: cmake.Settings) -> Sm12xError:
+    name, source = result.unit.name, result.unit.source
+    log = unit.log_path(logs, name)
+    again = shlex.join(_ninja(settings, name))
+    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    if _NO_SPACE.search(text):
+        return NoSpaceError(
+            f"the disk was full while compiling {source}; the build needs {need_gib:.1f} GiB under "
+            f"{settings.work} and in the temporary folder",
+            next_step="free space there and run the command again: it goes on where it stopped",
+        )
+    if result.killed:
+        return NoSpaceError(
+            f"the kernel killed the compiler of {source} for lack of memory twice, the second time "
+            f"with nothing beside it: it takes more than {result.peak_gib:.1f} GiB",
+            next_step=f"add swap, or build on a larger machine; repeat it alone with `{again}`",
+        )
+    return BuildFailedError(
+        f"{source}, a unit of {result.unit.target}, could not be compiled; its last lines:\n"
+        f"{last_lines(text)}\n",
+        next_step=f"read {log}; repeat it alone with `{again}`",
+    )
+
+
+def _pending(modules: Sequence[Module], settings: cmake.Settings) -> list[str]:
+    """The objects that ninja would make, by its own account."""
+    words = _ninja(settings, "-n", *_targets(modules))
+    said = process.run(words, env={"NINJA_STATUS": "[%f/%t] "}).stdout
+    matches = (_BUILDS.match(line) for line in said.splitlines())
+    return [match["name"] for match in matches if match]
+
+
+def _targets(modules: Sequence[Module]) -> list[str]:
+    return [module.target for module in modules]
+
+
+def _ninja(settings: cmake.Settings, *words: str) -> list[str]:
+    return [str(cmake.tool("ninja", settings.python)), "-C", str(settings.work / "build"), *words]
+
+
+def _shown(path: Path, settings: cmake.Settings) -> str:
+    """A source as people know it: relative to the release's tree, or to the third-party folder."""
+    roots: Mapping[Path, str] = {
+        settings.work / "src": "",
+        settings.work / "third_party": "third_party/",
+        **({settings.third_party.resolve(): "third_party/"} if settings.third_party else {}),
+    }
+    for root, prefix in roots.items():
+        if path.is_relative_to(root):
+            return f"{prefix}{path.relative_to(root).as_posix()}"
+    return path.as_posix()
