@@ -200,8 +200,9 @@ def test_references_are_spelled_for_every_engine(given: str, expected: str) -> N
     assert qualified(given) == expected
 
 
-def test_the_next_command_is_the_engines_own() -> None:
+def test_the_next_command_is_the_engines_own(monkeypatch: pytest.MonkeyPatch) -> None:
     image = "vllm-sm12x:1"
+    monkeypatch.setattr(resource, "getrlimit", lambda limit: (1 << 20, 1 << 20))
     assert Docker(DOCKER, "1", buildx=True).run_hint(image, "check") == (
         "docker run --rm vllm-sm12x:1 check"
     )
@@ -214,6 +215,16 @@ def test_the_next_command_is_the_engines_own() -> None:
             "buildah run --isolation chroot $(buildah from vllm-sm12x:1) -- /opt/venv/bin/python"
         )
     )
+    # A root that cannot raise its limits: what buildah would set has to be lowered here too.
+    low = (1024, 20000)
+    monkeypatch.setattr(
+        resource,
+        "getrlimit",
+        lambda limit: low if limit == resource.RLIMIT_NOFILE else (1 << 20,) * 2,
+    )
+    assert "$(buildah from --ulimit nofile=1024:20000 vllm-sm12x:1) --" in Buildah(
+        BUILDAH, "1", chroot=True
+    ).run_hint(image, "check")
 
 
 def test_an_isolation_of_the_users_own_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,8 +103,9 @@ class Buildah(Engine):
                 f"--ipc=host --network host -v sm12x-cache:/cache {image} {words}"
             ).rstrip()
         isolation = " --isolation chroot" if self.chroot else ""
+        limits = "".join(f" {word}" for word in own_limits(lower=True)) if self.chroot else ""
         return (
-            f"buildah run{isolation} $(buildah from {image}) -- "
+            f"buildah run{isolation} $(buildah from{limits} {image}) -- "
             f"/opt/venv/bin/python -m sm12x.image.inside {words}"
         ).rstrip()
 
@@ -113,8 +114,10 @@ class Buildah(Engine):
 _LIMITS = (("nofile", resource.RLIMIT_NOFILE, 1 << 20), ("nproc", resource.RLIMIT_NPROC, 1 << 15))
 
 
-def own_limits() -> list[str]:
+def own_limits(*, lower: bool = False) -> list[str]:
     """Options that give the steps of a build no higher limits than this process has.
+
+    With ``lower`` only those for limits that are lower than what buildah sets.
 
     Without them buildah 1.39 raises both to 2^20, which a root without CAP_SYS_RESOURCE, as in
     a container, may not do: the first step fails. 1.28 lowers nproc to 2^15 before it looks.
@@ -125,7 +128,8 @@ def own_limits() -> list[str]:
             most if value == resource.RLIM_INFINITY else min(value, most)
             for value in resource.getrlimit(limit)
         )
-        words += ["--ulimit", f"{name}={soft}:{hard}"]
+        if hard < most or not lower:
+            words += ["--ulimit", f"{name}={soft}:{hard}"]
     return words
 
 
