@@ -21,7 +21,7 @@ import pytest
 from tests.unit import test_build_wheel as tiny
 
 from sm12x import layout
-from sm12x.build import arch, cmake, native, select, source, standin, toolchain, wheel
+from sm12x.build import arch, cmake, native, select, source, standin, toolchain, unit, wheel
 from sm12x.core import index, lockfile
 from sm12x.core.errors import BadFileError, BuildFailedError, HashMismatchError
 from sm12x.stack import base as bases
@@ -172,6 +172,26 @@ def test_a_module_is_the_same_bytes_wherever_it_was_built(
     assert str(tmp_path).encode() not in first
     assert record.cmake_archs == "12.0a"
     assert native.read(tmp_path / "a") == record
+
+
+def test_a_cuda_unit_is_the_same_bytes_wherever_it_was_compiled(
+    cuda_home: Path, tmp_path: Path
+) -> None:
+    """nvcc names local kernels after the path of their source, and files after its process id."""
+    text = "namespace { __global__ void k(float *x) { *x = __LINE__; } }\n"
+    text += "const char *f(float *x) { k<<<1, 1>>>(x); return __FILE__; }\n"
+    objects = []
+    for folder in (tmp_path / "a", tmp_path / "much" / "deeper" / "b"):
+        folder.mkdir(parents=True)
+        (folder / "k.cu").write_text(text)
+        launcher = [sys.executable, "-I", "-S", unit.__file__]
+        words: list[str | Path] = [cuda_home / "bin" / "nvcc", "-arch=sm_120a"]
+        words += ["-Xcompiler=-fPIC", f"-Xcompiler=-ffile-prefix-map={folder}=/vllm", "-x", "cu"]
+        run(*launcher, *words, "-c", folder / "k.cu", "-o", folder / "k.o")
+        run("g++", "-shared", "-s", "-o", folder / "k.so", folder / "k.o")
+        objects.append((folder / "k.so").read_bytes())
+    assert objects[0] == objects[1]
+    assert b"/vllm/k.cu" in objects[0]
 
 
 def test_a_second_run_compiles_only_what_changed(tree: Path, build: Build, tmp_path: Path) -> None:
