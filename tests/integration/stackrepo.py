@@ -61,7 +61,16 @@ class World:
         apply(self.base, series.load(self.base), directory, repository=True)
         return directory
 
-    def commit(self, directory: Path, subject: str, path: str, old: str, new: str) -> str:
+    def commit(
+        self,
+        directory: Path,
+        subject: str,
+        path: str,
+        old: str,
+        new: str,
+        *,
+        witness: str | None = None,
+    ) -> str:
         """Change a file in an applied folder and add that as a patch."""
         target = directory / path
         text = target.read_text() if target.exists() else ""
@@ -70,18 +79,18 @@ class World:
         return edit.new(
             self.base,
             directory,
-            self.message(subject),
+            self.message(subject, witness=witness or WITNESS),
             author="A Person <person@example.org>",
             root=self.root,
         ).name
 
-    def message(self, subject: str) -> str:
+    def message(self, subject: str, *, witness: str = WITNESS) -> str:
         return edit.message(
             subject=subject,
             body=BODY,
             upstream=["owner/repo#1 (open)"],
             drop_when="upstream takes it",
-            witness=[WITNESS],
+            witness=[witness],
         )
 
     def patches(self) -> dict[str, bytes]:

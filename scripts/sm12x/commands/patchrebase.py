@@ -15,7 +15,6 @@ from sm12x.stack import draft, rebase, rebasetext, series, status, witness
 from sm12x.stack.base import Base
 from sm12x.stack.draft import Release
 
-PROJECT = "vllm"
 # Witnesses take minutes: whoever works on this machine goes first.
 _NICE = 10
 
@@ -43,7 +42,7 @@ _NICE = 10
     help="Run only this witness. May be repeated.",
 )
 @click.option("--no-witness", is_flag=True, help="Run none: what is upstream is told by its text.")
-@click.option("--no-lock", is_flag=True, help="Resolve no locks; then no witness can run either.")
+@click.option("--no-lock", is_flag=True, help="Resolve no locks; witnesses then need --python.")
 @click.option(
     "--python",
     type=click.Path(path_type=Path),
@@ -89,10 +88,13 @@ def rebase_command(
     patches = layout.patches()
     target = out or patches
     rebase.require_free(target / version, force=force)
-    with progress.spinner(f"asking the index for {PROJECT} {version}"):
-        listed = listing.of_folder(PROJECT, find_links) if find_links else listing.of_index(PROJECT)
-    found = draft.release(listed, version, project=PROJECT)
-    archives = rebase.Archives(source=fetch(base, find_links), target=_fetch(found, find_links))
+    project = base.sdist.name.rpartition("-")[0]
+    with progress.spinner(f"asking the index for {project} {version}"):
+        listed = listing.of_folder(project, find_links) if find_links else listing.of_index(project)
+    found = draft.release(listed, version, project=project)
+    archives = rebase.Archives(
+        source=fetch(base, find_links), target=_fetch(project, found, find_links)
+    )
     os.nice(_NICE)
     recorded = patches / status.NAME
     report = rebase.rebase(
@@ -107,6 +109,7 @@ def rebase_command(
         run_witnesses=None if no_witness else _runner(python, jobs),
         chosen=only,
         make_locks=not no_lock,
+        lock_needed=python is None,
         say=say,
     )
     if not no_record:
@@ -119,10 +122,10 @@ def rebase_command(
         raise rebase.ConflictsLeftError(report)
 
 
-def _fetch(found: Release, find_links: Path | None) -> Path:
+def _fetch(project: str, found: Release, find_links: Path | None) -> Path:
     with progress.transfer(found.sdist.name) as moved:
         return index.fetch(
-            PROJECT,
+            project,
             found.sdist.name,
             found.sdist.sha256,
             cache=layout.cache(),

@@ -28,7 +28,10 @@ from sm12x.stack.table import MACHINES
 # How much of a commit id a pin shows.
 _SHORT = 7
 # Keys of a [[source]] that hold for any revision of it.
-_LASTING = ("name", "pin", "override", "stand_in", "ops", "git", "submodules")
+_LASTING = (
+    *("name", "pin", "override", "stand_in", "ops", "git", "submodules"),
+    *("text", "version_file", "defines"),
+)
 
 _COMMENTS = {
     "released": "Day of the release on the package index. Locks resolve with nothing uploaded "
@@ -105,6 +108,7 @@ def draft(
     base: Base,
     found: Release,
     source: Facts,
+    before: Facts,
     *,
     tree: str,
     torch_cuda: str | None,
@@ -113,6 +117,7 @@ def draft(
 
     Args:
         source: what the untouched source of the release says.
+        before: what that of ``base`` says: only what has changed is worth a look.
         tree: its git tree id.
         torch_cuda: the CUDA toolkit that the release's torch asks for, where that is known.
     """
@@ -132,8 +137,8 @@ def draft(
             del values["wheel"][machine]
             check.append(f"wheel.{machine}: the release has no such wheel")
     _check_python(base, found, check)
-    _toolchain(values["toolchain"], base, source, torch_cuda, check)
-    values["module"] = _modules(values["module"], source, base, check)
+    _toolchain(values["toolchain"], base, source, before, torch_cuda, check)
+    values["module"] = _modules(values["module"], source, before, check)
     values["source"] = _sources(values["source"], source, check)
     values.pop("dropped", None)
     if values.pop("override", None):
@@ -230,7 +235,12 @@ def _check_python(base: Base, found: Release, check: list[str]) -> None:
 
 
 def _toolchain(
-    tools: dict[str, Any], base: Base, source: Facts, torch_cuda: str | None, check: list[str]
+    tools: dict[str, Any],
+    base: Base,
+    source: Facts,
+    before: Facts,
+    torch_cuda: str | None,
+    check: list[str],
 ) -> None:
     if source.torch:
         tools["torch"] = source.torch
@@ -260,32 +270,32 @@ def _toolchain(
         for name in old
         if name not in known
     ]
-    unused = [text for name, text in known.items() if name not in old]
+    seen = {*old, *map(_name, before.build_requires or ())}
+    unused = [text for name, text in known.items() if name not in seen]
     if unused:
         check.append("toolchain.build_requires: not taken over: " + ", ".join(unused))
 
 
 def _modules(
-    modules: list[dict[str, Any]], source: Facts, base: Base, check: list[str]
+    modules: list[dict[str, Any]], source: Facts, before: Facts, check: list[str]
 ) -> list[dict[str, Any]]:
     kept: list[dict[str, Any]] = []
     for module in modules:
         name = module["target"]
-        if name not in source.targets:
+        # A target that a third-party source brings is in neither.
+        if name in before.targets and name not in source.targets:
             check.append(f"module {name}: no longer a target of the release; left out")
             continue
         kept.append(module)
+        old = facts.unmatched(module["inputs"], before.files)
         check += [
             f"module {name}: inputs {glob} matches no file of the release"
             for glob in facts.unmatched(module["inputs"], source.files)
+            if glob not in old
         ]
-    known = {module.target for module in base.modules}
-    new = [target for target in source.targets if target not in known]
+    new = [target for target in source.targets if target not in before.targets]
     if new:
-        check.append(
-            "module: targets that are not listed (they stay official; some are for other "
-            f"accelerators): {', '.join(new)}"
-        )
+        check.append(f"module: new targets, not listed, so official: {', '.join(new)}")
     return kept
 
 

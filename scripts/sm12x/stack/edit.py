@@ -67,7 +67,14 @@ def new(base: Base, directory: Path, text: str, *, author: str | None, root: Pat
     if faults:
         where = Path("message")
         raise MessageError([Finding(path=where, line=n, message=said) for n, said in faults])
-    if not repository.status():
+    changes = repository.status()
+    left = [line[3:] for line in changes if line.endswith(".rej")]
+    if left:
+        raise DirtyTreeError(
+            f"{directory} still has what `git apply --reject` could not apply: {', '.join(left)}",
+            next_step="put those hunks in by hand, delete the .rej files, and run this again",
+        )
+    if not changes:
         raise DirtyTreeError(
             f"nothing has changed in {directory} since its last commit",
             next_step="edit the files there, then run this again; commits already made are "

@@ -28,6 +28,7 @@ from sm12x.stack.status import Outcome
 
 # Data of a base that is written by hand: a first version is better than none.
 _COPIED = ("audit-policy.toml",)
+SOURCE = "source"
 UNTOUCHED = "untouched"
 # Runs witnesses on a tree for a base: (base, paths of witnesses, tree) -> their runs.
 RunWitnesses = Callable[[Base, Sequence[str], Path], Sequence[witness.Run]]
@@ -106,6 +107,7 @@ def rebase(
     run_witnesses: RunWitnesses | None,
     chosen: Sequence[str] | None,
     make_locks: bool,
+    lock_needed: bool,
     say: Say,
 ) -> RebaseReport:
     """Write the folder of ``found`` in ``out``, with as much of ``stack`` as belongs there.
@@ -117,7 +119,8 @@ def rebase(
         known: what became of the patches on other releases.
         run_witnesses: None runs none.
         chosen: run only these witnesses (paths), None for all.
-        make_locks: whether to resolve the new base's locks; without them no witness can run.
+        make_locks: whether to resolve the new base's locks.
+        lock_needed: whether ``run_witnesses`` needs them.
         say: told what is being done.
 
     Raises:
@@ -136,12 +139,13 @@ def rebase(
         _fresh_folder(target, force=force) as folder,
     ):
         work = _Work(folder=folder)
-        trees = {side: Path(scratch) / side for side in ("source", UNTOUCHED)}
+        trees = {side: Path(scratch) / side for side in (SOURCE, UNTOUCHED)}
         say(f"unpacking {base.sdist.name} and {found.sdist.name}")
-        tree.unpack(archives.source, trees["source"])
+        tree.unpack(archives.source, trees[SOURCE])
         tree.unpack(archives.target, trees[UNTOUCHED])
-        new = _draft(base, found, trees[UNTOUCHED], work, make_locks=make_locks, say=say)
-        if make_locks and run_witnesses is not None and not _lock(base, new, work, say):
+        new = _draft(base, found, trees, work, make_locks=make_locks, say=say)
+        locked = make_locks and _lock(base, new, work, say)
+        if run_witnesses is not None and lock_needed and not locked:
             work.to_check.append("witnesses: none could run without a lock")
             run_witnesses = None
         new = bases.parse(folder / "base.toml")
@@ -150,7 +154,7 @@ def rebase(
         carried = carry.carry(
             base,
             stack,
-            trees["source"],
+            trees[SOURCE],
             trees[UNTOUCHED],
             leave_out=lambda patch: needs[patch.name].state == need.UPSTREAM,
             root=root,
@@ -227,14 +231,20 @@ def _fresh_folder(target: Path, *, force: bool) -> Iterator[Path]:
 
 
 def _draft(
-    base: Base, found: Release, source: Path, work: _Work, *, make_locks: bool, say: Say
+    base: Base,
+    found: Release,
+    trees: Mapping[str, Path],
+    work: _Work,
+    *,
+    make_locks: bool,
+    say: Say,
 ) -> Base:
     say("reading what the release says of itself")
-    said = facts.read(source)
-    identity = tree.tree_id(source)
+    said, before = facts.read(trees[UNTOUCHED]), facts.read(trees[SOURCE])
+    identity = tree.tree_id(trees[UNTOUCHED])
 
     def write(cuda: str | None) -> tuple[Base, tuple[str, ...]]:
-        drafted = draft.draft(base, found, said, tree=identity, torch_cuda=cuda)
+        drafted = draft.draft(base, found, said, before, tree=identity, torch_cuda=cuda)
         files.write_text(work.folder / "base.toml", drafted.text())
         return bases.parse(work.folder / "base.toml"), drafted.to_check
 

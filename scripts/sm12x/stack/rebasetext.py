@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from sm12x.stack import carry, status
+from sm12x.stack import carry, need, status
 from sm12x.stack.carry import Carried, FileConflict
 from sm12x.stack.merge import Region
 from sm12x.stack.rebase import Fate, RebaseReport
@@ -86,6 +86,8 @@ def table(found: StatusTable) -> str:
     used = {cell.state for row in found.rows for cell in row.cells}
     lines.append("")
     lines += [f"{word:9} {text}" for word, text in status.LEGEND.items() if word in used]
+    if any(cell.part for row in found.rows for cell in row.cells):
+        lines.append("n/m       only n of its m tests show the defect: upstream has part of it")
     if any(cell.doubt for row in found.rows for cell in row.cells):
         lines.append("?         no witness has said whether it is needed")
     return "\n".join(lines) + "\n"
@@ -102,15 +104,17 @@ def table_data(found: StatusTable) -> dict[str, Any]:
 
 
 def _cell(cell: Cell) -> str:
-    return f"{cell.state}?" if cell.doubt else cell.state
+    """Such as "needed", "needed 6/10" where only so many tests are red, "conflict?"."""
+    text = f"{cell.state} {cell.part}" if cell.part else cell.state
+    return f"{text}?" if cell.doubt else text
 
 
 def _fate(fate: Fate) -> list[str]:
     since = f" since {fate.since}" if fate.since else ""
     lines = [f"{fate.patch.name}: {_STATES[fate.state]}{since}"]
     lines.append(f"  text     {_TEXTS[fate.carried.state]}")
-    summary = fate.need.summary or "unknown"
-    lines.append(f"  witness  {summary}")
+    doubt = "unknown" if fate.need.state == need.UNKNOWN else ""
+    lines.append(f"  witness  {', '.join(filter(None, (doubt, fate.need.summary)))}")
     if fate.need.why:
         lines.append(f"           {fate.need.why}")
     return lines

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -19,6 +20,8 @@ from sm12x.stack.base import Base
 from sm12x.stack.table import Table
 
 NAME = "status.toml"
+# What need.Need.summary writes of a witness that is red.
+_RED = re.compile(r"^(\d+) of (\d+) red")
 APPLIED = "applied"
 NEEDED = "needed"
 UPSTREAM = "upstream"
@@ -62,10 +65,14 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """``state`` is one of LEGEND; ``doubt`` where no witness has said that it is needed."""
+    """``state`` is one of LEGEND; ``doubt`` where no witness has said that it is needed.
+
+    ``part`` is such as "6/10" where only some of the witness's tests show the defect.
+    """
 
     state: str
     doubt: bool = False
+    part: str = ""
     note: str = ""
 
 
@@ -220,5 +227,10 @@ def _cell(
         if slug(outcome.patch) == slug(name) and outcome.release == release:
             note = f"since {outcome.since}" if outcome.since else outcome.why
             doubt = outcome.need == need.UNKNOWN and outcome.state != UNKNOWN
-            return Cell(state=outcome.state, doubt=doubt, note=note)
+            return Cell(state=outcome.state, doubt=doubt, part=_part(outcome), note=note)
     return Cell(state=UNKNOWN)
+
+
+def _part(outcome: Outcome) -> str:
+    match = _RED.match(outcome.witness)
+    return f"{match[1]}/{match[2]}" if match and match[1] != match[2] else ""

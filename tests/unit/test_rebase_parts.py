@@ -1,0 +1,225 @@
+"""What a rebase decides and records, without git: need, since, the table, conflict regions."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from sm12x.core.errors import BadFileError
+from sm12x.stack import base as bases
+from sm12x.stack import carry, merge, need, rebasetext, series, status
+from sm12x.stack.diff import Hunk
+from sm12x.stack.junit import Test
+from sm12x.stack.merge import MARKER
+from sm12x.stack.status import Outcome
+from sm12x.stack.witness import Run
+
+FILE = "tests/witness/test_it.py"
+
+
+def _test(name: str, outcome: str = "failed", *, said: str = "", guard: bool = False) -> Test:
+    return Test(name=name, outcome=outcome, guard=guard, said=said, detail=said, seconds=0.1)
+
+
+def _run(*tests: Test, problem: str = "") -> Run:
+    return Run(witness=FILE, side="base", tests=tests, problem=problem)
+
+
+RED = _test("test_red", said="AssertionError: alive: 1, expected 0")
+GREEN = _test("test_green", "passed")
+RENAMED = _test("test_renamed", said="AttributeError: module 'a' has no attribute 'b'")
+CONTROL = _test("test_lives", "passed", guard=True)
+
+
+@pytest.mark.parametrize(
+    ("run", "state", "summary"),
+    [
+        (_run(RED, CONTROL), need.NEEDED, "1 of 1 red"),
+        (_run(RED, GREEN, CONTROL), need.NEEDED, "1 of 2 red"),
+        (_run(GREEN, CONTROL), need.UPSTREAM, "1 of 1 green"),
+        (_run(RENAMED, CONTROL), need.UNKNOWN, "0 of 1 red, 1 could not run"),
+        (_run(RENAMED, RED), need.NEEDED, "1 of 2 red, 1 could not run"),
+        (_run(GREEN, RENAMED), need.UNKNOWN, "0 of 2 red, 1 could not run"),
+        (
+            _run(_test("test_x", "error", said="FileNotFoundError: no cuda.h")),
+            need.UNKNOWN,
+            "0 of ",
+        ),
+        (_run(_test("test_x", "skipped", said="no gdb")), need.UNKNOWN, "0 of 1 red, 1 could"),
+        (_run(CONTROL), need.UNKNOWN, ""),
+        (_run(), need.UNKNOWN, ""),
+        (_run(GREEN, dataclasses.replace(CONTROL, outcome="failed")), need.UNKNOWN, "0 of 1 red"),
+        (_run(problem="pytest ended with 4\nE   ImportError: gone"), need.UNKNOWN, ""),
+    ],
+)
+def test_red_green_and_could_not_run_are_told_apart(run: Run, state: str, summary: str) -> None:
+    found = need.judge([run])
+    assert found.state == state
+    assert found.summary.startswith(summary)
+    assert (found.state == need.UNKNOWN) <= bool(
+        found.why or not run.tests or run.tests == (CONTROL,)
+    )
+
+
+def test_one_witness_that_could_not_run_leaves_the_other_ones_green_in_doubt() -> None:
+    other = Run(witness="tests/witness/test_b.py", side="base", tests=(), problem="ended with 3")
+    assert need.judge([_run(GREEN), other]).state == need.UNKNOWN
+    assert need.judge([_run(RED), other]).state == need.NEEDED
+    assert "test_b.py: ended with 3" in need.judge([_run(GREEN), other]).why
+
+
+@pytest.mark.parametrize(
+    ("said", "strange"),
+    [
+        ("AssertionError: physical memory: 4096, expected 0", False),
+        ("hangs: no end after 5 s", False),
+        ("killed by SIGSEGV", False),
+        ("tests/witness/test_it.py:12: AssertionError", False),
+        ("vllm.v1.engine.exceptions.EngineDeadError: see above", False),
+        ("CUDA Error: invalid argument\nRuntimeError: cumem: free failed", False),
+        ("E       ModuleNotFoundError: No module named 'vllm.x'", True),
+        ("tests/witness/test_it.py:12: TypeError", True),
+        ("E   TypeError: __init__() got an unexpected keyword argument", True),
+    ],
+)
+def test_an_exception_that_other_code_raises_is_not_the_defect(said: str, strange: bool) -> None:
+    test = Test(name="t", outcome="failed", guard=False, said="Failed: x", detail=said, seconds=0)
+    assert need.strange(test) is strange
+
+
+@pytest.mark.parametrize(
+    ("needed", "text", "state"),
+    [
+        (need.UPSTREAM, carry.APPLIES, status.UPSTREAM),
+        (need.UPSTREAM, carry.CONFLICT, status.UPSTREAM),
+        (need.NEEDED, carry.APPLIES, status.NEEDED),
+        (need.NEEDED, carry.MERGES, status.NEEDED),
+        (need.NEEDED, carry.CONFLICT, status.CONFLICT),
+        (need.NEEDED, carry.PRESENT, status.CONFLICT),
+        (need.UNKNOWN, carry.PRESENT, status.UPSTREAM),
+        (need.UNKNOWN, carry.CONFLICT, status.CONFLICT),
+        (need.UNKNOWN, carry.MERGES, status.UNKNOWN),
+        (need.NEEDED, "", status.NEEDED),
+    ],
+)
+def test_what_becomes_of_a_patch(needed: str, text: str, state: str) -> None:
+    assert status.decide(needed, text) == state
+
+
+def _outcome(release: str, needed: str, text: str = "conflict", **more: str) -> Outcome:
+    known = {"patch": "0003-Wait.patch", "base": "0.21.0", "witness": "", "since": "", "why": ""}
+    return Outcome(**{**known, "release": release, "need": needed, "text": text, **more})
+
+
+def test_since_goes_back_as_far_as_every_release_tried_had_it() -> None:
+    known = [
+        _outcome("0.22.0", need.NEEDED),
+        _outcome("0.22.1", need.UPSTREAM),
+        _outcome("0.24.0", need.UNKNOWN),
+        _outcome("0.27.1", need.UPSTREAM),
+        _outcome("0.10.0", need.UPSTREAM, patch="0001-Other.patch"),
+    ]
+    assert status.since("0003-Wait.patch", "0.33.0", known) == "0.22.1"
+    # Numbers are places in a series: the same patch may have another elsewhere.
+    assert status.since("0002-Wait.patch", "0.27.1", known) == "0.22.1"
+    assert status.since("0003-Wait.patch", "0.22.0", known) == "0.22.0"
+    assert status.since("0003-Wait.patch", "0.33.0", [_outcome("0.30.0", need.NEEDED)]) == "0.33.0"
+
+
+def test_outcomes_are_recorded_and_a_run_without_witnesses_forgets_none(tmp_path: Path) -> None:
+    path = tmp_path / "status.toml"
+    assert status.read(path) == ()
+    seen = _outcome("0.22.1", need.NEEDED, witness="6 of 10 red", why="so")
+    status.record(path, [_outcome("0.27.1", need.UNKNOWN), seen])
+    assert [o.release for o in status.read(path)] == ["0.22.1", "0.27.1"]
+    status.record(path, [_outcome("0.22.1", need.UNKNOWN, "merges", patch="0002-Wait.patch")])
+    (after, _) = status.read(path)
+    assert (after.patch, after.need, after.text) == ("0002-Wait.patch", need.NEEDED, "merges")
+    assert after.witness == "6 of 10 red"
+    assert path.read_text().startswith("# Made by `sm12x patch rebase`; do not edit.")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("schema = 1", "schema = 2", "its schema is not known"),
+        ('need = "needed"', 'need = "maybe"', r"outcome\[0\]\.need is 'maybe', and not one of"),
+        ('why = ""', "", r"outcome\[0\]\.why is missing"),
+        ("schema = 1", "schema =", "cannot be read"),
+    ],
+)
+def test_a_spoilt_record_is_named(tmp_path: Path, old: str, new: str, said: str) -> None:
+    path = tmp_path / "status.toml"
+    status.record(path, [_outcome("0.22.1", need.NEEDED)])
+    path.write_text(path.read_text().replace(old, new, 1))
+    with pytest.raises(BadFileError, match=said):
+        status.read(path)
+
+
+def test_the_table_is_what_folders_and_records_say(tmp_path: Path) -> None:
+    """GIVEN a base, a second one that leaves patches out, and a record THEN patch by release."""
+    real = bases.load(bases.versions()[0])
+    first, second = tmp_path / "1.0", tmp_path / "2.0"
+    for folder, names in ((first, ["0001-A.patch", "0002-B.patch"]), (second, ["0001-B.patch"])):
+        folder.mkdir()
+        (folder / "series").write_text("".join(f"{name}\n" for name in names))
+    one = dataclasses.replace(real, version="1.0", folder=first, dropped=())
+    left = bases.Dropped(patch="0001-A.patch", state="upstream", since="1.5", why="witness")
+    two = dataclasses.replace(real, version="2.0", folder=second, dropped=(left,))
+    outcomes = [
+        _outcome("1.5", need.NEEDED, patch="0001-A.patch", base="1.0", witness="6 of 10 red"),
+        _outcome("1.5", need.UNKNOWN, patch="0002-B.patch", base="1.0"),
+        _outcome("1.10", need.UPSTREAM, patch="0001-A.patch", base="1.0", since="1.10"),
+    ]
+    table = status.table([one, two], outcomes)
+    assert rebasetext.table(table) == (
+        "patch   1.0      1.5            1.10      2.0\n"
+        "0001-A  applied  conflict 6/10  upstream  upstream\n"
+        "0002-B  applied  conflict?      unknown   applied\n"
+        "\n"
+        "applied   in the stack of that base\n"
+        "upstream  the release does it itself\n"
+        "conflict  needs to be written anew for that release\n"
+        "unknown   not tried, or its witness could not run\n"
+        "n/m       only n of its m tests show the defect: upstream has part of it\n"
+        "?         no witness has said whether it is needed\n"
+    )
+    data = rebasetext.table_data(table)
+    assert data["0001-A.patch"]["2.0"]["note"] == "since 1.5"
+    assert rebasetext.table(status.table([], [])) == "no base lists a patch\n"
+    assert series.read(one)[1] != []  # the patches themselves are not there, and need not be
+
+
+def _hunk(new_start: int, *lines: str) -> Hunk:
+    header = f"@@ -{new_start},3 +{new_start},3 @@"
+    return Hunk(header=header, line=1, old_start=new_start, new_start=new_start, lines=lines)
+
+
+def test_conflicts_are_placed_in_the_release_and_in_the_patch() -> None:
+    """GIVEN a file that both sides changed, and cleanly merged lines above the conflict."""
+    ours = [f"line {n}" for n in range(1, 41)]
+    ours[29] = "the release's 30"
+    theirs = ["added 1", "added 2", *(f"line {n}" for n in range(1, 41))]
+    theirs[31] = "the patch's 30"
+    merged = [
+        "added 1",
+        "added 2",
+        *ours[:29],
+        "<" * MARKER + " ours",
+        "the release's 30",
+        "|" * MARKER + " base",
+        "line 30",
+        "=" * MARKER,
+        "the patch's 30",
+        ">" * MARKER + " theirs",
+        *ours[30:],
+    ]
+    hunks = [_hunk(1, "+added 1", "+added 2", " line 1"), _hunk(30, " line 29", "+the patch's 30")]
+    (region,) = merge.regions("\n".join(merged), "\n".join(ours), "\n".join(theirs), hunks)
+    assert (region.line, region.hunk) == (30, 2)
+    assert region.has == ("the release's 30",)
+    assert region.expects == ("line 30",)
+    assert region.leaves == ("the patch's 30",)
+    assert merge.regions("\n".join(ours), "\n".join(ours), "\n".join(theirs), hunks) == ()
