@@ -64,22 +64,69 @@ COPY patches /sm12x/patches
 RUN --mount=type=bind,source=sources,target=/run/build/sources \
     python -m sm12x build source --base "${BASE}" --sdist /run/build/sources/*.tar.gz --out /src
 
-# ---- What the stack changes in C++ and CUDA. Only what a compiler reads is copied, so that this
-# stage stays cached when a patch changes nothing but Python.
-FROM toolchain AS native
+# ---- For another machine: its compiler, its packages to link with, and a CUDA_HOME of both. For this
+# one nothing. nvcc and the release's CMake run here, at full speed; no program of the other machine
+# does.
+FROM toolchain AS tools
 ARG BASE
+ARG CROSS
+RUN --mount=type=bind,source=with-host.sh,target=/run/build/with-host.sh \
+    --mount=type=secret,id=ca,mode=0444,required=false \
+    --mount=type=secret,id=env,mode=0444,required=false \
+    --mount=type=secret,id=uv.toml,mode=0444,required=false \
+    --mount=type=secret,id=netrc,mode=0444,required=false \
+    --mount=type=secret,id=apt.conf,mode=0444,required=false \
+    --mount=type=secret,id=apt.list,mode=0444,required=false \
+    --mount=type=bind,source=links,target=/run/build/links \
+    --mount=type=cache,target=/var/cache/apt,sharing=locked \
+    --mount=type=cache,target=/var/lib/apt/lists,sharing=locked \
+    --mount=type=cache,target=/root/.cache \
+    if [ -n "${CROSS}" ]; then \
+      sh /run/build/with-host.sh apt-get update -qq \
+      && sh /run/build/with-host.sh apt-get install -y -qq --no-install-recommends \
+           "g++-${CROSS}-linux-gnu" \
+      && sh /run/build/with-host.sh python -m sm12x build packages --base "${BASE}" \
+           --machine "${CROSS}" --find-links /run/build/links --out /opt/target \
+      && python -m sm12x build toolchain --machine "${CROSS}" --target-packages /opt/target \
+           --out /opt/cuda \
+           --site-packages "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"; \
+    fi
+
+# ---- What is compiled: in quick mode what the stack changes in C++, in full mode every module. Only
+# what a compiler reads is copied, so that this stage stays cached when a patch changes nothing but
+# Python. The work folder and the compiler's cache outlive a build that failed or was interrupted:
+# the next one compiles what is left, and after an edit only the units that read the edited file.
+FROM tools AS native
+ARG BASE
+ARG MACHINE
 ARG ARCH_LIST
+ARG MODE
+ARG ALLOW_MISSING
 COPY --from=source /src.native.json /src.native.json
 COPY --from=source /src/CMakeLists.txt /src/CMakeLists.txt
 COPY --from=source /src/cmake /src/cmake
 COPY --from=source /src/csrc /src/csrc
 ENV CCACHE_DIR=/root/.cache/ccache \
+    CCACHE_MAXSIZE=10G \
     CMAKE_C_COMPILER_LAUNCHER=ccache \
     CMAKE_CXX_COMPILER_LAUNCHER=ccache \
     CMAKE_CUDA_COMPILER_LAUNCHER=ccache
-RUN --mount=type=cache,target=/root/.cache \
-    python -m sm12x build native --base "${BASE}" --source /src --cuda-home /opt/cuda \
-      --arch-list "${ARCH_LIST}" --out /native
+# buildah does not look into bind mounts for its cache: what is in third_party is named by its hash.
+# A work folder is named by all that ninja, which goes by dates, would not notice; others that
+# nothing has gone on in for two weeks are removed.
+ARG THIRD_PARTY_SHA256
+ARG NATIVE_KEY
+RUN --mount=type=bind,source=third_party,target=/run/build/third_party \
+    --mount=type=cache,target=/root/.cache \
+    --mount=type=cache,id=sm12x-native,target=/var/cache/sm12x-native,sharing=locked \
+    : "${THIRD_PARTY_SHA256}" \
+    && mkdir -p "/var/cache/sm12x-native/${NATIVE_KEY}" \
+    && touch "/var/cache/sm12x-native/${NATIVE_KEY}" \
+    && find /var/cache/sm12x-native -mindepth 1 -maxdepth 1 -mtime +14 -exec rm -rf {} + \
+    && SM12X_ALLOW_MISSING="${ALLOW_MISSING}" python -m sm12x build native --base "${BASE}" \
+      --machine "${MACHINE}" --mode "${MODE}" --third-party /run/build/third_party \
+      --source /src --cuda-home /opt/cuda \
+      --work "/var/cache/sm12x-native/${NATIVE_KEY}" --arch-list "${ARCH_LIST}" --out /native
 
 # ---- The wheel with its ledger, and the audit of what it holds.
 FROM toolchain AS wheel

@@ -1,5 +1,9 @@
 # `make help` lists the targets. Every target sets up its own Python environment first.
 BASE ?= 0.21.0
+# quick, full, or auto: full where it takes under 45 minutes on this machine.
+BUILD ?= auto
+# Such as linux/arm64; empty for this machine's.
+PLATFORM ?=
 ARGS ?=
 PYTHON ?= python3
 VENV := .venv
@@ -16,8 +20,8 @@ help: ## list the targets
 $(STAMP): scripts/requirements-dev.lock pyproject.toml scripts/make-venv.sh
 	@sh scripts/make-venv.sh "$(PYTHON)" "$(VENV)"
 
-bundle: $(STAMP) ## build the image for BASE (default 0.21.0) and dist/BASE/
-	@$(BIN)/sm12x bundle --base $(BASE) $(ARGS)
+bundle: $(STAMP) ## build the image for BASE (default 0.21.0; BUILD=quick|full|auto) and dist/BASE/
+	@$(BIN)/sm12x bundle --base $(BASE) --build $(BUILD) $(if $(PLATFORM),--platform $(PLATFORM)) $(ARGS)
 
 base-image: $(STAMP) ## make the base image with debootstrap where none can be pulled
 	@$(BIN)/sm12x bundle --base $(BASE) --base-image-only $(ARGS)

@@ -50,6 +50,26 @@ def test_check_finds_a_file_that_is_not_the_built_one(
     assert patched.path in json.dumps(json.loads(done.stdout))
 
 
+def test_check_names_a_module_that_was_swapped(
+    docker_run: Run, ledger: Ledger, made: Record, folder: Path, tmp_path: Path
+) -> None:
+    """Another real module of the same wheel in the place of one that was compiled."""
+    mine = next(entry for entry in ledger.libraries if entry.origin == "compiled")
+    others = [entry for entry in ledger.libraries if entry.cubins and entry.path != mine.path]
+    other = min(others, key=lambda entry: entry.size)
+    with zipfile.ZipFile(folder / made.wheel) as wheel:
+        swapped = Path(wheel.extract(other.path, tmp_path))
+    swapped.chmod(0o755)
+    cover = f"{swapped}:{SITE}/{mine.path}:ro"
+    done = docker_run("check", "--json", options=("--volume", cover))
+    assert done.returncode == 1, done.stdout + done.stderr
+    lines = json.loads(done.stdout)["lines"]
+    named = {
+        line["topic"] for line in lines if line["state"] == "fail" and mine.path in line["text"]
+    }
+    assert {"files", "machine code"} <= named
+
+
 def test_it_runs_as_a_normal_user_and_as_any_other(docker_run: Run) -> None:
     assert docker_run("id", "-u").stdout == "1000\n"
     any_user = docker_run(
@@ -98,7 +118,8 @@ def test_both_tags_name_the_same_image(engine: Engine, made: Record) -> None:
 
 def test_a_second_bundle_builds_nothing(made: Record, base: Base) -> None:
     sm12x = Path(sys.executable).with_name("sm12x")
-    done = process.run([sm12x, "bundle", "--base", base.version, "--engine", "docker", "--json"])
+    words = ["--base", base.version, "--build", made.mode, "--engine", "docker", "--json"]
+    done = process.run([sm12x, "bundle", *words])
     assert json.loads(done.stdout)["unchanged"] is True
 
 

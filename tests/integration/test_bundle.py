@@ -149,3 +149,28 @@ def test_a_failing_step_is_named(rig: Rig, tmp_path: Path) -> None:
             BuildRequest(dockerfile=broken, context=rig.context, target="work"), on_line=follower
         )
     assert follower.reason == "the compiler is gone"
+
+
+def test_units_done_and_the_unit_that_failed_reach_the_user(rig: Rig, tmp_path: Path) -> None:
+    broken = tmp_path / "Dockerfile"
+    said = "error: unit x.cu.o failed: `nvcc x.cu` ended with 1; its last lines:"
+    quoted = 'x.cu(3): error: identifier "nonsense" is undefined'
+    broken.write_text(
+        f"FROM {TAG}-base AS native\n"
+        "RUN echo 'progress: compile: 3 of 28, about 20 min left' \\\n"
+        f" && echo '{said}' && echo '    {quoted}' \\\n"
+        " && echo '. Next: repeat it with `nvcc x.cu`.' && exit 7\n"
+        "FROM scratch AS out\nCOPY --from=native /x /x\n"
+    )
+    steps: list[str] = []
+    follower = Follower(steps.append)
+    with pytest.raises(ToolFailedError):
+        rig.engine.build(
+            BuildRequest(dockerfile=broken, context=rig.context, target="native"), on_line=follower
+        )
+    follower.finish()
+    assert steps[-1] == "native: compile: 3 of 28, about 20 min left"
+    assert follower.reason.startswith("unit x.cu.o failed: ")
+    assert quoted in follower.reason
+    assert follower.next_step == "repeat it with `nvcc x.cu`"
+    assert follower.exit_code == 7

@@ -11,12 +11,15 @@ from sm12x.image import baseimage
 from sm12x.image.baseimage import BaseImage
 from sm12x.image.docker import Docker
 from sm12x.image.hostconfig import HostConfig
+from sm12x.image.platforms import Plan
 from sm12x.stack.base import ImageBase
 
 DIGEST = "sha256:" + "a" * 64
 SPEC = ImageBase(base=f"debian:trixie-slim@{DIGEST}", suite="trixie")
 HOST = HostConfig(secrets={}, mirror="https://mirror.example/debian", host_network=False)
 MADE = BaseImage(reference="sm12x-base:trixie", digest="sha256:made", origin="debootstrap")
+HERE = Plan(machine="x86_64", here="x86_64")
+THERE = Plan(machine="aarch64", here="x86_64", platform="linux/arm64")
 PULLED = "sm12x-base:trixie-aaaaaaaaaaaa"
 
 
@@ -27,6 +30,7 @@ class Fake(Docker):
         super().__init__(Path("/usr/bin/docker"), "1", buildx=True)
         self.images = {name: {"sm12x.rootfs.sha256": "made"} for name in images}
         self.registry = registry
+        self.platforms: list[str] = []
 
     def image_id(self, reference: str) -> str | None:
         return "id" if reference in self.images else None
@@ -37,7 +41,8 @@ class Fake(Docker):
     def digest(self, reference: str) -> str | None:
         return DIGEST if reference == "mine:1" else None
 
-    def pull(self, reference: str) -> None:
+    def pull(self, reference: str, platform: str = "") -> None:
+        self.platforms.append(platform)
         if not self.registry:
             raise ToolFailedError(
                 "`docker pull` ended with 1; its last lines:\n    no such host\n", next_step=""
@@ -48,10 +53,12 @@ class Fake(Docker):
         self.images[name] = self.images[reference]
 
 
-def _resolve(engine: Fake, override: str | None = None) -> tuple[BaseImage, list[str]]:
+def _resolve(
+    engine: Fake, override: str | None = None, plan: Plan = HERE
+) -> tuple[BaseImage, list[str]]:
     said: list[str] = []
     found = baseimage.resolve(
-        SPEC, engine, HOST, override=override, say=said.append, on_line=lambda line: None
+        SPEC, engine, HOST, plan, override=override, say=said.append, on_line=lambda line: None
     )
     return found, said
 
@@ -62,6 +69,15 @@ def test_the_pinned_image_is_pulled_and_kept_under_a_name_of_ours() -> None:
     assert _resolve(engine) == (expected, [])
     engine.registry = False
     assert _resolve(engine) == (expected, [])
+
+
+def test_the_image_of_another_machine_has_a_name_of_its_own() -> None:
+    engine = Fake("sm12x-base:trixie", registry=True)
+    found, _ = _resolve(engine, plan=THERE)
+    assert found.reference == "sm12x-base:trixie-arm64-aaaaaaaaaaaa"
+    assert engine.platforms == ["linux/arm64"]
+    found, _ = _resolve(Fake("sm12x-base:trixie", "sm12x-base:trixie-arm64"), plan=THERE)
+    assert found.reference == "sm12x-base:trixie-arm64"
 
 
 def test_where_nothing_can_be_pulled_one_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,4 +103,4 @@ def test_an_image_of_the_users_own_is_taken_as_it_is() -> None:
 def test_making_one_needs_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     with pytest.raises(BuildFailedError, match="needs root"):
-        baseimage.make(SPEC, Fake(), HOST, say=lambda text: None, on_line=lambda line: None)
+        baseimage.make(SPEC, Fake(), HOST, HERE, say=lambda text: None, on_line=lambda line: None)

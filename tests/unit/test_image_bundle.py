@@ -18,8 +18,9 @@ from sm12x.core.errors import (
     BuildFailedError,
     NoSpaceError,
     UnknownBaseError,
+    UsageError,
 )
-from sm12x.image import bundle, preflight, record, summary
+from sm12x.image import bundle, platforms, preflight, record, summary
 from sm12x.image.docker import Docker
 from sm12x.image.engine import Engine, Layer
 from sm12x.stack import base as bases
@@ -27,6 +28,7 @@ from sm12x.stack import base as bases
 DATA = Path(__file__).parent / "data"
 MIB = 1024**2
 SHA = "0" * 64
+HERE = platforms.Plan(machine="x86_64", here="x86_64")
 
 RECORD = record.Record(
     version="0.21.0",
@@ -222,7 +224,12 @@ class Quiet:
     [
         (bundle.Options(version="0.20.9"), UnknownBaseError),
         (bundle.Options(version="0.21.0", arch_list="12.1"), BadArchitectureError),
-        (bundle.Options(version="0.21.0", machine="aarch64"), BadArchitectureError),
+        (bundle.Options(version="0.21.0", build="fuul"), UsageError),
+        (bundle.Options(version="0.21.0", platform="linux/arm"), UsageError),
+        (bundle.Options(version="0.21.0", allow_missing=("qutlas",)), UsageError),
+        (bundle.Options(version="0.21.0", sources=("qutlass",)), UsageError),
+        (bundle.Options(version="0.21.0", sources=("cutlas=.",)), UsageError),
+        (bundle.Options(version="0.21.0", sources=("cutlass=/not/there",)), BadFileError),
     ],
 )
 def test_wrong_input_is_refused_before_any_program_is_started(
@@ -250,11 +257,15 @@ def test_space_is_checked_with_the_figure(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(preflight, "ENGINE_GIB", 1e6)
     engine: Engine = Store(tmp_path)
     with pytest.raises(NoSpaceError, match=r"building with docker needs 1000000\.0 GiB"):
-        preflight.require_room(base, engine)
+        preflight.require_room(base, engine, base.modules[:1], HERE)
     monkeypatch.setattr(preflight, "ENGINE_GIB", 0.0)
     monkeypatch.setattr(preflight, "memory_gib", lambda path: 0.5)
     with pytest.raises(NoSpaceError, match=r"needs 2\.0 GiB of memory, 0\.5 GiB are free"):
-        preflight.require_room(base, engine)
+        preflight.require_room(base, engine, base.modules[:1], HERE)
+    monkeypatch.setattr(preflight, "memory_gib", lambda path: 4.0)
+    preflight.require_room(base, engine, base.modules[:1], HERE)
+    with pytest.raises(NoSpaceError, match=r"needs 8\.9 GiB of memory, 4\.0 GiB are free"):
+        preflight.require_room(base, engine, base.modules, HERE)
 
 
 def test_available_memory(tmp_path: Path) -> None:

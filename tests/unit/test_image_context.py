@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ def base() -> Base:
 
 
 def test_the_toolchain_stage_is_not_given_the_patches(base: Base) -> None:
-    names = context.builder_files(base, "x86_64")
+    names = context.builder_files(base, "x86_64", here="x86_64")
     stages = {
         folder: [name for name in names if name.startswith(f"{folder}/")]
         for folder in ("base", "patches", "sm12x")
@@ -32,7 +33,7 @@ def test_the_toolchain_stage_is_not_given_the_patches(base: Base) -> None:
 def test_everything_copied_by_a_dockerfile_is_staged(base: Base) -> None:
     root = Path(__file__).parents[2]
     staged = {
-        "builder": {*context.builder_files(base, "x86_64"), "sources/x", "links/x"},
+        "builder": {*context.builder_files(base, "x86_64", here="x86_64"), "sources/x", "links/x"},
         "bundle": {*context.bundle_files(base, "x86_64"), "ledger.json", "wheel/x", "links/x"},
     }
     for name, dockerfile in context.DOCKERFILES.items():
@@ -59,13 +60,14 @@ def test_a_context_is_laid_out_with_fixed_modes(tmp_path: Path) -> None:
 
 def test_any_change_changes_the_inputs(base: Base, monkeypatch: pytest.MonkeyPatch) -> None:
     choices = {"arch_list": "12.0a", "engine": "docker"}
-    first = context.inputs_digest(base, "x86_64", choices=choices)
-    assert first == context.inputs_digest(base, "x86_64", choices=dict(reversed(choices.items())))
-    assert first != context.inputs_digest(base, "x86_64", choices={**choices, "engine": "podman"})
+    digest = functools.partial(context.inputs_digest, base, "x86_64", here="x86_64")
+    first = digest(choices=choices)
+    assert first == digest(choices=dict(reversed(choices.items())))
+    assert first != digest(choices={**choices, "engine": "podman"})
     files = context.package()
     name = next(iter(files))
     monkeypatch.setattr(context, "package", lambda: {**files, name: "changed"})
-    assert first != context.inputs_digest(base, "x86_64", choices=choices)
+    assert first != digest(choices=choices)
 
 
 def test_uv_is_pinned_by_the_builders_lock() -> None:
@@ -90,7 +92,9 @@ def test_only_wheels_a_lock_allows_are_taken_from_find_links(
     sdist, wheel = tmp_path / "s.tar.gz", tmp_path / "w.whl"
     for path in (sdist, wheel):
         path.write_bytes(b"")
-    made = context.builder(base, "x86_64", sdist=sdist, wheel=wheel, find_links=tmp_path)
+    made = context.builder(
+        base, "x86_64", here="x86_64", sdist=sdist, wheel=wheel, third_party={}, find_links=tmp_path
+    )
     assert [name for name in made.large if name.startswith("links/")] == [
         "links/good-1-py3-none-any.whl"
     ]

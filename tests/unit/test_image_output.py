@@ -82,6 +82,10 @@ def test_buildah() -> None:
 def test_a_silent_failure_has_a_reason_too() -> None:
     assert Follower(lambda _: None).reason == "it said nothing"
     assert _follow("something odd\n")[0].reason == "something odd"
+    killed = (
+        "[1/1] STEP 1/9: FROM x AS work\nold words\n[1/1] STEP 2/9: RUN make\n--> 30f37abe95b5\n"
+    )
+    assert _follow(killed)[0].reason == "it ended without a word in work: RUN make"
 
 
 def test_units_done_and_the_unit_that_failed() -> None:

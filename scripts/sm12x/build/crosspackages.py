@@ -31,11 +31,12 @@ def lock(base: Base, machine: str) -> str:
     return f"# What is linked with for {machine}.\n{whole.head}{''.join(kept)}"
 
 
-def unpack(base: Base, machine: str, out: Path, *, uv: str) -> bool:
+def unpack(base: Base, machine: str, out: Path, *, uv: str, find_links: Path | None = None) -> bool:
     """Unpack ``cross.PACKAGES`` for ``machine`` in ``out`` (1 GB), unless they are there already.
 
     Args:
         uv: the program.
+        find_links: a folder with wheels to take besides the index's.
 
     Returns:
         Whether anything was done.
@@ -61,6 +62,7 @@ def unpack(base: Base, machine: str, out: Path, *, uv: str) -> bool:
         words: list[str | Path] = [uv, "pip", "install", "--quiet", "--no-deps", "--require-hashes"]
         words += ["--python-platform", base.locks[machine].platform]
         words += ["--python-version", base.python, "--target", made]
+        words += ["--find-links", find_links] if find_links else []
         process.run(
             [*words, "--requirement", made / _LOCK],
             env={**pipconfig.load().uv_environment(), "UV_PYTHON_DOWNLOADS": "never"},

@@ -95,7 +95,8 @@ def toolchain(
 @_base
 @_machine
 @click.option("--out", type=FOLDER, required=True, help="Where to unpack them (1 GB).")
-def packages(version: str, machine: str, out: Path) -> None:
+@click.option("--find-links", type=EXISTING_FOLDER, help="A folder of wheels to take as well.")
+def packages(version: str, machine: str, out: Path, find_links: Path | None) -> None:
     """Unpack what modules for another machine are linked with: torch and CUDA's libraries.
 
     Out of that machine's build lock, by hash. `sm12x build toolchain` takes the folder.
@@ -112,7 +113,7 @@ def packages(version: str, machine: str, out: Path) -> None:
     base = bases.load(version)
     lock.spec_of(base, machine)
     with progress.spinner(f"packages for {machine}"):
-        done = crosspackages.unpack(base, machine, out, uv=lock.find_uv())
+        done = crosspackages.unpack(base, machine, out, uv=lock.find_uv(), find_links=find_links)
     click.echo(f"{out} {'made' if done else 'unchanged'}: {', '.join(cross.PACKAGES)}")
 
 

@@ -11,11 +11,11 @@ import click
 from rich.markup import escape
 
 from sm12x import layout
+from sm12x.build import estimate
 from sm12x.build import ledger as ledgers
 from sm12x.core import progress
 from sm12x.image import bundle, engines, record, summary
 from sm12x.recipes import load as recipes
-from sm12x.stack import base as bases
 
 
 class _Report:
@@ -47,16 +47,32 @@ class _Report:
     help="Targets as TORCH_CUDA_ARCH_LIST has them. Default: the base's, such as 12.0a;12.1a.",
 )
 @click.option(
-    "--mode",
-    type=click.Choice(bundle.MODES),
-    default="quick",
+    "--build",
+    "build",
+    default=estimate.AUTO,
     show_default=True,
-    help="quick: the official wheel, with patched Python and what the stack changes compiled.",
+    metavar="quick|full|auto",
+    help="quick: the official wheel, patched, with what the stack changes in C++ and is quick to "
+    "compile; full: every native module compiled here; auto: full where that takes under 45 "
+    "minutes on this machine.",
 )
 @click.option(
-    "--machine",
-    type=click.Choice(bases.MACHINES),
-    help="What the image runs on. Default: this machine's.",
+    "--source",
+    "sources",
+    multiple=True,
+    metavar="NAME=DIR",
+    help="A third-party source for a full build, such as qutlass=../qutlass. Can be repeated.",
+)
+@click.option(
+    "--allow-missing",
+    multiple=True,
+    metavar="NAME",
+    help="A third-party source that a full build may do without: its ops will be missing.",
+)
+@click.option(
+    "--platform",
+    metavar="OS/ARCH",
+    help="What the image runs on: linux/amd64 or linux/arm64. Default: this machine's.",
 )
 @click.option(
     "--engine",
@@ -83,8 +99,10 @@ class _Report:
 def command(
     version: str,
     arch_list: str | None,
-    mode: str,
-    machine: str | None,
+    build: str,
+    sources: tuple[str, ...],
+    allow_missing: tuple[str, ...],
+    platform: str | None,
     engine: str | None,
     base_image: str | None,
     base_image_only: bool,
@@ -97,13 +115,18 @@ def command(
     Leaves dist/VERSION/ with the wheel, its ledger and its audit, and the image
     vllm-sm12x:VERSION-STACK. Interrupted, it resumes; with nothing changed it takes seconds.
 
-    Example: sm12x bundle --base 0.21.0 --engine buildah
+    \b
+    Examples:
+      sm12x bundle --base 0.21.0 --engine buildah
+      sm12x bundle --base 0.21.0 --build full --source qutlass=../qutlass
     """
     options = bundle.Options(
         version=version,
         arch_list=arch_list,
-        machine=machine,
-        mode=mode,
+        platform=platform,
+        build=build,
+        sources=sources,
+        allow_missing=allow_missing,
         engine=engine,
         base_image=base_image,
         find_links=find_links,

@@ -15,6 +15,7 @@ from sm12x.core.errors import BuildFailedError, ToolFailedError, ToolMissingErro
 from sm12x.image import engines
 from sm12x.image.engine import LOCAL_BASE, Engine, OnLine
 from sm12x.image.hostconfig import HostConfig
+from sm12x.image.platforms import Plan
 from sm12x.stack.base import ImageBase
 
 # The root file system and the image made of it, for a moment side by side.
@@ -59,6 +60,7 @@ def resolve(
     spec: ImageBase,
     engine: Engine,
     host: HostConfig,
+    plan: Plan,
     *,
     override: str | None,
     say: Callable[[str], None],
@@ -69,20 +71,20 @@ def resolve(
     Raises BuildFailedError when it can neither be pulled nor made.
     """
     if override is not None:
-        return _given(engine, override)
+        return _given(engine, override, plan)
     pinned = spec.base.partition("@")[2]
-    local = f"{LOCAL_BASE}:{spec.suite}"
+    local = _name(spec, plan)
     pulled = f"{local}-{(pinned.partition(':')[2] or 'latest')[:12]}"
     if engine.has_image(pulled):
         return BaseImage(reference=pulled, digest=pinned, origin=spec.base)
     if engine.has_image(local):
         return _local(engine, local)
     try:
-        engine.pull(spec.base)
+        engine.pull(spec.base, plan.platform)
     except ToolFailedError as error:
         reason = error.message.rstrip().splitlines()[-1].strip()
         say(f"{spec.base} cannot be pulled ({reason}): making a base image with debootstrap")
-        return make(spec, engine, host, say=say, on_line=on_line)
+        return make(spec, engine, host, plan, say=say, on_line=on_line)
     engine.tag(spec.base, pulled)
     digest = pinned or engine.digest(spec.base) or engine.image_id(pulled) or ""
     return BaseImage(reference=pulled, digest=digest, origin=spec.base)
@@ -92,11 +94,14 @@ def make(
     spec: ImageBase,
     engine: Engine,
     host: HostConfig,
+    plan: Plan,
     *,
     say: Callable[[str], None],
     on_line: OnLine,
 ) -> BaseImage:
     """Make `sm12x-base:<suite>` with debootstrap and hand it to the engine.
+
+    For another machine debootstrap runs that one's programs, through the kernel's emulator.
 
     Raises BuildFailedError when debootstrap cannot be had or fails.
     """
@@ -116,24 +121,28 @@ def make(
         ) from None
     if process.which("debootstrap") is None:
         raise BuildFailedError("debootstrap is not installed", next_step=next_step)
-    local = f"{LOCAL_BASE}:{spec.suite}"
+    local = _name(spec, plan)
     # Beside nothing of the user's: a root file system must lie where device nodes may be made.
     with TemporaryDirectory(prefix="sm12x-base-", dir="/var/tmp") as folder:
         files.require_space(Path(folder), GIB_NEEDED, what="making the base image")
         root = Path(folder) / "root"
-        _debootstrap(spec.suite, root, host, on_line, next_step)
+        _debootstrap(spec.suite, root, host, plan, on_line, next_step)
         _slim(root, spec.suite, host)
         archive = Path(folder) / "base.tar"
         _pack(root, archive)
         labels = {_ROOTFS_LABEL: files.sha256(archive)}
-        engine.import_tar(archive, local, labels, on_line=on_line)
+        engine.import_tar(archive, local, labels, platform=plan.platform, on_line=on_line)
     return _local(engine, local)
 
 
-def _given(engine: Engine, reference: str) -> BaseImage:
+def _name(spec: ImageBase, plan: Plan) -> str:
+    return f"{LOCAL_BASE}:{spec.suite}{plan.suffix}"
+
+
+def _given(engine: Engine, reference: str, plan: Plan) -> BaseImage:
     if not engine.has_image(reference):
         try:
-            engine.pull(reference)
+            engine.pull(reference, plan.platform)
         except ToolFailedError as error:
             raise BuildFailedError(
                 f"the base image {reference} is neither here nor can it be pulled: "
@@ -165,8 +174,12 @@ def _missing() -> list[str]:
     return [package for package, there in found.items() if not there]
 
 
-def _debootstrap(suite: str, root: Path, host: HostConfig, on_line: OnLine, next_step: str) -> None:
+def _debootstrap(
+    suite: str, root: Path, host: HostConfig, plan: Plan, on_line: OnLine, next_step: str
+) -> None:
     words: list[str | Path] = ["debootstrap", "--variant=minbase", "--force-check-gpg"]
+    if plan.crossing:
+        words.append(f"--arch={plan.debian}")
     if _KEYRING.is_file():
         words.append(f"--keyring={_KEYRING}")
     # Releases are bootstrapped alike; an older debootstrap has no script of that name yet.

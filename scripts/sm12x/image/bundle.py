@@ -2,65 +2,63 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Protocol
 
 from sm12x import __version__, layout
 from sm12x.build import arch as archs
 from sm12x.build import ledger as ledgers
 from sm12x.core import files, index, progress
 from sm12x.core.errors import (
+    BadFileError,
     BuildFailedError,
     NoSpaceError,
+    PatchConflictError,
     Sm12xError,
     ToolFailedError,
 )
-from sm12x.image import baseimage, context, engines, hostconfig, preflight, record
+from sm12x.image import baseimage, context, engines, hostconfig, modes, platforms, preflight, record
 from sm12x.image.baseimage import BaseImage
 from sm12x.image.engine import BuildRequest, Engine
 from sm12x.image.hostconfig import HostConfig
+from sm12x.image.modes import How
 from sm12x.image.output import Follower, Stage
+from sm12x.image.platforms import Plan
 from sm12x.image.record import Record
+from sm12x.image.reporter import Reporter
 from sm12x.stack import base as bases
 from sm12x.stack.base import Base
 
 PROJECT = "vllm"
+# What a step inside the builder can fail with that is not about the build itself.
+_KINDS = {kind.exit_code: kind for kind in (BadFileError, NoSpaceError, PatchConflictError)}
 IMAGE = "vllm-sm12x"
-MODES = ("quick",)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What was asked for. None stands for the base's own choice, or the first engine that can."""
+    """What was asked for. None stands for the base's own choice, or the first engine that can.
+
+    ``build`` is "quick", "full" or "auto". ``sources`` are words NAME=DIR: third-party sources that
+    are taken from a folder; ``allow_missing`` names those to do without. ``platform`` is such as
+    "linux/arm64".
+    """
 
     version: str
     arch_list: str | None = None
-    machine: str | None = None
-    mode: str = "quick"
+    platform: str | None = None
+    build: str = "auto"
+    sources: tuple[str, ...] = ()
+    allow_missing: tuple[str, ...] = ()
     engine: str | None = None
     base_image: str | None = None
     find_links: Path | None = None
     image: bool = True
-
-
-class Reporter(Protocol):
-    """Where progress goes; the command layer prints."""
-
-    def say(self, text: str) -> None: ...
-
-    def phase(
-        self, label: str, *, live: bool = True
-    ) -> AbstractContextManager[Callable[[str], None]]:
-        """A phase of the work; the block is given what shows the step it is at.
-
-        With ``live=False`` the terminal is left to progress bars of the block's own.
-        """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,35 +78,45 @@ def run(options: Options, report: Reporter) -> Outcome:
         Sm12xError: of the kind that says what is wrong; nothing half made is left under its name.
     """
     base = bases.load(options.version)
-    machine = preflight.require_machine(base, options.machine)
+    wish = modes.parse(base, options.build, options.sources, options.allow_missing)
+    plan = platforms.plan(base, options.platform, image=options.image)
     targets = archs.validate(
         options.arch_list or base.toolchain.arch_list, default=base.toolchain.arch_list
     )
     arch_list = archs.to_text(targets)
+    how = modes.settle(base, wish, find_links=options.find_links, report=report)
     engine = engines.find(options.engine, say=report.say)
     report.say(f"engine: {engine.description}")
     with preflight.alone(base):
-        if record.read(layout.dist(base.version)) is None:
-            preflight.require_room(base, engine)
+        if record.read(folder_of(base, plan)) is None:
+            preflight.require_room(base, engine, how.choice.modules, plan, image=options.image)
         host = hostconfig.collect(base.image.suite)
         start = time.monotonic()
-        image = base_image(base, engine, host, options.base_image, report)
+        image = base_image(base, engine, host, options.base_image, plan, report)
+        builder = image
+        if plan.crossing:
+            builder = base_image(base, engine, host, None, plan.native, report)
         seconds = {"base image": round(time.monotonic() - start, 1)}
         choices = {
             "arch_list": arch_list,
-            "mode": options.mode,
+            "mode": how.mode,
+            "allow_missing": " ".join(how.allowed),
+            "third_party": how.third_party_sha256,
             "base_image": image.digest,
+            "builder_image": builder.digest,
             "engine": engine.name,
         }
         job = _Job(
             base=base,
-            machine=machine,
+            plan=plan,
             arch_list=arch_list,
+            how=how,
             options=options,
             engine=engine,
             image=image,
+            builder=builder,
             host=host,
-            inputs=context.inputs_digest(base, machine, choices=choices),
+            inputs=context.inputs_digest(base, plan.machine, here=plan.here, choices=choices),
             report=report,
             seconds=seconds,
         )
@@ -118,13 +126,23 @@ def run(options: Options, report: Reporter) -> Outcome:
         return job.build()
 
 
+def folder_of(base: Base, plan: Plan) -> Path:
+    """Where wheel, ledger and audit go; those for another machine apart from those for this one."""
+    return layout.dist(f"{base.version}{plan.suffix}")
+
+
 def base_image(
-    base: Base, engine: Engine, host: HostConfig, override: str | None, report: Reporter
+    base: Base,
+    engine: Engine,
+    host: HostConfig,
+    override: str | None,
+    plan: Plan,
+    report: Reporter,
 ) -> BaseImage:
     """The base image, pulled or made; see ``baseimage.resolve``."""
-    with report.phase("base image") as step:
+    with report.phase(f"base image{f' for {plan.platform}' if plan.crossing else ''}") as step:
         image = baseimage.resolve(
-            base.image, engine, host, override=override, say=report.say, on_line=step
+            base.image, engine, host, plan, override=override, say=report.say, on_line=step
         )
         report.say(f"base image: {image.origin} ({image.digest})")
     return image
@@ -133,10 +151,11 @@ def base_image(
 def make_base_image(options: Options, report: Reporter) -> tuple[BaseImage, Engine]:
     """Only the base image, made with debootstrap even where one could be pulled."""
     base = bases.load(options.version)
+    plan = platforms.plan(base, options.platform)
     engine = engines.find(options.engine, say=report.say)
     host = hostconfig.collect(base.image.suite)
     with report.phase("base image") as step:
-        made = baseimage.make(base.image, engine, host, say=report.say, on_line=step)
+        made = baseimage.make(base.image, engine, host, plan, say=report.say, on_line=step)
     return made, engine
 
 
@@ -145,11 +164,13 @@ class _Job:
     """One bundle with everything decided."""
 
     base: Base
-    machine: str
+    plan: Plan
     arch_list: str
+    how: How
     options: Options
     engine: Engine
     image: BaseImage
+    builder: BaseImage
     host: HostConfig
     inputs: str
     report: Reporter
@@ -158,7 +179,11 @@ class _Job:
 
     @property
     def folder(self) -> Path:
-        return layout.dist(self.base.version)
+        return folder_of(self.base, self.plan)
+
+    @property
+    def machine(self) -> str:
+        return self.plan.machine
 
     @property
     def work(self) -> Path:
@@ -175,7 +200,9 @@ class _Job:
         return known if there else None
 
     def build(self) -> Outcome:
-        preflight.require_room(self.base, self.engine)
+        modules = self.how.choice.modules
+        image = self.options.image
+        preflight.require_room(self.base, self.engine, modules, self.plan, image=image)
         with self._timed("fetch"):
             sdist, official = self._fetch()
         with self._timed("wheel"):
@@ -183,12 +210,12 @@ class _Job:
         wheel = record.one_wheel(self.folder)
         tags: tuple[str, ...] = ()
         if self.options.image:
-            tags = image_tags(self.base.version, ledger.stack_id, self.options.mode)
+            tags = image_tags(self.base.version, ledger.stack_id, self.how.mode, self.plan.suffix)
             with self._timed("image"):
                 self._build_image(wheel, ledger, tags)
         made = Record(
             version=self.base.version,
-            mode=self.options.mode,
+            mode=self.how.mode,
             machine=self.machine,
             stack_id=ledger.stack_id,
             arch_list=self.arch_list,
@@ -242,15 +269,22 @@ class _Job:
         files_of = context.builder(
             self.base,
             self.machine,
+            here=self.plan.here,
             sdist=sdist,
             wheel=official,
+            third_party=self.how.third_party,
             find_links=self.options.find_links,
         )
         args = {
-            "BASE_IMAGE": self.image.reference,
+            "BASE_IMAGE": self.builder.reference,
             "BASE": self.base.version,
             "MACHINE": self.machine,
+            "CROSS": self.machine if self.plan.crossing else "",
             "ARCH_LIST": self.arch_list,
+            "MODE": self.how.mode,
+            "ALLOW_MISSING": " ".join(self.how.allowed),
+            "THIRD_PARTY_SHA256": self.how.third_party_sha256,
+            "NATIVE_KEY": self._native_key(),
         }
         with record.publishing(self.folder) as staged:
             self._engine_build(
@@ -267,6 +301,26 @@ class _Job:
             )
             record.one_wheel(staged)
             return ledgers.read(staged / record.LEDGER)
+
+    def _native_key(self) -> str:
+        """Names the work folder that an interrupted compilation goes on in.
+
+        In it is what ninja cannot see a change of: it goes by the dates of files, and a compiler or
+        a third-party source of another version can have older ones.
+        """
+        return hashlib.sha256(
+            "\0".join(
+                (
+                    self.base.version,
+                    self.machine,
+                    self.arch_list,
+                    self.how.mode,
+                    *self.how.allowed,
+                    self.how.third_party_sha256,
+                    files.sha256(self.base.build_lock_path(self.machine)),
+                )
+            ).encode()
+        ).hexdigest()[:16]
 
     def _build_image(self, wheel: Path, ledger: ledgers.Ledger, tags: tuple[str, ...]) -> None:
         ledger_path = self.folder / record.LEDGER
@@ -292,7 +346,7 @@ class _Job:
                     # What the labels say.
                     "BASE": self.base.version,
                     "STACK": ledger.stack_id,
-                    "MODE": self.options.mode,
+                    "MODE": self.how.mode,
                     "ARCH_LIST": self.arch_list,
                     "VERSION": ledger.wheel_version,
                     "SM12X_VERSION": __version__,
@@ -301,6 +355,7 @@ class _Job:
                     "LEDGER_SHA256": files.sha256(ledger_path),
                 },
                 tags=tags,
+                platform=self.plan.platform,
             ),
         )
 
@@ -339,9 +394,12 @@ class _Job:
                 next_step=f"free about {preflight.ENGINE_GIB:.0f} GiB there and run the same "
                 "command again: it resumes",
             )
-        return BuildFailedError(
+        inside = f" (inside the builder: {follower.next_step})" if follower.next_step else ""
+        # A command of ours ends with the code of its error: what is wrong is known to that grain.
+        kind = _KINDS.get(follower.exit_code, BuildFailedError)
+        return kind(
             f"{self.engine.name} could not build {context.DOCKERFILES[name]}: {follower.reason}",
-            next_step=f"read {log}; the same command resumes at the step that failed",
+            next_step=f"read {log}; the same command resumes at the step that failed{inside}",
         )
 
     @contextmanager
@@ -351,7 +409,7 @@ class _Job:
         self.seconds[name] = round(time.monotonic() - start, 1)
 
 
-def image_tags(version: str, stack_id: str, mode: str) -> tuple[str, ...]:
-    """The tags of an image, the most telling first."""
+def image_tags(version: str, stack_id: str, mode: str, suffix: str = "") -> tuple[str, ...]:
+    """The tags of an image, the most telling first; ``suffix`` is the plan's."""
     short = f"{IMAGE}:{version}-{stack_id}"
-    return (f"{short}-{mode}", short)
+    return (f"{short}-{mode}{suffix}", f"{short}{suffix}")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sm12x import layout
-from sm12x.core import files
+from sm12x.core import files, lockfile
 from sm12x.core.errors import BadFileError
 from sm12x.stack.base import Base
 
@@ -64,17 +64,22 @@ class Context:
             _link(source, target)
 
 
-def builder_files(base: Base, machine: str) -> dict[str, Path | str]:
-    """What Dockerfile.builder copies, but for the release's archives."""
-    here = f"patches/{base.version}"
+def builder_files(base: Base, machine: str, *, here: str) -> dict[str, Path | str]:
+    """What Dockerfile.builder copies, but for the release's archives.
+
+    ``here`` is the machine it runs on, ``machine`` the one it compiles for.
+    """
+    folder = f"patches/{base.version}"
+    other = base.build_lock_path(machine)
     stack = [base.series_path, base.lock_path(machine), *sorted(base.folder.glob("*.patch"))]
     return {
-        **_installer(base.build_lock_path(machine)),
+        **_installer(base.build_lock_path(here)),
         **package(),
-        "build.lock": base.build_lock_path(machine),
+        "build.lock": base.build_lock_path(here),
         f"base/{base.version}/base.toml": base.folder / "base.toml",
-        **{f"{here}/{path.name}": path for path in stack},
-        **{f"{here}/{path.name}": path for path in sorted(base.folder.glob("*.toml"))},
+        **({f"base/{base.version}/{other.name}": other} if machine != here else {}),
+        **{f"{folder}/{path.name}": path for path in stack},
+        **{f"{folder}/{path.name}": path for path in sorted(base.folder.glob("*.toml"))},
     }
 
 
@@ -84,17 +89,33 @@ def bundle_files(base: Base, machine: str) -> dict[str, Path | str]:
         **_installer(base.build_lock_path(machine)),
         **package(),
         "requirements.lock": base.lock_path(machine),
+        "sdists.lock": _sdist_requirements(base, machine),
         **{f"recipes/{path.name}": path for path in sorted(layout.recipes().glob("*.yaml"))},
     }
 
 
 def builder(
-    base: Base, machine: str, *, sdist: Path, wheel: Path, find_links: Path | None
+    base: Base,
+    machine: str,
+    *,
+    here: str,
+    sdist: Path,
+    wheel: Path,
+    third_party: Mapping[str, Path],
+    find_links: Path | None,
 ) -> Context:
-    """The context of Dockerfile.builder. Raises BadFileError when a file of it is missing."""
+    """The context of Dockerfile.builder. Raises BadFileError when a file of it is missing.
+
+    ``third_party``: files of third-party sources, by their place below the folder of that name,
+    which is there and empty where nothing is made of them.
+    """
     large = {f"sources/{path.name}": path for path in (sdist, wheel)}
-    links = _links(find_links, (base.build_lock_path(machine),))
-    return _context(builder_files(base, machine), {**large, **links})
+    links = _links(find_links, {base.build_lock_path(name) for name in (here, machine)})
+    return _context(
+        builder_files(base, machine, here=here),
+        {**large, **links, **third_party},
+        folders=("links", "third_party"),
+    )
 
 
 def bundle(
@@ -109,17 +130,18 @@ def bundle(
     )
 
 
-def inputs_digest(base: Base, machine: str, *, choices: Mapping[str, str]) -> str:
+def inputs_digest(base: Base, machine: str, *, here: str, choices: Mapping[str, str]) -> str:
     """A sha256, in hex, over all that a bundle is made of.
 
     The release's archives are in it through their pins in base.toml. ``choices`` are the options
-    that matter: architectures, mode, base image, engine.
+    that matter: architectures, mode, third-party sources, base image, engine.
     """
     dockerfiles: dict[str, Path | str] = {
         name: layout.root() / name for name in DOCKERFILES.values()
     }
     options = {f"option/{key}": value for key, value in choices.items()}
-    made_of = {**builder_files(base, machine), **bundle_files(base, machine), **dockerfiles}
+    wheel = builder_files(base, machine, here=here)
+    made_of = {**wheel, **bundle_files(base, machine), **dockerfiles}
     return _context({**made_of, **options}, {}).digest()
 
 
@@ -164,6 +186,16 @@ def _installer(lock: Path) -> dict[str, Path | str]:
         "with-host.sh": layout.data() / "image" / "with-host.sh",
         "uv.lock": uv_requirement(lock.read_text(encoding="utf-8")),
     }
+
+
+def _sdist_requirements(base: Base, machine: str) -> str:
+    """The lock of what builds the packages that have no wheel there, "" where all have one."""
+    spec = base.locks[machine]
+    if not spec.build_from_sdist:
+        return ""
+    path = base.build_lock_path(machine)
+    names = ("setuptools", *spec.sdist_requires)
+    return lockfile.restrict(path.read_text(encoding="utf-8"), names, where=str(path))
 
 
 def _links(find_links: Path | None, locks: Iterable[Path]) -> dict[str, Path]:

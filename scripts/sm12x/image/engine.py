@@ -23,6 +23,7 @@ class BuildRequest:
     ``secrets`` are files that the build mounts under /run/secrets/<key>; they reach no layer.
     With ``output_dir`` the target's files are written there and no image is kept.
     ``host_network`` lets the build reach a proxy that listens on the host's loopback.
+    ``platform`` is that of the image, such as "linux/arm64", "" for this machine's.
     """
 
     dockerfile: Path
@@ -33,6 +34,7 @@ class BuildRequest:
     tags: tuple[str, ...] = ()
     output_dir: Path | None = None
     host_network: bool = False
+    platform: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,22 +68,36 @@ class Engine(ABC):
         )
 
     def import_tar(
-        self, archive: Path, tag: str, labels: Mapping[str, str], *, on_line: OnLine
+        self,
+        archive: Path,
+        tag: str,
+        labels: Mapping[str, str],
+        *,
+        platform: str = "",
+        on_line: OnLine,
     ) -> None:
         """Make the image ``tag`` of one layer, a root file system in a tar archive."""
         dockerfile = archive.with_name("Dockerfile.import")
         lines = "".join(f'LABEL "{key}"="{value}"\n' for key, value in labels.items())
         dockerfile.write_text(_IMPORT.format(name=archive.name, labels=lines), encoding="utf-8")
         self.build(
-            BuildRequest(dockerfile=dockerfile, context=archive.parent, target="", tags=(tag,)),
+            BuildRequest(
+                dockerfile=dockerfile,
+                context=archive.parent,
+                target="",
+                tags=(tag,),
+                platform=platform,
+            ),
             on_line=on_line,
         )
 
     def has_image(self, reference: str) -> bool:
         return self.image_id(reference) is not None
 
-    def pull(self, reference: str) -> None:
-        process.run([self.program, "pull", qualified(reference)])
+    def pull(self, reference: str, platform: str = "") -> None:
+        """Fetch an image: for ``platform``, or this machine's where that is empty."""
+        words = ["--platform", platform] if platform else []
+        process.run([self.program, "pull", *words, qualified(reference)])
 
     def tag(self, reference: str, name: str) -> None:
         process.run([self.program, "tag", qualified(reference), name])
@@ -152,6 +168,8 @@ def common_words(request: BuildRequest) -> list[str]:
         words += ["--tag", tag]
     if request.output_dir is not None:
         words += ["--output", f"type=local,dest={request.output_dir}"]
+    if request.platform:
+        words += ["--platform", request.platform]
     if request.host_network:
         words += ["--network", "host"]
     return words

@@ -53,6 +53,7 @@ class Follower:
         self._vertices: dict[str, str] = {}
         self._stage = ""
         self._since: float | None = None
+        self._at = ""
         self._said: list[str] = []
         self._errors: list[str] = []
         self._block: list[str] = []
@@ -70,8 +71,9 @@ class Follower:
         step = _STEP.match(line)
         if step:
             self._buildah(step)
-        elif line.startswith("--> Using cache"):
-            self._since = None
+        elif line.startswith("--> "):
+            # "--> Using cache 30f37abe95b5", or the id of what a step made.
+            self._since = None if "Using cache" in line else self._since
         else:
             self._text(line, self._stage)
 
@@ -91,7 +93,9 @@ class Follower:
             # What the engine adds after a command's own words tells less.
             plain = [text for text in self._errors if not _QUOTED.search(text)]
             return _ERROR.sub("", (plain or self._errors)[-1], count=1)
-        return self._said[-1] if self._said else "it said nothing"
+        if self._said:
+            return self._said[-1]
+        return f"it ended without a word in {self._at}" if self._at else "it said nothing"
 
     @property
     def next_step(self) -> str:
@@ -136,7 +140,14 @@ class Follower:
     def _start(self, stage: str, text: str) -> None:
         self.stages.setdefault(stage, Stage(name=stage))
         words = re.sub(r"--mount=\S+|\s+", " ", text)
-        self._on_step(f"{stage}: {' '.join(words.split())[:90]}")
+        at = f"{stage}: {' '.join(words.split())[:90]}"
+        if at == self._at:
+            # BuildKit names a step again when another one has spoken in between.
+            return
+        self._at = at
+        # What an earlier step said is not why this one failed.
+        self._said = []
+        self._on_step(self._at)
 
     def _text(self, line: str, stage: str) -> None:
         self.no_space = self.no_space or bool(_NO_SPACE.search(line))
@@ -149,7 +160,7 @@ class Follower:
         if not line:
             return
         if line.startswith(MARK):
-            self._on_step(f"{stage}: {line.removeprefix(MARK)}")
+            self._on_step(f"{stage}: {line.removeprefix(MARK)}".removeprefix(": "))
             return
         if _ERROR.match(line):
             self._errors.append(line)

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import fcntl
 import os
-import platform
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from sm12x import layout
-from sm12x.build import select
 from sm12x.core import files
-from sm12x.core.errors import BadArchitectureError, BuildFailedError, NoSpaceError
+from sm12x.core.errors import BuildFailedError, NoSpaceError
+from sm12x.image import platforms
 from sm12x.image.engine import Engine
 from sm12x.image.hostconfig import SECRETS_PREFIX
-from sm12x.stack import series
-from sm12x.stack.base import Base
+from sm12x.image.platforms import Plan
+from sm12x.stack.base import Base, Module
 
 # Measured with docker 20.10, from nothing to the image: 23 GiB. The image is 8.5, the builder 5.5,
 # the package cache the rest.
 ENGINE_GIB = 26.0
+# Of that, what a build takes that stops at the wheel.
+WHEEL_GIB = 14.0
 # A resumed or repeated build finds most of that in the layer cache.
 ENGINE_AGAIN_GIB = 4.0
+# Objects and the compiler's cache of a full build.
+FULL_GIB = 6.0
 # Archives in the cache, contexts, dist/.
 HOST_GIB = 1.5
 CONTEXT_PREFIX = "context-"
@@ -31,42 +34,25 @@ CONTEXT_PREFIX = "context-"
 MEMORY_GIB = 2.0
 
 
-def require_machine(base: Base, asked: str | None) -> str:
-    """The machine to build for, ours by default. Raises BadArchitectureError for another."""
-    here = platform.machine()
-    machine = asked or here
-    if machine not in base.wheels:
-        raise BadArchitectureError(
-            f"base {base.version} has no wheel for {machine}",
-            next_step=f"choose one of {', '.join(base.wheels)} with --machine",
-        )
-    if machine != "x86_64":
-        raise BadArchitectureError(
-            f"images for {machine} cannot be built yet: only x86_64 is tried and audited",
-            next_step="build for x86_64; the steps of `sm12x build` work on either",
-        )
-    if here != machine:
-        raise BadArchitectureError(
-            f"this machine is {here}; an image for {machine} would have to be emulated",
-            next_step=f"run it on a machine that is {machine}",
-        )
-    return machine
+def require_room(
+    base: Base, engine: Engine, modules: Sequence[Module], plan: Plan, *, image: bool = True
+) -> None:
+    """Raise NoSpaceError before anything starts if disk or memory will not do.
 
-
-def require_room(base: Base, engine: Engine) -> None:
-    """Raise NoSpaceError before anything starts if disk or memory will not do."""
+    ``modules`` are what will be compiled; without ``image`` the build stops at the wheel.
+    """
     work = work_folder(base)
     work.mkdir(parents=True, exist_ok=True)
-    started = work / f"started-{engine.name}"
+    started = work / f"started-{engine.name}{plan.suffix}"
     storage = engine.storage()
     if storage is not None:
-        need = ENGINE_AGAIN_GIB if started.exists() else ENGINE_GIB
+        need = ENGINE_GIB if image else WHEEL_GIB
+        need = ENGINE_AGAIN_GIB if started.exists() else need
+        need += FULL_GIB if any(not module.quick for module in modules) else 0.0
+        need += platforms.CROSS_GIB if plan.crossing and not started.exists() else 0.0
         files.require_space(storage, need, what=f"building with {engine.name}")
     files.require_space(layout.cache(), HOST_GIB, what="the cache")
     files.require_space(layout.dist(base.version), HOST_GIB, what="the bundle")
-    stack = series.load(base)
-    changed = [file.path for patch in stack.patches for file in patch.files]
-    modules = select.touched(base, changed)
     peak = max([MEMORY_GIB, *(module.peak_gib for module in modules)])
     free = memory_gib(Path("/proc/meminfo"))
     if free is not None and free < peak:

@@ -103,42 +103,37 @@ def _patches(ledger: Ledger) -> str:
 
 def modules(ledger: Ledger) -> str:
     """What was compiled, what was kept and why, and what ops are missing."""
-    lines = []
     compiled = [entry for entry in ledger.libraries if entry.origin == "compiled"]
-    kept = [entry for entry in ledger.libraries if entry.reason]
-    if compiled:
-        lines.append(f"Compiled here for {ledger.arch_list}: {_count(compiled)}")
-        rows = []
-        for entry in compiled:
-            was = f"official {_size(entry.official_size)}" if entry.official_size else "new"
-            rows.append([entry.path, _size(entry.size), was, f"{len(entry.ops)} ops"])
-        lines += _table(rows)
-    else:
-        lines.append("Compiled here: nothing")
-    if kept:
-        lines.append("Kept from the official wheel")
-        for entry in kept:
-            lines += _wrapped(f"{entry.path}: {entry.reason}", indent=2)
+    rows = [
+        [
+            entry.path,
+            _size(entry.size),
+            f"official {_size(entry.official_size)}" if entry.official_size else "new",
+            f"{len(entry.ops)} ops" if entry.ops else "",
+        ]
+        for entry in compiled
+    ]
+    count = f"{len(compiled)} {_s('module', len(compiled))}" if compiled else "nothing"
+    lines = [f"Compiled here for {ledger.arch_list}: {count}", *(_table(rows) if rows else ())]
+    kept: dict[str, list[str]] = {}
+    for entry in ledger.libraries:
+        if entry.reason:
+            kept.setdefault(entry.reason, []).append(entry.path)
+    lines += ["Kept from the official wheel"] if kept else []
+    for reason, paths in kept.items():
+        lines += _wrapped(f"{', '.join(paths)}: {reason}", indent=2)
     if ledger.allowed_missing:
         lines.append(f"Compiled without {', '.join(ledger.allowed_missing)}, as was allowed")
-        for entry in compiled:
-            if entry.lost:
-                what = f"{entry.path} lacks {len(entry.lost)} {_s('op', len(entry.lost))}"
-                lines += _wrapped(f"{what}: {', '.join(entry.lost)}", indent=2)
-    not_in_effect = [patch for patch in ledger.patches if patch.native.startswith("not ")]
-    if not_in_effect:
-        names = ", ".join(patch.name.partition("-")[0] for patch in not_in_effect)
-        how = "with --build full" if ledger.mode == "quick" else "once nothing is kept"
-        lines += _wrapped(
-            f"Not in effect in native code: {_s('patch', len(not_in_effect))} {names}; "
-            f"compiled {how}",
-            indent=0,
-        )
+    for entry in compiled:
+        if entry.lost:
+            what = f"{entry.path} lacks {len(entry.lost)} {_s('op', len(entry.lost))}"
+            lines += _wrapped(f"{what}: {', '.join(entry.lost)}", indent=2)
+    idle = [patch.name for patch in ledger.patches if patch.native.startswith("not ")]
+    if idle:
+        remedy = "compiled by make bundle BUILD=full" if ledger.mode == "quick" else "see above"
+        lines.append(f"Not in effect, or in part, in native code ({remedy})")
+        lines += [f"  {name}" for name in idle]
     return "\n".join(lines)
-
-
-def _count(entries: Sequence[object]) -> str:
-    return f"{len(entries)} {_s('module', len(entries))}"
 
 
 def _code(audit: dict[str, Any]) -> str:
@@ -262,6 +257,8 @@ def _s(word: str, count: int) -> str:
 
 
 def _size(count: int) -> str:
+    if count < MIB / 10:
+        return f"{count / 1024:.1f} KiB"
     return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / MIB:.1f} MiB"
 
 

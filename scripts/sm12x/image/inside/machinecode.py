@@ -10,6 +10,7 @@ from pathlib import Path
 from sm12x.audit import sections
 from sm12x.audit.model import LibraryAudit
 from sm12x.build.ledger import Ledger, LibraryEntry
+from sm12x.core.cudaarch import CudaArch
 from sm12x.image.inside.report import Line, failed, passed
 
 TOPIC = "machine code"
@@ -36,7 +37,7 @@ def check(ledger: Ledger, site: Path) -> list[Line]:
     if lines:
         return lines
     compiled = sum(entry.origin == "compiled" for entry in ledger.libraries)
-    own = {arch: number for arch, number in sorted(cubins.items()) if arch.startswith("12.")}
+    own = {arch: number for arch, number in cubins.items() if arch.startswith("12.")}
     return [
         passed(
             TOPIC,
@@ -71,4 +72,4 @@ def _difference(entry: LibraryEntry, found: LibraryAudit) -> str:
 
 def _text(counts: Mapping[str, int]) -> str:
     """ "12.0a x 56, 12.1a x 56"."""
-    return ", ".join(f"{arch} x {number}" for arch, number in counts.items())
+    return ", ".join(f"{arch} x {counts[arch]}" for arch in sorted(counts, key=CudaArch.parse))

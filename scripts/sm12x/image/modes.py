@@ -1,0 +1,265 @@
+"""In which mode a bundle is built, and the third-party sources that takes."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sm12x import layout
+from sm12x.build import cmake, estimate, select, thirdparty
+from sm12x.build.estimate import AUTO, WANTED, Decision
+from sm12x.build.select import Choice
+from sm12x.core import files, progress
+from sm12x.core.errors import BadFileError, UsageError
+from sm12x.image.reporter import Reporter
+from sm12x.stack import base as bases
+from sm12x.stack import series
+from sm12x.stack.base import Base
+
+Collect = Callable[[], Mapping[str, thirdparty.Found]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sources:
+    """Third-party sources by name: the folders that were found, and why others were not."""
+
+    found: Mapping[str, Path]
+    missing: Mapping[str, str]
+
+    @classmethod
+    def of(cls, collected: Mapping[str, thirdparty.Found]) -> Sources:
+        return cls(
+            found={name: entry.folder for name, entry in collected.items() if entry.folder},
+            missing={name: entry.reason for name, entry in collected.items() if not entry.folder},
+        )
+
+
+NO_SOURCES = Sources(found={}, missing={})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What was asked for: a mode or "auto", folders of sources, sources to do without."""
+
+    wanted: str
+    given: Mapping[str, Path]
+    allowed: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class How:
+    """The mode and what it takes. ``third_party``: files of sources, by their place in the context.
+
+    ``allowed`` are the sources that are done without: not there, and allowed to be missing.
+    """
+
+    mode: str
+    choice: Choice
+    allowed: tuple[str, ...] = ()
+    third_party: Mapping[str, Path] = field(default_factory=dict)
+    third_party_sha256: str = ""
+
+
+def parse(base: Base, wanted: str, sources: Iterable[str], allowed: Iterable[str]) -> Wish:
+    """Check what was asked for. Raises UsageError or BadFileError."""
+    return Wish(
+        wanted=require_known(wanted),
+        given=parse_given(base, sources),
+        allowed=tuple(require_source(base, name) for name in allowed),
+    )
+
+
+def settle(base: Base, wish: Wish, *, find_links: Path | None, report: Reporter) -> How:
+    """Decide the mode, say so before anything else, and find the sources it takes.
+
+    Raises:
+        BadFileError: a given folder is not of the pinned version.
+        HashMismatchError: a package with a source is not the pinned one.
+    """
+    held: list[str] = []
+
+    @functools.cache
+    def collect() -> Mapping[str, thirdparty.Found]:
+        return thirdparty.collect(
+            base,
+            cache=layout.cache(),
+            find_links=find_links,
+            given=dict(wish.given),
+            say=held.append,
+        )
+
+    decision = decide(
+        base,
+        wanted=wish.wanted,
+        cores=cmake.cores(),
+        memory_gib=cmake.free_memory_gib(),
+        given=wish.given,
+        allowed=wish.allowed,
+        collect=collect,
+    )
+    report.say(first_line(decision))
+    newest = bases.versions()[-1]
+    if newest != base.version:
+        report.say(f"a newer base is there: make bundle BASE={newest}")
+    if decision.mode == "quick":
+        if wish.given or wish.allowed:
+            report.say("quick mode takes no third-party source: --source, --allow-missing unused")
+        return How(mode="quick", choice=choose(base, "quick", NO_SOURCES, ()))
+    with report.phase("third-party sources", live=False):
+        sources = Sources.of(collect())
+        for line in held:
+            report.say(line)
+        files_of = staged(sources)
+    allowed = tuple(sorted({*wish.allowed} - {*sources.found}))
+    choice = choose(base, "full", sources, allowed)
+    for kept in choice.kept:
+        why = "; ".join(f"{name}: {sources.missing.get(name, '')}" for name in kept.missing)
+        report.say(
+            f"{kept.path} stays the official one: {kept.reason} ({why}); give the sources with "
+            f"--source NAME=DIR, or do without them with --allow-missing NAME"
+        )
+    return How(
+        mode="full",
+        choice=choice,
+        allowed=allowed,
+        third_party=files_of,
+        third_party_sha256=digest(files_of),
+    )
+
+
+def require_known(name: str) -> str:
+    """``name``, a build mode. Raises UsageError for another word."""
+    if name not in WANTED:
+        near = difflib.get_close_matches(name, WANTED, n=1)
+        raise UsageError(
+            f"there is no build mode {name!r}", next_step=f"use {near[0] if near else _or(WANTED)}"
+        )
+    return name
+
+
+def parse_given(base: Base, words: Iterable[str]) -> dict[str, Path]:
+    """The folders of `--source NAME=DIR`.
+
+    Raises:
+        UsageError: it is not of that form, or the base has no such source.
+        BadFileError: the folder is not there, or there is nothing in it.
+    """
+    given: dict[str, Path] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not equals or not text:
+            raise UsageError(
+                f"--source {word} is not of the form NAME=DIR",
+                next_step="write it as in --source qutlass=../qutlass",
+            )
+        require_source(base, name)
+        folder = Path(text).absolute()
+        if not folder.is_dir() or not any(folder.iterdir()):
+            what = "has nothing in it" if folder.is_dir() else "is not a folder"
+            raise BadFileError(
+                f"--source {name}: {text} {what}", next_step=f"name a checkout of {name}"
+            )
+        given[name] = folder
+    return given
+
+
+def require_source(base: Base, name: str) -> str:
+    """``name``, a third-party source of the base. Raises UsageError for another word."""
+    known = [source.name for source in base.sources]
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        raise UsageError(
+            f"{base.version} has no third-party source {name!r}",
+            next_step=f"use {near[0] if near else _or(known)}",
+        )
+    return name
+
+
+def decide(
+    base: Base,
+    *,
+    wanted: str,
+    cores: int,
+    memory_gib: float,
+    given: Iterable[str],
+    allowed: tuple[str, ...],
+    collect: Collect,
+) -> Decision:
+    """The mode. ``collect`` is called only where the sources that can be had make the difference.
+
+    Which modules a full build compiles, and so how long it takes, depends on the sources; looking
+    for them takes a network, and the decision is the first thing a user is told. Sure are those
+    that are ``given`` and those that come as packages, as the release itself does.
+
+    Raises:
+        NoSpaceError: a full build is wanted, and does not fit in the memory.
+    """
+
+    def with_(available: set[str]) -> Decision:
+        return estimate.decide(
+            base,
+            cores=cores,
+            memory_gib=memory_gib,
+            available=available,
+            wanted=wanted,
+            allowed=allowed,
+        )
+
+    most = with_({source.name for source in base.sources})
+    if wanted != AUTO:
+        return most
+    sure = {*given, *(source.name for source in base.sources if source.packages)}
+    least = with_(sure)
+    bare = select.choose(base, (), mode="full", available=sure, allowed=allowed).modules
+    # Quick for want of anything to compile says nothing of what some sources would change.
+    if most.mode == least.mode and any(not module.quick for module in bare):
+        return most
+    with progress.spinner("looking for third-party sources"):
+        found = {name for name, entry in collect().items() if entry.folder is not None}
+    return with_(found)
+
+
+def first_line(decision: Decision) -> str:
+    """What a bundle says before anything else: the mode, why, and how to have the other."""
+    other = "full" if decision.mode == "quick" else "quick"
+    return (
+        f"build mode {decision.mode}: {decision.reason}; for the other: make bundle BUILD={other}"
+    )
+
+
+def choose(base: Base, mode: str, sources: Sources, allowed: Iterable[str]) -> Choice:
+    """What that mode will compile and keep, by what the patches name."""
+    stack = series.load(base)
+    targets = [module.target for module in select.for_stack(base, stack)]
+    return select.choose(
+        base, targets, mode=mode, available=set(sources.found), allowed=tuple(allowed)
+    )
+
+
+def staged(sources: Sources) -> dict[str, Path]:
+    """The files of the sources, by their place in a build context. Links are followed."""
+    return {
+        f"third_party/{name}/{path.relative_to(folder).as_posix()}": path.resolve()
+        for name, folder in sorted(sources.found.items())
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and ".git" not in path.relative_to(folder).parts
+    }
+
+
+def digest(staged_files: Mapping[str, Path]) -> str:
+    """A sha256, in hex, over names and contents; "" without any."""
+    if not staged_files:
+        return ""
+    total = hashlib.sha256()
+    for name, path in sorted(staged_files.items()):
+        total.update(f"{name}\0{files.sha256(path)}\n".encode())
+    return total.hexdigest()
+
+
+def _or(words: Iterable[str]) -> str:
+    *most, last = words
+    return f"{', '.join(most)} or {last}" if most else last

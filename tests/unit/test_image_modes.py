@@ -1,0 +1,128 @@
+"""In which mode a bundle is built: who decides, what is said first, what is looked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sm12x.build import estimate
+from sm12x.build.estimate import Decision
+from sm12x.build.thirdparty import Found
+from sm12x.core.errors import BadFileError, UsageError
+from sm12x.image import context, modes
+from sm12x.stack import base as bases
+from sm12x.stack.base import Base
+
+BASE = bases.load("0.21.0")
+ALL = frozenset(source.name for source in BASE.sources)
+SURE = frozenset(source.name for source in BASE.sources if source.packages)
+
+
+def _found(name: str, folder: Path | None) -> Found:
+    reason = "" if folder else "its host is not reachable"
+    return Found(name=name, pin="v1", folder=folder, reason=reason)
+
+
+@pytest.mark.parametrize(
+    ("full_with", "looked", "mode"),
+    [
+        # Full whatever is found, and quick whatever is found: nothing has to be looked for.
+        ([ALL, SURE], 0, "full"),
+        ([], 0, "quick"),
+        # Without qutlass _C is kept, and what is left is soon compiled.
+        ([SURE], 1, "full"),
+        ([ALL], 1, "quick"),
+    ],
+)
+def test_sources_are_looked_for_only_where_they_decide(
+    full_with: list[frozenset[str]],
+    looked: int,
+    mode: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    def decide(base: Base, *, available: set[str], **given: object) -> Decision:
+        assert given == {"cores": 2, "memory_gib": 20.0, "wanted": "auto", "allowed": ()}
+        chosen = "full" if available in full_with else "quick"
+        return Decision(mode=chosen, minutes=33.0, reason="a reason")
+
+    calls: list[None] = []
+
+    def collect() -> dict[str, Found]:
+        calls.append(None)
+        return {"cutlass": _found("cutlass", tmp_path), "qutlass": _found("qutlass", None)}
+
+    monkeypatch.setattr(estimate, "decide", decide)
+    made = modes.decide(
+        BASE, wanted="auto", cores=2, memory_gib=20.0, given=(), allowed=(), collect=collect
+    )
+    assert (made.mode, len(calls)) == (mode, looked)
+
+
+def test_the_first_line_says_how_to_have_the_other() -> None:
+    quick = Decision(mode="quick", minutes=69.0, reason="a full build takes about 69 minutes")
+    assert modes.first_line(quick) == (
+        "build mode quick: a full build takes about 69 minutes; "
+        "for the other: make bundle BUILD=full"
+    )
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [("ful", "use full"), ("Quick", "use quick"), ("x", "use quick, full or auto")],
+)
+def test_another_mode_is_refused(word: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        modes.require_known(word)
+
+
+def test_given_sources(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert modes.parse_given(BASE, [f"qutlass={tmp_path}"]) == {"qutlass": tmp_path}
+    (tmp_path / "empty").mkdir()
+    for word, kind, said in (
+        ("qutlass", UsageError, "not of the form NAME=DIR"),
+        ("qutlas=.", UsageError, "use qutlass"),
+        (f"qutlass={tmp_path}/empty", BadFileError, "has nothing in it"),
+        (f"qutlass={tmp_path}/none", BadFileError, "is not a folder"),
+    ):
+        with pytest.raises(kind, match=said):
+            modes.parse_given(BASE, [word])
+
+
+def test_sources_are_staged_without_their_history_and_named_by_their_content(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "checkout"
+    (folder / ".git").mkdir(parents=True)
+    (folder / ".git" / "config").write_text("x")
+    (folder / "include").mkdir()
+    (folder / "include" / "a.h").write_text("a")
+    (folder / "b.h").symlink_to("include/a.h")
+    collected = {"cutlass": _found("cutlass", folder), "qutlass": _found("qutlass", None)}
+    sources = modes.Sources.of(collected)
+    assert sources.missing == {"qutlass": "its host is not reachable"}
+    staged = modes.staged(sources)
+    assert list(staged) == ["third_party/cutlass/b.h", "third_party/cutlass/include/a.h"]
+    first = modes.digest(staged)
+    (folder / "include" / "a.h").write_text("b")
+    assert modes.digest(staged) != first
+    assert modes.digest({}) == ""
+
+    made = context.Context(files={}, large=staged, folders=("links", "third_party"))
+    made.write(tmp_path / "context")
+    assert (tmp_path / "context" / "third_party" / "cutlass" / "b.h").read_text() == "b"
+    context.Context(files={}, large={}, folders=("third_party",)).write(tmp_path / "quick")
+    assert not any((tmp_path / "quick" / "third_party").iterdir())
+
+
+def test_what_is_compiled_and_what_is_kept(tmp_path: Path) -> None:
+    quick = modes.choose(BASE, "quick", modes.NO_SOURCES, ())
+    assert [module.target for module in quick.modules] == ["cumem_allocator"]
+    sources = modes.Sources(found={"cutlass": tmp_path}, missing={})
+    full = modes.choose(BASE, "full", sources, ())
+    assert "_moe_C" in [module.target for module in full.modules]
+    assert ("_C", ("qutlass",)) in [(kept.target, kept.missing) for kept in full.kept]
+    without = modes.choose(BASE, "full", sources, ("qutlass",))
+    assert "_C" in [module.target for module in without.modules]

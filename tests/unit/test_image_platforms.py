@@ -1,0 +1,130 @@
+"""What an image can be built for here, and what is missing for the others."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from sm12x.core.errors import BadArchitectureError, UsageError
+from sm12x.image import bundle, context, platforms
+from sm12x.image.platforms import Plan
+from sm12x.stack import base as bases
+
+BASE = bases.load("0.21.0")
+# As a kernel prints the handlers of qemu-user-static.
+ARM64 = """\
+enabled
+interpreter /usr/libexec/qemu-binfmt/aarch64-binfmt-P
+flags: PF
+offset 0
+magic 7f454c460201010000000000000000000200b700
+mask ffffffffffffff00fffffffffffffffffeffffff
+"""
+ARM = """\
+enabled
+interpreter /usr/libexec/qemu-binfmt/arm-binfmt-P
+flags: PF
+offset 0
+magic 7f454c4601010100000000000000000002002800
+mask ffffffffffffff00fffffffffffffffffeffffff
+"""
+JAR = "enabled\ninterpreter /usr/bin/jexec\nflags: \noffset 0\nmagic 504b0304\n"
+
+
+@pytest.fixture(autouse=True)
+def _on_x86(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+
+
+def handlers(folder: Path, **texts: str) -> Path:
+    for name, text in {"register": "", "status": "enabled\n", **texts}.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("asked", [None, "linux/amd64"])
+def test_this_machines_image_takes_nothing_more(asked: str | None) -> None:
+    plan = platforms.plan(BASE, asked, binfmt=Path("/nowhere"))
+    assert plan == Plan(machine="x86_64", here="x86_64")
+    assert (plan.crossing, plan.suffix, plan.platform) == (False, "", "")
+
+
+def test_on_another_machine_its_own_image_is_as_easy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    for asked in (None, "linux/arm64"):
+        assert platforms.plan(BASE, asked) == Plan(machine="aarch64", here="aarch64")
+    with pytest.raises(BadArchitectureError, match="x86_64 cannot be compiled on aarch64"):
+        platforms.plan(BASE, "linux/amd64")
+
+
+def test_another_machines_image_takes_an_emulator_in_the_kernel(tmp_path: Path) -> None:
+    plan = platforms.plan(BASE, "linux/arm64", binfmt=handlers(tmp_path, arm64=ARM64, jar=JAR))
+    assert plan == Plan(machine="aarch64", here="x86_64", platform="linux/arm64")
+    assert plan.native == Plan(machine="x86_64", here="x86_64")
+    assert (plan.suffix, plan.debian) == ("-arm64", "arm64")
+
+
+def test_the_wheel_alone_takes_none() -> None:
+    assert platforms.plan(BASE, "linux/arm64", image=False, binfmt=Path("/nowhere")).crossing
+
+
+@pytest.mark.parametrize(
+    ("texts", "what"),
+    [
+        ({}, "has no emulator for these"),
+        ({"arm": ARM, "jar": JAR}, "has no emulator for these"),
+        ({"arm64": ARM64.replace("enabled", "disabled")}, "has no emulator for these"),
+        ({"arm64": ARM64.replace("PF", "P")}, "the handler lacks flag F"),
+        ({"broken": "enabled\nmagic zz\n"}, "has no emulator for these"),
+    ],
+)
+def test_what_is_missing_is_said_with_how_to_have_it(
+    tmp_path: Path, texts: dict[str, str], what: str
+) -> None:
+    with pytest.raises(BadArchitectureError, match=what) as caught:
+        platforms.plan(BASE, "linux/arm64", binfmt=handlers(tmp_path, **texts))
+    assert "apt-get install qemu-user-static binfmt-support" in caught.value.next_step
+    assert "--no-image" in caught.value.next_step
+
+
+def test_a_kernel_that_was_told_of_no_emulators(tmp_path: Path) -> None:
+    with pytest.raises(BadArchitectureError, match="is not mounted") as caught:
+        platforms.plan(BASE, "linux/arm64", binfmt=tmp_path)
+    assert f"mount -t binfmt_misc binfmt_misc {tmp_path}" in caught.value.next_step
+
+
+def test_unknown_platforms_and_bases_without_a_wheel() -> None:
+    with pytest.raises(UsageError, match="no platform 'arm64'"):
+        platforms.plan(BASE, "arm64")
+    alone = dataclasses.replace(BASE, wheels={"x86_64": BASE.wheels["x86_64"]})
+    with pytest.raises(BadArchitectureError, match="no wheel for aarch64") as caught:
+        platforms.plan(alone, "linux/arm64")
+    assert "linux/amd64 with --platform" in caught.value.next_step
+
+
+def test_what_is_made_for_another_machine_lies_apart() -> None:
+    there = Plan(machine="aarch64", here="x86_64", platform="linux/arm64")
+    assert bundle.folder_of(BASE, there).name == "0.21.0-arm64"
+    assert bundle.image_tags("0.21.0", "1a2b3c4d", "quick", there.suffix) == (
+        "vllm-sm12x:0.21.0-1a2b3c4d-quick-arm64",
+        "vllm-sm12x:0.21.0-1a2b3c4d-arm64",
+    )
+
+
+def test_the_builder_has_its_own_packages_and_the_lock_of_the_others() -> None:
+    found = context.builder_files(BASE, "aarch64", here="x86_64")
+    assert found["build.lock"] == BASE.build_lock_path("x86_64")
+    assert found["base/0.21.0/build-aarch64.lock"] == BASE.build_lock_path("aarch64")
+    assert "patches/0.21.0/requirements-aarch64.lock" in found
+    alone = context.builder_files(BASE, "x86_64", here="x86_64")
+    assert not [name for name in alone if "aarch64" in name]
+
+
+def test_what_has_no_wheel_is_built_with_locked_packages() -> None:
+    text = context.bundle_files(BASE, "aarch64")["sdists.lock"]
+    assert isinstance(text, str)
+    names = {line.partition("==")[0] for line in text.splitlines() if "==" in line[:40]}
+    assert {"pybind11", "setuptools"} <= names
+    assert context.bundle_files(BASE, "x86_64")["sdists.lock"] == ""
