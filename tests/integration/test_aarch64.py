@@ -57,12 +57,9 @@ def python(folder: Path) -> Path:
     (folder / "host.lock").write_text(lockfile.restrict(text, HOST_PACKAGES))
     uv = lock.find_uv()
     found = folder / "venv" / "bin" / "python"
-    install = [uv, "pip", "install", "--quiet", "--python", found, "--require-hashes"]
-    for words in (
-        [uv, "venv", "--quiet", "--python", sys.executable, folder / "venv"],
-        [*install, "--requirement", folder / "host.lock"],
-    ):
-        subprocess.run(words, check=True)
+    subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, folder / "venv"], check=True)
+    install = (uv, "pip", "install", "--quiet", "--python", found, "--require-hashes")
+    subprocess.run([*install, "--requirement", folder / "host.lock"], check=True)
     return found
 
 
