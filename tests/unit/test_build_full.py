@@ -218,6 +218,8 @@ def test_a_source_is_put_together_out_of_packages_once(
     names = [path.relative_to(found.folder).as_posix() for path in found.folder.rglob("*.*")]
     assert sorted(names) == ["7/e.h", "CMakeLists.txt", "include/version.h"]
     assert found.sha256 == thirdparty.content_hash(found.folder)
+    # Collected anew, its files must not look changed to ninja.
+    assert {path.stat().st_mtime for path in found.folder.rglob("*.h")} == {946684800}
     assert said == ["thing v4.4.2: from packages"]
     assert thirdparty.collect(one, cache=cache, find_links=tmp_path / "none")["thing"] == found
     # Edited in the cache: made anew.
