@@ -117,6 +117,21 @@ def test_what_applies_is_kept_and_what_is_upstream_is_left_out(world: World) -> 
     ]
 
 
+def test_releases_in_between_say_since_when(world: World) -> None:
+    fixed = {"tiny/b.py": B.replace("= 5", "= 'five!'")}
+    for version, changes in (("1.1", {}), ("1.2", fixed), ("1.3", fixed), ("2.0", fixed)):
+        _release(world, version, changes)
+    done = _rebase(world, "2.0")
+    assert done.returncode == 0, done.stderr
+    assert "0002-Mend-five.patch: left out: upstream since 1.2\n" in done.stdout
+    assert bases.load("2.0").dropped[0].since == "1.2"
+    assert _sm12x("base", "status").stdout.splitlines()[:3] == [
+        "patch           1.0      1.1      1.2       2.0",
+        "0001-Mend-ten   applied  unknown  unknown   applied",
+        "0002-Mend-five  applied  needed   upstream  upstream",
+    ]
+
+
 def test_a_conflict_shows_both_texts_and_can_be_resolved_with_the_commands(world: World) -> None:
     _release(world, "2.0", {"tiny/a.py": A.replace("a = 10\n", "a = 10.0  # as float\n")})
     done = _rebase(world, "2.0")

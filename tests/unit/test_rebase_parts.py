@@ -9,7 +9,7 @@ import pytest
 
 from sm12x.core.errors import BadFileError
 from sm12x.stack import base as bases
-from sm12x.stack import carry, merge, need, rebasetext, series, status
+from sm12x.stack import carry, merge, need, rebasetext, series, since, status
 from sm12x.stack.diff import Hunk
 from sm12x.stack.junit import Test
 from sm12x.stack.merge import MARKER
@@ -126,6 +126,29 @@ def test_since_goes_back_as_far_as_every_release_tried_had_it() -> None:
     assert status.since("0002-Wait.patch", "0.27.1", known) == "0.22.1"
     assert status.since("0003-Wait.patch", "0.22.0", known) == "0.22.0"
     assert status.since("0003-Wait.patch", "0.33.0", [_outcome("0.30.0", need.NEEDED)]) == "0.33.0"
+
+
+RELEASES = ["0.20.2", "0.21.0", "0.22.0", "0.22.1", "0.23.0", "0.9.0", "0.24.0", "0.33.0"]
+
+
+@pytest.mark.parametrize("landed", [*range(4), None])
+def test_the_first_release_is_found_by_halving(landed: int | None) -> None:
+    candidates = since.between(RELEASES, "0.21.0", "0.33.0")
+    assert candidates == ["0.22.0", "0.22.1", "0.23.0", "0.24.0"]
+
+    def probe(version: str) -> need.Need:
+        has = landed is not None and candidates.index(version) >= landed
+        return need.Need(state=need.UPSTREAM if has else need.NEEDED)
+
+    first, said = since.first(candidates, "0.33.0", probe)
+    assert first == ("0.33.0" if landed is None else candidates[landed])
+    assert len(said) <= 3
+
+
+def test_a_release_on_which_the_witness_cannot_run_does_not_count_as_having_it() -> None:
+    first, said = since.first(["1.1", "1.2"], "2.0", lambda version: need.Need(state=need.UNKNOWN))
+    assert (first, list(said)) == ("2.0", ["1.2"])
+    assert since.first([], "2.0", lambda version: need.Need(state=need.NEEDED)) == ("2.0", {})
 
 
 def test_outcomes_are_recorded_and_a_run_without_witnesses_forgets_none(tmp_path: Path) -> None:

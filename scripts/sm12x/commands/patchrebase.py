@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import click
 from sm12x import layout
 from sm12x.commands.patchoptions import FIND_LINKS, JSON, chosen, fetch, print_json, say
 from sm12x.core import index, listing, progress
-from sm12x.stack import draft, rebase, rebasetext, series, status, witness
+from sm12x.stack import draft, need, newfolder, rebase, rebasetext, series, status, tree, witness
 from sm12x.stack.base import Base
 from sm12x.stack.draft import Release
 
@@ -75,10 +76,10 @@ def rebase_command(
     """Carry a base's stack to the release VERSION, and write the folder of a new base.
 
     Each patch's witness is run on the untouched release: where it is green, the fix is upstream
-    and the patch is left out. The others are applied, or merged by git where their surroundings
-    have changed. What git cannot merge is left as a conflict, with both texts and the commands to
-    resolve it (exit code 11). base.toml is drafted from index and source; what a person has to
-    check is listed.
+    and the patch is left out; releases in between are tried to say since when. The others are
+    applied, or merged by git where their surroundings have changed. What git cannot merge is left
+    as a conflict, with both texts and the commands to resolve it (exit code 11). base.toml is
+    drafted from index and source; what a person has to check is listed.
 
     Example: sm12x patch rebase 0.22.1 --from 0.21.0
     """
@@ -87,7 +88,7 @@ def rebase_command(
     only = _witnesses(stack, chosen_witnesses)
     patches = layout.patches()
     target = out or patches
-    rebase.require_free(target / version, force=force)
+    newfolder.require_free(target / version, force=force)
     project = base.sdist.name.rpartition("-")[0]
     with progress.spinner(f"asking the index for {project} {version}"):
         listed = listing.of_folder(project, find_links) if find_links else listing.of_index(project)
@@ -97,6 +98,7 @@ def rebase_command(
     )
     os.nice(_NICE)
     recorded = patches / status.NAME
+    run = _runner(python, jobs)
     report = rebase.rebase(
         base,
         stack,
@@ -106,10 +108,12 @@ def rebase_command(
         out=target,
         force=force,
         known=status.read(recorded),
-        run_witnesses=None if no_witness else _runner(python, jobs),
+        run_witnesses=None if no_witness else run,
         chosen=only,
         make_locks=not no_lock,
         lock_needed=python is None,
+        releases=listing.releases(listed),
+        probe=_prober(project, listed, find_links, run),
         say=say,
     )
     if not no_record:
@@ -160,8 +164,26 @@ def _runner(python: Path | None, jobs: int) -> rebase.RunWitnesses:
             python=using.absolute(),
             root=root,
             jobs=jobs,
-            on_run=lambda path, _: say(f"{path} on the untouched {new.version}"),
+            on_run=lambda path, _: say(f"running {path}"),
         )
         return list(runs.values())
 
     return run
+
+
+def _prober(
+    project: str,
+    listed: tuple[listing.ListedFile, ...],
+    find_links: Path | None,
+    run: rebase.RunWitnesses,
+) -> rebase.Probe:
+    def probe(new: Base, patch: series.Patch, version: str) -> need.Need:
+        found = draft.release(listed, version, project=project)
+        archive = _fetch(project, found, find_links)
+        with tempfile.TemporaryDirectory(prefix="sm12x-probe-") as name:
+            source = Path(name) / "source"
+            tree.unpack(archive, source)
+            say(f"{patch.name}: is it in {version} already?")
+            return need.judge(run(new, patch.witnesses, source))
+
+    return probe

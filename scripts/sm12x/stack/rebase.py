@@ -8,17 +8,28 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from packaging.version import Version
 
 from sm12x.core import files, lockfile
-from sm12x.core.errors import DirtyTreeError, PatchConflictError, Sm12xError, UsageError
+from sm12x.core.errors import PatchConflictError, Sm12xError, UsageError
 from sm12x.stack import base as bases
-from sm12x.stack import carry, draft, facts, lock, need, series, status, tree, witness
+from sm12x.stack import (
+    carry,
+    draft,
+    facts,
+    lock,
+    need,
+    newfolder,
+    series,
+    since,
+    status,
+    tree,
+    witness,
+)
 from sm12x.stack.base import Base, Dropped
 from sm12x.stack.carry import Carried
 from sm12x.stack.draft import Release
@@ -32,6 +43,8 @@ SOURCE = "source"
 UNTOUCHED = "untouched"
 # Runs witnesses on a tree for a base: (base, paths of witnesses, tree) -> their runs.
 RunWitnesses = Callable[[Base, Sequence[str], Path], Sequence[witness.Run]]
+# Runs the witnesses of a patch on an untouched release in between: (new base, patch, release).
+Probe = Callable[[Base, Patch, str], Need]
 Say = Callable[[str], None]
 
 
@@ -52,7 +65,10 @@ class Fate:
 
 @dataclass(frozen=True, kw_only=True)
 class RebaseReport:
-    """``folder`` is the new base's; ``stack_id`` of what is in it. ``to_check`` is for a person."""
+    """``folder`` is the new base's; ``stack_id`` of what is in it. ``to_check`` is for a person.
+
+    ``probed`` is what was found out about releases in between.
+    """
 
     source: str
     version: str
@@ -60,6 +76,7 @@ class RebaseReport:
     stack_id: str
     fates: tuple[Fate, ...]
     to_check: tuple[str, ...]
+    probed: tuple[Outcome, ...] = ()
 
     @property
     def conflicts(self) -> tuple[Fate, ...]:
@@ -108,6 +125,8 @@ def rebase(
     chosen: Sequence[str] | None,
     make_locks: bool,
     lock_needed: bool,
+    releases: Sequence[str],
+    probe: Probe | None,
     say: Say,
 ) -> RebaseReport:
     """Write the folder of ``found`` in ``out``, with as much of ``stack`` as belongs there.
@@ -121,6 +140,8 @@ def rebase(
         chosen: run only these witnesses (paths), None for all.
         make_locks: whether to resolve the new base's locks.
         lock_needed: whether ``run_witnesses`` needs them.
+        releases: all there are; those in between are probed to say since when a fix is upstream.
+        probe: None leaves it at what is known already.
         say: told what is being done.
 
     Raises:
@@ -128,7 +149,7 @@ def rebase(
         StackConflictError, MessageError: as carry.carry.
     """
     target = out / found.version
-    require_free(target, force=force)
+    newfolder.require_free(target, force=force)
     if found.version == base.version:
         raise UsageError(
             f"the stack of {base.version} is on {found.version} already",
@@ -136,7 +157,7 @@ def rebase(
         )
     with (
         tempfile.TemporaryDirectory(prefix="sm12x-rebase-") as scratch,
-        _fresh_folder(target, force=force) as folder,
+        newfolder.fresh(target, force=force) as folder,
     ):
         work = _Work(folder=folder)
         trees = {side: Path(scratch) / side for side in (SOURCE, UNTOUCHED)}
@@ -160,17 +181,21 @@ def rebase(
             root=root,
             label=found.sdist.name,
         )
-        fates = tuple(
-            _fate(result, needs[result.patch.name], base, found.version, known)
-            for result in carried.carried
-        )
+        fates: list[Fate] = []
+        probed: list[Outcome] = []
+        for result in carried.carried:
+            fate = _fate(result, needs[result.patch.name], base, found.version, known)
+            if run_witnesses is not None and probe is not None and fate.need.green:
+                fate = _since(fate, base, new, releases, probe, probed)
+            fates.append(fate)
         _write(base, new, fates, carried.exported, work)
         return RebaseReport(
             source=base.version,
             version=found.version,
             folder=target,
             stack_id=series.load(bases.parse(folder / "base.toml")).id,
-            fates=fates,
+            fates=tuple(fates),
+            probed=tuple(probed),
             to_check=tuple(work.to_check),
         )
 
@@ -189,45 +214,7 @@ def outcomes(report: RebaseReport) -> list[Outcome]:
             why=fate.need.why,
         )
         for fate in report.fates
-    ]
-
-
-def require_free(target: Path, *, force: bool) -> None:
-    """Raise DirtyTreeError unless a base's folder may be written as ``target``."""
-    if not target.exists():
-        return
-    if not force:
-        raise DirtyTreeError(
-            f"{target} exists, and nothing is overwritten",
-            next_step="add --force to replace it, or --out DIR to write elsewhere",
-        )
-    if not (target / "base.toml").is_file():
-        raise DirtyTreeError(
-            f"{target} exists and is no base's folder (it has no base.toml)",
-            next_step="move it away yourself",
-        )
-
-
-@contextmanager
-def _fresh_folder(target: Path, *, force: bool) -> Iterator[Path]:
-    """A folder to fill that becomes ``target`` if the block succeeds, and vanishes otherwise."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # Hidden, and one level down, where nothing looks for a base.
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as name:
-        folder = Path(name) / target.name
-        folder.mkdir()
-        yield folder
-        # Somebody may have made it meanwhile.
-        require_free(target, force=force)
-        before = Path(name) / "before"
-        if target.exists():
-            target.rename(before)
-        try:
-            folder.rename(target)
-        except BaseException:
-            if before.exists():
-                before.rename(target)
-            raise
+    ] + list(report.probed)
 
 
 def _draft(
@@ -323,12 +310,42 @@ def _needs(
 
 def _fate(carried: Carried, said: Need, base: Base, version: str, known: Sequence[Outcome]) -> Fate:
     state = status.decide(said.state, carried.state)
-    since = ""
+    first = ""
     if state == status.UPSTREAM:
-        since = status.since(carried.patch.name, version, known)
-        if Version(version) < Version(base.version):
-            since = version
-    return Fate(patch=carried.patch, state=state, need=said, carried=carried, since=since)
+        later = Version(version) > Version(base.version)
+        first = status.since(carried.patch.name, version, known) if later else version
+    return Fate(patch=carried.patch, state=state, need=said, carried=carried, since=first)
+
+
+def _since(
+    fate: Fate,
+    base: Base,
+    new: Base,
+    releases: Sequence[str],
+    probe: Probe,
+    probed: list[Outcome],
+) -> Fate:
+    """The fate with the first release that has the fix, looked for in those nobody has tried."""
+    if fate.state != status.UPSTREAM or fate.need.state != need.UPSTREAM:
+        return fate
+    candidates = since.between(releases, base.version, fate.since)
+    release, said = since.first(
+        candidates, fate.since, lambda version: probe(new, fate.patch, version)
+    )
+    probed += [
+        Outcome(
+            patch=fate.patch.name,
+            base=base.version,
+            release=version,
+            need=found.state,
+            text="",
+            witness=found.summary,
+            since=release if found.state == need.UPSTREAM else "",
+            why=found.why,
+        )
+        for version, found in said.items()
+    ]
+    return replace(fate, since=release)
 
 
 def _write(

@@ -29,7 +29,7 @@ CONFLICT = "conflict"
 UNKNOWN = "unknown"
 LEGEND = {
     APPLIED: "in the stack of that base",
-    NEEDED: "the defect is there and the patch fits; no stack is kept",
+    NEEDED: "the defect is there, and no stack is kept for that release",
     UPSTREAM: "the release does it itself",
     CONFLICT: "needs to be written anew for that release",
     UNKNOWN: "not tried, or its witness could not run",

@@ -1,0 +1,48 @@
+"""A base's folder that is made whole beside its place, and takes its name at the end."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from sm12x.core.errors import DirtyTreeError
+
+
+def require_free(target: Path, *, force: bool) -> None:
+    """Raise DirtyTreeError unless a base's folder may be written as ``target``."""
+    if not target.exists():
+        return
+    if not force:
+        raise DirtyTreeError(
+            f"{target} exists, and nothing is overwritten",
+            next_step="add --force to replace it, or --out DIR to write elsewhere",
+        )
+    if not (target / "base.toml").is_file():
+        raise DirtyTreeError(
+            f"{target} exists and is no base's folder (it has no base.toml)",
+            next_step="move it away yourself",
+        )
+
+
+@contextmanager
+def fresh(target: Path, *, force: bool) -> Iterator[Path]:
+    """A folder to fill that becomes ``target`` if the block succeeds, and vanishes otherwise."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Hidden, and one level down, where nothing looks for a base.
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as name:
+        folder = Path(name) / target.name
+        folder.mkdir()
+        yield folder
+        # Somebody may have made it meanwhile.
+        require_free(target, force=force)
+        before = Path(name) / "before"
+        if target.exists():
+            target.rename(before)
+        try:
+            folder.rename(target)
+        except BaseException:
+            if before.exists():
+                before.rename(target)
+            raise
