@@ -129,8 +129,12 @@ def _run(side: str, *tests: junit.Test, problem: str = "") -> witness.Run:
     return witness.Run(witness="t.py", side=side, tests=tests, problem=problem)
 
 
-def _test(outcome: str, *, guard: bool = False) -> junit.Test:
-    return junit.Test(name="t", outcome=outcome, guard=guard, said="", detail="", seconds=0)
+# What a base's [witness] says of its tests.
+SAYS_NOTHING = bases.Witness(packages=(), download_mib=0)
+
+
+def _test(outcome: str, *, guard: bool = False, name: str = "t") -> junit.Test:
+    return junit.Test(name=name, outcome=outcome, guard=guard, said="", detail="", seconds=0)
 
 
 @pytest.mark.parametrize("guard", [False, True])
@@ -143,6 +147,7 @@ def test_only_red_then_green_counts_and_green_twice_for_a_guard(
         "p",
         _run("base", _test(before, guard=guard)),
         _run("patched", _test(after, guard=guard)),
+        SAYS_NOTHING,
     )
     own = [check for check in checks if check.test == "t"]
     assert [check.ok for check in own] == [
@@ -154,13 +159,47 @@ def test_only_red_then_green_counts_and_green_twice_for_a_guard(
 
 def test_a_crash_on_either_side_hides_no_other() -> None:
     checks = witness.judge(
-        "p", _run("base", problem="ended by signal 6\ntail"), _run("patched", problem="ended")
+        "p",
+        _run("base", problem="ended by signal 6\ntail"),
+        _run("patched", problem="ended"),
+        SAYS_NOTHING,
     )
     assert [check.reasons[0] for check in checks] == [
         "on the untouched base: ended by signal 6",
         "on the patched tree: ended",
     ]
     assert checks[0].detail == "tail"
+
+
+def test_a_base_says_what_it_passes_and_what_it_fails_unlike_others() -> None:
+    known = dataclasses.replace(
+        SAYS_NOTHING, upstream=("t.py::mended", "u.py::other"), needed=("t.py::newly broken",)
+    )
+    patched = [_test("passed", name=name) for name in ("mended", "newly broken", "red")]
+
+    def judged(mended: str, broken: str) -> list[tuple[str, bool, bool]]:
+        tests = (
+            _test(mended, name="mended"),
+            _test(broken, name="newly broken", guard=True),
+            _test("failed", name="red"),
+        )
+        checks = witness.judge("p", _run("base", *tests), _run("patched", *patched), known)
+        return [(check.test, check.guard, check.ok) for check in checks]
+
+    red = ("red", False, True)
+    assert judged("passed", "failed") == [
+        ("mended", True, True),
+        ("newly broken", False, True),
+        red,
+    ]
+    assert judged("failed", "passed") == [
+        ("mended", True, False),
+        ("newly broken", False, False),
+        red,
+    ]
+    # A test that was renamed must not stay on the list.
+    known = dataclasses.replace(known, upstream=("t.py::gone",))
+    assert ("(the whole witness)", False, False) in judged("failed", "failed")
 
 
 def test_the_witness_environment_is_pinned_by_hash(base: Base, tmp_path: Path) -> None:

@@ -145,12 +145,14 @@ class Witness:
     """What the witnesses need: names out of the base's lock, and what they weigh to download.
 
     ``upstream`` names the tests (tests/witness/test_x.py::test_y) that show a defect which this
-    release does not have any more: they pass on it untouched, and have to.
+    release does not have any more: they pass on it untouched, and have to. ``needed`` names those
+    that other releases pass untouched, and this one does not.
     """
 
     packages: tuple[str, ...]
     download_mib: int
     upstream: tuple[str, ...] = ()
+    needed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,6 +293,7 @@ def parse(path: Path) -> Base:
             packages=witness.texts("packages"),
             download_mib=witness.integer("download_mib"),
             upstream=witness.texts("upstream", default=()),
+            needed=witness.texts("needed", default=()),
         ),
         overrides=tuple(
             Override(

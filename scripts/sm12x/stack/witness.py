@@ -21,7 +21,7 @@ import uv
 from sm12x.core import files, lockfile, pipconfig, process
 from sm12x.core.errors import BadFileError, ToolMissingError
 from sm12x.stack import apply, junit, tree
-from sm12x.stack.base import Base
+from sm12x.stack.base import Base, Witness
 from sm12x.stack.series import Patch, Stack
 
 BASE = "base"
@@ -215,7 +215,7 @@ def run(
             check
             for patch in patches
             for path in patch.witnesses
-            for check in judge(patch.name, runs[path, BASE], runs[path, PATCHED])
+            for check in judge(patch.name, runs[path, BASE], runs[path, PATCHED], base.witness)
         ),
     )
 
@@ -261,8 +261,16 @@ def run_on(
     return runs
 
 
-def judge(patch: str, base: Run, patched: Run) -> list[Check]:
-    """Compare a witness's run on the untouched tree with the one on the patched tree."""
+def judge(patch: str, base: Run, patched: Run, known: Witness) -> list[Check]:
+    """Compare a witness's run on the untouched tree with the one on the patched tree.
+
+    ``known`` says which tests the untouched tree passes, or fails, unlike that of other releases.
+    """
+    prefix = f"{base.witness}::"
+    upstream, needed = (
+        {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+        for names in (known.upstream, known.needed)
+    )
     before = {test.name: test for test in base.tests}
     after = {test.name: test for test in patched.tests}
     checks: list[Check] = []
@@ -288,17 +296,26 @@ def judge(patch: str, base: Run, patched: Run) -> list[Check]:
     if base.problem or patched.problem:
         return checks
     names = dict.fromkeys([*before, *after])
-    if not any(not test.guard for test in before.values()):
+    guards = {test.name for test in (*before.values(), *after.values()) if test.guard}
+    guards = (guards | upstream) - needed
+    if names.keys() <= guards:
         whole("has no test, guards aside: nothing shows that the patch is needed")
+    for name in sorted((upstream | needed) - names.keys()):
+        whole(f"has no test {name}, which [witness] in base.toml names")
     for name in names:
-        checks.append(_check(patch, base.witness, name, before.get(name), after.get(name)))
+        guard = name in guards
+        checks.append(_check(patch, base.witness, name, before.get(name), after.get(name), guard))
     return checks
 
 
 def _check(
-    patch: str, witness: str, name: str, before: junit.Test | None, after: junit.Test | None
+    patch: str,
+    witness: str,
+    name: str,
+    before: junit.Test | None,
+    after: junit.Test | None,
+    guard: bool,
 ) -> Check:
-    guard = any(test is not None and test.guard for test in (before, after))
     reasons: list[str] = []
     wanted = {BASE: junit.PASSED if guard else junit.FAILED, PATCHED: junit.PASSED}
     detail = ""
