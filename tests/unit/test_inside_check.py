@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sm12x.build.ledger import FileEntry, Ledger, LibraryEntry
+from sm12x.build.ledger import FileEntry, Ledger, LibraryEntry, OverrideEntry
 from sm12x.core.errors import ToolFailedError
 from sm12x.image.inside import content, machinecode, native, report, versions
 from sm12x.image.inside.places import Places
@@ -146,6 +146,30 @@ def check_content(image: Image) -> str:
 def test_a_whole_image_passes(image: Image) -> None:
     assert check_versions(image) == ""
     assert check_content(image) == ""
+
+
+@pytest.mark.parametrize(
+    ("requirement", "instead_of", "fault"),
+    [
+        ("torch==2.11.0", "torch>=3", ""),
+        # Another wish than the one that is known, or another version than the one it got instead.
+        ("torch==2.11.0", "torch>=4", "vllm requires torch>=3, found 2.11.0"),
+        ("torch==2.12.0", "torch>=3", "vllm requires torch>=3, found 2.11.0"),
+    ],
+)
+def test_a_requirement_that_the_lock_replaces_is_noted(
+    requirement: str, instead_of: str, fault: str
+) -> None:
+    override = OverrideEntry(requirement=requirement, instead_of=instead_of, why="none is newer")
+    packages = [
+        versions.Installed(name="vllm", version="1", requires=("torch>=3",)),
+        versions.Installed(name="torch", version="2.11.0", requires=()),
+    ]
+    lines = versions.requirements(packages, [override])
+    assert faults(lines) == fault
+    notes = [line.text for line in lines if line.state == NOTE]
+    said = "vllm requires torch>=3, found 2.11.0, as the lock says: none is newer"
+    assert notes == ([] if fault else [said])
 
 
 def _upgrade(image: Image) -> None:

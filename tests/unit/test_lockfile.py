@@ -135,7 +135,7 @@ def committed(base: bases.Base, machine: str) -> lock.Locks:
 
 @pytest.fixture
 def base() -> bases.Base:
-    return bases.load(BASES[-1])
+    return bases.load(BASES[0])
 
 
 def test_each_contradiction_is_one_finding(base: bases.Base) -> None:
@@ -173,6 +173,13 @@ def test_each_contradiction_is_one_finding(base: bases.Base) -> None:
 def test_no_table_for_a_machine(base: bases.Base) -> None:
     with pytest.raises(BadFileError, match=r"lock\.aarch64"):
         lock.spec_of(replace(base, locks={}), "aarch64")
+
+
+def test_what_a_base_replaces_is_said_in_the_lock(base: bases.Base) -> None:
+    odd = bases.Override(requirement="a==1", instead_of="a>=2", why="there is no newer one")
+    closure, build = lock.heads(replace(base, overrides=(odd,)), "x86_64")
+    assert "\n# a==1 instead of a>=2: there is no newer one.\n" in closure
+    assert "a==1" not in build
 
 
 def test_pip_would_forget_an_exception_before_wheels_only(base: bases.Base) -> None:

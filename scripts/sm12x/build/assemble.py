@@ -91,6 +91,12 @@ def build(
         libraries=tuple(_libraries(parts, audits, compiled, registered, lost)),
         lock_sha256=files.sha256(parts.base.lock_path(parts.machine)),
         dependencies=lockfile.read(parts.base.lock_path(parts.machine)).versions,
+        overrides=tuple(
+            ledger.OverrideEntry(
+                requirement=each.requirement, instead_of=each.instead_of, why=each.why
+            )
+            for each in parts.base.overrides
+        ),
     )
     phase("writing the wheel")
     target = out / wheel.name(official, parts.base.version, version, compiled)

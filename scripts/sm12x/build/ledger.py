@@ -81,6 +81,15 @@ class LibraryEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OverrideEntry:
+    """A requirement of the release that the lock replaces: the wheel's METADATA still names it."""
+
+    requirement: str
+    instead_of: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Ledger:
     """``mode`` is "quick" (the official wheel, changed) or "full" (all compiled here).
 
@@ -109,6 +118,7 @@ class Ledger:
     libraries: tuple[LibraryEntry, ...]
     lock_sha256: str
     dependencies: dict[str, str]
+    overrides: tuple[OverrideEntry, ...] = ()
     schema: int = SCHEMA
 
     @property
@@ -147,4 +157,5 @@ def from_json(text: str) -> Ledger:
         for entry in raw["libraries"]
     )
     raw["allowed_missing"] = tuple(raw["allowed_missing"])
+    raw["overrides"] = tuple(OverrideEntry(**entry) for entry in raw.get("overrides", ()))
     return Ledger(**raw)

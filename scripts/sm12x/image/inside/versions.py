@@ -12,10 +12,10 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from sm12x.build.ledger import Ledger
+from sm12x.build.ledger import Ledger, OverrideEntry
 from sm12x.core.errors import BadFileError
 from sm12x.core.files import sha256
-from sm12x.image.inside.report import Line, failed, passed
+from sm12x.image.inside.report import FAIL, Line, failed, noted, passed
 
 TOPIC = "versions"
 # Installed and in no lock: the wheel of this bundle, this package, and the installer.
@@ -104,7 +104,7 @@ def check(ledger: Ledger, lock: Path, present: Mapping[str, Installed]) -> list[
         )
     if all(line.state != "fail" for line in lines):
         lines.append(passed(TOPIC, f"{len(expected)} packages are as locked, none besides"))
-    return [*lines, *requirements(present.values())]
+    return [*lines, *requirements(present.values(), ledger.overrides)]
 
 
 def _differences(
@@ -122,8 +122,15 @@ def _differences(
     return lines
 
 
-def requirements(packages: Iterable[Installed]) -> list[Line]:
-    """What `pip check` checks: each package finds what it requires, in a version it accepts."""
+def requirements(
+    packages: Iterable[Installed], overrides: Iterable[OverrideEntry] = ()
+) -> list[Line]:
+    """What `pip check` checks: each package finds what it requires, in a version it accepts.
+
+    A wish of the release that the lock is known to replace is noted, with the reason, where what
+    is installed is what it was replaced by.
+    """
+    replaced = {str(Requirement(each.instead_of)): each for each in overrides}
     packages = list(packages)
     versions = {package.name: package.version for package in packages}
     lines = []
@@ -133,10 +140,14 @@ def requirements(packages: Iterable[Installed]) -> list[Line]:
             if wanted.marker and not wanted.marker.evaluate({"extra": ""}):
                 continue
             version = versions.get(canonicalize_name(wanted.name))
-            if version is None or not wanted.specifier.contains(version, prereleases=True):
-                lines.append(
-                    failed(TOPIC, f"{package.name} requires {wanted}, found {version}", REBUILD)
-                )
-    if not lines:
+            if version is not None and wanted.specifier.contains(version, prereleases=True):
+                continue
+            said = f"{package.name} requires {wanted}, found {version}"
+            known = replaced.get(str(wanted)) if package.name == "vllm" else None
+            if known and version and Requirement(known.requirement).specifier.contains(version):
+                lines.append(noted(TOPIC, f"{said}, as the lock says: {known.why}"))
+            else:
+                lines.append(failed(TOPIC, said, REBUILD))
+    if all(line.state != FAIL for line in lines):
         lines.append(passed(TOPIC, f"the requirements of {len(packages)} packages hold"))
     return lines
