@@ -36,6 +36,11 @@ def test_the_longest_units_start_first() -> None:
     assert queue.start() == [0]
 
 
+def test_what_takes_much_of_the_memory_goes_before_what_takes_longer() -> None:
+    queue = _scheduler(64, 100, _unit("long", 150, 3), _unit("large", 130, 9))
+    assert queue.start() == [1, 0]
+
+
 def test_memory_limits_how_many_units_compile_at_a_time() -> None:
     queue = _scheduler(64, 20, *(_unit(f"u{n}", 60, 9) for n in range(4)))
     assert len(queue.start()) == 2

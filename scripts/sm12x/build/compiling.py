@@ -21,8 +21,6 @@ from sm12x.stack.base import Base, Module
 
 # Of a failed unit's log, the last of what the compiler said.
 LAST_LINES = 15
-# What the system itself and the linker take beside the compilers.
-RESERVE_GIB = 1.0
 # A launcher that waits for its turn.
 LAUNCHER_GIB = 0.007
 # Objects and what a compiler leaves in the temporary folder while it runs.
@@ -76,7 +74,7 @@ def compile_modules(
     cores = settings.jobs or cmake.cores()
     need = UNIT_GIB * len(pending) + JOB_GIB * min(cores, len(pending))
     files.require_space(settings.work, need, what=f"compiling {len(pending)} units")
-    spare = memory - RESERVE_GIB - LAUNCHER_GIB * len(pending)
+    spare = memory - schedule.RESERVE_GIB - LAUNCHER_GIB * len(pending)
     room = max(spare, *(one.peak_gib for one in pending.values()), 0.0)
     run = _Run(
         every=len(every),

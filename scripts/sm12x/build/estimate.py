@@ -15,7 +15,6 @@ WANTED = (*select.MODES, AUTO)
 LIMIT_MINUTES = 45.0
 # Configuring, linking, and what runs beside the compilers.
 FIXED_SECONDS = 120.0
-RESERVE_GIB = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +86,7 @@ def full_minutes(
         while left > 0:
             units.append((min(left, schedule.DEFAULT_SECONDS), schedule.DEFAULT_GIB))
             left -= schedule.DEFAULT_SECONDS
-    room = max(memory_gib - RESERVE_GIB, schedule.DEFAULT_GIB)
+    room = max(memory_gib - schedule.RESERVE_GIB, schedule.DEFAULT_GIB)
     seconds = schedule.makespan(units, cores=cores, memory_gib=room)
     return (seconds + FIXED_SECONDS) / 60
 

@@ -17,6 +17,8 @@ from sm12x.stack.base import Base
 # What a unit costs that base.toml says nothing of: one with torch's headers.
 DEFAULT_SECONDS = 60.0
 DEFAULT_GIB = 3.1
+# What the system itself and the linker take beside the compilers.
+RESERVE_GIB = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +67,7 @@ class _Waiting:
 class Scheduler:
     """Says which of the units that wait may start. Knows no process and no clock.
 
-    The longest goes first. While it does not fit, nothing shorter passes it: it would wait for
+    The heaviest goes first. While it does not fit, nothing lighter passes it: it would wait for
     ever where small units keep coming. A unit that has to be alone goes before all others.
     """
 
@@ -91,7 +93,7 @@ class Scheduler:
             self._waiting,
             key=lambda key: (
                 not self._waiting[key].alone,
-                -self._waiting[key].unit.cpu_seconds,
+                -self._weight(self._waiting[key].unit),
                 self._waiting[key].unit.name,
             ),
         )
@@ -112,6 +114,9 @@ class Scheduler:
     def running(self) -> list[Unit]:
         return [entry.unit for entry in self._running.values()]
 
+    def _weight(self, unit: Unit) -> float:
+        return weight(unit.cpu_seconds, unit.peak_gib, cores=self.cores, memory_gib=self.memory_gib)
+
     def _fits(self, entry: _Waiting) -> bool:
         if not self._running:
             return True
@@ -121,11 +126,23 @@ class Scheduler:
         return len(self._running) < self.cores and used + entry.unit.peak_gib <= self.memory_gib
 
 
+def weight(seconds: float, gib: float, *, cores: int, memory_gib: float) -> float:
+    """How much of the machine a unit takes: its time by its share of cores or memory.
+
+    Of the two shares the larger counts: that one runs out first.
+    """
+    return seconds * max(1 / cores, gib / memory_gib)
+
+
 def makespan(units: Collection[tuple[float, float]], *, cores: int, memory_gib: float) -> float:
     """Seconds until all ``units`` (seconds, GiB) are compiled, in the scheduler's own order."""
     now, used = 0.0, 0.0
     running: list[tuple[float, float]] = []
-    for seconds, gib in sorted(units, reverse=True):
+
+    def heaviest_first(unit: tuple[float, float]) -> float:
+        return -weight(*unit, cores=cores, memory_gib=memory_gib)
+
+    for seconds, gib in sorted(units, key=heaviest_first):
         while running and (len(running) >= cores or used + gib > memory_gib):
             now, freed = heapq.heappop(running)
             used -= freed
