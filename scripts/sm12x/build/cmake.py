@@ -47,7 +47,7 @@ class OnStep(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How to build. ``jobs`` 0 means by cores and memory; ``python`` is one that has torch.
+    """How to build. ``jobs`` 0 means all cores, ``memory_gib`` 0 what is free; ``python`` has torch.
 
     ``third_party`` has the real third-party sources, each in a folder of its name. ``target`` is
     the other machine that ``cuda_home`` compiles for, None for this one.
@@ -58,6 +58,7 @@ class Settings:
     python: Path
     archs: tuple[CudaArch, ...]
     jobs: int = 0
+    memory_gib: float = 0.0
     third_party: Path | None = None
     target: cross.Target | None = None
 

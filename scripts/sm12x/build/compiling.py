@@ -69,7 +69,7 @@ def compile_modules(
     """
     every = units(base, modules, settings)
     pending = {name: every[name] for name in _pending(modules, settings) if name in every}
-    memory = cmake.free_memory_gib()
+    memory = settings.memory_gib or cmake.free_memory_gib()
     schedule.require_memory(pending.values(), memory)
     cores = settings.jobs or cmake.cores()
     need = UNIT_GIB * len(pending) + JOB_GIB * min(cores, len(pending))

@@ -186,6 +186,12 @@ def source(version: str, sdist: Path, out: Path, as_json: bool) -> None:
 )
 @click.option("--jobs", type=click.IntRange(min=1), help="Units at a time. Default: all cores.")
 @click.option(
+    "--memory",
+    type=click.FloatRange(min=0.1),
+    metavar="GIB",
+    help="Memory that units may take together. Default: what is free.",
+)
+@click.option(
     "--mode",
     type=click.Choice(["quick", "full"]),
     default="quick",
@@ -219,6 +225,7 @@ def native(
     machine: str,
     arch_list: str | None,
     jobs: int | None,
+    memory: float | None,
     mode: str,
     third_party: Path | None,
     allow_missing: tuple[str, ...],
@@ -251,6 +258,7 @@ def native(
         python=(python or Path(sys.executable)).absolute(),
         archs=arch.validate(default if arch_list is None else arch_list, default=default),
         jobs=jobs or 0,
+        memory_gib=memory or 0.0,
         third_party=third_party,
         target=cross.find(cuda_home, machine),
     )
