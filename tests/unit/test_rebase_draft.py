@@ -198,7 +198,11 @@ def test_the_witnesses_packages_follow_the_lock() -> None:
     # triton was left out on purpose before; what only vllm asks for, nobody knows.
     assert packages == ["deep", "nvidia-b", "torch"]
     assert "left out: nvidia-a, gguf" in notes[0]
-    assert "added: nvidia-b, deep" in notes[1]
+    assert notes[1].endswith(": nvidia-b, deep")
+    torch = {"torch": "2", "nvidia-b": "1", "nvidia-c": "1", "triton": "3", "nvidia-d": "1"}
+    new = lock("torch", "nvidia-b torch", "nvidia-c cuda-toolkit", "triton torch")
+    packages, _ = draft.witness_packages(["torch"], new, new, torch=torch)
+    assert packages == ["nvidia-b", "nvidia-c", "torch"]
 
 
 def test_facts_are_read_from_a_source(tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ from sm12x.stack.table import MACHINES
 
 # How much of a commit id a pin shows.
 _SHORT = 7
+# What NVIDIA calls the packages of its libraries.
+_CUDA_LIBRARIES = "nvidia-"
 # Keys of a [[source]] that hold for any revision of it.
 _LASTING = (
     *("name", "pin", "override", "stand_in", "ops", "git", "submodules"),
@@ -182,18 +184,23 @@ def amended(
 
 
 def witness_packages(
-    packages: Sequence[str], old: Lockfile, new: Lockfile
+    packages: Sequence[str], old: Lockfile, new: Lockfile, *, torch: Iterable[str] = ()
 ) -> tuple[list[str], list[str]]:
     """What the witnesses install out of the new lock, and what to look at.
 
-    What the old list has and the new lock still has; and, of what only the new lock has, the
-    dependencies of any of these.
+    What the old list has and the new lock still has; of what only the new lock has, the
+    dependencies of any of these; and the CUDA libraries among what ``torch`` asks for, since which
+    of them it loads at import changes from one to the next.
     """
     names = new.versions
     kept = [name for name in packages if name in names]
     gone = [name for name in packages if name not in names]
     fresh = {pin.name: pin.via for pin in new.pins if pin.name not in old.versions}
-    added: list[str] = []
+    added = [
+        name
+        for name in torch
+        if name.startswith(_CUDA_LIBRARIES) and name in names and name not in kept
+    ]
     while more := [
         name
         for name, via in fresh.items()
@@ -204,7 +211,7 @@ def witness_packages(
     if gone:
         notes.append(f"witness.packages: not in the new lock, left out: {', '.join(gone)}")
     if added:
-        notes.append(f"witness.packages: new dependencies of these, added: {', '.join(added)}")
+        notes.append(f"witness.packages: added as dependencies of these: {', '.join(added)}")
     return sorted([*kept, *added]), notes
 
 

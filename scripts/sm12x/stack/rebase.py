@@ -109,6 +109,7 @@ class _Work:
 
     folder: Path
     to_check: list[str] = field(default_factory=list)
+    torch: dict[str, str] = field(default_factory=dict)
 
 
 def rebase(
@@ -236,21 +237,21 @@ def _draft(
         return bases.parse(work.folder / "base.toml"), drafted.to_check
 
     new, to_check = write(None)
-    cuda = _toolkit_of_torch(new) if make_locks else None
+    work.torch = _closure_of_torch(new) if make_locks else {}
+    cuda = work.torch.get("cuda-toolkit")
     if cuda:
         new, to_check = write(cuda)
     work.to_check += to_check
     return new
 
 
-def _toolkit_of_torch(new: Base) -> str | None:
-    """The CUDA toolkit that the release's torch asks for; None where it does not say or exist."""
+def _closure_of_torch(new: Base) -> dict[str, str]:
+    """All that the release's torch asks for, name -> version; empty where it cannot be resolved."""
     try:
-        found = lock.resolve(new, next(iter(new.locks)), [f"torch=={new.toolchain.torch}"])
+        return lock.resolve(new, next(iter(new.locks)), [f"torch=={new.toolchain.torch}"])
     except Sm12xError:
         # Making the locks meets the same, and says it.
-        return None
-    return found.get("cuda-toolkit")
+        return {}
 
 
 def _lock(base: Base, new: Base, work: _Work, say: Say) -> bool:
@@ -271,6 +272,7 @@ def _lock(base: Base, new: Base, work: _Work, say: Say) -> bool:
             base.witness.packages,
             lockfile.read(base.lock_path(machine)),
             lockfile.read(new.lock_path(machine)),
+            torch=work.torch,
         )
         work.to_check += notes
         path = work.folder / "base.toml"
