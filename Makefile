@@ -1,5 +1,7 @@
 # `make help` lists the targets. Every target sets up its own Python environment first.
 BASE ?= 0.21.0
+# What checks a base does so for every one there is, unless BASE is given.
+EACH := $(if $(filter file,$(origin BASE)),$(patsubst patches/%/base.toml,%,$(wildcard patches/*/base.toml)),$(BASE))
 # quick, full, or auto: full where it takes under 45 minutes on this machine.
 BUILD ?= auto
 # Such as linux/arm64; empty for this machine's.
@@ -33,7 +35,7 @@ test-unit: $(STAMP) ## unit tests: no process, no network, under 30 s
 
 test-witness: $(STAMP) ## each patch's witness: red on the untouched base, green on the patched one
 	@sh scripts/make-tools.sh $(BIN)/python
-	@$(BIN)/sm12x patch witness --base $(BASE) $(ARGS)
+	@set -e; for base in $(EACH); do $(BIN)/sm12x patch witness --base $$base $(ARGS); done
 
 test-integration: $(STAMP) ## tests that run real git, real wheels, real compilers
 	@sh scripts/make-tools.sh $(BIN)/python
@@ -50,14 +52,14 @@ lint: $(STAMP) ## ruff, mypy --strict, hadolint, generated files
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/hadolint Dockerfile.builder Dockerfile.bundle
-	@$(BIN)/sm12x patch check --base $(BASE) --messages-only
+	@set -e; for base in $(EACH); do $(BIN)/sm12x patch check --base $$base --messages-only; done
 	@$(BIN)/sm12x docs --check
 
 lock: $(STAMP) ## make the locked requirements of BASE anew
 	@$(BIN)/sm12x lock --base $(BASE)
 
-lock-check: $(STAMP) ## fail if the locked requirements of BASE are not what `make lock` makes
-	@$(BIN)/sm12x lock --base $(BASE) --check
+lock-check: $(STAMP) ## fail if the locked requirements of a base are not what `make lock` makes
+	@set -e; for base in $(EACH); do $(BIN)/sm12x lock --base $$base --check; done
 
 lock-dev: $(STAMP) ## make the locks of the development and the witness tools anew
 	@$(BIN)/uv pip compile scripts/requirements-dev.in --universal --python-version 3.11 \

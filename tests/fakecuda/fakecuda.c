@@ -69,6 +69,7 @@ static uint64_t capacity;
 static uint64_t violations;
 static int attributes[256];
 static int fabric_permitted;
+static int hints_ignored;
 static int initialized;
 
 /* Every function has its entry from the start, so that a wrong name in a test is an error. */
@@ -102,6 +103,9 @@ static function functions[MAX_FUNCTIONS] = {
     {.name = "cudaMemcpy"},
     {.name = "cudaIpcGetMemHandle"},
     {.name = "cudaIpcOpenMemHandle"},
+    {.name = "cudaHostRegister"},
+    {.name = "cudaHostUnregister"},
+    {.name = "cudaGetLastError"},
 };
 
 #define TRACE_LINES 256
@@ -260,6 +264,14 @@ static CUresult reserve(CUdeviceptr *pointer, uint64_t size, uint64_t alignment)
   reservations = made;
   *pointer = base;
   return CUDA_SUCCESS;
+}
+
+/* A range that was freed is there still, without access: it can be reserved again where it was. */
+static int reserve_again(uint64_t base, uint64_t size) {
+  for (reservation *r = reservations; r != NULL; r = r->next) {
+    if (!r->live && r->base == base && r->size == size) return r->live = 1;
+  }
+  return 0;
 }
 
 static CUresult release_address(uint64_t base, uint64_t size) {
@@ -459,8 +471,12 @@ CUresult cuMemAddressReserve(CUdeviceptr *pointer, size_t size, size_t alignment
   if (result == 0 && (!aligned(size) || (alignment & (alignment - 1)) != 0 || flags != 0)) {
     result = CUDA_ERROR_INVALID_VALUE;
   }
-  /* `at` is a hint and may be ignored. */
-  if (result == 0) result = reserve(pointer, size, alignment);
+  /* `at` is a hint, followed where that address was freed before; a test may have it ignored. */
+  if (result == 0 && at != 0 && !hints_ignored && reserve_again(at, size)) {
+    *pointer = at;
+  } else if (result == 0) {
+    result = reserve(pointer, size, alignment);
+  }
   LEAVE("cuMemAddressReserve(%zu, hint %#llx) -> %#llx", size, (unsigned long long)at,
         result == 0 ? (unsigned long long)*pointer : 0ull);
 }
@@ -681,6 +697,12 @@ void fakecuda_permit_fabric(int permitted) {
   pthread_mutex_unlock(&lock);
 }
 
+void fakecuda_ignore_hints(int ignored) {
+  pthread_mutex_lock(&lock);
+  hints_ignored = ignored;
+  pthread_mutex_unlock(&lock);
+}
+
 void fakecuda_reset(void) {
   pthread_mutex_lock(&lock);
   for (int device = 0; device < FAKECUDA_DEVICES; ++device) drain(device);
@@ -693,7 +715,7 @@ void fakecuda_reset(void) {
   for (function *f = functions; f->name != NULL; ++f) f->calls = f->fail_from = 0;
   memset(attributes, 0, sizeof attributes);
   capacity = violations = traced = 0;
-  fabric_permitted = 0;
+  fabric_permitted = hints_ignored = 0;
   pthread_mutex_unlock(&lock);
 }
 

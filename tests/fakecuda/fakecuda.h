@@ -114,6 +114,8 @@ uint64_t fakecuda_capacity(void);
 void fakecuda_set_attribute(int attribute, int value);
 /* Whether memory may be made with a fabric handle (by default not: NOT_PERMITTED). */
 void fakecuda_permit_fabric(int permitted);
+/* Whether the address that a reservation asks for is ignored (by default it is given, if free). */
+void fakecuda_ignore_hints(int ignored);
 
 /* 0: some of the range is not mapped; 1: all mapped, not all accessible; 2: all accessible. */
 int fakecuda_mapped(uint64_t address, size_t size);

@@ -22,6 +22,9 @@ int cudaMemset(void *pointer, int value, size_t size);
 int cudaMemcpy(void *to, const void *from, size_t size, int kind);
 int cudaIpcGetMemHandle(ipc_handle *handle, void *pointer);
 int cudaIpcOpenMemHandle(void **pointer, ipc_handle handle, unsigned int flags);
+int cudaHostRegister(void *pointer, size_t size, unsigned int flags);
+int cudaHostUnregister(void *pointer);
+int cudaGetLastError(void);
 
 static _Thread_local int current;
 
@@ -87,3 +90,18 @@ int cudaIpcOpenMemHandle(void **pointer, ipc_handle handle, unsigned int flags) 
   int result = fakecuda_enter("cudaIpcOpenMemHandle");
   return result != 0 ? result : CUDA_ERROR_NOT_SUPPORTED;
 }
+
+/* All host memory is as good as pinned. */
+int cudaHostRegister(void *pointer, size_t size, unsigned int flags) {
+  (void)pointer;
+  (void)size;
+  (void)flags;
+  return fakecuda_enter("cudaHostRegister");
+}
+
+int cudaHostUnregister(void *pointer) {
+  (void)pointer;
+  return fakecuda_enter("cudaHostUnregister");
+}
+
+int cudaGetLastError(void) { return fakecuda_enter("cudaGetLastError"); }

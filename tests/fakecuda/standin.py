@@ -130,6 +130,9 @@ class Standin:
     def permit_fabric(self, permitted: bool) -> None:
         self.driver.fakecuda_permit_fabric(int(permitted))
 
+    def ignore_hints(self, ignored: bool) -> None:
+        self.driver.fakecuda_ignore_hints(int(ignored))
+
     def mapped(self, address: int, size: int = 1) -> bool:
         """Whether the whole range is mapped and accessible."""
         return bool(self.driver.fakecuda_mapped(address, size) == 2)

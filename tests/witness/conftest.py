@@ -30,6 +30,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "hangs(seconds): what a test may take that hangs where it fails"
     )
+    # No model runs here, and torch's compiler imports what the witnesses do not install.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
     tree = os.environ.get("SM12X_TREE")
     if not tree or not (Path(tree) / "csrc" / "cumem_allocator.cpp").is_file():
         raise pytest.UsageError(
@@ -47,13 +49,17 @@ class Zygote:
     """A process that has loaded torch and the tree's allocator once, and forks for every test."""
 
     def __init__(self, tree: Path, libraries: Path) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.witness.zygote", str(tree), str(libraries)],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        # Its last line is the reason if it does not come up. Tests' output comes with their answer.
+        self._said = libraries / "zygote.log"
+        with self._said.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.witness.zygote", str(tree), str(libraries)],
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
         self.ask({"ping": True})
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -63,7 +69,9 @@ class Zygote:
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
-            pytest.exit(f"the witness process ended with {self._process.wait()}", returncode=3)
+            said = self._said.read_text(errors="replace").strip().splitlines()
+            why = f": {said[-1]}" if said else ""
+            pytest.exit(f"the witness process ended with {self._process.wait()}{why}", returncode=3)
         answer: dict[str, Any] = json.loads(line)
         return answer
 

@@ -95,6 +95,12 @@ class PretendWorker(WorkerBase):  # type: ignore[misc]
         spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
         return {"model.layers.0.self_attn.attn": spec}
 
+    def get_supported_kv_cache_layouts(self) -> list[str]:
+        return ["LBNHC"]
+
+    def synchronize_device(self) -> None:
+        pass
+
     def determine_available_memory(self) -> int:
         return 1 << 20
 

@@ -92,6 +92,18 @@ def test_every_call_of_wake_up(world: World) -> None:
 
 
 @pytest.mark.guard
+def test_a_sleeping_block_gets_its_address_again(world: World) -> None:
+    """Some releases free it, for the memory to be given back, and reserve it anew at once."""
+    blocks = blocks_of_chunks(world)
+    world.fake.ignore_hints(True)
+    world.allocator.sleep(OFFLOAD)
+    expect("physical memory asleep", world.fake.alive().physical, 0)
+    world.fake.ignore_hints(False)
+    world.allocator.wake_up()
+    expect_held(world, *blocks)
+
+
+@pytest.mark.guard
 def test_blocks_live(world: World) -> None:
     blocks = blocks_of_chunks(world)
     expect_held(world, *blocks)

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from tests.fakecuda.standin import GRANULARITY, Alive, Standin
@@ -57,8 +57,9 @@ def load(tree: Path, libraries: Path) -> Loaded:
     wrapper.find_loaded_library = lambda name: str(fake.runtime_path)
     cumem: Any = importlib.import_module("vllm.device_allocator.cumem")
     assert cumem.cumem_available
-    # Pinned memory takes a real driver.
+    # Pinned memory takes a real driver. A release asks for it by one name or the other.
     cumem.is_pin_memory_available = lambda: False
+    cumem.PIN_MEMORY = False
     return Loaded(
         fake=fake,
         torch=torch,
@@ -166,6 +167,8 @@ class World:
         self.library = _calls(self._rocm_path)
         for name in ("init_module", "python_create_and_map", "python_unmap_and_release"):
             setattr(self.cumem, name, getattr(module, name))
+        # What a release asks of its platform beside the extension.
+        self.cumem.current_platform = SimpleNamespace(is_rocm=lambda: True)
         self.cumem.init_module(
             self.allocator.python_malloc_callback, self.allocator.python_free_callback
         )
@@ -180,6 +183,8 @@ class World:
         accelerator = self.torch.accelerator
         accelerator.synchronize = self.synchronize
         accelerator.empty_cache = lambda: None
+        # Through torch.cuda, where a test puts its own.
+        accelerator.get_memory_info = lambda device=None: cuda.mem_get_info()
 
     @contextlib.contextmanager
     def _use_pool(self, pool: Pool, device: Any = None) -> Iterator[None]:

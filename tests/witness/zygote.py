@@ -5,6 +5,7 @@ python -m tests.witness.zygote TREE LIBRARIES
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import json
@@ -40,6 +41,9 @@ def main() -> None:
             # Here, once, and not in every fork: these imports take seconds.
             for name in request["loads"]:
                 importlib.import_module(name)
+            # A collection in a fork, of which sleep and wake_up make one each, would go through
+            # all that was imported, and copy the memory it is in.
+            gc.freeze()
 
             def body(request: dict[str, Any] = request) -> None:
                 call(loaded, request)

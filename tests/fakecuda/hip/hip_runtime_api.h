@@ -11,8 +11,13 @@
 #include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
-typedef enum hipError_t { hipSuccess = 0, hipErrorOutOfMemory = 2 } hipError_t;
+typedef enum hipError_t {
+  hipSuccess = 0,
+  hipErrorOutOfMemory = 2,
+  hipErrorNotSupported = 801
+} hipError_t;
 typedef void *hipDeviceptr_t;
 typedef struct hipCtx *hipCtx_t;
 typedef struct hipStream *hipStream_t;
@@ -103,6 +108,11 @@ static inline hipError_t hipMemSetAccess(hipDeviceptr_t pointer, size_t size,
                                          const hipMemAccessDesc *desc, size_t count) {
   return FAKEHIP("cuMemSetAccess", hipDeviceptr_t, size_t, const hipMemAccessDesc *,
                  size_t)(pointer, size, desc, count);
+}
+/* Mapped memory is memory of the process; what is not mapped faults, as it should. */
+static inline hipError_t hipMemset(void *pointer, int value, size_t size) {
+  memset(pointer, value, size);
+  return hipSuccess;
 }
 static inline hipError_t hipMemUnmap(hipDeviceptr_t pointer, size_t size) {
   return FAKEHIP("cuMemUnmap", hipDeviceptr_t, size_t)(pointer, size);
