@@ -112,21 +112,22 @@ ENV CCACHE_DIR=/root/.cache/ccache \
     CMAKE_CXX_COMPILER_LAUNCHER=ccache \
     CMAKE_CUDA_COMPILER_LAUNCHER=ccache
 # buildah does not look into bind mounts for its cache: what is in third_party is named by its hash.
-# A work folder is named by all that ninja, which goes by dates, would not notice; others that
-# nothing has gone on in for two weeks are removed.
+# A work folder is named by all that ninja, which goes by dates, would not notice; only builds of the
+# same name wait for each other. Others that nothing has gone on in for two weeks are removed.
 ARG THIRD_PARTY_SHA256
 ARG NATIVE_KEY
+ENV NATIVE_WORK=/var/cache/sm12x-units/${NATIVE_KEY}
 RUN --mount=type=bind,source=third_party,target=/run/build/third_party \
     --mount=type=cache,target=/root/.cache \
-    --mount=type=cache,id=sm12x-native,target=/var/cache/sm12x-native,sharing=locked \
+    --mount=type=cache,id=sm12x-units,target=/var/cache/sm12x-units \
     : "${THIRD_PARTY_SHA256}" \
-    && mkdir -p "/var/cache/sm12x-native/${NATIVE_KEY}" \
-    && touch "/var/cache/sm12x-native/${NATIVE_KEY}" \
-    && find /var/cache/sm12x-native -mindepth 1 -maxdepth 1 -mtime +14 -exec rm -rf {} + \
-    && SM12X_ALLOW_MISSING="${ALLOW_MISSING}" python -m sm12x build native --base "${BASE}" \
-      --machine "${MACHINE}" --mode "${MODE}" --third-party /run/build/third_party \
-      --source /src --cuda-home /opt/cuda \
-      --work "/var/cache/sm12x-native/${NATIVE_KEY}" --arch-list "${ARCH_LIST}" --out /native
+    && mkdir -p "${NATIVE_WORK}" \
+    && touch "${NATIVE_WORK}" \
+    && find /var/cache/sm12x-units -mindepth 1 -maxdepth 1 -mtime +14 -exec rm -rf {} + \
+    && SM12X_ALLOW_MISSING="${ALLOW_MISSING}" flock "${NATIVE_WORK}.lock" \
+       python -m sm12x build native --base "${BASE}" --machine "${MACHINE}" --mode "${MODE}" \
+         --third-party /run/build/third_party --source /src --cuda-home /opt/cuda \
+         --arch-list "${ARCH_LIST}" --work "${NATIVE_WORK}" --out /native
 
 # ---- The wheel with its ledger, and the audit of what it holds.
 FROM toolchain AS wheel

@@ -118,9 +118,11 @@ def settle(base: Base, wish: Wish, *, find_links: Path | None, report: Reporter)
     choice = choose(base, "full", sources, allowed)
     for kept in choice.kept:
         why = "; ".join(f"{name}: {sources.missing.get(name, '')}" for name in kept.missing)
+        report.say(f"{kept.path} stays the official one ({why})")
+    if choice.kept:
         report.say(
-            f"{kept.path} stays the official one: {kept.reason} ({why}); give the sources with "
-            f"--source NAME=DIR, or do without them with --allow-missing NAME"
+            "give a source that is missing with --source NAME=DIR, or do without what is made of "
+            "it with --allow-missing NAME"
         )
     return How(
         mode="full",
