@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,11 @@ from sm12x.core import progress
 from sm12x.image import bundle, engines, record, summary
 from sm12x.recipes import load as recipes
 
+# Off a terminal a long phase says where it is once in so many seconds.
+_EVERY = 60.0
+# How wide a bar of units is, in characters.
+_BAR = 20
+
 
 class _Report:
     """Phases and remarks on stderr; on a terminal the step a phase is at, in one moving line."""
@@ -30,14 +36,30 @@ class _Report:
 
     @contextmanager
     def phase(self, label: str, *, live: bool = True) -> Iterator[Callable[[str], None]]:
-        start = time.monotonic()
+        start = said = time.monotonic()
+
+        def now_and_then(text: str) -> None:
+            nonlocal said
+            if time.monotonic() - said >= _EVERY:
+                said = time.monotonic()
+                self.say(f"{label}: {text}")
+
         if live and self._console.is_terminal:
             with self._console.status(escape(label)) as status:
-                yield lambda text: status.update(f"{escape(label)}: {escape(text[:90])}")
+                yield lambda text: status.update(escape(f"{label}: {with_bar(text[:90])}"))
         else:
             self.say(f"{label} ...")
-            yield lambda text: None
+            yield now_and_then
         self.say(f"{label}: {time.monotonic() - start:.1f} s")
+
+
+def with_bar(text: str) -> str:
+    """``text`` with a bar before it where it says how many units are done: "3 of 28, ..."."""
+    found = re.search(r"\b(\d+) of (\d+)\b", text)
+    if found is None or not int(found[2]):
+        return text
+    filled = min(_BAR, _BAR * int(found[1]) // int(found[2]))
+    return f"{'━' * filled}{'─' * (_BAR - filled)} {text}"
 
 
 @click.command()

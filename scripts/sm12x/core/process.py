@@ -150,7 +150,8 @@ def stream(
     handle: IO[str] | None = None
     if log is not None:
         log.parent.mkdir(parents=True, exist_ok=True)
-        handle = log.open("a", encoding="utf-8")
+        # Line by line: who follows a long step in its log must not be pages behind.
+        handle = log.open("a", buffering=1, encoding="utf-8")
     try:
         if handle:
             handle.write(f"+ {shlex.join(words)}\n")
