@@ -224,8 +224,12 @@ def test_nothing_is_overwritten_without_being_told_to(world: World) -> None:
     assert done.returncode == 12
     assert "patches/2.0 exists, and nothing is overwritten. Next: add --force" in done.stderr
     assert snapshot(world.root) == before
+    with (folder / "base.toml").open("a") as handle:
+        handle.write('[[override]]\nrequirement = "a==1"\ninstead_of = "a>=2"\nwhy = "no 2"\n')
     assert _rebase(world, "2.0", "--no-witness", "--force").returncode == 0
     assert "# mine" not in (folder / "series").read_text()
+    # The one thing of the old folder that the drafting cannot find out.
+    assert [entry.requirement for entry in bases.load("2.0").overrides] == ["a==1"]
     (folder / "base.toml").unlink()
     done = _rebase(world, "2.0", "--no-witness", "--force")
     assert done.returncode == 12

@@ -12,8 +12,9 @@ import click
 from sm12x import layout
 from sm12x.commands.patchoptions import FIND_LINKS, JSON, chosen, fetch, print_json, say
 from sm12x.core import index, listing, progress
+from sm12x.stack import base as bases
 from sm12x.stack import draft, need, newfolder, rebase, rebasetext, series, status, tree, witness
-from sm12x.stack.base import Base
+from sm12x.stack.base import Base, Override
 from sm12x.stack.draft import Release
 
 # Witnesses take minutes: whoever works on this machine goes first.
@@ -108,6 +109,7 @@ def rebase_command(
         out=target,
         force=force,
         known=status.read(recorded),
+        overrides=_overrides(target / version, patches / version),
         run_witnesses=None if no_witness else run,
         chosen=only,
         make_locks=not no_lock,
@@ -124,6 +126,14 @@ def rebase_command(
         click.echo(rebasetext.report(report), nl=False)
     if report.conflicts:
         raise rebase.ConflictsLeftError(report)
+
+
+def _overrides(*folders: Path) -> tuple[Override, ...]:
+    """Those of the first of ``folders`` that is a base's: what is being replaced, or kept."""
+    for folder in folders:
+        if (folder / "base.toml").is_file():
+            return bases.parse(folder / "base.toml").overrides
+    return ()
 
 
 def _fetch(project: str, found: Release, find_links: Path | None) -> Path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import tomllib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from sm12x.core.errors import FetchError
 from sm12x.core.listing import SDIST, WHEEL, ListedFile
 from sm12x.core.lockfile import Lockfile
 from sm12x.stack import facts
-from sm12x.stack.base import Base, Dropped
+from sm12x.stack.base import Base, Dropped, Override
 from sm12x.stack.facts import DeclaredSource, Facts
 from sm12x.stack.table import MACHINES
 
@@ -51,6 +51,8 @@ _COMMENTS = {
     "source": "Sources besides the sdist that the release's CMake declares, each with its "
     "environment override;\n`stand_in` gives the (empty) files that configuring asks for where "
     "nothing of it is compiled.",
+    "override": "What the release asks for and could not be had: its lock is made with these "
+    "instead.",
     "witness": "What the witnesses install, out of the lock of the machine they run on.",
     "dropped": "Patches of other bases that this stack does not have, and why.",
 }
@@ -114,6 +116,7 @@ def draft(
     *,
     tree: str,
     torch_cuda: str | None,
+    overrides: Sequence[Override] = (),
 ) -> Draft:
     """base.toml of ``found`` after the one of ``base``.
 
@@ -122,6 +125,7 @@ def draft(
         before: what that of ``base`` says: only what has changed is worth a look.
         tree: its git tree id.
         torch_cuda: the CUDA toolkit that the release's torch asks for, where that is known.
+        overrides: what the new base's lock is made with instead of the release's own wishes.
     """
     values = tomllib.loads((base.folder / "base.toml").read_text(encoding="utf-8"))
     check: list[str] = []
@@ -143,8 +147,10 @@ def draft(
     values["module"] = _modules(values["module"], source, before, check)
     values["source"] = _sources(values["source"], source, check)
     values.pop("dropped", None)
-    if values.pop("override", None):
-        check.append(f"override: those of {base.version} were left out; add what the lock needs")
+    # Those of the old base are for what its release asked for.
+    values.pop("override", None)
+    if overrides:
+        values["override"] = [asdict(override) for override in overrides]
     values["witness"].pop("upstream", None)
     check.append("module: cpu_seconds and peak_gib are those of " + base.version)
     check.append("image: the base image is that of " + base.version)

@@ -30,7 +30,7 @@ from sm12x.stack import (
     tree,
     witness,
 )
-from sm12x.stack.base import Base, Dropped
+from sm12x.stack.base import Base, Dropped, Override
 from sm12x.stack.carry import Carried
 from sm12x.stack.draft import Release
 from sm12x.stack.need import Need
@@ -122,6 +122,7 @@ def rebase(
     out: Path,
     force: bool,
     known: Sequence[Outcome],
+    overrides: Sequence[Override],
     run_witnesses: RunWitnesses | None,
     chosen: Sequence[str] | None,
     make_locks: bool,
@@ -137,6 +138,7 @@ def rebase(
         out: where the new folder goes; patches/ of the checkout, or any other folder.
         force: replace a folder that is there.
         known: what became of the patches on other releases.
+        overrides: of the new base's lock, where somebody has found out what it needs.
         run_witnesses: None runs none.
         chosen: run only these witnesses (paths), None for all.
         make_locks: whether to resolve the new base's locks.
@@ -165,7 +167,7 @@ def rebase(
         say(f"unpacking {base.sdist.name} and {found.sdist.name}")
         tree.unpack(archives.source, trees[SOURCE])
         tree.unpack(archives.target, trees[UNTOUCHED])
-        new = _draft(base, found, trees, work, make_locks=make_locks, say=say)
+        new = _draft(base, found, trees, work, overrides, make_locks=make_locks, say=say)
         locked = make_locks and _lock(base, new, work, say)
         if run_witnesses is not None and lock_needed and not locked:
             work.to_check.append("witnesses: none could run without a lock")
@@ -223,6 +225,7 @@ def _draft(
     found: Release,
     trees: Mapping[str, Path],
     work: _Work,
+    overrides: Sequence[Override],
     *,
     make_locks: bool,
     say: Say,
@@ -232,7 +235,15 @@ def _draft(
     identity = tree.tree_id(trees[UNTOUCHED])
 
     def write(cuda: str | None) -> tuple[Base, tuple[str, ...]]:
-        drafted = draft.draft(base, found, said, before, tree=identity, torch_cuda=cuda)
+        drafted = draft.draft(
+            base,
+            found,
+            said,
+            before,
+            tree=identity,
+            torch_cuda=cuda,
+            overrides=overrides,
+        )
         files.write_text(work.folder / "base.toml", drafted.text())
         return bases.parse(work.folder / "base.toml"), drafted.to_check
 
@@ -262,6 +273,10 @@ def _lock(base: Base, new: Base, work: _Work, say: Say) -> bool:
             made = lock.make(new, machine)
         except Sm12xError as error:
             work.to_check.append(f"lock.{machine}: {error.message}")
+            work.to_check.append(
+                "lock: for what cannot be had add an [[override]] to base.toml, and run this again "
+                "with --force: it keeps them"
+            )
             return False
         files.write_text(new.lock_path(machine), made.closure)
         files.write_text(new.build_lock_path(machine), made.build)
