@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -12,6 +13,10 @@ from tests.fakecuda import standin
 
 ALLOCATOR = "cumem_allocator.abi3.so"
 ROCM_ALLOCATOR = "rocm/cumem_allocator.abi3.so"
+
+
+class CompileError(RuntimeError):
+    """The tree's allocator does not compile here; the message is the compiler's first error."""
 
 
 def cuda_include() -> Path:
@@ -42,7 +47,7 @@ def build(tree: Path, folder: Path) -> None:
 
     Raises:
         FileNotFoundError: there are no CUDA headers.
-        subprocess.CalledProcessError: a compiler failed; its output is on stderr.
+        CompileError: the tree's allocator does not compile; all that was said is on stderr.
     """
     include = cuda_include()
     standin.compile_into(folder, include)
@@ -59,7 +64,7 @@ def build_rocm(tree: Path, folder: Path) -> None:
     """Compile the allocator's ROCm branch into ``folder``, over the stand-in there.
 
     Raises:
-        subprocess.CalledProcessError: the compiler failed; its output is on stderr.
+        CompileError: it does not compile; all that was said is on stderr.
     """
     out = folder / ROCM_ALLOCATOR
     out.parent.mkdir(exist_ok=True)
@@ -68,7 +73,7 @@ def build_rocm(tree: Path, folder: Path) -> None:
 
 def compile_allocator(tree: Path, out: Path, flags: list[str], libraries: list[str]) -> None:
     """Compile csrc/cumem_allocator.cpp of ``tree`` as the release's CMake does."""
-    subprocess.run(
+    done = subprocess.run(
         [
             "g++",
             "-std=c++17",
@@ -85,5 +90,11 @@ def compile_allocator(tree: Path, out: Path, flags: list[str], libraries: list[s
             "-o",
             str(out),
         ],
-        check=True,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
     )
+    sys.stderr.write(done.stderr)
+    if done.returncode != 0:
+        lines = [line for line in done.stderr.splitlines() if "error" in line]
+        raise CompileError(lines[0] if lines else f"g++ ended with {done.returncode}")
