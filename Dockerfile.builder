@@ -114,13 +114,16 @@ ENV CCACHE_DIR=/root/.cache/ccache \
 # buildah does not look into bind mounts for its cache: what is in third_party is named by its hash.
 # A work folder is named by all that ninja, which goes by dates, would not notice; only builds of the
 # same name wait for each other. Others that nothing has gone on in for two weeks are removed.
+# AGAIN: nothing that an earlier build left is used, not even the compiler's cache.
 ARG THIRD_PARTY_SHA256
 ARG NATIVE_KEY
+ARG AGAIN
 ENV NATIVE_WORK=/var/cache/sm12x-units/${NATIVE_KEY}
 RUN --mount=type=bind,source=third_party,target=/run/build/third_party \
     --mount=type=cache,target=/root/.cache \
     --mount=type=cache,id=sm12x-units,target=/var/cache/sm12x-units \
     : "${THIRD_PARTY_SHA256}" \
+    && if [ -n "${AGAIN}" ]; then rm -rf "${NATIVE_WORK}"; export CCACHE_DISABLE=1; fi \
     && mkdir -p "${NATIVE_WORK}" \
     && touch "${NATIVE_WORK}" \
     && find /var/cache/sm12x-units -mindepth 1 -maxdepth 1 -mtime +14 -exec rm -rf {} + \
@@ -137,12 +140,16 @@ COPY patches /sm12x/patches
 COPY --from=source /src.json /src.native.json /
 COPY --from=source /src /src
 COPY --from=native /native /native
+ARG AGAIN
 RUN --mount=type=bind,source=sources,target=/run/build/sources \
-    python -m sm12x build wheel --base "${BASE}" --machine "${MACHINE}" \
+    : "${AGAIN}" \
+    && python -m sm12x build wheel --base "${BASE}" --machine "${MACHINE}" \
       --official /run/build/sources/*.whl --source /src --native /native --out /out
 
 FROM wheel AS audit
 ARG BASE
+ARG DEVICES
+ENV SM12X_AUDIT_DEVICES=${DEVICES}
 # A wheel that breaks the policy ends the build here, with the report in the log.
 RUN python -m sm12x audit --base "${BASE}" /out/*.whl > /out/audit.txt \
       || { cat /out/audit.txt; exit 1; } \

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -126,3 +127,31 @@ def test_what_is_compiled_and_what_is_kept(tmp_path: Path) -> None:
     assert ("_C", ("qutlass",)) in [(kept.target, kept.missing) for kept in full.kept]
     without = modes.choose(BASE, "full", sources, ("qutlass",))
     assert "_C" in [module.target for module in without.modules]
+
+
+@pytest.mark.parametrize(
+    ("mode", "arch_list", "devices"),
+    [
+        ("quick", "12.0a", ["12.0", "12.1"]),
+        ("full", "12.0a", ["12.0"]),
+        ("full", "12.0a;12.1a;9.0a", ["12.0", "12.1"]),
+        ("full", "12.0f", ["12.0", "12.1"]),
+    ],
+)
+def test_a_full_build_is_audited_for_what_it_was_made_for(
+    mode: str, arch_list: str, devices: list[str]
+) -> None:
+    assert modes.devices(mode, arch_list) == devices
+
+
+def test_a_work_folder_is_named_by_what_a_compiler_must_not_mix(tmp_path: Path) -> None:
+    plain = modes.How(mode="full", choice=modes.choose(BASE, "quick", modes.NO_SOURCES, ()))
+    other = dataclasses.replace(plain, third_party_sha256="1")
+    keys = {
+        how.key(BASE, machine, arch_list)
+        for how in (plain, other)
+        for machine in ("x86_64", "aarch64")
+        for arch_list in ("12.0a", "12.0f")
+    }
+    assert len(keys) == 8
+    assert plain.key(BASE, "x86_64", "12.0a") in keys

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
+from sm12x.core.errors import BadFileError, BuildFailedError, NoSpaceError
+from sm12x.image import failure
+from sm12x.image.docker import Docker
 from sm12x.image.output import Follower
 
 BUILDKIT = """\
@@ -101,3 +108,22 @@ def test_an_error_that_was_cut_off_is_still_told() -> None:
     follower, _ = _follow("#9 1.0 error: it ended; its last lines:\n#9 1.0     killed\n")
     assert follower.reason == "it ended; its last lines:"
     assert follower.next_step == ""
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [(15, BuildFailedError), (7, NoSpaceError), (4, BadFileError), (1, BuildFailedError)],
+)
+def test_the_error_of_a_step_is_the_users_error(code: int, kind: type[Exception]) -> None:
+    follower, _ = _follow(FAILED_UNIT.replace("exit code: 15", f"exit code: {code}"))
+    engine = Docker(Path("/usr/bin/docker"), "20.10", buildx=False)
+    error = failure.of(engine, "Dockerfile.builder", follower, Path("build/builder.log"))
+    assert type(error) is kind
+    assert str(error).startswith(
+        "docker could not build Dockerfile.builder: unit marlin.cu.o of _moe_C failed: "
+    )
+    assert 'identifier "nonsense" is undefined' in str(error)
+    assert str(error).endswith(
+        "Next: read build/builder.log; the same command resumes at the step that failed "
+        "(inside the builder: repeat it alone with `nvcc x.cu`)."
+    )

@@ -26,6 +26,7 @@ _WIDEST = 140
     "--arch",
     "archs",
     multiple=True,
+    envvar="SM12X_AUDIT_DEVICES",
     metavar="CC",
     help="Device to judge for; can be given again. Default: 12.0 and 12.1.",
 )

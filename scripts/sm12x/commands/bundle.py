@@ -116,6 +116,11 @@ def with_bar(text: str) -> str:
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     help="Take the release's files from this folder, and wheels of the locks that are in it.",
 )
+@click.option(
+    "--twice",
+    is_flag=True,
+    help="Compile and make the wheel a second time, from nothing, and compare: the same bytes.",
+)
 @click.option("--no-image", is_flag=True, help="Stop at the wheel, the ledger and the audit.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def command(
@@ -129,6 +134,7 @@ def command(
     base_image: str | None,
     base_image_only: bool,
     find_links: Path | None,
+    twice: bool,
     no_image: bool,
     as_json: bool,
 ) -> None:
@@ -153,6 +159,7 @@ def command(
         base_image=base_image,
         find_links=find_links,
         image=not no_image,
+        twice=twice,
     )
     report = _Report(quiet=False)
     if base_image_only:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,14 +14,20 @@ from sm12x.build import arch as archs
 from sm12x.build import ledger as ledgers
 from sm12x.core import files, index, progress
 from sm12x.core.errors import (
-    BadFileError,
     BuildFailedError,
-    NoSpaceError,
-    PatchConflictError,
-    Sm12xError,
     ToolFailedError,
 )
-from sm12x.image import baseimage, context, engines, hostconfig, modes, platforms, preflight, record
+from sm12x.image import (
+    baseimage,
+    context,
+    engines,
+    failure,
+    hostconfig,
+    modes,
+    platforms,
+    preflight,
+    record,
+)
 from sm12x.image.baseimage import BaseImage
 from sm12x.image.engine import BuildRequest, Engine
 from sm12x.image.hostconfig import HostConfig
@@ -35,8 +40,6 @@ from sm12x.stack import base as bases
 from sm12x.stack.base import Base
 
 PROJECT = "vllm"
-# What a step inside the builder can fail with that is not about the build itself.
-_KINDS = {kind.exit_code: kind for kind in (BadFileError, NoSpaceError, PatchConflictError)}
 IMAGE = "vllm-sm12x"
 
 
@@ -46,7 +49,7 @@ class Options:
 
     ``build`` is "quick", "full" or "auto". ``sources`` are words NAME=DIR: third-party sources that
     are taken from a folder; ``allow_missing`` names those to do without. ``platform`` is such as
-    "linux/arm64".
+    "linux/arm64". ``twice``: the wheel is built a second time, and has to be the same bytes.
     """
 
     version: str
@@ -59,6 +62,7 @@ class Options:
     base_image: str | None = None
     find_links: Path | None = None
     image: bool = True
+    twice: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +198,8 @@ class _Job:
         known = record.read(self.folder)
         if known is None or known.inputs != self.inputs or not record.is_whole(self.folder, known):
             return None
+        if self.options.twice:
+            return None
         if not self.options.image:
             return known
         there = bool(known.tags) and self.engine.image_id(known.tags[0]) == known.image_id
@@ -266,6 +272,23 @@ class _Job:
         return found[0], found[1]
 
     def _build_wheel(self, sdist: Path, official: Path) -> ledgers.Ledger:
+        with record.publishing(self.folder) as staged:
+            self._run_builder(sdist, official, staged)
+            wheel = record.one_wheel(staged)
+            if self.options.twice:
+                # Nothing of the first is used again: no layer from `native` on, no work folder.
+                with TemporaryDirectory(dir=self.work, prefix=preflight.CONTEXT_PREFIX) as folder:
+                    self._run_builder(sdist, official, Path(folder), again="again")
+                    same = files.sha256(record.one_wheel(Path(folder))) == files.sha256(wheel)
+                if not same:
+                    raise BuildFailedError(
+                        f"{wheel.name} was built twice, and the two are not the same bytes",
+                        next_step="compare native.json of both in the builder's log, and report it",
+                    )
+                self.report.say(f"built twice, the same bytes: {wheel.name}")
+            return ledgers.read(staged / record.LEDGER)
+
+    def _run_builder(self, sdist: Path, official: Path, out: Path, *, again: str = "") -> None:
         files_of = context.builder(
             self.base,
             self.machine,
@@ -284,43 +307,22 @@ class _Job:
             "MODE": self.how.mode,
             "ALLOW_MISSING": " ".join(self.how.allowed),
             "THIRD_PARTY_SHA256": self.how.third_party_sha256,
-            "NATIVE_KEY": self._native_key(),
+            "NATIVE_KEY": self.how.key(self.base, self.machine, self.arch_list) + again,
+            "AGAIN": again,
+            "DEVICES": " ".join(modes.devices(self.how.mode, self.arch_list)),
         }
-        with record.publishing(self.folder) as staged:
-            self._engine_build(
-                "builder",
-                "wheel",
-                files_of,
-                BuildRequest(
-                    dockerfile=layout.root() / context.DOCKERFILES["builder"],
-                    context=self.work,
-                    target="out",
-                    build_args=args,
-                    output_dir=staged,
-                ),
-            )
-            record.one_wheel(staged)
-            return ledgers.read(staged / record.LEDGER)
-
-    def _native_key(self) -> str:
-        """Names the work folder that an interrupted compilation goes on in.
-
-        In it is what ninja cannot see a change of: it goes by the dates of files, and a compiler or
-        a third-party source of another version can have older ones.
-        """
-        return hashlib.sha256(
-            "\0".join(
-                (
-                    self.base.version,
-                    self.machine,
-                    self.arch_list,
-                    self.how.mode,
-                    *self.how.allowed,
-                    self.how.third_party_sha256,
-                    files.sha256(self.base.build_lock_path(self.machine)),
-                )
-            ).encode()
-        ).hexdigest()[:16]
+        self._engine_build(
+            "builder",
+            "wheel, again" if again else "wheel",
+            files_of,
+            BuildRequest(
+                dockerfile=layout.root() / context.DOCKERFILES["builder"],
+                context=self.work,
+                target="out",
+                build_args=args,
+                output_dir=out,
+            ),
+        )
 
     def _build_image(self, wheel: Path, ledger: ledgers.Ledger, tags: tuple[str, ...]) -> None:
         ledger_path = self.folder / record.LEDGER
@@ -382,25 +384,10 @@ class _Job:
             try:
                 self.engine.build(request, on_line=follower, log=log)
             except ToolFailedError:
-                raise self._failed(name, follower, log) from None
+                raise failure.of(self.engine, request.dockerfile.name, follower, log) from None
             finally:
                 follower.finish()
                 self.stages.update(follower.stages)
-
-    def _failed(self, name: str, follower: Follower, log: Path) -> Sm12xError:
-        if follower.no_space:
-            return NoSpaceError(
-                f"the disk of {self.engine.name} is full ({self.engine.storage()})",
-                next_step=f"free about {preflight.ENGINE_GIB:.0f} GiB there and run the same "
-                "command again: it resumes",
-            )
-        inside = f" (inside the builder: {follower.next_step})" if follower.next_step else ""
-        # A command of ours ends with the code of its error: what is wrong is known to that grain.
-        kind = _KINDS.get(follower.exit_code, BuildFailedError)
-        return kind(
-            f"{self.engine.name} could not build {context.DOCKERFILES[name]}: {follower.reason}",
-            next_step=f"read {log}; the same command resumes at the step that failed{inside}",
-        )
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

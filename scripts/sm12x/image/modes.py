@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sm12x import layout
+from sm12x.audit.model import DEVICES
 from sm12x.build import cmake, estimate, select, thirdparty
 from sm12x.build.estimate import AUTO, WANTED, Decision
 from sm12x.build.select import Choice
-from sm12x.core import files, progress
+from sm12x.core import cudaarch, files, progress
 from sm12x.core.errors import BadFileError, UsageError
 from sm12x.image.reporter import Reporter
 from sm12x.stack import base as bases
@@ -62,6 +63,23 @@ class How:
     allowed: tuple[str, ...] = ()
     third_party: Mapping[str, Path] = field(default_factory=dict)
     third_party_sha256: str = ""
+
+    def key(self, base: Base, machine: str, arch_list: str) -> str:
+        """Names the work folder that an interrupted compilation goes on in.
+
+        In it is what ninja cannot see a change of: it goes by the dates of files, and a compiler or
+        a third-party source of another version can have older ones.
+        """
+        parts = (
+            base.version,
+            machine,
+            arch_list,
+            self.mode,
+            *self.allowed,
+            self.third_party_sha256,
+            files.sha256(base.build_lock_path(machine)),
+        )
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def parse(base: Base, wanted: str, sources: Iterable[str], allowed: Iterable[str]) -> Wish:
@@ -240,6 +258,19 @@ def choose(base: Base, mode: str, sources: Sources, allowed: Iterable[str]) -> C
     return select.choose(
         base, targets, mode=mode, available=set(sources.found), allowed=tuple(allowed)
     )
+
+
+def devices(mode: str, arch_list: str) -> list[str]:
+    """The devices that the wheel is audited for: those that something of ``arch_list`` runs on.
+
+    In quick mode both: the CUDA modules are the official ones, whatever is asked for.
+    """
+    targets = cudaarch.parse_list(arch_list)
+    return [
+        str(device)
+        for device in DEVICES
+        if mode == "quick" or any(arch.runs_on(device.major, device.minor) for arch in targets)
+    ]
 
 
 def staged(sources: Sources) -> dict[str, Path]:
