@@ -203,11 +203,19 @@ def test_without_witnesses_only_the_text_can_tell(world: World) -> None:
 
 def test_a_test_that_the_release_passes_is_noted_for_the_new_base(world: World) -> None:
     text = (world.root / TEN).read_text()
-    (world.root / TEN).write_text(f"{text}def test_more(): assert 'a = 61' in TEXT\n")
+    more = "def test_more(): assert 'a = 61' in TEXT\n"
+    guard = "@pytest.mark.guard\ndef test_less(): assert '= 61' not in TEXT or 'ten' in TEXT\n"
+    (world.root / TEN).write_text(text + more + guard)
     _release(world, "2.0", {"tiny/a.py": f"{A}a = 61\n"})
     assert _rebase(world, "2.0").returncode == 0
     values = tomllib.loads((world.root / "patches/2.0/base.toml").read_text())
     assert values["witness"]["upstream"] == [f"{TEN}::test_more"]
+    assert values["witness"]["needed"] == [f"{TEN}::test_less"]
+    # With these notes the new base's own witnesses are in order.
+    words = ("--python", sys.executable, "--find-links", world.archive.parent)
+    done = _sm12x("patch", "witness", "--base", "2.0", *words)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.endswith("6 passed, 0 failed\n")
     assert [o.witness for o in status.read(world.root / "patches/status.toml")] == [
         "1 of 2 red",
         "1 of 1 red",

@@ -151,7 +151,8 @@ def draft(
     values.pop("override", None)
     if overrides:
         values["override"] = [asdict(override) for override in overrides]
-    values["witness"].pop("upstream", None)
+    for key in ("upstream", "needed"):
+        values["witness"].pop(key, None)
     check.append("module: cpu_seconds and peak_gib are those of " + base.version)
     check.append("image: the base image is that of " + base.version)
     return Draft(values=values, to_check=tuple(check))
@@ -162,6 +163,7 @@ def amended(
     *,
     dropped: Sequence[Dropped] = (),
     upstream: Sequence[str] = (),
+    needed: Sequence[str] = (),
     packages: Sequence[str] = (),
 ) -> str:
     """The text of a drafted base.toml with more filled in.
@@ -169,6 +171,7 @@ def amended(
     Args:
         dropped: what the stack leaves out.
         upstream: pytest ids of the kept patches' tests that the untouched release passes.
+        needed: those of guards that it fails.
         packages: what the witnesses install.
     """
     values = tomllib.loads(text)
@@ -176,6 +179,8 @@ def amended(
         values["witness"]["packages"] = list(packages)
     if upstream:
         values["witness"]["upstream"] = list(upstream)
+    if needed:
+        values["witness"]["needed"] = list(needed)
     if dropped:
         values["dropped"] = [
             {

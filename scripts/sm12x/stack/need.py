@@ -49,6 +49,7 @@ class Need:
     red: tuple[str, ...] = ()
     green: tuple[str, ...] = ()
     silent: tuple[str, ...] = ()
+    failing_guards: tuple[str, ...] = ()
     why: str = ""
 
     @property
@@ -68,6 +69,7 @@ def judge(runs: Sequence[Run]) -> Need:
     red: list[str] = []
     green: list[str] = []
     silent: list[str] = []
+    guards: list[str] = []
     whys: list[str] = []
     for run in runs:
         if run.problem:
@@ -78,6 +80,8 @@ def judge(runs: Sequence[Run]) -> Need:
             name = f"{run.witness.split('::')[0]}::{test.name}"
             if test.guard:
                 if test.outcome != junit.PASSED:
+                    if test.outcome == junit.FAILED and not strange(test):
+                        guards.append(name)
                     whys.append(f"the control {test.name} fails there: {_said(test)}")
             elif test.outcome == junit.PASSED:
                 green.append(name)
@@ -91,6 +95,7 @@ def judge(runs: Sequence[Run]) -> Need:
         red=tuple(red),
         green=tuple(green),
         silent=tuple(silent),
+        failing_guards=tuple(guards),
         why=_shortened(whys),
     )
 

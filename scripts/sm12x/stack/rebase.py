@@ -380,12 +380,13 @@ def _write(
             f"dropped: whether {entry.patch} is needed here was not looked at"
             for entry in base.dropped
         ]
-    kept = [fate.need.green for fate in fates if fate.kept and fate.need.red]
+    kept = [fate.need for fate in fates if fate.kept and fate.need.red]
     text = (work.folder / "base.toml").read_text(encoding="utf-8")
     text = draft.amended(
         text,
         dropped=[*(base.dropped if later else ()), *_dropped(fates, base)],
-        upstream=[name for names in kept for name in names],
+        upstream=[name for said in kept for name in said.green],
+        needed=[name for said in kept for name in said.failing_guards],
     )
     files.write_text(work.folder / "base.toml", text)
     for name in _COPIED:
