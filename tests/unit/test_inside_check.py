@@ -14,7 +14,7 @@ import pytest
 
 from sm12x.build.ledger import FileEntry, Ledger, LibraryEntry, OverrideEntry
 from sm12x.core.errors import ToolFailedError
-from sm12x.image.inside import content, machinecode, native, report, versions
+from sm12x.image.inside import content, machinecode, native, probe, report, versions
 from sm12x.image.inside.places import Places
 from sm12x.image.inside.report import FAIL, NOTE, PASS, Line
 from sm12x.recipes import load
@@ -364,6 +364,20 @@ def test_operators_read_out_of_a_file_are_compared_without_namespaces(image: Ima
 def test_a_ledger_without_operators_proves_nothing(image: Image) -> None:
     image.ledger = dataclasses.replace(image.ledger, libraries=(library(LIBRARY),))
     assert "the ledger lists no operators" in faults(modules(image, {LIBRARY: ""}))
+
+
+def test_a_module_that_moved_is_found_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert probe.first_there(("json.gone", "json.decoder")).__name__ == "json.decoder"
+    assert probe.first_there(("gone.long.ago", "json.decoder")).__name__ == "json.decoder"
+    # One that is there and lacks what it needs is not passed over.
+    (tmp_path / "sm12x_lame.py").write_text("import sm12x_lame_leg\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ModuleNotFoundError, match="sm12x_lame_leg"):
+        probe.first_there(("sm12x_lame", "json.decoder"))
+    with pytest.raises(ModuleNotFoundError, match="gone"):
+        probe.first_there(("gone.long.ago", "gone"))
 
 
 def test_without_a_driver_the_stand_in_is_used_for_probes_alone(

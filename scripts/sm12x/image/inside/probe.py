@@ -15,10 +15,13 @@ import json
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
 DRIVER = "libcuda.so.1"
+# Where releases have the parser of `vllm serve`: the first that is there.
+_PARSERS = ("vllm.entrypoints.common.cli_args", "vllm.entrypoints.openai.cli_args")
 _OTHER_PYTHON = re.compile(r"\.cpython-\d+[^.]*\.so$")
 
 
@@ -81,6 +84,18 @@ def _load(path: Path) -> str:
     return ""
 
 
+def first_there(names: Sequence[str]) -> Any:
+    """The first module of ``names`` that exists. Raises the last one's ModuleNotFoundError."""
+    for name in names[:-1]:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            # Not the module itself but something that it imports: that is a fault.
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise
+    return importlib.import_module(names[-1])
+
+
 def arguments(commands: dict[str, list[str]], env: dict[str, list[str]]) -> dict[str, Any]:
     """Give each command to the release's own parser, and look up each VLLM_ variable.
 
@@ -92,7 +107,7 @@ def arguments(commands: dict[str, list[str]], env: dict[str, list[str]]) -> dict
     platforms: Any = load("vllm.platforms")
     platforms.current_platform = load("vllm.platforms.cuda").CudaPlatform()
     envs = load("vllm.envs")
-    cli = load("vllm.entrypoints.openai.cli_args")
+    cli = first_there(_PARSERS)
     reasoning = load("vllm.reasoning").ReasoningParserManager
     tools = load("vllm.tool_parsers").ToolParserManager
     base: Any = load("vllm.utils.argparse_utils").FlexibleArgumentParser
