@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import pickle
 import platform
 import signal
@@ -143,6 +144,20 @@ def test_only_the_unit_that_changed_is_compiled_again(
     _compile(settings)
     _compile(settings)
     assert [name for name, _ in _results(settings)] == ["c", "b", "a", "b"]
+
+
+def test_what_cmake_itself_reads_may_have_changed(settings: cmake.Settings, compiler: Path) -> None:
+    _compile(settings)
+    later = (settings.work / "build" / "build.ninja").stat().st_mtime + 5
+    os.utime(settings.work / "src" / "CMakeLists.txt", (later, later))
+    told: list[int] = []
+
+    def step(label: str, done: int, total: int, left: float | None = None) -> None:
+        told.append(done)
+
+    assert compiling.compile_modules(DEMO, MODULES, settings, on_step=step) == {"one": 2, "two": 1}
+    # What ninja would compile then, it does not know before.
+    assert told[0] == 0
 
 
 def test_a_compiler_that_the_kernel_kills_is_run_again_alone(

@@ -47,7 +47,7 @@ class OnStep(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How to build. ``jobs`` 0 means all cores, ``memory_gib`` 0 what is free; ``python`` has torch.
+    """How to build. ``jobs`` 0 is all cores, ``memory_gib`` 0 what is free; ``python`` has torch.
 
     ``third_party`` has the real third-party sources, each in a folder of its name. ``target`` is
     the other machine that ``cuda_home`` compiles for, None for this one.

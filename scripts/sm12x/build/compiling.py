@@ -28,6 +28,7 @@ UNIT_GIB, JOB_GIB = 0.02, 0.5
 RESULTS = "units.jsonl"
 
 _BUILDS = re.compile(r"^\[\d+/\d+\] Building \w+ object (?P<name>.+)$")
+_REGENERATES = "Re-running CMake"
 _NO_SPACE = re.compile(r"No space left on device|Disk quota exceeded")
 
 
@@ -68,7 +69,8 @@ def compile_modules(
         BuildFailedError: a unit does not compile, or a module does not link.
     """
     every = units(base, modules, settings)
-    pending = {name: every[name] for name in _pending(modules, settings) if name in every}
+    names = _pending(modules, settings)
+    pending = {name: one for name, one in every.items() if names is None or name in names}
     memory = settings.memory_gib or cmake.free_memory_gib()
     schedule.require_memory(pending.values(), memory)
     cores = settings.jobs or cmake.cores()
@@ -107,6 +109,10 @@ def compile_modules(
             f"the native modules could not be built: {error.message}",
             next_step=f"read {logs / 'ninja.log'}; repeat it with `{again}`",
         ) from None
+    if run.left:
+        # What ninja found to be done already, once it had run CMake.
+        run.left.clear()
+        run.show()
     return dict(Counter(one.target for one in every.values()))
 
 
@@ -185,10 +191,12 @@ def _failure(result: Result, logs: Path, need_gib: float, settings: cmake.Settin
     )
 
 
-def _pending(modules: Sequence[Module], settings: cmake.Settings) -> list[str]:
-    """The objects that ninja would make, by its own account."""
+def _pending(modules: Sequence[Module], settings: cmake.Settings) -> list[str] | None:
+    """The objects that ninja would make, by its own account; None if it has to run CMake first."""
     words = _ninja(settings, "-n", *_targets(modules))
     said = process.run(words, env={"NINJA_STATUS": "[%f/%t] "}).stdout
+    if _REGENERATES in said:
+        return None
     matches = (_BUILDS.match(line) for line in said.splitlines())
     return [match["name"] for match in matches if match]
 
