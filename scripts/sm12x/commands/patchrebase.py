@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from sm12x import layout
-from sm12x.commands.patchoptions import FIND_LINKS, JSON, chosen, fetch, print_json, say
+from sm12x.commands.patchoptions import JSON, chosen, fetch, print_json, say
 from sm12x.core import index, listing, progress
 from sm12x.stack import base as bases
 from sm12x.stack import draft, need, newfolder, rebase, rebasetext, series, status, tree, witness
@@ -58,7 +58,11 @@ _NICE = 10
     help="How many witnesses run at a time; each may take 2 GiB of memory.",
 )
 @click.option("--no-record", is_flag=True, help="Do not record the outcome in patches/status.toml.")
-@FIND_LINKS
+@click.option(
+    "--find-links",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Take the sdists from this folder. Locks and the witnesses' packages need the index.",
+)
 @JSON
 def rebase_command(
     version: str,
