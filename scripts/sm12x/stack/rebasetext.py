@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from sm12x.stack import carry, need, status
 from sm12x.stack.carry import Carried, FileConflict
 from sm12x.stack.merge import Region
+from sm12x.stack.need import Need
 from sm12x.stack.rebase import Fate, RebaseReport
 from sm12x.stack.status import Cell, StatusTable
 
@@ -115,9 +117,18 @@ def _fate(fate: Fate) -> list[str]:
     lines.append(f"  text     {_TEXTS[fate.carried.state]}")
     doubt = "unknown" if fate.need.state == need.UNKNOWN else ""
     lines.append(f"  witness  {', '.join(filter(None, (doubt, fate.need.summary)))}")
+    if len(fate.patch.witnesses) > 1:
+        lines += [f"           {line}" for line in _by_witness(fate.need)]
     if fate.need.why:
         lines.append(f"           {fate.need.why}")
     return lines
+
+
+def _by_witness(said: Need) -> list[str]:
+    """How much of each witness is red: one that patches share may be red for another's sake."""
+    total = Counter(name.split("::")[0] for name in (*said.red, *said.green, *said.silent))
+    red = Counter(name.split("::")[0] for name in said.red)
+    return [f"{path}: {red[path]} of {count}" for path, count in total.items()]
 
 
 def _conflicts(fate: Fate, done: RebaseReport) -> list[str]:
