@@ -64,6 +64,8 @@ def test_another_machines_image_takes_an_emulator_in_the_kernel(tmp_path: Path) 
     assert plan == Plan(machine="aarch64", here="x86_64", platform="linux/arm64")
     assert plan.native == Plan(machine="x86_64", here="x86_64")
     assert (plan.suffix, plan.debian) == ("-arm64", "arm64")
+    assert plan.install_args() == {"UV_PLATFORM": "musllinux_1_1_x86_64", "BYTECODE": ""}
+    assert plan.native.install_args() == {}
 
 
 def test_the_wheel_alone_takes_none() -> None:

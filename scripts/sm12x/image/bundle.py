@@ -355,6 +355,7 @@ class _Job:
                     "BASE_IMAGE_NAME": self.image.origin,
                     "BASE_IMAGE_DIGEST": self.image.digest,
                     "LEDGER_SHA256": files.sha256(ledger_path),
+                    **self.plan.install_args(),
                 },
                 tags=tags,
                 platform=self.plan.platform,
