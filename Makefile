@@ -26,7 +26,7 @@ bundle: $(STAMP) ## build the image for BASE (default 0.21.0; BUILD=quick|full|a
 	@$(BIN)/sm12x bundle --base $(BASE) --build $(BUILD) $(if $(PLATFORM),--platform $(PLATFORM)) $(ARGS)
 
 base-image: $(STAMP) ## make the base image with debootstrap where none can be pulled
-	@$(BIN)/sm12x bundle --base $(BASE) --base-image-only $(ARGS)
+	@$(BIN)/sm12x bundle --base $(BASE) --base-image-only $(if $(PLATFORM),--platform $(PLATFORM)) $(ARGS)
 
 test: lint test-unit test-witness test-integration ## every test that needs no GPU
 
