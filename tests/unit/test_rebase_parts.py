@@ -194,17 +194,26 @@ def test_the_table_is_what_folders_and_records_say(tmp_path: Path) -> None:
     outcomes = [
         _outcome("1.5", need.NEEDED, patch="0001-A.patch", base="1.0", witness="6 of 10 red"),
         _outcome("1.5", need.UNKNOWN, patch="0002-B.patch", base="1.0"),
+        _outcome(
+            "1.6",
+            need.NEEDED,
+            "merges",
+            base="1.0",
+            patch="0001-A.patch",
+            witness="7 of 9 red, 2 could not run",
+        ),
         _outcome("1.10", need.UPSTREAM, patch="0001-A.patch", base="1.0", since="1.10"),
     ]
     table = status.table([one, two], outcomes)
     assert rebasetext.table(table) == (
-        "patch   1.0      1.5            1.10      2.0\n"
-        "0001-A  applied  conflict 6/10  upstream  upstream\n"
-        "0002-B  applied  conflict?      unknown   applied\n"
+        "patch   1.0      1.5            1.6      1.10      2.0\n"
+        "0001-A  applied  conflict 6/10  needed   upstream  upstream\n"
+        "0002-B  applied  conflict?      unknown  unknown   applied\n"
         "\n"
         "applied   in the stack of that base\n"
+        "needed    the defect is there, and no stack is kept for that release\n"
         "upstream  the release does it itself\n"
-        "conflict  needs to be written anew for that release\n"
+        "conflict  needed, and to be written anew for that release\n"
         "unknown   not tried, or its witness could not run\n"
         "n/m       only n of its m tests show the defect: upstream has part of it\n"
         "?         no witness has said whether it is needed\n"

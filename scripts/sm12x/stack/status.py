@@ -21,7 +21,7 @@ from sm12x.stack.table import Table
 
 NAME = "status.toml"
 # What need.Need.summary writes of a witness that is red.
-_RED = re.compile(r"^(\d+) of (\d+) red")
+_RED = re.compile(r"^(\d+) of (\d+) red(?:, (\d+) could not run)?$")
 APPLIED = "applied"
 NEEDED = "needed"
 UPSTREAM = "upstream"
@@ -31,7 +31,7 @@ LEGEND = {
     APPLIED: "in the stack of that base",
     NEEDED: "the defect is there, and no stack is kept for that release",
     UPSTREAM: "the release does it itself",
-    CONFLICT: "needs to be written anew for that release",
+    CONFLICT: "needed, and to be written anew for that release",
     UNKNOWN: "not tried, or its witness could not run",
 }
 _HEAD = (
@@ -233,4 +233,8 @@ def _cell(
 
 def _part(outcome: Outcome) -> str:
     match = _RED.match(outcome.witness)
-    return f"{match[1]}/{match[2]}" if match and match[1] != match[2] else ""
+    if match is None:
+        return ""
+    # What could not run is no sign that upstream has a part.
+    total = int(match[2]) - int(match[3] or 0)
+    return f"{match[1]}/{total}" if 0 < int(match[1]) < total else ""
