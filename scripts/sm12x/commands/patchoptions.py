@@ -37,8 +37,8 @@ def base_option(function: _Command) -> _Command:
     )(function)
 
 
-def chosen(version: str | None) -> Base:
-    """The base that was named, or the only one there is."""
+def chosen(version: str | None, *, option: str = "--base") -> Base:
+    """The base that was named with ``option``, or the only one there is."""
     if version is not None:
         return bases.load(version)
     known = bases.versions()
@@ -46,7 +46,7 @@ def chosen(version: str | None) -> Base:
         return bases.load(known[0])
     raise UnknownBaseError(
         f"there are {len(known)} bases ({', '.join(known) or 'none'}), and none was chosen",
-        next_step="add --base VERSION, or set BASE",
+        next_step=f"add {option} VERSION, or set BASE",
     )
 
 

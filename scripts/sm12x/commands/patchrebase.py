@@ -88,7 +88,7 @@ def rebase_command(
 
     Example: sm12x patch rebase 0.22.1 --from 0.21.0
     """
-    base = chosen(source)
+    base = chosen(source, option="--from")
     stack = series.load(base)
     only = _witnesses(stack, chosen_witnesses)
     patches = layout.patches()
