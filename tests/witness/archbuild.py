@@ -132,8 +132,9 @@ class Rig:
         kernels: dict[str, dict[str, int]] = {}
         for path in kept.glob("*.cubin"):
             data = path.read_bytes()
-            target = re.sub(r".*[._](?:sm|compute)_(\w+)\.cubin$", r"sm_\1", path.name)
-            kernels[target] = {
+            # Of one target alone the name has no architecture.
+            named = re.search(r"\.(?:sm|compute)_(\w+)\.cubin$", path.name)
+            kernels[f"sm_{named[1]}" if named else code] = {
                 section.name.removeprefix(".text."): section.size
                 for section in sections.sections(data)
                 if section.name.startswith(".text.")
