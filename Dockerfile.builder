@@ -66,7 +66,7 @@ RUN --mount=type=bind,source=sources,target=/run/build/sources \
 
 # ---- For another machine: its compiler, its packages to link with, and a CUDA_HOME of both. For this
 # one nothing. nvcc and the release's CMake run here, at full speed; no program of the other machine
-# does.
+# does. Its apt caches are its own: an image of the other machine can hold the others for long.
 FROM toolchain AS tools
 ARG BASE
 ARG CROSS
@@ -78,8 +78,8 @@ RUN --mount=type=bind,source=with-host.sh,target=/run/build/with-host.sh \
     --mount=type=secret,id=apt.conf,mode=0444,required=false \
     --mount=type=secret,id=apt.list,mode=0444,required=false \
     --mount=type=bind,source=links,target=/run/build/links \
-    --mount=type=cache,target=/var/cache/apt,sharing=locked \
-    --mount=type=cache,target=/var/lib/apt/lists,sharing=locked \
+    --mount=type=cache,id=sm12x-tools-apt,target=/var/cache/apt,sharing=locked \
+    --mount=type=cache,id=sm12x-tools-lists,target=/var/lib/apt/lists,sharing=locked \
     --mount=type=cache,target=/root/.cache \
     if [ -n "${CROSS}" ]; then \
       sh /run/build/with-host.sh apt-get update -qq \

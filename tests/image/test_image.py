@@ -123,6 +123,16 @@ def test_a_second_bundle_builds_nothing(made: Record, base: Base) -> None:
     assert json.loads(done.stdout)["unchanged"] is True
 
 
+def test_a_second_build_from_nothing_gives_the_same_bytes(made: Record, base: Base) -> None:
+    if made.mode != "quick":
+        pytest.skip("a full build takes an hour: `make bundle ARGS=--twice` does it")
+    sm12x = Path(sys.executable).with_name("sm12x")
+    words = ["--base", base.version, "--build", made.mode, "--engine", made.engine.split()[0]]
+    done = process.run([sm12x, "bundle", *words, "--twice", "--json"])
+    assert f"built twice, the same bytes: {made.wheel}" in done.stderr
+    assert json.loads(done.stdout)["wheel_sha256"] == made.wheel_sha256
+
+
 @pytest.mark.parametrize("what", ["wheel", "image"])
 def test_the_audit_passes(made: Record, folder: Path, base: Base, what: str) -> None:
     sm12x = Path(sys.executable).with_name("sm12x")
