@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from sm12x.build import estimate
+from sm12x.build import cmake, estimate, thirdparty
 from sm12x.build.estimate import Decision
 from sm12x.build.thirdparty import Found
-from sm12x.core.errors import BadFileError, UsageError
+from sm12x.core.errors import BadFileError, NoSpaceError, UsageError
 from sm12x.image import context, modes
 from sm12x.stack import base as bases
 from sm12x.stack.base import Base
@@ -155,3 +158,72 @@ def test_a_work_folder_is_named_by_what_a_compiler_must_not_mix(tmp_path: Path) 
     }
     assert len(keys) == 8
     assert plain.key(BASE, "x86_64", "12.0a") in keys
+
+
+class Said:
+    """A reporter that keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+    def phase(self, label: str, *, live: bool = True) -> AbstractContextManager[Any]:
+        self.lines.append(f"{label} ...")
+        return nullcontext(self.say)
+
+
+def _settle(monkeypatch: pytest.MonkeyPatch, folder: Path, **fields: Any) -> tuple[modes.How, Said]:
+    def collect(base: Base, *, say: Callable[[str], None], **_: Any) -> dict[str, Found]:
+        say("cutlass: from packages")
+        return {"cutlass": _found("cutlass", folder), "qutlass": _found("qutlass", None)}
+
+    monkeypatch.setattr(thirdparty, "collect", collect)
+    monkeypatch.setattr(bases, "versions", lambda: [BASE.version, "9.9.9"])
+    values = {"wanted": "full", "given": {}, "allowed": (), **fields}
+    made = values.pop("made", "")
+    said = Said()
+    how = modes.settle(BASE, modes.Wish(**values), made=made, find_links=None, report=said)
+    return how, said
+
+
+def test_what_a_full_build_says_before_it_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cmake, "free_memory_gib", lambda: 64.0)
+    (tmp_path / "a.h").write_text("a")
+    how, said = _settle(monkeypatch, tmp_path)
+    assert said.lines[:4] == [
+        "build mode full: as asked for; for the other: make bundle BUILD=quick",
+        "a newer base is there: make bundle BASE=9.9.9",
+        "third-party sources ...",
+        "cutlass: from packages",
+    ]
+    kept = "vllm/_C.abi3.so stays the official one (qutlass: its host is not reachable)"
+    assert kept in said.lines
+    assert "--allow-missing NAME" in said.lines[-1]
+    assert list(how.third_party) == ["third_party/cutlass/a.h"]
+    without, _ = _settle(monkeypatch, tmp_path, allowed=("qutlass",))
+    assert without.allowed == ("qutlass",)
+    assert "_C" in [module.target for module in without.choice.modules]
+
+
+def test_a_full_bundle_that_is_there_is_not_given_up_for_want_of_memory_now(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cmake, "free_memory_gib", lambda: 4.0)
+    monkeypatch.setattr(cmake, "cores", lambda: 64)
+    monkeypatch.setattr(modes, "_all_memory_gib", lambda: 256.0)
+    assert _settle(monkeypatch, tmp_path, wanted="auto")[0].mode == "quick"
+    assert _settle(monkeypatch, tmp_path, wanted="auto", made="full")[0].mode == "full"
+    with pytest.raises(NoSpaceError, match=r"needs \d+\.\d GiB of memory, 4\.0 GiB are free"):
+        _settle(monkeypatch, tmp_path)
+
+
+def test_quick_mode_says_what_it_does_not_use(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    how, said = _settle(monkeypatch, tmp_path, wanted="quick", allowed=("qutlass",))
+    assert (how.mode, how.third_party, how.allowed) == ("quick", {}, ())
+    assert "unused" in said.lines[-1]

@@ -78,6 +78,8 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Places:
         mode="quick",
         machine="x86_64",
         python="3.13",
+        arch_list="12.0a;12.1a",
+        allowed_missing=("qutlass",),
         files=(),
         libraries=tuple(
             LibraryEntry(
@@ -85,14 +87,14 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Places:
                 sha256="",
                 size=0,
                 official_size=0,
-                origin="",
+                origin="compiled" if kind == "native" else "official",
                 reason="",
                 cubins={},
                 ptx={},
                 sm120=kind,
                 sm121="ptx",
                 ops=(),
-                lost=(),
+                lost=("_q::a", "_q::b") if kind == "native" else (),
             )
             for kind in ("native", "host")
         ),

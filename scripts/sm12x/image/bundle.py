@@ -88,11 +88,13 @@ def run(options: Options, report: Reporter) -> Outcome:
         options.arch_list or base.toolchain.arch_list, default=base.toolchain.arch_list
     )
     arch_list = archs.to_text(targets)
-    how = modes.settle(base, wish, find_links=options.find_links, report=report)
+    there = record.read(folder_of(base, plan))
+    made = there.mode if there else ""
+    how = modes.settle(base, wish, made=made, find_links=options.find_links, report=report)
     engine = engines.find(options.engine, say=report.say)
     report.say(f"engine: {engine.description}")
     with preflight.alone(base):
-        if record.read(folder_of(base, plan)) is None:
+        if there is None:
             preflight.require_room(base, engine, how.choice.modules, plan, image=options.image)
         host = hostconfig.collect(base.image.suite)
         start = time.monotonic()

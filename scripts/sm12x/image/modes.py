@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,8 +92,12 @@ def parse(base: Base, wanted: str, sources: Iterable[str], allowed: Iterable[str
     )
 
 
-def settle(base: Base, wish: Wish, *, find_links: Path | None, report: Reporter) -> How:
+def settle(base: Base, wish: Wish, *, made: str, find_links: Path | None, report: Reporter) -> How:
     """Decide the mode, say so before anything else, and find the sources it takes.
+
+    Args:
+        made: the mode of the bundle that is there, "" without one. One of full mode is not decided
+            against for the memory that other programs have at the moment: it may be all made.
 
     Raises:
         BadFileError: a given folder is not of the pinned version.
@@ -114,7 +119,7 @@ def settle(base: Base, wish: Wish, *, find_links: Path | None, report: Reporter)
         base,
         wanted=wish.wanted,
         cores=cmake.cores(),
-        memory_gib=cmake.free_memory_gib(),
+        memory_gib=_all_memory_gib() if made == "full" else cmake.free_memory_gib(),
         given=wish.given,
         allowed=wish.allowed,
         collect=collect,
@@ -149,6 +154,10 @@ def settle(base: Base, wish: Wish, *, find_links: Path | None, report: Reporter)
         third_party=files_of,
         third_party_sha256=digest(files_of),
     )
+
+
+def _all_memory_gib() -> float:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / files.GIB
 
 
 def require_known(name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
 
 from sm12x.build.ledger import Ledger, PatchEntry
 from sm12x.deploy import docker
@@ -34,6 +35,7 @@ def help_text(ledger: Ledger, recipes: Mapping[str, Recipe], image: str) -> str:
         f"  stack  {ledger.stack_id}, {len(ledger.patches)} patches",
         f"  mode   {_MODES.get(ledger.mode, ledger.mode)}",
         f"  for    {ledger.machine}, Python {ledger.python}",
+        *_compiled(ledger),
         *(
             f"  on {device}, of {len(kinds)} libraries: {machine_code(kinds)}"
             for device, kinds in devices
@@ -61,6 +63,17 @@ def help_text(ledger: Ledger, recipes: Mapping[str, Recipe], image: str) -> str:
         else:
             lines += ["  " + line for line in command(recipe, image)]
     return "\n".join(lines)
+
+
+def _compiled(ledger: Ledger) -> list[str]:
+    """What was compiled for this image, and what it was compiled without."""
+    entries = [entry for entry in ledger.libraries if entry.origin == "compiled"]
+    names = ", ".join(PurePosixPath(entry.path).name for entry in entries)
+    lines = [f"  code   compiled for {ledger.arch_list}: {names}"] if entries else []
+    lost = sum(len(entry.lost) for entry in entries)
+    if lost:
+        lines.append(f"  ops    {lost} are missing: those of {', '.join(ledger.allowed_missing)}")
+    return lines
 
 
 def _state(patch: PatchEntry) -> str:
