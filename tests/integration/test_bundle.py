@@ -174,3 +174,26 @@ def test_units_done_and_the_unit_that_failed_reach_the_user(rig: Rig, tmp_path: 
     assert quoted in follower.reason
     assert follower.next_step == "repeat it with `nvcc x.cu`"
     assert follower.exit_code == 7
+
+
+def test_what_a_failed_step_left_in_its_work_folder_is_there_for_the_next(
+    rig: Rig, tmp_path: Path
+) -> None:
+    """As the native stage has it: units that were compiled are not compiled again."""
+    dockerfile = tmp_path / "Dockerfile"
+    mount = f"--mount=type=cache,id={TAG.replace(':', '-')},target=/work"
+    request = BuildRequest(
+        dockerfile=dockerfile, context=rig.context, target="out", output_dir=tmp_path / "out"
+    )
+
+    def build(step: str) -> None:
+        dockerfile.write_text(
+            f"FROM {TAG}-base AS native\nRUN {mount} {step}\n"
+            "FROM scratch AS out\nCOPY --from=native /result /result\n"
+        )
+        rig.engine.build(request, on_line=lambda line: None)
+
+    with pytest.raises(ToolFailedError):
+        build(": > /work/unit-1; exit 15")
+    build("test -e /work/unit-1 && echo resumed > /result")
+    assert (tmp_path / "out" / "result").read_text() == "resumed\n"
