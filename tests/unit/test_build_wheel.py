@@ -301,6 +301,9 @@ def test_a_ledger_reads_back_as_it_was(tmp_path: Path) -> None:
         ("x/_C.cpython-313-x86_64-linux-gnu.so", True),
         ("x/_C.cpython-310-x86_64-linux-gnu.so", False),
         ("x/_C.cpython-313-aarch64-linux-gnu.so", True),
+        ("x/libcuda.so.1", True),
+        # A program.
+        ("vllm/vllm-rs", False),
     ],
 )
 def test_libraries_of_another_python_are_left_out(path: str, loads: bool) -> None:

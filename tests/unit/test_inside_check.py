@@ -325,6 +325,19 @@ def modules(image: Image, libraries: dict[str, str], *ops: str) -> list[Line]:
     return native.check_modules(image.ledger, image.places, NO_DRIVER, ask)
 
 
+def test_a_program_is_not_loaded(image: Image) -> None:
+    program = dataclasses.replace(library(LIBRARY), path="vllm/vllm-rs")
+    image.ledger = dataclasses.replace(image.ledger, libraries=(*image.ledger.libraries, program))
+    asked: list[Any] = []
+
+    def ask(kind: str, question: Any, env: Mapping[str, str | None]) -> Any:
+        asked.append(question["libraries"])
+        return {"libraries": {}, "ops": []}
+
+    native.check_modules(image.ledger, image.places, NO_DRIVER, ask)
+    assert asked == [[LIBRARY, FOREIGN]]
+
+
 def test_modules_that_load_and_register_pass(image: Image) -> None:
     lines = modules(image, LOADED, "_C::one.default", "_C::two.out", "aten::add")
     assert faults(lines) == ""

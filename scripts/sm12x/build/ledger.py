@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from sm12x.core.errors import BadFileError
@@ -127,6 +127,11 @@ class Ledger:
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True) + "\n"
+
+
+def is_program(path: str) -> bool:
+    """Whether a file of machine code is run, and not loaded: a release may ship programs too."""
+    return ".so" not in PurePosixPath(path).name
 
 
 def wheel_version(base_version: str, stack_id: str, mode: str) -> str:

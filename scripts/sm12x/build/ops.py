@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sm12x.build import standin, toolchain
+from sm12x.build.ledger import is_program
 from sm12x.core import process
 from sm12x.core.errors import BuildFailedError, ToolFailedError
 
@@ -32,9 +33,12 @@ class Registered:
 
 
 def loads_on(path: str, python: str) -> bool:
-    """Whether the library's name allows Python ``python`` ("3.13"): stable ABI, or that version."""
+    """Whether the library's name allows Python ``python`` ("3.13"): stable ABI, or that version.
+
+    A program is not loaded on any.
+    """
     match = _FOR_ONE_PYTHON.search(path)
-    return match is None or f"{match[1]}.{match[2]}" == python
+    return not is_program(path) and (match is None or f"{match[1]}.{match[2]}" == python)
 
 
 def find(

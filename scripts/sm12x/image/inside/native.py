@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sm12x.build.ledger import Ledger
+from sm12x.build.ledger import Ledger, is_program
 from sm12x.core import process
 from sm12x.core.errors import ToolFailedError
 from sm12x.core.files import sha256
@@ -106,7 +106,7 @@ def check_modules(ledger: Ledger, places: Places, driver: Driver, ask: Ask) -> l
     topic = "modules"
     question = {
         "site": str(places.site),
-        "libraries": [library.path for library in ledger.libraries],
+        "libraries": [entry.path for entry in ledger.libraries if not is_program(entry.path)],
     }
     try:
         answer = ask("modules", question, driver.env)
