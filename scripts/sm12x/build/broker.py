@@ -25,6 +25,8 @@ from sm12x.build.schedule import DEFAULT_GIB, DEFAULT_SECONDS, Scheduler, Unit
 # or some seconds have passed.
 _QUIET = 0.25
 _AT_LEAST = 3.0
+# Who waits is told now and then how long the units that run have been at it.
+_TICK = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,8 @@ class Result:
 
 
 OnResult = Callable[[Result], None]
+# Seconds since each unit that runs was started, by its name.
+OnTick = Callable[[Mapping[str, float]], None]
 
 
 class Broker:
@@ -63,17 +67,24 @@ class Broker:
     """
 
     def __init__(
-        self, scheduler: Scheduler, units: Mapping[str, Unit], on_result: OnResult
+        self,
+        scheduler: Scheduler,
+        units: Mapping[str, Unit],
+        on_result: OnResult,
+        on_tick: OnTick = lambda _: None,
     ) -> None:
         self._scheduler = scheduler
         self._units = units
         self._on_result = on_result
+        self._on_tick = on_tick
+        self._ticked = time.monotonic()
         self._stopped = False
         self._error: BaseException | None = None
         self._arrived = 0.0
         self._first: float | None = None
         self._clients: dict[int, tuple[socket.socket, bytearray]] = {}
         self._current: dict[int, Unit] = {}
+        self._started: dict[int, float] = {}
         # Short: a socket's path has about 100 characters at most.
         self._folder = tempfile.TemporaryDirectory(prefix="sm12x-")
         self.address = Path(self._folder.name) / "s"
@@ -120,7 +131,7 @@ class Broker:
     def _loop(self) -> None:
         while True:
             waiting = bool(self._scheduler.waiting())
-            for key, _ in self._selector.select(_QUIET / 2 if waiting else None):
+            for key, _ in self._selector.select(_QUIET / 2 if waiting else _TICK):
                 if key.fileobj is self._woken:
                     return
                 if key.fileobj is self._listener:
@@ -128,6 +139,7 @@ class Broker:
                 else:
                     self._receive(key.fd)
             self._grant()
+            self._tick()
 
     def _accept(self) -> None:
         client, _ = self._listener.accept()
@@ -161,6 +173,7 @@ class Broker:
         alone = self._scheduler.is_alone(ticket)
         result = Result(unit=self._current[ticket], alone=alone, **message)
         self._scheduler.leave(ticket)
+        self._started.pop(ticket, None)
         if result.again:
             self._scheduler.wait(ticket, result.unit, alone=True)
         else:
@@ -179,7 +192,15 @@ class Broker:
         if not quiet and (self._first is None or now - self._first < _AT_LEAST):
             return
         for ticket in self._scheduler.start():
+            self._started[ticket] = now
             self._send(ticket, "run")
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        if now - self._ticked >= _TICK:
+            self._ticked = now
+            running = self._started.items()
+            self._on_tick({self._current[ticket].name: now - since for ticket, since in running})
 
     def _send(self, ticket: int, order: str) -> None:
         try:
@@ -190,6 +211,7 @@ class Broker:
     def _drop(self, ticket: int) -> None:
         client, _ = self._clients.pop(ticket)
         self._current.pop(ticket, None)
+        self._started.pop(ticket, None)
         self._selector.unregister(client)
         client.close()
         self._scheduler.leave(ticket)

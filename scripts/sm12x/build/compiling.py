@@ -91,7 +91,7 @@ def compile_modules(
     scheduler = Scheduler(cores=cores, memory_gib=room)
     logs = settings.work / "logs"
     try:
-        with Broker(scheduler, every, run.take) as broker:
+        with Broker(scheduler, every, run.take, run.tick) as broker:
             variables = {
                 **cmake.variables(base, modules, settings),
                 unit.SOCKET: str(broker.address),
@@ -118,7 +118,7 @@ def compile_modules(
 
 @dataclass(kw_only=True)
 class _Run:
-    """What is left, and what was heard. ``take`` is called in the broker's thread."""
+    """What is left, and what was heard. The broker's thread calls ``take`` and ``tick``."""
 
     every: int
     left: dict[str, Unit]
@@ -130,6 +130,7 @@ class _Run:
     failed: list[Result] = field(default_factory=list)
     _expected: float = 60.0
     _taken: float = 60.0
+    _elapsed: Mapping[str, float] = field(default_factory=dict)
 
     def take(self, result: Result) -> None:
         record = {**dataclasses.asdict(result), "unit": result.unit.name}
@@ -150,14 +151,24 @@ class _Run:
         self._taken += result.seconds
         self.show()
 
+    def tick(self, elapsed: Mapping[str, float]) -> None:
+        self._elapsed = elapsed
+        self.show()
+
     def show(self) -> None:
         if self.on_step:
-            costs = [(one.cpu_seconds, one.peak_gib) for one in self.left.values()]
-            plan = schedule.makespan(costs, cores=self.cores, memory_gib=self.memory_gib)
-            # By how the units so far compare to what they were expected to take: another
-            # processor, or a compiler cache that has them.
-            left = plan * self._taken / self._expected
+            costs = [(self._rest(one), one.peak_gib) for one in self.left.values()]
+            left = schedule.makespan(costs, cores=self.cores, memory_gib=self.memory_gib)
             self.on_step("compile", self.every - len(self.left), self.every, left)
+
+    def _rest(self, one: Unit) -> float:
+        """Seconds that a unit still takes.
+
+        By how those so far compare to what they were expected to take: another processor, or a
+        compiler cache that has them. One that takes longer than that is taken to be nearly done.
+        """
+        whole = one.cpu_seconds * self._taken / self._expected
+        return max(whole - self._elapsed.get(one.name, 0.0), whole / 10)
 
 
 def last_lines(log: str, count: int = LAST_LINES) -> str:
