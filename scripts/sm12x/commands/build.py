@@ -8,14 +8,15 @@ import platform
 import sys
 import time
 from collections import Counter
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import click
 
-from sm12x.core.errors import UsageError
+from sm12x.core.errors import FindingsError, UsageError
 
-# The steps import what they need themselves: `toolchain` and `stand-in` also run in the runtime
+# The steps import what they need themselves: some, such as `stand-in`, also run in the runtime
 # image, which does not have the packages that the other steps use.
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
@@ -139,6 +140,29 @@ def stand_in(cuda_home: Path, out: Path, as_json: bool) -> None:
         return
     major, minor = divmod(api.version, 1000)
     click.echo(f"{out}: {len(api.symbols)} symbols of CUDA {major}.{minor // 10}")
+
+
+@command.command()
+def requirements() -> None:
+    """Check that the packages installed here fit together, as `pip check` does.
+
+    What the ledger in the installed wheel says that the lock replaces is printed, and no fault.
+
+    Example: sm12x build requirements
+    """
+    from sm12x.build import ledger
+    from sm12x.image.inside import report, versions
+
+    release = metadata.distribution("vllm")
+    overrides = ledger.from_json(release.read_text(ledger.NAME) or "{}").overrides
+    present = versions.installed(Path(str(release.locate_file(""))))
+    lines = versions.requirements(present.values(), overrides)
+    for line in lines:
+        click.echo(f"{line.state}  {line.text}")
+    if any(line.state == report.FAIL for line in lines):
+        raise FindingsError(
+            "the packages installed here do not fit together", next_step="see the lines above"
+        )
 
 
 @command.command()
