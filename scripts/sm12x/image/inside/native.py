@@ -20,8 +20,8 @@ from sm12x.recipes.model import Recipe
 from sm12x.recipes.render import render
 
 REBUILD = "rebuild the image with `make bundle`, and read the audit of its wheel"
-# A probe imports torch and vLLM from a cold disk; far above the 20 s that takes.
-PROBE_SECONDS = 600
+# A probe imports torch and vLLM: 20 s from a cold disk, over ten minutes under qemu-user.
+PROBE_SECONDS = 3600
 
 # A probe: its kind, its question and variables to set for it -> its answer.
 Ask = Callable[[str, object, Mapping[str, str | None]], Any]
