@@ -22,6 +22,7 @@ from tests.unit import test_build_wheel as tiny
 
 from sm12x import layout
 from sm12x.build import arch, cmake, native, select, source, standin, toolchain, unit, wheel
+from sm12x.build import ledger as ledgers
 from sm12x.core import index, lockfile
 from sm12x.core.errors import BadFileError, BuildFailedError, HashMismatchError
 from sm12x.stack import base as bases
@@ -348,7 +349,7 @@ def test_the_real_official_wheel_patched_twice_is_the_same_and_whole(
     out = tmp_path / "tree"
     record, _ = source.prepare(stacked, sdist, out)
     nothing = dataclasses.replace(tiny.NATIVE, modules=())
-    version = f"{BASE.version}+sm12x.{record.stack_id}"
+    version = ledgers.wheel_version(BASE.version, record.stack_id, tiny.LEDGER.mode)
     changed = wheel.changes(official, out, record, out, nothing, version)
     made = dataclasses.replace(
         tiny.LEDGER,
