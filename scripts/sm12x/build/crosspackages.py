@@ -5,12 +5,10 @@ Apart from ``cross``, which also runs where no package can be fetched.
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from pathlib import Path
 
 from sm12x.build import cross
-from sm12x.core import lockfile, pipconfig, process
+from sm12x.core import files, lockfile, pipconfig, process
 from sm12x.core.errors import BadFileError
 from sm12x.stack.base import Base
 
@@ -49,15 +47,7 @@ def unpack(base: Base, machine: str, out: Path, *, uv: str, find_links: Path | N
     marker = out / _LOCK
     if marker.is_file() and marker.read_text(encoding="utf-8") == text:
         return False
-    if out.exists() and not marker.is_file() and any(out.iterdir()):
-        raise BadFileError(
-            f"{out} is there and was not made by this command",
-            next_step="name a new folder, or remove that one",
-        )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
-    try:
-        made.chmod(0o755)
+    with files.replacing_folder(out, _LOCK) as made:
         (made / _LOCK).write_text(text, encoding="utf-8")
         words: list[str | Path] = [uv, "pip", "install", "--quiet", "--no-deps", "--require-hashes"]
         words += ["--python-platform", base.locks[machine].platform]
@@ -68,8 +58,4 @@ def unpack(base: Base, machine: str, out: Path, *, uv: str, find_links: Path | N
             env={**pipconfig.load().uv_environment(), "UV_PYTHON_DOWNLOADS": "never"},
             next_step="check network, proxy and index address, and run it again",
         )
-        shutil.rmtree(out, ignore_errors=True)
-        made.rename(out)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
     return True

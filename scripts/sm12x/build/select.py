@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import fnmatch
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from sm12x.core import globs
 from sm12x.core.errors import BuildFailedError, UsageError
 from sm12x.stack.base import Base, Module
 from sm12x.stack.series import Stack
@@ -51,7 +51,7 @@ def takes(module: Module, path: str) -> bool:
 
     ``*`` in a glob matches within a folder, ``**`` across folders.
     """
-    return any(_matches(path.split("/"), glob.split("/")) for glob in module.inputs)
+    return any(globs.matches(path, glob) for glob in module.inputs)
 
 
 def touched(base: Base, paths: Iterable[str]) -> tuple[Module, ...]:
@@ -126,11 +126,3 @@ def for_stack(base: Base, stack: Stack) -> tuple[Module, ...]:
     here and is not compiled later.
     """
     return touched(base, sorted({file.path for patch in stack.patches for file in patch.files}))
-
-
-def _matches(path: list[str], glob: list[str]) -> bool:
-    if not glob:
-        return not path
-    if glob[0] == "**":
-        return _matches(path, glob[1:]) or (bool(path) and _matches(path[1:], glob))
-    return bool(path) and fnmatch.fnmatchcase(path[0], glob[0]) and _matches(path[1:], glob[1:])

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sm12x.build import cross, standin
-from sm12x.core import process
+from sm12x.core import files, process
 from sm12x.core.errors import BadFileError, BuildFailedError
 
 # Marks a folder that this module made, and may therefore replace.
@@ -84,15 +84,7 @@ def assemble(
     package = find_package(site_packages.resolve())
     shared = cross.libraries(target, package.name) if target else package / "lib"
     out = out.absolute()
-    if out.exists() and not (out / MARKER).is_file() and any(out.iterdir()):
-        raise BadFileError(
-            f"{out} is there and was not made by this command",
-            next_step="name a new folder, or remove that one",
-        )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
-    try:
-        made.chmod(0o755)
+    with files.replacing_folder(out, MARKER) as made:
         _copy_tools(package / "bin", made / "bin")
         for name in ("include", "nvvm"):
             (made / name).symlink_to(package / name)
@@ -107,11 +99,6 @@ def assemble(
         version = nvcc_version(made)
         if probe:
             _probe(made, target)
-        if out.exists():
-            shutil.rmtree(out)
-        made.rename(out)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
     return CudaHome(
         path=out,
         package=package,

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from sm12x import layout
-from sm12x.core import index, progress
+from sm12x.core import transfer
 from sm12x.core.errors import BadFileError
 from sm12x.stack import base as bases
 
@@ -46,15 +46,9 @@ def command(version: str, machine: str, find_links: Path | None, as_json: bool) 
         )
     found: dict[str, str] = {}
     for kind, pinned in (("sdist", base.sdist), ("wheel", base.wheels[machine])):
-        with progress.transfer(pinned.name) as moved:
-            path = index.fetch(
-                PROJECT,
-                pinned.name,
-                pinned.sha256,
-                cache=layout.cache(),
-                find_links=find_links,
-                on_progress=moved,
-            )
+        path = transfer.fetch(
+            PROJECT, pinned.name, pinned.sha256, cache=layout.cache(), find_links=find_links
+        )
         found[kind] = str(path)
     if as_json:
         click.echo(json.dumps({"base": base.version, "machine": machine, **found}, indent=2))

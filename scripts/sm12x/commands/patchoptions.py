@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from sm12x import layout
-from sm12x.core import index, progress
+from sm12x.core import index, transfer
 from sm12x.core.errors import UnknownBaseError
 from sm12x.stack import base as bases
 from sm12x.stack.base import Base
@@ -52,15 +52,13 @@ def chosen(version: str | None, *, option: str = "--base") -> Base:
 
 def fetch(base: Base, find_links: Path | None) -> Path:
     """The base's sdist, fetched if need be."""
-    with progress.transfer(base.sdist.name) as moved:
-        return index.fetch(
-            base.sdist.name.rpartition("-")[0],
-            base.sdist.name,
-            base.sdist.sha256,
-            cache=layout.cache(),
-            find_links=find_links,
-            on_progress=moved,
-        )
+    return transfer.fetch(
+        base.sdist.name.rpartition("-")[0],
+        base.sdist.name,
+        base.sdist.sha256,
+        cache=layout.cache(),
+        find_links=find_links,
+    )
 
 
 def cached(base: Base) -> Path | None:

@@ -11,7 +11,7 @@ import click
 
 from sm12x import layout
 from sm12x.commands.patchoptions import JSON, chosen, fetch, print_json, say
-from sm12x.core import index, listing, progress
+from sm12x.core import listing, progress, transfer
 from sm12x.stack import base as bases
 from sm12x.stack import draft, need, newfolder, rebase, rebasetext, series, status, tree, witness
 from sm12x.stack.base import Base, Override
@@ -141,15 +141,13 @@ def _overrides(*folders: Path) -> tuple[Override, ...]:
 
 
 def _fetch(project: str, found: Release, find_links: Path | None) -> Path:
-    with progress.transfer(found.sdist.name) as moved:
-        return index.fetch(
-            project,
-            found.sdist.name,
-            found.sdist.sha256,
-            cache=layout.cache(),
-            find_links=find_links,
-            on_progress=moved,
-        )
+    return transfer.fetch(
+        project,
+        found.sdist.name,
+        found.sdist.sha256,
+        cache=layout.cache(),
+        find_links=find_links,
+    )
 
 
 def _witnesses(stack: series.Stack, names: tuple[str, ...]) -> list[str] | None:

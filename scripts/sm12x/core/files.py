@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from sm12x.core.errors import NoSpaceError
+from sm12x.core.errors import BadFileError, NoSpaceError
 
 GIB = 1024**3
 
@@ -40,6 +40,33 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing_folder(out: Path, marker: str) -> Iterator[Path]:
+    """Yield an empty folder beside ``out`` that takes its place if the block succeeds.
+
+    Args:
+        marker: a file that the block puts into the folder, which says that it may be replaced.
+
+    Raises:
+        BadFileError: ``out`` holds something, and no ``marker``.
+    """
+    if out.exists() and not (out / marker).is_file() and any(out.iterdir()):
+        raise BadFileError(
+            f"{out} is there and was not made by this command",
+            next_step="name a new folder, or remove that one",
+        )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
+    try:
+        made.chmod(0o755)
+        yield made
+        if out.exists():
+            shutil.rmtree(out)
+        made.rename(out)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
 
 
 def write_text(path: Path, text: str) -> None:

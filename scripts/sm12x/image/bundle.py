@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from sm12x import __version__, layout
 from sm12x.build import arch as archs
 from sm12x.build import ledger as ledgers
-from sm12x.core import files, index, progress
+from sm12x.core import files, transfer
 from sm12x.core.errors import (
     BuildFailedError,
     ToolFailedError,
@@ -255,23 +255,17 @@ class _Job:
 
     def _fetch(self) -> tuple[Path, Path]:
         with self.report.phase("sources", live=False):
-            return self._fetch_both()
-
-    def _fetch_both(self) -> tuple[Path, Path]:
-        found = []
-        for pinned in (self.base.sdist, self.base.wheels[self.machine]):
-            with progress.transfer(pinned.name) as moved:
-                found.append(
-                    index.fetch(
-                        PROJECT,
-                        pinned.name,
-                        pinned.sha256,
-                        cache=layout.cache(),
-                        find_links=self.options.find_links,
-                        on_progress=moved,
-                    )
+            sdist, wheel = (
+                transfer.fetch(
+                    PROJECT,
+                    pinned.name,
+                    pinned.sha256,
+                    cache=layout.cache(),
+                    find_links=self.options.find_links,
                 )
-        return found[0], found[1]
+                for pinned in (self.base.sdist, self.base.wheels[self.machine])
+            )
+        return sdist, wheel
 
     def _build_wheel(self, sdist: Path, official: Path) -> ledgers.Ledger:
         with record.publishing(self.folder) as staged:
