@@ -25,8 +25,14 @@ HERE = Path(__file__).resolve().parent
 EXAMPLES = layout.root() / "nomad-examples"
 # Of the GPUs that are not there: an RTX PRO 6000's, as NVIDIA's plugin reports it.
 GPUS, GPU_MIB = 4, 97887
+# The name of the task in every example; Nomad names a container `task-allocation`.
+TASK = "vllm"
 # Nomad's own go.mod has a `go` line; what is older refuses with a message that names it.
 _GO = ("go", "/usr/local/go/bin/go")
+
+
+def _docker() -> str:
+    return shutil.which("docker") or "docker"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +58,16 @@ class Agent:
     def allocations(self, job: str) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = json.loads(self.call("job", "allocs", "-json", job).stdout)
         return found
+
+    def inside(self, allocation: str, *command: str, check: bool = True) -> str:
+        """What a command says in the container of an allocation.
+
+        By docker: under load ``nomad alloc exec`` ends before all that a quick command has said is
+        there, with status 0 (hashicorp/nomad#27146).
+        """
+        return process.run(
+            [_docker(), "exec", f"{TASK}-{allocation}", *command], check=check, timeout=60
+        ).stdout
 
     def wait(self, what: str, seconds: float, met: Callable[[], bool]) -> None:
         end = time.monotonic() + seconds
@@ -134,10 +150,9 @@ def image() -> str:
         name = made.tags[0] if made and made.tags else ""
     if not name:
         lacking("there is no bundle: run `make bundle` first, or name an image in SM12X_IMAGE")
-    docker = next((path for path in process.which_all("docker")), None)
-    if docker is None or process.run([docker, "info"], check=False).returncode:
+    if shutil.which("docker") is None or process.run([_docker(), "info"], check=False).returncode:
         lacking("docker does not answer, and Nomad's docker driver needs it")
-    if process.run([str(docker), "image", "inspect", name], check=False).returncode:
+    if process.run([_docker(), "image", "inspect", name], check=False).returncode:
         lacking(f"docker has no image {name}: run `make bundle ARGS='--engine docker'`")
     return name
 

@@ -82,7 +82,7 @@ def test_a_server_gets_its_gpus_its_address_and_its_secrets(agent: Agent, image:
     assert allocation["DeploymentStatus"]["Healthy"] is True
 
     def inside(*command: str) -> str:
-        return agent.call("alloc", "exec", "-t=false", allocation["ID"], *command).stdout.strip()
+        return agent.inside(allocation["ID"], *command).strip()
 
     environment = dict(line.split("=", 1) for line in inside("env").splitlines() if "=" in line)
     assert sorted(environment["NVIDIA_VISIBLE_DEVICES"].split(",")) == [
@@ -168,7 +168,7 @@ def said_inside(agent: Agent, job: str, *command: str) -> str:
     """What a command says inside the job's one container, once that runs."""
     agent.wait(f"{job} to run", 60, lambda: status(agent, job) == "running")
     (allocation,) = agent.allocations(job)
-    return agent.call("alloc", "exec", "-t=false", allocation["ID"], *command).stdout
+    return agent.inside(allocation["ID"], *command)
 
 
 def status(agent: Agent, job: str) -> str:
@@ -216,8 +216,7 @@ def test_the_second_machine_learns_where_the_first_is(
         def has() -> bool:
             found = [one["ID"] for one in agent.allocations(job) if one["TaskGroup"] == group]
             if found:
-                words = ("alloc", "exec", "-t=false", found[0], "env")
-                seen[0] = agent.call(*words, check=False).stdout
+                seen[0] = agent.inside(found[0], "env", check=False)
             return wanted in seen[0]
 
         agent.wait(f"{wanted} in {group}", 60, has)
