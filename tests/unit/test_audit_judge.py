@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from sm12x import layout
 from sm12x.audit import images, policy, render, report
 from sm12x.audit.fatbin import Container, Entry
 from sm12x.audit.model import DEVICES, SM120, Audit, Device, LibraryAudit
+from sm12x.build import ledger
 from sm12x.commands import audit as verb
 from sm12x.core.cudaarch import CudaArch
 from sm12x.core.errors import BadArchitectureError, BadFileError, FindingsError, NoEngineError
@@ -110,8 +113,35 @@ def test_the_first_rule_that_matches_library_and_device_counts(tmp_path: Path) -
 
 def test_a_rule_reaches_into_an_image(tmp_path: Path) -> None:
     (rule,) = rules(tmp_path, '[[rule]]\nmatch = ["vllm/_C.abi3.so"]\nunits = ["native"]').rules
-    assert rule.concerns("opt/venv/lib/python3.13/site-packages/vllm/_C.abi3.so", SM120)
-    assert not rule.concerns("opt/myvllm/_C.abi3.so", SM120)
+    installed = "opt/venv/lib/python3.13/site-packages/vllm/_C.abi3.so"
+    assert rule.concerns(installed, SM120, compiled=False)
+    assert not rule.concerns("opt/myvllm/_C.abi3.so", SM120, compiled=False)
+
+
+def test_more_may_be_asked_of_what_was_compiled_here(tmp_path: Path) -> None:
+    found = rules(
+        tmp_path,
+        """
+        [[rule]]
+        match = ["vllm/_C.abi3.so"]
+        compiled = true
+        units = ["native"]
+        [[rule]]
+        match = ["vllm/_C.abi3.so"]
+        units = ["native", "ptx", "none"]
+        reason = "official"
+        required = true
+        """,
+    )
+    for path in ("vllm/_C.abi3.so", "opt/venv/lib/python3.13/site-packages/vllm/_C.abi3.so"):
+        library = dataclasses.replace(AUDIT["vllm/_C.abi3.so"], path=path)
+        only = Audit(subject="x", kind="wheel", libraries=(library,))
+        assert policy.judge(only, found, (SM120,)).passed
+        ours = policy.judge(only, found, (SM120,), compiled=["vllm/_C.abi3.so"])
+        assert [offender.message for offender in ours.offenders] == [
+            "1 of 4 translation units run only through PTX",
+            "1 of 4 translation units do not run",
+        ]
 
 
 def test_too_few_native_units_and_a_missing_library_are_offences(tmp_path: Path) -> None:
@@ -229,6 +259,63 @@ def test_the_command_fails_with_the_offenders_after_writing_the_report(tmp_path:
     assert isinstance(done.exception, FindingsError)
     assert str(KERNELS) in done.exception.message
     assert "the policy asks for 9" in " ".join(output.read_text().split())
+
+
+def ledger_of(origin: str) -> str:
+    entry = ledger.LibraryEntry(
+        path="vllm/_C.abi3.so",
+        sha256="",
+        size=1,
+        official_size=1,
+        origin=origin,
+        reason="",
+        cubins={},
+        ptx={},
+        sm120="mixed",
+        sm121="mixed",
+        ops=(),
+        lost=(),
+    )
+    texts = {field.name: "" for field in dataclasses.fields(ledger.Ledger)}
+    lists = dict.fromkeys(("patches", "files", "libraries", "allowed_missing", "overrides"), ())
+    made: dict[str, Any] = {**texts, **lists, "dependencies": {}, "schema": ledger.SCHEMA}
+    return ledger.Ledger(**{**made, "libraries": (entry,)}).to_json()
+
+
+@pytest.mark.parametrize(("origin", "passes"), [("official", True), ("compiled", False)])
+def test_the_ledger_says_what_was_compiled_here(tmp_path: Path, origin: str, passes: bool) -> None:
+    rule = tmp_path / "policy.toml"
+    rule.write_text(
+        'schema = 1\nname = "more of ours"\n'
+        '[[rule]]\nmatch = ["vllm/_C*"]\ncompiled = true\nunits = ["native"]\n'
+        "native_at_least = 9\n"
+        '[[rule]]\nmatch = ["vllm/_C*"]\nunits = ["native"]\nrequired = true\n'
+    )
+    beside = tmp_path / "ledger.json"
+    beside.write_text(ledger_of(origin))
+    wheel, folder, bare = tmp_path / "a.whl", tmp_path / "site", tmp_path / "bare"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(KERNELS, "vllm/_C.abi3.so")
+        archive.write(beside, f"vllm-1.dist-info/{ledger.NAME}")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+        archive.extract("vllm/_C.abi3.so", bare)
+    for words in ((wheel,), (folder,), (bare, "--ledger", beside)):
+        done = call(*words, "--policy", rule)
+        assert isinstance(done.exception, FindingsError) is not passes
+    assert call(bare, "--policy", rule).exit_code == 0
+
+
+def test_what_is_no_ledger_is_named(tmp_path: Path) -> None:
+    wheel, beside = tmp_path / "a.whl", tmp_path / "ledger.json"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(KERNELS, "vllm/_C.abi3.so")
+        archive.writestr(f"vllm-1.dist-info/{ledger.NAME}", "{}")
+    beside.write_text("[]")
+    for words in ((wheel,), (KERNELS, "--ledger", beside)):
+        done = call(*words)
+        assert isinstance(done.exception, BadFileError)
+        assert f"{words[-1]} holds no ledger" in done.exception.message
 
 
 @pytest.mark.parametrize("name", ["missing.whl", "./missing"])

@@ -1,15 +1,15 @@
 """Judge an audit by a policy: a TOML file that says, for each library, how its code may run.
 
 A rule names libraries by glob, the verdicts their translation units may have, and the reason for
-each exception. For a library and a device the first rule that matches both counts. What could not
-be read breaks every policy.
+each exception. For a library and a device the first rule that matches both counts; a rule may be
+for libraries alone that were compiled here. What could not be read breaks every policy.
 """
 
 from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -36,7 +36,7 @@ _WORDS = {
 }
 _KEYS = {
     "match": list, "units": list, "reason": str, "native_at_least": int, "required": bool,
-    "on": list,
+    "on": list, "compiled": bool,
 }  # fmt: skip
 
 
@@ -52,6 +52,7 @@ class Rule:
         native_at_least: how many translation units have to be native.
         required: whether a library that matches has to be there.
         on: the devices the rule is for.
+        compiled: whether the rule is for libraries alone that were compiled here.
     """
 
     match: tuple[str, ...]
@@ -60,11 +61,15 @@ class Rule:
     native_at_least: int = 0
     required: bool = False
     on: tuple[Device, ...] = ()
+    compiled: bool = False
 
-    def concerns(self, path: str, device: Device) -> bool:
-        if self.on and device not in self.on:
-            return False
+    def matches(self, path: str) -> bool:
         return any(fnmatchcase(path, glob) or fnmatchcase(path, f"*/{glob}") for glob in self.match)
+
+    def concerns(self, path: str, device: Device, *, compiled: bool) -> bool:
+        if (self.on and device not in self.on) or (self.compiled and not compiled):
+            return False
+        return self.matches(path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,22 +110,35 @@ class Judgement:
         return not self.offenders
 
 
-def judge(audit: Audit, policy: Policy, devices: Sequence[Device] = DEVICES) -> Judgement:
-    """Hold every library of the audit against the policy."""
+def judge(
+    audit: Audit,
+    policy: Policy,
+    devices: Sequence[Device] = DEVICES,
+    *,
+    compiled: Collection[str] = (),
+) -> Judgement:
+    """Hold every library of the audit against the policy.
+
+    Args:
+        audit: what was found.
+        policy: the rules.
+        devices: what to judge for.
+        compiled: the paths in a wheel of what was compiled here, as its ledger names them; an
+            image has them below some folder.
+    """
     offenders: list[Offender] = []
     accepted: dict[str, list[str]] = {}
-    seen: set[int] = set()
     for library in audit.libraries:
+        ours = any(library.path == path or library.path.endswith(f"/{path}") for path in compiled)
         if library.unknown:
             message = f"could not be read: {'; '.join(library.unknown)}"
             offenders.append(Offender(path=library.path, device="", message=message))
         for device in devices:
-            number = _rule_for(library.path, device, policy)
+            number = _rule_for(library.path, device, policy, compiled=ours)
             if number is None:
                 message = "no rule of the policy matches it"
                 offenders.append(Offender(path=library.path, device=str(device), message=message))
                 continue
-            seen.add(number)
             rule = policy.rules[number]
             faults = () if library.unknown else tuple(_faults(library, device, rule))
             offenders.extend(
@@ -130,9 +148,10 @@ def judge(audit: Audit, policy: Policy, devices: Sequence[Device] = DEVICES) -> 
                 paths = accepted.setdefault(rule.reason, [])
                 if library.path not in paths:
                     paths.append(library.path)
-    for number, rule in enumerate(policy.rules):
+    for rule in policy.rules:
         applies = not rule.on or any(device in rule.on for device in devices)
-        if rule.required and applies and number not in seen:
+        there = any(rule.matches(library.path) for library in audit.libraries)
+        if rule.required and applies and not there:
             message = "is not there, and the policy requires it"
             offenders.append(Offender(path=" or ".join(rule.match), device="", message=message))
     return Judgement(
@@ -144,9 +163,9 @@ def judge(audit: Audit, policy: Policy, devices: Sequence[Device] = DEVICES) -> 
     )
 
 
-def _rule_for(path: str, device: Device, policy: Policy) -> int | None:
+def _rule_for(path: str, device: Device, policy: Policy, *, compiled: bool) -> int | None:
     for number, rule in enumerate(policy.rules):
-        if rule.concerns(path, device):
+        if rule.concerns(path, device, compiled=compiled):
             return number
     return None
 
@@ -222,6 +241,7 @@ def _rule(path: Path, where: str, raw: Any) -> Rule:
         native_at_least=raw.get("native_at_least", 0),
         required=raw.get("required", False),
         on=on,
+        compiled=raw.get("compiled", False),
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -144,15 +145,32 @@ def read(path: Path) -> Ledger:
     try:
         return from_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
-        raise BadFileError(
-            f"{path} is not a ledger of schema {SCHEMA}: {error}",
-            next_step="rebuild the bundle with this version of sm12x",
-        ) from None
+        raise _not_one(path, error) from None
+
+
+def inside(path: Path) -> Ledger | None:
+    """The ledger in a wheel, or in a folder that one was unpacked or installed in; None without one.
+
+    Raises BadFileError when what lies there is not a ledger.
+    """
+    place = f"*.dist-info/{NAME}"
+    if path.is_dir():
+        return next((read(found) for found in sorted(path.glob(place))), None)
+    if not zipfile.is_zipfile(path):
+        return None
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = [name for name in archive.namelist() if PurePosixPath(name).match(place)]
+            return from_json(archive.read(names[0]).decode()) if names else None
+    except (zipfile.BadZipFile, ValueError, KeyError, TypeError) as error:
+        raise _not_one(path, error) from None
 
 
 def from_json(text: str) -> Ledger:
     """Parse a ledger. Raises ValueError, KeyError or TypeError when it is not one."""
-    raw: dict[str, Any] = json.loads(text)
+    raw: Any = json.loads(text)
+    if not isinstance(raw, dict):
+        raise TypeError("it is not a JSON object")
     if raw.get("schema") != SCHEMA:
         raise ValueError(f"schema {raw.get('schema')!r}")
     raw["patches"] = tuple(PatchEntry(**entry) for entry in raw["patches"])
@@ -164,3 +182,10 @@ def from_json(text: str) -> Ledger:
     raw["allowed_missing"] = tuple(raw["allowed_missing"])
     raw["overrides"] = tuple(OverrideEntry(**entry) for entry in raw.get("overrides", ()))
     return Ledger(**raw)
+
+
+def _not_one(path: Path, error: Exception) -> BadFileError:
+    return BadFileError(
+        f"{path} holds no ledger of schema {SCHEMA}: {error}",
+        next_step="rebuild the bundle with this version of sm12x",
+    )

@@ -12,6 +12,7 @@ import click
 from sm12x import layout
 from sm12x.audit import images, policy, render, report, scan
 from sm12x.audit.model import DEVICES, Audit, Device
+from sm12x.build import ledger
 from sm12x.core import files, progress
 from sm12x.core.errors import BadFileError, FindingsError
 from sm12x.stack import base as bases
@@ -37,6 +38,13 @@ _WIDEST = 140
     help="Policy to judge by. Default: that of the base, else data/policies/default.toml.",
 )
 @click.option("--base", "version", help="Base whose policy to judge by. Default: the wheel's.")
+@click.option(
+    "--ledger",
+    "ledger_file",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    help="Ledger that says what was compiled here, which the policy may ask more of. Default: that "
+    "in the wheel or folder.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (data/schemas/audit-1.json).")
 @click.option(
     "--output",
@@ -48,6 +56,7 @@ def command(
     archs: tuple[str, ...],
     policy_file: Path | None,
     version: str | None,
+    ledger_file: Path | None,
     as_json: bool,
     output: Path | None,
 ) -> None:
@@ -66,7 +75,11 @@ def command(
         raise BadFileError(
             f"{subject} holds no shared library", next_step="check that it is the right one"
         )
-    judgement = policy.judge(audit, rules, devices)
+    made = ledger.read(ledger_file) if ledger_file else ledger.inside(Path(subject))
+    compiled = (
+        [entry.path for entry in made.libraries if entry.origin == "compiled"] if made else []
+    )
+    judgement = policy.judge(audit, rules, devices, compiled=compiled)
     if as_json:
         text = report.to_json(audit, judgement, devices)
     else:
