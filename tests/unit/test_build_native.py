@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sm12x.build import cmake, select
+from sm12x.build import arch, cmake, select
 from sm12x.core.errors import BuildFailedError, UsageError
 from sm12x.stack import base as bases
 from sm12x.stack.base import Base, Module
@@ -167,3 +167,19 @@ def test_quick_mode_stays_quick(version: str) -> None:
     touched = [module.target for module in select.touched(loaded, ["CMakeLists.txt"])]
     found = select.choose(loaded, touched, mode="quick")
     assert sum(module.cpu_seconds for module in found.modules) < 60
+
+
+@pytest.mark.parametrize(
+    ("arch_list", "own"), [("12.0a;12.1a", True), ("12.0f", True), ("9.0a;12.0a", False)]
+)
+def test_only_units_of_12x_find_the_headers_of_the_base(
+    tmp_path: Path, arch_list: str, own: bool
+) -> None:
+    base = dataclasses.replace(bases.load(bases.versions()[0]), folder=tmp_path)
+    archs = arch.validate(arch_list, default="12.0a")
+    assert not cmake.own_headers(base, archs)
+    header = tmp_path / "include" / "torch" / "all.h"
+    header.parent.mkdir(parents=True)
+    header.write_text("")
+    assert base.headers() == (header,)
+    assert cmake.own_headers(base, archs) is own

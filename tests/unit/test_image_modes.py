@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -158,6 +159,11 @@ def test_a_work_folder_is_named_by_what_a_compiler_must_not_mix(tmp_path: Path) 
     }
     assert len(keys) == 8
     assert plain.key(BASE, "x86_64", "12.0a") in keys
+    # As good as the base, but for the headers that units find before torch's.
+    bare = dataclasses.replace(BASE, folder=tmp_path)
+    shutil.copy(BASE.build_lock_path("x86_64"), tmp_path)
+    assert BASE.headers()
+    assert plain.key(bare, "x86_64", "12.0a") not in keys
 
 
 class Said:

@@ -209,8 +209,7 @@ def _definitions(base: Base, modules: Sequence[Module], settings: Settings) -> l
     flags = " ".join([*_prefix_maps(base, modules, settings), *other])
     # -I and -S: it starts once a unit, and needs nothing but the standard library.
     launcher = [settings.python, "-I", "-S", Path(unit.__file__)]
-    # No CCACHE_BASEDIR: ccache would make paths relative, which the prefix maps then do not match.
-    launcher += filter(None, [process.which("ccache")])
+    headers = [f"-I{base.include}"] if own_headers(base, settings.archs) else []
     return [
         *(cross.definitions(target, settings.work) if target else ()),
         "-DCMAKE_BUILD_TYPE=Release",
@@ -225,13 +224,21 @@ def _definitions(base: Base, modules: Sequence[Module], settings: Settings) -> l
         # Nothing of the build machine's folders, the stub of libcuda above all, in the module.
         "-DCMAKE_SKIP_RPATH=ON",
         f"-DCMAKE_CXX_FLAGS={flags}",
-        f"-DCMAKE_CUDA_FLAGS={' '.join(f'-Xcompiler={flag}' for flag in flags.split())}",
+        f"-DCMAKE_CUDA_FLAGS={' '.join([*headers, *(f'-Xcompiler={flag}' for flag in flags.split())])}",
         "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON",
         *(
             f"-DCMAKE_{language}_COMPILER_LAUNCHER={';'.join(map(str, launcher))}"
             for language in ("C", "CXX", "CUDA")
         ),
     ]
+
+
+def own_headers(base: Base, archs: Iterable[CudaArch]) -> bool:
+    """Whether CUDA units find the base's headers before torch's, which come by ``-isystem``.
+
+    They are made for the units of 12.x; those that other architectures add have torch's own.
+    """
+    return bool(base.headers()) and all(one.major == 12 for one in archs)
 
 
 def _prefix_maps(base: Base, modules: Sequence[Module], settings: Settings) -> list[str]:

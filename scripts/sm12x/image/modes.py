@@ -68,8 +68,8 @@ class How:
     def key(self, base: Base, machine: str, arch_list: str) -> str:
         """Names the work folder that an interrupted compilation goes on in.
 
-        In it is what ninja cannot see a change of: it goes by the dates of files, and a compiler or
-        a third-party source of another version can have older ones.
+        In it is what ninja cannot see a change of: it goes by the dates of files, and a compiler, a
+        header or a third-party source of another version can have older ones.
         """
         parts = (
             base.version,
@@ -79,6 +79,7 @@ class How:
             *self.allowed,
             self.third_party_sha256,
             files.sha256(base.build_lock_path(machine)),
+            *(files.sha256(path) for path in base.headers()),
         )
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 

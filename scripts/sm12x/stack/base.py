@@ -199,6 +199,15 @@ class Base:
     def series_path(self) -> Path:
         return self.folder / "series"
 
+    @property
+    def include(self) -> Path:
+        """The folder of headers that CUDA units find before torch's; there may be none."""
+        return self.folder / "include"
+
+    def headers(self) -> tuple[Path, ...]:
+        """The files of ``include``."""
+        return tuple(sorted(path for path in self.include.rglob("*") if path.is_file()))
+
 
 def versions() -> list[str]:
     """The versions there is a folder for, oldest first."""
