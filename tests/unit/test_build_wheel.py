@@ -324,10 +324,18 @@ def test_a_module_must_offer_what_the_official_one_does() -> None:
 
 
 def test_what_is_made_of_a_source_that_may_be_missing_may_be_lost_and_nothing_else() -> None:
-    allowed = {"q": ("_q::*",)}
+    allowed = {"q": ("_q::e", "_q::f")}
     less = dataclasses.replace(OPS, ops=("_C::a", "_C::b", "_C::c", "_C::d"))
     assert ops.lost("m.so", less, OPS, allowed) == ("_q::e", "_q::f")
     less = dataclasses.replace(OPS, ops=("_C::a", "_C::b", "_C::c"))
     said = r"lacks 1 of .* ops: _C::d \(it was compiled without q\)"
     with pytest.raises(BuildFailedError, match=said):
         ops.lost("m.so", less, OPS, allowed)
+
+
+def test_an_op_that_was_only_read_has_no_namespace() -> None:
+    allowed = {"q": ("_q::e", "_q::f")}
+    read = ops.Registered(ops=("a", "e", "f"), names=(), by="read")
+    assert ops.lost("m.so", dataclasses.replace(read, ops=("a",)), read, allowed) == ("e", "f")
+    with pytest.raises(BuildFailedError, match=r"lacks 1 of .* ops: a "):
+        ops.lost("m.so", dataclasses.replace(read, ops=("f",)), read, allowed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import re
 import tempfile
@@ -89,16 +88,16 @@ def lost(
     """What our build of ``path`` lacks of the official one's ops and names.
 
     Args:
-        allowed: the third-party sources it was compiled without -> globs of what is made of each.
+        allowed: the third-party sources it was compiled without -> the ops made of each.
 
     Raises:
         BuildFailedError: it lacks something that is made of none of ``allowed``.
     """
     missing = sorted({*official.ops, *official.names} - {*ours.ops, *ours.names})
-    globs = [glob for given in allowed.values() for glob in given]
-    unexplained = [
-        name for name in missing if not any(fnmatch.fnmatchcase(name, glob) for glob in globs)
-    ]
+    known = {name for given in allowed.values() for name in given}
+    if official.by == "read":
+        known = {name.rpartition("::")[2] for name in known}
+    unexplained = [name for name in missing if name not in known]
     if unexplained:
         more = f" and {len(unexplained) - 3} more" if len(unexplained) > 3 else ""
         without = f" (it was compiled without {', '.join(allowed)})" if allowed else ""

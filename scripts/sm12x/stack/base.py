@@ -90,8 +90,8 @@ class Source:
     """A third-party source the release's CMake declares; ``override`` is the variable it reads.
 
     ``stand_in`` are the files, empty ones, that configuring asks for where nothing of the source
-    is compiled. ``ops`` are globs of the torch ops that are made of it: a module compiled without
-    the source may lack those, and no others.
+    is compiled. ``ops`` are the torch ops that are made of it (``namespace::name``): a module
+    compiled without the source may lack those, and no others.
 
     A source that is compiled comes out of ``packages``, with the generated ``texts`` (path to
     content) beside them, or out of git: ``commit`` of the repository ``git``, with those
