@@ -330,6 +330,17 @@ def test_nvcc_is_told_a_name_of_the_source_that_is_good_in_any_folder() -> None:
     assert unit.with_fixed_name(host) == host
 
 
+def test_only_the_releases_own_cuda_units_find_other_headers_first() -> None:
+    ours = [unit.HEADERS, "/w/src", "/base/include"]
+    words = ["ccache", "nvcc", "-O3", "-I/w/src/csrc", "-isystem", "/torch", "-x", "cu", "-c"]
+    own = [*words, "/w/src/csrc/a.cu", "-o", "a.o"]
+    assert unit.with_headers([*ours, *own]) == [*own[:3], "-I/base/include", *own[3:]]
+    assert unit.with_headers(own) == own
+    host = ["g++", "-I/w/src/csrc", "-c", "/w/src/csrc/a.cpp", "-o", "a.o"]
+    for other in ([*words, "/third_party/q/a.cu", "-o", "a.o"], host, ["nvcc", "--version"]):
+        assert unit.with_headers([*ours, *other]) == other
+
+
 def test_git_that_is_not_reachable_is_a_reason_and_no_error(
     base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -209,7 +209,8 @@ def _definitions(base: Base, modules: Sequence[Module], settings: Settings) -> l
     flags = " ".join([*_prefix_maps(base, modules, settings), *other])
     # -I and -S: it starts once a unit, and needs nothing but the standard library.
     launcher = [settings.python, "-I", "-S", Path(unit.__file__)]
-    headers = [f"-I{base.include}"] if own_headers(base, settings.archs) else []
+    if own_headers(base, settings.archs):
+        launcher += [unit.HEADERS, settings.work / "src", base.include]
     return [
         *(cross.definitions(target, settings.work) if target else ()),
         "-DCMAKE_BUILD_TYPE=Release",
@@ -224,7 +225,7 @@ def _definitions(base: Base, modules: Sequence[Module], settings: Settings) -> l
         # Nothing of the build machine's folders, the stub of libcuda above all, in the module.
         "-DCMAKE_SKIP_RPATH=ON",
         f"-DCMAKE_CXX_FLAGS={flags}",
-        f"-DCMAKE_CUDA_FLAGS={' '.join([*headers, *(f'-Xcompiler={flag}' for flag in flags.split())])}",
+        f"-DCMAKE_CUDA_FLAGS={' '.join(f'-Xcompiler={flag}' for flag in flags.split())}",
         "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON",
         *(
             f"-DCMAKE_{language}_COMPILER_LAUNCHER={';'.join(map(str, launcher))}"
@@ -234,7 +235,7 @@ def _definitions(base: Base, modules: Sequence[Module], settings: Settings) -> l
 
 
 def own_headers(base: Base, archs: Iterable[CudaArch]) -> bool:
-    """Whether CUDA units find the base's headers before torch's, which come by ``-isystem``.
+    """Whether the release's CUDA units find the base's headers before torch's.
 
     They are made for the units of 12.x; those that other architectures add have torch's own.
     """

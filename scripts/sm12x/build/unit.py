@@ -23,6 +23,8 @@ from typing import Any
 
 SOCKET = "SM12X_UNIT_SOCKET"
 LOGS = "SM12X_UNIT_LOGS"
+# Before the compiler's words: a folder of sources, and one of headers for the CUDA units among them.
+HEADERS = "--headers"
 
 # What nvcc, gcc and clang print when the kernel kills a program of theirs. Their own exit status
 # does not say it.
@@ -57,8 +59,24 @@ def with_fixed_name(argv: list[str]) -> list[str]:
     return argv
 
 
+def with_headers(argv: list[str]) -> list[str]:
+    """The compiler's words, less those for us; for a CUDA unit of the folder with its headers first.
+
+    They stand before every ``-I``, and so before every ``-isystem``. A third party's sources are
+    not in the folder: they have what they were written for.
+    """
+    if argv[0] != HEADERS:
+        return argv
+    sources, headers, words = argv[1], argv[2], argv[3:]
+    source = _following(words, "-c")
+    if source is None or _following(words, "-x") != "cu" or not source.startswith(f"{sources}/"):
+        return words
+    at = next((n for n, word in enumerate(words) if word.startswith(("-I", "-isystem"))), 1)
+    return [*words[:at], f"-I{headers}", *words[at:]]
+
+
 def main(argv: list[str]) -> int:
-    argv = with_fixed_name(argv)
+    argv = with_fixed_name(with_headers(argv))
     address, unit = os.environ.get(SOCKET), _following(argv, "-o")
     if not address or unit is None:
         os.execvp(argv[0], argv)  # noqa: S606 - no shell is wanted

@@ -13,3 +13,6 @@
 #include <ATen/ops/sum.h>
 #include <c10/core/TensorOptions.h>
 #include <c10/util/Exception.h>
+
+// CUDA_VERSION: units of the release choose by it what they compile, and take it for granted.
+#include <cuda.h>
