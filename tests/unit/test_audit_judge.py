@@ -18,6 +18,7 @@ from sm12x.audit.fatbin import Container, Entry
 from sm12x.audit.model import DEVICES, SM120, Audit, Device, LibraryAudit
 from sm12x.build import ledger
 from sm12x.commands import audit as verb
+from sm12x.core import files
 from sm12x.core.cudaarch import CudaArch
 from sm12x.core.errors import BadArchitectureError, BadFileError, FindingsError, NoEngineError
 
@@ -137,7 +138,8 @@ def test_more_may_be_asked_of_what_was_compiled_here(tmp_path: Path) -> None:
         library = dataclasses.replace(AUDIT["vllm/_C.abi3.so"], path=path)
         only = Audit(subject="x", kind="wheel", libraries=(library,))
         assert policy.judge(only, found, (SM120,)).passed
-        ours = policy.judge(only, found, (SM120,), compiled=["vllm/_C.abi3.so"])
+        named = {"vllm/_C.abi3.so": library.sha256}
+        ours = policy.judge(only, found, (SM120,), compiled=named)
         assert [offender.message for offender in ours.offenders] == [
             "1 of 4 translation units run only through PTX",
             "1 of 4 translation units do not run",
@@ -261,10 +263,10 @@ def test_the_command_fails_with_the_offenders_after_writing_the_report(tmp_path:
     assert "the policy asks for 9" in " ".join(output.read_text().split())
 
 
-def ledger_of(origin: str) -> str:
+def ledger_of(origin: str, sha256: str) -> str:
     entry = ledger.LibraryEntry(
         path="vllm/_C.abi3.so",
-        sha256="",
+        sha256=sha256,
         size=1,
         official_size=1,
         origin=origin,
@@ -292,7 +294,7 @@ def test_the_ledger_says_what_was_compiled_here(tmp_path: Path, origin: str, pas
         '[[rule]]\nmatch = ["vllm/_C*"]\nunits = ["native"]\nrequired = true\n'
     )
     beside = tmp_path / "ledger.json"
-    beside.write_text(ledger_of(origin))
+    beside.write_text(ledger_of(origin, files.sha256(KERNELS)))
     wheel, folder, bare = tmp_path / "a.whl", tmp_path / "site", tmp_path / "bare"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.write(KERNELS, "vllm/_C.abi3.so")
@@ -303,7 +305,12 @@ def test_the_ledger_says_what_was_compiled_here(tmp_path: Path, origin: str, pas
     for words in ((wheel,), (folder,), (bare, "--ledger", beside)):
         done = call(*words, "--policy", rule)
         assert isinstance(done.exception, FindingsError) is not passes
-    assert call(bare, "--policy", rule).exit_code == 0
+    alone = call(bare, "--policy", rule)
+    assert alone.exit_code == 0
+    assert "No ledger is with it" in alone.output
+    beside.write_text(ledger_of(origin, "0" * 64))
+    other = call(bare, "--policy", rule, "--ledger", beside)
+    assert ("belongs to another build" in other.output) is not passes
 
 
 def test_what_is_no_ledger_is_named(tmp_path: Path) -> None:
@@ -312,10 +319,12 @@ def test_what_is_no_ledger_is_named(tmp_path: Path) -> None:
         archive.write(KERNELS, "vllm/_C.abi3.so")
         archive.writestr(f"vllm-1.dist-info/{ledger.NAME}", "{}")
     beside.write_text("[]")
-    for words in ((wheel,), (KERNELS, "--ledger", beside)):
+    rule = layout.patches() / "0.21.0" / "audit-policy.toml"
+    for words in ((wheel, "--policy", rule), (KERNELS, "--ledger", beside)):
         done = call(*words)
         assert isinstance(done.exception, BadFileError)
-        assert f"{words[-1]} holds no ledger" in done.exception.message
+        named = beside if "--ledger" in words else wheel
+        assert f"{named} holds no ledger" in done.exception.message
 
 
 @pytest.mark.parametrize("name", ["missing.whl", "./missing"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -77,6 +77,11 @@ class Policy:
     name: str
     rules: tuple[Rule, ...]
 
+    @property
+    def asks_a_ledger(self) -> bool:
+        """Whether some of it is for what was compiled here, which only a ledger tells."""
+        return any(rule.compiled for rule in self.rules)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Offender:
@@ -101,9 +106,12 @@ class Accepted:
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
+    """``unasked``: rules for what was compiled here were passed over, for there was no ledger."""
+
     policy: str
     offenders: tuple[Offender, ...]
     accepted: tuple[Accepted, ...]
+    unasked: bool = False
 
     @property
     def passed(self) -> bool:
@@ -115,7 +123,7 @@ def judge(
     policy: Policy,
     devices: Sequence[Device] = DEVICES,
     *,
-    compiled: Collection[str] = (),
+    compiled: Mapping[str, str] | None = None,
 ) -> Judgement:
     """Hold every library of the audit against the policy.
 
@@ -123,18 +131,21 @@ def judge(
         audit: what was found.
         policy: the rules.
         devices: what to judge for.
-        compiled: the paths in a wheel of what was compiled here, as its ledger names them; an
-            image has them below some folder.
+        compiled: what was compiled here, as a ledger names it: path in the wheel -> sha256. An
+            image has the paths below some folder. None: no ledger was there to ask.
     """
     offenders: list[Offender] = []
     accepted: dict[str, list[str]] = {}
     for library in audit.libraries:
-        ours = any(library.path == path or library.path.endswith(f"/{path}") for path in compiled)
+        ours = _named(library.path, compiled or {})
+        if ours not in ("", library.sha256):
+            message = "is not the file that the ledger names: it belongs to another build"
+            offenders.append(Offender(path=library.path, device="", message=message))
         if library.unknown:
             message = f"could not be read: {'; '.join(library.unknown)}"
             offenders.append(Offender(path=library.path, device="", message=message))
         for device in devices:
-            number = _rule_for(library.path, device, policy, compiled=ours)
+            number = _rule_for(library.path, device, policy, compiled=bool(ours))
             if number is None:
                 message = "no rule of the policy matches it"
                 offenders.append(Offender(path=library.path, device=str(device), message=message))
@@ -160,7 +171,14 @@ def judge(
         accepted=tuple(
             Accepted(reason=reason, paths=tuple(paths)) for reason, paths in accepted.items()
         ),
+        unasked=compiled is None and policy.asks_a_ledger,
     )
+
+
+def _named(path: str, compiled: Mapping[str, str]) -> str:
+    """The sha256 that ``compiled`` has for the library at ``path``, "" if it has none."""
+    found = (sha for name, sha in compiled.items() if path == name or path.endswith(f"/{name}"))
+    return next(found, "")
 
 
 def _rule_for(path: str, device: Device, policy: Policy, *, compiled: bool) -> int | None:

@@ -156,6 +156,11 @@ def _judged(judgement: Judgement, width: int) -> str:
         lines += _bullets(map(str, judgement.offenders), width)
     else:
         lines = [f"Policy `{judgement.policy}`: passed."]
+    if judgement.unasked:
+        told = (
+            "No ledger is with it: every library counts as the official one (--ledger names one)."
+        )
+        lines.append(_wrap(told, width))
     if judgement.accepted:
         lines.append("Accepted though not native throughout:")
         lines += _bullets(

@@ -55,6 +55,7 @@ def _judgement(judgement: Judgement) -> dict[str, Any]:
     return {
         "name": judgement.policy,
         "passed": judgement.passed,
+        "unasked": judgement.unasked,
         "offenders": [
             {"path": offender.path, "device": offender.device, "message": offender.message}
             for offender in judgement.offenders

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -162,7 +163,12 @@ def inside(path: Path) -> Ledger | None:
         with zipfile.ZipFile(path) as archive:
             names = [name for name in archive.namelist() if PurePosixPath(name).match(place)]
             return from_json(archive.read(names[0]).decode()) if names else None
-    except (zipfile.BadZipFile, ValueError, KeyError, TypeError) as error:
+    # As in audit/scan.py: NotImplementedError is a compression this Python lacks, RuntimeError an
+    # encrypted member.
+    except (
+        *(zipfile.BadZipFile, zlib.error, OSError, NotImplementedError, RuntimeError),
+        *(ValueError, KeyError, TypeError),
+    ) as error:
         raise _not_one(path, error) from None
 
 

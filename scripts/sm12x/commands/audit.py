@@ -70,15 +70,12 @@ def command(
     """
     devices = tuple(dict.fromkeys(Device.parse(text) for text in archs)) or DEVICES
     rules = policy.load(_policy_file(subject, policy_file, version))
+    compiled = _compiled(subject, ledger_file) if ledger_file or rules.asks_a_ledger else None
     audit = _scan(subject)
     if not audit.libraries:
         raise BadFileError(
             f"{subject} holds no shared library", next_step="check that it is the right one"
         )
-    made = ledger.read(ledger_file) if ledger_file else ledger.inside(Path(subject))
-    compiled = (
-        [entry.path for entry in made.libraries if entry.origin == "compiled"] if made else []
-    )
     judgement = policy.judge(audit, rules, devices, compiled=compiled)
     if as_json:
         text = report.to_json(audit, judgement, devices)
@@ -99,6 +96,14 @@ def command(
             next_step=f"the report with each reason {where}; mend the build, or state the "
             "exception and its reason in the policy file",
         )
+
+
+def _compiled(subject: str, given: Path | None) -> dict[str, str] | None:
+    """What the ledger says was compiled here, path -> sha256; None where there is no ledger."""
+    made = ledger.read(given) if given else ledger.inside(Path(subject))
+    if made is None:
+        return None
+    return {entry.path: entry.sha256 for entry in made.libraries if entry.origin == "compiled"}
 
 
 def _policy_file(subject: str, given: Path | None, version: str | None) -> Path:
