@@ -13,7 +13,7 @@ from typing import NoReturn
 import click
 
 from sm12x import __version__
-from sm12x.core.errors import EXIT_CODES, INTERRUPTED, Sm12xError
+from sm12x.core.errors import EXIT_CODES, INTERRUPTED, Sm12xError, of_system
 
 # verb -> one line for `sm12x --help`; the command object is `command` in sm12x.commands.<verb>.
 VERBS = {
@@ -96,4 +96,11 @@ def main() -> NoReturn:
         # `sm12x ... | head`: the reader left; not an error, and nothing more to write.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+    except OSError as refused:
+        # Steps name what they foresee themselves; a disk fills and a path is closed anywhere.
+        known = of_system(refused)
+        if known is None:
+            raise
+        click.echo(f"error: {known}", err=True)
+        sys.exit(known.exit_code)
     sys.exit(0)

@@ -7,6 +7,14 @@ codes are documented; ``sm12x --help`` and the README are made from it.
 
 from __future__ import annotations
 
+import errno
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_OF_A_PATH = (
+    *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR),
+    *(errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG),
+)
+
 
 class Sm12xError(Exception):
     """A failure that has been understood.
@@ -101,6 +109,17 @@ class ToolMissingError(Sm12xError):
 class BuildFailedError(Sm12xError):
     exit_code = 15
     meaning = "a native module, the wheel or the image could not be built"
+
+
+def of_system(error: OSError) -> Sm12xError | None:
+    """What the system refused, where that is about a disk or a path; None for anything else."""
+    where = f"{error.filename}: " if isinstance(error.filename, str) else ""
+    message = f"{where}{(error.strerror or str(error)).lower()}"
+    if error.errno in _FULL:
+        return NoSpaceError(message, next_step="free space there, and run the same command again")
+    if error.errno in _OF_A_PATH and where:
+        return BadFileError(message, next_step="check that path, and who may read and write there")
+    return None
 
 
 INTERRUPTED = 130
