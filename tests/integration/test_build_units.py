@@ -189,9 +189,12 @@ def test_a_unit_that_fails_is_named_and_none_is_started_after_it(
     settings: cmake.Settings, compiler: Path
 ) -> None:
     (settings.work / "src" / "csrc" / "c.cpp").write_text("int c() { return nonsense; }\n")
+    said: list[str] = []
     with pytest.raises(BuildFailedError, match=r"csrc/c\.cpp, a unit of two") as caught:
-        _compile(settings)
+        _compile(settings, said)
     assert "nonsense" in str(caught.value)
+    # The log lies where nobody gets at it if this is a container: with the command that made it.
+    assert any(line.startswith("    + cd ") and "c.cpp" in line for line in said)
     assert _results(settings) == [("c", 1)]
     (settings.work / "src" / "csrc" / "c.cpp").write_text("int c() { return 1; }\n")
     assert _compile(settings) == {"one": 2, "two": 1}

@@ -153,6 +153,17 @@ def test_auto_builds_all_where_that_is_quick_enough(base: Base) -> None:
     assert _decide(costly, "auto", cores=64, memory=10).mode == "quick"
 
 
+def test_auto_never_builds_all_of_a_release_that_has_something_against_it(base: Base) -> None:
+    costly = _costly(base, 10)
+    assert _decide(costly, "auto").mode == "full"
+    tools = dataclasses.replace(costly.toolchain, not_full="12.1a is dropped")
+    against = dataclasses.replace(costly, toolchain=tools)
+    assert _decide(against, "auto").mode == "quick"
+    assert _decide(against, "auto").reason == "12.1a is dropped"
+    asked = _decide(against, "full")
+    assert (asked.mode, asked.reason) == ("full", "as asked for, though 12.1a is dropped")
+
+
 def test_auto_is_quick_where_memory_or_sources_are_not_there(base: Base) -> None:
     costly = _costly(base, 1000)
     poor = _decide(costly, "auto", memory=4)
@@ -284,6 +295,18 @@ def test_a_given_folder_must_be_of_the_pinned_version(
         thirdparty.collect(one, cache=tmp_path, given={"thing": tmp_path / "none"})
     with pytest.raises(UsageError, match="no third-party source 'thong'"):
         thirdparty.collect(one, cache=tmp_path, given={"thong": right})
+
+
+def test_a_given_folder_must_have_its_submodules(thing: tuple[Base, Path], tmp_path: Path) -> None:
+    one, _ = thing
+    source = dataclasses.replace(one.sources[0], submodules=("csrc/inner",))
+    deep = dataclasses.replace(one, sources=(source,))
+    given = _folder(tmp_path / "given", VERSION)
+    (given / "csrc" / "inner").mkdir(parents=True)
+    with pytest.raises(BadFileError, match="lacks its submodule csrc/inner"):
+        thirdparty.collect(deep, cache=tmp_path, given={"thing": given})
+    (given / "csrc" / "inner" / "a.h").write_text("")
+    assert thirdparty.collect(deep, cache=tmp_path, given={"thing": given})["thing"].folder
 
 
 def test_a_package_of_another_version_is_not_taken_for_the_pinned_one(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from sm12x.build import arch, cmake, select
-from sm12x.core.errors import BuildFailedError, UsageError
+from sm12x.build import arch, cmake, native, select
+from sm12x.core import cudaarch
+from sm12x.core.errors import BadFileError, BuildFailedError, UsageError
 from sm12x.stack import base as bases
 from sm12x.stack.base import Base, Module
 
@@ -101,6 +103,63 @@ def test_the_copy_touches_only_what_differs_and_keeps_what_cmake_made(tmp_path: 
     assert (copy / "csrc" / "a.cu").stat().st_mtime > 1
 
 
+def test_a_description_that_does_not_configure_costs_nothing_that_was_compiled(
+    tmp_path: Path, base: Base, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Path] = []
+
+    def run(words: object, variables: object, log: Path, what: str, on_line: object) -> None:
+        calls.append(log)
+        if "typo" in (tmp_path / "src" / "CMakeLists.txt").read_text():
+            raise BuildFailedError(what, next_step="")
+
+    monkeypatch.setattr(cmake, "_run", run)
+    monkeypatch.setattr(cmake, "tool", lambda name, python: Path(name))
+    monkeypatch.setattr(cmake, "purelib", lambda python: tmp_path)
+    settings = cmake.Settings(cuda_home=tmp_path, work=tmp_path, python=tmp_path, archs=())
+    _tree(tmp_path / "src")
+    compiled = tmp_path / "build" / "a.o"
+
+    cmake.configure(base, (), settings, None)
+    compiled.parent.mkdir()
+    compiled.write_text("")
+    for text, fine in (("typo", False), ("typo", False), ("mended", True)):
+        (tmp_path / "src" / "CMakeLists.txt").write_text(text)
+        with nullcontext() if fine else pytest.raises(BuildFailedError):
+            cmake.configure(base, (), settings, None)
+        assert compiled.exists()
+    cmake.configure(base, (), settings, None)
+    assert len(calls) == 4
+    # Another compiler is another matter.
+    cmake.configure(base, (), dataclasses.replace(settings, cuda_home=tmp_path / "b"), None)
+    assert not compiled.exists()
+
+
+@pytest.mark.parametrize(
+    ("asked", "taken", "lost"),
+    [
+        ("12.0a;12.1a", "12.0a;12.1a", ""),
+        ("12.0a;12.1a", "12.0a", "12.1a"),
+        ("12.0a", "12.0f", ""),
+        ("9.0a;12.0f", "12.0f", "9.0a"),
+        ("12.0a", "", "12.0a"),
+        ("12.0a", "whatever", ""),
+    ],
+)
+def test_what_cmake_leaves_out_is_said_before_anything_is_compiled(
+    base: Base, tmp_path: Path, asked: str, taken: str, lost: str
+) -> None:
+    settings = cmake.Settings(
+        cuda_home=tmp_path, work=tmp_path, python=tmp_path, archs=cudaarch.parse_list(asked)
+    )
+    slow = tuple(module for module in base.modules if not module.quick)
+    expected = pytest.raises(BuildFailedError, match=f"leaves out {lost}:")
+    with expected if lost else nullcontext():
+        native._require_all(base, slow, settings, taken)
+    host = tuple(dataclasses.replace(module, quick=True) for module in slow)
+    native._require_all(base, host, settings, taken)
+
+
 def test_the_hash_of_the_inputs_sees_names_and_contents(tmp_path: Path) -> None:
     source = _tree(tmp_path / "src")
     first = cmake.inputs_hash(source)
@@ -148,6 +207,10 @@ def test_full_mode_keeps_a_module_that_would_lose_ops(base: Base) -> None:
     assert [module.target for module in found.modules] == ["light", "one"]
     assert [(kept.target, kept.missing) for kept in found.kept] == [("two", (second,))]
     assert second in found.kept[0].reason
+    with pytest.raises(UsageError, match=rf"nothing .* of {second} can be compiled without it"):
+        select.choose(several, (), mode="full", available={first}, allowed={second})
+    made = tuple(dataclasses.replace(source, ops=("_C::x",)) for source in several.sources)
+    several = dataclasses.replace(several, sources=made)
     found = select.choose(several, (), mode="full", available={first}, allowed={second})
     assert [module.target for module in found.modules] == ["light", "one", "two"]
     assert found.kept == ()
@@ -183,3 +246,22 @@ def test_only_units_of_12x_find_the_headers_of_the_base(
     header.write_text("")
     assert base.headers() == (header,)
     assert cmake.own_headers(base, archs) is own
+
+
+def test_a_source_of_another_version_is_not_compiled(base: Base, tmp_path: Path) -> None:
+    (one,) = (source for source in base.sources if source.version_file)
+    header = tmp_path / "sources" / one.name / one.version_file
+    header.parent.mkdir(parents=True)
+    header.write_text("".join(f"#define {name} 9\n" for name in one.defines))
+    modules = (dataclasses.replace(base.modules[0], sources=(one.name,)),)
+    settings = cmake.Settings(
+        cuda_home=tmp_path,
+        work=tmp_path / "work",
+        python=tmp_path,
+        archs=cudaarch.parse_list("12.0a"),
+        third_party=tmp_path / "sources",
+    )
+    choice = select.Choice(modules=modules, kept=(), allowed={})
+    with pytest.raises(BadFileError, match=rf"is {one.name} v9\.9\.9, base.toml pins {one.pin}"):
+        native.build(base, _tree(tmp_path / "src"), tmp_path / "out", choice, settings, mode="full")
+    assert not (tmp_path / "out").exists()

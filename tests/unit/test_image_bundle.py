@@ -263,9 +263,11 @@ def test_space_is_checked_with_the_figure(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(NoSpaceError, match=r"needs 2\.0 GiB of memory, 0\.5 GiB are free"):
         preflight.require_room(base, engine, base.modules[:1], HERE)
     monkeypatch.setattr(preflight, "memory_gib", lambda path: 4.0)
-    preflight.require_room(base, engine, base.modules[:1], HERE)
     with pytest.raises(NoSpaceError, match=r"needs 8\.9 GiB of memory, 4\.0 GiB are free"):
         preflight.require_room(base, engine, base.modules, HERE)
+    preflight.require_room(base, engine, base.modules[:1], HERE)
+    # Begun: what is left to compile may be little.
+    preflight.require_room(base, engine, base.modules, HERE)
 
 
 def test_available_memory(tmp_path: Path) -> None:

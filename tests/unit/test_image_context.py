@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 
 import pytest
 
+from sm12x.core import files
 from sm12x.core.errors import BadFileError
 from sm12x.image import context
 from sm12x.stack import base as bases
@@ -110,3 +112,22 @@ def test_a_missing_file_is_named(base: Base, tmp_path: Path) -> None:
             ledger=base.series_path,
             find_links=None,
         )
+
+
+def test_what_ninja_may_read_has_the_date_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A header that looks new compiles every unit that reads it again."""
+    small, large = tmp_path / "small.h", tmp_path / "large.h"
+    for path in (small, large):
+        path.write_text("")
+    os.utime(large, (1000, 1000))
+    made = context.Context(files={"a.h": small, "b.h": "text"}, large={"c.h": large})
+
+    def refuse(*_: object) -> None:
+        raise OSError("another file system")
+
+    monkeypatch.setattr(os, "link", refuse)
+    made.write(tmp_path / "out")
+    dates = {path.name: path.stat().st_mtime for path in (tmp_path / "out").glob("*.h")}
+    assert dates == {"a.h": files.DATE, "b.h": files.DATE, "c.h": 1000}

@@ -14,7 +14,8 @@ import pytest
 from sm12x.build import cmake, estimate, thirdparty
 from sm12x.build.estimate import Decision
 from sm12x.build.thirdparty import Found
-from sm12x.core.errors import BadFileError, NoSpaceError, UsageError
+from sm12x.core import cudaarch
+from sm12x.core.errors import BadArchitectureError, BadFileError, NoSpaceError, UsageError
 from sm12x.image import context, modes
 from sm12x.stack import base as bases
 from sm12x.stack.base import Base
@@ -190,7 +191,9 @@ def _settle(monkeypatch: pytest.MonkeyPatch, folder: Path, **fields: Any) -> tup
     values = {"wanted": "full", "given": {}, "allowed": (), **fields}
     made = values.pop("made", "")
     said = Said()
-    how = modes.settle(BASE, modes.Wish(**values), made=made, find_links=None, report=said)
+    targets = cudaarch.parse_list(values.pop("arch_list", "12.0a"))
+    wish = modes.Wish(**values)
+    how = modes.settle(BASE, wish, targets, made, find_links=None, report=said)
     return how, said
 
 
@@ -208,7 +211,8 @@ def test_what_a_full_build_says_before_it_starts(
     ]
     kept = "vllm/_C.abi3.so stays the official one (qutlass: its host is not reachable)"
     assert kept in said.lines
-    assert "--allow-missing NAME" in said.lines[-1]
+    told = "or do without the 6 ops made of qutlass with --allow-missing qutlass"
+    assert said.lines[-1] == told
     assert list(how.third_party) == ["third_party/cutlass/a.h"]
     without, _ = _settle(monkeypatch, tmp_path, allowed=("qutlass",))
     assert without.allowed == ("qutlass",)
@@ -225,6 +229,26 @@ def test_a_full_bundle_that_is_there_is_not_given_up_for_want_of_memory_now(
     assert _settle(monkeypatch, tmp_path, wanted="auto", made="full")[0].mode == "full"
     with pytest.raises(NoSpaceError, match=r"needs \d+\.\d GiB of memory, 4\.0 GiB are free"):
         _settle(monkeypatch, tmp_path)
+
+
+def test_generic_12_0_is_for_quick_mode_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cmake, "free_memory_gib", lambda: 64.0)
+    with pytest.raises(BadArchitectureError, match="leaves Marlin to PTX"):
+        _settle(monkeypatch, tmp_path, arch_list="9.0a;12.0")
+    assert _settle(monkeypatch, tmp_path, arch_list="12.0", wanted="quick")[0].mode == "quick"
+
+
+def test_links_in_a_given_source_are_followed(tmp_path: Path) -> None:
+    there, given = tmp_path / "there", tmp_path / "given"
+    for folder in (there / "include", given / ".git"):
+        folder.mkdir(parents=True)
+        (folder / "a.h").write_text("a")
+    (there / "include" / "up").symlink_to(there)
+    (given / "include").symlink_to(there / "include")
+    sources = modes.Sources(found={"x": given}, missing={})
+    assert modes.staged(sources) == {"third_party/x/include/a.h": there / "include" / "a.h"}
 
 
 def test_quick_mode_says_what_it_does_not_use(

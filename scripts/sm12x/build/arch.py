@@ -7,6 +7,7 @@ on a 12.0 or 12.1 device, without a word. They are refused here instead.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from sm12x.core.cudaarch import CudaArch
 from sm12x.core.errors import BadArchitectureError
@@ -39,6 +40,19 @@ def validate(text: str, *, default: str) -> tuple[CudaArch, ...]:
             f"add 12.0a or 12.1a, or leave the list out to get {default}",
         )
     return found
+
+
+def require_complete(archs: Iterable[CudaArch]) -> None:
+    """Raise BadArchitectureError for what a full build of a release's modules needs more of.
+
+    Plain 12.0 is enough for the modules of quick mode; of Marlin a release compiles for it what
+    goes through PTX of 8.0.
+    """
+    if any((one.major, one.suffix) == (12, "") for one in archs):
+        raise _error(
+            "12.0 is the generic target: a full build for it leaves Marlin to PTX",
+            "use 12.0a, or 12.0f (one cubin for 12.0 and 12.1)",
+        )
 
 
 def to_text(archs: tuple[CudaArch, ...]) -> str:

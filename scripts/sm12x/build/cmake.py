@@ -91,6 +91,10 @@ def free_memory_gib() -> float:
     try:
         limit = int((group / "memory.max").read_text())
         used = int((group / "memory.current").read_text())
+        lines = (group / "memory.stat").read_text().splitlines()
+        held = {name: int(number) for name, number in map(str.split, lines)}
+        # Files that the kernel keeps in memory while nobody needs it.
+        used -= held.get("active_file", 0) + held.get("inactive_file", 0)
     except (OSError, ValueError):
         # No limit ("max"), or control groups of another kind.
         return free / files.GIB
@@ -163,7 +167,9 @@ def configure(
         shutil.rmtree(folder, ignore_errors=True)
         known = {}
     if known.get("inputs") != inputs:
-        stamp.unlink(missing_ok=True)
+        if known:
+            # Not configured until CMake has run; what was compiled with these words stays good.
+            files.write_text(stamp, json.dumps({"key": key, "inputs": "", "archs": ""}))
         log.unlink(missing_ok=True)
         found: list[str] = []
 
@@ -211,6 +217,8 @@ def _definitions(base: Base, modules: Sequence[Module], settings: Settings) -> l
     launcher = [settings.python, "-I", "-S", Path(unit.__file__)]
     if own_headers(base, settings.archs):
         launcher += [unit.HEADERS, settings.work / "src", base.include]
+    # No CCACHE_BASEDIR: ccache would make paths relative, which the prefix maps then do not match.
+    launcher += filter(None, [process.which("ccache")])
     return [
         *(cross.definitions(target, settings.work) if target else ()),
         "-DCMAKE_BUILD_TYPE=Release",

@@ -103,6 +103,7 @@ def compile_modules(
             process.stream(words, env=variables, log=logs / "ninja.log", on_line=lambda _: None)
     except ToolFailedError as error:
         if run.failed:
+            _tell(unit.log_path(logs / "units", run.failed[0].unit.name), say)
             raise _failure(run.failed[0], logs / "units", need, settings) from None
         again = shlex.join(_ninja(settings, *_targets(modules)))
         raise BuildFailedError(
@@ -176,6 +177,13 @@ def last_lines(log: str, count: int = LAST_LINES) -> str:
     lines = [line.rstrip() for line in log.splitlines()]
     said = [line for line in lines if line and not line.startswith("+ cd ")]
     return "\n".join(f"    {line}" for line in said[-count:])
+
+
+def _tell(log: Path, say: Callable[[str], None] | None) -> None:
+    """The whole log of a unit: that of a build in a container lies where nobody gets at it."""
+    if say and log.is_file():
+        for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
+            say(f"    {line}")
 
 
 def _failure(result: Result, logs: Path, need_gib: float, settings: cmake.Settings) -> Sm12xError:

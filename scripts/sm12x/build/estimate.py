@@ -56,8 +56,12 @@ def decide(
         if wanted == "full":
             raise NoSpaceError(why, next_step="free memory, or build in quick mode")
         return Decision(mode="quick", minutes=_quick_minutes(base), reason=why)
+    against = base.toolchain.not_full
     if wanted == "full":
-        return Decision(mode="full", minutes=minutes, reason="as asked for")
+        but = f", though {against}" if against else ""
+        return Decision(mode="full", minutes=minutes, reason=f"as asked for{but}")
+    if against:
+        return Decision(mode="quick", minutes=_quick_minutes(base), reason=against)
     figures = f"about {minutes:.0f} min on {cores} cores with {memory_gib:.0f} GiB free"
     lacking = [f"{kept.target} lacks {', '.join(kept.missing)}" for kept in choice.kept]
     if all(module.quick for module in choice.modules):

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sm12x.build import arch, cmake, compiling, cross, library, toolchain
+from sm12x.build import arch, cmake, compiling, cross, library, sourceversion, toolchain
 from sm12x.build.select import Choice, Kept
-from sm12x.core import files, process
+from sm12x.core import cudaarch, files, process
 from sm12x.core.errors import BadFileError, BuildFailedError
 from sm12x.stack.base import Base, Module
 
@@ -79,9 +79,11 @@ def build(
         on_step: is told how far it is. ``say``: is told what a user should know meanwhile.
 
     Raises:
+        BadArchitectureError: a full build needs more of the architectures.
         BuildFailedError: a module does not compile, or what came out is not fit for a wheel.
         NoSpaceError: the largest unit needs more memory than there is.
-        BadFileError: ``source`` is not a source tree; a third-party source is not where named.
+        BadFileError: ``source`` is not a source tree; a third-party source is not where named, or
+            not of the pinned version.
         ToolMissingError: cmake, ninja or a compiler is not there.
     """
     for name in cmake.TREE:
@@ -89,10 +91,16 @@ def build(
             raise BadFileError(
                 f"{source} has no {name}", next_step="make it with `sm12x build source`"
             )
+    there = cmake.available(base, settings.third_party)
+    for one in base.sources:
+        if one.name in there and any(one.name in module.sources for module in choice.modules):
+            sourceversion.require(one, Path(f"{settings.third_party}", one.name))
     # No symlinks in it: compilers write resolved paths, and the mapping below has to match them.
     settings = dataclasses.replace(
         settings, work=settings.work.resolve(), cuda_home=settings.cuda_home.absolute()
     )
+    if mode == "full":
+        arch.require_complete(settings.archs)
     settings.work.mkdir(parents=True, exist_ok=True)
     digest = cmake.inputs_hash(source)
     cmake_archs = ""
@@ -102,6 +110,7 @@ def build(
     if modules:
         cmake.sync(source, settings.work / "src")
         cmake_archs = cmake.configure(base, modules, settings, on_step)
+        _require_all(base, modules, settings, cmake_archs)
         shutil.rmtree(stage, ignore_errors=True)
         units = compiling.compile_modules(base, modules, settings, on_step=on_step, say=say)
         for module in modules:
@@ -143,6 +152,31 @@ def read(folder: Path) -> NativeRecord:
         raise BadFileError(
             f"{path} cannot be read: {error}", next_step="make it with `sm12x build native`"
         ) from None
+
+
+def _require_all(
+    base: Base, modules: tuple[Module, ...], settings: cmake.Settings, taken: str
+) -> None:
+    """Raise before anything is compiled for architectures that CMake left out without a word.
+
+    ``taken`` is what CMake said; modules of quick mode have no device code.
+    """
+    try:
+        said = cudaarch.parse_list(taken)
+    except ValueError:
+        # A form of its own: the audit of what comes out will tell.
+        return
+    lost = [
+        str(one)
+        for one in settings.archs
+        if not any(other.runs_on(one.major, one.minor) for other in said)
+    ]
+    if lost and any(not module.quick for module in modules):
+        raise BuildFailedError(
+            f"CMake of {base.version} leaves out {' and '.join(lost)}: it would compile for "
+            f"{taken or 'nothing'} alone",
+            next_step="build in quick mode, or for those it takes with --arch-list",
+        )
 
 
 def _describe(module: Module, stage: Path, units: int, without: tuple[str, ...]) -> NativeModule:

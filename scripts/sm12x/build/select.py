@@ -86,10 +86,15 @@ def choose(
     a third-party source is neither ``available`` nor ``allowed`` to be missing is kept.
 
     Raises:
-        UsageError: ``allowed`` names no source of the base.
+        UsageError: ``allowed`` names no source of the base, or one that cannot be done without.
     """
-    declared = [source.name for source in base.sources]
+    declared = {source.name: source for source in base.sources}
     for name in allowed:
+        if name in declared and not declared[name].ops:
+            raise UsageError(
+                f"nothing that {base.version} makes of {name} can be compiled without it",
+                next_step=f"leave {name} out of --allow-missing: the official module is kept",
+            )
         if name not in declared:
             near = difflib.get_close_matches(name, declared, n=1)
             raise UsageError(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
 import tempfile
 import zipfile
@@ -17,16 +16,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 
-from sm12x.build import checkout
+from sm12x.build import checkout, sourceversion
 from sm12x.core import files, index
 from sm12x.core.errors import BadFileError, FetchError, HashMismatchError, UsageError
 from sm12x.stack.base import Base, Source
 
 # The largest of them, unpacked, with room to spare.
 SPACE_GIB = 0.5
-
-# 2000-01-01, in seconds.
-_DATE = 946684800
 
 Say = Callable[[str], None]
 
@@ -85,32 +81,6 @@ def collect(
     return found
 
 
-def version_of(source: Source, folder: Path) -> str:
-    """The version that the files in ``folder`` say they are, as base.toml pins it; "" if unsaid.
-
-    Raises:
-        BadFileError: the file that says it is not there, or does not.
-    """
-    if not source.version_file:
-        return ""
-    path = folder / source.version_file
-    next_step = f"name a folder with {source.name} {source.pin}"
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        raise BadFileError(
-            f"{folder} has no {source.version_file}: it is not {source.name}", next_step=next_step
-        ) from None
-    numbers: list[str] = []
-    for name in source.defines:
-        match = re.search(rf"^\s*#\s*define\s+{re.escape(name)}\s+(\d+)", text, re.MULTILINE)
-        if match is None:
-            raise BadFileError(f"{path} does not define {name}", next_step=next_step)
-        numbers.append(match[1])
-    prefix = "v" if source.pin.startswith("v") else ""
-    return prefix + ".".join(numbers)
-
-
 def content_hash(folder: Path) -> str:
     """A sha256 over the names and contents of all files, and over where links point."""
     digest = hashlib.sha256()
@@ -129,7 +99,13 @@ def _given(source: Source, folder: Path, say: Say) -> Found:
             f"{folder}, given for {source.name}, is not a folder with files",
             next_step=f"name a checkout of {source.name} {source.pin}",
         )
-    _require_version(source, folder)
+    sourceversion.require(source, folder)
+    for name in source.submodules:
+        if not (folder / name).is_dir() or not any((folder / name).iterdir()):
+            raise BadFileError(
+                f"{folder}, given for {source.name}, lacks its submodule {name}",
+                next_step=f"run `git -C {folder} submodule update --init {name}`",
+            )
     head = checkout.head(folder)
     if head is not None and source.commit and head != source.commit:
         raise BadFileError(
@@ -145,15 +121,6 @@ def _given(source: Source, folder: Path, say: Say) -> Found:
     elif source.commit:
         say(f"{source.name}: {folder} is no git checkout; taken as {source.pin} on trust")
     return Found(name=source.name, pin=source.pin, folder=folder.resolve(), origin="given")
-
-
-def _require_version(source: Source, folder: Path) -> None:
-    version = version_of(source, folder)
-    if version and version != source.pin:
-        raise BadFileError(
-            f"{folder} is {source.name} {version}, base.toml pins {source.pin}",
-            next_step=f"name a folder with {source.name} {source.pin}",
-        )
 
 
 def _cached(source: Source, cache: Path, find_links: Path | None, say: Say) -> Found:
@@ -182,18 +149,18 @@ def _cached(source: Source, cache: Path, find_links: Path | None, say: Say) -> F
     made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     try:
         made.chmod(0o755)
-        say(f"{source.name} {source.pin}: from {origin}")
         if source.packages:
             _unpack(source, made, cache, find_links)
         else:
             checkout.fetch(source.git, source.commit, source.submodules, made)
-        _require_version(source, made)
+        sourceversion.require(source, made)
         digest = content_hash(made)
         _age(made)
         # The folder goes first and comes last: a hash never stands for another folder's files.
         shutil.rmtree(folder, ignore_errors=True)
         files.write_text(stamp, f"{digest}\n")
         made.rename(folder)
+        say(f"{source.name} {source.pin}: from {origin}")
     except FetchError as error:
         return Found(name=source.name, pin=source.pin, folder=None, reason=error.message)
     finally:
@@ -204,7 +171,7 @@ def _cached(source: Source, cache: Path, find_links: Path | None, say: Say) -> F
 def _age(folder: Path) -> None:
     """Date every file to one day: ninja goes by dates, and what is collected anew is not new."""
     for path in folder.rglob("*"):
-        os.utime(path, (_DATE, _DATE), follow_symlinks=False)
+        os.utime(path, (files.DATE, files.DATE), follow_symlinks=False)
 
 
 def _unpack(source: Source, folder: Path, cache: Path, find_links: Path | None) -> None:

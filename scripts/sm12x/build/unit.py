@@ -71,7 +71,8 @@ def with_headers(argv: list[str]) -> list[str]:
     source = _following(words, "-c")
     if source is None or _following(words, "-x") != "cu" or not source.startswith(f"{sources}/"):
         return words
-    at = next((n for n, word in enumerate(words) if word.startswith(("-I", "-isystem"))), 1)
+    found = (n for n, word in enumerate(words) if word.startswith(("-I", "-isystem")))
+    at = next(found, len(words))
     return [*words[:at], f"-I{headers}", *words[at:]]
 
 

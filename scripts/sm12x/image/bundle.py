@@ -90,7 +90,7 @@ def run(options: Options, report: Reporter) -> Outcome:
     arch_list = archs.to_text(targets)
     there = record.read(folder_of(base, plan))
     made = there.mode if there else ""
-    how = modes.settle(base, wish, made=made, find_links=options.find_links, report=report)
+    how = modes.settle(base, wish, targets, made, find_links=options.find_links, report=report)
     engine = engines.find(options.engine, say=report.say)
     report.say(f"engine: {engine.description}")
     with preflight.alone(base):

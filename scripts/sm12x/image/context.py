@@ -26,8 +26,8 @@ _PACKAGE = ("pyproject.toml", "scripts/sm12x")
 class Context:
     """Files of a context: path in it -> where the file is now, or its text.
 
-    ``large`` files are hard links; the others are copied with a fixed mode, so that a checkout's
-    umask does not change cache keys.
+    ``large`` files are hard links; the others are copied with a fixed mode and date, so that a
+    checkout's umask does not change cache keys, nor its age what is compiled again.
     """
 
     files: Mapping[str, Path | str]
@@ -58,6 +58,8 @@ class Context:
             else:
                 shutil.copyfile(source, target)
             target.chmod(0o644)
+            # ninja goes by dates, and compiles what reads a header that it thinks new.
+            os.utime(target, (files.DATE, files.DATE))
         for name, source in self.large.items():
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -236,5 +238,5 @@ def _link(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
     except OSError:
-        # Another file system, or one without hard links.
-        shutil.copyfile(source, target)
+        # Another file system, or one without hard links. The date stays, as with a link.
+        shutil.copy2(source, target)

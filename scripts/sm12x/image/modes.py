@@ -12,10 +12,11 @@ from pathlib import Path
 
 from sm12x import layout
 from sm12x.audit.model import DEVICES
-from sm12x.build import cmake, estimate, select, thirdparty
+from sm12x.build import arch, cmake, estimate, select, thirdparty
 from sm12x.build.estimate import AUTO, WANTED, Decision
 from sm12x.build.select import Choice
 from sm12x.core import cudaarch, files, progress
+from sm12x.core.cudaarch import CudaArch
 from sm12x.core.errors import BadFileError, UsageError
 from sm12x.image.reporter import Reporter
 from sm12x.stack import base as bases
@@ -93,14 +94,24 @@ def parse(base: Base, wanted: str, sources: Iterable[str], allowed: Iterable[str
     )
 
 
-def settle(base: Base, wish: Wish, *, made: str, find_links: Path | None, report: Reporter) -> How:
+def settle(
+    base: Base,
+    wish: Wish,
+    targets: tuple[CudaArch, ...],
+    made: str,
+    *,
+    find_links: Path | None,
+    report: Reporter,
+) -> How:
     """Decide the mode, say so before anything else, and find the sources it takes.
 
     Args:
+        targets: what is compiled for.
         made: the mode of the bundle that is there, "" without one. One of full mode is not decided
             against for the memory that other programs have at the moment: it may be all made.
 
     Raises:
+        BadArchitectureError: a full build needs more of the architectures.
         BadFileError: a given folder is not of the pinned version.
         HashMismatchError: a package with a source is not the pinned one.
     """
@@ -133,6 +144,7 @@ def settle(base: Base, wish: Wish, *, made: str, find_links: Path | None, report
         if wish.given or wish.allowed:
             report.say("quick mode takes no third-party source: --source, --allow-missing unused")
         return How(mode="quick", choice=choose(base, "quick", NO_SOURCES, ()))
+    arch.require_complete(targets)
     with report.phase("third-party sources", live=False):
         sources = Sources.of(collect())
         for line in held:
@@ -144,10 +156,14 @@ def settle(base: Base, wish: Wish, *, made: str, find_links: Path | None, report
         why = "; ".join(f"{name}: {sources.missing.get(name, '')}" for name in kept.missing)
         report.say(f"{kept.path} stays the official one ({why})")
     if choice.kept:
-        report.say(
-            "give a source that is missing with --source NAME=DIR, or do without what is made of "
-            "it with --allow-missing NAME"
-        )
+        report.say("give a source that is missing with --source NAME=DIR")
+    lacking = {name for kept in choice.kept for name in kept.missing}
+    for source in base.sources:
+        if source.name in lacking and source.ops:
+            report.say(
+                f"or do without the {len(source.ops)} ops made of {source.name} with "
+                f"--allow-missing {source.name}"
+            )
     return How(
         mode="full",
         choice=choice,
@@ -288,9 +304,22 @@ def staged(sources: Sources) -> dict[str, Path]:
     return {
         f"third_party/{name}/{path.relative_to(folder).as_posix()}": path.resolve()
         for name, folder in sorted(sources.found.items())
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and ".git" not in path.relative_to(folder).parts
+        for path in _files_of(folder)
     }
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """All files below ``folder``, behind linked folders too, but for git's own."""
+    found: list[Path] = []
+    seen: set[str] = set()
+    for root, folders, names in os.walk(folder, followlinks=True):
+        # A link to a folder above would go round for ever.
+        real = os.path.realpath(root)
+        folders[:] = [] if real in seen else [name for name in folders if name != ".git"]
+        if real not in seen:
+            found += [path for name in names if (path := Path(root, name)).is_file()]
+        seen.add(real)
+    return sorted(path for path in found if path.name != ".git")
 
 
 def digest(staged_files: Mapping[str, Path]) -> str:

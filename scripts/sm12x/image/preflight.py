@@ -53,7 +53,9 @@ def require_room(
         files.require_space(storage, need, what=f"building with {engine.name}")
     files.require_space(layout.cache(), HOST_GIB, what="the cache")
     files.require_space(layout.dist(base.version), HOST_GIB, what="the bundle")
-    peak = max([MEMORY_GIB, *(module.peak_gib for module in modules)])
+    # Of a build that was begun, what is left to compile asks for its memory itself.
+    units = [] if started.exists() else [module.peak_gib for module in modules]
+    peak = max([MEMORY_GIB, *units])
     free = memory_gib(Path("/proc/meminfo"))
     if free is not None and free < peak:
         raise NoSpaceError(

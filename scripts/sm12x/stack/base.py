@@ -35,11 +35,14 @@ class Sdist(PinnedFile):
 
 @dataclass(frozen=True, kw_only=True)
 class Toolchain:
+    """``not_full`` says why `auto` never takes a full build of this release, "" where it may."""
+
     torch: str
     cuda: str
     cuda_extras: tuple[str, ...]
     build_requires: tuple[str, ...]
     arch_list: str
+    not_full: str = ""
 
     @property
     def cuda_requirement(self) -> str:
@@ -267,6 +270,7 @@ def parse(path: Path) -> Base:
             cuda_extras=tools.texts("cuda_extras"),
             build_requires=tools.texts("build_requires"),
             arch_list=tools.text("arch_list"),
+            not_full=tools.optional_text("not_full"),
         ),
         modules=tuple(
             Module(
