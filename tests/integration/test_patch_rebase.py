@@ -181,6 +181,64 @@ def test_a_file_that_is_gone_is_looked_for_elsewhere(world: World) -> None:
     (_, outcome) = status.read(world.root / "patches/status.toml")
     assert (outcome.need, outcome.text) == ("unknown", "conflict")
     assert "FileNotFoundError" in outcome.why
+    # The commands take its hunks there.
+    assert "  $EDITOR ../vllm-2.0/small/b.py  #" in done.stdout
+    directory = _resolving(done, world)
+    assert (directory / "small/b.py").read_text() == B.replace("b = 5\n", "b = 'five'\n")
+    like = ("--like", world.base.folder / "0002-Mend-five.patch")
+    made = _sm12x("patch", "new", directory, "--base", "2.0", *like)
+    assert made.returncode == 0, made.stderr
+    assert "0002-Mend-five.patch: small/b.py\n" in made.stdout
+    assert "warning" not in made.stderr
+
+
+def _resolving(done: subprocess.CompletedProcess[str], world: World) -> Path:
+    """The folder that the commands of a report are about, after those of git in it."""
+    directory = world.work / "vllm-2.0"
+    words = ("--base", "2.0", "--unpack", directory, "--find-links", world.archive.parent)
+    assert _sm12x("patch", "apply", *words).returncode == 0
+    for line in done.stdout.splitlines():
+        if line.startswith(("  git -C", "  sed ")):
+            shell = line.split("  #")[0].replace("../vllm-2.0", str(directory))
+            process.run(["bash", "-c", shell], cwd=world.root, check=False)
+    return directory
+
+
+def test_a_patch_without_the_hunks_of_a_file_that_is_gone_is_told_of(world: World) -> None:
+    """GIVEN a patch of two files, one of them gone WHEN it is made again THEN a warning."""
+    author = world.applied("second")
+    (author / "tiny/a.py").write_text((author / "tiny/a.py").read_text() + "a = 61\n")
+    world.commit(author, "Mend both", "tiny/b.py", "b = 15\n", "b = 'x'\n", witness=TEN)
+    _release(world, "2.0", {"tiny/b.py": None})
+    done = _rebase(world, "2.0", "--no-witness")
+    why = "there is no such file in this release"
+    assert done.stdout.count(f"  # tiny/b.py leaves no *.rej ({why}): carry its hunks over by") == 2
+    directory = _resolving(done, world)
+    assert not list(directory.rglob("*.rej"))
+    like = ("--like", world.base.folder / "0003-Mend-both.patch")
+    made = _sm12x("patch", "new", directory, "--base", "2.0", *like)
+    assert made.returncode == 0, made.stderr
+    assert "warning: 0003-Mend-both.patch changes tiny/b.py as well, and 0002-Mend-both.patch" in (
+        made.stderr
+    )
+
+
+def test_what_the_release_passes_of_a_conflict_is_in_order_once_resolved(world: World) -> None:
+    """GIVEN a conflict whose witness has a test that the release passes THEN that is noted."""
+    text = (world.root / TEN).read_text()
+    (world.root / TEN).write_text(text + "def test_more(): assert 'a = 61' in TEXT\n")
+    _release(world, "2.0", {"tiny/a.py": A.replace("a = 10\n", "a = 10.0\n") + "a = 61\n"})
+    done = _rebase(world, "2.0")
+    assert done.returncode == 11
+    directory = _resolving(done, world)
+    (directory / "tiny/a.py.rej").unlink()
+    changed = directory / "tiny/a.py"
+    changed.write_text(changed.read_text().replace("a = 10.0", "a = 'ten'"))
+    like = ("--like", world.base.folder / "0001-Mend-ten.patch")
+    assert _sm12x("patch", "new", directory, "--base", "2.0", *like).returncode == 0
+    words = ("--python", sys.executable, "--find-links", world.archive.parent)
+    checked = _sm12x("patch", "witness", "--base", "2.0", *words)
+    assert checked.returncode == 0, checked.stdout
 
 
 def test_without_witnesses_only_the_text_can_tell(world: World) -> None:
@@ -250,6 +308,7 @@ def test_nothing_is_overwritten_without_being_told_to(world: World) -> None:
         (("1.0", "--force"), 2, "the stack of 1.0 is on 1.0 already"),
         (("7.0",), 6, "has no 7.0 of tiny"),
         (("2.0", "--from", "9.9"), 3, "there is no base 9.9"),
+        (("2.0", "--out", "/proc/x"), 4, "no folder can be made in /proc/x: "),
     ],
 )
 def test_a_users_mistake_is_one_line_and_a_code(

@@ -93,8 +93,11 @@ def test_a_release_is_its_sdist_and_the_latest_build_of_each_wheel() -> None:
 def test_a_release_that_is_not_there_is_named(
     listed: list[ListedFile], version: str, said: str
 ) -> None:
-    with pytest.raises(FetchError, match=said):
+    with pytest.raises(FetchError, match=said) as caught:
         draft.release(listed, version, project="vllm")
+    # The newest that there is, if any.
+    usable = any(file.kind == "sdist" and not file.yanked for file in listed)
+    assert caught.value.next_step.endswith("such as 9.9.0") is usable
 
 
 def test_where_nothing_changed_the_draft_is_the_old_base_with_new_files(base: Base) -> None:
@@ -182,6 +185,17 @@ def test_what_neither_index_nor_source_says_is_kept_and_said(base: Base) -> None
         "toolchain.build_requires: not found",
     ):
         assert said in check
+
+
+def test_a_machine_without_a_wheel_has_no_lock(base: Base) -> None:
+    found = draft.release([SECOND, SDIST], VERSION, project="vllm")
+    made = draft.draft(base, found, _facts(base), _facts(base), tree="", torch_cuda=None)
+    assert list(made.values["lock"]) == ["x86_64"]
+    assert "lock.aarch64: cannot be made without that wheel; left out" in made.to_check
+    # With none at all nobody has looked for wheels.
+    found = draft.release([SDIST], VERSION, project="vllm")
+    made = draft.draft(base, found, _facts(base), _facts(base), tree="", torch_cuda=None)
+    assert list(made.values["lock"]) == ["x86_64", "aarch64"]
 
 
 def test_the_witnesses_packages_follow_the_lock() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from sm12x import layout
 from sm12x.core.errors import BadFileError
 from sm12x.stack import base as bases
 from sm12x.stack import carry, merge, need, rebasetext, series, since, status
@@ -75,6 +76,10 @@ def test_one_witness_that_could_not_run_leaves_the_other_ones_green_in_doubt() -
     [
         ("AssertionError: physical memory: 4096, expected 0", False),
         ("hangs: no end after 5 s", False),
+        ("hangs: no end after 60 s\nRuntimeError: as it was", True),
+        ("E   KeyError: 'a key of another release'", True),
+        ("pydantic_core._pydantic_core.ValidationError: 1 error for X", True),
+        ("subprocess.CalledProcessError: Command 'g++' returned 1", True),
         ("killed by SIGSEGV", False),
         ("tests/witness/test_it.py:12: AssertionError", False),
         ("vllm.v1.engine.exceptions.EngineDeadError: see above", False),
@@ -87,6 +92,11 @@ def test_one_witness_that_could_not_run_leaves_the_other_ones_green_in_doubt() -
 def test_an_exception_that_other_code_raises_is_not_the_defect(said: str, strange: bool) -> None:
     test = Test(name="t", outcome="failed", guard=False, said="Failed: x", detail=said, seconds=0)
     assert need.strange(test) is strange
+
+
+def test_what_a_test_may_take_that_is_not_marked_is_what_the_witnesses_say() -> None:
+    conftest = layout.root() / "tests/witness/conftest.py"
+    assert f"\nTIME_LIMIT = {need._PATIENCE}\n" in conftest.read_text()
 
 
 @pytest.mark.parametrize(
@@ -162,6 +172,26 @@ def test_outcomes_are_recorded_and_a_run_without_witnesses_forgets_none(tmp_path
     assert (after.patch, after.need, after.text) == ("0002-Wait.patch", need.NEEDED, "merges")
     assert after.witness == "6 of 10 red"
     assert path.read_text().startswith("# Made by `sm12x patch rebase`; do not edit.")
+
+
+def test_one_witness_of_two_does_not_displace_what_both_have_said(tmp_path: Path) -> None:
+    path = tmp_path / "status.toml"
+    status.record(path, [_outcome("0.22.1", need.NEEDED, witness="29 of 29 red")])
+    status.record(path, [_outcome("0.22.1", need.UNKNOWN, "merges", witness="0 of 5 red")])
+    (after,) = status.read(path)
+    assert (after.need, after.witness, after.text) == (need.NEEDED, "29 of 29 red", "merges")
+    status.record(path, [_outcome("0.22.1", need.UPSTREAM, witness="29 of 29 green")])
+    (after,) = status.read(path)
+    assert (after.need, after.witness) == (need.UPSTREAM, "29 of 29 green")
+
+
+def test_the_newest_base_s_patch_tells_of_a_release() -> None:
+    outcomes = [
+        _outcome("0.40.0", need.NEEDED, base="0.9.0"),
+        _outcome("0.40.0", need.UPSTREAM, base="0.33.0", since="0.40.0"),
+    ]
+    (row,) = status.table([], outcomes).rows
+    assert [cell.state for cell in row.cells] == [status.UPSTREAM]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+
+import pytest
 
 from sm12x import layout
 from sm12x.stack import base as bases
@@ -20,11 +23,11 @@ def _patch() -> Patch:
     return next(patch for patch in stack.patches if len(patch.witnesses) > 1)
 
 
-def _report(fate: Fate, folder: Path = Path("patches/9.9")) -> RebaseReport:
+def _report(fate: Fate, folder: Path | None = None) -> RebaseReport:
     return RebaseReport(
         source="1.0",
         version="9.9",
-        folder=folder,
+        folder=folder or layout.patches() / "9.9",
         stack_id="00000000",
         fates=(fate,),
         to_check=("image: the base image is that of 1.0",),
@@ -78,6 +81,64 @@ def test_long_texts_are_cut_and_what_cannot_be_merged_says_why() -> None:
     assert (
         rebasetext.as_data(_report(fate))["patches"][0]["conflicts"][0]["regions"][0]["line"] == 7
     )
+
+
+def _conflict(*conflicts: FileConflict) -> Fate:
+    patch = _patch()
+    return Fate(
+        patch=patch,
+        state=status.CONFLICT,
+        need=Need(state=need.NEEDED, red=("t::a",)),
+        carried=Carried(patch=patch, state=carry.CONFLICT, conflicts=conflicts),
+        since="",
+    )
+
+
+def test_the_hunks_of_a_file_that_is_gone_are_carried_to_where_it_may_be() -> None:
+    why = "there is no such file in this release"
+    many = tuple(f"{n}/many.py" for n in range(9))
+    fate = _conflict(
+        FileConflict(path="a/one.py", why=why, candidates=("b/one.py",)),
+        FileConflict(path="a/none.py", why=why),
+        FileConflict(path="a/many.py", why=why, candidates=many),
+    )
+    text = rebasetext.report(_report(fate))
+    patch = f"patches/1.0/{fate.patch.name}"
+    assert (
+        f"  sed '/^\\(diff\\|---\\|+++\\) /s|a/one.py|b/one.py|g' {patch} | git -C ../vllm-9.9 "
+        "apply --reject --include=b/one.py  # one.py has moved: its hunks\n"
+    ) in text
+    for name in ("none", "many"):
+        assert f"  # a/{name}.py leaves no *.rej ({why}): carry its hunks over by hand\n" in text
+    # Only what is there is opened.
+    opened = ["b/one.py", *many[:4]]
+    assert f"  $EDITOR {' '.join(f'../vllm-9.9/{path}' for path in opened)}  #" in text
+    assert "perhaps 0/many.py or 1/many.py or 2/many.py or 3/many.py or another of that" in text
+
+
+def test_what_is_resolved_is_no_longer_dropped() -> None:
+    lines = rebasetext.report(_report(_conflict())).splitlines()
+    said = "  $EDITOR patches/9.9/base.toml  # take out the [[dropped]] of what is now in the stack"
+    assert lines[lines.index(said) + 1] == "  sm12x patch witness --base 9.9"
+
+
+@pytest.mark.parametrize("state", [status.CONFLICT, status.NEEDED])
+def test_a_folder_elsewhere_is_moved_first(
+    state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fate = dataclasses.replace(_conflict(), state=state)
+    monkeypatch.setenv("SM12X_ROOT", str(tmp_path / "checkout"))
+    report = _report(fate, tmp_path / "patches" / "9.9")
+    # Called patches as well, and not those of the checkout.
+    lines = [line.removeprefix("next:").strip() for line in rebasetext.report(report).splitlines()]
+    move = lines.index(f"mv {tmp_path}/patches/9.9 patches/")
+    assert move < lines.index("sm12x patch witness --base 9.9")
+    (tmp_path / "checkout/patches/9.9").mkdir(parents=True)
+    lines = [line.removeprefix("next:").strip() for line in rebasetext.report(report).splitlines()]
+    move = lines.index(f"mv {tmp_path}/patches/9.9 patches/")
+    assert lines[move - 1] == "mv patches/9.9 ../9.9-before  # the one there"
+    here = dataclasses.replace(report, folder=tmp_path / "checkout/patches/9.9")
+    assert "mv " not in rebasetext.report(here)
 
 
 def test_text_that_is_there_while_its_witness_is_red_is_said() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -12,10 +14,12 @@ import click
 from sm12x import layout
 from sm12x.commands.patchoptions import JSON, chosen, fetch, print_json, say
 from sm12x.core import listing, progress, transfer
+from sm12x.core.errors import BadFileError, Sm12xError
 from sm12x.stack import base as bases
 from sm12x.stack import draft, need, newfolder, rebase, rebasetext, series, status, tree, witness
-from sm12x.stack.base import Base, Override
+from sm12x.stack.base import Base
 from sm12x.stack.draft import Release
+from sm12x.stack.rebase import RebaseReport
 
 # Witnesses take minutes: whoever works on this machine goes first.
 _NICE = 10
@@ -63,6 +67,12 @@ _NICE = 10
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     help="Take the sdists from this folder. Locks and the witnesses' packages need the index.",
 )
+@click.option(
+    "--released",
+    type=click.DateTime(["%Y-%m-%d"]),
+    metavar="DATE",
+    help="The day of the release, where the index does not say: locks have nothing newer.",
+)
 @JSON
 def rebase_command(
     version: str,
@@ -76,6 +86,7 @@ def rebase_command(
     jobs: int,
     no_record: bool,
     find_links: Path | None,
+    released: datetime.datetime | None,
     as_json: bool,
 ) -> None:
     """Carry a base's stack to the release VERSION, and write the folder of a new base.
@@ -86,7 +97,7 @@ def rebase_command(
     as a conflict, with both texts and the commands to resolve it (exit code 11). base.toml is
     drafted from index and source; what a person has to check is listed.
 
-    Example: sm12x patch rebase 0.22.1 --from 0.21.0
+    Example: sm12x patch rebase VERSION --from BASE
     """
     base = chosen(source, option="--from")
     stack = series.load(base)
@@ -94,10 +105,13 @@ def rebase_command(
     patches = layout.patches()
     target = out or patches
     newfolder.require_free(target / version, force=force)
+    newfolder.require_writable(target)
     project = base.sdist.name.rpartition("-")[0]
     with progress.spinner(f"asking the index for {project} {version}"):
-        listed = listing.of_folder(project, find_links) if find_links else listing.of_index(project)
+        listed = _listed(project, find_links, locks=not no_lock)
+    before = _before(target / version, patches / version)
     found = draft.release(listed, version, project=project)
+    found = _dated(found, released.date() if released else None, base, before)
     archives = rebase.Archives(
         source=fetch(base, find_links), target=_fetch(project, found, find_links)
     )
@@ -113,7 +127,7 @@ def rebase_command(
         out=target,
         force=force,
         known=status.read(recorded),
-        overrides=_overrides(target / version, patches / version),
+        overrides=before.overrides if before else (),
         run_witnesses=None if no_witness else run,
         chosen=only,
         make_locks=not no_lock,
@@ -122,22 +136,60 @@ def rebase_command(
         probe=_prober(project, listed, find_links, run),
         say=say,
     )
-    if not no_record:
-        status.record(recorded, rebase.outcomes(report))
     if as_json:
         print_json(rebasetext.as_data(report))
     else:
         click.echo(rebasetext.report(report), nl=False)
+    if not no_record:
+        _record(recorded, report)
     if report.conflicts:
         raise rebase.ConflictsLeftError(report)
 
 
-def _overrides(*folders: Path) -> tuple[Override, ...]:
-    """Those of the first of ``folders`` that is a base's: what is being replaced, or kept."""
+def _record(path: Path, report: RebaseReport) -> None:
+    """Add the outcome to the record; a line on stderr where that cannot be written."""
+    try:
+        status.record(path, rebase.outcomes(report))
+    except (BadFileError, OSError) as error:
+        why = error.message if isinstance(error, BadFileError) else error.strerror or error
+        say(
+            f"warning: the outcome is not recorded in {path}: {why}; mend that and run this again, "
+            "or add --no-record"
+        )
+
+
+def _listed(
+    project: str, find_links: Path | None, *, locks: bool
+) -> tuple[listing.ListedFile, ...]:
+    """All files of ``project``; with ``locks`` also what only the index knows of a folder's."""
+    if find_links is None:
+        return listing.of_index(project)
+    here = listing.of_folder(project, find_links)
+    if not locks:
+        return here
+    try:
+        return listing.completed(here, listing.of_index(project))
+    except Sm12xError as error:
+        say(f"nothing says when {project} came out: {error.message}")
+        return here
+
+
+def _dated(found: Release, given: datetime.date | None, base: Base, before: Base | None) -> Release:
+    """The release with its day: the one given, what the index says, or that of ``before``."""
+    if given is not None:
+        return replace(found, given=given)
+    # A draft keeps that of ``base`` where nobody knows: another one has been looked up.
+    if found.released is None and before is not None and before.released != base.released:
+        return replace(found, given=before.released)
+    return found
+
+
+def _before(*folders: Path) -> Base | None:
+    """The first of ``folders`` that is a base's: what is being replaced, or kept."""
     for folder in folders:
         if (folder / "base.toml").is_file():
-            return bases.parse(folder / "base.toml").overrides
-    return ()
+            return bases.parse(folder / "base.toml")
+    return None
 
 
 def _fetch(project: str, found: Release, find_links: Path | None) -> Path:

@@ -19,11 +19,13 @@ from sm12x.commands.patchoptions import (
     print_findings,
     print_json,
     relative,
+    say,
 )
 from sm12x.core import progress
 from sm12x.core.errors import BadFileError
 from sm12x.stack import apply as applying
 from sm12x.stack import edit, mail, refresh, render, series, tree
+from sm12x.stack.series import Patch
 
 
 @click.command("apply")
@@ -159,6 +161,7 @@ def new_command(
         --body-file why.txt --upstream "vllm-project/vllm#35489 (closed, never merged)" \\
         --drop-when "the release resets it itself" --witness tests/witness/test_reset.py
     """
+    model: Patch | None = None
     if like is not None:
         if any((subject, body, body_file, upstream, drop_when, witnesses)):
             raise click.UsageError("--like brings the whole message: give no other part of it.")
@@ -174,10 +177,17 @@ def new_command(
             text,
             author=author,
             root=layout.root(),
+            like=model,
         )
     except refresh.MessageError as error:
         print_findings(error)
         raise
+    if like is not None and report.missing:
+        say(
+            f"warning: {like.name} changes {', '.join(report.missing)} as well, and {report.name} "
+            f"does not: if it has to, edit {directory}, `git -C {directory} commit --all --amend`, "
+            f"`sm12x patch refresh --base {base.version} {directory}`"
+        )
     if as_json:
         print_json(dataclasses.asdict(report))
         return

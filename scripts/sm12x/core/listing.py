@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import requests
@@ -101,6 +101,26 @@ def of_folder(project: str, folder: Path) -> tuple[ListedFile, ...]:
                 )
             )
     return tuple(found)
+
+
+def completed(
+    here: tuple[ListedFile, ...], known: tuple[ListedFile, ...]
+) -> tuple[ListedFile, ...]:
+    """The files of a folder with what an index knows of them: when they came out, further wheels.
+
+    A file that has the name of one of the index and another sha256 is not taken for it.
+    """
+    listed = {file.name: file for file in known}
+
+    def dated(file: ListedFile) -> ListedFile:
+        same = listed.get(file.name)
+        if same is None or same.sha256 not in ("", file.sha256):
+            return file
+        return replace(file, uploaded=same.uploaded)
+
+    names = {file.name for file in here}
+    others = (f for f in known if f.kind == WHEEL and f.sha256 and f.name not in names)
+    return (*map(dated, here), *others)
 
 
 def releases(listed: tuple[ListedFile, ...]) -> list[str]:

@@ -16,7 +16,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 
-from sm12x.core import tomltext
+from sm12x.core import listing, tomltext
 from sm12x.core.errors import FetchError
 from sm12x.core.listing import SDIST, WHEEL, ListedFile
 from sm12x.core.lockfile import Lockfile
@@ -60,15 +60,18 @@ _COMMENTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Release:
-    """The files of one release, as the index lists them."""
+    """The files of one release, as the index lists them; ``given`` is its day where it does not."""
 
     version: str
     sdist: ListedFile
     wheels: dict[str, ListedFile]
+    given: datetime.date | None = None
 
     @property
     def released(self) -> datetime.date | None:
-        """The day of the last of these uploads (UTC), None where the index does not say."""
+        """``given``, or the day of the last of these uploads (UTC); None where nobody says."""
+        if self.given is not None:
+            return self.given
         times = [file.uploaded for file in (self.sdist, *self.wheels.values())]
         known = [time.astimezone(datetime.UTC) for time in times if time is not None]
         return max(known).date() if len(known) == len(times) else None
@@ -91,13 +94,15 @@ def release(listed: Iterable[ListedFile], version: str, *, project: str) -> Rele
     Raises:
         FetchError: there is no such release, or it has no sdist, or one without a sha256.
     """
-    files = [file for file in listed if file.version == version and not file.yanked]
+    known = tuple(listed)
+    files = [file for file in known if file.version == version and not file.yanked]
     sdist = next((file for file in files if file.kind == SDIST), None)
     if sdist is None or not sdist.sha256:
         what = f"no sdist with a sha256 of {project} {version}" if files else f"no {version}"
         raise FetchError(
             f"the package index has {what} of {project}" if not files else f"there is {what}",
-            next_step="give a release as the package index writes it, such as 0.21.0",
+            next_step="give a release as the package index writes it"
+            + "".join(f", such as {newest}" for newest in listing.releases(known)[-1:]),
         )
     wheels: dict[str, ListedFile] = {}
     for machine in MACHINES:
@@ -133,7 +138,10 @@ def draft(
     if found.released:
         values["released"] = found.released
     else:
-        check.append(f"released: the index gives no upload times; {base.released} is kept")
+        check.append(
+            f"released: the index gives no upload times; {base.released} is kept, and locks have "
+            "nothing newer: give --released DATE"
+        )
     values["sdist"] = {"name": found.sdist.name, "sha256": found.sdist.sha256, "tree": tree}
     for machine in base.wheels:
         wheel = found.wheels.get(machine)
@@ -142,6 +150,11 @@ def draft(
         else:
             del values["wheel"][machine]
             check.append(f"wheel.{machine}: the release has no such wheel")
+    for machine in base.locks:
+        # Where there is none at all, the folder that was looked into has the sdist alone.
+        if machine not in found.wheels and base.locks.keys() & found.wheels.keys():
+            del values["lock"][machine]
+            check.append(f"lock.{machine}: cannot be made without that wheel; left out")
     _check_python(base, found, check)
     _toolchain(values["toolchain"], base, source, before, torch_cuda, check)
     values["module"] = _modules(values["module"], source, before, check)

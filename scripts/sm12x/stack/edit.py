@@ -6,7 +6,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from sm12x.core import git
 from sm12x.core.errors import BadFileError, DirtyTreeError
@@ -15,16 +15,20 @@ from sm12x.stack import apply, mail, refresh, tree
 from sm12x.stack.base import Base
 from sm12x.stack.mail import Finding
 from sm12x.stack.refresh import MessageError, RefreshReport
-from sm12x.stack.series import Stack
+from sm12x.stack.series import Patch, Stack
 
 
 @dataclass(frozen=True, kw_only=True)
 class NewReport:
-    """The new patch's file name, the files it changes, and what became of the folder."""
+    """The new patch's file name, the files it changes, and what became of the folder.
+
+    ``missing`` are files of the patch it was made like that it does not change.
+    """
 
     name: str
     files: tuple[str, ...]
     refresh: RefreshReport
+    missing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +52,35 @@ def message(
     return "\n\n".join((subject.strip(), body.strip("\n"), "\n".join(trailers))) + "\n"
 
 
-def new(base: Base, directory: Path, text: str, *, author: str | None, root: Path) -> NewReport:
+def missing(model: Patch, changed: Sequence[str]) -> tuple[str, ...]:
+    """Files of ``model`` that are not among ``changed``, and that none of their name is there for.
+
+    `git apply --reject` leaves nothing behind of what it cannot find a file for.
+    """
+    old = {file.path for file in model.files}
+    moved = {PurePosixPath(path).name for path in changed if path not in old}
+    return tuple(
+        file.path
+        for file in model.files
+        if file.path not in changed and PurePosixPath(file.path).name not in moved
+    )
+
+
+def new(
+    base: Base,
+    directory: Path,
+    text: str,
+    *,
+    author: str | None,
+    root: Path,
+    like: Patch | None = None,
+) -> NewReport:
     """Commit all changes of ``directory`` as a patch and export it at the end of the series.
 
     Args:
         text: the whole commit message; see ``message``.
         author: "Name <mail>"; None takes what git knows of the user.
+        like: the patch of another base that this one is to do the same as.
 
     Raises:
         MessageError: the message lacks what it must say. Nothing was committed or written.
@@ -94,10 +121,12 @@ def new(base: Base, directory: Path, text: str, *, author: str | None, root: Pat
             repository.update_ref("HEAD", head)
         raise
     number = len(report.unchanged) + len(report.rewritten) + len(report.added)
+    changed = tuple(repository.changed(f"{commit}~1", commit))
     return NewReport(
         name=mail.file_name(number, parts.subject),
-        files=tuple(repository.changed(f"{commit}~1", commit)),
+        files=changed,
         refresh=report,
+        missing=missing(like, changed) if like else (),
     )
 
 

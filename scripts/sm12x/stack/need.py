@@ -23,16 +23,23 @@ UNKNOWN = "unknown"
 _STRANGE = frozenset(
     {
         "AttributeError",
+        "CalledProcessError",
         "FileNotFoundError",
         "ImportError",
+        "KeyError",
         "ModuleNotFoundError",
         "NameError",
         "NotImplementedError",
         "SyntaxError",
         "TypeError",
+        "ValidationError",
     }
 )
 _RAISED = re.compile(r"^(?:E +)?(?:\w+\.)*(\w+(?:Error|Exception|Failed|Interrupt))\b")
+_HANGS = re.compile(r"^(?:Failed: )?hangs: no end after (\d+) s$")
+# Seconds that the witnesses' conftest gives a test that is not marked as one that hangs. Whatever
+# takes that long may be a busy machine; one that is marked has a limit of its own, which is less.
+_PATIENCE = 60
 _AT_LINE = re.compile(r"^\S+:\d+: (\w+)$")
 
 
@@ -113,8 +120,11 @@ def _state(
 
 def strange(test: Test) -> bool:
     """Whether a failed test met something else than the defect it looks for."""
-    kind = raised(test)
-    return kind in _STRANGE
+    for line in (test.said, *test.detail.split("\n")):
+        match = _HANGS.match(line.strip())
+        if match:
+            return int(match[1]) >= _PATIENCE
+    return raised(test) in _STRANGE
 
 
 def raised(test: Test) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from sm12x.core.errors import DirtyTreeError
+from sm12x.core.errors import BadFileError, DirtyTreeError
 
 
 def require_free(target: Path, *, force: bool) -> None:
@@ -26,6 +26,22 @@ def require_free(target: Path, *, force: bool) -> None:
         )
 
 
+def require_writable(parent: Path) -> None:
+    """Raise BadFileError unless a folder can be made in ``parent``, which need not exist yet."""
+    try:
+        existing = parent.absolute()
+        while not existing.exists():
+            existing = existing.parent
+        # Tried, not asked: root may write anywhere, except where nothing can be written.
+        with tempfile.TemporaryDirectory(dir=existing, prefix=".sm12x-"):
+            pass
+    except OSError as error:
+        raise BadFileError(
+            f"no folder can be made in {parent}: {error.strerror or error}",
+            next_step="name another folder with --out DIR",
+        ) from None
+
+
 @contextmanager
 def fresh(target: Path, *, force: bool) -> Iterator[Path]:
     """A folder to fill that becomes ``target`` if the block succeeds, and vanishes otherwise."""
@@ -38,11 +54,12 @@ def fresh(target: Path, *, force: bool) -> Iterator[Path]:
         # Somebody may have made it meanwhile.
         require_free(target, force=force)
         before = Path(name) / "before"
-        if target.exists():
-            target.rename(before)
         try:
+            if target.exists():
+                target.rename(before)
             folder.rename(target)
         except BaseException:
-            if before.exists():
+            # Stopped in between as well: what lies in here is deleted.
+            if before.exists() and not target.exists():
                 before.rename(target)
             raise

@@ -6,6 +6,7 @@ fails or is stopped leaves nothing.
 
 from __future__ import annotations
 
+import platform
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -14,16 +15,16 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from sm12x.core import files, lockfile
+from sm12x.core import files
 from sm12x.core.errors import PatchConflictError, Sm12xError, UsageError
 from sm12x.stack import base as bases
 from sm12x.stack import (
     carry,
     draft,
     facts,
-    lock,
     need,
     newfolder,
+    rebaselocks,
     series,
     since,
     status,
@@ -168,9 +169,12 @@ def rebase(
         tree.unpack(archives.source, trees[SOURCE])
         tree.unpack(archives.target, trees[UNTOUCHED])
         new = _draft(base, found, trees, work, overrides, make_locks=make_locks, say=say)
-        locked = make_locks and _lock(base, new, work, say)
-        if run_witnesses is not None and lock_needed and not locked:
-            work.to_check.append("witnesses: none could run without a lock")
+        locked: Sequence[str] = ()
+        if make_locks:
+            locked = rebaselocks.make(base, new, work.torch, work.to_check, say)
+        here = platform.machine()
+        if run_witnesses is not None and lock_needed and here not in locked:
+            work.to_check.append(f"witnesses: none could run without a lock for {here}")
             run_witnesses = None
         new = bases.parse(folder / "base.toml")
         needs = _needs(new, stack, trees[UNTOUCHED], run_witnesses, chosen, work)
@@ -189,7 +193,7 @@ def rebase(
         for result in carried.carried:
             fate = _fate(result, needs[result.patch.name], base, found.version, known)
             if run_witnesses is not None and probe is not None and fate.need.green:
-                fate = _since(fate, base, new, releases, probe, probed)
+                fate = _since(fate, base, new, releases, probe, probed, work)
             fates.append(fate)
         _write(base, new, fates, carried.exported, work)
         return RebaseReport(
@@ -248,51 +252,12 @@ def _draft(
         return bases.parse(work.folder / "base.toml"), drafted.to_check
 
     new, to_check = write(None)
-    work.torch = _closure_of_torch(new) if make_locks else {}
+    work.torch = rebaselocks.closure_of_torch(new) if make_locks else {}
     cuda = work.torch.get("cuda-toolkit")
     if cuda:
         new, to_check = write(cuda)
     work.to_check += to_check
     return new
-
-
-def _closure_of_torch(new: Base) -> dict[str, str]:
-    """All that the release's torch asks for, name -> version; empty where it cannot be resolved."""
-    try:
-        return lock.resolve(new, next(iter(new.locks)), [f"torch=={new.toolchain.torch}"])
-    except Sm12xError:
-        # Making the locks meets the same, and says it.
-        return {}
-
-
-def _lock(base: Base, new: Base, work: _Work, say: Say) -> bool:
-    """Make the new base's locks; False, and why in what is to be checked, where that fails."""
-    for machine in new.locks:
-        say(f"resolving the lock for {machine}")
-        try:
-            made = lock.make(new, machine)
-        except Sm12xError as error:
-            work.to_check.append(f"lock.{machine}: {error.message}")
-            work.to_check.append(
-                "lock: for what cannot be had add an [[override]] to base.toml, and run this again "
-                "with --force: it keeps them"
-            )
-            return False
-        files.write_text(new.lock_path(machine), made.closure)
-        files.write_text(new.build_lock_path(machine), made.build)
-        work.to_check += [f"lock.{machine}: {fault}" for fault in lock.verify(new, machine, made)]
-    machine = next(iter(new.locks))
-    if base.lock_path(machine).is_file():
-        packages, notes = draft.witness_packages(
-            base.witness.packages,
-            lockfile.read(base.lock_path(machine)),
-            lockfile.read(new.lock_path(machine)),
-            torch=work.torch,
-        )
-        work.to_check += notes
-        path = work.folder / "base.toml"
-        files.write_text(path, draft.amended(path.read_text(encoding="utf-8"), packages=packages))
-    return True
 
 
 def _needs(
@@ -341,14 +306,29 @@ def _since(
     releases: Sequence[str],
     probe: Probe,
     probed: list[Outcome],
+    work: _Work,
 ) -> Fate:
     """The fate with the first release that has the fix, looked for in those nobody has tried."""
     if fate.state != status.UPSTREAM or fate.need.state != need.UPSTREAM:
         return fate
     candidates = since.between(releases, base.version, fate.since)
-    release, said = since.first(
-        candidates, fate.since, lambda version: probe(new, fate.patch, version)
-    )
+    said: dict[str, Need] = {}
+
+    def ask(version: str) -> Need:
+        said[version] = probe(new, fate.patch, version)
+        return said[version]
+
+    try:
+        release, _ = since.first(candidates, fate.since, ask)
+    except (Sm12xError, OSError) as error:
+        # One release that cannot be had is no reason to give up the rest of the run.
+        have = [version for version, found in said.items() if found.state == need.UPSTREAM]
+        release = min([fate.since, *have], key=Version)
+        why = error.message if isinstance(error, Sm12xError) else error
+        work.to_check.append(
+            f"dropped: {fate.patch.name} is upstream since {release} or earlier, not all releases "
+            f"could be tried: {why}"
+        )
     probed += [
         Outcome(
             patch=fate.patch.name,
@@ -375,18 +355,22 @@ def _write(
     files.write_text(work.folder / "series", lines)
     # What a release has, a later one has; the other way round nobody has looked.
     later = Version(new.version) > Version(base.version)
+    tried = {status.slug(fate.patch.name) for fate in fates}
+    # One that has been resolved since is in the stack, and so among those that were tried.
+    old = [entry for entry in base.dropped if status.slug(entry.patch) not in tried]
     if not later:
         work.to_check += [
-            f"dropped: whether {entry.patch} is needed here was not looked at"
-            for entry in base.dropped
+            f"dropped: whether {entry.patch} is needed here was not looked at" for entry in old
         ]
-    kept = [fate.need for fate in fates if fate.kept and fate.need.red]
+    # Also of those in conflict: once resolved they are kept, and their witnesses are as they are.
+    red = [fate.need for fate in fates if fate.state != status.UPSTREAM and fate.need.red]
     text = (work.folder / "base.toml").read_text(encoding="utf-8")
     text = draft.amended(
         text,
-        dropped=[*(base.dropped if later else ()), *_dropped(fates, base)],
-        upstream=[name for said in kept for name in said.green],
-        needed=[name for said in kept for name in said.failing_guards],
+        dropped=[*(old if later else ()), *_dropped(fates, base)],
+        # Patches share witnesses.
+        upstream=list(dict.fromkeys(name for said in red for name in said.green)),
+        needed=list(dict.fromkeys(name for said in red for name in said.failing_guards)),
     )
     files.write_text(work.folder / "base.toml", text)
     for name in _COPIED:

@@ -6,8 +6,10 @@ import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import PurePosixPath
 from typing import Any
 
+from sm12x import layout
 from sm12x.stack import carry, need, status
 from sm12x.stack.carry import Carried, FileConflict
 from sm12x.stack.merge import Region
@@ -17,6 +19,8 @@ from sm12x.stack.status import Cell, StatusTable
 
 # Longer texts are cut; the whole is in the tree that the commands make.
 _LINES = 24
+# Files of one name that are offered for one that is gone; __init__.py is everywhere.
+_CANDIDATES = 4
 _TEXTS = {
     carry.APPLIES: "applies as it is",
     carry.MERGES: "merges; exported anew",
@@ -45,7 +49,10 @@ def report(done: RebaseReport) -> str:
         lines += ["to be checked before it is committed:"]
         lines += [f"  {line}" for line in done.to_check]
     if done.fates and not done.conflicts:
-        lines.append(f"next: sm12x patch witness --base {done.version}")
+        lines += [
+            f"next: {line.strip()}"
+            for line in (*_move(done), f"sm12x patch witness --base {done.version}")
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -146,7 +153,9 @@ def _conflicts(fate: Fate, done: RebaseReport) -> list[str]:
 
 def _conflict(conflict: FileConflict, carried: Carried, done: RebaseReport) -> list[str]:
     if conflict.why:
-        moved = f"; perhaps {' or '.join(conflict.candidates)}" if conflict.candidates else ""
+        named = " or ".join(conflict.candidates[:_CANDIDATES])
+        more = " or another of that name" if len(conflict.candidates) > _CANDIDATES else ""
+        moved = f"; perhaps {named}{more}" if named else ""
         return [f"  {conflict.path}: {conflict.why}{moved}"]
     hunks = next(file.hunks for file in carried.patch.files if file.path == conflict.path)
     lines: list[str] = []
@@ -178,24 +187,62 @@ def _region(region: Region, done: RebaseReport) -> list[str]:
 
 def _commands(done: RebaseReport) -> list[str]:
     tree = f"../vllm-{done.version}"
-    lines = ["to resolve, in the checkout:"]
-    if done.folder.parent.name != "patches":
-        lines.append(f"  mv {shlex.quote(str(done.folder))} patches/")
+    lines = ["to resolve, in the checkout:", *_move(done)]
     lines.append(f"  sm12x patch apply --base {done.version} --unpack {tree}")
     for fate in done.conflicts:
         patch = f"patches/{done.source}/{fate.patch.name}"
         lines += [
             f"  git -C {tree} apply --reject $PWD/{patch}  # what fits is changed, the rest is "
             "left in *.rej",
+            *(
+                line
+                for conflict in fate.carried.conflicts
+                if conflict.why
+                for line in _carry_over(conflict, patch, tree)
+            ),
             f"  $EDITOR {_paths(tree, fate.carried.conflicts)}  # put the rest in, delete the "
             "*.rej files",
             f"  sm12x patch new {tree} --base {done.version} --like {patch}",
         ]
-    return [*lines, f"  sm12x patch witness --base {done.version}"]
+    return [
+        *lines,
+        f"  $EDITOR patches/{done.version}/base.toml  # take out the [[dropped]] of what is now in "
+        "the stack",
+        f"  sm12x patch witness --base {done.version}",
+    ]
+
+
+def _move(done: RebaseReport) -> list[str]:
+    """The commands that bring the new folder to where bases are, if it is elsewhere."""
+    patches = layout.patches()
+    if done.folder.parent.resolve() == patches.resolve():
+        return []
+    lines = [f"  mv {shlex.quote(str(done.folder.absolute()))} patches/"]
+    if (patches / done.version).exists():
+        lines.insert(0, f"  mv patches/{done.version} ../{done.version}-before  # the one there")
+    return lines
+
+
+def _carry_over(conflict: FileConflict, patch: str, tree: str) -> list[str]:
+    """What to do with the hunks of a file that git writes no *.rej for."""
+    if len(conflict.candidates) != 1:
+        why = f"{conflict.path} leaves no *.rej ({conflict.why})"
+        return [f"  # {why}: carry its hunks over by hand"]
+    (new,) = conflict.candidates
+    # Only where a file is named: the text of a hunk may have the path as well.
+    names = shlex.quote(rf"/^\(diff\|---\|+++\) /s|{conflict.path}|{new}|g")
+    return [
+        f"  sed {names} {patch} | git -C {tree} apply --reject --include={shlex.quote(new)}"
+        f"  # {PurePosixPath(conflict.path).name} has moved: its hunks"
+    ]
 
 
 def _paths(tree: str, conflicts: Sequence[FileConflict]) -> str:
-    return " ".join(f"{tree}/{conflict.path}" for conflict in conflicts) or tree
+    """The files to edit; for one that is gone, those it may have become."""
+    paths: list[str] = []
+    for conflict in conflicts:
+        paths += conflict.candidates[:_CANDIDATES] if conflict.why else [conflict.path]
+    return " ".join(f"{tree}/{path}" for path in dict.fromkeys(paths)) or tree
 
 
 def _kept(done: RebaseReport) -> str:

@@ -140,7 +140,7 @@ def read(path: Path) -> tuple[Outcome, ...]:
 def record(path: Path, fresh: Iterable[Outcome]) -> None:
     """Add outcomes; each takes the place of an older one of its patch, base and release.
 
-    One that did not run a witness does not displace what a witness has said before.
+    One that cannot tell whether a patch is needed does not displace what a witness has said before.
     """
     known = {(o.base, o.release, slug(o.patch)): o for o in read(path)}
     for outcome in fresh:
@@ -154,7 +154,8 @@ def record(path: Path, fresh: Iterable[Outcome]) -> None:
 
 def merged(before: Outcome, after: Outcome) -> Outcome:
     """``after``, with what only ``before`` knows."""
-    need_from = before if after.need == need.UNKNOWN and not after.witness else after
+    silent = after.need == need.UNKNOWN and (before.need != need.UNKNOWN or not after.witness)
+    need_from = before if silent else after
     return Outcome(
         patch=after.patch,
         base=after.base,
@@ -223,7 +224,8 @@ def _cell(
             if slug(entry.patch) == slug(name):
                 note = f"since {entry.since}" if entry.since else entry.why
                 return Cell(state=entry.state, note=note)
-    for outcome in outcomes:
+    # The patch of the newest base is the one that is kept up.
+    for outcome in sorted(outcomes, key=lambda o: Version(o.base), reverse=True):
         if slug(outcome.patch) == slug(name) and outcome.release == release:
             note = f"since {outcome.since}" if outcome.since else outcome.why
             doubt = outcome.need == need.UNKNOWN and outcome.state != UNKNOWN

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import tarfile
 import tempfile
@@ -11,13 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from sm12x.core.errors import BadFileError, DirtyTreeError
+from sm12x.core.errors import BadFileError, DirtyTreeError, NoSpaceError
 from sm12x.core.git import Entry, Repository
 from sm12x.stack.base import Base
 from sm12x.stack.series import Stack
 
 # How many files an error names before it only counts.
 _NAMED = 8
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,7 @@ def unpack(archive: Path, directory: Path) -> None:
         BadFileError: not a tar archive, cut short, without the one top folder of an sdist, or with
             members that point outside it.
         DirtyTreeError: ``directory`` is a file or holds something.
+        NoSpaceError: the disk is full.
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise DirtyTreeError(
@@ -59,6 +62,12 @@ def unpack(archive: Path, directory: Path) -> None:
                 # "data" refuses absolute names, links and devices that lead out of the folder.
                 tar.extractall(fresh, members=members, filter="data")
         except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
+            if isinstance(error, OSError) and error.errno in _FULL:
+                raise NoSpaceError(
+                    f"{archive} cannot be unpacked in {directory.parent}: {error.strerror}",
+                    next_step="free space there, or use another disk (for temporary folders: set "
+                    "TMPDIR)",
+                ) from None
             raise BadFileError(
                 f"{archive} cannot be unpacked: {error}",
                 next_step="delete it and fetch it again with `sm12x fetch`",
