@@ -31,11 +31,12 @@ def compile_into(folder: Path, cuda_include: Path | None = None) -> None:
     if cuda_include is not None:
         flags += ["-DFAKECUDA_WITH_CUDA_H", "-isystem", str(cuda_include)]
     driver, runtime = str(folder / DRIVER), str(folder / RUNTIME)
-    for source, more, out in (
-        ("fakecuda.c", [f"-Wl,-soname,{DRIVER}"], driver),
-        ("fakecudart.c", [driver, "-Wl,-rpath,$ORIGIN", f"-Wl,-soname,{RUNTIME}"], runtime),
+    for names, more, out in (
+        (("model.c", "driver.c", "control.c"), [f"-Wl,-soname,{DRIVER}"], driver),
+        (("fakecudart.c",), [driver, "-Wl,-rpath,$ORIGIN", f"-Wl,-soname,{RUNTIME}"], runtime),
     ):
-        subprocess.run(["gcc", *flags, str(SOURCES / source), *more, "-o", out], check=True)
+        sources = [str(SOURCES / name) for name in names]
+        subprocess.run(["gcc", *flags, *sources, *more, "-o", out], check=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,105 @@
+/* What the stand-in driver holds, shared by its files: driver.c is the driver's interface to it,
+ * control.c the tests'. One lock guards everything; nothing here is fast, all of it is strict. */
+#ifndef FAKECUDA_MODEL_H
+#define FAKECUDA_MODEL_H
+
+#include "fakecuda.h"
+
+#include <pthread.h>
+
+/* Names as common as `lock`, `map` and `create` stay inside the library: exported, they could be
+ * bound to those of the program that loads it. */
+#pragma GCC visibility push(hidden)
+
+typedef struct physical {
+  struct physical *next;
+  CUmemGenericAllocationHandle id;
+  uint64_t size;
+  int device;
+  int file;
+  int held;      /* the handle was not released */
+  int mappings;
+} physical;
+
+typedef struct reservation {
+  struct reservation *next;
+  uint64_t base;
+  uint64_t size;
+  int live; /* freed ranges stay without access, so that a late touch of one is noticed */
+} reservation;
+
+typedef struct mapping {
+  struct mapping *next;
+  uint64_t base;
+  uint64_t size;
+  physical *memory;
+  CUmemAccess_flags access;
+} mapping;
+
+typedef struct work {
+  struct work *next;
+  int device;
+  uint64_t base;
+  uint64_t size;
+} work;
+
+#define MAX_FUNCTIONS 64
+typedef struct function {
+  const char *name;
+  uint64_t calls;
+  uint64_t fail_from; /* the call number the planned failure begins with, 0 for none */
+  uint64_t fail_count;
+  int error;
+} function;
+
+extern pthread_mutex_t lock;
+extern physical *memories;
+extern reservation *reservations;
+extern mapping *mappings;
+extern work *works;
+extern uint64_t capacity;
+extern uint64_t violations;
+extern int attributes[256];
+extern int fabric_permitted;
+extern int hints_ignored;
+
+/* Ends with an entry without a name; [0] is "*". */
+extern function functions[MAX_FUNCTIONS];
+
+#define TRACE_LINES 256
+extern char trace[TRACE_LINES][128];
+extern uint64_t traced;
+
+/* Whoever calls one of these holds the lock. */
+
+function *find_function(const char *name);
+/* Count the call; the planned error, if there is one. */
+int enter(const char *name);
+/* Note the call and its result in the trace; the result. */
+__attribute__((format(printf, 2, 3))) int done(int result, const char *format, ...);
+
+/* Whether any byte of the range is, or once was, device address space. */
+int is_device_range(uint64_t base, uint64_t size);
+/* As fakecuda_mapped. */
+int mapped_state(uint64_t base, uint64_t size);
+
+/* Of one device, or of all where `device` is negative. */
+uint64_t physical_bytes(int device);
+/* NULL where the handle is unknown or was released. */
+physical *physical_of(CUmemGenericAllocationHandle id);
+void drop_if_unused(physical *memory);
+CUresult create(CUmemGenericAllocationHandle *handle, uint64_t size, int device);
+
+CUresult reserve(CUdeviceptr *pointer, uint64_t size, uint64_t alignment);
+/* A range that was freed is there still, without access: it can be reserved again where it was. */
+int reserve_again(uint64_t base, uint64_t size);
+CUresult release_address(uint64_t base, uint64_t size);
+CUresult map(uint64_t base, uint64_t size, physical *memory);
+CUresult unmap(uint64_t base, uint64_t size);
+CUresult set_access(uint64_t base, uint64_t size, CUmemAccess_flags flags);
+/* End all work in flight on the device. */
+void drain(int device);
+
+#pragma GCC visibility pop
+
+#endif
