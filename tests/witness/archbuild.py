@@ -148,6 +148,26 @@ class Rig:
         shutil.rmtree(kept)
         return Compiled(targets=tuple(targets), kernels=kernels)
 
+    def ptx(self, unit: Unit, *, headers: Sequence[Path | None], code: str) -> list[str]:
+        """The PTX of a unit for one target, once for each folder found before torch's headers.
+
+        Raises:
+            subprocess.CalledProcessError: it does not compile.
+        """
+        outs = [Path(tempfile.mkdtemp(dir=self._folder)) / "unit.ptx" for _ in headers]
+        words = [word for word in shlex.split(_GENCODE.sub("", unit.command)) if word != "-c"]
+        at = words.index("-o") + 1
+        runs = []
+        for folder, out in zip(headers, outs, strict=True):
+            words[at] = str(out)
+            more = [f"-arch={code}", "-ptx", *([f"-I{folder}"] if folder else [])]
+            run = [words[0], *more, *words[1:]]
+            runs.append((run, subprocess.Popen(run, cwd=unit.directory)))
+        for run, running in runs:
+            if running.wait(timeout=_COMPILE_LIMIT):
+                raise subprocess.CalledProcessError(running.returncode, run)
+        return [out.read_text() for out in outs]
+
     def _third_party(self, site: Path) -> dict[str, str]:
         """What each override of the release's CMake is set to."""
         found: dict[str, str] = {}

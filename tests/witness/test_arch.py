@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 from tests.witness.archbuild import Build, Compiled, Rig, lines
 
+from sm12x import layout
+
 MODULES = ("_C", "_C_stable_libtorch", "_moe_C")
 # What is asked for, and the code that each unit has to have then.
 BOTH = "12.0a;12.1a"
@@ -29,6 +31,8 @@ MARLIN_CHECKS = ("csrc/quantization/marlin/marlin.cu", "csrc/moe/marlin_moe_wna1
 FP8 = ("_C_stable_libtorch", "c3x/scaled_mm_sm120_fp8.cu")
 # NVFP4 weights, FP16 activations: the fewest kernels that any Marlin-MoE unit has.
 MOE = ("_moe_C", "marlin_moe_wna16/sm80_kernel_float16_fe2m1f_float16.cu")
+# The rotary embedding: few kernels, behind all of torch.
+ROPE = ("_C", "csrc/pos_encoding_kernels.cu")
 # Bytes. The kernels of both have 5 to 60 KB of code, a trap with its message has less than 1.
 LEAST_CODE = 3000
 
@@ -251,3 +255,15 @@ def test_marlin_moe_is_native(moe: Compiled | None) -> None:
         kernels = {name: size for name, size in moe.kernels[target].items() if "Marlin" in name}
         assert len(kernels) >= 10
         assert min(kernels.values()) > LEAST_CODE, kernels
+
+
+@pytest.mark.guard
+def test_the_headers_before_torchs_change_no_machine_code(rig: Rig, tree: Path) -> None:
+    """Those of patches/<release>/include, which a full build compiles CUDA units of 12.x with."""
+    version = re.search(r"^Version: (\S+)$", (tree / "PKG-INFO").read_text(), re.MULTILINE)
+    assert version
+    headers = layout.patches() / version[1] / "include"
+    unit = configured(rig, BOTH).unit(*ROPE)
+    plain, ours = rig.ptx(unit, headers=(None, headers), code="sm_120a")
+    assert ".target sm_120a" in plain
+    assert ours == plain
