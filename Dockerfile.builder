@@ -106,11 +106,10 @@ COPY --from=source /src.native.json /src.native.json
 COPY --from=source /src/CMakeLists.txt /src/CMakeLists.txt
 COPY --from=source /src/cmake /src/cmake
 COPY --from=source /src/csrc /src/csrc
+# DEPEND: what a unit reads, the compiler itself tells; without it each miss is preprocessed first.
 ENV CCACHE_DIR=/root/.cache/ccache \
     CCACHE_MAXSIZE=10G \
-    CMAKE_C_COMPILER_LAUNCHER=ccache \
-    CMAKE_CXX_COMPILER_LAUNCHER=ccache \
-    CMAKE_CUDA_COMPILER_LAUNCHER=ccache
+    CCACHE_DEPEND=1
 # buildah does not look into bind mounts for its cache: what is in third_party is named by its hash.
 # A work folder is named by all that ninja, which goes by dates, would not notice; only builds of the
 # same name wait for each other. Others that nothing has gone on in for two weeks are removed.
