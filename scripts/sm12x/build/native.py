@@ -110,7 +110,8 @@ def build(
     if modules:
         cmake.sync(source, settings.work / "src")
         cmake_archs = cmake.configure(base, modules, settings, on_step)
-        _require_all(base, modules, settings, cmake_archs)
+        if mode == "full":
+            _require_all(base, modules, settings, cmake_archs)
         shutil.rmtree(stage, ignore_errors=True)
         units = compiling.compile_modules(base, modules, settings, on_step=on_step, say=say)
         for module in modules:
