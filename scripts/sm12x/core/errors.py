@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import errno
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+# What the system answers where a disk, or a share of it, is full.
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _OF_A_PATH = (
     *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR),
     *(errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG),
@@ -115,7 +116,7 @@ def of_system(error: OSError) -> Sm12xError | None:
     """What the system refused, where that is about a disk or a path; None for anything else."""
     where = f"{error.filename}: " if isinstance(error.filename, str) else ""
     message = f"{where}{(error.strerror or str(error)).lower()}"
-    if error.errno in _FULL:
+    if error.errno in DISK_FULL:
         return NoSpaceError(message, next_step="free space there, and run the same command again")
     if error.errno in _OF_A_PATH and where:
         return BadFileError(message, next_step="check that path, and who may read and write there")

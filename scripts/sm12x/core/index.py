@@ -7,7 +7,6 @@ final name only once its sha256 is right.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import shutil
@@ -27,6 +26,7 @@ from pypi_simple import (
 from sm12x.core import download, files, pipconfig
 from sm12x.core.download import OnProgress
 from sm12x.core.errors import (
+    DISK_FULL,
     BadFileError,
     FetchError,
     HashMismatchError,
@@ -246,7 +246,7 @@ def _credentials(index: str, url: str) -> tuple[str, str] | None:
 
 
 def _storage_error(error: OSError, final: Path) -> Sm12xError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in DISK_FULL:
         return NoSpaceError(
             f"the disk of {final.parent} is full while fetching {final.name}",
             next_step="free space there, or set SM12X_CACHE to a folder on another disk, and run "

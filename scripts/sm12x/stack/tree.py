@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import tarfile
 import tempfile
@@ -12,14 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from sm12x.core.errors import BadFileError, DirtyTreeError, NoSpaceError
+from sm12x.core.errors import DISK_FULL, BadFileError, DirtyTreeError, NoSpaceError
 from sm12x.core.git import Entry, Repository
 from sm12x.stack.base import Base
 from sm12x.stack.series import Stack
 
 # How many files an error names before it only counts.
 _NAMED = 8
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +60,7 @@ def unpack(archive: Path, directory: Path) -> None:
                 # "data" refuses absolute names, links and devices that lead out of the folder.
                 tar.extractall(fresh, members=members, filter="data")
         except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
-            if isinstance(error, OSError) and error.errno in _FULL:
+            if isinstance(error, OSError) and error.errno in DISK_FULL:
                 raise NoSpaceError(
                     f"{archive} cannot be unpacked in {directory.parent}: {error.strerror}",
                     next_step="free space there, or use another disk (for temporary folders: set "
