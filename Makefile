@@ -39,7 +39,7 @@ test-witness: $(STAMP) ## each patch's witness: red on the untouched base, green
 
 test-integration: $(STAMP) ## tests that run real git, real wheels, real compilers
 	@sh scripts/make-tools.sh $(BIN)/python
-	@$(BIN)/pytest tests/integration
+	@$(BIN)/pytest -n 2 tests/integration
 
 test-image: $(STAMP) ## tests of the image that `make bundle` left
 	@BASE=$(BASE) $(BIN)/pytest tests/image

@@ -66,11 +66,14 @@ class Build:
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """``targets`` are the cubins in the object file, as its headers tell ("12.1a"); ``kernels``
-    the bytes of code of each kernel, by target ("sm_121a")."""
+    """What the object file of a unit holds.
 
-    targets: tuple[str, ...]
+    ``kernels`` are the bytes of code of each kernel, by the cubin's target ("12.1a"); ``ptx`` is
+    the text for each target that has some.
+    """
+
     kernels: dict[str, dict[str, int]]
+    ptx: dict[str, str]
 
 
 class Rig:
@@ -102,21 +105,30 @@ class Rig:
             shutil.unpack_archive(whole, folder)
         return folder
 
-    def compile(self, unit: Unit, *, memory_gib: float, code: str = "") -> Compiled:
-        """Compile with the build's own command; with ``code`` for that one target alone.
+    def compile(
+        self, unit: Unit, *, memory_gib: float, code: str = "", headers: Path | None = None
+    ) -> Compiled:
+        """Compile with the build's own command.
+
+        Where ccache is installed, a unit that it has seen is taken from there.
+
+        Args:
+            memory_gib: what compiling it takes.
+            code: compile for this target alone: "sm_121a", or "compute_120a" for PTX.
+            headers: a folder of headers to be found before all others.
 
         Raises:
             MemoryError: less than ``memory_gib`` is free.
             subprocess.CalledProcessError: it does not compile.
         """
-        kept = Path(tempfile.mkdtemp(dir=self._folder))
         command = unit.command
         if code:
-            compute = code.replace("sm_", "compute_")
-            command = f"{_GENCODE.sub('', command)} -gencode arch={compute},code={code}"
-        words = shlex.split(command)
-        out = kept / "unit.o"
+            arch = code.replace("sm_", "compute_")
+            command = f"{_GENCODE.sub('', command)} -gencode arch={arch},code={code}"
+        out = Path(tempfile.mkdtemp(dir=self._folder)) / "unit.o"
+        nvcc, *words = shlex.split(command)
         words[words.index("-o") + 1] = str(out)
+        cache = shutil.which("ccache")
         with _alone():
             free = cmake.free_memory_gib()
             if free < memory_gib:
@@ -124,49 +136,28 @@ class Rig:
                     f"compiling {unit.name} takes {memory_gib} GiB of memory, {free:.1f} are free"
                 )
             subprocess.run(
-                [*words, "--keep", "--keep-dir", str(kept)],
+                [
+                    *([cache] if cache else []),
+                    *(nvcc, "--no-compress"),
+                    *([f"-I{headers}"] if headers else []),
+                    *words,
+                ],
+                env={
+                    **os.environ,
+                    # The tree and its build are in another folder each time.
+                    "CCACHE_BASEDIR": str(self._folder),
+                    "CCACHE_NOHASHDIR": "1",
+                    # The compiler's own list of headers, instead of one more preprocessing.
+                    "CCACHE_DEPEND": "1",
+                    "CCACHE_COMPILERCHECK": "content",
+                },
                 cwd=unit.directory,
                 check=True,
                 timeout=_COMPILE_LIMIT,
             )
-        kernels: dict[str, dict[str, int]] = {}
-        for path in kept.glob("*.cubin"):
-            data = path.read_bytes()
-            # Of one target alone the name has no architecture.
-            named = re.search(r"\.(?:sm|compute)_(\w+)\.cubin$", path.name)
-            kernels[f"sm_{named[1]}" if named else code] = {
-                section.name.removeprefix(".text."): section.size
-                for section in sections.sections(data)
-                if section.name.startswith(".text.")
-            }
-        targets = [
-            str(entry.arch)
-            for container in sections.audit(unit.name, out.read_bytes()).units
-            for entry in container.entries
-            if entry.kind == "cubin"
-        ]
-        shutil.rmtree(kept)
-        return Compiled(targets=tuple(targets), kernels=kernels)
-
-    def ptx(self, unit: Unit, *, headers: Sequence[Path | None], code: str) -> list[str]:
-        """The PTX of a unit for one target, once for each folder found before torch's headers.
-
-        Raises:
-            subprocess.CalledProcessError: it does not compile.
-        """
-        outs = [Path(tempfile.mkdtemp(dir=self._folder)) / "unit.ptx" for _ in headers]
-        words = [word for word in shlex.split(_GENCODE.sub("", unit.command)) if word != "-c"]
-        at = words.index("-o") + 1
-        runs = []
-        for folder, out in zip(headers, outs, strict=True):
-            words[at] = str(out)
-            more = [f"-arch={code}", "-ptx", *([f"-I{folder}"] if folder else [])]
-            run = [words[0], *more, *words[1:]]
-            runs.append((run, subprocess.Popen(run, cwd=unit.directory)))
-        for run, running in runs:
-            if running.wait(timeout=_COMPILE_LIMIT):
-                raise subprocess.CalledProcessError(running.returncode, run)
-        return [out.read_text() for out in outs]
+        data = out.read_bytes()
+        out.unlink()
+        return _compiled(unit.name, data)
 
     def _third_party(self, site: Path) -> dict[str, str]:
         """What each override of the release's CMake is set to."""
@@ -223,6 +214,24 @@ class Rig:
         )
         units = () if done.returncode else tuple(_units(folder))
         return Build(failed=done.returncode != 0, log=done.stdout, units=units)
+
+
+def _compiled(name: str, data: bytes) -> Compiled:
+    kernels: dict[str, dict[str, int]] = {}
+    ptx: dict[str, str] = {}
+    found = sections.audit(name, data)
+    assert not found.faults, found.faults
+    for entry in (entry for unit in found.units for entry in unit.entries):
+        code = data[entry.offset : entry.offset + entry.size]
+        if entry.kind == "ptx":
+            ptx[str(entry.arch)] = code.rstrip(b"\0").decode()
+        else:
+            kernels[str(entry.arch)] = {
+                section.name.removeprefix(".text."): section.size
+                for section in sections.sections(code)
+                if section.name.startswith(".text.")
+            }
+    return Compiled(kernels=kernels, ptx=ptx)
 
 
 def _units(folder: Path) -> Iterator[Unit]:

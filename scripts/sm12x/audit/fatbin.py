@@ -40,11 +40,17 @@ Buffer = bytes | mmap.mmap
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One piece of code: ``kind`` is "cubin", "ptx" or "unknown"; ``note`` says why unknown."""
+    """One piece of code: ``kind`` is "cubin", "ptx" or "unknown"; ``note`` says why unknown.
+
+    ``offset`` and ``size`` are those of its code in the file, in bytes, as it is there: it may be
+    compressed, and padded with zeros.
+    """
 
     kind: str
     arch: CudaArch
     note: str = ""
+    offset: int = 0
+    size: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,13 +128,13 @@ def _container(data: Buffer, offset: int, end: int) -> tuple[Container | None, i
         if entry_header < _ENTRY.size or after > stop:
             fault = f"the entry at {position:#x} does not fit its fat binary"
             break
-        start = data[position + entry_header : position + entry_header + 4]
-        entries.append(_entry(kind, number, flags, start))
+        entries.append(_entry(data, kind, number, flags, position + entry_header, payload))
         position = after
     return Container(offset=offset, entries=tuple(entries)), stop, fault
 
 
-def _entry(kind: int, number: int, flags: int, start: bytes) -> Entry:
+def _entry(data: Buffer, kind: int, number: int, flags: int, offset: int, size: int) -> Entry:
+    start = data[offset : offset + 4]
     suffix = "a" if flags & SPECIFIC else "f" if flags & FAMILY else ""
     arch = CudaArch(major=number // 10, minor=number % 10, suffix=suffix)
     note = ""
@@ -141,4 +147,4 @@ def _entry(kind: int, number: int, flags: int, start: bytes) -> Entry:
     elif kind == CUBIN and not flags & LZ4 and start != _ELF_MAGIC:
         note = "the payload is not the cubin its header promises"
     name = "unknown" if note else "ptx" if kind == PTX else "cubin"
-    return Entry(kind=name, arch=arch, note=note)
+    return Entry(kind=name, arch=arch, note=note, offset=offset, size=size)

@@ -149,11 +149,13 @@ class Witness:
 
     ``upstream`` names the tests (tests/witness/test_x.py::test_y) that show a defect which this
     release does not have any more: they pass on it untouched, and have to. ``needed`` names those
-    that other releases pass untouched, and this one does not.
+    that other releases pass untouched, and this one does not. ``first`` are the witnesses
+    (tests/witness/test_x.py) that take longest, so that the others run beside them.
     """
 
     packages: tuple[str, ...]
     download_mib: int
+    first: tuple[str, ...] = ()
     upstream: tuple[str, ...] = ()
     needed: tuple[str, ...] = ()
 
@@ -305,6 +307,7 @@ def parse(path: Path) -> Base:
         witness=Witness(
             packages=witness.texts("packages"),
             download_mib=witness.integer("download_mib"),
+            first=witness.texts("first", default=()),
             upstream=witness.texts("upstream", default=()),
             needed=witness.texts("needed", default=()),
         ),
