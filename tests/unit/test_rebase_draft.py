@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import io
 import tomllib
@@ -361,3 +362,11 @@ def test_a_folder_is_listed_with_the_hashes_of_what_is_in_it(tmp_path: Path) -> 
         (SDIST.name, VERSION, None),
     ]
     assert len(found[0].sha256) == 64
+
+
+def test_why_a_base_is_never_built_in_full_is_looked_at_again(base: Base) -> None:
+    _, check = _draft(base, _facts(base))
+    assert "not_full" not in check
+    tools = dataclasses.replace(base.toolchain, not_full="12.1a is dropped")
+    _, check = _draft(dataclasses.replace(base, toolchain=tools), _facts(base))
+    assert f"toolchain.not_full: the reason is that of {base.version}" in check

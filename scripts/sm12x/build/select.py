@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from sm12x.core import globs
 from sm12x.core.errors import BuildFailedError, UsageError
-from sm12x.stack.base import Base, Module
+from sm12x.stack.base import Base, Module, Source
 from sm12x.stack.series import Stack
 
 # Where native code and its build description live in the tree. A change anywhere here must reach
@@ -72,6 +72,18 @@ def touched(base: Base, paths: Iterable[str]) -> tuple[Module, ...]:
     return tuple(module for module in base.modules if any(takes(module, path) for path in native))
 
 
+def require_source(base: Base, name: str) -> Source:
+    """The third-party source of ``base`` called ``name``. Raises UsageError where none is."""
+    declared = {source.name: source for source in base.sources}
+    if name not in declared:
+        near = difflib.get_close_matches(name, declared, n=1)
+        raise UsageError(
+            f"{base.version} has no third-party source {name!r}",
+            next_step=f"use {near[0] if near else ' or '.join(declared)}",
+        )
+    return declared[name]
+
+
 def choose(
     base: Base,
     targets: Collection[str],
@@ -88,18 +100,11 @@ def choose(
     Raises:
         UsageError: ``allowed`` names no source of the base, or one that cannot be done without.
     """
-    declared = {source.name: source for source in base.sources}
     for name in allowed:
-        if name in declared and not declared[name].ops:
+        if not require_source(base, name).ops:
             raise UsageError(
                 f"nothing that {base.version} makes of {name} can be compiled without it",
                 next_step=f"leave {name} out of --allow-missing: the official module is kept",
-            )
-        if name not in declared:
-            near = difflib.get_close_matches(name, declared, n=1)
-            raise UsageError(
-                f"{base.version} has no third-party source {name!r}",
-                next_step=f"use {near[0] if near else ' or '.join(declared)}",
             )
     compiled: list[Module] = []
     kept: list[Kept] = []

@@ -90,7 +90,7 @@ def parse(base: Base, wanted: str, sources: Iterable[str], allowed: Iterable[str
     return Wish(
         wanted=require_known(wanted),
         given=parse_given(base, sources),
-        allowed=tuple(require_source(base, name) for name in allowed),
+        allowed=tuple(select.require_source(base, name).name for name in allowed),
     )
 
 
@@ -202,7 +202,7 @@ def parse_given(base: Base, words: Iterable[str]) -> dict[str, Path]:
                 f"--source {word} is not of the form NAME=DIR",
                 next_step="write it as in --source qutlass=../qutlass",
             )
-        require_source(base, name)
+        select.require_source(base, name)
         folder = Path(text).absolute()
         if not folder.is_dir() or not any(folder.iterdir()):
             what = "has nothing in it" if folder.is_dir() else "is not a folder"
@@ -211,18 +211,6 @@ def parse_given(base: Base, words: Iterable[str]) -> dict[str, Path]:
             )
         given[name] = folder
     return given
-
-
-def require_source(base: Base, name: str) -> str:
-    """``name``, a third-party source of the base. Raises UsageError for another word."""
-    known = [source.name for source in base.sources]
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        raise UsageError(
-            f"{base.version} has no third-party source {name!r}",
-            next_step=f"use {near[0] if near else _or(known)}",
-        )
-    return name
 
 
 def decide(

@@ -168,6 +168,8 @@ def draft(
         values["witness"].pop(key, None)
     check.append("module: cpu_seconds and peak_gib are those of " + base.version)
     check.append("image: the base image is that of " + base.version)
+    if base.toolchain.not_full:
+        check.append("toolchain.not_full: the reason is that of " + base.version)
     return Draft(values=values, to_check=tuple(check))
 
 
