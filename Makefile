@@ -42,7 +42,7 @@ test-integration: $(STAMP) ## tests that run real git, real wheels, real compile
 	@$(BIN)/pytest -n 2 tests/integration
 
 test-image: $(STAMP) ## tests of the image that `make bundle` left
-	@BASE=$(BASE) $(BIN)/pytest tests/image
+	@BASE=$(BASE) $(BIN)/pytest -n 2 tests/image
 
 test-nomad: $(STAMP) ## the Nomad specifications, under a Nomad built here, with the bundle's image
 	@BASE=$(BASE) $(BIN)/pytest tests/nomad
