@@ -134,6 +134,14 @@ def test_compressed_entries_are_read_without_unpacking(tmp_path: Path, flags: in
     assert found.cubins == {"12.0f": 1}
 
 
+def test_an_entry_tells_where_its_code_is() -> None:
+    codes = [b"\x7fELF first", b"\x7fELF second, longer"]
+    data = b"before.." + container(*(entry(CUBIN, 120, 0, code) for code in codes))
+    (unit,) = fatbin.parse(data, 8, len(data) - 8).containers
+    found = [data[each.offset : each.offset + each.size] for each in unit.entries]
+    assert [code.rstrip(b"\0") for code in found] == codes
+
+
 def test_zeros_between_containers_are_padding(tmp_path: Path) -> None:
     unit = container(entry(CUBIN, 120))
     assert of(tmp_path, unit, b"\0" * 24, unit).cubins == {"12.0": 2}
