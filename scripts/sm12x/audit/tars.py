@@ -150,7 +150,7 @@ def _json(outer: tarfile.TarFile, name: str) -> Any:
 
 def _read(stream: IO[bytes]) -> _Layer:
     layer = _Layer()
-    with tarfile.open(fileobj=stream, mode="r|*") as tar:
+    with tarfile.open(fileobj=stream, mode="r|*", bufsize=_BLOCK) as tar:
         for info in tar:
             path = _clean(info.name)
             folder, name = posixpath.split(path)
