@@ -29,6 +29,9 @@ PARTS = ("CMakeLists.txt", "cmake", "csrc")
 # The file names of a third party's sources in the CMake file that compiles them.
 _NAMED = re.compile(r"\$\{\w+_SOURCE_DIR\}/([\w./-]+\.(?:cu|cpp|cc|py))")
 _OVERRIDE = re.compile(r"DEFINED ENV\{(\w+_SRC_DIR)\}")
+# In the names of what is local to a unit: a hash of where its file is, which is another folder each
+# time, and with ccache that of whoever compiled it first.
+_PATH_HASH = re.compile(r"_[0-9a-f]{8}_(?=\d+_\w+_cu_)")
 _GENCODE = re.compile(r"-gencode[= ]\"?arch=\w+,code=(\w+)\"?")
 _CUTLASS = """\
 set(CUTLASS_DIR ${CMAKE_CURRENT_SOURCE_DIR} CACHE PATH "")
@@ -69,7 +72,7 @@ class Compiled:
     """What the object file of a unit holds.
 
     ``kernels`` are the bytes of code of each kernel, by the cubin's target ("12.1a"); ``ptx`` is
-    the text for each target that has some.
+    the text for each target that has some, with the path of the unit out of its names.
     """
 
     kernels: dict[str, dict[str, int]]
@@ -224,7 +227,7 @@ def _compiled(name: str, data: bytes) -> Compiled:
     for entry in (entry for unit in found.units for entry in unit.entries):
         code = data[entry.offset : entry.offset + entry.size]
         if entry.kind == "ptx":
-            ptx[str(entry.arch)] = code.rstrip(b"\0").decode()
+            ptx[str(entry.arch)] = _PATH_HASH.sub("_path_", code.rstrip(b"\0").decode())
         else:
             kernels[str(entry.arch)] = {
                 section.name.removeprefix(".text."): section.size
