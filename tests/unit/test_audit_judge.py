@@ -146,6 +146,33 @@ def test_more_may_be_asked_of_what_was_compiled_here(tmp_path: Path) -> None:
         ]
 
 
+# What `sm12x build native --mode full --arch-list "9.0a;12.0a;12.1a"` made, by verdict on 12.x:
+# benchmarks/2026-11-22-full-build-9.0a.json.
+WITH_HOPPER = {
+    "vllm/_C.abi3.so": (59, 1, 11),
+    "vllm/_C_stable_libtorch.abi3.so": (16, 1, 9),
+    "vllm/_moe_C.abi3.so": (27, 0, 3),
+}
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_full_build_may_be_for_hopper_too(lost: int) -> None:
+    """It passes as it was measured, and not with one unit of each for 12.x left to PTX."""
+    found = policy.load(layout.patches() / "0.21.0" / "audit-policy.toml")
+    ours = unit("12.0a", "12.1a")
+    made = [
+        library(path, *[ours] * (native - lost), *[PTX] * (ptx + lost), *[unit("9.0a")] * none)
+        for path, (native, ptx, none) in WITH_HOPPER.items()
+    ]
+    made.append(library("vllm/cumem_allocator.abi3.so"))
+    compiled = {one.path: one.sha256 for one in made}
+    judged = policy.judge(
+        Audit(subject="x", kind="wheel", libraries=tuple(made)), found, compiled=compiled
+    )
+    broken = {offender.path for offender in judged.offenders if offender.path in compiled}
+    assert broken == (set(WITH_HOPPER) if lost else set())
+
+
 def test_too_few_native_units_and_a_missing_library_are_offences(tmp_path: Path) -> None:
     found = rules(
         tmp_path,
