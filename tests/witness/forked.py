@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import select
@@ -59,6 +60,9 @@ def _child(function: Callable[[], Any], reader: int, writer: int, output: int) -
         # Whoever called may have put something else in their place.
         sys.stdout = os.fdopen(1, "w", closefd=False)
         sys.stderr = os.fdopen(2, "w", closefd=False)
+        if faulthandler.is_enabled():
+            # Where it dumps was set by whoever called: pytest, a copy of its own stderr.
+            faulthandler.enable(sys.stderr)
         os.write(writer, json.dumps(function()).encode())
         code = 0
     except BaseException:
