@@ -225,6 +225,15 @@ def test_the_next_command_is_the_engines_own(monkeypatch: pytest.MonkeyPatch) ->
     assert "$(buildah from --ulimit nofile=1024:20000 vllm-sm12x:1) --" in Buildah(
         BUILDAH, "1", chroot=True
     ).run_hint(image, "check")
+    # More processes than 1.28 allows, and fewer than 1.39 raises them to.
+    monkeypatch.setattr(
+        resource,
+        "getrlimit",
+        lambda limit: (96365,) * 2 if limit == resource.RLIMIT_NPROC else (1 << 20,) * 2,
+    )
+    assert "$(buildah from --ulimit nproc=32768:32768 vllm-sm12x:1) --" in Buildah(
+        BUILDAH, "1", chroot=True
+    ).run_hint(image, "check")
 
 
 def test_an_isolation_of_the_users_own_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,25 +110,28 @@ class Buildah(Engine):
         ).rstrip()
 
 
-# What buildah itself sets, by release: it lowers them first, and then cannot raise them.
-_LIMITS = (("nofile", resource.RLIMIT_NOFILE, 1 << 20), ("nproc", resource.RLIMIT_NPROC, 1 << 15))
+# What buildah 1.39 raises limits to.
+_RAISED = 1 << 20
+# What 1.28 itself sets: it lowers them first, and then cannot raise them.
+_LIMITS = (("nofile", resource.RLIMIT_NOFILE, _RAISED), ("nproc", resource.RLIMIT_NPROC, 1 << 15))
 
 
 def own_limits(*, lower: bool = False) -> list[str]:
     """Options that give the steps of a build no higher limits than this process has.
 
-    With ``lower`` only those for limits that are lower than what buildah sets.
+    With ``lower`` only those for limits that are lower than what buildah raises them to.
 
     Without them buildah 1.39 raises both to 2^20, which a root without CAP_SYS_RESOURCE, as in
     a container, may not do: the first step fails. 1.28 lowers nproc to 2^15 before it looks.
     """
     words: list[str] = []
     for name, limit, most in _LIMITS:
-        soft, hard = (
-            most if value == resource.RLIM_INFINITY else min(value, most)
+        own = [
+            _RAISED if value == resource.RLIM_INFINITY else value
             for value in resource.getrlimit(limit)
-        )
-        if hard < most or not lower:
+        ]
+        if own[1] < _RAISED or not lower:
+            soft, hard = (min(value, most) for value in own)
             words += ["--ulimit", f"{name}={soft}:{hard}"]
     return words
 
