@@ -142,7 +142,14 @@ def docker(**more: object) -> dict[str, str]:
 
 
 def facts(machine: Machine, audit: Path | None = None, caches: Sequence[Path] = ()) -> Facts:
-    return collect.facts(machine.host(), knowledge.load(), audit=audit, cache_folders=caches)
+    return collect.facts(
+        machine.host(),
+        knowledge.load(),
+        audit=audit,
+        cache_folders=caches,
+        # Not the checkout's: what a user has built there says nothing of the made-up host.
+        dist=machine.root / "dist",
+    )
 
 
 def findings(

@@ -273,9 +273,8 @@ def test_flashinfer_keeps_its_releases_apart(tmp_path: Path) -> None:
     assert "of FlashInfer 0.6.1; the image has 0.6.8.post1" in found[0].seen
 
 
-def test_inside_the_image_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inside_the_image_itself(tmp_path: Path) -> None:
     # GIVEN a container of the image, where no bundle was built
-    monkeypatch.setenv("SM12X_ROOT", str(tmp_path / "none"))
     verdicts = [("native", "native"), ("mixed", "ptx"), ("none", "none"), ("host", "host")]
     ledger = {
         "base_version": "0.21.0",

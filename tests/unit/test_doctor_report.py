@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -130,17 +131,31 @@ def test_an_image_is_found_by_its_labels(tmp_path: Path, monkeypatch: pytest.Mon
     machine = Machine(root=tmp_path / "root")
 
     machine.answers["docker image inspect"] = json.dumps(labels)
-    found = image.find(machine.host(), None, "it")
+    found = image.find(machine.host(), None, "it", dist=tmp_path / "dist")
     assert not isinstance(found, Unseen)
     assert found.stack_id == "0123abcd"
 
     machine.answers["docker image inspect"] = json.dumps({**labels, "sm12x.stack": "ffffffff"})
     assert "no audit of stack ffffffff" in getattr(
-        image.find(machine.host(), None, "it"), "why", ""
+        image.find(machine.host(), None, "it", dist=tmp_path / "dist"), "why", ""
     )
 
     machine.answers["docker image inspect"] = "null"
-    assert "no sm12x.stack label" in getattr(image.find(machine.host(), None, "it"), "why", "")
+    assert "no sm12x.stack label" in getattr(
+        image.find(machine.host(), None, "it", dist=tmp_path / "dist"), "why", ""
+    )
+
+
+def test_a_bundle_for_other_machines_is_not_this_ones(tmp_path: Path) -> None:
+    host, dist = Machine(root=tmp_path / "root").host(), tmp_path / "dist"
+    fake.bundle(dist / "0.21.0-arm64", machine="aarch64")
+    alone = image.find(host, None, None, machine="x86_64", dist=dist)
+    assert "has bundles for aarch64 alone, and this is x86_64" in getattr(alone, "why", "")
+    older = fake.bundle(dist / "0.21.0")
+    os.utime(older, (1, 1))
+    for machine in ("x86_64", "aarch64"):
+        found = image.find(host, None, None, machine=machine, dist=dist)
+        assert getattr(found, "machine", "") == machine
 
 
 def test_a_recipe_against_the_host(tmp_path: Path) -> None:

@@ -61,7 +61,14 @@ def command(
         near = difflib.get_close_matches(check, known.checks, n=1)
         hint = repr(near[0]) if near else f"one of {', '.join(known.checks)}"
         raise UsageError(f"there is no check {check!r}", next_step=f"write {hint}")
-    facts = collect.facts(Host(), known, audit=audit, image_name=image_name, cache_folders=caches)
+    facts = collect.facts(
+        Host(),
+        known,
+        audit=audit,
+        image_name=image_name,
+        cache_folders=caches,
+        dist=layout.root() / "dist",
+    )
     findings = _findings(facts, known, recipe)
     width = min(shutil.get_terminal_size((render.WIDTH, 24)).columns, _WIDEST)
     if check is not None:

@@ -22,13 +22,18 @@ def facts(
     audit: Path | None = None,
     image_name: str | None = None,
     cache_folders: Sequence[Path] = (),
+    dist: Path,
 ) -> Facts:
-    """Collect everything. Raises BadFileError when the audit that was named cannot be read."""
+    """Collect everything. ``dist`` is the folder of what was built here.
+
+    Raises BadFileError when the audit that was named cannot be read.
+    """
+    here = machine(host)
     driver, found = gpus.collect(host, known)
     engines = containers.collect(host)
     compiled, hidden = caches.collect(host, engines, cache_folders)
     return Facts(
-        machine=machine(host),
+        machine=here,
         driver=driver,
         gpus=found,
         log=gpus.log(host),
@@ -37,7 +42,7 @@ def facts(
         caches=compiled,
         hidden_caches=hidden,
         network=network.collect(host),
-        image=image.find(host, audit, image_name),
+        image=image.find(host, audit, image_name, machine=here.name, dist=dist),
     )
 
 

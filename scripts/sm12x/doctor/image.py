@@ -20,9 +20,15 @@ INSIDE = "/opt/sm12x/ledger.json"
 SCHEMA = 1
 
 
-def find(host: Host, audit: Path | None, image: str | None) -> Image | Unseen:
+def find(
+    host: Host, audit: Path | None, image: str | None, *, machine: str = "", dist: Path
+) -> Image | Unseen:
     """The image to compare with: of ``audit``, else the bundle that ``image`` is, else the newest
-    that was built here, else the one that this runs in.
+    that was built here for this machine, else the one that this runs in.
+
+    Args:
+        machine: "x86_64" or "aarch64". A bundle for the other one was built for another host.
+        dist: the folder of what was built here.
 
     Raises BadFileError when a file that was named, or that belongs to the bundle, cannot be read.
     """
@@ -30,12 +36,17 @@ def find(host: Host, audit: Path | None, image: str | None) -> Image | Unseen:
         return read(audit)
     if image is not None:
         return _of_image(host, image)
-    found = sorted(layout.root().glob(f"dist/*/{AUDIT}"), key=lambda path: path.stat().st_mtime)
-    if found:
-        return read(found[-1])
+    others = []
+    for path in sorted(dist.glob(f"*/{AUDIT}"), key=lambda one: one.stat().st_mtime, reverse=True):
+        found = read(path)
+        if machine in ("", found.machine) or not found.machine:
+            return found
+        others.append(found.machine)
     if host.exists(INSIDE):
         return _inside(host.path(INSIDE))
-    return Unseen(f"no bundle was built here: {layout.root() / 'dist'} has no audit")
+    if others:
+        return Unseen(f"{dist} has bundles for {others[0]} alone, and this is {machine}")
+    return Unseen(f"no bundle was built here: {dist} has no audit")
 
 
 def read(audit: Path) -> Image:
