@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Sequence
 from pathlib import Path
@@ -234,6 +235,11 @@ def test_the_next_command_is_the_engines_own(monkeypatch: pytest.MonkeyPatch) ->
     assert "$(buildah from --ulimit nproc=32768:32768 vllm-sm12x:1) --" in Buildah(
         BUILDAH, "1", chroot=True
     ).run_hint(image, "check")
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    podman = Podman(DOCKER, "1", chroot=False)
+    for may, limits in ((True, ""), (False, " --ulimit nproc=32768:32768")):
+        monkeypatch.setattr(buildah, "may_raise_limits", lambda may=may: may)
+        assert podman.run_hint(image, "check") == f"podman run --rm{limits} {image} check"
 
 
 def test_an_isolation_of_the_users_own_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

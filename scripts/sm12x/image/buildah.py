@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,13 @@ def own_limits(*, lower: bool = False) -> list[str]:
     return words
 
 
+def may_raise_limits() -> bool:
+    """Whether this process has CAP_SYS_RESOURCE, number 24; the root of a container has not."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    found = re.search(r"^CapEff:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    return found is None or bool(int(found[1], 16) >> 24 & 1)
+
+
 class Podman(Buildah):
     name = "podman"
     id_format = "{{.Id}}"
@@ -177,7 +185,10 @@ class Podman(Buildah):
             if gpus
             else ""
         )
-        return f"podman run --rm{options} {image} {words}".rstrip()
+        # Run as root, it raises them for the container.
+        raises = os.geteuid() == 0 and not may_raise_limits()
+        limits = "".join(f" {word}" for word in own_limits(lower=True)) if raises else ""
+        return f"podman run --rm{limits}{options} {image} {words}".rstrip()
 
 
 def needs_chroot() -> bool:
