@@ -173,6 +173,21 @@ def test_a_full_build_may_be_for_hopper_too(lost: int) -> None:
     assert broken == (set(WITH_HOPPER) if lost else set())
 
 
+def test_units_beyond_those_counted_are_not_left_to_ptx() -> None:
+    """With qutlass _C has more native units than the policy's number: that hides none of these."""
+    found = policy.load(layout.patches() / "0.21.0" / "audit-policy.toml")
+    for ptx, faults in ((1, []), (2, ["2 of 67 translation units run only through PTX, "])):
+        made = library("vllm/_C.abi3.so", *[unit("12.0a", "12.1a")] * (67 - ptx), *[PTX] * ptx)
+        judged = policy.judge(
+            Audit(subject="x", kind="wheel", libraries=(made,)),
+            found,
+            (SM120,),
+            compiled={made.path: made.sha256},
+        )
+        said = [one.message for one in judged.offenders if one.path == made.path]
+        assert said == [f"{fault}the policy allows 1" for fault in faults]
+
+
 def test_too_few_native_units_and_a_missing_library_are_offences(tmp_path: Path) -> None:
     found = rules(
         tmp_path,

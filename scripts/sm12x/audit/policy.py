@@ -35,8 +35,8 @@ _WORDS = {
     UNKNOWN: "could not be read",
 }
 _KEYS = {
-    "match": list, "units": list, "reason": str, "native_at_least": int, "required": bool,
-    "on": list, "compiled": bool,
+    "match": list, "units": list, "reason": str, "native_at_least": int, "ptx_at_most": int,
+    "required": bool, "on": list, "compiled": bool,
 }  # fmt: skip
 
 
@@ -50,6 +50,7 @@ class Rule:
         units: the verdicts a translation unit may have: "native", "ptx", "none".
         reason: why something else than native is accepted; "" when only native is.
         native_at_least: how many translation units have to be native.
+        ptx_at_most: how many may run through PTX; None: as many as do, where ``units`` has it.
         required: whether a library that matches has to be there.
         on: the devices the rule is for.
         compiled: whether the rule is for libraries alone that were compiled here.
@@ -59,6 +60,7 @@ class Rule:
     units: tuple[str, ...]
     reason: str = ""
     native_at_least: int = 0
+    ptx_at_most: int | None = None
     required: bool = False
     on: tuple[Device, ...] = ()
     compiled: bool = False
@@ -201,6 +203,11 @@ def _faults(library: LibraryAudit, device: Device, rule: Rule) -> list[str]:
             f"{units[NATIVE]} of {total} translation units run natively, "
             f"the policy asks for {rule.native_at_least}"
         )
+    if rule.ptx_at_most is not None and units[PTX] > rule.ptx_at_most:
+        faults.append(
+            f"{units[PTX]} of {total} translation units run only through PTX, "
+            f"the policy allows {rule.ptx_at_most}"
+        )
     return faults
 
 
@@ -257,6 +264,7 @@ def _rule(path: Path, where: str, raw: Any) -> Rule:
         units=tuple(raw["units"]),
         reason=raw.get("reason", ""),
         native_at_least=raw.get("native_at_least", 0),
+        ptx_at_most=raw.get("ptx_at_most"),
         required=raw.get("required", False),
         on=on,
         compiled=raw.get("compiled", False),
