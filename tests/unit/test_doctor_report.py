@@ -124,25 +124,25 @@ def test_an_audit_that_is_none(tmp_path: Path, text: str) -> None:
         image.read(path)
 
 
-def test_an_image_is_found_by_its_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SM12X_ROOT", str(tmp_path))
-    fake.bundle(tmp_path / "dist" / "0.21.0")
+def test_an_image_is_found_by_its_labels(tmp_path: Path) -> None:
+    dist = tmp_path / "dist"
+    fake.bundle(dist / "0.21.0")
     labels = {"sm12x.base": "0.21.0", "sm12x.stack": "0123abcd"}
     machine = Machine(root=tmp_path / "root")
 
     machine.answers["docker image inspect"] = json.dumps(labels)
-    found = image.find(machine.host(), None, "it", dist=tmp_path / "dist")
+    found = image.find(machine.host(), None, "it", machine="x86_64", dist=dist)
     assert not isinstance(found, Unseen)
     assert found.stack_id == "0123abcd"
 
     machine.answers["docker image inspect"] = json.dumps({**labels, "sm12x.stack": "ffffffff"})
     assert "no audit of stack ffffffff" in getattr(
-        image.find(machine.host(), None, "it", dist=tmp_path / "dist"), "why", ""
+        image.find(machine.host(), None, "it", machine="x86_64", dist=dist), "why", ""
     )
 
     machine.answers["docker image inspect"] = "null"
     assert "no sm12x.stack label" in getattr(
-        image.find(machine.host(), None, "it", dist=tmp_path / "dist"), "why", ""
+        image.find(machine.host(), None, "it", machine="x86_64", dist=dist), "why", ""
     )
 
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sm12x import layout
 from sm12x.audit.model import MIXED, NATIVE, SM120, SM121, Device
 from sm12x.core.cudaarch import CudaArch
 from sm12x.core.errors import BadFileError
@@ -21,7 +20,7 @@ SCHEMA = 1
 
 
 def find(
-    host: Host, audit: Path | None, image: str | None, *, machine: str = "", dist: Path
+    host: Host, audit: Path | None, image: str | None, *, machine: str, dist: Path
 ) -> Image | Unseen:
     """The image to compare with: of ``audit``, else the bundle that ``image`` is, else the newest
     that was built here for this machine, else the one that this runs in.
@@ -35,11 +34,11 @@ def find(
     if audit is not None:
         return read(audit)
     if image is not None:
-        return _of_image(host, image)
+        return _of_image(host, image, dist)
     others = []
     for path in sorted(dist.glob(f"*/{AUDIT}"), key=lambda one: one.stat().st_mtime, reverse=True):
         found = read(path)
-        if machine in ("", found.machine) or not found.machine:
+        if found.machine in ("", machine):
             return found
         others.append(found.machine)
     if host.exists(INSIDE):
@@ -114,7 +113,7 @@ def _judged(entry: Mapping[str, Any]) -> Library:
     return Library(path=entry["path"], machine="", cubins=(), ptx=(), readable=False, units=units)
 
 
-def _of_image(host: Host, image: str) -> Image | Unseen:
+def _of_image(host: Host, image: str, dist: Path) -> Image | Unseen:
     if host.which("docker") is None and host.which("podman") is None:
         return Unseen(f"no docker or podman here to ask for the labels of {image}")
     engine = "docker" if host.which("docker") else "podman"
@@ -128,10 +127,10 @@ def _of_image(host: Host, image: str) -> Image | Unseen:
     stack, base = labels.get("sm12x.stack"), labels.get("sm12x.base")
     if not stack or not base:
         return Unseen(f"{image} carries no sm12x.stack label: it is not a bundle of this project")
-    audit = layout.dist(base) / AUDIT
+    audit = dist / base / AUDIT
     found = read(audit) if audit.is_file() else None
     if found is None or found.stack_id != stack:
-        return Unseen(f"{layout.dist(base)} holds no audit of stack {stack}, which {image} has")
+        return Unseen(f"{audit.parent} holds no audit of stack {stack}, which {image} has")
     return found
 
 

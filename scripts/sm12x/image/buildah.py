@@ -104,7 +104,7 @@ class Buildah(Engine):
                 f"--ipc=host --network host -v sm12x-cache:/cache {image} {words}"
             ).rstrip()
         isolation = " --isolation chroot" if self.chroot else ""
-        limits = "".join(f" {word}" for word in own_limits(lower=True)) if self.chroot else ""
+        limits = _limits_hint(self.chroot)
         return (
             f"buildah run{isolation} $(buildah from{limits} {image}) -- "
             f"/opt/venv/bin/python -m sm12x.image.inside {words}"
@@ -135,6 +135,10 @@ def own_limits(*, lower: bool = False) -> list[str]:
             soft, hard = (min(value, most) for value in own)
             words += ["--ulimit", f"{name}={soft}:{hard}"]
     return words
+
+
+def _limits_hint(needed: bool) -> str:
+    return "".join(f" {word}" for word in own_limits(lower=True)) if needed else ""
 
 
 def may_raise_limits() -> bool:
@@ -186,8 +190,7 @@ class Podman(Buildah):
             else ""
         )
         # Run as root, it raises them for the container.
-        raises = os.geteuid() == 0 and not may_raise_limits()
-        limits = "".join(f" {word}" for word in own_limits(lower=True)) if raises else ""
+        limits = _limits_hint(os.geteuid() == 0 and not may_raise_limits())
         return f"podman run --rm{limits}{options} {image} {words}".rstrip()
 
 
