@@ -180,7 +180,9 @@ def test_a_file_that_is_gone_is_looked_for_elsewhere(world: World) -> None:
     )
     (_, outcome) = status.read(world.root / "patches/status.toml")
     assert (outcome.need, outcome.text) == ("unknown", "conflict")
+    # The record names the file by its place in the tree, which is in another folder each time.
     assert "FileNotFoundError" in outcome.why
+    assert "'tiny/b.py'" in outcome.why
     # The commands take its hunks there.
     assert "  $EDITOR ../vllm-2.0/small/b.py  #" in done.stdout
     directory = _resolving(done, world)

@@ -286,7 +286,8 @@ def _needs(
         if left and own and said.state == need.UPSTREAM:
             # Half of the evidence shows the defect, and never its absence.
             said = Need(state=need.UNKNOWN, green=said.green, why=f"{left[0]} was not run")
-        found[patch.name] = said
+        # It is recorded, and the tree is in another folder each time.
+        found[patch.name] = replace(said, why=said.why.replace(f"{source}/", ""))
     return found
 
 
