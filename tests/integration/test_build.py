@@ -175,12 +175,24 @@ def test_a_module_is_the_same_bytes_wherever_it_was_built(
     assert native.read(tmp_path / "a") == record
 
 
+LOCAL_KERNEL = """
+namespace { __global__ void k(float *x) { *x = __LINE__; } }
+KIND const char *f(float *x) { k<<<1, 1>>>(x); return __FILE__; }
+"""
+# Marlin's units are like the second: no function of theirs has a name of its own in the program.
+CUDA_UNITS = {
+    "a function": LOCAL_KERNEL.replace("KIND", ""),
+    "templates": LOCAL_KERNEL.replace("KIND", "template <int N>")
+    + "template const char *f<1>(float *);\n",
+}
+
+
+@pytest.mark.parametrize("kind", CUDA_UNITS)
 def test_a_cuda_unit_is_the_same_bytes_wherever_it_was_compiled(
-    cuda_home: Path, tmp_path: Path
+    cuda_home: Path, tmp_path: Path, kind: str
 ) -> None:
-    """nvcc names local kernels after the path of their source, and files after its process id."""
-    text = "namespace { __global__ void k(float *x) { *x = __LINE__; } }\n"
-    text += "const char *f(float *x) { k<<<1, 1>>>(x); return __FILE__; }\n"
+    """nvcc names local kernels after their source's path and, in some units, its process id."""
+    text = CUDA_UNITS[kind]
     objects = []
     for folder in (tmp_path / "a", tmp_path / "much" / "deeper" / "b"):
         folder.mkdir(parents=True)

@@ -345,7 +345,8 @@ def test_nvcc_is_told_a_name_of_the_source_that_is_good_in_any_folder() -> None:
     maps = ["-Xcompiler=-ffile-prefix-map=/w/build=/build"]
     maps += ["-Xcompiler=-ffile-prefix-map=/w/src=/vllm"]
     words = ["ccache", "nvcc", *maps, "-x", "cu", "-c", "/w/src/csrc/a.cu", "-o", "a.o"]
-    expected = [*words, "-Xcudafe", "--orig_src_path_name=/vllm/csrc/a.cu"]
+    fixed = "/vllm/csrc/a.cu"
+    expected = [*words, "-Xcudafe", f"--orig_src_path_name={fixed}", f"-frandom-seed={fixed}"]
     assert unit.with_fixed_name(words) == expected
     elsewhere = [word.replace("/w/src/csrc", "/other") for word in words]
     assert unit.with_fixed_name(elsewhere) == elsewhere

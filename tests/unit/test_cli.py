@@ -1,10 +1,11 @@
-"""What the command layer makes of an error that no step foresaw."""
+"""What the command layer makes of what no step foresaw or no user typed."""
 
 from __future__ import annotations
 
 import errno
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import click
 import pytest
@@ -49,3 +50,27 @@ def test_what_is_not_understood_keeps_its_traceback(monkeypatch: pytest.MonkeyPa
     with pytest.raises(OSError, match="Input/output"):
         cli.main()
     assert isinstance(cli.root, click.Command)
+
+
+@pytest.mark.parametrize("given", ["environment", "option"])
+def test_a_list_that_nobody_typed_is_named_with_its_variable(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    given: str,
+) -> None:
+    argv = ["sm12x", "build", "native", "--base", "0.21.0", "--out", str(tmp_path / "out")]
+    argv += ["--source", str(tmp_path), "--cuda-home", str(tmp_path)]
+    if given == "environment":
+        monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0a")
+    else:
+        monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+        argv += ["--arch-list", "9.0a"]
+    monkeypatch.setattr("sys.argv", argv)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 10
+    said = capsys.readouterr().err
+    assert "no target of 9.0a runs on SM12x" in said
+    from_variable = "targets from TORCH_CUDA_ARCH_LIST: 9.0a (unset: 12.0a;12.1a)" in said
+    assert from_variable == (given == "environment")

@@ -156,7 +156,11 @@ def configure(
         *_definitions(base, modules, settings),
     ]
     words = [str(word) for word in argv]
-    key = json.dumps({"argv": words, "variables": environment}, sort_keys=True)
+    # The launcher adds words to the compiler's that ninja does not see.
+    launcher = files.sha256(Path(unit.__file__))
+    key = json.dumps(
+        {"argv": words, "variables": environment, "launcher": launcher}, sort_keys=True
+    )
     inputs = _description_hash(work / "src")
     stamp = work / "configured.json"
     log = work / "logs" / "configure.log"

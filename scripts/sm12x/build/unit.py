@@ -42,10 +42,11 @@ def log_path(folder: Path, unit: str) -> Path:
 
 
 def with_fixed_name(argv: list[str]) -> list[str]:
-    """The words of nvcc, and one that makes its names for local kernels good in any folder.
+    """The words of nvcc, and those that make its names for local kernels the same in any build.
 
     They hold a hash of the source's path, which only the front end can be told otherwise; it is
-    told what the prefix maps among ``argv`` make of the path.
+    told what the prefix maps among ``argv`` make of the path. In a unit of nothing but templates
+    and local functions they also hold the compiler's process id, unless there is a seed.
     """
     source = _following(argv, "-c")
     if source is None or _following(argv, "-x") != "cu":
@@ -55,7 +56,7 @@ def with_fixed_name(argv: list[str]) -> list[str]:
         path, _, name = word.removeprefix(_MAP).rpartition("=")
         if word.startswith(_MAP) and source.startswith(f"{path}/"):
             fixed = name + source.removeprefix(path)
-            return [*argv, "-Xcudafe", f"--orig_src_path_name={fixed}"]
+            return [*argv, "-Xcudafe", f"--orig_src_path_name={fixed}", f"-frandom-seed={fixed}"]
     return argv
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from sm12x.core.errors import FindingsError, UsageError
 
@@ -275,6 +276,10 @@ def native(
 
     base = bases.load(version)
     default = base.toolchain.arch_list
+    given_by = click.get_current_context().get_parameter_source("arch_list")
+    if given_by is ParameterSource.ENVIRONMENT and arch_list != default:
+        # CUDA images often set it for their own device: nobody here may have typed the list.
+        click.echo(f"targets from TORCH_CUDA_ARCH_LIST: {arch_list} (unset: {default})", err=True)
     settings = cmake.Settings(
         cuda_home=cuda_home,
         work=work or out.with_name(f"{out.name}.work"),
