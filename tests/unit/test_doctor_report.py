@@ -14,10 +14,11 @@ from tests.unit import doctorhost as fake
 from tests.unit.doctorhost import GIB, Machine, rtx_pro
 
 from sm12x import layout
+from sm12x.core import files
 from sm12x.core.errors import BadFileError
 from sm12x.doctor import checks, image, knowledge, render, report
 from sm12x.doctor.checks import recipe as recipes
-from sm12x.doctor.model import BAD, OK, SEVERITIES, UNKNOWN, WARN, Unseen
+from sm12x.doctor.model import BAD, OK, SEVERITIES, UNKNOWN, WARN, Image, Unseen
 from sm12x.recipes import load
 
 # Where a claim comes from: a thread with its number, or a document or measurement by name.
@@ -124,26 +125,31 @@ def test_an_audit_that_is_none(tmp_path: Path, text: str) -> None:
         image.read(path)
 
 
-def test_an_image_is_found_by_its_labels(tmp_path: Path) -> None:
+def test_an_image_is_found_by_the_ledger_that_its_labels_name(tmp_path: Path) -> None:
     dist = tmp_path / "dist"
-    fake.bundle(dist / "0.21.0")
-    labels = {"sm12x.base": "0.21.0", "sm12x.stack": "0123abcd"}
+    # The same stack twice, as a bundle for GB10 built beside this machine's leaves it.
+    for name, made_for in (("0.21.0", "x86_64"), ("0.21.0-aarch64", "aarch64")):
+        fake.bundle(dist / name, machine=made_for)
     machine = Machine(root=tmp_path / "root")
 
-    machine.answers["docker image inspect"] = json.dumps(labels)
-    found = image.find(machine.host(), None, "it", machine="x86_64", dist=dist)
-    assert not isinstance(found, Unseen)
-    assert found.stack_id == "0123abcd"
+    def found(labels: dict[str, str] | None) -> Image | Unseen:
+        machine.answers["docker image inspect"] = json.dumps(labels)
+        return image.find(machine.host(), None, "it", machine="x86_64", dist=dist)
 
-    machine.answers["docker image inspect"] = json.dumps({**labels, "sm12x.stack": "ffffffff"})
-    assert "no audit of stack ffffffff" in getattr(
-        image.find(machine.host(), None, "it", machine="x86_64", dist=dist), "why", ""
-    )
+    for name, made_for in (("0.21.0", "x86_64"), ("0.21.0-aarch64", "aarch64")):
+        labels = {"sm12x.ledger.sha256": files.sha256(dist / name / "ledger.json")}
+        of_label = found(labels)
+        assert isinstance(of_label, Image)
+        assert (of_label.machine, of_label.stack_id) == (made_for, "0123abcd")
 
-    machine.answers["docker image inspect"] = "null"
-    assert "no sm12x.stack label" in getattr(
-        image.find(machine.host(), None, "it", machine="x86_64", dist=dist), "why", ""
-    )
+    other = {"sm12x.stack": "0123abcd", "sm12x.mode": "full", "sm12x.ledger.sha256": "f" * 64}
+    unseen = found(other)
+    assert isinstance(unseen, Unseen)
+    assert "no audit of it (stack 0123abcd, full mode, ledger ffffffffffff)" in unseen.why
+    for bare in (None, {"sm12x.stack": "0123abcd"}):
+        unseen = found(bare)
+        assert isinstance(unseen, Unseen)
+        assert "no sm12x.ledger.sha256 label" in unseen.why
 
 
 def test_a_bundle_for_other_machines_is_not_this_ones(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sm12x.audit.model import MIXED, NATIVE, SM120, SM121, Device
+from sm12x.core import files
 from sm12x.core.cudaarch import CudaArch
 from sm12x.core.errors import BadFileError
 from sm12x.doctor.host import Host
@@ -124,14 +125,17 @@ def _of_image(host: Host, image: str, dist: Path) -> Image | Unseen:
         labels: Mapping[str, str] = json.loads(done.stdout) or {}
     except ValueError:
         return Unseen(f"{engine} does not give the labels of {image} in JSON")
-    stack, base = labels.get("sm12x.stack"), labels.get("sm12x.base")
-    if not stack or not base:
-        return Unseen(f"{image} carries no sm12x.stack label: it is not a bundle of this project")
-    audit = dist / base / AUDIT
-    found = read(audit) if audit.is_file() else None
-    if found is None or found.stack_id != stack:
-        return Unseen(f"{audit.parent} holds no audit of stack {stack}, which {image} has")
-    return found
+    # One stack can be built for several machines, in both modes: the ledger tells them apart.
+    ledger = labels.get("sm12x.ledger.sha256")
+    if not ledger:
+        return Unseen(f"{image} carries no sm12x.ledger.sha256 label: not a bundle of this project")
+    for path in sorted(dist.glob(f"*/{LEDGER}")):
+        if files.sha256(path) == ledger:
+            return read(path.with_name(AUDIT))
+    return Unseen(
+        f"{dist} holds no audit of {image} (stack {labels.get('sm12x.stack')}, "
+        f"{labels.get('sm12x.mode')} mode, ledger {ledger[:12]})"
+    )
 
 
 def _library(entry: Mapping[str, Any]) -> Library:
