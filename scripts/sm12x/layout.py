@@ -32,8 +32,13 @@ def recipes() -> Path:
     return here if here.is_dir() or not image.is_dir() else image
 
 
+def bundles() -> Path:
+    """A folder for each release, and each machine, that a bundle was built for."""
+    return root() / "dist"
+
+
 def dist(version: str) -> Path:
-    return root() / "dist" / version
+    return bundles() / version
 
 
 def data() -> Path:

@@ -128,7 +128,8 @@ def test_an_audit_that_is_none(tmp_path: Path, text: str) -> None:
 def test_an_image_is_found_by_the_ledger_that_its_labels_name(tmp_path: Path) -> None:
     dist = tmp_path / "dist"
     # The same stack twice, as a bundle for GB10 built beside this machine's leaves it.
-    for name, made_for in (("0.21.0", "x86_64"), ("0.21.0-aarch64", "aarch64")):
+    bundles = {"0.21.0": "x86_64", "0.21.0-arm64": "aarch64"}
+    for name, made_for in bundles.items():
         fake.bundle(dist / name, machine=made_for)
     machine = Machine(root=tmp_path / "root")
 
@@ -136,7 +137,7 @@ def test_an_image_is_found_by_the_ledger_that_its_labels_name(tmp_path: Path) ->
         machine.answers["docker image inspect"] = json.dumps(labels)
         return image.find(machine.host(), None, "it", machine="x86_64", dist=dist)
 
-    for name, made_for in (("0.21.0", "x86_64"), ("0.21.0-aarch64", "aarch64")):
+    for name, made_for in bundles.items():
         labels = {"sm12x.ledger.sha256": files.sha256(dist / name / "ledger.json")}
         of_label = found(labels)
         assert isinstance(of_label, Image)

@@ -67,7 +67,7 @@ def command(
         audit=audit,
         image_name=image_name,
         cache_folders=caches,
-        dist=layout.root() / "dist",
+        dist=layout.bundles(),
     )
     findings = _findings(facts, known, recipe)
     width = min(shutil.get_terminal_size((render.WIDTH, 24)).columns, _WIDEST)
