@@ -1,8 +1,14 @@
-"""The defects of patches 0001 to 0003 through PyTorch's own MemPool, on real hardware."""
+"""The defects of the allocator's patches through PyTorch's own MemPool, on real hardware."""
 
 from __future__ import annotations
 
 import gc
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
 
 import pytest
 from tests.gpu.rig import GIB, MIB, Gpu
@@ -158,3 +164,80 @@ def test_bytes_survive_ten_cycles(gpu: Gpu) -> None:
     # The first cycle loads the kernels that compare, and they stay.
     lost = free_when_awake[0] - free_when_awake[-1]
     assert lost <= 16 * MIB, f"{lost} bytes were lost in ten cycles: {free_when_awake}"
+
+
+class Interrupt:
+    """A real SIGINT at a random time of a call; ``hits`` counts the calls it has ended."""
+
+    def __init__(self, seed: int) -> None:
+        self.hits = 0
+        self._random = random.Random(seed)  # noqa: S311
+        self._armed = False
+        signal.signal(signal.SIGINT, self._handle)
+
+    def _handle(self, signum: int, frame: object) -> None:
+        if self._armed:
+            self._armed = False
+            raise KeyboardInterrupt
+
+    def during(self, call: Callable[[], None], seconds: float) -> bool:
+        """Run ``call``, which takes ``seconds``; return whether the signal has ended it."""
+        delay = self._random.uniform(0, 1.1 * seconds)
+        timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
+        self._armed = True
+        timer.start()
+        try:
+            call()
+        except KeyboardInterrupt:
+            self.hits += 1
+            return True
+        finally:
+            self._armed = False
+            timer.join()
+        return False
+
+    def chance(self) -> bool:
+        return self._random.random() < 0.5
+
+
+def test_interrupts_of_sleep_and_wake_lose_nothing(gpu: Gpu) -> None:
+    """150 calls of each are ended by a SIGINT; the same call or its opposite goes on from there."""
+    sizes = (2, 4, 8, 16, 32, 64)
+    with gpu.allocator.use_memory_pool("weights"):
+        tensors = [gpu.tensor(size * MIB, seed) for seed, size in enumerate(sizes)]
+    with gpu.allocator.use_memory_pool("kv_cache"):
+        gpu.tensor(64 * MIB, 99)
+
+    def sleep() -> None:
+        gpu.allocator.sleep(("weights",))
+
+    def wake_up() -> None:
+        gpu.allocator.wake_up()
+
+    def timed(call: Callable[[], None]) -> float:
+        began = time.monotonic()
+        call()
+        return time.monotonic() - began
+
+    awake = gpu.free()
+    for _ in range(2):
+        seconds = {call: timed(call) for call in (sleep, wake_up)}
+    interrupt = Interrupt(seed=0)
+    asleep_most = awake + (sum(sizes) + 64) * MIB - 64 * MIB
+    for call, opposite in ((sleep, wake_up), (wake_up, sleep)):
+        interrupt.hits = 0
+        for attempt in range(2000):
+            if interrupt.hits == 150:
+                break
+            if call is wake_up:
+                sleep()
+            ended = interrupt.during(call, seconds[call])
+            if ended and interrupt.chance():
+                opposite()
+            # Wherever it was ended: asleep in full frees all, awake in full has all bytes.
+            sleep()
+            assert gpu.free() >= asleep_most, f"memory stays mapped asleep after call {attempt}"
+            wake_up()
+            wrong = [n for n, tensor in enumerate(tensors) if not gpu.intact(tensor, n)]
+            assert not wrong, f"call {attempt} of {call.__name__} lost tensors {wrong}"
+        assert interrupt.hits == 150, f"only {interrupt.hits} signals met {call.__name__}"
