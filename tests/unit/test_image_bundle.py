@@ -16,11 +16,12 @@ from sm12x.core.errors import (
     BadArchitectureError,
     BadFileError,
     BuildFailedError,
+    NoEngineError,
     NoSpaceError,
     UnknownBaseError,
     UsageError,
 )
-from sm12x.image import bundle, platforms, preflight, record, summary
+from sm12x.image import bundle, engines, modes, platforms, preflight, record, summary
 from sm12x.image.docker import Docker
 from sm12x.image.engine import Engine, Layer
 from sm12x.stack import base as bases
@@ -238,6 +239,22 @@ def test_wrong_input_is_refused_before_any_program_is_started(
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     with pytest.raises(kind):
         bundle.run(options, Quiet())  # type: ignore[arg-type]
+
+
+def test_an_engine_is_looked_for_before_anything_is_fetched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def none(wanted: str | None, **_: object) -> Engine:
+        raise NoEngineError("no engine", next_step="install one")
+
+    def settle(*_: object, **__: object) -> None:
+        raise AssertionError("sources were looked for")
+
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(engines, "find", none)
+    monkeypatch.setattr(modes, "settle", settle)
+    with pytest.raises(NoEngineError):
+        bundle.run(bundle.Options(version="0.21.0"), Quiet())  # type: ignore[arg-type]
 
 
 class Store(Docker):

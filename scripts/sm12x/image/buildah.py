@@ -141,11 +141,22 @@ def _limits_hint(needed: bool) -> str:
     return "".join(f" {word}" for word in own_limits(lower=True)) if needed else ""
 
 
-def may_raise_limits() -> bool:
-    """Whether this process has CAP_SYS_RESOURCE, number 24; the root of a container has not."""
-    status = Path("/proc/self/status").read_text(encoding="ascii")
+# Numbers of capabilities: to mount, and to raise limits. The root of a container has neither.
+SYS_ADMIN, SYS_RESOURCE = 21, 24
+
+
+def has_capability(number: int) -> bool:
+    """Whether this process has a capability; True where the system does not say."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+    except OSError:
+        return True
     found = re.search(r"^CapEff:\s*([0-9a-f]+)$", status, re.MULTILINE)
-    return found is None or bool(int(found[1], 16) >> 24 & 1)
+    return found is None or bool(int(found[1], 16) >> number & 1)
+
+
+def may_raise_limits() -> bool:
+    return has_capability(SYS_RESOURCE)
 
 
 class Podman(Buildah):

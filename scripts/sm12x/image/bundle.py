@@ -90,9 +90,10 @@ def run(options: Options, report: Reporter) -> Outcome:
     arch_list = archs.to_text(targets)
     there = record.read(folder_of(base, plan))
     made = there.mode if there else ""
-    how = modes.settle(base, wish, targets, made, find_links=options.find_links, report=report)
+    # Before the mode: what that takes is looked for on the network, for nothing without an engine.
     engine = engines.find(options.engine, say=report.say)
     report.say(f"engine: {engine.description}")
+    how = modes.settle(base, wish, targets, made, find_links=options.find_links, report=report)
     with preflight.alone(base):
         if there is None:
             preflight.require_room(base, engine, how.choice.modules, plan, image=options.image)

@@ -103,7 +103,7 @@ def settle(
     find_links: Path | None,
     report: Reporter,
 ) -> How:
-    """Decide the mode, say so before anything else, and find the sources it takes.
+    """Decide the mode, say which and why, and find the sources it takes.
 
     Args:
         targets: what is compiled for.
@@ -226,7 +226,7 @@ def decide(
     """The mode. ``collect`` is called only where the sources that can be had make the difference.
 
     Which modules a full build compiles, and so how long it takes, depends on the sources; looking
-    for them takes a network, and the decision is the first thing a user is told. Sure are those
+    for them takes a network, and a user is told the decision first. Sure are those
     that are ``given`` and those that come as packages, as the release itself does.
 
     Raises:
@@ -258,7 +258,7 @@ def decide(
 
 
 def first_line(decision: Decision) -> str:
-    """What a bundle says before anything else: the mode, why, and how to have the other."""
+    """What a bundle says first of its mode: which, why, and how to have the other."""
     other = "full" if decision.mode == "quick" else "quick"
     return (
         f"build mode {decision.mode}: {decision.reason}; for the other: make bundle BUILD={other}"
