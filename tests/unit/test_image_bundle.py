@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from sm12x.build.estimate import Offer, Step
 from sm12x.build.ledger import FileEntry, Ledger, LibraryEntry, PatchEntry
 from sm12x.core import files
 from sm12x.core.errors import (
@@ -136,6 +137,15 @@ AUDIT = {
 }
 
 
+OFFER = Offer(
+    figures="about 38 min on 2 cores with 20 GiB free",
+    steps=(
+        Step(minutes=38.0, modules=("vllm/_C.abi3.so",)),
+        Step(minutes=118.0, modules=("vllm/_fa2.abi3.so",), sources=("flash-attention",)),
+    ),
+)
+
+
 @pytest.mark.parametrize("unchanged", [False, True])
 def test_the_summary(unchanged: bool) -> None:
     got = summary.text(
@@ -146,14 +156,18 @@ def test_the_summary(unchanged: bool) -> None:
         Docker(Path("/usr/bin/docker"), "20.10", buildx=False),
         ["deepseek-v4-flash-rtx-pro-6000-tp4"],
         unchanged=unchanged,
+        offer=None if unchanged else OFFER,
     )
     name = "summary-unchanged.txt" if unchanged else "summary.txt"
     assert got == (DATA / name).read_text()
 
 
 def test_the_summary_as_json() -> None:
-    found = json.loads(summary.as_json(RECORD, Path("dist/0.21.0"), unchanged=True))
+    folder = Path("dist/0.21.0")
+    found = json.loads(summary.as_json(RECORD, folder, unchanged=True, offer=OFFER))
     assert found["unchanged"] is True
+    assert found["full"]["steps"][1]["minutes"] == 118.0
+    assert json.loads(summary.as_json(RECORD, folder, unchanged=True))["full"] is None
     assert found["tags"][0] == "vllm-sm12x:0.21.0-1a2b3c4d-quick"
 
 

@@ -17,6 +17,7 @@ from sm12x.build import ledger as ledgers
 from sm12x.core import progress
 from sm12x.image import bundle, engines, record, summary
 from sm12x.recipes import load as recipes
+from sm12x.stack import base as bases
 
 # Off a terminal a long phase says where it is once in so many seconds.
 _EVERY = 60.0
@@ -63,7 +64,9 @@ def with_bar(text: str) -> str:
 
 
 @click.command()
-@click.option("--base", "version", required=True, metavar="VERSION", help="The base, e.g. 0.21.0.")
+@click.option(
+    "--base", "version", metavar="VERSION", help="The base. Default: the one patches/default names."
+)
 @click.option(
     "--arch-list",
     help="Targets as TORCH_CUDA_ARCH_LIST has them. Default: the base's, such as 12.0a;12.1a.",
@@ -75,7 +78,7 @@ def with_bar(text: str) -> str:
     show_default=True,
     metavar="quick|full|auto",
     help="quick: the official wheel, patched, with what the stack changes in C++ and is quick to "
-    "compile; full: every native module compiled here; auto: full where that takes under 45 "
+    "compile; full: every native module compiled here; auto: full where that takes under 20 "
     "minutes on this machine.",
 )
 @click.option(
@@ -124,7 +127,7 @@ def with_bar(text: str) -> str:
 @click.option("--no-image", is_flag=True, help="Stop at the wheel, the ledger and the audit.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def command(
-    version: str,
+    version: str | None,
     arch_list: str | None,
     build: str,
     sources: tuple[str, ...],
@@ -149,7 +152,7 @@ def command(
       sm12x bundle --base 0.21.0 --build full --source qutlass=../qutlass
     """
     options = bundle.Options(
-        version=version,
+        version=version or bases.default(),
         arch_list=arch_list,
         platform=platform,
         build=build,
@@ -168,7 +171,9 @@ def command(
         return
     outcome = bundle.run(options, report)
     if as_json:
-        text = summary.as_json(outcome.record, outcome.folder, unchanged=outcome.unchanged)
+        text = summary.as_json(
+            outcome.record, outcome.folder, unchanged=outcome.unchanged, offer=outcome.offer
+        )
     else:
         text = summary.text(
             outcome.record,
@@ -178,6 +183,7 @@ def command(
             outcome.engine,
             _servable(),
             unchanged=outcome.unchanged,
+            offer=outcome.offer,
         )
     click.echo(text, nl=False)
 

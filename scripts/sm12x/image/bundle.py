@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from sm12x import __version__, layout
 from sm12x.build import arch as archs
 from sm12x.build import ledger as ledgers
+from sm12x.build.estimate import Offer
 from sm12x.core import files, transfer
 from sm12x.core.errors import (
     BuildFailedError,
@@ -67,12 +68,16 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """``unchanged``: nothing was built, all that ``record`` names was there and whole."""
+    """``unchanged``: nothing was built, all that ``record`` names was there and whole.
+
+    ``offer`` is what full mode would add to a quick bundle.
+    """
 
     record: Record
     folder: Path
     engine: Engine
     unchanged: bool
+    offer: Offer | None = None
 
 
 def run(options: Options, report: Reporter) -> Outcome:
@@ -129,7 +134,9 @@ def run(options: Options, report: Reporter) -> Outcome:
         )
         done = job.made_before()
         if done is not None:
-            return Outcome(record=done, folder=job.folder, engine=engine, unchanged=True)
+            return Outcome(
+                record=done, folder=job.folder, engine=engine, unchanged=True, offer=how.offer
+            )
         return job.build()
 
 
@@ -252,6 +259,7 @@ class _Job:
             folder=self.folder,
             engine=self.engine,
             unchanged=False,
+            offer=self.how.offer,
         )
 
     def _fetch(self) -> tuple[Path, Path]:

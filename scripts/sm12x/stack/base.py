@@ -214,6 +214,27 @@ class Base:
         return tuple(sorted(path for path in self.include.rglob("*") if path.is_file()))
 
 
+def default() -> str:
+    """The base that is built where none is named; patches/default says it, to the Makefile too.
+
+    Raises:
+        BadFileError: there is no such file, or it names no base.
+    """
+    path = layout.patches() / "default"
+    try:
+        version = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadFileError(
+            f"{path} cannot be read: {error}", next_step="write the version of a base into it"
+        ) from None
+    if version not in versions():
+        raise BadFileError(
+            f"{path} names {version!r}, which is no base here: {', '.join(versions()) or 'none'}",
+            next_step="write one of those into it",
+        )
+    return version
+
+
 def versions() -> list[str]:
     """The versions there is a folder for, oldest first."""
     found = [path.parent.name for path in layout.patches().glob("*/base.toml")]
