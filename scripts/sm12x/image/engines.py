@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ class Machine:
     dockerd: bool
     docker_script: bool
     mounts: bool = True
+    user: str = "$USER"
 
     @classmethod
     def here(cls) -> Machine:
@@ -64,6 +66,7 @@ class Machine:
             docker_script=Path("/etc/init.d/docker").is_file()
             and process.which("service") is not None,
             mounts=not root or has_capability(SYS_ADMIN),
+            user=_user(),
         )
 
     def as_root(self, command: str) -> str:
@@ -95,6 +98,14 @@ class Machine:
     @property
     def can_install(self) -> bool:
         return self.root and self.installer == "apt-get"
+
+
+def _user() -> str:
+    """The name of who runs this: `$USER` would be another's where root reads it."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +163,8 @@ def choose(probes: Iterable[Probe], wanted: str | None, machine: Machine) -> Cho
             notes = tuple(f"{other.program} is passed over: {other.why}" for other in passed)
             return Choice(engine=probe.engine, notes=notes)
         passed.append(probe)
+    who = wanted or "no container engine"
+    can = f"{who} {'cannot' if wanted else 'can'} build here"
     why = "; ".join(f"{probe.program}: {probe.why}" for probe in passed)
     steps = list(dict.fromkeys(probe.next_step for probe in passed))
     other = machine.install("buildah")
@@ -160,13 +173,9 @@ def choose(probes: Iterable[Probe], wanted: str | None, machine: Machine) -> Cho
         steps.append(f"install buildah, which needs no daemon: {other}")
     down = next((probe for probe in passed if probe.down), None)
     if down is not None:
-        raise EngineNotRunningError(
-            f"no container engine can build here: {why}", next_step="; or ".join(steps)
-        )
+        raise EngineNotRunningError(f"{can}: {why}", next_step="; or ".join(steps))
     if passed:
-        raise NoEngineError(
-            f"no container engine can build here: {why}", next_step="; or ".join(steps)
-        )
+        raise NoEngineError(f"{can}: {why}", next_step="; or ".join(steps))
     if wanted is not None:
         raise NoEngineError(
             f"{wanted} is not installed",
@@ -310,9 +319,10 @@ def _docker_down(program: Path, said: str, endpoint: str, machine: Machine) -> P
 
     where = f"at {endpoint}" if endpoint else "where the client looks for it"
     if "permission denied" in said.lower():
+        join = machine.as_root(f"usermod -aG docker {machine.user}")
         return down(
             f"this user may not use the daemon {where}",
-            f"run as root, or {machine.as_root('usermod -aG docker $USER')} and log in again",
+            f"run as root, or {join} and log in again",
         )
     if endpoint and endpoint not in _DOCKER_SOCKETS:
         named = next(
@@ -401,4 +411,4 @@ def _version(text: str) -> str:
 
 def _last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else ""
+    return lines[-1].rstrip(".?") if lines else ""
