@@ -14,7 +14,7 @@ import pytest
 from sm12x.core import process
 from sm12x.core.errors import EngineNotRunningError, NoEngineError, ToolFailedError
 from sm12x.core.process import Completed
-from sm12x.image import buildah, engines
+from sm12x.image import buildah, docker, engines
 from sm12x.image.buildah import Buildah, Podman
 from sm12x.image.docker import Docker
 from sm12x.image.engine import BuildRequest, Engine, qualified
@@ -282,6 +282,11 @@ def test_root_gets_buildah_where_nothing_can_build(
             "`dnf install -y buildah`",
         ),
         ([DOWN_DOCKER], MACHINE, None, True, EngineNotRunningError, "start it; or install buildah"),
+        # In a container that may not mount buildah would be of no use.
+        (
+            *([], dataclasses.replace(ROOT, mounts=False), None, True, NoEngineError),
+            "--privileged, or with docker's socket",
+        ),
         # An engine that was asked for is not replaced by another.
         ([DOWN_DOCKER], ROOT, "docker", True, EngineNotRunningError, "Next: start it\\."),
         ([], ROOT, "docker", True, NoEngineError, "apt-get install -y docker.io"),
@@ -338,9 +343,9 @@ def test_the_command_lines(monkeypatch: pytest.MonkeyPatch) -> None:
         *("--secret", "id=ca,src=/s/ca", "--tag", "t:1"),
         *("--output", "type=local,dest=/o", "--network", "host"),
     ]
-    docker = Docker(DOCKER, "20.10", buildx=False)
-    assert docker.build_words(REQUEST) == ["build", "--progress", "plain", *common, "ctx"]
-    assert docker.environment()["DOCKER_BUILDKIT"] == "1"
+    plain = Docker(DOCKER, "20.10", buildx=False)
+    assert plain.build_words(REQUEST) == ["build", "--progress", "plain", *common, "ctx"]
+    assert plain.environment()["DOCKER_BUILDKIT"] == "1"
     found = Buildah(BUILDAH, "1.28.2", chroot=True)
     monkeypatch.setattr(resource, "getrlimit", lambda limit: (1024, 20000))
     limits = ["--ulimit", "nofile=1024:20000", "--ulimit", "nproc=1024:20000"]
@@ -409,3 +414,36 @@ def test_the_next_command_is_the_engines_own(monkeypatch: pytest.MonkeyPatch) ->
 def test_an_isolation_of_the_users_own_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BUILDAH_ISOLATION", "rootless")
     assert buildah.needs_chroot() is False
+
+
+@pytest.mark.parametrize(
+    ("status", "folder"),
+    [
+        ('[["driver-type","io.containerd.snapshotter.v1"]]', "containerd"),
+        ('[["Backing Filesystem","extfs"]]', "docker"),
+    ],
+)
+def test_dockers_layers_lie_where_its_image_store_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: str, folder: str
+) -> None:
+    for name in ("docker", "containerd"):
+        (tmp_path / name).mkdir()
+    answer = Completed(argv=(), returncode=0, stdout=f"{tmp_path}/docker\t{status}\n", stderr="")
+    monkeypatch.setattr(process, "run", lambda *_, **__: answer)
+    monkeypatch.setattr(docker, "_CONTAINERD", tmp_path / "containerd")
+    assert Docker(DOCKER, "29", buildx=True).storage() == tmp_path / folder
+    gone = Completed(argv=(), returncode=1, stdout="", stderr="")
+    monkeypatch.setattr(process, "run", lambda *_, **__: gone)
+    assert Docker(DOCKER, "29", buildx=True).storage() is None
+
+
+@pytest.mark.parametrize("kind", [Buildah, Podman])
+def test_buildahs_packages_lie_in_the_temporary_folder(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Buildah]
+) -> None:
+    engine = kind(BUILDAH, "1.28.2", chroot=True)
+    monkeypatch.setenv("TMPDIR", "/big/tmp")
+    assert engine.package_cache() == Path("/big/tmp")
+    monkeypatch.delenv("TMPDIR")
+    assert engine.package_cache() == Path("/var/tmp")  # noqa: S108
+    assert engine.name in engine.more_room

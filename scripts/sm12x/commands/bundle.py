@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,21 +38,46 @@ class _Report:
 
     @contextmanager
     def phase(self, label: str, *, live: bool = True) -> Iterator[Callable[[str], None]]:
-        start = said = time.monotonic()
-
-        def now_and_then(text: str) -> None:
-            nonlocal said
-            if time.monotonic() - said >= _EVERY:
-                said = time.monotonic()
-                self.say(f"{label}: {text}")
-
+        start = time.monotonic()
         if live and self._console.is_terminal:
             with self._console.status(escape(label)) as status:
                 yield lambda text: status.update(escape(f"{label}: {with_bar(text[:90])}"))
         else:
             self.say(f"{label} ...")
-            yield now_and_then
+            with _Ticker(lambda text: self.say(f"{label}: {text}")) as ticker:
+                yield ticker.note
         self.say(f"{label}: {time.monotonic() - start:.1f} s")
+
+
+# What wakes the ticker; another one in tests, that does not go by the clock.
+_Ended = threading.Event
+
+
+class _Ticker:
+    """Says every _EVERY seconds what was noted last: a step of ten minutes notes itself once."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._latest = ""
+        self._ended = _Ended()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> _Ticker:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def note(self, text: str) -> None:
+        self._latest = text
+
+    def _run(self) -> None:
+        start = time.monotonic()
+        while not self._ended.wait(_EVERY):
+            if self._latest:
+                self._say(f"{self._latest} ({(time.monotonic() - start) / 60:.0f} min)")
 
 
 def with_bar(text: str) -> str:

@@ -17,6 +17,11 @@ class Buildah(Engine):
     """``chroot``: build steps run in a change of root, where no OCI runtime can be used."""
 
     name = "buildah"
+    _prune = "buildah rmi --prune"
+    # Seen with 1.28: the container that a layer was made in stays until the layer is stored, which
+    # goes through two files beside the package cache.
+    copies_in_storage = 1
+    copies_in_cache = 2
     id_format = "{{.FromImageID}}"
 
     def __init__(self, program: Path, version: str, *, chroot: bool) -> None:
@@ -96,6 +101,18 @@ class Buildah(Engine):
             return None
         return folder if folder.is_dir() else None
 
+    @property
+    def more_room(self) -> str:
+        conf = "/etc" if os.geteuid() == 0 else "~/.config"
+        return (
+            f"`{self._prune}` removes images without a name, and `graphroot` in "
+            f"{conf}/containers/storage.conf names another disk"
+        )
+
+    def package_cache(self) -> Path | None:
+        # Beside the storage, and the layer that is being written as well.
+        return Path(os.environ.get("TMPDIR") or "/var/tmp")  # noqa: S108 - buildah's own choice
+
     def run_hint(self, image: str, words: str = "", *, gpus: bool = False) -> str:
         if gpus:
             # buildah only builds: a GPU needs an engine that runs containers.
@@ -161,6 +178,7 @@ def may_raise_limits() -> bool:
 
 class Podman(Buildah):
     name = "podman"
+    _prune = "podman image prune"
     id_format = "{{.Id}}"
 
     def inspect_words(self, template: str) -> list[str]:

@@ -35,6 +35,7 @@ from sm12x.image.hostconfig import HostConfig
 from sm12x.image.modes import How
 from sm12x.image.output import Follower, Stage
 from sm12x.image.platforms import Plan
+from sm12x.image.preflight import Meter
 from sm12x.image.record import Record
 from sm12x.image.reporter import Reporter
 from sm12x.stack import base as bases
@@ -100,8 +101,13 @@ def run(options: Options, report: Reporter) -> Outcome:
     report.say(f"engine: {engine.description}")
     how = modes.settle(base, wish, targets, made, find_links=options.find_links, report=report)
     with preflight.alone(base):
+        meter = preflight.Meter(base, engine, plan)
+        if not baseimage.is_there(base.image, engine, plan, override=options.base_image):
+            meter.forget()
         if there is None:
-            preflight.require_room(base, engine, how.choice.modules, plan, image=options.image)
+            preflight.require_room(
+                base, engine, how.choice.modules, plan, meter, image=options.image
+            )
         host = hostconfig.collect(base.image.suite)
         start = time.monotonic()
         image = base_image(base, engine, host, options.base_image, plan, report)
@@ -128,6 +134,7 @@ def run(options: Options, report: Reporter) -> Outcome:
             image=image,
             builder=builder,
             host=host,
+            meter=meter,
             inputs=context.inputs_digest(base, plan.machine, here=plan.here, choices=choices),
             report=report,
             seconds=seconds,
@@ -186,6 +193,7 @@ class _Job:
     image: BaseImage
     builder: BaseImage
     host: HostConfig
+    meter: Meter
     inputs: str
     report: Reporter
     seconds: dict[str, float] = field(default_factory=dict)
@@ -218,16 +226,16 @@ class _Job:
     def build(self) -> Outcome:
         modules = self.how.choice.modules
         image = self.options.image
-        preflight.require_room(self.base, self.engine, modules, self.plan, image=image)
+        preflight.require_room(self.base, self.engine, modules, self.plan, self.meter, image=image)
         with self._timed("fetch"):
             sdist, official = self._fetch()
-        with self._timed("wheel"):
+        with self._timed("wheel"), self.meter.measuring(preflight.WHEEL):
             ledger = self._build_wheel(sdist, official)
         wheel = record.one_wheel(self.folder)
         tags: tuple[str, ...] = ()
         if self.options.image:
             tags = image_tags(self.base.version, ledger.stack_id, self.how.mode, self.plan.suffix)
-            with self._timed("image"):
+            with self._timed("image"), self.meter.measuring(preflight.IMAGE):
                 self._build_image(wheel, ledger, tags)
         made = Record(
             version=self.base.version,
@@ -390,10 +398,28 @@ class _Job:
             try:
                 self.engine.build(request, on_line=follower, log=log)
             except ToolFailedError:
-                raise failure.of(self.engine, request.dockerfile.name, follower, log) from None
+                raise failure.of(
+                    self.engine,
+                    request.dockerfile.name,
+                    follower,
+                    log,
+                    rest_gib=self._rest_gib(),
+                ) from None
             finally:
                 follower.finish()
                 self.stages.update(follower.stages)
+
+    def _rest_gib(self) -> float:
+        full = any(not module.quick for module in self.how.choice.modules)
+        rest = preflight.needs(
+            self.base,
+            self.engine,
+            self.plan,
+            self.meter,
+            full=full,
+            image=self.options.image,
+        )
+        return sum(need.gib for need in rest)
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

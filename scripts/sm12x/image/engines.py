@@ -30,6 +30,10 @@ _INSTALLERS = {
     "apk": "add",
     "pacman": "-S --noconfirm",
 }
+_MAY_NOT_MOUNT = (
+    "start this container with --privileged, or with docker's socket: "
+    "-v /var/run/docker.sock:/var/run/docker.sock"
+)
 # One distribution upgrades itself after its first start, and holds apt's lock for a while.
 _APT = ("-o", "DPkg::Lock::Timeout=120", "-o", "Acquire::http::Timeout=30")
 
@@ -40,7 +44,7 @@ class Machine:
 
     ``installer`` is a key of _INSTALLERS, "" for none of them; ``dockerd`` whether docker's daemon
     is installed, ``docker_script`` whether `service` can start it; ``mounts`` whether this process
-    may mount, which the root of a container usually may not.
+    may mount, in a user namespace if need be, which the root of a container usually may not.
     """
 
     root: bool
@@ -65,7 +69,7 @@ class Machine:
             or any(Path(folder, "dockerd").is_file() for folder in ("/usr/sbin", "/usr/bin")),
             docker_script=Path("/etc/init.d/docker").is_file()
             and process.which("service") is not None,
-            mounts=not root or has_capability(SYS_ADMIN),
+            mounts=not root or has_capability(SYS_ADMIN) or _has_user_namespaces(),
             user=_user(),
         )
 
@@ -98,6 +102,18 @@ class Machine:
     @property
     def can_install(self) -> bool:
         return self.root and self.installer == "apt-get"
+
+    @property
+    def without_daemon(self) -> str:
+        """How this machine gets an engine that needs no daemon."""
+        if not self.mounts:
+            return _MAY_NOT_MOUNT
+        return f"install buildah, which needs no daemon: {self.install('buildah')}"
+
+
+def _has_user_namespaces() -> bool:
+    """Whether this process may make a user namespace, as buildah does where it may not mount."""
+    return process.which("unshare") is None or _ask("unshare", "--user", "true").returncode == 0
 
 
 def _user() -> str:
@@ -167,10 +183,9 @@ def choose(probes: Iterable[Probe], wanted: str | None, machine: Machine) -> Cho
     can = f"{who} {'cannot' if wanted else 'can'} build here"
     why = "; ".join(f"{probe.program}: {probe.why}" for probe in passed)
     steps = list(dict.fromkeys(probe.next_step for probe in passed))
-    other = machine.install("buildah")
     # buildah needs no daemon; where it is the one that is missing, it is the shortest way.
     if wanted is None and not any(probe.name == "buildah" for probe in passed):
-        steps.append(f"install buildah, which needs no daemon: {other}")
+        steps.append(machine.without_daemon)
     down = next((probe for probe in passed if probe.down), None)
     if down is not None:
         raise EngineNotRunningError(f"{can}: {why}", next_step="; or ".join(steps))
@@ -182,7 +197,8 @@ def choose(probes: Iterable[Probe], wanted: str | None, machine: Machine) -> Cho
             next_step=f"{machine.install(_PACKAGES.get(wanted, wanted))}, or leave out --engine",
         )
     raise NoEngineError(
-        f"no container engine is installed (looked for {', '.join(NAMES)})", next_step=other
+        f"no container engine is installed (looked for {', '.join(NAMES)})",
+        next_step=machine.without_daemon,
     )
 
 
@@ -211,6 +227,8 @@ def find(wanted: str | None, *, say: Callable[[str], None], may_install: bool = 
         and may_install
         and wanted in (None, "buildah")
         and machine.can_install
+        # Of no use to a process that may not mount.
+        and machine.mounts
     ):
         why = "".join(f" ({probe.program}: {probe.why})" for probe in probes)
         say(f"no container engine can build here{why}: installing buildah with apt-get")
@@ -378,9 +396,9 @@ def _probe_bud(name: str, program: Path, kind: type[Buildah], machine: Machine) 
         return _lacking(
             name,
             program,
-            "this container may not mount (no CAP_SYS_ADMIN), which its build steps do",
-            "start the container with --privileged, or with docker's socket: "
-            "-v /var/run/docker.sock:/var/run/docker.sock",
+            "its build steps mount, which this container may not (it has neither CAP_SYS_ADMIN nor "
+            "user namespaces)",
+            _MAY_NOT_MOUNT,
         )
     # Its storage cannot be set up, or this user has no sub-ids: `info` says so, and quickly.
     info = _ask(program, "info")
