@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sm12x.core import files
 from sm12x.core.errors import BadFileError
 from sm12x.stack import mail
 from sm12x.stack.base import Base
 from sm12x.stack.mail import Finding, Patch
 
-__all__ = ["Patch", "Stack", "check", "header", "load", "read"]
+__all__ = ["Patch", "Stack", "check", "header", "id_of", "load", "read"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,10 +23,7 @@ class Stack:
     @property
     def id(self) -> str:
         """Eight hex digits that change with any patch's name, content or place."""
-        digest = hashlib.sha256()
-        for patch in self.patches:
-            digest.update(f"{patch.name} {patch.sha256}\n".encode())
-        return digest.hexdigest()[:8]
+        return _id([(patch.name, patch.sha256) for patch in self.patches])
 
     def get(self, name: str) -> Patch:
         """The patch called ``name``: its file name, with or without ".patch", or its number."""
@@ -36,6 +35,31 @@ class Stack:
             f"there is no patch {name} in the series; it lists: {known}",
             next_step="give one of these names, or its number",
         )
+
+
+def id_of(folder: Path) -> str:
+    """The ``Stack.id`` of the stack in the folder of a base, from names and bytes alone.
+
+    Raises:
+        BadFileError: series or a patch that it lists cannot be read.
+    """
+    try:
+        lines = (folder / "series").read_text(encoding="utf-8").splitlines()
+        names = [line for line in lines if line and not line.startswith("#")]
+        return _id([(name, files.sha256(folder / name)) for name in names])
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadFileError(
+            f"the stack of {folder.name} cannot be read: {error}",
+            next_step=f"`sm12x patch check --base {folder.name} --messages-only` lists all faults",
+        ) from None
+
+
+def _id(patches: Sequence[tuple[str, str]]) -> str:
+    """The id of a stack: over the name and the sha256 of each patch, in order."""
+    digest = hashlib.sha256()
+    for name, sha256 in patches:
+        digest.update(f"{name} {sha256}\n".encode())
+    return digest.hexdigest()[:8]
 
 
 def load(base: Base) -> Stack:
