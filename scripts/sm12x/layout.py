@@ -21,6 +21,11 @@ def cache() -> Path:
     return Path(home) / "sm12x"
 
 
+def replaced() -> Path:
+    """Copies of what was replaced because of a --force."""
+    return cache() / "replaced"
+
+
 def patches() -> Path:
     return root() / "patches"
 

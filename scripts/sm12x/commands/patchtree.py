@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from pathlib import Path
 
 import click
@@ -82,24 +83,32 @@ def apply_command(
     click.echo(render.applied(report), nl=False)
     click.echo(f"stack {report.stack_id}: {len(report.changed)} files of {directory} changed")
     if not no_repository:
+        quoted = shlex.quote(str(directory))
         click.echo("next: edit there with git, then export with")
-        click.echo(f"  sm12x patch refresh --base {base.version} {directory}")
+        click.echo(f"  sm12x patch refresh --base {base.version} {quoted}")
 
 
 @click.command("refresh")
 @DIRECTORY
 @base_option
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Also where the patches have changed since DIR was made; a copy of them is kept.",
+)
 @JSON
-def refresh_command(directory: Path, version: str | None, as_json: bool) -> None:
+def refresh_command(directory: Path, version: str | None, force: bool, as_json: bool) -> None:
     """Export the commits of DIR, made by `sm12x patch apply`, back into the base's patches.
 
-    Commits added, dropped or reordered with git change the series accordingly.
+    Commits added, dropped or reordered with git change the series accordingly. Refused if the
+    patches are not those that DIR was made from: what has changed there since would be undone.
 
     Example: sm12x patch refresh ../vllm
     """
     base = chosen(version)
+    keep = layout.replaced() if force else None
     try:
-        report = refresh.refresh(base, directory, root=layout.root())
+        report = refresh.refresh(base, directory, root=layout.root(), keep=keep)
     except refresh.MessageError as error:
         print_findings(error)
         raise
@@ -183,10 +192,11 @@ def new_command(
         print_findings(error)
         raise
     if like is not None and report.missing:
+        quoted = shlex.quote(str(directory))
         say(
             f"warning: {like.name} changes {', '.join(report.missing)} as well, and {report.name} "
-            f"does not: if it has to, edit {directory}, `git -C {directory} commit --all --amend`, "
-            f"`sm12x patch refresh --base {base.version} {directory}`"
+            f"does not: if it has to, edit {directory}, `git -C {quoted} commit --all --amend`, "
+            f"`sm12x patch refresh --base {base.version} {quoted}`"
         )
     if as_json:
         print_json(dataclasses.asdict(report))

@@ -118,6 +118,11 @@ def of_system(error: OSError) -> Sm12xError | None:
     message = f"{where}{(error.strerror or str(error)).lower()}"
     if error.errno in DISK_FULL:
         return NoSpaceError(message, next_step="free space there, and run the same command again")
+    # What the tempfile module says after it has tried to write in every folder it knows.
+    if error.errno == errno.ENOENT and "usable temporary directory" in (error.strerror or ""):
+        return NoSpaceError(
+            message, next_step="free space there, or set TMPDIR to a folder that can be written"
+        )
     if error.errno in _OF_A_PATH and where:
         return BadFileError(message, next_step="check that path, and who may read and write there")
     return None

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from sm12x.core import process
+from sm12x.core.errors import NoSpaceError
 from sm12x.core.process import Completed
 
 # Of an object id that stands for "no such file" in a diff.
@@ -42,6 +44,11 @@ _SETTINGS = {
 }
 _ATTRIBUTES = "* -text -eol -filter -ident -working-tree-encoding\n"
 _OFFSET = re.compile(r"^Hunk #(\d+) succeeded at (\d+) \(offset (-?\d+) lines?\)")
+_FULL = re.compile("No space left on device|Disk quota exceeded|Out of diskspace")
+# What git says of a write that failed, without the reason.
+_WRITING = re.compile("writ|creat|truncat|copy|unable to|could not", re.IGNORECASE)
+# Bytes under which a disk counts as full.
+_ROOM = 64 * 1024
 _CHECKING = re.compile(r"^Checking patch (.+)\.\.\.$")
 
 
@@ -97,7 +104,7 @@ class Repository:
         repository = cls(git_dir=git_dir.absolute(), work_tree=work_tree.absolute())
         # No template: a machine's hooks and excludes have no business here.
         words = ["git", "init", "--quiet", "--template=", "--initial-branch=stack", str(git_dir)]
-        process.run(
+        _run(
             words,
             env={
                 **isolation(),
@@ -120,7 +127,7 @@ class Repository:
     ) -> Completed:
         """Run one git command on this repository; raises ToolFailedError as process.run does."""
         settings = [word for item in _SETTINGS.items() for word in ("-c", "=".join(item))]
-        return process.run(
+        return _run(
             ["git", *settings, *words],
             cwd=self.work_tree,
             env={
@@ -281,6 +288,41 @@ class Repository:
     def pack(self) -> None:
         """Put loose objects into one pack: a few files to move instead of thousands."""
         self.run("-c", "pack.window=0", "repack", "-a", "-d", "-q")
+
+
+def _run(
+    words: Sequence[str],
+    *,
+    env: Mapping[str, str | None],
+    cwd: Path | None = None,
+    stdin: str | bytes | None = None,
+    check: bool = True,
+) -> Completed:
+    """process.run, with a full disk told apart from all else: it is no answer to a question."""
+    done = process.run(words, cwd=cwd, env=env, stdin=stdin, check=False)
+    if done.returncode != 0:
+        lines = done.stderr.splitlines()
+        full = next((line for line in lines if _FULL.search(line)), None)
+        places = [Path(env[name] or "") for name in ("GIT_DIR", "GIT_WORK_TREE")]
+        if full is None and any(_no_room(place) for place in places):
+            full = next((line for line in lines if _WRITING.search(line)), None)
+        if full is not None:
+            raise NoSpaceError(
+                f"the disk is full: git cannot write its repository {places[0]} or the files of "
+                f"{places[1]} ({full.strip()})",
+                next_step="free space there (for temporary folders: set TMPDIR), and run this "
+                "again",
+            )
+        if check:
+            raise process.failed(done)
+    return done
+
+
+def _no_room(folder: Path) -> bool:
+    try:
+        return shutil.disk_usage(folder).free < _ROOM
+    except OSError:
+        return False
 
 
 def parse_apply(stderr: str, returncode: int) -> Outcome:

@@ -6,15 +6,23 @@ changed: each file by a rename, undone if anything goes wrong on the way.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from sm12x.core.errors import DirtyTreeError, PatchConflictError
+from sm12x.core.errors import (
+    DISK_FULL,
+    BadFileError,
+    DirtyTreeError,
+    NoSpaceError,
+    PatchConflictError,
+    Sm12xError,
+)
 from sm12x.core.git import Entry, Outcome, Repository
 from sm12x.stack import diff, tree
 from sm12x.stack.base import Base
@@ -28,8 +36,15 @@ CONFLICT = "conflict"
 # The commit of the untouched source in a folder that `apply` made a repository of.
 BASE_TAG = "base"
 BRANCH = "stack"
+# git's mode of a symbolic link.
+_LINK = "120000"
+# How many paths an error names before it only counts.
+_NAMED = 8
 # Setting of that repository: the patches that have no commit there, the base having them already.
 UPSTREAM_KEY = "sm12x.upstream"
+# The id of the stack it was made from, and the patches of that stack that were left out of it.
+STACK_KEY = "sm12x.stack"
+REST_KEY = "sm12x.rest"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +130,23 @@ def apply(
     Raises:
         DirtyTreeError: ``directory`` is not the untouched source. Nothing is changed.
         StackConflictError: a patch does not apply. Nothing is changed.
+        NoSpaceError, BadFileError: a file could not be written. Nothing is changed.
+        HalfAppliedError: and what had been changed could not be put back.
     """
+    try:
+        return _apply(base, stack, directory, repository, archive, on_patch)
+    except OSError as error:
+        raise _refused(error, directory) from error
+
+
+def _apply(
+    base: Base,
+    stack: Stack,
+    directory: Path,
+    repository: bool,
+    archive: Path | None,
+    on_patch: Callable[[Patch], None] | None,
+) -> ApplyReport:
     with tree.scratch(directory) as git:
         commit = commit_base(base, stack, git, directory, archive)
         if repository and (directory / ".git").exists():
@@ -136,7 +167,8 @@ def apply(
                     hidden.rename(directory / ".git")
                 left = Repository(git_dir=directory / ".git", work_tree=directory)
                 # Files are the same; only their times are not known to the index yet.
-                left.run("update-index", "-q", "--refresh", check=False)
+                with suppress(NoSpaceError):
+                    left.run("update-index", "-q", "--refresh", check=False)
             else:
                 with _putting(git, Path(name), directory, report.changed):
                     pass
@@ -236,51 +268,162 @@ def _putting(
 ) -> Iterator[None]:
     """Make ``paths`` of ``directory`` what the index of ``git`` holds, then run the block.
 
-    If either fails, or is interrupted, every file is put back.
+    All new files are written beside their targets before the first target changes, so that a full
+    disk or a folder that may not be written is met while nothing has changed. If anything fails
+    later, or is interrupted, every file is put back by a rename, which needs no room.
+
+    Raises:
+        HalfAppliedError: that failed, and what had been changed could not be put back.
     """
     entries = git.index_entries()
-    fresh, saved = scratch / "fresh", scratch / "saved"
+    fresh = scratch / "fresh"
     git.checkout_index(fresh, [path for path in paths if path in entries])
-    undo: list[Callable[[], None]] = []
+    placing = _Placing(directory, token=scratch.name)
     try:
         for path in paths:
-            target = directory / path
-            undo.append(_saver(target, saved / path))
-            if path not in entries:
-                target.unlink()
-                continue
-            for parent in reversed(target.parents):
-                if not parent.exists():
-                    undo.append(parent.rmdir)
-                    parent.mkdir()
-            # Beside the target, for the rename to be atomic.
-            handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-            os.close(handle)
-            undo.append(lambda name=name: Path(name).unlink(missing_ok=True))  # type: ignore[misc]
-            shutil.copyfile(fresh / path, name)
-            mode = target.stat() if target.exists() else (fresh / path).stat()
-            Path(name).chmod(_mode(mode.st_mode, entries[path].mode))
-            Path(name).replace(target)
+            placing.stage(path, fresh / path, entries[path].mode if path in entries else "")
+        for path in paths:
+            placing.swap(path, stays=path in entries)
         yield
-    except BaseException:
+    except BaseException as error:
         # Ctrl-C included: a tree that is neither the one nor the other is of no use.
-        for step in reversed(undo):
-            step()
+        left = placing.undo()
+        if left:
+            raise HalfAppliedError(directory, left, error) from error
         raise
+    placing.sweep()
 
 
-def _saver(target: Path, copy: Path) -> Callable[[], None]:
-    """Keep ``target`` as it is, and return what puts it back."""
-    if not target.exists():
-        return lambda: target.unlink(missing_ok=True)
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy2(target, copy)
+class _Placing:
+    """Files that take the place of others, all of them or none.
 
-    def restore() -> None:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(copy, target)
+    What is done is noted before it is done: an interrupt may come between any two lines.
+    ``token`` is in the name of every temporary file, and in no other's.
+    """
 
-    return restore
+    def __init__(self, directory: Path, *, token: str) -> None:
+        self._directory = directory
+        self._token = token
+        self._made: list[Path] = []
+        # Whether there was a file before; the numbers are for the names of temporary files.
+        self._touched: dict[str, bool] = {}
+        self._paths: dict[str, int] = {}
+
+    def stage(self, path: str, source: Path, mode: str) -> None:
+        """Write the new file beside its target; for ``mode`` "" only see whether one could."""
+        target = self._directory / path
+        for parent in reversed(target.parents):
+            if not parent.exists():
+                self._made.append(parent)
+                parent.mkdir()
+        staged = self._beside(path, "new")
+        if mode == _LINK:
+            staged.symlink_to(source.readlink())
+            return
+        with staged.open("xb") as handle:
+            if mode:
+                handle.write(source.read_bytes())
+        if mode:
+            now = target if target.exists() and not target.is_symlink() else source
+            staged.chmod(_mode(now.stat().st_mode, mode))
+
+    def swap(self, path: str, *, stays: bool) -> None:
+        """Put the staged file in its place, or remove the target; what was there is kept."""
+        target = self._directory / path
+        there = os.path.lexists(target)
+        self._touched[path] = there
+        if there:
+            kept = self._beside(path, "old")
+            try:
+                os.link(target, kept, follow_symlinks=False)
+            except OSError as error:
+                if error.errno in DISK_FULL:
+                    raise
+                # A file system without hard links.
+                shutil.copy2(target, kept, follow_symlinks=False)
+        if stays:
+            self._beside(path, "new").replace(target)
+        else:
+            target.unlink()
+
+    def undo(self) -> list[str]:
+        """Put everything back; the paths for which that failed."""
+        left: list[str] = []
+        for path, there in reversed(self._touched.items()):
+            try:
+                _insisting(lambda path=path, there=there: self._back(path, there))  # type: ignore[misc]
+            except OSError:
+                # The others have to be tried all the same.
+                left.append(path)
+        _insisting(self.sweep)
+        for folder in reversed(self._made):
+            with suppress(OSError):
+                folder.rmdir()
+        return left
+
+    def sweep(self) -> None:
+        """Remove the temporary files."""
+        for folder in dict.fromkeys((self._directory / path).parent for path in self._paths):
+            for name in folder.glob(f".{self._token}.*"):
+                with suppress(OSError):
+                    name.unlink()
+
+    def _back(self, path: str, there: bool) -> None:
+        target, kept = self._directory / path, self._beside(path, "old")
+        if not there:
+            target.unlink(missing_ok=True)
+        elif os.path.lexists(kept) and not _same(kept, target):
+            kept.replace(target)
+
+    def _beside(self, path: str, kind: str) -> Path:
+        """A name for a temporary file in the target's folder: a rename is atomic there."""
+        self._paths.setdefault(path, len(self._paths))
+        name = f".{self._token}.{self._paths[path]}.{kind}"
+        return (self._directory / path).with_name(name)
+
+
+def _same(one: Path, other: Path) -> bool:
+    return os.path.lexists(other) and one.lstat().st_ino == other.lstat().st_ino
+
+
+def _insisting(step: Callable[[], None]) -> None:
+    """Run ``step``, and again if a second Ctrl-C comes in its middle."""
+    try:
+        step()
+    except KeyboardInterrupt:
+        step()
+
+
+def _refused(error: OSError, directory: Path) -> Sm12xError:
+    """What the system refused while nothing had changed yet, or all of it was put back."""
+    where = error.filename if isinstance(error.filename, str) else directory
+    why = (error.strerror or str(error)).lower()
+    if error.errno in DISK_FULL:
+        return NoSpaceError(
+            f"{where} cannot be written: {why}; nothing was changed",
+            next_step="free space there (for temporary folders: set TMPDIR), and run this again",
+        )
+    return BadFileError(
+        f"{where} cannot be written: {why}; nothing was changed",
+        next_step="see who may write in that folder, or unpack the sdist in another one "
+        "(`sm12x patch apply --unpack NEW_DIR`)",
+    )
+
+
+class HalfAppliedError(DirtyTreeError):
+    """The folder is neither untouched nor patched: what had been changed could not be put back."""
+
+    def __init__(self, directory: Path, left: Sequence[str], cause: BaseException) -> None:
+        said = str(cause) or type(cause).__name__
+        named = ", ".join(left[:_NAMED])
+        more = f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
+        super().__init__(
+            f"{directory} is half applied: after `{said}` these could not be put back: "
+            f"{named}{more}",
+            next_step="delete that folder and unpack the sdist in another one (`sm12x patch apply "
+            "--unpack NEW_DIR`)",
+        )
+        self.left = tuple(left)
 
 
 def _mode(now: int, wanted: str) -> int:
@@ -290,6 +433,13 @@ def _mode(now: int, wanted: str) -> int:
         # Who may read may execute.
         return permissions | (permissions & 0o444) >> 2
     return permissions & ~0o111
+
+
+def _copied(error: shutil.Error, directory: Path) -> Sm12xError:
+    """The reason behind what ``copytree`` gathers: (source, target, text) of each file."""
+    text = "; ".join(dict.fromkeys(str(one[2]) for one in error.args[0][:_NAMED]))
+    full = any(f"[Errno {number}]" in text for number in DISK_FULL)
+    return _refused(OSError(DISK_FULL[0] if full else errno.EIO, text), directory)
 
 
 @contextmanager
@@ -303,14 +453,17 @@ def _repository_for(
     git.config("core.autocrlf", "false")
     git.config("core.bare", "false")
     git.config("sm12x.base", base.version)
-    git.config("sm12x.stack", report.stack_id)
+    git.config(STACK_KEY, report.stack_id)
     for result in report.results:
         if result.state == UPSTREAM:
             git.run("config", "--local", "--add", UPSTREAM_KEY, result.name)
     git.pack()
     hidden = Path(tempfile.mkdtemp(dir=directory, prefix=".git-"))
     try:
-        shutil.copytree(git.git_dir, hidden, dirs_exist_ok=True)
+        try:
+            shutil.copytree(git.git_dir, hidden, dirs_exist_ok=True)
+        except shutil.Error as error:
+            raise _copied(error, directory) from None
         hidden.chmod(0o755)
         yield hidden
     finally:

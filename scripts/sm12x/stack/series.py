@@ -29,7 +29,11 @@ class Stack:
     def get(self, name: str) -> Patch:
         """The patch called ``name``: its file name, with or without ".patch", or its number."""
         for patch in self.patches:
-            if name in (patch.name, patch.path.stem) or name == patch.name.split("-")[0]:
+            number = patch.name.split("-")[0]
+            if name in (patch.name, patch.path.stem):
+                return patch
+            # "0006", and "6" as one says it.
+            if name.isdecimal() and number.isdecimal() and int(name) == int(number):
                 return patch
         known = ", ".join(patch.name for patch in self.patches) or "none"
         raise BadFileError(
@@ -84,7 +88,20 @@ def check(base: Base, *, root: Path | None) -> list[Finding]:
                     f"{mail.file_name(number, patch.subject)}: place in the series, then subject",
                 )
             )
+    kept = {name.partition("-")[2]: name for name in names}
+    for entry in base.dropped:
+        same = kept.get(entry.patch.partition("-")[2])
+        if same is not None:
+            path = base.folder / "base.toml"
+            message = f"[[dropped]] names {entry.patch}, and the series lists {same}: take out one"
+            findings.append(Finding(path=path, line=_line_of(path, entry.patch), message=message))
     return findings
+
+
+def _line_of(path: Path, text: str) -> int:
+    """The first line that holds ``text``, 1 where none does."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return next((n for n, line in enumerate(lines, start=1) if text in line), 1)
 
 
 def read(base: Base) -> tuple[list[str], list[Finding]]:
