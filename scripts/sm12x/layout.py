@@ -26,6 +26,11 @@ def replaced() -> Path:
     return cache() / "replaced"
 
 
+def ports() -> Path:
+    """Trees in which patches are being ported to another release, one a release."""
+    return cache() / "ports"
+
+
 def patches() -> Path:
     return root() / "patches"
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -427,3 +429,165 @@ def test_a_full_disk_is_no_conflict_and_no_traceback(
         finally:
             subprocess.run(["umount", small], check=True)
     assert {0, 7} <= seen
+
+
+# A tree up to a patch
+
+
+def test_a_patch_that_does_not_apply_has_a_tree_to_be_mended_in(world: World) -> None:
+    """GIVEN a stack whose second patch is spoilt THEN what the error says makes it whole again."""
+    author = world.applied("third")
+    world.commit(author, "Mend seven", "tiny/a.py", "a = 7\n", "a = 'seven'\n")
+    spoilt = world.base.folder / "0002-Mend-five.patch"
+    spoilt.write_text(spoilt.read_text().replace(" b = 4\n", " b = 'four'\n"))
+    links = ("--find-links", world.archive.parent)
+    failed = _sm12x("patch", "apply", "--unpack", world.work / "whole", *links)
+    assert failed.returncode == 11
+    assert "--up-to 0001-Mend-ten.patch" in failed.stderr
+    directory = world.work / "up to"
+    done = _sm12x("patch", "apply", "--unpack", directory, "--up-to", "1", *links)
+    assert done.returncode == 0, done.stderr
+    assert "0003-Mend-seven.patch: left out" in done.stdout
+    before = world.patches()
+    # What is not in the tree stays in the series.
+    assert _sm12x("patch", "refresh", directory).returncode == 0
+    assert world.patches() == before
+    text = (directory / "tiny/b.py").read_text()
+    (directory / "tiny/b.py").write_text(text.replace("b = 5\n", "b = 'five'\n"))
+    made = _sm12x("patch", "new", directory, "--like", spoilt)
+    assert made.returncode == 0, made.stderr
+    names = [patch.name for patch in series.load(world.base).patches]
+    assert names == ["0001-Mend-ten.patch", "0002-Mend-five.patch", "0003-Mend-seven.patch"]
+    assert _sm12x("patch", "check", *links).returncode == 0
+    # And once more, with one that is new in between.
+    world.commit(directory, "Mend eight", "tiny/b.py", "b = 8\n", "b = 'eight'\n")
+    assert _sm12x("patch", "refresh", directory).returncode == 0
+    assert [patch.subject for patch in series.load(world.base).patches] == [
+        *("Mend ten", "Mend five", "Mend eight", "Mend seven")
+    ]
+    assert _sm12x("patch", "check", *links).returncode == 0
+
+
+def test_up_to_nothing_is_a_repository_of_the_base(world: World) -> None:
+    directory = world.work / "none"
+    links = ("--find-links", world.archive.parent)
+    done = _sm12x("patch", "apply", "--unpack", directory, "--up-to", "0", *links)
+    assert done.returncode == 0, done.stderr
+    assert git(directory, "rev-parse", "HEAD") == git(directory, "rev-parse", "base")
+    before = world.patches()
+    assert _sm12x("patch", "refresh", directory).returncode == 0
+    assert world.patches() == before
+
+
+def test_a_folder_that_is_moved_is_still_a_repository(world: World) -> None:
+    directory = world.applied("here")
+    moved = directory.with_name('it\'s over "there"')
+    directory.rename(moved)
+    assert git(moved, "status", "--porcelain") == ""
+    assert world.refresh(moved).removed == ()
+
+
+def test_printed_commands_can_be_typed(world: World) -> None:
+    directory = world.work / 'it\'s a "tree" ✓'
+    done = _sm12x("patch", "apply", "--unpack", directory, "--find-links", world.archive.parent)
+    command = done.stdout.splitlines()[-1].strip().replace("sm12x", "-m sm12x", 1)
+    typed = subprocess.run(
+        ["bash", "-c", f"{sys.executable} {command}"], capture_output=True, text=True, check=False
+    )
+    assert typed.returncode == 0, typed.stderr
+
+
+# Environments
+
+
+def test_environments_that_no_lock_names_go(world: World, tmp_path: Path) -> None:
+    homes = tmp_path / "cache" / "witness"
+    for name in ("1.0-x86_64-000000000000", ".1.0-x86_64-abc.xyz"):
+        (homes / name / "bin").mkdir(parents=True)
+        (homes / name / "bin" / "python").write_text("x" * 5000)
+    listed = json.loads(_sm12x("cache", "list", "--json").stdout)
+    assert [one["bases"] for one in listed] == [[], []]
+    assert all(one["bytes"] >= 5000 for one in listed)
+    would = _sm12x("cache", "clear", "--dry-run")
+    assert would.stdout.count("would delete") == 2
+    assert len(list(homes.iterdir())) == 2
+    done = _sm12x("cache", "clear")
+    assert done.returncode == 0, done.stderr
+    assert list(homes.iterdir()) == []
+
+
+# Rounds of all of it
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("SM12X_ROUNDS", "4"))))
+def test_random_rounds_lose_nothing(world: World, seed: int) -> None:
+    """Commits, drops, moves, refreshes from this and from older trees, kills: no patch gets lost.
+
+    SM12X_ROUNDS sets how many seeds are run.
+    """
+    rng = random.Random(seed)  # noqa: S311 - a seeded walk, no secret
+    model = ["Mend ten", "Mend five"]
+    tree_now = world.applied("round-0")
+    older: list[Path] = []
+    for number in range(10):
+        action = rng.choice(("add", "add", "drop", "swap", "older", "fresh", "kill"))
+        if action == "add":
+            subject = f"Add module {seed} {number}"
+            world.commit(tree_now, subject, f"tiny/m {number}.py", "", f"m = {number}\n")
+            model.append(subject)
+        elif action == "drop" and len(model) > 1:
+            model.pop()
+            git(tree_now, "reset", "-q", "--hard", "HEAD~1")
+            world.refresh(tree_now)
+        elif action == "swap" and len(model) > 1:
+            last, before = (git(tree_now, "rev-parse", f"HEAD~{n}").strip() for n in (0, 1))
+            git(tree_now, "reset", "-q", "--hard", "HEAD~2")
+            git(tree_now, "cherry-pick", last, before)
+            model[-2:] = [model[-1], model[-2]]
+            world.refresh(tree_now)
+        elif action == "older" and older:
+            before_patches = world.patches()
+            chosen = rng.choice(older)
+            try:
+                world.refresh(chosen)
+            except DirtyTreeError:
+                assert world.patches() == before_patches
+            else:
+                # Only one that stands for the very same stack may be exported.
+                assert world.patches() == before_patches
+        elif action == "kill":
+            _killed(world, tree_now, rng)
+            world.refresh(tree_now)
+        else:
+            older.append(tree_now)
+            tree_now = world.applied(f"round-{number + 1}")
+        stack = series.load(world.base)
+        assert [patch.subject for patch in stack.patches] == model
+        assert series.check(world.base, root=world.root) == []
+    report, faults = refresh.round_trip(
+        world.base, series.load(world.base), world.fresh(f"end-{seed}")
+    )
+    assert (report.ok, faults) == (True, [])
+
+
+def _killed(world: World, directory: Path, rng: random.Random) -> None:
+    """A refresh, or an apply elsewhere, that is killed after a random time."""
+    target = world.work / f"killed-{rng.random()}"
+    argv = (
+        ["refresh", str(directory)]
+        if rng.random() < 0.5
+        else ["apply", "--unpack", str(target), "--find-links", str(world.archive.parent)]
+    )
+    running = subprocess.Popen(
+        [sys.executable, "-m", "sm12x", "patch", *argv],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    with suppress(subprocess.TimeoutExpired):
+        running.wait(timeout=rng.uniform(0.3, 1.2))
+    running.kill()
+    running.wait()
+    if target.is_dir():
+        # Half applied or whole, never taken for the one when it is the other.
+        again = _sm12x("patch", "apply", target)
+        assert again.returncode in (0, 12), again.stderr

@@ -36,6 +36,12 @@ from sm12x.stack.series import Patch
 @click.option(
     "--no-repository", is_flag=True, help="Change the files only; leave no git repository."
 )
+@click.option(
+    "--up-to",
+    metavar="NAME",
+    help="Apply the patches up to this one (file name or number; 0 for none) and not the others, "
+    "which a refresh leaves in the series as they are.",
+)
 @FIND_LINKS
 @JSON
 def apply_command(
@@ -43,6 +49,7 @@ def apply_command(
     version: str | None,
     unpack: bool,
     no_repository: bool,
+    up_to: str | None,
     find_links: Path | None,
     as_json: bool,
 ) -> None:
@@ -56,13 +63,14 @@ def apply_command(
     """
     base = chosen(version)
     stack = series.load(base)
+    rest = stack.after(up_to) if up_to is not None else ()
     archive = cached(base)
     if unpack:
         archive = fetch(base, find_links)
         with progress.spinner(f"unpacking {base.sdist.name}"):
             tree.unpack(archive, directory)
     try:
-        with progress.bar("patches", len(stack.patches)) as advance:
+        with progress.bar("patches", len(stack.patches) - len(rest)) as advance:
             report = applying.apply(
                 base,
                 stack,
@@ -70,6 +78,7 @@ def apply_command(
                 repository=not no_repository,
                 archive=archive,
                 on_patch=lambda patch: advance(1),
+                rest=rest,
             )
     except applying.StackConflictError as error:
         if as_json:
@@ -81,6 +90,8 @@ def apply_command(
         print_json(dataclasses.asdict(report))
         return
     click.echo(render.applied(report), nl=False)
+    for name in rest:
+        click.echo(f"{name}: left out (--up-to)")
     click.echo(f"stack {report.stack_id}: {len(report.changed)} files of {directory} changed")
     if not no_repository:
         quoted = shlex.quote(str(directory))

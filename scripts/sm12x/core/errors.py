@@ -112,6 +112,11 @@ class BuildFailedError(Sm12xError):
     meaning = "a native module, the wheel or the image could not be built"
 
 
+class UnknownVerdictError(Sm12xError):
+    exit_code = 16
+    meaning = "what was asked is unknown: the tests that would tell could not run"
+
+
 def of_system(error: OSError) -> Sm12xError | None:
     """What the system refused, where that is about a disk or a path; None for anything else."""
     where = f"{error.filename}: " if isinstance(error.filename, str) else ""
@@ -150,6 +155,7 @@ EXIT_CODES: dict[int, str] = {
             ToolFailedError,
             ToolMissingError,
             BuildFailedError,
+            UnknownVerdictError,
             Sm12xError,
         )
     },

@@ -202,6 +202,12 @@ class Repository:
     def message(self, commit: str) -> str:
         return self.run("log", "-1", "--format=%B", commit).stdout
 
+    def author(self, commit: str) -> tuple[str, str, str]:
+        """Name, address and date (git's raw form) of a commit's author."""
+        out = self.run("log", "-1", "--format=%an%x00%ae%x00%ad", "--date=raw", commit).stdout
+        name, address, date = out.rstrip("\n").split("\0")
+        return name, address, date
+
     # Files
 
     def index_entries(self) -> dict[str, Entry]:
@@ -243,43 +249,86 @@ class Repository:
         *,
         check_only: bool = False,
         reverse: bool = False,
-        three_way: bool = False,
         include: Sequence[str] = (),
     ) -> Outcome:
         """Apply a patch to the index, or with ``check_only`` only see whether it would.
 
-        ``include`` names the files to apply it to; without it, all that it is for. ``three_way``
-        merges with the text the patch was made for, which the repository must hold; what cannot be
-        merged is left in the index, see ``unmerged``.
-
+        ``include`` names the files to apply it to; without it, all that it is for.
         git has no fuzz but does move hunks; what it moved is in ``offsets``.
         """
         words = ["apply", "--cached", "--verbose", "--whitespace=nowarn"]
         words += ["--check"] if check_only else []
         words += ["--reverse"] if reverse else []
-        words += ["--3way"] if three_way else []
         words += [f"--include={path}" for path in include]
         done = self.run(*words, "-", stdin=patch, check=False)
         return parse_apply(done.stderr, done.returncode)
 
-    def unmerged(self) -> dict[str, tuple[str, str, str]]:
-        """Files of the index with a conflict: blobs of ancestor, ours and theirs, "" for none."""
-        found: dict[str, list[str]] = {}
-        for record in self.run("ls-files", "--unmerged", "-z").stdout.split("\0"):
-            if record:
-                head, path = record.split("\t", 1)
-                _, blob, stage = head.split()
-                found.setdefault(path, ["", "", ""])[int(stage) - 1] = blob
-        return {path: (a, b, c) for path, (a, b, c) in found.items()}
+    def stage(self, files: Mapping[str, tuple[str, str]]) -> None:
+        """Put files into the index: path -> (mode, blob); mode "0" takes one out."""
+        records = "".join(
+            f"{mode} {blob or ZERO_ID}\t{path}\0" for path, (mode, blob) in files.items()
+        )
+        if records:
+            self.run("update-index", "-z", "--index-info", stdin=records)
 
-    def merge_file(self, ours: Path, base: Path, theirs: Path, *, marker: int) -> str:
-        """Merge three files; conflicts stand in the text, ancestor and all, between markers.
+    def stage_conflicts(self, files: Mapping[str, tuple[str, tuple[str, str, str]]]) -> None:
+        """Mark files of the index as unmerged: path -> (mode, blobs of ancestor, ours, theirs)."""
+        records = "".join(
+            f"0 {ZERO_ID}\t{path}\0"
+            + "".join(
+                f"{mode} {blob} {stage}\t{path}\0"
+                for stage, blob in enumerate(blobs, start=1)
+                if blob
+            )
+            for path, (mode, blobs) in files.items()
+        )
+        if records:
+            self.run("update-index", "-z", "--index-info", stdin=records)
 
-        ``marker`` is how many characters they have.
+    def blob(self, blob: str) -> bytes:
+        """The bytes of a blob."""
+        return self.run("cat-file", "blob", blob).raw
+
+    def store(self, content: bytes) -> str:
+        """Store a blob and return its id."""
+        return self.run("hash-object", "-w", "--stdin", stdin=content).stdout.strip()
+
+    def diff(self, old: str, new: str, path: str) -> bytes:
+        """What ``new`` does to one file of ``old``, as a diff."""
+        return self.run(
+            *("diff-tree", "-r", "-p", "--no-renames", "--no-ext-diff", "--no-textconv"),
+            *("--src-prefix=a/", "--dst-prefix=b/", old, new, "--", f":(literal,top){path}"),
+        ).raw
+
+    def merge_file(
+        self,
+        ours: Path,
+        base: Path,
+        theirs: Path,
+        *,
+        labels: tuple[str, str, str],
+        favour_theirs: bool = False,
+    ) -> bool:
+        """Merge three files into ``ours``, and return whether conflicts are left in it.
+
+        A conflict shows the ancestor too, without what both sides have (zdiff3, diff3 before git
+        2.35); ``labels`` name ours, ancestor and theirs. With ``favour_theirs`` conflicts are
+        decided for that side.
         """
-        words = ["merge-file", "-p", "--diff3", f"--marker-size={marker}"]
-        done = self.run(*words, str(ours), str(base), str(theirs), check=False)
-        return done.stdout
+        named = [word for label in labels for word in ("-L", label)]
+        paths = (str(ours), str(base), str(theirs))
+        for style in ("--theirs",) if favour_theirs else ("--zdiff3", "--diff3"):
+            done = self.run("merge-file", "-q", style, *named, *paths, check=False)
+            # 129: the option is not known. Up to 127: as many conflicts.
+            if done.returncode != 129:
+                break
+        if done.returncode > 127:
+            raise process.failed(done)
+        return done.returncode > 0
+
+    def checkout(self, revision: str) -> None:
+        """Make index and work tree hold ``revision``; edited files are overwritten."""
+        self.run("read-tree", "--reset", "-u", revision)
 
     def config(self, key: str, value: str) -> None:
         """Store a setting in the repository."""

@@ -24,12 +24,13 @@ NEXT_STEP = "read the lines above; the command can be repeated by hand"
 
 @dataclass(frozen=True, kw_only=True)
 class Completed:
-    """A finished process. ``stdout`` is "" when the output was streamed."""
+    """A finished process. ``stdout`` is "" when the output was streamed; ``raw`` are its bytes."""
 
     argv: tuple[str, ...]
     returncode: int
     stdout: str
     stderr: str
+    raw: bytes = b""
 
 
 def run(
@@ -84,7 +85,9 @@ def run(
     err = raw_err.decode(errors="replace")
     if check and process.returncode != 0:
         raise _failed(words, process.returncode, (err or out).splitlines(), next_step)
-    return Completed(argv=tuple(words), returncode=process.returncode, stdout=out, stderr=err)
+    return Completed(
+        argv=tuple(words), returncode=process.returncode, stdout=out, stderr=err, raw=raw_out
+    )
 
 
 class Background:

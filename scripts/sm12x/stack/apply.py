@@ -100,12 +100,17 @@ class StackConflictError(PatchConflictError):
     def __init__(self, report: ApplyReport) -> None:
         failed = [result for result in report.results if not result.ok]
         first = failed[0]
+        names = [result.name for result in report.results]
+        before = names[names.index(first.name) - 1] if first.name != names[0] else "0"
+        version = report.base_version
         where = f" in {first.conflicts[0].path}" if first.conflicts else ""
         super().__init__(
             f"{len(failed)} of {len(report.results)} patches of {report.base_version} do not "
             f"apply; the first is {first.name} ({first.state}{where}); nothing was changed",
-            next_step="mend the patches named above in a folder made by `sm12x patch apply`, and "
-            "export them with `sm12x patch refresh`",
+            next_step=f"`sm12x patch apply --base {version} --unpack NEW_DIR --up-to {before}` "
+            "makes a tree with the patches before it: do there what it did, then `sm12x patch new "
+            f"--base {version} NEW_DIR --like patches/{version}/{first.name}` puts that in its "
+            "place",
         )
         self.report = report
 
@@ -118,10 +123,13 @@ def apply(
     repository: bool = False,
     archive: Path | None = None,
     on_patch: Callable[[Patch], None] | None = None,
+    rest: Sequence[str] = (),
 ) -> ApplyReport:
     """Apply the stack to ``directory``, the unpacked sdist of the base.
 
     Args:
+        rest: the names of patches at its end that are not to be applied; with ``repository`` it
+            notes them, and a refresh leaves them in the series.
         repository: leave ``directory`` as a git repository with a commit tagged "base" and one
             commit a patch, to edit and to refresh from; otherwise only the files change.
         archive: the sdist, where it is at hand, to name the files of a tree that was edited.
@@ -134,7 +142,7 @@ def apply(
         HalfAppliedError: and what had been changed could not be put back.
     """
     try:
-        return _apply(base, stack, directory, repository, archive, on_patch)
+        return _apply(base, stack, directory, repository, archive, on_patch, rest)
     except OSError as error:
         raise _refused(error, directory) from error
 
@@ -146,7 +154,10 @@ def _apply(
     repository: bool,
     archive: Path | None,
     on_patch: Callable[[Patch], None] | None,
+    rest: Sequence[str],
 ) -> ApplyReport:
+    whole = stack
+    stack = Stack(patches=tuple(patch for patch in whole.patches if patch.name not in rest))
     with tree.scratch(directory) as git:
         commit = commit_base(base, stack, git, directory, archive)
         if repository and (directory / ".git").exists():
@@ -161,7 +172,9 @@ def _apply(
             git.read_tree(tip)
             if repository:
                 with (
-                    _repository_for(git, base, report, directory, commit, tip) as hidden,
+                    _repository_for(
+                        git, base, report, directory, commit, tip, whole, rest
+                    ) as hidden,
                     _putting(git, Path(name), directory, report.changed),
                 ):
                     hidden.rename(directory / ".git")
@@ -444,16 +457,27 @@ def _copied(error: shutil.Error, directory: Path) -> Sm12xError:
 
 @contextmanager
 def _repository_for(
-    git: Repository, base: Base, report: ApplyReport, directory: Path, commit: str, tip: str
+    git: Repository,
+    base: Base,
+    report: ApplyReport,
+    directory: Path,
+    commit: str,
+    tip: str,
+    whole: Stack,
+    rest: Sequence[str],
 ) -> Iterator[Path]:
     """A copy of the scratch repository inside ``directory``, for the block to rename to .git."""
     git.update_ref(f"refs/heads/{BRANCH}", tip)
     git.update_ref(f"refs/tags/{BASE_TAG}", commit)
+    # Where it is now; the folder may be moved.
+    git.run("config", "--local", "--unset-all", "core.worktree", check=False)
     # The user's own git works here: it must not convert line ends either.
     git.config("core.autocrlf", "false")
     git.config("core.bare", "false")
     git.config("sm12x.base", base.version)
-    git.config(STACK_KEY, report.stack_id)
+    git.config(STACK_KEY, whole.id)
+    for name in rest:
+        git.run("config", "--local", "--add", REST_KEY, name)
     for result in report.results:
         if result.state == UPSTREAM:
             git.run("config", "--local", "--add", UPSTREAM_KEY, result.name)

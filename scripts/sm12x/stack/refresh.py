@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sm12x.core import files
@@ -138,25 +138,25 @@ def open_repository(base: Base, directory: Path, *, current: bool = True) -> Rep
             f"{base.version}",
             next_step=f"give the base it was made from, or {again}",
         )
-    for name in _UNFINISHED:
-        if (git_dir / name).exists():
-            raise DirtyTreeError(
-                f"git is in the middle of something in {directory} ({name} is there)",
-                next_step="finish it or give it up (`git rebase --continue`, `--abort`)",
-            )
     if (git_dir / PORT).exists():
         raise DirtyTreeError(
             f"patches are being ported in {directory}, and not all of them are in",
             next_step=f"`sm12x patch continue {shlex.quote(str(directory))}`",
         )
-    _require_branch(repository, directory)
+    require_quiet(repository, directory)
     if current:
         _require_current(base, repository, directory)
     return repository
 
 
-def _require_branch(repository: Repository, directory: Path) -> None:
-    """Raise DirtyTreeError unless HEAD is the branch that has the whole stack."""
+def require_quiet(repository: Repository, directory: Path) -> None:
+    """Raise DirtyTreeError unless HEAD is the branch of the stack, and git is not in the middle."""
+    for name in _UNFINISHED:
+        if (repository.git_dir / name).exists():
+            raise DirtyTreeError(
+                f"git is in the middle of something in {directory} ({name} is there)",
+                next_step="finish it or give it up (`git rebase --continue`, `--abort`)",
+            )
     head = repository.run("symbolic-ref", "-q", "HEAD", check=False).stdout.strip()
     if head == f"refs/heads/{apply.BRANCH}":
         return
@@ -176,10 +176,10 @@ def _require_current(base: Base, repository: Repository, directory: Path) -> Non
     try:
         now = series.load(base).id
     except BadFileError:
-        if _in_between(base, repository):
+        if in_between(base, repository):
             return
         raise
-    if made_from == now or _in_between(base, repository):
+    if made_from == now or in_between(base, repository):
         return
     quoted = shlex.quote(str(directory))
     raise DirtyTreeError(
@@ -192,7 +192,7 @@ def _require_current(base: Base, repository: Repository, directory: Path) -> Non
     )
 
 
-def _in_between(base: Base, repository: Repository) -> bool:
+def in_between(base: Base, repository: Repository) -> bool:
     """Whether each file of the base's folder is one that a stopped refresh found or made."""
     try:
         journal = json.loads((repository.git_dir / _JOURNAL).read_text(encoding="utf-8"))
@@ -269,19 +269,27 @@ def refresh(
             _require_current(base, repository, directory)
         except (DirtyTreeError, BadFileError):
             kept = copy_aside(base.folder, keep)
-    present = _present(base)
+    return replace(replaced(base, repository, exported, rest=rest), kept=kept)
+
+
+def replaced(
+    base: Base, repository: Repository, exported: Mapping[str, bytes], *, rest: Sequence[str]
+) -> RefreshReport:
+    """Make the base's folder ``exported``, noted in ``repository`` before the first file changes.
+
+    Args:
+        rest: those of them that the tree of ``repository`` does not have.
+    """
     after = {**exported, base.series_path.name: _series(base, exported).encode()}
-    journal = repository.git_dir / _JOURNAL
-    # Before the first file, for a run that is killed between two of them.
-    files.write_text(
-        journal, json.dumps({"before": _hashes(present), "after": _hashes(after)}, indent=1)
-    )
+    hashes = {"before": _hashes(_present(base)), "after": _hashes(after)}
+    # For a run that is killed between two files.
+    files.write_text(repository.git_dir / _JOURNAL, json.dumps(hashes, indent=1))
     report = write(base, exported)
-    settle(repository, report.stack_id, rest)
-    return RefreshReport(**{**vars(report), "kept": kept})
+    _settle(repository, report.stack_id, rest)
+    return report
 
 
-def settle(repository: Repository, stack_id: str, rest: Sequence[str]) -> None:
+def _settle(repository: Repository, stack_id: str, rest: Sequence[str]) -> None:
     """Note in a tree's repository the stack it stands for now, and what is not applied there."""
     repository.run("config", "--local", "--unset-all", apply.REST_KEY, check=False)
     for name in rest:

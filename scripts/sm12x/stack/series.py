@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,10 +22,19 @@ class Stack:
     @property
     def id(self) -> str:
         """Eight hex digits that change with any patch's name, content or place."""
-        digest = hashlib.sha256()
-        for patch in self.patches:
-            digest.update(f"{patch.name} {patch.sha256}\n".encode())
-        return digest.hexdigest()[:8]
+        return _id((patch.name, patch.sha256) for patch in self.patches)
+
+    @staticmethod
+    def id_of(contents: Mapping[str, bytes]) -> str:
+        """The id of a stack of these files, in order: name -> content."""
+        return _id((name, hashlib.sha256(text).hexdigest()) for name, text in contents.items())
+
+    def after(self, name: str) -> tuple[str, ...]:
+        """The names of the patches after the one called ``name``; of all of them after "0"."""
+        if name.isdecimal() and int(name) == 0:
+            return tuple(patch.name for patch in self.patches)
+        last = self.patches.index(self.get(name))
+        return tuple(patch.name for patch in self.patches[last + 1 :])
 
     def get(self, name: str) -> Patch:
         """The patch called ``name``: its file name, with or without ".patch", or its number."""
@@ -40,6 +50,13 @@ class Stack:
             f"there is no patch {name} in the series; it lists: {known}",
             next_step="give one of these names, or its number",
         )
+
+
+def _id(files: Iterable[tuple[str, str]]) -> str:
+    digest = hashlib.sha256()
+    for name, sha256 in files:
+        digest.update(f"{name} {sha256}\n".encode())
+    return digest.hexdigest()[:8]
 
 
 def load(base: Base) -> Stack:
@@ -139,7 +156,7 @@ def read(base: Base) -> tuple[list[str], list[Finding]]:
     listed = set(names)
     findings += [
         Finding(path=extra, line=1, message="is not listed in the series")
-        for extra in sorted(base.folder.glob("*.patch"))
+        for extra in sorted(base.folder.glob("[!.]*.patch"))
         if extra.name not in listed
     ]
     return names, findings
