@@ -20,6 +20,7 @@ VERBS = {
     "patch": "List, check, apply, refresh, add, drop or rebase the patches of a base.",
     "base": "Show how the patches stand on each release.",
     "fetch": "Fetch the sources of a base by name, version and sha256.",
+    "cache": "List what the cache holds for the witnesses, and clear what nothing uses.",
     "lock": "Make or check the locked requirements of a base.",
     "build": "The steps of a build, one at a time, as the builder image runs them.",
     "audit": "Show what machine code each library holds and how it runs on 12.0 and 12.1.",

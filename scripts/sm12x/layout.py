@@ -21,6 +21,16 @@ def cache() -> Path:
     return Path(home) / "sm12x"
 
 
+def replaced() -> Path:
+    """Copies of what was replaced because of a --force."""
+    return cache() / "replaced"
+
+
+def ports() -> Path:
+    """Trees in which patches are being ported to another release, one a release."""
+    return cache() / "ports"
+
+
 def patches() -> Path:
     return root() / "patches"
 

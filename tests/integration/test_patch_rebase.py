@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,9 +17,8 @@ from pathlib import Path
 
 import pytest
 from tests.integration import stackrepo
-from tests.integration.stackrepo import FILES, World, snapshot
+from tests.integration.stackrepo import FILES, World, git, snapshot
 
-from sm12x.core import process
 from sm12x.stack import base as bases
 from sm12x.stack import refresh, series, status, tree
 
@@ -132,97 +132,266 @@ def test_releases_in_between_say_since_when(world: World) -> None:
     ]
 
 
-def test_a_conflict_shows_both_texts_and_can_be_resolved_with_the_commands(world: World) -> None:
+def _next(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """The commands that a report says to run next, as a shell would be given them."""
+    lines = [line.removeprefix("next: ") for line in done.stdout.splitlines() if "next: " in line]
+    return [line for line in lines if line.startswith(("sm12x ", "mv "))]
+
+
+def _typed(world: World, command: str) -> subprocess.CompletedProcess[str]:
+    """A printed command, run by a shell in the checkout."""
+    words = command.replace("sm12x ", f"{shlex.quote(sys.executable)} -m sm12x ", 1)
+    if "patch witness" in words:
+        words += f" --python {shlex.quote(sys.executable)}"
+        words += f" --find-links {shlex.quote(str(world.archive.parent))}"
+    return subprocess.run(
+        ["bash", "-c", words], cwd=world.root, capture_output=True, text=True, check=False
+    )
+
+
+def _tree(done: subprocess.CompletedProcess[str]) -> Path:
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("conflicts of ")]
+    return Path(line.partition(" are in ")[2].removesuffix(":"))
+
+
+def test_a_conflict_is_left_in_a_tree_and_what_is_printed_works(world: World) -> None:
+    """GIVEN one changed token WHEN it is resolved THEN every command printed does its work."""
     _release(world, "2.0", {"tiny/a.py": A.replace("a = 10\n", "a = 10.0  # as float\n")})
     done = _rebase(world, "2.0")
-    assert done.returncode == 11
-    assert "tiny/a.py hunk 1 of 1, @@ -7,7 +7,7 @@ a = 6: conflict at line 10\n" in done.stdout
-    for title, text in (("1.0 has", "a = 10"), ("2.0 has", "a = 10.0  # as float")):
-        assert f"    {title}:\n      | {text}\n" in done.stdout
-    assert "    the patch puts there:\n      | a = 'ten'\n" in done.stdout
+    assert done.returncode == 11, done.stderr
+    assert "0001-Mend-ten.patch: CONFLICT\n" in done.stdout
     assert "0002-Mend-five.patch: kept\n  text     applies as it is\n" in done.stdout
-    assert done.stderr.splitlines()[-1].startswith("error: 1 of 2 patches of 1.0 do not merge into")
-    assert bases.load("2.0").dropped[0].state == "conflict"
-    steps = [line.strip() for line in done.stdout.splitlines() if line.startswith("  sm12x patch ")]
-    commands = [line.strip() for line in done.stdout.splitlines() if line.startswith("  git -C")]
-    assert len(steps) == 3
-    directory = world.work / "vllm-2.0"
-    links = ("--find-links", world.archive.parent)
-    unpacked = steps[0].split()[1:-1]
-    assert _sm12x(*unpacked, directory, *links).returncode == 0
-    shell = commands[0].split("#")[0].replace("../vllm-2.0", str(directory))
-    process.run(["bash", "-c", shell], cwd=world.root, check=False)
-    assert (directory / "tiny/a.py.rej").exists()
-    like = ("--like", world.base.folder / "0001-Mend-ten.patch")
-    refused = _sm12x("patch", "new", directory, "--base", "2.0", *like)
-    assert refused.returncode == 12
-    assert "tiny/a.py.rej" in refused.stderr
-    (directory / "tiny/a.py.rej").unlink()
+    directory = _tree(done)
     text = (directory / "tiny/a.py").read_text()
-    (directory / "tiny/a.py").write_text(text.replace("a = 10.0  # as float", "a = 'ten'"))
-    made = _sm12x("patch", "new", directory, "--base", "2.0", *like)
-    assert made.returncode == 0, made.stderr
+    assert "  tiny/a.py:10\n" in done.stdout
+    assert text.split("\n")[9:17] == [
+        "<<<<<<< tiny-2.0.tar.gz",
+        "a = 10.0  # as float",
+        "||||||| 1.0, before the patch",
+        "a = 10",
+        "=======",
+        "a = 'ten'",
+        ">>>>>>> 0001-Mend-ten.patch",
+        "a = 11",
+    ]
+    assert not list(directory.rglob("*.rej"))
+    # Only the file in conflict is named.
+    assert "b.py" not in done.stdout.split("conflicts of ")[1]
+    assert bases.load("2.0").dropped[0].state == "conflict"
+    assert git(directory, "status", "--porcelain").strip() == "UU tiny/a.py"
+    (command,) = _next(done)
+    early = _typed(world, command)
+    assert early.returncode == 12
+    assert "tiny/a.py:10" in early.stderr
+    (directory / "tiny/a.py").write_text(A.replace("a = 10\n", "a = 'ten'  # as float\n"))
+    done = _typed(world, command)
+    assert done.returncode == 0, done.stderr
     stack = series.load(bases.load("2.0"))
-    assert [patch.subject for patch in stack.patches] == ["Mend five", "Mend ten"]
-    assert stack.patches[1].author.name == "A Person"
+    assert [patch.subject for patch in stack.patches] == ["Mend ten", "Mend five"]
+    assert stack.patches[0].author.name == "A Person"
+    assert bases.load("2.0").dropped == ()
+    assert series.check(bases.load("2.0"), root=world.root) == []
+    (command,) = _next(done)
+    checked = _typed(world, command)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
     table = json.loads(_sm12x("base", "status", "--json").stdout)
     assert table["0001-Mend-ten.patch"]["2.0"]["state"] == "applied"
+    # The tree is one to go on in.
+    again = _sm12x("patch", "refresh", "--base", "2.0", directory)
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.startswith("2 unchanged")
+    assert _sm12x("patch", "continue", directory).returncode == 12
 
 
-def test_a_file_that_is_gone_is_looked_for_elsewhere(world: World) -> None:
-    _release(world, "2.0", {"tiny/b.py": None, "small/b.py": B})
+def test_a_patch_that_waits_for_another_is_said_to(world: World) -> None:
+    """GIVEN a patch on top of one in conflict THEN it follows, and merges once that is resolved."""
+    author = world.applied("more")
+    world.commit(author, "Mend ten more", "tiny/a.py", "a = 'ten'\n", "a = 'TEN'\n", witness=TEN)
+    world.commit(author, "Mend sixty", "tiny/a.py", "a = 60\n", "a = 'sixty'\n", witness=TEN)
+    _release(world, "2.0", {"tiny/a.py": A.replace("a = 10\n", "a = 10.0\n")})
+    done = _rebase(world, "2.0", "--json", "--no-witness")
+    assert done.returncode == 11
+    said = {one["patch"]: one for one in json.loads(done.stdout)["patches"]}
+    assert {name: one["text"] for name, one in said.items()} == {
+        "0001-Mend-ten.patch": "conflict",
+        "0002-Mend-five.patch": "applies",
+        "0003-Mend-ten-more.patch": "follows",
+        "0004-Mend-sixty.patch": "applies",
+    }
+    assert said["0003-Mend-ten-more.patch"]["follows"] == ["0001-Mend-ten.patch"]
+    assert said["0003-Mend-ten-more.patch"]["conflicts"] == []
+    directory = Path(json.loads(done.stdout)["port"]["tree"])
+    target = directory / "tiny/a.py"
+    target.write_text(A.replace("a = 10\n", "a = 'ten'\n"))
+    done = _sm12x("patch", "continue", directory)
+    assert done.returncode == 0, done.stderr
+    names = [patch.subject for patch in series.load(bases.load("2.0")).patches]
+    assert names == ["Mend ten", "Mend five", "Mend ten more", "Mend sixty"]
+
+
+def test_one_conflict_after_the_other_and_one_left_out(world: World) -> None:
+    both = {"tiny/a.py": A.replace("a = 10\n", "a = 1e1\n"), "tiny/b.py": B.replace("= 5", "= 5.")}
+    _release(world, "2.0", both)
+    done = _rebase(world, "2.0", "--no-witness")
+    assert done.returncode == 11
+    directory = _tree(done)
+    assert (directory / "tiny/b.py").read_text() == both["tiny/b.py"]
+    # A resolution that leaves nothing of the patch is no resolution.
+    (directory / "tiny/a.py").write_text(both["tiny/a.py"])
+    empty = _sm12x("patch", "continue", directory)
+    assert empty.returncode == 12
+    assert "--skip" in empty.stderr
+    done = _sm12x("patch", "continue", "--skip", directory)
+    assert done.returncode == 11, done.stderr
+    assert "conflicts of 0002-Mend-five.patch (2 of 2)" in done.stdout
+    assert "  tiny/b.py:5\n" in done.stdout
+    assert "tiny/a.py" not in done.stdout
+    # Committed by the person's own git: taken, with the patch's message.
+    (directory / "tiny/b.py").write_text(B.replace("= 5", "= 'five'"))
+    git(directory, "commit", "-q", "-a", "-m", "mine")
+    done = _sm12x("patch", "continue", directory)
+    assert done.returncode == 0, done.stderr
+    new = bases.load("2.0")
+    assert [patch.subject for patch in series.load(new).patches] == ["Mend five"]
+    assert [(entry.patch, entry.state) for entry in new.dropped] == [
+        ("0001-Mend-ten.patch", "unknown")
+    ]
+
+
+def test_a_file_that_is_gone_is_merged_where_it_may_be(world: World) -> None:
+    _release(world, "2.0", {"tiny/b.py": None, "small/b.py": "# moved\n" + B})
     done = _rebase(world, "2.0")
     assert done.returncode == 11
-    assert "tiny/b.py: there is no such file in this release; perhaps small/b.py" in done.stdout
     # Its witness finds no file to look into, which says nothing of the defect.
-    assert "0002-Mend-five.patch: CONFLICT\n  text     does not merge\n  witness  unknown, 0" in (
-        done.stdout
-    )
+    assert "0002-Mend-five.patch: UNKNOWN\n  text     does not merge\n" in done.stdout
     (_, outcome) = status.read(world.root / "patches/status.toml")
     assert (outcome.need, outcome.text) == ("unknown", "conflict")
     # The record names the file by its place in the tree, which is in another folder each time.
     assert "FileNotFoundError" in outcome.why
     assert "'tiny/b.py'" in outcome.why
-    # The commands take its hunks there.
-    assert "  $EDITOR ../vllm-2.0/small/b.py  #" in done.stdout
-    directory = _resolving(done, world)
-    assert (directory / "small/b.py").read_text() == B.replace("b = 5\n", "b = 'five'\n")
-    like = ("--like", world.base.folder / "0002-Mend-five.patch")
-    made = _sm12x("patch", "new", directory, "--base", "2.0", *like)
-    assert made.returncode == 0, made.stderr
-    assert "0002-Mend-five.patch: small/b.py\n" in made.stdout
-    assert "warning" not in made.stderr
+    assert "  small/b.py: tiny/b.py is not in this release: its change is merged" in done.stdout
+    directory = _tree(done)
+    assert (directory / "small/b.py").read_text() == "# moved\n" + B.replace("= 5\n", "= 'five'\n")
+    done = _sm12x("patch", "continue", directory)
+    assert done.returncode == 0, done.stderr
+    (_, patch) = series.load(bases.load("2.0")).patches
+    assert [file.path for file in patch.files] == ["small/b.py"]
 
 
-def _resolving(done: subprocess.CompletedProcess[str], world: World) -> Path:
-    """The folder that the commands of a report are about, after those of git in it."""
-    directory = world.work / "vllm-2.0"
-    words = ("--base", "2.0", "--unpack", directory, "--find-links", world.archive.parent)
-    assert _sm12x("patch", "apply", *words).returncode == 0
-    for line in done.stdout.splitlines():
-        if line.startswith(("  git -C", "  sed ")):
-            shell = line.split("  #")[0].replace("../vllm-2.0", str(directory))
-            process.run(["bash", "-c", shell], cwd=world.root, check=False)
-    return directory
-
-
-def test_a_patch_without_the_hunks_of_a_file_that_is_gone_is_told_of(world: World) -> None:
-    """GIVEN a patch of two files, one of them gone WHEN it is made again THEN a warning."""
+def test_what_has_no_place_is_left_as_a_diff_and_asked_for(world: World) -> None:
+    """GIVEN a patch of two files, one of them gone THEN its part has to be dealt with."""
     author = world.applied("second")
     (author / "tiny/a.py").write_text((author / "tiny/a.py").read_text() + "a = 61\n")
     world.commit(author, "Mend both", "tiny/b.py", "b = 15\n", "b = 'x'\n", witness=TEN)
     _release(world, "2.0", {"tiny/b.py": None})
     done = _rebase(world, "2.0", "--no-witness")
-    why = "there is no such file in this release"
-    assert done.stdout.count(f"  # tiny/b.py leaves no *.rej ({why}): carry its hunks over by") == 2
-    directory = _resolving(done, world)
-    assert not list(directory.rglob("*.rej"))
-    like = ("--like", world.base.folder / "0003-Mend-both.patch")
-    made = _sm12x("patch", "new", directory, "--base", "2.0", *like)
-    assert made.returncode == 0, made.stderr
-    assert "warning: 0003-Mend-both.patch changes tiny/b.py as well, and 0002-Mend-both.patch" in (
-        made.stderr
+    directory = _tree(done)
+    assert "tiny/b.py: there is no such file in this release (its part is in" in done.stdout
+    assert "b = 'five'" in (directory / "tiny/b.py.rej").read_text()
+    refused = _sm12x("patch", "continue", directory)
+    assert refused.returncode == 12
+    assert "tiny/b.py.rej" in refused.stderr
+    done = _sm12x("patch", "continue", "--skip", directory)
+    assert done.returncode == 11
+    (directory / "tiny/b.py.rej").unlink()
+    done = _sm12x("patch", "continue", directory)
+    assert done.returncode == 0, done.stderr
+    names = [patch.subject for patch in series.load(bases.load("2.0")).patches]
+    assert names == ["Mend ten", "Mend both"]
+
+
+@pytest.mark.parametrize("at", range(0, 14, 2))
+def test_a_port_that_is_killed_goes_on(world: World, at: int) -> None:
+    """SIGKILL before the n-th git command of `continue`: the next run ends in the same stack."""
+    author = world.applied("more")
+    world.commit(author, "Mend ten more", "tiny/a.py", "a = 'ten'\n", "a = 'TEN'\n", witness=TEN)
+    _release(world, "2.0", {"tiny/a.py": A.replace("a = 10\n", "a = 10.0\n")})
+    done = _rebase(world, "2.0", "--no-witness")
+    directory = _tree(done)
+    (directory / "tiny/a.py").write_text(A.replace("a = 10\n", "a = 'ten'\n"))
+    driver = f"""
+import os, signal
+from pathlib import Path
+import sm12x.core.process as process
+from sm12x.stack import resolve
+real, calls = process.run, []
+def run(*args, **more):
+    writing = not set(args[0]) & {{"ls-files", "ls-tree", "log", "rev-parse", "cat-file"}}
+    calls.append(writing)
+    if sum(calls) > {at}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(*args, **more)
+process.run = run
+resolve.continue_(Path({str(directory)!r}), root=None)
+"""
+    killed = subprocess.run([sys.executable, "-c", driver], check=False, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    for lock in (directory / ".git").rglob("*.lock"):
+        lock.unlink()
+    done = _sm12x("patch", "continue", directory)
+    assert done.returncode == 0, done.stderr
+    texts = [patch.content() for patch in series.load(bases.load("2.0")).patches]
+    assert [b"'ten'" in texts[0], b"'five'" in texts[1], b"'TEN'" in texts[2]] == [True] * 3
+    assert len(texts) == 3
+
+
+def test_the_folder_may_have_been_changed_meanwhile(world: World) -> None:
+    _release(world, "2.0", {"tiny/a.py": A.replace("a = 10\n", "a = 10.0\n")})
+    directory = _tree(_rebase(world, "2.0", "--no-witness"))
+    (directory / "tiny/a.py").write_text(A.replace("a = 10\n", "a = 'ten'\n"))
+    (world.root / "patches/2.0/0001-Mend-five.patch").unlink()
+    (world.root / "patches/2.0/series").write_text("# mine\n")
+    done = _sm12x("patch", "continue", directory)
+    assert done.returncode == 12
+    assert (world.root / "patches/2.0/series").read_text() == "# mine\n"
+
+
+def test_witnesses_that_cannot_run_leave_it_unknown(world: World) -> None:
+    """GIVEN an environment that cannot be had THEN 16, and no word of a conflict in the table."""
+    _release(world, "2.0", {"tiny/a.py": A.replace("a = 10\n", "a = 10.0\n")})
+    words = ("--find-links", world.archive.parent, "--no-lock", "--python", "/nowhere/python")
+    done = _sm12x("patch", "rebase", "2.0", "--from", "1.0", *words)
+    assert done.returncode == 16, done.stderr
+    assert "/nowhere/python is not an executable" in done.stderr
+    table = json.loads(_sm12x("base", "status", "--json").stdout)
+    cell = table["0001-Mend-ten.patch"]["2.0"]
+    assert cell["state"] == "unknown"
+    assert "could not run" in cell["note"]
+
+
+def test_an_error_that_is_the_defect_is_red(world: World) -> None:
+    """GIVEN a defect that ends in KeyError, on its own base too THEN it is no strange code."""
+    (world.root / TEN).write_text(
+        "import os, pathlib, pytest\n"
+        'TEXT = (pathlib.Path(os.environ["SM12X_TREE"]) / "tiny/a.py").read_text()\n'
+        "def test_it(): {'ten': 1}['ten' if \"'ten'\" in TEXT else id(TEXT) and 'old']\n"
+        "@pytest.mark.guard\ndef test_there(): assert '= 1' in TEXT\n"
     )
+    _release(world, "2.0", {})
+    done = _rebase(world, "2.0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0001-Mend-ten.patch: kept\n  text     applies as it is\n  witness  1 of 1 red" in (
+        done.stdout
+    )
+
+
+def test_a_control_that_depends_on_an_address_is_no_verdict(world: World) -> None:
+    """GIVEN a control that fails the first time, and one that fails with an address."""
+    text = (world.root / TEN).read_text()
+    mark = world.work / "seen"
+    (world.root / TEN).write_text(
+        text
+        + "@pytest.mark.guard\n"
+        + f"def test_once(): p = pathlib.Path({str(mark)!r}); s = p.exists(); p.touch(); assert s\n"
+        + "@pytest.mark.guard\ndef test_where(): assert 0, f'at {id(TEXT):#x}'\n"
+    )
+    _release(world, "2.0", {"tiny/a.py": A.replace("a = 10\n", "a = 'ten'  # theirs\n")})
+    assert _rebase(world, "2.0").returncode in (0, 11, 16)
+    values = tomllib.loads((world.root / "patches/2.0/base.toml").read_text())
+    assert values["witness"].get("needed", []) == []
+    recorded = (world.root / "patches/status.toml").read_text()
+    assert "0x" not in recorded
+    assert "test_once" not in recorded
 
 
 def test_what_the_release_passes_of_a_conflict_is_in_order_once_resolved(world: World) -> None:
@@ -232,14 +401,11 @@ def test_what_the_release_passes_of_a_conflict_is_in_order_once_resolved(world: 
     _release(world, "2.0", {"tiny/a.py": A.replace("a = 10\n", "a = 10.0\n") + "a = 61\n"})
     done = _rebase(world, "2.0")
     assert done.returncode == 11
-    directory = _resolving(done, world)
-    (directory / "tiny/a.py.rej").unlink()
-    changed = directory / "tiny/a.py"
-    changed.write_text(changed.read_text().replace("a = 10.0", "a = 'ten'"))
-    like = ("--like", world.base.folder / "0001-Mend-ten.patch")
-    assert _sm12x("patch", "new", directory, "--base", "2.0", *like).returncode == 0
-    words = ("--python", sys.executable, "--find-links", world.archive.parent)
-    checked = _sm12x("patch", "witness", "--base", "2.0", *words)
+    changed = _tree(done) / "tiny/a.py"
+    changed.write_text(A.replace("a = 10\n", "a = 'ten'\n") + "a = 61\n")
+    done = _typed(world, _next(done)[0])
+    assert done.returncode == 0, done.stderr
+    checked = _typed(world, _next(done)[0])
     assert checked.returncode == 0, checked.stdout
 
 
@@ -302,6 +468,34 @@ def test_nothing_is_overwritten_without_being_told_to(world: World) -> None:
     done = _rebase(world, "2.0", "--no-witness", "--force")
     assert done.returncode == 12
     assert "is no base's folder" in done.stderr
+
+
+def test_force_keeps_what_it_replaces_and_says_where(world: World) -> None:
+    """GIVEN a patch resolved by hand, and a lock WHEN the folder is replaced THEN both are kept."""
+    _release(world, "2.0", {})
+    assert _rebase(world, "2.0", "--no-witness").returncode == 0
+    folder = world.root / "patches/2.0"
+    (folder / "0001-Mend-ten.patch").write_text("resolved in an hour\n")
+    (folder / "requirements-x86_64.lock").write_text("resolved\n")
+    before = snapshot(folder)
+    done = _rebase(world, "2.0", "--no-witness", "--force")
+    assert done.returncode == 0, done.stderr
+    (line,) = [one for one in done.stdout.splitlines() if "is kept in " in one]
+    assert snapshot(Path(line.rpartition("is kept in ")[2])) == before
+
+
+def test_what_a_killed_run_left_under_patches_goes(world: World) -> None:
+    """GIVEN a folder of a run that is no more, with a base in it WHEN run again THEN it is back."""
+    _release(world, "2.0", {})
+    assert _rebase(world, "2.0", "--no-witness").returncode == 0
+    folder, left = world.root / "patches/2.0", world.root / "patches/.2.0.abcd"
+    left.mkdir()
+    folder.rename(left / "before")
+    done = _rebase(world, "2.0", "--no-witness")
+    assert done.returncode == 12, done.stderr
+    assert (folder / "series").is_file()
+    assert not left.exists()
+    assert str(left) in done.stderr
 
 
 @pytest.mark.parametrize(

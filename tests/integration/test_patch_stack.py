@@ -104,12 +104,14 @@ def test_refresh_follows_commits_that_go_move_and_come(stacked: World) -> None:
 def _orphan(directory: Path) -> None:
     git(directory, "checkout", "-q", "--orphan", "new")
     git(directory, "commit", "-q", "-m", "x")
+    git(directory, "branch", "-q", "-M", "new", "stack")
 
 
 def _merge(directory: Path) -> None:
     git(directory, "checkout", "-q", "-b", "side", "base")
     git(directory, "commit", "-q", "--allow-empty", "-m", "x")
     git(directory, "merge", "-q", "-m", "y", "stack")
+    git(directory, "branch", "-q", "-M", "side", "stack")
 
 
 @pytest.mark.parametrize(
@@ -346,14 +348,14 @@ def test_an_interruption_puts_every_file_back(
     def interrupted(self: Path, target: Path) -> Path:
         nonlocal calls
         calls += 1
-        if calls > survives:
+        if calls == survives + 1:
             raise KeyboardInterrupt
         return real(self, target)
 
     monkeypatch.setattr(Path, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
         apply(stacked.base, series.load(stacked.base), directory, repository=repository)
-    assert calls == survives + 1
+    assert calls > survives
     assert snapshot(directory) == before
     assert {path for path in directory.rglob("*") if path.is_dir()} == folders
 

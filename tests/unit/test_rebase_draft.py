@@ -370,3 +370,19 @@ def test_why_a_base_is_never_built_in_full_is_looked_at_again(base: Base) -> Non
     tools = dataclasses.replace(base.toolchain, not_full="12.1a is dropped")
     _, check = _draft(dataclasses.replace(base, toolchain=tools), _facts(base))
     assert f"toolchain.not_full: the reason is that of {base.version}" in check
+
+
+def test_a_patch_that_is_in_is_dropped_no_more_and_all_else_stays() -> None:
+    text = (
+        '# head\nschema = 1\n\n[[dropped]]\npatch = "0001-A.patch"\nstate = "conflict"\n'
+        'why = "[x]"\n\n[[dropped]]\npatch = "0002-B.patch"\nstate = "upstream"\n\n# by hand\n'
+        "[witness]\npackages = []\n"
+    )
+    assert draft.without_dropped(text, {"A.patch"}) == text.replace(
+        '[[dropped]]\npatch = "0001-A.patch"\nstate = "conflict"\nwhy = "[x]"\n\n', ""
+    )
+    assert draft.without_dropped(text, {"C.patch"}) == text
+    assert "dropped" not in draft.without_dropped(text, {"A.patch", "B.patch"})
+    only = '[[dropped]]\npatch = "0001-A.patch"\n'
+    assert draft.without_dropped(only, {"A.patch"}) == ""
+    assert draft.without_dropped(only, ()) == only

@@ -11,9 +11,7 @@ from sm12x import layout
 from sm12x.core.errors import BadFileError
 from sm12x.stack import base as bases
 from sm12x.stack import carry, merge, need, rebasetext, series, since, status
-from sm12x.stack.diff import Hunk
 from sm12x.stack.junit import Test
-from sm12x.stack.merge import MARKER
 from sm12x.stack.status import Outcome
 from sm12x.stack.witness import Run
 
@@ -109,7 +107,10 @@ def test_what_a_test_may_take_that_is_not_marked_is_what_the_witnesses_say() -> 
         (need.NEEDED, carry.CONFLICT, status.CONFLICT),
         (need.NEEDED, carry.PRESENT, status.CONFLICT),
         (need.UNKNOWN, carry.PRESENT, status.UPSTREAM),
-        (need.UNKNOWN, carry.CONFLICT, status.CONFLICT),
+        (need.UNKNOWN, carry.CONFLICT, status.UNKNOWN),
+        (need.UNKNOWN, carry.FOLLOWS, status.UNKNOWN),
+        (need.NEEDED, carry.FOLLOWS, status.FOLLOWS),
+        (need.UPSTREAM, carry.FOLLOWS, status.UPSTREAM),
         (need.UNKNOWN, carry.MERGES, status.UNKNOWN),
         (need.NEEDED, "", status.NEEDED),
     ],
@@ -238,7 +239,7 @@ def test_the_table_is_what_folders_and_records_say(tmp_path: Path) -> None:
     assert rebasetext.table(table) == (
         "patch   1.0      1.5            1.6      1.10      2.0\n"
         "0001-A  applied  conflict 6/10  needed   upstream  upstream\n"
-        "0002-B  applied  conflict?      unknown  unknown   applied\n"
+        "0002-B  applied  unknown        unknown  unknown   applied\n"
         "\n"
         "applied   in the stack of that base\n"
         "needed    the defect is there, and no stack is kept for that release\n"
@@ -246,7 +247,6 @@ def test_the_table_is_what_folders_and_records_say(tmp_path: Path) -> None:
         "conflict  needed, and to be written anew for that release\n"
         "unknown   not tried, or its witness could not run\n"
         "n/m       only n of its m tests show the defect: upstream has part of it\n"
-        "?         no witness has said whether it is needed\n"
     )
     data = rebasetext.table_data(table)
     assert data["0001-A.patch"]["2.0"]["note"] == "since 1.5"
@@ -254,34 +254,86 @@ def test_the_table_is_what_folders_and_records_say(tmp_path: Path) -> None:
     assert series.read(one)[1] != []  # the patches themselves are not there, and need not be
 
 
-def _hunk(new_start: int, *lines: str) -> Hunk:
-    header = f"@@ -{new_start},3 +{new_start},3 @@"
-    return Hunk(header=header, line=1, old_start=new_start, new_start=new_start, lines=lines)
+def test_conflicts_are_placed_by_their_own_markers() -> None:
+    """GIVEN a file with lines like markers that are no conflict THEN only the tool's own count."""
+    labels = merge.Labels(ours="new", base="old", theirs="0001-x.patch")
+    text = (
+        b"<<<<<<< HEAD\n=======\na\n<<<<<<< new\nx\r\n||||||| old\n=======\ny\n"
+        b">>>>>>> 0001-x.patch\nb\n<<<<<<< new\n"
+    )
+    assert merge.places(text, labels) == (4, 11)
+    assert merge.unresolved(text, labels.markers) == 4
+    assert merge.unresolved(b"<<<<<<< HEAD\n>>>>>>> other\n", labels.markers) == 0
+    assert merge.unresolved(b"x\n>>>>>>> 0001-x.patch\r\n", labels.markers) == 2
 
 
-def test_conflicts_are_placed_in_the_release_and_in_the_patch() -> None:
-    """GIVEN a file that both sides changed, and cleanly merged lines above the conflict."""
-    ours = [f"line {n}" for n in range(1, 41)]
-    ours[29] = "the release's 30"
-    theirs = ["added 1", "added 2", *(f"line {n}" for n in range(1, 41))]
-    theirs[31] = "the patch's 30"
-    merged = [
-        "added 1",
-        "added 2",
-        *ours[:29],
-        "<" * MARKER + " ours",
-        "the release's 30",
-        "|" * MARKER + " base",
-        "line 30",
-        "=" * MARKER,
-        "the patch's 30",
-        ">" * MARKER + " theirs",
-        *ours[30:],
-    ]
-    hunks = [_hunk(1, "+added 1", "+added 2", " line 1"), _hunk(30, " line 29", "+the patch's 30")]
-    (region,) = merge.regions("\n".join(merged), "\n".join(ours), "\n".join(theirs), hunks)
-    assert (region.line, region.hunk) == (30, 2)
-    assert region.has == ("the release's 30",)
-    assert region.expects == ("line 30",)
-    assert region.leaves == ("the patch's 30",)
-    assert merge.regions("\n".join(ours), "\n".join(ours), "\n".join(theirs), hunks) == ()
+def _case(name: str, said: str, outcome: str = "failed", *, guard: bool = False) -> Test:
+    return Test(name=name, outcome=outcome, guard=guard, said=said, detail=f"E   {said}", seconds=0)
+
+
+def _ran(*tests: Test, problem: str = "") -> Run:
+    return Run(witness="w.py", side="base", tests=tests, problem=problem)
+
+
+def test_an_exception_that_is_the_defect_on_its_own_base_is_the_defect_elsewhere() -> None:
+    control = _case("test_c", "", "passed", guard=True)
+    there = _ran(_case("test_a", "KeyError: 0x7f0011"), control)
+    assert need.judge([there]).silent == ("w.py::test_a",)
+    own = _ran(_case("test_a", "KeyError: 0x7fff22"), control)
+    assert need.doubtful([there])
+    assert need.judge([there], [own]).red == ("w.py::test_a",)
+    # Another text, another exception, a broken control there: nothing is known.
+    for other in (
+        _ran(_case("test_a", "KeyError: 'x'"), control),
+        _ran(_case("test_a", "TypeError: 0x7fff22"), control),
+        _ran(_case("test_a", "", "passed"), control),
+        _ran(_case("test_a", "KeyError: 0x7fff22"), _case("test_c", "no", guard=True)),
+        _ran(problem="pytest ended with 3"),
+    ):
+        assert need.judge([there], [other]).silent == ("w.py::test_a",)
+    # What an environment lacks is missing on both.
+    missing = _ran(_case("test_a", "ModuleNotFoundError: No module named 'x'"), control)
+    assert not need.doubtful([missing])
+    assert need.judge([missing], [missing]).silent == ("w.py::test_a",)
+
+
+def test_a_control_that_fails_once_or_by_an_address_is_no_verdict() -> None:
+    red = _case("test_a", "AssertionError: x")
+    once = _ran(red, _case("test_c", "AssertionError: waits: 1", guard=True))
+    passed = _ran(red, _case("test_c", "", "passed", guard=True))
+    assert need.judge([once]).failing_guards == ("w.py::test_c",)
+    assert need.judge([need.repeated(once, passed)]).failing_guards == ()
+    assert need.judge([need.repeated(once, once)]).failing_guards == ("w.py::test_c",)
+    # A test that is no control is taken as it came first.
+    green = _ran(_case("test_a", "", "passed"), _case("test_c", "", "passed", guard=True))
+    assert need.judge([need.repeated(once, green)]).red == ("w.py::test_a",)
+    where = _ran(red, _case("test_c", "AssertionError: 140234567890123 == 7", guard=True))
+    said = need.judge([where])
+    assert said.failing_guards == ()
+    assert "140234567890123" not in said.why
+    assert "ADDRESS" in said.why
+
+
+def test_the_record_holds_no_address_and_no_patch_that_is_gone(tmp_path: Path) -> None:
+    path = tmp_path / "status.toml"
+    status.record(path, [_outcome("1.0", need.UNKNOWN, why="at 0x7f12ab34 and 140234567890123")])
+    assert status.read(path)[0].why == "at ADDRESS and ADDRESS"
+    more = [_outcome("1.0", need.NEEDED, patch="0009-Gone.patch")]
+    status.record(path, more, {"0.21.0": ["0001-Wait.patch"]})
+    assert [outcome.patch for outcome in status.read(path)] == ["0003-Wait.patch"]
+
+
+def test_a_base_that_a_record_contradicts_is_named() -> None:
+    real = bases.load(bases.versions()[0])
+    left = bases.Dropped(patch="0003-Wait.patch", state="upstream", since="0.22.0", why="x")
+    base = dataclasses.replace(real, version="0.33.0", dropped=(left,))
+    seen = _outcome("0.27.1", need.NEEDED, witness="15 of 20 red")
+    (line,) = status.contradictions([base], [seen])
+    assert "0.27.1" in line
+    for other in (
+        _outcome("0.21.5", need.NEEDED),
+        _outcome("0.40.0", need.NEEDED),
+        _outcome("0.27.1", need.UPSTREAM),
+        _outcome("0.27.1", need.NEEDED, patch="0003-Other.patch"),
+    ):
+        assert status.contradictions([base], [other]) == []

@@ -260,7 +260,7 @@ def test_the_day_of_a_release_is_the_index_s_the_one_given_or_the_one_kept(base:
 def test_a_record_that_cannot_be_written_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
 ) -> None:
-    def record(path: Path, fresh: object) -> None:
+    def record(path: Path, fresh: object, stacks: object) -> None:
         raise error
 
     monkeypatch.setattr(status, "record", record)

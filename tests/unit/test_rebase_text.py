@@ -10,10 +10,12 @@ import pytest
 from sm12x import layout
 from sm12x.stack import base as bases
 from sm12x.stack import carry, need, rebasetext, series, status
-from sm12x.stack.carry import Carried, FileConflict
-from sm12x.stack.merge import Region
+from sm12x.stack.carry import Carried
+from sm12x.stack.merge import FileConflict
 from sm12x.stack.need import Need
 from sm12x.stack.rebase import Fate, RebaseReport
+from sm12x.stack.refresh import RefreshReport
+from sm12x.stack.resolve import Port, PortReport, Step, Stop
 from sm12x.stack.series import Patch
 
 
@@ -51,93 +53,98 @@ def test_each_witness_is_counted_by_itself() -> None:
     assert "to resolve" not in text.replace("0 to resolve", "")
 
 
-def test_long_texts_are_cut_and_what_cannot_be_merged_says_why() -> None:
+def _open(state: str, *conflicts: FileConflict, follows: tuple[str, ...] = ()) -> Fate:
     patch = _patch()
-    path = patch.files[0].path
-    long = tuple(f"line {n}" for n in range(30))
-    region = Region(line=7, has=long, expects=(), leaves=("x",), hunk=1, header="@@ -1 +1 @@")
-    gone = FileConflict(path="a/b.py", why="there is no such file in this release")
-    fate = Fate(
-        patch=patch,
-        state=status.CONFLICT,
-        need=Need(state=need.UNKNOWN, why="its witness was not run"),
-        carried=Carried(
-            patch=patch,
-            state=carry.CONFLICT,
-            conflicts=(FileConflict(path=path, why="", regions=(region,)), gone),
-            follows=("0001-Other.patch",),
-        ),
-        since="",
-    )
-    text = rebasetext.report(_report(fate, Path("/elsewhere/9.9")))
-    assert "  may only follow from 0001-Other.patch\n" in text
-    assert (
-        f"  {path} hunk 1 of {len(patch.files[0].hunks)}, @@ -1 +1 @@: conflict at line 7" in text
-    )
-    assert "    1.0 has: nothing\n    9.9 has:\n      | line 0\n" in text
-    assert "      ... 6 more lines\n" in text
-    assert "  a/b.py: there is no such file in this release\n" in text
-    assert "  mv /elsewhere/9.9 patches/\n" in text
-    assert (
-        rebasetext.as_data(_report(fate))["patches"][0]["conflicts"][0]["regions"][0]["line"] == 7
-    )
-
-
-def _conflict(*conflicts: FileConflict) -> Fate:
-    patch = _patch()
+    text = carry.CONFLICT if conflicts else carry.FOLLOWS
     return Fate(
         patch=patch,
-        state=status.CONFLICT,
+        state=state,
         need=Need(state=need.NEEDED, red=("t::a",)),
-        carried=Carried(patch=patch, state=carry.CONFLICT, conflicts=conflicts),
+        carried=Carried(patch=patch, state=text, conflicts=conflicts, follows=follows),
         since="",
     )
 
 
-def test_the_hunks_of_a_file_that_is_gone_are_carried_to_where_it_may_be() -> None:
-    why = "there is no such file in this release"
-    many = tuple(f"{n}/many.py" for n in range(9))
-    fate = _conflict(
-        FileConflict(path="a/one.py", why=why, candidates=("b/one.py",)),
-        FileConflict(path="a/none.py", why=why),
-        FileConflict(path="a/many.py", why=why, candidates=many),
+def _port(directory: Path, folder: Path, *conflicts: FileConflict) -> PortReport:
+    name = _patch().name
+    stop = Stop(name=name, ready=True, conflicts=conflicts, rejects=("a/none.py.rej",))
+    port = Port(
+        source="1.0",
+        version="9.9",
+        label="new",
+        folder=folder,
+        stack="0",
+        tip="0",
+        steps=(Step(name="0001-x.patch", commit="0", state="done"), Step(name=name, commit="1")),
+        stop=stop if conflicts else None,
     )
-    text = rebasetext.report(_report(fate))
-    patch = f"patches/1.0/{fate.patch.name}"
-    assert (
-        f"  sed '/^\\(diff\\|---\\|+++\\) /s|a/one.py|b/one.py|g' {patch} | git -C ../vllm-9.9 "
-        "apply --reject --include=b/one.py  # one.py has moved: its hunks\n"
-    ) in text
-    for name in ("none", "many"):
-        assert f"  # a/{name}.py leaves no *.rej ({why}): carry its hunks over by hand\n" in text
-    # Only what is there is opened.
-    opened = ["b/one.py", *many[:4]]
-    assert f"  $EDITOR {' '.join(f'../vllm-9.9/{path}' for path in opened)}  #" in text
+    done = RefreshReport(stack_id="abc", unchanged=(), rewritten=(), added=(), removed=())
+    return PortReport(directory=directory, port=port, refresh=None if conflicts else done)
+
+
+CONFLICTS = (
+    FileConflict(path="a/b.py", why="", places=(7, 70)),
+    FileConflict(path="a/none.py", why="there is no such file"),
+    FileConflict(path="a/many.py", why="gone", candidates=tuple(f"{n}/many.py" for n in range(9))),
+)
+
+
+def test_only_what_conflicts_is_listed_with_its_lines() -> None:
+    fate = _open(status.CONFLICT, *CONFLICTS, follows=("0001-Other.patch",))
+    report = dataclasses.replace(
+        _report(fate), port=_port(Path("/some where/9.9"), layout.patches() / "9.9", *CONFLICTS)
+    )
+    text = rebasetext.report(report)
+    assert "           after 0001-Other.patch\n           a/b.py: 2 conflicts\n" in text
+    assert "  a/b.py:7\n  a/b.py:70\n" in text
+    assert "  a/none.py: there is no such file (its part is in a/none.py.rej)\n" in text
     assert "perhaps 0/many.py or 1/many.py or 2/many.py or 3/many.py or another of that" in text
+    assert "next: sm12x patch continue '/some where/9.9'" in text
+    data = rebasetext.as_data(report)
+    assert data["port"]["conflicts"][0]["places"] == (7, 70)
+    assert "patch witness" not in text
 
 
-def test_what_is_resolved_is_no_longer_dropped() -> None:
-    lines = rebasetext.report(_report(_conflict())).splitlines()
-    said = "  $EDITOR patches/9.9/base.toml  # take out the [[dropped]] of what is now in the stack"
-    assert lines[lines.index(said) + 1] == "  sm12x patch witness --base 9.9"
+def test_a_patch_that_follows_names_what_it_waits_for() -> None:
+    text = rebasetext.report(_report(_open(status.FOLLOWS, follows=("0001-Other.patch",))))
+    assert ": FOLLOWS\n  text     merges once the conflicts before it are resolved\n" in text
+    assert "           after 0001-Other.patch\n" in text
 
 
-@pytest.mark.parametrize("state", [status.CONFLICT, status.NEEDED])
+def test_what_does_not_merge_and_may_not_be_needed_is_unknown() -> None:
+    text = rebasetext.report(_report(_open(status.UNKNOWN, *CONFLICTS)))
+    assert ": UNKNOWN\n  text     does not merge\n" in text
+
+
+@pytest.mark.parametrize("ported", [False, True])
 def test_a_folder_elsewhere_is_moved_first(
-    state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fate = dataclasses.replace(_conflict(), state=state)
-    monkeypatch.setenv("SM12X_ROOT", str(tmp_path / "checkout"))
-    report = _report(fate, tmp_path / "patches" / "9.9")
+    patch = _patch()
+    fate = Fate(
+        patch=patch,
+        state=status.NEEDED,
+        need=Need(state=need.NEEDED, red=("t::a",)),
+        carried=Carried(patch=patch, state=carry.APPLIES),
+        since="",
+    )
+    root = tmp_path / "check out"
     # Called patches as well, and not those of the checkout.
-    lines = [line.removeprefix("next:").strip() for line in rebasetext.report(report).splitlines()]
-    move = lines.index(f"mv {tmp_path}/patches/9.9 patches/")
-    assert move < lines.index("sm12x patch witness --base 9.9")
-    (tmp_path / "checkout/patches/9.9").mkdir(parents=True)
-    lines = [line.removeprefix("next:").strip() for line in rebasetext.report(report).splitlines()]
-    move = lines.index(f"mv {tmp_path}/patches/9.9 patches/")
-    assert lines[move - 1] == "mv patches/9.9 ../9.9-before  # the one there"
-    here = dataclasses.replace(report, folder=tmp_path / "checkout/patches/9.9")
+    folder = tmp_path / "patches" / "9.9"
+    port = _port(tmp_path, folder)
+    monkeypatch.setenv("SM12X_ROOT", str(root))
+    report = _report(fate, folder)
+
+    def lines() -> list[str]:
+        text = rebasetext.ported(port) if ported else rebasetext.report(report)
+        return [line.removeprefix("next:").strip() for line in text.splitlines()]
+
+    move = lines().index(f"mv {folder} '{root}/patches/9.9'")
+    assert move < lines().index("sm12x patch witness --base 9.9")
+    (root / "patches/9.9").mkdir(parents=True)
+    move = lines().index(f"mv {folder} '{root}/patches/9.9'")
+    assert lines()[move - 1].startswith(f"mv '{root}/patches/9.9' {tmp_path}/9.9-before")
+    here = dataclasses.replace(report, folder=root / "patches/9.9")
     assert "mv " not in rebasetext.report(here)
 
 
@@ -151,7 +158,8 @@ def test_text_that_is_there_while_its_witness_is_red_is_said() -> None:
         since="",
     )
     text = rebasetext.report(_report(fate))
-    assert "all of its text is in the release, and its witness is red there" in text
+    assert ": CONFLICT\n  text     all of its text is there\n" in text
+    assert "1 to resolve" in text
 
 
 def test_the_committed_record_reads_and_names_patches_of_its_bases() -> None:

@@ -208,3 +208,36 @@ def test_a_conflict_shows_the_nearest_text_of_the_file() -> None:
     assert found.has == ("one", "two", "three")
     assert diff.locate(_hunk(1, " one"), None).state == "conflict"
     assert diff.locate(_hunk(0, "+one"), None).state == "applies"
+
+
+@pytest.mark.parametrize(
+    "path", ["../x.py", "a/../../x.py", ".git/config", "a/.GIT/x", "/etc/passwd", "a//b", "./a"]
+)
+def test_a_path_that_leads_out_of_the_tree_is_refused(path: str) -> None:
+    lines = [
+        f"diff --git a/{path} b/{path}",
+        "new file mode 100644",
+        f"index {'0' * 40}..{'1' * 40}",
+        "--- /dev/null",
+        f"+++ b/{path}",
+        "@@ -0,0 +1 @@",
+        "+x",
+    ]
+    with pytest.raises(diff.DiffError) as caught:
+        diff.parse(lines)
+    assert caught.value.line == 1
+
+
+def test_a_quoted_path_is_read_as_git_writes_it() -> None:
+    quoted = r'"b/it\'s \"\303\244\".py"'.replace("\\'", "'")
+    lines = [
+        f"diff --git {quoted.replace('b/', 'a/')} {quoted}",
+        "new file mode 100644",
+        f"index {'0' * 40}..{'1' * 40}",
+        "--- /dev/null",
+        f"+++ {quoted}",
+        "@@ -0,0 +1 @@",
+        "+x",
+    ]
+    (file,) = diff.parse(lines)
+    assert file.path == 'it\'s "ä".py'

@@ -32,11 +32,33 @@ def test_a_stack_has_an_id_of_its_content_and_order(base: Base) -> None:
     assert len({stack.id, both.id, turned.id, series.Stack(patches=()).id}) == 4
 
 
-@pytest.mark.parametrize("name", ["0001", WHERE, WHERE.removesuffix(".patch")])
+@pytest.mark.parametrize("name", ["0001", "1", "01", WHERE, WHERE.removesuffix(".patch")])
 def test_a_patch_is_found_by_name_or_number(base: Base, name: str) -> None:
     assert series.load(base).get(name).name == WHERE
     with pytest.raises(BadFileError, match="no patch 0002 in the series; it lists: 0001"):
         series.load(base).get("0002")
+
+
+def test_what_comes_after_a_patch(base: Base) -> None:
+    stack = series.load(base)
+    both = series.Stack(
+        patches=(stack.patches[0], dataclasses.replace(stack.patches[0], name="0002-x.patch"))
+    )
+    assert both.after("1") == ("0002-x.patch",)
+    assert both.after("0002-x.patch") == ()
+    assert both.after("0") == (WHERE, "0002-x.patch")
+    with pytest.raises(BadFileError):
+        both.after("3")
+
+
+def test_a_kept_patch_is_not_dropped_as_well(base: Base) -> None:
+    (base.folder / "base.toml").write_text(f'# one\n[[dropped]]\npatch = "0007-{WHERE[5:]}"\n')
+    left = bases.Dropped(patch=f"0007-{WHERE[5:]}", state="conflict", since="", why="x")
+    said = [f for f in series.check(base, root=None) if f.path.name == "base.toml"]
+    assert said == []
+    spoilt = dataclasses.replace(base, dropped=(left,))
+    (fault,) = [f for f in series.check(spoilt, root=None) if f.path.name == "base.toml"]
+    assert fault.line == 3
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from sm12x import layout
-from sm12x.commands.patchoptions import JSON, print_json
+from sm12x.commands.patchoptions import JSON, print_json, say
 from sm12x.stack import base as bases
 from sm12x.stack import rebasetext, status
 
@@ -28,8 +28,11 @@ def status_command(as_json: bool) -> None:
     Example: sm12x base status --json
     """
     known = [bases.load(version) for version in bases.versions()]
-    found = status.table(known, status.read(layout.patches() / status.NAME))
+    recorded = status.read(layout.patches() / status.NAME)
+    found = status.table(known, recorded)
     if as_json:
         print_json(rebasetext.table_data(found))
     else:
         click.echo(rebasetext.table(found), nl=False)
+    for line in status.contradictions(known, recorded):
+        say(f"warning: {line}; run `sm12x patch rebase` there again, or mend the [[dropped]]")

@@ -19,11 +19,12 @@ from sm12x.commands.patchoptions import (
     fetch,
     print_json,
     relative,
+    say,
 )
 from sm12x.core import progress
 from sm12x.core.errors import BadFileError, FindingsError
 from sm12x.stack import apply as applying
-from sm12x.stack import refresh, render, series, tree
+from sm12x.stack import newfolder, refresh, render, series, tree
 from sm12x.stack.base import Base
 
 
@@ -41,6 +42,7 @@ command.add_command(patchtree.new_command)
 command.add_command(patchtree.drop_command)
 command.add_command(patchwitness.witness_command)
 command.add_command(patchrebase.rebase_command)
+command.add_command(patchrebase.continue_command)
 
 
 @command.command("list")
@@ -91,6 +93,8 @@ def check_command(
     """
     base = chosen(version)
     findings = series.check(base, root=layout.root())
+    for left in (*refresh.leftovers(base.folder), *newfolder.leftovers(base.folder.parent)):
+        say(f"warning: {left} is what a run that was killed has left; it can be deleted")
     report: applying.ApplyReport | None = None
     conflict: applying.StackConflictError | None = None
     # What cannot be read cannot be applied; the findings say so.

@@ -12,14 +12,34 @@ from pathlib import Path
 import click
 
 from sm12x import layout
-from sm12x.commands.patchoptions import JSON, chosen, fetch, print_json, say
+from sm12x.commands.patchoptions import (
+    DIRECTORY,
+    JSON,
+    chosen,
+    fetch,
+    print_findings,
+    print_json,
+    say,
+)
 from sm12x.core import listing, progress, transfer
-from sm12x.core.errors import BadFileError, Sm12xError
+from sm12x.core.errors import BadFileError, PatchConflictError, Sm12xError
 from sm12x.stack import base as bases
-from sm12x.stack import draft, need, newfolder, rebase, rebasetext, series, status, tree, witness
+from sm12x.stack import (
+    draft,
+    need,
+    newfolder,
+    rebase,
+    rebasetext,
+    resolve,
+    series,
+    status,
+    tree,
+    witness,
+)
 from sm12x.stack.base import Base
 from sm12x.stack.draft import Release
 from sm12x.stack.rebase import RebaseReport
+from sm12x.stack.refresh import MessageError
 
 # Witnesses take minutes: whoever works on this machine goes first.
 _NICE = 10
@@ -39,7 +59,9 @@ _NICE = 10
     type=click.Path(path_type=Path, file_okay=False),
     help="Where to write the folder VERSION; by default patches/ of the checkout.",
 )
-@click.option("--force", is_flag=True, help="Replace the folder if it is there.")
+@click.option(
+    "--force", is_flag=True, help="Replace the folder if it is there; a copy of it is kept."
+)
 @click.option(
     "--witness",
     "chosen_witnesses",
@@ -94,8 +116,9 @@ def rebase_command(
     Each patch's witness is run on the untouched release: where it is green, the fix is upstream
     and the patch is left out; releases in between are tried to say since when. The others are
     applied, or merged by git where their surroundings have changed. What git cannot merge is left
-    as a conflict, with both texts and the commands to resolve it (exit code 11). base.toml is
-    drafted from index and source; what a person has to check is listed.
+    in a work tree, with conflict markers, for `sm12x patch continue` (exit code 11); where the
+    witnesses could not run, what is needed is unknown (16). base.toml is drafted from index and
+    source; what a person has to check is listed.
 
     Example: sm12x patch rebase VERSION --from BASE
     """
@@ -104,6 +127,8 @@ def rebase_command(
     only = _witnesses(stack, chosen_witnesses)
     patches = layout.patches()
     target = out or patches
+    for left in newfolder.sweep(target, version):
+        say(f"removed {left}, which a run that was killed has left")
     newfolder.require_free(target / version, force=force)
     newfolder.require_writable(target)
     project = base.sdist.name.rpartition("-")[0]
@@ -135,6 +160,8 @@ def rebase_command(
         releases=listing.releases(listed),
         probe=_prober(project, listed, find_links, run),
         say=say,
+        ports=layout.ports(),
+        keep=layout.replaced(),
     )
     if as_json:
         print_json(rebasetext.as_data(report))
@@ -142,14 +169,49 @@ def rebase_command(
         click.echo(rebasetext.report(report), nl=False)
     if not no_record:
         _record(recorded, report)
-    if report.conflicts:
+    if report.unrun is not None:
+        raise rebase.WitnessesUnrunError(report, report.unrun)
+    if report.open:
         raise rebase.ConflictsLeftError(report)
+
+
+@click.command("continue")
+@DIRECTORY
+@click.option("--skip", is_flag=True, help="Leave the patch that is in conflict out.")
+@JSON
+def continue_command(directory: Path, skip: bool, as_json: bool) -> None:
+    """Go on with the patches that `sm12x patch rebase` has left in DIR to be resolved.
+
+    The patch whose conflicts were in the files is committed with its message, and the others are
+    merged until the next conflict (exit code 11). At the end all are exported into the folder of
+    the new base.
+
+    Example: sm12x patch continue DIR
+    """
+    try:
+        report = resolve.continue_(directory, root=layout.root(), skip=skip)
+    except MessageError as error:
+        print_findings(error)
+        raise
+    if as_json:
+        print_json(rebasetext.port_data(report))
+    else:
+        click.echo(rebasetext.ported(report), nl=False)
+    stop = report.port.stop
+    if stop is not None:
+        raise PatchConflictError(
+            f"{stop.name} does not merge into {report.port.version}",
+            next_step="resolve the conflicts above, then `sm12x patch continue "
+            f"{rebase.quote(directory)}`",
+        )
 
 
 def _record(path: Path, report: RebaseReport) -> None:
     """Add the outcome to the record; a line on stderr where that cannot be written."""
     try:
-        status.record(path, rebase.outcomes(report))
+        stacks = {v: series.read(bases.load(v))[0] for v in bases.versions()}
+        known = {v: names for v, names in stacks.items() if v == report.source}
+        status.record(path, rebase.outcomes(report), known)
     except (BadFileError, OSError) as error:
         why = error.message if isinstance(error, BadFileError) else error.strerror or error
         say(

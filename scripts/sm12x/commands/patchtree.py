@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from pathlib import Path
 
 import click
@@ -35,6 +36,12 @@ from sm12x.stack.series import Patch
 @click.option(
     "--no-repository", is_flag=True, help="Change the files only; leave no git repository."
 )
+@click.option(
+    "--up-to",
+    metavar="NAME",
+    help="Apply the patches up to this one (file name or number; 0 for none) and not the others, "
+    "which a refresh leaves in the series as they are.",
+)
 @FIND_LINKS
 @JSON
 def apply_command(
@@ -42,6 +49,7 @@ def apply_command(
     version: str | None,
     unpack: bool,
     no_repository: bool,
+    up_to: str | None,
     find_links: Path | None,
     as_json: bool,
 ) -> None:
@@ -55,13 +63,14 @@ def apply_command(
     """
     base = chosen(version)
     stack = series.load(base)
+    rest = stack.after(up_to) if up_to is not None else ()
     archive = cached(base)
     if unpack:
         archive = fetch(base, find_links)
         with progress.spinner(f"unpacking {base.sdist.name}"):
             tree.unpack(archive, directory)
     try:
-        with progress.bar("patches", len(stack.patches)) as advance:
+        with progress.bar("patches", len(stack.patches) - len(rest)) as advance:
             report = applying.apply(
                 base,
                 stack,
@@ -69,6 +78,7 @@ def apply_command(
                 repository=not no_repository,
                 archive=archive,
                 on_patch=lambda patch: advance(1),
+                rest=rest,
             )
     except applying.StackConflictError as error:
         if as_json:
@@ -80,26 +90,36 @@ def apply_command(
         print_json(dataclasses.asdict(report))
         return
     click.echo(render.applied(report), nl=False)
+    for name in rest:
+        click.echo(f"{name}: left out (--up-to)")
     click.echo(f"stack {report.stack_id}: {len(report.changed)} files of {directory} changed")
     if not no_repository:
+        quoted = shlex.quote(str(directory))
         click.echo("next: edit there with git, then export with")
-        click.echo(f"  sm12x patch refresh --base {base.version} {directory}")
+        click.echo(f"  sm12x patch refresh --base {base.version} {quoted}")
 
 
 @click.command("refresh")
 @DIRECTORY
 @base_option
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Also where the patches have changed since DIR was made; a copy of them is kept.",
+)
 @JSON
-def refresh_command(directory: Path, version: str | None, as_json: bool) -> None:
+def refresh_command(directory: Path, version: str | None, force: bool, as_json: bool) -> None:
     """Export the commits of DIR, made by `sm12x patch apply`, back into the base's patches.
 
-    Commits added, dropped or reordered with git change the series accordingly.
+    Commits added, dropped or reordered with git change the series accordingly. Refused if the
+    patches are not those that DIR was made from: what has changed there since would be undone.
 
     Example: sm12x patch refresh ../vllm
     """
     base = chosen(version)
+    keep = layout.replaced() if force else None
     try:
-        report = refresh.refresh(base, directory, root=layout.root())
+        report = refresh.refresh(base, directory, root=layout.root(), keep=keep)
     except refresh.MessageError as error:
         print_findings(error)
         raise
@@ -183,10 +203,11 @@ def new_command(
         print_findings(error)
         raise
     if like is not None and report.missing:
+        quoted = shlex.quote(str(directory))
         say(
             f"warning: {like.name} changes {', '.join(report.missing)} as well, and {report.name} "
-            f"does not: if it has to, edit {directory}, `git -C {directory} commit --all --amend`, "
-            f"`sm12x patch refresh --base {base.version} {directory}`"
+            f"does not: if it has to, edit {directory}, `git -C {quoted} commit --all --amend`, "
+            f"`sm12x patch refresh --base {base.version} {quoted}`"
         )
     if as_json:
         print_json(dataclasses.asdict(report))

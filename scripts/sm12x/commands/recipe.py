@@ -341,7 +341,7 @@ def _tag() -> str:
     """
     if layout.patches().is_dir():
         version = bases.default()
-        return f"{BUNDLE}:{version}-{series.id_of(layout.patches() / version)}"
+        return f"{BUNDLE}:{version}-{series.read_id(layout.patches() / version)}"
     path = Places.of_image().ledger
     if not path.is_file():
         return ""

@@ -112,12 +112,22 @@ class BuildFailedError(Sm12xError):
     meaning = "a native module, the wheel or the image could not be built"
 
 
+class UnknownVerdictError(Sm12xError):
+    exit_code = 16
+    meaning = "what was asked is unknown: the tests that would tell could not run"
+
+
 def of_system(error: OSError) -> Sm12xError | None:
     """What the system refused, where that is about a disk or a path; None for anything else."""
     where = f"{error.filename}: " if isinstance(error.filename, str) else ""
     message = f"{where}{(error.strerror or str(error)).lower()}"
     if error.errno in DISK_FULL:
         return NoSpaceError(message, next_step="free space there, and run the same command again")
+    # What the tempfile module says after it has tried to write in every folder it knows.
+    if error.errno == errno.ENOENT and "usable temporary directory" in (error.strerror or ""):
+        return NoSpaceError(
+            message, next_step="free space there, or set TMPDIR to a folder that can be written"
+        )
     if error.errno in _OF_A_PATH and where:
         return BadFileError(message, next_step="check that path, and who may read and write there")
     return None
@@ -145,6 +155,7 @@ EXIT_CODES: dict[int, str] = {
             ToolFailedError,
             ToolMissingError,
             BuildFailedError,
+            UnknownVerdictError,
             Sm12xError,
         )
     },

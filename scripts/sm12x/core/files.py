@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from sm12x.core.errors import BadFileError, NoSpaceError
+from sm12x.core.errors import BadFileError, DirtyTreeError, NoSpaceError
 
 GIB = 1024**3
 # The date of files that must not look new to a tool that goes by dates: 2000-01-01, in seconds.
@@ -69,6 +70,39 @@ def replacing_folder(out: Path, marker: str) -> Iterator[Path]:
         made.rename(out)
     finally:
         shutil.rmtree(made, ignore_errors=True)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold ``folder`` against other processes that ask for it; the system lets go if we are killed.
+
+    Raises:
+        DirtyTreeError: another process has it.
+    """
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DirtyTreeError(
+                f"another process is working in {folder}",
+                next_step="wait until it has ended, and run this again",
+            ) from None
+        except OSError:
+            # A file system without locks: as before there were any.
+            pass
+        yield
+    finally:
+        os.close(handle)
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a process has ``folder``, see ``locked``."""
+    try:
+        with locked(folder):
+            return False
+    except DirtyTreeError:
+        return True
 
 
 def write_text(path: Path, text: str) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from sm12x.core import process
+from sm12x.core.errors import NoSpaceError
 from sm12x.core.process import Completed
 
 # Of an object id that stands for "no such file" in a diff.
@@ -42,6 +44,11 @@ _SETTINGS = {
 }
 _ATTRIBUTES = "* -text -eol -filter -ident -working-tree-encoding\n"
 _OFFSET = re.compile(r"^Hunk #(\d+) succeeded at (\d+) \(offset (-?\d+) lines?\)")
+_FULL = re.compile("No space left on device|Disk quota exceeded|Out of diskspace")
+# What git says of a write that failed, without the reason.
+_WRITING = re.compile("writ|creat|truncat|copy|unable to|could not", re.IGNORECASE)
+# Bytes under which a disk counts as full.
+_ROOM = 64 * 1024
 _CHECKING = re.compile(r"^Checking patch (.+)\.\.\.$")
 
 
@@ -97,7 +104,7 @@ class Repository:
         repository = cls(git_dir=git_dir.absolute(), work_tree=work_tree.absolute())
         # No template: a machine's hooks and excludes have no business here.
         words = ["git", "init", "--quiet", "--template=", "--initial-branch=stack", str(git_dir)]
-        process.run(
+        _run(
             words,
             env={
                 **isolation(),
@@ -120,7 +127,7 @@ class Repository:
     ) -> Completed:
         """Run one git command on this repository; raises ToolFailedError as process.run does."""
         settings = [word for item in _SETTINGS.items() for word in ("-c", "=".join(item))]
-        return process.run(
+        return _run(
             ["git", *settings, *words],
             cwd=self.work_tree,
             env={
@@ -195,6 +202,12 @@ class Repository:
     def message(self, commit: str) -> str:
         return self.run("log", "-1", "--format=%B", commit).stdout
 
+    def author(self, commit: str) -> tuple[str, str, str]:
+        """Name, address and date (git's raw form) of a commit's author."""
+        out = self.run("log", "-1", "--format=%an%x00%ae%x00%ad", "--date=raw", commit).stdout
+        name, address, date = out.rstrip("\n").split("\0")
+        return name, address, date
+
     # Files
 
     def index_entries(self) -> dict[str, Entry]:
@@ -236,43 +249,86 @@ class Repository:
         *,
         check_only: bool = False,
         reverse: bool = False,
-        three_way: bool = False,
         include: Sequence[str] = (),
     ) -> Outcome:
         """Apply a patch to the index, or with ``check_only`` only see whether it would.
 
-        ``include`` names the files to apply it to; without it, all that it is for. ``three_way``
-        merges with the text the patch was made for, which the repository must hold; what cannot be
-        merged is left in the index, see ``unmerged``.
-
+        ``include`` names the files to apply it to; without it, all that it is for.
         git has no fuzz but does move hunks; what it moved is in ``offsets``.
         """
         words = ["apply", "--cached", "--verbose", "--whitespace=nowarn"]
         words += ["--check"] if check_only else []
         words += ["--reverse"] if reverse else []
-        words += ["--3way"] if three_way else []
         words += [f"--include={path}" for path in include]
         done = self.run(*words, "-", stdin=patch, check=False)
         return parse_apply(done.stderr, done.returncode)
 
-    def unmerged(self) -> dict[str, tuple[str, str, str]]:
-        """Files of the index with a conflict: blobs of ancestor, ours and theirs, "" for none."""
-        found: dict[str, list[str]] = {}
-        for record in self.run("ls-files", "--unmerged", "-z").stdout.split("\0"):
-            if record:
-                head, path = record.split("\t", 1)
-                _, blob, stage = head.split()
-                found.setdefault(path, ["", "", ""])[int(stage) - 1] = blob
-        return {path: (a, b, c) for path, (a, b, c) in found.items()}
+    def stage(self, files: Mapping[str, tuple[str, str]]) -> None:
+        """Put files into the index: path -> (mode, blob); mode "0" takes one out."""
+        records = "".join(
+            f"{mode} {blob or ZERO_ID}\t{path}\0" for path, (mode, blob) in files.items()
+        )
+        if records:
+            self.run("update-index", "-z", "--index-info", stdin=records)
 
-    def merge_file(self, ours: Path, base: Path, theirs: Path, *, marker: int) -> str:
-        """Merge three files; conflicts stand in the text, ancestor and all, between markers.
+    def stage_conflicts(self, files: Mapping[str, tuple[str, tuple[str, str, str]]]) -> None:
+        """Mark files of the index as unmerged: path -> (mode, blobs of ancestor, ours, theirs)."""
+        records = "".join(
+            f"0 {ZERO_ID}\t{path}\0"
+            + "".join(
+                f"{mode} {blob} {stage}\t{path}\0"
+                for stage, blob in enumerate(blobs, start=1)
+                if blob
+            )
+            for path, (mode, blobs) in files.items()
+        )
+        if records:
+            self.run("update-index", "-z", "--index-info", stdin=records)
 
-        ``marker`` is how many characters they have.
+    def blob(self, blob: str) -> bytes:
+        """The bytes of a blob."""
+        return self.run("cat-file", "blob", blob).raw
+
+    def store(self, content: bytes) -> str:
+        """Store a blob and return its id."""
+        return self.run("hash-object", "-w", "--stdin", stdin=content).stdout.strip()
+
+    def diff(self, old: str, new: str, path: str) -> bytes:
+        """What ``new`` does to one file of ``old``, as a diff."""
+        return self.run(
+            *("diff-tree", "-r", "-p", "--no-renames", "--no-ext-diff", "--no-textconv"),
+            *("--src-prefix=a/", "--dst-prefix=b/", old, new, "--", f":(literal,top){path}"),
+        ).raw
+
+    def merge_file(
+        self,
+        ours: Path,
+        base: Path,
+        theirs: Path,
+        *,
+        labels: tuple[str, str, str],
+        favour_theirs: bool = False,
+    ) -> bool:
+        """Merge three files into ``ours``, and return whether conflicts are left in it.
+
+        A conflict shows the ancestor too, without what both sides have (zdiff3, diff3 before git
+        2.35); ``labels`` name ours, ancestor and theirs. With ``favour_theirs`` conflicts are
+        decided for that side.
         """
-        words = ["merge-file", "-p", "--diff3", f"--marker-size={marker}"]
-        done = self.run(*words, str(ours), str(base), str(theirs), check=False)
-        return done.stdout
+        named = [word for label in labels for word in ("-L", label)]
+        paths = (str(ours), str(base), str(theirs))
+        for style in ("--theirs",) if favour_theirs else ("--zdiff3", "--diff3"):
+            done = self.run("merge-file", "-q", style, *named, *paths, check=False)
+            # 129: the option is not known. Up to 127: as many conflicts.
+            if done.returncode != 129:
+                break
+        if done.returncode > 127:
+            raise process.failed(done)
+        return done.returncode > 0
+
+    def checkout(self, revision: str) -> None:
+        """Make index and work tree hold ``revision``; edited files are overwritten."""
+        self.run("read-tree", "--reset", "-u", revision)
 
     def config(self, key: str, value: str) -> None:
         """Store a setting in the repository."""
@@ -281,6 +337,41 @@ class Repository:
     def pack(self) -> None:
         """Put loose objects into one pack: a few files to move instead of thousands."""
         self.run("-c", "pack.window=0", "repack", "-a", "-d", "-q")
+
+
+def _run(
+    words: Sequence[str],
+    *,
+    env: Mapping[str, str | None],
+    cwd: Path | None = None,
+    stdin: str | bytes | None = None,
+    check: bool = True,
+) -> Completed:
+    """process.run, with a full disk told apart from all else: it is no answer to a question."""
+    done = process.run(words, cwd=cwd, env=env, stdin=stdin, check=False)
+    if done.returncode != 0:
+        lines = done.stderr.splitlines()
+        full = next((line for line in lines if _FULL.search(line)), None)
+        places = [Path(env[name] or "") for name in ("GIT_DIR", "GIT_WORK_TREE")]
+        if full is None and any(_no_room(place) for place in places):
+            full = next((line for line in lines if _WRITING.search(line)), None)
+        if full is not None:
+            raise NoSpaceError(
+                f"the disk is full: git cannot write its repository {places[0]} or the files of "
+                f"{places[1]} ({full.strip()})",
+                next_step="free space there (for temporary folders: set TMPDIR), and run this "
+                "again",
+            )
+        if check:
+            raise process.failed(done)
+    return done
+
+
+def _no_room(folder: Path) -> bool:
+    try:
+        return shutil.disk_usage(folder).free < _ROOM
+    except OSError:
+        return False
 
 
 def parse_apply(stderr: str, returncode: int) -> Outcome:

@@ -19,16 +19,18 @@ from typing import IO, NoReturn
 from sm12x.core.errors import ToolFailedError, ToolMissingError
 
 TAIL_LINES = 20
+NEXT_STEP = "read the lines above; the command can be repeated by hand"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Completed:
-    """A finished process. ``stdout`` is "" when the output was streamed."""
+    """A finished process. ``stdout`` is "" when the output was streamed; ``raw`` are its bytes."""
 
     argv: tuple[str, ...]
     returncode: int
     stdout: str
     stderr: str
+    raw: bytes = b""
 
 
 def run(
@@ -39,7 +41,7 @@ def run(
     stdin: str | bytes | None = None,
     check: bool = True,
     timeout: float | None = None,
-    next_step: str = "read the lines above; the command can be repeated by hand",
+    next_step: str = NEXT_STEP,
 ) -> Completed:
     """Run ``argv`` to its end and return its output as text.
 
@@ -83,7 +85,9 @@ def run(
     err = raw_err.decode(errors="replace")
     if check and process.returncode != 0:
         raise _failed(words, process.returncode, (err or out).splitlines(), next_step)
-    return Completed(argv=tuple(words), returncode=process.returncode, stdout=out, stderr=err)
+    return Completed(
+        argv=tuple(words), returncode=process.returncode, stdout=out, stderr=err, raw=raw_out
+    )
 
 
 class Background:
@@ -137,7 +141,7 @@ def stream(
     env: Mapping[str, str | None] | None = None,
     on_line: Callable[[str], None] | None = None,
     log: Path | None = None,
-    next_step: str = "read the lines above; the command can be repeated by hand",
+    next_step: str = NEXT_STEP,
 ) -> Completed:
     """Run ``argv``, handing each line of its stdout and stderr, as it comes, to ``on_line``.
 
@@ -284,6 +288,12 @@ def _failed(
     return ToolFailedError(
         f"`{shlex.join(words)}` ended with {returncode}{said}", next_step=next_step
     )
+
+
+def failed(done: Completed) -> ToolFailedError:
+    """The error that ``run`` raises with ``check``, for a process that has been let fail."""
+    lines = (done.stderr or done.stdout).splitlines()
+    return _failed(done.argv, done.returncode, lines, NEXT_STEP)
 
 
 def _to_stderr(line: str) -> None:

@@ -6,15 +6,23 @@ changed: each file by a rename, undone if anything goes wrong on the way.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from sm12x.core.errors import DirtyTreeError, PatchConflictError
+from sm12x.core.errors import (
+    DISK_FULL,
+    BadFileError,
+    DirtyTreeError,
+    NoSpaceError,
+    PatchConflictError,
+    Sm12xError,
+)
 from sm12x.core.git import Entry, Outcome, Repository
 from sm12x.stack import diff, tree
 from sm12x.stack.base import Base
@@ -28,8 +36,15 @@ CONFLICT = "conflict"
 # The commit of the untouched source in a folder that `apply` made a repository of.
 BASE_TAG = "base"
 BRANCH = "stack"
+# git's mode of a symbolic link.
+_LINK = "120000"
+# How many paths an error names before it only counts.
+_NAMED = 8
 # Setting of that repository: the patches that have no commit there, the base having them already.
 UPSTREAM_KEY = "sm12x.upstream"
+# The id of the stack it was made from, and the patches of that stack that were left out of it.
+STACK_KEY = "sm12x.stack"
+REST_KEY = "sm12x.rest"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +100,17 @@ class StackConflictError(PatchConflictError):
     def __init__(self, report: ApplyReport) -> None:
         failed = [result for result in report.results if not result.ok]
         first = failed[0]
+        names = [result.name for result in report.results]
+        before = names[names.index(first.name) - 1] if first.name != names[0] else "0"
+        version = report.base_version
         where = f" in {first.conflicts[0].path}" if first.conflicts else ""
         super().__init__(
             f"{len(failed)} of {len(report.results)} patches of {report.base_version} do not "
             f"apply; the first is {first.name} ({first.state}{where}); nothing was changed",
-            next_step="mend the patches named above in a folder made by `sm12x patch apply`, and "
-            "export them with `sm12x patch refresh`",
+            next_step=f"`sm12x patch apply --base {version} --unpack NEW_DIR --up-to {before}` "
+            "makes a tree with the patches before it: do there what it did, then `sm12x patch new "
+            f"--base {version} NEW_DIR --like patches/{version}/{first.name}` puts that in its "
+            "place",
         )
         self.report = report
 
@@ -103,10 +123,13 @@ def apply(
     repository: bool = False,
     archive: Path | None = None,
     on_patch: Callable[[Patch], None] | None = None,
+    rest: Sequence[str] = (),
 ) -> ApplyReport:
     """Apply the stack to ``directory``, the unpacked sdist of the base.
 
     Args:
+        rest: the names of patches at its end that are not to be applied; with ``repository`` it
+            notes them, and a refresh leaves them in the series.
         repository: leave ``directory`` as a git repository with a commit tagged "base" and one
             commit a patch, to edit and to refresh from; otherwise only the files change.
         archive: the sdist, where it is at hand, to name the files of a tree that was edited.
@@ -115,7 +138,26 @@ def apply(
     Raises:
         DirtyTreeError: ``directory`` is not the untouched source. Nothing is changed.
         StackConflictError: a patch does not apply. Nothing is changed.
+        NoSpaceError, BadFileError: a file could not be written. Nothing is changed.
+        HalfAppliedError: and what had been changed could not be put back.
     """
+    try:
+        return _apply(base, stack, directory, repository, archive, on_patch, rest)
+    except OSError as error:
+        raise _refused(error, directory) from error
+
+
+def _apply(
+    base: Base,
+    stack: Stack,
+    directory: Path,
+    repository: bool,
+    archive: Path | None,
+    on_patch: Callable[[Patch], None] | None,
+    rest: Sequence[str],
+) -> ApplyReport:
+    whole = stack
+    stack = Stack(patches=tuple(patch for patch in whole.patches if patch.name not in rest))
     with tree.scratch(directory) as git:
         commit = commit_base(base, stack, git, directory, archive)
         if repository and (directory / ".git").exists():
@@ -130,13 +172,16 @@ def apply(
             git.read_tree(tip)
             if repository:
                 with (
-                    _repository_for(git, base, report, directory, commit, tip) as hidden,
+                    _repository_for(
+                        git, base, report, directory, commit, tip, whole, rest
+                    ) as hidden,
                     _putting(git, Path(name), directory, report.changed),
                 ):
                     hidden.rename(directory / ".git")
                 left = Repository(git_dir=directory / ".git", work_tree=directory)
                 # Files are the same; only their times are not known to the index yet.
-                left.run("update-index", "-q", "--refresh", check=False)
+                with suppress(NoSpaceError):
+                    left.run("update-index", "-q", "--refresh", check=False)
             else:
                 with _putting(git, Path(name), directory, report.changed):
                     pass
@@ -236,51 +281,162 @@ def _putting(
 ) -> Iterator[None]:
     """Make ``paths`` of ``directory`` what the index of ``git`` holds, then run the block.
 
-    If either fails, or is interrupted, every file is put back.
+    All new files are written beside their targets before the first target changes, so that a full
+    disk or a folder that may not be written is met while nothing has changed. If anything fails
+    later, or is interrupted, every file is put back by a rename, which needs no room.
+
+    Raises:
+        HalfAppliedError: that failed, and what had been changed could not be put back.
     """
     entries = git.index_entries()
-    fresh, saved = scratch / "fresh", scratch / "saved"
+    fresh = scratch / "fresh"
     git.checkout_index(fresh, [path for path in paths if path in entries])
-    undo: list[Callable[[], None]] = []
+    placing = _Placing(directory, token=scratch.name)
     try:
         for path in paths:
-            target = directory / path
-            undo.append(_saver(target, saved / path))
-            if path not in entries:
-                target.unlink()
-                continue
-            for parent in reversed(target.parents):
-                if not parent.exists():
-                    undo.append(parent.rmdir)
-                    parent.mkdir()
-            # Beside the target, for the rename to be atomic.
-            handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-            os.close(handle)
-            undo.append(lambda name=name: Path(name).unlink(missing_ok=True))  # type: ignore[misc]
-            shutil.copyfile(fresh / path, name)
-            mode = target.stat() if target.exists() else (fresh / path).stat()
-            Path(name).chmod(_mode(mode.st_mode, entries[path].mode))
-            Path(name).replace(target)
+            placing.stage(path, fresh / path, entries[path].mode if path in entries else "")
+        for path in paths:
+            placing.swap(path, stays=path in entries)
         yield
-    except BaseException:
+    except BaseException as error:
         # Ctrl-C included: a tree that is neither the one nor the other is of no use.
-        for step in reversed(undo):
-            step()
+        left = placing.undo()
+        if left:
+            raise HalfAppliedError(directory, left, error) from error
         raise
+    placing.sweep()
 
 
-def _saver(target: Path, copy: Path) -> Callable[[], None]:
-    """Keep ``target`` as it is, and return what puts it back."""
-    if not target.exists():
-        return lambda: target.unlink(missing_ok=True)
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy2(target, copy)
+class _Placing:
+    """Files that take the place of others, all of them or none.
 
-    def restore() -> None:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(copy, target)
+    What is done is noted before it is done: an interrupt may come between any two lines.
+    ``token`` is in the name of every temporary file, and in no other's.
+    """
 
-    return restore
+    def __init__(self, directory: Path, *, token: str) -> None:
+        self._directory = directory
+        self._token = token
+        self._made: list[Path] = []
+        # Whether there was a file before; the numbers are for the names of temporary files.
+        self._touched: dict[str, bool] = {}
+        self._paths: dict[str, int] = {}
+
+    def stage(self, path: str, source: Path, mode: str) -> None:
+        """Write the new file beside its target; for ``mode`` "" only see whether one could."""
+        target = self._directory / path
+        for parent in reversed(target.parents):
+            if not parent.exists():
+                self._made.append(parent)
+                parent.mkdir()
+        staged = self._beside(path, "new")
+        if mode == _LINK:
+            staged.symlink_to(source.readlink())
+            return
+        with staged.open("xb") as handle:
+            if mode:
+                handle.write(source.read_bytes())
+        if mode:
+            now = target if target.exists() and not target.is_symlink() else source
+            staged.chmod(_mode(now.stat().st_mode, mode))
+
+    def swap(self, path: str, *, stays: bool) -> None:
+        """Put the staged file in its place, or remove the target; what was there is kept."""
+        target = self._directory / path
+        there = os.path.lexists(target)
+        self._touched[path] = there
+        if there:
+            kept = self._beside(path, "old")
+            try:
+                os.link(target, kept, follow_symlinks=False)
+            except OSError as error:
+                if error.errno in DISK_FULL:
+                    raise
+                # A file system without hard links.
+                shutil.copy2(target, kept, follow_symlinks=False)
+        if stays:
+            self._beside(path, "new").replace(target)
+        else:
+            target.unlink()
+
+    def undo(self) -> list[str]:
+        """Put everything back; the paths for which that failed."""
+        left: list[str] = []
+        for path, there in reversed(self._touched.items()):
+            try:
+                _insisting(lambda path=path, there=there: self._back(path, there))  # type: ignore[misc]
+            except OSError:
+                # The others have to be tried all the same.
+                left.append(path)
+        _insisting(self.sweep)
+        for folder in reversed(self._made):
+            with suppress(OSError):
+                folder.rmdir()
+        return left
+
+    def sweep(self) -> None:
+        """Remove the temporary files."""
+        for folder in dict.fromkeys((self._directory / path).parent for path in self._paths):
+            for name in folder.glob(f".{self._token}.*"):
+                with suppress(OSError):
+                    name.unlink()
+
+    def _back(self, path: str, there: bool) -> None:
+        target, kept = self._directory / path, self._beside(path, "old")
+        if not there:
+            target.unlink(missing_ok=True)
+        elif os.path.lexists(kept) and not _same(kept, target):
+            kept.replace(target)
+
+    def _beside(self, path: str, kind: str) -> Path:
+        """A name for a temporary file in the target's folder: a rename is atomic there."""
+        self._paths.setdefault(path, len(self._paths))
+        name = f".{self._token}.{self._paths[path]}.{kind}"
+        return (self._directory / path).with_name(name)
+
+
+def _same(one: Path, other: Path) -> bool:
+    return os.path.lexists(other) and one.lstat().st_ino == other.lstat().st_ino
+
+
+def _insisting(step: Callable[[], None]) -> None:
+    """Run ``step``, and again if a second Ctrl-C comes in its middle."""
+    try:
+        step()
+    except KeyboardInterrupt:
+        step()
+
+
+def _refused(error: OSError, directory: Path) -> Sm12xError:
+    """What the system refused while nothing had changed yet, or all of it was put back."""
+    where = error.filename if isinstance(error.filename, str) else directory
+    why = (error.strerror or str(error)).lower()
+    if error.errno in DISK_FULL:
+        return NoSpaceError(
+            f"{where} cannot be written: {why}; nothing was changed",
+            next_step="free space there (for temporary folders: set TMPDIR), and run this again",
+        )
+    return BadFileError(
+        f"{where} cannot be written: {why}; nothing was changed",
+        next_step="see who may write in that folder, or unpack the sdist in another one "
+        "(`sm12x patch apply --unpack NEW_DIR`)",
+    )
+
+
+class HalfAppliedError(DirtyTreeError):
+    """The folder is neither untouched nor patched: what had been changed could not be put back."""
+
+    def __init__(self, directory: Path, left: Sequence[str], cause: BaseException) -> None:
+        said = str(cause) or type(cause).__name__
+        named = ", ".join(left[:_NAMED])
+        more = f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
+        super().__init__(
+            f"{directory} is half applied: after `{said}` these could not be put back: "
+            f"{named}{more}",
+            next_step="delete that folder and unpack the sdist in another one (`sm12x patch apply "
+            "--unpack NEW_DIR`)",
+        )
+        self.left = tuple(left)
 
 
 def _mode(now: int, wanted: str) -> int:
@@ -292,25 +448,46 @@ def _mode(now: int, wanted: str) -> int:
     return permissions & ~0o111
 
 
+def _copied(error: shutil.Error, directory: Path) -> Sm12xError:
+    """The reason behind what ``copytree`` gathers: (source, target, text) of each file."""
+    text = "; ".join(dict.fromkeys(str(one[2]) for one in error.args[0][:_NAMED]))
+    full = any(f"[Errno {number}]" in text for number in DISK_FULL)
+    return _refused(OSError(DISK_FULL[0] if full else errno.EIO, text), directory)
+
+
 @contextmanager
 def _repository_for(
-    git: Repository, base: Base, report: ApplyReport, directory: Path, commit: str, tip: str
+    git: Repository,
+    base: Base,
+    report: ApplyReport,
+    directory: Path,
+    commit: str,
+    tip: str,
+    whole: Stack,
+    rest: Sequence[str],
 ) -> Iterator[Path]:
     """A copy of the scratch repository inside ``directory``, for the block to rename to .git."""
     git.update_ref(f"refs/heads/{BRANCH}", tip)
     git.update_ref(f"refs/tags/{BASE_TAG}", commit)
+    # Where it is now; the folder may be moved.
+    git.run("config", "--local", "--unset-all", "core.worktree", check=False)
     # The user's own git works here: it must not convert line ends either.
     git.config("core.autocrlf", "false")
     git.config("core.bare", "false")
     git.config("sm12x.base", base.version)
-    git.config("sm12x.stack", report.stack_id)
+    git.config(STACK_KEY, whole.id)
+    for name in rest:
+        git.run("config", "--local", "--add", REST_KEY, name)
     for result in report.results:
         if result.state == UPSTREAM:
             git.run("config", "--local", "--add", UPSTREAM_KEY, result.name)
     git.pack()
     hidden = Path(tempfile.mkdtemp(dir=directory, prefix=".git-"))
     try:
-        shutil.copytree(git.git_dir, hidden, dirs_exist_ok=True)
+        try:
+            shutil.copytree(git.git_dir, hidden, dirs_exist_ok=True)
+        except shutil.Error as error:
+            raise _copied(error, directory) from None
         hidden.chmod(0o755)
         yield hidden
     finally:

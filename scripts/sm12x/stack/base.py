@@ -15,7 +15,7 @@ from sm12x.stack import table
 from sm12x.stack.table import Table
 
 MACHINES = table.MACHINES
-DROPPED_STATES = ("upstream", "conflict")
+DROPPED_STATES = ("upstream", "conflict", "follows", "unknown")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,8 +186,10 @@ class Witness:
 class Dropped:
     """A patch of another base that this stack does not have.
 
-    ``state`` is "upstream" (the release does it itself, first in the release ``since``) or
-    "conflict" (it is needed, and nobody has written it for this release yet).
+    ``state`` is "upstream" (the release does it itself, first in the release ``since``), "conflict"
+    (it is needed, and nobody has written it for this release yet), "follows" (it merges once the
+    patches in conflict before it are in) or "unknown" (it does not merge, and whether it is needed
+    could not be found out).
     """
 
     patch: str

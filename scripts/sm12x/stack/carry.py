@@ -3,39 +3,33 @@
 A patch that applies exactly is taken as it is. Otherwise git merges it file by file, with the text
 it was written for as the common ancestor; what merges without a conflict is exported anew and then
 applies exactly. The folders are only read.
+
+A patch that conflicts is left out, and those after it are tried without it. Each is also tried on
+a tree in which every conflict before it is decided for the patches: one that merges there waits for
+the others, and has no conflict of its own.
 """
 
 from __future__ import annotations
 
-import tempfile
+import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from sm12x.core.git import Repository
 from sm12x.stack import apply, merge, refresh, tree
 from sm12x.stack.base import Base
-from sm12x.stack.merge import Region
+from sm12x.stack.merge import FileConflict, Labels
 from sm12x.stack.series import Patch, Stack
 
 APPLIES = "applies"
 MERGES = "merges"
 PRESENT = "present"
+FOLLOWS = "follows"
 CONFLICT = "conflict"
-
-
-@dataclass(frozen=True, kw_only=True)
-class FileConflict:
-    """A file that git could not merge.
-
-    ``why`` is "" where ``regions`` tell; otherwise what keeps it from being merged at all.
-    ``candidates`` are files of the new release that have the name of one that is gone.
-    """
-
-    path: str
-    why: str
-    regions: tuple[Region, ...] = ()
-    candidates: tuple[str, ...] = ()
+STATES = (APPLIES, MERGES, PRESENT, FOLLOWS, CONFLICT)
+# Where a copy of the repository keeps the patches as commits of the release they were made for.
+PATCH_REF = "refs/sm12x/patch"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +37,9 @@ class Carried:
     """What became of one patch's text.
 
     ``state`` is "applies", "merges" (at other lines, or into other surroundings), "present" (the
-    release has all of it) or "conflict". ``follows`` names patches that were not taken and change
-    the same files: this conflict may be theirs.
+    release has all of it), "follows" (it merges once the patches in ``follows``, which are in
+    conflict and change the same files, are in) or "conflict". ``conflicts`` are those that stay
+    when every conflict before is decided for the patches.
     """
 
     patch: Patch
@@ -60,11 +55,17 @@ class Carried:
 
 @dataclass(frozen=True, kw_only=True)
 class CarryReport:
-    """``exported`` are the patch files of the new stack, in order; ``tree`` the untouched id."""
+    """``exported`` are the patch files of the new stack, in order; ``tree`` the untouched id.
+
+    ``start`` is the commit of the untouched release, ``commits`` those of the patches on their own
+    release, by name; both are in the copy of the repository, where one was asked for.
+    """
 
     carried: tuple[Carried, ...]
     exported: dict[str, bytes]
     tree: str
+    start: str
+    commits: dict[str, str] = field(default_factory=dict)
 
 
 def carry(
@@ -76,6 +77,7 @@ def carry(
     leave_out: Callable[[Patch], bool],
     root: Path | None,
     label: str,
+    copy: Path | None = None,
     on_patch: Callable[[Patch], None] | None = None,
 ) -> CarryReport:
     """Try the patches of ``stack`` on ``target``, the untouched source of another release.
@@ -85,6 +87,8 @@ def carry(
         leave_out: patches that the new stack does not want; their text is looked at all the same.
         root: the checkout that the witnesses' paths are in.
         label: what to call the new release in the texts of a conflict.
+        copy: where to put the repository, for those in conflict to be resolved in; made only if
+            there are any.
 
     Raises:
         DirtyTreeError: ``source`` is not the untouched source of ``base``.
@@ -93,114 +97,107 @@ def carry(
     """
     with tree.scratch(source) as git:
         start = apply.commit_base(base, stack, git, source, None)
-        report, _ = apply.try_stack(base, stack, git, start)
+        report, last = apply.try_stack(base, stack, git, start)
         if not report.ok:
             raise apply.StackConflictError(report)
+        made = iter(git.commits(start, last))
+        commits = {
+            result.name: next(made) for result in report.results if result.state == apply.APPLIED
+        }
         # The same objects, another folder: git finds each patch's own text for the merge.
         fresh = Repository(git_dir=git.git_dir, work_tree=target.absolute())
         fresh.add_all()
         untouched = fresh.write_tree()
-        first = tip = fresh.commit_tree(untouched, f"{label}\n")
+        first = fresh.commit_tree(untouched, f"{label}\n")
+        tips = _Tips(real=first, hoped=first)
         done: list[Carried] = []
         for patch in stack.patches:
             if on_patch:
                 on_patch(patch)
-            result, tree_id = _try(fresh, patch, tip, done, label)
+            # One that its own base has already has no commit, and nothing to carry.
+            commit = commits.get(patch.name)
+            if commit is None:
+                done.append(Carried(patch=patch, state=PRESENT))
+                continue
+            names = labels(base.version, label, patch.name)
+            result, fits = _try(fresh, patch, commit, tips, done, names)
             done.append(result)
-            if result.taken and not leave_out(patch):
-                tip = fresh.commit_tree(tree_id, patch.message, parent=tip, author=patch.author)
-        exported = refresh.export(fresh, first, tip, root=root)
-    return CarryReport(carried=tuple(done), exported=exported, tree=untouched)
-
-
-def _try(
-    git: Repository, patch: Patch, tip: str, before: Sequence[Carried], label: str
-) -> tuple[Carried, str]:
-    """The state of a patch on ``tip``, and the tree with it on where it is taken."""
-    git.read_tree(tip)
-    content = patch.content()
-    outcome = git.apply_cached(content, check_only=True)
-    if outcome.ok and not outcome.offsets:
-        git.apply_cached(content)
-        return Carried(patch=patch, state=APPLIES), git.write_tree()
-    merged = git.apply_cached(content, three_way=True)
-    unmerged = git.unmerged()
-    if merged.ok and not unmerged:
-        result = git.write_tree()
-        state = PRESENT if result == git.tree_of(tip) else MERGES
-        return Carried(patch=patch, state=state), result
-    conflicts = [
-        FileConflict(path=path, why="", regions=_regions(git, patch, path, stages, label))
-        if all(stages)
-        else FileConflict(path=path, why=_one_sided(stages))
-        for path, stages in unmerged.items()
-    ]
-    git.read_tree(tip)
-    if not unmerged:
-        # git stops at the first file that is not there; each is asked for by itself.
-        conflicts = _each(git, patch, tip, label)
-    paths = {conflict.path for conflict in conflicts}
-    return (
-        Carried(
-            patch=patch,
-            state=CONFLICT,
-            conflicts=tuple(conflicts),
-            clean=tuple(file.path for file in patch.files if file.path not in paths),
-            follows=tuple(
-                earlier.patch.name
-                for earlier in before
-                if not earlier.taken
-                and {file.path for file in earlier.patch.files} & {f.path for f in patch.files}
-            ),
-        ),
-        "",
+            if not leave_out(patch):
+                tips = fits
+        exported = refresh.export(fresh, first, tips.real, root=root)
+        if copy is not None and any(not one.taken and one.state != PRESENT for one in done):
+            for number, commit in enumerate(commits.values(), start=1):
+                fresh.update_ref(f"{PATCH_REF}/{number}", commit)
+            fresh.update_ref(f"refs/tags/{apply.BASE_TAG}", first)
+            fresh.update_ref(f"refs/heads/{apply.BRANCH}", first)
+            fresh.pack()
+            shutil.copytree(fresh.git_dir, copy)
+    return CarryReport(
+        carried=tuple(done), exported=exported, tree=untouched, start=first, commits=commits
     )
 
 
-def _each(git: Repository, patch: Patch, tip: str, label: str) -> list[FileConflict]:
-    entries = git.index_entries()
-    found: list[FileConflict] = []
-    for file in patch.files:
-        if file.path not in entries and not file.added:
-            name = PurePosixPath(file.path).name
-            found.append(
-                FileConflict(
-                    path=file.path,
-                    why="there is no such file in this release",
-                    candidates=tuple(p for p in entries if PurePosixPath(p).name == name),
-                )
-            )
-            continue
-        git.read_tree(tip)
-        outcome = git.apply_cached(patch.content(), three_way=True, include=(file.path,))
-        for path, stages in git.unmerged().items():
-            regions = _regions(git, patch, path, stages, label) if all(stages) else ()
-            why = "" if regions else _one_sided(stages)
-            found.append(FileConflict(path=path, why=why, regions=regions))
-        if not outcome.ok and not git.unmerged():
-            found.append(FileConflict(path=file.path, why="; ".join(outcome.errors)))
-    git.read_tree(tip)
-    return found
+def labels(source: str, release: str, name: str) -> Labels:
+    """How the sides of a conflict are called."""
+    return Labels(ours=release, base=f"{source}, before the patch", theirs=name)
 
 
-def _regions(
-    git: Repository, patch: Patch, path: str, stages: Sequence[str], label: str
-) -> tuple[Region, ...]:
-    """The places of a file where both the release and the patch changed the same text."""
-    texts = [git.text(blob) for blob in stages]
-    with tempfile.TemporaryDirectory(prefix="sm12x-merge-") as name:
-        paths = [Path(name) / side for side in ("base", "ours", "theirs")]
-        for target, text in zip(paths, texts, strict=True):
-            target.write_text(text, encoding="utf-8", newline="")
-        merged = git.merge_file(paths[1], paths[0], paths[2], marker=merge.MARKER)
-    hunks = next((file.hunks for file in patch.files if file.path == path), ())
-    return merge.regions(merged, texts[1], texts[2], hunks)
+@dataclass(frozen=True, kw_only=True)
+class _Tips:
+    """Commits: with the patches that merge, and with all, their conflicts decided for them."""
+
+    real: str
+    hoped: str
 
 
-def _one_sided(stages: Sequence[str]) -> str:
-    base, ours, theirs = (bool(stage) for stage in stages)
-    if not base:
-        return "the patch adds this file, and the release has another of that name"
-    if not ours:
-        return "there is no such file in this release"
-    return "the patch removes this file, and the release has changed it" if not theirs else ""
+def _try(
+    git: Repository,
+    patch: Patch,
+    commit: str,
+    tips: _Tips,
+    before: Sequence[Carried],
+    names: Labels,
+) -> tuple[Carried, _Tips]:
+    """The state of a patch, and the tips with it on."""
+
+    def on(tip: str, tree_id: str) -> str:
+        if tree_id == git.tree_of(tip):
+            return tip
+        return git.commit_tree(tree_id, patch.message, parent=tip, author=patch.author)
+
+    git.read_tree(tips.real)
+    exact = git.apply_cached(patch.content(), check_only=True)
+    if exact.ok and not exact.offsets:
+        git.apply_cached(patch.content())
+        taken = on(tips.real, git.write_tree())
+        hoped = taken
+        if tips.hoped != tips.real:
+            hoped = on(tips.hoped, merge.merge(git, commit, tips.hoped, names).hoped)
+        return Carried(patch=patch, state=APPLIES), _Tips(real=taken, hoped=hoped)
+    merged = merge.merge(git, commit, tips.real, names)
+    best = merged
+    if tips.hoped != tips.real:
+        best = merge.merge(git, commit, tips.hoped, names)
+    hoped = on(tips.hoped, best.hoped)
+    if not merged.conflicts:
+        present = merged.tree == git.tree_of(tips.real)
+        state = PRESENT if present else MERGES
+        return Carried(patch=patch, state=state), _Tips(
+            real=on(tips.real, merged.tree), hoped=hoped
+        )
+    paths = {file.path for file in patch.files}
+    earlier = tuple(
+        one.patch.name
+        for one in before
+        if one.state in (CONFLICT, FOLLOWS) and {file.path for file in one.patch.files} & paths
+    )
+    return (
+        Carried(
+            patch=patch,
+            state=CONFLICT if best.conflicts else FOLLOWS,
+            conflicts=best.conflicts,
+            clean=best.clean,
+            follows=earlier,
+        ),
+        _Tips(real=tips.real, hoped=hoped),
+    )

@@ -13,6 +13,18 @@ _HUNK = re.compile(r"^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 _INDEX = re.compile(r"^index ([0-9a-f]+)\.\.([0-9a-f]+)(?: (\d+))?$")
 
 
+_ESCAPE = re.compile(rb"\\([0-7]{3})|\\(.)|([^\\]+)", re.DOTALL)
+_LETTERS = {
+    b"a": b"\a",
+    b"b": b"\b",
+    b"f": b"\f",
+    b"n": b"\n",
+    b"r": b"\r",
+    b"t": b"\t",
+    b"v": b"\v",
+}
+
+
 class DiffError(ValueError):
     """A malformed diff. ``line`` counts from 1 in the text that was parsed."""
 
@@ -122,6 +134,8 @@ def parse(lines: Sequence[str], *, first_line: int = 1) -> tuple[PatchedFile, ..
         # An empty file that comes or goes, and a change of mode, have no hunk.
         if not path or (blobs is None and not modes) or not (hunks or modes):
             raise DiffError(first_line + start, "a file's diff has no index line or no hunk")
+        if _leads_out(path):
+            raise DiffError(first_line + start, f"the path {path!r} leads out of the source tree")
         blobs = blobs or ("", "")
         files.append(
             PatchedFile(path=path, old_blob=blobs[0], new_blob=blobs[1], hunks=tuple(hunks))
@@ -194,17 +208,38 @@ def _same_path(line: str) -> str:
     """The path in ``diff --git a/PATH b/PATH``; "" unless both sides name the same."""
     both = line.removeprefix("diff --git ")
     half = (len(both) - 1) // 2
-    old, new = both[:half], both[half + 1 :]
+    old, new = _unquoted(both[:half]), _unquoted(both[half + 1 :])
     return old[2:] if old[:2] == "a/" and new[:2] == "b/" and old[2:] == new[2:] else ""
 
 
 def _path(line: str, known: str, number: int) -> str:
-    name = line[4:].rstrip("\t")
+    name = _unquoted(line[4:].rstrip("\t"))
     if name == "/dev/null":
         return known
     if not name.startswith(("a/", "b/")):
         raise DiffError(number, f"path {name!r} has no a/ or b/ in front")
     return name[2:]
+
+
+def _unquoted(name: str) -> str:
+    """A path as git writes it: in double quotes, C escapes and all, where it holds odd bytes."""
+    if len(name) < 2 or name[0] != '"' or name[-1] != '"':
+        return name
+    out = bytearray()
+    body = name[1:-1].encode("utf-8", errors="surrogateescape")
+    for match in _ESCAPE.finditer(body):
+        octal, letter, plain = match.groups()
+        if octal:
+            out.append(int(octal, 8) & 0xFF)
+        else:
+            out += _LETTERS.get(letter, letter) if letter else plain
+    return out.decode("utf-8", errors="surrogateescape")
+
+
+def _leads_out(path: str) -> bool:
+    """Whether a path does not stay in the tree, or reaches into its repository."""
+    parts = path.split("/")
+    return any(part in ("", ".", "..") or part.lower() == ".git" for part in parts)
 
 
 def _matches(text: Sequence[str], start: int, wanted: Sequence[str]) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -207,6 +207,32 @@ def amended(
             for entry in dropped
         ]
     return _text(values)
+
+
+def without_dropped(text: str, subjects: Container[str]) -> str:
+    """The text of a base.toml without the [[dropped]] of patches that are in the stack.
+
+    All else stays as it is written, comments included.
+
+    Args:
+        subjects: the patches' file names without their numbers.
+    """
+    kept: list[str] = []
+    block: list[str] = []
+    lines = [*text.splitlines(keepends=True), ""]
+    for line in lines:
+        if block and (not line.strip() or line.startswith("[")):
+            name = tomllib.loads("".join(block))["dropped"][0].get("patch", "")
+            gone = name.partition("-")[2] in subjects
+            kept += [] if gone else block
+            block = []
+            if gone and not line.strip():
+                continue
+        if line.strip() == "[[dropped]]" or block:
+            block.append(line)
+        else:
+            kept.append(line)
+    return "".join(kept)
 
 
 def witness_packages(

@@ -1,124 +1,209 @@
-"""Reading what `git merge-file --diff3` leaves: where two sides changed the same text."""
+"""Merging one commit of a stack onto another release, file by file, through git.
+
+The text that the patch was written for is the common ancestor. What git merges is taken; a file
+that it cannot merge is left with ordinary conflict markers, for a person to resolve.
+"""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 
-from sm12x.stack.diff import Hunk
+from sm12x.core.git import Entry, Repository
 
-# Longer than any line of "=" or "<" that a source file has.
-MARKER = 31
+_REGULAR = ("100644", "100755")
+# Files of one name that are looked at for one that is gone; __init__.py is everywhere.
+_CANDIDATES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Region:
-    """One conflict of a file.
+class Labels:
+    """What the three sides of a conflict are called after its markers."""
 
-    ``has`` is the release's text, beginning at its line ``line`` (from 1); ``expects`` what the
-    patch was written for, and ``leaves`` what it would put there. ``hunk`` counts from 1 in the
-    patch's file, ``header`` is that hunk's.
+    ours: str
+    base: str
+    theirs: str
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The lines that a conflict has and no source file does."""
+        return (f"<<<<<<< {self.ours}", f"||||||| {self.base}", f">>>>>>> {self.theirs}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileConflict:
+    """A file that git could not merge, by its path in the new release.
+
+    ``places`` are the lines, from 1, at which conflicts begin in the file with its markers; ``why``
+    says what keeps it from being merged where there are none. ``candidates`` are files of the new
+    release that have the name of one that is gone.
     """
 
-    line: int
-    has: tuple[str, ...]
-    expects: tuple[str, ...]
-    leaves: tuple[str, ...]
-    hunk: int
-    header: str
+    path: str
+    why: str
+    places: tuple[int, ...] = ()
+    candidates: tuple[str, ...] = ()
 
 
-def regions(merged: str, ours: str, theirs: str, hunks: Sequence[Hunk]) -> tuple[Region, ...]:
-    """The conflicts in ``merged``, each with the hunk of the patch it comes from.
+@dataclass(frozen=True, kw_only=True)
+class Merge:
+    """The outcome of one patch on one tree.
 
-    Args:
-        ours: the release's file.
-        theirs: the file as the patch leaves it in the release it was written for.
+    ``tree`` is the tree with all that merged, and the old text of what did not; ``hoped`` the one
+    in which every conflict is decided for the patch. ``marked`` are the files with their markers
+    and their modes, ``stages`` the blobs of ancestor, ours and theirs; ``rejected`` what of the
+    patch could not be put anywhere, as a diff, by path. ``clean`` are the paths that merged.
     """
-    blocks = _blocks(merged.split("\n"))
-    # Resolved to one side, the merge differs from that side's file only by what the other changed
-    # elsewhere: comparing the two gives the line a conflict begins at.
-    in_ours = _starts(blocks, 0, ours.split("\n"))
-    in_theirs = _starts(blocks, 2, theirs.split("\n"))
-    found: list[Region] = []
-    conflicts = [block for block in blocks if isinstance(block, _Conflict)]
-    for conflict, line, place in zip(conflicts, in_ours, in_theirs, strict=True):
-        has, expects, leaves = conflict.sides
-        number, header = _hunk_at(hunks, place, len(leaves))
-        found.append(
-            Region(
-                line=line,
-                has=tuple(has),
-                expects=tuple(expects),
-                leaves=tuple(leaves),
-                hunk=number,
-                header=header,
+
+    tree: str
+    hoped: str
+    conflicts: tuple[FileConflict, ...]
+    clean: tuple[str, ...]
+    marked: Mapping[str, tuple[str, bytes]]
+    stages: Mapping[str, tuple[str, str, str]]
+    rejected: Mapping[str, bytes]
+
+
+def merge(git: Repository, commit: str, tip: str, labels: Labels) -> Merge:
+    """Merge what ``commit`` does to its parent into ``tip``; only objects are written.
+
+    The index of ``git`` is used, and holds ``tip`` with all that merged afterwards.
+    """
+    parent = f"{commit}~1"
+    before, after, now = git.entries(parent), git.entries(commit), git.entries(tip)
+    work = _Work(git, labels, now)
+    with tempfile.TemporaryDirectory(prefix="sm12x-merge-") as name:
+        work.folder = Path(name)
+        for path in git.changed(parent, commit):
+            work.file(path, before.get(path), after.get(path), commit)
+    git.read_tree(tip)
+    git.stage(work.taken)
+    tree = git.write_tree()
+    git.stage(work.decided)
+    hoped = git.write_tree()
+    git.read_tree(tree)
+    return Merge(
+        tree=tree,
+        hoped=hoped,
+        conflicts=tuple(work.conflicts),
+        clean=tuple(dict.fromkeys(work.clean)),
+        marked=work.marked,
+        stages=work.stages,
+        rejected=work.rejected,
+    )
+
+
+def places(text: bytes, labels: Labels) -> tuple[int, ...]:
+    """The lines of ``text``, from 1, that begin a conflict."""
+    start = labels.markers[0].encode()
+    lines = text.split(b"\n")
+    return tuple(n for n, line in enumerate(lines, start=1) if line.rstrip(b"\r") == start)
+
+
+def unresolved(text: bytes, markers: Sequence[str]) -> int:
+    """The first line of ``text``, from 1, that is one of ``markers``; 0 where none is left."""
+    wanted = {marker.encode() for marker in markers}
+    for number, line in enumerate(text.split(b"\n"), start=1):
+        if line.rstrip(b"\r") in wanted:
+            return number
+    return 0
+
+
+class _Work:
+    """What is found out about one file after the other. ``taken`` and ``decided`` are for stage."""
+
+    def __init__(self, git: Repository, labels: Labels, now: Mapping[str, Entry]) -> None:
+        self._git = git
+        self._labels = labels
+        self._now = now
+        self.folder = Path()
+        self.taken: dict[str, tuple[str, str]] = {}
+        self.decided: dict[str, tuple[str, str]] = {}
+        self.conflicts: list[FileConflict] = []
+        self.clean: list[str] = []
+        self.marked: dict[str, tuple[str, bytes]] = {}
+        self.stages: dict[str, tuple[str, str, str]] = {}
+        self.rejected: dict[str, bytes] = {}
+
+    def file(self, path: str, before: Entry | None, after: Entry | None, commit: str) -> None:
+        """Merge one file of ``commit``: ``before`` and ``after`` it, None where there is none."""
+        here = self._now.get(path)
+        if _same(here, before) or _same(here, after):
+            if not _same(here, after):
+                self.taken[path] = (after.mode, after.blob) if after else ("0", "")
+            self.clean.append(path)
+            return
+        if here is None and before is not None:
+            self._gone(path, before, after, commit)
+            return
+        if after is None:
+            self._reject(
+                path, "the patch removes this file, and the release has changed it", commit
             )
+            self.decided[path] = ("0", "")
+            return
+        sides = [entry for entry in (before, here, after) if entry is not None]
+        if here is None or any(entry.mode not in _REGULAR for entry in sides):
+            self._reject(path, "it is a link, or was one", commit)
+            return
+        self._text(path, before, here, after, moved="")
+
+    def _gone(self, path: str, before: Entry, after: Entry | None, commit: str) -> None:
+        """A file that the release does not have: its change goes where it may have moved to."""
+        name = PurePosixPath(path).name
+        found = tuple(sorted(p for p in self._now if PurePosixPath(p).name == name))
+        why = "there is no such file in this release"
+        here = self._now[found[0]] if len(found) == 1 else None
+        if after is None or here is None or {before.mode, here.mode, after.mode} - {*_REGULAR}:
+            self._reject(path, why, commit, candidates=found[: _CANDIDATES + 1])
+            return
+        moved = f"{path} is not in this release: its change is merged in here"
+        self._text(found[0], before, here, after, moved=moved)
+
+    def _text(
+        self, path: str, before: Entry | None, here: Entry, after: Entry, *, moved: str
+    ) -> None:
+        git = self._git
+        empty = git.store(b"") if before is None else ""
+        blobs = (before.blob if before else empty, here.blob, after.blob)
+        texts = [git.blob(blob) for blob in blobs]
+        merged, conflicts = self._three_way(texts, favour=False)
+        mode = after.mode if before is None or after.mode != before.mode else here.mode
+        if not conflicts:
+            self.taken[path] = (mode, git.store(merged))
+            if not moved:
+                self.clean.append(path)
+                return
+        else:
+            hoped, _ = self._three_way(texts, favour=True)
+            self.decided[path] = (mode, git.store(hoped))
+            self.marked[path] = (mode, merged)
+            self.stages[path] = (blobs[0] if before else "", blobs[1], blobs[2])
+        self.conflicts.append(
+            FileConflict(path=path, why=moved, places=places(merged, self._labels))
         )
-    return tuple(found)
+
+    def _three_way(self, texts: Sequence[bytes], *, favour: bool) -> tuple[bytes, bool]:
+        """The merge of ancestor, ours and theirs, and whether conflicts are left in it."""
+        paths = [self.folder / side for side in ("base", "ours", "theirs")]
+        for target, text in zip(paths, texts, strict=True):
+            target.write_bytes(text)
+        labels = (self._labels.ours, self._labels.base, self._labels.theirs)
+        conflicts = self._git.merge_file(
+            paths[1], paths[0], paths[2], labels=labels, favour_theirs=favour
+        )
+        return paths[1].read_bytes(), conflicts
+
+    def _reject(
+        self, path: str, why: str, commit: str, *, candidates: tuple[str, ...] = ()
+    ) -> None:
+        self.rejected[path] = self._git.diff(f"{commit}~1", commit, path)
+        self.conflicts.append(FileConflict(path=path, why=why, candidates=candidates))
 
 
-class _Conflict:
-    def __init__(self) -> None:
-        self.sides: tuple[list[str], list[str], list[str]] = ([], [], [])
-
-
-def _blocks(lines: Sequence[str]) -> list[list[str] | _Conflict]:
-    """The merged text as runs of lines both sides agree on, and conflicts between them."""
-    blocks: list[list[str] | _Conflict] = []
-    conflict: _Conflict | None = None
-    side = 0
-    for line in lines:
-        mark = line[:MARKER]
-        if conflict is None and mark == "<" * MARKER:
-            conflict, side = _Conflict(), 0
-            blocks.append(conflict)
-        elif conflict is None:
-            if not blocks or isinstance(blocks[-1], _Conflict):
-                blocks.append([])
-            run = blocks[-1]
-            assert isinstance(run, list)  # noqa: S101 - the line above has seen to it
-            run.append(line)
-        elif side < 2 and mark == "|="[side] * MARKER:
-            side += 1
-        elif side == 2 and mark == ">" * MARKER:
-            conflict = None
-        else:
-            conflict.sides[side].append(line)
-    return blocks
-
-
-def _starts(blocks: Sequence[list[str] | _Conflict], side: int, text: Sequence[str]) -> list[int]:
-    """The lines of ``text``, from 1, at which the conflicts begin."""
-    resolved: list[str] = []
-    starts: list[int] = []
-    for block in blocks:
-        if isinstance(block, _Conflict):
-            starts.append(len(resolved))
-            resolved += block.sides[side]
-        else:
-            resolved += block
-    matcher = difflib.SequenceMatcher(None, resolved, text, autojunk=False)
-    found: list[int] = []
-    for start in starts:
-        at = 0
-        for first, there, size in matcher.get_matching_blocks():
-            if first > start:
-                break
-            at = there + min(start - first, size)
-        found.append(at + 1)
-    return found
-
-
-def _hunk_at(hunks: Sequence[Hunk], line: int, count: int) -> tuple[int, str]:
-    """The hunk that wrote lines ``line`` to ``line + count``, or the nearest: number and header."""
-
-    def distance(hunk: Hunk) -> int:
-        end = hunk.new_start + len(hunk.leaves)
-        return max(hunk.new_start - (line + count), line - end, 0)
-
-    if not hunks:
-        return 0, ""
-    best = min(range(len(hunks)), key=lambda n: distance(hunks[n]))
-    return best + 1, hunks[best].header
+def _same(one: Entry | None, other: Entry | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return (one.mode, one.blob) == (other.mode, other.blob)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sm12x.stack import junit
 from sm12x.stack.junit import Test
@@ -40,6 +40,11 @@ _HANGS = re.compile(r"^(?:Failed: )?hangs: no end after (\d+) s$")
 # Seconds that the witnesses' conftest gives a test that is not marked as one that hangs. Whatever
 # takes that long may be a busy machine; one that is marked has a limit of its own, which is less.
 _PATIENCE = 60
+# Of those, what the defect itself may end in, and does where the release that the patch is for ends
+# in the same.
+_EITHER = _STRANGE - {"ImportError", "ModuleNotFoundError", "NameError", "SyntaxError"}
+# Where the system has placed something: another place in each run.
+_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}\b|\b\d{11,}\b")
 _AT_LINE = re.compile(r"^\S+:\d+: (\w+)$")
 
 
@@ -71,8 +76,48 @@ class Need:
         return f"{len(self.red)} of {total} red{tail}"
 
 
-def judge(runs: Sequence[Run]) -> Need:
-    """What ``runs`` of a patch's witnesses on an untouched release say."""
+def without_addresses(text: str) -> str:
+    """``text`` with every address replaced: what is recorded must be the same in each run."""
+    return _ADDRESS.sub("ADDRESS", text)
+
+
+def doubtful(runs: Sequence[Run]) -> bool:
+    """Whether a failure in ``runs`` may be the defect or not: a run on its own base would tell."""
+    return any(
+        not test.guard and test.outcome == junit.FAILED and raised(test) in _EITHER
+        for run in runs
+        for test in run.tests
+    )
+
+
+def repeated(first: Run, second: Run) -> Run:
+    """``first``, with the outcome of ``second`` for the controls that failed once and not again.
+
+    A control that depends on where the system places an address says nothing by failing once.
+    """
+    again = {test.name: test for test in second.tests}
+    return replace(
+        first,
+        tests=tuple(
+            again[test.name]
+            if test.guard
+            and test.outcome != junit.PASSED
+            and test.name in again
+            and again[test.name].outcome == junit.PASSED
+            else test
+            for test in first.tests
+        ),
+    )
+
+
+def judge(runs: Sequence[Run], own: Sequence[Run] = ()) -> Need:
+    """What ``runs`` of a patch's witnesses on an untouched release say.
+
+    Args:
+        own: the runs of the same witnesses on the untouched release that the patch was made for,
+            where every one of these tests shows the defect.
+    """
+    known = _known(own)
     red: list[str] = []
     green: list[str] = []
     silent: list[str] = []
@@ -87,12 +132,15 @@ def judge(runs: Sequence[Run]) -> Need:
             name = f"{run.witness.split('::')[0]}::{test.name}"
             if test.guard:
                 if test.outcome != junit.PASSED:
-                    if test.outcome == junit.FAILED and not strange(test):
+                    about = _ADDRESS.search(f"{test.said}\n{_said(test)}") is not None
+                    if test.outcome == junit.FAILED and not strange(test) and not about:
                         guards.append(name)
                     whys.append(f"the control {test.name} fails there: {_said(test)}")
             elif test.outcome == junit.PASSED:
                 green.append(name)
-            elif test.outcome == junit.FAILED and not strange(test):
+            elif test.outcome == junit.FAILED and (
+                not strange(test) or known.get(name) == _failure(test)
+            ):
                 red.append(name)
             else:
                 silent.append(name)
@@ -103,8 +151,26 @@ def judge(runs: Sequence[Run]) -> Need:
         green=tuple(green),
         silent=tuple(silent),
         failing_guards=tuple(guards),
-        why=_shortened(whys),
+        why=without_addresses(_shortened(whys)),
     )
+
+
+def _known(own: Sequence[Run]) -> dict[str, tuple[str, str]]:
+    """How the tests of ``own`` fail, by name; of runs in which no control fails."""
+    found: dict[str, tuple[str, str]] = {}
+    for run in own:
+        controls = [test for test in run.tests if test.guard]
+        if run.problem or any(test.outcome != junit.PASSED for test in controls):
+            continue
+        for test in run.tests:
+            if test.outcome == junit.FAILED and raised(test) in _EITHER:
+                found[f"{run.witness.split('::')[0]}::{test.name}"] = _failure(test)
+    return found
+
+
+def _failure(test: Test) -> tuple[str, str]:
+    """The exception a test ended with, and its text without what differs from run to run."""
+    return raised(test), re.sub(r"\d+", "N", without_addresses(_said(test)))
 
 
 def _state(

@@ -7,6 +7,7 @@ fails or is stopped leaves nothing.
 from __future__ import annotations
 
 import platform
+import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -16,15 +17,24 @@ from pathlib import Path
 from packaging.version import Version
 
 from sm12x.core import files
-from sm12x.core.errors import PatchConflictError, Sm12xError, UsageError
+from sm12x.core.errors import (
+    BadFileError,
+    PatchConflictError,
+    Sm12xError,
+    UnknownVerdictError,
+    UsageError,
+    of_system,
+)
 from sm12x.stack import base as bases
 from sm12x.stack import (
     carry,
     draft,
     facts,
+    junit,
     need,
     newfolder,
     rebaselocks,
+    resolve,
     series,
     since,
     status,
@@ -32,9 +42,10 @@ from sm12x.stack import (
     witness,
 )
 from sm12x.stack.base import Base, Dropped, Override
-from sm12x.stack.carry import Carried
+from sm12x.stack.carry import Carried, CarryReport
 from sm12x.stack.draft import Release
 from sm12x.stack.need import Need
+from sm12x.stack.resolve import PortReport
 from sm12x.stack.series import Patch, Stack
 from sm12x.stack.status import Outcome
 
@@ -42,6 +53,7 @@ from sm12x.stack.status import Outcome
 _COPIED = ("audit-policy.toml",)
 SOURCE = "source"
 UNTOUCHED = "untouched"
+GIT = "git"
 # Runs witnesses on a tree for a base: (base, paths of witnesses, tree) -> their runs.
 RunWitnesses = Callable[[Base, Sequence[str], Path], Sequence[witness.Run]]
 # Runs the witnesses of a patch on an untouched release in between: (new base, patch, release).
@@ -51,7 +63,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Fate:
-    """One patch on the new release. ``state`` is "needed", "unknown", "upstream" or "conflict"."""
+    """One patch on the new release. ``state`` as status.decide says it."""
 
     patch: Patch
     state: str
@@ -61,14 +73,21 @@ class Fate:
 
     @property
     def kept(self) -> bool:
-        return self.state in (status.NEEDED, status.UNKNOWN)
+        return self.carried.taken and self.state in (status.NEEDED, status.UNKNOWN)
+
+    @property
+    def open(self) -> bool:
+        """Whether it is left to a person: not in the new stack, and not known to be upstream."""
+        return not self.kept and self.state != status.UPSTREAM
 
 
 @dataclass(frozen=True, kw_only=True)
 class RebaseReport:
     """``folder`` is the new base's; ``stack_id`` of what is in it. ``to_check`` is for a person.
 
-    ``probed`` is what was found out about releases in between.
+    ``probed`` is what was found out about releases in between. ``port`` is where the patches in
+    conflict can be resolved, None where there are none. ``unrun`` says why no witness could run,
+    None where they did or were not to. ``replaced`` is a copy of the folder that was there.
     """
 
     source: str
@@ -78,22 +97,47 @@ class RebaseReport:
     fates: tuple[Fate, ...]
     to_check: tuple[str, ...]
     probed: tuple[Outcome, ...] = ()
+    port: PortReport | None = None
+    unrun: Sm12xError | None = None
+    replaced: Path | None = None
 
     @property
-    def conflicts(self) -> tuple[Fate, ...]:
-        return tuple(fate for fate in self.fates if fate.state == status.CONFLICT)
+    def open(self) -> tuple[Fate, ...]:
+        return tuple(fate for fate in self.fates if fate.open)
 
 
 class ConflictsLeftError(PatchConflictError):
     """The folder is written, and some patches have to be resolved by hand."""
 
     def __init__(self, report: RebaseReport) -> None:
-        left = report.conflicts
-        super().__init__(
-            f"{len(left)} of {len(report.fates)} patches of {report.source} do not merge into "
-            f"{report.version}: {', '.join(fate.patch.name for fate in left)}",
-            next_step="resolve them with the commands above; the rest is in " + str(report.folder),
+        left = report.open
+        where = (
+            f"edit the files above, then `sm12x patch continue {quote(report.port.directory)}`; "
+            if report.port is not None
+            else ""
         )
+        super().__init__(
+            f"{len(left)} of {len(report.fates)} patches of {report.source} are not in "
+            f"{report.version} yet: {', '.join(fate.patch.name for fate in left)}",
+            next_step=f"{where}the rest is in {report.folder}",
+        )
+
+
+class WitnessesUnrunError(UnknownVerdictError):
+    """The folder is written, and nobody knows which of its patches are needed."""
+
+    def __init__(self, report: RebaseReport, cause: Sm12xError) -> None:
+        super().__init__(
+            f"whether {report.version} needs the patches of {report.source} is unknown, its "
+            f"witnesses could not run: {cause.message}",
+            next_step=f"{cause.next_step}; then run this again with --force, or with --python of "
+            "an environment that has pytest and torch",
+        )
+
+
+def quote(path: Path) -> str:
+    """A path as one word of a command line."""
+    return shlex.quote(str(path))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +155,7 @@ class _Work:
     folder: Path
     to_check: list[str] = field(default_factory=list)
     torch: dict[str, str] = field(default_factory=dict)
+    unrun: Sm12xError | None = None
 
 
 def rebase(
@@ -131,6 +176,8 @@ def rebase(
     releases: Sequence[str],
     probe: Probe | None,
     say: Say,
+    ports: Path,
+    keep: Path,
 ) -> RebaseReport:
     """Write the folder of ``found`` in ``out``, with as much of ``stack`` as belongs there.
 
@@ -147,6 +194,8 @@ def rebase(
         releases: all there are; those in between are probed to say since when a fix is upstream.
         probe: None leaves it at what is known already.
         say: told what is being done.
+        ports: the folder in which a tree is made where patches are left to be resolved.
+        keep: the folder for a copy of the one that is replaced.
 
     Raises:
         DirtyTreeError: the new folder is there already, or is no base's.
@@ -159,12 +208,85 @@ def rebase(
             f"the stack of {base.version} is on {found.version} already",
             next_step="name another release",
         )
-    with (
-        tempfile.TemporaryDirectory(prefix="sm12x-rebase-") as scratch,
-        newfolder.fresh(target, force=force) as folder,
-    ):
+    with tempfile.TemporaryDirectory(prefix="sm12x-rebase-") as scratch:
+        report, carried = _rebase(
+            base,
+            stack,
+            found,
+            archives,
+            scratch=Path(scratch),
+            root=root,
+            target=target,
+            force=force,
+            known=known,
+            overrides=overrides,
+            run_witnesses=run_witnesses,
+            chosen=chosen,
+            make_locks=make_locks,
+            lock_needed=lock_needed,
+            releases=releases,
+            probe=probe,
+            say=say,
+            keep=keep,
+        )
+        if not any(fate.open and fate.carried.conflicts for fate in report.fates):
+            return report
+        names = [fate.patch.name for fate in report.fates if fate.state != status.UPSTREAM]
+        names = [name for name in names if name in carried.commits]
+        try:
+            say("making a tree to resolve the conflicts in")
+            port = resolve.start(
+                free(ports / found.version),
+                Path(scratch) / GIT,
+                archives.target,
+                carried,
+                names,
+                source=base.version,
+                new=bases.parse(target / "base.toml"),
+                label=found.sdist.name,
+            )
+        except (Sm12xError, OSError) as error:
+            # What took an hour is in the folder; a tree can be made again.
+            why = error.message if isinstance(error, Sm12xError) else error
+            line = f"conflicts: no tree to resolve them in could be made in {ports}: {why}"
+            return replace(report, to_check=(*report.to_check, line))
+        return replace(report, port=port)
+
+
+def free(wanted: Path) -> Path:
+    """``wanted``, or the first of its name with a number that is not there yet."""
+    found, number = wanted, 1
+    while found.exists():
+        number += 1
+        found = wanted.with_name(f"{wanted.name}-{number}")
+    return found
+
+
+def _rebase(
+    base: Base,
+    stack: Stack,
+    found: Release,
+    archives: Archives,
+    *,
+    scratch: Path,
+    root: Path,
+    target: Path,
+    force: bool,
+    known: Sequence[Outcome],
+    overrides: Sequence[Override],
+    run_witnesses: RunWitnesses | None,
+    chosen: Sequence[str] | None,
+    make_locks: bool,
+    lock_needed: bool,
+    releases: Sequence[str],
+    probe: Probe | None,
+    say: Say,
+    keep: Path,
+) -> tuple[RebaseReport, CarryReport]:
+    """The new folder, and what is in conflict with the repository to resolve it in."""
+    with newfolder.fresh(target, force=force, keep=keep) as (folder, kept):
         work = _Work(folder=folder)
-        trees = {side: Path(scratch) / side for side in (SOURCE, UNTOUCHED)}
+        trees = {side: scratch / side for side in (SOURCE, UNTOUCHED)}
         say(f"unpacking {base.sdist.name} and {found.sdist.name}")
         tree.unpack(archives.source, trees[SOURCE])
         tree.unpack(archives.target, trees[UNTOUCHED])
@@ -174,10 +296,13 @@ def rebase(
             locked = rebaselocks.make(base, new, work.torch, work.to_check, say)
         here = platform.machine()
         if run_witnesses is not None and lock_needed and here not in locked:
-            work.to_check.append(f"witnesses: none could run without a lock for {here}")
+            work.unrun = BadFileError(
+                f"there is no lock for {here}",
+                next_step="see the line `lock.` above, and add an [[override]] to base.toml",
+            )
             run_witnesses = None
         new = bases.parse(folder / "base.toml")
-        needs = _needs(new, stack, trees[UNTOUCHED], run_witnesses, chosen, work)
+        needs = _needs(base, new, stack, trees, run_witnesses, chosen, work)
         say(f"trying {len(stack.patches)} patches")
         carried = carry.carry(
             base,
@@ -187,6 +312,7 @@ def rebase(
             leave_out=lambda patch: needs[patch.name].state == need.UPSTREAM,
             root=root,
             label=found.sdist.name,
+            copy=scratch / GIT,
         )
         fates: list[Fate] = []
         probed: list[Outcome] = []
@@ -196,15 +322,21 @@ def rebase(
                 fate = _since(fate, base, new, releases, probe, probed, work)
             fates.append(fate)
         _write(base, new, fates, carried.exported, work)
-        return RebaseReport(
+        identity = series.load(bases.parse(folder / "base.toml")).id
+    return (
+        RebaseReport(
             source=base.version,
             version=found.version,
             folder=target,
-            stack_id=series.load(bases.parse(folder / "base.toml")).id,
+            stack_id=identity,
             fates=tuple(fates),
             probed=tuple(probed),
             to_check=tuple(work.to_check),
-        )
+            unrun=work.unrun,
+            replaced=kept[0] if kept else None,
+        ),
+        carried,
+    )
 
 
 def outcomes(report: RebaseReport) -> list[Outcome]:
@@ -261,34 +393,59 @@ def _draft(
 
 
 def _needs(
+    base: Base,
     new: Base,
     stack: Stack,
-    source: Path,
+    trees: Mapping[str, Path],
     run_witnesses: RunWitnesses | None,
     chosen: Sequence[str] | None,
     work: _Work,
 ) -> Mapping[str, Need]:
     """What the witnesses of each patch say of the untouched release."""
+    source = trees[UNTOUCHED]
     wanted = list(dict.fromkeys(path for patch in stack.patches for path in patch.witnesses))
     if chosen is not None:
         wanted = [path for path in wanted if path in chosen]
     runs: dict[str, witness.Run] = {}
+    # The same on the release that the patches are for.
+    before: dict[str, witness.Run] = {}
     if run_witnesses is not None and wanted:
         try:
             runs = {run.witness: run for run in run_witnesses(new, wanted, source)}
+            again = [path for path, run in runs.items() if _control_failed(run)]
+            if again:
+                for run in run_witnesses(new, again, source):
+                    runs[run.witness] = need.repeated(runs[run.witness], run)
+            unsure = [path for path, run in runs.items() if need.doubtful([run])]
+            if unsure:
+                before = {r.witness: r for r in run_witnesses(new, unsure, trees[SOURCE])}
         except Sm12xError as error:
-            work.to_check.append(f"witnesses: none could run: {error.message}")
+            work.unrun = error
+        except OSError as error:
+            work.unrun = of_system(error) or BadFileError(
+                str(error), next_step="check that path, and who may read and write there"
+            )
+    unrun = (
+        "its witness was not run"
+        if work.unrun is None
+        else f"its witness could not run: {work.unrun.message.splitlines()[0]}"
+    )
     found: dict[str, Need] = {}
     for patch in stack.patches:
         own = [runs[path] for path in patch.witnesses if path in runs]
         left = [path for path in patch.witnesses if path not in runs]
-        said = need.judge(own) if own else Need(state=need.UNKNOWN, why="its witness was not run")
+        known = [before[path] for path in patch.witnesses if path in before]
+        said = need.judge(own, known) if own else Need(state=need.UNKNOWN, why=unrun)
         if left and own and said.state == need.UPSTREAM:
             # Half of the evidence shows the defect, and never its absence.
             said = Need(state=need.UNKNOWN, green=said.green, why=f"{left[0]} was not run")
         # It is recorded, and the tree is in another folder each time.
         found[patch.name] = replace(said, why=said.why.replace(f"{source}/", ""))
     return found
+
+
+def _control_failed(run: witness.Run) -> bool:
+    return any(test.guard and test.outcome != junit.PASSED for test in run.tests)
 
 
 def _fate(carried: Carried, said: Need, base: Base, version: str, known: Sequence[Outcome]) -> Fate:
@@ -386,10 +543,24 @@ def _dropped(fates: Sequence[Fate], base: Base) -> list[Dropped]:
         if fate.state == status.UPSTREAM:
             by = f"its witness: {fate.need.summary}" if fate.need.green else "all of its text"
             why = f"{by} on the untouched release; needed in {base.version}"
-        elif fate.state == status.CONFLICT:
-            paths = ", ".join(conflict.path for conflict in fate.carried.conflicts)
-            why = f"does not merge in {paths}" if paths else "its text is there, its witness is red"
+        elif fate.open:
+            why = _why_open(fate)
         else:
             continue
         found.append(Dropped(patch=fate.patch.name, state=fate.state, since=fate.since, why=why))
     return found
+
+
+def _why_open(fate: Fate) -> str:
+    """Why a patch is not in the new stack, though it may be needed."""
+    carried = fate.carried
+    paths = ", ".join(conflict.path for conflict in carried.conflicts)
+    if carried.state == carry.PRESENT:
+        why = "its text is there, its witness is red"
+    elif carried.state == carry.FOLLOWS:
+        why = f"merges once {', '.join(carried.follows)} is in"
+    else:
+        why = f"does not merge in {paths}"
+    if fate.state == status.UNKNOWN:
+        return f"{why}; whether it is needed is unknown: {fate.need.why}"
+    return why

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from sm12x import layout
 from sm12x.stack import carry, need, status
-from sm12x.stack.carry import Carried, FileConflict
-from sm12x.stack.merge import Region
+from sm12x.stack.merge import FileConflict
 from sm12x.stack.need import Need
-from sm12x.stack.rebase import Fate, RebaseReport
+from sm12x.stack.rebase import Fate, RebaseReport, quote
+from sm12x.stack.resolve import PortReport, Stop
 from sm12x.stack.status import Cell, StatusTable
 
-# Longer texts are cut; the whole is in the tree that the commands make.
-_LINES = 24
 # Files of one name that are offered for one that is gone; __init__.py is everywhere.
 _CANDIDATES = 4
 _TEXTS = {
     carry.APPLIES: "applies as it is",
     carry.MERGES: "merges; exported anew",
     carry.PRESENT: "all of its text is there",
+    carry.FOLLOWS: "merges once the conflicts before it are resolved",
     carry.CONFLICT: "does not merge",
 }
 _STATES = {
@@ -32,28 +29,46 @@ _STATES = {
     status.UNKNOWN: "kept",
     status.UPSTREAM: "left out: upstream",
     status.CONFLICT: "CONFLICT",
+    status.FOLLOWS: "FOLLOWS",
 }
+_OPEN_UNKNOWN = "UNKNOWN"
 
 
 def report(done: RebaseReport) -> str:
-    """Patch by patch, then what to do about each conflict, then what a person has to check."""
+    """Patch by patch, then what a person has to check, then where the conflicts are."""
     lines = [f"{done.source} -> {done.version}"]
     for fate in done.fates:
         lines += _fate(fate)
-    for fate in done.conflicts:
-        lines += ["", *_conflicts(fate, done)]
-    if done.conflicts:
-        lines += ["", *_commands(done)]
     lines += ["", f"{done.folder}: stack {done.stack_id}, {_kept(done)}"]
+    if done.replaced is not None:
+        lines.append(f"the folder that was there is kept in {done.replaced}")
     if done.to_check:
         lines += ["to be checked before it is committed:"]
         lines += [f"  {line}" for line in done.to_check]
-    if done.fates and not done.conflicts:
-        lines += [
-            f"next: {line.strip()}"
-            for line in (*_move(done), f"sm12x patch witness --base {done.version}")
-        ]
+    if done.port is not None:
+        lines += ["", *_port(done.port)]
+    elif done.fates and not done.open and done.unrun is None:
+        lines += [f"next: {line}" for line in _next(done)]
     return "\n".join(lines) + "\n"
+
+
+def ported(done: PortReport) -> str:
+    """Where a port stands: the next conflict, or that it is done, and what to run next."""
+    return "\n".join(_port(done)) + "\n"
+
+
+def port_data(done: PortReport) -> dict[str, Any]:
+    """The same for --json."""
+    stop = done.port.stop
+    return {
+        "tree": str(done.directory),
+        "folder": str(done.port.folder),
+        "patches": {step.name: step.state for step in done.port.steps},
+        "patch": stop.name if stop else None,
+        "conflicts": [asdict(conflict) for conflict in stop.conflicts] if stop else [],
+        "stack": done.refresh.stack_id if done.refresh else None,
+        "saved": done.saved,
+    }
 
 
 def as_data(done: RebaseReport) -> dict[str, Any]:
@@ -70,13 +85,15 @@ def as_data(done: RebaseReport) -> dict[str, Any]:
                 "since": fate.since,
                 "text": fate.carried.state,
                 "witness": asdict(fate.need),
-                "conflicts": [asdict(conflict) for conflict in fate.carried.conflicts],
+                "conflicts": [conflict.path for conflict in fate.carried.conflicts],
                 "clean": list(fate.carried.clean),
                 "follows": list(fate.carried.follows),
             }
             for fate in done.fates
         ],
-        "commands": _commands(done) if done.conflicts else [],
+        "port": port_data(done.port) if done.port else None,
+        "replaced": str(done.replaced) if done.replaced else None,
+        "unknown": done.unrun.message if done.unrun else None,
         "to_check": list(done.to_check),
     }
 
@@ -120,8 +137,14 @@ def _cell(cell: Cell) -> str:
 
 def _fate(fate: Fate) -> list[str]:
     since = f" since {fate.since}" if fate.since else ""
-    lines = [f"{fate.patch.name}: {_STATES[fate.state]}{since}"]
+    unknown = fate.open and fate.state == status.UNKNOWN
+    lines = [f"{fate.patch.name}: {_OPEN_UNKNOWN if unknown else _STATES[fate.state]}{since}"]
     lines.append(f"  text     {_TEXTS[fate.carried.state]}")
+    if fate.carried.follows:
+        lines.append(f"           after {', '.join(fate.carried.follows)}")
+    # Those of a patch that is upstream are of no interest.
+    if fate.open:
+        lines += [f"           {line}" for line in _files(fate.carried.conflicts)]
     doubt = "unknown" if fate.need.state == need.UNKNOWN else ""
     lines.append(f"  witness  {', '.join(filter(None, (doubt, fate.need.summary)))}")
     if len(fate.patch.witnesses) > 1:
@@ -138,115 +161,82 @@ def _by_witness(said: Need) -> list[str]:
     return [f"{path}: {red[path]} of {count}" for path, count in total.items()]
 
 
-def _conflicts(fate: Fate, done: RebaseReport) -> list[str]:
-    lines = [f"{fate.patch.name} on {done.version}:"]
-    if fate.carried.follows:
-        lines.append(f"  may only follow from {', '.join(fate.carried.follows)}")
-    if fate.carried.state == carry.PRESENT:
-        lines.append("  all of its text is in the release, and its witness is red there")
-    for conflict in fate.carried.conflicts:
-        lines += _conflict(conflict, fate.carried, done)
-    if fate.carried.clean:
-        lines.append(f"  merges cleanly: {', '.join(fate.carried.clean)}")
-    return lines
+def _files(conflicts: tuple[FileConflict, ...]) -> list[str]:
+    """The files in conflict, in how many places; lines are told where the tree has them."""
+    found: list[str] = []
+    for conflict in conflicts:
+        count = len(conflict.places)
+        where = f"{count} conflict{'s' if count > 1 else ''}" if count else ""
+        found.append(f"{conflict.path}: {', '.join(filter(None, (where, _why(conflict))))}")
+    return found
 
 
-def _conflict(conflict: FileConflict, carried: Carried, done: RebaseReport) -> list[str]:
-    if conflict.why:
-        named = " or ".join(conflict.candidates[:_CANDIDATES])
-        more = " or another of that name" if len(conflict.candidates) > _CANDIDATES else ""
-        moved = f"; perhaps {named}{more}" if named else ""
-        return [f"  {conflict.path}: {conflict.why}{moved}"]
-    hunks = next(file.hunks for file in carried.patch.files if file.path == conflict.path)
+def _why(conflict: FileConflict) -> str:
+    named = " or ".join(conflict.candidates[:_CANDIDATES])
+    more = " or another of that name" if len(conflict.candidates) > _CANDIDATES else ""
+    return f"{conflict.why}; perhaps {named}{more}" if named else conflict.why
+
+
+def _port(done: PortReport) -> list[str]:
+    port = done.port
     lines: list[str] = []
-    for region in conflict.regions:
+    if done.saved:
         lines.append(
-            f"  {conflict.path} hunk {region.hunk} of {len(hunks)}, {region.header}: conflict at "
-            f"line {region.line}"
+            f"the last run was stopped; the tree is set back, what was in it is commit {done.saved}"
         )
-        lines += _region(region, done)
-    return lines
-
-
-def _region(region: Region, done: RebaseReport) -> list[str]:
-    lines: list[str] = []
-    for title, text in (
-        (f"{done.source} has", region.expects),
-        (f"{done.version} has", region.has),
-        ("the patch puts there", region.leaves),
-    ):
-        if not text:
-            lines.append(f"    {title}: nothing")
-            continue
-        lines.append(f"    {title}:")
-        lines += [f"      | {line}".rstrip() for line in text[:_LINES]]
-        if len(text) > _LINES:
-            lines.append(f"      ... {len(text) - _LINES} more lines")
-    return lines
-
-
-def _commands(done: RebaseReport) -> list[str]:
-    tree = f"../vllm-{done.version}"
-    lines = ["to resolve, in the checkout:", *_move(done)]
-    lines.append(f"  sm12x patch apply --base {done.version} --unpack {tree}")
-    for fate in done.conflicts:
-        patch = f"patches/{done.source}/{fate.patch.name}"
-        lines += [
-            f"  git -C {tree} apply --reject $PWD/{patch}  # what fits is changed, the rest is "
-            "left in *.rej",
-            *(
-                line
-                for conflict in fate.carried.conflicts
-                if conflict.why
-                for line in _carry_over(conflict, patch, tree)
-            ),
-            f"  $EDITOR {_paths(tree, fate.carried.conflicts)}  # put the rest in, delete the "
-            "*.rej files",
-            f"  sm12x patch new {tree} --base {done.version} --like {patch}",
-        ]
-    return [
-        *lines,
-        f"  $EDITOR patches/{done.version}/base.toml  # take out the [[dropped]] of what is now in "
-        "the stack",
-        f"  sm12x patch witness --base {done.version}",
+    if port.stop is not None:
+        return lines + _stop(done, port.stop)
+    assert done.refresh is not None  # noqa: S101 - a port without a stop is exported
+    lines += [f"left out: {name}" for name in done.dropped]
+    lines.append(
+        f"{port.count('done')} of {len(port.steps)} patches of {port.source} are on "
+        f"{port.version}; {port.folder} is now stack {done.refresh.stack_id}"
+    )
+    moves = _move(port.folder, port.version)
+    return lines + [
+        f"next: {line}" for line in (*moves, f"sm12x patch witness --base {port.version}")
     ]
 
 
-def _move(done: RebaseReport) -> list[str]:
+def _stop(done: PortReport, stop: Stop) -> list[str]:
+    number = next(n for n, s in enumerate(done.port.steps, start=1) if s.name == stop.name)
+    lines = [
+        f"conflicts of {stop.name} ({number} of {len(done.port.steps)}) are in {done.directory}:"
+    ]
+    for conflict in stop.conflicts:
+        for line in conflict.places:
+            lines.append(f"  {conflict.path}:{line}")
+        if conflict.why:
+            reject = f"{conflict.path}.rej"
+            left = f" (its part is in {reject})" if reject in stop.rejects else ""
+            lines.append(f"  {conflict.path}: {_why(conflict)}{left}")
+    tree = quote(done.directory)
+    lines += [
+        "next: edit these files; take the markers out, and delete each *.rej",
+        f"next: sm12x patch continue {tree}  # or with --skip, to leave the patch out",
+    ]
+    return lines
+
+
+def _next(done: RebaseReport) -> list[str]:
+    return [*_move(done.folder, done.version), f"sm12x patch witness --base {done.version}"]
+
+
+def _move(folder: Path, version: str) -> list[str]:
     """The commands that bring the new folder to where bases are, if it is elsewhere."""
     patches = layout.patches()
-    if done.folder.parent.resolve() == patches.resolve():
+    if folder.parent.resolve() == patches.resolve():
         return []
-    lines = [f"  mv {shlex.quote(str(done.folder.absolute()))} patches/"]
-    if (patches / done.version).exists():
-        lines.insert(0, f"  mv patches/{done.version} ../{done.version}-before  # the one there")
+    home = patches / version
+    lines = [f"mv {quote(folder.absolute())} {quote(home)}"]
+    if home.exists():
+        aside = layout.root().parent / f"{version}-before"
+        lines.insert(0, f"mv {quote(home)} {quote(aside)}  # the one there")
     return lines
-
-
-def _carry_over(conflict: FileConflict, patch: str, tree: str) -> list[str]:
-    """What to do with the hunks of a file that git writes no *.rej for."""
-    if len(conflict.candidates) != 1:
-        why = f"{conflict.path} leaves no *.rej ({conflict.why})"
-        return [f"  # {why}: carry its hunks over by hand"]
-    (new,) = conflict.candidates
-    # Only where a file is named: the text of a hunk may have the path as well.
-    names = shlex.quote(rf"/^\(diff\|---\|+++\) /s|{conflict.path}|{new}|g")
-    return [
-        f"  sed {names} {patch} | git -C {tree} apply --reject --include={shlex.quote(new)}"
-        f"  # {PurePosixPath(conflict.path).name} has moved: its hunks"
-    ]
-
-
-def _paths(tree: str, conflicts: Sequence[FileConflict]) -> str:
-    """The files to edit; for one that is gone, those it may have become."""
-    paths: list[str] = []
-    for conflict in conflicts:
-        paths += conflict.candidates[:_CANDIDATES] if conflict.why else [conflict.path]
-    return " ".join(f"{tree}/{path}" for path in dict.fromkeys(paths)) or tree
 
 
 def _kept(done: RebaseReport) -> str:
     kept = sum(fate.kept for fate in done.fates)
-    left = len(done.conflicts)
+    left = len(done.open)
     rest = len(done.fates) - kept - left
     return f"{kept} kept, {rest} upstream, {left} to resolve"

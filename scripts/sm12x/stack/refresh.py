@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import shlex
+import shutil
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sm12x.core import files
-from sm12x.core.errors import DirtyTreeError, FindingsError
+from sm12x.core.errors import BadFileError, DirtyTreeError, FindingsError
 from sm12x.core.git import Repository
 from sm12x.stack import apply, mail, series, tree
 from sm12x.stack.apply import ApplyReport
@@ -66,18 +71,31 @@ _SETTINGS = (
     "log.mailmap=false",
 )
 # Left in .git while git is in the middle of something: HEAD is not the whole stack then.
-_UNFINISHED = ("rebase-merge", "rebase-apply", "MERGE_HEAD", "CHERRY_PICK_HEAD", "REVERT_HEAD")
+_UNFINISHED = (
+    *("rebase-merge", "rebase-apply", "sequencer"),
+    *("MERGE_HEAD", "CHERRY_PICK_HEAD", "REVERT_HEAD"),
+)
+# In .git while the base's folder is being written: what each of its files was and will be, so that
+# a folder that a killed run has left in between is known as such.
+_JOURNAL = "sm12x-refresh.json"
+# In .git while patches are being ported to this tree: see stack/resolve.py.
+PORT = "sm12x-port.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RefreshReport:
-    """What became of the files of a base's folder, by name, and the stack id afterwards."""
+    """What became of the files of a base's folder, by name, and the stack id afterwards.
+
+    ``kept`` is the folder with a copy of the patches that were there before, where they were not
+    those that the tree was made from; None where nothing had to be kept.
+    """
 
     stack_id: str
     unchanged: tuple[str, ...]
     rewritten: tuple[str, ...]
     added: tuple[str, ...]
     removed: tuple[str, ...]
+    kept: Path | None = None
 
 
 class MessageError(FindingsError):
@@ -93,14 +111,19 @@ class MessageError(FindingsError):
         self.findings = tuple(findings)
 
 
-def open_repository(base: Base, directory: Path) -> Repository:
+def open_repository(base: Base, directory: Path, *, current: bool = True) -> Repository:
     """The repository that ``apply`` left in ``directory``, seen to be of this base.
 
+    Args:
+        current: whether the patches in the base's folder have to be those it was made from.
+
     Raises:
-        DirtyTreeError: there is none, it is of another base, or git is in the middle of something.
+        DirtyTreeError: there is none, it is of another base or of another state of the stack, HEAD
+            is not its branch, or git is in the middle of something.
+        BadFileError: the base's folder cannot be read as a stack.
     """
     tree.require_directory(directory)
-    again = "make one with `sm12x patch apply --unpack NEW_DIR`"
+    again = f"make one with `sm12x patch apply --base {base.version} --unpack NEW_DIR`"
     git_dir = directory / ".git"
     repository = Repository(git_dir=git_dir.absolute(), work_tree=directory.absolute())
     start = repository.resolve(f"refs/tags/{apply.BASE_TAG}") if git_dir.is_dir() else None
@@ -115,26 +138,102 @@ def open_repository(base: Base, directory: Path) -> Repository:
             f"{base.version}",
             next_step=f"give the base it was made from, or {again}",
         )
+    if (git_dir / PORT).exists():
+        raise DirtyTreeError(
+            f"patches are being ported in {directory}, and not all of them are in",
+            next_step=f"`sm12x patch continue {shlex.quote(str(directory))}`",
+        )
+    require_quiet(repository, directory)
+    if current:
+        _require_current(base, repository, directory)
+    return repository
+
+
+def require_quiet(repository: Repository, directory: Path) -> None:
+    """Raise DirtyTreeError unless HEAD is the branch of the stack, and git is not in the middle."""
     for name in _UNFINISHED:
-        if (git_dir / name).exists():
+        if (repository.git_dir / name).exists():
             raise DirtyTreeError(
                 f"git is in the middle of something in {directory} ({name} is there)",
                 next_step="finish it or give it up (`git rebase --continue`, `--abort`)",
             )
-    return repository
+    head = repository.run("symbolic-ref", "-q", "HEAD", check=False).stdout.strip()
+    if head == f"refs/heads/{apply.BRANCH}":
+        return
+    where = f"on {head.removeprefix('refs/heads/')}" if head else "detached"
+    quoted = shlex.quote(str(directory))
+    raise DirtyTreeError(
+        f"HEAD of {directory} is {where}, not on the branch {apply.BRANCH}, which is what is "
+        "exported: patches that only the branch has would be removed",
+        next_step=f"`git -C {quoted} switch {apply.BRANCH}`, or to export what is checked out: "
+        f"`git -C {quoted} switch -C {apply.BRANCH}`",
+    )
 
 
-def refresh(base: Base, directory: Path, *, root: Path | None) -> RefreshReport:
+def _require_current(base: Base, repository: Repository, directory: Path) -> None:
+    """Raise DirtyTreeError if the base's patches are not those ``directory`` was made from."""
+    made_from = repository.run("config", "--get", apply.STACK_KEY, check=False).stdout.strip()
+    try:
+        now = series.load(base).id
+    except BadFileError:
+        if in_between(base, repository):
+            return
+        raise
+    if made_from == now or in_between(base, repository):
+        return
+    quoted = shlex.quote(str(directory))
+    raise DirtyTreeError(
+        f"{directory} was made from the stack {made_from or 'of an unknown state'}, and "
+        f"{base.folder} is now stack {now}: an export would undo what has changed there since",
+        next_step=f"`sm12x patch apply --base {base.version} --unpack NEW_DIR`, then bring your "
+        f"commits there (`git -C NEW_DIR fetch {quoted} {apply.BRANCH}`, `git -C NEW_DIR "
+        "cherry-pick ...`); or `sm12x patch refresh --force`, which keeps a copy of the patches it "
+        "replaces",
+    )
+
+
+def in_between(base: Base, repository: Repository) -> bool:
+    """Whether each file of the base's folder is one that a stopped refresh found or made."""
+    try:
+        journal = json.loads((repository.git_dir / _JOURNAL).read_text(encoding="utf-8"))
+        before, after = dict(journal["before"]), dict(journal["after"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    now = _hashes(_present(base))
+    return all(
+        now.get(name) in (before.get(name), after.get(name)) for name in {*now, *before, *after}
+    )
+
+
+def _present(base: Base) -> dict[str, bytes]:
+    """The patches and the series of a base's folder, name -> content."""
+    paths = [*base.folder.glob("[!.]*.patch"), base.series_path]
+    return {path.name: path.read_bytes() for path in paths if path.is_file()}
+
+
+def _hashes(contents: Mapping[str, bytes]) -> dict[str, str]:
+    return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+
+
+def refresh(
+    base: Base, directory: Path, *, root: Path | None, keep: Path | None = None
+) -> RefreshReport:
     """Write the commits of ``directory`` since its base into the base's folder and series.
+
+    Patches that ``apply`` was told to leave out at the end (``up_to``) stay, after those exported;
+    one of the same subject as an exported one is replaced by that.
 
     Args:
         root: the checkout that the witnesses' paths are in.
+        keep: a folder for a copy of what is there, if that is not what ``directory`` was made from;
+            None refuses to replace it.
 
     Raises:
-        DirtyTreeError: changes are not committed, or the history is not one line from the base.
+        DirtyTreeError: changes are not committed, the history is not one line from the base, or the
+            base's patches have changed since ``directory`` was made.
         MessageError: a message lacks what it must say. Nothing is written.
     """
-    repository = open_repository(base, directory)
+    repository = open_repository(base, directory, current=keep is None)
     changes = repository.status()
     if changes:
         named = ", ".join(line[3:] for line in changes[:8])
@@ -142,11 +241,12 @@ def refresh(base: Base, directory: Path, *, root: Path | None) -> RefreshReport:
             f"{directory} has {len(changes)} uncommitted changes ({named})",
             next_step="commit them (`sm12x patch new`, or `git commit --amend`) or undo them",
         )
-    kept = repository.run("config", "--get-all", apply.UPSTREAM_KEY, check=False).stdout.split()
-    if kept:
+    known = repository.run("config", "--get-all", apply.UPSTREAM_KEY, check=False).stdout.split()
+    if known:
         raise DirtyTreeError(
-            f"{', '.join(kept)} is in the base already and so has no commit in {directory}",
-            next_step=f"`sm12x patch drop {kept[0]}`, then apply the stack to a fresh folder",
+            f"{', '.join(known)} is in the base already and so has no commit in {directory}",
+            next_step=f"`sm12x patch drop --base {base.version} {known[0]}`, then apply the stack "
+            "to a fresh folder",
         )
     head = repository.resolve("HEAD")
     start = repository.resolve(f"refs/tags/{apply.BASE_TAG}")
@@ -161,9 +261,83 @@ def refresh(base: Base, directory: Path, *, root: Path | None) -> RefreshReport:
             f"HEAD of {directory} does not descend from the commit tagged {apply.BASE_TAG}",
             next_step="check out the branch `stack`",
         )
-    report = write(base, export(repository, start, head, root=root))
-    repository.config("sm12x.stack", report.stack_id)
+    exported = export(repository, start, head, root=root)
+    rest = _with_rest(base, repository, exported)
+    kept: Path | None = None
+    if keep is not None:
+        try:
+            _require_current(base, repository, directory)
+        except (DirtyTreeError, BadFileError):
+            kept = copy_aside(base.folder, keep)
+    return replace(replaced(base, repository, exported, rest=rest), kept=kept)
+
+
+def replaced(
+    base: Base, repository: Repository, exported: Mapping[str, bytes], *, rest: Sequence[str]
+) -> RefreshReport:
+    """Make the base's folder ``exported``, noted in ``repository`` before the first file changes.
+
+    Args:
+        rest: those of them that the tree of ``repository`` does not have.
+    """
+    after = {**exported, base.series_path.name: _series(base, exported).encode()}
+    hashes = {"before": _hashes(_present(base)), "after": _hashes(after)}
+    # For a run that is killed between two files.
+    files.write_text(repository.git_dir / _JOURNAL, json.dumps(hashes, indent=1))
+    report = write(base, exported)
+    _settle(repository, report.stack_id, rest)
     return report
+
+
+def _settle(repository: Repository, stack_id: str, rest: Sequence[str]) -> None:
+    """Note in a tree's repository the stack it stands for now, and what is not applied there."""
+    repository.run("config", "--local", "--unset-all", apply.REST_KEY, check=False)
+    for name in rest:
+        repository.run("config", "--local", "--add", apply.REST_KEY, name)
+    repository.config(apply.STACK_KEY, stack_id)
+    (repository.git_dir / _JOURNAL).unlink(missing_ok=True)
+
+
+def _with_rest(base: Base, repository: Repository, exported: dict[str, bytes]) -> list[str]:
+    """Add to ``exported`` what was left out of the tree at the end; the new names of those."""
+    done = repository.run("config", "--get-all", apply.REST_KEY, check=False)
+    subjects = {name.partition("-")[2] for name in exported}
+    rest: list[str] = []
+    for old in done.stdout.split():
+        path = base.folder / old
+        tail = old.partition("-")[2]
+        if tail in subjects:
+            continue
+        if not path.is_file():
+            # A stopped run has renumbered it.
+            again = sorted(base.folder.glob(f"[0-9]*-{tail}"))
+            if not again:
+                raise BadFileError(
+                    f"{path} is not there: the tree was made without it, and would lose it",
+                    next_step="restore it with git",
+                )
+            path = again[0]
+        name = f"{len(exported) + 1:04d}-{tail}"
+        exported[name] = path.read_bytes()
+        rest.append(name)
+    return rest
+
+
+def copy_aside(folder: Path, keep: Path) -> Path:
+    """Copy a base's folder to a new folder under ``keep``, and return that.
+
+    Raises:
+        OSError: there is no room, or no right to write. Nothing was replaced.
+    """
+    keep.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(dir=keep, prefix=f"{folder.name}-"))
+    made.chmod(0o755)
+    try:
+        shutil.copytree(folder, made, dirs_exist_ok=True, symlinks=True)
+    except shutil.Error as error:
+        shutil.rmtree(made, ignore_errors=True)
+        raise OSError(f"{folder} cannot be copied to {made}: {error}") from None
+    return made
 
 
 def export(repository: Repository, start: str, head: str, *, root: Path | None) -> dict[str, bytes]:
@@ -200,23 +374,35 @@ def export(repository: Repository, start: str, head: str, *, root: Path | None) 
     return exported
 
 
-def write(base: Base, exported: dict[str, bytes]) -> RefreshReport:
+def _series(base: Base, exported: Mapping[str, bytes]) -> str:
+    return series.header(base) + "".join(f"{name}\n" for name in exported)
+
+
+def write(base: Base, exported: Mapping[str, bytes]) -> RefreshReport:
     """Make the patches and the series of a base's folder exactly ``exported``.
 
     Files that are the same already are left alone. Killed in the middle, a second run mends it:
-    new files first, then the series, then the files it no longer lists.
+    new files first, then the series, then the files it no longer lists. What a killed run has left
+    under a temporary name goes first.
+
+    Raises:
+        DirtyTreeError: another process is writing there.
     """
-    before = {path.name: path.read_bytes() for path in base.folder.glob("*.patch")}
-    for name, content in exported.items():
-        if before.get(name) != content:
-            with files.replacing(base.folder / name) as temporary:
-                temporary.write_bytes(content)
-    text = series.header(base) + "".join(f"{name}\n" for name in exported)
-    if not base.series_path.is_file() or base.series_path.read_text(encoding="utf-8") != text:
-        files.write_text(base.series_path, text)
-    removed = sorted(before.keys() - exported.keys())
-    for name in removed:
-        (base.folder / name).unlink()
+    with files.locked(base.folder):
+        for left in leftovers(base.folder):
+            with suppress(OSError):
+                left.unlink()
+        before = {path.name: path.read_bytes() for path in base.folder.glob("[!.]*.patch")}
+        for name, content in exported.items():
+            if before.get(name) != content:
+                with files.replacing(base.folder / name) as temporary:
+                    temporary.write_bytes(content)
+        text = _series(base, exported)
+        if not base.series_path.is_file() or base.series_path.read_text(encoding="utf-8") != text:
+            files.write_text(base.series_path, text)
+        removed = sorted(before.keys() - exported.keys())
+        for name in removed:
+            (base.folder / name).unlink()
     both = [name for name in exported if name in before]
     return RefreshReport(
         stack_id=series.load(base).id,
@@ -224,6 +410,16 @@ def write(base: Base, exported: dict[str, bytes]) -> RefreshReport:
         rewritten=tuple(name for name in both if before[name] != exported[name]),
         added=tuple(name for name in exported if name not in before),
         removed=tuple(removed),
+    )
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """Temporary files that a killed run has left in a base's folder."""
+    return sorted(
+        path
+        for pattern in (".[0-9]*-*.patch.*", ".series.*", ".base.toml.*")
+        for path in folder.glob(pattern)
+        if path.is_file()
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from sm12x.stack import mail
 from sm12x.stack.base import Base
 from sm12x.stack.mail import Finding, Patch
 
-__all__ = ["Patch", "Stack", "check", "header", "id_of", "load", "read"]
+__all__ = ["Patch", "Stack", "check", "header", "load", "read", "read_id"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +23,28 @@ class Stack:
     @property
     def id(self) -> str:
         """Eight hex digits that change with any patch's name, content or place."""
-        return _id([(patch.name, patch.sha256) for patch in self.patches])
+        return _id((patch.name, patch.sha256) for patch in self.patches)
+
+    @staticmethod
+    def id_of(contents: Mapping[str, bytes]) -> str:
+        """The id of a stack of these files, in order: name -> content."""
+        return _id((name, hashlib.sha256(text).hexdigest()) for name, text in contents.items())
+
+    def after(self, name: str) -> tuple[str, ...]:
+        """The names of the patches after the one called ``name``; of all of them after "0"."""
+        if name.isdecimal() and int(name) == 0:
+            return tuple(patch.name for patch in self.patches)
+        last = self.patches.index(self.get(name))
+        return tuple(patch.name for patch in self.patches[last + 1 :])
 
     def get(self, name: str) -> Patch:
         """The patch called ``name``: its file name, with or without ".patch", or its number."""
         for patch in self.patches:
-            if name in (patch.name, patch.path.stem) or name == patch.name.split("-")[0]:
+            number = patch.name.split("-")[0]
+            if name in (patch.name, patch.path.stem):
+                return patch
+            # "0006", and "6" as one says it.
+            if name.isdecimal() and number.isdecimal() and int(name) == int(number):
                 return patch
         known = ", ".join(patch.name for patch in self.patches) or "none"
         raise BadFileError(
@@ -37,7 +53,7 @@ class Stack:
         )
 
 
-def id_of(folder: Path) -> str:
+def read_id(folder: Path) -> str:
     """The ``Stack.id`` of the stack in the folder of a base, from names and bytes alone.
 
     Raises:
@@ -46,7 +62,7 @@ def id_of(folder: Path) -> str:
     try:
         lines = (folder / "series").read_text(encoding="utf-8").splitlines()
         names = [line for line in lines if line and not line.startswith("#")]
-        return _id([(name, files.sha256(folder / name)) for name in names])
+        return _id((name, files.sha256(folder / name)) for name in names)
     except (OSError, UnicodeDecodeError) as error:
         raise BadFileError(
             f"the stack of {folder.name} cannot be read: {error}",
@@ -54,7 +70,7 @@ def id_of(folder: Path) -> str:
         ) from None
 
 
-def _id(patches: Sequence[tuple[str, str]]) -> str:
+def _id(patches: Iterable[tuple[str, str]]) -> str:
     """The id of a stack: over the name and the sha256 of each patch, in order."""
     digest = hashlib.sha256()
     for name, sha256 in patches:
@@ -108,7 +124,20 @@ def check(base: Base, *, root: Path | None) -> list[Finding]:
                     f"{mail.file_name(number, patch.subject)}: place in the series, then subject",
                 )
             )
+    kept = {name.partition("-")[2]: name for name in names}
+    for entry in base.dropped:
+        same = kept.get(entry.patch.partition("-")[2])
+        if same is not None:
+            path = base.folder / "base.toml"
+            message = f"[[dropped]] names {entry.patch}, and the series lists {same}: take out one"
+            findings.append(Finding(path=path, line=_line_of(path, entry.patch), message=message))
     return findings
+
+
+def _line_of(path: Path, text: str) -> int:
+    """The first line that holds ``text``, 1 where none does."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return next((n for n, line in enumerate(lines, start=1) if text in line), 1)
 
 
 def read(base: Base) -> tuple[list[str], list[Finding]]:
@@ -146,7 +175,7 @@ def read(base: Base) -> tuple[list[str], list[Finding]]:
     listed = set(names)
     findings += [
         Finding(path=extra, line=1, message="is not listed in the series")
-        for extra in sorted(base.folder.glob("*.patch"))
+        for extra in sorted(base.folder.glob("[!.]*.patch"))
         if extra.name not in listed
     ]
     return names, findings

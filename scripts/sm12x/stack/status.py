@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,12 +26,14 @@ APPLIED = "applied"
 NEEDED = "needed"
 UPSTREAM = "upstream"
 CONFLICT = "conflict"
+FOLLOWS = "follows"
 UNKNOWN = "unknown"
 LEGEND = {
     APPLIED: "in the stack of that base",
     NEEDED: "the defect is there, and no stack is kept for that release",
     UPSTREAM: "the release does it itself",
     CONFLICT: "needed, and to be written anew for that release",
+    FOLLOWS: "needed, and merges once the patches in conflict before it are in",
     UNKNOWN: "not tried, or its witness could not run",
 }
 _HEAD = (
@@ -89,15 +91,18 @@ class StatusTable:
 
 
 def decide(needed: str, text: str) -> str:
-    """What a rebase does with a patch: "needed" (keep it), "upstream" or "conflict"; "unknown"."""
+    """What a rebase says of a patch: "needed", "upstream", "conflict", "follows" or "unknown".
+
+    A text that does not merge says nothing of a patch that nobody knows to be needed.
+    """
     if needed == need.UPSTREAM:
         return UPSTREAM
     if text == carry.PRESENT:
         # All of its text is there: red all the same means that it is not enough there.
         return CONFLICT if needed == need.NEEDED else UPSTREAM
-    if text == carry.CONFLICT:
-        return CONFLICT
-    return NEEDED if needed == need.NEEDED else UNKNOWN
+    if needed == need.UNKNOWN:
+        return UNKNOWN
+    return {carry.CONFLICT: CONFLICT, carry.FOLLOWS: FOLLOWS}.get(text, NEEDED)
 
 
 def slug(name: str) -> str:
@@ -124,9 +129,7 @@ def read(path: Path) -> tuple[Outcome, ...]:
             base=entry.text("base"),
             release=entry.text("release"),
             need=entry.choice("need", (need.NEEDED, need.UPSTREAM, need.UNKNOWN)),
-            text=entry.choice(
-                "text", ("", carry.APPLIES, carry.MERGES, carry.PRESENT, carry.CONFLICT)
-            ),
+            text=entry.choice("text", ("", *carry.STATES)),
             witness=entry.text("witness"),
             since=entry.text("since"),
             why=entry.text("why"),
@@ -137,19 +140,48 @@ def read(path: Path) -> tuple[Outcome, ...]:
     return found
 
 
-def record(path: Path, fresh: Iterable[Outcome]) -> None:
+def record(
+    path: Path, fresh: Iterable[Outcome], stacks: Mapping[str, Sequence[str]] | None = None
+) -> None:
     """Add outcomes; each takes the place of an older one of its patch, base and release.
 
     One that cannot tell whether a patch is needed does not displace what a witness has said before.
+
+    Args:
+        stacks: the patches of each base there is: outcomes of others of its patches are dropped.
     """
     known = {(o.base, o.release, slug(o.patch)): o for o in read(path)}
     for outcome in fresh:
         key = (outcome.base, outcome.release, slug(outcome.patch))
         before = known.get(key)
         known[key] = merged(before, outcome) if before else outcome
-    ordered = sorted(known.values(), key=lambda o: (Version(o.base), o.patch, Version(o.release)))
-    values = {"schema": 1, "outcome": [asdict(outcome) for outcome in ordered]}
-    files.write_text(path, _HEAD + tomltext.dump(values))
+    kept = {base: {slug(name) for name in names} for base, names in (stacks or {}).items()}
+    ordered = sorted(
+        (o for o in known.values() if o.base not in kept or slug(o.patch) in kept[o.base]),
+        key=lambda o: (Version(o.base), o.patch, Version(o.release)),
+    )
+    entries = [{**asdict(o), "why": need.without_addresses(o.why)} for o in ordered]
+    files.write_text(path, _HEAD + tomltext.dump({"schema": 1, "outcome": entries}))
+
+
+def contradictions(bases: Sequence[Base], outcomes: Sequence[Outcome]) -> list[str]:
+    """Where a base says since when a patch is upstream, and a witness has said otherwise since."""
+    found: list[str] = []
+    for base in bases:
+        for entry in base.dropped:
+            if entry.state != UPSTREAM or not entry.since:
+                continue
+            for o in outcomes:
+                if (
+                    slug(o.patch) == slug(entry.patch)
+                    and o.need == need.NEEDED
+                    and Version(entry.since) <= Version(o.release) <= Version(base.version)
+                ):
+                    found.append(
+                        f"{entry.patch}: upstream since {entry.since} for {base.version}, and its "
+                        f"witness shows the defect on {o.release} ({o.witness})"
+                    )
+    return found
 
 
 def merged(before: Outcome, after: Outcome) -> Outcome:

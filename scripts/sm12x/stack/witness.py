@@ -7,6 +7,7 @@ set-up failed, that was skipped, or whose pytest crashed or hung, is neither red
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import shutil
 import sys
@@ -27,6 +28,8 @@ from sm12x.stack.series import Patch, Stack
 BASE = "base"
 PATCHED = "patched"
 SIDES = (BASE, PATCHED)
+# The folder of the environments, in the cache.
+HOMES = "witness"
 # Seconds one pytest process may take.
 TIME_LIMIT = 1800
 # pytest, which no release depends on, with hashes.
@@ -106,9 +109,7 @@ def environment(
         NoSpaceError: too little room for what is about to be installed.
     """
     wanted = requirements(base, machine=machine, root=root)
-    version = platform.python_version()
-    key = hashlib.sha256(f"{version}\n{wanted}".encode()).hexdigest()[:12]
-    home = cache / "witness" / f"{base.version}-{machine}-{key}"
+    home = cache / HOMES / _name(base, wanted, machine)
     if (home / "bin" / "python").exists():
         return home / "bin" / "python"
     say(
@@ -153,6 +154,75 @@ def environment(
             if not (home / "bin" / "python").exists():
                 raise
     return home / "bin" / "python"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """An environment in the cache: ``size`` in bytes as they lie there, ``bases`` that use it.
+
+    uv links the files of its own cache, so that removing one of two that hold the same frees less.
+    """
+
+    path: Path
+    size: int
+    bases: tuple[str, ...]
+
+
+def environments(
+    known: Sequence[Base], *, root: Path, cache: Path, machine: str = platform.machine()
+) -> list[Environment]:
+    """The environments in the cache, and which of ``known`` each is for; stopped runs' too.
+
+    Raises:
+        BadFileError: the lock of one of ``known`` cannot be read.
+    """
+    used = {
+        _name(base, requirements(base, machine=machine, root=root), machine): base.version
+        for base in known
+        if base.lock_path(machine).is_file()
+    }
+    homes = cache / HOMES
+    if not homes.is_dir():
+        return []
+    return [
+        Environment(
+            path=path,
+            size=_size(path),
+            bases=(used[path.name],) if path.name in used else (),
+        )
+        for path in sorted(homes.iterdir())
+        if path.is_dir()
+    ]
+
+
+def remove(environment: Environment) -> None:
+    """Delete an environment; a run that is using it fails."""
+    # Under another name first: what is half deleted must not be taken for whole.
+    aside = environment.path.with_name(f".{environment.path.name}.removed")
+    if environment.path.name.startswith("."):
+        aside = environment.path
+    else:
+        environment.path.rename(aside)
+    shutil.rmtree(aside)
+
+
+def _size(folder: Path) -> int:
+    """Bytes of a folder, a file of several names once."""
+    seen: set[int] = set()
+    total = 0
+    for top, _, names in os.walk(folder):
+        for name in names:
+            status = os.lstat(os.path.join(top, name))  # noqa: PTH118 - 40,000 files
+            if status.st_ino not in seen:
+                seen.add(status.st_ino)
+                total += status.st_blocks * 512
+    return total
+
+
+def _name(base: Base, wanted: str, machine: str) -> str:
+    version = platform.python_version()
+    key = hashlib.sha256(f"{version}\n{wanted}".encode()).hexdigest()[:12]
+    return f"{base.version}-{machine}-{key}"
 
 
 def requirements(base: Base, *, machine: str, root: Path) -> str:

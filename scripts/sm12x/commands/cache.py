@@ -1,0 +1,86 @@
+"""`sm12x cache`: what tests have installed, how large it is, and how it goes away."""
+
+from __future__ import annotations
+
+import click
+
+from sm12x import layout
+from sm12x.commands.patchoptions import JSON, print_json
+from sm12x.core import files
+from sm12x.core.errors import BadFileError
+from sm12x.stack import base as bases
+from sm12x.stack import witness
+from sm12x.stack.witness import Environment
+
+
+@click.group()
+def command() -> None:
+    """List or clear the witnesses' environments (about 4 GiB for each base).
+
+    Example: sm12x cache list
+    """
+
+
+@command.command("list")
+@JSON
+def list_command(as_json: bool) -> None:
+    """Print each environment with its size and the base whose lock it was made of.
+
+    Example: sm12x cache list --json
+    """
+    found = _found()
+    if as_json:
+        print_json([_data(one) for one in found])
+        return
+    for one in found:
+        click.echo(f"{one.size / files.GIB:6.1f} GiB  {_use(one)}  {one.path}")
+    total = sum(one.size for one in found) / files.GIB
+    click.echo(f"{total:6.1f} GiB in {len(found)} environments")
+
+
+@command.command("clear")
+@click.option("--all", "everything", is_flag=True, help="Those that a base uses as well.")
+@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+@JSON
+def clear_command(everything: bool, dry_run: bool, as_json: bool) -> None:
+    """Delete the environments that no lock in patches/ names any more, and what killed runs left.
+
+    What is needed again is installed again. Files that uv's own cache holds as well are freed by
+    `uv cache clean`.
+
+    Example: sm12x cache clear --all
+    """
+    gone = [one for one in _found() if everything or not one.bases]
+    for one in gone:
+        if not dry_run:
+            witness.remove(one)
+        if not as_json:
+            verb = "would delete" if dry_run else "deleted"
+            click.echo(f"{verb} {one.path} ({one.size / files.GIB:.1f} GiB)")
+    if as_json:
+        print_json([_data(one) for one in gone])
+    elif not gone:
+        click.echo("nothing to delete")
+
+
+def _found() -> list[Environment]:
+    known = []
+    for version in bases.versions():
+        try:
+            known.append(bases.load(version))
+        except BadFileError as error:
+            # Its environment would count as one that nothing uses.
+            raise BadFileError(
+                f"what {version} uses is not known: {error.message}", next_step=error.next_step
+            ) from None
+    return witness.environments(known, root=layout.root(), cache=layout.cache())
+
+
+def _data(one: Environment) -> dict[str, object]:
+    return {"path": str(one.path), "bytes": one.size, "bases": list(one.bases)}
+
+
+def _use(one: Environment) -> str:
+    if one.bases:
+        return f"for {', '.join(one.bases)}"
+    return "of a killed run" if one.path.name.startswith(".") else "not used"
