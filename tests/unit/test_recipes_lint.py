@@ -379,7 +379,7 @@ def test_the_image_is_that_of_the_default_base_and_no_patch_is_parsed(
 ) -> None:
     # Of all bases: the ids differ, and the newest is not the default.
     ids = {version: series.load(bases.load(version)).id for version in bases.versions()}
-    assert ids == {version: series.id_of(bases.load(version).folder) for version in ids}
+    assert ids == {version: series.read_id(bases.load(version).folder) for version in ids}
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a stack was parsed")
