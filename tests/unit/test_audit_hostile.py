@@ -205,6 +205,33 @@ def test_pieces_without_number_are_a_fault_and_no_memory(
             assert sum(len(unit.entries) + 1 for unit in found.loaded) < 500
 
 
+@pytest.mark.parametrize("flags", [2, 6])
+def test_fat_binaries_in_each_other_are_not_walked_again_and_again(
+    monkeypatch: pytest.MonkeyPatch, flags: int
+) -> None:
+    """Each entry's payload begins like a container that holds all that follows."""
+    monkeypatch.setattr(fatbin, "MAX_ENTRIES", 2000)
+    walked = 0
+    real = fatbin._entry
+
+    def counted(*words: object) -> object:
+        nonlocal walked
+        walked += 1
+        return real(*words)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(fatbin, "_entry", counted)
+    number = 3000
+    data = b"".join(
+        struct.pack("<IHHQ", fatbin.MAGIC, 1, 16, (number - index) * 80 - 16)
+        + entry(PTX, 80, 0, b"\0" * 4)[:56]
+        + b"\0" * 8
+        for index in range(number)
+    )
+    found = elf.read(library({".data": data + b"\1" * 40}, flags=flags)).found
+    assert found.faults
+    assert walked < 10_000
+
+
 def test_a_section_that_unpacks_without_end_is_not_unpacked(tmp_path: Path) -> None:
     """SHF_COMPRESSED, which pyelftools would follow, on the names and on the symbols."""
     packed = struct.pack("<IIQQ", 1, 0, 1 << 40, 1) + zlib.compress(b"\0" * (1 << 26))
