@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
+from click.testing import CliRunner
 from tests.unit.test_audit_read import (
     CUBIN,
     DATA,
@@ -35,6 +36,7 @@ from tests.unit.test_audit_read import (
 
 from sm12x.audit import elf, fatbin, policy, room, scan
 from sm12x.audit.model import SM120, UNKNOWN, LibraryAudit
+from sm12x.commands import audit as verb
 from sm12x.core.errors import BadFileError, NoSpaceError, Sm12xError
 
 LZ4 = fatbin.LZ4
@@ -476,6 +478,20 @@ def test_a_folder_that_cannot_be_listed_is_unknown(
         "a.so": "native",
         "shut": UNKNOWN,
     }
+
+
+def test_names_that_cannot_be_written_are_escaped(tmp_path: Path) -> None:
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    for name in (b"\xff.so", b"a\nb.so", b"\x1b[31m.so", "\u2028.so".encode()):
+        Path(os.fsdecode(os.fsencode(folder) + b"/" + name)).write_bytes(KERNELS.read_bytes())
+    output = tmp_path / "report.txt"
+    for words in ([], ["--json"], ["--output", str(output)]):
+        done = CliRunner().invoke(verb.command, [str(folder), *words])
+        assert done.exit_code == 0, done.exception
+    text = output.read_text(encoding="utf-8")
+    for name in ("\\xff.so", "a\\x0ab.so", "\\x1b[31m.so", "\\u2028.so"):
+        assert name in text
 
 
 def test_a_file_that_is_gone_when_it_is_read_is_unknown(tmp_path: Path) -> None:
