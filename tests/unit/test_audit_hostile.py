@@ -41,7 +41,7 @@ from sm12x.core.errors import BadFileError, NoSpaceError, Sm12xError
 
 LZ4 = fatbin.LZ4
 # More in a longer run: SM12X_FUZZ=20000.
-ROUNDS = int(os.environ.get("SM12X_FUZZ", "60"))
+ROUNDS = int(os.environ.get("SM12X_FUZZ", "30"))
 SEEDS = sorted(path for path in DATA.iterdir() if path.suffix in
                (".so", ".a", ".cubin", ".fatbin", ".ptx"))  # fmt: skip
 ALL = policy.Policy(
@@ -388,6 +388,31 @@ def test_together_the_libraries_take_the_memory_of_the_largest(
     assert most == max(map(len, members.values()))
 
 
+@pytest.mark.parametrize("kind", ["wheel", "image", "oci", "member"])
+def test_a_damaged_package_is_reported_or_refused(kind: str, tmp_path: Path) -> None:
+    """Through the command, which has to write a report of whatever was found."""
+    chance = random.Random(kind)  # noqa: S311 - reproducible, not secret
+    members = {"a.so": (DATA / "concat.so").read_bytes(), "b/k.cubin": stub(), "c.a": b"!<arch>\n"}
+    path = tmp_path / ("a.whl" if kind in ("wheel", "member") else "a.tar")
+    index = json.dumps({"manifests": [{"digest": "sha256:1"}]}).encode()
+    layer = {"mediaType": "application/vnd.oci.image.layer.v1.tar", "digest": "sha256:2"}
+    oci = {
+        "oci-layout": b"{}",
+        "index.json": index,
+        "blobs/sha256/1": json.dumps({"layers": [layer]}).encode(),
+        "blobs/sha256/2": tar(members),
+    }
+    for _ in range(ROUNDS):
+        if kind == "member":
+            wheel(path, {name: mutated(data, chance) for name, data in members.items()})
+        elif kind == "wheel":
+            path.write_bytes(mutated(wheel(path, members).read_bytes(), chance))
+        else:
+            path.write_bytes(mutated(tar(members if kind == "image" else oci), chance))
+        done = CliRunner().invoke(verb.command, [str(path), *chance.choice(([], ["--json"]))])
+        assert done.exit_code == 0 or isinstance(done.exception, Sm12xError), done.exception
+
+
 def members_of(names: list[str]) -> Iterator[tuple[str, bytes]]:
     for name in names:
         yield name, KERNELS.read_bytes()
@@ -490,8 +515,8 @@ def test_names_that_cannot_be_written_are_escaped(tmp_path: Path) -> None:
         done = CliRunner().invoke(verb.command, [str(folder), *words])
         assert done.exit_code == 0, done.exception
     text = output.read_text(encoding="utf-8")
-    for name in ("\\xff.so", "a\\x0ab.so", "\\x1b[31m.so", "\\u2028.so"):
-        assert name in text
+    for escaped in ("\\xff.so", "a\\x0ab.so", "\\x1b[31m.so", "\\u2028.so"):
+        assert escaped in text
 
 
 def test_a_file_that_is_gone_when_it_is_read_is_unknown(tmp_path: Path) -> None:
