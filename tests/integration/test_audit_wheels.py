@@ -82,3 +82,21 @@ def test_the_newest_official_wheel() -> None:
     assert (attention.cubins, attention.ptx) == ({"8.0": 76}, {"8.0": 76})
     # A program, not a library, and read all the same.
     assert found["vllm/vllm-rs"].sm120 == "host"
+
+
+def test_code_that_a_library_keeps_in_sections_of_its_own() -> None:
+    """cuFFT: 23,983 fat binaries in .ldata and one device-link stub, as cuobjdump counts them."""
+    name = "nvidia_cufft-12.0.0.61-py3-none-manylinux2014_x86_64.manylinux_2_17_x86_64.whl"
+    sha256 = "6c44f692dce8fd5ffd3e3df134b6cdb9c2f72d99cf40b62c32dde45eea9ddad3"
+    found = scan.scan(index.fetch("nvidia-cufft", name, sha256, cache=layout.cache()))
+    library = found["nvidia/cu13/lib/libcufft.so.12"]
+    assert len(library.embedded) == 23983
+    assert library.cubins == {
+        "7.5": 310, "8.0": 357, "8.6": 358, "8.7": 155, "8.9": 358, "9.0": 393, "10.0": 420,
+        "11.0": 354, "12.0": 420,
+    }  # fmt: skip
+    assert library.ptx == {"7.5": 7189, "8.0": 583, "8.6": 291, "9.0": 68}
+    assert library.lto == {"7.5": 12728}
+    assert found["nvidia/cu13/lib/libcufftw.so.12"].sm120 == "host"
+    default = policy.load(layout.data() / "policies" / "default.toml")
+    assert policy.judge(found, default).offenders == ()

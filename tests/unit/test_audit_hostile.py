@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
+from click.testing import CliRunner
 from tests.unit.test_audit_read import (
     CUBIN,
     DATA,
@@ -35,11 +36,12 @@ from tests.unit.test_audit_read import (
 
 from sm12x.audit import elf, fatbin, policy, room, scan
 from sm12x.audit.model import SM120, UNKNOWN, LibraryAudit
+from sm12x.commands import audit as verb
 from sm12x.core.errors import BadFileError, NoSpaceError, Sm12xError
 
 LZ4 = fatbin.LZ4
 # More in a longer run: SM12X_FUZZ=20000.
-ROUNDS = int(os.environ.get("SM12X_FUZZ", "60"))
+ROUNDS = int(os.environ.get("SM12X_FUZZ", "30"))
 SEEDS = sorted(path for path in DATA.iterdir() if path.suffix in
                (".so", ".a", ".cubin", ".fatbin", ".ptx"))  # fmt: skip
 ALL = policy.Policy(
@@ -205,6 +207,33 @@ def test_pieces_without_number_are_a_fault_and_no_memory(
             assert sum(len(unit.entries) + 1 for unit in found.loaded) < 500
 
 
+@pytest.mark.parametrize("flags", [2, 6])
+def test_fat_binaries_in_each_other_are_not_walked_again_and_again(
+    monkeypatch: pytest.MonkeyPatch, flags: int
+) -> None:
+    """Each entry's payload begins like a container that holds all that follows."""
+    monkeypatch.setattr(fatbin, "MAX_ENTRIES", 2000)
+    walked = 0
+    real = fatbin._entry
+
+    def counted(*words: object) -> object:
+        nonlocal walked
+        walked += 1
+        return real(*words)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(fatbin, "_entry", counted)
+    number = 3000
+    data = b"".join(
+        struct.pack("<IHHQ", fatbin.MAGIC, 1, 16, (number - index) * 80 - 16)
+        + entry(PTX, 80, 0, b"\0" * 4)[:56]
+        + b"\0" * 8
+        for index in range(number)
+    )
+    found = elf.read(library({".data": data + b"\1" * 40}, flags=flags)).found
+    assert found.faults
+    assert walked < 10_000
+
+
 def test_a_section_that_unpacks_without_end_is_not_unpacked(tmp_path: Path) -> None:
     """SHF_COMPRESSED, which pyelftools would follow, on the names and on the symbols."""
     packed = struct.pack("<IIQQ", 1, 0, 1 << 40, 1) + zlib.compress(b"\0" * (1 << 26))
@@ -359,6 +388,31 @@ def test_together_the_libraries_take_the_memory_of_the_largest(
     assert most == max(map(len, members.values()))
 
 
+@pytest.mark.parametrize("kind", ["wheel", "image", "oci", "member"])
+def test_a_damaged_package_is_reported_or_refused(kind: str, tmp_path: Path) -> None:
+    """Through the command, which has to write a report of whatever was found."""
+    chance = random.Random(kind)  # noqa: S311 - reproducible, not secret
+    members = {"a.so": (DATA / "concat.so").read_bytes(), "b/k.cubin": stub(), "c.a": b"!<arch>\n"}
+    path = tmp_path / ("a.whl" if kind in ("wheel", "member") else "a.tar")
+    index = json.dumps({"manifests": [{"digest": "sha256:1"}]}).encode()
+    layer = {"mediaType": "application/vnd.oci.image.layer.v1.tar", "digest": "sha256:2"}
+    oci = {
+        "oci-layout": b"{}",
+        "index.json": index,
+        "blobs/sha256/1": json.dumps({"layers": [layer]}).encode(),
+        "blobs/sha256/2": tar(members),
+    }
+    for _ in range(ROUNDS):
+        if kind == "member":
+            wheel(path, {name: mutated(data, chance) for name, data in members.items()})
+        elif kind == "wheel":
+            path.write_bytes(mutated(wheel(path, members).read_bytes(), chance))
+        else:
+            path.write_bytes(mutated(tar(members if kind == "image" else oci), chance))
+        done = CliRunner().invoke(verb.command, [str(path), *chance.choice(([], ["--json"]))])
+        assert done.exit_code == 0 or isinstance(done.exception, Sm12xError), done.exception
+
+
 def members_of(names: list[str]) -> Iterator[tuple[str, bytes]]:
     for name in names:
         yield name, KERNELS.read_bytes()
@@ -449,6 +503,20 @@ def test_a_folder_that_cannot_be_listed_is_unknown(
         "a.so": "native",
         "shut": UNKNOWN,
     }
+
+
+def test_names_that_cannot_be_written_are_escaped(tmp_path: Path) -> None:
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    for name in (b"\xff.so", b"a\nb.so", b"\x1b[31m.so", "\u2028.so".encode()):
+        Path(os.fsdecode(os.fsencode(folder) + b"/" + name)).write_bytes(KERNELS.read_bytes())
+    output = tmp_path / "report.txt"
+    for words in ([], ["--json"], ["--output", str(output)]):
+        done = CliRunner().invoke(verb.command, [str(folder), *words])
+        assert done.exit_code == 0, done.exception
+    text = output.read_text(encoding="utf-8")
+    for escaped in ("\\xff.so", "a\\x0ab.so", "\\x1b[31m.so", "\\u2028.so"):
+        assert escaped in text
 
 
 def test_a_file_that_is_gone_when_it_is_read_is_unknown(tmp_path: Path) -> None:

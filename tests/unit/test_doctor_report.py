@@ -199,3 +199,18 @@ def test_a_recipe_of_someone_else(tmp_path: Path) -> None:
         replace(recipe, sm12x=None), fake.facts(Machine(root=tmp_path)), knowledge.load()
     )
     assert [each.severity for each in found] == [UNKNOWN]
+
+
+def test_a_finding_about_no_device_is_about_each(tmp_path: Path) -> None:
+    """A library that could not be read is found on both, and the audit is no bad file."""
+    path = tmp_path / "audit.json"
+    offender = {"path": "a.so", "device": "", "message": "could not be read"}
+    report = {
+        "schema": 1,
+        "subject": "x",
+        "devices": ["12.0", "12.1"],
+        "libraries": [],
+        "policy": {"name": "p", "passed": False, "offenders": [offender]},
+    }
+    path.write_text(json.dumps(report))
+    assert sorted(map(str, image.read(path).offenders)) == ["12.0", "12.1"]

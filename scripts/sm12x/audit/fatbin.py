@@ -20,6 +20,7 @@ size (u32) of what follows at +0x48, padded to 8.
 
 from __future__ import annotations
 
+import bisect
 import mmap
 import struct
 from collections.abc import Iterable, Iterator
@@ -49,6 +50,8 @@ _SECTION = struct.Struct("<4xIQ8xQQ24x")
 # Attributes of 4 bytes: form, name, value (u16), which in form 4 is how many bytes follow.
 _NV_COMPAT, _COMPAT_SPECIFIC, _COMPAT_SIZED = 0x70000086, 9, 4
 _ELF64_LITTLE = ELF_MAGIC + b"\x02\x01\x01"
+# How a container begins of which nothing else says that it is one: with version and header size.
+_STRAY = struct.pack("<IHH", MAGIC, 1, _CONTAINER.size)
 # Containers start on 8-byte boundaries; linkers pad with zeros.
 _ALIGN = 8
 # A damaged file must not fill the report: what follows the first faults says nothing new.
@@ -147,24 +150,24 @@ def search(
     """
     containers: list[Container] = []
     faults: list[str] = []
-    code = sorted(instructions)
+    code = _merged(instructions)
+    starts = [low for low, _ in code]
     read = 0
     for start, end in _gaps(taken, len(data)):
         offset = start
         for found, is_elf in _candidates(data, start, end):
             if found < offset:
                 continue
-            take = _bare_cubin if is_elf else _stray
+            take = _bare_cubin if is_elf else _container
             container, after, fault = take(data, found, end, MAX_ENTRIES - read)
-            if container is not None and not fault:
-                containers.append(container)
-                read += 1 + len(container.entries)
+            # Also what is passed over: in a file made for it, each try would walk the rest.
+            read += bool(fault) if container is None else 1 + len(container.entries)
+            if not fault and container is not None:
                 offset = after
-            elif fault and not any(low <= found < high for low, high in code):
-                faults.append(fault)
-                if container is not None:
-                    containers.append(container)
-                    read += 1 + len(container.entries)
+            near = bisect.bisect_right(starts, found) - 1
+            if not (fault and near >= 0 and found < code[near][1]):
+                faults.extend([fault] if fault else [])
+                containers.extend([container] if container and container.entries else [])
             if read >= MAX_ENTRIES:
                 faults.append(_too_many(found))
             if len(faults) >= _MAX_FAULTS or read >= MAX_ENTRIES:
@@ -199,10 +202,21 @@ def _next_container(data: Buffer, offset: int, end: int, start: int) -> int:
     return end if found == -1 else found
 
 
+def _merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The ranges in order, those that overlap as one."""
+    found: list[tuple[int, int]] = []
+    for start, end in sorted(ranges):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((start, end))
+    return found
+
+
 def _gaps(taken: Iterable[tuple[int, int]], size: int) -> Iterator[tuple[int, int]]:
     at = 0
-    for start, end in sorted(taken):
-        if at < start:
+    for start, end in _merged(taken):
+        if at < min(start, size):
             yield at, min(start, size)
         at = max(at, end)
     if at < size:
@@ -211,24 +225,14 @@ def _gaps(taken: Iterable[tuple[int, int]], size: int) -> Iterator[tuple[int, in
 
 def _candidates(data: Buffer, start: int, end: int) -> Iterator[tuple[int, bool]]:
     """Where a container (False) or an ELF file (True) may begin, in order."""
-    stray, elf = data.find(MAGIC_BYTES, start, end), data.find(_ELF64_LITTLE, start, end)
+    stray, elf = data.find(_STRAY, start, end), data.find(_ELF64_LITTLE, start, end)
     while stray != -1 or elf != -1:
         if elf == -1 or (stray != -1 and stray < elf):
             yield stray, False
-            stray = data.find(MAGIC_BYTES, stray + 1, end)
+            stray = data.find(_STRAY, stray + 1, end)
         else:
             yield elf, True
             elf = data.find(_ELF64_LITTLE, elf + 1, end)
-
-
-def _stray(data: Buffer, offset: int, end: int, room: int) -> tuple[Container | None, int, str]:
-    """As ``_container``, where nothing but its first bytes says that there is one."""
-    if end - offset < _CONTAINER.size:
-        return None, end, ""
-    _, version, header, _ = _CONTAINER.unpack_from(data, offset)
-    if (version, header) != (1, _CONTAINER.size):
-        return None, end, ""
-    return _container(data, offset, end, room)
 
 
 def _bare_cubin(

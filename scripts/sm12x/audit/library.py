@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sm12x.audit import elf, fatbin
 from sm12x.audit.fatbin import Buffer, Container, Entry
@@ -45,9 +45,25 @@ class _Code:
 
 
 def assemble(subject: str, kind: str, libraries: Iterable[LibraryAudit]) -> Audit:
-    """An audit of these libraries, in order of their paths."""
-    ordered = tuple(sorted(libraries, key=lambda library: library.path))
-    return Audit(subject=subject, kind=kind, libraries=ordered)
+    """An audit of these libraries, in order of their paths, which come out printable."""
+    named = (replace(library, path=_printable(library.path)) for library in libraries)
+    ordered = tuple(sorted(named, key=lambda library: library.path))
+    return Audit(subject=_printable(subject), kind=kind, libraries=ordered)
+
+
+def _printable(name: str) -> str:
+    """A file's name without what would end a line, drive a terminal, or be no UTF-8."""
+    if name.isprintable():
+        return name
+    return "".join(
+        char
+        if char.isprintable()
+        # How Python keeps a byte that is no UTF-8.
+        else f"\\x{ord(char) & 0xFF:02x}"
+        if ord(char) < 0x100 or 0xDC80 <= ord(char) <= 0xDCFF
+        else f"\\u{ord(char):04x}"
+        for char in name
+    )
 
 
 def may_be(path: str, head: bytes) -> bool:

@@ -36,6 +36,8 @@ _MIB = 1024**2
 _LISTED = 12
 # Columns of PTX, and findings, beyond which they are summed up.
 _PTX_COLUMNS, _FINDINGS = 5, 40
+# Names that stand for many of a kind.
+_FEW = 3
 # Files that are nothing but code: a package of them has thousands in one folder.
 _BARE = (".cubin", ".fatbin", ".ptx")
 _MEANING = {
@@ -270,7 +272,7 @@ def _findings(judgement: Judgement) -> list[str]:
         where = f" on {offender.device}" if offender.device else ""
         groups.setdefault((where, offender.message), []).append(offender.path)
     return [
-        f"{_number(len(paths), 'file', 'files')}{where}: {message}: {names(paths)}"
+        f"{_number(len(paths), 'file', 'files')}{where}: {message}: {names(paths, _FEW)}"
         if len(paths) > 1
         else f"{paths[0]}{where}: {message}"
         for (where, message), paths in groups.items()
@@ -305,11 +307,11 @@ def _number(number: int, one: str, many: str) -> str:
     return f"{number} {one if number == 1 else many}"
 
 
-def names(paths: Sequence[str]) -> str:
+def names(paths: Sequence[str], listed: int = _LISTED) -> str:
     """The paths, or the first of them and how many more there are."""
-    if len(paths) <= _LISTED:
+    if len(paths) <= listed:
         return ", ".join(paths)
-    return f"{', '.join(paths[:_LISTED])} and {len(paths) - _LISTED} more"
+    return f"{', '.join(paths[:listed])} and {len(paths) - listed} more"
 
 
 def _wrap(sentence: str, width: int, *, indent: int = 2) -> str:

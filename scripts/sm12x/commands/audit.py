@@ -128,7 +128,7 @@ def _report(
         )
         raise FindingsError(
             f"{audit.subject} does not meet the policy `{judgement.policy}`: "
-            f"{render.names(offenders)}",
+            f"{render.names(offenders, 6)}",
             next_step=f"the report with each reason {where}; {step}",
         )
 

@@ -61,9 +61,11 @@ def read(audit: Path) -> Image:
         libraries = tuple(_library(entry) for entry in report["libraries"])
         offenders: dict[Device, tuple[str, ...]] = {}
         for entry in policy["offenders"] if policy else ():
-            device = Device.parse(entry["device"])
             sentence = f"{entry['path']}: {entry['message']}"
-            offenders[device] = (*offenders.get(device, ()), sentence)
+            # One that names no device is about all of them: a file that could not be read.
+            for name in [entry["device"]] if entry["device"] else report["devices"]:
+                device = Device.parse(name)
+                offenders[device] = (*offenders.get(device, ()), sentence)
         return Image(
             name=str(report["subject"]),
             audit=audit,
