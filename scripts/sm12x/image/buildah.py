@@ -115,10 +115,13 @@ class Buildah(Engine):
 
     def run_hint(self, image: str, words: str = "", *, gpus: bool = False) -> str:
         if gpus:
-            # buildah only builds: a GPU needs an engine that runs containers.
+            # buildah only builds: a GPU needs an engine that runs containers, which may be on
+            # another machine.
+            archive = f"{image.partition(':')[0]}.tar"
             return (
-                f"buildah push {image} docker-daemon:{image}, then docker run --rm --gpus all "
-                f"--ipc=host --network host -v sm12x-cache:/cache {image} {words}"
+                f"buildah push {image} docker-archive:{archive}:{image}, and where docker and the "
+                f"GPUs are docker load --input {archive} && docker run --rm --gpus all --ipc=host "
+                f"--network host -v sm12x-cache:/cache {image} {words}"
             ).rstrip()
         isolation = " --isolation chroot" if self.chroot else ""
         limits = _limits_hint(self.chroot)
