@@ -106,7 +106,8 @@ class Buildah(Engine):
         conf = "/etc" if os.geteuid() == 0 else "~/.config"
         return (
             f"`{self._prune}` removes images without a name, and `graphroot` in "
-            f"{conf}/containers/storage.conf names another disk"
+            f"{conf}/containers/storage.conf names another disk (docker writes a layer once, and "
+            "takes about half)"
         )
 
     def package_cache(self) -> Path | None:
