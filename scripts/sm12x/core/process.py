@@ -19,6 +19,9 @@ from typing import IO, NoReturn
 from sm12x.core.errors import ToolFailedError, ToolMissingError
 
 TAIL_LINES = 20
+# What a program gets to end in that was asked to. docker's client waits for its daemon to give up a
+# step, for minutes on a slow disk; debootstrap takes its mounts away, which must not be cut short.
+GRACE_SECONDS = 90.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +180,11 @@ def stream(
         except BaseException:
             # Ctrl-C or a failing sink must not leave the child behind.
             process.terminate()
-            process.wait()
+            try:
+                process.wait(timeout=GRACE_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
             raise
     finally:
         if handle:
