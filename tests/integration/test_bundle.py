@@ -209,3 +209,21 @@ def test_a_client_without_its_daemon_says_where_it_looked(monkeypatch: pytest.Mo
         assert probe.down
         assert "unix:///nowhere/docker.sock, which DOCKER_HOST names" in probe.why
         assert "DOCKER_HOST" in probe.next_step
+
+
+def test_a_program_that_does_not_end_when_asked_is_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process, "GRACE_SECONDS", 0.2)
+    pids: list[int] = []
+
+    def interrupt(line: str) -> None:
+        pids.append(int(line))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        process.stream(
+            ["sh", "-c", "trap '' TERM; echo $$; while :; do sleep 0.1; done"], on_line=interrupt
+        )
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from sm12x import layout
 from sm12x.build import checkout, compiling, estimate, schedule, thirdparty, unit
 from sm12x.build.schedule import Scheduler, Unit
 from sm12x.core import files
@@ -153,6 +154,12 @@ def test_auto_builds_all_where_that_is_quick_enough(base: Base) -> None:
     assert _decide(costly, "auto", cores=6, memory=64).mode == "quick"
     # More cores do not help where the memory is for two units.
     assert _decide(costly, "auto", cores=64, memory=10).mode == "quick"
+
+
+@pytest.mark.parametrize("name", ["Makefile", "README.md", "scripts/sm12x/commands/bundle.py"])
+def test_the_limit_of_auto_is_the_same_wherever_it_is_told(name: str) -> None:
+    text = " ".join((layout.root() / name).read_text().replace('"', "").split())
+    assert f"under {estimate.LIMIT_MINUTES:.0f} minutes on this machine" in text
 
 
 def test_what_full_would_add_to_a_quick_bundle(base: Base) -> None:

@@ -365,6 +365,20 @@ def test_the_disk_that_is_too_small_is_named(
         _require(base, engine)
 
 
+def test_every_move_that_would_help_is_offered(monkeypatch: pytest.MonkeyPatch, base: Base) -> None:
+    engine = Buildah(Path("/usr/bin/buildah"), "1.28.2", chroot=True)
+    monkeypatch.setattr(engine, "storage", lambda: Path("/var/lib/containers"))
+    monkeypatch.setenv("TMPDIR", "/tmp/cache")  # noqa: S108
+    # 18 and 7 of layers, 10 and 14 beside the packages, 1.5 of ours.
+    Disks(monkeypatch, **{"": 40.0})
+    with pytest.raises(NoSpaceError, match=r"needs 50\.5 GiB") as refused:
+        _require(base, engine)
+    step = refused.value.next_step
+    assert "graphroot" in step
+    assert "TMPDIR" in step
+    assert "SM12X_CACHE" not in step
+
+
 def test_an_engine_on_another_machine_has_a_disk_of_its_own(
     monkeypatch: pytest.MonkeyPatch, base: Base
 ) -> None:

@@ -377,6 +377,10 @@ def test_the_next_command_is_the_engines_own(monkeypatch: pytest.MonkeyPatch) ->
         "docker run --rm vllm-sm12x:1 check"
     )
     assert "--gpus all" in Docker(DOCKER, "1", buildx=True).run_hint(image, "r", gpus=True)
+    # No daemon is needed where the image was built.
+    hint = Buildah(DOCKER, "1", chroot=True).run_hint(image, "r", gpus=True)
+    assert f"docker-archive:vllm-sm12x.tar:{image}" in hint
+    assert "docker load --input vllm-sm12x.tar && docker run" in hint
     assert "nvidia.com/gpu=all" in Podman(DOCKER, "1", chroot=False).run_hint(image, "r", gpus=True)
     assert (
         Buildah(BUILDAH, "1", chroot=True)

@@ -20,6 +20,9 @@ from sm12x.core.errors import ToolFailedError, ToolMissingError
 
 TAIL_LINES = 20
 NEXT_STEP = "read the lines above; the command can be repeated by hand"
+# What a program gets to end in that was asked to. docker's client waits for its daemon to give up a
+# step, for minutes on a slow disk; debootstrap takes its mounts away, which must not be cut short.
+GRACE_SECONDS = 90.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +184,11 @@ def stream(
         except BaseException:
             # Ctrl-C or a failing sink must not leave the child behind.
             process.terminate()
-            process.wait()
+            try:
+                process.wait(timeout=GRACE_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
             raise
     finally:
         if handle:

@@ -106,7 +106,8 @@ class Buildah(Engine):
         conf = "/etc" if os.geteuid() == 0 else "~/.config"
         return (
             f"`{self._prune}` removes images without a name, and `graphroot` in "
-            f"{conf}/containers/storage.conf names another disk"
+            f"{conf}/containers/storage.conf names another disk (docker writes a layer once, and "
+            "takes about half)"
         )
 
     def package_cache(self) -> Path | None:
@@ -115,10 +116,13 @@ class Buildah(Engine):
 
     def run_hint(self, image: str, words: str = "", *, gpus: bool = False) -> str:
         if gpus:
-            # buildah only builds: a GPU needs an engine that runs containers.
+            # buildah only builds: a GPU needs an engine that runs containers, which may be on
+            # another machine.
+            archive = f"{image.partition(':')[0]}.tar"
             return (
-                f"buildah push {image} docker-daemon:{image}, then docker run --rm --gpus all "
-                f"--ipc=host --network host -v sm12x-cache:/cache {image} {words}"
+                f"buildah push {image} docker-archive:{archive}:{image}, and where docker and the "
+                f"GPUs are docker load --input {archive} && docker run --rm --gpus all --ipc=host "
+                f"--network host -v sm12x-cache:/cache {image} {words}"
             ).rstrip()
         isolation = " --isolation chroot" if self.chroot else ""
         limits = _limits_hint(self.chroot)

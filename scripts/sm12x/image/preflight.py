@@ -189,11 +189,15 @@ def require_disk(needed: Sequence[Need], engine: str) -> None:
         if free >= gib:
             continue
         largest = max(group, key=lambda need: need.gib)
+        # What would not help is left out, unless it is all there is.
+        tall = [need for need in group if need.gib >= min(gib - free, largest.gib)]
+        tall.sort(key=lambda need: -need.gib)
+        remedies = dict.fromkeys(need.remedy for need in tall)
         parts = ", ".join(f"{need.what} {need.gib:.1f} ({need.folder})" for need in group)
         raise NoSpaceError(
             f"building with {engine} needs {gib:.1f} GiB on the disk of {largest.folder}, "
             f"{free:.1f} GiB are free: {parts}",
-            next_step=f"free {gib - free:.1f} GiB there: {largest.remedy}",
+            next_step=f"free {gib - free:.1f} GiB there: {'; '.join(remedies)}",
         )
 
 
