@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import click
 import pytest
 
+import sm12x
 from sm12x import cli
 
 
@@ -74,3 +76,17 @@ def test_a_list_that_nobody_typed_is_named_with_its_variable(
     assert "no target of 9.0a runs on SM12x" in said
     from_variable = "targets from TORCH_CUDA_ARCH_LIST: 9.0a (unset: 12.0a;12.1a)" in said
     assert from_variable == (given == "environment")
+
+
+def test_paths_in_printed_commands_are_quoted() -> None:
+    """A folder may have a blank in its name; what is printed has to work when it is typed."""
+    command = re.compile(
+        r"(?:`|next: )(?:sm12x|git|mv|cp|rm) [^`\n]*\{(?:directory|path|folder|output|file|dir)\}"
+    )
+    package = Path(sm12x.__file__).parent
+    found = [
+        f"{path.relative_to(package)}: {match[0]}"
+        for path in package.rglob("*.py")
+        for match in command.finditer(path.read_text(encoding="utf-8"))
+    ]
+    assert found == []
