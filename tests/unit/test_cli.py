@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 
 import sm12x
 from sm12x import cli
+from sm12x.core.errors import of_system
 
 
 def fail(error: OSError) -> Callable[..., None]:
@@ -90,3 +92,21 @@ def test_paths_in_printed_commands_are_quoted() -> None:
         for match in command.finditer(path.read_text(encoding="utf-8"))
     ]
     assert found == []
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(errno.ENOSPC, 7), (errno.EDQUOT, 7), (errno.EACCES, 4)]
+)
+def test_what_a_copy_of_a_folder_gathers_is_understood(number: int, code: int) -> None:
+    one = OSError(number, os.strerror(number), "/a/b")
+    known = of_system(shutil.Error([("/a/b", "/c/d", str(one))]))
+    assert known is not None
+    assert known.exit_code == code
+    assert of_system(OSError("nothing known")) is None
+
+
+def test_no_folder_for_temporary_files_is_a_full_disk() -> None:
+    text = "No usable temporary directory found in ['/tmp']"
+    known = of_system(FileNotFoundError(errno.ENOENT, text))
+    assert known is not None
+    assert known.exit_code == 7
