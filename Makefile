@@ -1,8 +1,9 @@
 # `make help` lists the targets. Every target sets up its own Python environment first.
-BASE ?= 0.21.0
+# The one place that names the default base.
+BASE ?= $(shell cat patches/default)
 # What checks a base does so for every one there is, unless BASE is given.
 EACH := $(if $(filter file,$(origin BASE)),$(patsubst patches/%/base.toml,%,$(wildcard patches/*/base.toml)),$(BASE))
-# quick, full, or auto: full where it takes under 45 minutes on this machine.
+# quick, full, or auto: full where it takes under 20 minutes on this machine.
 BUILD ?= auto
 # Such as linux/arm64; empty for this machine's.
 PLATFORM ?=
@@ -22,7 +23,7 @@ help: ## list the targets
 $(STAMP): scripts/requirements-dev.lock pyproject.toml scripts/make-venv.sh
 	@sh scripts/make-venv.sh "$(PYTHON)" "$(VENV)"
 
-bundle: $(STAMP) ## build the image for BASE (default 0.21.0; BUILD=quick|full|auto) and dist/BASE/
+bundle: $(STAMP) ## build the image for BASE (default: patches/default; BUILD=quick|full|auto) and dist/BASE/
 	@$(BIN)/sm12x bundle --base $(BASE) --build $(BUILD) $(if $(PLATFORM),--platform $(PLATFORM)) $(ARGS)
 
 base-image: $(STAMP) ## make the base image with debootstrap where none can be pulled

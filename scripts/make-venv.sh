@@ -6,7 +6,14 @@ venv=$2
 
 fail() {
   echo "error: $1. Next: $2." >&2
-  exit 14
+  exit "${3:-14}"
+}
+
+# pip says the same of a package that is not there and of an index that cannot be reached.
+install() {
+  "$venv/bin/pip" install --quiet --disable-pip-version-check "$@" ||
+    fail "pip could not install what the environment needs; its lines above say why" \
+      "check network, proxy and pip's configuration (index-url, cert), and free space under $venv, then run make again" 6
 }
 
 command -v "$python" >/dev/null 2>&1 ||
@@ -17,7 +24,8 @@ command -v "$python" >/dev/null 2>&1 ||
 if ! "$python" -c 'import ensurepip' >/dev/null 2>&1; then
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
     echo "installing python3-venv (Debian keeps it apart from python3)" >&2
-    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq python3-venv >/dev/null
+    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq python3-venv >/dev/null; } ||
+      fail "python3-venv could not be installed" "mend what apt-get reports above, then run make again"
   else
     fail "$python has no ensurepip" "as root: apt-get install python3-venv"
   fi
@@ -26,7 +34,6 @@ echo "setting up $venv (about 60 MB from the package index)" >&2
 # A half-made environment from an interrupted run is not worth mending.
 rm -rf "$venv"
 "$python" -m venv "$venv"
-"$venv/bin/pip" install --quiet --disable-pip-version-check --require-hashes \
-  -r scripts/requirements-dev.lock
-"$venv/bin/pip" install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+install --require-hashes -r scripts/requirements-dev.lock
+install --no-deps --no-build-isolation --editable .
 touch "$venv/.installed"

@@ -1,7 +1,7 @@
 """The tree's real allocator on a real GPU, without vLLM installed.
 
-cumem.py and cuda_wrapper.py are the tree's own; what they import of the rest of vLLM is answered
-by a few stub modules, so that torch is all a host needs.
+vllm.device_allocator and cuda_wrapper.py are the tree's own; what they import of the rest of vLLM
+is answered by a few stub modules, so that torch is all a host needs.
 """
 
 from __future__ import annotations
@@ -65,9 +65,11 @@ def load(tree: Path, library: Path) -> Gpu:
     _stub("vllm.utils", package=True)
     _stub("vllm.utils.platform_utils", is_pin_memory_available=lambda: True)
     _stub("vllm.utils.system_utils", find_loaded_library=find_loaded_library)
+    # A release asks for pinned memory by this name or by the one above.
+    _stub("vllm.utils.torch_utils", PIN_MEMORY=True)
     _stub("vllm.distributed", package=True)
     _stub("vllm.distributed.device_communicators", package=True)
-    _stub("vllm.device_allocator", package=True)
+    _from_tree(tree, "vllm.device_allocator")
     loader = importlib.machinery.ExtensionFileLoader("vllm.cumem_allocator", str(library))
     spec = importlib.util.spec_from_file_location(loader.name, str(library), loader=loader)
     assert spec is not None
@@ -98,8 +100,13 @@ def _stub(name: str, *, package: bool = False, **content: Any) -> None:
 
 
 def _from_tree(tree: Path, name: str) -> Any:
-    path = tree.joinpath(*name.split(".")).with_suffix(".py")
-    spec = importlib.util.spec_from_file_location(name, path)
+    place = tree.joinpath(*name.split("."))
+    if place.is_dir():
+        spec = importlib.util.spec_from_file_location(
+            name, place / "__init__.py", submodule_search_locations=[str(place)]
+        )
+    else:
+        spec = importlib.util.spec_from_file_location(name, place.with_suffix(".py"))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,8 +1,12 @@
-"""The defects of patches 0001 to 0003 through PyTorch's own MemPool, on real hardware."""
+"""The defects of the allocator's patches through PyTorch's own MemPool, on real hardware."""
 
 from __future__ import annotations
 
 import gc
+import random
+import signal
+import time
+from collections.abc import Callable
 
 import pytest
 from tests.gpu.rig import GIB, MIB, Gpu
@@ -158,3 +162,85 @@ def test_bytes_survive_ten_cycles(gpu: Gpu) -> None:
     # The first cycle loads the kernels that compare, and they stay.
     lost = free_when_awake[0] - free_when_awake[-1]
     assert lost <= 16 * MIB, f"{lost} bytes were lost in ten cycles: {free_when_awake}"
+
+
+class Interrupt:
+    """A real signal at a random time of a call; ``hits`` counts the calls it has ended."""
+
+    def __init__(self, seed: int) -> None:
+        self.hits = 0
+        self._random = random.Random(seed)  # noqa: S311
+        self._armed = False
+        signal.signal(signal.SIGALRM, self._handle)
+
+    def _handle(self, signum: int, frame: object) -> None:
+        if self._armed:
+            self._armed = False
+            raise KeyboardInterrupt
+
+    def during(self, call: Callable[[], None], seconds: float) -> bool:
+        """Run ``call``, which takes ``seconds``; return whether the signal has ended it."""
+        try:
+            try:
+                self._armed = True
+                signal.setitimer(signal.ITIMER_REAL, self._random.uniform(1e-6, 1.1 * seconds))
+                call()
+            finally:
+                self._armed = False
+        except KeyboardInterrupt:
+            self.hits += 1
+            return True
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        return False
+
+    def chance(self) -> bool:
+        return self._random.random() < 0.5
+
+
+def test_interrupts_of_sleep_and_wake_lose_nothing(gpu: Gpu) -> None:
+    """100 calls of each are ended by a signal; the same call or its opposite goes on from there."""
+    sizes = (2, 4, 8, 16, 32, 64)
+    with gpu.allocator.use_memory_pool("weights"):
+        tensors = [gpu.tensor(size * MIB, seed) for seed, size in enumerate(sizes)]
+    with gpu.allocator.use_memory_pool("kv_cache"):
+        cache = gpu.tensor(64 * MIB, 99)
+
+    def sleep() -> None:
+        gpu.allocator.sleep(("weights",))
+
+    def wake_up() -> None:
+        gpu.allocator.wake_up()
+
+    def timed(call: Callable[[], None]) -> float:
+        began = time.monotonic()
+        call()
+        return time.monotonic() - began
+
+    # sleep and wake_up collect garbage; what torch's import has made is not looked through again.
+    gc.freeze()
+    for _ in range(2):
+        seconds = {sleep: timed(sleep)}
+        asleep = gpu.free()
+        seconds[wake_up] = timed(wake_up)
+        assert all(gpu.intact(tensor, seed) for seed, tensor in enumerate(tensors))
+    interrupt = Interrupt(seed=0)
+    for call, opposite in ((sleep, wake_up), (wake_up, sleep)):
+        interrupt.hits = 0
+        for attempt in range(2000):
+            if interrupt.hits == 100:
+                break
+            if call is wake_up:
+                sleep()
+            ended = interrupt.during(call, seconds[call])
+            if ended and interrupt.chance():
+                opposite()
+            # Wherever it was ended: asleep in full frees all, awake in full has all bytes.
+            sleep()
+            kept = (asleep - gpu.free()) / MIB
+            assert kept <= 1, f"{kept:.0f} MiB stay mapped asleep after call {attempt}"
+            wake_up()
+            wrong = [n for n, tensor in enumerate(tensors) if not gpu.intact(tensor, n)]
+            assert not wrong, f"call {attempt} of {call.__name__} lost tensors {wrong}"
+        cache.fill_(1)
+        assert interrupt.hits == 100, f"only {interrupt.hits} signals met {call.__name__}"

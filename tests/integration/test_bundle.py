@@ -197,3 +197,15 @@ def test_what_a_failed_step_left_in_its_work_folder_is_there_for_the_next(
         build(": > /work/unit-1; exit 15")
     build("test -e /work/unit-1 && echo resumed > /result")
     assert (tmp_path / "out" / "result").read_text() == "resumed\n"
+
+
+def test_a_client_without_its_daemon_says_where_it_looked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
+    probes = list(engines.probe_all("docker"))
+    if not probes:
+        pytest.skip("no docker here")
+    for probe in probes:
+        assert probe.engine is None
+        assert probe.down
+        assert "unix:///nowhere/docker.sock, which DOCKER_HOST names" in probe.why
+        assert "DOCKER_HOST" in probe.next_step

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import threading
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,20 @@ from click.testing import CliRunner
 
 from sm12x import layout
 from sm12x.audit import images, policy, render, report
+from sm12x.audit import library as library_module
 from sm12x.audit.fatbin import Container, Entry
 from sm12x.audit.model import DEVICES, SM120, Audit, Device, LibraryAudit
 from sm12x.build import ledger
 from sm12x.commands import audit as verb
 from sm12x.core import files
 from sm12x.core.cudaarch import CudaArch
-from sm12x.core.errors import BadArchitectureError, BadFileError, FindingsError, NoEngineError
+from sm12x.core.errors import (
+    BadArchitectureError,
+    BadFileError,
+    FindingsError,
+    NoEngineError,
+    NoSpaceError,
+)
 
 DATA = Path(__file__).parent / "data"
 KERNELS = DATA / "kernels.so"
@@ -77,12 +86,14 @@ DEFAULT = policy.load(layout.data() / "policies" / "default.toml")
 def test_the_default_policy_names_every_offender() -> None:
     judgement = policy.judge(AUDIT, DEFAULT)
     assert [str(offender) for offender in judgement.offenders] == [
-        "vllm/_C.abi3.so on 12.0: 1 of 4 translation units do not run",
-        "vllm/_C.abi3.so on 12.1: 1 of 4 translation units do not run",
+        "vllm/_C.abi3.so on 12.0: 1 of 4 translation units have no code for the device",
+        "vllm/_C.abi3.so on 12.1: 1 of 4 translation units have no code for the device",
         "vllm/broken.so: could not be read: it is not an ELF file",
-        "vllm/only_a.so on 12.1: 1 of 1 translation units do not run",
-        "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so on 12.0: 1 of 1 translation units do not run",
-        "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so on 12.1: 1 of 1 translation units do not run",
+        "vllm/only_a.so on 12.1: 1 of 1 translation units have no code for the device",
+        "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so on 12.0: 1 of 1 translation units have no "
+        "code for the device",
+        "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so on 12.1: 1 of 1 translation units have no "
+        "code for the device",
     ]
     assert [entry.paths for entry in judgement.accepted] == [
         ("vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so",)
@@ -142,7 +153,7 @@ def test_more_may_be_asked_of_what_was_compiled_here(tmp_path: Path) -> None:
         ours = policy.judge(only, found, (SM120,), compiled=named)
         assert [offender.message for offender in ours.offenders] == [
             "1 of 4 translation units run only through PTX",
-            "1 of 4 translation units do not run",
+            "1 of 4 translation units have no code for the device",
         ]
 
 
@@ -377,7 +388,7 @@ def test_a_path_that_is_not_there_is_not_looked_for_as_an_image(name: str) -> No
 
 
 def test_a_folder_without_a_library_is_a_bad_file(tmp_path: Path) -> None:
-    assert "no shared library" in str(call(tmp_path).exception)
+    assert isinstance(call(tmp_path).exception, BadFileError)
 
 
 def test_an_image_without_an_engine_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,18 +404,157 @@ def test_both_devices_are_judged_unless_told(tmp_path: Path) -> None:
     assert json.loads(call(KERNELS, "--json").output)["devices"] == ["12.0", "12.1"]
 
 
+def wheel_of(path: Path, metadata: str, folder: str = "vllm-0.21.0.dist-info") -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{folder}/METADATA", metadata)
+        archive.write(KERNELS, "vllm/_C.abi3.so")
+    return path
+
+
 @pytest.mark.parametrize(
-    ("name", "version"),
+    ("name", "metadata", "version"),
     [
-        ("vllm-0.21.0-1-cp38-abi3-manylinux_2_24_x86_64.whl", "0.21.0"),
-        ("dist/vllm-0.21.0+sm12x.0123abcd-cp38-abi3-linux_x86_64.whl", "0.21.0"),
-        ("vllm-9.9.9-cp38-abi3-linux_x86_64.whl", None),
-        ("torch-2.11.0-cp313-cp313-linux_x86_64.whl", None),
+        ("vllm-9.9.9-cp38-abi3-linux_x86_64.whl", "Name: vllm\nVersion: 0.21.0\n", "0.21.0"),
+        ("renamed.zip", "Name: vLLM\nVersion: 0.33.0+sm12x.0123.full\n", "0.33.0"),
+        ("vllm-0.21.0-1-cp38-abi3-linux_x86_64.whl", "Name: torch\nVersion: 0.21.0\n", None),
+        ("vllm-0.21.0-1-cp38-abi3-linux_x86_64.whl", "Name: vllm\nVersion: 9.9.9\n", None),
+        ("vllm-0.21.0-1-cp38-abi3-linux_x86_64.whl", "Name: vllm\nVersion: ../0.21.0\n", None),
+        ("vllm-0.21.0-1-cp38-abi3-linux_x86_64.whl", "", None),
     ],
 )
-def test_a_wheel_of_a_base_is_judged_by_the_policy_of_the_base(
-    name: str, version: str | None
+def test_a_wheel_is_judged_by_the_base_of_its_metadata(
+    tmp_path: Path, name: str, metadata: str, version: str | None
 ) -> None:
-    found = verb._policy_file(name, None, None)
+    wheel = wheel_of(tmp_path / name, metadata)
     wanted = layout.patches() / version if version else layout.data() / "policies"
-    assert found.parent == wanted
+    assert verb._policy_file(str(wheel), None, None).parent == wanted
+    folder = tmp_path / "unpacked"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    assert verb._policy_file(str(folder), None, None).parent == wanted
+
+
+def test_metadata_of_what_a_wheel_carries_along_is_not_its_own(tmp_path: Path) -> None:
+    below = "other/vendored/vllm-0.21.0.dist-info"
+    wheel = wheel_of(tmp_path / "other.whl", "Name: vllm\nVersion: 0.21.0\n", below)
+    assert verb._policy_file(str(wheel), None, None).name == "default.toml"
+
+
+@pytest.mark.parametrize("key", ["native_at_least", "ptx_at_most"])
+def test_a_bound_is_not_negative(tmp_path: Path, key: str) -> None:
+    with pytest.raises(BadFileError, match=key):
+        rules(tmp_path, f'[[rule]]\nmatch = ["*"]\nunits = ["native"]\n{key} = -1')
+
+
+def test_a_report_goes_into_no_folder_that_is_not_there(tmp_path: Path) -> None:
+    done = call(KERNELS, "--output", tmp_path / "new" / "report.txt")
+    assert isinstance(done.exception, BadFileError)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "no memory")])
+def test_no_memory_is_exit_7(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(library_module, "audit", fails)
+    assert isinstance(call(KERNELS).exception, NoSpaceError)
+
+
+def test_a_thread_that_cannot_be_started_is_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fails)
+    assert isinstance(call(KERNELS).exception, NoSpaceError)
+
+
+def test_who_did_not_build_it_is_not_told_to_mend_the_build(tmp_path: Path) -> None:
+    rule = tmp_path / "policy.toml"
+    rule.write_text(
+        'schema = 1\nname = "strict"\n[[rule]]\nmatch = ["*"]\nunits = ["native"]\n'
+        "native_at_least = 9\n"
+    )
+    done = call(KERNELS, "--policy", rule)
+    assert isinstance(done.exception, FindingsError)
+    assert "mend" not in str(done.exception)
+    assert "broken" not in done.output
+    beside = tmp_path / "ledger.json"
+    beside.write_text(ledger_of("compiled", files.sha256(KERNELS)))
+    assert "mend" in str(call(KERNELS, "--policy", rule, "--ledger", beside).exception)
+
+
+def test_the_report_says_that_a_unit_may_never_be_called() -> None:
+    for found, said in ((AUDIT, True), (Audit(subject="x", kind="file", libraries=()), False)):
+        text = render.text(found, policy.judge(found, DEFAULT))
+        assert ("may never call it on 12.x" in " ".join(text.split())) is said
+
+
+def test_ptx_is_named_by_target_and_what_never_runs_is_marked() -> None:
+    made = library("a.so", unit("ptx 8.0", "ptx 9.0a"), unit("ptx 8.0"))
+    text = render.text(Audit(subject="x", kind="file", libraries=(made,)))
+    lines = text.splitlines()
+    (at,) = (number for number, line in enumerate(lines) if line.endswith("never"))
+    runs, never = (slice(lines[at].index(word), None) for word in ("8.0", "never"))
+    assert [line[never].strip() for line in lines[at - 2 : at]] == ["PTX", "9.0a"]
+    assert [line[runs].split() for line in lines[at : at + 3 : 2]] == [["8.0", "never"], ["2", "1"]]
+
+
+def test_many_targets_of_ptx_keep_the_newest_apart() -> None:
+    names = ("5.0", "6.0", "7.0", "7.5", "8.0", "8.9", "9.0a", "12.0")
+    made = library("a.so", *(unit(f"ptx {name}") for name in names))
+    text = render.text(Audit(subject="x", kind="file", libraries=(made,)), width=80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "older" in text
+    assert "5.0" not in text
+
+
+def test_thousands_of_cubins_are_a_row_and_a_finding_a_folder() -> None:
+    made = [library(f"cubins/{number}.cubin", NONE) for number in range(3000)]
+    found = Audit(subject="x", kind="wheel", libraries=tuple(made))
+    judgement = policy.judge(found, DEFAULT)
+    assert len(judgement.offenders) == 6000
+    text = render.text(found, judgement)
+    assert len(text.splitlines()) < 60
+    assert "3000 files" in text
+    jsonschema.validate(report.document(found, judgement), schema())
+
+
+def embedding(*units: Container) -> Audit:
+    made = dataclasses.replace(library("a.so"), embedded=units)
+    return Audit(subject="x", kind="wheel", libraries=(made,))
+
+
+@pytest.mark.parametrize(
+    ("units", "passes"),
+    [
+        ((NATIVE, NONE, NONE), True),
+        ((PTX, NONE), True),
+        ((NONE, NONE), False),
+    ],
+)
+def test_pieces_that_a_library_picks_among_are_judged_together(
+    units: tuple[Container, ...], passes: bool
+) -> None:
+    found = embedding(*units)
+    judgement = policy.judge(found, DEFAULT, (SM120,))
+    assert judgement.passed is passes
+    assert [entry.reason for entry in judgement.accepted] == [policy.EMBEDDED] * passes
+    assert found["a.so"].units_on(SM120)["none"] == units.count(NONE)
+    jsonschema.validate(report.document(found, judgement), schema())
+
+
+def test_a_library_that_cannot_be_loaded_meets_no_policy(tmp_path: Path) -> None:
+    made = dataclasses.replace(library("a.so", NATIVE), unloadable="it cannot be loaded")
+    found = Audit(subject="x", kind="wheel", libraries=(made,))
+    all_ = rules(
+        tmp_path,
+        '[[rule]]\nmatch = ["*"]\nunits = ["native", "ptx", "lto", "none"]\nreason = "all"',
+    )
+    judgement = policy.judge(found, all_)
+    assert [offender.message for offender in judgement.offenders] == ["it cannot be loaded"]
+    assert made.sm120 == "none"
+    document = report.document(found, judgement)
+    jsonschema.validate(document, schema())
+    assert document["libraries"][0]["unloadable"]
+    assert "Cannot be loaded" in render.text(found, judgement)

@@ -91,3 +91,19 @@ def test_a_fault_in_what_is_left_out_is_named(
     path.write_text(f"{path.read_text()}\n{text.replace(old, new)}")
     with pytest.raises(BadFileError, match=said):
         base.parse(path)
+
+
+def test_one_file_names_the_default_base(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert base.default() in base.versions()
+    # What `make` builds is what the commands call the default.
+    assert "BASE ?= $(shell cat patches/default)\n" in (layout.root() / "Makefile").read_text()
+    (tmp_path / "1.2.3").mkdir()
+    (tmp_path / "1.2.3" / "base.toml").touch()
+    monkeypatch.setattr(layout, "patches", lambda: tmp_path)
+    with pytest.raises(BadFileError, match="write the version of a base into it"):
+        base.default()
+    (tmp_path / "default").write_text("9.9.9\n")
+    with pytest.raises(BadFileError, match=r"names '9\.9\.9', which is no base here: 1\.2\.3"):
+        base.default()
+    (tmp_path / "default").write_text("1.2.3\n")
+    assert base.default() == "1.2.3"

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.unit.test_recipes_lint import THEIRS, write
+from tests.unit.test_recipes_lint import OURS, THEIRS, write
 
 from sm12x import layout
 from sm12x.core.errors import UsageError
-from sm12x.deploy import compose, docker, llamaswap, shell
+from sm12x.deploy import compose, docker, llamaswap, nomad, shell
 from sm12x.recipes import load
 from sm12x.recipes.model import Recipe
 
@@ -24,6 +24,7 @@ GOLDEN = Path(__file__).with_name("data") / "deploy"
 IMAGE = "vllm-sm12x:0.21.0-01234567"
 PAIR = "rotation-pair-rtx-pro-6000-tp4"
 CLUSTER = "deepseek-v4-flash-gb10-x2"
+RAY = "deepseek-v4-flash-gb10-x2-ray"
 MIMO = "mimo-v2.5-flash-rtx-pro-6000-tp4"
 
 
@@ -92,6 +93,40 @@ def test_an_unknown_setting_is_refused(target: str) -> None:
 def test_what_a_cluster_cannot_do_without_is_asked_for() -> None:
     with pytest.raises(UsageError, match="needs the first machine's address"):
         render("docker", recipe(CLUSTER))
+
+
+@pytest.mark.parametrize("target", ["docker", "compose", "shell", "llama-swap"])
+def test_a_cluster_of_an_unknown_size_is_refused(target: str, tmp_path: Path) -> None:
+    theirs = load.load(write(tmp_path, THEIRS, "theirs"))
+    with pytest.raises(UsageError, match="for several machines"):
+        render(target, theirs, image="")
+    alone = THEIRS.replace(
+        "--distributed-executor-backend ray", "--distributed-executor-backend mp"
+    )
+    assert "cluster_only" in nomad.unfit(load.load(write(tmp_path, alone, "theirs")))
+
+
+@pytest.mark.parametrize("target", ["docker", "compose", "shell"])
+@pytest.mark.parametrize("key", [RAY, CLUSTER])
+def test_what_runs_on_the_other_machines_is_said(target: str, key: str) -> None:
+    settings = {"master_addr": "10.0.0.1"} if key == CLUSTER else {}
+    text = render(target, recipe(key), settings)
+    if key == RAY:
+        assert "on the other machine: ray start --address FIRST:6379 --block" in text
+    elif target == "shell":
+        assert "node_rank=1 and -- --headless" in text
+    else:
+        assert text.count("node_rank=1") == text.count("--headless") == 1
+    # A comment each, for whatever reads the text.
+    body = [line for line in text.splitlines() if "ray start" in line or "others" in line]
+    assert all(line.startswith("#") for line in body)
+
+
+def test_a_cluster_without_a_way_to_find_each_other_says_so(tmp_path: Path) -> None:
+    text = OURS.replace("gpus: 4", "gpus: 4\n  machines: 3")
+    assert "each of the 2 other machines the recipe does not say" in render(
+        "compose", load.load(write(tmp_path, text))
+    )
 
 
 def test_a_pair_takes_no_settings_in_llama_swap() -> None:

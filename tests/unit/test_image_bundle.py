@@ -10,20 +10,25 @@ from typing import Any
 
 import pytest
 
+from sm12x import layout
+from sm12x.build.estimate import Offer, Step
 from sm12x.build.ledger import FileEntry, Ledger, LibraryEntry, PatchEntry
 from sm12x.core import files
 from sm12x.core.errors import (
     BadArchitectureError,
     BadFileError,
     BuildFailedError,
+    NoEngineError,
     NoSpaceError,
     UnknownBaseError,
     UsageError,
 )
-from sm12x.image import bundle, platforms, preflight, record, summary
+from sm12x.image import bundle, engines, modes, platforms, preflight, record, summary
+from sm12x.image.buildah import Buildah
 from sm12x.image.docker import Docker
 from sm12x.image.engine import Engine, Layer
 from sm12x.stack import base as bases
+from sm12x.stack.base import Base, Disk
 
 DATA = Path(__file__).parent / "data"
 MIB = 1024**2
@@ -135,6 +140,15 @@ AUDIT = {
 }
 
 
+OFFER = Offer(
+    figures="about 38 min on 2 cores with 20 GiB free",
+    steps=(
+        Step(minutes=38.0, modules=("vllm/_C.abi3.so",)),
+        Step(minutes=118.0, modules=("vllm/_fa2.abi3.so",), sources=("flash-attention",)),
+    ),
+)
+
+
 @pytest.mark.parametrize("unchanged", [False, True])
 def test_the_summary(unchanged: bool) -> None:
     got = summary.text(
@@ -145,14 +159,18 @@ def test_the_summary(unchanged: bool) -> None:
         Docker(Path("/usr/bin/docker"), "20.10", buildx=False),
         ["deepseek-v4-flash-rtx-pro-6000-tp4"],
         unchanged=unchanged,
+        offer=None if unchanged else OFFER,
     )
     name = "summary-unchanged.txt" if unchanged else "summary.txt"
     assert got == (DATA / name).read_text()
 
 
 def test_the_summary_as_json() -> None:
-    found = json.loads(summary.as_json(RECORD, Path("dist/0.21.0"), unchanged=True))
+    folder = Path("dist/0.21.0")
+    found = json.loads(summary.as_json(RECORD, folder, unchanged=True, offer=OFFER))
     assert found["unchanged"] is True
+    assert found["full"]["steps"][1]["minutes"] == 118.0
+    assert json.loads(summary.as_json(RECORD, folder, unchanged=True))["full"] is None
     assert found["tags"][0] == "vllm-sm12x:0.21.0-1a2b3c4d-quick"
 
 
@@ -240,10 +258,38 @@ def test_wrong_input_is_refused_before_any_program_is_started(
         bundle.run(options, Quiet())  # type: ignore[arg-type]
 
 
-class Store(Docker):
-    """An engine whose images would lie in a folder of the test."""
+def test_an_engine_is_looked_for_before_anything_is_fetched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def none(wanted: str | None, **_: object) -> Engine:
+        raise NoEngineError("no engine", next_step="install one")
 
-    def __init__(self, folder: Path) -> None:
+    def settle(*_: object, **__: object) -> None:
+        raise AssertionError("sources were looked for")
+
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(engines, "find", none)
+    monkeypatch.setattr(modes, "settle", settle)
+    with pytest.raises(NoEngineError):
+        bundle.run(bundle.Options(version="0.21.0"), Quiet())  # type: ignore[arg-type]
+
+
+class Disks:
+    """File systems of the test: folder -> GiB free, for it and all below."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **free: float) -> None:
+        self.free = {Path("/" + name): gib for name, gib in free.items()}
+        monkeypatch.setattr(files, "device", lambda folder: hash(self.of(folder)))
+        monkeypatch.setattr(files, "free_gib", lambda folder: self.free[self.of(folder)])
+
+    def of(self, folder: Path) -> Path:
+        return max((root for root in self.free if folder.is_relative_to(root)), key=str)
+
+
+class Store(Docker):
+    """An engine whose images would lie in ``folder``."""
+
+    def __init__(self, folder: Path | None) -> None:
         super().__init__(Path("/usr/bin/docker"), "1", buildx=True)
         self.folder = folder
 
@@ -251,23 +297,153 @@ class Store(Docker):
         return self.folder
 
 
-def test_space_is_checked_with_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    base = bases.load("0.21.0")
-    monkeypatch.setattr(preflight, "work_folder", lambda base: tmp_path / "work")
-    monkeypatch.setattr(preflight, "ENGINE_GIB", 1e6)
-    engine: Engine = Store(tmp_path)
-    with pytest.raises(NoSpaceError, match=r"building with docker needs 1000000\.0 GiB"):
-        preflight.require_room(base, engine, base.modules[:1], HERE)
-    monkeypatch.setattr(preflight, "ENGINE_GIB", 0.0)
+DISK = Disk(
+    builder_gib=8.0,
+    builder_layer_gib=5.0,
+    builder_packages_gib=4.0,
+    image_gib=10.0,
+    image_layer_gib=7.0,
+    image_packages_gib=6.0,
+    objects_gib=5.0,
+    sources_gib=1.0,
+    dist_gib=0.5,
+)
+
+
+@pytest.fixture
+def base(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Base:
+    monkeypatch.setattr(preflight, "work_folder", lambda base: tmp_path / base.version)
+    monkeypatch.setattr(preflight, "memory_gib", lambda path: 64.0)
+    monkeypatch.setattr(layout, "cache", lambda: Path("/home/me/.cache/sm12x"))
+    monkeypatch.setattr(layout, "dist", lambda version: Path("/home/me/sm12x/dist") / version)
+    return dataclasses.replace(bases.load("0.21.0"), disk=DISK)
+
+
+def _require(base: Base, engine: Engine, *, image: bool = True, full: bool = False) -> None:
+    modules = base.modules if full else base.modules[:1]
+    meter = preflight.Meter(base, engine, HERE)
+    preflight.require_room(base, engine, modules, HERE, meter, image=image)
+
+
+def test_what_lies_on_one_disk_is_added_up(monkeypatch: pytest.MonkeyPatch, base: Base) -> None:
+    engine = Store(Path("/var/lib/docker"))
+    disks = Disks(monkeypatch, var=28.0, home=2.0)
+    _require(base, engine)
+    disks.free[Path("/var")] = 27.9
+    with pytest.raises(NoSpaceError) as refused:
+        _require(base, engine)
+    said = str(refused.value)
+    assert "needs 28.0 GiB on the disk of /var/lib/docker, 27.9 GiB are free" in said
+    assert "free 0.1 GiB there" in said
+    assert "data-root" in said
+    _require(base, engine, image=False)
+    with pytest.raises(NoSpaceError, match=r"needs 33\.0 GiB"):
+        _require(base, engine, full=True)
+    # All on one: the checkout and our cache count as well.
+    Disks(monkeypatch, **{"": 29.4})
+    with pytest.raises(NoSpaceError, match=r"needs 29\.5 GiB"):
+        _require(base, engine)
+
+
+@pytest.mark.parametrize(
+    ("free", "folder", "remedy"),
+    [
+        # 8 + 10 of layers and one of 7 in its container; 4 + 6 of packages and that one twice.
+        ({"var": 24.9, "tmp": 99.0, "home": 99.0}, "/var/lib/containers", "graphroot"),
+        ({"var": 99.0, "tmp": 23.9, "home": 99.0}, "/tmp/cache", "TMPDIR"),  # noqa: S108
+        ({"var": 99.0, "tmp": 99.0, "home": 1.4}, "/home/me/.cache/sm12x", "SM12X_CACHE"),
+    ],
+)
+def test_the_disk_that_is_too_small_is_named(
+    monkeypatch: pytest.MonkeyPatch, base: Base, free: dict[str, float], folder: str, remedy: str
+) -> None:
+    Disks(monkeypatch, **free)
+    engine = Buildah(Path("/usr/bin/buildah"), "1.28.2", chroot=True)
+    monkeypatch.setattr(engine, "storage", lambda: Path("/var/lib/containers"))
+    monkeypatch.setenv("TMPDIR", "/tmp/cache")  # noqa: S108
+    with pytest.raises(NoSpaceError, match=rf"on the disk of {folder}, .*Next: .*{remedy}"):
+        _require(base, engine)
+
+
+def test_an_engine_on_another_machine_has_a_disk_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, base: Base
+) -> None:
+    Disks(monkeypatch, **{"": 1.5})
+    _require(base, Store(None))
+
+
+def test_a_build_that_goes_on_asks_for_the_rest(
+    monkeypatch: pytest.MonkeyPatch, base: Base
+) -> None:
+    engine = Store(Path("/var/lib/docker"))
+    disks = Disks(monkeypatch, var=30.0, home=9.0)
+    meter = preflight.Meter(base, engine, HERE)
+    _require(base, engine)
+    # A second try asks no less while nothing was built.
+    disks.free[Path("/var")] = 5.0
+    with pytest.raises(NoSpaceError, match=r"needs 28\.0"):
+        _require(base, engine)
+    disks.free[Path("/var")] = 30.0
+
+    def interrupted() -> None:
+        with meter.measuring(preflight.WHEEL):
+            disks.free[Path("/var")] -= 6.0
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    # What others use meanwhile is none of it.
+    disks.free[Path("/var")] = 5.0
+    with pytest.raises(NoSpaceError, match=r"needs 22\.0"):
+        _require(base, engine)
+    disks.free[Path("/var")] = 22.0
+    again = preflight.Meter(base, engine, HERE)
+    with again.measuring(preflight.WHEEL):
+        disks.free[Path("/var")] -= 2.0
+    with again.measuring(preflight.IMAGE):
+        disks.free[Path("/var")] -= 10.0
+    # Only last layers are written anew, and both phases have theirs.
+    _require(base, engine)
+    # Another base has its own figure, whatever this one has built.
+    with pytest.raises(NoSpaceError, match=r"needs 28\.0"):
+        _require(dataclasses.replace(base, version="9.9.9"), engine)
+    # The engine was emptied.
+    again.forget()
+    with pytest.raises(NoSpaceError, match=r"needs 28\.0"):
+        _require(base, engine)
+
+
+def test_a_killed_build_is_counted_by_what_was_free(
+    monkeypatch: pytest.MonkeyPatch, base: Base
+) -> None:
+    engine = Store(Path("/var/lib/docker"))
+    disks = Disks(monkeypatch, var=30.0, home=9.0)
+    meter = preflight.Meter(base, engine, HERE)
+    killed = meter.measuring(preflight.WHEEL)
+    killed.__enter__()
+    disks.free[Path("/var")] = 25.0
+    left = preflight.Meter(base, engine, HERE)
+    assert left.rest(preflight.WHEEL, 8.0) == 3.0
+    for text in ("", "[]", '{"wheel": 3}', '{"wheel": {"spent": "x"}}', "\0"):
+        left.path.write_text(text)
+        assert preflight.Meter(base, engine, HERE).rest(preflight.WHEEL, 8.0) == 8.0
+
+
+def test_memory_is_checked_before_a_build_is_begun(
+    monkeypatch: pytest.MonkeyPatch, base: Base
+) -> None:
+    Disks(monkeypatch, **{"": 99.0})
+    engine = Store(Path("/var/lib/docker"))
     monkeypatch.setattr(preflight, "memory_gib", lambda path: 0.5)
     with pytest.raises(NoSpaceError, match=r"needs 2\.0 GiB of memory, 0\.5 GiB are free"):
-        preflight.require_room(base, engine, base.modules[:1], HERE)
+        _require(base, engine)
     monkeypatch.setattr(preflight, "memory_gib", lambda path: 4.0)
     with pytest.raises(NoSpaceError, match=r"needs 8\.9 GiB of memory, 4\.0 GiB are free"):
-        preflight.require_room(base, engine, base.modules, HERE)
-    preflight.require_room(base, engine, base.modules[:1], HERE)
+        _require(base, engine, full=True)
+    with preflight.Meter(base, engine, HERE).measuring(preflight.WHEEL):
+        pass
     # Begun: what is left to compile may be little.
-    preflight.require_room(base, engine, base.modules, HERE)
+    _require(base, engine, full=True)
 
 
 def test_available_memory(tmp_path: Path) -> None:

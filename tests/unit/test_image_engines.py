@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import os
 import resource
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from sm12x.core import process
-from sm12x.core.errors import EngineNotRunningError, NoEngineError
+from sm12x.core.errors import EngineNotRunningError, NoEngineError, ToolFailedError
 from sm12x.core.process import Completed
-from sm12x.image import buildah, engines
+from sm12x.image import buildah, docker, engines
 from sm12x.image.buildah import Buildah, Podman
 from sm12x.image.docker import Docker
-from sm12x.image.engine import BuildRequest, qualified
-from sm12x.image.engines import Probe
+from sm12x.image.engine import BuildRequest, Engine, qualified
+from sm12x.image.engines import Machine, Probe
 
 DOCKER = Path("/usr/bin/docker")
 BUILDAH = Path("/usr/bin/buildah")
@@ -31,6 +33,10 @@ DOWN_DOCKER = Probe(
 LACKING_DOCKER = Probe(
     name="docker", program=Path("/usr/local/bin/docker"), why="no buildx", next_step="add buildx"
 )
+MACHINE = Machine(
+    root=False, sudo=True, installer="apt-get", systemd=True, dockerd=True, docker_script=True
+)
+ROOT = dataclasses.replace(MACHINE, root=True, sudo=False)
 REQUEST = BuildRequest(
     dockerfile=Path("D"),
     context=Path("ctx"),
@@ -44,15 +50,17 @@ REQUEST = BuildRequest(
 
 
 def test_the_first_that_can_build_is_taken_and_the_others_are_named() -> None:
-    choice = engines.choose([LACKING_DOCKER, READY_DOCKER, READY_BUILDAH], None)
+    choice = engines.choose([LACKING_DOCKER, READY_DOCKER, READY_BUILDAH], None, MACHINE)
     assert choice.engine is READY_DOCKER.engine
     assert choice.notes == ("/usr/local/bin/docker is passed over: no buildx",)
 
 
 def test_an_engine_that_is_down_is_passed_over_unless_asked_for() -> None:
-    assert engines.choose([DOWN_DOCKER, READY_BUILDAH], None).engine is READY_BUILDAH.engine
+    assert engines.choose([DOWN_DOCKER, READY_BUILDAH], None, MACHINE).engine is (
+        READY_BUILDAH.engine
+    )
     with pytest.raises(EngineNotRunningError, match=r"does not answer\. Next: start it\."):
-        engines.choose([DOWN_DOCKER, READY_BUILDAH], "docker")
+        engines.choose([DOWN_DOCKER, READY_BUILDAH], "docker", MACHINE)
 
 
 @pytest.mark.parametrize(
@@ -60,14 +68,14 @@ def test_an_engine_that_is_down_is_passed_over_unless_asked_for() -> None:
     [
         ([], None, "looked for docker, podman, buildah"),
         ([READY_DOCKER], "podman", "podman is not installed"),
-        ([LACKING_DOCKER], None, r"/usr/local/bin/docker: no buildx\. Next: add buildx\."),
+        ([LACKING_DOCKER], None, r"/usr/local/bin/docker: no buildx\. Next: add buildx; or "),
     ],
 )
 def test_no_engine_says_what_was_looked_for(
     probes: list[Probe], wanted: str | None, text: str
 ) -> None:
     with pytest.raises(NoEngineError, match=text):
-        engines.choose(probes, wanted)
+        engines.choose(probes, wanted, MACHINE)
 
 
 class Answers:
@@ -76,21 +84,26 @@ class Answers:
     def __init__(self, *entries: tuple[Sequence[str], int, str]) -> None:
         self.entries = entries
 
-    def __call__(self, argv: Sequence[str | Path], **_: object) -> Completed:
+    def __call__(
+        self, argv: Sequence[str | Path], *, timeout: float | None = None, **_: object
+    ) -> Completed:
         words = tuple(str(word) for word in argv)
+        assert timeout, f"{words} could hang"
         for wanted, code, text in self.entries:
             if all(word in words for word in wanted):
                 return Completed(argv=words, returncode=code, stdout=text, stderr=text)
         raise AssertionError(f"unexpected: {words}")
 
 
-def _probe(monkeypatch: pytest.MonkeyPatch, name: str, answers: Answers) -> list[Probe]:
+def _probe(
+    monkeypatch: pytest.MonkeyPatch, name: str, answers: Answers, machine: Machine = MACHINE
+) -> list[Probe]:
     monkeypatch.setattr(
         process, "which_all", lambda asked: [Path(f"/bin/{name}")] if asked == name else []
     )
     monkeypatch.setattr(process, "run", answers)
     monkeypatch.setattr(engines, "needs_chroot", lambda: False)
-    return engines.probe_all()
+    return list(engines.probe_all(None, machine))
 
 
 BUILDKIT_USAGE = "  --secret stringArray\n  -o, --output stringArray\n"
@@ -122,17 +135,78 @@ def test_a_docker_without_buildkit_says_what_is_missing(monkeypatch: pytest.Monk
     assert "28.2.2 has no buildx plugin" in found.why
 
 
+NO_DAEMON = "Cannot connect to the Docker daemon at unix:///x. Is the docker daemon running?"
+SOCKET = "unix:///var/run/docker.sock"
+
+
 @pytest.mark.parametrize(
-    ("said", "why"),
+    ("said", "endpoint", "machine", "down", "why", "step"),
     [
-        ("Cannot connect to the Docker daemon", "does not answer"),
-        ("permission denied while trying to connect", "may not be used by this user"),
+        (NO_DAEMON, SOCKET, MACHINE, True, "not running", "`sudo systemctl start docker`"),
+        (NO_DAEMON, SOCKET, ROOT, True, "not running", "with `systemctl start docker`"),
+        (
+            *(NO_DAEMON, SOCKET, dataclasses.replace(ROOT, systemd=False)),
+            *(True, "not running", "`service docker start`"),
+        ),
+        (
+            *(NO_DAEMON, SOCKET),
+            dataclasses.replace(MACHINE, systemd=False, docker_script=False, sudo=False),
+            *(True, "not running", "dockerd >/tmp/dockerd.log 2>&1 &'` as root"),
+        ),
+        # Nothing to start: no advice to start it.
+        (
+            *(NO_DAEMON, SOCKET, dataclasses.replace(ROOT, dockerd=False)),
+            *(False, "only docker's client is installed", "DOCKER_HOST"),
+        ),
+        ("permission denied while trying", SOCKET, MACHINE, True, "may not use", "usermod"),
+        ("request returned 404", SOCKET, MACHINE, True, "request returned 404", "restart docker"),
+        (NO_DAEMON, "tcp://ci:2375", MACHINE, True, "tcp://ci:2375", "context use default"),
     ],
 )
-def test_docker_that_is_down(monkeypatch: pytest.MonkeyPatch, said: str, why: str) -> None:
-    (found,) = _probe(monkeypatch, "docker", Answers((("version",), 1, said)))
-    assert found.down
+def test_docker_without_a_daemon_is_told_what_works_here(
+    monkeypatch: pytest.MonkeyPatch,
+    said: str,
+    endpoint: str,
+    machine: Machine,
+    down: bool,
+    why: str,
+    step: str,
+) -> None:
+    for name in ("DOCKER_HOST", "DOCKER_CONTEXT"):
+        monkeypatch.delenv(name, raising=False)
+    answers = Answers((("context",), 0, endpoint + "\n"), (("version",), 1, said))
+    (found,) = _probe(monkeypatch, "docker", answers, machine)
+    assert found.engine is None
+    assert found.down is down
     assert why in found.why
+    assert step in found.next_step
+    if not machine.dockerd:
+        assert "start" not in found.next_step
+
+
+def test_a_program_that_hangs_or_cannot_be_run_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for error in (
+        ToolFailedError("did not finish", next_step="wait"),
+        OSError(errno.ENOEXEC, "Exec format error"),
+    ):
+
+        def refuse(*_: object, error: Exception = error, **__: object) -> Completed:
+            raise error
+
+        for name in engines.NAMES:
+            (found,) = _probe(monkeypatch, name, refuse)  # type: ignore[arg-type]
+            assert found.engine is None
+            assert found.why
+
+
+def test_a_root_that_may_not_mount_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = Answers(
+        (("build", "--help"), 0, "  --secret stringArray\n  --output x\n"),
+        (("--version",), 0, "buildah version 1.28.2"),
+    )
+    (found,) = _probe(monkeypatch, "buildah", answers, dataclasses.replace(ROOT, mounts=False))
+    assert found.engine is None
+    assert "--privileged" in found.next_step
 
 
 def test_podman_under_the_name_of_docker_is_not_docker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,20 +226,115 @@ def test_an_old_buildah_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.why == "buildah 1.23.1 is too old (`build` knows no --output)"
 
 
-def test_buildah_is_installed_only_where_nothing_else_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed: list[str] = []
-    said: list[str] = []
-    monkeypatch.setattr(engines, "_can_install", lambda: True)
-    monkeypatch.setattr(engines, "_install", lambda *names, optional: installed.extend(names))
-    monkeypatch.setattr(engines, "probe_all", lambda: [READY_BUILDAH] if installed else [])
-    assert engines.find(None, say=said.append) is READY_BUILDAH.engine
-    assert installed == ["buildah"]
-    assert said == ["no container engine can build here: installing buildah with apt-get"]
+class Here:
+    """A machine with ``probes``; what apt-get installs is there from then on."""
 
-    monkeypatch.setattr(engines, "probe_all", lambda: [DOWN_DOCKER])
-    with pytest.raises(EngineNotRunningError):
-        engines.find(None, say=said.append)
-    assert installed == ["buildah"]
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, probes: Sequence[Probe], machine: Machine
+    ) -> None:
+        self.probes = list(probes)
+        self.asked: list[str] = []
+        self.installed: list[str] = []
+        self.said: list[str] = []
+        monkeypatch.setattr(Machine, "here", classmethod(lambda cls: machine))
+        monkeypatch.setattr(engines, "_install", self.install)
+        monkeypatch.setattr(engines, "probe_all", self.probe_all)
+
+    def probe_all(
+        self, wanted: str | None = None, machine: Machine | None = None
+    ) -> Iterator[Probe]:
+        for probe in self.probes:
+            if wanted in (None, probe.name):
+                self.asked.append(probe.name)
+                yield probe
+
+    def install(self, *names: str, optional: Sequence[str] = ()) -> None:
+        self.installed += names
+        self.probes.append(READY_BUILDAH)
+
+    def find(self, wanted: str | None = None, *, may_install: bool = True) -> Engine:
+        return engines.find(wanted, say=self.said.append, may_install=may_install)
+
+
+@pytest.mark.parametrize("there", [[], [DOWN_DOCKER], [LACKING_DOCKER]])
+def test_root_gets_buildah_where_nothing_can_build(
+    monkeypatch: pytest.MonkeyPatch, there: list[Probe]
+) -> None:
+    here = Here(monkeypatch, there, ROOT)
+    assert here.find() is READY_BUILDAH.engine
+    assert here.installed == ["buildah"]
+    assert "installing buildah with apt-get" in here.said[0]
+    for probe in there:
+        assert probe.why in here.said[0]
+
+
+@pytest.mark.parametrize(
+    ("there", "machine", "wanted", "may_install", "kind", "step"),
+    [
+        # Not root, or no apt-get: the exact command.
+        ([], MACHINE, None, True, NoEngineError, "`sudo apt-get update && sudo apt-get install -y"),
+        (
+            *([], dataclasses.replace(MACHINE, sudo=False), None, True, NoEngineError),
+            "install -y buildah` as root",
+        ),
+        (
+            *([], dataclasses.replace(ROOT, installer="dnf"), None, True, NoEngineError),
+            "`dnf install -y buildah`",
+        ),
+        ([DOWN_DOCKER], MACHINE, None, True, EngineNotRunningError, "start it; or install buildah"),
+        # In a container that may not mount buildah would be of no use.
+        (
+            *([], dataclasses.replace(ROOT, mounts=False), None, True, NoEngineError),
+            "--privileged, or with docker's socket",
+        ),
+        # An engine that was asked for is not replaced by another.
+        ([DOWN_DOCKER], ROOT, "docker", True, EngineNotRunningError, "Next: start it\\."),
+        ([], ROOT, "docker", True, NoEngineError, "apt-get install -y docker.io"),
+        ([], ROOT, "podman", True, NoEngineError, "apt-get install -y podman"),
+        # An engine without images is of no use to who looks for one.
+        ([DOWN_DOCKER], ROOT, None, False, EngineNotRunningError, "start it"),
+    ],
+)
+def test_what_cannot_be_had_is_an_error_with_advice_that_fits(
+    monkeypatch: pytest.MonkeyPatch,
+    there: list[Probe],
+    machine: Machine,
+    wanted: str | None,
+    may_install: bool,
+    kind: type[Exception],
+    step: str,
+) -> None:
+    here = Here(monkeypatch, there, machine)
+    with pytest.raises(kind, match=step):
+        here.find(wanted, may_install=may_install)
+    assert here.installed == []
+
+
+def test_an_install_that_fails_keeps_what_docker_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Here(monkeypatch, [DOWN_DOCKER], ROOT)
+
+    def refuse(*_: str, optional: Sequence[str] = ()) -> None:
+        raise ToolFailedError("E: Unable to locate package buildah", next_step="-")
+
+    monkeypatch.setattr(engines, "_install", refuse)
+    with pytest.raises(NoEngineError, match=r"does not answer.*Unable to locate.*start it"):
+        here.find()
+
+
+def test_a_buildah_that_is_there_and_cannot_build_is_not_installed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    old = Probe(name="buildah", program=BUILDAH, why="too old", next_step="newer")
+    here = Here(monkeypatch, [old], ROOT)
+    with pytest.raises(NoEngineError, match=r"too old.*Next: newer"):
+        here.find()
+    assert here.installed == []
+
+
+def test_no_engine_is_asked_after_one_that_can_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Here(monkeypatch, [DOWN_DOCKER, READY_DOCKER, READY_BUILDAH], ROOT)
+    assert here.find() is READY_DOCKER.engine
+    assert here.asked == ["docker", "docker"]
 
 
 def test_the_command_lines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,9 +343,9 @@ def test_the_command_lines(monkeypatch: pytest.MonkeyPatch) -> None:
         *("--secret", "id=ca,src=/s/ca", "--tag", "t:1"),
         *("--output", "type=local,dest=/o", "--network", "host"),
     ]
-    docker = Docker(DOCKER, "20.10", buildx=False)
-    assert docker.build_words(REQUEST) == ["build", "--progress", "plain", *common, "ctx"]
-    assert docker.environment()["DOCKER_BUILDKIT"] == "1"
+    plain = Docker(DOCKER, "20.10", buildx=False)
+    assert plain.build_words(REQUEST) == ["build", "--progress", "plain", *common, "ctx"]
+    assert plain.environment()["DOCKER_BUILDKIT"] == "1"
     found = Buildah(BUILDAH, "1.28.2", chroot=True)
     monkeypatch.setattr(resource, "getrlimit", lambda limit: (1024, 20000))
     limits = ["--ulimit", "nofile=1024:20000", "--ulimit", "nproc=1024:20000"]
@@ -245,3 +414,36 @@ def test_the_next_command_is_the_engines_own(monkeypatch: pytest.MonkeyPatch) ->
 def test_an_isolation_of_the_users_own_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BUILDAH_ISOLATION", "rootless")
     assert buildah.needs_chroot() is False
+
+
+@pytest.mark.parametrize(
+    ("status", "folder"),
+    [
+        ('[["driver-type","io.containerd.snapshotter.v1"]]', "containerd"),
+        ('[["Backing Filesystem","extfs"]]', "docker"),
+    ],
+)
+def test_dockers_layers_lie_where_its_image_store_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: str, folder: str
+) -> None:
+    for name in ("docker", "containerd"):
+        (tmp_path / name).mkdir()
+    answer = Completed(argv=(), returncode=0, stdout=f"{tmp_path}/docker\t{status}\n", stderr="")
+    monkeypatch.setattr(process, "run", lambda *_, **__: answer)
+    monkeypatch.setattr(docker, "_CONTAINERD", tmp_path / "containerd")
+    assert Docker(DOCKER, "29", buildx=True).storage() == tmp_path / folder
+    gone = Completed(argv=(), returncode=1, stdout="", stderr="")
+    monkeypatch.setattr(process, "run", lambda *_, **__: gone)
+    assert Docker(DOCKER, "29", buildx=True).storage() is None
+
+
+@pytest.mark.parametrize("kind", [Buildah, Podman])
+def test_buildahs_packages_lie_in_the_temporary_folder(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Buildah]
+) -> None:
+    engine = kind(BUILDAH, "1.28.2", chroot=True)
+    monkeypatch.setenv("TMPDIR", "/big/tmp")
+    assert engine.package_cache() == Path("/big/tmp")
+    monkeypatch.delenv("TMPDIR")
+    assert engine.package_cache() == Path("/var/tmp")  # noqa: S108
+    assert engine.name in engine.more_room

@@ -190,6 +190,8 @@ def _settle(monkeypatch: pytest.MonkeyPatch, folder: Path, **fields: Any) -> tup
     monkeypatch.setattr(bases, "versions", lambda: [BASE.version, "9.9.9"])
     values = {"wanted": "full", "given": {}, "allowed": (), **fields}
     made = values.pop("made", "")
+    if memory := values.pop("memory", None):
+        monkeypatch.setattr(cmake, "free_memory_gib", lambda: memory)
     said = Said()
     targets = cudaarch.parse_list(values.pop("arch_list", "12.0a"))
     wish = modes.Wish(**values)
@@ -256,4 +258,9 @@ def test_quick_mode_says_what_it_does_not_use(
 ) -> None:
     how, said = _settle(monkeypatch, tmp_path, wanted="quick", allowed=("qutlass",))
     assert (how.mode, how.third_party, how.allowed) == ("quick", {}, ())
+    assert how.offer is not None
+    paths = [path for step in how.offer.steps for path in step.modules]
+    assert "vllm/_moe_C.abi3.so" in paths
+    assert "vllm/cumem_allocator.abi3.so" not in paths
+    assert _settle(monkeypatch, tmp_path, memory=64.0)[0].offer is None
     assert "unused" in said.lines[-1]

@@ -8,6 +8,7 @@ import pytest
 
 from sm12x.core.errors import BadFileError, BuildFailedError, NoSpaceError
 from sm12x.image import failure
+from sm12x.image.buildah import Podman
 from sm12x.image.docker import Docker
 from sm12x.image.output import Follower
 
@@ -110,6 +111,16 @@ def test_an_error_that_was_cut_off_is_still_told() -> None:
     assert follower.next_step == ""
 
 
+def test_a_full_disk_is_told_with_what_the_bundle_still_takes() -> None:
+    follower, _ = _follow("#9 1.0 write /x: no space left on device\n")
+    engine = Podman(Path("/usr/bin/podman"), "4.3", chroot=False)
+    engine.storage = lambda: Path("/store")  # type: ignore[method-assign]
+    error = failure.of(engine, "Dockerfile.bundle", follower, Path("log"), rest_gib=17.4)
+    assert isinstance(error, NoSpaceError)
+    assert "/store" in error.message
+    assert error.next_step.startswith("free about 17 GiB there (`podman image prune`")
+
+
 @pytest.mark.parametrize(
     ("code", "kind"),
     [(15, BuildFailedError), (7, NoSpaceError), (4, BadFileError), (1, BuildFailedError)],
@@ -117,7 +128,9 @@ def test_an_error_that_was_cut_off_is_still_told() -> None:
 def test_the_error_of_a_step_is_the_users_error(code: int, kind: type[Exception]) -> None:
     follower, _ = _follow(FAILED_UNIT.replace("exit code: 15", f"exit code: {code}"))
     engine = Docker(Path("/usr/bin/docker"), "20.10", buildx=False)
-    error = failure.of(engine, "Dockerfile.builder", follower, Path("build/builder.log"))
+    error = failure.of(
+        engine, "Dockerfile.builder", follower, Path("build/builder.log"), rest_gib=9
+    )
     assert type(error) is kind
     assert str(error).startswith(
         "docker could not build Dockerfile.builder: unit marlin.cu.o of _moe_C failed: "

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import base64
 import dataclasses
 import hashlib
+import importlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ from sm12x.build.ledger import FileEntry, Ledger, LibraryEntry, OverrideEntry
 from sm12x.core.errors import ToolFailedError
 from sm12x.image.inside import content, machinecode, native, probe, report, versions
 from sm12x.image.inside.places import Places
-from sm12x.image.inside.report import FAIL, NOTE, PASS, Line
+from sm12x.image.inside.report import FAIL, NOTE, PASS, WARN, Line
 from sm12x.recipes import load
 
 PATCHED = "vllm/device_allocator/cumem.py"
@@ -441,14 +444,64 @@ def recipe_lines(image: Image, text: str, answer: object) -> list[Line]:
 
 
 def test_a_recipe_that_vllm_takes_passes(image: Image) -> None:
-    lines = recipe_lines(image, RECIPE, {"problems": {"one": []}})
+    lines = recipe_lines(image, RECIPE, {"problems": {"one": []}, "warnings": {"one": []}})
     assert [line.text for line in lines] == ["one: vLLM's parser takes all 3 arguments"]
 
 
 def test_a_recipe_that_vllm_refuses_is_found(image: Image) -> None:
-    refusal = {"problems": {"one": ["unrecognized arguments: --prot"]}}
+    refusal = {
+        "problems": {"one": ["unrecognized arguments: --prot"]},
+        "warnings": {"one": []},
+    }
     lines = recipe_lines(image, RECIPE, refusal)
     assert "one: vLLM refuses it: unrecognized arguments: --prot" in faults(lines)
+
+
+def test_a_variable_that_vllm_does_not_know_is_a_warning(image: Image) -> None:
+    unknown = "VLLM_X is no variable of this release"
+    answer = {"problems": {"one": []}, "warnings": {"one": [unknown]}}
+    lines = recipe_lines(image, RECIPE, answer)
+    assert [(line.state, line.text) for line in lines] == [
+        (WARN, f"one: {unknown}"),
+        (PASS, "one: vLLM's parser takes all 3 arguments"),
+    ]
+    assert "check: ok" in report.as_text(lines)
+    assert json.loads(report.as_json(lines))["ok"] is True
+
+
+def test_the_release_is_asked_for_variables_and_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Parser(argparse.ArgumentParser):
+        pass
+
+    def make(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser.add_argument("model_tag", nargs="?")
+        for name in ("reasoning-parser", "tool-call-parser"):
+            parser.add_argument(f"--{name}")
+            parser.add_argument(f"--{name.removesuffix('-call-parser')}-plugin")
+        return parser
+
+    nothing = SimpleNamespace(list_registered=list)
+    fakes = {
+        "vllm.platforms": SimpleNamespace(),
+        "vllm.platforms.cuda": SimpleNamespace(CudaPlatform=SimpleNamespace),
+        "vllm.envs": SimpleNamespace(environment_variables={"VLLM_USE_X": None}),
+        "vllm.entrypoints.common.cli_args": SimpleNamespace(
+            make_arg_parser=make, validate_parsed_serve_args=lambda parsed: None
+        ),
+        "vllm.reasoning": SimpleNamespace(ReasoningParserManager=nothing),
+        "vllm.tool_parsers": SimpleNamespace(ToolParserManager=nothing),
+        "vllm.utils.argparse_utils": SimpleNamespace(FlexibleArgumentParser=Parser),
+    }
+    monkeypatch.setattr(importlib, "import_module", fakes.__getitem__)
+    answer = probe.arguments(
+        {"one": ["m"], "two": ["m", "--x"]}, {"one": ["VLLM_USE_X", "VLLM_USE_Y", "HOME"]}
+    )
+    assert answer["problems"]["one"] == []
+    assert answer["warnings"] == {
+        "one": ["VLLM_USE_Y is no variable of this release; perhaps you meant VLLM_USE_X"],
+        "two": [],
+    }
+    assert "--x" in answer["problems"]["two"][0]
 
 
 def test_a_recipe_of_another_program_is_noted(image: Image) -> None:

@@ -94,7 +94,7 @@ def test_settings_come_from_the_environment(tmp_path: Path) -> None:
     ("old", "new", "fault"),
     [
         ("container: some-image\n", "", "small.yaml:1: required key 'container' is missing"),
-        ('recipe_version: "1"', 'recipe_version: "2"', "small.yaml:1: recipe_version is '2'"),
+        ('recipe_version: "1"', 'recipe_version: "3"', "small.yaml:1: recipe_version is '3'"),
         ("defaults:", "default:", "4: default is not a known key; perhaps you meant 'defaults'"),
         ("{port}", "{prot}", "11: command asks for {prot}, defaults has none; perhaps .* 'port'"),
         ("'{{\"mode\": 3}}'", "'{\"mode\": 3}'", "11: command has .*: double the braces of JSON"),
@@ -251,3 +251,68 @@ def test_a_pinned_revision_takes_effect(tmp_path: Path) -> None:
     text = MINIMAL.replace("--port", "--revision def --port")
     out = rendered(recipe(tmp_path, f"model_revision: abc\n{text}"))
     assert "abc" not in out.argv
+
+
+SPARKRUN = """\
+recipe_version: "2"
+model: some/Model
+runtime: vllm
+container: some-image
+max_nodes: 1
+metadata:
+  description: a model
+command: vllm serve {model} --port {port}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (SPARKRUN, 1),
+        (SPARKRUN.replace('"2"', "2"), 1),
+        # Its tools take a file without a version for the newest.
+        (SPARKRUN.replace('recipe_version: "2"\n', ""), 2),
+    ],
+)
+def test_the_format_of_sparkrun_is_named(tmp_path: Path, text: str, line: int) -> None:
+    path = tmp_path / "theirs.yaml"
+    path.write_text(text)
+    one, faults = load.inspect(path)
+    assert one is None
+    # One fault: the keys it lacks of our format say nothing about it.
+    (fault,) = faults
+    assert fault.line == line
+    assert "sparkrun" in fault.text
+    assert "runtime, metadata, max_nodes" in fault.text
+    with pytest.raises(BadFileError, match=r"not read yet.*Next: run it with sparkrun"):
+        load.load(path)
+
+
+def _command(tmp_path: Path, command: str) -> Rendered:
+    path = tmp_path / "small.yaml"
+    path.write_text(f"recipe_version: '1'\nname: x\ncontainer: y\ncommand: |\n  {command}\n")
+    return render(load.load(path), settings={}, extra=("--seed", "1 2"), environ={}, solo=False)
+
+
+@pytest.mark.parametrize(
+    ("command", "argv"),
+    [
+        ("exec vllm serve m", ("vllm", "serve", "m", "--seed", "1 2")),
+        ("exec exec vllm serve m", ("bash", "-c", "exec exec vllm serve m --seed '1 2'")),
+        ("exec -a x vllm serve m", ("bash", "-c", "exec -a x vllm serve m --seed '1 2'")),
+        ("exec", ("bash", "-c", "exec --seed '1 2'")),
+        ("A=1 B=2 vllm serve m", ("bash", "-c", "A=1 B=2 vllm serve m --seed '1 2'")),
+        ("command vllm serve m", ("bash", "-c", "command vllm serve m --seed '1 2'")),
+        ("time vllm serve m", ("bash", "-c", "time vllm serve m --seed '1 2'")),
+        ("executor serve m", ("executor", "serve", "m", "--seed", "1 2")),
+    ],
+)
+def test_what_only_a_shell_has_is_given_to_one(
+    tmp_path: Path, command: str, argv: tuple[str, ...]
+) -> None:
+    assert _command(tmp_path, command).argv == argv
+
+
+@pytest.mark.parametrize("first", ["exec ", "", "A=1 ", "A='x y' exec ", "cd /x && exec "])
+def test_the_server_is_found_behind_what_a_shell_does(tmp_path: Path, first: str) -> None:
+    assert _command(tmp_path, f"{first}vllm serve m").serve == ("m", "--seed", "1 2")

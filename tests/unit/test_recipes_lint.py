@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,12 @@ from click.testing import CliRunner
 from sm12x import layout
 from sm12x.commands import recipe as verb
 from sm12x.core.errors import FindingsError, UsageError
+from sm12x.image.inside import native
+from sm12x.image.inside.report import Line, warned
 from sm12x.recipes import edit, lint, load, options
+from sm12x.recipes.model import Recipe
+from sm12x.stack import base as bases
+from sm12x.stack import mail, series
 
 # As eugr's runner has them: doubled braces, values that are strings, a last backslash, no tag.
 THEIRS = """\
@@ -336,3 +342,66 @@ def test_import_writes_a_new_file_only(tmp_path: Path) -> None:
 
 def test_pin_says_what_it_wrote(tmp_path: Path) -> None:
     assert REVISION in run("pin", str(write(tmp_path, OURS)), "--model-revision", REVISION)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--to", "docker", "smoke", "port=8001", "--", "--seed", "3", "--to", "x"),
+        ("smoke", "--to", "docker", "port=8001", "--", "--seed", "3", "--to", "x"),
+        ("smoke", "port=8001", "--to=docker", "--", "--seed", "3", "--to", "x"),
+    ],
+)
+def test_options_stand_before_or_after_the_recipe(words: tuple[str, ...]) -> None:
+    assert run("render", *words).endswith(" smoke port=8001 -- --seed 3 --to x\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "step"),
+    [
+        (
+            ("smoke", "--to", "docker", "--seed", "3"),
+            "put vLLM's own arguments after --: -- --seed",
+        ),
+        (("smoke", "--to", "docker", "--imag", "x"), "perhaps you meant --image"),
+        (("smoke", "--to", "docker", "seed"), "put vLLM's own arguments after --"),
+    ],
+)
+def test_an_option_that_is_none_of_ours_is_told_its_place(
+    words: tuple[str, ...], step: str
+) -> None:
+    with pytest.raises(UsageError, match=step):
+        run("render", *words)
+
+
+def test_the_image_is_that_of_the_default_base_and_no_patch_is_parsed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Of all bases: the ids differ, and the newest is not the default.
+    ids = {version: series.load(bases.load(version)).id for version in bases.versions()}
+    assert ids == {version: series.read_id(bases.load(version).folder) for version in ids}
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a stack was parsed")
+
+    monkeypatch.setattr(mail, "examine", refuse)
+    monkeypatch.setattr(bases, "parse", refuse)
+    tag = f"vllm-sm12x:{bases.default()}-{ids[bases.default()]}"
+    assert f" {tag} smoke" in run("render", "smoke", "--to", "docker")
+    assert f"docker run --rm {tag} check" in run("lint", "smoke")
+    assert f" {tag} smoke" in run("show", "smoke")
+
+
+def test_a_variable_that_vllm_does_not_know_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def arguments(recipes: dict[str, Recipe], *_: object) -> list[Line]:
+        (key,) = recipes
+        return [warned("recipes", f"{key}: VLLM_SERVER_DEV_MODE is no variable of this release")]
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(native, "check_driver", lambda *_: (None, []))
+    monkeypatch.setattr(native, "check_arguments", arguments)
+    path = write(tmp_path, OURS)
+    said = f"{path}:9: warning: VLLM_SERVER_DEV_MODE is no variable of this release"
+    assert said in run("lint", str(path))

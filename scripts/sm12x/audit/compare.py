@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sm12x.audit.model import NATIVE, NONE, PTX, UNKNOWN
+from sm12x.audit.model import LTO, NATIVE, NONE, PTX, UNKNOWN
 from sm12x.audit.report import SCHEMA
 from sm12x.core.errors import BadFileError
 
@@ -100,7 +100,7 @@ def _cells(before: Counter[str], after: Counter[str]) -> Sequence[str]:
         native(_ON_120),
         native(_ON_121),
         change(PTX),
-        change(NONE, UNKNOWN),
+        change(LTO, NONE, UNKNOWN),
         _arrow(*sizes),
     )
 

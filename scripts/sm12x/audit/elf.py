@@ -1,89 +1,187 @@
-"""The device code in an ELF file, through pyelftools and the fat binary reader.
-
-Code that a library keeps in a format of its own is not seen, as cuobjdump does not see it: cuFFT
-unpacks its kernels itself, out of .ldata.
-"""
+"""The device code in an ELF file of the host, its headers read by pyelftools."""
 
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import IO, cast
 
+import zstandard
 from elftools.common.exceptions import ELFError
 from elftools.construct import ConstructError
 from elftools.elf.elffile import ELFFile
 
-from sm12x.audit import fatbin
-from sm12x.audit.fatbin import Buffer, Container
+from sm12x.audit import fatbin, sections
+from sm12x.audit.fatbin import Buffer, Container, Entry
+from sm12x.audit.sections import Found, Section
 
-MAGIC = b"\x7fELF"
-# What each name means: `__nv_relfatbin` is input of the device linker, `.nv_fatbin` is loaded.
-_LOADED, _RELOCATABLE, _REGISTERED = ".nv_fatbin", "__nv_relfatbin", ".nvFatBinSegment"
-# One record registers one fat binary: magic, version, its address, linked inputs.
-_RECORD_BYTES = 24
 _MACHINES = {"EM_X86_64": "x86_64", "EM_AARCH64": "aarch64"}
 _MAX_SECTIONS = 65536
 # pyelftools checks little: a damaged header surfaces as any of these.
 _DAMAGE = (
     ELFError, ConstructError, ValueError, KeyError, IndexError, TypeError, AttributeError,
-    AssertionError, OverflowError, MemoryError, EOFError,
+    AssertionError, OverflowError, EOFError, struct.error, UnicodeDecodeError,
 )  # fmt: skip
+# A cubin without a kernel has some 700 bytes: headers, symbols, what compiled it.
+_HOLLOW_BYTES = 16384
+_ALLOCATED = 2
+# The function that device-linked code defines for each unit compiled with -rdc=true, and the unit
+# calls when the library is loaded.
+_LINKED = b"__cudaRegisterLinkedBinary_"
+_SYMBOL = struct.Struct("<I2xH16x")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceCode:
-    """``machine`` is that of the host code, "cuda" for a cubin; ``shared`` is whether the file can
-    be loaded or run (a library or a program, not an object file)."""
+    """``machine`` is that of the host code; ``shared`` is whether the file can be loaded or run (a
+    library or a program, not an object file); ``unloadable`` says why it cannot all the same."""
 
     machine: str
     shared: bool
-    units: tuple[Container, ...] = ()
-    relocatable: tuple[Container, ...] = ()
-    faults: tuple[str, ...] = ()
+    found: Found
+    unloadable: str = ""
 
 
 def read(data: Buffer) -> DeviceCode:
-    """Read the device code of one ELF file. Damage never raises: it is in ``faults``."""
+    """Read the device code of one ELF file. Damage never raises: it is in the faults."""
     # A mapped file reads and seeks as pyelftools needs it to, whatever its declared type says.
     stream = io.BytesIO(data) if isinstance(data, bytes) else cast(IO[bytes], data)
     try:
-        return _read(data, stream)
+        elf = ELFFile(stream)
+        machine = elf["e_machine"]
+        name = _MACHINES.get(machine, str(machine))
+        shared = elf["e_type"] in ("ET_DYN", "ET_EXEC")
     except _DAMAGE as error:
-        what = f"{type(error).__name__} {error}".strip()
-        return DeviceCode(machine="", shared=True, faults=(f"the ELF headers are damaged: {what}",))
+        return DeviceCode(machine="", shared=True, found=_damaged(data, error))
+    try:
+        listed = list(_sections(elf))
+        unloadable = _unloadable(data, elf) if shared else ""
+    except _DAMAGE as error:
+        return DeviceCode(machine=name, shared=shared, found=_damaged(data, error))
+    found = sections.collect(data, listed)
+    units = tuple(_seen_through(data, unit) for unit in found.units)
+    return DeviceCode(
+        machine=name, shared=shared, found=replace(found, units=units), unloadable=unloadable
+    )
 
 
-def _read(data: Buffer, stream: IO[bytes]) -> DeviceCode:
-    elf = ELFFile(stream)
-    machine = elf["e_machine"]
-    name = "cuda" if machine == "EM_CUDA" else _MACHINES.get(machine, str(machine))
-    shared = elf["e_type"] in ("ET_DYN", "ET_EXEC")
+def _damaged(data: Buffer, error: Exception) -> Found:
+    """What there is without the headers, so that a report does not call the file empty."""
+    what = f"{type(error).__name__} {error}".strip()
+    found = sections.collect(data, ())
+    return replace(found, faults=(f"the ELF headers are damaged: {what}", *found.faults))
+
+
+def _sections(elf: ELFFile) -> Iterator[Section]:
     number = elf.num_sections()
     if not 0 < number < _MAX_SECTIONS:
-        # Section names are all that says where the fat binaries are.
-        fault = f"it has {number} section headers: device code cannot be looked for"
-        return DeviceCode(machine=name, shared=shared, faults=(fault,))
-    found: dict[str, list[Container]] = {_LOADED: [], _RELOCATABLE: []}
-    faults: list[str] = []
-    records = 0
+        # Their names are all that says which fat binaries are loaded.
+        raise ValueError(f"it has {number} section headers")
+    names = elf.get_section(elf.get_shstrndx())
+    if names["sh_type"] != "SHT_STRTAB" or names.name not in sections.NAME_TABLES:
+        raise ValueError(f"its section names are in {names.name!r}, a {names['sh_type']}")
     for section in elf.iter_sections():
-        start, size = section["sh_offset"], section["sh_size"]
-        if section.name in found and section["sh_type"] == "SHT_NOBITS":
-            faults.append(f"{section.name} has been taken out of the file")
-        elif section.name in found:
-            parsed = fatbin.parse(data, start, size)
-            found[section.name].extend(parsed.containers)
-            faults.extend(f"{section.name}: {fault}" for fault in parsed.faults)
-        elif section.name == _REGISTERED:
-            records += size // _RECORD_BYTES
-    read = sum(len(containers) for containers in found.values())
-    if records > read and not faults:
-        faults.append(f"{records} fat binaries are registered, {read} were found")
-    return DeviceCode(
-        machine=name,
-        shared=shared,
-        units=tuple(found[_LOADED]),
-        relocatable=tuple(found[_RELOCATABLE]),
-        faults=tuple(faults),
+        # pyelftools reads a name that the table does not hold from wherever that is.
+        if section["sh_name"] >= names["sh_size"]:
+            raise ValueError("a section's name is not in the table of names")
+        yield Section(
+            name=section.name,
+            kind=8 if section["sh_type"] == "SHT_NOBITS" else 0,
+            offset=section["sh_offset"],
+            size=section["sh_size"],
+            flags=section["sh_flags"],
+        )
+
+
+def _unloadable(data: Buffer, elf: ELFFile) -> str:
+    """Why the dynamic linker refuses the library, as far as its device code is the reason."""
+    symbols, strings = elf.get_section_by_name(".dynsym"), elf.get_section_by_name(".dynstr")
+    if symbols is None or strings is None or elf.elfclass != 64 or not elf.little_endian:
+        return ""
+    # Not through pyelftools, which unpacks a section that says it is compressed, whatever its size.
+    text, table = (
+        bytes(data[section["sh_offset"] : section["sh_offset"] + section["sh_size"]])
+        for section in (strings, symbols)
     )
+    if _LINKED not in text:
+        return ""
+    whole = len(table) - len(table) % _SYMBOL.size
+    missing = sum(
+        not section and text.startswith(_LINKED, name)
+        for name, section in _SYMBOL.iter_unpack(table[:whole])
+    )
+    if not missing:
+        return ""
+    return (
+        f"it cannot be loaded: {missing} symbols {_LINKED.decode()}* are not defined, for its "
+        "objects were compiled with -rdc=true and linked without `nvcc -dlink`"
+    )
+
+
+def _seen_through(data: Buffer, unit: Container) -> Container:
+    """The unit, marked where it is hollow: no entry at all, or each cubin without a kernel."""
+    cubins = [entry for entry in unit.entries if entry.kind == "cubin"]
+    if not unit.entries:
+        return replace(unit, hollow=True)
+    if not cubins or any(entry.kind not in ("cubin", "ptx") for entry in unit.entries):
+        return unit
+    return replace(unit, hollow=True) if all(_empty(data, entry) for entry in cubins) else unit
+
+
+def _empty(data: Buffer, entry: Entry) -> bool:
+    """Whether nothing of a cubin goes to a device: it has no kernel, no function, no variable."""
+    if max(entry.size, entry.whole) > _HOLLOW_BYTES:
+        return False
+    code = _unpacked(bytes(data[entry.offset : entry.offset + entry.size]), entry)
+    try:
+        fatbin.cubin(code)
+        found = list(fatbin.cubin_sections(code, 0, len(code)))
+    except (ValueError, struct.error):
+        return False
+    return bool(found) and not any(flags & _ALLOCATED and size for _, flags, _, size in found)
+
+
+def _unpacked(code: bytes, entry: Entry) -> bytes:
+    """The code of an entry of known, small size; b"" where it is not what it says."""
+    if entry.packed == "zstd":
+        try:
+            # Not the whole of `code`: it is padded. The size bounds what is unpacked.
+            reader = zstandard.ZstdDecompressor().stream_reader(code)
+            return reader.read(entry.whole)
+        except zstandard.ZstdError:
+            return b""
+    return _lz4(code, entry.whole) if entry.packed == "lz4" else code
+
+
+def _lz4(code: bytes, size: int) -> bytes:
+    """Unpack one lz4 block of ``size`` bytes; b"" where it is damaged."""
+    out = bytearray()
+    at = 0
+
+    def length(at: int, first: int) -> tuple[int, int]:
+        total = first
+        while first == 15:
+            total, at, more = total + code[at], at + 1, code[at]
+            if more != 255:
+                break
+        return total, at
+
+    try:
+        while len(out) < size:
+            token = code[at]
+            literals, at = length(at + 1, token >> 4)
+            out += code[at : at + literals]
+            at += literals
+            if len(out) >= size:
+                break
+            distance = code[at] | code[at + 1] << 8
+            match, at = length(at + 2, token & 15)
+            if not 0 < distance <= len(out) or len(out) + match + 4 > size:
+                return b""
+            for _ in range(match + 4):
+                out.append(out[-distance])
+    except IndexError:
+        return b""
+    return bytes(out) if len(out) == size else b""

@@ -1,18 +1,47 @@
-"""One file: decide whether it is a library, and audit its bytes."""
+"""One file: decide whether it can hold device code, and audit its bytes."""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
-from sm12x.audit import elf
-from sm12x.audit.fatbin import Buffer
+from sm12x.audit import elf, fatbin
+from sm12x.audit.fatbin import Buffer, Container, Entry
 from sm12x.audit.model import Audit, LibraryAudit
+from sm12x.core.cudaarch import CudaArch
 
-_LIBRARY_NAME = re.compile(r"\.so(\.\d+)*$")
-# A linker script (libc.so, libm.so) has a library's name and is text.
+# What has to be looked at whatever its first bytes are; .so also with a version behind it.
+_NAME = re.compile(r"(\.so(\.\d+)*|\.cubin|\.fatbin|\.ptx|\.o|\.a)$")
+# A linker script (libc.so, libm.a) has a library's name and is text.
 _LINKER_SCRIPT = re.compile(rb"\s*(/\*|GROUP|INPUT|OUTPUT_FORMAT)")
+_ARCHIVE, _THIN = b"!<arch>\n", b"!<thin>\n"
+# How many first bytes tell what a file is.
+HEAD_BYTES = 8
+# An archive in an archive is nothing that ar makes.
+_MAX_DEPTH = 2
+_MAX_MEMBERS = 100_000
+_AR_HEADER = 60
+_MAX_FAULTS = 20
+_VERSION = re.compile(rb"^[ \t]*\.version[ \t]", re.MULTILINE)
+_TARGET = re.compile(rb"^[ \t]*\.target[ \t]+sm_(\d{2,3})([af]?)\b", re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Code:
+    """What the bytes of one file hold. ``machine`` is of the host code, "cuda" where there is none.
+
+    ``loads`` is whether it is listed where it holds no device code: a library or a program.
+    """
+
+    machine: str = ""
+    loads: bool = False
+    units: tuple[Container, ...] = ()
+    relocatable: tuple[Container, ...] = ()
+    embedded: tuple[Container, ...] = ()
+    unloadable: str = ""
+    faults: tuple[str, ...] = ()
 
 
 def assemble(subject: str, kind: str, libraries: Iterable[LibraryAudit]) -> Audit:
@@ -23,22 +52,23 @@ def assemble(subject: str, kind: str, libraries: Iterable[LibraryAudit]) -> Audi
 
 def may_be(path: str, head: bytes) -> bool:
     """Whether a file of this name, beginning with these bytes, has to be read."""
-    return head == elf.MAGIC or bool(_LIBRARY_NAME.search(path))
+    return bool(_NAME.search(path)) or head.startswith(
+        (fatbin.ELF_MAGIC, fatbin.MAGIC_BYTES, _ARCHIVE, _THIN)
+    )
 
 
 def audit(path: str, data: Buffer, *, alone: bool = False) -> LibraryAudit | None:
     """Audit the bytes of one file.
 
-    None for what is no library: linker scripts, and object files and bare cubins unless asked for
-    alone. A library's name on a file of another kind is a fault, not a reason to pass it over.
+    None for what is no library and holds no device code: linker scripts, object files and archives
+    of host code, unless asked for ``alone``. A name that promises code on a file of another kind is
+    a fault, not a reason to pass it over.
     """
-    if data[:4] != elf.MAGIC:
-        if _LINKER_SCRIPT.match(data[:64]):
-            return None
-        code = elf.DeviceCode(machine="", shared=True, faults=("it is not an ELF file",))
-    else:
-        code = elf.read(data)
-    if not alone and (not code.shared or code.machine == "cuda"):
+    code = _read(path, data, 0)
+    if code is None:
+        return None
+    holds = code.units or code.relocatable or code.embedded or code.faults
+    if not (alone or code.loads or holds):
         return None
     return LibraryAudit(
         path=path,
@@ -47,6 +77,8 @@ def audit(path: str, data: Buffer, *, alone: bool = False) -> LibraryAudit | Non
         machine=code.machine,
         units=code.units,
         relocatable=code.relocatable,
+        embedded=code.embedded,
+        unloadable=code.unloadable,
         faults=code.faults,
     )
 
@@ -54,3 +86,116 @@ def audit(path: str, data: Buffer, *, alone: bool = False) -> LibraryAudit | Non
 def unreadable(path: str, size: int, why: str) -> LibraryAudit:
     """The entry for a library whose bytes could not be had."""
     return LibraryAudit(path=path, sha256="", size=size, machine="", faults=(why,))
+
+
+def _read(path: str, data: Buffer, depth: int) -> _Code | None:
+    head = bytes(data[:64])
+    if head.startswith(fatbin.ELF_MAGIC):
+        if head[18:20] == fatbin.EM_CUDA.to_bytes(2, "little"):
+            return _cubin(data)
+        code = elf.read(data)
+        return _Code(
+            machine=code.machine,
+            loads=code.shared,
+            units=code.found.units,
+            relocatable=code.found.relocatable,
+            embedded=code.found.embedded,
+            unloadable=code.unloadable,
+            faults=code.found.faults,
+        )
+    if head.startswith(fatbin.MAGIC_BYTES):
+        parsed = fatbin.parse(data, 0, len(data))
+        return _Code(machine="cuda", units=parsed.containers, faults=parsed.faults)
+    if head.startswith(_ARCHIVE):
+        return _archive(data, depth)
+    if head.startswith(_THIN):
+        return _Code(faults=("it is a thin archive: its members are other files",))
+    if path.endswith(".ptx"):
+        return _ptx(data)
+    if _LINKER_SCRIPT.match(head):
+        return None
+    wanted = {".fatbin": "a fat binary", ".a": "an archive"}.get(path[path.rfind(".") :])
+    return _Code(faults=(f"it is not {wanted or 'an ELF file'}",))
+
+
+def _cubin(data: Buffer) -> _Code:
+    try:
+        return _Code(machine="cuda", units=(fatbin.cubin(data),))
+    except ValueError as error:
+        return _Code(machine="cuda", faults=(str(error),))
+
+
+def _ptx(data: Buffer) -> _Code:
+    """PTX as text: one `.version`, one `.target` (PTX ISA, "PTX Module Directives")."""
+    version = _VERSION.search(data)
+    target = _TARGET.search(data, version.end()) if version else None
+    if target is None:
+        return _Code(machine="cuda", faults=("no .version and .target of PTX are in it",))
+    number = int(target[1])
+    arch = CudaArch(major=number // 10, minor=number % 10, suffix=target[2].decode())
+    entry = Entry(kind="ptx", arch=arch, size=len(data), whole=len(data))
+    return _Code(machine="cuda", units=(Container(offset=0, entries=(entry,)),))
+
+
+def _archive(data: Buffer, depth: int) -> _Code:
+    """The members of an `ar` archive together, as the linker would take all of them."""
+    if depth == _MAX_DEPTH:
+        return _Code(faults=(f"archives in archives, more than {_MAX_DEPTH} deep",))
+    machines: list[str] = []
+    lists: tuple[list[Container], ...] = ([], [], [])
+    faults: list[str] = []
+    try:
+        for number, (name, start, size) in enumerate(_members(data)):
+            if number == _MAX_MEMBERS:
+                raise ValueError(f"it has more than {_MAX_MEMBERS} members")
+            if not may_be(name, bytes(data[start : start + HEAD_BYTES])):
+                continue
+            # pyelftools and the offsets in a member begin at its own first byte.
+            member = _read(name, bytes(data[start : start + size]), depth + 1)
+            if member is None:
+                continue
+            machines.append(member.machine)
+            for all_, of_it in zip(
+                lists, (member.units, member.relocatable, member.embedded), strict=True
+            ):
+                all_ += of_it
+            faults += (f"{name}: {fault}" for fault in member.faults[: _MAX_FAULTS - len(faults)])
+    except ValueError as error:
+        faults.append(str(error))
+    units, relocatable, embedded = map(tuple, lists)
+    host = [machine for machine in machines if machine not in ("", "cuda")]
+    return _Code(
+        machine=next(iter(host or machines), ""),
+        units=units,
+        relocatable=relocatable,
+        embedded=embedded,
+        faults=tuple(faults),
+    )
+
+
+def _members(data: Buffer) -> Iterator[tuple[str, int, int]]:
+    """Name, place and size in bytes of each member (System V and GNU `ar`; names of BSD too).
+
+    Raises ValueError where the archive is damaged, after the members before that.
+    """
+    names, at = b"", len(_ARCHIVE)
+    while at < len(data):
+        header = bytes(data[at : at + _AR_HEADER])
+        text = header[48:58].strip()
+        if len(header) < _AR_HEADER or header[58:] != b"`\n" or not text.isdigit():
+            raise ValueError(f"the archive's member at {at:#x} is damaged")
+        name, start, size = header[:16].rstrip(), at + _AR_HEADER, int(text)
+        if start + size > len(data):
+            raise ValueError(f"the archive's member at {at:#x} is cut off")
+        at = start + size + size % 2
+        if name in (b"/", b"/SYM64/", b"__.SYMDEF"):
+            continue
+        if name == b"//":
+            names = bytes(data[start : start + size])
+            continue
+        if name.startswith(b"#1/") and name[3:].isdigit() and int(name[3:]) <= size:
+            long = int(name[3:])
+            name, start, size = bytes(data[start : start + long]), start + long, size - long
+        elif name.startswith(b"/") and name[1:].isdigit():
+            name = names[int(name[1:]) :].partition(b"\n")[0]
+        yield name.rstrip(b"/\0").decode("utf-8", "replace"), start, size

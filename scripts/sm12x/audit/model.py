@@ -12,8 +12,9 @@ from sm12x.core.cudaarch import CudaArch
 from sm12x.core.errors import BadArchitectureError
 
 NATIVE, MIXED, PTX, NONE, HOST, UNKNOWN = "native", "mixed", "ptx", "none", "host", "unknown"
+LTO = "lto"
 # What one translation unit can be; a library can also be mixed or host.
-UNIT_VERDICTS = (NATIVE, PTX, NONE, UNKNOWN)
+UNIT_VERDICTS = (NATIVE, PTX, LTO, NONE, UNKNOWN)
 
 
 @dataclass(frozen=True, order=True)
@@ -61,7 +62,14 @@ def compiles_on(ptx: CudaArch, device: Device) -> bool:
 
 
 def unit_verdict(unit: Container, device: Device) -> str:
-    """How one translation unit runs: the driver takes a fitting cubin first, then fitting PTX."""
+    """How one translation unit runs: the driver takes a fitting cubin first, then fitting PTX.
+
+    "lto" is a unit with nothing but LTO-IR that fits: the driver does not load that, but a library
+    can link it for the device at run time (nvJitLink). "host" is a hollow unit: there is nothing in
+    it to call.
+    """
+    if unit.hollow:
+        return HOST
     entries = unit.entries
     if any(
         entry.kind == "cubin" and entry.arch.runs_on(device.major, device.minor)
@@ -70,20 +78,28 @@ def unit_verdict(unit: Container, device: Device) -> str:
         return NATIVE
     if any(entry.kind == "ptx" and compiles_on(entry.arch, device) for entry in entries):
         return PTX
-    return UNKNOWN if any(entry.kind == "unknown" for entry in entries) else NONE
+    if any(entry.kind in ("unknown", "other") for entry in entries):
+        return UNKNOWN
+    if any(entry.kind == "lto" and compiles_on(entry.arch, device) for entry in entries):
+        return LTO
+    return NONE
 
 
 @dataclass(frozen=True, kw_only=True)
 class LibraryAudit:
-    """One ELF file.
+    """One file of code: a library, a program, an object file or archive, a cubin, PTX.
 
     Args:
         path: relative to the wheel, folder or image; as given for a single file.
         sha256: in hex. ``size`` is in bytes.
-        machine: of the host code: "x86_64", "aarch64", or "" when it could not be read.
+        machine: of the host code: "x86_64", "aarch64", "cuda" where there is none, or "" when it
+            could not be read.
         units: what a process loads: one fat binary for each translation unit.
         relocatable: translation units that are only input for the device linker (``-rdc=true``).
             The linked result is among ``units``; these count on their own only where there is none.
+        embedded: fat binaries and cubins in other places, which no runtime registers: the library
+            picks among them and loads them itself. Each counts as a unit.
+        unloadable: why the file cannot be loaded at all, "" where nothing says so.
         faults: what could not be read, in words. With any, every verdict is "unknown".
     """
 
@@ -93,11 +109,19 @@ class LibraryAudit:
     machine: str
     units: tuple[Container, ...] = ()
     relocatable: tuple[Container, ...] = ()
+    embedded: tuple[Container, ...] = ()
+    unloadable: str = ""
     faults: tuple[str, ...] = ()
 
-    @property
+    @functools.cached_property
     def loaded(self) -> tuple[Container, ...]:
-        return self.units or self.relocatable
+        linked = self.units and not all(unit.hollow for unit in self.units)
+        return self.units + (() if linked else self.relocatable) + self.embedded
+
+    @property
+    def has_code(self) -> bool:
+        """Whether there is device code that can be called."""
+        return not all(unit.hollow for unit in self.loaded)
 
     @functools.cached_property
     def cubins(self) -> Mapping[str, int]:
@@ -110,32 +134,55 @@ class LibraryAudit:
         return self._count("ptx")
 
     @functools.cached_property
+    def lto(self) -> Mapping[str, int]:
+        """LTO-IR by virtual architecture."""
+        return self._count("lto")
+
+    @functools.cached_property
     def unknown(self) -> tuple[str, ...]:
-        """All that could not be read: faults of the file, then entries of no known meaning."""
+        """All that could not be read: faults of the file, then damaged entries.
+
+        An entry of a kind that is not known here counts only where its unit has nothing else:
+        beside cubins and PTX it changes no verdict, or that unit's alone.
+        """
         odd = Counter(
             f"{entry.note} ({entry.arch.sm})"
             for unit in self.loaded
             for entry in unit.entries
             if entry.kind == "unknown"
+            or (entry.kind == "other" and all(each.kind == "other" for each in unit.entries))
         )
         return (*self.faults, *(f"{number} x {note}" for note, number in sorted(odd.items())))
 
     def units_on(self, device: Device) -> Mapping[str, int]:
-        """How many translation units are native, ptx, none and unknown on ``device``."""
-        found = Counter(unit_verdict(unit, device) for unit in self.loaded)
-        return {verdict: found[verdict] for verdict in UNIT_VERDICTS}
+        """How many translation units are native, ptx, none and unknown on ``device``.
+
+        And "lto", where there are any. Of a file that cannot be loaded none runs.
+        """
+        return self._verdicts(self.loaded, device)
+
+    def embedded_on(self, device: Device) -> Mapping[str, int]:
+        """As ``units_on``, of what the library loads itself alone."""
+        return self._verdicts(self.embedded, device)
+
+    def _verdicts(self, units: tuple[Container, ...], device: Device) -> Mapping[str, int]:
+        if self.unloadable:
+            found = Counter({NONE: sum(not unit.hollow for unit in units)})
+        else:
+            found = Counter(unit_verdict(unit, device) for unit in units)
+        return {word: found[word] for word in UNIT_VERDICTS if word != LTO or found[word]}
 
     def verdict(self, device: Device) -> str:
         """The library as a whole.
 
         "unknown" if anything in it could not be read, "host" if it has no device code, else
-        "native", "ptx" or "none" if that holds for every translation unit, else "mixed".
+        "native", "ptx", "lto" or "none" if that holds for every translation unit, else "mixed".
         """
         if self.unknown:
             return UNKNOWN
-        if not self.loaded:
-            return HOST
         found = [verdict for verdict, number in self.units_on(device).items() if number]
+        if not found:
+            return NONE if self.unloadable else HOST
         return found[0] if len(found) == 1 else MIXED
 
     @property

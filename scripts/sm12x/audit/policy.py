@@ -17,6 +17,8 @@ from typing import Any
 
 from sm12x.audit.model import (
     DEVICES,
+    HOST,
+    LTO,
     NATIVE,
     NONE,
     PTX,
@@ -31,9 +33,15 @@ SCHEMA = 1
 _WORDS = {
     NATIVE: "run natively",
     PTX: "run only through PTX",
-    NONE: "do not run",
+    LTO: "are LTO-IR alone: they run only where the library links them at run time",
+    NONE: "have no code for the device",
     UNKNOWN: "could not be read",
 }
+_UNREAD = _WORDS[UNKNOWN]
+EMBEDDED = (
+    "it holds pieces of code that it picks among and loads itself: those for other GPUs are left "
+    "out of the judgement, and whether there is one for each of its kernels is not known"
+)
 _KEYS = {
     "match": list, "units": list, "reason": str, "native_at_least": int, "ptx_at_most": int,
     "required": bool, "on": list, "compiled": bool,
@@ -47,7 +55,7 @@ class Rule:
     Args:
         match: globs; each also matches below any folder, so that "vllm/_C*.so" serves a wheel and
             an image. ``*`` crosses slashes.
-        units: the verdicts a translation unit may have: "native", "ptx", "none".
+        units: the verdicts a translation unit may have: "native", "ptx", "lto", "none".
         reason: why something else than native is accepted; "" when only native is.
         native_at_least: how many translation units have to be native.
         ptx_at_most: how many may run through PTX; None: as many as do, where ``units`` has it.
@@ -87,11 +95,15 @@ class Policy:
 
 @dataclass(frozen=True, kw_only=True)
 class Offender:
-    """A library that breaks the policy on one device ("" for both), and how."""
+    """A library that does not meet the policy on one device ("" for both), and why.
+
+    ``about_units``: all that is against it is how some of its units would run.
+    """
 
     path: str
     device: str
     message: str
+    about_units: bool = False
 
     def __str__(self) -> str:
         where = f" on {self.device}" if self.device else ""
@@ -143,6 +155,8 @@ def judge(
         if ours not in ("", library.sha256):
             message = "is not the file that the ledger names: it belongs to another build"
             offenders.append(Offender(path=library.path, device="", message=message))
+        if library.unloadable:
+            offenders.append(Offender(path=library.path, device="", message=library.unloadable))
         if library.unknown:
             message = f"could not be read: {'; '.join(library.unknown)}"
             offenders.append(Offender(path=library.path, device="", message=message))
@@ -153,12 +167,17 @@ def judge(
                 offenders.append(Offender(path=library.path, device=str(device), message=message))
                 continue
             rule = policy.rules[number]
-            faults = () if library.unknown else tuple(_faults(library, device, rule))
+            # Why it has no verdict, or can have none, is said already.
+            told = library.unknown or library.unloadable
+            faults = () if told else tuple(_faults(library, device, rule))
             offenders.extend(
-                Offender(path=library.path, device=str(device), message=fault) for fault in faults
+                Offender(path=library.path, device=str(device), message=fault, about_units=True)
+                for fault in faults
             )
-            if not faults and library.verdict(device) not in (NATIVE, "host", UNKNOWN):
-                paths = accepted.setdefault(rule.reason, [])
+            if told or faults or library.verdict(device) in (NATIVE, HOST, UNKNOWN):
+                continue
+            for reason in _reasons(library, device, rule):
+                paths = accepted.setdefault(reason, [])
                 if library.path not in paths:
                     paths.append(library.path)
     for rule in policy.rules:
@@ -190,14 +209,44 @@ def _rule_for(path: str, device: Device, policy: Policy, *, compiled: bool) -> i
     return None
 
 
+def _registered(library: LibraryAudit, device: Device) -> dict[str, int]:
+    """Units by verdict, without those that the library loads itself."""
+    embedded = library.embedded_on(device)
+    units = library.units_on(device)
+    return {verdict: number - embedded.get(verdict, 0) for verdict, number in units.items()}
+
+
+def _reasons(library: LibraryAudit, device: Device, rule: Rule) -> list[str]:
+    """Why it passes though not all of it is native."""
+    reasons = []
+    if any(number for word, number in _registered(library, device).items() if word != NATIVE):
+        reasons.append(rule.reason)
+    if any(number for word, number in library.embedded_on(device).items() if word != NATIVE):
+        reasons.append(EMBEDDED)
+    return reasons
+
+
 def _faults(library: LibraryAudit, device: Device, rule: Rule) -> list[str]:
     units = library.units_on(device)
     total = sum(units.values())
+    registered = _registered(library, device)
     faults = [
-        f"{number} of {total} translation units {_WORDS[verdict]}"
-        for verdict, number in units.items()
+        f"{number} of {sum(registered.values())} translation units {_WORDS[verdict]}"
+        for verdict, number in registered.items()
         if number and verdict not in rule.units
     ]
+    # The library picks what fits: a piece for another GPU is no fault where others fit.
+    embedded = library.embedded_on(device)
+    number = sum(embedded.values())
+    fitting = {word for word, times in embedded.items() if times} - {NONE, UNKNOWN}
+    allowed = {*rule.units, LTO} if PTX in rule.units else set(rule.units)
+    if embedded[UNKNOWN]:
+        faults.append(f"{embedded[UNKNOWN]} of {number} pieces that it loads itself {_UNREAD}")
+    elif number and not fitting and NONE not in rule.units:
+        faults.append(f"none of {number} pieces of code that it loads itself is for the device")
+    elif number and fitting and not fitting & allowed:
+        words = " and ".join(_WORDS[word] for word in sorted(fitting))
+        faults.append(f"the pieces of code that it loads itself {words}")
     if units[NATIVE] < rule.native_at_least:
         faults.append(
             f"{units[NATIVE]} of {total} translation units run natively, "
@@ -247,12 +296,14 @@ def _rule(path: Path, where: str, raw: Any) -> Rule:
         if type(value) is not kind or not texts:
             wanted = "a list of texts" if kind is list else f"of type {kind.__name__}"
             raise _fault(path, f"{where}.{key}", f"has to be {wanted}")
+        if isinstance(value, int) and value < 0:
+            raise _fault(path, f"{where}.{key}", f"has to be 0 or more, not {value}")
     for key in ("match", "units"):
         if not raw.get(key):
             raise _fault(path, f"{where}.{key}", "is missing or empty")
     for verdict in raw["units"]:
-        if verdict not in (NATIVE, PTX, NONE):
-            raise _fault(path, f"{where}.units", f"knows native, ptx and none, not {verdict!r}")
+        if verdict not in (NATIVE, PTX, LTO, NONE):
+            raise _fault(path, f"{where}.units", f"knows native, ptx, lto, none, not {verdict!r}")
     if set(raw["units"]) != {NATIVE} and not raw.get("reason"):
         raise _fault(path, f"{where}.reason", "is missing: an exception has to say why")
     try:

@@ -6,7 +6,8 @@ import io
 import posixpath
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from rich import box
 from rich.console import Console
@@ -15,6 +16,7 @@ from rich.table import Table
 from sm12x.audit.model import (
     DEVICES,
     HOST,
+    LTO,
     MIXED,
     NATIVE,
     NONE,
@@ -23,21 +25,57 @@ from sm12x.audit.model import (
     Audit,
     Device,
     LibraryAudit,
+    compiles_on,
 )
 from sm12x.audit.policy import Judgement
+from sm12x.core.cudaarch import CudaArch
 
 WIDTH = 100
 _MIB = 1024**2
 # Names of libraries without device code that are worth listing; an image has hundreds.
 _LISTED = 12
+# Columns of PTX, and findings, beyond which they are summed up.
+_PTX_COLUMNS, _FINDINGS = 5, 40
+# Files that are nothing but code: a package of them has thousands in one folder.
+_BARE = (".cubin", ".fatbin", ".ptx")
 _MEANING = {
     NATIVE: "compiled for the device: runs as it is",
     PTX: "compiled by the driver at start from PTX: the first launch is slower; the driver keeps "
     "the result in its cache, so let that outlive the container",
-    NONE: "holds code for other GPUs only: calling it fails with `no kernel image is available`",
+    LTO: "LTO-IR alone: runs only if the library links it for the device at run time (nvJitLink), "
+    "which the file does not tell",
+    NONE: "holds code for other GPUs only: a call fails with `no kernel image is available`; a "
+    "library that chooses by device may never make that call",
     MIXED: "its translation units differ: see their numbers",
     UNKNOWN: "could not be read, so nothing is known of how it runs",
 }
+
+_NO_FAILURE = (
+    "A unit without code for a device fails only if it is called there; its library may never call "
+    "it on 12.x."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """A library, or a folder's files of bare code together. ``size`` is in bytes."""
+
+    path: str
+    libraries: tuple[LibraryAudit, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(library.size for library in self.libraries)
+
+    def count(self, of: Callable[[LibraryAudit], Mapping[str, int]]) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for library in self.libraries:
+            found.update(of(library))
+        return found
+
+    def verdict(self, device: Device) -> str:
+        found = {library.verdict(device) for library in self.libraries}
+        return found.pop() if len(found) == 1 else UNKNOWN if UNKNOWN in found else MIXED
 
 
 def text(
@@ -48,47 +86,96 @@ def text(
     width: int = WIDTH,
 ) -> str:
     """The report: code in each library, how it runs, what that means, and the judgement."""
-    with_code = [library for library in audit.libraries if library.loaded or library.unknown]
-    host = [library for library in audit.libraries if not (library.loaded or library.unknown)]
+    shown = [entry for entry in audit.libraries if _is_shown(entry)]
+    host = [entry for entry in audit.libraries if not _is_shown(entry)]
     size = sum(library.size for library in audit.libraries) / _MIB
     parts = [
         f"{audit.subject}: {_number(len(audit.libraries), 'library', 'libraries')}, "
-        f"{size:.0f} MiB; {len(with_code)} with device code"
+        f"{size:.0f} MiB; {len(shown)} with device code"
     ]
-    if with_code:
-        parts.append(_draw(_code(with_code), width))
-        parts.append(_draw(_runs(with_code, devices), width))
-        parts.append("\n".join(_wrap(_total(with_code, device), width) for device in devices))
-        parts.append(_meaning(with_code, devices, width))
+    if shown:
+        rows = _rows(shown)
+        parts.append(_draw(_code(rows, devices), width))
+        parts.append(_draw(_runs(rows, devices), width))
+        parts.append("\n".join(_wrap(_total(shown, device), width) for device in devices))
+        parts.append(_meaning(shown, devices, width))
     if host:
-        parts.append(_wrap(f"No device code: {_names([entry.path for entry in host])}", width))
+        parts.append(_wrap(f"No device code: {names([entry.path for entry in host])}", width))
     faults = [f"{entry.path}: {fault}" for entry in audit.libraries for fault in entry.unknown]
     if faults:
         parts.append("\n".join(["Could not be read:", *_bullets(faults, width)]))
+    unloadable = [f"{entry.path}: {entry.unloadable}" for entry in shown if entry.unloadable]
+    if unloadable:
+        parts.append("\n".join(["Cannot be loaded:", *_bullets(unloadable, width)]))
+    own = [entry.path for entry in shown if entry.embedded]
+    if own:
+        told = "Picks among pieces of code and loads them itself, each counted as a unit"
+        parts.append(_wrap(f"{told}: {names(own)}", width))
     if judgement is not None:
         parts.append(_judged(judgement, width))
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 
 
-def _code(libraries: Sequence[LibraryAudit]) -> Table:
-    """Cubins and PTX. Targets of the 12.x family that none of the libraries has get no column."""
-    targets = sorted({name for entry in libraries for name in entry.cubins if _is_family(name)})
-    folder = _common_folder(libraries)
-    table = _table("Code in each library: cubins by target, and PTX")
-    table.add_column(_heading(folder), overflow="fold")
-    for name in ("MiB", *(targets or ["12.x"]), "other", "PTX"):
-        table.add_column(name, justify="right", no_wrap=True)
+def _is_shown(entry: LibraryAudit) -> bool:
+    return bool(entry.has_code or entry.unknown or entry.unloadable)
+
+
+def _rows(libraries: Sequence[LibraryAudit]) -> list[_Row]:
+    """One row a library; the files of bare code of one kind in one folder share theirs if many."""
+    groups: dict[str, list[LibraryAudit]] = {}
     for entry in libraries:
-        family = [entry.cubins.get(name, 0) for name in targets] or [0]
-        other = sum(entry.cubins.values()) - sum(family)
-        numbers = (*family, other, sum(entry.ptx.values()))
-        table.add_row(entry.path[len(folder) :], f"{entry.size / _MIB:.1f}", *map(_dash, numbers))
+        folder, suffix = posixpath.dirname(entry.path), posixpath.splitext(entry.path)[1]
+        bare = f"{posixpath.join(folder, '*')}{suffix}" if suffix in _BARE else entry.path
+        groups.setdefault(bare, []).append(entry)
+    rows = []
+    for name, group in groups.items():
+        if len(group) > _LISTED:
+            rows.append(_Row(path=f"{name} ({len(group)} files)", libraries=tuple(group)))
+        else:
+            rows += (_Row(path=entry.path, libraries=(entry,)) for entry in group)
+    return rows
+
+
+def _code(rows: Sequence[_Row], devices: Sequence[Device]) -> Table:
+    """Cubins and PTX. Targets of the 12.x family that none of the libraries has get no column."""
+    cubins = [row.count(lambda entry: entry.cubins) for row in rows]
+    ptx = [row.count(lambda entry: entry.ptx) for row in rows]
+    lto = [row.count(lambda entry: entry.lto).total() for row in rows]
+    targets = sorted({name for found in cubins for name in found if _is_family(name)})
+    virtual = sorted({name for found in ptx for name in found}, key=CudaArch.parse)
+    named = virtual if len(virtual) <= _PTX_COLUMNS else virtual[-_PTX_COLUMNS:]
+    folder = _common_folder(rows)
+    table = _table("Code in each library: cubins by target, and PTX by target")
+    table.add_column(_heading(folder), overflow="fold")
+    for name in ("MiB", *(targets or ["12.x"]), "other"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in named or ["-"]:
+        table.add_column(_ptx_heading(name, devices), justify="right", no_wrap=True)
+    if named != virtual:
+        table.add_column("PTX\nolder", justify="right", no_wrap=True)
+    if any(lto):
+        table.add_column("LTO-IR", justify="right", no_wrap=True)
+    for row, code, texts, linked in zip(rows, cubins, ptx, lto, strict=True):
+        family = [code[name] for name in targets] or [0]
+        numbers = [*family, code.total() - sum(family), *(texts[name] for name in named or ["-"])]
+        if named != virtual:
+            numbers.append(texts.total() - sum(texts[name] for name in named))
+        if any(lto):
+            numbers.append(linked)
+        table.add_row(row.path[len(folder) :], f"{row.size / _MIB:.1f}", *map(_dash, numbers))
     return table
 
 
-def _common_folder(libraries: Sequence[LibraryAudit]) -> str:
+def _ptx_heading(target: str, devices: Sequence[Device]) -> str:
+    if target == "-":
+        return "PTX"
+    runs = any(compiles_on(CudaArch.parse(target), device) for device in devices)
+    return f"PTX\n{target}" + ("" if runs else "\nnever")
+
+
+def _common_folder(rows: Sequence[_Row]) -> str:
     """The folder that holds all of them, "" if none does: leaves room for the rest of the path."""
-    common = posixpath.commonpath([posixpath.dirname(entry.path) for entry in libraries])
+    common = posixpath.commonpath([posixpath.dirname(row.path) for row in rows])
     return f"{common.rstrip('/')}/" if common else ""
 
 
@@ -100,22 +187,23 @@ def _is_family(target: str) -> bool:
     return target.startswith("12.")
 
 
-def _runs(libraries: Sequence[LibraryAudit], devices: Sequence[Device]) -> Table:
+def _runs(rows: Sequence[_Row], devices: Sequence[Device]) -> Table:
     """Verdicts, each with its numbers of translation units: native, through PTX, not at all."""
-    folder = _common_folder(libraries)
+    folder = _common_folder(rows)
     table = _table("How each runs: verdict; translation units native/through PTX/not at all")
     table.add_column(_heading(folder), overflow="fold")
     for device in devices:
         table.add_column(f"on {device}", no_wrap=True)
         table.add_column("units", justify="right", no_wrap=True)
-    for entry in libraries:
+    for row in rows:
         cells: list[str] = []
         for device in devices:
-            units = entry.units_on(device)
-            cells.append(entry.verdict(device))
-            counts = f"{units[NATIVE]}/{units[PTX]}/{units[NONE]}"
-            cells.append("?" if entry.unknown else counts)
-        table.add_row(entry.path[len(folder) :], *cells)
+            units = row.count(lambda entry, device=device: entry.units_on(device))  # type: ignore[misc]
+            cells.append(row.verdict(device))
+            lto = f"+{units[LTO]} LTO" if units[LTO] else ""
+            counts = f"{units[NATIVE]}/{units[PTX]}/{units[NONE]}{lto}"
+            cells.append("?" if any(entry.unknown for entry in row.libraries) else counts)
+        table.add_row(row.path[len(folder) :], *cells)
     return table
 
 
@@ -125,9 +213,11 @@ def _total(libraries: Sequence[LibraryAudit], device: Device) -> str:
         total.update(entry.units_on(device))
     unread = sum(bool(entry.unknown) for entry in libraries)
     rest = f"; {_number(unread, 'library', 'libraries')} could not be read" if unread else ""
+    lto = f", {total[LTO]} if linked at run time" if total[LTO] else ""
     return (
         f"On {device}: of {_number(sum(total.values()), 'translation unit', 'translation units')} "
-        f"{total[NATIVE]} run natively, {total[PTX]} through PTX, {total[NONE]} not at all{rest}."
+        f"{total[NATIVE]} run natively, {total[PTX]} through PTX{lto}, {total[NONE]} not at all"
+        f"{rest}."
     )
 
 
@@ -151,9 +241,11 @@ def _meaning(libraries: Sequence[LibraryAudit], devices: Sequence[Device], width
 
 def _judged(judgement: Judgement, width: int) -> str:
     if judgement.offenders:
-        number = _number(len(judgement.offenders), "offence", "offences")
-        lines = [f"Policy `{judgement.policy}`: broken, {number}:"]
-        lines += _bullets(map(str, judgement.offenders), width)
+        number = _number(len(judgement.offenders), "finding", "findings")
+        lines = [f"Policy `{judgement.policy}`: not met, {number}:"]
+        lines += _bullets(_findings(judgement), width)
+        if any(offender.about_units for offender in judgement.offenders):
+            lines.append(_wrap(_NO_FAILURE, width))
     else:
         lines = [f"Policy `{judgement.policy}`: passed."]
     if judgement.unasked:
@@ -164,9 +256,25 @@ def _judged(judgement: Judgement, width: int) -> str:
     if judgement.accepted:
         lines.append("Accepted though not native throughout:")
         lines += _bullets(
-            (f"{_names(entry.paths)}: {entry.reason}" for entry in judgement.accepted), width
+            (f"{names(entry.paths)}: {entry.reason}" for entry in judgement.accepted), width
         )
     return "\n".join(lines)
+
+
+def _findings(judgement: Judgement) -> list[str]:
+    """Each finding; where they are many, those that say the same together."""
+    if len(judgement.offenders) <= _FINDINGS:
+        return [str(offender) for offender in judgement.offenders]
+    groups: dict[tuple[str, str], list[str]] = {}
+    for offender in judgement.offenders:
+        where = f" on {offender.device}" if offender.device else ""
+        groups.setdefault((where, offender.message), []).append(offender.path)
+    return [
+        f"{_number(len(paths), 'file', 'files')}{where}: {message}: {names(paths)}"
+        if len(paths) > 1
+        else f"{paths[0]}{where}: {message}"
+        for (where, message), paths in groups.items()
+    ]
 
 
 def _table(title: str) -> Table:
@@ -197,7 +305,8 @@ def _number(number: int, one: str, many: str) -> str:
     return f"{number} {one if number == 1 else many}"
 
 
-def _names(paths: Sequence[str]) -> str:
+def names(paths: Sequence[str]) -> str:
+    """The paths, or the first of them and how many more there are."""
     if len(paths) <= _LISTED:
         return ", ".join(paths)
     return f"{', '.join(paths[:_LISTED])} and {len(paths) - _LISTED} more"

@@ -40,11 +40,14 @@ def _library(library: LibraryAudit, devices: Sequence[Device]) -> dict[str, Any]
         "machine": library.machine,
         "cubins": dict(library.cubins),
         "ptx": dict(library.ptx),
+        **({"lto": dict(library.lto)} if library.lto else {}),
         "unknown": list(library.unknown),
+        **({"unloadable": library.unloadable} if library.unloadable else {}),
         "runs": {
             str(device): {
                 "verdict": library.verdict(device),
                 "units": dict(library.units_on(device)),
+                **({"embedded": dict(library.embedded_on(device))} if library.embedded else {}),
             }
             for device in devices
         },

@@ -1,45 +1,62 @@
-"""Find the ELF files of a library, folder, wheel or image, and read each."""
+"""Find the files that hold device code in a folder, wheel or image, and read each once."""
 
 from __future__ import annotations
 
+import lzma
 import mmap
 import os
 import stat
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO
 
-from sm12x.audit import elf, library, tars
+from sm12x.audit import library, room, tars
 from sm12x.audit.model import Audit, LibraryAudit
 from sm12x.core.errors import BadFileError
 
-# inflate and sha256 release the interpreter lock; more threads than this only cost memory, since
-# each holds a whole library.
+# inflate and sha256 release the interpreter lock.
 _THREADS = min(4, os.cpu_count() or 1)
+# What the largest wheels unpack to is a tenth of this; what is made to fill a machine, a lot more.
+MAX_UNPACKED = 64 * 1024**3
+# NotImplementedError: a compression this Python lacks; RuntimeError: an encrypted member; EOFError:
+# a member that ends too soon.
+_DAMAGE = (
+    zipfile.BadZipFile, zlib.error, lzma.LZMAError, OSError, NotImplementedError, RuntimeError,
+    EOFError, ValueError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """A file that may be a library. ``size`` is in bytes; ``audit`` reads it."""
+    """A file that may hold code. ``size`` is in bytes, unpacked."""
 
     path: str
     size: int
-    audit: Callable[[], LibraryAudit | None]
+    open: Callable[[], IO[bytes]]
+    on_disk: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a scan is about to read: files, or one image ``archive``. ``total`` is in bytes."""
+    """What a scan is about to read: files, or one image ``archive``. ``total`` is in bytes.
+
+    ``alone``: one file was asked for, and is reported whatever it holds. ``unread`` has an entry
+    for each folder that could not be listed.
+    """
 
     subject: str
     kind: str
     members: tuple[Member, ...] = ()
+    unread: tuple[LibraryAudit, ...] = ()
     archive: Path | None = None
+    zip: zipfile.ZipFile | None = None
+    alone: bool = False
 
     @property
     def total(self) -> int:
@@ -49,10 +66,12 @@ class Plan:
 
 
 def scan(path: Path) -> Audit:
-    """Audit a library, a folder, a wheel (or any other zip) or an image's tar archive.
+    """Audit a file of code, a folder, a wheel (or any other zip) or an image's tar archive.
 
     Raises:
-        BadFileError: there is no such file, it is none of these, or the archive is damaged.
+        BadFileError: there is no such file, it is none of these, or the archive is damaged or
+            claims to unpack to more than ``MAX_UNPACKED`` bytes.
+        NoSpaceError: one of the libraries does not fit in the memory that is free.
     """
     return run(plan(path))
 
@@ -66,19 +85,19 @@ def plan(path: Path) -> Plan:
         )
     try:
         if path.is_dir():
-            members = tuple(_folder(path))
-            return Plan(subject=path.name or str(path), kind="directory", members=members)
-        with path.open("rb") as handle:
-            head = handle.read(4)
-        if head == elf.MAGIC:
-            member = Member(
-                path=path.as_posix(),
-                size=path.stat().st_size,
-                audit=lambda: _file(path, path.as_posix(), alone=True),
+            return _folder(path)
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise BadFileError(
+                f"{path} is not a regular file: an audit reads from more than one place of it",
+                next_step="write what it yields to a file, and name that file",
             )
-            return Plan(subject=path.name, kind="file", members=(member,))
+        with path.open("rb") as handle:
+            head = handle.read(library.HEAD_BYTES)
+        if library.may_be(path.name, head):
+            member = _on_disk(path, path.as_posix(), path.stat().st_size)
+            return Plan(subject=path.name, kind="file", members=(member,), alone=True)
         if zipfile.is_zipfile(path):
-            return Plan(subject=path.name, kind="wheel", members=tuple(_zip(path)))
+            return _wheel(path)
         if tars.is_tar(path):
             return Plan(subject=path.name, kind="image", archive=path)
     except (OSError, zipfile.BadZipFile) as error:
@@ -87,94 +106,111 @@ def plan(path: Path) -> Plan:
             next_step="name a shared library, a folder, a wheel or an image",
         ) from None
     raise BadFileError(
-        f"{path} is neither a shared library, a folder, a wheel nor an image archive",
+        f"{path} is neither a file of code, a folder, a wheel nor an image archive",
         next_step="check that it is whole and what `file` says it is",
     )
 
 
 def run(plan: Plan, *, on_progress: Callable[[int], None] | None = None) -> Audit:
     """Read what was planned, telling ``on_progress`` the bytes of each file that is done."""
-
     if plan.archive:
         return tars.archive(plan.archive, on_progress=on_progress)
+    # The largest first: started last, it would leave the other cores with nothing to do.
+    order = sorted(plan.members, key=lambda member: -member.size)
+    share = room.Share()
 
     def one(member: Member) -> LibraryAudit | None:
         try:
-            return member.audit()
+            return _audit(member, share, alone=plan.alone)
         finally:
             if on_progress:
                 on_progress(member.size)
 
-    # The largest first: started last, it would leave the other cores with nothing to do.
-    order = sorted(plan.members, key=lambda member: -member.size)
-    with ThreadPoolExecutor(max_workers=_THREADS) as pool:
+    pool = ThreadPoolExecutor(max_workers=_THREADS)
+    try:
         found = list(pool.map(one, order))
+    except RuntimeError as error:
+        # What a file's reading raises is in its entry: this is a thread that could not be started.
+        raise room.no_memory(f"{plan.subject}: {error}") from None
+    finally:
+        # Whatever ends this, an error or Ctrl-C, must not wait for thousands of files.
+        pool.shutdown(wait=True, cancel_futures=True)
+        if plan.zip:
+            plan.zip.close()
     return library.assemble(
-        plan.subject, plan.kind, (entry for entry in found if entry is not None)
+        plan.subject, plan.kind, (*plan.unread, *(entry for entry in found if entry is not None))
     )
 
 
-def _folder(folder: Path) -> Iterator[Member]:
-    for root, _, names in os.walk(folder):
+def _audit(member: Member, share: room.Share, *, alone: bool) -> LibraryAudit | None:
+    try:
+        with member.open() as handle:
+            head = handle.read(library.HEAD_BYTES)
+            if not library.may_be(member.path, head):
+                return None
+            if not member.size:
+                return library.unreadable(member.path, 0, "it is empty")
+            # Inflated in memory: unpacking a wheel to disk would take longer than reading it.
+            with share.taken(member.size), _data(handle, head, member) as data:
+                return library.audit(member.path, data, alone=alone)
+    except _DAMAGE as error:
+        if room.is_refusal(error):
+            raise room.no_memory(member.path) from None
+        why = "read" if member.on_disk else "unpacked"
+        reason = getattr(error, "strerror", None) or error
+        return library.unreadable(member.path, member.size, f"it cannot be {why}: {reason}")
+
+
+def _data(handle: IO[bytes], head: bytes, member: Member) -> AbstractContextManager[mmap.mmap]:
+    if member.on_disk:
+        return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+    return room.unpacked(handle, head, member.size, member.path)
+
+
+def _folder(folder: Path) -> Plan:
+    members: list[Member] = []
+    unread: list[LibraryAudit] = []
+
+    def refused(error: OSError) -> None:
+        where = Path(error.filename).relative_to(folder).as_posix()
+        unread.append(library.unreadable(where, 0, f"the folder cannot be read: {error.strerror}"))
+
+    for root, _, names in os.walk(folder, onerror=refused):
         for name in names:
             path = Path(root, name)
             status = path.lstat()
             # A link's target is counted where it is.
-            if not stat.S_ISREG(status.st_mode):
-                continue
-            label = path.relative_to(folder).as_posix()
-            try:
-                with path.open("rb") as handle:
-                    head = handle.read(4)
-            except OSError:
-                head = b""
-            if library.may_be(label, head):
-                yield Member(
-                    path=label,
-                    size=status.st_size,
-                    audit=partial(_file, path, label),
-                )
+            if stat.S_ISREG(status.st_mode):
+                label = path.relative_to(folder).as_posix()
+                members.append(_on_disk(path, label, status.st_size))
+    return Plan(
+        subject=folder.name or str(folder),
+        kind="directory",
+        members=tuple(members),
+        unread=tuple(unread),
+    )
 
 
-def _file(path: Path, label: str, *, alone: bool = False) -> LibraryAudit | None:
-    try:
-        with path.open("rb") as handle:
-            return _mapped(handle, label, alone=alone)
-    except OSError as error:
-        return library.unreadable(label, 0, f"it cannot be read: {error.strerror}")
+def _on_disk(path: Path, label: str, size: int) -> Member:
+    return Member(path=label, size=size, open=lambda: path.open("rb"), on_disk=True)
 
 
-def _mapped(handle: IO[bytes], label: str, *, alone: bool) -> LibraryAudit | None:
-    if not os.fstat(handle.fileno()).st_size:
-        return library.unreadable(label, 0, "it is empty")
-    with mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return library.audit(label, data, alone=alone)
-
-
-def _zip(path: Path) -> Iterator[Member]:
-    with zipfile.ZipFile(path) as archive:
-        for info in archive.infolist():
-            if info.is_dir():
-                continue
-            try:
-                with archive.open(info) as handle:
-                    head = handle.read(4)
-            except (zipfile.BadZipFile, zlib.error, OSError, NotImplementedError, RuntimeError):
-                head = b""
-            if library.may_be(info.filename, head):
-                yield Member(
-                    path=info.filename,
-                    size=info.file_size,
-                    audit=partial(_zipped, path, info),
-                )
-
-
-def _zipped(path: Path, info: zipfile.ZipInfo) -> LibraryAudit | None:
-    """Inflate one member in memory: unpacking a wheel to disk would take longer than reading it."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            data = archive.read(info)
-    # NotImplementedError: a compression this Python lacks; RuntimeError: an encrypted member.
-    except (zipfile.BadZipFile, zlib.error, OSError, NotImplementedError, RuntimeError) as error:
-        return library.unreadable(info.filename, info.file_size, f"it cannot be unpacked: {error}")
-    return library.audit(info.filename, data)
+def _wheel(path: Path) -> Plan:
+    archive = zipfile.ZipFile(path)
+    found = [info for info in archive.infolist() if not info.is_dir()]
+    total = sum(info.file_size for info in found)
+    if total > MAX_UNPACKED:
+        raise BadFileError(
+            f"{path} claims to unpack to {total / 1024**3:.0f} GiB; more than "
+            f"{MAX_UNPACKED / 1024**3:.0f} GiB is no wheel",
+            next_step="unpack what is wanted of it into a folder, and audit that",
+        )
+    return Plan(
+        subject=path.name,
+        kind="wheel",
+        zip=archive,
+        members=tuple(
+            Member(path=info.filename, size=info.file_size, open=partial(archive.open, info))
+            for info in found
+        ),
+    )

@@ -1,14 +1,14 @@
-"""The sections of a 64-bit little-endian ELF file, with the standard library alone.
+"""The device code in the sections of a 64-bit little-endian ELF file, with the standard library.
 
 An image has only what the release depends on, which pyelftools is not part of; `check` reads the
-machine code of the image's own files through this. The audit of a wheel uses pyelftools (`elf`), so
-a module that both read alike has been read by two readers.
+machine code of the image's own files through this. The audit of a wheel takes the sections from
+pyelftools (`elf`), so a module that both read alike has been read by two readers.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from sm12x.audit import fatbin
@@ -18,21 +18,37 @@ from sm12x.audit.model import LibraryAudit
 _MAGIC = b"\x7fELF\x02\x01"
 # e_shoff, then from +0x3a the size of a section header, their number, and the one with the names.
 _HEADER = struct.Struct("<40xQ10xHHH")
-# Name, type, then from +0x18 offset and size (System V ABI, "Section Header").
-_SECTION = struct.Struct("<II16xQQ")
+# Name, type, flags, then from +0x18 offset and size (System V ABI, "Section Header").
+_SECTION = struct.Struct("<IIQ8xQQ")
 _ENTRY_BYTES = 64
-_LOADED, _RELOCATABLE = ".nv_fatbin", "__nv_relfatbin"
-_NOT_IN_FILE = 8
+# What each name means: `__nv_relfatbin` is input of the device linker, `.nv_fatbin` is loaded.
+_LOADED, _RELOCATABLE, _REGISTERED = ".nv_fatbin", "__nv_relfatbin", ".nvFatBinSegment"
+# One record registers one fat binary: magic, version, its address, linked inputs.
+_RECORD_BYTES = 24
+# The section with the names of all, itself included: LLVM has one for symbols' names too.
+NAME_TABLES = (".shstrtab", ".strtab")
+_NOT_IN_FILE, _INSTRUCTIONS, _STRINGS = 8, 4, 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """``offset`` and ``size`` are in bytes, in the file; ``kind`` is the ELF section type."""
+    """``offset`` and ``size`` are in bytes, in the file; ``kind`` and ``flags`` as ELF has them."""
 
     name: str
     kind: int
     offset: int
     size: int
+    flags: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The fat binaries of one file, as ``LibraryAudit`` has them."""
+
+    units: tuple[Container, ...] = ()
+    relocatable: tuple[Container, ...] = ()
+    embedded: tuple[Container, ...] = ()
+    faults: tuple[str, ...] = ()
 
 
 def sections(data: Buffer) -> Iterator[Section]:
@@ -43,15 +59,59 @@ def sections(data: Buffer) -> Iterator[Section]:
     if size != _ENTRY_BYTES or not 0 < names < number or start + size * number > len(data):
         raise ValueError("its section headers are damaged")
     headers = [_SECTION.unpack_from(data, start + size * index) for index in range(number)]
-    _, _, text, length = headers[names]
+    _, kind_of_names, _, text, length = headers[names]
+    if kind_of_names != _STRINGS:
+        raise ValueError("its section names are damaged")
     table = bytes(data[text : text + length])
-    for name, kind, offset, extent in headers:
+    own = headers[names][0]
+    if table[own : max(table.find(b"\0", own), own)].decode("ascii", "replace") not in NAME_TABLES:
+        raise ValueError("its section names are damaged")
+    for name, kind, flags, offset, extent in headers:
         end = table.find(b"\0", name)
         if end < 0:
             raise ValueError("its section names are damaged")
         yield Section(
-            name=table[name:end].decode("ascii", "replace"), kind=kind, offset=offset, size=extent
+            name=table[name:end].decode("ascii", "replace"),
+            kind=kind,
+            offset=offset,
+            size=extent,
+            flags=flags,
         )
+
+
+def collect(data: Buffer, found: Iterable[Section]) -> Found:
+    """The device code in these sections, and what is anywhere else in the file.
+
+    Damage never raises: it is in ``faults``.
+    """
+    containers: dict[str, list[Container]] = {_LOADED: [], _RELOCATABLE: []}
+    faults: list[str] = []
+    # The file's own headers begin like a cubin's where it is one.
+    taken, instructions = [(0, len(_MAGIC))], []
+    records = 0
+    for section in found:
+        extent = (section.offset, section.offset + section.size)
+        if section.name in containers and section.kind == _NOT_IN_FILE:
+            faults.append(f"{section.name} has been taken out of the file")
+        elif section.name in containers:
+            parsed = fatbin.parse(data, section.offset, section.size)
+            containers[section.name].extend(parsed.containers)
+            faults.extend(f"{section.name}: {fault}" for fault in parsed.faults)
+            taken.append(extent)
+        elif section.name == _REGISTERED:
+            records += section.size // _RECORD_BYTES
+        elif section.flags & _INSTRUCTIONS and section.kind != _NOT_IN_FILE:
+            instructions.append(extent)
+    read = sum(map(len, containers.values()))
+    if records > read and not faults:
+        faults.append(f"{records} fat binaries are registered, {read} were found")
+    elsewhere = fatbin.search(data, taken, instructions)
+    return Found(
+        units=tuple(containers[_LOADED]),
+        relocatable=tuple(containers[_RELOCATABLE]),
+        embedded=elsewhere.containers,
+        faults=(*faults, *elsewhere.faults),
+    )
 
 
 def audit(path: str, data: Buffer) -> LibraryAudit:
@@ -59,26 +119,17 @@ def audit(path: str, data: Buffer) -> LibraryAudit:
 
     Damage never raises: it is in ``faults``.
     """
-    found: dict[str, list[Container]] = {_LOADED: [], _RELOCATABLE: []}
-    faults: list[str] = []
     try:
-        for section in sections(data):
-            if section.name not in found:
-                continue
-            if section.kind == _NOT_IN_FILE:
-                faults.append(f"{section.name} has been taken out of the file")
-                continue
-            parsed = fatbin.parse(data, section.offset, section.size)
-            found[section.name] += parsed.containers
-            faults += parsed.faults
+        found = collect(data, list(sections(data)))
     except (ValueError, struct.error) as error:
-        faults.append(str(error))
+        found = Found(faults=(str(error),))
     return LibraryAudit(
         path=path,
         sha256="",
         size=len(data),
         machine="",
-        units=tuple(found[_LOADED]),
-        relocatable=tuple(found[_RELOCATABLE]),
-        faults=tuple(faults),
+        units=found.units,
+        relocatable=found.relocatable,
+        embedded=found.embedded,
+        faults=found.faults,
     )

@@ -19,9 +19,9 @@ from typing import IO, Any
 
 import zstandard
 
-from sm12x.audit import library
+from sm12x.audit import library, room
 from sm12x.audit.model import Audit, LibraryAudit
-from sm12x.core.errors import BadFileError
+from sm12x.core.errors import BadFileError, Sm12xError
 
 OnProgress = Callable[[int], None]
 
@@ -74,7 +74,7 @@ def archive(path: Path, *, on_progress: OnProgress | None = None) -> Audit:
                     )
                 with handle, _unpacked(handle) as stream:
                     _apply(merged, _read(stream))
-    except (*_DAMAGE, KeyError, ValueError, TypeError) as error:
+    except (*_DAMAGE, KeyError, ValueError, TypeError, RecursionError) as error:
         raise _damaged(str(path), error) from None
     return library.assemble(path.name, "image", merged.values())
 
@@ -92,7 +92,9 @@ def file_system(stream: IO[bytes], subject: str, *, on_progress: OnProgress | No
     return library.assemble(subject, "image", layer.libraries.values())
 
 
-def _damaged(subject: str, error: Exception) -> BadFileError:
+def _damaged(subject: str, error: Exception) -> Sm12xError:
+    if room.is_refusal(error):
+        return room.no_memory(subject)
     return BadFileError(
         f"{subject} cannot be read as an image: {error}",
         next_step="save or export the image again",
@@ -118,8 +120,14 @@ def _layers(outer: tarfile.TarFile, path: Path) -> list[str] | None:
 def _oci_layers(outer: tarfile.TarFile, index: Any, path: Path) -> list[str]:
     manifests: list[Any] = list(index["manifests"])
     found: list[list[str]] = []
+    seen: set[str] = set()
     while manifests:
-        content = _json(outer, _blob(manifests.pop(0)))
+        name = _blob(manifests.pop(0))
+        # An index can name itself, or one that names it.
+        if name in seen:
+            continue
+        seen.add(name)
+        content = _json(outer, name)
         # An index may name indexes, one manifest a platform.
         manifests.extend(content.get("manifests", []))
         layers = content.get("layers", [])
@@ -179,13 +187,13 @@ def _member(tar: tarfile.TarFile, info: tarfile.TarInfo, path: str) -> LibraryAu
     handle = tar.extractfile(info)
     if handle is None:
         return None
-    head = handle.read(4)
+    head = handle.read(library.HEAD_BYTES)
     if not library.may_be(path, head):
         return None
-    data = head + handle.read()
-    if len(data) < info.size:
-        raise tarfile.ReadError(f"{path} is cut off")
-    return library.audit(path, data) if data else library.unreadable(path, 0, "it is empty")
+    if not info.size:
+        return library.unreadable(path, 0, "it is empty")
+    with room.unpacked(handle, head, info.size, path) as data:
+        return library.audit(path, data)
 
 
 def _apply(merged: dict[str, LibraryAudit], layer: _Layer) -> None:

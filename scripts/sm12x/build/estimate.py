@@ -11,8 +11,8 @@ from sm12x.stack.base import Base, Module
 
 AUTO = "auto"
 WANTED = (*select.MODES, AUTO)
-# In auto mode a full build may take so many minutes.
-LIMIT_MINUTES = 45.0
+# In auto mode a full build is expected to take less than so many minutes.
+LIMIT_MINUTES = 20.0
 # Configuring, linking, and what runs beside the compilers.
 FIXED_SECONDS = 120.0
 
@@ -62,16 +62,85 @@ def decide(
         return Decision(mode="full", minutes=minutes, reason=f"as asked for{but}")
     if against:
         return Decision(mode="quick", minutes=_quick_minutes(base), reason=against)
-    figures = f"about {minutes:.0f} min on {cores} cores with {memory_gib:.0f} GiB free"
+    figures = _figures(minutes, cores, memory_gib)
     lacking = [f"{kept.target} lacks {', '.join(kept.missing)}" for kept in choice.kept]
     if all(module.quick for module in choice.modules):
         reason = f"no module beyond quick mode's can be compiled: {'; '.join(lacking)}"
-    elif minutes > LIMIT_MINUTES:
-        reason = f"the full build would take {figures}, more than {LIMIT_MINUTES:.0f}"
+    elif minutes >= LIMIT_MINUTES:
+        limit = f"auto takes it where that is under {LIMIT_MINUTES:.0f}"
+        reason = f"the full build would take {figures}; {limit}"
     else:
         but = f"; stays official: {'; '.join(lacking)}" if lacking else ""
         return Decision(mode="full", minutes=minutes, reason=f"it takes {figures}{but}")
     return Decision(mode="quick", minutes=_quick_minutes(base), reason=reason)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """``modules`` (paths in the wheel) that a full build compiles beyond quick mode's, where it has
+    ``sources`` that are not sure to be had; together with all before it takes ``minutes``.
+    """
+
+    minutes: float
+    modules: tuple[str, ...]
+    sources: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """What a full build would add on this machine: with what is sure to be had, then with all.
+
+    ``figures`` is the first step's time in words; ``against`` why auto would not take it, "" where
+    time alone decides.
+    """
+
+    figures: str
+    steps: tuple[Step, ...]
+    against: str = ""
+
+
+def offer(
+    base: Base,
+    *,
+    cores: int,
+    memory_gib: float,
+    sure: Collection[str],
+    allowed: Collection[str] = (),
+) -> Offer | None:
+    """What a full build would add to a quick one; None where it adds nothing.
+
+    Args:
+        sure: the third-party sources that are there whatever the network has.
+    """
+    steps: list[Step] = []
+    known: set[str] = set()
+    every = [source.name for source in base.sources]
+    peak = 0.0
+    for available in (sure, every):
+        choice = select.choose(base, (), mode="full", available=available, allowed=allowed)
+        added = [
+            module for module in choice.modules if not module.quick and module.path not in known
+        ]
+        if not added:
+            continue
+        known |= {module.path for module in added}
+        peak = max([peak, *(module.peak_gib for module in added)])
+        sources = {name for module in added for name in module.sources} - {*sure, *allowed}
+        minutes = full_minutes(base, choice.modules, cores=cores, memory_gib=memory_gib)
+        paths = tuple(module.path for module in added)
+        steps.append(Step(minutes=minutes, modules=paths, sources=tuple(sorted(sources))))
+    if not steps:
+        return None
+    against = base.toolchain.not_full
+    if peak > memory_gib:
+        against = f"it needs {peak:.1f} GiB of memory, {memory_gib:.1f} GiB are free"
+    return Offer(
+        figures=_figures(steps[0].minutes, cores, memory_gib), steps=tuple(steps), against=against
+    )
+
+
+def _figures(minutes: float, cores: int, memory_gib: float) -> str:
+    return f"about {minutes:.0f} min on {cores} cores with {memory_gib:.0f} GiB free"
 
 
 def full_minutes(

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-import re
+import email.parser
 import shutil
 import sys
-from pathlib import Path
+import zipfile
+import zlib
+from pathlib import Path, PurePosixPath
 
 import click
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
 
 from sm12x import layout
-from sm12x.audit import images, policy, render, report, scan
+from sm12x.audit import images, policy, render, report, room, scan
 from sm12x.audit.model import DEVICES, Audit, Device
 from sm12x.build import ledger
 from sm12x.core import files, progress
 from sm12x.core.errors import BadFileError, FindingsError
 from sm12x.stack import base as bases
 
-_WHEEL = re.compile(r"vllm-(?P<version>[^-+]+)(\+[^-]+)?-.*\.whl")
+_PROJECT = "vllm"
+_METADATA = "*.dist-info/METADATA"
 _WIDEST = 140
+# Of the metadata: name and version are among the first lines.
+_METADATA_BYTES = 65536
 
 
 @click.command("audit")
@@ -49,7 +56,7 @@ _WIDEST = 140
 @click.option(
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Write the report there instead of printing it.",
+    help="Write the report there, in a folder that exists, instead of printing it.",
 )
 def command(
     subject: str,
@@ -62,19 +69,41 @@ def command(
 ) -> None:
     """Show what machine code each library holds and how it runs on 12.0 and 12.1.
 
-    PATH is a shared library, a folder, a wheel, or a tar of an image (`docker save`, OCI, or
-    `docker export`); IMAGE is an image's name, "docker:NAME", "podman:NAME" or "buildah:NAME" to
-    ask one engine only. The exit status is 1 when a library breaks the policy.
+    PATH is a file of code (a shared library, .o, .a, .cubin, .fatbin, .ptx), a folder, a wheel, or
+    a tar of an image (`docker save`, OCI, or `docker export`); IMAGE is an image's name,
+    "docker:NAME", "podman:NAME" or "buildah:NAME" to ask one engine only. The exit status is 1 when
+    a library does not meet the policy.
 
     Example: sm12x audit dist/0.21.0/vllm-*.whl --json --output audit.json
     """
     devices = tuple(dict.fromkeys(Device.parse(text) for text in archs)) or DEVICES
+    if output is not None and not output.parent.is_dir():
+        raise BadFileError(
+            f"--output {output}: there is no folder {output.parent}",
+            next_step="make that folder, or name a file in one that is there",
+        )
+    try:
+        _report(subject, devices, policy_file, version, ledger_file, as_json, output)
+    except MemoryError:
+        raise room.no_memory(subject) from None
+
+
+def _report(
+    subject: str,
+    devices: tuple[Device, ...],
+    policy_file: Path | None,
+    version: str | None,
+    ledger_file: Path | None,
+    as_json: bool,
+    output: Path | None,
+) -> None:
     rules = policy.load(_policy_file(subject, policy_file, version))
     compiled = _compiled(subject, ledger_file) if ledger_file or rules.asks_a_ledger else None
     audit = _scan(subject)
     if not audit.libraries:
         raise BadFileError(
-            f"{subject} holds no shared library", next_step="check that it is the right one"
+            f"{subject} holds no library and no device code",
+            next_step="check that it is the right one",
         )
     judgement = policy.judge(audit, rules, devices, compiled=compiled)
     if as_json:
@@ -89,12 +118,18 @@ def command(
     else:
         click.echo(text, nl=False)
     if not judgement.passed:
-        offenders = list(dict.fromkeys(offender.path for offender in judgement.offenders))
+        offenders = tuple(dict.fromkeys(offender.path for offender in judgement.offenders))
         where = f"is in {output}" if output else "is above"
+        # Whoever has no ledger did not build it, and can only say what is acceptable.
+        step = (
+            "mend the build, or state the exception and its reason in the policy file"
+            if compiled is not None
+            else "where a finding is acceptable, state it and its reason in a policy (--policy)"
+        )
         raise FindingsError(
-            f"{audit.subject} breaks the policy `{judgement.policy}`: {', '.join(offenders)}",
-            next_step=f"the report with each reason {where}; mend the build, or state the "
-            "exception and its reason in the policy file",
+            f"{audit.subject} does not meet the policy `{judgement.policy}`: "
+            f"{render.names(offenders)}",
+            next_step=f"the report with each reason {where}; {step}",
         )
 
 
@@ -111,12 +146,41 @@ def _policy_file(subject: str, given: Path | None, version: str | None) -> Path:
         return given
     if version is not None:
         return bases.load(version).folder / "audit-policy.toml"
-    wheel = _WHEEL.fullmatch(Path(subject).name)
-    if wheel is not None:
-        path = layout.patches() / wheel["version"] / "audit-policy.toml"
+    release = _release(Path(subject))
+    if release is not None:
+        path = layout.patches() / release / "audit-policy.toml"
         if path.is_file():
             return path
     return layout.data() / "policies" / "default.toml"
+
+
+def _release(path: Path) -> str | None:
+    """The release of vLLM that a wheel, or a folder one was unpacked in, says it is of.
+
+    By its metadata: a file's name is whatever somebody gave it. None for anything else, damaged
+    wheels included: reading them says what is wrong.
+    """
+    texts: list[str] = []
+    try:
+        if path.is_dir():
+            texts = [found.read_text(encoding="utf-8") for found in path.glob(_METADATA)]
+        elif path.is_file() and zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                for info in archive.infolist():
+                    name = PurePosixPath(info.filename)
+                    if len(name.parts) == 2 and name.match(_METADATA):
+                        with archive.open(info) as handle:
+                            texts.append(handle.read(_METADATA_BYTES).decode("utf-8", "replace"))
+        for text in texts:
+            said = email.parser.Parser().parsestr(text, headersonly=True)
+            if canonicalize_name(str(said["Name"])) == _PROJECT:
+                return Version(str(said["Version"])).public
+    except (
+        *(zipfile.BadZipFile, zlib.error, OSError, NotImplementedError, RuntimeError),
+        *(EOFError, ValueError, InvalidVersion),
+    ):
+        pass
+    return None
 
 
 def _scan(subject: str) -> Audit:

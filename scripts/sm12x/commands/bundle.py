@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from sm12x.build import ledger as ledgers
 from sm12x.core import progress
 from sm12x.image import bundle, engines, record, summary
 from sm12x.recipes import load as recipes
+from sm12x.stack import base as bases
 
 # Off a terminal a long phase says where it is once in so many seconds.
 _EVERY = 60.0
@@ -36,21 +38,46 @@ class _Report:
 
     @contextmanager
     def phase(self, label: str, *, live: bool = True) -> Iterator[Callable[[str], None]]:
-        start = said = time.monotonic()
-
-        def now_and_then(text: str) -> None:
-            nonlocal said
-            if time.monotonic() - said >= _EVERY:
-                said = time.monotonic()
-                self.say(f"{label}: {text}")
-
+        start = time.monotonic()
         if live and self._console.is_terminal:
             with self._console.status(escape(label)) as status:
                 yield lambda text: status.update(escape(f"{label}: {with_bar(text[:90])}"))
         else:
             self.say(f"{label} ...")
-            yield now_and_then
+            with _Ticker(lambda text: self.say(f"{label}: {text}")) as ticker:
+                yield ticker.note
         self.say(f"{label}: {time.monotonic() - start:.1f} s")
+
+
+# What wakes the ticker; another one in tests, that does not go by the clock.
+_Ended = threading.Event
+
+
+class _Ticker:
+    """Says every _EVERY seconds what was noted last: a step of ten minutes notes itself once."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._latest = ""
+        self._ended = _Ended()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> _Ticker:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def note(self, text: str) -> None:
+        self._latest = text
+
+    def _run(self) -> None:
+        start = time.monotonic()
+        while not self._ended.wait(_EVERY):
+            if self._latest:
+                self._say(f"{self._latest} ({(time.monotonic() - start) / 60:.0f} min)")
 
 
 def with_bar(text: str) -> str:
@@ -63,7 +90,9 @@ def with_bar(text: str) -> str:
 
 
 @click.command()
-@click.option("--base", "version", required=True, metavar="VERSION", help="The base, e.g. 0.21.0.")
+@click.option(
+    "--base", "version", metavar="VERSION", help="The base. Default: the one patches/default names."
+)
 @click.option(
     "--arch-list",
     help="Targets as TORCH_CUDA_ARCH_LIST has them. Default: the base's, such as 12.0a;12.1a.",
@@ -75,7 +104,7 @@ def with_bar(text: str) -> str:
     show_default=True,
     metavar="quick|full|auto",
     help="quick: the official wheel, patched, with what the stack changes in C++ and is quick to "
-    "compile; full: every native module compiled here; auto: full where that takes under 45 "
+    "compile; full: every native module compiled here; auto: full where that takes under 20 "
     "minutes on this machine.",
 )
 @click.option(
@@ -124,7 +153,7 @@ def with_bar(text: str) -> str:
 @click.option("--no-image", is_flag=True, help="Stop at the wheel, the ledger and the audit.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def command(
-    version: str,
+    version: str | None,
     arch_list: str | None,
     build: str,
     sources: tuple[str, ...],
@@ -149,7 +178,7 @@ def command(
       sm12x bundle --base 0.21.0 --build full --source qutlass=../qutlass
     """
     options = bundle.Options(
-        version=version,
+        version=version or bases.default(),
         arch_list=arch_list,
         platform=platform,
         build=build,
@@ -168,7 +197,9 @@ def command(
         return
     outcome = bundle.run(options, report)
     if as_json:
-        text = summary.as_json(outcome.record, outcome.folder, unchanged=outcome.unchanged)
+        text = summary.as_json(
+            outcome.record, outcome.folder, unchanged=outcome.unchanged, offer=outcome.offer
+        )
     else:
         text = summary.text(
             outcome.record,
@@ -178,6 +209,7 @@ def command(
             outcome.engine,
             _servable(),
             unchanged=outcome.unchanged,
+            offer=outcome.offer,
         )
     click.echo(text, nl=False)
 

@@ -40,7 +40,7 @@ def command(image: str, out: Path, version: str | None, engine: str | None, as_j
     def say(text: str) -> None:
         click.echo(text, err=True)
 
-    runner = engines.find(engine, say=say)
+    runner = engines.find(engine, say=say, may_install=False)
     with progress.spinner(f"looking into {image}"):
         release = version or overlay.look(runner, image).release
         stack = series.load(bases.load(release))

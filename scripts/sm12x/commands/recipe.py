@@ -22,15 +22,31 @@ from sm12x.deploy import compose, docker, llamaswap, nomad, shell
 from sm12x.deploy.container import BUNDLE
 from sm12x.image.inside import about, check, native, serve
 from sm12x.image.inside.places import Places
-from sm12x.image.inside.report import FAIL
+from sm12x.image.inside.report import FAIL, WARN
 from sm12x.recipes import edit, lint, load
 from sm12x.recipes.lint import ERROR, WARNING, Finding
 from sm12x.recipes.model import Recipe
 from sm12x.stack import base as bases
 from sm12x.stack import series
 
-# Everything after the recipe belongs to it, `--` too.
-_WORDS = {"allow_interspersed_args": False}
+
+class _WithWords(click.Command):
+    """Options of ours stand before or after RECIPE; `--` and what follows it belong to vLLM."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        at = args.index("--") if "--" in args else len(args)
+        try:
+            left = super().parse_args(ctx, args[:at])
+        except click.NoSuchOption as error:
+            near = error.possibilities or []
+            raise UsageError(
+                f"there is no option {error.option_name}",
+                next_step=f"perhaps you meant {' or '.join(near)}"
+                if near
+                else f"put vLLM's own arguments after --: -- {error.option_name} ...",
+            ) from None
+        ctx.params["words"] = (*ctx.params["words"], *args[at:])
+        return left
 
 
 @click.group("recipe")
@@ -187,12 +203,14 @@ def _parser(recipes: dict[str, Recipe]) -> list[Finding]:
         lines = native.check_arguments(recipes, driver, ask)
     found = []
     for line in lines:
-        if line.state == FAIL:
+        if line.state in (FAIL, WARN):
             key = next((key for key in recipes if line.text.startswith(f"{key}: ")), None)
             recipe = recipes[key] if key else next(iter(recipes.values()))
             text = line.text.removeprefix(f"{key}: ") if key else line.text
-            at = recipe.lines.get("command", 1)
-            found.append(Finding(path=recipe.path, line=at, level=ERROR, text=text))
+            level, at = ERROR, recipe.lines.get("command", 1)
+            if line.state == WARN:
+                level, at = WARNING, recipe.lines.get(f"env.{text.split()[0]}", at)
+            found.append(Finding(path=recipe.path, line=at, level=level, text=text))
     return found
 
 
@@ -267,7 +285,7 @@ TARGETS: dict[str, Render] = {
 }
 
 
-@command.command(context_settings=_WORDS)
+@command.command(cls=_WithWords)
 @click.option("--to", "target", type=click.Choice(list(TARGETS)), required=True)
 @click.option("--image", default="", help="Default: the recipe's container; for ours, its tag.")
 @click.argument("name", metavar="RECIPE")
@@ -277,7 +295,7 @@ def render(target: str, image: str, name: str, words: tuple[str, ...]) -> None:
 
     KEY=VALUE changes a setting; what follows -- goes to vLLM, where the last word wins.
 
-    Example: sm12x recipe render --to compose smoke port=8001 -- --seed 3
+    Example: sm12x recipe render smoke port=8001 --to compose -- --seed 3
     """
     recipe = _recipe(name)
     settings, extra = serve.split(words)
@@ -319,11 +337,13 @@ def _image(recipe: Recipe) -> str:
 
 
 def _tag() -> str:
-    """The tag of the image that this checkout builds, or of the image this runs in."""
-    known = bases.versions()
-    if known:
-        version = known[-1]
-        return f"{BUNDLE}:{version}-{series.load(bases.load(version)).id}"
+    """The tag of the image that `make bundle` makes here, or of the image this runs in.
+
+    "" where neither is known. The stack's id goes by the bytes of the patches: none is parsed.
+    """
+    if layout.patches().is_dir():
+        version = bases.default()
+        return f"{BUNDLE}:{version}-{series.read_id(layout.patches() / version)}"
     path = Places.of_image().ledger
     if not path.is_file():
         return ""

@@ -111,12 +111,26 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
+def existing(folder: Path) -> Path:
+    """``folder``, or the lowest folder above it that there is."""
+    while not folder.exists():
+        folder = folder.parent
+    return folder
+
+
+def device(folder: Path) -> int:
+    """The number of the file system of ``folder``, which need not exist yet."""
+    return existing(folder).stat().st_dev
+
+
+def free_gib(folder: Path) -> float:
+    """GiB that this user may fill in the file system of ``folder``, which need not exist yet."""
+    return shutil.disk_usage(existing(folder)).free / GIB
+
+
 def require_space(folder: Path, gib: float, *, what: str) -> None:
     """Raise NoSpaceError unless the file system of ``folder`` has ``gib`` GiB free."""
-    existing = folder
-    while not existing.exists():
-        existing = existing.parent
-    free = shutil.disk_usage(existing).free / GIB
+    free = free_gib(folder)
     if free < gib:
         raise NoSpaceError(
             f"{what} needs {gib:.1f} GiB under {folder}, {free:.1f} GiB are free",

@@ -26,6 +26,7 @@ _MACHINE = (
     "VLLM_HOST_IP",
 )
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_RAY = re.compile(r"--distributed-executor-backend[= ]+ray\b")
 _NAME = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 
 
@@ -65,10 +66,12 @@ def containers(
         shipped: the image has this recipe, wherever the file lies here.
 
     Raises:
-        UsageError: a setting that the recipe does not have.
+        UsageError: a setting that the recipe does not have, or it is for several machines and does
+            not say how many.
         BadFileError: a recipe of the pair cannot be read.
     """
     block = recipe.sm12x
+    require_known_cluster(recipe)
     if block and block.machines > 1 and "node_rank" in recipe.defaults:
         first = settings.get("master_addr", str(recipe.defaults.get("master_addr", "")))
         if first in _LOOPBACK:
@@ -92,6 +95,47 @@ def containers(
             for rank in range(block.machines)
         )
     return (_container(recipe, image=image, settings=settings, extra=extra, shipped=shipped),)
+
+
+def require_known_cluster(recipe: Recipe) -> None:
+    """Raise UsageError for a recipe for several machines that does not say how many.
+
+    One container of it would wait for others that nothing starts.
+    """
+    if recipe.cluster_only and not (recipe.sm12x and recipe.sm12x.machines > 1):
+        raise UsageError(
+            f"{recipe.key} is for several machines (cluster_only), and no sm12x block says how "
+            "many: what runs on the others is not known",
+            next_step="start it with the runner of that cluster, or `sm12x recipe import "
+            f"{shlex.quote(str(recipe.path))}` and fill in machines",
+        )
+
+
+def others(recipe: Recipe) -> list[str]:
+    """What has to run on the other machines of a recipe that is started on one alone, in lines.
+
+    Empty for a recipe for one machine, and for one with a container of its own for each.
+    """
+    machines = recipe.sm12x.machines if recipe.sm12x else 1
+    if machines == 1 or "node_rank" in recipe.defaults:
+        return []
+    rest = "the other machine" if machines == 2 else f"each of the {machines - 1} other machines"
+    if uses_ray(recipe):
+        return [
+            f"This is for the first of {machines} machines. Before it, in containers of an image "
+            "with Ray (the bundle's has none):",
+            "  here: ray start --head --port 6379",
+            f"  on {rest}: ray start --address FIRST:6379 --block",
+        ]
+    return [
+        f"This is for the first of {machines} machines. What runs on {rest} the recipe does not "
+        "say: it has neither Ray nor a setting node_rank."
+    ]
+
+
+def uses_ray(recipe: Recipe) -> bool:
+    """Whether the command has Ray as its executor, which finds the machines by itself."""
+    return bool(_RAY.search(" ".join(recipe.command.split())))
 
 
 def _container(
@@ -221,4 +265,4 @@ def header(
         lines.append(f"# Cannot serve yet: {recipe.sm12x.status.blocked}.")
     if recipe.mods:
         lines.append(f"# Asks for mods that are not applied: {', '.join(recipe.mods)}.")
-    return lines
+    return lines + [f"# {line}" for line in others(recipe)]

@@ -17,14 +17,9 @@ def render(recipe: Recipe, *, image: str, settings: Mapping[str, str], extra: Se
     """
     lines = header(recipe, "docker", settings, extra)
     parts = containers(recipe, image=image, settings=settings, extra=extra)
-    machines = recipe.sm12x.machines if recipe.sm12x else 1
     for part in parts:
         if len(parts) > 1:
             lines.append(f"# On machine {part.rank + 1} of {len(parts)}:")
-        elif machines > 1:
-            lines.append(
-                f"# On the head of a cluster of {machines} machines that is formed already:"
-            )
         lines.append(command(part))
     return "\n".join(lines) + "\n"
 

@@ -11,7 +11,6 @@ task fewer GPUs than it asks for, or none, when one of them is taken.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 
@@ -19,12 +18,12 @@ from sm12x import layout
 from sm12x.core.errors import UsageError
 from sm12x.deploy import hcl, nomadheader
 from sm12x.deploy import nomadparts as parts
+from sm12x.deploy.container import uses_ray
 from sm12x.deploy.hcl import Writer
 from sm12x.deploy.nomadparts import Port, Variable
 from sm12x.recipes.model import Recipe
 from sm12x.recipes.render import render as rendered_command
 
-_RAY = re.compile(r"--distributed-executor-backend[= ]+ray\b")
 # Stands in a rendered command for the address that only Nomad knows.
 _ADDRESS = "nomad-address"
 # What an image that others made runs as, and where it keeps what it compiles.
@@ -40,9 +39,11 @@ _ROOT_CACHES = {
 
 def unfit(recipe: Recipe) -> str:
     """Why Nomad cannot run a recipe, "" if it can."""
-    if _RAY.search(" ".join(recipe.command.split())):
+    if uses_ray(recipe):
         return "it is started on the head of a Ray cluster, and neither Nomad nor the image has Ray"
     machines = recipe.sm12x.machines if recipe.sm12x else 1
+    if recipe.cluster_only and machines == 1:
+        return "it is for several machines (cluster_only), and no sm12x block says how many"
     needs = ["host", "master_addr", "node_rank"] if machines > 1 else ["host"]
     pair = recipe.sm12x.pair if recipe.sm12x else ()
     found = [key for key in recipe.defaults if key.endswith("_port" if pair else "port")]

@@ -73,8 +73,7 @@ def resolve(
     if override is not None:
         return _given(engine, override, plan)
     pinned = spec.base.partition("@")[2]
-    local = _name(spec, plan)
-    pulled = f"{local}-{(pinned.partition(':')[2] or 'latest')[:12]}"
+    local, pulled = _names(spec, plan)
     if engine.has_image(pulled):
         return BaseImage(reference=pulled, digest=pinned, origin=spec.base)
     if engine.has_image(local):
@@ -88,6 +87,14 @@ def resolve(
     engine.tag(spec.base, pulled)
     digest = pinned or engine.digest(spec.base) or engine.image_id(pulled) or ""
     return BaseImage(reference=pulled, digest=digest, origin=spec.base)
+
+
+def is_there(spec: ImageBase, engine: Engine, plan: Plan, *, override: str | None) -> bool:
+    """Whether ``resolve`` would neither pull nor make the base image."""
+    if override is not None:
+        return engine.has_image(override)
+    local, pulled = _names(spec, plan)
+    return engine.has_image(pulled) or engine.has_image(local)
 
 
 def make(
@@ -137,6 +144,13 @@ def make(
 
 def _name(spec: ImageBase, plan: Plan) -> str:
     return f"{LOCAL_BASE}:{spec.suite}{plan.suffix}"
+
+
+def _names(spec: ImageBase, plan: Plan) -> tuple[str, str]:
+    """The name of one made here, and that of the pinned one once it is pulled."""
+    local = _name(spec, plan)
+    digest = spec.base.partition("@")[2].partition(":")[2]
+    return local, f"{local}-{(digest or 'latest')[:12]}"
 
 
 def _given(engine: Engine, reference: str, plan: Plan) -> BaseImage:

@@ -17,6 +17,11 @@ class Buildah(Engine):
     """``chroot``: build steps run in a change of root, where no OCI runtime can be used."""
 
     name = "buildah"
+    _prune = "buildah rmi --prune"
+    # Seen with 1.28: the container that a layer was made in stays until the layer is stored, which
+    # goes through two files beside the package cache.
+    copies_in_storage = 1
+    copies_in_cache = 2
     id_format = "{{.FromImageID}}"
 
     def __init__(self, program: Path, version: str, *, chroot: bool) -> None:
@@ -96,6 +101,18 @@ class Buildah(Engine):
             return None
         return folder if folder.is_dir() else None
 
+    @property
+    def more_room(self) -> str:
+        conf = "/etc" if os.geteuid() == 0 else "~/.config"
+        return (
+            f"`{self._prune}` removes images without a name, and `graphroot` in "
+            f"{conf}/containers/storage.conf names another disk"
+        )
+
+    def package_cache(self) -> Path | None:
+        # Beside the storage, and the layer that is being written as well.
+        return Path(os.environ.get("TMPDIR") or "/var/tmp")  # noqa: S108 - buildah's own choice
+
     def run_hint(self, image: str, words: str = "", *, gpus: bool = False) -> str:
         if gpus:
             # buildah only builds: a GPU needs an engine that runs containers.
@@ -141,15 +158,27 @@ def _limits_hint(needed: bool) -> str:
     return "".join(f" {word}" for word in own_limits(lower=True)) if needed else ""
 
 
-def may_raise_limits() -> bool:
-    """Whether this process has CAP_SYS_RESOURCE, number 24; the root of a container has not."""
-    status = Path("/proc/self/status").read_text(encoding="ascii")
+# Numbers of capabilities: to mount, and to raise limits. The root of a container has neither.
+SYS_ADMIN, SYS_RESOURCE = 21, 24
+
+
+def has_capability(number: int) -> bool:
+    """Whether this process has a capability; True where the system does not say."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+    except OSError:
+        return True
     found = re.search(r"^CapEff:\s*([0-9a-f]+)$", status, re.MULTILINE)
-    return found is None or bool(int(found[1], 16) >> 24 & 1)
+    return found is None or bool(int(found[1], 16) >> number & 1)
+
+
+def may_raise_limits() -> bool:
+    return has_capability(SYS_RESOURCE)
 
 
 class Podman(Buildah):
     name = "podman"
+    _prune = "podman image prune"
     id_format = "{{.Id}}"
 
     def inspect_words(self, template: str) -> list[str]:

@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from sm12x import __version__, layout
 from sm12x.build import arch as archs
 from sm12x.build import ledger as ledgers
+from sm12x.build.estimate import Offer
 from sm12x.core import files, transfer
 from sm12x.core.errors import (
     BuildFailedError,
@@ -34,6 +35,7 @@ from sm12x.image.hostconfig import HostConfig
 from sm12x.image.modes import How
 from sm12x.image.output import Follower, Stage
 from sm12x.image.platforms import Plan
+from sm12x.image.preflight import Meter
 from sm12x.image.record import Record
 from sm12x.image.reporter import Reporter
 from sm12x.stack import base as bases
@@ -67,12 +69,16 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """``unchanged``: nothing was built, all that ``record`` names was there and whole."""
+    """``unchanged``: nothing was built, all that ``record`` names was there and whole.
+
+    ``offer`` is what full mode would add to a quick bundle.
+    """
 
     record: Record
     folder: Path
     engine: Engine
     unchanged: bool
+    offer: Offer | None = None
 
 
 def run(options: Options, report: Reporter) -> Outcome:
@@ -90,12 +96,18 @@ def run(options: Options, report: Reporter) -> Outcome:
     arch_list = archs.to_text(targets)
     there = record.read(folder_of(base, plan))
     made = there.mode if there else ""
-    how = modes.settle(base, wish, targets, made, find_links=options.find_links, report=report)
+    # Before the mode: what that takes is looked for on the network, for nothing without an engine.
     engine = engines.find(options.engine, say=report.say)
     report.say(f"engine: {engine.description}")
+    how = modes.settle(base, wish, targets, made, find_links=options.find_links, report=report)
     with preflight.alone(base):
+        meter = preflight.Meter(base, engine, plan)
+        if not baseimage.is_there(base.image, engine, plan, override=options.base_image):
+            meter.forget()
         if there is None:
-            preflight.require_room(base, engine, how.choice.modules, plan, image=options.image)
+            preflight.require_room(
+                base, engine, how.choice.modules, plan, meter, image=options.image
+            )
         host = hostconfig.collect(base.image.suite)
         start = time.monotonic()
         image = base_image(base, engine, host, options.base_image, plan, report)
@@ -122,13 +134,16 @@ def run(options: Options, report: Reporter) -> Outcome:
             image=image,
             builder=builder,
             host=host,
+            meter=meter,
             inputs=context.inputs_digest(base, plan.machine, here=plan.here, choices=choices),
             report=report,
             seconds=seconds,
         )
         done = job.made_before()
         if done is not None:
-            return Outcome(record=done, folder=job.folder, engine=engine, unchanged=True)
+            return Outcome(
+                record=done, folder=job.folder, engine=engine, unchanged=True, offer=how.offer
+            )
         return job.build()
 
 
@@ -178,6 +193,7 @@ class _Job:
     image: BaseImage
     builder: BaseImage
     host: HostConfig
+    meter: Meter
     inputs: str
     report: Reporter
     seconds: dict[str, float] = field(default_factory=dict)
@@ -210,16 +226,16 @@ class _Job:
     def build(self) -> Outcome:
         modules = self.how.choice.modules
         image = self.options.image
-        preflight.require_room(self.base, self.engine, modules, self.plan, image=image)
+        preflight.require_room(self.base, self.engine, modules, self.plan, self.meter, image=image)
         with self._timed("fetch"):
             sdist, official = self._fetch()
-        with self._timed("wheel"):
+        with self._timed("wheel"), self.meter.measuring(preflight.WHEEL):
             ledger = self._build_wheel(sdist, official)
         wheel = record.one_wheel(self.folder)
         tags: tuple[str, ...] = ()
         if self.options.image:
             tags = image_tags(self.base.version, ledger.stack_id, self.how.mode, self.plan.suffix)
-            with self._timed("image"):
+            with self._timed("image"), self.meter.measuring(preflight.IMAGE):
                 self._build_image(wheel, ledger, tags)
         made = Record(
             version=self.base.version,
@@ -251,6 +267,7 @@ class _Job:
             folder=self.folder,
             engine=self.engine,
             unchanged=False,
+            offer=self.how.offer,
         )
 
     def _fetch(self) -> tuple[Path, Path]:
@@ -381,10 +398,28 @@ class _Job:
             try:
                 self.engine.build(request, on_line=follower, log=log)
             except ToolFailedError:
-                raise failure.of(self.engine, request.dockerfile.name, follower, log) from None
+                raise failure.of(
+                    self.engine,
+                    request.dockerfile.name,
+                    follower,
+                    log,
+                    rest_gib=self._rest_gib(),
+                ) from None
             finally:
                 follower.finish()
                 self.stages.update(follower.stages)
+
+    def _rest_gib(self) -> float:
+        full = any(not module.quick for module in self.how.choice.modules)
+        rest = preflight.needs(
+            self.base,
+            self.engine,
+            self.plan,
+            self.meter,
+            full=full,
+            image=self.options.image,
+        )
+        return sum(need.gib for need in rest)
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

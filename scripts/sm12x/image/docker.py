@@ -8,6 +8,8 @@ from pathlib import Path
 from sm12x.core import process
 from sm12x.image.engine import BuildRequest, Engine, Layer, common_words
 
+_CONTAINERD = Path("/var/lib/containerd")
+
 
 class Docker(Engine):
     """``buildx`` says whether the client has the plugin; without it BuildKit is asked for."""
@@ -65,9 +67,20 @@ class Docker(Engine):
         process.run([self.program, "save", "--output", archive, reference])
 
     def storage(self) -> Path | None:
-        done = process.run([self.program, "info", "--format", "{{.DockerRootDir}}"], check=False)
-        folder = Path(done.stdout.strip() or "/nowhere")
-        return folder if folder.is_dir() else None
+        words = ["info", "--format", "{{.DockerRootDir}}\t{{json .DriverStatus}}"]
+        done = process.run([self.program, *words], check=False)
+        root, _, status = done.stdout.strip().partition("\t")
+        # With containerd's image store, the default since docker 29, layers lie beside the root.
+        folders = [_CONTAINERD] if "io.containerd.snapshotter" in status else []
+        folders.append(Path(root or "/nowhere"))
+        return next((folder for folder in folders if folder.is_dir()), None)
+
+    @property
+    def more_room(self) -> str:
+        return (
+            "`docker system prune` removes what no container uses, and `data-root` in "
+            "/etc/docker/daemon.json names another disk"
+        )
 
     def run_hint(self, image: str, words: str = "", *, gpus: bool = False) -> str:
         # --ipc=host: tensor-parallel workers talk through shared memory, 64 MiB by default.

@@ -117,6 +117,10 @@ class Engine(ABC):
         return text if done.returncode == 0 and text not in ("", "<no value>", "null") else None
 
     id_format: str
+    # While a layer is written: how often it lies in ``storage`` and in the folder of
+    # ``package_cache`` besides the copy that stays.
+    copies_in_storage = 0
+    copies_in_cache = 0
 
     @abstractmethod
     def build_words(self, request: BuildRequest) -> list[str]:
@@ -149,6 +153,15 @@ class Engine(ABC):
     @abstractmethod
     def storage(self) -> Path | None:
         """The folder that images and build cache fill, None where it is not on this machine."""
+
+    @property
+    @abstractmethod
+    def more_room(self) -> str:
+        """What makes room in ``storage``, or moves it to another disk."""
+
+    def package_cache(self) -> Path | None:
+        """The folder of what steps of a build keep between builds (`--mount=type=cache`)."""
+        return self.storage()
 
     @abstractmethod
     def run_hint(self, image: str, words: str = "", *, gpus: bool = False) -> str:

@@ -11,7 +11,6 @@ from sm12x.core.errors import (
     PatchConflictError,
     Sm12xError,
 )
-from sm12x.image import preflight
 from sm12x.image.engine import Engine
 from sm12x.image.output import Follower
 
@@ -19,13 +18,17 @@ from sm12x.image.output import Follower
 _KINDS = {kind.exit_code: kind for kind in (BadFileError, NoSpaceError, PatchConflictError)}
 
 
-def of(engine: Engine, dockerfile: str, follower: Follower, log: Path) -> Sm12xError:
-    """What to raise. ``follower`` has read all that was printed, which is in ``log``."""
+def of(
+    engine: Engine, dockerfile: str, follower: Follower, log: Path, *, rest_gib: float
+) -> Sm12xError:
+    """What to raise. ``follower`` has read all that was printed, which is in ``log``; ``rest_gib``
+    is what the bundle still takes in the engine's storage.
+    """
     if follower.no_space:
         return NoSpaceError(
             f"the disk of {engine.name} is full ({engine.storage()})",
-            next_step=f"free about {preflight.ENGINE_GIB:.0f} GiB there and run the same command "
-            "again: it resumes",
+            next_step=f"free about {rest_gib:.0f} GiB there ({engine.more_room}), and run the same "
+            "command again: it resumes",
         )
     inside = f" (inside the builder: {follower.next_step})" if follower.next_step else ""
     kind = _KINDS.get(follower.exit_code, BuildFailedError)

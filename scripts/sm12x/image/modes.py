@@ -13,7 +13,7 @@ from pathlib import Path
 from sm12x import layout
 from sm12x.audit.model import DEVICES
 from sm12x.build import arch, cmake, estimate, select, thirdparty
-from sm12x.build.estimate import AUTO, WANTED, Decision
+from sm12x.build.estimate import AUTO, WANTED, Decision, Offer
 from sm12x.build.select import Choice
 from sm12x.core import cudaarch, files, progress
 from sm12x.core.cudaarch import CudaArch
@@ -58,6 +58,7 @@ class How:
     """The mode and what it takes. ``third_party``: files of sources, by their place in the context.
 
     ``allowed`` are the sources that are done without: not there, and allowed to be missing.
+    ``offer`` is what full mode would add, None in full mode.
     """
 
     mode: str
@@ -65,6 +66,7 @@ class How:
     allowed: tuple[str, ...] = ()
     third_party: Mapping[str, Path] = field(default_factory=dict)
     third_party_sha256: str = ""
+    offer: Offer | None = None
 
     def key(self, base: Base, machine: str, arch_list: str) -> str:
         """Names the work folder that an interrupted compilation goes on in.
@@ -103,7 +105,7 @@ def settle(
     find_links: Path | None,
     report: Reporter,
 ) -> How:
-    """Decide the mode, say so before anything else, and find the sources it takes.
+    """Decide the mode, say which and why, and find the sources it takes.
 
     Args:
         targets: what is compiled for.
@@ -127,11 +129,13 @@ def settle(
             say=held.append,
         )
 
+    cores = cmake.cores()
+    memory_gib = _all_memory_gib() if made == "full" else cmake.free_memory_gib()
     decision = decide(
         base,
         wanted=wish.wanted,
-        cores=cmake.cores(),
-        memory_gib=_all_memory_gib() if made == "full" else cmake.free_memory_gib(),
+        cores=cores,
+        memory_gib=memory_gib,
         given=wish.given,
         allowed=wish.allowed,
         collect=collect,
@@ -143,7 +147,13 @@ def settle(
     if decision.mode == "quick":
         if wish.given or wish.allowed:
             report.say("quick mode takes no third-party source: --source, --allow-missing unused")
-        return How(mode="quick", choice=choose(base, "quick", NO_SOURCES, ()))
+        return How(
+            mode="quick",
+            choice=choose(base, "quick", NO_SOURCES, ()),
+            offer=estimate.offer(
+                base, cores=cores, memory_gib=memory_gib, sure=_sure(base, wish.given)
+            ),
+        )
     arch.require_complete(targets)
     with report.phase("third-party sources", live=False):
         sources = Sources.of(collect())
@@ -226,7 +236,7 @@ def decide(
     """The mode. ``collect`` is called only where the sources that can be had make the difference.
 
     Which modules a full build compiles, and so how long it takes, depends on the sources; looking
-    for them takes a network, and the decision is the first thing a user is told. Sure are those
+    for them takes a network, and a user is told the decision first. Sure are those
     that are ``given`` and those that come as packages, as the release itself does.
 
     Raises:
@@ -246,7 +256,7 @@ def decide(
     most = with_({source.name for source in base.sources})
     if wanted != AUTO:
         return most
-    sure = {*given, *(source.name for source in base.sources if source.packages)}
+    sure = _sure(base, given)
     least = with_(sure)
     bare = select.choose(base, (), mode="full", available=sure, allowed=allowed).modules
     # Quick for want of anything to compile says nothing of what some sources would change.
@@ -257,8 +267,13 @@ def decide(
     return with_(found)
 
 
+def _sure(base: Base, given: Iterable[str]) -> set[str]:
+    """The sources that are had without a git host: those given, and those of packages."""
+    return {*given, *(source.name for source in base.sources if source.packages)}
+
+
 def first_line(decision: Decision) -> str:
-    """What a bundle says before anything else: the mode, why, and how to have the other."""
+    """What a bundle says first of its mode: which, why, and how to have the other."""
     other = "full" if decision.mode == "quick" else "quick"
     return (
         f"build mode {decision.mode}: {decision.reason}; for the other: make bundle BUILD={other}"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from sm12x import layout
@@ -18,43 +20,106 @@ from sm12x.image.hostconfig import SECRETS_PREFIX
 from sm12x.image.platforms import Plan
 from sm12x.stack.base import Base, Module
 
-# Measured with docker 20.10, from nothing to the image: 23 GiB. The image is 8.5, the builder 5.5,
-# the package cache the rest.
-ENGINE_GIB = 26.0
-# Of that, what a build takes that stops at the wheel.
-WHEEL_GIB = 14.0
-# A resumed or repeated build finds most of that in the layer cache.
-ENGINE_AGAIN_GIB = 4.0
-# Objects and the compiler's cache of a full build.
-FULL_GIB = 6.0
-# Archives in the cache, contexts, dist/.
-HOST_GIB = 1.5
+# A phase that is repeated writes its last layers anew.
+AGAIN_GIB = 2.0
 CONTEXT_PREFIX = "context-"
 # The audit and the install of the closure; a module's compilation may need more.
 MEMORY_GIB = 2.0
+# The phases of a build that fill the engine's storage.
+WHEEL, IMAGE = "wheel", "image"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """``gib`` GiB for ``what``, below ``folder``; ``remedy`` moves it to another disk."""
+
+    what: str
+    folder: Path
+    gib: float
+    remedy: str
+
+
+class Meter:
+    """What each phase of a build has put on the disk of an engine, over runs that were interrupted.
+
+    A file in the work folder: phase -> GiB spent, or that were free when it began where the run was
+    killed. Unreadable, it counts as absent: the whole figure is asked for again.
+    """
+
+    def __init__(self, base: Base, engine: Engine, plan: Plan) -> None:
+        self.path = work_folder(base) / f"spent-{engine.name}{plan.suffix}.json"
+        self.storage = engine.storage()
+        self._phases: dict[str, dict[str, float]] = {}
+        with suppress(OSError, ValueError, AttributeError, TypeError):
+            for phase, entry in json.loads(self.path.read_text(encoding="utf-8")).items():
+                self._phases[phase] = {key: float(value) for key, value in entry.items()}
+
+    def forget(self) -> None:
+        """What an earlier run built is gone from the engine."""
+        self._phases = {}
+        self.path.unlink(missing_ok=True)
+
+    def rest(self, phase: str, gib: float) -> float:
+        """What ``phase`` still takes of its ``gib``: at least what its last layers do."""
+        entry = self._phases.get(phase)
+        if entry is None:
+            return gib
+        if entry.get("done"):
+            return min(AGAIN_GIB, gib)
+        spent = entry.get("spent", 0.0)
+        if "free" in entry:
+            spent += max(0.0, entry["free"] - self._free())
+        return max(min(AGAIN_GIB, gib), gib - spent)
+
+    def is_done(self, phase: str) -> bool:
+        return bool(self._phases.get(phase, {}).get("done"))
+
+    @property
+    def begun(self) -> bool:
+        return bool(self._phases)
+
+    @contextmanager
+    def measuring(self, phase: str) -> Iterator[None]:
+        """Count what the block takes as spent on ``phase``, however it ends."""
+        before = self._phases.get(phase, {})
+        spent, free = before.get("spent", 0.0), self._free()
+        # What a kill leaves.
+        self._write(phase, {"spent": spent, "free": free})
+        try:
+            yield
+        except BaseException:
+            self._write(phase, {"spent": spent + max(0.0, free - self._free())})
+            raise
+        self._write(phase, {"done": 1.0})
+
+    def _free(self) -> float:
+        return files.free_gib(self.storage) if self.storage else 0.0
+
+    def _write(self, phase: str, entry: dict[str, float]) -> None:
+        self._phases[phase] = entry
+        # A full disk is reported by who filled it.
+        with suppress(OSError):
+            files.write_text(self.path, json.dumps(self._phases) + "\n")
 
 
 def require_room(
-    base: Base, engine: Engine, modules: Sequence[Module], plan: Plan, *, image: bool = True
+    base: Base,
+    engine: Engine,
+    modules: Sequence[Module],
+    plan: Plan,
+    meter: Meter,
+    *,
+    image: bool = True,
 ) -> None:
     """Raise NoSpaceError before anything starts if disk or memory will not do.
 
     ``modules`` are what will be compiled; without ``image`` the build stops at the wheel.
     """
-    work = work_folder(base)
-    work.mkdir(parents=True, exist_ok=True)
-    started = work / f"started-{engine.name}{plan.suffix}"
-    storage = engine.storage()
-    if storage is not None:
-        need = ENGINE_GIB if image else WHEEL_GIB
-        need = ENGINE_AGAIN_GIB if started.exists() else need
-        need += FULL_GIB if any(not module.quick for module in modules) else 0.0
-        need += platforms.CROSS_GIB if plan.crossing and not started.exists() else 0.0
-        files.require_space(storage, need, what=f"building with {engine.name}")
-    files.require_space(layout.cache(), HOST_GIB, what="the cache")
-    files.require_space(layout.dist(base.version), HOST_GIB, what="the bundle")
+    work_folder(base).mkdir(parents=True, exist_ok=True)
+    full = any(not module.quick for module in modules)
+    require_disk(needs(base, engine, plan, meter, full=full, image=image), engine.name)
     # Of a build that was begun, what is left to compile asks for its memory itself.
-    units = [] if started.exists() else [module.peak_gib for module in modules]
+    units = [] if meter.begun else [module.peak_gib for module in modules]
     peak = max([MEMORY_GIB, *units])
     free = memory_gib(Path("/proc/meminfo"))
     if free is not None and free < peak:
@@ -62,7 +127,74 @@ def require_room(
             f"the build needs {peak:.1f} GiB of memory, {free:.1f} GiB are free",
             next_step="stop something, or build on a machine with more memory",
         )
-    started.touch()
+
+
+def needs(
+    base: Base, engine: Engine, plan: Plan, meter: Meter, *, full: bool, image: bool
+) -> list[Need]:
+    """What the rest of a bundle takes, by folder; those of an engine elsewhere are left out."""
+    disk = base.disk
+    found: list[Need] = []
+
+    def need(what: str, folder: Path | None, gib: float, remedy: str) -> None:
+        if folder is not None:
+            found.append(Need(what=what, folder=folder, gib=gib, remedy=remedy))
+
+    storage, cache = engine.storage(), engine.package_cache()
+    # What a phase has spent was seen on the storage's disk, where both may lie.
+    together = storage is not None and cache is not None and _on_one_disk(storage, cache)
+    cross = platforms.CROSS_GIB if plan.crossing else 0.0
+    objects = disk.objects_gib if full else 0.0
+    phases = [
+        (
+            WHEEL,
+            disk.builder_gib + cross,
+            disk.builder_layer_gib,
+            disk.builder_packages_gib + objects,
+        )
+    ]
+    if image:
+        phases.append((IMAGE, disk.image_gib, disk.image_layer_gib, disk.image_packages_gib))
+    # What stays of each phase, and on top of it what the phase has there for a while.
+    stays = cached = layers = packages = 0.0
+    for phase, own, largest, fetched in phases:
+        whole = own + (fetched if together else 0.0)
+        share = meter.rest(phase, whole) / whole if whole else 0.0
+        stays += own * share
+        cached += fetched * share
+        written = min(largest, own * share) if meter.is_done(phase) else largest
+        layers = max(layers, stays + engine.copies_in_storage * written)
+        packages = max(packages, cached + engine.copies_in_cache * written)
+    moved = engine.more_room if cache == storage else "TMPDIR names another folder for them"
+    need(f"layers of {engine.name}", storage, layers, engine.more_room)
+    cache_holds = "packages and layers in the making" if engine.copies_in_cache else "packages"
+    need(cache_holds, cache, packages, moved)
+    need("sources", layout.cache(), disk.sources_gib, "SM12X_CACHE names another folder for them")
+    need("wheel and contexts", layout.dist(base.version), disk.dist_gib, "move the checkout")
+    return found
+
+
+def _on_one_disk(one: Path, other: Path) -> bool:
+    return files.device(one) == files.device(other)
+
+
+def require_disk(needed: Sequence[Need], engine: str) -> None:
+    """Raise NoSpaceError if a file system has less than what all that lies on it takes."""
+    systems: dict[int, list[Need]] = {}
+    for need in needed:
+        systems.setdefault(files.device(need.folder), []).append(need)
+    for group in systems.values():
+        gib = sum(need.gib for need in group)
+        free = files.free_gib(group[0].folder)
+        if free >= gib:
+            continue
+        largest = max(group, key=lambda need: need.gib)
+        parts = ", ".join(f"{need.what} {need.gib:.1f} ({need.folder})" for need in group)
+        raise NoSpaceError(
+            f"building with {engine} needs {gib:.1f} GiB on the disk of {largest.folder}, "
+            f"{free:.1f} GiB are free: {parts}",
+            next_step=f"free {gib - free:.1f} GiB there: {largest.remedy}",
+        )
 
 
 def work_folder(base: Base) -> Path:

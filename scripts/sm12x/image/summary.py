@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sm12x.build.estimate import Offer
 from sm12x.build.ledger import Ledger
 from sm12x.core.errors import BadFileError
 from sm12x.image.engine import Engine, Layer
 from sm12x.image.record import Record
+from sm12x.stack import base as bases
 
 WIDTH = 100
 MIB = 1024**2
@@ -49,13 +51,17 @@ def text(
     recipes: Sequence[str],
     *,
     unchanged: bool,
+    offer: Offer | None = None,
 ) -> str:
-    """The summary. ``recipes`` are the names of those that can be served."""
+    """The summary. ``recipes`` are the names of those that can be served; ``offer`` is what full
+    mode would add.
+    """
     parts = [
         _head(record, unchanged=unchanged),
         _patches(ledger),
         modules(ledger),
         _code(audit),
+        _full(offer, record, audit) if offer else "",
         _sizes(record),
         "" if unchanged else _times(record),
         _output(record, folder),
@@ -64,8 +70,13 @@ def text(
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def as_json(record: Record, folder: Path, *, unchanged: bool) -> str:
-    found = {**dataclasses.asdict(record), "folder": str(folder), "unchanged": unchanged}
+def as_json(record: Record, folder: Path, *, unchanged: bool, offer: Offer | None = None) -> str:
+    found = {
+        **dataclasses.asdict(record),
+        "folder": str(folder),
+        "unchanged": unchanged,
+        "full": dataclasses.asdict(offer) if offer else None,
+    }
     return json.dumps(found, indent=1, sort_keys=True) + "\n"
 
 
@@ -161,6 +172,30 @@ def _code(audit: dict[str, Any]) -> str:
     seen = [kind for kind in _MEANING if any(totals[device][kind] for device in devices)]
     lines += [f"  {kind:<8}{_MEANING[kind]}" for kind in seen]
     lines.append(f"  {host} more {_s('library', host)} without device code")
+    return "\n".join(lines)
+
+
+def _full(offer: Offer, record: Record, audit: dict[str, Any]) -> str:
+    """What full mode would add to this bundle, and how long it takes on this machine."""
+    lines = [f"What full mode adds, in {offer.figures}"]
+    libraries = {library["path"]: library for library in audit["libraries"]}
+    for step in offer.steps:
+        paths = ", ".join(step.modules)
+        if step.sources:
+            more = f"with {' and '.join(step.sources)} (from git, or --source NAME=DIR) also "
+            lines += _wrapped(f"{more}{paths}: about {step.minutes:.0f} min in all", indent=2)
+        else:
+            lines += _wrapped(f"code for {record.arch_list} in {paths}", indent=2)
+        units = [libraries[path]["runs"] for path in step.modules if path in libraries]
+        for device in audit["devices"]:
+            ptx = sum(runs[device]["units"]["ptx"] for runs in units if runs)
+            none = sum(runs[device]["units"]["none"] for runs in units if runs)
+            said = f"on {device} {ptx} of their units go through PTX now, {none} not at all"
+            lines += _wrapped(said) if ptx or none else []
+    if offer.against:
+        lines += _wrapped(f"auto does not take it here: {offer.against}", indent=2)
+    other = f" BASE={record.version}" if record.version != bases.default() else ""
+    lines.append(f"  make bundle{other} BUILD=full")
     return "\n".join(lines)
 
 

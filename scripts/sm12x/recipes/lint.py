@@ -38,7 +38,15 @@ class Finding:
 def lint(path: Path) -> tuple[Recipe | None, list[Finding]]:
     """Read a recipe and list what is wrong with it; the recipe is None if it cannot be read."""
     recipe, faults = load.inspect(path)
-    found = [Finding(path=path, line=fault.line, level=ERROR, text=fault.text) for fault in faults]
+    found = [
+        Finding(
+            path=path,
+            line=fault.line,
+            level=ERROR,
+            text=f"{fault.text}: {fault.next_step}" if fault.next_step else fault.text,
+        )
+        for fault in faults
+    ]
     if recipe is None or faults:
         return None, found
     try:

@@ -46,6 +46,12 @@ OPTIONAL = (
     "launch",
     "sm12x",
 )
+# The format of sparkrun, and the keys of it that ours does not have.
+SPARKRUN_VERSION = "2"
+SPARKRUN_ONLY = (
+    *("runtime", "runtime_config", "metadata", "min_nodes", "max_nodes", "executor_config"),
+    *("distribution_config", "pre_exec", "post_exec"),
+)
 BLOCK = ("hardware", "gpus", "machines", "memory", "sleep", "status", "pair", "notes")
 TERMS = ("weights", "kv", "outside", "sleep_residue")
 _STATUS = {
@@ -59,11 +65,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """Something wrong in a file. ``line`` counts from 1."""
+    """Something wrong in a file. ``line`` counts from 1; ``next_step`` is "" for "mend it"."""
 
     path: Path
     line: int
     text: str
+    next_step: str = ""
 
     def __str__(self) -> str:
         return f"{self.path}:{self.line}: {self.text}"
@@ -86,7 +93,8 @@ def load(path: Path) -> Recipe:
     if recipe is None or faults:
         raise BadFileError(
             "; ".join(str(fault) for fault in faults),
-            next_step="mend those lines; a recipe that ships with the image shows the layout",
+            next_step=next((fault.next_step for fault in faults if fault.next_step), "")
+            or "mend those lines; a recipe that ships with the image shows the layout",
         )
     return recipe
 
@@ -121,8 +129,31 @@ def inspect(path: Path) -> tuple[Recipe | None, list[Fault]]:
     reader = _Reader(path)
     if not isinstance(node, yaml.MappingNode):
         return None, [Fault(path=path, line=1, text="is not a mapping of keys")]
-    recipe = reader.recipe(reader.mapping(node))
+    top = reader.mapping(node)
+    foreign = _foreign(path, top)
+    if foreign is not None:
+        # What else its keys would be faulted for says nothing about the file.
+        return None, [foreign]
+    recipe = reader.recipe(top)
     return (None if reader.faults else recipe), sorted(reader.faults, key=lambda fault: fault.line)
+
+
+def _foreign(path: Path, top: _Map) -> Fault | None:
+    """The fault of a file in the other format that goes by `recipe_version`, None for ours."""
+    version = top.get("recipe_version")
+    theirs = [key for key in SPARKRUN_ONLY if key in top]
+    # Its own tools take a file without a version for the newest.
+    if (str(version.data) != SPARKRUN_VERSION) if version else ("runtime" not in theirs):
+        return None
+    keys = f" (with {', '.join(theirs)})" if theirs else ""
+    return Fault(
+        path=path,
+        line=version.line if version else top["runtime"].line,
+        text=f'recipe_version "{SPARKRUN_VERSION}"{keys} is the format of sparkrun, which is not '
+        f'read yet; this version reads "{RECIPE_VERSION}"',
+        next_step=f'run it with sparkrun, or write it as recipe_version "{RECIPE_VERSION}": '
+        f"{', '.join(REQUIRED)}, and the settings under defaults",
+    )
 
 
 class _Reader:

@@ -23,6 +23,15 @@ RESERVED = (
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 # What only a shell can do. A command with none of it is run directly, so that it gets signals.
 _SHELL = re.compile(r"[;&|<>()$`*?~]|\n\s*\S")
+# First words that are no programs: a shell's own commands, and its `NAME=value`.
+_BUILTINS = frozenset(
+    (
+        *(".", ":", "{", "!", "alias", "builtin", "cd", "command", "declare", "eval", "exec"),
+        *("export", "hash", "local", "readonly", "set", "shopt", "source", "time", "trap", "type"),
+        *("ulimit", "umask", "unset", "wait", "if", "for", "while", "until", "case"),
+    )
+)
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +55,8 @@ class Rendered:
                 words = tuple(shlex.split(words[2][-len(last) :])) if last else ()
             except ValueError:
                 return None
-            words = words[1:] if words[:1] == ("exec",) else words
+            while words and (words[0] == "exec" or _ASSIGNMENT.match(words[0])):
+                words = words[1:]
         return words[2:] if words[:2] == ("vllm", "serve") else None
 
 
@@ -129,8 +139,13 @@ def _argv(recipe: Recipe, text: str, extra: tuple[str, ...], *, solo: bool) -> t
         words = shlex.split(joined)
     except ValueError as error:
         raise _unfit(recipe, str(error)) from None
+    if words[:1] == ["exec"] and len(words) > 1 and not words[1].startswith("-"):
+        # What is run directly is the process already.
+        words = words[1:]
     if not words:
         raise _unfit(recipe, "it is empty")
+    if words[0] in _BUILTINS or _ASSIGNMENT.match(words[0]):
+        return ("bash", "-c", " ".join((joined, *map(shlex.quote, extra))))
     return (*words, *extra)
 
 

@@ -123,6 +123,28 @@ class ImageBase:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Disk:
+    """What a bundle takes on disk, in GiB, measured.
+
+    ``builder_gib`` and ``image_gib`` are the layers that building the wheel and building the image
+    leave in the engine's storage, ``builder_layer_gib`` and ``image_layer_gib`` the largest of
+    them, ``builder_packages_gib`` and ``image_packages_gib`` what each of the two puts into the
+    build's package cache; ``objects_gib`` is what a full build compiles on top. ``sources_gib`` lie
+    in our own cache, ``dist_gib`` in the checkout.
+    """
+
+    builder_gib: float
+    builder_layer_gib: float
+    builder_packages_gib: float
+    image_gib: float
+    image_layer_gib: float
+    image_packages_gib: float
+    objects_gib: float
+    sources_gib: float
+    dist_gib: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class LockSpec:
     """``platform`` as uv names it; ``build_from_sdist`` lists what has no wheel there.
 
@@ -189,6 +211,7 @@ class Base:
     sources: tuple[Source, ...]
     units: tuple[Unit, ...]
     image: ImageBase
+    disk: Disk
     locks: Mapping[str, LockSpec]
     witness: Witness
     overrides: tuple[Override, ...] = ()
@@ -214,6 +237,27 @@ class Base:
     def headers(self) -> tuple[Path, ...]:
         """The files of ``include``."""
         return tuple(sorted(path for path in self.include.rglob("*") if path.is_file()))
+
+
+def default() -> str:
+    """The base that is built where none is named; patches/default says it, to the Makefile too.
+
+    Raises:
+        BadFileError: there is no such file, or it names no base.
+    """
+    path = layout.patches() / "default"
+    try:
+        version = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadFileError(
+            f"{path} cannot be read: {error}", next_step="write the version of a base into it"
+        ) from None
+    if version not in versions():
+        raise BadFileError(
+            f"{path} names {version!r}, which is no base here: {', '.join(versions()) or 'none'}",
+            next_step="write one of those into it",
+        )
+    return version
 
 
 def versions() -> list[str]:
@@ -257,6 +301,7 @@ def parse(path: Path) -> Base:
     sdist = top.table("sdist")
     tools = top.table("toolchain")
     image = top.table("image")
+    disk = top.table("disk")
     witness = top.table("witness")
     base = Base(
         version=top.text("version"),
@@ -298,6 +343,17 @@ def parse(path: Path) -> Base:
             for entry in top.optional_entries("unit")
         ),
         image=ImageBase(base=image.text("base"), suite=image.text("suite")),
+        disk=Disk(
+            builder_gib=disk.number("builder_gib"),
+            builder_layer_gib=disk.number("builder_layer_gib"),
+            builder_packages_gib=disk.number("builder_packages_gib"),
+            image_gib=disk.number("image_gib"),
+            image_layer_gib=disk.number("image_layer_gib"),
+            image_packages_gib=disk.number("image_packages_gib"),
+            objects_gib=disk.number("objects_gib"),
+            sources_gib=disk.number("sources_gib"),
+            dist_gib=disk.number("dist_gib"),
+        ),
         locks={
             machine: LockSpec(
                 platform=table.text("platform"),

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from sm12x.core import files
 from sm12x.core.errors import BadFileError
 from sm12x.stack import mail
 from sm12x.stack.base import Base
 from sm12x.stack.mail import Finding, Patch
 
-__all__ = ["Patch", "Stack", "check", "header", "load", "read"]
+__all__ = ["Patch", "Stack", "check", "header", "load", "read", "read_id"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +53,27 @@ class Stack:
         )
 
 
-def _id(files: Iterable[tuple[str, str]]) -> str:
+def read_id(folder: Path) -> str:
+    """The ``Stack.id`` of the stack in the folder of a base, from names and bytes alone.
+
+    Raises:
+        BadFileError: series or a patch that it lists cannot be read.
+    """
+    try:
+        lines = (folder / "series").read_text(encoding="utf-8").splitlines()
+        names = [line for line in lines if line and not line.startswith("#")]
+        return _id((name, files.sha256(folder / name)) for name in names)
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadFileError(
+            f"the stack of {folder.name} cannot be read: {error}",
+            next_step=f"`sm12x patch check --base {folder.name} --messages-only` lists all faults",
+        ) from None
+
+
+def _id(patches: Iterable[tuple[str, str]]) -> str:
+    """The id of a stack: over the name and the sha256 of each patch, in order."""
     digest = hashlib.sha256()
-    for name, sha256 in files:
+    for name, sha256 in patches:
         digest.update(f"{name} {sha256}\n".encode())
     return digest.hexdigest()[:8]
 

@@ -15,7 +15,7 @@ from sm12x.core import process
 from sm12x.core.errors import ToolFailedError
 from sm12x.core.files import sha256
 from sm12x.image.inside.places import CACHE_VARIABLES, Places
-from sm12x.image.inside.report import FAIL, Line, failed, noted, passed
+from sm12x.image.inside.report import FAIL, Line, failed, noted, passed, warned
 from sm12x.recipes.model import Recipe
 from sm12x.recipes.render import render
 
@@ -181,11 +181,12 @@ def check_arguments(recipes: Mapping[str, Recipe], driver: Driver, ask: Ask) -> 
     if not commands:
         return lines
     try:
-        problems = ask("arguments", {"commands": commands, "env": env}, driver.env)["problems"]
+        answer = ask("arguments", {"commands": commands, "env": env}, driver.env)
     except ToolFailedError as error:
         return [*lines, failed(topic, f"the parser could not be run: {error.message}", REBUILD)]
     for key in commands:
-        faults = problems[key]
+        faults = answer["problems"][key]
+        lines += [warned(topic, f"{key}: {text}") for text in answer["warnings"][key]]
         if faults:
             lines.append(
                 failed(

@@ -99,6 +99,8 @@ def first_there(names: Sequence[str]) -> Any:
 def arguments(commands: dict[str, list[str]], env: dict[str, list[str]]) -> dict[str, Any]:
     """Give each command to the release's own parser, and look up each VLLM_ variable.
 
+    A variable that the release does not know is a warning, as it is to the release itself.
+
     The platform is put in place before anything asks for it: without a GPU the release would
     find none, and refuse to say what its device is.
     """
@@ -118,6 +120,7 @@ def arguments(commands: dict[str, list[str]], env: dict[str, list[str]]) -> dict
 
     parser = cli.make_arg_parser(Parser(prog="vllm serve"))
     answers: dict[str, list[str]] = {}
+    warnings: dict[str, list[str]] = {}
     for key, words in commands.items():
         problems: list[str] = []
         try:
@@ -140,14 +143,13 @@ def arguments(commands: dict[str, list[str]], env: dict[str, list[str]]) -> dict
             problems.append(text + "".join(dict.fromkeys(hints)))
         except SystemExit as stop:
             problems.append(f"the parser stopped with {stop.code}")
-        variables = [name for name in env.get(key, []) if name.startswith("VLLM_")]
-        problems += [
-            f"{name} is no variable of this release{_near(name, envs.environment_variables)}"
-            for name in variables
-            if name not in envs.environment_variables
-        ]
         answers[key] = problems
-    return {"driver": _mapped(), "problems": answers}
+        warnings[key] = [
+            f"{name} is no variable of this release{_near(name, envs.environment_variables)}"
+            for name in env.get(key, [])
+            if name.startswith("VLLM_") and name not in envs.environment_variables
+        ]
+    return {"driver": _mapped(), "problems": answers, "warnings": warnings}
 
 
 def _near(word: str, known: Any) -> str:

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 
 PASS = "pass"  # noqa: S105 - a verdict
 FAIL = "fail"
+# Works, and is probably not what was meant.
+WARN = "warn"
 # Neither good nor bad, but the reader should know.
 NOTE = "note"
 
@@ -30,6 +32,10 @@ def passed(topic: str, text: str) -> Line:
 
 def failed(topic: str, text: str, next_step: str) -> Line:
     return Line(topic=topic, state=FAIL, text=text, next_step=next_step)
+
+
+def warned(topic: str, text: str) -> Line:
+    return Line(topic=topic, state=WARN, text=text)
 
 
 def noted(topic: str, text: str) -> Line:

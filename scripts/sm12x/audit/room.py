@@ -1,0 +1,101 @@
+"""The memory in which a packed library is read: the library's size, and no more than is free."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from sm12x.core.errors import NoSpaceError
+
+_GIB = 1024**3
+_BLOCK = 1 << 20
+
+
+class Share:
+    """Memory that threads take and give back: together never more than the largest one alone."""
+
+    def __init__(self) -> None:
+        self._largest = 0
+        self._used = 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def taken(self, size: int) -> Iterator[None]:
+        """Wait until ``size`` bytes are to be had."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._used or self._used + size <= self._largest)
+            self._used += size
+            self._largest = max(self._largest, size)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._used -= size
+                self._changed.notify_all()
+
+
+@contextmanager
+def unpacked(handle: IO[bytes], head: bytes, size: int, name: str) -> Iterator[mmap.mmap]:
+    """All of a stream, of which ``head`` is read already, in memory: ``size`` bytes in one place.
+
+    Raises:
+        NoSpaceError: there is not so much memory.
+        EOFError: the stream ends before.
+    """
+    free = available()
+    if size > free:
+        raise no_memory(f"{name} unpacks to {size / _GIB:.1f} GiB, {free / _GIB:.1f} GiB are free")
+    try:
+        data = mmap.mmap(-1, size)
+    except (OSError, OverflowError, ValueError):
+        raise no_memory(f"{name} unpacks to {size / _GIB:.1f} GiB") from None
+    # Pages go back to the system at once, which a heap would keep.
+    with data:
+        data.write(head[:size])
+        while data.tell() < size:
+            block = handle.read(min(_BLOCK, size - data.tell()))
+            if not block:
+                raise EOFError(f"{data.tell()} of {size} bytes are there")
+            data.write(block)
+        # What checks the whole, a zip's CRC for one, does so at the end.
+        handle.read(1)
+        yield data
+
+
+def no_memory(what: str) -> NoSpaceError:
+    return NoSpaceError(
+        f"{what}: not enough memory",
+        next_step="free memory, raise the limit it runs under, or audit its files one by one",
+    )
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether the system refused memory, and nothing is wrong with the file."""
+    return isinstance(error, OSError) and error.errno == errno.ENOMEM
+
+
+def available() -> int:
+    """Bytes that can be had without swapping, as far as the kernel and our control group say."""
+    found = [1 << 62]
+    for line in _text("/proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            found.append(int(line.split()[1]) * 1024)
+    limit, used = (_text(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
+    if limit.isdigit() and used.isdigit():
+        # What is used holds cached files, which the kernel gives up.
+        cache = [line.split()[1] for line in _text("/sys/fs/cgroup/memory.stat").splitlines()
+                 if line.startswith(("inactive_file ", "active_file "))]  # fmt: skip
+        found.append(int(limit) - int(used) + sum(map(int, cache)))
+    return min(found)
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError):
+        return ""

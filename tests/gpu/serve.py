@@ -1,0 +1,216 @@
+"""Sleep, wake and a wake that is refused, on a real server: python -m tests.gpu.serve --out REPORT
+
+The vLLM that `python -m vllm.entrypoints.openai.api_server` finds serves a random
+mixture-of-experts model on the first GPU. Another process then takes so much of the GPU that a
+wake-up must fail, and gives it back. Printed and written as JSON: the times, the memory in use
+after each step, and `wrong`. `wrong` is empty where greedy text is the same before and after, a
+refused wake-up leaves no more in use than a sleeping server, and the same wake-up works once there
+is memory.
+
+Exit code 1 where something is wrong, 2 where the server did not start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from sm12x.image.inside import tiny
+
+PORT = 8123
+ADDRESS = f"http://127.0.0.1:{PORT}"
+MIB = 1 << 20
+# Seconds until the server must answer, and for any other call.
+START_LIMIT, CALL_LIMIT = 240, 120
+# MiB that a refused wake-up may leave in use more than a sleep.
+SLACK = 64
+PROMPTS = ("The capital of France is", "1 2 3 4 5 6", "def fibonacci(n):")
+ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    # Without these FlashInfer compiles kernels for minutes.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_USE_FLASHINFER_MOE_FP16": "0",
+    "HF_HUB_OFFLINE": "1",
+}
+TENANT = """
+import sys, torch
+free = torch.cuda.mem_get_info()[0]
+block = torch.empty(free - int(sys.argv[1]), dtype=torch.uint8, device="cuda")
+print("taken", flush=True)
+sys.stdin.read()
+"""
+
+
+def make_model(folder: Path, layers: int) -> None:
+    """Qwen3-MoE of 1.16 GiB a layer in bf16, with the tokenizer of the recipe `smoke`."""
+    tiny.make(folder)
+    path = folder / "config.json"
+    config: dict[str, Any] = json.loads(path.read_text())
+    config |= {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "torch_dtype": "bfloat16",
+    }
+    path.write_text(json.dumps(config, indent=1))
+
+
+def used() -> int:
+    """MiB in use on the first GPU, by all processes."""
+    words = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0"]
+    return int(subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+
+def call(method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, str, float]:
+    """HTTP status, text and seconds of one request; status 0 where nobody answers."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(  # noqa: S310
+        ADDRESS + path, data=data, method=method, headers={"Content-Type": "application/json"}
+    )
+    began = time.monotonic()
+    try:
+        with urllib.request.urlopen(request, timeout=CALL_LIMIT) as answer:  # noqa: S310
+            return answer.status, answer.read().decode(), time.monotonic() - began
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode(), time.monotonic() - began
+    except OSError as error:
+        return 0, str(error), time.monotonic() - began
+
+
+def greedy() -> list[str]:
+    texts = []
+    for prompt in PROMPTS:
+        body = {"model": "model", "prompt": prompt, "max_tokens": 48, "temperature": 0}
+        status, text, _ = call("POST", "/v1/completions", body)
+        texts.append(json.loads(text)["choices"][0]["text"] if status == 200 else f"HTTP {status}")
+    return texts
+
+
+class Report:
+    """What was seen, step by step."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, Any]] = []
+        self.wrong: list[str] = []
+
+    def step(self, name: str, *, status: int = 200, seconds: float = 0.0, error: str = "") -> int:
+        memory = used()
+        self.steps.append(
+            {"step": name, "status": status, "seconds": round(seconds, 3), "used_mib": memory}
+            | ({"error": error[:600]} if error else {})
+        )
+        print(json.dumps(self.steps[-1]), flush=True)
+        return memory
+
+    def expect(self, right: bool, problem: str) -> None:
+        if not right:
+            self.wrong.append(problem)
+
+
+def rotate(report: Report, cycles: int) -> None:
+    """Cycles of sleep and wake, then a wake-up that another process is in the way of."""
+    before = greedy()
+    report.step("awake")
+    asleep = 0
+    for cycle in range(cycles):
+        status, text, seconds = call("POST", "/sleep?level=1")
+        asleep = report.step(f"sleep {cycle + 1}", status=status, seconds=seconds)
+        status, text, seconds = call("POST", "/wake_up")
+        report.step(f"wake {cycle + 1}", status=status, seconds=seconds)
+        report.expect(greedy() == before, f"other text after cycle {cycle + 1}")
+    call("POST", "/sleep?level=1")
+    words = [sys.executable, "-c", TENANT, str(4096 * MIB)]
+    tenant = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert tenant.stdout is not None
+    tenant.stdout.readline()
+    taken = report.step("another process has taken all but 4 GiB")
+    for _ in range(2):
+        status, text, seconds = call("POST", "/wake_up")
+        left = report.step("wake refused", status=status, seconds=seconds, error=text)
+        report.expect(status >= 400, f"a wake-up without memory answers {status}")
+        report.expect(left <= taken + SLACK, f"it keeps {left - taken} MiB")
+        _, text, _ = call("GET", "/is_sleeping")
+        report.expect("true" in text, f"is_sleeping says {text}")
+    tenant.communicate("")
+    report.expect(used() <= asleep + SLACK, "more in use than asleep once the memory is back")
+    status, text, seconds = call("POST", "/wake_up")
+    report.step(
+        "wake repeated", status=status, seconds=seconds, error="" if status == 200 else text
+    )
+    report.expect(status == 200, f"the repeated wake-up answers {status}")
+    report.expect(greedy() == before, "other text after the repeated wake-up")
+    report.expect(len(set(before)) > 1, f"one text for all prompts: {before[0]!r}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--layers", type=int, default=14)
+    parser.add_argument("--cycles", type=int, default=3)
+    parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="further flags")
+    options = parser.parse_args()
+    report = Report()
+    with tempfile.TemporaryDirectory() as scratch:
+        make_model(Path(scratch) / "model", options.layers)
+        log = options.out.with_suffix(".log")
+        words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        words += [
+            "--model",
+            f"{scratch}/model",
+            "--served-model-name",
+            "model",
+            "--port",
+            str(PORT),
+        ]
+        words += ["--load-format", "dummy", "--enforce-eager", "--enable-sleep-mode"]
+        words += ["--moe-backend", "triton", "--attention-backend", "TRITON_ATTN"]
+        words += ["--gpu-memory-utilization", "0.6", "--max-model-len", "2048", *options.serve]
+        began = time.monotonic()
+        with log.open("w") as output:
+            server = subprocess.Popen(
+                words,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **ENVIRONMENT},
+                start_new_session=True,
+            )
+        try:
+            while call("GET", "/health")[0] != 200:
+                if server.poll() is not None or time.monotonic() - began > START_LIMIT:
+                    print(log.read_text()[-4000:])
+                    return 2
+                time.sleep(0.5)
+            report.step("healthy", seconds=time.monotonic() - began)
+            rotate(report, options.cycles)
+        finally:
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
+    result = {"steps": report.steps, "wrong": report.wrong}
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({"wrong": report.wrong}))
+    return 1 if report.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
