@@ -37,6 +37,8 @@ TIME_LIMIT = 1800
 _TOOLS_LOCK = Path("tests/witness/requirements.lock")
 _PLUGIN = Path(__file__).resolve().parent / "pytest_plugin"
 _TAIL = 15
+# <version>-<machine>-<kind>-<key>
+_OTHER = re.compile(r"^([^-]+)-(x86_64|aarch64)-([a-z]+)-[0-9a-f]{12}$")
 _FULL = re.compile("No space left on device|Disk quota exceeded|os error 28")
 # Seconds between two looks at the running ones.
 _POLL = 0.1
@@ -205,14 +207,21 @@ def environments(
     homes = cache / HOMES
     if not homes.is_dir():
         return []
+    folders = [path for path in sorted(homes.iterdir()) if path.is_dir()]
+    # What other tests of a base have installed: their newest is taken to be the one in use.
+    newest: dict[tuple[str, ...], Path] = {}
+    for path in sorted(folders, key=lambda path: path.stat().st_mtime):
+        match = _OTHER.match(path.name)
+        if match and match[1] in {base.version for base in known}:
+            newest[match.groups()] = path
+    used |= {path.name: groups[0] for groups, path in newest.items()}
     return [
         Environment(
             path=path,
             size=_size(path),
             bases=(used[path.name],) if path.name in used else (),
         )
-        for path in sorted(homes.iterdir())
-        if path.is_dir()
+        for path in folders
     ]
 
 
