@@ -228,7 +228,8 @@ def test_a_kill_between_two_files_is_told_by_the_next_run(
 
 
 def test_help_has_an_example_for_every_subcommand() -> None:
-    for name in ("list", "check", "apply", "refresh", "new", "drop", "witness"):
+    verbs = ("list", "check", "apply", "refresh", "new", "drop", "witness", "rebase", "continue")
+    for name in verbs:
         done = _sm12x("patch", name, "--help")
         assert done.returncode == 0
         assert f"Example: sm12x patch {name}" in done.stdout

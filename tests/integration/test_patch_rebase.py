@@ -546,3 +546,23 @@ def test_a_run_that_is_stopped_leaves_nothing(
     assert snapshot(world.root / "patches") == before
     assert [path.name for path in (world.root / "patches").iterdir()] == ["1.0"]
     assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize("seconds", [0.8, 1.6, 2.4])
+def test_a_rebase_that_is_killed_leaves_nothing_that_lasts(world: World, seconds: float) -> None:
+    """SIGKILL after some time: the next run ends as if there had been none."""
+    _release(world, "2.0", {"tiny/a.py": A.replace("a = 10\n", "a = 10.0\n")})
+    links = ["--find-links", str(world.archive.parent), "--no-lock", "--no-witness"]
+    argv = [sys.executable, "-m", "sm12x", "patch", "rebase", "2.0", "--from", "1.0", *links]
+    running = subprocess.Popen(argv, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    try:
+        running.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        running.kill()
+        running.wait()
+    done = _rebase(world, "2.0", "--no-witness", "--force")
+    assert done.returncode == 11, done.stderr
+    assert sorted(path.name for path in (world.root / "patches").iterdir()) == [
+        *("1.0", "2.0", "status.toml")
+    ]
+    assert [patch.subject for patch in series.load(bases.load("2.0")).patches] == ["Mend five"]

@@ -456,6 +456,7 @@ def test_a_patch_that_does_not_apply_has_a_tree_to_be_mended_in(world: World) ->
     (directory / "tiny/b.py").write_text(text.replace("b = 5\n", "b = 'five'\n"))
     made = _sm12x("patch", "new", directory, "--like", spoilt)
     assert made.returncode == 0, made.stderr
+    assert made.stdout.endswith("next: sm12x patch witness --base 1.0 0002-Mend-five.patch\n")
     names = [patch.name for patch in series.load(world.base).patches]
     assert names == ["0001-Mend-ten.patch", "0002-Mend-five.patch", "0003-Mend-seven.patch"]
     assert _sm12x("patch", "check", *links).returncode == 0

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import click
 import pytest
 
+import sm12x
 from sm12x import cli
+from sm12x.core.errors import of_system
 
 
 def fail(error: OSError) -> Callable[..., None]:
@@ -74,3 +78,35 @@ def test_a_list_that_nobody_typed_is_named_with_its_variable(
     assert "no target of 9.0a runs on SM12x" in said
     from_variable = "targets from TORCH_CUDA_ARCH_LIST: 9.0a (unset: 12.0a;12.1a)" in said
     assert from_variable == (given == "environment")
+
+
+def test_paths_in_printed_commands_are_quoted() -> None:
+    """A folder may have a blank in its name; what is printed has to work when it is typed."""
+    command = re.compile(
+        r"(?:`|next: )(?:sm12x|git|mv|cp|rm) [^`\n]*\{(?:directory|path|folder|output|file|dir)\}"
+    )
+    package = Path(sm12x.__file__).parent
+    found = [
+        f"{path.relative_to(package)}: {match[0]}"
+        for path in package.rglob("*.py")
+        for match in command.finditer(path.read_text(encoding="utf-8"))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(errno.ENOSPC, 7), (errno.EDQUOT, 7), (errno.EACCES, 4)]
+)
+def test_what_a_copy_of_a_folder_gathers_is_understood(number: int, code: int) -> None:
+    one = OSError(number, os.strerror(number), "/a/b")
+    known = of_system(shutil.Error([("/a/b", "/c/d", str(one))]))
+    assert known is not None
+    assert known.exit_code == code
+    assert of_system(OSError("nothing known")) is None
+
+
+def test_no_folder_for_temporary_files_is_a_full_disk() -> None:
+    text = "No usable temporary directory found in ['/tmp']"
+    known = of_system(FileNotFoundError(errno.ENOENT, text))
+    assert known is not None
+    assert known.exit_code == 7

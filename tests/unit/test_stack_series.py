@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
 from tests.unit.test_stack_mail import GOOD, WHERE
 
+from sm12x import layout
 from sm12x.core import git
 from sm12x.core.errors import BadFileError
 from sm12x.stack import base as bases
@@ -244,3 +246,28 @@ def test_the_witness_environment_is_pinned_by_hash(base: Base, tmp_path: Path) -
         witness.requirements(
             dataclasses.replace(base, witness=missing), machine="x86_64", root=tmp_path
         )
+
+
+def test_an_environment_is_used_while_a_lock_names_it(tmp_path: Path) -> None:
+    """GIVEN one of the lock, an older one, two of another kind, and one of no base."""
+    known = bases.load(bases.versions()[0])
+    homes = tmp_path / witness.HOMES
+    wanted = witness.requirements(known, machine="x86_64", root=layout.root())
+    named = witness._name(known, wanted, "x86_64")
+    names = [
+        named,
+        f"{known.version}-x86_64-000000000000",
+        f"{known.version}-x86_64-upstream-000000000000",
+        f"{known.version}-x86_64-upstream-111111111111",
+        "0.1.0-x86_64-upstream-111111111111",
+        f".{named}.abc",
+    ]
+    for age, name in enumerate(names):
+        (homes / name).mkdir(parents=True)
+        os.utime(homes / name, (age, age))
+    found = witness.environments([known], root=layout.root(), cache=tmp_path, machine="x86_64")
+    assert {one.path.name for one in found if one.bases} == {named, names[3]}
+    for one in found:
+        witness.remove(one)
+    assert list(homes.iterdir()) == []
+    assert witness.environments([known], root=layout.root(), cache=tmp_path / "none") == []

@@ -6,6 +6,7 @@ base.toml says of it; beside it, ``.sha256`` is a hash over the names and conten
 
 from __future__ import annotations
 
+import shlex
 import hashlib
 import json
 import os
@@ -104,14 +105,14 @@ def _given(source: Source, folder: Path, say: Say) -> Found:
         if not (folder / name).is_dir() or not any((folder / name).iterdir()):
             raise BadFileError(
                 f"{folder}, given for {source.name}, lacks its submodule {name}",
-                next_step=f"run `git -C {folder} submodule update --init {name}`",
+                next_step=f"run `git -C {shlex.quote(str(folder))} submodule update --init {name}`",
             )
     head = checkout.head(folder)
     if head is not None and source.commit and head != source.commit:
         raise BadFileError(
             f"{folder} has commit {head} checked out, base.toml pins {source.name} to "
             f"{source.commit}",
-            next_step=f"run `git -C {folder} checkout {source.commit}`",
+            next_step=f"run `git -C {shlex.quote(str(folder))} checkout {source.commit}`",
         )
     if head is not None:
         edited = checkout.changed(folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -170,7 +171,7 @@ def _overview(
     if bad:
         raise FindingsError(
             f"{len(bad)} of {len(plans)} recipes do not fit: {', '.join(bad)}",
-            next_step=f"sm12x plan {bad[0]}",
+            next_step=f"sm12x plan {shlex.quote(bad[0])}",
         )
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import importlib.util
 import json
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -249,7 +250,8 @@ def import_(file: Path, output: Path | None) -> None:
     if output.exists():
         raise UsageError(f"{output} is there already", next_step="name another file")
     files.write_text(output, text)
-    click.echo(f"{output}: fill in the sm12x block, then `sm12x recipe lint {output}`")
+    quoted = shlex.quote(str(output))
+    click.echo(f"{output}: fill in the sm12x block, then `sm12x recipe lint {quoted}`")
 
 
 Render = Callable[[Recipe, str, dict[str, str], Sequence[str]], str]

@@ -8,9 +8,13 @@ codes are documented; ``sm12x --help`` and the README are made from it.
 from __future__ import annotations
 
 import errno
+import re
 
 # What the system answers where a disk, or a share of it, is full.
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_ERRNO = re.compile(r"\[Errno (\d+)\]")
+# Characters of a gathered error that are shown.
+_SAID = 300
 _OF_A_PATH = (
     *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR),
     *(errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG),
@@ -121,14 +125,20 @@ def of_system(error: OSError) -> Sm12xError | None:
     """What the system refused, where that is about a disk or a path; None for anything else."""
     where = f"{error.filename}: " if isinstance(error.filename, str) else ""
     message = f"{where}{(error.strerror or str(error)).lower()}"
-    if error.errno in DISK_FULL:
+    number = error.errno
+    if number is None:
+        # Copying a folder gathers what went wrong with its files, as text.
+        said = _ERRNO.search(str(error))
+        number = int(said[1]) if said else None
+        where, message = "a copy: ", str(error)[:_SAID]
+    if number in DISK_FULL:
         return NoSpaceError(message, next_step="free space there, and run the same command again")
     # What the tempfile module says after it has tried to write in every folder it knows.
-    if error.errno == errno.ENOENT and "usable temporary directory" in (error.strerror or ""):
+    if number == errno.ENOENT and "usable temporary directory" in (error.strerror or ""):
         return NoSpaceError(
             message, next_step="free space there, or set TMPDIR to a folder that can be written"
         )
-    if error.errno in _OF_A_PATH and where:
+    if number in _OF_A_PATH and where:
         return BadFileError(message, next_step="check that path, and who may read and write there")
     return None
 

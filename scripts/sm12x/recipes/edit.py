@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import yaml
@@ -103,7 +104,8 @@ def imported(path: Path) -> str:
     recipe = load.load(path)
     if recipe.sm12x:
         raise UsageError(
-            f"{path} has an sm12x block already", next_step=f"sm12x recipe lint {path}"
+            f"{path} has an sm12x block already",
+            next_step=f"sm12x recipe lint {shlex.quote(str(path))}",
         )
     given = options.parse(filled(recipe).serve or ())
     sizes = [

@@ -6,7 +6,6 @@ changed: each file by a rename, undone if anything goes wrong on the way.
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import tempfile
@@ -22,6 +21,7 @@ from sm12x.core.errors import (
     NoSpaceError,
     PatchConflictError,
     Sm12xError,
+    of_system,
 )
 from sm12x.core.git import Entry, Outcome, Repository
 from sm12x.stack import diff, tree
@@ -409,15 +409,15 @@ def _insisting(step: Callable[[], None]) -> None:
 
 def _refused(error: OSError, directory: Path) -> Sm12xError:
     """What the system refused while nothing had changed yet, or all of it was put back."""
-    where = error.filename if isinstance(error.filename, str) else directory
-    why = (error.strerror or str(error)).lower()
-    if error.errno in DISK_FULL:
+    known = of_system(error)
+    if isinstance(known, NoSpaceError):
         return NoSpaceError(
-            f"{where} cannot be written: {why}; nothing was changed",
+            f"{known.message}; nothing was changed in {directory}",
             next_step="free space there (for temporary folders: set TMPDIR), and run this again",
         )
+    why = known.message if known else str(error)
     return BadFileError(
-        f"{where} cannot be written: {why}; nothing was changed",
+        f"{why}; nothing was changed in {directory}",
         next_step="see who may write in that folder, or unpack the sdist in another one "
         "(`sm12x patch apply --unpack NEW_DIR`)",
     )
@@ -446,13 +446,6 @@ def _mode(now: int, wanted: str) -> int:
         # Who may read may execute.
         return permissions | (permissions & 0o444) >> 2
     return permissions & ~0o111
-
-
-def _copied(error: shutil.Error, directory: Path) -> Sm12xError:
-    """The reason behind what ``copytree`` gathers: (source, target, text) of each file."""
-    text = "; ".join(dict.fromkeys(str(one[2]) for one in error.args[0][:_NAMED]))
-    full = any(f"[Errno {number}]" in text for number in DISK_FULL)
-    return _refused(OSError(DISK_FULL[0] if full else errno.EIO, text), directory)
 
 
 @contextmanager
@@ -484,10 +477,7 @@ def _repository_for(
     git.pack()
     hidden = Path(tempfile.mkdtemp(dir=directory, prefix=".git-"))
     try:
-        try:
-            shutil.copytree(git.git_dir, hidden, dirs_exist_ok=True)
-        except shutil.Error as error:
-            raise _copied(error, directory) from None
+        shutil.copytree(git.git_dir, hidden, dirs_exist_ok=True)
         hidden.chmod(0o755)
         yield hidden
     finally:

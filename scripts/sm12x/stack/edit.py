@@ -120,7 +120,8 @@ def new(
         if head is not None:
             repository.update_ref("HEAD", head)
         raise
-    number = len(report.unchanged) + len(report.rewritten) + len(report.added)
+    # Not the last of the series where the tree is only made up to a patch.
+    number = len(repository.commits(f"refs/tags/{apply.BASE_TAG}", commit))
     changed = tuple(repository.changed(f"{commit}~1", commit))
     return NewReport(
         name=mail.file_name(number, parts.subject),

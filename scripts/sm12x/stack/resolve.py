@@ -31,6 +31,7 @@ WAITING = "waiting"
 DONE = "done"
 PRESENT = "present"
 SKIPPED = "skipped"
+_MIDDLE = "======="
 # A commit of what was in the tree when a stopped run was taken up again.
 _STOPPED = "refs/sm12x/stopped"
 
@@ -312,11 +313,14 @@ def _stopped(
         {path: (merged.marked[path][0], blobs) for path, blobs in merged.stages.items()}
     )
     names = carry.labels(port.source, port.label, step.name)
+    sides = [repository.blob(blob) for blobs in merged.stages.values() for blob in blobs if blob]
+    # In the middle of a conflict; some texts have such a line of their own.
+    middle = () if any(merge.unresolved(side, (_MIDDLE,)) for side in sides) else (_MIDDLE,)
     stop = Stop(
         name=step.name,
         ready=True,
         conflicts=merged.conflicts,
-        markers=names.markers,
+        markers=(*names.markers, *middle),
         rejects=tuple(rejects),
         clean=merged.clean,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import shutil
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from pathlib import Path
 import uv
 
 from sm12x.core import files, lockfile, pipconfig, process
-from sm12x.core.errors import BadFileError, ToolMissingError
+from sm12x.core.errors import BadFileError, NoSpaceError, ToolFailedError, ToolMissingError
 from sm12x.stack import apply, junit, tree
 from sm12x.stack.base import Base, Witness
 from sm12x.stack.series import Patch, Stack
@@ -36,6 +37,9 @@ TIME_LIMIT = 1800
 _TOOLS_LOCK = Path("tests/witness/requirements.lock")
 _PLUGIN = Path(__file__).resolve().parent / "pytest_plugin"
 _TAIL = 15
+# <version>-<machine>-<kind>-<key>
+_OTHER = re.compile(r"^([^-]+)-(x86_64|aarch64)-([a-z]+)-[0-9a-f]{12}$")
+_FULL = re.compile("No space left on device|Disk quota exceeded|os error 28")
 # Seconds between two looks at the running ones.
 _POLL = 0.1
 
@@ -126,8 +130,9 @@ def environment(
         listed.write_text(wanted, encoding="utf-8")
         settings = {**pipconfig.load().uv_environment(), "UV_PYTHON_DOWNLOADS": "never"}
         words = [_uv(), "venv", "--quiet", "--relocatable", "--python", sys.executable, str(fresh)]
-        process.run(words, env=settings)
-        process.run(
+        _installing(base, words, settings)
+        _installing(
+            base,
             [
                 _uv(),
                 "pip",
@@ -143,8 +148,7 @@ def environment(
                 "-r",
                 str(listed),
             ],
-            env=settings,
-            next_step="see what uv says above, or give an interpreter with --python",
+            settings,
         )
         # Under its final name only when it is whole: a killed run starts over.
         try:
@@ -154,6 +158,25 @@ def environment(
             if not (home / "bin" / "python").exists():
                 raise
     return home / "bin" / "python"
+
+
+def _installing(base: Base, words: Sequence[str], settings: Mapping[str, str]) -> None:
+    """Run uv; a full disk is told apart from a package that this Python cannot have."""
+    try:
+        process.run(
+            words,
+            env=settings,
+            next_step="see what uv says above; a package that needs another Python than "
+            f"{platform.python_version()} (the release is for {base.python}) needs --python of an "
+            "environment that has pytest and torch",
+        )
+    except ToolFailedError as error:
+        if not _FULL.search(error.message):
+            raise
+        raise NoSpaceError(
+            f"the witnesses' environment of {base.version} cannot be installed: the disk is full",
+            next_step="free space there, or move the cache with SM12X_CACHE",
+        ) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,14 +207,21 @@ def environments(
     homes = cache / HOMES
     if not homes.is_dir():
         return []
+    folders = [path for path in sorted(homes.iterdir()) if path.is_dir()]
+    # What other tests of a base have installed: their newest is taken to be the one in use.
+    newest: dict[tuple[str, ...], Path] = {}
+    for path in sorted(folders, key=lambda path: path.stat().st_mtime):
+        match = _OTHER.match(path.name)
+        if match and match[1] in {base.version for base in known}:
+            newest[match.groups()] = path
+    used |= {path.name: groups[0] for groups, path in newest.items()}
     return [
         Environment(
             path=path,
             size=_size(path),
             bases=(used[path.name],) if path.name in used else (),
         )
-        for path in sorted(homes.iterdir())
-        if path.is_dir()
+        for path in folders
     ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from sm12x.doctor.checks.memory import available
 from sm12x.doctor.knowledge import GIB, Knowledge
 from sm12x.doctor.model import BAD, OK, UNKNOWN, WARN, Facts, Finding, Unseen
@@ -18,7 +20,7 @@ def needs(recipe: Recipe, facts: Facts, known: Knowledge) -> list[Finding]:
     if block is None:
         seen = f"could not see what {recipe.key} needs: it has no sm12x block"
         return [known.finding("recipe.needs", UNKNOWN, seen)]
-    plan = (f"sm12x plan {recipe.key}",)
+    plan = (f"sm12x plan {shlex.quote(recipe.key)}",)
     findings = [_gpus(recipe.key, block, facts, known, plan)]
     sleeping = _host_memory(recipe.key, block, facts, known, plan)
     return [*findings, *([sleeping] if sleeping else [])]
