@@ -67,6 +67,10 @@ lock-dev: $(STAMP) ## make the locks of the development and the witness tools an
 	@$(BIN)/uv pip compile tests/witness/requirements.in --universal --python-version 3.11 \
 	  --generate-hashes --custom-compile-command "make lock-dev" -q \
 	  --no-emit-package packaging --no-emit-package pygments -o tests/witness/requirements.lock
+	@$(BIN)/uv pip compile tests/witness/upstream.in --universal --python-version 3.11 \
+	  --generate-hashes --custom-compile-command "make lock-dev" -q \
+	  -c tests/witness/requirements.lock $(foreach name,colorama iniconfig packaging pluggy pygments \
+	  pytest typing-extensions,--no-emit-package $(name)) -o tests/witness/upstream.lock
 
 docs: $(STAMP) ## write the generated tables of the README
 	@$(BIN)/sm12x docs

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from sm12x import layout
-from sm12x.commands import patchrebase, patchtree, patchwitness
+from sm12x.commands import patchmutate, patchrebase, patchtree, patchupstream, patchwitness
 from sm12x.commands.patchoptions import (
     FIND_LINKS,
     JSON,
@@ -40,6 +40,8 @@ command.add_command(patchtree.refresh_command)
 command.add_command(patchtree.new_command)
 command.add_command(patchtree.drop_command)
 command.add_command(patchwitness.witness_command)
+command.add_command(patchupstream.upstream_command)
+command.add_command(patchmutate.mutate_command)
 command.add_command(patchrebase.rebase_command)
 
 
