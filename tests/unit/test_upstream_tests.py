@@ -267,7 +267,7 @@ def test_data_that_fits_nothing_is_a_fault(tmp_path: Path) -> None:
     plan = upstreamtests.plan(suite, _stack(ABSTRACT), tree)
     assert len(plan.faults) == 4
     # The file whose one test has run = false is run.
-    assert (plan.files, plan.not_run) == ((FILE,), ())
+    assert (plan.files, len(plan.not_run)) == ((FILE,), 1)
 
 
 def test_a_file_that_is_not_run_is_listed_with_its_reason(tmp_path: Path) -> None:

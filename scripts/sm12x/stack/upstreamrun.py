@@ -17,7 +17,7 @@ from sm12x.core.errors import BadFileError, Sm12xError, ToolMissingError
 from sm12x.stack import apply, junit, tree, upstreamtests
 from sm12x.stack.base import Base
 from sm12x.stack.series import Stack
-from sm12x.stack.upstreamtests import FileRun, Plan, Report, Result, Suite
+from sm12x.stack.upstreamtests import FileRun, Model, Plan, Report, Result, Suite
 from sm12x.stack.witness import BASE, PATCHED, SIDES
 
 # Seconds one test, and one test file, may take.
@@ -270,6 +270,7 @@ class _Runner:
         batch.folder.mkdir()
         scratch = batch.folder / "t"
         scratch.mkdir()
+        _hub(scratch / "hub", self._suite.models)
         work = batch.folder / "work.json"
         work.write_text(
             json.dumps(
@@ -277,10 +278,12 @@ class _Runner:
                     "platform": self._suite.platform,
                     "empty": self._suite.empty,
                     "preload": self._suite.preload,
+                    "models": [model.implemented for model in self._suite.models],
                     "answers": str(batch.answers),
                     "work": [
                         {
                             "arguments": self._arguments(target, batch.report(number)),
+                            "leave": self._left(target),
                             "log": str(batch.log(number)),
                             "seconds": self._seconds,
                         }
@@ -318,6 +321,15 @@ class _Runner:
             },
             log=batch.folder / "log",
         )
+
+    def _left(self, target: str) -> list[str]:
+        """The tests of the file that are not run."""
+        file = target.split("::", 1)[0]
+        return [
+            entry.test.split("::", 1)[1]
+            for entry in self._suite.cannot
+            if entry.file == file and not entry.run and entry.test != file
+        ]
 
     def _arguments(self, target: str, report: Path) -> list[str]:
         return [
@@ -396,6 +408,18 @@ class _Batch:
         if code not in _ENDED:
             return FileRun(tests={}, problem=upstreamtests.CRASHED, detail=_tail(self.log(number)))
         return FileRun(tests={test.name: test for test in tests}, problem="", detail="")
+
+
+def _hub(folder: Path, models: Sequence[Model]) -> None:
+    """Make the folder of downloaded models, as huggingface_hub lays it out, of ``models``."""
+    for model in models:
+        home = folder / f"models--{model.name.replace('/', '--')}"
+        revision = hashlib.sha1(model.config.encode(), usedforsecurity=False).hexdigest()
+        snapshot = home / "snapshots" / revision
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").write_text(model.config, encoding="utf-8")
+        (home / "refs").mkdir()
+        (home / "refs" / "main").write_text(revision, encoding="utf-8")
 
 
 def _tail(log: Path) -> str:

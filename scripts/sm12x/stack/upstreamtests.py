@@ -8,6 +8,7 @@ run here, and why, is data: ``upstream-tests.toml`` in the folder of the base.
 from __future__ import annotations
 
 import ast
+import json
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -62,8 +63,8 @@ class Cannot:
     """A test that cannot be green here. ``needs`` is a key of NEEDS, ``why`` says what exactly.
 
     ``test`` is a file (tests/v1/test_x.py), or a test or class in one (file::name, which stands for
-    all cases of a parametrised test). ``run`` is False for a file that is not even started, because
-    it would hang, take minutes, or use what it finds on the machine.
+    all cases of a parametrised test). ``run`` is False for what is not even started, because it
+    would hang, take minutes, or use what it finds on the machine.
     """
 
     test: str
@@ -104,13 +105,26 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Model:
+    """A model that the tests ask the hub for: its name there, and the content of config.json.
+
+    ``implemented`` ("module:Class") is the release's class for it. Unless it is registered, vLLM
+    looks at the class in a process that imports everything once more.
+    """
+
+    name: str
+    implemented: str
+    config: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Suite:
     """``upstream-tests.toml``.
 
     ``packages`` are names of the base's lock that the tests import and the witnesses do not;
     ``platform`` ("module:Class") is what vLLM is told it runs on; ``empty`` are native modules that
     an import is satisfied with an empty module for; ``preload`` is imported once, before the
-    process forks for every test file.
+    process forks for every test file. ``models`` are all that the tests find of the hub.
     """
 
     path: Path
@@ -121,6 +135,7 @@ class Suite:
     preload: tuple[str, ...]
     sources: tuple[Source, ...]
     cannot: tuple[Cannot, ...]
+    models: tuple[Model, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +276,23 @@ def load(base: Base) -> Suite:
             )
             for entry in top.optional_entries("cannot")
         ),
+        models=tuple(
+            Model(
+                name=entry.text("name"),
+                implemented=entry.text("implemented"),
+                config=entry.text("config"),
+            )
+            for entry in top.optional_entries("model")
+        ),
     )
+    for model in suite.models:
+        try:
+            json.loads(model.config)
+        except ValueError as error:
+            raise BadFileError(
+                f"{path}: the configuration of {model.name} is no JSON: {error}",
+                next_step="mend it",
+            ) from None
     top.finish()
     return suite
 
@@ -385,17 +416,15 @@ def plan(suite: Suite, stack: Stack, tree: Path) -> Plan:
         if entry.file not in every
     ]
     faults += [
-        f"[[cannot]] {entry.test}: only a whole file can have run = false"
+        f"[[cannot]] {entry.test}: the file has no such test"
         for entry in suite.cannot
-        if not entry.run and entry.test != entry.file
+        if not entry.run and not _defined(tree, entry)
     ]
     left = {entry.file for entry in suite.cannot if not entry.run and entry.test == entry.file}
     return Plan(
         touched=tuple(touched),
         files=tuple(test for test in every if test not in left and (tree / test).is_file()),
-        not_run=tuple(
-            entry for entry in suite.cannot if entry.test in left and entry.file in every
-        ),
+        not_run=tuple(entry for entry in suite.cannot if entry.file in every and not entry.run),
         faults=tuple(faults),
     )
 
@@ -489,7 +518,7 @@ def stale(suite: Suite, ran: Iterable[str], results: Sequence[Result]) -> list[s
     files = set(ran)
     found: list[str] = []
     for entry in suite.cannot:
-        if entry.file not in files:
+        if entry.file not in files or not entry.run:
             continue
         covered = [result for result in results if entry.covers(result.file, result.test)]
         green = [result for result in covered if result.base == result.patched == junit.PASSED]
@@ -500,6 +529,19 @@ def stale(suite: Suite, ran: Iterable[str], results: Sequence[Result]) -> list[s
                 f"[[cannot]] {entry.test}: {len(green)} of {len(covered)} tests are green here"
             )
     return found
+
+
+def _defined(tree: Path, entry: Cannot) -> bool:
+    """Whether the file defines what ``entry`` names; one that is not there is found elsewhere."""
+    path = tree / entry.file
+    if entry.test == entry.file or not path.is_file():
+        return True
+    names = {
+        node.name
+        for node in ast.walk(_parse(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    }
+    return {part.split("[", 1)[0] for part in entry.test.split("::")[1:]} <= names
 
 
 def _names(base: FileRun, patched: FileRun) -> list[str]:

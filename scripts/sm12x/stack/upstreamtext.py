@@ -22,7 +22,8 @@ def listed(plan: Plan, suite: Suite) -> str:
         lines.append(f"  {entry.test}{'' if entry.run else '  (not run)'}")
         lines.append(f"      {NEEDS[entry.needs]}: {entry.why}")
     lines += _faults(plan)
-    lines += ["", f"{len(plan.files)} test files are run, {len(plan.not_run)} are not"]
+    whole = sum(entry.test == entry.file for entry in plan.not_run)
+    lines += ["", f"{len(plan.files)} test files are run, {whole} are not"]
     return "\n".join(lines) + "\n"
 
 
@@ -31,7 +32,9 @@ def report(report: Report) -> str:
     lines: list[str] = []
     unexplained = [result for result in report.of(upstreamtests.NOT_GREEN) if not result.why]
     explained = [result for result in report.of(upstreamtests.NOT_GREEN) if result.why]
+    skipped = [result for result in report.of(upstreamtests.SAME) if result.base == "skipped"]
     for title, results in (
+        ("skipped on both trees", skipped),
         ("green on neither tree, for the reason that is stated", explained),
         ("green on neither tree, and no reason is stated", unexplained),
         ("better on the patched tree", report.of(upstreamtests.BETTER)),
@@ -42,21 +45,18 @@ def report(report: Report) -> str:
         if results:
             lines += [f"{title}: {len(results)}", *_results(results), ""]
     if report.plan.not_run:
-        lines.append(f"not run: {len(report.plan.not_run)} test files")
+        lines.append(f"not run: {len(report.plan.not_run)} test files, or tests in one")
         for entry in report.plan.not_run:
-            lines.append(f"  {entry.file}")
+            lines.append(f"  {entry.test}")
             lines.append(f"      {NEEDS[entry.needs]}: {entry.why}")
         lines.append("")
     if report.stale:
         lines += ["reasons that no longer hold:", *(f"  {text}" for text in report.stale), ""]
     lines += _faults(report.plan)
     same = len(report.of(upstreamtests.SAME))
-    skipped = sum(
-        result.base == result.patched == "skipped" for result in report.of(upstreamtests.SAME)
-    )
     lines.append(
         f"{len(report.plan.files)} test files of {report.base_version}, {len(report.results)} "
-        f"tests: {same - skipped} green and {skipped} skipped on both trees, "
+        f"tests: {same - len(skipped)} green and {len(skipped)} skipped on both trees, "
         f"{len(report.of(upstreamtests.NOT_GREEN))} green on neither, "
         f"{len(report.of(upstreamtests.BETTER))} better, "
         f"{len(report.of(upstreamtests.FLAKY))} flaky, "

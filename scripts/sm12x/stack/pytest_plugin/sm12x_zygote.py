@@ -5,8 +5,10 @@
 Runs in the folder of the source tree, in whatever environment can import it: it may import nothing
 of sm12x. WORK.json is
 
-    {"platform": "module:Class", "empty": ["module"], "preload": ["module"], "answers": "file",
-     "work": [{"arguments": [pytest's arguments], "log": "file", "seconds": 60.0}]}
+    {"platform": "module:Class", "empty": ["module"], "preload": ["module"],
+     "models": ["module:Class"], "answers": "file",
+     "work": [{"arguments": [pytest's arguments], "leave": ["TestThis::test_it"], "log": "file",
+               "seconds": 60.0}]}
 
 and one line of JSON is written to ``answers`` when a pytest has ended: {"code": 0}, negative for
 the signal that ended it, or {"code": null} if it was still running after ``seconds`` and was killed
@@ -26,6 +28,7 @@ import sys
 import time
 import traceback
 import types
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,9 @@ def main() -> None:
     for name in request["preload"]:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
+    for name in request["models"]:
+        with contextlib.suppress(Exception):
+            _register(name)
     # A collection in a fork would go through all that was imported, and copy the memory it is in.
     # vLLM's tests collect after each test, and thaw what is frozen before: a third of a second.
     gc.freeze()
@@ -57,7 +63,32 @@ def main() -> None:
             answers.flush()
 
 
+def _register(model: str) -> None:
+    """Make vLLM know the class of a model, which it would look at in a process of its own."""
+    module, _, name = model.partition(":")
+    registry = importlib.import_module("vllm.model_executor.models.registry").ModelRegistry
+    registry.register_model(name, getattr(importlib.import_module(module), name))
+
+
 def _nothing() -> None: ...
+
+
+class _Leave:
+    """A plugin that takes tests out of those that were collected, all cases of each."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = set(names)
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        items[:] = [item for item in items if not self._names & set(_called(item.nodeid))]
+
+
+def _called(node: str) -> Iterator[str]:
+    """Every name that stands for a test: of its class, of all its cases, of this one."""
+    parts = node.split("::")[1:]
+    for end in range(1, len(parts) + 1):
+        yield "::".join(parts[:end])
+    yield "::".join(parts).split("[", 1)[0]
 
 
 def _choose(platform: str) -> None:
@@ -108,7 +139,7 @@ def _pytest(item: dict[str, Any], parent: int) -> None:
         for source, target in ((null, 0), (log, 1), (log, 2)):
             os.dup2(source, target)
         pytest = importlib.import_module("pytest")
-        code = int(pytest.main(item["arguments"]))
+        code = int(pytest.main(item["arguments"], plugins=[_Leave(item["leave"])]))
     except BaseException:
         traceback.print_exc()
     finally:
