@@ -284,6 +284,7 @@ class _Runner:
                         {
                             "arguments": self._arguments(target, batch.report(number)),
                             "leave": self._left(target),
+                            "cuda": target.split("::", 1)[0] in self._suite.gated,
                             "log": str(batch.log(number)),
                             "seconds": self._seconds,
                         }

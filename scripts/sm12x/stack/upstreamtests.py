@@ -125,6 +125,7 @@ class Suite:
     ``platform`` ("module:Class") is what vLLM is told it runs on; ``empty`` are native modules that
     an import is satisfied with an empty module for; ``preload`` is imported once, before the
     process forks for every test file. ``models`` are all that the tests find of the hub.
+    ``gated`` are test files that skip themselves unless they find CUDA, and are told so.
     """
 
     path: Path
@@ -136,6 +137,7 @@ class Suite:
     sources: tuple[Source, ...]
     cannot: tuple[Cannot, ...]
     models: tuple[Model, ...] = ()
+    gated: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,6 +261,7 @@ def load(base: Base) -> Suite:
         platform=environment.optional_text("platform"),
         empty=environment.optional_texts("empty"),
         preload=environment.optional_texts("preload"),
+        gated=environment.optional_texts("gated"),
         sources=tuple(
             Source(
                 paths=entry.texts("paths"),
@@ -419,6 +422,11 @@ def plan(suite: Suite, stack: Stack, tree: Path) -> Plan:
         f"[[cannot]] {entry.test}: the file has no such test"
         for entry in suite.cannot
         if not entry.run and not _defined(tree, entry)
+    ]
+    faults += [
+        f"environment.gated {test}: it belongs to nothing that the stack changes"
+        for test in suite.gated
+        if test not in every
     ]
     left = {entry.file for entry in suite.cannot if not entry.run and entry.test == entry.file}
     return Plan(
