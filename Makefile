@@ -13,8 +13,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help bundle base-image test test-unit test-witness test-integration test-image test-nomad lint lock lock-dev \
-        lock-check docs clean
+.PHONY: help bundle base-image test test-unit test-witness test-upstream test-mutations test-integration test-image \
+        test-nomad lint lock lock-dev lock-check docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -36,6 +36,13 @@ test-unit: $(STAMP) ## unit tests: no process, no network, under 30 s
 test-witness: $(STAMP) ## each patch's witness: red on the untouched base, green on the patched one
 	@sh scripts/make-tools.sh $(BIN)/python
 	@set -e; for base in $(EACH); do $(BIN)/sm12x patch witness --base $$base $(ARGS); done
+
+test-upstream: $(STAMP) ## the release's own unit tests: none may be worse with the stack
+	@set -e; for base in $(EACH); do $(BIN)/sm12x patch upstream-tests --base $$base $(ARGS); done
+
+test-mutations: $(STAMP) ## edits of patched lines: each has to turn a witness red (minutes)
+	@sh scripts/make-tools.sh $(BIN)/python
+	@set -e; for base in $(EACH); do $(BIN)/sm12x patch mutate --base $$base $(ARGS); done
 
 test-integration: $(STAMP) ## tests that run real git, real wheels, real compilers
 	@sh scripts/make-tools.sh $(BIN)/python
