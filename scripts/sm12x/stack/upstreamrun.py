@@ -419,6 +419,10 @@ def _hub(folder: Path, models: Sequence[Model]) -> None:
         snapshot = home / "snapshots" / revision
         snapshot.mkdir(parents=True)
         (snapshot / "config.json").write_text(model.config, encoding="utf-8")
+        if model.tokenizer:
+            (snapshot / "tokenizer.json").write_text(model.tokenizer, encoding="utf-8")
+            plain = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
+            (snapshot / "tokenizer_config.json").write_text(plain, encoding="utf-8")
         (home / "refs").mkdir()
         (home / "refs" / "main").write_text(revision, encoding="utf-8")
 

@@ -109,12 +109,14 @@ class Model:
     """A model that the tests ask the hub for: its name there, and the content of config.json.
 
     ``implemented`` ("module:Class") is the release's class for it. Unless it is registered, vLLM
-    looks at the class in a process that imports everything once more.
+    looks at the class in a process that imports everything once more. ``tokenizer`` is the content
+    of tokenizer.json, "" for a model without one.
     """
 
     name: str
     implemented: str
     config: str
+    tokenizer: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,6 +286,7 @@ def load(base: Base) -> Suite:
                 name=entry.text("name"),
                 implemented=entry.text("implemented"),
                 config=entry.text("config"),
+                tokenizer=entry.optional_text("tokenizer"),
             )
             for entry in top.optional_entries("model")
         ),
@@ -291,9 +294,10 @@ def load(base: Base) -> Suite:
     for model in suite.models:
         try:
             json.loads(model.config)
+            json.loads(model.tokenizer or "{}")
         except ValueError as error:
             raise BadFileError(
-                f"{path}: the configuration of {model.name} is no JSON: {error}",
+                f"{path}: the configuration or the tokenizer of {model.name} is no JSON: {error}",
                 next_step="mend it",
             ) from None
     top.finish()
