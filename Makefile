@@ -14,8 +14,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help bundle base-image test test-unit test-witness test-integration test-image test-nomad lint lock lock-dev \
-        lock-check docs clean
+.PHONY: help bundle base-image test test-unit test-witness test-upstream test-mutations test-integration test-image \
+        test-nomad lint lock lock-dev lock-check docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -29,7 +29,7 @@ bundle: $(STAMP) ## build the image for BASE (default: patches/default; BUILD=qu
 base-image: $(STAMP) ## make the base image with debootstrap where none can be pulled
 	@$(BIN)/sm12x bundle --base $(BASE) --base-image-only $(if $(PLATFORM),--platform $(PLATFORM)) $(ARGS)
 
-test: lint test-unit test-witness test-integration ## every test that needs no GPU
+test: lint test-unit test-witness test-upstream test-integration ## every test that needs no GPU
 
 test-unit: $(STAMP) ## unit tests: no process, no network, under 30 s
 	@$(BIN)/pytest tests/unit
@@ -37,6 +37,13 @@ test-unit: $(STAMP) ## unit tests: no process, no network, under 30 s
 test-witness: $(STAMP) ## each patch's witness: red on the untouched base, green on the patched one
 	@sh scripts/make-tools.sh $(BIN)/python
 	@set -e; for base in $(EACH); do $(BIN)/sm12x patch witness --base $$base $(ARGS); done
+
+test-upstream: $(STAMP) ## the release's own unit tests: none may be worse with the stack
+	@set -e; for base in $(EACH); do $(BIN)/sm12x patch upstream-tests --base $$base $(ARGS); done
+
+test-mutations: $(STAMP) ## edits of patched lines: each has to turn a witness red (minutes)
+	@sh scripts/make-tools.sh $(BIN)/python
+	@set -e; for base in $(EACH); do $(BIN)/sm12x patch mutate --base $$base $(ARGS); done
 
 test-integration: $(STAMP) ## tests that run real git, real wheels, real compilers
 	@sh scripts/make-tools.sh $(BIN)/python
@@ -68,6 +75,10 @@ lock-dev: $(STAMP) ## make the locks of the development and the witness tools an
 	@$(BIN)/uv pip compile tests/witness/requirements.in --universal --python-version 3.11 \
 	  --generate-hashes --custom-compile-command "make lock-dev" -q \
 	  --no-emit-package packaging --no-emit-package pygments -o tests/witness/requirements.lock
+	@$(BIN)/uv pip compile tests/witness/upstream.in --universal --python-version 3.11 \
+	  --generate-hashes --custom-compile-command "make lock-dev" -q \
+	  -c tests/witness/requirements.lock $(foreach name,colorama iniconfig packaging pluggy pygments \
+	  pytest typing-extensions,--no-emit-package $(name)) -o tests/witness/upstream.lock
 
 docs: $(STAMP) ## write the generated tables of the README
 	@$(BIN)/sm12x docs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import tarfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,14 +132,19 @@ def snapshot(directory: Path) -> dict[str, str]:
     }
 
 
-def make(folder: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    """A World under ``folder``, with an empty stack, that the package takes for its checkout."""
+def make(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, more: Mapping[str, str] | None = None
+) -> World:
+    """A World under ``folder``, with an empty stack, that the package takes for its checkout.
+
+    ``more`` are further files of its sdist.
+    """
     root = folder / "checkout"
     work = folder / "work"
     work.mkdir()
     archive = folder / "tiny-1.0.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
-        for name, text in FILES.items():
+        for name, text in {**FILES, **(more or {})}.items():
             member = tarfile.TarInfo(f"tiny-1.0/{name}")
             member.size = len(text.encode())
             member.mode = 0o755 if name.endswith(".sh") else 0o644

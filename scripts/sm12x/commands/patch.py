@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from sm12x import layout
-from sm12x.commands import patchrebase, patchtree, patchwitness
+from sm12x.commands import patchmutate, patchrebase, patchtree, patchupstream, patchwitness
 from sm12x.commands.patchoptions import (
     FIND_LINKS,
     JSON,
@@ -24,7 +24,7 @@ from sm12x.commands.patchoptions import (
 from sm12x.core import progress
 from sm12x.core.errors import BadFileError, FindingsError
 from sm12x.stack import apply as applying
-from sm12x.stack import newfolder, refresh, render, series, tree
+from sm12x.stack import mutations, newfolder, refresh, render, series, tree
 from sm12x.stack.base import Base
 
 
@@ -41,6 +41,8 @@ command.add_command(patchtree.refresh_command)
 command.add_command(patchtree.new_command)
 command.add_command(patchtree.drop_command)
 command.add_command(patchwitness.witness_command)
+command.add_command(patchupstream.upstream_command)
+command.add_command(patchmutate.mutate_command)
 command.add_command(patchrebase.rebase_command)
 command.add_command(patchrebase.continue_command)
 
@@ -97,6 +99,8 @@ def check_command(
         say(f"warning: {left} is what a run that was killed has left; it can be deleted")
     report: applying.ApplyReport | None = None
     conflict: applying.StackConflictError | None = None
+    if messages_only and _readable(base):
+        findings += mutations.check(base, series.load(base), None)
     # What cannot be read cannot be applied; the findings say so.
     if not messages_only and _readable(base):
         archive = fetch(base, find_links)
@@ -107,6 +111,8 @@ def check_command(
                 tree.unpack(archive, source)
                 try:
                     report, faults = refresh.round_trip(base, stack, source)
+                    # The source is patched now: the mutations' texts have to be there.
+                    faults += mutations.check(base, stack, source)
                 except applying.StackConflictError as error:
                     report, faults, conflict = error.report, [], error
         findings += faults

@@ -343,7 +343,7 @@ def run_on(
             next_step="give the Python of an environment that has pytest and torch",
         )
     waiting = [(path, side) for path in witnesses for side in trees]
-    running: dict[tuple[str, str], _Job] = {}
+    running: dict[tuple[str, str], Job] = {}
     runs: dict[tuple[str, str], Run] = {}
     with tempfile.TemporaryDirectory(prefix="sm12x-witness-") as name:
         try:
@@ -353,7 +353,7 @@ def run_on(
                     if on_run:
                         on_run(path, side)
                     report = Path(name) / f"{len(runs) + len(running)}-{side}.xml"
-                    running[path, side] = _Job(path, side, trees[side], report, python, root)
+                    running[path, side] = Job(path, side, trees[side], report, python, root)
                     continue
                 for key, job in list(running.items()):
                     done = job.result(seconds)
@@ -455,11 +455,20 @@ def _check(
     )
 
 
-class _Job:
-    """One pytest process, running."""
+class Job:
+    """One pytest process, running; ``arguments`` and ``env`` are given to it as well."""
 
     def __init__(
-        self, witness: str, side: str, source: Path, report: Path, python: Path, root: Path
+        self,
+        witness: str,
+        side: str,
+        source: Path,
+        report: Path,
+        python: Path,
+        root: Path,
+        *,
+        arguments: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
     ) -> None:
         self._witness = witness
         self._side = side
@@ -484,9 +493,11 @@ class _Job:
                 str(root / "pyproject.toml"),
                 "--rootdir",
                 str(root),
+                *arguments,
             ],
             cwd=root,
             env={
+                **(env or {}),
                 "SM12X_TREE": str(source),
                 "PYTHONPATH": str(_PLUGIN),
                 # The tree's modules are compiled once for all its witnesses.

@@ -1,0 +1,118 @@
+"""`sm12x patch upstream-tests`: the release's own tests on the untouched and the patched source."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import click
+
+from sm12x import layout
+from sm12x.commands.patchoptions import (
+    FIND_LINKS,
+    JSON,
+    base_option,
+    chosen,
+    fetch,
+    print_json,
+    say,
+)
+from sm12x.core import progress
+from sm12x.core.errors import FindingsError
+from sm12x.stack import series, upstreamrun, upstreamtests, upstreamtext, witness
+from sm12x.stack.upstreamtests import Plan
+
+
+@click.command("upstream-tests")
+@click.argument("names", metavar="[FILE]...", nargs=-1)
+@base_option
+@click.option(
+    "--list", "list_only", is_flag=True, help="Only list the tests, and which cannot run here."
+)
+@click.option(
+    "--test-limit",
+    type=click.FloatRange(min=1),
+    default=upstreamrun.TEST_LIMIT,
+    show_default=True,
+    metavar="SECONDS",
+    help="For one test on one tree.",
+)
+@click.option(
+    "--file-limit",
+    type=click.FloatRange(min=1),
+    default=upstreamrun.FILE_LIMIT,
+    show_default=True,
+    metavar="SECONDS",
+    help="For one test file on one tree.",
+)
+@FIND_LINKS
+@JSON
+def upstream_command(
+    names: tuple[str, ...],
+    version: str | None,
+    list_only: bool,
+    test_limit: float,
+    file_limit: float,
+    find_links: Path | None,
+    as_json: bool,
+) -> None:
+    """Run the release's own unit tests of every file that the stack changes, on both trees.
+
+    Fails if a test is worse on the patched source than on the untouched one, first together with
+    its file and then alone. FILE is a test file of the release, or a file that the stack changes;
+    without one, all are run. Which tests cannot run here, and why, is in upstream-tests.toml of the
+    base. Needs no GPU.
+
+    Example: sm12x patch upstream-tests vllm/v1/engine/core.py
+    """
+    base = chosen(version)
+    stack = series.load(base)
+    suite = upstreamtests.load(base)
+    archive = fetch(base, find_links)
+    if list_only:
+        plan = upstreamrun.listed(suite, stack, archive=archive, only=names)
+        if as_json:
+            cannot = [dataclasses.asdict(entry) for entry in suite.cannot]
+            print_json({"base": base.version, **dataclasses.asdict(plan), "cannot": cannot})
+        else:
+            click.echo(upstreamtext.listed(plan, suite), nl=False)
+        _refuse(plan, worse=0)
+        return
+    root = layout.root()
+    with progress.spinner("setting up the environment of the tests"):
+        python = witness.environment(base, root=root, cache=layout.cache(), say=say)
+        extra = upstreamrun.packages(
+            base, suite, python=python, root=root, cache=layout.cache(), say=say
+        )
+    report = upstreamrun.run(
+        base,
+        stack,
+        suite,
+        archive=archive,
+        python=python,
+        extra=extra,
+        only=names,
+        test_seconds=test_limit,
+        file_seconds=file_limit,
+        on_file=lambda path, side: say(f"{path} on the {side} tree"),
+        on_alone=lambda count: say(f"{count} tests differ and are run again, alone"),
+    )
+    if as_json:
+        print_json({**dataclasses.asdict(report), "ok": report.ok})
+    else:
+        click.echo(upstreamtext.report(report), nl=False)
+    _refuse(report.plan, worse=len(report.of(upstreamtests.WORSE)))
+
+
+def _refuse(plan: Plan, *, worse: int) -> None:
+    """Raise FindingsError where a test is worse, or the data does not fit the stack."""
+    if worse:
+        raise FindingsError(
+            f"{worse} tests of the release are worse on the patched source",
+            next_step="mend the patches: what the tests rely on has to stay as it is",
+        )
+    if plan.faults:
+        raise FindingsError(
+            f"the list of the release's tests has {len(plan.faults)} faults",
+            next_step=f"mend them in {upstreamtests.NAME} of the base",
+        )

@@ -1,0 +1,168 @@
+"""A process that imports a source tree once, and forks a pytest for every test file of a list.
+
+    python -m sm12x_zygote WORK.json
+
+Runs in the folder of the source tree, in whatever environment can import it: it may import nothing
+of sm12x. WORK.json is
+
+    {"platform": "module:Class", "empty": ["module"], "preload": ["module"],
+     "models": ["module:Class"], "answers": "file",
+     "work": [{"arguments": [pytest's arguments], "leave": ["TestThis::test_it"], "cuda": false,
+               "log": "file", "seconds": 60.0}]}
+
+and one line of JSON is written to ``answers`` when a pytest has ended: {"code": 0}, negative for
+the signal that ended it, or {"code": null} if it was still running after ``seconds`` and was killed
+with its session.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+import types
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+# Seconds between two looks at the running pytest.
+_POLL = 0.02
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    # ``tests`` must be the tree's, whatever else is on the path.
+    sys.path.insert(0, str(Path.cwd()))
+    importlib.import_module("pytest")
+    for name in request["empty"]:
+        sys.modules[name] = types.ModuleType(name)
+    # What cannot be imported fails the tests that import it, each with the reason.
+    with contextlib.suppress(Exception):
+        _choose(request["platform"])
+    for name in request["preload"]:
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    for name in request["models"]:
+        with contextlib.suppress(Exception):
+            _register(name)
+    # A collection in a fork would go through all that was imported, and copy the memory it is in.
+    # vLLM's tests collect after each test, and thaw what is frozen before: a third of a second.
+    gc.freeze()
+    gc.unfreeze = _nothing
+    with Path(request["answers"]).open("a", encoding="utf-8") as answers:
+        for item in request["work"]:
+            answers.write(json.dumps({"code": _forked(item)}) + "\n")
+            answers.flush()
+
+
+def _pretend_cuda() -> None:
+    """Tell whoever asks from now on that the platform is CUDA.
+
+    A test file asks when it is imported, and skips itself. The release's modules, which asked
+    before, go on with the platform that was chosen.
+    """
+    platforms = importlib.import_module("vllm.platforms")
+    kind = type(platforms.current_platform)
+    answers = {name: lambda _: True for name in ("is_cuda", "is_cuda_alike")}
+    vars(platforms)["_current_platform"] = type(kind.__name__, (kind,), answers)()
+
+
+def _register(model: str) -> None:
+    """Make vLLM know the class of a model, which it would look at in a process of its own."""
+    module, _, name = model.partition(":")
+    registry = importlib.import_module("vllm.model_executor.models.registry").ModelRegistry
+    registry.register_model(name, getattr(importlib.import_module(module), name))
+
+
+def _nothing() -> None: ...
+
+
+class _Leave:
+    """A plugin that takes tests out of those that were collected, all cases of each."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = set(names)
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        items[:] = [item for item in items if not self._names & set(_called(item.nodeid))]
+
+
+def _called(node: str) -> Iterator[str]:
+    """Every name that stands for a test: of its class, of all its cases, of this one."""
+    parts = node.split("::")[1:]
+    for end in range(1, len(parts) + 1):
+        yield "::".join(parts[:end])
+    yield "::".join(parts).split("[", 1)[0]
+
+
+def _choose(platform: str) -> None:
+    """Make vLLM take the platform ``module:Class``, whatever devices this machine has.
+
+    Before anything else is imported: modules keep the platform that they have found.
+    """
+    if platform:
+        module, _, name = platform.partition(":")
+        platforms = importlib.import_module("vllm.platforms")
+        chosen = getattr(importlib.import_module(module), name)
+        vars(platforms)["_current_platform"] = chosen()
+
+
+def _forked(item: dict[str, Any]) -> int | None:
+    """Run one pytest in a fork; its exit code, or None if it took too long."""
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        _pytest(item, parent)
+    end = time.monotonic() + item["seconds"]
+    code: int | None = None
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            code = os.waitstatus_to_exitcode(status)
+            break
+        time.sleep(_POLL)
+    # What its tests have started must not go on beside the next ones.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child, signal.SIGKILL)
+    if code is None:
+        os.waitpid(child, 0)
+    return code
+
+
+def _pytest(item: dict[str, Any], parent: int) -> None:
+    """In the child: run pytest, and end this process with its exit code."""
+    code = 3
+    try:
+        os.setsid()
+        # A session of its own is not reached by what ends the parent.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(3)
+        log = os.open(item["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        null = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((null, 0), (log, 1), (log, 2)):
+            os.dup2(source, target)
+        pytest = importlib.import_module("pytest")
+        if item["cuda"]:
+            _pretend_cuda()
+        code = int(pytest.main(item["arguments"], plugins=[_Leave(item["leave"])]))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        # No handler of the parent's may run here, and no thread be waited for.
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()
