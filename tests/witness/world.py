@@ -22,7 +22,7 @@ from typing import Any
 
 from tests.fakecuda.standin import GRANULARITY, Alive, Standin
 from tests.witness import forked
-from tests.witness.native import ALLOCATOR, ROCM_ALLOCATOR
+from tests.witness.native import ALLOCATOR, ROCM_ALLOCATOR, WITH_EXCEPTION
 
 MIB = 1 << 20
 EMPTY = Alive(handles=0, mappings=0, reservations=0, physical=0)
@@ -41,6 +41,7 @@ class Loaded:
     cumem: Any
     library: ctypes.CDLL
     rocm_path: Path
+    with_exception: Path
 
 
 def load(tree: Path, libraries: Path) -> Loaded:
@@ -66,6 +67,7 @@ def load(tree: Path, libraries: Path) -> Loaded:
         cumem=cumem,
         library=_calls(libraries / ALLOCATOR),
         rocm_path=libraries / ROCM_ALLOCATOR,
+        with_exception=libraries / WITH_EXCEPTION,
     )
 
 
@@ -150,6 +152,8 @@ class World:
         self.cumem = loaded.cumem
         self.library = loaded.library
         self._rocm_path = loaded.rocm_path
+        # See with_exception.c.
+        self.with_exception = loaded.with_exception
         self.problems: list[str] = []
         self.pools_in_use: list[Pool] = []
         self._written = 0
