@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tests.fakecuda.standin import GRANULARITY
-from tests.witness.world import World, expect, raised
+from tests.witness.world import World, expect, raised, said
 
 
 @pytest.mark.hangs(5)
@@ -32,6 +32,16 @@ def test_a_free_that_fails_in_python_keeps_nothing_locked(world: World, returned
     expect("an error left set", raised(lambda: int("7")), None)
     world.cumem.init_module(*callbacks)
     world.expect_usable()
+
+
+@pytest.mark.hangs(5)
+def test_the_reason_why_a_callback_failed_is_printed(world: World) -> None:
+    def fails(pointer: int) -> None:
+        raise LookupError("no such block")
+
+    world.cumem.init_module(world.allocator.python_malloc_callback, fails)
+    text = said(lambda: world.free_raw(0x1000, GRANULARITY))
+    assert "LookupError: no such block" in text, text
 
 
 @pytest.mark.parametrize("call", ["malloc", "free"])

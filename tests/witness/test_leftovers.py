@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from tests.fakecuda.standin import GRANULARITY
-from tests.witness.world import EMPTY, Block, World, expect, sweep
+from tests.witness.world import EMPTY, Block, World, expect, said, sweep
 
 ALWAYS = 1_000_000
-
-
-def said(call: Callable[[], object]) -> str:
-    """What the C extension writes to stderr during the call."""
-    with tempfile.TemporaryFile() as file:
-        before = os.dup(2)
-        os.dup2(file.fileno(), 2)
-        try:
-            call()
-        finally:
-            os.dup2(before, 2)
-            os.close(before)
-        file.seek(0)
-        return file.read().decode()
 
 
 class Callback:
@@ -84,9 +67,12 @@ def test_a_thousand_frees_whose_unmap_fails_cost_a_bounded_number_of_calls(world
     assert calls <= 3 * len(addresses), f"{calls} calls of cuMemUnmap"
     expect("warnings", text.count("WARNING"), 1)
     assert "restart" in text, text
+    expect("errors", text.count("CUDA Error"), len(addresses))
+    used = world.block()
+    world.expect_awake(used)
     world.fake.fail_nothing()
     block = world.block()
-    world.expect_alive(block)
+    world.expect_alive(used, block)
 
 
 def test_one_that_never_works_holds_up_no_other(world: World) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from tests.fakecuda.standin import GRANULARITY
 from tests.witness.world import EMPTY, World, expect
 
@@ -17,6 +18,15 @@ def test_freeing_a_sleeping_block_unmaps_nothing(world: World) -> None:
     world.expect_awake(other)
     world.expect_alive(other)
     world.expect_usable(other)
+
+
+@pytest.mark.guard
+def test_freeing_a_sleeping_block_waits_for_nothing(world: World) -> None:
+    block = world.block()
+    world.allocator.sleep(("weights",))
+    world.fake.forget_calls()
+    world.free(block)
+    expect("waits", world.fake.calls("cudaDeviceSynchronize"), 0)
 
 
 def test_unmapping_twice_is_unmapping_once(world: World) -> None:

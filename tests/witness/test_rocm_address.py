@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from tests.fakecuda.standin import GRANULARITY
 from tests.witness.test_rocm_chunks import OFFLOAD, blocks_of_chunks, expect_held
 from tests.witness.world import EMPTY, Block, World, expect, raised
 
@@ -35,11 +34,21 @@ def test_a_wake_without_the_address_can_be_repeated(world: World) -> None:
 
 
 def test_a_block_without_its_address_is_freed(world: World) -> None:
-    for block in asleep_elsewhere(world):
-        world.free(block)
-    world.fake.ignore_hints(False)
-    world.free_raw(world.malloc(GRANULARITY), GRANULARITY)
+    blocks = asleep_elsewhere(world)
     expect("what the driver holds", world.fake.alive(), EMPTY)
+    world.fake.forget_calls()
+    for block in blocks:
+        world.free(block)
+    expect("addresses freed", world.fake.calls("cuMemAddressFree"), 0)
+    expect("the records", world.records(), set())
+
+
+def test_a_lost_address_is_not_freed_again(world: World) -> None:
+    """It may be another block's by now."""
+    block = asleep_elsewhere(world)[0]
+    world.fake.forget_calls()
+    world.cumem.unmap_and_release(world.allocator.pointer_to_data[block.address].handle)
+    expect("addresses freed", world.fake.calls("cuMemAddressFree"), 0)
 
 
 def test_an_address_that_cannot_be_freed_is_kept(world: World) -> None:

@@ -13,6 +13,7 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
+import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -307,6 +308,22 @@ class World:
 
 def expect(what: str, got: object, wanted: object) -> None:
     assert got == wanted, f"{what}: {got}, expected {wanted}"
+
+
+def said(call: Callable[[], object]) -> str:
+    """What is written to stderr during the call, by C too."""
+    with tempfile.TemporaryFile() as file:
+        before = os.dup(2)
+        sys.stderr.flush()
+        os.dup2(file.fileno(), 2)
+        try:
+            call()
+        finally:
+            sys.stderr.flush()
+            os.dup2(before, 2)
+            os.close(before)
+        file.seek(0)
+        return file.read().decode()
 
 
 def raised(call: Callable[[], object]) -> Exception | None:
