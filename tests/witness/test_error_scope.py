@@ -52,7 +52,7 @@ def test_a_failure_in_one_thread_is_none_in_another(world: World) -> None:
 
 def test_the_message_of_one_thread_is_none_of_another(world: World) -> None:
     """Both are looked up by name: the symbol of a thread's own is at an address of its own."""
-    world.fake.fail("cuMemCreate")
+    world.fake.fail("cuMemAddressReserve")
 
     def fail() -> None:
         assert not world.malloc(GRANULARITY)
