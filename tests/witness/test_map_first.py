@@ -85,11 +85,15 @@ def test_every_call_of_malloc_with_chunks(world: World) -> None:
     sweep(world, prepare, operate, check)
 
 
-def test_every_call_of_a_map_that_is_repeated(world: World) -> None:
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_every_call_of_a_map_that_is_repeated(world: World, chunks: int) -> None:
     """As wake_up maps: what fails leaves the block as it was, and the same call does it."""
+    size = chunks * GRANULARITY
+    if chunks > 1:
+        world.use_rocm()
 
     def prepare() -> Any:
-        handle = world.allocator.pointer_to_data[world.block().address].handle
+        handle = world.allocator.pointer_to_data[world.block("weights", size).address].handle
         world.cumem.unmap_and_release(handle)
         return handle
 
@@ -100,8 +104,8 @@ def test_every_call_of_a_map_that_is_repeated(world: World) -> None:
         if problem is not None:
             expect("physical memory", world.fake.alive().physical, 0)
             operate(handle)
-        expect("physical memory", world.fake.alive().physical, GRANULARITY)
-        assert world.fake.mapped(handle[2], GRANULARITY)
+        expect("physical memory", world.fake.alive().physical, size)
+        assert world.fake.mapped(handle[2], size)
 
     sweep(world, prepare, operate, check)
 

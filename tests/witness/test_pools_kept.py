@@ -37,7 +37,6 @@ def test_memory_freed_after_a_failed_context_is_given_back(world: World) -> None
     expect("physical memory", world.fake.alive().physical, GRANULARITY)
 
 
-@pytest.mark.guard
 @pytest.mark.parametrize("fails", [False, True], ids=["returns", "raises"])
 def test_a_context_inside_its_like_leaves_the_outer_pool_alone(world: World, fails: bool) -> None:
     """Weights inside kv_cache inside weights: the outer pool has a segment free to use again."""
