@@ -1,4 +1,4 @@
-"""The defects of patches 0001 to 0003 through PyTorch's own MemPool, on real hardware."""
+"""The defects of the allocator's patches through PyTorch's own MemPool, on real hardware."""
 
 from __future__ import annotations
 
