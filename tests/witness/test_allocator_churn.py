@@ -1,8 +1,8 @@
 """Random allocations, frees, pools, maps and unmaps, with random failures of the driver.
 
 After every operation what PyTorch holds is mapped and has its bytes. From time to time nothing
-fails any longer: then the driver holds what it should, and no more. SM12X_CHURN_OPERATIONS and
-SM12X_CHURN_SEEDS make a longer run than the one of the witness.
+fails any longer: then the driver holds what it should, and no more. SM12X_CHURN_SEEDS=67 makes a
+run of 20,000 operations of each kind.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from tests.fakecuda.standin import GRANULARITY, Alive
 from tests.witness.world import EMPTY, OutOfMemoryError, World, expect, raised
 
-OPERATIONS = int(os.environ.get("SM12X_CHURN_OPERATIONS", "300"))
+OPERATIONS = 300
 SEEDS = int(os.environ.get("SM12X_CHURN_SEEDS", "3"))
 # Operations between two looks at what the driver holds.
 PERIOD = 25
@@ -223,13 +223,11 @@ class Churn:
         expect("the records in the end", self.world.records(), set())
 
 
-@pytest.mark.hangs(10 + OPERATIONS / 10)
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_churn(world: World, seed: int) -> None:
     Churn(world, random.Random(seed), chunks=False).run(OPERATIONS)  # noqa: S311
 
 
-@pytest.mark.hangs(10 + OPERATIONS / 10)
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_churn_of_chunks(world: World, seed: int) -> None:
     world.use_rocm()
