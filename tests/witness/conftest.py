@@ -78,7 +78,12 @@ class Zygote:
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(timeout=10)
+        try:
+            # A busy machine takes its time over what torch does at exit.
+            self._process.wait(timeout=TIME_LIMIT)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
 
 @pytest.fixture(scope="session")

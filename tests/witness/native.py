@@ -15,6 +15,7 @@ from tests.fakecuda import standin
 
 ALLOCATOR = "cumem_allocator.abi3.so"
 ROCM_ALLOCATOR = "rocm/cumem_allocator.abi3.so"
+WITH_EXCEPTION = "libwithexception.so"
 
 
 class CompileError(RuntimeError):
@@ -49,10 +50,24 @@ def build(tree: Path, folder: Path) -> None:
 
     Raises:
         FileNotFoundError: there are no CUDA headers.
+        subprocess.CalledProcessError: gcc failed; its output is on stderr.
         CompileError: the tree's allocator does not compile; all that was said is on stderr.
     """
     include = cuda_include()
     standin.compile_into(folder, include)
+    subprocess.run(
+        [
+            "gcc",
+            "-fPIC",
+            "-shared",
+            "-I",
+            sysconfig.get_path("include"),
+            str(Path(__file__).with_name("with_exception.c")),
+            "-o",
+            str(folder / WITH_EXCEPTION),
+        ],
+        check=True,
+    )
     # The release's own settings: C++17 and the stable ABI of Python 3.8.
     compile_allocator(
         tree,

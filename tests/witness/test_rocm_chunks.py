@@ -1,4 +1,4 @@
-"""Patches 0001 and 0002 where a block has several chunks, as on ROCm: all of them, or none."""
+"""Where a block has several chunks, as on ROCm: all of them are mapped, or none."""
 
 from __future__ import annotations
 
@@ -91,16 +91,23 @@ def test_every_call_of_wake_up(world: World) -> None:
     sweep(world, prepare, operate, check)
 
 
-@pytest.mark.guard
-def test_a_sleeping_block_gets_its_address_again(world: World) -> None:
-    """Some releases free it, for the memory to be given back, and reserve it anew at once."""
-    blocks = blocks_of_chunks(world)
-    world.fake.ignore_hints(True)
-    world.allocator.sleep(OFFLOAD)
-    expect("physical memory asleep", world.fake.alive().physical, 0)
-    world.fake.ignore_hints(False)
-    world.allocator.wake_up()
-    expect_held(world, *blocks)
+def test_an_unmap_that_fails_keeps_the_bytes_of_every_chunk(world: World) -> None:
+    block = blocks_of_chunks(world)[0]
+    handle = world.allocator.pointer_to_data[block.address].handle
+
+    def state() -> int:
+        return len(world.records())
+
+    def operate(_: int) -> None:
+        world.cumem.unmap_and_release(handle)
+
+    def check(_: int, problem: Exception | None) -> None:
+        if problem is not None:
+            world.expect_awake(block)
+        operate(0)
+        expect("physical memory", world.fake.alive().physical, 2 * GRANULARITY)
+
+    sweep(world, state, operate, check)
 
 
 @pytest.mark.guard

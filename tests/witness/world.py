@@ -13,6 +13,7 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
+import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from typing import Any
 
 from tests.fakecuda.standin import GRANULARITY, Alive, Standin
 from tests.witness import forked
-from tests.witness.native import ALLOCATOR, ROCM_ALLOCATOR
+from tests.witness.native import ALLOCATOR, ROCM_ALLOCATOR, WITH_EXCEPTION
 
 MIB = 1 << 20
 EMPTY = Alive(handles=0, mappings=0, reservations=0, physical=0)
@@ -41,6 +42,7 @@ class Loaded:
     cumem: Any
     library: ctypes.CDLL
     rocm_path: Path
+    with_exception: Path
 
 
 def load(tree: Path, libraries: Path) -> Loaded:
@@ -66,6 +68,7 @@ def load(tree: Path, libraries: Path) -> Loaded:
         cumem=cumem,
         library=_calls(libraries / ALLOCATOR),
         rocm_path=libraries / ROCM_ALLOCATOR,
+        with_exception=libraries / WITH_EXCEPTION,
     )
 
 
@@ -150,6 +153,8 @@ class World:
         self.cumem = loaded.cumem
         self.library = loaded.library
         self._rocm_path = loaded.rocm_path
+        # See with_exception.c.
+        self.with_exception = loaded.with_exception
         self.problems: list[str] = []
         self.pools_in_use: list[Pool] = []
         self._written = 0
@@ -303,6 +308,22 @@ class World:
 
 def expect(what: str, got: object, wanted: object) -> None:
     assert got == wanted, f"{what}: {got}, expected {wanted}"
+
+
+def said(call: Callable[[], object]) -> str:
+    """What is written to stderr during the call, by C too."""
+    with tempfile.TemporaryFile() as file:
+        before = os.dup(2)
+        sys.stderr.flush()
+        os.dup2(file.fileno(), 2)
+        try:
+            call()
+        finally:
+            sys.stderr.flush()
+            os.dup2(before, 2)
+            os.close(before)
+        file.seek(0)
+        return file.read().decode()
 
 
 def raised(call: Callable[[], object]) -> Exception | None:
