@@ -199,6 +199,18 @@ CUresult create(CUmemGenericAllocationHandle *handle, uint64_t size, int device)
 
 CUresult reserve(CUdeviceptr *pointer, uint64_t size, uint64_t alignment) {
   if (alignment < FAKECUDA_GRANULARITY) alignment = FAKECUDA_GRANULARITY;
+  /* As driver 580 does: the lowest freed range that fits, so that a stale address may be another
+   * block's. (It did not hand out a released handle again.) */
+  reservation *freed = NULL;
+  for (reservation *r = reservations; r != NULL; r = r->next) {
+    if (r->live || r->size != size || r->base % alignment != 0) continue;
+    if (freed == NULL || r->base < freed->base) freed = r;
+  }
+  if (freed != NULL) {
+    freed->live = 1;
+    *pointer = freed->base;
+    return CUDA_SUCCESS;
+  }
   void *at = mmap(NULL, size + alignment, PROT_NONE,
                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (at == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;

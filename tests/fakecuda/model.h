@@ -25,7 +25,7 @@ typedef struct reservation {
   struct reservation *next;
   uint64_t base;
   uint64_t size;
-  int live; /* freed ranges stay without access, so that a late touch of one is noticed */
+  int live; /* freed ranges stay without access until they are handed out again: see reserve */
 } reservation;
 
 typedef struct mapping {

@@ -1,4 +1,4 @@
-"""Patch 0003: nothing is unmapped while kernels may still use it."""
+"""Nothing is unmapped while kernels may still use it."""
 
 from __future__ import annotations
 
@@ -85,6 +85,27 @@ def test_a_rollback_waits_for_its_copies(world: World) -> None:
     world.expect_alive(asleep=tuple(blocks))
 
 
+def test_a_rollback_that_cannot_wait_is_made_all_the_same(world: World) -> None:
+    """The device has failed for good: nothing is under way there, and the first error is told."""
+    blocks = world.blocks()
+    world.allocator.sleep(("weights",))
+    world.fake.forget_calls()
+    world.fake.fail("cudaMemcpy", nth=2, error=2)
+    wait = world.synchronize
+
+    def failing(device: Any = None) -> None:
+        raise RuntimeError("CUDA error: the synchronize failed")
+
+    world.torch.cuda.synchronize = world.torch.accelerator.synchronize = failing
+    problem = raised(world.allocator.wake_up)
+    world.torch.cuda.synchronize = world.torch.accelerator.synchronize = wait
+    assert isinstance(problem, RuntimeError), f"raised {problem!r}"
+    assert "out of memory" in str(problem), str(problem)
+    world.expect_alive(asleep=tuple(blocks))
+    world.allocator.wake_up()
+    world.expect_awake(*blocks)
+
+
 def test_every_call_of_a_free_with_work_in_flight(world: World) -> None:
     """Where the wait fails, nothing is unmapped; the free is made up for with the next call."""
 
@@ -119,9 +140,17 @@ def test_a_sleep_that_cannot_wait_unmaps_nothing(world: World) -> None:
 
 
 @pytest.mark.guard
-def test_freeing_a_sleeping_block_waits_for_nothing(world: World) -> None:
+@pytest.mark.parametrize("failing", ["", "cudaMemcpy"])
+def test_freeing_a_sleeping_block_waits_for_nothing(world: World, failing: str) -> None:
+    """Also not after a wake_up, be it one that failed."""
     block = world.block()
     world.allocator.sleep(("weights",))
+    if failing:
+        world.fake.fail(failing, error=2)
+        raised(world.allocator.wake_up)
+    else:
+        world.allocator.wake_up()
+        world.allocator.sleep(("weights",))
     world.fake.forget_calls()
     world.free(block)
     expect("waits", world.fake.calls("cudaDeviceSynchronize"), 0)

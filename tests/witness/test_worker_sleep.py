@@ -1,4 +1,4 @@
-"""Patches 0002 and 0003 in the worker: repeated, partial and failing sleeps of a model."""
+"""The worker: repeated, partial, failing and interrupted sleeps of a model."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.fakecuda.standin import GRANULARITY
+from tests.witness.interrupt import walk
 from tests.witness.world import Block, World, expect, raised
 
 WORKER = "vllm.v1.worker.gpu_worker"
@@ -42,7 +43,10 @@ class Rig:
         self.worker._sleep_saved_parameters = {}
         self.worker._sleep_saved_draft_buffers = {}
         self.worker._sleep_mode_backend = None
-        self.worker.get_draft_model = lambda: None
+        # A buffer of the same name, which is another one.
+        self.draft = self.torch.nn.Module()
+        self.draft.register_buffer("first", self.view(self.weights[2]))
+        self.worker.get_draft_model = lambda: self.draft
         self.worker.synchronize_device = lambda: None
         options = SimpleNamespace(
             sleep_mode_backend="cumem",
@@ -55,7 +59,11 @@ class Rig:
         allocators.current_platform = SimpleNamespace(is_cuda_alike=lambda: True)
         # Not every release sets up the cache anew after it slept.
         source = Path(str(importlib.import_module(WORKER).__file__))
-        self.sets_up = self.post_kv_cache_wake_up.__name__ in source.read_text(encoding="utf-8")
+        text = source.read_text(encoding="utf-8")
+        self.sets_up = self.post_kv_cache_wake_up.__name__ in text
+        # Nor do all save the buffers of a draft model.
+        if "_sleep_saved_draft_buffers" in text:
+            self.buffers.append(self.draft.first)
 
     def view(self, block: Block) -> Any:
         """A tensor over device memory; reading it while it is not mapped is a fault."""
@@ -77,6 +85,16 @@ def test_a_second_deep_sleep_keeps_what_the_first_saved(world: World) -> None:
     rig = Rig(world)
     before = rig.values()
     rig.worker.sleep(level=2)
+    rig.worker.sleep(level=2)
+    rig.worker.wake_up()
+    expect("the buffers", rig.values(), before)
+    world.expect_alive(*rig.blocks)
+
+
+def test_a_deep_sleep_after_a_light_one_reads_no_sleeping_buffer(world: World) -> None:
+    rig = Rig(world)
+    before = rig.values()
+    rig.worker.sleep(level=1)
     rig.worker.sleep(level=2)
     rig.worker.wake_up()
     expect("the buffers", rig.values(), before)
@@ -125,8 +143,9 @@ def test_buffers_not_restored_yet_are_not_saved_again(world: World) -> None:
     named_buffers = rig.model.named_buffers
 
     def fails() -> Iterator[tuple[str, Any]]:
-        yield next(named_buffers())
-        raise RuntimeError("no")
+        if world.fake.mapped(rig.weights[0].address):
+            raise RuntimeError("no")
+        return iter(named_buffers())
 
     rig.model.named_buffers = fails
     assert raised(rig.worker.wake_up) is not None
@@ -145,6 +164,16 @@ def test_buffers_saved_for_a_sleep_that_never_was_are_not_restored(world: World)
     rig.buffers[0].fill_(7)
     before = rig.values()
     rig.worker.sleep(level=1)
+    rig.worker.wake_up()
+    expect("the buffers", rig.values(), before)
+
+
+def test_buffers_saved_for_a_sleep_that_never_was_are_dropped_by_a_wake(world: World) -> None:
+    rig = Rig(world)
+    world.fake.fail("cuMemUnmap", error=999)
+    assert isinstance(raised(lambda: rig.worker.sleep(level=2)), RuntimeError)
+    rig.buffers[0].fill_(7)
+    before = rig.values()
     rig.worker.wake_up()
     expect("the buffers", rig.values(), before)
 
@@ -183,7 +212,6 @@ def test_another_process_may_take_memory_meanwhile(world: World) -> None:
 
 
 def test_sleep_waits_for_work_in_flight(world: World) -> None:
-    """Patch 0003."""
     rig = Rig(world)
     world.fake.begin_work(rig.weights[0].address, GRANULARITY)
     # The free memory is read first, and buffers are saved, all of it after the wait.
@@ -198,6 +226,80 @@ def test_sleep_waits_for_work_in_flight(world: World) -> None:
     rig.worker.sleep(level=1)
     expect("work in flight when memory was read", waited, [0, 0])
     expect("blocks unmapped under work in flight", world.fake.violations(), 0)
+
+
+def test_wake_up_waits_for_its_copies(world: World) -> None:
+    """The allocator's and those of the saved buffers: the caller may use any stream (#45552)."""
+    rig = Rig(world)
+    rig.worker.synchronize_device = world.synchronize
+    rig.worker.sleep(level=1)
+    copy = world.cumem.libcudart.cudaMemcpy
+
+    def copy_that_goes_on(to: Any, source: Any, size: int) -> None:
+        copy(to, source, size)
+        world.fake.begin_work(to, size)
+
+    world.cumem.libcudart.cudaMemcpy = copy_that_goes_on
+    rig.worker.wake_up()
+    expect("copies under way when wake_up returned", world.fake.work_in_flight(), 0)
+
+
+def recovers(rig: Rig, before: list[list[int]]) -> None:
+    """Awake, with the buffers as they were; and the next deep sleep keeps newer ones."""
+    rig.worker.wake_up()
+    expect("the buffers", rig.values(), before)
+    rig.world.expect_alive(*rig.blocks)
+    for i, buffer in enumerate(rig.buffers):
+        buffer.fill_(100 + i)
+    newer = rig.values()
+    rig.worker.sleep(level=2)
+    expect("physical memory asleep", rig.world.fake.alive().physical, 0)
+    rig.worker.wake_up()
+    expect("the newer buffers", rig.values(), newer)
+    for block in rig.blocks:
+        rig.world.free(block)
+
+
+@pytest.mark.parametrize("call", ["sleep", "wake_up"])
+def test_an_interrupt_anywhere(world: World, call: str) -> None:
+    def prepare() -> tuple[Rig, list[list[int]]]:
+        rig = Rig(world)
+        before = rig.values()
+        if call == "wake_up":
+            rig.worker.sleep(level=2)
+        return rig, before
+
+    def operate(state: tuple[Rig, list[list[int]]]) -> None:
+        if call == "sleep":
+            state[0].worker.sleep(level=2)
+        else:
+            state[0].worker.wake_up()
+
+    def then_wake(state: tuple[Rig, list[list[int]]]) -> None:
+        recovers(*state)
+
+    def then_sleep(state: tuple[Rig, list[list[int]]]) -> None:
+        state[0].worker.sleep(level=2)
+        expect("physical memory asleep", world.fake.alive().physical, 0)
+        recovers(*state)
+
+    # The allocator has a walk of its own.
+    files = ("gpu_worker.py", "sleep_mode_backend.py")
+    walk(prepare, operate, then_wake, then_sleep, files=files, stride=197)
+
+
+def test_a_backend_that_fails_to_resume_is_suspended(world: World) -> None:
+    """It does not stay "RESUMING". Releases without backends have no state to be wrong."""
+    rig = Rig(world)
+    rig.worker.sleep(level=1)
+    world.fake.fail("cuMemCreate", nth=2)
+    assert isinstance(raised(rig.worker.wake_up), RuntimeError)
+    world.expect_alive(asleep=tuple(rig.blocks))
+    backend = getattr(rig.worker, "sleep_mode_backend", None)
+    if backend is not None:
+        expect("the state", backend.state(), "SUSPENDED")
+        rig.worker.wake_up()
+        expect("the state", backend.state(), "RUNNING")
 
 
 @pytest.mark.guard
