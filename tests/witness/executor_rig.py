@@ -3,7 +3,9 @@
 The tree under test is the unpacked source that ``SM12X_TREE`` names; it needs no compiled module
 and no GPU. ``executor()`` starts vLLM's MultiprocExecutor with four worker processes, ``engine()``
 starts the engine core in a process of its own with such an executor under it, and talks to it as
-vLLM's server does. The workers are those of executor_worker.py.
+vLLM's server does; ``data_parallel()`` starts two engine cores with two workers each, and the
+coordinator between them. ``in_process()`` is the executor of one GPU, whose worker runs in the same
+process. The workers are those of executor_worker.py.
 
 A test runs in a fork of pytest (``isolated``) with a time limit: vLLM is imported once, and a test
 that hangs is a test that fails, with all its processes ended.
@@ -11,6 +13,7 @@ that hangs is a test that fails, with all its processes ended.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import json
@@ -29,6 +32,7 @@ from typing import Any, ParamSpec
 import pytest
 
 RANKS = 4
+ENGINES = 2
 CAPACITY = 100
 SIZES = {"weights": 60, "kv_cache": 30}
 FULL = sum(SIZES.values())
@@ -48,6 +52,8 @@ _MODEL = {
     "num_hidden_layers": 1,
     "vocab_size": 128,
     "max_position_embeddings": 128,
+    # Data parallel engines work in lockstep only for a model with experts.
+    "num_local_experts": 4,
 }
 
 
@@ -68,8 +74,8 @@ def use_tree() -> None:
 
 
 @functools.cache
-def _vllm_config() -> Any:
-    """A real configuration: four-way tensor parallel, CPU tensors, the pretended workers."""
+def _vllm_config(engines: int = 1) -> Any:
+    """A real configuration of ``engines`` data parallel engines that share RANKS pretended GPUs."""
     from vllm.config import (
         CacheConfig,
         DeviceConfig,
@@ -93,7 +99,9 @@ def _vllm_config() -> Any:
         cache_config=CacheConfig(block_size=16, enable_prefix_caching=False),
         device_config=DeviceConfig(device="cpu"),
         parallel_config=ParallelConfig(
-            tensor_parallel_size=RANKS,
+            tensor_parallel_size=RANKS // engines,
+            data_parallel_size=engines,
+            data_parallel_size_local=engines,
             distributed_executor_backend="mp",
             worker_cls="tests.witness.executor_worker.PretendWorker",
         ),
@@ -115,10 +123,12 @@ def prepare() -> None:
     # Where the machine has a GPU, vLLM would choose its platform and start CUDA.
     platforms._current_platform = UnspecifiedPlatform()
     import tests.witness.executor_worker  # noqa: F401
+    import vllm.v1.engine.coordinator
     import vllm.v1.engine.core_client
     import vllm.v1.executor.multiproc_executor  # noqa: F401
 
     _vllm_config()
+    _vllm_config(ENGINES)
 
 
 class Gpus:
@@ -137,6 +147,19 @@ class Gpus:
 
     def late(self, rank: int, operation: str, seconds: float) -> None:
         self._write(rank, f"late-{operation}", seconds)
+
+    def hang(self, rank: int, *operations: str) -> None:
+        """Each of these operations hangs, until ``let_go``."""
+        for operation in operations:
+            self._write(rank, f"hang-{operation}", 1)
+
+    def let_go(self, rank: int, *operations: str) -> None:
+        for operation in operations:
+            (self.root / f"rank{rank}" / f"hang-{operation}").unlink(missing_ok=True)
+
+    def die(self, rank: int, operation: str) -> None:
+        """The next call of the operation ends the rank's process."""
+        self._write(rank, f"die-{operation}", 1)
 
     def used(self) -> list[int]:
         return [int(self._read(rank, "used") or 0) for rank in range(RANKS)]
@@ -158,6 +181,37 @@ class Gpus:
         return path.read_text() if path.exists() else ""
 
 
+def hurry(grace: float = 0.3, *, rollback: float = 1.0, sleep: float = 3.0) -> None:
+    """Shorten the limits of the tree under test, where it has them, in this fork."""
+    from vllm.v1.executor import abstract, multiproc_executor
+
+    for module, name, seconds in (
+        (multiproc_executor, "REPLY_GRACE_SECONDS", grace),
+        (multiproc_executor, "REPLY_POLL_SECONDS", grace / 3),
+        (abstract, "ROLLBACK_TIMEOUT_SECONDS", rollback),
+        (abstract, "SLEEP_TIMEOUT_SECONDS", sleep),
+    ):
+        if hasattr(module, name):
+            setattr(module, name, seconds)
+    # Ten seconds in the release.
+    multiproc_executor.MultiprocExecutor.check_health = lambda self: self.collective_rpc(
+        "check_health", timeout=grace
+    )
+
+
+@contextlib.contextmanager
+def in_process(gpus: Gpus) -> Iterator[Any]:
+    """vLLM's executor of one GPU."""
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    os.environ[DEVICES] = str(gpus.root)
+    started = UniProcExecutor(_vllm_config())
+    try:
+        yield started
+    finally:
+        started.shutdown()
+
+
 @contextlib.contextmanager
 def executor(gpus: Gpus) -> Iterator[Any]:
     """vLLM's multiprocess executor over four worker processes."""
@@ -176,6 +230,8 @@ class Engine:
 
     def __init__(self, client: Any) -> None:
         self.client = client
+        self._tokens: dict[str, list[int]] = {}
+        self._finished: set[str] = set()
 
     def begin(self, method: str, *arguments: Any) -> Future[Any]:
         """Call a method of the engine core as the client does, but don't wait for its answer."""
@@ -198,32 +254,16 @@ class Engine:
 
     def ask(self, name: str, tokens: int = 3) -> None:
         """Send a request that generates ``tokens`` tokens."""
-        from vllm.sampling_params import SamplingParams
-        from vllm.v1.engine import EngineCoreRequest
-
-        self.client.add_request(
-            EngineCoreRequest(
-                request_id=name,
-                prompt_token_ids=[1, 2, 3],
-                mm_features=None,
-                sampling_params=SamplingParams(max_tokens=tokens, ignore_eos=True),
-                pooling_params=None,
-                arrival_time=time.time(),
-                lora_request=None,
-                cache_salt=None,
-                data_parallel_rank=None,
-            )
-        )
+        self.client.add_request(_request(name, tokens))
 
     def answer(self, name: str) -> list[int]:
         """All tokens of a request. Raises if the engine dies before it ends."""
-        tokens: list[int] = []
-        while True:
+        while name not in self._finished:
             for output in self.client.get_output().outputs:
-                if output.request_id == name:
-                    tokens += output.new_token_ids
-                    if output.finish_reason is not None:
-                        return tokens
+                self._tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+                if output.finish_reason is not None:
+                    self._finished.add(output.request_id)
+        return self._tokens[name]
 
     def generates(self, name: str) -> bool:
         self.ask(name)
@@ -252,6 +292,88 @@ def engine(gpus: Gpus) -> Iterator[Engine]:
         yield Engine(client)
     finally:
         client.shutdown()
+
+
+class Engines:
+    """The client of data parallel engine cores, as vLLM's server has it."""
+
+    def __init__(self, client: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self.client = client
+        self._loop = loop
+
+    def call(self, method: str, *arguments: Any, seconds: float = 5.0) -> list[Any]:
+        """Call a method of every engine core: what each returns, or the exception it raises.
+
+        An engine that does not answer in ``seconds`` gives a TimeoutError.
+        """
+
+        async def ask(engine: Any) -> Any:
+            answer = self.client._call_utility_async(method, *arguments, engine=engine)
+            return await asyncio.wait_for(answer, seconds)
+
+        async def ask_all() -> list[Any]:
+            calls = [ask(engine) for engine in self.client.core_engines]
+            return await asyncio.gather(*calls, return_exceptions=True)
+
+        return self._loop.run_until_complete(ask_all())
+
+    def generates(self, name: str, *, engine: int, seconds: float = 5.0) -> bool:
+        """Whether this engine answers a request."""
+
+        async def tokens() -> list[int]:
+            await self.client.add_request_async(_request(name, 3, engine))
+            found: list[int] = []
+            while True:
+                for output in (await self.client.get_output_async()).outputs:
+                    if output.request_id == name:
+                        found += output.new_token_ids
+                        if output.finish_reason is not None:
+                            return found
+
+        return self._loop.run_until_complete(asyncio.wait_for(tokens(), seconds)) == [TOKEN] * 3
+
+
+@contextlib.contextmanager
+def data_parallel(gpus: Gpus) -> Iterator[Engines]:
+    """ENGINES engine cores in lockstep, started as vLLM's server starts them.
+
+    Engine 0 has the first half of the pretended GPUs, engine 1 the second half.
+    """
+    from vllm.v1.engine.core_client import EngineCoreClient
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    os.environ[DEVICES] = str(gpus.root)
+    loop = asyncio.new_event_loop()
+
+    async def start() -> Any:
+        return EngineCoreClient.make_async_mp_client(
+            vllm_config=_vllm_config(ENGINES),
+            executor_class=MultiprocExecutor,
+            log_stats=False,
+        )
+
+    client = loop.run_until_complete(start())
+    try:
+        yield Engines(client, loop)
+    finally:
+        client.shutdown()
+
+
+def _request(name: str, tokens: int, engine: int | None = None) -> Any:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+
+    return EngineCoreRequest(
+        request_id=name,
+        prompt_token_ids=[1, 2, 3],
+        mm_features=None,
+        sampling_params=SamplingParams(max_tokens=tokens, ignore_eos=True),
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=engine,
+    )
 
 
 def isolated(seconds: float) -> Callable[[Callable[P, None]], Callable[P, None]]:

@@ -9,10 +9,14 @@ call of an operation, while the worker runs elsewhere:
     rank<n>/used       what this worker has mapped (written by the worker)
     rank<n>/fail-<op>  how many of the next calls of <op> fail
     rank<n>/late-<op>  seconds by which each answer to <op> is delayed
+    rank<n>/hang-<op>  <op> hangs as long as the file is there
+    rank<n>/die-<op>   the next call of <op> ends the worker's process
+    rank<n>/batches    forward passes so far, in which data parallel ranks meet
     rank<n>/log        one line a call
 
-``sleep`` and ``wake_up`` keep the contract of the allocator patches: either may be repeated, and a
-wake that finds no room leaves the blocks as they were.
+With data parallel engines, n counts the ranks of all engines. ``sleep`` and ``wake_up`` keep the
+contract of the allocator patches: either may be repeated, and a wake that finds no room leaves the
+blocks as they were.
 """
 
 from __future__ import annotations
@@ -51,10 +55,14 @@ class Device:
             raise RuntimeError(f"CUDA Error: out of memory mapping {wanted} for {tags}")
 
     def called(self, operation: str, detail: str = "") -> None:
-        """Note the call and answer late if the test asked for it."""
+        """Note the call; answer late, not at all, or die, if the test asked for it."""
         with (self.folder / "log").open("a") as log:
             log.write(f"{operation} {detail}".strip() + "\n")
         time.sleep(self._number(f"late-{operation}"))
+        while (self.folder / f"hang-{operation}").exists():
+            time.sleep(0.01)
+        if (self.folder / f"die-{operation}").exists():
+            os._exit(1)
 
     def trip(self, operation: str) -> None:
         """Fail if the test asked for it."""
@@ -64,9 +72,17 @@ class Device:
             raise RuntimeError(f"{operation} was made to fail")
 
     def need_mapped(self, *tags: str) -> None:
-        """What a real GPU does to a kernel whose memory is not there."""
+        """Fail as a kernel does whose memory is not mapped."""
         if not set(tags) <= set(self.mapped):
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def meet(self, peers: list[int]) -> None:
+        """Wait for these ranks to be in their forward pass, as the experts' collectives do."""
+        mine = self._number("batches") + 1
+        (self.folder / "batches").write_text(str(mine))
+        folders = [self.folder.parent / f"rank{rank}" / "batches" for rank in peers]
+        while any(not f.exists() or float(f.read_text() or 0) < mine for f in folders):
+            time.sleep(0.002)
 
     def _used(self) -> int:
         return sum(SIZES[tag] for tag in self.mapped)
@@ -83,11 +99,15 @@ class PretendWorker(WorkerBase):  # type: ignore[misc]
     """What vLLM asks of a worker, without a model and without a GPU."""
 
     gpu: Device
+    peers: list[int]
 
     def init_device(self) -> None:
-        self.gpu = Device(self.rank)
+        parallel = self.parallel_config
+        ranks = parallel.tensor_parallel_size
+        self.gpu = Device(parallel.data_parallel_rank * ranks + self.rank)
+        self.peers = [self.rank + ranks * n for n in range(parallel.data_parallel_size)]
 
-    def load_model(self) -> None:
+    def load_model(self, **options: Any) -> None:
         self.gpu.map("weights", 1000 + self.rank)
         self.gpu.map("kv_cache", 0)
 
@@ -99,7 +119,11 @@ class PretendWorker(WorkerBase):  # type: ignore[misc]
         return ["LBNHC"]
 
     def synchronize_device(self) -> None:
-        pass
+        self.gpu.called("synchronize_device")
+
+    def check_health(self) -> None:
+        self.gpu.called("check_health")
+        self.gpu.trip("check_health")
 
     def determine_available_memory(self) -> int:
         return 1 << 20
@@ -157,11 +181,20 @@ class PretendWorker(WorkerBase):  # type: ignore[misc]
         self.gpu.trip("echo")
         return self.rank, value
 
+    def execute_dummy_batch(self) -> None:
+        self.gpu.called("execute_dummy_batch")
+        self._forward()
+
+    def _forward(self) -> None:
+        self.gpu.need_mapped("weights", "kv_cache")
+        if len(self.peers) > 1:
+            self.gpu.meet(self.peers)
+
     def execute_model(self, scheduler_output: Any) -> ModelRunnerOutput:
         names = list(scheduler_output.num_scheduled_tokens)
         if names:
             self.gpu.called("execute_model")
-            self.gpu.need_mapped("weights", "kv_cache")
+            self._forward()
         return ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: n for n, name in enumerate(names)},
