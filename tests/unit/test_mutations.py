@@ -137,6 +137,7 @@ def test_a_list_that_is_wrong_is_refused(tmp_path: Path, old: str, new: str) -> 
 def test_no_list_is_no_mutation(tmp_path: Path) -> None:
     base = cast(bases.Base, SimpleNamespace(folder=tmp_path, version="1.0"))
     assert mutations.load(base) == ()
+    assert mutations.check(base, _stack("0001-Mend-it.patch"), None) == []
     with pytest.raises(BadFileError):
         mutate.require(base)
 

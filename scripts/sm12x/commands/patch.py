@@ -23,7 +23,7 @@ from sm12x.commands.patchoptions import (
 from sm12x.core import progress
 from sm12x.core.errors import BadFileError, FindingsError
 from sm12x.stack import apply as applying
-from sm12x.stack import refresh, render, series, tree
+from sm12x.stack import mutations, refresh, render, series, tree
 from sm12x.stack.base import Base
 
 
@@ -95,6 +95,8 @@ def check_command(
     findings = series.check(base, root=layout.root())
     report: applying.ApplyReport | None = None
     conflict: applying.StackConflictError | None = None
+    if messages_only and _readable(base):
+        findings += mutations.check(base, series.load(base), None)
     # What cannot be read cannot be applied; the findings say so.
     if not messages_only and _readable(base):
         archive = fetch(base, find_links)
@@ -105,6 +107,8 @@ def check_command(
                 tree.unpack(archive, source)
                 try:
                     report, faults = refresh.round_trip(base, stack, source)
+                    # The source is patched now: the mutations' texts have to be there.
+                    faults += mutations.check(base, stack, source)
                 except applying.StackConflictError as error:
                     report, faults, conflict = error.report, [], error
         findings += faults

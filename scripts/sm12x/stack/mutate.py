@@ -119,17 +119,6 @@ def run(
     )
 
 
-def check(base: Base, stack: Stack, archive: Path | None) -> list[Finding]:
-    """What is wrong with the mutations of ``base``; with its sdist, their text is looked for."""
-    if archive is None:
-        return mutations.check(base, stack, None)
-    with tempfile.TemporaryDirectory(prefix="sm12x-mutate-") as name:
-        patched = Path(name) / "patched"
-        tree.unpack(archive, patched)
-        apply.apply(base, stack, patched, archive=archive)
-        return mutations.check(base, stack, patched)
-
-
 def targets(base: Base, mutant: Mutant) -> list[str]:
     """What is asked about a mutant, in order: its own test, then the patch's witnesses."""
     slow_last = sorted(mutant.patch.witnesses, key=lambda path: path in base.witness.first)

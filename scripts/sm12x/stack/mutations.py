@@ -141,10 +141,14 @@ def kept(base: Base, stack: Stack, tree: Path) -> tuple[list[Mutant], list[Findi
 def check(base: Base, stack: Stack, tree: Path | None) -> list[Finding]:
     """What is wrong with the mutations of ``base``: a patch without one, or one that is stale.
 
+    A base that keeps none yet has nothing to check; those of this repository have to keep them.
+
     Args:
         tree: the patched source; without it no text is compared.
     """
     path = base.folder / NAME
+    if not path.exists():
+        return []
     entries = load(base)
     findings = [
         _unknown(base, stack, entry) for entry in entries if not patch_of(stack, entry.patch)
