@@ -28,7 +28,7 @@ bundle: $(STAMP) ## build the image for BASE (default 0.21.0; BUILD=quick|full|a
 base-image: $(STAMP) ## make the base image with debootstrap where none can be pulled
 	@$(BIN)/sm12x bundle --base $(BASE) --base-image-only $(if $(PLATFORM),--platform $(PLATFORM)) $(ARGS)
 
-test: lint test-unit test-witness test-integration ## every test that needs no GPU
+test: lint test-unit test-witness test-upstream test-integration ## every test that needs no GPU
 
 test-unit: $(STAMP) ## unit tests: no process, no network, under 30 s
 	@$(BIN)/pytest tests/unit

@@ -262,6 +262,19 @@ def test_what_fails_the_run(states: tuple[str, ...], ok: bool) -> None:
     assert mutate.text(report).count("  ! ") == (0 if ok else 1)
 
 
+def test_every_patch_has_a_mutation() -> None:
+    from sm12x.stack import series
+
+    for version in bases.versions():
+        base = bases.load(version)
+        having = {
+            patch.name
+            for entry in mutations.load(base)
+            if (patch := mutations.patch_of(series.load(base), entry.patch))
+        }
+        assert having == {patch.name for patch in series.load(base).patches}, version
+
+
 def test_the_mutations_of_every_base_belong_to_its_patches() -> None:
     from sm12x.stack import series
 
