@@ -153,7 +153,8 @@ class Fuzzer:
     def with_thread(self, call: Any) -> None:
         """Another thread frees a block, and allocates one where it may be, during a copy."""
         if not self.blocks:
-            return call()
+            call()
+            return
         victim = self.blocks.pop(self.chance.randrange(len(self.blocks)))
         at = self.chance.randint(1, 4)
         size = self.chance.choice((victim.size, GRANULARITY))
@@ -187,7 +188,6 @@ class Fuzzer:
                 other()
             self.blocks += made
             self.counts["threads"] += 1
-        return None
 
     # ---- operations ----
 

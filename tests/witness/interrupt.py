@@ -8,6 +8,7 @@ sleep and wake code, one event at a time, for as long as there are events.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import struct
@@ -84,7 +85,7 @@ def walk(
         turn = 0
         while True:
             state = prepare()
-            walker = raise_at(lambda state=state: operate(state), at, opcodes=opcodes, files=files)
+            walker = raise_at(functools.partial(operate, state), at, opcodes=opcodes, files=files)
             try:
                 checks[turn % len(checks)](state)
             except Exception as error:
