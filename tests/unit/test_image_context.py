@@ -31,6 +31,7 @@ def test_the_toolchain_stage_is_not_given_the_patches(base: Base) -> None:
     assert f"patches/{base.version}/series" in stages["patches"]
     assert "sm12x/pyproject.toml" in stages["sm12x"]
     assert not any("__pycache__" in name or "tests" in name for name in names)
+    assert not any("mutations" in name for name in names)
 
 
 def test_everything_copied_by_a_dockerfile_is_staged(base: Base) -> None:

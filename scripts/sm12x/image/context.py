@@ -74,6 +74,8 @@ def builder_files(base: Base, machine: str, *, here: str) -> dict[str, Path | st
     folder = f"patches/{base.version}"
     other = base.build_lock_path(machine)
     stack = [base.series_path, base.lock_path(machine), *sorted(base.folder.glob("*.patch"))]
+    # Not what only tests read: a change of it would build the wheel anew.
+    data = [base.folder / name for name in ("base.toml", "audit-policy.toml")]
     return {
         **_installer(base.build_lock_path(here)),
         **package(),
@@ -82,7 +84,7 @@ def builder_files(base: Base, machine: str, *, here: str) -> dict[str, Path | st
         **{f"base/{base.version}/{path.relative_to(base.folder)}": path for path in base.headers()},
         **({f"base/{base.version}/{other.name}": other} if machine != here else {}),
         **{f"{folder}/{path.name}": path for path in stack},
-        **{f"{folder}/{path.name}": path for path in sorted(base.folder.glob("*.toml"))},
+        **{f"{folder}/{path.name}": path for path in data if path.exists()},
     }
 
 
