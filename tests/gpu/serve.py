@@ -126,6 +126,7 @@ class Report:
     def expect(self, right: bool, problem: str) -> None:
         if not right:
             self.wrong.append(problem)
+            print(json.dumps({"wrong": problem}), flush=True)
 
 
 def rotate(report: Report, cycles: int) -> None:
@@ -170,6 +171,8 @@ def main() -> int:
     parser.add_argument("--cycles", type=int, default=3)
     parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="further flags")
     options = parser.parse_args()
+    # So that a run that is ended takes its server along.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     report = Report()
     with tempfile.TemporaryDirectory() as scratch:
         make_model(Path(scratch) / "model", options.layers)
