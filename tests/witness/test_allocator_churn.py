@@ -88,6 +88,7 @@ class Churn:
         size = self.size()
         address = self.world.malloc(size)
         if address:
+            assert address not in self.held(), f"{address:#x} is another block's"
             self.sizes[address] = size
             self.write(address)
 
@@ -134,7 +135,9 @@ class Churn:
             self.tensor(pool)
 
     def tensor(self, pool: Any) -> None:
+        held = self.held() - set(pool.segments)
         address = pool.allocate(self.world, self.random.randint(1, 2) * GRANULARITY)
+        assert address not in held, f"{address:#x} is another block's"
         self.write(address)
         if self.random.random() < 0.5:
             self.bytes_of.pop(address)
@@ -153,6 +156,10 @@ class Churn:
         del pool, entries
         # An exception that left its context may hold it in a cycle.
         gc.collect()
+
+    def held(self) -> set[int]:
+        """The addresses that PyTorch has not freed."""
+        return {*self.sizes, *(address for pool in self.pools for address in pool.segments)}
 
     def pick(self, *, asleep: bool) -> int | None:
         known = [address for address in self.sizes if (address in self.asleep) == asleep]
@@ -174,11 +181,11 @@ class Churn:
     def settle(self) -> None:
         """With a driver that works again, all that was left is given back."""
         self.world.fake.fail_nothing()
+        self.world.fake.set_capacity(0)
         for _ in range(2):
             self.world.free_raw(self.world.malloc(GRANULARITY), GRANULARITY)
         # One that could not be mapped may still be, and one of several chunks may have lost its
         # address: each wakes and sleeps again.
-        self.world.fake.set_capacity(0)
         for address in self.asleep:
             handle = self.world.allocator.pointer_to_data[address].handle
             self.world.cumem.create_and_map(handle)
