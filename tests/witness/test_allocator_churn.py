@@ -186,8 +186,9 @@ class Churn:
             self.world.free_raw(self.world.malloc(GRANULARITY), GRANULARITY)
         # One that could not be mapped may still be, and one of several chunks may have lost its
         # address: each wakes and sleeps again.
-        for address in self.asleep:
-            handle = self.world.allocator.pointer_to_data[address].handle
+        released = getattr(self.world.allocator, "released_segments", {})
+        asleep = [self.world.allocator.pointer_to_data[address].handle for address in self.asleep]
+        for handle in (*asleep, *released.values()):
             self.world.cumem.create_and_map(handle)
             self.world.cumem.unmap_and_release(handle)
         self.world.fake.set_capacity(CAPACITY)
