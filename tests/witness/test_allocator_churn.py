@@ -121,7 +121,7 @@ class Churn:
     def load(self) -> None:
         """Some tensors in a pool, which may be in a pool: some stay, and some are freed."""
         problem = raised(lambda: self.context(self.random.randint(1, 3)))
-        assert problem is None or isinstance(problem, OutOfMemoryError), problem
+        assert problem is None or expected(problem), problem
 
     def context(self, depth: int) -> None:
         with self.world.allocator.use_memory_pool(self.random.choice(TAGS)):
@@ -131,7 +131,7 @@ class Churn:
                 self.tensor(pool)
             if depth > 1:
                 problem = raised(lambda: self.context(depth - 1))
-                assert problem is None or isinstance(problem, OutOfMemoryError), problem
+                assert problem is None or expected(problem), problem
             self.tensor(pool)
 
     def tensor(self, pool: Any) -> None:
@@ -229,6 +229,11 @@ class Churn:
             self.world.free_raw(self.world.malloc(GRANULARITY), GRANULARITY)
         expect("what the driver holds in the end", self.world.fake.alive(), EMPTY)
         expect("the records in the end", self.world.records(), set())
+
+
+def expected(problem: Exception) -> bool:
+    """There was no memory, or a release that waits for all segments of a pool at once could not."""
+    return isinstance(problem, OutOfMemoryError) or "the synchronize failed" in str(problem)
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
