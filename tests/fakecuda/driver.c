@@ -132,7 +132,7 @@ CUresult cuMemAddressReserve(CUdeviceptr *pointer, size_t size, size_t alignment
   if (result == 0 && at != 0 && !hints_ignored && reserve_again(at, size)) {
     *pointer = at;
   } else if (result == 0) {
-    result = reserve(pointer, size, alignment);
+    result = reserve(pointer, size, alignment, at);
   }
   LEAVE("cuMemAddressReserve(%zu, hint %#llx) -> %#llx", size, (unsigned long long)at,
         result == 0 ? (unsigned long long)*pointer : 0ull);
@@ -210,7 +210,7 @@ CUresult cuMemAlloc(CUdeviceptr *pointer, size_t size) {
   if (result == 0) result = create(&handle, rounded, current != NULL ? current->device : 0);
   if (result == 0) {
     physical *memory = physical_of(handle);
-    result = reserve(pointer, rounded, 0);
+    result = reserve(pointer, rounded, 0, 0);
     if (result == 0) {
       result = map(*pointer, rounded, memory);
       if (result == 0) result = set_access(*pointer, rounded, CU_MEM_ACCESS_FLAGS_PROT_READWRITE);

@@ -114,7 +114,7 @@ uint64_t fakecuda_capacity(void);
 void fakecuda_set_attribute(int attribute, int value);
 /* Whether memory may be made with a fabric handle (by default not: NOT_PERMITTED). */
 void fakecuda_permit_fabric(int permitted);
-/* Whether the address that a reservation asks for is ignored (by default it is given, if free). */
+/* Whether a reservation that asks for an address gets another (by default that one, if free). */
 void fakecuda_ignore_hints(int ignored);
 
 /* 0: some of the range is not mapped; 1: all mapped, not all accessible; 2: all accessible. */

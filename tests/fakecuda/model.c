@@ -197,13 +197,13 @@ CUresult create(CUmemGenericAllocationHandle *handle, uint64_t size, int device)
   return CUDA_SUCCESS;
 }
 
-CUresult reserve(CUdeviceptr *pointer, uint64_t size, uint64_t alignment) {
+CUresult reserve(CUdeviceptr *pointer, uint64_t size, uint64_t alignment, uint64_t avoided) {
   if (alignment < FAKECUDA_GRANULARITY) alignment = FAKECUDA_GRANULARITY;
   /* As driver 580 does: the lowest freed range that fits, so that a stale address may be another
    * block's. (It did not hand out a released handle again.) */
   reservation *freed = NULL;
   for (reservation *r = reservations; r != NULL; r = r->next) {
-    if (r->live || r->size != size || r->base % alignment != 0) continue;
+    if (r->live || r->size != size || r->base % alignment != 0 || r->base == avoided) continue;
     if (freed == NULL || r->base < freed->base) freed = r;
   }
   if (freed != NULL) {

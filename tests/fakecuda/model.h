@@ -90,7 +90,7 @@ physical *physical_of(CUmemGenericAllocationHandle id);
 void drop_if_unused(physical *memory);
 CUresult create(CUmemGenericAllocationHandle *handle, uint64_t size, int device);
 
-CUresult reserve(CUdeviceptr *pointer, uint64_t size, uint64_t alignment);
+CUresult reserve(CUdeviceptr *pointer, uint64_t size, uint64_t alignment, uint64_t avoided);
 /* A range that was freed is there still, without access: it can be reserved again where it was. */
 int reserve_again(uint64_t base, uint64_t size);
 CUresult release_address(uint64_t base, uint64_t size);

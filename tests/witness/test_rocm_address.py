@@ -51,6 +51,27 @@ def test_a_lost_address_is_not_freed_again(world: World) -> None:
     expect("addresses freed", world.fake.calls("cuMemAddressFree"), 0)
 
 
+def test_a_new_block_never_gets_a_lost_address(world: World) -> None:
+    """PyTorch and the records know a block by its address: there is one at each."""
+    blocks = asleep_elsewhere(world)
+    new = [world.block("weights", block.size) for block in (*blocks, *blocks)]
+    expect("blocks", len({block.address for block in (*blocks, *new)}), len(blocks) + len(new))
+    world.fake.ignore_hints(False)
+    world.allocator.wake_up()
+    expect_held(world, *blocks, *new)
+
+
+def test_a_lost_address_is_reserved_when_a_new_block_would_get_it(world: World) -> None:
+    blocks = asleep_elsewhere(world)
+    world.fake.ignore_hints(False)
+    # Freed are the one that it lost and the one that it was offered.
+    new = [world.block("weights", blocks[0].size) for _ in range(2)]
+    expect("addresses", world.fake.alive().reservations, len(blocks) + len(new))
+    for block in (*blocks, *new):
+        world.free(block)
+    expect("what the driver holds", world.fake.alive(), EMPTY)
+
+
 def test_an_address_that_cannot_be_freed_is_kept(world: World) -> None:
     blocks = blocks_of_chunks(world)
     world.fake.fail("cuMemAddressFree")

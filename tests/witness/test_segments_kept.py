@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from tests.fakecuda.standin import GRANULARITY
-from tests.witness.world import EMPTY, World, expect
+from tests.witness.world import EMPTY, World, expect, raised
 
 
 @pytest.mark.hangs(5)
@@ -26,24 +24,47 @@ def test_a_pool_that_ends_frees_what_was_given_back_before(world: World) -> None
     world.expect_usable()
 
 
-@pytest.mark.parametrize("function", ["cuMemUnmap", "cudaDeviceSynchronize"])
-def test_unused_memory_that_cannot_be_given_back_stays_known(world: World, function: str) -> None:
-    def load() -> Any:
+def load_with(world: World, function: str, nth: int) -> dict[int, int]:
+    """Three free segments and their sizes, of a pool whose context ends while a call fails."""
+    sizes: dict[int, int] = {}
+
+    def load() -> None:
         with world.allocator.use_memory_pool("weights"):
             pool = world.pools_in_use[-1]
-            addresses = [pool.allocate(world, n * GRANULARITY) for n in (1, 2, 3)]
-            for address in addresses:
+            for n in (1, 2, 3):
+                sizes[pool.allocate(world, n * GRANULARITY)] = n * GRANULARITY
+            for address in sizes:
                 pool.free(address)
-            world.fake.fail(function, nth=2, error=999)
-        return addresses
+            world.fake.fail(function, nth=nth, error=999)
 
-    addresses = load()
-    expect("the records", world.records(), {addresses[1]})
-    expect("physical memory", world.fake.alive().physical, 2 * GRANULARITY)
+    raised(load)
+    world.fake.fail_nothing()
+    return sizes
+
+
+def expect_known(world: World, sizes: dict[int, int]) -> None:
+    """These segments, and no more, are mapped, recorded, and sleep with the rest."""
+    expect("the records", world.records(), set(sizes))
+    expect("physical memory", world.fake.alive().physical, sum(sizes.values()))
     world.allocator.sleep(())
     expect("physical memory asleep", world.fake.alive().physical, 0)
     world.allocator.wake_up()
-    assert world.fake.mapped(addresses[1], 2 * GRANULARITY)
+    for address, size in sizes.items():
+        assert world.fake.mapped(address, size)
+
+
+def test_unused_memory_that_cannot_be_given_back_stays_known(world: World) -> None:
+    sizes = load_with(world, "cuMemUnmap", 2)
+    address = list(sizes)[1]
+    expect_known(world, {address: sizes[address]})
+
+
+def test_unused_memory_that_cannot_be_waited_for_stays_known(world: World) -> None:
+    """A release waits for the device once for all segments, or before each."""
+    sizes = load_with(world, "cudaDeviceSynchronize", 1)
+    known = {address: size for address, size in sizes.items() if address in world.records()}
+    assert known, "nothing waited for the device"
+    expect_known(world, known)
 
 
 @pytest.mark.hangs(5)
