@@ -125,7 +125,9 @@ def test_the_longest_unit_of_all_modules_is_compiled_first(
 
     assert compiling.compile_modules(DEMO, MODULES, settings, on_step=step) == {"one": 2, "two": 1}
     assert [name for name, _ in _results(settings)] == ["c", "b", "a"]
-    assert [(done, total) for done, total, _ in told] == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    # On a busy machine a step is told again where nothing has ended meanwhile.
+    steps = dict.fromkeys((done, total) for done, total, _ in told)
+    assert list(steps) == [(0, 3), (1, 3), (2, 3), (3, 3)]
     left = [seconds for _, _, seconds in told if seconds is not None]
     assert left == sorted(left, reverse=True)
     assert left[-1] == 0
