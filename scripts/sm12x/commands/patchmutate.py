@@ -10,6 +10,7 @@ import click
 from sm12x import layout
 from sm12x.commands.patchoptions import (
     FIND_LINKS,
+    JOBS,
     JSON,
     base_option,
     chosen,
@@ -41,13 +42,7 @@ from sm12x.stack.mutate import Outcome
     metavar="SECONDS",
     help="For one witness on one mutation.",
 )
-@click.option(
-    "--jobs",
-    type=click.IntRange(min=1),
-    default=2,
-    show_default=True,
-    help="How many run at a time; each may take 2 GiB of memory.",
-)
+@JOBS
 @FIND_LINKS
 @JSON
 def mutate_command(

@@ -23,6 +23,13 @@ FIND_LINKS = click.option(
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     help="Take the sdist from this folder and use no network.",
 )
+JOBS = click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    default=2,
+    show_default=True,
+    help="How many run at a time; each may take 2 GiB of memory.",
+)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 DIRECTORY = click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
 

@@ -11,6 +11,7 @@ import click
 from sm12x import layout
 from sm12x.commands.patchoptions import (
     FIND_LINKS,
+    JOBS,
     JSON,
     base_option,
     chosen,
@@ -39,13 +40,7 @@ from sm12x.stack import render, series, witness
     metavar="SECONDS",
     help="For one witness on one tree.",
 )
-@click.option(
-    "--jobs",
-    type=click.IntRange(min=1),
-    default=2,
-    show_default=True,
-    help="How many run at a time; each may take 2 GiB of memory.",
-)
+@JOBS
 @FIND_LINKS
 @JSON
 def witness_command(
