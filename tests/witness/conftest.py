@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.witness import native
+from tests.witness import kernels, native
 
 ROOT = Path(__file__).resolve().parents[2]
 # Seconds one test may take, its forked cases included, before it counts as hanging.
@@ -100,6 +100,24 @@ def zygote(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zyg
 def world(zygote: Zygote) -> Zygote:
     """In the test's own process this is a tests.witness.world.World."""
     return zygote
+
+
+@pytest.fixture(scope="session")
+def compiled(
+    tree: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[kernels.KernelProcess]:
+    """Runs functions of a witness where Triton compiles for a stand-in device."""
+    with kernels.process(tree, tmp_path_factory.mktemp("compiled"), interpret=False) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def interpreted(
+    tree: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[kernels.KernelProcess]:
+    """Runs functions of a witness where Triton interprets its kernels."""
+    with kernels.process(tree, tmp_path_factory.mktemp("interpreted"), interpret=True) as started:
+        yield started
 
 
 @pytest.hookimpl(tryfirst=True)
