@@ -21,6 +21,9 @@ from tests.witness import kernels, native
 ROOT = Path(__file__).resolve().parents[2]
 # Seconds one test may take, its forked cases included, before it counts as hanging.
 TIME_LIMIT = 60
+# ... and where one of these settings asks for a longer run. A mark `hangs` holds all the same.
+LONGER = ("SM12X_CHURN_SEEDS", "SM12X_SEEDS", "SM12X_SIGNALS", "SM12X_WALK")
+LONG_LIMIT = 3600
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -43,6 +46,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def tree() -> Path:
     """The vLLM source tree under test."""
     return Path(os.environ["SM12X_TREE"]).resolve()
+
+
+def limit() -> int:
+    """Seconds one test may take."""
+    return LONG_LIMIT if any(os.environ.get(name) for name in LONGER) else TIME_LIMIT
 
 
 class Zygote:
@@ -134,9 +142,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
             "test": pyfuncitem.originalname,
             "loads": [mark.args[0] for mark in pyfuncitem.iter_markers("loads")],
             "arguments": {name: arguments[name] for name in wanted if name != "world"},
-            "seconds": min(
-                [TIME_LIMIT, *(mark.args[0] for mark in pyfuncitem.iter_markers("hangs"))]
-            ),
+            "seconds": min([limit(), *(mark.args[0] for mark in pyfuncitem.iter_markers("hangs"))]),
         }
     )
     if not answer["passed"]:
