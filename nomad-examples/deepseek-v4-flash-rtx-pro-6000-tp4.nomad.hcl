@@ -2,9 +2,8 @@
 # edit the recipe, not this file.
 #
 # DeepSeek-V4-Flash, FP8 KV cache, 128K context, 4 x RTX PRO 6000, sleep mode
-# Status: reported; it cannot serve yet: the stack lacks the sparse-MLA kernels for SM12x (vLLM pull
-# request 41834 or its like); the release's own accept compute capability 9 and 10 only, so the
-# server stops at start.
+# Status: reported; it cannot serve yet: the stack for 0.21.0 has sparse-MLA kernels for SM12x,
+# tested by themselves; no server has run this model with them yet.
 #
 #   nomad job run -var image=IMAGE FILE
 #   nomad job run -var image=IMAGE -var gpus=0 -var args=check FILE
