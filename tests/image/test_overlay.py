@@ -20,6 +20,8 @@ from sm12x.stack import base as bases
 from sm12x.stack import series
 
 TAG = "sm12x-test:untouched"
+# As in Dockerfile.bundle.
+USER = 1000
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +33,18 @@ def untouched(
     wheel = base.wheels[made.machine]
     official = index.fetch("vllm", wheel.name, wheel.sha256, cache=layout.cache(), find_links=None)
     with zipfile.ZipFile(official) as archive:
-        for path in overlay.python_files(series.load(base)):
-            archive.extract(path, context)
+        theirs = set(archive.namelist())
+        paths = overlay.python_files(series.load(base))
+        for path in paths:
+            if path in theirs:
+                archive.extract(path, context)
     top = overlay.look(engine, made.tags[0]).top
-    (context / "Dockerfile").write_text(f"FROM {made.tags[0]}\nCOPY vllm {top}/vllm\n")
+    lines = [f"FROM {made.tags[0]}", f"COPY vllm {top}/vllm"]
+    # What the stack adds, the release has not.
+    if added := [f"{top}/{path}" for path in paths if path not in theirs]:
+        user = f"USER {USER}"
+        lines += ["USER root", f"RUN {json.dumps(['rm', *added])}", user]
+    (context / "Dockerfile").write_text("\n".join(lines) + "\n")
     engine.build(
         BuildRequest(dockerfile=context / "Dockerfile", context=context, target="", tags=(TAG,)),
         on_line=print,
