@@ -17,7 +17,7 @@ import pytest
 
 from sm12x.build.ledger import FileEntry, Ledger, LibraryEntry, OverrideEntry
 from sm12x.core.errors import ToolFailedError
-from sm12x.image.inside import content, machinecode, native, probe, report, versions
+from sm12x.image.inside import content, kernels, machinecode, native, probe, report, versions
 from sm12x.image.inside.places import Places
 from sm12x.image.inside.report import FAIL, NOTE, PASS, WARN, Line
 from sm12x.recipes import load
@@ -525,3 +525,59 @@ def test_the_report_says_what_failed_and_what_next() -> None:
         "check: FAILED, 1 passed, 1 failed"
     )
     assert json.loads(report.as_json(lines))["ok"] is False
+
+
+# ---- the Triton kernels of the stack ----
+
+
+def kernel(name: str, capability: int, shared: int = 90112, error: str = "") -> dict[str, Any]:
+    return {"name": name, "capability": capability, "shared": shared, "error": error}
+
+
+def check_kernels(places: Places, *answer: dict[str, Any]) -> list[Line]:
+    (places.site / kernels.PACKAGE).mkdir(parents=True, exist_ok=True)
+
+    def ask(kind: str, question: Any, env: Mapping[str, str | None]) -> Any:
+        assert kind == "kernels"
+        assert question["folder"] == str(places.site / kernels.PACKAGE)
+        return list(answer)
+
+    return kernels.check(places, ask)
+
+
+def kernel_places(tmp_path: Path) -> Places:
+    return Places(root=tmp_path, site=tmp_path / "site", cuda_home=tmp_path, cache=tmp_path)
+
+
+def test_a_stack_without_kernels_of_its_own_compiles_none(tmp_path: Path) -> None:
+    def ask(*_: Any) -> Any:
+        raise AssertionError
+
+    assert kernels.check(kernel_places(tmp_path), ask) == []
+
+
+def test_kernels_that_fit_pass_in_one_line(tmp_path: Path) -> None:
+    (line,) = check_kernels(kernel_places(tmp_path), kernel("a", 120), kernel("a", 121, 101376))
+    assert line.state == PASS
+    assert "101376 of 101376" in line.text
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (kernel("b", 121, 101377), "101377"),
+        (kernel("b", 121, 0, "ptxas says no"), "ptxas says no"),
+    ],
+)
+def test_a_kernel_that_does_not_fit_or_compile_is_named(
+    tmp_path: Path, wrong: dict[str, Any], named: str
+) -> None:
+    (line,) = check_kernels(kernel_places(tmp_path), kernel("a", 120), wrong)
+    assert line.state == FAIL
+    assert "b for sm_121" in line.text
+    assert named in line.text
+
+
+def test_a_package_that_lists_nothing_fails(tmp_path: Path) -> None:
+    (line,) = check_kernels(kernel_places(tmp_path))
+    assert line.state == FAIL

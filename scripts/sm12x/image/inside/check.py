@@ -12,7 +12,7 @@ from sm12x.core import process
 from sm12x.core.errors import BadFileError
 from sm12x.core.progress import spinner
 from sm12x.image.inside import compile as compiling
-from sm12x.image.inside import content, machinecode, native, versions
+from sm12x.image.inside import content, kernels, machinecode, native, versions
 from sm12x.image.inside.places import Places, require_temporary
 from sm12x.image.inside.report import Line, failed
 from sm12x.recipes import load
@@ -20,7 +20,7 @@ from sm12x.recipes.model import Recipe
 
 
 def check(places: Places) -> list[Line]:
-    """Every finding, good and bad (about a minute on two cores).
+    """Every finding, good and bad (about three minutes on two cores).
 
     Raises:
         BadFileError: there is no ledger, so there is nothing to compare with, or no folder for
@@ -49,6 +49,8 @@ def check(places: Places) -> list[Line]:
             lines += native.check_arguments(recipes, driver, ask)
         with spinner("the compiler"):
             lines += compiling.check(places, folder)
+        with spinner("Triton kernels, about two minutes on two cores"):
+            lines += kernels.check(places, ask)
     return lines
 
 

@@ -12,10 +12,12 @@ import difflib
 import importlib.machinery
 import importlib.util
 import json
+import multiprocessing
 import os
 import re
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
@@ -157,6 +159,42 @@ def _near(word: str, known: Any) -> str:
     return f"; perhaps you meant {found[0]}" if found else ""
 
 
+def kernels(folder: Path, capabilities: list[int]) -> list[dict[str, Any]]:
+    """Compile each configuration that a module of the package lists, on all cores.
+
+    The package imports torch and Triton alone; that of vLLM around it is not imported.
+    """
+    sys.path.insert(0, str(folder.parent))
+    package = folder.name
+    jobs = []
+    for path in sorted(folder.glob("*.py")):
+        module = importlib.import_module(f"{package}.{path.stem}")
+        if path.stem != "__init__" and hasattr(module, "configurations"):
+            for place in range(len(module.configurations())):
+                jobs += [(module.__name__, place, capability) for capability in capabilities]
+    # Started anew: a fork of a process with torch's threads may hang.
+    context = multiprocessing.get_context("spawn")
+    # Each has torch loaded, about 0.5 GiB.
+    workers = min(8, len(os.sched_getaffinity(0)))
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        return list(pool.map(_compile, jobs, [package] * len(jobs), [sys.path[0]] * len(jobs)))
+
+
+def _compile(job: tuple[str, int, int], package: str, top: str) -> dict[str, Any]:
+    module, place, capability = job
+    if sys.path[0] != top:
+        sys.path.insert(0, top)
+    configuration = importlib.import_module(module).configurations()[place]
+    answer = {"name": configuration.name, "capability": capability, "shared": 0, "error": ""}
+    try:
+        compile_for = importlib.import_module(f"{package}.compile").compile_for
+        answer["shared"] = compile_for(configuration, capability).shared_memory
+    except Exception as error:
+        # Whatever Triton, LLVM or ptxas raise; the check names it.
+        answer["error"] = " ".join(str(error).split())
+    return answer
+
+
 def main() -> None:
     # vLLM logs to stdout: keep the real one for the answer.
     answer_to = os.dup(1)
@@ -170,6 +208,8 @@ def main() -> None:
         answer = modules(Path(question["site"]), question["libraries"])
     elif kind == "arguments":
         answer = arguments(question["commands"], question["env"])
+    elif kind == "kernels":
+        answer = kernels(Path(question["folder"]), question["capabilities"])
     else:
         raise SystemExit(f"no such probe: {kind}")
     with os.fdopen(answer_to, "w", encoding="utf-8") as handle:
