@@ -375,6 +375,20 @@ def test_an_error_that_is_the_defect_is_red(world: World) -> None:
     )
 
 
+def test_what_a_witness_leaves_in_the_tree_is_no_part_of_the_release(world: World) -> None:
+    """GIVEN bytecode of a module that a witness imports, on the new release and on its own base."""
+    (world.root / TEN).write_text(
+        "import os, pathlib, py_compile\n"
+        'FILE = pathlib.Path(os.environ["SM12X_TREE"]) / "tiny/a.py"\n'
+        "py_compile.compile(str(FILE))\n"
+        "def test_it(): {'ten': 1}['ten' if \"'ten'\" in FILE.read_text() else 'old']\n"
+    )
+    _release(world, "2.0", {"tiny/a.py": A.replace("a = 10\n", "a = 11\n")})
+    done = _rebase(world, "2.0")
+    assert done.returncode == 11, done.stdout + done.stderr
+    assert not list(_tree(done).rglob("*.pyc"))
+
+
 def test_a_control_that_depends_on_an_address_is_no_verdict(world: World) -> None:
     """GIVEN a control that fails the first time, and one that fails with an address."""
     text = (world.root / TEN).read_text()

@@ -402,7 +402,7 @@ def _needs(
     work: _Work,
 ) -> Mapping[str, Need]:
     """What the witnesses of each patch say of the untouched release."""
-    source = trees[UNTOUCHED]
+    source, earlier = (trees[side].with_name(f"{side}-witnessed") for side in (UNTOUCHED, SOURCE))
     wanted = list(dict.fromkeys(path for patch in stack.patches for path in patch.witnesses))
     if chosen is not None:
         wanted = [path for path in wanted if path in chosen]
@@ -411,6 +411,8 @@ def _needs(
     before: dict[str, witness.Run] = {}
     if run_witnesses is not None and wanted:
         try:
+            # On copies: bytecode that a run leaves would be a change to what patches are tried on.
+            shutil.copytree(trees[UNTOUCHED], source, symlinks=True)
             runs = {run.witness: run for run in run_witnesses(new, wanted, source)}
             again = [path for path, run in runs.items() if _control_failed(run)]
             if again:
@@ -418,7 +420,8 @@ def _needs(
                     runs[run.witness] = need.repeated(runs[run.witness], run)
             unsure = [path for path, run in runs.items() if need.doubtful([run])]
             if unsure:
-                before = {r.witness: r for r in run_witnesses(new, unsure, trees[SOURCE])}
+                shutil.copytree(trees[SOURCE], earlier, symlinks=True)
+                before = {r.witness: r for r in run_witnesses(new, unsure, earlier)}
         except Sm12xError as error:
             work.unrun = error
         except OSError as error:
