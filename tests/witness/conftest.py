@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.witness import kernels, native
+from tests.witness import forked, kernels, native
 
 ROOT = Path(__file__).resolve().parents[2]
 # Seconds one test may take, its forked cases included, before it counts as hanging.
@@ -84,14 +84,7 @@ class Zygote:
         return answer
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            # A busy machine takes its time over what torch does at exit.
-            self._process.wait(timeout=TIME_LIMIT)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        forked.end(self._process, TIME_LIMIT)
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import json
 import os
 import select
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -98,3 +99,15 @@ def _wait(child: int, reader: int, seconds: float) -> tuple[int | None, bytes]:
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return None, b""
+
+
+def end(process: subprocess.Popen[str], seconds: float) -> None:
+    """End a process that forks for each line on its stdin: close that, and kill it if it stays."""
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        # A busy machine takes its time over what torch does at exit.
+        process.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

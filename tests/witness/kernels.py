@@ -278,13 +278,7 @@ class KernelProcess:
         return answer["value"]
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(timeout=TIME_LIMIT)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        forked.end(self._process, TIME_LIMIT)
 
 
 @contextlib.contextmanager

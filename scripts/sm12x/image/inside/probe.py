@@ -177,17 +177,16 @@ def kernels(folder: Path, capabilities: list[int]) -> list[dict[str, Any]]:
     # Each has torch loaded, about 0.5 GiB.
     workers = min(8, len(os.sched_getaffinity(0)))
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        return list(pool.map(_compile, jobs, [package] * len(jobs), [sys.path[0]] * len(jobs)))
+        return list(pool.map(_compile, jobs))
 
 
-def _compile(job: tuple[str, int, int], package: str, top: str) -> dict[str, Any]:
+def _compile(job: tuple[str, int, int]) -> dict[str, Any]:
+    """One of ``kernels``' jobs; a process that is started anew has sys.path of its parent."""
     module, place, capability = job
-    if sys.path[0] != top:
-        sys.path.insert(0, top)
     configuration = importlib.import_module(module).configurations()[place]
     answer = {"name": configuration.name, "capability": capability, "shared": 0, "error": ""}
     try:
-        compile_for = importlib.import_module(f"{package}.compile").compile_for
+        compile_for = importlib.import_module(f"{module.rpartition('.')[0]}.compile").compile_for
         answer["shared"] = compile_for(configuration, capability).shared_memory
     except Exception as error:
         # Whatever Triton, LLVM or ptxas raise; the check names it.
