@@ -103,7 +103,9 @@ def test_nine(): assert "a = 9" in TEXT
 def test_what_is_neither_red_nor_green_is_named(world: World, text: str, said: str) -> None:
     report = _run(world, text)
     assert report.failed >= 1
-    assert said in render.witnessed(report)
+    table, _, end = render.witnessed(report).partition("\nfailed:\n")
+    assert said in table
+    assert said in end
 
 
 def test_a_witness_that_hangs_is_killed_with_its_children(world: World, tmp_path: Path) -> None:

@@ -19,9 +19,10 @@ import pytest
 from tests.witness import forked, kernels, native
 
 ROOT = Path(__file__).resolve().parents[2]
-# Seconds one test may take, its forked cases included, before it counts as hanging.
+# Seconds one test may take, its forked cases included; one that only waits is ended before
+# (forked.IDLE).
 TIME_LIMIT = 60
-# ... and where one of these settings asks for a longer run. A mark `hangs` holds all the same.
+# ... and where one of these settings asks for a longer run.
 LONGER = ("SM12X_CHURN_SEEDS", "SM12X_SEEDS", "SM12X_SIGNALS", "SM12X_WALK")
 LONG_LIMIT = 3600
 
@@ -29,9 +30,6 @@ LONG_LIMIT = 3600
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "loads(module): import this module of the tree before the test's process forks"
-    )
-    config.addinivalue_line(
-        "markers", "hangs(seconds): what a test may take that hangs where it fails"
     )
     # No model runs here, and torch's compiler imports what the witnesses do not install.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -135,7 +133,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
             "test": pyfuncitem.originalname,
             "loads": [mark.args[0] for mark in pyfuncitem.iter_markers("loads")],
             "arguments": {name: arguments[name] for name in wanted if name != "world"},
-            "seconds": min([limit(), *(mark.args[0] for mark in pyfuncitem.iter_markers("hangs"))]),
+            "seconds": limit(),
         }
     )
     if not answer["passed"]:

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, ParamSpec
 
 import pytest
+from tests.witness import forked
 
 RANKS = 4
 ENGINES = 2
@@ -39,6 +40,11 @@ FULL = sum(SIZES.values())
 GARBAGE = -1
 TOKEN = 7
 DEVICES = "SM12X_WITNESS_DEVICES"
+# Seconds for which a test and all its processes may wait: more than any time limit that it sets.
+# Every process of vLLM's polls its queues meanwhile.
+IDLE = 10.0
+_POLLING = 0.3
+_LOOK = 0.5
 
 P = ParamSpec("P")
 
@@ -387,11 +393,11 @@ def isolated(seconds: float) -> Callable[[Callable[P, None]], Callable[P, None]]
                 child = os.fork()
                 if child == 0:
                     _be_the_child(output, verdict, functools.partial(test, *args, **kwargs))
-                over = _wait(child, seconds)
-                _end_session(child, reaped=over)
+                hung = _wait(child, seconds)
+                _end_session(child, reaped=not hung)
                 print(output.read_text(errors="replace"))
-                if not over:
-                    pytest.fail(f"hung: not over after {seconds:g} s", pytrace=False)
+                if hung:
+                    pytest.fail(f"hung: {hung}", pytrace=False)
                 said = verdict.read_text() if verdict.exists() else "the process of the test died"
                 if said:
                     pytest.fail(said, pytrace=False)
@@ -420,13 +426,19 @@ def _be_the_child(output: Path, verdict: Path, test: Callable[[], None]) -> None
     os._exit(0)
 
 
-def _wait(child: int, seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if os.waitpid(child, os.WNOHANG)[0]:
-            return True
+def _wait(child: int, seconds: float) -> str:
+    """Why a test counts as hanging; nothing where it ended."""
+    start = now = time.monotonic()
+    watch = forked.Watch(child, start, _POLLING)
+    while not os.waitpid(child, os.WNOHANG)[0]:
         time.sleep(0.02)
-    return False
+        if time.monotonic() - start > seconds:
+            return f"not over after {seconds:g} s"
+        if time.monotonic() - now > _LOOK:
+            now = time.monotonic()
+            if watch.waits(now) > IDLE:
+                return f"not over, and nothing done for {IDLE:g} s"
+    return ""
 
 
 def _end_session(leader: int, *, reaped: bool) -> None:

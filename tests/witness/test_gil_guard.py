@@ -11,7 +11,6 @@ from tests.fakecuda.standin import GRANULARITY
 from tests.witness.world import World, expect, raised, said
 
 
-@pytest.mark.hangs(5)
 @pytest.mark.parametrize("returned", ["raises", "no tuple", ["a", "b", "c", "d"]], ids=str)
 def test_a_free_that_fails_in_python_keeps_nothing_locked(world: World, returned: Any) -> None:
     # From a thread, as PyTorch frees from the threads of autograd.
@@ -34,7 +33,6 @@ def test_a_free_that_fails_in_python_keeps_nothing_locked(world: World, returned
     world.expect_usable()
 
 
-@pytest.mark.hangs(5)
 def test_the_reason_why_a_callback_failed_is_printed(world: World) -> None:
     def fails(pointer: int) -> None:
         raise LookupError("no such block")

@@ -27,7 +27,6 @@ class Callback:
         return self._real(pointer)
 
 
-@pytest.mark.hangs(30)
 def test_a_thousand_frees_that_fail_cost_a_bounded_number_of_calls(world: World) -> None:
     addresses = [world.malloc(GRANULARITY) for _ in range(1000)]
     callback = Callback(world)
@@ -52,7 +51,6 @@ def test_a_thousand_frees_that_fail_cost_a_bounded_number_of_calls(world: World)
     expect("what the driver holds", world.fake.alive(), EMPTY)
 
 
-@pytest.mark.hangs(30)
 def test_a_thousand_frees_whose_unmap_fails_cost_a_bounded_number_of_calls(world: World) -> None:
     addresses = [world.malloc(GRANULARITY) for _ in range(1000)]
     world.fake.forget_calls()
@@ -155,7 +153,6 @@ def test_a_release_that_fails_leaves_the_block_asleep(world: World) -> None:
     world.expect_alive(block)
 
 
-@pytest.mark.hangs(5)
 @pytest.mark.parametrize("asleep", [False, True], ids=["awake", "asleep"])
 def test_a_free_callback_that_raises_is_asked_again(world: World, asleep: bool) -> None:
     block, other = world.block(), world.block()
@@ -178,7 +175,6 @@ def test_a_free_callback_that_raises_is_asked_again(world: World, asleep: bool) 
     world.expect_usable(other, third)
 
 
-@pytest.mark.hangs(5)
 def test_a_block_that_python_does_not_know_is_not_asked_for_again(world: World) -> None:
     callback = Callback(world)
     world.free_raw(0x1000, GRANULARITY)

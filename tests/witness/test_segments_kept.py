@@ -7,7 +7,6 @@ from tests.fakecuda.standin import GRANULARITY
 from tests.witness.world import EMPTY, World, expect, raised
 
 
-@pytest.mark.hangs(5)
 def test_a_pool_that_ends_frees_what_was_given_back_before(world: World) -> None:
     with world.allocator.use_memory_pool("weights"):
         pool = world.pools_in_use[-1]
@@ -67,7 +66,6 @@ def test_unused_memory_that_cannot_be_waited_for_stays_known(world: World) -> No
     expect_known(world, known)
 
 
-@pytest.mark.hangs(5)
 def test_a_segment_that_stayed_is_freed_once(world: World) -> None:
     with world.allocator.use_memory_pool("weights"):
         pool = world.pools_in_use[-1]

@@ -28,7 +28,7 @@ from tests.witness.native import ALLOCATOR, ROCM_ALLOCATOR, WITH_EXCEPTION
 MIB = 1 << 20
 EMPTY = Alive(handles=0, mappings=0, reservations=0, physical=0)
 # Seconds one forked case of a sweep may take; it needs milliseconds.
-CASE_LIMIT = 5.0
+CASE_LIMIT = 60.0
 # What a device without a set capacity says it has.
 ROOMY = 64 << 30
 
@@ -356,7 +356,7 @@ def sweep(
         operate(state)
         return {name: world.fake.calls(name) for name in world.fake.functions()}
 
-    clean = forked.run(dry, CASE_LIMIT)
+    clean = forked.run(dry, CASE_LIMIT, idle=forked.IDLE)
     assert clean.passed, f"without any failure:\n{clean.text}"
     cases = [(name, n) for name, calls in clean.value.items() for n in range(1, calls + 1)]
     assert cases, "the operation makes no driver call"
@@ -371,7 +371,7 @@ def sweep(
             world.fake.fail_nothing()
             check(state, problem)
 
-        outcome = forked.run(case, CASE_LIMIT)
+        outcome = forked.run(case, CASE_LIMIT, idle=forked.IDLE)
         if not outcome.passed:
             lines = [line for line in outcome.text.splitlines() if line.strip()]
             failures.append(f"call {n} of {name}: {reason(lines)}")

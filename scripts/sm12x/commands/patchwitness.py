@@ -91,5 +91,5 @@ def witness_command(
     if report.failed:
         raise FindingsError(
             f"{report.failed} of {len(report.checks)} checks failed",
-            next_step="see the lines marked ! above",
+            next_step="see what failed above, and what pytest said of it",
         )

@@ -62,7 +62,10 @@ _COLOURS = {"passed": "green", "failed": "red"}
 
 
 def witnessed(report: WitnessReport) -> str:
-    """Red and green by patch and test; the cases of one test that went alike share a line."""
+    """Red and green by patch and test; the cases of one test that went alike share a line.
+
+    What failed stands at the end once more, with what pytest said: a log is often cut to its end.
+    """
     lines: list[str] = []
     place = ("", "")
     for label, cases in _alike(report.checks):
@@ -77,8 +80,13 @@ def witnessed(report: WitnessReport) -> str:
         lines.append(f"  {mark} {before:9} {after:9} {label}{' (guard)' if check.guard else ''}")
         for reason in check.reasons:
             lines.append(f"      {reason}")
-        if not check.ok and check.detail:
-            lines += [f"      | {line}" for line in check.detail.split("\n")]
+    failed = [check for check in report.checks if not check.ok]
+    if failed:
+        lines += ["", "failed:"]
+    for check in failed:
+        lines.append(f"  {check.witness}::{check.test} ({check.patch[:4]})")
+        lines += [f"    {reason}" for reason in check.reasons]
+        lines += [f"    | {line}" for line in check.detail.split("\n") if check.detail]
     lines += ["", f"{report.passed} passed, {report.failed} failed"]
     return "\n".join(lines).lstrip("\n") + "\n"
 
