@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from tests.fakecuda.standin import GRANULARITY
 from tests.witness.world import EMPTY, World, expect, raised
 
