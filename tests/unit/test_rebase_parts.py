@@ -75,6 +75,7 @@ def test_one_witness_that_could_not_run_leaves_the_other_ones_green_in_doubt() -
         ("AssertionError: physical memory: 4096, expected 0", False),
         ("hangs: no end after 5 s", False),
         ("hangs: no end after 60 s\nRuntimeError: as it was", True),
+        ("hangs: no end, and nothing done for 5 s\nTypeError: as it was", False),
         ("E   KeyError: 'a key of another release'", True),
         ("pydantic_core._pydantic_core.ValidationError: 1 error for X", True),
         ("subprocess.CalledProcessError: Command 'g++' returned 1", True),

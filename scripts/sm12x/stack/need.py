@@ -36,9 +36,11 @@ _STRANGE = frozenset(
     }
 )
 _RAISED = re.compile(r"^(?:E +)?(?:\w+\.)*(\w+(?:Error|Exception|Failed|Interrupt))\b")
-_HANGS = re.compile(r"^(?:Failed: )?hangs: no end after (\d+) s$")
-# Seconds that the witnesses' conftest gives a test that is not marked as one that hangs. Whatever
-# takes that long may be a busy machine; one that is marked has a limit of its own, which is less.
+_HANGS = re.compile(
+    r"^(?:Failed: )?hangs: no end(?: after (?P<limit>\d+) s|, and nothing done for \S+ s)$"
+)
+# Seconds that the witnesses' conftest gives a test. Whatever works that long may be on a busy
+# machine; what has only waited is a deadlock on any.
 _PATIENCE = 60
 # Of those, what the defect itself may end in, and does where the release that the patch is for ends
 # in the same.
@@ -189,7 +191,7 @@ def strange(test: Test) -> bool:
     for line in (test.said, *test.detail.split("\n")):
         match = _HANGS.match(line.strip())
         if match:
-            return int(match[1]) >= _PATIENCE
+            return match["limit"] is not None and int(match["limit"]) >= _PATIENCE
     return raised(test) in _STRANGE
 
 
