@@ -7,6 +7,9 @@ after each step, and `wrong`. `wrong` is empty where greedy text is the same bef
 refused wake-up leaves no more in use than a sleeping server, and the same wake-up works once there
 is memory.
 
+`--against REPORT` compares with an earlier run, of another attention kernel, say: where greedy text
+parts, and how far the log probabilities of the prompts' tokens are from each other.
+
 Exit code 1 where something is wrong, 2 where the server did not start. The report is written in
 any case, also where the run is ended by SIGTERM.
 """
@@ -14,6 +17,7 @@ any case, also where the run is ended by SIGTERM.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import json
 import os
 import re
@@ -24,16 +28,20 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.gpu import deepseek_v4
 
 from sm12x.image.inside import tiny
 
 PORT = 8123
 ADDRESS = f"http://127.0.0.1:{PORT}"
 MIB = 1 << 20
-# Seconds until the server must answer.
-START_LIMIT = 240
+# Seconds until the server must answer; DeepSeek V4's other kernels are compiled at the first start.
+START_LIMIT = 420
 # Seconds for any other call; a first sleep takes 14.
 CALL_LIMIT = 60
 # Names what a wake-up failed at, as the allocator's errors do.
@@ -41,6 +49,11 @@ NAMES_BLOCK = re.compile(r"block 0x[0-9a-f]+ of \d+ bytes")
 # MiB that a refused wake-up may leave in use more than a sleep.
 SLACK = 64
 PROMPTS = ("The capital of France is", "1 2 3 4 5 6", "def fibonacci(n):")
+# In tokens of one byte: within a window of 128, beyond it, and more than 512 blocks of four.
+LONG_PROMPTS = tuple(
+    "".join(f"{n} squared is {n * n}. " for n in range(first, first + count))
+    for first, count in ((1, 4), (5, 40), (50, 250))
+)
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
     # Without these FlashInfer compiles kernels for minutes.
@@ -48,6 +61,7 @@ ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_MOE_FP16": "0",
     "HF_HUB_OFFLINE": "1",
 }
+GRAPHS = ["--compilation-config", '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}']
 TENANT = """
 import sys, torch
 free = torch.cuda.mem_get_info()[0]
@@ -57,7 +71,7 @@ sys.stdin.read()
 """
 
 
-def make_model(folder: Path, layers: int) -> None:
+def make_qwen3_moe(folder: Path, layers: int) -> None:
     """Qwen3-MoE of 1.16 GiB a layer in bf16, with the tokenizer of the recipe `smoke`."""
     tiny.make(folder)
     path = folder / "config.json"
@@ -82,6 +96,36 @@ def make_model(folder: Path, layers: int) -> None:
     path.write_text(json.dumps(config, indent=1))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """How a model is made, and what its server is started with."""
+
+    make: Callable[[Path, int], None]
+    flags: tuple[str, ...]
+    prompts: tuple[str, ...]
+
+
+MODELS = {
+    "qwen3-moe": Model(
+        make=make_qwen3_moe,
+        flags=(
+            *("--load-format", "dummy", "--max-model-len", "2048"),
+            *("--moe-backend", "triton", "--attention-backend", "TRITON_ATTN"),
+        ),
+        prompts=PROMPTS,
+    ),
+    "deepseek-v4": Model(
+        make=lambda folder, layers: deepseek_v4.make(folder),
+        flags=(
+            *("--max-model-len", "8192", "--max-num-seqs", "8"),
+            *("--max-num-batched-tokens", "2048", "--kv-cache-dtype", "fp8", "--block-size", "256"),
+            *("--moe-backend", "marlin", "--tokenizer-mode", "hf", "--no-enable-prefix-caching"),
+        ),
+        prompts=LONG_PROMPTS,
+    ),
+}
+
+
 def used() -> int:
     """MiB in use on the first GPU, by all processes."""
     words = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0"]
@@ -104,16 +148,57 @@ def call(method: str, path: str, body: dict[str, Any] | None = None) -> tuple[in
         return 0, str(error), time.monotonic() - began
 
 
-def greedy() -> list[str]:
+def complete(prompt: str, **settings: Any) -> tuple[int, dict[str, Any]]:
+    """HTTP status and the first choice of one greedy completion."""
+    body = {"model": "model", "prompt": prompt, "temperature": 0, **settings}
+    status, text, _ = call("POST", "/v1/completions", body)
+    return status, json.loads(text)["choices"][0] if status == 200 else {}
+
+
+def greedy(prompts: Sequence[str]) -> list[str]:
     """The text of each prompt, up to the first prompt that gets none: that one's HTTP status."""
     texts: list[str] = []
-    for prompt in PROMPTS:
-        body = {"model": "model", "prompt": prompt, "max_tokens": 48, "temperature": 0}
-        status, text, _ = call("POST", "/v1/completions", body)
+    for prompt in prompts:
+        status, choice = complete(prompt, max_tokens=48)
         if status != 200:
             return [*texts, f"HTTP {status}"]
-        texts.append(json.loads(text)["choices"][0]["text"])
+        texts.append(choice["text"])
     return texts
+
+
+def likelihoods(prompts: Sequence[str]) -> list[list[float]]:
+    """The log probability of each token of each prompt, the first one's left out."""
+    found: list[list[float]] = []
+    for prompt in prompts:
+        _, choice = complete(prompt, max_tokens=1, prompt_logprobs=0)
+        ranks = (choice.get("prompt_logprobs") or [])[1:]
+        found.append([next(iter(token.values()))["logprob"] for token in ranks])
+    return found
+
+
+def burst(prompts: Sequence[str]) -> None:
+    """As many requests as the server takes at a time, for the memory that steps come to need."""
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: complete(prompts[-1][number:], max_tokens=64), range(8)))
+
+
+def compare(report: Report, texts: list[str], values: list[list[float]]) -> list[dict[str, Any]]:
+    """A prompt at a time: where texts part, and how far log probabilities are apart."""
+    found: list[dict[str, Any]] = []
+    for mine, other, here, there in zip(
+        report.texts, texts, report.likelihoods, values, strict=True
+    ):
+        same = next((n for n, (a, b) in enumerate(zip(mine, other, strict=False)) if a != b), None)
+        gaps = [abs(a - b) for a, b in zip(here, there, strict=True)]
+        found.append(
+            {
+                "tokens": len(here) + 1,
+                "texts_part_at": same,
+                "logprob_mean": sum(gaps) / len(gaps),
+                "logprob_max": max(gaps),
+            }
+        )
+    return found
 
 
 class Report:
@@ -122,8 +207,10 @@ class Report:
     def __init__(self) -> None:
         self.steps: list[dict[str, Any]] = []
         self.wrong: list[str] = []
-        # What the server answered to each prompt before the first sleep.
+        # What the server answered to each prompt before the first sleep, and the log probability
+        # of each of their tokens.
         self.texts: list[str] = []
+        self.likelihoods: list[list[float]] = []
         # False: the run was ended before its last step, so an empty `wrong` says nothing.
         self.finished = False
 
@@ -142,10 +229,13 @@ class Report:
             print(json.dumps({"wrong": problem}), flush=True)
 
 
-def rotate(report: Report, cycles: int) -> None:
+def rotate(report: Report, prompts: Sequence[str], cycles: int) -> None:
     """Cycles of sleep and wake, then a wake-up that another process is in the way of."""
-    before = report.texts = greedy()
+    before = report.texts = greedy(prompts)
     report.step("awake")
+    report.likelihoods = likelihoods(prompts)
+    burst(prompts)
+    report.step("eight requests at a time")
     report.expect(len(set(before)) > 1, f"one text for all prompts: {before[0]!r}")
     asleep = 0
     for cycle in range(cycles):
@@ -153,7 +243,7 @@ def rotate(report: Report, cycles: int) -> None:
         asleep = report.step(f"sleep {cycle + 1}", status=status, seconds=seconds)
         status, text, seconds = call("POST", "/wake_up")
         report.step(f"wake {cycle + 1}", status=status, seconds=seconds)
-        report.expect(greedy() == before, f"other text after cycle {cycle + 1}")
+        report.expect(greedy(prompts) == before, f"other text after cycle {cycle + 1}")
     call("POST", "/sleep?level=1")
     words = [sys.executable, "-c", TENANT, str(4096 * MIB)]
     tenant = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -175,34 +265,32 @@ def rotate(report: Report, cycles: int) -> None:
         "wake repeated", status=status, seconds=seconds, error="" if status == 200 else text
     )
     report.expect(status == 200, f"the repeated wake-up answers {status}")
-    report.expect(greedy() == before, "other text after the repeated wake-up")
+    report.expect(greedy(prompts) == before, "other text after the repeated wake-up")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--layers", type=int, default=14)
+    parser.add_argument("--model", choices=MODELS, default="qwen3-moe")
+    parser.add_argument("--layers", type=int, default=14, help="of qwen3-moe")
+    parser.add_argument("--against", type=Path, help="the report of another run of the same model")
+    parser.add_argument("--graphs", action="store_true", help="CUDA graphs, without torch.compile")
     parser.add_argument("--cycles", type=int, default=3)
     parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="further flags")
     options = parser.parse_args()
     # So that a run that is ended takes its server along.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     report = Report()
+    against: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
-        make_model(Path(scratch) / "model", options.layers)
+        model = MODELS[options.model]
+        model.make(Path(scratch) / "model", options.layers)
         log = options.out.with_suffix(".log")
         words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        words += [
-            "--model",
-            f"{scratch}/model",
-            "--served-model-name",
-            "model",
-            "--port",
-            str(PORT),
-        ]
-        words += ["--load-format", "dummy", "--enforce-eager", "--enable-sleep-mode"]
-        words += ["--moe-backend", "triton", "--attention-backend", "TRITON_ATTN"]
-        words += ["--gpu-memory-utilization", "0.6", "--max-model-len", "2048", *options.serve]
+        words += ["--model", f"{scratch}/model", "--served-model-name", "model"]
+        words += ["--port", str(PORT), "--enable-sleep-mode", "--gpu-memory-utilization", "0.6"]
+        words += GRAPHS if options.graphs else ["--enforce-eager"]
+        words += [*model.flags, *options.serve]
         began = time.monotonic()
         with log.open("w") as output:
             server = subprocess.Popen(
@@ -219,13 +307,18 @@ def main() -> int:
                     return 2
                 time.sleep(0.5)
             report.step("healthy", seconds=time.monotonic() - began)
-            rotate(report, options.cycles)
+            rotate(report, model.prompts, options.cycles)
+            if options.against:
+                other = json.loads(options.against.read_text())
+                against = compare(report, other["texts"], other["likelihoods"])
+                print(json.dumps({"against": against}))
             report.finished = True
         finally:
             os.killpg(server.pid, signal.SIGKILL)
             server.wait()
             result = {"finished": report.finished, "wrong": report.wrong}
-            result |= {"texts": report.texts, "steps": report.steps}
+            result |= {"texts": report.texts, "likelihoods": report.likelihoods}
+            result |= {"against": against, "steps": report.steps}
             options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({"wrong": report.wrong}))
     return 1 if report.wrong else 0
