@@ -53,7 +53,7 @@ def toolkit(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def cuda_home(toolkit: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cuda(toolkit: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("cuda") / "home"
     # Compiles and links a program with libcuda and libcudart as its last step.
     toolchain.assemble(cmake.purelib(toolkit / "bin" / "python"), out)
@@ -61,30 +61,30 @@ def cuda_home(toolkit: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_assembled_toolkit_compiles_outside_its_packages(
-    cuda_home: Path, tmp_path: Path
+    cuda: Path, tmp_path: Path
 ) -> None:
     program = tmp_path / "kernel.cu"
     program.write_text("__global__ void k(float *x) { *x = 1; }\n")
     for target in ("sm_120a", "sm_121a", "sm_120f"):
-        nvcc = cuda_home / "bin" / "nvcc"
+        nvcc = cuda / "bin" / "nvcc"
         run(nvcc, f"-arch={target}", "-cubin", program, "-o", tmp_path / target)
-    assert toolchain.nvcc_version(cuda_home).startswith("13.0.")
+    assert toolchain.nvcc_version(cuda).startswith("13.0.")
 
 
 def test_a_toolkit_is_made_anew_but_nothing_else_is_replaced(
-    toolkit: Path, cuda_home: Path, tmp_path: Path
+    toolkit: Path, cuda: Path, tmp_path: Path
 ) -> None:
     packages = cmake.purelib(toolkit / "bin" / "python")
-    toolchain.assemble(packages, cuda_home, probe=False)
+    toolchain.assemble(packages, cuda, probe=False)
     (tmp_path / "mine").write_text("x")
     with pytest.raises(BadFileError, match="was not made by this command"):
         toolchain.assemble(packages, tmp_path, probe=False)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_the_stand_in_is_loaded_as_libcuda_and_refuses(cuda_home: Path, tmp_path: Path) -> None:
+def test_the_stand_in_is_loaded_as_libcuda_and_refuses(cuda: Path, tmp_path: Path) -> None:
     out = tmp_path / standin.SONAME
-    api = standin.build(cuda_home / "include", out)
+    api = standin.build(cuda / "include", out)
     driver = ctypes.CDLL(str(out))
     missing = [name for name in api.symbols if not hasattr(driver, name)]
     assert not missing
@@ -105,9 +105,9 @@ def test_the_stand_in_is_loaded_as_libcuda_and_refuses(cuda_home: Path, tmp_path
     assert driver.cuGetProcAddress(b"cuNone", ctypes.byref(function), 13000, 0) == NOT_FOUND
 
 
-def test_two_stand_ins_are_the_same_bytes(cuda_home: Path, tmp_path: Path) -> None:
+def test_two_stand_ins_are_the_same_bytes(cuda: Path, tmp_path: Path) -> None:
     for name in ("a", "b"):
-        standin.build(cuda_home / "include", tmp_path / name / standin.SONAME)
+        standin.build(cuda / "include", tmp_path / name / standin.SONAME)
     first, second = ((tmp_path / name / standin.SONAME).read_bytes() for name in ("a", "b"))
     assert first == second
 
@@ -146,12 +146,12 @@ def tree(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def build(toolkit: Path, cuda_home: Path) -> Build:
+def build(toolkit: Path, cuda: Path) -> Build:
     def compile_in(
         tree: Path, out: Path, modules: tuple[Module, ...] = (MODULE,)
     ) -> native.NativeRecord:
         settings = cmake.Settings(
-            cuda_home=cuda_home,
+            cuda=cuda,
             work=out.with_name(f"{out.name}.work"),
             python=toolkit / "bin" / "python",
             archs=arch.validate("12.0a;12.1a", default=""),
@@ -189,7 +189,7 @@ CUDA_UNITS = {
 
 @pytest.mark.parametrize("kind", CUDA_UNITS)
 def test_a_cuda_unit_is_the_same_bytes_wherever_it_was_compiled(
-    cuda_home: Path, tmp_path: Path, kind: str
+    cuda: Path, tmp_path: Path, kind: str
 ) -> None:
     """nvcc names local kernels after their source's path and, in some units, its process id."""
     text = CUDA_UNITS[kind]
@@ -197,10 +197,10 @@ def test_a_cuda_unit_is_the_same_bytes_wherever_it_was_compiled(
     for folder in (tmp_path / "a", tmp_path / "much" / "deeper" / "b"):
         folder.mkdir(parents=True)
         (folder / "k.cu").write_text(text)
-        launcher = [sys.executable, "-I", "-S", unit.__file__]
-        words: list[str | Path] = [cuda_home / "bin" / "nvcc", "-arch=sm_120a"]
+        before = [sys.executable, "-I", "-S", unit.__file__]
+        words: list[str | Path] = [cuda / "bin" / "nvcc", "-arch=sm_120a"]
         words += ["-Xcompiler=-fPIC", f"-Xcompiler=-ffile-prefix-map={folder}=/vllm", "-x", "cu"]
-        run(*launcher, *words, "-c", folder / "k.cu", "-o", folder / "k.o")
+        run(*before, *words, "-c", folder / "k.cu", "-o", folder / "k.o")
         run("g++", "-shared", "-s", "-o", folder / "k.so", folder / "k.o")
         objects.append((folder / "k.so").read_bytes())
     assert objects[0] == objects[1]

@@ -157,9 +157,9 @@ def configure(
     ]
     words = [str(word) for word in argv]
     # The launcher adds words to the compiler's that ninja does not see.
-    launcher = files.sha256(Path(unit.__file__))
+    digest = files.sha256(Path(unit.__file__))
     key = json.dumps(
-        {"argv": words, "variables": environment, "launcher": launcher}, sort_keys=True
+        {"argv": words, "variables": environment, "launcher": digest}, sort_keys=True
     )
     inputs = _description_hash(work / "src")
     stamp = work / "configured.json"
@@ -218,11 +218,11 @@ def _definitions(base: Base, modules: Sequence[Module], settings: Settings) -> l
     other = cross.flags(target, settings.python, settings.work) if target else []
     flags = " ".join([*_prefix_maps(base, modules, settings), *other])
     # -I and -S: it starts once a unit, and needs nothing but the standard library.
-    launcher = [settings.python, "-I", "-S", Path(unit.__file__)]
+    before = [settings.python, "-I", "-S", Path(unit.__file__)]
     if own_headers(base, settings.archs):
-        launcher += [unit.HEADERS, settings.work / "src", base.include]
+        before += [unit.HEADERS, settings.work / "src", base.include]
     # No CCACHE_BASEDIR: ccache would make paths relative, which the prefix maps then do not match.
-    launcher += filter(None, [process.which("ccache")])
+    before += filter(None, [process.which("ccache")])
     return [
         *(cross.definitions(target, settings.work) if target else ()),
         "-DCMAKE_BUILD_TYPE=Release",
@@ -240,7 +240,7 @@ def _definitions(base: Base, modules: Sequence[Module], settings: Settings) -> l
         f"-DCMAKE_CUDA_FLAGS={' '.join(f'-Xcompiler={flag}' for flag in flags.split())}",
         "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON",
         *(
-            f"-DCMAKE_{language}_COMPILER_LAUNCHER={';'.join(map(str, launcher))}"
+            f"-DCMAKE_{language}_COMPILER_LAUNCHER={';'.join(map(str, before))}"
             for language in ("C", "CXX", "CUDA")
         ),
     ]
