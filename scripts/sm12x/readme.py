@@ -15,8 +15,8 @@ from sm12x.audit import compare
 from sm12x.core.errors import EXIT_CODES, BadFileError
 from sm12x.plan import render
 from sm12x.recipes import load
-from sm12x.stack import base as bases
-from sm12x.stack import series
+from sm12x.stack.model import base as bases
+from sm12x.stack.model import series
 
 _BLOCK = re.compile(
     r"(?P<head><!-- generated: (?P<name>[a-z-]+) -->\n).*?(?P<tail><!-- end -->)", re.DOTALL

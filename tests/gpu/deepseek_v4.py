@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sm12x.image.inside import tiny
+from sm12x.runtime import tiny
 
 if TYPE_CHECKING:
     import torch

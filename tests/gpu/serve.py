@@ -35,7 +35,7 @@ from typing import Any
 
 from tests.gpu import deepseek_v4
 
-from sm12x.image.inside import tiny
+from sm12x.runtime import tiny
 
 PORT = 8123
 ADDRESS = f"http://127.0.0.1:{PORT}"

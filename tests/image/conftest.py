@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 
 from sm12x import layout
-from sm12x.build import ledger as ledgers
-from sm12x.build.ledger import Ledger
 from sm12x.core import process
 from sm12x.core.process import Completed
-from sm12x.image import engines, record
-from sm12x.image.engine import Engine
-from sm12x.image.record import Record
-from sm12x.stack import base as bases
+from sm12x.image.bundle import record
+from sm12x.image.bundle.record import Record
+from sm12x.image.engine import engines
+from sm12x.image.engine.engine import Engine
+from sm12x.stack.model import base as bases
+from sm12x.wheel import ledger as ledgers
+from sm12x.wheel.ledger import Ledger
 
 Run = Callable[..., Completed]
 

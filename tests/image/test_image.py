@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from sm12x.build.ledger import Ledger
 from sm12x.core import process
 from sm12x.core.process import Completed
-from sm12x.image.engine import Engine
-from sm12x.image.record import Record
-from sm12x.stack.base import Base
+from sm12x.image.bundle.record import Record
+from sm12x.image.engine.engine import Engine
+from sm12x.stack.model.base import Base
+from sm12x.wheel.ledger import Ledger
 
 Run = Callable[..., Completed]
 

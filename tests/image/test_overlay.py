@@ -13,11 +13,11 @@ from click.testing import CliRunner
 from sm12x import layout
 from sm12x.commands.overlay import command
 from sm12x.core import index, process
-from sm12x.deploy import overlay
-from sm12x.image.engine import BuildRequest, Engine
-from sm12x.image.record import Record
-from sm12x.stack import base as bases
-from sm12x.stack import series
+from sm12x.image import overlay
+from sm12x.image.bundle.record import Record
+from sm12x.image.engine.engine import BuildRequest, Engine
+from sm12x.stack.model import base as bases
+from sm12x.stack.model import series
 
 TAG = "sm12x-test:untouched"
 # As in Dockerfile.bundle.

@@ -13,10 +13,11 @@ import pytest
 
 from sm12x import layout
 from sm12x.core import process
-from sm12x.stack import base as bases
-from sm12x.stack import edit, refresh, series, tree
-from sm12x.stack.apply import apply
-from sm12x.stack.base import Base
+from sm12x.stack.model import base as bases
+from sm12x.stack.model import series
+from sm12x.stack.model.base import Base
+from sm12x.stack.worktree import add_drop, export, tree
+from sm12x.stack.worktree.apply import apply
 
 VERSION = "1.0"
 BODY = (
@@ -77,7 +78,7 @@ class World:
         text = target.read_text() if target.exists() else ""
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text.replace(old, new, 1) if old else new)
-        return edit.new(
+        return add_drop.new(
             self.base,
             directory,
             self.message(subject, witness=witness or WITNESS),
@@ -86,7 +87,7 @@ class World:
         ).name
 
     def message(self, subject: str, *, witness: str = WITNESS) -> str:
-        return edit.message(
+        return add_drop.message(
             subject=subject,
             body=BODY,
             upstream=["owner/repo#1 (open)"],
@@ -100,8 +101,8 @@ class World:
         paths = [*folder.glob("*.patch"), folder / "series"]
         return {path.name: path.read_bytes() for path in paths}
 
-    def refresh(self, directory: Path) -> refresh.RefreshReport:
-        return refresh.refresh(self.base, directory, root=self.root)
+    def refresh(self, directory: Path) -> export.RefreshReport:
+        return export.refresh(self.base, directory, root=self.root)
 
 
 def git(directory: Path, *words: str) -> str:

@@ -20,10 +20,14 @@ import pytest
 
 from sm12x import layout
 from sm12x.audit import scan
-from sm12x.build import cmake, cross, library, native, ops, opsread, select
 from sm12x.core import index, lockfile
-from sm12x.stack import base as bases
-from sm12x.stack import lock, series
+from sm12x.stack import lock
+from sm12x.stack.model import base as bases
+from sm12x.stack.model import series
+from sm12x.wheel.assemble import library, ops_read, torch_ops
+from sm12x.wheel.compile import cmake, native
+from sm12x.wheel.source import select
+from sm12x.wheel.toolchain import cross
 
 BASE = bases.load("0.21.0")
 MACHINE = "aarch64"
@@ -160,7 +164,7 @@ def test_the_allocator_has_the_functions_and_symbols_of_the_official_one(
 ) -> None:
     with zipfile.ZipFile(fetch(MACHINE)) as archive:
         official = Path(archive.extract(ALLOCATOR, tmp_path))
-    ours, theirs = opsread.read(modules / ALLOCATOR), opsread.read(official)
+    ours, theirs = ops_read.read(modules / ALLOCATOR), ops_read.read(official)
     assert {"init_module", "python_create_and_map"} <= set(theirs.names)
     assert set(ours.names) >= set(theirs.names)
 
@@ -172,13 +176,13 @@ def test_what_is_read_out_of_a_library_is_what_loading_it_finds(
     running = f"{sys.version_info[0]}.{sys.version_info[1]}"
     with zipfile.ZipFile(fetch("x86_64")) as archive:
         paths = [name for name in archive.namelist() if name.endswith(".abi3.so")]
-        paths = [name for name in paths if ops.loads_on(name, running)]
+        paths = [name for name in paths if torch_ops.loads_on(name, running)]
         for name in paths:
             archive.extract(name, tmp_path)
-    loaded = ops.find(tmp_path, paths, python=python, purelib=cmake.purelib(python))
+    loaded = torch_ops.find(tmp_path, paths, python=python, purelib=cmake.purelib(python))
     total = 0
     for path in paths:
-        found = opsread.read(tmp_path / path)
+        found = ops_read.read(tmp_path / path)
         known = {name.partition("::")[2] for name in loaded[path].ops}
         assert set(found.ops) <= known, path
         assert found.names == loaded[path].names, path

@@ -11,7 +11,7 @@ from sm12x import layout
 from sm12x.audit import policy, scan
 from sm12x.audit.model import DEVICES, SM120, Audit
 from sm12x.core import index
-from sm12x.stack import base as bases
+from sm12x.stack.model import base as bases
 
 # Under 10 s is asked for. CPU time, not the clock's: the machine may be busy with other work.
 CPU_SECONDS = 10

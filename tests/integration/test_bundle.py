@@ -14,10 +14,10 @@ import pytest
 from sm12x import layout
 from sm12x.core import process
 from sm12x.core.errors import ToolFailedError
-from sm12x.image import engines
-from sm12x.image.engine import BuildRequest, Engine
-from sm12x.image.hostconfig import HostConfig
-from sm12x.image.output import Follower
+from sm12x.image.base.host_settings import HostConfig
+from sm12x.image.engine import engines
+from sm12x.image.engine.engine import BuildRequest, Engine
+from sm12x.image.engine.follow import Follower
 
 TAG = f"sm12x-engine-test:{os.getpid()}"
 HIDDEN = "vHj3-what-no-layer-may-hold"

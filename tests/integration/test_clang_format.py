@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sm12x.stack import base as bases
+from sm12x.stack.model import base as bases
 
 SUFFIXES = (".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp")
 _HUNK = re.compile(r"^@@ -\S+ \+(\d+)(?:,(\d+))? @@", re.MULTILINE)

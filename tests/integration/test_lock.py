@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sm12x import layout
-from sm12x.stack import base as bases
+from sm12x.stack.model import base as bases
 
 VERSION = bases.versions()[0]
 

@@ -10,10 +10,10 @@ from tests.integration import stackrepo
 from tests.integration.stackrepo import World
 
 from sm12x.core.errors import PatchConflictError, UsageError
-from sm12x.deploy import overlay
-from sm12x.deploy.overlay import Installed
-from sm12x.stack import series
-from sm12x.stack.series import Stack
+from sm12x.image import overlay
+from sm12x.image.overlay import Installed
+from sm12x.stack.model import series
+from sm12x.stack.model.series import Stack
 
 
 @pytest.fixture

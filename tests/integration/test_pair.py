@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from sm12x import layout
-from sm12x.image.inside import health
+from sm12x.runtime import health
 
 # What vLLM does on these paths. It starts a child, as vLLM does, which must end with it.
 VLLM = """\
@@ -76,7 +76,7 @@ def pair(tmp_path: Path, ports: tuple[int, int]) -> Iterator[subprocess.Popen[st
     for name, port in zip(("first", "second"), ports, strict=True):
         (recipes / f"{name}.yaml").write_text(RECIPE.format(name=name, port=port))
     process = subprocess.Popen(
-        [sys.executable, "-m", "sm12x.image.inside", "pair", "first", "+", "second"],
+        [sys.executable, "-m", "sm12x.runtime", "pair", "first", "+", "second"],
         env={
             **os.environ,
             "PATH": f"{programs}:{os.environ['PATH']}",

@@ -18,9 +18,10 @@ from tests.integration.stackrepo import World, git, snapshot
 from sm12x import layout
 from sm12x.core import index
 from sm12x.core.errors import EXIT_CODES
-from sm12x.stack import apply as applying
-from sm12x.stack import base as bases
-from sm12x.stack import mail, refresh, series, tree
+from sm12x.stack.model import base as bases
+from sm12x.stack.model import patchfile, series
+from sm12x.stack.worktree import apply as applying
+from sm12x.stack.worktree import export, tree
 
 
 @pytest.fixture
@@ -248,15 +249,15 @@ def test_the_stack_of_a_real_release_round_trips(version: str, tmp_path: Path) -
     stack = series.load(base)
     directory = tmp_path / "release"
     tree.unpack(archive, directory)
-    report, findings = refresh.round_trip(base, stack, directory)
+    report, findings = export.round_trip(base, stack, directory)
     assert findings == []
     assert [result.state for result in report.results] == ["applied"] * len(stack.patches)
     assert git(directory, "status", "--porcelain") == ""
     target = directory / "setup.py"
     target.write_text(target.read_text() + "# changed\n")
     git(directory, "commit", "-q", "-a", "-m", "Change the set-up")
-    repository = refresh.open_repository(base, directory)
-    with pytest.raises(refresh.MessageError, match=f"{len(stack.patches) + 1:04d}-Change-the-set"):
-        refresh.refresh(base, directory, root=None)
-    assert mail.file_name(1, "Change the set-up") == "0001-Change-the-set-up.patch"
+    repository = export.open_repository(base, directory)
+    with pytest.raises(export.MessageError, match=f"{len(stack.patches) + 1:04d}-Change-the-set"):
+        export.refresh(base, directory, root=None)
+    assert patchfile.file_name(1, "Change the set-up") == "0001-Change-the-set-up.patch"
     assert repository.tree_of(applying.BASE_TAG) == base.sdist.tree

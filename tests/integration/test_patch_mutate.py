@@ -14,7 +14,8 @@ from tests.integration.stackrepo import World, snapshot
 
 from sm12x import cli
 from sm12x.core.errors import BadFileError, FindingsError
-from sm12x.stack import mutate, mutations, series, witness
+from sm12x.stack.model import series
+from sm12x.stack.witness import mutate, mutations, witness
 
 SOURCE = """def ten():
     return 10

@@ -19,8 +19,10 @@ import pytest
 from tests.integration import stackrepo
 from tests.integration.stackrepo import FILES, World, git, snapshot
 
-from sm12x.stack import base as bases
-from sm12x.stack import refresh, series, status, tree
+from sm12x.stack.model import base as bases
+from sm12x.stack.model import series
+from sm12x.stack.rebase import status
+from sm12x.stack.worktree import export, tree
 
 TEN = "tests/witness/test_ten.py"
 FIVE = "tests/witness/test_five.py"
@@ -97,7 +99,7 @@ def test_what_applies_is_kept_and_what_is_upstream_is_left_out(world: World) -> 
     # Strictly, and byte for byte out again.
     fresh = world.work / "two"
     tree.unpack(world.archive.parent / "tiny-2.0.tar.gz", fresh)
-    report, faults = refresh.round_trip(new, stack, fresh)
+    report, faults = export.round_trip(new, stack, fresh)
     assert (report.ok, faults) == (True, [])
     table = _sm12x("base", "status")
     assert table.stdout.splitlines()[:3] == [

@@ -17,8 +17,9 @@ from tests.integration import stackrepo
 from tests.integration.stackrepo import World, git, snapshot
 
 from sm12x.core.errors import BadFileError, DirtyTreeError, NoSpaceError, Sm12xError
-from sm12x.stack import edit, refresh, series, tree
-from sm12x.stack.apply import HalfAppliedError, apply
+from sm12x.stack.model import series
+from sm12x.stack.worktree import add_drop, export, tree
+from sm12x.stack.worktree.apply import HalfAppliedError, apply
 
 
 @pytest.fixture
@@ -204,7 +205,7 @@ def test_a_users_settings_do_not_change_the_round_trip(
     directory = world.applied("with settings")
     assert world.refresh(directory).unchanged == tuple(sorted(set(before) - {"series"}))
     world.commit(directory, "Mend größer ✓ now", "tiny/b.py", "b = 7\n", "b = '7'\r\n")
-    _, faults = refresh.round_trip(world.base, series.load(world.base), world.fresh("again"))
+    _, faults = export.round_trip(world.base, series.load(world.base), world.fresh("again"))
     assert faults == []
 
 
@@ -213,7 +214,7 @@ def test_odd_patches_round_trip(world: World) -> None:
     directory = world.applied("odd")
 
     def commit(subject: str) -> None:
-        edit.new(
+        add_drop.new(
             world.base,
             directory,
             world.message(subject),
@@ -247,7 +248,7 @@ def test_odd_patches_round_trip(world: World) -> None:
     assert str((fresh / "build/kept.txt").readlink()) == "../run.sh"
     assert (fresh / "run.sh").read_text() == "#!/bin/sh\n"
     assert report.ok
-    _, faults = refresh.round_trip(world.base, series.load(world.base), world.fresh("third"))
+    _, faults = export.round_trip(world.base, series.load(world.base), world.fresh("third"))
     assert faults == []
 
 
@@ -565,7 +566,7 @@ def test_random_rounds_lose_nothing(world: World, seed: int) -> None:
         stack = series.load(world.base)
         assert [patch.subject for patch in stack.patches] == model
         assert series.check(world.base, root=world.root) == []
-    report, faults = refresh.round_trip(
+    report, faults = export.round_trip(
         world.base, series.load(world.base), world.fresh(f"end-{seed}")
     )
     assert (report.ok, faults) == (True, [])

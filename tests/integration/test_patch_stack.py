@@ -9,9 +9,11 @@ from tests.integration import stackrepo
 from tests.integration.stackrepo import World, git, snapshot
 
 from sm12x.core.errors import BadFileError, DirtyTreeError
-from sm12x.stack import apply as applying
-from sm12x.stack import edit, mail, refresh, render, series, tree
-from sm12x.stack.apply import StackConflictError, apply
+from sm12x.stack import render
+from sm12x.stack.model import patchfile, series
+from sm12x.stack.worktree import add_drop, export, tree
+from sm12x.stack.worktree import apply as applying
+from sm12x.stack.worktree.apply import StackConflictError, apply
 
 
 @pytest.fixture
@@ -65,7 +67,7 @@ def test_apply_then_refresh_changes_no_byte(stacked: World) -> None:
     report = stacked.refresh(directory)
     assert len(report.unchanged) == 3
     assert stacked.patches() == before
-    report_again, findings = refresh.round_trip(
+    report_again, findings = export.round_trip(
         stacked.base, series.load(stacked.base), stacked.fresh("third")
     )
     assert report_again.ok
@@ -76,7 +78,7 @@ def test_the_round_trip_names_the_line_that_differs(stacked: World) -> None:
     path = stacked.base.folder / "0001-Mend-line-ten.patch"
     text = path.read_text().replace("diff --git", "---\n 1 file changed\n\ndiff --git", 1)
     path.write_text(text)
-    _, findings = refresh.round_trip(stacked.base, series.load(stacked.base), stacked.fresh())
+    _, findings = export.round_trip(stacked.base, series.load(stacked.base), stacked.fresh())
     assert [finding.path.name for finding in findings] == [path.name]
     assert text.split("\n")[findings[0].line - 1] == "---"
 
@@ -151,7 +153,7 @@ def test_refresh_refuses_a_commit_without_reasons(stacked: World, message: str, 
     directory = stacked.applied("spoiled")
     (directory / "tiny/b.py").write_text("b = 0\n")
     git(directory, "commit", "-q", "-a", "-m", message)
-    with pytest.raises(refresh.MessageError) as caught:
+    with pytest.raises(export.MessageError) as caught:
         stacked.refresh(directory)
     assert any(said in finding.message for finding in caught.value.findings)
     assert stacked.patches() == before
@@ -215,7 +217,9 @@ def test_a_patch_the_base_has_already_is_reported_and_skipped(world: World) -> N
     # It has no commit to export from, and must not get lost on the way.
     with pytest.raises(DirtyTreeError, match=r"0002-Undo-it\.patch is in the base already"):
         world.refresh(directory)
-    dropped = edit.drop(world.base, series.load(world.base), "0002", world.archive, root=world.root)
+    dropped = add_drop.drop(
+        world.base, series.load(world.base), "0002", world.archive, root=world.root
+    )
     assert dropped.dropped == name
     assert dropped.orphans == (stackrepo.WITNESS,)
 
@@ -224,13 +228,13 @@ def test_drop_renumbers_and_moves_lines(world: World) -> None:
     directory = world.applied("author")
     world.commit(directory, "One", "tiny/a.py", "a = 3\n", "a = 3\na = 3.5\na = 3.6\n")
     world.commit(directory, "Two", "tiny/a.py", "a = 40\n", "a = 'forty'\n")
-    report = edit.drop(
+    report = add_drop.drop(
         world.base, series.load(world.base), "0001-One", world.archive, root=world.root
     )
     assert report.dropped == "0001-One.patch"
     assert report.orphans == ()
     assert sorted(world.patches()) == ["0001-Two.patch", "series"]
-    _, findings = refresh.round_trip(world.base, series.load(world.base), world.fresh())
+    _, findings = export.round_trip(world.base, series.load(world.base), world.fresh())
     assert findings == []
 
 
@@ -240,22 +244,22 @@ def test_drop_refuses_a_patch_that_others_need(world: World) -> None:
     world.commit(directory, "Two", "tiny/a.py", "a = 'ten'\n", "a = 'zehn'\n")
     before = world.patches()
     with pytest.raises(StackConflictError):
-        edit.drop(world.base, series.load(world.base), "0001", world.archive, root=world.root)
+        add_drop.drop(world.base, series.load(world.base), "0001", world.archive, root=world.root)
     with pytest.raises(BadFileError, match="no patch 0009 in the series"):
-        edit.drop(world.base, series.load(world.base), "0009", world.archive, root=world.root)
+        add_drop.drop(world.base, series.load(world.base), "0009", world.archive, root=world.root)
     assert world.patches() == before
 
 
 def test_new_refuses_a_bad_message_and_leaves_the_edit(world: World) -> None:
     directory = world.applied("author")
     with pytest.raises(DirtyTreeError, match="nothing has changed"):
-        edit.new(world.base, directory, world.message("X"), author="A <a@b>", root=world.root)
+        add_drop.new(world.base, directory, world.message("X"), author="A <a@b>", root=world.root)
     (directory / "tiny/a.py").write_text("a = 0\n")
     head = git(directory, "rev-parse", "HEAD")
-    with pytest.raises(refresh.MessageError, match="ends with a period"):
-        edit.new(world.base, directory, world.message("X."), author="A <a@b>", root=world.root)
+    with pytest.raises(export.MessageError, match="ends with a period"):
+        add_drop.new(world.base, directory, world.message("X."), author="A <a@b>", root=world.root)
     with pytest.raises(BadFileError, match="is no author"):
-        edit.new(world.base, directory, world.message("X"), author="nobody", root=world.root)
+        add_drop.new(world.base, directory, world.message("X"), author="nobody", root=world.root)
     assert git(directory, "rev-parse", "HEAD") == head
     assert (directory / "tiny/a.py").read_text() == "a = 0\n"
 
@@ -391,7 +395,7 @@ def test_file_names_are_those_of_git(world: World) -> None:
     printed = git(directory, "format-patch", "-o", str(out), "base..HEAD").splitlines()
     for number, line in enumerate(printed, start=1):
         subject = git(directory, "log", "-1", "--format=%s", f"HEAD~{4 - number}").strip()
-        assert mail.file_name(number, subject) == Path(line).name
+        assert patchfile.file_name(number, subject) == Path(line).name
 
 
 def test_executable_bits_and_deletions_travel(world: World) -> None:

@@ -13,8 +13,9 @@ from tests.integration.stackrepo import World
 
 from sm12x import cli
 from sm12x.core.errors import FindingsError, Sm12xError
-from sm12x.stack import series, upstreamrun, upstreamtests, witness
-from sm12x.stack.upstreamtests import Report, Result
+from sm12x.stack.model import series
+from sm12x.stack.witness import upstream_run, upstream_tests, witness
+from sm12x.stack.witness.upstream_tests import Report, Result
 
 HEAD = (
     "import os, pathlib, subprocess, sys, time\n"
@@ -97,16 +98,16 @@ run = false
 def _make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tests: dict[str, str]) -> World:
     made = stackrepo.make(tmp_path, monkeypatch, more=tests)
     made.commit(made.applied("author"), "Say sixty", "tiny/a.py", "a = 60\n", "a = 'sixty'\n")
-    (made.base.folder / upstreamtests.NAME).write_text(DATA)
+    (made.base.folder / upstream_tests.NAME).write_text(DATA)
     return made
 
 
 def _run(world: World, only: tuple[str, ...] = (), *, seconds: float = 60) -> Report:
     base = world.base
-    return upstreamrun.run(
+    return upstream_run.run(
         base,
         series.load(base),
-        upstreamtests.load(base),
+        upstream_tests.load(base),
         archive=world.archive,
         python=Path(sys.executable),
         extra=None,
@@ -167,8 +168,8 @@ def test_narrowing_by_file_and_source(tmp_path: Path, monkeypatch: pytest.Monkey
     world = _make(tmp_path, monkeypatch, TESTS)
     report = _run(world, ("tests/test_crash.py",))
     assert {result.file for result in report.results} == {"tests/test_crash.py"}
-    plan = upstreamrun.listed(
-        upstreamtests.load(world.base),
+    plan = upstream_run.listed(
+        upstream_tests.load(world.base),
         series.load(world.base),
         archive=world.archive,
         only=("tiny/a.py",),
@@ -184,10 +185,10 @@ def test_an_environment_that_cannot_run_anything_is_no_verdict(
     python.write_text("#!/bin/sh\necho no module named pytest\nexit 1\n")
     python.chmod(0o755)
     with pytest.raises(Sm12xError, match="no module named pytest"):
-        upstreamrun.run(
+        upstream_run.run(
             world.base,
             series.load(world.base),
-            upstreamtests.load(world.base),
+            upstream_tests.load(world.base),
             archive=world.archive,
             python=python,
             extra=None,
@@ -198,7 +199,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = _make(tmp_path, monkeypatch, TESTS)
     links = ["--base", stackrepo.VERSION, "--find-links", str(world.archive.parent)]
     monkeypatch.setattr(witness, "environment", lambda *_, **__: Path(sys.executable))
-    monkeypatch.setattr(upstreamrun, "packages", lambda *_, **__: None)
+    monkeypatch.setattr(upstream_run, "packages", lambda *_, **__: None)
     runner = CliRunner()
     shown = runner.invoke(cli.root, ["patch", "upstream-tests", "--list", *links])
     assert shown.exit_code == 0, shown.output
@@ -210,7 +211,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(report["results"]) == 14
     assert isinstance(ran.exception, FindingsError)
     # A changed file that nothing is said of is a fault, also of the list alone.
-    (world.base.folder / upstreamtests.NAME).write_text(DATA.split("[[cannot]]")[0])
+    (world.base.folder / upstream_tests.NAME).write_text(DATA.split("[[cannot]]")[0])
     made = world.applied("more")
     world.commit(made, "Change b", "tiny/b.py", "b = 2\n", "b = 'two'\n")
     shown = runner.invoke(cli.root, ["patch", "upstream-tests", "--list", *links])

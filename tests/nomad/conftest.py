@@ -18,8 +18,8 @@ import pytest
 from sm12x import layout
 from sm12x.core import process
 from sm12x.core.process import Background, Completed
-from sm12x.image import record
-from sm12x.stack import base as bases
+from sm12x.image.bundle import record
+from sm12x.stack.model import base as bases
 
 HERE = Path(__file__).resolve().parent
 EXAMPLES = layout.root() / "nomad-examples"

@@ -19,7 +19,6 @@ from sm12x.audit import images, policy, render, report
 from sm12x.audit import library as library_module
 from sm12x.audit.fatbin import Container, Entry
 from sm12x.audit.model import DEVICES, SM120, Audit, Device, LibraryAudit
-from sm12x.build import ledger
 from sm12x.commands import audit as verb
 from sm12x.core import files
 from sm12x.core.cudaarch import CudaArch
@@ -30,6 +29,7 @@ from sm12x.core.errors import (
     NoEngineError,
     NoSpaceError,
 )
+from sm12x.wheel import ledger
 
 DATA = Path(__file__).parent / "data"
 KERNELS = DATA / "kernels.so"

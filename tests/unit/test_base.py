@@ -9,7 +9,7 @@ import pytest
 from sm12x import layout
 from sm12x.core import lockfile
 from sm12x.core.errors import BadFileError, UnknownBaseError
-from sm12x.stack import base
+from sm12x.stack.model import base
 
 
 def _copy(tmp_path: Path, old: str, new: str) -> Path:

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 
 from sm12x import layout
-from sm12x.build.estimate import Offer, Step
-from sm12x.build.ledger import FileEntry, Ledger, LibraryEntry, PatchEntry
 from sm12x.core import files
 from sm12x.core.errors import (
     BadArchitectureError,
@@ -23,12 +21,16 @@ from sm12x.core.errors import (
     UnknownBaseError,
     UsageError,
 )
-from sm12x.image import bundle, engines, modes, platforms, preflight, record, summary
-from sm12x.image.buildah import Buildah
-from sm12x.image.docker import Docker
-from sm12x.image.engine import Engine, Layer
-from sm12x.stack import base as bases
-from sm12x.stack.base import Base, Disk
+from sm12x.image.base import platforms
+from sm12x.image.bundle import bundle, modes, preflight, record, summary
+from sm12x.image.engine import engines
+from sm12x.image.engine.buildah import Buildah
+from sm12x.image.engine.docker import Docker
+from sm12x.image.engine.engine import Engine, Layer
+from sm12x.stack.model import base as bases
+from sm12x.stack.model.base import Base, Disk
+from sm12x.wheel.compile.estimate import Offer, Step
+from sm12x.wheel.ledger import FileEntry, Ledger, LibraryEntry, PatchEntry
 
 DATA = Path(__file__).parent / "data"
 MIB = 1024**2

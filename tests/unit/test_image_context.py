@@ -10,9 +10,9 @@ import pytest
 
 from sm12x.core import files
 from sm12x.core.errors import BadFileError
-from sm12x.image import context
-from sm12x.stack import base as bases
-from sm12x.stack.base import Base
+from sm12x.image.bundle import context
+from sm12x.stack.model import base as bases
+from sm12x.stack.model.base import Base
 
 
 @pytest.fixture

@@ -14,11 +14,11 @@ import pytest
 from sm12x.core import process
 from sm12x.core.errors import EngineNotRunningError, NoEngineError, ToolFailedError
 from sm12x.core.process import Completed
-from sm12x.image import buildah, docker, engines
-from sm12x.image.buildah import Buildah, Podman
-from sm12x.image.docker import Docker
-from sm12x.image.engine import BuildRequest, Engine, qualified
-from sm12x.image.engines import Machine, Probe
+from sm12x.image.engine import buildah, docker, engines
+from sm12x.image.engine.buildah import Buildah, Podman
+from sm12x.image.engine.docker import Docker
+from sm12x.image.engine.engine import BuildRequest, Engine, qualified
+from sm12x.image.engine.engines import Machine, Probe
 
 DOCKER = Path("/usr/bin/docker")
 BUILDAH = Path("/usr/bin/buildah")

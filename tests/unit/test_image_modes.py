@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 
-from sm12x.build import cmake, estimate, thirdparty
-from sm12x.build.estimate import Decision
-from sm12x.build.thirdparty import Found
 from sm12x.core import cudaarch
 from sm12x.core.errors import BadArchitectureError, BadFileError, NoSpaceError, UsageError
-from sm12x.image import context, modes
-from sm12x.stack import base as bases
-from sm12x.stack.base import Base
+from sm12x.image.bundle import context, modes
+from sm12x.stack.model import base as bases
+from sm12x.stack.model.base import Base
+from sm12x.wheel.compile import cmake, estimate
+from sm12x.wheel.compile.estimate import Decision
+from sm12x.wheel.source import third_party
+from sm12x.wheel.source.third_party import Found
 
 BASE = bases.load("0.21.0")
 ALL = frozenset(source.name for source in BASE.sources)
@@ -186,7 +187,7 @@ def _settle(monkeypatch: pytest.MonkeyPatch, folder: Path, **fields: Any) -> tup
         say("cutlass: from packages")
         return {"cutlass": _found("cutlass", folder), "qutlass": _found("qutlass", None)}
 
-    monkeypatch.setattr(thirdparty, "collect", collect)
+    monkeypatch.setattr(third_party, "collect", collect)
     monkeypatch.setattr(bases, "versions", lambda: [BASE.version, "9.9.9"])
     values = {"wanted": "full", "given": {}, "allowed": (), **fields}
     made = values.pop("made", "")

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from sm12x.core.errors import BadArchitectureError, UsageError
-from sm12x.image import bundle, context, platforms
-from sm12x.image.platforms import Plan
-from sm12x.stack import base as bases
+from sm12x.image.base import platforms
+from sm12x.image.base.platforms import Plan
+from sm12x.image.bundle import bundle, context
+from sm12x.stack.model import base as bases
 
 BASE = bases.load("0.21.0")
 # As a kernel prints the handlers of qemu-user-static.

@@ -9,8 +9,8 @@ import pytest
 
 from sm12x.core import lockfile
 from sm12x.core.errors import BadFileError, FetchError, ToolFailedError
-from sm12x.stack import base as bases
 from sm12x.stack import lock
+from sm12x.stack.model import base as bases
 
 TEXT = """\
 # Made by something.

@@ -10,10 +10,10 @@ from typing import Any, cast
 import pytest
 
 from sm12x.core.errors import BadFileError
-from sm12x.stack import base as bases
-from sm12x.stack import junit, mutate, mutations, witness
-from sm12x.stack.mutate import MutationReport, Outcome
-from sm12x.stack.series import Stack
+from sm12x.stack.model import base as bases
+from sm12x.stack.model.series import Stack
+from sm12x.stack.witness import junit, mutate, mutations, witness
+from sm12x.stack.witness.mutate import MutationReport, Outcome
 
 WITNESS = "tests/witness/test_it.py"
 ADDED = """diff --git a/vllm/a.py b/vllm/a.py
@@ -263,7 +263,7 @@ def test_what_fails_the_run(states: tuple[str, ...], ok: bool) -> None:
 
 
 def test_every_patch_has_a_mutation() -> None:
-    from sm12x.stack import series
+    from sm12x.stack.model import series
 
     for version in bases.versions():
         base = bases.load(version)
@@ -276,7 +276,7 @@ def test_every_patch_has_a_mutation() -> None:
 
 
 def test_the_mutations_of_every_base_belong_to_its_patches() -> None:
-    from sm12x.stack import series
+    from sm12x.stack.model import series
 
     for version in bases.versions():
         base = bases.load(version)

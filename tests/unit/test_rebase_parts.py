@@ -9,11 +9,12 @@ import pytest
 
 from sm12x import layout
 from sm12x.core.errors import BadFileError
-from sm12x.stack import base as bases
-from sm12x.stack import carry, merge, need, rebasetext, series, since, status
-from sm12x.stack.junit import Test
-from sm12x.stack.status import Outcome
-from sm12x.stack.witness import Run
+from sm12x.stack.model import base as bases
+from sm12x.stack.model import series
+from sm12x.stack.rebase import first_fixed, merge, porting, render, status, verdict
+from sm12x.stack.rebase.status import Outcome
+from sm12x.stack.witness.junit import Test
+from sm12x.stack.witness.witness import Run
 
 FILE = "tests/witness/test_it.py"
 
@@ -35,38 +36,42 @@ CONTROL = _test("test_lives", "passed", guard=True)
 @pytest.mark.parametrize(
     ("run", "state", "summary"),
     [
-        (_run(RED, CONTROL), need.NEEDED, "1 of 1 red"),
-        (_run(RED, GREEN, CONTROL), need.NEEDED, "1 of 2 red"),
-        (_run(GREEN, CONTROL), need.UPSTREAM, "1 of 1 green"),
-        (_run(RENAMED, CONTROL), need.UNKNOWN, "0 of 1 red, 1 could not run"),
-        (_run(RENAMED, RED), need.NEEDED, "1 of 2 red, 1 could not run"),
-        (_run(GREEN, RENAMED), need.UNKNOWN, "0 of 2 red, 1 could not run"),
+        (_run(RED, CONTROL), verdict.NEEDED, "1 of 1 red"),
+        (_run(RED, GREEN, CONTROL), verdict.NEEDED, "1 of 2 red"),
+        (_run(GREEN, CONTROL), verdict.UPSTREAM, "1 of 1 green"),
+        (_run(RENAMED, CONTROL), verdict.UNKNOWN, "0 of 1 red, 1 could not run"),
+        (_run(RENAMED, RED), verdict.NEEDED, "1 of 2 red, 1 could not run"),
+        (_run(GREEN, RENAMED), verdict.UNKNOWN, "0 of 2 red, 1 could not run"),
         (
             _run(_test("test_x", "error", said="FileNotFoundError: no cuda.h")),
-            need.UNKNOWN,
+            verdict.UNKNOWN,
             "0 of ",
         ),
-        (_run(_test("test_x", "skipped", said="no gdb")), need.UNKNOWN, "0 of 1 red, 1 could"),
-        (_run(CONTROL), need.UNKNOWN, ""),
-        (_run(), need.UNKNOWN, ""),
-        (_run(GREEN, dataclasses.replace(CONTROL, outcome="failed")), need.UNKNOWN, "0 of 1 red"),
-        (_run(problem="pytest ended with 4\nE   ImportError: gone"), need.UNKNOWN, ""),
+        (_run(_test("test_x", "skipped", said="no gdb")), verdict.UNKNOWN, "0 of 1 red, 1 could"),
+        (_run(CONTROL), verdict.UNKNOWN, ""),
+        (_run(), verdict.UNKNOWN, ""),
+        (
+            _run(GREEN, dataclasses.replace(CONTROL, outcome="failed")),
+            verdict.UNKNOWN,
+            "0 of 1 red",
+        ),
+        (_run(problem="pytest ended with 4\nE   ImportError: gone"), verdict.UNKNOWN, ""),
     ],
 )
 def test_red_green_and_could_not_run_are_told_apart(run: Run, state: str, summary: str) -> None:
-    found = need.judge([run])
+    found = verdict.judge([run])
     assert found.state == state
     assert found.summary.startswith(summary)
-    assert (found.state == need.UNKNOWN) <= bool(
+    assert (found.state == verdict.UNKNOWN) <= bool(
         found.why or not run.tests or run.tests == (CONTROL,)
     )
 
 
 def test_one_witness_that_could_not_run_leaves_the_other_ones_green_in_doubt() -> None:
     other = Run(witness="tests/witness/test_b.py", side="base", tests=(), problem="ended with 3")
-    assert need.judge([_run(GREEN), other]).state == need.UNKNOWN
-    assert need.judge([_run(RED), other]).state == need.NEEDED
-    assert "test_b.py: ended with 3" in need.judge([_run(GREEN), other]).why
+    assert verdict.judge([_run(GREEN), other]).state == verdict.UNKNOWN
+    assert verdict.judge([_run(RED), other]).state == verdict.NEEDED
+    assert "test_b.py: ended with 3" in verdict.judge([_run(GREEN), other]).why
 
 
 @pytest.mark.parametrize(
@@ -90,30 +95,30 @@ def test_one_witness_that_could_not_run_leaves_the_other_ones_green_in_doubt() -
 )
 def test_an_exception_that_other_code_raises_is_not_the_defect(said: str, strange: bool) -> None:
     test = Test(name="t", outcome="failed", guard=False, said="Failed: x", detail=said, seconds=0)
-    assert need.strange(test) is strange
+    assert verdict.strange(test) is strange
 
 
 def test_what_a_test_may_take_that_is_not_marked_is_what_the_witnesses_say() -> None:
     conftest = layout.root() / "tests/witness/conftest.py"
-    assert f"\nTIME_LIMIT = {need._PATIENCE}\n" in conftest.read_text()
+    assert f"\nTIME_LIMIT = {verdict._PATIENCE}\n" in conftest.read_text()
 
 
 @pytest.mark.parametrize(
     ("needed", "text", "state"),
     [
-        (need.UPSTREAM, carry.APPLIES, status.UPSTREAM),
-        (need.UPSTREAM, carry.CONFLICT, status.UPSTREAM),
-        (need.NEEDED, carry.APPLIES, status.NEEDED),
-        (need.NEEDED, carry.MERGES, status.NEEDED),
-        (need.NEEDED, carry.CONFLICT, status.CONFLICT),
-        (need.NEEDED, carry.PRESENT, status.CONFLICT),
-        (need.UNKNOWN, carry.PRESENT, status.UPSTREAM),
-        (need.UNKNOWN, carry.CONFLICT, status.UNKNOWN),
-        (need.UNKNOWN, carry.FOLLOWS, status.UNKNOWN),
-        (need.NEEDED, carry.FOLLOWS, status.FOLLOWS),
-        (need.UPSTREAM, carry.FOLLOWS, status.UPSTREAM),
-        (need.UNKNOWN, carry.MERGES, status.UNKNOWN),
-        (need.NEEDED, "", status.NEEDED),
+        (verdict.UPSTREAM, porting.APPLIES, status.UPSTREAM),
+        (verdict.UPSTREAM, porting.CONFLICT, status.UPSTREAM),
+        (verdict.NEEDED, porting.APPLIES, status.NEEDED),
+        (verdict.NEEDED, porting.MERGES, status.NEEDED),
+        (verdict.NEEDED, porting.CONFLICT, status.CONFLICT),
+        (verdict.NEEDED, porting.PRESENT, status.CONFLICT),
+        (verdict.UNKNOWN, porting.PRESENT, status.UPSTREAM),
+        (verdict.UNKNOWN, porting.CONFLICT, status.UNKNOWN),
+        (verdict.UNKNOWN, porting.FOLLOWS, status.UNKNOWN),
+        (verdict.NEEDED, porting.FOLLOWS, status.FOLLOWS),
+        (verdict.UPSTREAM, porting.FOLLOWS, status.UPSTREAM),
+        (verdict.UNKNOWN, porting.MERGES, status.UNKNOWN),
+        (verdict.NEEDED, "", status.NEEDED),
     ],
 )
 def test_what_becomes_of_a_patch(needed: str, text: str, state: str) -> None:
@@ -127,17 +132,19 @@ def _outcome(release: str, needed: str, text: str = "conflict", **more: str) -> 
 
 def test_since_goes_back_as_far_as_every_release_tried_had_it() -> None:
     known = [
-        _outcome("0.22.0", need.NEEDED),
-        _outcome("0.22.1", need.UPSTREAM),
-        _outcome("0.24.0", need.UNKNOWN),
-        _outcome("0.27.1", need.UPSTREAM),
-        _outcome("0.10.0", need.UPSTREAM, patch="0001-Other.patch"),
+        _outcome("0.22.0", verdict.NEEDED),
+        _outcome("0.22.1", verdict.UPSTREAM),
+        _outcome("0.24.0", verdict.UNKNOWN),
+        _outcome("0.27.1", verdict.UPSTREAM),
+        _outcome("0.10.0", verdict.UPSTREAM, patch="0001-Other.patch"),
     ]
     assert status.since("0003-Wait.patch", "0.33.0", known) == "0.22.1"
     # Numbers are places in a series: the same patch may have another elsewhere.
     assert status.since("0002-Wait.patch", "0.27.1", known) == "0.22.1"
     assert status.since("0003-Wait.patch", "0.22.0", known) == "0.22.0"
-    assert status.since("0003-Wait.patch", "0.33.0", [_outcome("0.30.0", need.NEEDED)]) == "0.33.0"
+    assert (
+        status.since("0003-Wait.patch", "0.33.0", [_outcome("0.30.0", verdict.NEEDED)]) == "0.33.0"
+    )
 
 
 RELEASES = ["0.20.2", "0.21.0", "0.22.0", "0.22.1", "0.23.0", "0.9.0", "0.24.0", "0.33.0"]
@@ -145,52 +152,57 @@ RELEASES = ["0.20.2", "0.21.0", "0.22.0", "0.22.1", "0.23.0", "0.9.0", "0.24.0",
 
 @pytest.mark.parametrize("landed", [*range(4), None])
 def test_the_first_release_is_found_by_halving(landed: int | None) -> None:
-    candidates = since.between(RELEASES, "0.21.0", "0.33.0")
+    candidates = first_fixed.between(RELEASES, "0.21.0", "0.33.0")
     assert candidates == ["0.22.0", "0.22.1", "0.23.0", "0.24.0"]
 
-    def probe(version: str) -> need.Need:
+    def probe(version: str) -> verdict.Need:
         has = landed is not None and candidates.index(version) >= landed
-        return need.Need(state=need.UPSTREAM if has else need.NEEDED)
+        return verdict.Need(state=verdict.UPSTREAM if has else verdict.NEEDED)
 
-    first, said = since.first(candidates, "0.33.0", probe)
+    first, said = first_fixed.first(candidates, "0.33.0", probe)
     assert first == ("0.33.0" if landed is None else candidates[landed])
     assert len(said) <= 3
 
 
 def test_a_release_on_which_the_witness_cannot_run_does_not_count_as_having_it() -> None:
-    first, said = since.first(["1.1", "1.2"], "2.0", lambda version: need.Need(state=need.UNKNOWN))
+    first, said = first_fixed.first(
+        ["1.1", "1.2"], "2.0", lambda version: verdict.Need(state=verdict.UNKNOWN)
+    )
     assert (first, list(said)) == ("2.0", ["1.2"])
-    assert since.first([], "2.0", lambda version: need.Need(state=need.NEEDED)) == ("2.0", {})
+    assert first_fixed.first([], "2.0", lambda version: verdict.Need(state=verdict.NEEDED)) == (
+        "2.0",
+        {},
+    )
 
 
 def test_outcomes_are_recorded_and_a_run_without_witnesses_forgets_none(tmp_path: Path) -> None:
     path = tmp_path / "status.toml"
     assert status.read(path) == ()
-    seen = _outcome("0.22.1", need.NEEDED, witness="6 of 10 red", why="so")
-    status.record(path, [_outcome("0.27.1", need.UNKNOWN), seen])
+    seen = _outcome("0.22.1", verdict.NEEDED, witness="6 of 10 red", why="so")
+    status.record(path, [_outcome("0.27.1", verdict.UNKNOWN), seen])
     assert [o.release for o in status.read(path)] == ["0.22.1", "0.27.1"]
-    status.record(path, [_outcome("0.22.1", need.UNKNOWN, "merges", patch="0002-Wait.patch")])
+    status.record(path, [_outcome("0.22.1", verdict.UNKNOWN, "merges", patch="0002-Wait.patch")])
     (after, _) = status.read(path)
-    assert (after.patch, after.need, after.text) == ("0002-Wait.patch", need.NEEDED, "merges")
+    assert (after.patch, after.need, after.text) == ("0002-Wait.patch", verdict.NEEDED, "merges")
     assert after.witness == "6 of 10 red"
     assert path.read_text().startswith("# Made by `sm12x patch rebase`; do not edit.")
 
 
 def test_one_witness_of_two_does_not_displace_what_both_have_said(tmp_path: Path) -> None:
     path = tmp_path / "status.toml"
-    status.record(path, [_outcome("0.22.1", need.NEEDED, witness="29 of 29 red")])
-    status.record(path, [_outcome("0.22.1", need.UNKNOWN, "merges", witness="0 of 5 red")])
+    status.record(path, [_outcome("0.22.1", verdict.NEEDED, witness="29 of 29 red")])
+    status.record(path, [_outcome("0.22.1", verdict.UNKNOWN, "merges", witness="0 of 5 red")])
     (after,) = status.read(path)
-    assert (after.need, after.witness, after.text) == (need.NEEDED, "29 of 29 red", "merges")
-    status.record(path, [_outcome("0.22.1", need.UPSTREAM, witness="29 of 29 green")])
+    assert (after.need, after.witness, after.text) == (verdict.NEEDED, "29 of 29 red", "merges")
+    status.record(path, [_outcome("0.22.1", verdict.UPSTREAM, witness="29 of 29 green")])
     (after,) = status.read(path)
-    assert (after.need, after.witness) == (need.UPSTREAM, "29 of 29 green")
+    assert (after.need, after.witness) == (verdict.UPSTREAM, "29 of 29 green")
 
 
 def test_the_newest_base_s_patch_tells_of_a_release() -> None:
     outcomes = [
-        _outcome("0.40.0", need.NEEDED, base="0.9.0"),
-        _outcome("0.40.0", need.UPSTREAM, base="0.33.0", since="0.40.0"),
+        _outcome("0.40.0", verdict.NEEDED, base="0.9.0"),
+        _outcome("0.40.0", verdict.UPSTREAM, base="0.33.0", since="0.40.0"),
     ]
     (row,) = status.table([], outcomes).rows
     assert [cell.state for cell in row.cells] == [status.UPSTREAM]
@@ -207,7 +219,7 @@ def test_the_newest_base_s_patch_tells_of_a_release() -> None:
 )
 def test_a_spoilt_record_is_named(tmp_path: Path, old: str, new: str, said: str) -> None:
     path = tmp_path / "status.toml"
-    status.record(path, [_outcome("0.22.1", need.NEEDED)])
+    status.record(path, [_outcome("0.22.1", verdict.NEEDED)])
     path.write_text(path.read_text().replace(old, new, 1))
     with pytest.raises(BadFileError, match=said):
         status.read(path)
@@ -224,20 +236,20 @@ def test_the_table_is_what_folders_and_records_say(tmp_path: Path) -> None:
     left = bases.Dropped(patch="0001-A.patch", state="upstream", since="1.5", why="witness")
     two = dataclasses.replace(real, version="2.0", folder=second, dropped=(left,))
     outcomes = [
-        _outcome("1.5", need.NEEDED, patch="0001-A.patch", base="1.0", witness="6 of 10 red"),
-        _outcome("1.5", need.UNKNOWN, patch="0002-B.patch", base="1.0"),
+        _outcome("1.5", verdict.NEEDED, patch="0001-A.patch", base="1.0", witness="6 of 10 red"),
+        _outcome("1.5", verdict.UNKNOWN, patch="0002-B.patch", base="1.0"),
         _outcome(
             "1.6",
-            need.NEEDED,
+            verdict.NEEDED,
             "merges",
             base="1.0",
             patch="0001-A.patch",
             witness="7 of 9 red, 2 could not run",
         ),
-        _outcome("1.10", need.UPSTREAM, patch="0001-A.patch", base="1.0", since="1.10"),
+        _outcome("1.10", verdict.UPSTREAM, patch="0001-A.patch", base="1.0", since="1.10"),
     ]
     table = status.table([one, two], outcomes)
-    assert rebasetext.table(table) == (
+    assert render.table(table) == (
         "patch   1.0      1.5            1.6      1.10      2.0\n"
         "0001-A  applied  conflict 6/10  needed   upstream  upstream\n"
         "0002-B  applied  unknown        unknown  unknown   applied\n"
@@ -249,9 +261,9 @@ def test_the_table_is_what_folders_and_records_say(tmp_path: Path) -> None:
         "unknown   not tried, or its witness could not run\n"
         "n/m       only n of its m tests show the defect: upstream has part of it\n"
     )
-    data = rebasetext.table_data(table)
+    data = render.table_data(table)
     assert data["0001-A.patch"]["2.0"]["note"] == "since 1.5"
-    assert rebasetext.table(status.table([], [])) == "no base lists a patch\n"
+    assert render.table(status.table([], [])) == "no base lists a patch\n"
     assert series.read(one)[1] != []  # the patches themselves are not there, and need not be
 
 
@@ -279,10 +291,10 @@ def _ran(*tests: Test, problem: str = "") -> Run:
 def test_an_exception_that_is_the_defect_on_its_own_base_is_the_defect_elsewhere() -> None:
     control = _case("test_c", "", "passed", guard=True)
     there = _ran(_case("test_a", "KeyError: 0x7f0011"), control)
-    assert need.judge([there]).silent == ("w.py::test_a",)
+    assert verdict.judge([there]).silent == ("w.py::test_a",)
     own = _ran(_case("test_a", "KeyError: 0x7fff22"), control)
-    assert need.doubtful([there])
-    assert need.judge([there], [own]).red == ("w.py::test_a",)
+    assert verdict.doubtful([there])
+    assert verdict.judge([there], [own]).red == ("w.py::test_a",)
     # Another text, another exception, a broken control there: nothing is known.
     for other in (
         _ran(_case("test_a", "KeyError: 'x'"), control),
@@ -291,25 +303,25 @@ def test_an_exception_that_is_the_defect_on_its_own_base_is_the_defect_elsewhere
         _ran(_case("test_a", "KeyError: 0x7fff22"), _case("test_c", "no", guard=True)),
         _ran(problem="pytest ended with 3"),
     ):
-        assert need.judge([there], [other]).silent == ("w.py::test_a",)
+        assert verdict.judge([there], [other]).silent == ("w.py::test_a",)
     # What an environment lacks is missing on both.
     missing = _ran(_case("test_a", "ModuleNotFoundError: No module named 'x'"), control)
-    assert not need.doubtful([missing])
-    assert need.judge([missing], [missing]).silent == ("w.py::test_a",)
+    assert not verdict.doubtful([missing])
+    assert verdict.judge([missing], [missing]).silent == ("w.py::test_a",)
 
 
 def test_a_control_that_fails_once_or_by_an_address_is_no_verdict() -> None:
     red = _case("test_a", "AssertionError: x")
     once = _ran(red, _case("test_c", "AssertionError: waits: 1", guard=True))
     passed = _ran(red, _case("test_c", "", "passed", guard=True))
-    assert need.judge([once]).failing_guards == ("w.py::test_c",)
-    assert need.judge([need.repeated(once, passed)]).failing_guards == ()
-    assert need.judge([need.repeated(once, once)]).failing_guards == ("w.py::test_c",)
+    assert verdict.judge([once]).failing_guards == ("w.py::test_c",)
+    assert verdict.judge([verdict.repeated(once, passed)]).failing_guards == ()
+    assert verdict.judge([verdict.repeated(once, once)]).failing_guards == ("w.py::test_c",)
     # A test that is no control is taken as it came first.
     green = _ran(_case("test_a", "", "passed"), _case("test_c", "", "passed", guard=True))
-    assert need.judge([need.repeated(once, green)]).red == ("w.py::test_a",)
+    assert verdict.judge([verdict.repeated(once, green)]).red == ("w.py::test_a",)
     where = _ran(red, _case("test_c", "AssertionError: 140234567890123 == 7", guard=True))
-    said = need.judge([where])
+    said = verdict.judge([where])
     assert said.failing_guards == ()
     assert "140234567890123" not in said.why
     assert "ADDRESS" in said.why
@@ -317,9 +329,9 @@ def test_a_control_that_fails_once_or_by_an_address_is_no_verdict() -> None:
 
 def test_the_record_holds_no_address_and_no_patch_that_is_gone(tmp_path: Path) -> None:
     path = tmp_path / "status.toml"
-    status.record(path, [_outcome("1.0", need.UNKNOWN, why="at 0x7f12ab34 and 140234567890123")])
+    status.record(path, [_outcome("1.0", verdict.UNKNOWN, why="at 0x7f12ab34 and 140234567890123")])
     assert status.read(path)[0].why == "at ADDRESS and ADDRESS"
-    more = [_outcome("1.0", need.NEEDED, patch="0009-Gone.patch")]
+    more = [_outcome("1.0", verdict.NEEDED, patch="0009-Gone.patch")]
     status.record(path, more, {"0.21.0": ["0001-Wait.patch"]})
     assert [outcome.patch for outcome in status.read(path)] == ["0003-Wait.patch"]
 
@@ -328,13 +340,13 @@ def test_a_base_that_a_record_contradicts_is_named() -> None:
     real = bases.load(bases.versions()[0])
     left = bases.Dropped(patch="0003-Wait.patch", state="upstream", since="0.22.0", why="x")
     base = dataclasses.replace(real, version="0.33.0", dropped=(left,))
-    seen = _outcome("0.27.1", need.NEEDED, witness="15 of 20 red")
+    seen = _outcome("0.27.1", verdict.NEEDED, witness="15 of 20 red")
     (line,) = status.contradictions([base], [seen])
     assert "0.27.1" in line
     for other in (
-        _outcome("0.21.5", need.NEEDED),
-        _outcome("0.40.0", need.NEEDED),
-        _outcome("0.27.1", need.UPSTREAM),
-        _outcome("0.27.1", need.NEEDED, patch="0003-Other.patch"),
+        _outcome("0.21.5", verdict.NEEDED),
+        _outcome("0.40.0", verdict.NEEDED),
+        _outcome("0.27.1", verdict.UPSTREAM),
+        _outcome("0.27.1", verdict.NEEDED, patch="0003-Other.patch"),
     ):
         assert status.contradictions([base], [other]) == []

@@ -12,30 +12,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.unit.test_rebase_draft import ARM, FIRST, SDIST, VERSION
+from tests.unit.test_rebase_base_draft import ARM, FIRST, SDIST, VERSION
 
 from sm12x.commands import patchrebase
-from sm12x.core import listing
+from sm12x.core import listing, staging
 from sm12x.core.errors import BadFileError, FetchError, NoSpaceError, ToolFailedError
-from sm12x.stack import base as bases
-from sm12x.stack import (
-    carry,
-    draft,
-    edit,
-    lock,
-    need,
-    newfolder,
-    rebase,
-    rebaselocks,
-    series,
-    status,
-    tree,
-)
-from sm12x.stack.base import Base, Dropped
-from sm12x.stack.carry import Carried
-from sm12x.stack.need import Need
-from sm12x.stack.rebase import Fate
-from sm12x.stack.series import Patch
+from sm12x.stack import lock
+from sm12x.stack.model import base as bases
+from sm12x.stack.model import series
+from sm12x.stack.model.base import Base, Dropped
+from sm12x.stack.model.series import Patch
+from sm12x.stack.rebase import base_draft, locks, porting, rebase, status, verdict
+from sm12x.stack.rebase.porting import Carried
+from sm12x.stack.rebase.rebase import Fate
+from sm12x.stack.rebase.verdict import Need
+from sm12x.stack.worktree import add_drop, tree
 
 DISK_FULL = OSError(errno.ENOSPC, "No space left on device")
 
@@ -51,7 +42,7 @@ def patches(base: Base) -> tuple[Patch, ...]:
 
 
 def _fate(patch: Patch, state: str, said: Need, since: str = "") -> Fate:
-    text = carry.CONFLICT if state == status.CONFLICT else carry.APPLIES
+    text = porting.CONFLICT if state == status.CONFLICT else porting.APPLIES
     return Fate(
         patch=patch, state=state, need=said, carried=Carried(patch=patch, state=text), since=since
     )
@@ -75,19 +66,19 @@ def test_a_stop_between_two_renames_leaves_the_old_folder(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Path, "rename", rename)
-    with pytest.raises(KeyboardInterrupt), newfolder.fresh(target, force=True):
+    with pytest.raises(KeyboardInterrupt), staging.fresh(target, force=True):
         pass
     assert (target / "base.toml").read_text() == "mine"
     assert list(tmp_path.iterdir()) == [target]
 
 
 def test_where_no_folder_can_be_made_is_said_early(tmp_path: Path) -> None:
-    newfolder.require_writable(tmp_path / "a" / "b")
+    staging.require_writable(tmp_path / "a" / "b")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
     for parent in (Path("/proc/x"), tmp_path / "file" / "x"):
         with pytest.raises(BadFileError, match=f"no folder can be made in {parent}: ") as caught:
-            newfolder.require_writable(parent)
+            staging.require_writable(parent)
         assert "--out DIR" in caught.value.next_step
 
 
@@ -123,10 +114,10 @@ def test_a_conflicts_tests_are_noted_and_none_twice(
     base: Base, patches: tuple[Patch, ...], tmp_path: Path
 ) -> None:
     shared = Need(
-        state=need.NEEDED, red=("t.py::a",), green=("t.py::b",), failing_guards=("t.py::c",)
+        state=verdict.NEEDED, red=("t.py::a",), green=("t.py::b",), failing_guards=("t.py::c",)
     )
     other = dataclasses.replace(shared, green=("t.py::b", "u.py::d"))
-    gone = Need(state=need.UPSTREAM, green=("v.py::e",))
+    gone = Need(state=verdict.UPSTREAM, green=("v.py::e",))
     fates = [
         _fate(patches[0], status.NEEDED, shared),
         _fate(patches[1], status.CONFLICT, other),
@@ -145,7 +136,7 @@ def test_a_patch_that_is_in_the_stack_is_not_dropped_as_well(
     resolved = Dropped(patch=name, state="conflict", since="", why="x")
     other = Dropped(patch="0008-Other.patch", state="upstream", since="0.1", why="y")
     old = dataclasses.replace(base, dropped=(resolved, other))
-    green = Need(state=need.UPSTREAM, green=("t.py::a",))
+    green = Need(state=verdict.UPSTREAM, green=("t.py::a",))
     values = _write(old, [_fate(patches[0], status.UPSTREAM, green, "9.9.0")], tmp_path)
     assert [(entry["patch"], entry["state"]) for entry in values["dropped"]] == [
         ("0008-Other.patch", "upstream"),
@@ -161,11 +152,11 @@ def test_a_release_in_between_that_cannot_be_had_does_not_end_the_run(
 
     def probe(new: Base, patch: Patch, version: str) -> Need:
         if version == "9.2":
-            return Need(state=need.UPSTREAM)
+            return Need(state=verdict.UPSTREAM)
         raise error
 
     work, probed = rebase._Work(folder=tmp_path), list[status.Outcome]()
-    green = Need(state=need.UPSTREAM, green=("t.py::a",))
+    green = Need(state=verdict.UPSTREAM, green=("t.py::a",))
     fate = _fate(patches[0], status.UPSTREAM, green, "9.9")
     releases = ["9.1", "9.2", "9.3"]
     found = rebase._since(fate, base, base, releases, probe, probed, work)
@@ -200,7 +191,7 @@ def test_a_lock_that_fails_keeps_no_other_from_being_made(
     (tmp_path / "base.toml").write_text((base.folder / "base.toml").read_text())
     new = dataclasses.replace(base, folder=tmp_path)
     check: list[str] = []
-    found = rebaselocks.make(base, new, {}, check, lambda text: None, machine=failing)
+    found = locks.make(base, new, {}, check, lambda text: None, machine=failing)
     assert found == (made,)
     assert new.lock_path(made).is_file()
     assert not new.lock_path(failing).exists()
@@ -209,9 +200,7 @@ def test_a_lock_that_fails_keeps_no_other_from_being_made(
     # The witnesses' packages are those that the lock which was made has.
     packages = tomllib.loads((tmp_path / "base.toml").read_text())["witness"]["packages"]
     assert set(packages) <= {"numpy", "torch"}
-    assert (
-        rebaselocks.make(base, dataclasses.replace(new, locks={}), {}, [], lambda text: None) == ()
-    )
+    assert locks.make(base, dataclasses.replace(new, locks={}), {}, [], lambda text: None) == ()
 
 
 # The command
@@ -242,8 +231,8 @@ def test_the_index_says_when_the_files_of_a_folder_came_out(
 def test_the_day_of_a_release_is_the_index_s_the_one_given_or_the_one_kept(base: Base) -> None:
     day = base.released.replace(year=2031)
     undated = dataclasses.replace(SDIST, uploaded=None)
-    silent = draft.release([undated], VERSION, project="vllm")
-    dated = draft.release([SDIST], VERSION, project="vllm")
+    silent = base_draft.release([undated], VERSION, project="vllm")
+    dated = base_draft.release([SDIST], VERSION, project="vllm")
     by_hand = dataclasses.replace(base, released=day)
     assert patchrebase._dated(dated, None, base, by_hand) == dated
     assert patchrebase._dated(dated, day, base, None).released == day
@@ -279,7 +268,7 @@ def test_files_that_a_patch_made_like_another_leaves_out_are_known(
 ) -> None:
     model = patches[0]
     first, *others = [file.path for file in model.files]
-    assert edit.missing(model, [first, *others]) == ()
-    assert edit.missing(model, [*others, "elsewhere.txt"]) == (first,)
+    assert add_drop.missing(model, [first, *others]) == ()
+    assert add_drop.missing(model, [*others, "elsewhere.txt"]) == (first,)
     # One of its name in another folder is where its hunks went.
-    assert edit.missing(model, [*others, f"moved/{Path(first).name}"]) == ()
+    assert add_drop.missing(model, [*others, f"moved/{Path(first).name}"]) == ()

@@ -16,12 +16,12 @@ from click.testing import CliRunner
 from sm12x import layout
 from sm12x.commands import recipe as verb
 from sm12x.core.errors import FindingsError, UsageError
-from sm12x.image.inside import native
-from sm12x.image.inside.report import Line, warned
 from sm12x.recipes import edit, lint, load, options
 from sm12x.recipes.model import Recipe
-from sm12x.stack import base as bases
-from sm12x.stack import mail, series
+from sm12x.runtime.check import native
+from sm12x.runtime.check.report import Line, warned
+from sm12x.stack.model import base as bases
+from sm12x.stack.model import patchfile, series
 
 # As eugr's runner has them: doubled braces, values that are strings, a last backslash, no tag.
 THEIRS = """\
@@ -384,7 +384,7 @@ def test_the_image_is_that_of_the_default_base_and_no_patch_is_parsed(
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a stack was parsed")
 
-    monkeypatch.setattr(mail, "examine", refuse)
+    monkeypatch.setattr(patchfile, "examine", refuse)
     monkeypatch.setattr(bases, "parse", refuse)
     tag = f"vllm-sm12x:{bases.default()}-{ids[bases.default()]}"
     assert f" {tag} smoke" in run("render", "smoke", "--to", "docker")

@@ -7,14 +7,15 @@ import os
 from pathlib import Path
 
 import pytest
-from tests.unit.test_stack_mail import GOOD, WHERE
+from tests.unit.test_stack_patchfile import GOOD, WHERE
 
 from sm12x import layout
 from sm12x.core import git
 from sm12x.core.errors import BadFileError
-from sm12x.stack import base as bases
-from sm12x.stack import junit, series, witness
-from sm12x.stack.base import Base
+from sm12x.stack.model import base as bases
+from sm12x.stack.model import series
+from sm12x.stack.model.base import Base
+from sm12x.stack.witness import junit, witness
 
 
 @pytest.fixture

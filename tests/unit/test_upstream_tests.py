@@ -9,10 +9,10 @@ from typing import Any, cast
 import pytest
 
 from sm12x.core.errors import BadFileError
-from sm12x.stack import base as bases
-from sm12x.stack import junit, upstreamtests, upstreamtext
-from sm12x.stack.series import Stack
-from sm12x.stack.upstreamtests import Cannot, FileRun, Source, Suite
+from sm12x.stack.model import base as bases
+from sm12x.stack.model.series import Stack
+from sm12x.stack.witness import junit, upstream_tests, upstream_text
+from sm12x.stack.witness.upstream_tests import Cannot, FileRun, Source, Suite
 
 FILE = "tests/v1/test_a.py"
 
@@ -38,10 +38,10 @@ def _ran(**outcomes: str) -> FileRun:
     tests = {
         name: junit.Test(
             name=name,
-            outcome=junit.FAILED if outcome == upstreamtests.HUNG else outcome,
+            outcome=junit.FAILED if outcome == upstream_tests.HUNG else outcome,
             guard=False,
             said="Failed: Timeout (>90.0s) from pytest-timeout."
-            if outcome == upstreamtests.HUNG
+            if outcome == upstream_tests.HUNG
             else "why",
             detail="",
             seconds=0,
@@ -51,12 +51,12 @@ def _ran(**outcomes: str) -> FileRun:
     return FileRun(tests=tests, problem="", detail="")
 
 
-ENDED = FileRun(tests={}, problem=upstreamtests.CRASHED, detail="signal 11")
+ENDED = FileRun(tests={}, problem=upstream_tests.CRASHED, detail="signal 11")
 
 
 def _verdict(before: str, after: str, alone: tuple[str, str] | None = None) -> str:
     again = {"test_x": (_ran(test_x=alone[0]), _ran(test_x=alone[1]))} if alone else {}
-    (result,) = upstreamtests.judge(_suite(), FILE, _ran(test_x=before), _ran(test_x=after), again)
+    (result,) = upstream_tests.judge(_suite(), FILE, _ran(test_x=before), _ran(test_x=after), again)
     return result.verdict
 
 
@@ -100,14 +100,14 @@ def test_a_second_run_alone_decides(alone: tuple[str, str], verdict: str) -> Non
 
 def test_what_cannot_be_run_alone_keeps_its_first_verdict() -> None:
     again = {"test_x": (_ran(), _ran())}
-    (result,) = upstreamtests.judge(
+    (result,) = upstream_tests.judge(
         _suite(), FILE, _ran(test_x="passed"), _ran(test_x="failed"), again
     )
     assert (result.verdict, result.alone) == ("worse", ("absent", "absent"))
 
 
 def test_a_test_that_is_gone_is_worse() -> None:
-    results = upstreamtests.judge(
+    results = upstream_tests.judge(
         _suite(), FILE, _ran(test_x="passed", test_y="passed"), _ran(test_x="passed"), {}
     )
     assert [(result.test, result.verdict) for result in results] == [
@@ -118,13 +118,13 @@ def test_a_test_that_is_gone_is_worse() -> None:
 
 def test_a_crash_counts_for_every_test_of_the_file() -> None:
     before = _ran(test_x="passed", test_y="failed")
-    assert upstreamtests.differing(before, ENDED) == ["test_x", "test_y"]
-    results = upstreamtests.judge(_suite(), FILE, before, ENDED, {})
+    assert upstream_tests.differing(before, ENDED) == ["test_x", "test_y"]
+    results = upstream_tests.judge(_suite(), FILE, before, ENDED, {})
     assert {result.patched for result in results} == {"crashed"}
     assert {result.verdict for result in results} == {"worse"}
     # The other way round nothing is worse, and on both trees it is one line, not none.
-    assert upstreamtests.differing(ENDED, before) == []
-    (result,) = upstreamtests.judge(_suite(), FILE, ENDED, ENDED, {})
+    assert upstream_tests.differing(ENDED, before) == []
+    (result,) = upstream_tests.judge(_suite(), FILE, ENDED, ENDED, {})
     assert (result.verdict, result.detail) == ("not green", "signal 11")
 
 
@@ -155,7 +155,7 @@ def test_a_reason_that_no_longer_holds_is_reported() -> None:
         _cannot(f"{FILE}::test_gone"),
         _cannot("tests/other.py::test_x"),
     )
-    results = upstreamtests.judge(
+    results = upstream_tests.judge(
         suite,
         FILE,
         _ran(test_x="passed", test_y="failed"),
@@ -163,7 +163,7 @@ def test_a_reason_that_no_longer_holds_is_reported() -> None:
         {},
     )
     assert [result.why for result in results] == ["needs a GPU: it allocates"] * 2
-    first, second = upstreamtests.stale(suite, [FILE], results)
+    first, second = upstream_tests.stale(suite, [FILE], results)
     assert "test_x: 1 of 1 tests are green" in first
     assert "test_gone" in second
 
@@ -207,7 +207,7 @@ ABSTRACT = "vllm/v1/executor/abstract.py"
 )
 def test_every_way_to_name_a_module(tmp_path: Path, text: str) -> None:
     tree = _tree(tmp_path, {FILE: text})
-    plan = upstreamtests.plan(_suite(), _stack(ABSTRACT), tree)
+    plan = upstream_tests.plan(_suite(), _stack(ABSTRACT), tree)
     assert (plan.files, plan.faults) == ((FILE,), ())
 
 
@@ -224,7 +224,7 @@ def test_every_way_to_name_a_module(tmp_path: Path, text: str) -> None:
 )
 def test_a_changed_file_without_a_test_is_a_fault(tmp_path: Path, path: str, text: str) -> None:
     tree = _tree(tmp_path, {path: text})
-    plan = upstreamtests.plan(_suite(), _stack(ABSTRACT), tree)
+    plan = upstream_tests.plan(_suite(), _stack(ABSTRACT), tree)
     assert plan.files == ()
     assert ABSTRACT in plan.faults[0]
 
@@ -238,7 +238,7 @@ def test_what_the_data_says_of_changed_files(tmp_path: Path) -> None:
         )
     )
     # The stack adds a file: the release has no test of it.
-    plan = upstreamtests.plan(suite, _stack(ABSTRACT, "csrc/a.cpp", "vllm/new.py"), tree)
+    plan = upstream_tests.plan(suite, _stack(ABSTRACT, "csrc/a.cpp", "vllm/new.py"), tree)
     assert plan.faults == ()
     assert plan.files == ("tests/test_b.py", FILE)
     assert [(file.path, file.why) for file in plan.touched] == [
@@ -264,7 +264,7 @@ def test_data_that_fits_nothing_is_a_fault(tmp_path: Path) -> None:
             Source(paths=(ABSTRACT,), tests=("tests/absent.py",), why=""),
         ),
     )
-    plan = upstreamtests.plan(suite, _stack(ABSTRACT), tree)
+    plan = upstream_tests.plan(suite, _stack(ABSTRACT), tree)
     assert len(plan.faults) == 4
     # The file whose one test has run = false is run.
     assert (plan.files, len(plan.not_run)) == ((FILE,), 1)
@@ -273,10 +273,10 @@ def test_data_that_fits_nothing_is_a_fault(tmp_path: Path) -> None:
 def test_a_file_that_is_not_run_is_listed_with_its_reason(tmp_path: Path) -> None:
     tree = _tree(tmp_path, {FILE: "import vllm.v1.executor.abstract\n"})
     suite = _suite(_cannot(FILE, run=False))
-    plan = upstreamtests.plan(suite, _stack(ABSTRACT), tree)
+    plan = upstream_tests.plan(suite, _stack(ABSTRACT), tree)
     assert (plan.files, plan.faults) == ((), ())
     assert [entry.file for entry in plan.not_run] == [FILE]
-    text = upstreamtext.listed(plan, suite)
+    text = upstream_text.listed(plan, suite)
     assert FILE in text
     assert "it allocates" in text
 
@@ -298,17 +298,17 @@ def test_data_that_is_wrong_is_refused(tmp_path: Path, old: str, new: str, named
     )
     base = cast(bases.Base, SimpleNamespace(folder=tmp_path))
     with pytest.raises(BadFileError):
-        upstreamtests.load(base)
-    (tmp_path / upstreamtests.NAME).write_text(text)
-    assert upstreamtests.load(base).cannot[0].run
-    (tmp_path / upstreamtests.NAME).write_text(text.replace(old, new))
+        upstream_tests.load(base)
+    (tmp_path / upstream_tests.NAME).write_text(text)
+    assert upstream_tests.load(base).cannot[0].run
+    (tmp_path / upstream_tests.NAME).write_text(text.replace(old, new))
     with pytest.raises(BadFileError, match=named):
-        upstreamtests.load(base)
+        upstream_tests.load(base)
 
 
 def test_the_data_of_every_base_can_be_read() -> None:
     for version in bases.versions():
-        suite = upstreamtests.load(bases.load(version))
+        suite = upstream_tests.load(bases.load(version))
         assert suite.cannot
         for entry in suite.cannot:
             assert entry.why

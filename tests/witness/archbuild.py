@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sm12x.audit import sections
-from sm12x.build import cmake, toolchain
+from sm12x.wheel.compile import cmake
+from sm12x.wheel.toolchain import cuda_home
 
 # What the release's CMake reads, and writes generated kernels into.
 PARTS = ("CMakeLists.txt", "cmake", "csrc")
@@ -87,7 +88,7 @@ class Rig:
         self._folder = folder
         self._builds: dict[tuple[Path, str], Build] = {}
         site = Path(sysconfig.get_path("purelib"))
-        self._cuda = toolchain.assemble(site, folder / "cuda", probe=False).path
+        self._cuda = cuda_home.assemble(site, folder / "cuda", probe=False).path
         self._sources = self._third_party(site)
 
     def build(self, archs: str, tree: Path | None = None) -> Build:

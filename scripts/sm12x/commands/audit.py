@@ -16,10 +16,10 @@ from packaging.version import InvalidVersion, Version
 from sm12x import layout
 from sm12x.audit import images, policy, render, report, room, scan
 from sm12x.audit.model import DEVICES, Audit, Device
-from sm12x.build import ledger
 from sm12x.core import files, progress
 from sm12x.core.errors import BadFileError, FindingsError
-from sm12x.stack import base as bases
+from sm12x.stack.model import base as bases
+from sm12x.wheel import ledger
 
 _PROJECT = "vllm"
 _METADATA = "*.dist-info/METADATA"

@@ -6,8 +6,8 @@ import click
 
 from sm12x import layout
 from sm12x.commands.patchoptions import JSON, print_json, say
-from sm12x.stack import base as bases
-from sm12x.stack import rebasetext, status
+from sm12x.stack.model import base as bases
+from sm12x.stack.rebase import render, status
 
 
 @click.group()
@@ -31,8 +31,8 @@ def status_command(as_json: bool) -> None:
     recorded = status.read(layout.patches() / status.NAME)
     found = status.table(known, recorded)
     if as_json:
-        print_json(rebasetext.table_data(found))
+        print_json(render.table_data(found))
     else:
-        click.echo(rebasetext.table(found), nl=False)
+        click.echo(render.table(found), nl=False)
     for line in status.contradictions(known, recorded):
         say(f"warning: {line}; run `sm12x patch rebase` there again, or mend the [[dropped]]")

@@ -71,8 +71,8 @@ def toolchain(
       sm12x build toolchain --out /opt/cuda \\
         --site-packages venv/lib/python3.13/site-packages
     """
-    from sm12x.build import cross
-    from sm12x.build import toolchain as step
+    from sm12x.wheel.toolchain import cross
+    from sm12x.wheel.toolchain import cuda_home as step
 
     target = None
     if cross.needed(machine):
@@ -107,15 +107,15 @@ def packages(version: str, machine: str, out: Path, find_links: Path | None) -> 
     Example:
       sm12x build packages --base 0.21.0 --machine aarch64 --out target
     """
-    from sm12x.build import cross, crosspackages
     from sm12x.core import progress
-    from sm12x.stack import base as bases
     from sm12x.stack import lock
+    from sm12x.stack.model import base as bases
+    from sm12x.wheel.toolchain import cross, cross_packages
 
     base = bases.load(version)
     lock.spec_of(base, machine)
     with progress.spinner(f"packages for {machine}"):
-        done = crosspackages.unpack(base, machine, out, uv=lock.find_uv(), find_links=find_links)
+        done = cross_packages.unpack(base, machine, out, uv=lock.find_uv(), find_links=find_links)
     click.echo(f"{out} {'made' if done else 'unchanged'}: {', '.join(cross.PACKAGES)}")
 
 
@@ -133,9 +133,9 @@ def stand_in(cuda_home: Path, out: Path, as_json: bool) -> None:
     Example:
       sm12x build stand-in --cuda-home /opt/cuda --out check/libcuda.so.1
     """
-    from sm12x.build import standin
+    from sm12x.wheel.toolchain import libcuda_stub
 
-    api = standin.build(cuda_home / "include", out)
+    api = libcuda_stub.build(cuda_home / "include", out)
     if as_json:
         _print_json({"path": str(out), "version": api.version, "symbols": len(api.symbols)})
         return
@@ -151,8 +151,8 @@ def requirements() -> None:
 
     Example: sm12x build requirements
     """
-    from sm12x.build import ledger
-    from sm12x.image.inside import report, versions
+    from sm12x.runtime.check import report, versions
+    from sm12x.wheel import ledger
 
     release = metadata.distribution("vllm")
     overrides = ledger.from_json(release.read_text(ledger.NAME) or "{}").overrides
@@ -180,9 +180,9 @@ def source(version: str, sdist: Path, out: Path, as_json: bool) -> None:
     Example:
       sm12x build source --base 0.21.0 --sdist vllm-0.21.0.tar.gz --out src
     """
-    from sm12x.build import source as step
     from sm12x.core import progress
-    from sm12x.stack import base as bases
+    from sm12x.stack.model import base as bases
+    from sm12x.wheel.source import patched as step
 
     base = bases.load(version)
     with progress.spinner(f"patching {base.sdist.name}"):
@@ -268,11 +268,13 @@ def native(
       sm12x build native --base 0.21.0 --source src \\
         --cuda-home /opt/cuda --out native
     """
-    from sm12x.build import arch, cmake, cross, select
-    from sm12x.build import native as step
-    from sm12x.build import source as sources
     from sm12x.core import progress
-    from sm12x.stack import base as bases
+    from sm12x.stack.model import base as bases
+    from sm12x.wheel.compile import cmake
+    from sm12x.wheel.compile import native as step
+    from sm12x.wheel.source import patched as sources
+    from sm12x.wheel.source import select
+    from sm12x.wheel.toolchain import arch, cross
 
     base = bases.load(version)
     default = base.toolchain.arch_list
@@ -352,9 +354,10 @@ def wheel(
       sm12x build wheel --base 0.21.0 --source src --native native \\
         --official vllm-0.21.0-1-cp38-abi3-manylinux_2_24_x86_64.whl --out dist
     """
-    from sm12x.build import assemble, cmake
     from sm12x.core import progress
-    from sm12x.stack import base as bases
+    from sm12x.stack.model import base as bases
+    from sm12x.wheel.assemble import assemble
+    from sm12x.wheel.compile import cmake
 
     interpreter = (python or Path(sys.executable)).absolute()
     parts = assemble.Parts(

@@ -13,12 +13,13 @@ import click
 from rich.markup import escape
 
 from sm12x import layout
-from sm12x.build import estimate
-from sm12x.build import ledger as ledgers
 from sm12x.core import progress
-from sm12x.image import bundle, engines, record, summary
+from sm12x.image.bundle import bundle, record, summary
+from sm12x.image.engine import engines
 from sm12x.recipes import load as recipes
-from sm12x.stack import base as bases
+from sm12x.stack.model import base as bases
+from sm12x.wheel import ledger as ledgers
+from sm12x.wheel.compile import estimate
 
 # Off a terminal a long phase says where it is once in so many seconds.
 _EVERY = 60.0

@@ -8,9 +8,9 @@ from sm12x import layout
 from sm12x.commands.patchoptions import JSON, print_json
 from sm12x.core import files
 from sm12x.core.errors import BadFileError
-from sm12x.stack import base as bases
-from sm12x.stack import witness
-from sm12x.stack.witness import Environment
+from sm12x.stack.model import base as bases
+from sm12x.stack.witness import witness
+from sm12x.stack.witness.witness import Environment
 
 
 @click.group()

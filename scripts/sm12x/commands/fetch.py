@@ -10,7 +10,7 @@ import click
 from sm12x import layout
 from sm12x.core import transfer
 from sm12x.core.errors import BadFileError
-from sm12x.stack import base as bases
+from sm12x.stack.model import base as bases
 
 PROJECT = "vllm"
 

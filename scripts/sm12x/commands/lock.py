@@ -8,9 +8,9 @@ import click
 
 from sm12x.core import files, progress
 from sm12x.core.errors import BadFileError, FindingsError
-from sm12x.stack import base as bases
 from sm12x.stack import lock
-from sm12x.stack.base import Base
+from sm12x.stack.model import base as bases
+from sm12x.stack.model.base import Base
 
 
 @click.command()

@@ -8,10 +8,10 @@ from pathlib import Path
 import click
 
 from sm12x.core import progress
-from sm12x.deploy import overlay
-from sm12x.image import engines
-from sm12x.stack import base as bases
-from sm12x.stack import series
+from sm12x.image import overlay
+from sm12x.image.engine import engines
+from sm12x.stack.model import base as bases
+from sm12x.stack.model import series
 
 
 @click.command()

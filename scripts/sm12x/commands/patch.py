@@ -21,11 +21,14 @@ from sm12x.commands.patchoptions import (
     relative,
     say,
 )
-from sm12x.core import progress
+from sm12x.core import progress, staging
 from sm12x.core.errors import BadFileError, FindingsError
-from sm12x.stack import apply as applying
-from sm12x.stack import mutations, newfolder, refresh, render, series, tree
-from sm12x.stack.base import Base
+from sm12x.stack import render
+from sm12x.stack.model import series
+from sm12x.stack.model.base import Base
+from sm12x.stack.witness import mutations
+from sm12x.stack.worktree import apply as applying
+from sm12x.stack.worktree import export, tree
 
 
 @click.group()
@@ -95,7 +98,7 @@ def check_command(
     """
     base = chosen(version)
     findings = series.check(base, root=layout.root())
-    for left in (*refresh.leftovers(base.folder), *newfolder.leftovers(base.folder.parent)):
+    for left in (*export.leftovers(base.folder), *staging.leftovers(base.folder.parent)):
         say(f"warning: {left} is what a run that was killed has left; it can be deleted")
     report: applying.ApplyReport | None = None
     conflict: applying.StackConflictError | None = None
@@ -110,7 +113,7 @@ def check_command(
             with progress.spinner("applying the stack and exporting it again"):
                 tree.unpack(archive, source)
                 try:
-                    report, faults = refresh.round_trip(base, stack, source)
+                    report, faults = export.round_trip(base, stack, source)
                     # The source is patched now: the mutations' texts have to be there.
                     faults += mutations.check(base, stack, source)
                 except applying.StackConflictError as error:

@@ -20,8 +20,9 @@ from sm12x.commands.patchoptions import (
 )
 from sm12x.core import progress
 from sm12x.core.errors import FindingsError
-from sm12x.stack import mutate, mutations, series, witness
-from sm12x.stack.mutate import Outcome
+from sm12x.stack.model import series
+from sm12x.stack.witness import mutate, mutations, witness
+from sm12x.stack.witness.mutate import Outcome
 
 
 @click.command("mutate")

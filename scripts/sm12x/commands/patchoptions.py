@@ -12,9 +12,9 @@ import click
 from sm12x import layout
 from sm12x.core import index, transfer
 from sm12x.core.errors import UnknownBaseError
-from sm12x.stack import base as bases
-from sm12x.stack.base import Base
-from sm12x.stack.refresh import MessageError
+from sm12x.stack.model import base as bases
+from sm12x.stack.model.base import Base
+from sm12x.stack.worktree.export import MessageError
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 

@@ -21,25 +21,17 @@ from sm12x.commands.patchoptions import (
     print_json,
     say,
 )
-from sm12x.core import listing, progress, transfer
+from sm12x.core import listing, progress, staging, transfer
 from sm12x.core.errors import BadFileError, PatchConflictError, Sm12xError
-from sm12x.stack import base as bases
-from sm12x.stack import (
-    draft,
-    need,
-    newfolder,
-    rebase,
-    rebasetext,
-    resolve,
-    series,
-    status,
-    tree,
-    witness,
-)
-from sm12x.stack.base import Base
-from sm12x.stack.draft import Release
-from sm12x.stack.rebase import RebaseReport
-from sm12x.stack.refresh import MessageError
+from sm12x.stack.model import base as bases
+from sm12x.stack.model import series
+from sm12x.stack.model.base import Base
+from sm12x.stack.rebase import base_draft, conflicts, rebase, render, status, verdict
+from sm12x.stack.rebase.base_draft import Release
+from sm12x.stack.rebase.rebase import RebaseReport
+from sm12x.stack.witness import witness
+from sm12x.stack.worktree import tree
+from sm12x.stack.worktree.export import MessageError
 
 # Witnesses take minutes: whoever works on this machine goes first.
 _NICE = 10
@@ -127,15 +119,15 @@ def rebase_command(
     only = _witnesses(stack, chosen_witnesses)
     patches = layout.patches()
     target = out or patches
-    for left in newfolder.sweep(target, version):
+    for left in staging.sweep(target, version):
         say(f"removed {left}, which a run that was killed has left")
-    newfolder.require_free(target / version, force=force)
-    newfolder.require_writable(target)
+    staging.require_free(target / version, force=force)
+    staging.require_writable(target)
     project = base.sdist.name.rpartition("-")[0]
     with progress.spinner(f"asking the index for {project} {version}"):
         listed = _listed(project, find_links, locks=not no_lock)
     before = _before(target / version, patches / version)
-    found = draft.release(listed, version, project=project)
+    found = base_draft.release(listed, version, project=project)
     found = _dated(found, released.date() if released else None, base, before)
     archives = rebase.Archives(
         source=fetch(base, find_links), target=_fetch(project, found, find_links)
@@ -164,9 +156,9 @@ def rebase_command(
         keep=layout.replaced(),
     )
     if as_json:
-        print_json(rebasetext.as_data(report))
+        print_json(render.as_data(report))
     else:
-        click.echo(rebasetext.report(report), nl=False)
+        click.echo(render.report(report), nl=False)
     if not no_record:
         _record(recorded, report)
     if report.unrun is not None:
@@ -189,14 +181,14 @@ def continue_command(directory: Path, skip: bool, as_json: bool) -> None:
     Example: sm12x patch continue DIR
     """
     try:
-        report = resolve.continue_(directory, root=layout.root(), skip=skip)
+        report = conflicts.continue_(directory, root=layout.root(), skip=skip)
     except MessageError as error:
         print_findings(error)
         raise
     if as_json:
-        print_json(rebasetext.port_data(report))
+        print_json(render.port_data(report))
     else:
-        click.echo(rebasetext.ported(report), nl=False)
+        click.echo(render.ported(report), nl=False)
     stop = report.port.stop
     if stop is not None:
         raise PatchConflictError(
@@ -303,13 +295,13 @@ def _prober(
     find_links: Path | None,
     run: rebase.RunWitnesses,
 ) -> rebase.Probe:
-    def probe(new: Base, patch: series.Patch, version: str) -> need.Need:
-        found = draft.release(listed, version, project=project)
+    def probe(new: Base, patch: series.Patch, version: str) -> verdict.Need:
+        found = base_draft.release(listed, version, project=project)
         archive = _fetch(project, found, find_links)
         with tempfile.TemporaryDirectory(prefix="sm12x-probe-") as name:
             source = Path(name) / "source"
             tree.unpack(archive, source)
             say(f"{patch.name}: is it in {version} already?")
-            return need.judge(run(new, patch.witnesses, source))
+            return verdict.judge(run(new, patch.witnesses, source))
 
     return probe

@@ -24,9 +24,11 @@ from sm12x.commands.patchoptions import (
 )
 from sm12x.core import progress
 from sm12x.core.errors import BadFileError
-from sm12x.stack import apply as applying
-from sm12x.stack import edit, mail, refresh, render, series, tree
-from sm12x.stack.series import Patch
+from sm12x.stack import render
+from sm12x.stack.model import patchfile, series
+from sm12x.stack.model.series import Patch
+from sm12x.stack.worktree import add_drop, export, tree
+from sm12x.stack.worktree import apply as applying
 
 
 @click.command("apply")
@@ -119,8 +121,8 @@ def refresh_command(directory: Path, version: str | None, force: bool, as_json: 
     base = chosen(version)
     keep = layout.replaced() if force else None
     try:
-        report = refresh.refresh(base, directory, root=layout.root(), keep=keep)
-    except refresh.MessageError as error:
+        report = export.refresh(base, directory, root=layout.root(), keep=keep)
+    except export.MessageError as error:
         print_findings(error)
         raise
     if as_json:
@@ -185,13 +187,13 @@ def new_command(
     if like is not None:
         if any((subject, body, body_file, upstream, drop_when, witnesses)):
             raise click.UsageError("--like brings the whole message: give no other part of it.")
-        model = mail.parse(like)
+        model = patchfile.parse(like)
         text, author = model.message, author or f"{model.author.name} <{model.author.email}>"
     else:
         text = _message(subject, body, body_file, upstream, drop_when, witnesses)
     base = chosen(version)
     try:
-        report = edit.new(
+        report = add_drop.new(
             base,
             directory,
             text,
@@ -199,7 +201,7 @@ def new_command(
             root=layout.root(),
             like=model,
         )
-    except refresh.MessageError as error:
+    except export.MessageError as error:
         print_findings(error)
         raise
     if like is not None and report.missing:
@@ -235,11 +237,11 @@ def drop_command(name: str, version: str | None, find_links: Path | None, as_jso
     archive = fetch(base, find_links)
     try:
         with progress.spinner("applying the rest"):
-            report = edit.drop(base, stack, name, archive, root=layout.root())
+            report = add_drop.drop(base, stack, name, archive, root=layout.root())
     except applying.StackConflictError as error:
         click.echo(render.applied(error.report), nl=False, err=as_json)
         raise
-    except refresh.MessageError as error:
+    except export.MessageError as error:
         print_findings(error)
         raise
     if as_json:
@@ -270,7 +272,7 @@ def _message(
             raise click.UsageError(f"Missing option '{option}' (or give --like PATCH).")
     if (body is None) == (body_file is None):
         raise click.UsageError("Give one of --body and --body-file.")
-    return edit.message(
+    return add_drop.message(
         subject=subject or "",
         body=body if body is not None else _read(body_file),
         upstream=upstream,

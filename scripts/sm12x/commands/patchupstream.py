@@ -19,8 +19,9 @@ from sm12x.commands.patchoptions import (
 )
 from sm12x.core import progress
 from sm12x.core.errors import FindingsError
-from sm12x.stack import series, upstreamrun, upstreamtests, upstreamtext, witness
-from sm12x.stack.upstreamtests import Plan
+from sm12x.stack.model import series
+from sm12x.stack.witness import upstream_run, upstream_tests, upstream_text, witness
+from sm12x.stack.witness.upstream_tests import Plan
 
 
 @click.command("upstream-tests")
@@ -32,7 +33,7 @@ from sm12x.stack.upstreamtests import Plan
 @click.option(
     "--test-limit",
     type=click.FloatRange(min=1),
-    default=upstreamrun.TEST_LIMIT,
+    default=upstream_run.TEST_LIMIT,
     show_default=True,
     metavar="SECONDS",
     help="For one test on one tree.",
@@ -40,7 +41,7 @@ from sm12x.stack.upstreamtests import Plan
 @click.option(
     "--file-limit",
     type=click.FloatRange(min=1),
-    default=upstreamrun.FILE_LIMIT,
+    default=upstream_run.FILE_LIMIT,
     show_default=True,
     metavar="SECONDS",
     help="For one test file on one tree.",
@@ -67,24 +68,24 @@ def upstream_command(
     """
     base = chosen(version)
     stack = series.load(base)
-    suite = upstreamtests.load(base)
+    suite = upstream_tests.load(base)
     archive = fetch(base, find_links)
     if list_only:
-        plan = upstreamrun.listed(suite, stack, archive=archive, only=names)
+        plan = upstream_run.listed(suite, stack, archive=archive, only=names)
         if as_json:
             cannot = [dataclasses.asdict(entry) for entry in suite.cannot]
             print_json({"base": base.version, **dataclasses.asdict(plan), "cannot": cannot})
         else:
-            click.echo(upstreamtext.listed(plan, suite), nl=False)
+            click.echo(upstream_text.listed(plan, suite), nl=False)
         _refuse(plan, worse=0)
         return
     root = layout.root()
     with progress.spinner("setting up the environment of the tests"):
         python = witness.environment(base, root=root, cache=layout.cache(), say=say)
-        extra = upstreamrun.packages(
+        extra = upstream_run.packages(
             base, suite, python=python, root=root, cache=layout.cache(), say=say
         )
-    report = upstreamrun.run(
+    report = upstream_run.run(
         base,
         stack,
         suite,
@@ -100,8 +101,8 @@ def upstream_command(
     if as_json:
         print_json({**dataclasses.asdict(report), "ok": report.ok})
     else:
-        click.echo(upstreamtext.report(report), nl=False)
-    _refuse(report.plan, worse=len(report.of(upstreamtests.WORSE)))
+        click.echo(upstream_text.report(report), nl=False)
+    _refuse(report.plan, worse=len(report.of(upstream_tests.WORSE)))
 
 
 def _refuse(plan: Plan, *, worse: int) -> None:
@@ -114,5 +115,5 @@ def _refuse(plan: Plan, *, worse: int) -> None:
     if plan.faults:
         raise FindingsError(
             f"the list of the release's tests has {len(plan.faults)} faults",
-            next_step=f"mend them in {upstreamtests.NAME} of the base",
+            next_step=f"mend them in {upstream_tests.NAME} of the base",
         )

@@ -21,7 +21,9 @@ from sm12x.commands.patchoptions import (
 )
 from sm12x.core import progress
 from sm12x.core.errors import FindingsError
-from sm12x.stack import render, series, witness
+from sm12x.stack import render
+from sm12x.stack.model import series
+from sm12x.stack.witness import witness
 
 
 @click.command("witness")

@@ -14,20 +14,21 @@ from typing import Any
 import click
 
 from sm12x import layout, plan
-from sm12x.build import ledger as ledgers
 from sm12x.core import files
 from sm12x.core.errors import BadFileError, FindingsError, Sm12xError, UsageError
 from sm12x.core.progress import spinner
 from sm12x.deploy import compose, docker, llamaswap, nomad, shell
 from sm12x.deploy.container import BUNDLE
-from sm12x.image.inside import about, check, native, serve
-from sm12x.image.inside.places import Places
-from sm12x.image.inside.report import FAIL, WARN
 from sm12x.recipes import edit, lint, load
 from sm12x.recipes.lint import ERROR, WARNING, Finding
 from sm12x.recipes.model import Recipe
-from sm12x.stack import base as bases
-from sm12x.stack import series
+from sm12x.runtime import about, serve
+from sm12x.runtime.check import check, native
+from sm12x.runtime.check.report import FAIL, WARN
+from sm12x.runtime.places import Places
+from sm12x.stack.model import base as bases
+from sm12x.stack.model import series
+from sm12x.wheel import ledger as ledgers
 
 
 class _WithWords(click.Command):

@@ -27,7 +27,7 @@ from sm12x.core.errors import (
     ToolFailedError,
     ToolMissingError,
 )
-from sm12x.stack.base import Base, LockSpec
+from sm12x.stack.model.base import Base, LockSpec
 
 RELEASE = "vllm"
 

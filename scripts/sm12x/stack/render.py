@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sm12x.stack.apply import ApplyReport, FileConflict, PatchResult
-from sm12x.stack.refresh import RefreshReport
-from sm12x.stack.series import Stack
-from sm12x.stack.witness import Check, WitnessReport
+from sm12x.stack.model.series import Stack
+from sm12x.stack.witness.witness import Check, WitnessReport
+from sm12x.stack.worktree.apply import ApplyReport, FileConflict, PatchResult
+from sm12x.stack.worktree.export import RefreshReport
 
 # Longer texts are cut: a hunk of hundreds of lines says no more than its beginning.
 _LINES = 24

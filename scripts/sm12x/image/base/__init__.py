@@ -1,0 +1,1 @@
+"""What an image stands on: its root file system, its platform, the host's network settings."""

@@ -1,0 +1,172 @@
+"""What an image is built for, and what that takes on this machine.
+
+The wheel of another machine is compiled here by a cross compiler, at full speed and by the steps
+that CI tries; of the image itself only installing is left, which runs that machine's programs: by
+the kernel, through an emulator that it was told of.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from sm12x.core.errors import BadArchitectureError, UsageError
+from sm12x.stack.model.base import Base
+from sm12x.wheel.toolchain import cross
+
+BINFMT = Path("/proc/sys/fs/binfmt_misc")
+# Packages of the other machine in the builder, a second base image.
+CROSS_GIB = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """A platform: its machine, Debian's name of that, and ELF's number of it."""
+
+    machine: str
+    debian: str
+    elf: int
+
+
+PLATFORMS = {
+    "linux/amd64": _Kind(machine="x86_64", debian="amd64", elf=62),
+    "linux/arm64": _Kind(machine="aarch64", debian="arm64", elf=183),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """``machine`` is the image's, ``here`` this one, on which the builder runs.
+
+    ``platform`` is the image's where that is another than this machine's, such as "linux/arm64".
+    """
+
+    machine: str
+    here: str
+    platform: str = ""
+
+    @property
+    def native(self) -> Plan:
+        """That of the builder."""
+        return Plan(machine=self.here, here=self.here)
+
+    @property
+    def crossing(self) -> bool:
+        return bool(self.platform)
+
+    @property
+    def debian(self) -> str:
+        """Debian's name of the image's machine, "" for this one's."""
+        return PLATFORMS[self.platform].debian if self.crossing else ""
+
+    def install_args(self) -> dict[str, str]:
+        """What Dockerfile.bundle is told besides, so that emulating takes minutes and not an hour.
+
+        A static uv of this machine runs beside the other's programs: it unpacks the packages.
+        Bytecode is left to whoever starts the image.
+        """
+        if not self.crossing:
+            return {}
+        return {"UV_PLATFORM": f"musllinux_1_1_{self.here}", "BYTECODE": ""}
+
+    @property
+    def suffix(self) -> str:
+        """Keeps what is made for another machine apart from what is made for this one."""
+        return f"-{self.debian}" if self.crossing else ""
+
+
+def plan(base: Base, asked: str | None, *, image: bool = True, binfmt: Path = BINFMT) -> Plan:
+    """What to build for ``asked``, a platform's name; None is this machine's.
+
+    Args:
+        image: whether an image will be made, and not only the wheel.
+
+    Raises:
+        UsageError: there is no such platform.
+        BadArchitectureError: the base has no wheel for it, nothing here compiles for it, or this
+            kernel cannot run its programs.
+    """
+    here = platform.machine()
+    if asked is None:
+        machine = here
+    elif asked in PLATFORMS:
+        machine = PLATFORMS[asked].machine
+    else:
+        raise UsageError(
+            f"there is no platform {asked!r} of an SM12x GPU",
+            next_step=f"use {' or '.join(PLATFORMS)}",
+        )
+    if machine not in base.wheels:
+        known = [name for name, kind in PLATFORMS.items() if kind.machine in base.wheels]
+        raise BadArchitectureError(
+            f"base {base.version} has no wheel for {machine}",
+            next_step=f"choose one of {', '.join(known)} with --platform",
+        )
+    if asked is None or not cross.needed(machine, here=here):
+        return Plan(machine=machine, here=here)
+    if image:
+        _require_emulator(asked, binfmt)
+    return Plan(machine=machine, here=here, platform=asked)
+
+
+def _require_emulator(name: str, binfmt: Path) -> None:
+    kind = PLATFORMS[name]
+    install = (
+        "install one, such as with `apt-get install qemu-user-static binfmt-support` on Debian and "
+        f"Ubuntu, or build on a machine that is {kind.machine}; the wheel alone takes none: "
+        "--no-image"
+    )
+    what = f"an image for {name} is installed by {kind.machine} programs, and this kernel"
+    if not (binfmt / "register").exists():
+        raise BadArchitectureError(
+            f"{what} has no emulators set up ({binfmt} is not mounted)",
+            next_step=f"run `mount -t binfmt_misc binfmt_misc {binfmt}` as root, then {install}",
+        )
+    handlers = [path for path in sorted(binfmt.iterdir()) if path.name not in _NOT_HANDLERS]
+    texts = [text for path in handlers if _runs(text := _read(path), kind.elf)]
+    if not texts:
+        raise BadArchitectureError(f"{what} has no emulator for these", next_step=install)
+    if not any("F" in flags for text in texts for flags in _values(text, "flags:")):
+        (interpreter, *_) = [*_values(texts[0], "interpreter"), "an emulator"]
+        raise BadArchitectureError(
+            f"{what} starts {interpreter} for these, which a container does not have: the handler "
+            "lacks flag F, which opens it beforehand",
+            next_step=install,
+        )
+
+
+_NOT_HANDLERS = ("register", "status")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _runs(text: str, machine: int) -> bool:
+    """Whether a handler, as the kernel prints it, is for programs of an ELF machine."""
+    try:
+        magic = bytes.fromhex("".join(_values(text, "magic")))
+        mask = bytes.fromhex("".join(_values(text, "mask"))) or b"\xff" * len(magic)
+        (offset,) = (int(value) for value in _values(text, "offset"))
+    except ValueError:
+        return False
+    if not magic or not text.startswith("enabled"):
+        return False
+    # 64 bits, little-endian, version 1; 16 bytes in, an executable (2) of that machine.
+    head = b"\x7fELF\x02\x01\x01" + bytes(9) + bytes([2, 0, machine, 0])
+    part = head[offset : offset + len(magic)]
+    return len(part) == len(magic) and all(
+        byte & care == want & care for byte, care, want in zip(part, mask, magic, strict=True)
+    )
+
+
+def _values(text: str, key: str) -> Iterable[str]:
+    for line in text.splitlines():
+        name, _, value = line.partition(" ")
+        if name == key:
+            yield value

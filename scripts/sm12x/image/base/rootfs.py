@@ -1,0 +1,261 @@
+"""The image that both Dockerfiles start from: pulled by digest, or made here with debootstrap."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from sm12x.core import files, process
+from sm12x.core.errors import BuildFailedError, ToolFailedError, ToolMissingError
+from sm12x.image.base.host_settings import HostConfig
+from sm12x.image.base.platforms import Plan
+from sm12x.image.engine import engines
+from sm12x.image.engine.engine import LOCAL_BASE, Engine, OnLine
+from sm12x.stack.model.base import ImageBase
+
+# The root file system and the image made of it, for a moment side by side.
+GIB_NEEDED = 0.6
+
+_ROOTFS_LABEL = "sm12x.rootfs.sha256"
+_KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
+_SCRIPTS = Path("/usr/share/debootstrap/scripts")
+# What a slim image leaves out, relative to the root; copyright files stay.
+_DROP = (
+    "usr/share/man",
+    "usr/share/info",
+    "usr/share/locale",
+    "var/cache/apt",
+    "var/cache/ldconfig",
+    "var/lib/apt/lists",
+    "var/log",
+)
+_DPKG_CONF = """\
+# Written with the base image: what later packages leave out as well.
+path-exclude /usr/share/doc/*
+path-include /usr/share/doc/*/copyright
+path-exclude /usr/share/man/*
+path-exclude /usr/share/info/*
+path-exclude /usr/share/locale/*
+"""
+_APT_CONF = 'Acquire::Languages "none";\nAPT::Install-Recommends "false";\n'
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseImage:
+    """``reference`` is what FROM names; ``digest`` is the registry's digest of a pulled image, or
+    the sha256 of the root file system of one made here; ``origin`` says which.
+    """
+
+    reference: str
+    digest: str
+    origin: str
+
+
+def resolve(
+    spec: ImageBase,
+    engine: Engine,
+    host: HostConfig,
+    plan: Plan,
+    *,
+    override: str | None,
+    say: Callable[[str], None],
+    on_line: OnLine,
+) -> BaseImage:
+    """The base image, there and ready: ``override``, else the pinned one, else one made here.
+
+    Raises BuildFailedError when it can neither be pulled nor made.
+    """
+    if override is not None:
+        return _given(engine, override, plan)
+    pinned = spec.base.partition("@")[2]
+    local, pulled = _names(spec, plan)
+    if engine.has_image(pulled):
+        return BaseImage(reference=pulled, digest=pinned, origin=spec.base)
+    if engine.has_image(local):
+        return _local(engine, local)
+    try:
+        engine.pull(spec.base, plan.platform)
+    except ToolFailedError as error:
+        reason = error.message.rstrip().splitlines()[-1].strip()
+        say(f"{spec.base} cannot be pulled ({reason}): making a base image with debootstrap")
+        return make(spec, engine, host, plan, say=say, on_line=on_line)
+    engine.tag(spec.base, pulled)
+    digest = pinned or engine.digest(spec.base) or engine.image_id(pulled) or ""
+    return BaseImage(reference=pulled, digest=digest, origin=spec.base)
+
+
+def is_there(spec: ImageBase, engine: Engine, plan: Plan, *, override: str | None) -> bool:
+    """Whether ``resolve`` would neither pull nor make the base image."""
+    if override is not None:
+        return engine.has_image(override)
+    local, pulled = _names(spec, plan)
+    return engine.has_image(pulled) or engine.has_image(local)
+
+
+def make(
+    spec: ImageBase,
+    engine: Engine,
+    host: HostConfig,
+    plan: Plan,
+    *,
+    say: Callable[[str], None],
+    on_line: OnLine,
+) -> BaseImage:
+    """Make `sm12x-base:<suite>` with debootstrap and hand it to the engine.
+
+    For another machine debootstrap runs that one's programs, through the kernel's emulator.
+
+    Raises BuildFailedError when debootstrap cannot be had or fails.
+    """
+    next_step = (
+        "give an image of Debian 13 that the engine has with --base-image, or as root install "
+        "debootstrap and debian-archive-keyring and run it again"
+    )
+    if os.geteuid() != 0:
+        raise BuildFailedError(
+            "making a base image with debootstrap needs root", next_step=next_step
+        )
+    try:
+        engines.install(_missing(), say=say)
+    except ToolFailedError as error:
+        raise BuildFailedError(
+            f"debootstrap cannot be installed: {error.message}", next_step=next_step
+        ) from None
+    if process.which("debootstrap") is None:
+        raise BuildFailedError("debootstrap is not installed", next_step=next_step)
+    local = _name(spec, plan)
+    # Beside nothing of the user's: a root file system must lie where device nodes may be made.
+    with TemporaryDirectory(prefix="sm12x-base-", dir="/var/tmp") as folder:
+        files.require_space(Path(folder), GIB_NEEDED, what="making the base image")
+        root = Path(folder) / "root"
+        _debootstrap(spec.suite, root, host, plan, on_line, next_step)
+        _slim(root, spec.suite, host)
+        archive = Path(folder) / "base.tar"
+        _pack(root, archive)
+        labels = {_ROOTFS_LABEL: files.sha256(archive)}
+        engine.import_tar(archive, local, labels, platform=plan.platform, on_line=on_line)
+    return _local(engine, local)
+
+
+def _name(spec: ImageBase, plan: Plan) -> str:
+    return f"{LOCAL_BASE}:{spec.suite}{plan.suffix}"
+
+
+def _names(spec: ImageBase, plan: Plan) -> tuple[str, str]:
+    """The name of one made here, and that of the pinned one once it is pulled."""
+    local = _name(spec, plan)
+    digest = spec.base.partition("@")[2].partition(":")[2]
+    return local, f"{local}-{(digest or 'latest')[:12]}"
+
+
+def _given(engine: Engine, reference: str, plan: Plan) -> BaseImage:
+    if not engine.has_image(reference):
+        try:
+            engine.pull(reference, plan.platform)
+        except ToolFailedError as error:
+            raise BuildFailedError(
+                f"the base image {reference} is neither here nor can it be pulled: "
+                f"{error.message.rstrip().splitlines()[-1].strip()}",
+                next_step="check the name, or leave out --base-image",
+            ) from None
+    digest = engine.digest(reference) or engine.labels(reference).get(_ROOTFS_LABEL)
+    if digest is None:
+        digest = engine.image_id(reference) or ""
+    return BaseImage(reference=reference, digest=_prefixed(digest), origin=reference)
+
+
+def _local(engine: Engine, reference: str) -> BaseImage:
+    digest = engine.labels(reference).get(_ROOTFS_LABEL) or engine.image_id(reference) or ""
+    return BaseImage(reference=reference, digest=_prefixed(digest), origin="debootstrap")
+
+
+def _prefixed(digest: str) -> str:
+    return digest if digest.startswith("sha256:") else f"sha256:{digest}"
+
+
+def _missing() -> list[str]:
+    """The packages that making a base image takes and that are not installed."""
+    found = {
+        "debootstrap": process.which("debootstrap") is not None,
+        # Ubuntu's debootstrap comes without Debian's keys.
+        "debian-archive-keyring": _KEYRING.is_file(),
+    }
+    return [package for package, there in found.items() if not there]
+
+
+def _debootstrap(
+    suite: str, root: Path, host: HostConfig, plan: Plan, on_line: OnLine, next_step: str
+) -> None:
+    words: list[str | Path] = ["debootstrap", "--variant=minbase", "--force-check-gpg"]
+    if plan.crossing:
+        words.append(f"--arch={plan.debian}")
+    if _KEYRING.is_file():
+        words.append(f"--keyring={_KEYRING}")
+    # Releases are bootstrapped alike; an older debootstrap has no script of that name yet.
+    script = [] if (_SCRIPTS / suite).exists() else [_SCRIPTS / "sid"]
+    # Without a mirror debootstrap takes the public one; "" says so where a script follows.
+    mirror = [host.mirror] if host.mirror else [""] if script else []
+    try:
+        process.stream([*words, suite, root, *mirror, *script], on_line=on_line)
+    except (ToolFailedError, ToolMissingError) as error:
+        raise BuildFailedError(
+            f"debootstrap of {suite} from {host.mirror or 'the public archive'} failed: "
+            f"{error.message.rstrip().splitlines()[-1].strip()}",
+            next_step=next_step,
+        ) from None
+
+
+def _slim(root: Path, suite: str, host: HostConfig) -> None:
+    """Leave out what no container needs, and name the public archive as the source."""
+    for name in _DROP:
+        for path in (root / name).iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+    for path in (root / "usr/share/doc").rglob("*"):
+        if path.name != "copyright" and (path.is_symlink() or path.is_file()):
+            path.unlink()
+    (root / "etc/apt/apt.conf.d/80-slim").write_text(_APT_CONF, encoding="utf-8")
+    (root / "etc/dpkg/dpkg.cfg.d/80-slim").write_text(_DPKG_CONF, encoding="utf-8")
+    archive = _public_archive()
+    if archive:
+        (root / "etc/apt/sources.list").write_text(
+            f"deb {archive} {suite} main\n"
+            f"deb {archive} {suite}-updates main\n"
+            f"deb {archive}-security {suite}-security main\n",
+            encoding="utf-8",
+        )
+    for name in ("etc/resolv.conf", "etc/hostname", "etc/machine-id"):
+        # The host's, copied by debootstrap: an engine mounts its own over them.
+        (root / name).write_text("", encoding="utf-8")
+
+
+def _public_archive() -> str | None:
+    """The archive that debootstrap takes when none is named, as its own text has it."""
+    program = process.which("debootstrap")
+    text = program.read_text(encoding="utf-8", errors="replace") if program else ""
+    found = re.search(r'(?m)^DEF_MIRROR="(\S+?)/?"$', text)
+    return found[1] if found else None
+
+
+def _pack(root: Path, archive: Path) -> None:
+    """A tar whose bytes depend on the packages alone, so that its sha256 names the contents."""
+    process.run(
+        [
+            "tar",
+            "--create",
+            f"--file={archive}",
+            f"--directory={root}",
+            "--sort=name",
+            "--numeric-owner",
+            "--mtime=@0",
+            "--exclude=./dev/*",
+            ".",
+        ]
+    )

@@ -1,0 +1,244 @@
+"""The build contexts: small folders with exactly what the stages of a Dockerfile copy.
+
+Sorted by what changes together, so that a stage's cache key holds nothing it does not use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from sm12x import layout
+from sm12x.core import files, lockfile
+from sm12x.core.errors import BadFileError
+from sm12x.stack.model.base import Base
+
+DOCKERFILES = {"builder": "Dockerfile.builder", "bundle": "Dockerfile.bundle"}
+_PACKAGE = ("pyproject.toml", "scripts/sm12x")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """Files of a context: path in it -> where the file is now, or its text.
+
+    ``large`` files are hard links; the others are copied with a fixed mode and date, so that a
+    checkout's umask does not change cache keys, nor its age what is compiled again.
+    """
+
+    files: Mapping[str, Path | str]
+    large: Mapping[str, Path]
+    folders: tuple[str, ...] = ("links",)
+
+    def digest(self) -> str:
+        """A sha256, in hex, over names and contents."""
+        total = hashlib.sha256()
+        for name, source in sorted({**self.files, **self.large}.items()):
+            content = (
+                hashlib.sha256(source.encode()).hexdigest()
+                if isinstance(source, str)
+                else files.sha256(source)
+            )
+            total.update(f"{name}\0{content}\n".encode())
+        return total.hexdigest()
+
+    def write(self, folder: Path) -> None:
+        """Lay the files out in ``folder``, which must be empty or absent."""
+        for name in self.folders:
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        for name, source in self.files.items():
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if isinstance(source, str):
+                target.write_text(source, encoding="utf-8")
+            else:
+                shutil.copyfile(source, target)
+            target.chmod(0o644)
+            # ninja goes by dates, and compiles what reads a header that it thinks new.
+            os.utime(target, (files.DATE, files.DATE))
+        for name, source in self.large.items():
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _link(source, target)
+
+
+def builder_files(base: Base, machine: str, *, here: str) -> dict[str, Path | str]:
+    """What Dockerfile.builder copies, but for the release's archives.
+
+    ``here`` is the machine it runs on, ``machine`` the one it compiles for.
+    """
+    folder = f"patches/{base.version}"
+    other = base.build_lock_path(machine)
+    stack = [base.series_path, base.lock_path(machine), *sorted(base.folder.glob("*.patch"))]
+    # Not what only tests read: a change of it would build the wheel anew.
+    data = [base.folder / name for name in ("base.toml", "audit-policy.toml")]
+    return {
+        **_installer(base.build_lock_path(here)),
+        **package(),
+        "build.lock": base.build_lock_path(here),
+        f"base/{base.version}/base.toml": base.folder / "base.toml",
+        **{f"base/{base.version}/{path.relative_to(base.folder)}": path for path in base.headers()},
+        **({f"base/{base.version}/{other.name}": other} if machine != here else {}),
+        **{f"{folder}/{path.name}": path for path in stack},
+        **{f"{folder}/{path.name}": path for path in data if path.exists()},
+    }
+
+
+def bundle_files(base: Base, machine: str) -> dict[str, Path | str]:
+    """What Dockerfile.bundle copies, but for what the builder makes."""
+    return {
+        **_installer(base.build_lock_path(machine)),
+        **package(),
+        "requirements.lock": base.lock_path(machine),
+        "sdists.lock": _sdist_requirements(base, machine),
+        **{f"recipes/{path.name}": path for path in sorted(layout.recipes().glob("*.yaml"))},
+    }
+
+
+def builder(
+    base: Base,
+    machine: str,
+    *,
+    here: str,
+    sdist: Path,
+    wheel: Path,
+    third_party: Mapping[str, Path],
+    find_links: Path | None,
+) -> Context:
+    """The context of Dockerfile.builder. Raises BadFileError when a file of it is missing.
+
+    ``third_party``: files of third-party sources, by their place below the folder of that name,
+    which is there and empty where nothing is made of them.
+    """
+    large = {f"sources/{path.name}": path for path in (sdist, wheel)}
+    links = _links(find_links, {base.build_lock_path(name) for name in (here, machine)})
+    return _context(
+        builder_files(base, machine, here=here),
+        {**large, **links, **third_party},
+        folders=("links", "third_party"),
+    )
+
+
+def bundle(
+    base: Base, machine: str, *, wheel: Path, ledger: Path, find_links: Path | None
+) -> Context:
+    """The context of Dockerfile.bundle. Raises BadFileError when a file of it is missing."""
+    links = _links(find_links, (base.lock_path(machine), base.build_lock_path(machine)))
+    return _context(
+        {**bundle_files(base, machine), "ledger.json": ledger},
+        {f"wheel/{wheel.name}": wheel, **links},
+        folders=("links", "recipes"),
+    )
+
+
+def inputs_digest(base: Base, machine: str, *, here: str, choices: Mapping[str, str]) -> str:
+    """A sha256, in hex, over all that a bundle is made of.
+
+    The release's archives are in it through their pins in base.toml. ``choices`` are the options
+    that matter: architectures, mode, third-party sources, base image, engine.
+    """
+    dockerfiles: dict[str, Path | str] = {
+        name: layout.root() / name for name in DOCKERFILES.values()
+    }
+    options = {f"option/{key}": value for key, value in choices.items()}
+    wheel = builder_files(base, machine, here=here)
+    made_of = {**wheel, **bundle_files(base, machine), **dockerfiles}
+    return _context({**made_of, **options}, {}).digest()
+
+
+def package() -> dict[str, Path | str]:
+    """This package's own files, under sm12x/."""
+    root = layout.root()
+    found: dict[str, Path | str] = {}
+    for name in _PACKAGE:
+        path = root / name
+        inner = [path] if path.is_file() else sorted(path.rglob("*"))
+        for file in inner:
+            if file.is_file() and "__pycache__" not in file.parts:
+                found[f"sm12x/{file.relative_to(root)}"] = file
+    return found
+
+
+def package_digest() -> str:
+    """A sha256, in hex, of this package's own files."""
+    return Context(files=package(), large={}).digest()
+
+
+def uv_requirement(lock: str) -> str:
+    """uv's entry, with its hashes, of a requirements lock. Raises BadFileError without one."""
+    match = re.search(r"(?m)^uv==\S+(?: \\\n {4}--hash=\S+)+", lock)
+    if match is None:
+        raise BadFileError(
+            "the lock of the build requirements has no entry for uv with hashes",
+            next_step="make it with `make lock`",
+        )
+    return match[0] + "\n"
+
+
+def locked_hashes(lock: str) -> frozenset[str]:
+    """Every sha256 a requirements lock allows."""
+    return frozenset(re.findall(r"--hash=sha256:([0-9a-f]{64})", lock))
+
+
+def _installer(lock: Path) -> dict[str, Path | str]:
+    """What installs packages inside: the wrapper, and uv as the builder's lock pins it."""
+    _require(lock)
+    return {
+        "with-host.sh": layout.data() / "image" / "with-host.sh",
+        "uv.lock": uv_requirement(lock.read_text(encoding="utf-8")),
+    }
+
+
+def _sdist_requirements(base: Base, machine: str) -> str:
+    """The lock of what builds the packages that have no wheel there, "" where all have one."""
+    spec = base.locks[machine]
+    if not spec.build_from_sdist:
+        return ""
+    path = base.build_lock_path(machine)
+    names = ("setuptools", *spec.sdist_requires)
+    return lockfile.restrict(path.read_text(encoding="utf-8"), names, where=str(path))
+
+
+def _links(find_links: Path | None, locks: Iterable[Path]) -> dict[str, Path]:
+    """The wheels of a --find-links folder that one of ``locks`` allows."""
+    if find_links is None:
+        return {}
+    allowed = frozenset[str]().union(
+        *(locked_hashes(path.read_text(encoding="utf-8")) for path in locks)
+    )
+    return {
+        f"links/{path.name}": path
+        for path in sorted(find_links.glob("*.whl"))
+        if files.sha256(path) in allowed
+    }
+
+
+def _context(
+    small: Mapping[str, Path | str],
+    large: Mapping[str, Path],
+    *,
+    folders: tuple[str, ...] = ("links",),
+) -> Context:
+    _require(*(source for source in (*small.values(), *large.values()) if isinstance(source, Path)))
+    return Context(files=small, large=large, folders=folders)
+
+
+def _require(*paths: Path) -> None:
+    for path in paths:
+        if not path.is_file():
+            raise BadFileError(
+                f"{path} is missing, and the image is made with it",
+                next_step="restore it, such as with `git checkout`, or make it with `make lock`",
+            )
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        # Another file system, or one without hard links. The date stays, as with a link.
+        shutil.copy2(source, target)

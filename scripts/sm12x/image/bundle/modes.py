@@ -1,0 +1,342 @@
+"""In which mode a bundle is built, and the third-party sources that takes."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sm12x import layout
+from sm12x.audit.model import DEVICES
+from sm12x.core import cudaarch, files, progress
+from sm12x.core.cudaarch import CudaArch
+from sm12x.core.errors import BadFileError, UsageError
+from sm12x.image.bundle.reporter import Reporter
+from sm12x.stack.model import base as bases
+from sm12x.stack.model import series
+from sm12x.stack.model.base import Base
+from sm12x.wheel.compile import cmake, estimate
+from sm12x.wheel.compile.estimate import AUTO, WANTED, Decision, Offer
+from sm12x.wheel.source import select, third_party
+from sm12x.wheel.source.select import Choice
+from sm12x.wheel.toolchain import arch
+
+Collect = Callable[[], Mapping[str, third_party.Found]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sources:
+    """Third-party sources by name: the folders that were found, and why others were not."""
+
+    found: Mapping[str, Path]
+    missing: Mapping[str, str]
+
+    @classmethod
+    def of(cls, collected: Mapping[str, third_party.Found]) -> Sources:
+        return cls(
+            found={name: entry.folder for name, entry in collected.items() if entry.folder},
+            missing={name: entry.reason for name, entry in collected.items() if not entry.folder},
+        )
+
+
+NO_SOURCES = Sources(found={}, missing={})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What was asked for: a mode or "auto", folders of sources, sources to do without."""
+
+    wanted: str
+    given: Mapping[str, Path]
+    allowed: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class How:
+    """The mode and what it takes. ``third_party``: files of sources, by their place in the context.
+
+    ``allowed`` are the sources that are done without: not there, and allowed to be missing.
+    ``offer`` is what full mode would add, None in full mode.
+    """
+
+    mode: str
+    choice: Choice
+    allowed: tuple[str, ...] = ()
+    third_party: Mapping[str, Path] = field(default_factory=dict)
+    third_party_sha256: str = ""
+    offer: Offer | None = None
+
+    def key(self, base: Base, machine: str, arch_list: str) -> str:
+        """Names the work folder that an interrupted compilation goes on in.
+
+        In it is what ninja cannot see a change of: it goes by the dates of files, and a compiler, a
+        header or a third-party source of another version can have older ones.
+        """
+        parts = (
+            base.version,
+            machine,
+            arch_list,
+            self.mode,
+            *self.allowed,
+            self.third_party_sha256,
+            files.sha256(base.build_lock_path(machine)),
+            *(files.sha256(path) for path in base.headers()),
+        )
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def parse(base: Base, wanted: str, sources: Iterable[str], allowed: Iterable[str]) -> Wish:
+    """Check what was asked for. Raises UsageError or BadFileError."""
+    return Wish(
+        wanted=require_known(wanted),
+        given=parse_given(base, sources),
+        allowed=tuple(select.require_source(base, name).name for name in allowed),
+    )
+
+
+def settle(
+    base: Base,
+    wish: Wish,
+    targets: tuple[CudaArch, ...],
+    made: str,
+    *,
+    find_links: Path | None,
+    report: Reporter,
+) -> How:
+    """Decide the mode, say which and why, and find the sources it takes.
+
+    Args:
+        targets: what is compiled for.
+        made: the mode of the bundle that is there, "" without one. One of full mode is not decided
+            against for the memory that other programs have at the moment: it may be all made.
+
+    Raises:
+        BadArchitectureError: a full build needs more of the architectures.
+        BadFileError: a given folder is not of the pinned version.
+        HashMismatchError: a package with a source is not the pinned one.
+    """
+    held: list[str] = []
+
+    @functools.cache
+    def collect() -> Mapping[str, third_party.Found]:
+        return third_party.collect(
+            base,
+            cache=layout.cache(),
+            find_links=find_links,
+            given=dict(wish.given),
+            say=held.append,
+        )
+
+    cores = cmake.cores()
+    memory_gib = _all_memory_gib() if made == "full" else cmake.free_memory_gib()
+    decision = decide(
+        base,
+        wanted=wish.wanted,
+        cores=cores,
+        memory_gib=memory_gib,
+        given=wish.given,
+        allowed=wish.allowed,
+        collect=collect,
+    )
+    report.say(first_line(decision))
+    newest = bases.versions()[-1]
+    if newest != base.version:
+        report.say(f"a newer base is there: make bundle BASE={newest}")
+    if decision.mode == "quick":
+        if wish.given or wish.allowed:
+            report.say("quick mode takes no third-party source: --source, --allow-missing unused")
+        return How(
+            mode="quick",
+            choice=choose(base, "quick", NO_SOURCES, ()),
+            offer=estimate.offer(
+                base, cores=cores, memory_gib=memory_gib, sure=_sure(base, wish.given)
+            ),
+        )
+    arch.require_complete(targets)
+    with report.phase("third-party sources", live=False):
+        sources = Sources.of(collect())
+        for line in held:
+            report.say(line)
+        files_of = staged(sources)
+    allowed = tuple(sorted({*wish.allowed} - {*sources.found}))
+    choice = choose(base, "full", sources, allowed)
+    for kept in choice.kept:
+        why = "; ".join(f"{name}: {sources.missing.get(name, '')}" for name in kept.missing)
+        report.say(f"{kept.path} stays the official one ({why})")
+    if choice.kept:
+        report.say("give a source that is missing with --source NAME=DIR")
+    lacking = {name for kept in choice.kept for name in kept.missing}
+    for source in base.sources:
+        if source.name in lacking and source.ops:
+            report.say(
+                f"or do without the {len(source.ops)} ops made of {source.name} with "
+                f"--allow-missing {source.name}"
+            )
+    return How(
+        mode="full",
+        choice=choice,
+        allowed=allowed,
+        third_party=files_of,
+        third_party_sha256=digest(files_of),
+    )
+
+
+def _all_memory_gib() -> float:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / files.GIB
+
+
+def require_known(name: str) -> str:
+    """``name``, a build mode. Raises UsageError for another word."""
+    if name not in WANTED:
+        near = difflib.get_close_matches(name, WANTED, n=1)
+        raise UsageError(
+            f"there is no build mode {name!r}", next_step=f"use {near[0] if near else _or(WANTED)}"
+        )
+    return name
+
+
+def parse_given(base: Base, words: Iterable[str]) -> dict[str, Path]:
+    """The folders of `--source NAME=DIR`.
+
+    Raises:
+        UsageError: it is not of that form, or the base has no such source.
+        BadFileError: the folder is not there, or there is nothing in it.
+    """
+    given: dict[str, Path] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not equals or not text:
+            raise UsageError(
+                f"--source {word} is not of the form NAME=DIR",
+                next_step="write it as in --source qutlass=../qutlass",
+            )
+        select.require_source(base, name)
+        folder = Path(text).absolute()
+        if not folder.is_dir() or not any(folder.iterdir()):
+            what = "has nothing in it" if folder.is_dir() else "is not a folder"
+            raise BadFileError(
+                f"--source {name}: {text} {what}", next_step=f"name a checkout of {name}"
+            )
+        given[name] = folder
+    return given
+
+
+def decide(
+    base: Base,
+    *,
+    wanted: str,
+    cores: int,
+    memory_gib: float,
+    given: Iterable[str],
+    allowed: tuple[str, ...],
+    collect: Collect,
+) -> Decision:
+    """The mode. ``collect`` is called only where the sources that can be had make the difference.
+
+    Which modules a full build compiles, and so how long it takes, depends on the sources; looking
+    for them takes a network, and a user is told the decision first. Sure are those
+    that are ``given`` and those that come as packages, as the release itself does.
+
+    Raises:
+        NoSpaceError: a full build is wanted, and does not fit in the memory.
+    """
+
+    def with_(available: set[str]) -> Decision:
+        return estimate.decide(
+            base,
+            cores=cores,
+            memory_gib=memory_gib,
+            available=available,
+            wanted=wanted,
+            allowed=allowed,
+        )
+
+    most = with_({source.name for source in base.sources})
+    if wanted != AUTO:
+        return most
+    sure = _sure(base, given)
+    least = with_(sure)
+    bare = select.choose(base, (), mode="full", available=sure, allowed=allowed).modules
+    # Quick for want of anything to compile says nothing of what some sources would change.
+    if most.mode == least.mode and any(not module.quick for module in bare):
+        return most
+    with progress.spinner("looking for third-party sources"):
+        found = {name for name, entry in collect().items() if entry.folder is not None}
+    return with_(found)
+
+
+def _sure(base: Base, given: Iterable[str]) -> set[str]:
+    """The sources that are had without a git host: those given, and those of packages."""
+    return {*given, *(source.name for source in base.sources if source.packages)}
+
+
+def first_line(decision: Decision) -> str:
+    """What a bundle says first of its mode: which, why, and how to have the other."""
+    other = "full" if decision.mode == "quick" else "quick"
+    return (
+        f"build mode {decision.mode}: {decision.reason}; for the other: make bundle BUILD={other}"
+    )
+
+
+def choose(base: Base, mode: str, sources: Sources, allowed: Iterable[str]) -> Choice:
+    """What that mode will compile and keep, by what the patches name."""
+    stack = series.load(base)
+    targets = [module.target for module in select.for_stack(base, stack)]
+    return select.choose(
+        base, targets, mode=mode, available=set(sources.found), allowed=tuple(allowed)
+    )
+
+
+def devices(mode: str, arch_list: str) -> list[str]:
+    """The devices that the wheel is audited for: those that something of ``arch_list`` runs on.
+
+    In quick mode both: the CUDA modules are the official ones, whatever is asked for.
+    """
+    targets = cudaarch.parse_list(arch_list)
+    return [
+        str(device)
+        for device in DEVICES
+        if mode == "quick" or any(arch.runs_on(device.major, device.minor) for arch in targets)
+    ]
+
+
+def staged(sources: Sources) -> dict[str, Path]:
+    """The files of the sources, by their place in a build context. Links are followed."""
+    return {
+        f"third_party/{name}/{path.relative_to(folder).as_posix()}": path.resolve()
+        for name, folder in sorted(sources.found.items())
+        for path in _files_of(folder)
+    }
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """All files below ``folder``, behind linked folders too, but for git's own."""
+    found: list[Path] = []
+    seen: set[str] = set()
+    for root, folders, names in os.walk(folder, followlinks=True):
+        # A link to a folder above would go round for ever.
+        real = os.path.realpath(root)
+        folders[:] = [] if real in seen else [name for name in folders if name != ".git"]
+        if real not in seen:
+            found += [path for name in names if (path := Path(root, name)).is_file()]
+        seen.add(real)
+    return sorted(path for path in found if path.name != ".git")
+
+
+def digest(staged_files: Mapping[str, Path]) -> str:
+    """A sha256, in hex, over names and contents; "" without any."""
+    if not staged_files:
+        return ""
+    total = hashlib.sha256()
+    for name, path in sorted(staged_files.items()):
+        total.update(f"{name}\0{files.sha256(path)}\n".encode())
+    return total.hexdigest()
+
+
+def _or(words: Iterable[str]) -> str:
+    *most, last = words
+    return f"{', '.join(most)} or {last}" if most else last

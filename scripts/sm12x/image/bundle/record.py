@@ -1,0 +1,115 @@
+"""dist/<version>/: what a bundle leaves there, and the record that says it is whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+from sm12x.core import files
+from sm12x.core.errors import BuildFailedError
+from sm12x.image.engine.engine import Layer
+
+SCHEMA = 1
+NAME = "image.json"
+LEDGER = "ledger.json"
+AUDIT = "audit.json"
+AUDIT_TEXT = "audit.txt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """A finished bundle. Sizes are in bytes, hashes sha256 in hex, ``seconds`` by phase;
+    ``stage_seconds`` by stage of the Dockerfiles, None for one that came from the layer cache.
+
+    ``inputs`` is the hash over all that the bundle was made of; ``image_id`` is "" where only the
+    wheel was asked for.
+    """
+
+    version: str
+    mode: str
+    machine: str
+    stack_id: str
+    arch_list: str
+    inputs: str
+    engine: str
+    base_image: str
+    base_digest: str
+    wheel: str
+    wheel_sha256: str
+    wheel_size: int
+    ledger_sha256: str
+    image_id: str
+    tags: tuple[str, ...]
+    image_size: int
+    layers: tuple[Layer, ...]
+    seconds: Mapping[str, float]
+    stage_seconds: Mapping[str, float | None]
+    schema: int = SCHEMA
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True) + "\n"
+
+
+def read(folder: Path) -> Record | None:
+    """The record in ``folder``; None if there is none, or it is of another schema."""
+    try:
+        raw: dict[str, Any] = json.loads((folder / NAME).read_text(encoding="utf-8"))
+        raw["tags"] = tuple(raw["tags"])
+        raw["layers"] = tuple(Layer(**entry) for entry in raw["layers"])
+        return Record(**raw) if raw["schema"] == SCHEMA else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def write(folder: Path, record: Record) -> None:
+    files.write_text(folder / NAME, record.to_json())
+
+
+def is_whole(folder: Path, record: Record) -> bool:
+    """Whether wheel, ledger and audit are there, with the hashes the record names."""
+    wheel, ledger = folder / record.wheel, folder / LEDGER
+    return (
+        all(path.is_file() for path in (wheel, ledger, folder / AUDIT, folder / AUDIT_TEXT))
+        and files.sha256(ledger) == record.ledger_sha256
+        and files.sha256(wheel) == record.wheel_sha256
+    )
+
+
+@contextmanager
+def publishing(final: Path) -> Iterator[Path]:
+    """Yield an empty folder beside ``final`` that takes its place if the block succeeds.
+
+    A block that fails or is killed leaves ``final`` as it was; what a kill leaves beside it starts
+    with a dot and is removed by the next run.
+    """
+    final.parent.mkdir(parents=True, exist_ok=True)
+    for left in final.parent.glob(f".{final.name}.*"):
+        shutil.rmtree(left, ignore_errors=True)
+    staged = Path(mkdtemp(dir=final.parent, prefix=f".{final.name}."))
+    try:
+        yield staged
+        staged.chmod(0o755)
+        if final.exists():
+            final.rename(staged.with_name(f"{staged.name}.old"))
+        staged.rename(final)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+        shutil.rmtree(staged.with_name(f"{staged.name}.old"), ignore_errors=True)
+
+
+def one_wheel(folder: Path) -> Path:
+    """The wheel in ``folder``. Raises BuildFailedError unless there is exactly one."""
+    found = sorted(folder.glob("*.whl"))
+    if len(found) != 1:
+        raise BuildFailedError(
+            f"the builder left {len(found)} wheels instead of one",
+            next_step="read build/ for the builder's log, and report it",
+        )
+    return found[0]

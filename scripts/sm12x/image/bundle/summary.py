@@ -1,0 +1,301 @@
+"""What `sm12x bundle` ends with, as text for a person and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sm12x.core.errors import BadFileError
+from sm12x.image.bundle.record import Record
+from sm12x.image.engine.engine import Engine, Layer
+from sm12x.stack.model import base as bases
+from sm12x.wheel.compile.estimate import Offer
+from sm12x.wheel.ledger import Ledger
+
+WIDTH = 100
+MIB = 1024**2
+GIB = 1024**3
+# Layers below this add up to one line.
+SMALL = 10 * MIB
+
+_MEANING = {
+    "native": "runs as compiled for the device",
+    "ptx": "compiled by the driver at the first start, kept in its cache",
+    "none": "code for other GPUs only: calling it fails; audit.txt says why that is accepted",
+    "unknown": "could not be read",
+}
+# What made a layer, by a word of its instruction, the first that fits.
+_LAYER_NAMES = (
+    ("apt-get install", "Debian packages: Python, g++"),
+    ("requirements.lock --", "the release's locked closure: torch, CUDA libraries"),
+    ("--requirement /opt/sm12x/requirements.lock", "the locked closure: torch, CUDA libraries"),
+    ("sm12x build toolchain", "CUDA_HOME: nvcc and its tools"),
+    ("/wheel/*.whl", "the patched vLLM wheel"),
+    ("sm12x build stand-in", "the sm12x package, the stand-in libcuda"),
+    ("ADD file", "base image"),
+    ("ADD", "base image"),
+)
+
+
+def text(
+    record: Record,
+    ledger: Ledger,
+    audit: dict[str, Any],
+    folder: Path,
+    engine: Engine,
+    recipes: Sequence[str],
+    *,
+    unchanged: bool,
+    offer: Offer | None = None,
+) -> str:
+    """The summary. ``recipes`` are the names of those that can be served; ``offer`` is what full
+    mode would add.
+    """
+    parts = [
+        _head(record, unchanged=unchanged),
+        _patches(ledger),
+        modules(ledger),
+        _code(audit),
+        _full(offer, record, audit) if offer else "",
+        _sizes(record),
+        "" if unchanged else _times(record),
+        _output(record, folder),
+        _next(record, engine, recipes, folder),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def as_json(record: Record, folder: Path, *, unchanged: bool, offer: Offer | None = None) -> str:
+    found = {
+        **dataclasses.asdict(record),
+        "folder": str(folder),
+        "unchanged": unchanged,
+        "full": dataclasses.asdict(offer) if offer else None,
+    }
+    return json.dumps(found, indent=1, sort_keys=True) + "\n"
+
+
+def read_audit(path: Path) -> dict[str, Any]:
+    """The audit of the wheel. Raises BadFileError when the file is not one."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if found["schema"] != 1:
+            raise ValueError(f"schema {found['schema']}")
+    except (OSError, ValueError, KeyError) as error:
+        raise BadFileError(
+            f"{path} cannot be read: {error}", next_step="remove dist/ and build again"
+        ) from None
+    return found
+
+
+def _head(record: Record, *, unchanged: bool) -> str:
+    how = "nothing has changed since it was built" if unchanged else "built"
+    return (
+        f"vLLM {record.version} + stack {record.stack_id}, {record.mode} mode, {record.machine}, "
+        f"{record.arch_list}: {how}"
+    )
+
+
+def _patches(ledger: Ledger) -> str:
+    count, files = len(ledger.patches), len(ledger.files)
+    lines = [f"Patched: {count} {_s('patch', count)}, {files} {_s('file', files)} of the wheel"]
+    for patch in ledger.patches:
+        native = f"; its native code: {patch.native}" if patch.native else ""
+        lines += [f"  {patch.name}", *_wrapped(patch.subject)]
+        lines += _wrapped(f"now: {patch.state}{native}")
+        lines += _wrapped(f"upstream: {patch.upstream}")
+    return "\n".join(lines)
+
+
+def modules(ledger: Ledger) -> str:
+    """What was compiled, what was kept and why, and what ops are missing."""
+    compiled = [entry for entry in ledger.libraries if entry.origin == "compiled"]
+    rows = [
+        [
+            entry.path,
+            _size(entry.size),
+            f"official {_size(entry.official_size)}" if entry.official_size else "new",
+            f"{len(entry.ops)} ops" if entry.ops else "",
+        ]
+        for entry in compiled
+    ]
+    count = f"{len(compiled)} {_s('module', len(compiled))}" if compiled else "nothing"
+    lines = [f"Compiled here for {ledger.arch_list}: {count}", *(_table(rows) if rows else ())]
+    kept: dict[str, list[str]] = {}
+    for entry in ledger.libraries:
+        if entry.reason:
+            kept.setdefault(entry.reason, []).append(entry.path)
+    lines += ["Kept from the official wheel"] if kept else []
+    for reason, paths in kept.items():
+        lines += _wrapped(f"{', '.join(paths)}: {reason}", indent=2)
+    if ledger.allowed_missing:
+        lines.append(f"Compiled without {', '.join(ledger.allowed_missing)}, as was allowed")
+    for entry in compiled:
+        if entry.lost:
+            what = f"{entry.path} lacks {len(entry.lost)} {_s('op', len(entry.lost))}"
+            lines += _wrapped(f"{what}: {', '.join(entry.lost)}", indent=2)
+    idle = [patch.name for patch in ledger.patches if patch.native.startswith("not ")]
+    if idle:
+        remedy = "compiled by make bundle BUILD=full" if ledger.mode == "quick" else "see above"
+        lines.append(f"Not in effect, or in part, in native code ({remedy})")
+        lines += [f"  {name}" for name in idle]
+    return "\n".join(lines)
+
+
+def _code(audit: dict[str, Any]) -> str:
+    devices: list[str] = audit["devices"]
+    rows = [["library", *(f"on {device}" for device in devices)]]
+    totals: dict[str, dict[str, int]] = {device: dict.fromkeys(_MEANING, 0) for device in devices}
+    host = 0
+    for library in audit["libraries"]:
+        if not library["cubins"] and not library["ptx"] and not library["unknown"]:
+            host += 1
+            continue
+        cells = []
+        for device in devices:
+            runs = library["runs"][device]
+            units = {kind: count for kind, count in runs["units"].items() if count}
+            for kind, count in units.items():
+                totals[device][kind] += count
+            cells.append(", ".join(f"{count} {kind}" for kind, count in units.items()) or "-")
+        rows.append([library["path"], *cells])
+    lines = ["Machine code of the wheel, in translation units", *_table(rows)]
+    for device in devices:
+        of = sum(totals[device].values())
+        parts = ", ".join(f"{count} {kind}" for kind, count in totals[device].items() if count)
+        lines.append(f"  all on {device}: {parts} of {of}")
+    seen = [kind for kind in _MEANING if any(totals[device][kind] for device in devices)]
+    lines += [f"  {kind:<8}{_MEANING[kind]}" for kind in seen]
+    lines.append(f"  {host} more {_s('library', host)} without device code")
+    return "\n".join(lines)
+
+
+def _full(offer: Offer, record: Record, audit: dict[str, Any]) -> str:
+    """What full mode would add to this bundle, and how long it takes on this machine."""
+    lines = [f"What full mode adds, in {offer.figures}"]
+    libraries = {library["path"]: library for library in audit["libraries"]}
+    for step in offer.steps:
+        paths = ", ".join(step.modules)
+        if step.sources:
+            more = f"with {' and '.join(step.sources)} (from git, or --source NAME=DIR) also "
+            lines += _wrapped(f"{more}{paths}: about {step.minutes:.0f} min in all", indent=2)
+        else:
+            lines += _wrapped(f"code for {record.arch_list} in {paths}", indent=2)
+        units = [libraries[path]["runs"] for path in step.modules if path in libraries]
+        for device in audit["devices"]:
+            ptx = sum(runs[device]["units"]["ptx"] for runs in units if runs)
+            none = sum(runs[device]["units"]["none"] for runs in units if runs)
+            said = f"on {device} {ptx} of their units go through PTX now, {none} not at all"
+            lines += _wrapped(said) if ptx or none else []
+    if offer.against:
+        lines += _wrapped(f"auto does not take it here: {offer.against}", indent=2)
+    other = f" BASE={record.version}" if record.version != bases.default() else ""
+    lines.append(f"  make bundle{other} BUILD=full")
+    return "\n".join(lines)
+
+
+def _sizes(record: Record) -> str:
+    lines = ["Sizes", f"  {_size(record.wheel_size):>9}  wheel"]
+    if record.tags:
+        lines.append(f"  {_size(record.image_size):>9}  image, of which")
+        small = 0
+        for layer in record.layers:
+            if layer.size < SMALL:
+                small += layer.size
+            else:
+                lines.append(f"  {_size(layer.size):>9}    {_layer_name(layer)}")
+        if small:
+            lines.append(f"  {_size(small):>9}    all other layers")
+    return "\n".join(lines)
+
+
+def _times(record: Record) -> str:
+    shown = ", ".join(f"{name} {_seconds(value)}" for name, value in record.seconds.items())
+    lines = ["Times", f"  {shown}; together {_seconds(sum(record.seconds.values()))}"]
+    ran = [
+        f"{name} {_seconds(value)}"
+        for name, value in record.stage_seconds.items()
+        if value is not None and value >= 0.1
+    ]
+    cached = [name for name, value in record.stage_seconds.items() if value is None]
+    if ran:
+        lines.append(f"  stages that ran: {', '.join(ran)}")
+    if cached:
+        lines.append(f"  from the layer cache: {', '.join(cached)}")
+    return "\n".join(lines)
+
+
+def _output(record: Record, folder: Path) -> str:
+    lines = [
+        "Output",
+        f"  {folder}/{record.wheel}",
+        "  beside it: ledger.json, audit.json, audit.txt",
+    ]
+    if record.tags:
+        lines += [f"  image {tag}" for tag in record.tags]
+        lines.append(f"  image id {record.image_id[:12]}, made with {record.engine}")
+    lines.append(f"  base image {record.base_image}, {record.base_digest}")
+    return "\n".join(lines)
+
+
+def _next(record: Record, engine: Engine, recipes: Sequence[str], folder: Path) -> str:
+    if not record.tags:
+        return f"Next\n  pip install {shlex.quote(f'{folder}/{record.wheel}')}"
+    image = record.tags[0]
+    lines = [
+        "Next",
+        "  prove the image, no GPU needed:",
+        f"    {engine.run_hint(image, 'check')}",
+    ]
+    lines += ["  see its recipes:", f"    {engine.run_hint(image)}"]
+    if recipes:
+        lines += ["  serve, on a machine with the GPUs:"]
+        lines += [f"    {engine.run_hint(image, recipes[0], gpus=True)}"]
+    return "\n".join(lines)
+
+
+def _layer_name(layer: Layer) -> str:
+    for word, name in _LAYER_NAMES:
+        if word in layer.made_by:
+            return name
+    words = " ".join(layer.made_by.removeprefix("/bin/sh -c ").split())
+    return words[:60] or "base image"
+
+
+def _table(rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  "
+        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _wrapped(words: str, *, indent: int = 4) -> list[str]:
+    first = " " * indent
+    return textwrap.wrap(
+        words, WIDTH, initial_indent=first, subsequent_indent=f"{first}  ", break_on_hyphens=False
+    )
+
+
+def _s(word: str, count: int) -> str:
+    if count == 1:
+        return word
+    if word.endswith("y"):
+        return word[:-1] + "ies"
+    return word + ("es" if word.endswith("ch") else "s")
+
+
+def _size(count: int) -> str:
+    if count < MIB / 10:
+        return f"{count / 1024:.1f} KiB"
+    return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / MIB:.1f} MiB"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f} s" if value < 100 else f"{value / 60:.1f} min"

@@ -1,0 +1,1 @@
+"""Container engines: which there are, what each is asked, and what it prints."""

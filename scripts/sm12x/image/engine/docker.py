@@ -1,0 +1,89 @@
+"""docker with BuildKit, either through buildx or the client's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from sm12x.core import process
+from sm12x.image.engine.engine import BuildRequest, Engine, Layer, common_words
+
+_CONTAINERD = Path("/var/lib/containerd")
+
+
+class Docker(Engine):
+    """``buildx`` says whether the client has the plugin; without it BuildKit is asked for."""
+
+    name = "docker"
+    id_format = "{{.Id}}"
+
+    def __init__(self, program: Path, version: str, *, buildx: bool) -> None:
+        super().__init__(program, version)
+        self.buildx = buildx
+
+    @property
+    def description(self) -> str:
+        how = "buildx" if self.buildx else "its own BuildKit"
+        return f"docker {self.version} with {how} ({self.program})"
+
+    def environment(self) -> dict[str, str]:
+        # Attestations would turn the image into a list of manifests, with another id each time.
+        env = {"DOCKER_BUILDKIT": "1", "BUILDX_NO_DEFAULT_ATTESTATIONS": "1"}
+        if self.buildx:
+            # A builder that runs in a container does not see the base image that was made here;
+            # the one named as the context is the engine itself.
+            context = process.run([self.program, "context", "show"], check=False)
+            env["BUILDX_BUILDER"] = context.stdout.strip() or "default"
+        return env
+
+    def build_words(self, request: BuildRequest) -> list[str]:
+        return ["build", "--progress", "plain", *common_words(request), str(request.context)]
+
+    def inspect_words(self, template: str) -> list[str]:
+        return ["image", "inspect", "--format", template]
+
+    def digest(self, reference: str) -> str | None:
+        found = json.loads(self._inspect(reference, "{{json .RepoDigests}}") or "[]")
+        return str(found[0]).partition("@")[2] if found else None
+
+    def labels(self, reference: str) -> dict[str, str]:
+        found: dict[str, str] = json.loads(
+            self._inspect(reference, "{{json .Config.Labels}}") or "{}"
+        )
+        return found
+
+    def size(self, reference: str) -> int:
+        return int(self._inspect(reference, "{{.Size}}") or 0)
+
+    def layers(self, reference: str) -> tuple[Layer, ...]:
+        words = ["history", "--no-trunc", "--human=false", "--format", "{{.Size}}\t{{.CreatedBy}}"]
+        lines = process.run([self.program, *words, reference]).stdout.splitlines()
+        return tuple(
+            Layer(size=int(size), made_by=made_by)
+            for size, _, made_by in (line.partition("\t") for line in reversed(lines))
+        )
+
+    def export(self, reference: str, archive: Path) -> None:
+        process.run([self.program, "save", "--output", archive, reference])
+
+    def storage(self) -> Path | None:
+        words = ["info", "--format", "{{.DockerRootDir}}\t{{json .DriverStatus}}"]
+        done = process.run([self.program, *words], check=False)
+        root, _, status = done.stdout.strip().partition("\t")
+        # With containerd's image store, the default since docker 29, layers lie beside the root.
+        folders = [_CONTAINERD] if "io.containerd.snapshotter" in status else []
+        folders.append(Path(root or "/nowhere"))
+        return next((folder for folder in folders if folder.is_dir()), None)
+
+    @property
+    def more_room(self) -> str:
+        return (
+            "`docker system prune` removes what no container uses, and `data-root` in "
+            "/etc/docker/daemon.json names another disk"
+        )
+
+    def run_hint(self, image: str, words: str = "", *, gpus: bool = False) -> str:
+        # --ipc=host: tensor-parallel workers talk through shared memory, 64 MiB by default.
+        # --network host: recipes listen on 127.0.0.1, which a published port does not reach.
+        options = " --gpus all --ipc=host --network host -v sm12x-cache:/cache" if gpus else ""
+        return f"docker run --rm{options} {image} {words}".rstrip()

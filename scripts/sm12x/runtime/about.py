@@ -1,0 +1,152 @@
+"""What the image says about itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
+
+from sm12x.deploy import docker
+from sm12x.deploy.container import containers
+from sm12x.recipes.model import Memory, MemoryTerm, Recipe
+from sm12x.wheel.ledger import Ledger, PatchEntry
+
+_KINDS = {
+    "native": "native",
+    "mixed": "in part native",
+    "ptx": "through PTX compiled at start",
+    "none": "not at all",
+    "host": "without device code",
+}
+_MODES = {
+    "quick": "quick: the official wheel with patched Python and what the stack changes in C++",
+    "full": "full: every module that can be is compiled from source",
+}
+
+
+def help_text(ledger: Ledger, recipes: Mapping[str, Recipe], image: str) -> str:
+    """The answer to `docker run IMAGE`. ``image`` stands in the commands."""
+    devices = (
+        ("12.0", [library.sm120 for library in ledger.libraries]),
+        ("12.1", [library.sm121 for library in ledger.libraries]),
+    )
+    lines = [
+        f"vLLM {ledger.base_version} for SM12x GPUs (12.0: RTX PRO 6000, RTX 50; 12.1: GB10)",
+        f"  stack  {ledger.stack_id}, {len(ledger.patches)} patches",
+        f"  mode   {_MODES.get(ledger.mode, ledger.mode)}",
+        f"  for    {ledger.machine}, Python {ledger.python}",
+        *_compiled(ledger),
+        *(
+            f"  on {device}, of {len(kinds)} libraries: {machine_code(kinds)}"
+            for device, kinds in devices
+        ),
+        "",
+        "Patches",
+        *[f"  {patch.name}: {patch.subject} ({_state(patch)})" for patch in ledger.patches],
+        "",
+        "What it can do",
+        "  RECIPE [key=value ...] [-- vLLM arguments]   serve a model",
+        "  recipes [RECIPE]                             the recipes, or one with its settings",
+        "  check [--json]                               prove the image, with or without a GPU",
+        "  health                                       ask the server in this container",
+        "  pair RECIPE ... + RECIPE ...                 servers that take turns on the same GPUs",
+        "  COMMAND ...                                  run as given: vllm serve ..., bash",
+        "",
+        *recipe_list(recipes),
+        "",
+        "Commands to copy",
+        f"  docker run --rm {image} check",
+    ]
+    for recipe in recipes.values():
+        if recipe.sm12x and recipe.sm12x.status.blocked:
+            lines.append(f"  docker run --rm {image} recipes {recipe.key}")
+        else:
+            lines += ["  " + line for line in command(recipe, image)]
+    return "\n".join(lines)
+
+
+def _compiled(ledger: Ledger) -> list[str]:
+    """What was compiled for this image, and what it was compiled without."""
+    entries = [entry for entry in ledger.libraries if entry.origin == "compiled"]
+    names = ", ".join(PurePosixPath(entry.path).name for entry in entries)
+    lines = [f"  code   compiled for {ledger.arch_list}: {names}"] if entries else []
+    lost = sum(len(entry.lost) for entry in entries)
+    if lost:
+        lines.append(f"  ops    {lost} are missing: those of {', '.join(ledger.allowed_missing)}")
+    return lines
+
+
+def _state(patch: PatchEntry) -> str:
+    return f"{patch.state}; its native code: {patch.native}" if patch.native else patch.state
+
+
+def machine_code(kinds: Sequence[str]) -> str:
+    """How many libraries run how on one device, from the ledger's audit."""
+    counted = Counter(kinds)
+    known = [f"{counted[kind]} {text}" for kind, text in _KINDS.items() if counted[kind]]
+    other = sum(number for kind, number in counted.items() if kind not in _KINDS)
+    return "; ".join([*known, *([f"{other} unknown"] if other else [])])
+
+
+def recipe_list(recipes: Mapping[str, Recipe]) -> list[str]:
+    """One line a recipe, and one more for what keeps it from serving."""
+    lines = ["Recipes"]
+    for key, recipe in recipes.items():
+        state = f" [{recipe.sm12x.status.state}]" if recipe.sm12x else ""
+        lines.append(f"  {key}{state}: {recipe.description or recipe.name}")
+        if recipe.sm12x and recipe.sm12x.status.blocked:
+            lines.append(f"    cannot serve yet: {recipe.sm12x.status.blocked}")
+    return lines if recipes else [*lines, "  none in this image"]
+
+
+def recipe_text(recipe: Recipe, image: str) -> str:
+    """One recipe with its status, settings and the command that runs it."""
+    lines = [f"{recipe.key}: {recipe.description or recipe.name}"]
+    if recipe.model:
+        lines.append(f"  model    {recipe.model}")
+    if recipe.sm12x:
+        block = recipe.sm12x
+        machines = f" on each of {block.machines} machines" if block.machines > 1 else ""
+        reason = f": {block.sleep.reason}" if block.sleep.reason else ""
+        status = block.status
+        said = "; ".join(filter(None, (status.date, status.evidence, status.source)))
+        lines += [
+            f"  needs    {block.gpus} x {' or '.join(block.hardware)}{machines}",
+            f"  sleep    {block.sleep}{reason}",
+            *_memory(block.memory),
+            f"  status   {status.state}: {said}",
+        ]
+        if status.blocked:
+            lines.append(f"  blocked  {status.blocked}")
+        lines += [f"  note     {note}" for note in block.notes]
+    lines.append("  settings (key=value, or SM12X_<KEY> in the environment)")
+    lines += [f"    {key}={value}" for key, value in recipe.defaults.items()]
+    lines += [f"    {key}={value}" for key, value in recipe.env.items()]
+    lines += ["  run", *["    " + line for line in command(recipe, image)]]
+    return "\n".join(lines)
+
+
+def command(recipe: Recipe, image: str) -> list[str]:
+    """The `docker run` of a recipe, one option group a line; one command a machine."""
+    first = {"master_addr": "FIRST"} if "master_addr" in recipe.defaults else {}
+    parts = containers(recipe, image=image, settings=first, extra=(), shipped=True)
+    return [line for part in parts for line in docker.command(part).splitlines()]
+
+
+def _memory(memory: Memory) -> list[str]:
+    """One line a term that is known."""
+    terms = (
+        ("weights", memory.weights),
+        ("KV cache", memory.kv),
+        ("outside vLLM's budget", memory.outside),
+        ("left while it sleeps", memory.sleep_residue),
+    )
+    return [
+        f"  memory   {name}: {_gib(term)} GiB a GPU, {term.basis}: {term.source}"
+        for name, term in terms
+        if term
+    ]
+
+
+def _gib(term: MemoryTerm) -> str:
+    return f"{term.gib:g}" if term.low == term.gib else f"{term.low:g} to {term.gib:g}"

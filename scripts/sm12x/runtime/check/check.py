@@ -1,0 +1,80 @@
+"""`check`: proves the image without a GPU."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from sm12x.core import process
+from sm12x.core.errors import BadFileError
+from sm12x.core.progress import spinner
+from sm12x.recipes import load
+from sm12x.recipes.model import Recipe
+from sm12x.runtime.check import compiler as compiling
+from sm12x.runtime.check import content, kernels, machinecode, native, versions
+from sm12x.runtime.check.report import Line, failed
+from sm12x.runtime.places import Places, require_temporary
+from sm12x.wheel import ledger as ledgers
+
+
+def check(places: Places) -> list[Line]:
+    """Every finding, good and bad (about three minutes on two cores).
+
+    Raises:
+        BadFileError: there is no ledger, so there is nothing to compare with, or no folder for
+            temporary files.
+    """
+    ledger = ledgers.read(places.ledger)
+    lines: list[Line] = []
+    with scratch() as folder:
+        with spinner("versions"):
+            try:
+                lines += versions.check(ledger, places.lock, versions.installed(places.site))
+            except BadFileError as error:
+                lines.append(failed(versions.TOPIC, error.message, error.next_step))
+        with spinner("hashes of files"):
+            lines += content.check(ledger, places.site)
+        with spinner("machine code"):
+            lines += machinecode.check(ledger, places.site)
+        ask = native.prober(folder)
+        driver, found = native.check_driver(places, ask, _ldconfig())
+        lines += found
+        with spinner("native modules"):
+            lines += native.check_modules(ledger, places, driver, ask)
+        recipes, found = _recipes(places.recipes)
+        lines += found
+        with spinner("vLLM's argument parser on every recipe, about 20 s"):
+            lines += native.check_arguments(recipes, driver, ask)
+        with spinner("the compiler"):
+            lines += compiling.check(places, folder)
+        with spinner("Triton kernels, about two minutes on two cores"):
+            lines += kernels.check(places, ask)
+    return lines
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """A folder for temporary files, or an error that says how to give the container one."""
+    require_temporary()
+    with tempfile.TemporaryDirectory(prefix="sm12x-", ignore_cleanup_errors=True) as name:
+        yield Path(name)
+
+
+def _recipes(folder: Path) -> tuple[dict[str, Recipe], list[Line]]:
+    found, lines = {}, []
+    for path in sorted(folder.glob("*.yaml")):
+        recipe, faults = load.inspect(path)
+        lines += [failed("recipes", str(fault), "mend that line") for fault in faults]
+        if recipe and not faults:
+            found[recipe.key] = recipe
+    return found, lines
+
+
+def _ldconfig() -> str:
+    # A normal user's PATH often lacks /sbin.
+    for name in ("ldconfig", "/sbin/ldconfig", "/usr/sbin/ldconfig"):
+        if process.which(name):
+            return process.run([name, "-p"], check=False).stdout
+    return ""

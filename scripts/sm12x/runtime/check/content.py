@@ -1,0 +1,130 @@
+"""Are the files of the vllm distribution those of the ledger and of its own RECORD?"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from sm12x.runtime.check.report import FAIL, Line, failed, passed
+from sm12x.wheel.ledger import Ledger
+
+TOPIC = "files"
+REBUILD = "pull or rebuild the image; nothing should write to its packages"
+# The origin of a file of the release that the stack takes out.
+REMOVED = "removed"
+# What an import writes beside the sources; RECORD may list it, but never with a hash.
+COMPILED = (".pyc", ".pyo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A line of RECORD. ``digest`` is urlsafe base64 without padding, "" when it has none."""
+
+    path: str
+    digest: str
+    size: str
+
+
+def check(ledger: Ledger, site: Path) -> list[Line]:
+    """Hash what the ledger and RECORD name. Reads about 0.6 GB for a whole release."""
+    seen = _Digests(site)
+    lines = []
+    wanted = {entry.path: (entry.sha256, entry.origin) for entry in ledger.libraries}
+    wanted |= {entry.path: (entry.sha256, entry.origin) for entry in ledger.files}
+    for path, (digest, origin) in wanted.items():
+        found = seen.of(path)
+        if origin == REMOVED:
+            if found is not None:
+                lines.append(failed(TOPIC, f"{path} is there, the stack removes it", REBUILD))
+        elif found is None:
+            lines.append(failed(TOPIC, f"{path} ({origin}) is missing", REBUILD))
+        elif found.hex() != digest:
+            lines.append(
+                failed(
+                    TOPIC,
+                    f"{path} ({origin}) has sha256 {found.hex()[:12]}, ledger {digest[:12]}",
+                    REBUILD,
+                )
+            )
+    if not lines:
+        lines.append(
+            passed(
+                TOPIC,
+                f"{len(ledger.files)} files that are not the official wheel's and "
+                f"{len(ledger.libraries)} libraries have the ledger's sha256",
+            )
+        )
+    return [*lines, *_record(ledger, site, seen)]
+
+
+def _record(ledger: Ledger, site: Path, seen: _Digests) -> list[Line]:
+    folders = sorted(site.glob("vllm-*.dist-info"))
+    if len(folders) != 1:
+        seen_names = ", ".join(folder.name for folder in folders) or "none"
+        return [failed(TOPIC, f"one vllm-*.dist-info is expected, found {seen_names}", REBUILD)]
+    try:
+        text = (folders[0] / "RECORD").read_text(encoding="utf-8")
+        entries = [
+            Entry(path=path, digest=digest, size=size)
+            for path, digest, size in csv.reader(text.splitlines())
+        ]
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        return [failed(TOPIC, f"{folders[0].name}/RECORD cannot be read: {error}", REBUILD)]
+    lines = []
+    names = {entry.path for entry in entries}
+    for row in entries:
+        problem = _entry(row, site, seen)
+        if problem:
+            lines.append(failed(TOPIC, f"RECORD: {row.path} {problem}", REBUILD))
+    for path in sorted(site.glob("vllm/**/*")):
+        name = path.relative_to(site).as_posix()
+        if path.is_file() and name not in names and path.suffix not in COMPILED:
+            lines.append(failed(TOPIC, f"{name} is on disk and not in RECORD", REBUILD))
+    for name in sorted(_listed(ledger) - names):
+        lines.append(failed(TOPIC, f"{name} is in the ledger and not in RECORD", REBUILD))
+    if any(line.state == FAIL for line in lines):
+        return lines
+    return [passed(TOPIC, f"RECORD of vllm agrees with {len(entries)} files, none besides")]
+
+
+def _listed(ledger: Ledger) -> set[str]:
+    kept = {file.path for file in ledger.files if file.origin != REMOVED}
+    return kept | {library.path for library in ledger.libraries}
+
+
+def _entry(entry: Entry, site: Path, seen: _Digests) -> str:
+    """What is wrong with a line of RECORD, or ""."""
+    if entry.path.endswith(COMPILED):
+        return ""
+    digest = seen.of(entry.path)
+    if digest is None:
+        return "is missing"
+    if not entry.digest:
+        # RECORD cannot hold its own hash; installers write REQUESTED and INSTALLER with theirs.
+        return "" if PurePosixPath(entry.path).name == "RECORD" else "has no hash in RECORD"
+    kind, _, value = entry.digest.partition("=")
+    if kind != "sha256" or value != base64.urlsafe_b64encode(digest).rstrip(b"=").decode():
+        return "is not the file that was installed"
+    if entry.size and int(entry.size) != (site / entry.path).stat().st_size:
+        return "has another size than RECORD says"
+    return ""
+
+
+class _Digests:
+    """The sha256 of files, each read once: the libraries are in the ledger and in RECORD."""
+
+    def __init__(self, site: Path) -> None:
+        self._site = site
+        self._known: dict[str, bytes | None] = {}
+
+    def of(self, path: str) -> bytes | None:
+        if path not in self._known:
+            try:
+                with (self._site / path).open("rb") as handle:
+                    self._known[path] = hashlib.file_digest(handle, "sha256").digest()
+            except OSError:
+                self._known[path] = None
+        return self._known[path]

@@ -1,0 +1,202 @@
+"""Does the native code load, register its operators, and is the stand-in driver kept apart?"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sm12x.core import process
+from sm12x.core.errors import ToolFailedError
+from sm12x.core.files import sha256
+from sm12x.recipes.model import Recipe
+from sm12x.recipes.render import render
+from sm12x.runtime.check.report import FAIL, Line, failed, noted, passed, warned
+from sm12x.runtime.places import CACHE_VARIABLES, Places
+from sm12x.wheel.ledger import Ledger, is_program
+
+REBUILD = "rebuild the image with `make bundle`, and read the audit of its wheel"
+# A probe imports torch and vLLM: 20 s from a cold disk, over ten minutes under qemu-user.
+PROBE_SECONDS = 3600
+
+# A probe: its kind, its question and variables to set for it -> its answer.
+Ask = Callable[[str, object, Mapping[str, str | None]], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Driver:
+    """``path`` is the real driver, None without one; ``env`` is what a probe needs to have one."""
+
+    path: str | None
+    env: Mapping[str, str | None]
+
+
+def prober(scratch: Path) -> Ask:
+    """Probes in processes of their own, whose caches are in ``scratch``.
+
+    An import of vLLM writes to its caches; `check` must work on a read-only image without any.
+    """
+    base: dict[str, str | None] = {
+        **{name: str(scratch / name.lower()) for name in CACHE_VARIABLES},
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+
+    def ask(kind: str, question: object, env: Mapping[str, str | None]) -> Any:
+        done = process.run(
+            [sys.executable, "-m", "sm12x.runtime.check.probe", kind],
+            env={**base, **env},
+            stdin=json.dumps(question),
+            timeout=PROBE_SECONDS,
+            next_step=REBUILD,
+        )
+        return json.loads(done.stdout)
+
+    return ask
+
+
+def check_driver(places: Places, ask: Ask, ldconfig: str) -> tuple[Driver, list[Line]]:
+    """Which libcuda a program gets here, and that it is not the stand-in.
+
+    Args:
+        ldconfig: the output of `ldconfig -p`, "" where there is none.
+    """
+    topic = "driver"
+    lines = []
+    found = ask("driver", None, {})
+    folder = places.stand_in.parent
+    if not places.stand_in.is_file():
+        lines.append(failed(topic, f"{places.stand_in} is missing", REBUILD))
+    on_path = [line.strip() for line in ldconfig.splitlines() if f"{folder}/" in line]
+    if on_path or (found and _same(Path(found), places.stand_in)):
+        lines.append(
+            failed(
+                topic,
+                f"the stand-in libcuda is on the default path: {found or on_path[0]}",
+                f"take {folder} out of LD_LIBRARY_PATH and of /etc/ld.so.conf.d",
+            )
+        )
+        found = None
+    if lines:
+        pass
+    elif found:
+        lines.append(passed(topic, f"the real libcuda is used: {found}"))
+    else:
+        lines.append(passed(topic, "no libcuda on the default path: the stand-in is used here"))
+    old = os.environ.get("LD_LIBRARY_PATH", "")
+    paths = f"{folder}:{old}" if old else str(folder)
+    return Driver(path=found, env={} if found else {"LD_LIBRARY_PATH": paths}), lines
+
+
+def _same(found: Path, stand_in: Path) -> bool:
+    try:
+        return found.samefile(stand_in) or sha256(found) == sha256(stand_in)
+    except OSError:
+        return False
+
+
+def check_modules(ledger: Ledger, places: Places, driver: Driver, ask: Ask) -> list[Line]:
+    """Load every library of the ledger, then compare the registered operators with it."""
+    topic = "modules"
+    question = {
+        "site": str(places.site),
+        "libraries": [entry.path for entry in ledger.libraries if not is_program(entry.path)],
+    }
+    try:
+        answer = ask("modules", question, driver.env)
+    except ToolFailedError as error:
+        return [failed(topic, f"loading stopped the probe: {error.message}", REBUILD)]
+    lines = []
+    state: dict[str, str] = answer["libraries"]
+    for path, problem in state.items():
+        if problem == "other-python":
+            continue
+        if problem:
+            lines.append(failed(topic, f"{path} does not load: {problem}", REBUILD))
+    foreign = sorted(path for path, problem in state.items() if problem == "other-python")
+    if not lines:
+        number = len(state) - len(foreign)
+        which = "the real libcuda" if driver.path else "the stand-in libcuda"
+        lines.append(passed(topic, f"{number} native modules load with {which}"))
+    if foreign:
+        lines.append(noted(topic, f"{len(foreign)} are for other Pythons and were left alone"))
+    return [*lines, *_operators(ledger, answer["ops"])]
+
+
+def _operators(ledger: Ledger, registered: Sequence[str]) -> list[Line]:
+    topic = "operators"
+    # "ns::name.overload"; a ledger entry without an overload asks for any of that name.
+    names = {*registered, *(name.partition(".")[0] for name in registered)}
+    # What was read out of a file has no namespace.
+    bare = {name.rpartition("::")[2] for name in names}
+    lines = []
+    for library in ledger.libraries:
+        known = bare if library.ops_by == "read" else names
+        lost = [name for name in library.ops if name not in known]
+        if lost:
+            more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
+            lines.append(
+                failed(
+                    topic,
+                    f"{library.path} registers {len(library.ops) - len(lost)} of the official "
+                    f"wheel's {len(library.ops)} operators; lost: {', '.join(lost[:5])}{more}",
+                    REBUILD,
+                )
+            )
+    total = sum(len(library.ops) for library in ledger.libraries)
+    if not total:
+        lines.append(
+            failed(topic, "the ledger lists no operators, so none can be compared", REBUILD)
+        )
+    if not any(line.state == FAIL for line in lines):
+        lines.append(passed(topic, f"all {total} operators of the official wheel are registered"))
+        if any(library.ops_by == "read" for library in ledger.libraries):
+            lines.append(
+                noted(topic, "that list was read out of the files: compared without namespaces")
+            )
+    return lines
+
+
+def check_arguments(recipes: Mapping[str, Recipe], driver: Driver, ask: Ask) -> list[Line]:
+    """Give every recipe's command to the release's own parser (about 20 s)."""
+    topic = "recipes"
+    lines, commands, env = [], {}, {}
+    for key, recipe in recipes.items():
+        rendered = render(recipe, settings={}, environ={}, solo=recipe.sm12x is None)
+        if rendered.serve is None:
+            lines.append(
+                noted(topic, f"{key} does not run `vllm serve`: its arguments are its own")
+            )
+            continue
+        commands[key] = list(rendered.serve)
+        env[key] = sorted(rendered.env)
+    if not recipes:
+        return [failed(topic, "there is no recipe in the image", REBUILD)]
+    if not commands:
+        return lines
+    try:
+        answer = ask("arguments", {"commands": commands, "env": env}, driver.env)
+    except ToolFailedError as error:
+        return [*lines, failed(topic, f"the parser could not be run: {error.message}", REBUILD)]
+    for key in commands:
+        faults = answer["problems"][key]
+        lines += [warned(topic, f"{key}: {text}") for text in answer["warnings"][key]]
+        if faults:
+            lines.append(
+                failed(
+                    topic,
+                    f"{key}: vLLM refuses it: {'; '.join(faults)}",
+                    "mend the recipe: its flags must be those of this release",
+                )
+            )
+        else:
+            lines.append(
+                passed(topic, f"{key}: vLLM's parser takes all {len(commands[key])} arguments")
+            )
+    return lines

@@ -1,0 +1,153 @@
+"""Are the installed packages the locked ones, and do their requirements hold?"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from sm12x.core.errors import BadFileError
+from sm12x.core.files import sha256
+from sm12x.runtime.check.report import FAIL, Line, failed, noted, passed
+from sm12x.wheel.ledger import Ledger, OverrideEntry
+
+TOPIC = "versions"
+# Installed and in no lock: the wheel of this bundle, this package, and the installer.
+OWN = ("sm12x-bundle", "vllm", "pip")
+REBUILD = "rebuild the image; something changed its packages after the build"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Installed:
+    """One installed distribution. ``requires`` are its requirements as its metadata has them."""
+
+    name: str
+    version: str
+    requires: tuple[str, ...] = ()
+
+
+def installed(site: Path) -> dict[str, Installed]:
+    """What is installed in ``site``, by canonical name."""
+    found: dict[str, Installed] = {}
+    for dist in metadata.distributions(path=[str(site)]):
+        name = canonicalize_name(dist.metadata["Name"])
+        found[name] = Installed(
+            name=name, version=dist.version, requires=tuple(dist.requires or ())
+        )
+    return found
+
+
+def locked(path: Path) -> dict[str, str]:
+    """The versions a lock pins here, by canonical name.
+
+    Raises:
+        BadFileError: the lock cannot be read, or a line pins no exact version.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadFileError(f"{path} cannot be read: {error}", next_step=REBUILD) from None
+    pins: dict[str, str] = {}
+    for logical in text.replace("\\\n", " ").splitlines():
+        line = re.sub(r"\s--hash=\S+|(?:^|\s)#.*", "", logical).strip()
+        if not line or line.startswith("-"):
+            continue
+        try:
+            requirement = Requirement(line)
+        except InvalidRequirement as error:
+            raise BadFileError(
+                f"{path}: {line!r} is not a requirement: {error}", next_step=REBUILD
+            ) from None
+        if requirement.marker and not requirement.marker.evaluate():
+            continue
+        exact = [spec.version for spec in requirement.specifier if spec.operator == "=="]
+        if len(exact) != 1:
+            raise BadFileError(f"{path}: {line!r} pins no exact version", next_step=REBUILD)
+        pins[canonicalize_name(requirement.name)] = exact[0]
+    return pins
+
+
+def check(ledger: Ledger, lock: Path, present: Mapping[str, Installed]) -> list[Line]:
+    """Compare what is installed with the lock and with the ledger."""
+    lines = []
+    # The lock pins the release; what is installed is this bundle's build of it.
+    pins: dict[str, str] = {name: pin for name, pin in locked(lock).items() if name != "vllm"}
+    named: dict[str, str] = {
+        canonicalize_name(name): text for name, text in ledger.dependencies.items()
+    }
+    named.pop("vllm", None)
+    if ledger.lock_sha256 and sha256(lock) != ledger.lock_sha256:
+        lines.append(failed(TOPIC, f"{lock} is not the lock the ledger names", REBUILD))
+    else:
+        lines.append(passed(TOPIC, "the lock is the one the ledger names"))
+    lines += _differences(pins, present, "locked")
+    lines += _differences(named, present, "in the ledger")
+    expected = {**pins, **named}
+    for name, package in sorted(present.items()):
+        if name not in expected and name not in OWN:
+            lines.append(
+                failed(TOPIC, f"{name} {package.version} is installed and in no lock", REBUILD)
+            )
+    vllm = present.get("vllm")
+    version = vllm.version if vllm else "missing"
+    if version == ledger.wheel_version:
+        lines.append(passed(TOPIC, f"vllm {version}"))
+    else:
+        lines.append(
+            failed(TOPIC, f"vllm is {version}, the ledger says {ledger.wheel_version}", REBUILD)
+        )
+    if all(line.state != "fail" for line in lines):
+        lines.append(passed(TOPIC, f"{len(expected)} packages are as locked, none besides"))
+    return [*lines, *requirements(present.values(), ledger.overrides)]
+
+
+def _differences(
+    wanted: Mapping[str, str], present: Mapping[str, Installed], where: str
+) -> list[Line]:
+    lines = []
+    for name, version in sorted(wanted.items()):
+        package = present.get(name)
+        if package is None:
+            lines.append(failed(TOPIC, f"{name} {version} is {where} and not installed", REBUILD))
+        elif Version(package.version) != Version(version):
+            lines.append(
+                failed(TOPIC, f"{name} is {package.version}, {version} is {where}", REBUILD)
+            )
+    return lines
+
+
+def requirements(
+    packages: Iterable[Installed], overrides: Iterable[OverrideEntry] = ()
+) -> list[Line]:
+    """What `pip check` checks: each package finds what it requires, in a version it accepts.
+
+    A wish of the release that the lock is known to replace is noted, with the reason, where what
+    is installed is what it was replaced by.
+    """
+    replaced = {str(Requirement(each.instead_of)): each for each in overrides}
+    packages = list(packages)
+    versions = {package.name: package.version for package in packages}
+    lines = []
+    for package in sorted(packages, key=lambda package: package.name):
+        for text in package.requires:
+            wanted = Requirement(text)
+            if wanted.marker and not wanted.marker.evaluate({"extra": ""}):
+                continue
+            version = versions.get(canonicalize_name(wanted.name))
+            if version is not None and wanted.specifier.contains(version, prereleases=True):
+                continue
+            said = f"{package.name} requires {wanted}, found {version}"
+            known = replaced.get(str(wanted)) if package.name == "vllm" else None
+            if known and version and Requirement(known.requirement).specifier.contains(version):
+                lines.append(noted(TOPIC, f"{said}, as the lock says: {known.why}"))
+            else:
+                lines.append(failed(TOPIC, said, REBUILD))
+    if all(line.state != FAIL for line in lines):
+        lines.append(passed(TOPIC, f"the requirements of {len(packages)} packages hold"))
+    return lines

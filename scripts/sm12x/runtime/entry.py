@@ -1,0 +1,131 @@
+"""The entry point: help, check, health, recipes, a recipe, or any command as given."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+from sm12x.core import process
+from sm12x.core.errors import INTERRUPTED, FindingsError, Sm12xError, UsageError
+from sm12x.recipes import load
+from sm12x.recipes.model import Recipe
+from sm12x.runtime import about, health, pair, serve
+from sm12x.runtime.check import report
+from sm12x.runtime.check.check import check
+from sm12x.runtime.places import Places
+from sm12x.wheel import ledger as ledgers
+
+WORDS = ("help", "check", "health", "recipes", "pair")
+
+Replace = Callable[..., NoReturn]
+
+
+def main() -> NoReturn:
+    try:
+        code = dispatch(sys.argv[1:], Places.of_image())
+    except Sm12xError as error:
+        click.echo(f"error: {error}", err=True)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    sys.exit(code)
+
+
+def dispatch(
+    arguments: Sequence[str], places: Places, *, replace: Replace = process.replace
+) -> int:
+    """Do what the words after the image's name ask for, and return the exit status.
+
+    Raises:
+        UsageError: a word that is no recipe, no verb and no program.
+        Sm12xError: what the verb raises.
+    """
+    first, *rest = arguments or ["help"]
+    if first in ("help", "--help", "-h"):
+        click.echo(about.help_text(ledgers.read(places.ledger), _recipes(places), _image(places)))
+        return 0
+    if first == "check":
+        return _check(rest, places)
+    if first == "health":
+        verdict = health.check(health.server_here(), health.get_http)
+        click.echo(verdict.text)
+        return verdict.code
+    if first == "recipes":
+        return _show(rest, places)
+    if first == "pair":
+        arrangement, seconds = pair.members(rest, lambda word: _recipe(word, places), os.environ)
+        serve.require_caches(places, os.environ)
+        return pair.run(arrangement, load_seconds=seconds)
+    recipe = _recipe(first, places)
+    if recipe is not None:
+        rendered, remarks = serve.prepare(recipe, rest, os.environ)
+        serve.require_caches(places, os.environ)
+        for remark in remarks:
+            click.echo(f"warning: {remark}", err=True)
+        replace(rendered.argv, env={**serve.identity(os.environ), **rendered.env})
+    if process.which(first):
+        replace([first, *rest], env=serve.identity(os.environ))
+    known = [*WORDS, *_names(places)]
+    near = difflib.get_close_matches(first, known, n=1, cutoff=0.5)
+    if first.startswith("-"):
+        step = f"vLLM's own arguments go after a recipe's name and --: RECIPE -- {first}"
+    elif near:
+        step = f"perhaps you meant {near[0]}"
+    else:
+        step = "run the image without an argument to see what it can do"
+    raise UsageError(f"{first!r} is no recipe, no verb and no program here", next_step=step)
+
+
+def _check(rest: Sequence[str], places: Places) -> int:
+    unknown = [word for word in rest if word != "--json"]
+    if unknown:
+        raise UsageError(f"check takes no {unknown[0]!r}", next_step="check [--json]")
+    lines = check(places)
+    click.echo(report.as_json(lines) if "--json" in rest else report.as_text(lines))
+    bad = any(line.state == report.FAIL for line in lines)
+    return FindingsError.exit_code if bad else 0
+
+
+def _show(rest: Sequence[str], places: Places) -> int:
+    if not rest:
+        click.echo("\n".join(about.recipe_list(_recipes(places))))
+        return 0
+    for word in rest:
+        recipe = _recipe(word, places)
+        if recipe is None:
+            near = difflib.get_close_matches(word, _names(places), n=1, cutoff=0.5)
+            raise UsageError(
+                f"there is no recipe {word!r}",
+                next_step=f"perhaps you meant {near[0]}" if near else "`recipes` lists them",
+            )
+        click.echo(about.recipe_text(recipe, _image(places)))
+    return 0
+
+
+def _recipe(word: str, places: Places) -> Recipe | None:
+    """The recipe that a word names: one of the image, or a file that was mounted."""
+    if word.endswith((".yaml", ".yml")) and Path(word).is_file():
+        return load.load(Path(word))
+    path = places.recipes / f"{word}.yaml"
+    return load.load(path) if "/" not in word and path.is_file() else None
+
+
+def _names(places: Places) -> list[str]:
+    return sorted(path.stem for path in places.recipes.glob("*.yaml"))
+
+
+def _recipes(places: Places) -> dict[str, Recipe]:
+    return load.load_all(places.recipes)
+
+
+def _image(places: Places) -> str:
+    """The image's name for commands to copy: its tag, as the bundle is tagged by default."""
+    ledger = ledgers.read(places.ledger)
+    mode = "-quick" if ledger.mode == "quick" else ""
+    return f"vllm-sm12x:{ledger.base_version}-{ledger.stack_id}{mode}"

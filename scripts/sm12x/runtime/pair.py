@@ -1,0 +1,198 @@
+"""`pair A [key=value ...] + B [key=value ...]`: two servers that take turns on the same GPUs.
+
+The last is started first, loaded and put to sleep, and so on to the first, which stays awake: a
+server that starts takes its memory while the others hold only their residue. When one ends, all
+end, for a proxy that still finds the others would wake them into a half of the arrangement.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import FrameType
+
+import click
+
+from sm12x.core import process
+from sm12x.core.errors import ToolFailedError, UsageError
+from sm12x.recipes.model import Recipe
+from sm12x.recipes.render import Rendered
+from sm12x.runtime import health, serve
+
+# Seconds between two looks at a server.
+PAUSE = 2.0
+# Seconds a server has to end by itself: vLLM stops its workers then.
+GRACE = 30.0
+# Seconds a first sleep may take: pinning host memory is slow.
+SLEEP_SECONDS = 300.0
+USAGE = "pair [--load-seconds N] RECIPE [key=value ...] + RECIPE [key=value ...]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """One server of the arrangement and the sleep level of its recipe."""
+
+    key: str
+    rendered: Rendered
+    server: health.Server
+    level: int
+
+
+class Stopped(Exception):  # noqa: N818 - not an error: someone asked for the end
+    """SIGTERM or SIGINT has come."""
+
+
+def members(
+    words: Sequence[str], find: Callable[[str], Recipe | None], environ: Mapping[str, str]
+) -> tuple[tuple[Member, ...], float]:
+    """The servers that the words name, and the seconds each may take to load.
+
+    Raises:
+        UsageError: a name that is no recipe, one that cannot sleep, or two on one port.
+    """
+    rest, seconds = list(words), 3600.0
+    if rest[:1] == ["--load-seconds"]:
+        if len(rest) < 2 or not rest[1].isdigit():
+            raise UsageError("--load-seconds needs a number of seconds", next_step=USAGE)
+        seconds, rest = float(rest[1]), rest[2:]
+    found: list[Member] = []
+    for group in _split(rest):
+        recipe = find(group[0])
+        if recipe is None:
+            raise UsageError(f"there is no recipe {group[0]!r}", next_step="`recipes` lists them")
+        level = recipe.sm12x.sleep.level if recipe.sm12x else 0
+        if not level:
+            raise UsageError(
+                f"{recipe.key} never sleeps", next_step="name two recipes that sleep: `recipes`"
+            )
+        # The pair's own SM12X_ settings are not those of its members.
+        own = {name: value for name, value in environ.items() if not name.startswith("SM12X_")}
+        rendered, _ = serve.prepare(recipe, group[1:], own)
+        arguments = rendered.serve
+        server = health.find([("vllm", "serve", *arguments)]) if arguments is not None else None
+        if server is None:
+            raise UsageError(
+                f"{recipe.key} does not run `vllm serve`", next_step="name recipes that do"
+            )
+        found.append(Member(key=recipe.key, rendered=rendered, server=server, level=level))
+    ports = [member.server.port for member in found]
+    if len(found) < 2 or len(set(ports)) < len(ports):
+        raise UsageError(
+            f"two recipes with ports of their own are expected, got {len(found)} on {ports}",
+            next_step=USAGE,
+        )
+    return tuple(found), seconds
+
+
+def _split(words: Sequence[str]) -> list[list[str]]:
+    groups: list[list[str]] = [[]]
+    for word in words:
+        if word == "+":
+            groups.append([])
+        else:
+            groups[-1].append(word)
+    if not all(groups):
+        raise UsageError("a recipe's name is missing beside a +", next_step=USAGE)
+    return groups
+
+
+def run(arrangement: Sequence[Member], *, load_seconds: float) -> int:
+    """Start all, the last first, and wait; returns 0 when asked to stop.
+
+    Raises:
+        ToolFailedError: a server ended, did not load in time, or did not go to sleep.
+    """
+    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGINT, _stop)
+    with ExitStack() as stack:
+        running: list[tuple[Member, process.Background]] = []
+        stack.callback(_end, running)
+        try:
+            for member in reversed(arrangement):
+                click.echo(f"pair: starting {member.key} on {member.server}", err=True)
+                env = {**serve.identity(os.environ), **member.rendered.env}
+                running.append(
+                    (member, process.Background(member.rendered.argv, log=None, env=env))
+                )
+                _wait_awake(member, running, load_seconds)
+                if member is not arrangement[0]:
+                    _put_to_sleep(member)
+            click.echo(f"pair: {arrangement[0].key} serves, the rest sleep", err=True)
+            while True:
+                _require_alive(running)
+                time.sleep(PAUSE)
+        except Stopped:
+            return 0
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise Stopped
+
+
+def _require_alive(running: Sequence[tuple[Member, process.Background]]) -> None:
+    for member, child in running:
+        code = child.poll()
+        if code is not None:
+            raise ToolFailedError(
+                f"{member.key} ended with {code}, so the others are stopped too",
+                next_step="read its lines above",
+            )
+
+
+def _wait_awake(
+    member: Member, running: Sequence[tuple[Member, process.Background]], seconds: float
+) -> None:
+    end = time.monotonic() + seconds
+    while True:
+        _require_alive(running)
+        if _answers(member.server):
+            return
+        if time.monotonic() > end:
+            raise ToolFailedError(
+                f"{member.key} did not answer on {member.server} within {seconds:g} s",
+                next_step="read its lines above, or give load_seconds=N",
+            )
+        time.sleep(PAUSE)
+
+
+def _answers(server: health.Server) -> bool:
+    try:
+        return health.get_http(server, "/health", health.HEALTH_SECONDS)[0] == http.client.OK
+    except (OSError, http.client.HTTPException):
+        return False
+
+
+def _put_to_sleep(member: Member) -> None:
+    """Raises ToolFailedError unless the server says that it sleeps."""
+    why = ""
+    try:
+        status, body = health.request(
+            member.server, "POST", f"/sleep?level={member.level}", SLEEP_SECONDS
+        )
+        if status != http.client.OK:
+            why = f"/sleep says {status}: {body[:200].decode(errors='replace')}"
+        elif b"true" not in health.get_http(member.server, "/is_sleeping", SLEEP_SECONDS)[1]:
+            why = "/is_sleeping says no after /sleep"
+    except (OSError, http.client.HTTPException) as error:
+        why = f"/sleep does not answer: {error!r}"
+    if why:
+        raise ToolFailedError(
+            f"{member.key} did not go to sleep: {why}",
+            next_step="its recipe needs --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1",
+        )
+    click.echo(f"pair: {member.key} sleeps", err=True)
+
+
+def _end(running: Sequence[tuple[Member, process.Background]]) -> None:
+    for _, child in running:
+        child.terminate()
+    end = time.monotonic() + GRACE
+    while time.monotonic() < end and any(child.poll() is None for _, child in running):
+        time.sleep(0.1)
+    for _, child in running:
+        child.stop()

@@ -1,0 +1,109 @@
+"""From a recipe's name and arguments to the process that serves it."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from sm12x.core.errors import BadFileError, UsageError
+from sm12x.recipes.model import Recipe
+from sm12x.recipes.render import Rendered, render, settings_from
+from sm12x.runtime.places import CACHE_VARIABLES, Places, require_temporary
+
+
+def split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Divide what follows a recipe's name into settings and vLLM's own arguments.
+
+    Raises:
+        UsageError: a word before `--` is not key=value.
+    """
+    words = list(arguments)
+    extra: list[str] = []
+    if "--" in words:
+        at = words.index("--")
+        words, extra = words[:at], words[at + 1 :]
+    settings = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or key.startswith("-"):
+            raise UsageError(
+                f"{word!r} is not key=value",
+                next_step=f"put vLLM's own arguments after --: -- {' '.join(words)}",
+            )
+        settings[key] = value
+    return settings, extra
+
+
+def prepare(
+    recipe: Recipe, arguments: Sequence[str], environ: Mapping[str, str]
+) -> tuple[Rendered, list[str]]:
+    """The process to become, and remarks for the user.
+
+    Raises:
+        UsageError: an argument or setting the recipe does not have, or it is for several machines
+            and does not say how one of them is started alone.
+    """
+    if recipe.cluster_only and recipe.sm12x is None:
+        raise UsageError(
+            f"{recipe.key} is for several machines (cluster_only)",
+            next_step="start it with the runner of that cluster, or pick a recipe for one machine",
+        )
+    given, extra = split(arguments)
+    inherited, remarks = settings_from(environ, recipe)
+    first = {**recipe.defaults, **inherited, **given}.get("master_addr", "")
+    if recipe.cluster_only and first in ("127.0.0.1", "localhost"):
+        raise UsageError(
+            f"{recipe.key} needs the first machine's address, on every machine",
+            next_step="give master_addr=ADDRESS, and on the others node_rank=N and -- --headless",
+        )
+    if recipe.sm12x and recipe.sm12x.status.blocked:
+        remarks.append(f"{recipe.key} cannot serve yet: {recipe.sm12x.status.blocked}")
+    if recipe.mods:
+        remarks.append(f"{recipe.key} asks for mods that are not applied: {', '.join(recipe.mods)}")
+    rendered = render(
+        recipe,
+        settings={**inherited, **given},
+        extra=extra,
+        environ=environ,
+        # A file without our block was written for machines with one GPU each.
+        solo=recipe.sm12x is None,
+    )
+    return rendered, remarks
+
+
+def require_caches(places: Places, environ: Mapping[str, str]) -> None:
+    """Raise BadFileError unless caches and /tmp can be written: vLLM fails late and obscurely."""
+    require_temporary()
+    folders = {str(places.cache), *(environ[name] for name in CACHE_VARIABLES if name in environ)}
+    for folder in sorted(folders):
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            uid = os.getuid()
+            raise BadFileError(
+                f"{folder} cannot be written by uid {uid}: {error.strerror}",
+                next_step="add `-v sm12x-cache:/cache` to docker run, or "
+                f"`-v DIR:/cache` with a DIR that uid {uid} may write",
+            ) from None
+
+
+def identity(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables for a uid that the image does not know (`--user 12345`).
+
+    torch asks for the user's name, and tools write to HOME; without these they raise KeyError or
+    write to /.
+    """
+    found = {}
+    try:
+        pwd.getpwuid(os.getuid())
+    except KeyError:
+        found = {name: "vllm" for name in ("LOGNAME", "USER") if not environ.get(name)}
+    home = environ.get("HOME", "/")
+    if home == "/" or not os.access(home, os.W_OK):
+        found["HOME"] = "/cache"
+    return found

@@ -1,0 +1,1 @@
+"""What a stack is: its base, its patches, and the lines that they change."""

@@ -1,0 +1,421 @@
+"""Drafting base.toml for another release: the old one, with what index and source say instead.
+
+Nothing is guessed: what neither says is kept from the old base and listed as still to be checked.
+"""
+
+from __future__ import annotations
+
+import datetime
+import tomllib
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
+
+from sm12x.core import listing, tomltext
+from sm12x.core.errors import FetchError
+from sm12x.core.listing import SDIST, WHEEL, ListedFile
+from sm12x.core.lockfile import Lockfile
+from sm12x.stack.model.base import Base, Dropped, Override
+from sm12x.stack.model.table import MACHINES
+from sm12x.stack.rebase import release_facts
+from sm12x.stack.rebase.release_facts import DeclaredSource, Facts
+
+# How much of a commit id a pin shows.
+_SHORT = 7
+# What NVIDIA calls the packages of its libraries.
+_CUDA_LIBRARIES = "nvidia-"
+# Keys of a [[source]] that hold for any revision of it.
+_LASTING = (
+    *("name", "pin", "override", "stand_in", "ops", "git", "submodules"),
+    *("text", "version_file", "defines"),
+)
+
+_COMMENTS = {
+    "released": "Day of the release on the package index. Locks resolve with nothing uploaded "
+    "after its end.",
+    "sdist.tree": "Git tree id of the unpacked sdist (`git add -A -f . && git write-tree`): tells "
+    "an untouched tree\nfrom an edited or half-patched one.",
+    "toolchain.cuda": "The CUDA toolkit comes from the package index as `cuda-toolkit[...]=="
+    "<cuda>`.",
+    "toolchain.build_requires": "The release's own build requirements for CUDA, less what only "
+    "its development needs.",
+    "toolchain.arch_list": "Default TORCH_CUDA_ARCH_LIST.",
+    "module": "Native modules. `inputs` are the sources whose change makes a rebuild necessary "
+    "(globs in the\nsdist); cost is for two architectures (seconds of CPU, GiB of one unit), as "
+    "measured on the base\nthis was drafted from.",
+    "source": "Sources besides the sdist that the release's CMake declares, each with its "
+    "environment override;\n`stand_in` gives the (empty) files that configuring asks for where "
+    "nothing of it is compiled.",
+    "override": "What the release asks for and could not be had: its lock is made with these "
+    "instead.",
+    "witness": "What the witnesses install, out of the lock of the machine they run on.",
+    "dropped": "Patches of other bases that this stack does not have, and why.",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Release:
+    """The files of one release, as the index lists them; ``given`` is its day where it does not."""
+
+    version: str
+    sdist: ListedFile
+    wheels: dict[str, ListedFile]
+    given: datetime.date | None = None
+
+    @property
+    def released(self) -> datetime.date | None:
+        """``given``, or the day of the last of these uploads (UTC); None where nobody says."""
+        if self.given is not None:
+            return self.given
+        times = [file.uploaded for file in (self.sdist, *self.wheels.values())]
+        known = [time.astimezone(datetime.UTC) for time in times if time is not None]
+        return max(known).date() if len(known) == len(times) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """base.toml of the new release, and what a person has to look at before it is committed."""
+
+    values: dict[str, Any]
+    to_check: tuple[str, ...]
+
+    def text(self) -> str:
+        return _text(self.values)
+
+
+def release(listed: Iterable[ListedFile], version: str, *, project: str) -> Release:
+    """The sdist and the official wheels of ``version``.
+
+    Raises:
+        FetchError: there is no such release, or it has no sdist, or one without a sha256.
+    """
+    known = tuple(listed)
+    files = [file for file in known if file.version == version and not file.yanked]
+    sdist = next((file for file in files if file.kind == SDIST), None)
+    if sdist is None or not sdist.sha256:
+        what = f"no sdist with a sha256 of {project} {version}" if files else f"no {version}"
+        raise FetchError(
+            f"the package index has {what} of {project}" if not files else f"there is {what}",
+            next_step="give a release as the package index writes it"
+            + "".join(f", such as {newest}" for newest in listing.releases(known)[-1:]),
+        )
+    wheels: dict[str, ListedFile] = {}
+    for machine in MACHINES:
+        fitting = [file for file in files if file.kind == WHEEL and _is_for(file.name, machine)]
+        if fitting:
+            # A later build replaces an earlier one of the same version.
+            wheels[machine] = max(fitting, key=lambda file: parse_wheel_filename(file.name)[2])
+    return Release(version=version, sdist=sdist, wheels=wheels)
+
+
+def draft(
+    base: Base,
+    found: Release,
+    source: Facts,
+    before: Facts,
+    *,
+    tree: str,
+    torch_cuda: str | None,
+    overrides: Sequence[Override] = (),
+) -> Draft:
+    """base.toml of ``found`` after the one of ``base``.
+
+    Args:
+        source: what the untouched source of the release says.
+        before: what that of ``base`` says: only what has changed is worth a look.
+        tree: its git tree id.
+        torch_cuda: the CUDA toolkit that the release's torch asks for, where that is known.
+        overrides: what the new base's lock is made with instead of the release's own wishes.
+    """
+    values = tomllib.loads((base.folder / "base.toml").read_text(encoding="utf-8"))
+    check: list[str] = []
+    values["version"] = found.version
+    if found.released:
+        values["released"] = found.released
+    else:
+        check.append(
+            f"released: the index gives no upload times; {base.released} is kept, and locks have "
+            "nothing newer: give --released DATE"
+        )
+    values["sdist"] = {"name": found.sdist.name, "sha256": found.sdist.sha256, "tree": tree}
+    for machine in base.wheels:
+        wheel = found.wheels.get(machine)
+        if wheel:
+            values["wheel"][machine] = {"name": wheel.name, "sha256": wheel.sha256}
+        else:
+            del values["wheel"][machine]
+            check.append(f"wheel.{machine}: the release has no such wheel")
+    for machine in base.locks:
+        # Where there is none at all, the folder that was looked into has the sdist alone.
+        if machine not in found.wheels and base.locks.keys() & found.wheels.keys():
+            del values["lock"][machine]
+            check.append(f"lock.{machine}: cannot be made without that wheel; left out")
+    _check_python(base, found, check)
+    _toolchain(values["toolchain"], base, source, before, torch_cuda, check)
+    values["module"] = _modules(values["module"], source, before, check)
+    values["source"] = _sources(values["source"], source, check)
+    values.pop("dropped", None)
+    # Those of the old base are for what its release asked for.
+    values.pop("override", None)
+    if overrides:
+        values["override"] = [asdict(override) for override in overrides]
+    for key in ("upstream", "needed"):
+        values["witness"].pop(key, None)
+    check.append("module: cpu_seconds and peak_gib are those of " + base.version)
+    check.append("image: the base image is that of " + base.version)
+    if base.toolchain.not_full:
+        check.append("toolchain.not_full: the reason is that of " + base.version)
+    return Draft(values=values, to_check=tuple(check))
+
+
+def amended(
+    text: str,
+    *,
+    dropped: Sequence[Dropped] = (),
+    upstream: Sequence[str] = (),
+    needed: Sequence[str] = (),
+    packages: Sequence[str] = (),
+) -> str:
+    """The text of a drafted base.toml with more filled in.
+
+    Args:
+        dropped: what the stack leaves out.
+        upstream: pytest ids of the kept patches' tests that the untouched release passes.
+        needed: those of guards that it fails.
+        packages: what the witnesses install.
+    """
+    values = tomllib.loads(text)
+    if packages:
+        values["witness"]["packages"] = list(packages)
+    if upstream:
+        values["witness"]["upstream"] = list(upstream)
+    if needed:
+        values["witness"]["needed"] = list(needed)
+    if dropped:
+        values["dropped"] = [
+            {
+                "patch": entry.patch,
+                "state": entry.state,
+                **({"since": entry.since} if entry.since else {}),
+                "why": entry.why,
+            }
+            for entry in dropped
+        ]
+    return _text(values)
+
+
+def without_dropped(text: str, subjects: Container[str]) -> str:
+    """The text of a base.toml without the [[dropped]] of patches that are in the stack.
+
+    All else stays as it is written, comments included.
+
+    Args:
+        subjects: the patches' file names without their numbers.
+    """
+    kept: list[str] = []
+    block: list[str] = []
+    lines = [*text.splitlines(keepends=True), ""]
+    for line in lines:
+        if block and (not line.strip() or line.startswith("[")):
+            name = tomllib.loads("".join(block))["dropped"][0].get("patch", "")
+            gone = name.partition("-")[2] in subjects
+            kept += [] if gone else block
+            block = []
+            if gone and not line.strip():
+                continue
+        if line.strip() == "[[dropped]]" or block:
+            block.append(line)
+        else:
+            kept.append(line)
+    return "".join(kept)
+
+
+def witness_packages(
+    packages: Sequence[str], old: Lockfile, new: Lockfile, *, torch: Iterable[str] = ()
+) -> tuple[list[str], list[str]]:
+    """What the witnesses install out of the new lock, and what to look at.
+
+    What the old list has and the new lock still has; of what only the new lock has, the
+    dependencies of any of these; and the CUDA libraries among what ``torch`` asks for, since which
+    of them it loads at import changes from one to the next.
+    """
+    names = new.versions
+    kept = [name for name in packages if name in names]
+    gone = [name for name in packages if name not in names]
+    fresh = {pin.name: pin.via for pin in new.pins if pin.name not in old.versions}
+    added = [
+        name
+        for name in torch
+        if name.startswith(_CUDA_LIBRARIES) and name in names and name not in kept
+    ]
+    while more := [
+        name
+        for name, via in fresh.items()
+        if name not in added and any(asker in kept or asker in added for asker in via)
+    ]:
+        added += more
+    notes = []
+    if gone:
+        notes.append(f"witness.packages: not in the new lock, left out: {', '.join(gone)}")
+    if added:
+        notes.append(f"witness.packages: added as dependencies of these: {', '.join(added)}")
+    return sorted([*kept, *added]), notes
+
+
+def _text(values: dict[str, Any]) -> str:
+    head = (
+        f"# Everything that is specific to vLLM {values['version']}. Nothing under scripts/ names "
+        "a release.\n"
+    )
+    return head + tomltext.dump(values, _COMMENTS)
+
+
+def _is_for(name: str, machine: str) -> bool:
+    try:
+        tags = parse_wheel_filename(name)[3]
+    except InvalidWheelFilename:
+        return False
+    return any(tag.platform.endswith(f"_{machine}") and "linux" in tag.platform for tag in tags)
+
+
+def _check_python(base: Base, found: Release, check: list[str]) -> None:
+    wanted = found.sdist.requires_python
+    try:
+        fits = not wanted or SpecifierSet(wanted).contains(base.python)
+    except InvalidSpecifier:
+        fits = False
+    if not fits:
+        check.append(f"python: {base.python} is not in what the release asks for, {wanted}")
+
+
+def _toolchain(
+    tools: dict[str, Any],
+    base: Base,
+    source: Facts,
+    before: Facts,
+    torch_cuda: str | None,
+    check: list[str],
+) -> None:
+    if source.torch:
+        tools["torch"] = source.torch
+    else:
+        check.append(f"toolchain.torch: not found in the source; {base.toolchain.torch} is kept")
+    cuda = torch_cuda or source.cuda
+    if cuda:
+        tools["cuda"] = cuda
+    else:
+        check.append(f"toolchain.cuda: not found in the source; {base.toolchain.cuda} is kept")
+    if torch_cuda and source.cuda and not _same_version(torch_cuda, source.cuda):
+        check.append(
+            f"toolchain.cuda: torch asks for {torch_cuda}, the release's image has {source.cuda}"
+        )
+    if source.build_requires is None:
+        check.append("toolchain.build_requires: not found in the source; the old ones are kept")
+        return
+    # Those that this base chose out of its release's list, as the new release has them.
+    known = {_name(text): text for text in source.build_requires}
+    old = [_name(text) for text in base.toolchain.build_requires]
+    tools["build_requires"] = [
+        known.get(name) or text
+        for name, text in zip(old, base.toolchain.build_requires, strict=True)
+    ]
+    check += [
+        f"toolchain.build_requires: the release no longer asks for {name}"
+        for name in old
+        if name not in known
+    ]
+    seen = {*old, *map(_name, before.build_requires or ())}
+    unused = [text for name, text in known.items() if name not in seen]
+    if unused:
+        check.append("toolchain.build_requires: not taken over: " + ", ".join(unused))
+
+
+def _modules(
+    modules: list[dict[str, Any]], source: Facts, before: Facts, check: list[str]
+) -> list[dict[str, Any]]:
+    kept: list[dict[str, Any]] = []
+    for module in modules:
+        name = module["target"]
+        # A target that a third-party source brings is in neither.
+        if name in before.targets and name not in source.targets:
+            check.append(f"module {name}: no longer a target of the release; left out")
+            continue
+        kept.append(module)
+        old = release_facts.unmatched(module["inputs"], before.files)
+        check += [
+            f"module {name}: inputs {glob} matches no file of the release"
+            for glob in release_facts.unmatched(module["inputs"], source.files)
+            if glob not in old
+        ]
+    new = [target for target in source.targets if target not in before.targets]
+    if new:
+        check.append(f"module: new targets, not listed, so official: {', '.join(new)}")
+    return kept
+
+
+def _sources(sources: list[dict[str, Any]], found: Facts, check: list[str]) -> list[dict[str, Any]]:
+    declared = {source.override: source for source in found.sources}
+    kept: list[dict[str, Any]] = []
+    for entry in sources:
+        now = declared.pop(entry["override"], None)
+        if now is None:
+            check.append(f"source {entry['name']}: the release no longer declares it; left out")
+            continue
+        kept.append(_source(entry, now, check))
+    for override, now in declared.items():
+        name = Path(now.file).stem
+        kept.append(
+            {
+                "name": name,
+                "pin": _short(now.pins[0]) if now.pins else "unknown",
+                "override": override,
+                "stand_in": [],
+            }
+        )
+        check.append(f"source {name}: new; see what its stand-in needs ({now.file})")
+        _ambiguous(name, now, check)
+    return kept
+
+
+def _source(entry: dict[str, Any], now: DeclaredSource, check: list[str]) -> dict[str, Any]:
+    name, old = entry["name"], str(entry["pin"])
+    _ambiguous(name, now, check)
+    if any(pin.startswith(old) for pin in now.pins) or not now.pins:
+        return entry
+    pin = now.pins[-1]
+    changed = {key: value for key, value in entry.items() if key in _LASTING}
+    changed["pin"] = _short(pin)
+    if "commit" in entry:
+        changed["commit"] = pin
+    gone = [key for key in entry if key not in changed]
+    if gone:
+        check.append(f"source {name}: {', '.join(gone)} was for {old}; left out")
+    return changed
+
+
+def _ambiguous(name: str, now: DeclaredSource, check: list[str]) -> None:
+    if len(now.pins) != 1:
+        what = f"one of {', '.join(map(_short, now.pins))}" if now.pins else "not found"
+        check.append(f"source {name}: its pin is {what} ({now.file})")
+
+
+def _short(pin: str) -> str:
+    full = len(pin) == 40 and all(c in "0123456789abcdef" for c in pin)
+    return pin[:_SHORT] if full else pin
+
+
+def _name(requirement: str) -> str:
+    try:
+        return canonicalize_name(Requirement(requirement).name)
+    except InvalidRequirement:
+        return requirement
+
+
+def _same_version(one: str, other: str) -> bool:
+    parts = zip(one.split("."), other.split("."), strict=False)
+    return all(a == b for a, b in parts)

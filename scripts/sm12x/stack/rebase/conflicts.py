@@ -1,0 +1,414 @@
+"""Porting patches by hand: a work tree with conflict markers, resolved one patch after the other.
+
+The tree is a repository like one that `sm12x patch apply` makes: the untouched release tagged
+"base", and a commit for each patch that is in. A patch that git cannot merge stops the port with
+its conflicts in the files, as `git rebase` does; `continue_` commits what a person made of them and
+goes on. At the end the patches are exported into the folder of the new base.
+
+A run may be killed at any point: what was begun is noted in .git before it is done.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from sm12x.core import files
+from sm12x.core.errors import BadFileError, DirtyTreeError
+from sm12x.core.git import Repository, Signature
+from sm12x.stack.model import base as bases
+from sm12x.stack.model import series
+from sm12x.stack.model.base import Base
+from sm12x.stack.rebase import base_draft, merge, porting
+from sm12x.stack.rebase.merge import FileConflict
+from sm12x.stack.rebase.porting import CarryReport
+from sm12x.stack.worktree import apply, export, tree
+from sm12x.stack.worktree.export import RefreshReport
+
+WAITING = "waiting"
+DONE = "done"
+PRESENT = "present"
+SKIPPED = "skipped"
+_MIDDLE = "======="
+# A commit of what was in the tree when a stopped run was taken up again.
+_STOPPED = "refs/sm12x/stopped"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A patch of the old base, by file name; ``commit`` has it there. ``state`` as above."""
+
+    name: str
+    commit: str
+    state: str = WAITING
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    """The patch that is in conflict. ``ready`` once all of it is in the tree."""
+
+    name: str
+    ready: bool = False
+    conflicts: tuple[FileConflict, ...] = ()
+    markers: tuple[str, ...] = ()
+    rejects: tuple[str, ...] = ()
+    clean: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Port:
+    """How far a port is. ``stack`` is the id of what is in ``folder``; ``tip`` the last commit."""
+
+    source: str
+    version: str
+    label: str
+    folder: Path
+    stack: str
+    tip: str
+    steps: tuple[Step, ...]
+    stop: Stop | None = None
+
+    def count(self, *states: str) -> int:
+        return sum(step.state in states for step in self.steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PortReport:
+    """Where a port stands now. ``refresh`` is of the export at the end, None before.
+
+    ``saved`` is a commit of the files that were in the tree when a stopped run was taken up.
+    """
+
+    directory: Path
+    port: Port
+    refresh: RefreshReport | None = None
+    saved: str = ""
+    dropped: tuple[str, ...] = field(default=())
+
+
+def start(
+    directory: Path,
+    git_dir: Path,
+    archive: Path,
+    carried: CarryReport,
+    names: Sequence[str],
+    *,
+    source: str,
+    new: Base,
+    label: str,
+) -> PortReport:
+    """Unpack the new release in ``directory`` and port ``names`` until the first conflict.
+
+    Args:
+        directory: must not exist yet, or be empty.
+        git_dir: the repository that ``carry`` has copied; it is moved into ``directory``.
+        archive: the sdist of the new release.
+        names: the patches to port, in order; those that are upstream are not among them.
+    """
+    tree.unpack(archive, directory)
+    shutil.move(git_dir, directory / ".git")
+    repository = _repository(directory)
+    # That of the scratch repository.
+    repository.run("config", "--local", "--unset-all", "core.worktree", check=False)
+    for key, value in (
+        ("core.autocrlf", "false"),
+        ("core.bare", "false"),
+        ("sm12x.base", new.version),
+        (apply.STACK_KEY, series.load(new).id),
+        # The user's own git shows the ancestor as well.
+        ("merge.conflictStyle", "diff3"),
+    ):
+        repository.config(key, value)
+    port = Port(
+        source=source,
+        version=new.version,
+        label=label,
+        folder=new.folder.absolute(),
+        stack=series.load(new).id,
+        tip=carried.start,
+        steps=tuple(Step(name=name, commit=carried.commits[name]) for name in names),
+    )
+    _save(directory, port)
+    repository.checkout(port.tip)
+    return _advance(directory, repository, port)
+
+
+def load(directory: Path) -> Port:
+    """The port in ``directory``. Raises DirtyTreeError where there is none."""
+    path = directory / ".git" / export.PORT
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        stop = raw.pop("stop")
+        if stop is not None:
+            found = [
+                FileConflict(
+                    path=one["path"],
+                    why=one["why"],
+                    places=tuple(one["places"]),
+                    candidates=tuple(one["candidates"]),
+                )
+                for one in stop.pop("conflicts")
+            ]
+            stop = Stop(
+                name=stop["name"],
+                ready=bool(stop["ready"]),
+                conflicts=tuple(found),
+                markers=tuple(stop["markers"]),
+                rejects=tuple(stop["rejects"]),
+                clean=tuple(stop["clean"]),
+            )
+        steps = tuple(Step(**step) for step in raw.pop("steps"))
+        return Port(**{**raw, "folder": Path(raw["folder"])}, steps=steps, stop=stop)
+    except OSError:
+        raise DirtyTreeError(
+            f"no patches are being ported in {directory}",
+            next_step="give the folder that `sm12x patch rebase` named",
+        ) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadFileError(
+            f"{path} cannot be read: {error}",
+            next_step="run `sm12x patch rebase` again; the commits are in that folder",
+        ) from None
+
+
+def continue_(directory: Path, *, root: Path | None, skip: bool = False) -> PortReport:
+    """Commit the resolved patch, and port the others until the next conflict or to the end.
+
+    Args:
+        root: the checkout that the witnesses' paths are in.
+        skip: leave the patch that is in conflict out of the new stack.
+
+    Raises:
+        DirtyTreeError: conflicts are left, nothing of the patch is in the tree, or the tree is not
+            as the port left it.
+        MessageError: at the end, a message lacks what it must say. Nothing is exported.
+    """
+    port = load(directory)
+    repository = _repository(directory)
+    export.require_quiet(repository, directory)
+    with files.locked(directory / ".git"):
+        saved = ""
+        if port.stop is not None and not port.stop.ready:
+            saved = _set_back(repository, port)
+            port = replace(port, stop=None)
+        elif port.stop is not None and skip:
+            # Also what was committed on it.
+            _set_back(repository, port)
+            port = _settled(port, port.stop.name, SKIPPED, port.tip)
+        elif port.stop is not None:
+            port = _committed(directory, repository, port, port.stop)
+        elif skip:
+            raise DirtyTreeError(
+                f"no patch is in conflict in {directory}",
+                next_step=f"`sm12x patch continue {shlex.quote(str(directory))}`",
+            )
+        _save(directory, port)
+        report = _advance(directory, repository, port)
+        if report.port.stop is None:
+            report = _finished(directory, repository, report.port, root)
+        return replace(report, saved=saved)
+
+
+def _committed(directory: Path, repository: Repository, port: Port, stop: Stop) -> Port:
+    """The port with the resolved patch as a commit."""
+    again = f"`sm12x patch continue {shlex.quote(str(directory))}`"
+    head = repository.resolve("HEAD")
+    step = next(step for step in port.steps if step.name == stop.name)
+    if head != port.tip:
+        # Committed by the person, or by a run that was stopped right after.
+        made = repository.commits(port.tip, "HEAD") if head else []
+        if len(made) != 1 or repository.run("merge-base", port.tip, "HEAD").stdout.strip() != (
+            port.tip
+        ):
+            raise DirtyTreeError(
+                f"{directory} has {len(made)} commits since the patch {stop.name} was left for "
+                "you, not one",
+                next_step=f"make them one on {port.tip[:12]} (`git reset --soft`), then {again}",
+            )
+        left = repository.status()
+        if left:
+            raise DirtyTreeError(
+                f"{directory} has {len(left)} changes that are not in the commit of {stop.name}",
+                next_step=f"`git commit --amend` them or undo them, then {again}",
+            )
+        resolved = repository.tree_of("HEAD")
+    else:
+        _require_resolved(directory, stop, again)
+        repository.run("add", "--all", ".")
+        resolved = repository.write_tree()
+    if resolved == repository.tree_of(port.tip):
+        raise DirtyTreeError(
+            f"nothing of {stop.name} is in {directory}",
+            next_step=f"put it in, or leave the patch out with `--skip`, then {again}",
+        )
+    commit = _commit(repository, step, resolved, port.tip)
+    repository.update_ref("HEAD", commit)
+    repository.read_tree(commit)
+    return _settled(port, stop.name, DONE, commit)
+
+
+def _require_resolved(directory: Path, stop: Stop, again: str) -> None:
+    left: list[str] = []
+    for conflict in stop.conflicts:
+        path = directory / conflict.path
+        line = merge.unresolved(path.read_bytes(), stop.markers) if path.is_file() else 0
+        if line:
+            left.append(f"{conflict.path}:{line}")
+    if left:
+        raise DirtyTreeError(
+            f"conflicts of {stop.name} are left in {directory}: {', '.join(left)}",
+            next_step=f"edit them, take the markers out, then {again}",
+        )
+    rejects = [name for name in stop.rejects if (directory / name).exists()]
+    if rejects:
+        raise DirtyTreeError(
+            f"{directory} still has what of {stop.name} had no place: {', '.join(rejects)}",
+            next_step=f"bring it to where it belongs, delete these files, then {again}",
+        )
+
+
+def _advance(directory: Path, repository: Repository, port: Port) -> PortReport:
+    """Port what waits until a conflict, or to the end."""
+    for step in port.steps:
+        if step.state != WAITING:
+            continue
+        # From here on the tree is not a person's work until the stop is ready.
+        port = replace(port, stop=Stop(name=step.name))
+        _save(directory, port)
+        names = porting.labels(port.source, port.label, step.name)
+        merged = merge.merge(repository, step.commit, port.tip, names)
+        if merged.conflicts:
+            return PortReport(
+                directory=directory, port=_stopped(directory, repository, port, step, merged)
+            )
+        if merged.tree == repository.tree_of(port.tip):
+            port = _settled(port, step.name, PRESENT, port.tip)
+        else:
+            commit = _commit(repository, step, merged.tree, port.tip)
+            repository.checkout(commit)
+            repository.update_ref("HEAD", commit)
+            port = _settled(port, step.name, DONE, commit)
+        _save(directory, port)
+    return PortReport(directory=directory, port=port)
+
+
+def _stopped(
+    directory: Path, repository: Repository, port: Port, step: Step, merged: merge.Merge
+) -> Port:
+    """Leave the conflicts of a patch in the tree."""
+    repository.checkout(merged.tree)
+    for path, (mode, text) in merged.marked.items():
+        target = directory / path
+        target.write_bytes(text)
+        target.chmod(0o755 if mode == "100755" else 0o644)
+    rejects: list[str] = []
+    for path, text in merged.rejected.items():
+        target = directory / f"{path}.rej"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(text)
+        rejects.append(f"{path}.rej")
+    repository.stage_conflicts(
+        {path: (merged.marked[path][0], blobs) for path, blobs in merged.stages.items()}
+    )
+    names = porting.labels(port.source, port.label, step.name)
+    sides = [repository.blob(blob) for blobs in merged.stages.values() for blob in blobs if blob]
+    # In the middle of a conflict; some texts have such a line of their own.
+    middle = () if any(merge.unresolved(side, (_MIDDLE,)) for side in sides) else (_MIDDLE,)
+    stop = Stop(
+        name=step.name,
+        ready=True,
+        conflicts=merged.conflicts,
+        markers=(*names.markers, *middle),
+        rejects=tuple(rejects),
+        clean=merged.clean,
+    )
+    port = replace(port, stop=stop)
+    _save(directory, port)
+    return port
+
+
+def _finished(directory: Path, repository: Repository, port: Port, root: Path | None) -> PortReport:
+    """Export the patches into the new base's folder; those that are in are dropped no more."""
+    new = _folder(port)
+    start = repository.resolve(f"refs/tags/{apply.BASE_TAG}")
+    # A message may have been amended since.
+    head = repository.resolve("HEAD")
+    if start is None or head is None or repository.status():
+        raise DirtyTreeError(
+            f"{directory} has changes that are not committed",
+            next_step="`git commit --amend` them or undo them, then run this again",
+        )
+    exported = export.export(repository, start, head, root=root)
+    made = series.Stack.id_of(exported)
+    now = series.load(new).id if _loads(new) else ""
+    if now not in (port.stack, made) and not export.in_between(new, repository):
+        raise DirtyTreeError(
+            f"{new.folder} is stack {now or 'no more'}, and the port began with {port.stack}: what "
+            "has changed there since would be undone",
+            next_step=f"move that folder away and run `sm12x patch rebase {port.version}` again; "
+            f"the resolved patches are commits in {directory}",
+        )
+    report = export.replaced(new, repository, exported, rest=())
+    resolved = {step.name.partition("-")[2] for step in port.steps if step.state == DONE}
+    path = new.folder / "base.toml"
+    files.write_text(path, base_draft.without_dropped(path.read_text(encoding="utf-8"), resolved))
+    (directory / ".git" / export.PORT).unlink()
+    return PortReport(
+        directory=directory,
+        port=port,
+        refresh=report,
+        dropped=tuple(step.name for step in port.steps if step.state in (SKIPPED, PRESENT)),
+    )
+
+
+def _folder(port: Port) -> Base:
+    """The new base, which may have been moved to where bases are."""
+    if (port.folder / "base.toml").is_file():
+        return bases.parse(port.folder / "base.toml")
+    return bases.load(port.version)
+
+
+def _loads(base: Base) -> bool:
+    try:
+        series.load(base)
+    except BadFileError:
+        return False
+    return True
+
+
+def _settled(port: Port, name: str, state: str, tip: str) -> Port:
+    steps = tuple(replace(s, state=state) if s.name == name else s for s in port.steps)
+    return replace(port, steps=steps, stop=None, tip=tip)
+
+
+def _set_back(repository: Repository, port: Port) -> str:
+    """Make the tree what it was before the patch in conflict; a commit of what it held."""
+    saved = ""
+    if repository.status():
+        repository.run("add", "--all", ".")
+        saved = repository.commit_tree(repository.write_tree(), "stopped\n", parent=port.tip)
+        repository.update_ref(_STOPPED, saved)
+    repository.update_ref("HEAD", port.tip)
+    repository.checkout(port.tip)
+    return saved
+
+
+def _commit(repository: Repository, step: Step, tree_id: str, parent: str) -> str:
+    name, email, date = repository.author(step.commit)
+    who = Signature(name=name, email=email, date=date)
+    message = repository.message(step.commit).rstrip("\n") + "\n"
+    return repository.commit_tree(tree_id, message, parent=parent, author=who)
+
+
+def _repository(directory: Path) -> Repository:
+    tree.require_directory(directory)
+    return Repository(git_dir=(directory / ".git").absolute(), work_tree=directory.absolute())
+
+
+def _save(directory: Path, port: Port) -> None:
+    text = json.dumps({**asdict(port), "folder": str(port.folder)}, indent=1)
+    files.write_text(directory / ".git" / export.PORT, text)

@@ -1,0 +1,567 @@
+"""Carrying a stack to another release: what applies, what is upstream there, what is left to do.
+
+The new folder is made whole beside the place it is for and takes its name at the end: a run that
+fails or is stopped leaves nothing.
+"""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from packaging.version import Version
+
+from sm12x.core import files, staging
+from sm12x.core.errors import (
+    BadFileError,
+    PatchConflictError,
+    Sm12xError,
+    UnknownVerdictError,
+    UsageError,
+    of_system,
+)
+from sm12x.stack.model import base as bases
+from sm12x.stack.model import series
+from sm12x.stack.model.base import Base, Dropped, Override
+from sm12x.stack.model.series import Patch, Stack
+from sm12x.stack.rebase import (
+    base_draft,
+    conflicts,
+    first_fixed,
+    locks,
+    porting,
+    release_facts,
+    status,
+    verdict,
+)
+from sm12x.stack.rebase.base_draft import Release
+from sm12x.stack.rebase.conflicts import PortReport
+from sm12x.stack.rebase.porting import Carried, CarryReport
+from sm12x.stack.rebase.status import Outcome
+from sm12x.stack.rebase.verdict import Need
+from sm12x.stack.witness import junit, witness
+from sm12x.stack.worktree import tree
+
+# Data of a base that is written by hand: a first version is better than none.
+_COPIED = ("audit-policy.toml",)
+SOURCE = "source"
+UNTOUCHED = "untouched"
+GIT = "git"
+# Runs witnesses on a tree for a base: (base, paths of witnesses, tree) -> their runs.
+RunWitnesses = Callable[[Base, Sequence[str], Path], Sequence[witness.Run]]
+# Runs the witnesses of a patch on an untouched release in between: (new base, patch, release).
+Probe = Callable[[Base, Patch, str], Need]
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fate:
+    """One patch on the new release. ``state`` as status.decide says it."""
+
+    patch: Patch
+    state: str
+    need: Need
+    carried: Carried
+    since: str
+
+    @property
+    def kept(self) -> bool:
+        return self.carried.taken and self.state in (status.NEEDED, status.UNKNOWN)
+
+    @property
+    def open(self) -> bool:
+        """Whether it is left to a person: not in the new stack, and not known to be upstream."""
+        return not self.kept and self.state != status.UPSTREAM
+
+
+@dataclass(frozen=True, kw_only=True)
+class RebaseReport:
+    """``folder`` is the new base's; ``stack_id`` of what is in it. ``to_check`` is for a person.
+
+    ``probed`` is what was found out about releases in between. ``port`` is where the patches in
+    conflict can be resolved, None where there are none. ``unrun`` says why no witness could run,
+    None where they did or were not to. ``replaced`` is a copy of the folder that was there.
+    """
+
+    source: str
+    version: str
+    folder: Path
+    stack_id: str
+    fates: tuple[Fate, ...]
+    to_check: tuple[str, ...]
+    probed: tuple[Outcome, ...] = ()
+    port: PortReport | None = None
+    unrun: Sm12xError | None = None
+    replaced: Path | None = None
+
+    @property
+    def open(self) -> tuple[Fate, ...]:
+        return tuple(fate for fate in self.fates if fate.open)
+
+
+class ConflictsLeftError(PatchConflictError):
+    """The folder is written, and some patches have to be resolved by hand."""
+
+    def __init__(self, report: RebaseReport) -> None:
+        left = report.open
+        where = (
+            f"edit the files above, then `sm12x patch continue {quote(report.port.directory)}`; "
+            if report.port is not None
+            else ""
+        )
+        super().__init__(
+            f"{len(left)} of {len(report.fates)} patches of {report.source} are not in "
+            f"{report.version} yet: {', '.join(fate.patch.name for fate in left)}",
+            next_step=f"{where}the rest is in {report.folder}",
+        )
+
+
+class WitnessesUnrunError(UnknownVerdictError):
+    """The folder is written, and nobody knows which of its patches are needed."""
+
+    def __init__(self, report: RebaseReport, cause: Sm12xError) -> None:
+        super().__init__(
+            f"whether {report.version} needs the patches of {report.source} is unknown, its "
+            f"witnesses could not run: {cause.message}",
+            next_step=f"{cause.next_step}; then run this again with --force, or with --python of "
+            "an environment that has pytest and torch",
+        )
+
+
+def quote(path: Path) -> str:
+    """A path as one word of a command line."""
+    return shlex.quote(str(path))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Archives:
+    """The sdists of the base that is carried, and of the release it is carried to."""
+
+    source: Path
+    target: Path
+
+
+@dataclass(kw_only=True)
+class _Work:
+    """What the steps find out one after the other."""
+
+    folder: Path
+    to_check: list[str] = field(default_factory=list)
+    torch: dict[str, str] = field(default_factory=dict)
+    unrun: Sm12xError | None = None
+
+
+def rebase(
+    base: Base,
+    stack: Stack,
+    found: Release,
+    archives: Archives,
+    *,
+    root: Path,
+    out: Path,
+    force: bool,
+    known: Sequence[Outcome],
+    overrides: Sequence[Override],
+    run_witnesses: RunWitnesses | None,
+    chosen: Sequence[str] | None,
+    make_locks: bool,
+    lock_needed: bool,
+    releases: Sequence[str],
+    probe: Probe | None,
+    say: Say,
+    ports: Path,
+    keep: Path,
+) -> RebaseReport:
+    """Write the folder of ``found`` in ``out``, with as much of ``stack`` as belongs there.
+
+    Args:
+        root: the checkout that the witnesses' paths are in.
+        out: where the new folder goes; patches/ of the checkout, or any other folder.
+        force: replace a folder that is there.
+        known: what became of the patches on other releases.
+        overrides: of the new base's lock, where somebody has found out what it needs.
+        run_witnesses: None runs none.
+        chosen: run only these witnesses (paths), None for all.
+        make_locks: whether to resolve the new base's locks.
+        lock_needed: whether ``run_witnesses`` needs them.
+        releases: all there are; those in between are probed to say since when a fix is upstream.
+        probe: None leaves it at what is known already.
+        say: told what is being done.
+        ports: the folder in which a tree is made where patches are left to be resolved.
+        keep: the folder for a copy of the one that is replaced.
+
+    Raises:
+        DirtyTreeError: the new folder is there already, or is no base's.
+        StackConflictError, MessageError: as carry.carry.
+    """
+    target = out / found.version
+    staging.require_free(target, force=force)
+    if found.version == base.version:
+        raise UsageError(
+            f"the stack of {base.version} is on {found.version} already",
+            next_step="name another release",
+        )
+    with tempfile.TemporaryDirectory(prefix="sm12x-rebase-") as scratch:
+        report, carried = _rebase(
+            base,
+            stack,
+            found,
+            archives,
+            scratch=Path(scratch),
+            root=root,
+            target=target,
+            force=force,
+            known=known,
+            overrides=overrides,
+            run_witnesses=run_witnesses,
+            chosen=chosen,
+            make_locks=make_locks,
+            lock_needed=lock_needed,
+            releases=releases,
+            probe=probe,
+            say=say,
+            keep=keep,
+        )
+        if not any(fate.open and fate.carried.conflicts for fate in report.fates):
+            return report
+        names = [fate.patch.name for fate in report.fates if fate.state != status.UPSTREAM]
+        names = [name for name in names if name in carried.commits]
+        try:
+            say("making a tree to resolve the conflicts in")
+            port = conflicts.start(
+                free(ports / found.version),
+                Path(scratch) / GIT,
+                archives.target,
+                carried,
+                names,
+                source=base.version,
+                new=bases.parse(target / "base.toml"),
+                label=found.sdist.name,
+            )
+        except (Sm12xError, OSError) as error:
+            # What took an hour is in the folder; a tree can be made again.
+            why = error.message if isinstance(error, Sm12xError) else error
+            line = f"conflicts: no tree to resolve them in could be made in {ports}: {why}"
+            return replace(report, to_check=(*report.to_check, line))
+        return replace(report, port=port)
+
+
+def free(wanted: Path) -> Path:
+    """``wanted``, or the first of its name with a number that is not there yet."""
+    found, number = wanted, 1
+    while found.exists():
+        number += 1
+        found = wanted.with_name(f"{wanted.name}-{number}")
+    return found
+
+
+def _rebase(
+    base: Base,
+    stack: Stack,
+    found: Release,
+    archives: Archives,
+    *,
+    scratch: Path,
+    root: Path,
+    target: Path,
+    force: bool,
+    known: Sequence[Outcome],
+    overrides: Sequence[Override],
+    run_witnesses: RunWitnesses | None,
+    chosen: Sequence[str] | None,
+    make_locks: bool,
+    lock_needed: bool,
+    releases: Sequence[str],
+    probe: Probe | None,
+    say: Say,
+    keep: Path,
+) -> tuple[RebaseReport, CarryReport]:
+    """The new folder, and what is in conflict with the repository to resolve it in."""
+    with staging.fresh(target, force=force, keep=keep) as (folder, kept):
+        work = _Work(folder=folder)
+        trees = {side: scratch / side for side in (SOURCE, UNTOUCHED)}
+        say(f"unpacking {base.sdist.name} and {found.sdist.name}")
+        tree.unpack(archives.source, trees[SOURCE])
+        tree.unpack(archives.target, trees[UNTOUCHED])
+        new = _draft(base, found, trees, work, overrides, make_locks=make_locks, say=say)
+        locked: Sequence[str] = ()
+        if make_locks:
+            locked = locks.make(base, new, work.torch, work.to_check, say)
+        here = platform.machine()
+        if run_witnesses is not None and lock_needed and here not in locked:
+            work.unrun = BadFileError(
+                f"there is no lock for {here}",
+                next_step="see the line `lock.` above, and add an [[override]] to base.toml",
+            )
+            run_witnesses = None
+        new = bases.parse(folder / "base.toml")
+        needs = _needs(base, new, stack, trees, run_witnesses, chosen, work)
+        say(f"trying {len(stack.patches)} patches")
+        carried = porting.carry(
+            base,
+            stack,
+            trees[SOURCE],
+            trees[UNTOUCHED],
+            leave_out=lambda patch: needs[patch.name].state == verdict.UPSTREAM,
+            root=root,
+            label=found.sdist.name,
+            copy=scratch / GIT,
+        )
+        fates: list[Fate] = []
+        probed: list[Outcome] = []
+        for result in carried.carried:
+            fate = _fate(result, needs[result.patch.name], base, found.version, known)
+            if run_witnesses is not None and probe is not None and fate.need.green:
+                fate = _since(fate, base, new, releases, probe, probed, work)
+            fates.append(fate)
+        _write(base, new, fates, carried.exported, work)
+        identity = series.load(bases.parse(folder / "base.toml")).id
+    return (
+        RebaseReport(
+            source=base.version,
+            version=found.version,
+            folder=target,
+            stack_id=identity,
+            fates=tuple(fates),
+            probed=tuple(probed),
+            to_check=tuple(work.to_check),
+            unrun=work.unrun,
+            replaced=kept[0] if kept else None,
+        ),
+        carried,
+    )
+
+
+def outcomes(report: RebaseReport) -> list[Outcome]:
+    """What to record of a rebase."""
+    return [
+        Outcome(
+            patch=fate.patch.name,
+            base=report.source,
+            release=report.version,
+            need=fate.need.state,
+            text=fate.carried.state,
+            witness=fate.need.summary,
+            since=fate.since,
+            why=fate.need.why,
+        )
+        for fate in report.fates
+    ] + list(report.probed)
+
+
+def _draft(
+    base: Base,
+    found: Release,
+    trees: Mapping[str, Path],
+    work: _Work,
+    overrides: Sequence[Override],
+    *,
+    make_locks: bool,
+    say: Say,
+) -> Base:
+    say("reading what the release says of itself")
+    said, before = release_facts.read(trees[UNTOUCHED]), release_facts.read(trees[SOURCE])
+    identity = tree.tree_id(trees[UNTOUCHED])
+
+    def write(cuda: str | None) -> tuple[Base, tuple[str, ...]]:
+        drafted = base_draft.draft(
+            base,
+            found,
+            said,
+            before,
+            tree=identity,
+            torch_cuda=cuda,
+            overrides=overrides,
+        )
+        files.write_text(work.folder / "base.toml", drafted.text())
+        return bases.parse(work.folder / "base.toml"), drafted.to_check
+
+    new, to_check = write(None)
+    work.torch = locks.closure_of_torch(new) if make_locks else {}
+    cuda = work.torch.get("cuda-toolkit")
+    if cuda:
+        new, to_check = write(cuda)
+    work.to_check += to_check
+    return new
+
+
+def _needs(
+    base: Base,
+    new: Base,
+    stack: Stack,
+    trees: Mapping[str, Path],
+    run_witnesses: RunWitnesses | None,
+    chosen: Sequence[str] | None,
+    work: _Work,
+) -> Mapping[str, Need]:
+    """What the witnesses of each patch say of the untouched release."""
+    source, earlier = (trees[side].with_name(f"{side}-witnessed") for side in (UNTOUCHED, SOURCE))
+    wanted = list(dict.fromkeys(path for patch in stack.patches for path in patch.witnesses))
+    if chosen is not None:
+        wanted = [path for path in wanted if path in chosen]
+    runs: dict[str, witness.Run] = {}
+    # The same on the release that the patches are for.
+    before: dict[str, witness.Run] = {}
+    if run_witnesses is not None and wanted:
+        try:
+            # On copies: bytecode that a run leaves would be a change to what patches are tried on.
+            shutil.copytree(trees[UNTOUCHED], source, symlinks=True)
+            runs = {run.witness: run for run in run_witnesses(new, wanted, source)}
+            again = [path for path, run in runs.items() if _control_failed(run)]
+            if again:
+                for run in run_witnesses(new, again, source):
+                    runs[run.witness] = verdict.repeated(runs[run.witness], run)
+            unsure = [path for path, run in runs.items() if verdict.doubtful([run])]
+            if unsure:
+                shutil.copytree(trees[SOURCE], earlier, symlinks=True)
+                before = {r.witness: r for r in run_witnesses(new, unsure, earlier)}
+        except Sm12xError as error:
+            work.unrun = error
+        except OSError as error:
+            work.unrun = of_system(error) or BadFileError(
+                str(error), next_step="check that path, and who may read and write there"
+            )
+    unrun = (
+        "its witness was not run"
+        if work.unrun is None
+        else f"its witness could not run: {work.unrun.message.splitlines()[0]}"
+    )
+    found: dict[str, Need] = {}
+    for patch in stack.patches:
+        own = [runs[path] for path in patch.witnesses if path in runs]
+        left = [path for path in patch.witnesses if path not in runs]
+        known = [before[path] for path in patch.witnesses if path in before]
+        said = verdict.judge(own, known) if own else Need(state=verdict.UNKNOWN, why=unrun)
+        if left and own and said.state == verdict.UPSTREAM:
+            # Half of the evidence shows the defect, and never its absence.
+            said = Need(state=verdict.UNKNOWN, green=said.green, why=f"{left[0]} was not run")
+        # It is recorded, and the tree is in another folder each time.
+        found[patch.name] = replace(said, why=said.why.replace(f"{source}/", ""))
+    return found
+
+
+def _control_failed(run: witness.Run) -> bool:
+    return any(test.guard and test.outcome != junit.PASSED for test in run.tests)
+
+
+def _fate(carried: Carried, said: Need, base: Base, version: str, known: Sequence[Outcome]) -> Fate:
+    state = status.decide(said.state, carried.state)
+    first = ""
+    if state == status.UPSTREAM:
+        later = Version(version) > Version(base.version)
+        first = status.since(carried.patch.name, version, known) if later else version
+    return Fate(patch=carried.patch, state=state, need=said, carried=carried, since=first)
+
+
+def _since(
+    fate: Fate,
+    base: Base,
+    new: Base,
+    releases: Sequence[str],
+    probe: Probe,
+    probed: list[Outcome],
+    work: _Work,
+) -> Fate:
+    """The fate with the first release that has the fix, looked for in those nobody has tried."""
+    if fate.state != status.UPSTREAM or fate.need.state != verdict.UPSTREAM:
+        return fate
+    candidates = first_fixed.between(releases, base.version, fate.since)
+    said: dict[str, Need] = {}
+
+    def ask(version: str) -> Need:
+        said[version] = probe(new, fate.patch, version)
+        return said[version]
+
+    try:
+        release, _ = first_fixed.first(candidates, fate.since, ask)
+    except (Sm12xError, OSError) as error:
+        # One release that cannot be had is no reason to give up the rest of the run.
+        have = [version for version, found in said.items() if found.state == verdict.UPSTREAM]
+        release = min([fate.since, *have], key=Version)
+        why = error.message if isinstance(error, Sm12xError) else error
+        work.to_check.append(
+            f"dropped: {fate.patch.name} is upstream since {release} or earlier, not all releases "
+            f"could be tried: {why}"
+        )
+    probed += [
+        Outcome(
+            patch=fate.patch.name,
+            base=base.version,
+            release=version,
+            need=found.state,
+            text="",
+            witness=found.summary,
+            since=release if found.state == verdict.UPSTREAM else "",
+            why=found.why,
+        )
+        for version, found in said.items()
+    ]
+    return replace(fate, since=release)
+
+
+def _write(
+    base: Base, new: Base, fates: Sequence[Fate], exported: Mapping[str, bytes], work: _Work
+) -> None:
+    """Patches, series, and what is left out and why, into the new folder."""
+    for name, content in exported.items():
+        (work.folder / name).write_bytes(content)
+    lines = series.header(base) + "".join(f"{name}\n" for name in exported)
+    files.write_text(work.folder / "series", lines)
+    # What a release has, a later one has; the other way round nobody has looked.
+    later = Version(new.version) > Version(base.version)
+    tried = {status.slug(fate.patch.name) for fate in fates}
+    # One that has been resolved since is in the stack, and so among those that were tried.
+    old = [entry for entry in base.dropped if status.slug(entry.patch) not in tried]
+    if not later:
+        work.to_check += [
+            f"dropped: whether {entry.patch} is needed here was not looked at" for entry in old
+        ]
+    # Also of those in conflict: once resolved they are kept, and their witnesses are as they are.
+    red = [fate.need for fate in fates if fate.state != status.UPSTREAM and fate.need.red]
+    text = (work.folder / "base.toml").read_text(encoding="utf-8")
+    text = base_draft.amended(
+        text,
+        dropped=[*(old if later else ()), *_dropped(fates, base)],
+        # Patches share witnesses.
+        upstream=list(dict.fromkeys(name for said in red for name in said.green)),
+        needed=list(dict.fromkeys(name for said in red for name in said.failing_guards)),
+    )
+    files.write_text(work.folder / "base.toml", text)
+    for name in _COPIED:
+        if (base.folder / name).is_file():
+            shutil.copyfile(base.folder / name, work.folder / name)
+            work.to_check.append(f"{name}: is that of {base.version}")
+
+
+def _dropped(fates: Sequence[Fate], base: Base) -> list[Dropped]:
+    found: list[Dropped] = []
+    for fate in fates:
+        if fate.state == status.UPSTREAM:
+            by = f"its witness: {fate.need.summary}" if fate.need.green else "all of its text"
+            why = f"{by} on the untouched release; needed in {base.version}"
+        elif fate.open:
+            why = _why_open(fate)
+        else:
+            continue
+        found.append(Dropped(patch=fate.patch.name, state=fate.state, since=fate.since, why=why))
+    return found
+
+
+def _why_open(fate: Fate) -> str:
+    """Why a patch is not in the new stack, though it may be needed."""
+    carried = fate.carried
+    paths = ", ".join(conflict.path for conflict in carried.conflicts)
+    if carried.state == porting.PRESENT:
+        why = "its text is there, its witness is red"
+    elif carried.state == porting.FOLLOWS:
+        why = f"merges once {', '.join(carried.follows)} is in"
+    else:
+        why = f"does not merge in {paths}"
+    if fate.state == status.UNKNOWN:
+        return f"{why}; whether it is needed is unknown: {fate.need.why}"
+    return why

@@ -1,0 +1,242 @@
+"""The outcome of a rebase, and the table of outcomes, as text and as data. Returns strings."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from sm12x import layout
+from sm12x.stack.rebase import porting, status, verdict
+from sm12x.stack.rebase.conflicts import PortReport, Stop
+from sm12x.stack.rebase.merge import FileConflict
+from sm12x.stack.rebase.rebase import Fate, RebaseReport, quote
+from sm12x.stack.rebase.status import Cell, StatusTable
+from sm12x.stack.rebase.verdict import Need
+
+# Files of one name that are offered for one that is gone; __init__.py is everywhere.
+_CANDIDATES = 4
+_TEXTS = {
+    porting.APPLIES: "applies as it is",
+    porting.MERGES: "merges; exported anew",
+    porting.PRESENT: "all of its text is there",
+    porting.FOLLOWS: "merges once the conflicts before it are resolved",
+    porting.CONFLICT: "does not merge",
+}
+_STATES = {
+    status.NEEDED: "kept",
+    status.UNKNOWN: "kept",
+    status.UPSTREAM: "left out: upstream",
+    status.CONFLICT: "CONFLICT",
+    status.FOLLOWS: "FOLLOWS",
+}
+_OPEN_UNKNOWN = "UNKNOWN"
+
+
+def report(done: RebaseReport) -> str:
+    """Patch by patch, then what a person has to check, then where the conflicts are."""
+    lines = [f"{done.source} -> {done.version}"]
+    for fate in done.fates:
+        lines += _fate(fate)
+    lines += ["", f"{done.folder}: stack {done.stack_id}, {_kept(done)}"]
+    if done.replaced is not None:
+        lines.append(f"the folder that was there is kept in {done.replaced}")
+    if done.to_check:
+        lines += ["to be checked before it is committed:"]
+        lines += [f"  {line}" for line in done.to_check]
+    if done.port is not None:
+        lines += ["", *_port(done.port)]
+    elif done.fates and not done.open and done.unrun is None:
+        lines += [f"next: {line}" for line in _next(done)]
+    return "\n".join(lines) + "\n"
+
+
+def ported(done: PortReport) -> str:
+    """Where a port stands: the next conflict, or that it is done, and what to run next."""
+    return "\n".join(_port(done)) + "\n"
+
+
+def port_data(done: PortReport) -> dict[str, Any]:
+    """The same for --json."""
+    stop = done.port.stop
+    return {
+        "tree": str(done.directory),
+        "folder": str(done.port.folder),
+        "patches": {step.name: step.state for step in done.port.steps},
+        "patch": stop.name if stop else None,
+        "conflicts": [asdict(conflict) for conflict in stop.conflicts] if stop else [],
+        "stack": done.refresh.stack_id if done.refresh else None,
+        "saved": done.saved,
+    }
+
+
+def as_data(done: RebaseReport) -> dict[str, Any]:
+    """The report for --json."""
+    return {
+        "from": done.source,
+        "version": done.version,
+        "folder": str(done.folder),
+        "stack": done.stack_id,
+        "patches": [
+            {
+                "patch": fate.patch.name,
+                "state": fate.state,
+                "since": fate.since,
+                "text": fate.carried.state,
+                "witness": asdict(fate.need),
+                "conflicts": [conflict.path for conflict in fate.carried.conflicts],
+                "clean": list(fate.carried.clean),
+                "follows": list(fate.carried.follows),
+            }
+            for fate in done.fates
+        ],
+        "port": port_data(done.port) if done.port else None,
+        "replaced": str(done.replaced) if done.replaced else None,
+        "unknown": done.unrun.message if done.unrun else None,
+        "to_check": list(done.to_check),
+    }
+
+
+def table(found: StatusTable) -> str:
+    """Patch by release, and what the words mean."""
+    if not found.rows:
+        return "no base lists a patch\n"
+    head = ["patch", *found.releases]
+    rows = [[row.patch.removesuffix(".patch"), *map(_cell, row.cells)] for row in found.rows]
+    widths = [max(len(line[column]) for line in (head, *rows)) for column in range(len(head))]
+    lines = [
+        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
+        for line in (head, *rows)
+    ]
+    used = {cell.state for row in found.rows for cell in row.cells}
+    lines.append("")
+    lines += [f"{word:9} {text}" for word, text in status.LEGEND.items() if word in used]
+    if any(cell.part for row in found.rows for cell in row.cells):
+        lines.append("n/m       only n of its m tests show the defect: upstream has part of it")
+    if any(cell.doubt for row in found.rows for cell in row.cells):
+        lines.append("?         no witness has said whether it is needed")
+    return "\n".join(lines) + "\n"
+
+
+def table_data(found: StatusTable) -> dict[str, Any]:
+    """The table for --json: patch -> release -> state, doubt and note."""
+    return {
+        row.patch: {
+            release: asdict(cell) for release, cell in zip(found.releases, row.cells, strict=True)
+        }
+        for row in found.rows
+    }
+
+
+def _cell(cell: Cell) -> str:
+    """Such as "needed", "needed 6/10" where only so many tests are red, "conflict?"."""
+    text = f"{cell.state} {cell.part}" if cell.part else cell.state
+    return f"{text}?" if cell.doubt else text
+
+
+def _fate(fate: Fate) -> list[str]:
+    since = f" since {fate.since}" if fate.since else ""
+    unknown = fate.open and fate.state == status.UNKNOWN
+    lines = [f"{fate.patch.name}: {_OPEN_UNKNOWN if unknown else _STATES[fate.state]}{since}"]
+    lines.append(f"  text     {_TEXTS[fate.carried.state]}")
+    if fate.carried.follows:
+        lines.append(f"           after {', '.join(fate.carried.follows)}")
+    # Those of a patch that is upstream are of no interest.
+    if fate.open:
+        lines += [f"           {line}" for line in _files(fate.carried.conflicts)]
+    doubt = "unknown" if fate.need.state == verdict.UNKNOWN else ""
+    lines.append(f"  witness  {', '.join(filter(None, (doubt, fate.need.summary)))}")
+    if len(fate.patch.witnesses) > 1:
+        lines += [f"           {line}" for line in _by_witness(fate.need)]
+    if fate.need.why:
+        lines.append(f"           {fate.need.why}")
+    return lines
+
+
+def _by_witness(said: Need) -> list[str]:
+    """How much of each witness is red: one that patches share may be red for another's sake."""
+    total = Counter(name.split("::")[0] for name in (*said.red, *said.green, *said.silent))
+    red = Counter(name.split("::")[0] for name in said.red)
+    return [f"{path}: {red[path]} of {count}" for path, count in total.items()]
+
+
+def _files(conflicts: tuple[FileConflict, ...]) -> list[str]:
+    """The files in conflict, in how many places; lines are told where the tree has them."""
+    found: list[str] = []
+    for conflict in conflicts:
+        count = len(conflict.places)
+        where = f"{count} conflict{'s' if count > 1 else ''}" if count else ""
+        found.append(f"{conflict.path}: {', '.join(filter(None, (where, _why(conflict))))}")
+    return found
+
+
+def _why(conflict: FileConflict) -> str:
+    named = " or ".join(conflict.candidates[:_CANDIDATES])
+    more = " or another of that name" if len(conflict.candidates) > _CANDIDATES else ""
+    return f"{conflict.why}; perhaps {named}{more}" if named else conflict.why
+
+
+def _port(done: PortReport) -> list[str]:
+    port = done.port
+    lines: list[str] = []
+    if done.saved:
+        lines.append(
+            f"the last run was stopped; the tree is set back, what was in it is commit {done.saved}"
+        )
+    if port.stop is not None:
+        return lines + _stop(done, port.stop)
+    assert done.refresh is not None  # noqa: S101 - a port without a stop is exported
+    lines += [f"left out: {name}" for name in done.dropped]
+    lines.append(
+        f"{port.count('done')} of {len(port.steps)} patches of {port.source} are on "
+        f"{port.version}; {port.folder} is now stack {done.refresh.stack_id}"
+    )
+    moves = _move(port.folder, port.version)
+    return lines + [
+        f"next: {line}" for line in (*moves, f"sm12x patch witness --base {port.version}")
+    ]
+
+
+def _stop(done: PortReport, stop: Stop) -> list[str]:
+    number = next(n for n, s in enumerate(done.port.steps, start=1) if s.name == stop.name)
+    lines = [
+        f"conflicts of {stop.name} ({number} of {len(done.port.steps)}) are in {done.directory}:"
+    ]
+    for conflict in stop.conflicts:
+        for line in conflict.places:
+            lines.append(f"  {conflict.path}:{line}")
+        if conflict.why:
+            reject = f"{conflict.path}.rej"
+            left = f" (its part is in {reject})" if reject in stop.rejects else ""
+            lines.append(f"  {conflict.path}: {_why(conflict)}{left}")
+    tree = quote(done.directory)
+    lines += [
+        "next: edit these files; take the markers out, and delete each *.rej",
+        f"next: sm12x patch continue {tree}  # or with --skip, to leave the patch out",
+    ]
+    return lines
+
+
+def _next(done: RebaseReport) -> list[str]:
+    return [*_move(done.folder, done.version), f"sm12x patch witness --base {done.version}"]
+
+
+def _move(folder: Path, version: str) -> list[str]:
+    """The commands that bring the new folder to where bases are, if it is elsewhere."""
+    patches = layout.patches()
+    if folder.parent.resolve() == patches.resolve():
+        return []
+    home = patches / version
+    lines = [f"mv {quote(folder.absolute())} {quote(home)}"]
+    if home.exists():
+        aside = layout.root().parent / f"{version}-before"
+        lines.insert(0, f"mv {quote(home)} {quote(aside)}  # the one there")
+    return lines
+
+
+def _kept(done: RebaseReport) -> str:
+    kept = sum(fate.kept for fate in done.fates)
+    left = len(done.open)
+    rest = len(done.fates) - kept - left
+    return f"{kept} kept, {rest} upstream, {left} to resolve"

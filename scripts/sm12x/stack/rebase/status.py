@@ -1,0 +1,275 @@
+"""What became of each patch on each release: patches/status.toml, and the table made of it.
+
+`sm12x patch rebase` records its outcomes there, also those of releases no base is kept for.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from packaging.version import Version
+
+from sm12x.core import files, tomltext
+from sm12x.core.errors import BadFileError
+from sm12x.stack.model import series
+from sm12x.stack.model.base import Base
+from sm12x.stack.model.table import Table
+from sm12x.stack.rebase import porting, verdict
+
+NAME = "status.toml"
+# What need.Need.summary writes of a witness that is red.
+_RED = re.compile(r"^(\d+) of (\d+) red(?:, (\d+) could not run)?$")
+APPLIED = "applied"
+NEEDED = "needed"
+UPSTREAM = "upstream"
+CONFLICT = "conflict"
+FOLLOWS = "follows"
+UNKNOWN = "unknown"
+LEGEND = {
+    APPLIED: "in the stack of that base",
+    NEEDED: "the defect is there, and no stack is kept for that release",
+    UPSTREAM: "the release does it itself",
+    CONFLICT: "needed, and to be written anew for that release",
+    FOLLOWS: "needed, and merges once the patches in conflict before it are in",
+    UNKNOWN: "not tried, or its witness could not run",
+}
+_HEAD = (
+    "# Made by `sm12x patch rebase`; do not edit. What became of the patches of a base on releases "
+    "they\n# were tried on: `need` is what the witnesses say of the untouched release, `text` what "
+    "git says.\n"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """One patch of ``base`` on ``release``. ``need`` and ``text`` as in verdict.py and porting.py.
+
+    ``text`` is "" where only the witnesses were run. ``since`` is the first release known to do it
+    itself, for what is upstream.
+    """
+
+    patch: str
+    base: str
+    release: str
+    need: str
+    text: str
+    witness: str
+    since: str
+    why: str
+
+    @property
+    def state(self) -> str:
+        return decide(self.need, self.text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """``state`` is one of LEGEND; ``doubt`` where no witness has said that it is needed.
+
+    ``part`` is such as "6/10" where only some of the witness's tests show the defect.
+    """
+
+    state: str
+    doubt: bool = False
+    part: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    patch: str
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusTable:
+    releases: tuple[str, ...]
+    rows: tuple[Row, ...]
+
+
+def decide(needed: str, text: str) -> str:
+    """What a rebase says of a patch: "needed", "upstream", "conflict", "follows" or "unknown".
+
+    A text that does not merge says nothing of a patch that nobody knows to be needed.
+    """
+    if needed == verdict.UPSTREAM:
+        return UPSTREAM
+    if text == porting.PRESENT:
+        # All of its text is there: red all the same means that it is not enough there.
+        return CONFLICT if needed == verdict.NEEDED else UPSTREAM
+    if needed == verdict.UNKNOWN:
+        return UNKNOWN
+    return {porting.CONFLICT: CONFLICT, porting.FOLLOWS: FOLLOWS}.get(text, NEEDED)
+
+
+def slug(name: str) -> str:
+    """A patch's file name without number and suffix: the same in every base."""
+    return name.removesuffix(".patch").partition("-")[2] or name
+
+
+def read(path: Path) -> tuple[Outcome, ...]:
+    """The recorded outcomes; none where there is no such file. Raises BadFileError."""
+    if not path.is_file():
+        return ()
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise BadFileError(
+            f"{path} cannot be read: {error}", next_step="restore it with git"
+        ) from None
+    top = Table(raw, path, "")
+    if top.integer("schema") != 1:
+        raise BadFileError(f"{path}: its schema is not known", next_step="update sm12x")
+    found = tuple(
+        Outcome(
+            patch=entry.text("patch"),
+            base=entry.text("base"),
+            release=entry.text("release"),
+            need=entry.choice("need", (verdict.NEEDED, verdict.UPSTREAM, verdict.UNKNOWN)),
+            text=entry.choice("text", ("", *porting.STATES)),
+            witness=entry.text("witness"),
+            since=entry.text("since"),
+            why=entry.text("why"),
+        )
+        for entry in top.optional_entries("outcome")
+    )
+    top.finish()
+    return found
+
+
+def record(
+    path: Path, fresh: Iterable[Outcome], stacks: Mapping[str, Sequence[str]] | None = None
+) -> None:
+    """Add outcomes; each takes the place of an older one of its patch, base and release.
+
+    One that cannot tell whether a patch is needed does not displace what a witness has said before.
+
+    Args:
+        stacks: the patches of each base there is: outcomes of others of its patches are dropped.
+    """
+    known = {(o.base, o.release, slug(o.patch)): o for o in read(path)}
+    for outcome in fresh:
+        key = (outcome.base, outcome.release, slug(outcome.patch))
+        before = known.get(key)
+        known[key] = merged(before, outcome) if before else outcome
+    kept = {base: {slug(name) for name in names} for base, names in (stacks or {}).items()}
+    ordered = sorted(
+        (o for o in known.values() if o.base not in kept or slug(o.patch) in kept[o.base]),
+        key=lambda o: (Version(o.base), o.patch, Version(o.release)),
+    )
+    entries = [{**asdict(o), "why": verdict.without_addresses(o.why)} for o in ordered]
+    files.write_text(path, _HEAD + tomltext.dump({"schema": 1, "outcome": entries}))
+
+
+def contradictions(bases: Sequence[Base], outcomes: Sequence[Outcome]) -> list[str]:
+    """Where a base says since when a patch is upstream, and a witness has said otherwise since."""
+    found: list[str] = []
+    for base in bases:
+        for entry in base.dropped:
+            if entry.state != UPSTREAM or not entry.since:
+                continue
+            for o in outcomes:
+                if (
+                    slug(o.patch) == slug(entry.patch)
+                    and o.need == verdict.NEEDED
+                    and Version(entry.since) <= Version(o.release) <= Version(base.version)
+                ):
+                    found.append(
+                        f"{entry.patch}: upstream since {entry.since} for {base.version}, and its "
+                        f"witness shows the defect on {o.release} ({o.witness})"
+                    )
+    return found
+
+
+def merged(before: Outcome, after: Outcome) -> Outcome:
+    """``after``, with what only ``before`` knows."""
+    silent = after.need == verdict.UNKNOWN and (before.need != verdict.UNKNOWN or not after.witness)
+    need_from = before if silent else after
+    return Outcome(
+        patch=after.patch,
+        base=after.base,
+        release=after.release,
+        need=need_from.need,
+        text=after.text or before.text,
+        witness=need_from.witness,
+        since=need_from.since,
+        why=need_from.why,
+    )
+
+
+def since(patch: str, release: str, outcomes: Iterable[Outcome]) -> str:
+    """The first release known to have what ``patch`` does, ``release`` being one that does.
+
+    Only as far back as every release that was tried had it.
+    """
+    tried = {
+        Version(o.release): o.need
+        for o in outcomes
+        if slug(o.patch) == slug(patch) and o.need != verdict.UNKNOWN
+    }
+    first = Version(release)
+    for version in sorted((v for v in tried if v < first), reverse=True):
+        if tried[version] != verdict.UPSTREAM:
+            break
+        first = version
+    return str(first) if first != Version(release) else release
+
+
+def table(bases: Sequence[Base], outcomes: Sequence[Outcome]) -> StatusTable:
+    """Patches by release: those of every base, and those that were tried elsewhere."""
+    by_release = {base.version: base for base in bases}
+    releases = sorted({*by_release, *(o.release for o in outcomes)}, key=Version)
+    stacks = {base.version: series.read(base)[0] for base in bases}
+    names: dict[str, str] = {}
+    for base in sorted(bases, key=lambda b: Version(b.version)):
+        for name in (*stacks[base.version], *(entry.patch for entry in base.dropped)):
+            names.setdefault(slug(name), name)
+    for outcome in outcomes:
+        names.setdefault(slug(outcome.patch), outcome.patch)
+    rows = [
+        Row(
+            patch=name,
+            cells=tuple(
+                _cell(name, release, by_release.get(release), stacks, outcomes)
+                for release in releases
+            ),
+        )
+        for name in names.values()
+    ]
+    return StatusTable(releases=tuple(releases), rows=tuple(rows))
+
+
+def _cell(
+    name: str,
+    release: str,
+    base: Base | None,
+    stacks: dict[str, list[str]],
+    outcomes: Sequence[Outcome],
+) -> Cell:
+    if base is not None:
+        if slug(name) in map(slug, stacks[base.version]):
+            return Cell(state=APPLIED)
+        for entry in base.dropped:
+            if slug(entry.patch) == slug(name):
+                note = f"since {entry.since}" if entry.since else entry.why
+                return Cell(state=entry.state, note=note)
+    # The patch of the newest base is the one that is kept up.
+    for outcome in sorted(outcomes, key=lambda o: Version(o.base), reverse=True):
+        if slug(outcome.patch) == slug(name) and outcome.release == release:
+            note = f"since {outcome.since}" if outcome.since else outcome.why
+            doubt = outcome.need == verdict.UNKNOWN and outcome.state != UNKNOWN
+            return Cell(state=outcome.state, doubt=doubt, part=_part(outcome), note=note)
+    return Cell(state=UNKNOWN)
+
+
+def _part(outcome: Outcome) -> str:
+    match = _RED.match(outcome.witness)
+    if match is None:
+        return ""
+    # What could not run is no sign that upstream has a part.
+    total = int(match[2]) - int(match[3] or 0)
+    return f"{match[1]}/{total}" if 0 < int(match[1]) < total else ""

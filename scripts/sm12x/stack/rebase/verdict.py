@@ -1,0 +1,215 @@
+"""Whether a release still has the defect a patch is for, by the patch's witnesses.
+
+A witness that is green on the untouched release says that the fix is there; one that is red says
+that the defect is. A test that breaks before it gets to look (a module that was renamed, a header
+that moved, a control that fails) says neither, and is told apart from a red one here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from sm12x.stack.witness import junit
+from sm12x.stack.witness.junit import Test
+from sm12x.stack.witness.witness import Run
+
+NEEDED = "needed"
+UPSTREAM = "upstream"
+UNKNOWN = "unknown"
+
+# What a test ends with that meets other code than it was written for, rather than the defect.
+_STRANGE = frozenset(
+    {
+        "AttributeError",
+        "CalledProcessError",
+        "FileNotFoundError",
+        "ImportError",
+        "KeyError",
+        "ModuleNotFoundError",
+        "NameError",
+        "NotImplementedError",
+        "SyntaxError",
+        "TypeError",
+        "ValidationError",
+    }
+)
+_RAISED = re.compile(r"^(?:E +)?(?:\w+\.)*(\w+(?:Error|Exception|Failed|Interrupt))\b")
+_HANGS = re.compile(
+    r"^(?:Failed: )?hangs: no end(?: after (?P<limit>\d+) s|, and nothing done for \S+ s)$"
+)
+# Seconds that the witnesses' conftest gives a test. Whatever works that long may be on a busy
+# machine; what has only waited is a deadlock on any.
+_PATIENCE = 60
+# Of those, what the defect itself may end in, and does where the release that the patch is for ends
+# in the same.
+_EITHER = _STRANGE - {"ImportError", "ModuleNotFoundError", "NameError", "SyntaxError"}
+# Where the system has placed something: another place in each run.
+_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}\b|\b\d{11,}\b")
+_AT_LINE = re.compile(r"^\S+:\d+: (\w+)$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """What the witnesses of a patch say of an untouched release.
+
+    ``red``, ``green`` and ``silent`` are pytest ids of tests, guards aside: those that show the
+    defect, those that do not, and those that did not get to look. ``why`` is the reason where
+    ``state`` is "unknown", and what speaks against it elsewhere.
+    """
+
+    state: str
+    red: tuple[str, ...] = ()
+    green: tuple[str, ...] = ()
+    silent: tuple[str, ...] = ()
+    failing_guards: tuple[str, ...] = ()
+    why: str = ""
+
+    @property
+    def summary(self) -> str:
+        """Such as "9 of 11 red", "" where nothing ran."""
+        total = len(self.red) + len(self.green) + len(self.silent)
+        if not total:
+            return ""
+        if self.state == UPSTREAM:
+            return f"{total} of {total} green"
+        tail = f", {len(self.silent)} could not run" if self.silent else ""
+        return f"{len(self.red)} of {total} red{tail}"
+
+
+def without_addresses(text: str) -> str:
+    """``text`` with every address replaced: what is recorded must be the same in each run."""
+    return _ADDRESS.sub("ADDRESS", text)
+
+
+def doubtful(runs: Sequence[Run]) -> bool:
+    """Whether a failure in ``runs`` may be the defect or not: a run on its own base would tell."""
+    return any(
+        not test.guard and test.outcome == junit.FAILED and raised(test) in _EITHER
+        for run in runs
+        for test in run.tests
+    )
+
+
+def repeated(first: Run, second: Run) -> Run:
+    """``first``, with the outcome of ``second`` for the controls that failed once and not again.
+
+    A control that depends on where the system places an address says nothing by failing once.
+    """
+    again = {test.name: test for test in second.tests}
+    return replace(
+        first,
+        tests=tuple(
+            again[test.name]
+            if test.guard
+            and test.outcome != junit.PASSED
+            and test.name in again
+            and again[test.name].outcome == junit.PASSED
+            else test
+            for test in first.tests
+        ),
+    )
+
+
+def judge(runs: Sequence[Run], own: Sequence[Run] = ()) -> Need:
+    """What ``runs`` of a patch's witnesses on an untouched release say.
+
+    Args:
+        own: the runs of the same witnesses on the untouched release that the patch was made for,
+            where every one of these tests shows the defect.
+    """
+    known = _known(own)
+    red: list[str] = []
+    green: list[str] = []
+    silent: list[str] = []
+    guards: list[str] = []
+    whys: list[str] = []
+    for run in runs:
+        if run.problem:
+            # The first line says what happened, the last what pytest said of it.
+            said = [line for line in run.problem.split("\n") if line.strip()]
+            whys.append(f"{run.witness}: {'; '.join(dict.fromkeys((said[0], said[-1])))}")
+        for test in run.tests:
+            name = f"{run.witness.split('::')[0]}::{test.name}"
+            if test.guard:
+                if test.outcome != junit.PASSED:
+                    about = _ADDRESS.search(f"{test.said}\n{_said(test)}") is not None
+                    if test.outcome == junit.FAILED and not strange(test) and not about:
+                        guards.append(name)
+                    whys.append(f"the control {test.name} fails there: {_said(test)}")
+            elif test.outcome == junit.PASSED:
+                green.append(name)
+            elif test.outcome == junit.FAILED and (
+                not strange(test) or known.get(name) == _failure(test)
+            ):
+                red.append(name)
+            else:
+                silent.append(name)
+                whys.append(f"{test.name}: {_said(test)}")
+    return Need(
+        state=_state(red, green, silent, runs),
+        red=tuple(red),
+        green=tuple(green),
+        silent=tuple(silent),
+        failing_guards=tuple(guards),
+        why=without_addresses(_shortened(whys)),
+    )
+
+
+def _known(own: Sequence[Run]) -> dict[str, tuple[str, str]]:
+    """How the tests of ``own`` fail, by name; of runs in which no control fails."""
+    found: dict[str, tuple[str, str]] = {}
+    for run in own:
+        controls = [test for test in run.tests if test.guard]
+        if run.problem or any(test.outcome != junit.PASSED for test in controls):
+            continue
+        for test in run.tests:
+            if test.outcome == junit.FAILED and raised(test) in _EITHER:
+                found[f"{run.witness.split('::')[0]}::{test.name}"] = _failure(test)
+    return found
+
+
+def _failure(test: Test) -> tuple[str, str]:
+    """The exception a test ended with, and its text without what differs from run to run."""
+    return raised(test), re.sub(r"\d+", "N", without_addresses(_said(test)))
+
+
+def _state(
+    red: Sequence[str], green: Sequence[str], silent: Sequence[str], runs: Sequence[Run]
+) -> str:
+    if red:
+        return NEEDED
+    controls = [test for run in runs for test in run.tests if test.guard]
+    if silent or not green or any(run.problem for run in runs):
+        return UNKNOWN
+    return UPSTREAM if all(test.outcome == junit.PASSED for test in controls) else UNKNOWN
+
+
+def strange(test: Test) -> bool:
+    """Whether a failed test met something else than the defect it looks for."""
+    for line in (test.said, *test.detail.split("\n")):
+        match = _HANGS.match(line.strip())
+        if match:
+            return match["limit"] is not None and int(match["limit"]) >= _PATIENCE
+    return raised(test) in _STRANGE
+
+
+def raised(test: Test) -> str:
+    """The name of the exception a test ended with, "" where its report does not say."""
+    for line in reversed([*test.said.split("\n"), *test.detail.split("\n")]):
+        match = _RAISED.match(line.strip()) or _AT_LINE.match(line.strip())
+        if match:
+            return match[1]
+    return ""
+
+
+def _said(test: Test) -> str:
+    lines = [line.strip() for line in test.detail.split("\n") if _RAISED.match(line.strip())]
+    return (lines[-1].removeprefix("E").strip() if lines else test.said or test.outcome)[:200]
+
+
+def _shortened(whys: Sequence[str]) -> str:
+    different = list(dict.fromkeys(whys))
+    more = f" (and {len(different) - 1} more)" if len(different) > 1 else ""
+    return f"{different[0]}{more}" if different else ""

@@ -1,0 +1,1 @@
+"""Tests of the patches on both sources: witnesses, mutations, the release's own tests."""

@@ -1,0 +1,436 @@
+"""Run the release's own tests on the untouched and on the patched source, side by side."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import uv
+
+from sm12x.core import files, lockfile, pipconfig, process
+from sm12x.core.errors import BadFileError, Sm12xError, ToolMissingError
+from sm12x.stack.model.base import Base
+from sm12x.stack.model.series import Stack
+from sm12x.stack.witness import junit, upstream_tests
+from sm12x.stack.witness.upstream_tests import FileRun, Model, Plan, Report, Result, Suite
+from sm12x.stack.witness.witness import BASE, PATCHED, SIDES
+from sm12x.stack.worktree import apply, tree
+
+# Seconds one test, and one test file, may take.
+TEST_LIMIT = 90
+FILE_LIMIT = 600
+# Seconds that importing the release may take, before the first test.
+_START_LIMIT = 600
+# What the release's tests import besides the release's own closure, with hashes.
+_TOOLS_LOCK = Path("tests/witness/upstream.lock")
+_PLUGIN = Path(__file__).resolve().parent / "pytest_plugin"
+_TAIL = 20
+_POLL = 0.1
+# pytest's exit codes that come with a whole junit file; 5: no test in the file.
+_ENDED = (0, 1, 2, 5)
+# ... and what it ends with where the one test that it is asked for is not there.
+_NO_SUCH_TEST = 4
+
+
+def packages(
+    base: Base,
+    suite: Suite,
+    *,
+    python: Path,
+    root: Path,
+    cache: Path,
+    say: Callable[[str], None],
+    machine: str = platform.machine(),
+) -> Path:
+    """A folder of the packages that the tests need besides those of the witnesses' environment.
+
+    It is kept in ``cache`` and made once for each content of the locks.
+
+    Args:
+        python: of the witnesses' environment, which these packages come on top of.
+        root: the checkout, for the locked test tools.
+        say: told what is about to be downloaded, before it is.
+
+    Raises:
+        BadFileError: the data names a package that the lock does not have.
+        ToolFailedError: uv could not install.
+        NoSpaceError: too little room for what is about to be installed.
+    """
+    pins = {pin.name: pin for pin in lockfile.read(base.lock_path(machine)).pins}
+    absent = sorted(set(suite.packages) - pins.keys())
+    if absent:
+        raise BadFileError(
+            f"{suite.path}: environment.packages names {', '.join(absent)}, which "
+            f"{base.lock_path(machine).name} does not have",
+            next_step="name packages of the lock, as it writes them",
+        )
+    wanted = "".join(pins[name].text for name in suite.packages) + "".join(
+        pin.text for pin in lockfile.read(root / _TOOLS_LOCK).pins
+    )
+    key = hashlib.sha256(f"{platform.python_version()}\n{wanted}".encode()).hexdigest()[:12]
+    home = cache / "witness" / f"{base.version}-{machine}-upstream-{key}"
+    if home.is_dir():
+        return home
+    say(
+        f"installing {len(lockfile.parse(wanted).pins)} packages for the tests of {base.version} "
+        f"into {home}: up to {suite.download_mib} MiB to download"
+    )
+    files.require_space(cache, suite.download_mib * 3 / 1024, what="the packages of the tests")
+    home.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        program = uv.find_uv_bin()
+    except FileNotFoundError:
+        raise ToolMissingError(
+            "uv is not installed beside this Python", next_step="run `make test`, which sets it up"
+        ) from None
+    with tempfile.TemporaryDirectory(dir=home.parent, prefix=f".{home.name}.") as name:
+        fresh = Path(name) / "packages"
+        listed = Path(name) / "requirements.txt"
+        listed.write_text(wanted, encoding="utf-8")
+        process.run(
+            [
+                *(program, "pip", "install", "--python", str(python), "--target", str(fresh)),
+                # The locks have been resolved; what they leave out is left out on purpose.
+                *("--no-deps", "--require-hashes", "--only-binary=:all:", "--compile-bytecode"),
+                *("-r", str(listed)),
+            ],
+            env={**pipconfig.load().uv_environment(), "UV_PYTHON_DOWNLOADS": "never"},
+            next_step="see what uv says above",
+        )
+        # Under its final name only when it is whole: a killed run starts over.
+        try:
+            fresh.rename(home)
+        except OSError:
+            # Another run made the same one meanwhile.
+            if not home.is_dir():
+                raise
+    return home
+
+
+def run(
+    base: Base,
+    stack: Stack,
+    suite: Suite,
+    *,
+    archive: Path,
+    python: Path,
+    extra: Path | None,
+    only: Sequence[str] = (),
+    test_seconds: float = TEST_LIMIT,
+    file_seconds: float = FILE_LIMIT,
+    on_file: Callable[[str, str], None] | None = None,
+    on_alone: Callable[[int], None] | None = None,
+) -> Report:
+    """Run the release's tests of what ``stack`` changes on both trees; see ``upstreamtests``.
+
+    Args:
+        archive: the sdist of the base.
+        python: an interpreter that has pytest and what the release imports.
+        extra: a folder of further packages.
+        only: test files, or changed files; all where empty.
+        test_seconds: how long one test may take.
+        file_seconds: how long one test file may take.
+        on_file: called with (test file, side) when it has been run.
+        on_alone: called with the number of tests that are run again, before they are.
+
+    Raises:
+        apply.StackConflictError: the stack does not apply.
+        BadFileError: ``only`` names what is neither.
+    """
+    with tempfile.TemporaryDirectory(prefix="sm12x-up-") as name:
+        folder = Path(name)
+        trees = {side: folder / side for side in SIDES}
+        for side in SIDES:
+            tree.unpack(archive, trees[side])
+        plan = upstream_tests.plan(suite, stack, trees[BASE])
+        if only:
+            plan = plan.narrowed(only)
+        apply.apply(base, stack, trees[PATCHED], archive=archive)
+        runner = _Runner(
+            suite, trees, python, extra, folder, test_seconds=test_seconds, seconds=file_seconds
+        )
+        runs = runner.run(plan.files, SIDES, on_file=on_file)
+        results = _judged(suite, plan, runs, runner, on_alone)
+    return Report(
+        base_version=base.version,
+        stack_id=stack.id,
+        plan=plan,
+        results=tuple(results),
+        stale=tuple(upstream_tests.stale(suite, plan.files, results)),
+    )
+
+
+def listed(suite: Suite, stack: Stack, *, archive: Path, only: Sequence[str] = ()) -> Plan:
+    """What ``run`` would run, without running it."""
+    with tempfile.TemporaryDirectory(prefix="sm12x-up-") as name:
+        source = Path(name) / BASE
+        tree.unpack(archive, source)
+        plan = upstream_tests.plan(suite, stack, source)
+    return plan.narrowed(only) if only else plan
+
+
+def _judged(
+    suite: Suite,
+    plan: Plan,
+    runs: Mapping[tuple[str, str], FileRun],
+    runner: _Runner,
+    on_alone: Callable[[int], None] | None,
+) -> list[Result]:
+    """The verdicts; a test that is worse on the patched tree is run again first, alone."""
+    again = {
+        file: upstream_tests.differing(runs[file, BASE], runs[file, PATCHED]) for file in plan.files
+    }
+    tests = [(file, test) for file, names in again.items() for test in names]
+    alone: dict[str, FileRun] = {}
+    if tests:
+        if on_alone:
+            on_alone(len(tests))
+        ids = [f"{file}::{test}" for file, test in tests]
+        # One tree after the other: what the two fight over cannot differ then.
+        alone = {
+            f"{side} {target}": found
+            for side in SIDES
+            for (target, _), found in runner.run(ids, (side,)).items()
+        }
+    return [
+        result
+        for file in plan.files
+        for result in upstream_tests.judge(
+            suite,
+            file,
+            runs[file, BASE],
+            runs[file, PATCHED],
+            {
+                test: (alone[f"{BASE} {file}::{test}"], alone[f"{PATCHED} {file}::{test}"])
+                for test in again[file]
+            },
+        )
+    ]
+
+
+class _Runner:
+    def __init__(
+        self,
+        suite: Suite,
+        trees: Mapping[str, Path],
+        python: Path,
+        extra: Path | None,
+        folder: Path,
+        *,
+        test_seconds: float,
+        seconds: float,
+    ) -> None:
+        self._suite = suite
+        self._trees = trees
+        self._python = python
+        self._extra = extra
+        self._folder = folder
+        self._test_seconds = test_seconds
+        self._seconds = seconds
+        self._rounds = 0
+
+    def run(
+        self,
+        targets: Sequence[str],
+        sides: Sequence[str],
+        *,
+        on_file: Callable[[str, str], None] | None = None,
+    ) -> dict[tuple[str, str], FileRun]:
+        """Run each of ``targets`` (files, or tests) on the trees of ``sides``, these at a time."""
+        self._rounds += 1
+        batches = [_Batch(self._folder / f"{self._rounds}-{side}", side, targets) for side in sides]
+        running: list[tuple[_Batch, process.Background]] = []
+        try:
+            for batch in batches:
+                running.append((batch, self._start(batch)))
+            while running:
+                for batch, background in list(running):
+                    ended = background.poll() is not None
+                    for target in batch.read():
+                        if on_file:
+                            on_file(target, batch.side)
+                    if ended or batch.overdue(self._seconds):
+                        background.stop()
+                        batch.read()
+                        batch.close(background.log)
+                        running.remove((batch, background))
+                time.sleep(_POLL)
+        finally:
+            for _, background in running:
+                background.stop()
+        return {
+            (target, batch.side): found for batch in batches for target, found in batch.runs.items()
+        }
+
+    def _start(self, batch: _Batch) -> process.Background:
+        batch.folder.mkdir()
+        scratch = batch.folder / "t"
+        scratch.mkdir()
+        _hub(scratch / "hub", self._suite.models)
+        work = batch.folder / "work.json"
+        work.write_text(
+            json.dumps(
+                {
+                    "platform": self._suite.platform,
+                    "empty": self._suite.empty,
+                    "preload": self._suite.preload,
+                    "models": [model.implemented for model in self._suite.models],
+                    "answers": str(batch.answers),
+                    "work": [
+                        {
+                            "arguments": self._arguments(target, batch.report(number)),
+                            "leave": self._left(target),
+                            "cuda": target.split("::", 1)[0] in self._suite.gated,
+                            "log": str(batch.log(number)),
+                            "seconds": self._seconds,
+                        }
+                        for number, target in enumerate(batch.targets)
+                    ],
+                }
+            ),
+            encoding="utf-8",
+        )
+        paths = [str(_PLUGIN), *([str(self._extra)] if self._extra else [])]
+        return process.Background(
+            [self._python, "-m", "sm12x_zygote", work],
+            cwd=self._trees[batch.side],
+            env={
+                "PYTHONPATH": ":".join(paths),
+                "PYTHONDONTWRITEBYTECODE": None,
+                "PYTHONHOME": None,
+                "PYTEST_ADDOPTS": None,
+                "PYTEST_PLUGINS": None,
+                "VIRTUAL_ENV": None,
+                # Neither the machine's models, nor its devices, nor the network.
+                "HOME": str(scratch),
+                "TMPDIR": str(scratch),
+                "XDG_CACHE_HOME": str(scratch),
+                "XDG_CONFIG_HOME": str(scratch),
+                "HF_HOME": str(scratch),
+                "HF_HUB_OFFLINE": "1",
+                "CUDA_VISIBLE_DEVICES": "",
+                "VLLM_PLUGINS": "",
+                "VLLM_HOST_IP": "127.0.0.1",
+                "VLLM_NO_USAGE_STATS": "1",
+                "OMP_NUM_THREADS": "1",
+                # No model runs, and torch's compiler imports what is not installed.
+                "TORCHDYNAMO_DISABLE": "1",
+            },
+            log=batch.folder / "log",
+        )
+
+    def _left(self, target: str) -> list[str]:
+        """The tests of the file that are not run."""
+        file = target.split("::", 1)[0]
+        return [
+            entry.test.split("::", 1)[1]
+            for entry in self._suite.cannot
+            if entry.file == file and not entry.run and entry.test != file
+        ]
+
+    def _arguments(self, target: str, report: Path) -> list[str]:
+        return [
+            target,
+            "-q",
+            f"--junitxml={report}",
+            *("-o", "junit_family=xunit2"),
+            # Remembers nothing from the other tree.
+            *("-p", "no:cacheprovider"),
+            # Of pytest-timeout.
+            *("-o", f"timeout={self._test_seconds:g}", "-o", "timeout_method=signal"),
+        ]
+
+
+class _Batch:
+    """The targets of one process, and what is known of them."""
+
+    def __init__(self, folder: Path, side: str, targets: Sequence[str]) -> None:
+        self.folder = folder
+        self.side = side
+        self.targets = list(targets)
+        self.answers = folder / "answers"
+        self.runs: dict[str, FileRun] = {}
+        self._last = time.monotonic() + _START_LIMIT
+
+    def report(self, number: int) -> Path:
+        return self.folder / f"{number}.xml"
+
+    def log(self, number: int) -> Path:
+        return self.folder / f"{number}.log"
+
+    def overdue(self, seconds: float) -> bool:
+        """Whether the process, which ends its pytests itself, has not done so."""
+        return time.monotonic() > self._last + seconds + _START_LIMIT / 10
+
+    def read(self) -> list[str]:
+        """Take what was answered since the last time; the targets that this was about."""
+        try:
+            lines = self.answers.read_text(encoding="utf-8").split("\n")[:-1]
+        except OSError:
+            return []
+        fresh = self.targets[len(self.runs) : len(lines)]
+        for target in fresh:
+            number = len(self.runs)
+            self.runs[target] = self._found(number, json.loads(lines[number])["code"])
+            self._last = time.monotonic()
+        return fresh
+
+    def close(self, log: Path) -> None:
+        """After the process: what was not answered was not run.
+
+        Raises:
+            Sm12xError: not even the first target was: the environment is at fault, not a test.
+        """
+        if self.targets and not self.runs:
+            raise Sm12xError(
+                f"the process that runs the tests on the {self.side} tree ended before the first; "
+                f"its last lines:\n{_tail(log)}\n",
+                next_step="see what it says; an environment that is not whole is made anew if its "
+                "folder under the cache's witness/ is removed",
+            )
+        for target in self.targets:
+            self.runs.setdefault(
+                target, FileRun(tests={}, problem=upstream_tests.CRASHED, detail=_tail(log))
+            )
+
+    def _found(self, number: int, code: int | None) -> FileRun:
+        if code is None:
+            return FileRun(tests={}, problem=upstream_tests.HUNG, detail=_tail(self.log(number)))
+        if code == _NO_SUCH_TEST and "::" in self.targets[number]:
+            return FileRun(tests={}, problem="", detail="")
+        try:
+            tests = junit.read(self.report(number))
+        except ValueError:
+            code = code if code not in _ENDED else 3
+        if code not in _ENDED:
+            return FileRun(tests={}, problem=upstream_tests.CRASHED, detail=_tail(self.log(number)))
+        return FileRun(tests={test.name: test for test in tests}, problem="", detail="")
+
+
+def _hub(folder: Path, models: Sequence[Model]) -> None:
+    """Make the folder of downloaded models, as huggingface_hub lays it out, of ``models``."""
+    for model in models:
+        home = folder / f"models--{model.name.replace('/', '--')}"
+        revision = hashlib.sha1(model.config.encode(), usedforsecurity=False).hexdigest()
+        snapshot = home / "snapshots" / revision
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").write_text(model.config, encoding="utf-8")
+        if model.tokenizer:
+            (snapshot / "tokenizer.json").write_text(model.tokenizer, encoding="utf-8")
+            plain = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
+            (snapshot / "tokenizer_config.json").write_text(plain, encoding="utf-8")
+        (home / "refs").mkdir()
+        (home / "refs" / "main").write_text(revision, encoding="utf-8")
+
+
+def _tail(log: Path) -> str:
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return "(nothing was printed)"
+    return "\n".join(lines[-_TAIL:])

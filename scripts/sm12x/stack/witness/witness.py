@@ -1,0 +1,551 @@
+"""Witnesses: each patch's tests, red on the untouched base and green on the patched one.
+
+A test is red only if it ran and its own assertions failed. One that could not be collected, whose
+set-up failed, that was skipped, or whose pytest crashed or hung, is neither red nor green.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import uv
+
+from sm12x.core import files, lockfile, pipconfig, process
+from sm12x.core.errors import BadFileError, NoSpaceError, ToolFailedError, ToolMissingError
+from sm12x.stack.model.base import Base, Witness
+from sm12x.stack.model.series import Patch, Stack
+from sm12x.stack.witness import junit
+from sm12x.stack.worktree import apply, tree
+
+BASE = "base"
+PATCHED = "patched"
+SIDES = (BASE, PATCHED)
+# The folder of the environments, in the cache.
+HOMES = "witness"
+# Seconds one pytest process may take.
+TIME_LIMIT = 1800
+# pytest, which no release depends on, with hashes.
+_TOOLS_LOCK = Path("tests/witness/requirements.lock")
+_PLUGIN = Path(__file__).resolve().parent / "pytest_plugin"
+_TAIL = 15
+# <version>-<machine>-<kind>-<key>
+_OTHER = re.compile(r"^([^-]+)-(x86_64|aarch64)-([a-z]+)-[0-9a-f]{12}$")
+_FULL = re.compile("No space left on device|Disk quota exceeded|os error 28")
+# Seconds between two looks at the running ones.
+_POLL = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One witness on one tree. ``problem`` is "" unless pytest itself did not do its work."""
+
+    witness: str
+    side: str
+    tests: tuple[junit.Test, ...]
+    problem: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One test of one patch, on both trees.
+
+    ``base`` and ``patched`` are its outcomes ("passed", "failed", "error", "skipped", "absent", or
+    "crashed" when pytest did not live to tell). ``reasons`` say what is not as it must be.
+    """
+
+    patch: str
+    witness: str
+    test: str
+    guard: bool
+    base: str
+    patched: str
+    reasons: tuple[str, ...]
+    detail: str
+
+    @property
+    def ok(self) -> bool:
+        return not self.reasons
+
+
+@dataclass(frozen=True, kw_only=True)
+class WitnessReport:
+    base_version: str
+    stack_id: str
+    checks: tuple[Check, ...]
+
+    @property
+    def passed(self) -> int:
+        return sum(check.ok for check in self.checks)
+
+    @property
+    def failed(self) -> int:
+        return len(self.checks) - self.passed
+
+
+def environment(
+    base: Base,
+    *,
+    root: Path,
+    cache: Path,
+    say: Callable[[str], None],
+    machine: str = platform.machine(),
+) -> Path:
+    """The Python that runs the witnesses, in an environment made of the base's lock.
+
+    It is kept in ``cache`` and made once for each content of the lock.
+
+    Args:
+        root: the checkout, for the locked test tools.
+        say: told what is about to be downloaded, before it is.
+
+    Raises:
+        BadFileError: base.toml names a package that the lock does not have.
+        ToolFailedError: uv could not install.
+        NoSpaceError: too little room for what is about to be installed.
+    """
+    wanted = requirements(base, machine=machine, root=root)
+    home = cache / HOMES / _name(base, wanted, machine)
+    if (home / "bin" / "python").exists():
+        return home / "bin" / "python"
+    say(
+        f"installing {len(lockfile.parse(wanted).pins)} packages for the witnesses of "
+        f"{base.version} into {home}: up to {base.witness.download_mib} MiB to download"
+    )
+    # Unpacked, the wheels of 0.21.0 take 1.7 times their size, and once only: uv links the files of
+    # its cache. The rest is for wheels on their way.
+    files.require_space(cache, base.witness.download_mib * 3 / 1024, what="the witness environment")
+    home.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=home.parent, prefix=f".{home.name}.") as name:
+        fresh = Path(name) / "environment"
+        listed = Path(name) / "requirements.txt"
+        listed.write_text(wanted, encoding="utf-8")
+        settings = {**pipconfig.load().uv_environment(), "UV_PYTHON_DOWNLOADS": "never"}
+        words = [_uv(), "venv", "--quiet", "--relocatable", "--python", sys.executable, str(fresh)]
+        _installing(base, words, settings)
+        _installing(
+            base,
+            [
+                _uv(),
+                "pip",
+                "install",
+                "--python",
+                str(fresh / "bin" / "python"),
+                # The lock has been resolved; what it leaves out is left out on purpose.
+                "--no-deps",
+                "--require-hashes",
+                "--only-binary=:all:",
+                # torch alone takes 3 s longer without, in each of the many processes.
+                "--compile-bytecode",
+                "-r",
+                str(listed),
+            ],
+            settings,
+        )
+        # Under its final name only when it is whole: a killed run starts over.
+        try:
+            fresh.rename(home)
+        except OSError:
+            # Another run made the same one meanwhile.
+            if not (home / "bin" / "python").exists():
+                raise
+    return home / "bin" / "python"
+
+
+def _installing(base: Base, words: Sequence[str], settings: Mapping[str, str]) -> None:
+    """Run uv; a full disk is told apart from a package that this Python cannot have."""
+    try:
+        process.run(
+            words,
+            env=settings,
+            next_step="see what uv says above; a package that needs another Python than "
+            f"{platform.python_version()} (the release is for {base.python}) needs --python of an "
+            "environment that has pytest and torch",
+        )
+    except ToolFailedError as error:
+        if not _FULL.search(error.message):
+            raise
+        raise NoSpaceError(
+            f"the witnesses' environment of {base.version} cannot be installed: the disk is full",
+            next_step="free space there, or move the cache with SM12X_CACHE",
+        ) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """An environment in the cache: ``size`` in bytes as they lie there, ``bases`` that use it.
+
+    uv links the files of its own cache, so that removing one of two that hold the same frees less.
+    """
+
+    path: Path
+    size: int
+    bases: tuple[str, ...]
+
+
+def environments(
+    known: Sequence[Base], *, root: Path, cache: Path, machine: str = platform.machine()
+) -> list[Environment]:
+    """The environments in the cache, and which of ``known`` each is for; stopped runs' too.
+
+    Raises:
+        BadFileError: the lock of one of ``known`` cannot be read.
+    """
+    used = {
+        _name(base, requirements(base, machine=machine, root=root), machine): base.version
+        for base in known
+        if base.lock_path(machine).is_file()
+    }
+    homes = cache / HOMES
+    if not homes.is_dir():
+        return []
+    folders = [path for path in sorted(homes.iterdir()) if path.is_dir()]
+    # What other tests of a base have installed: their newest is taken to be the one in use.
+    newest: dict[tuple[str, ...], Path] = {}
+    for path in sorted(folders, key=lambda path: path.stat().st_mtime):
+        match = _OTHER.match(path.name)
+        if match and match[1] in {base.version for base in known}:
+            newest[match.groups()] = path
+    used |= {path.name: groups[0] for groups, path in newest.items()}
+    return [
+        Environment(
+            path=path,
+            size=_size(path),
+            bases=(used[path.name],) if path.name in used else (),
+        )
+        for path in folders
+    ]
+
+
+def remove(environment: Environment) -> None:
+    """Delete an environment; a run that is using it fails."""
+    # Under another name first: what is half deleted must not be taken for whole.
+    aside = environment.path.with_name(f".{environment.path.name}.removed")
+    if environment.path.name.startswith("."):
+        aside = environment.path
+    else:
+        environment.path.rename(aside)
+    shutil.rmtree(aside)
+
+
+def _size(folder: Path) -> int:
+    """Bytes of a folder, a file of several names once."""
+    seen: set[int] = set()
+    total = 0
+    for top, _, names in os.walk(folder):
+        for name in names:
+            status = os.lstat(os.path.join(top, name))  # noqa: PTH118 - 40,000 files
+            if status.st_ino not in seen:
+                seen.add(status.st_ino)
+                total += status.st_blocks * 512
+    return total
+
+
+def _name(base: Base, wanted: str, machine: str) -> str:
+    version = platform.python_version()
+    key = hashlib.sha256(f"{version}\n{wanted}".encode()).hexdigest()[:12]
+    return f"{base.version}-{machine}-{key}"
+
+
+def requirements(base: Base, *, machine: str, root: Path) -> str:
+    """What the witnesses' environment is made of, as a requirements file with hashes."""
+    path = base.lock_path(machine)
+    pins = {pin.name: pin for pin in lockfile.read(path).pins}
+    absent = sorted(set(base.witness.packages) - pins.keys())
+    if absent:
+        raise BadFileError(
+            f"{base.folder / 'base.toml'}: witness.packages names {', '.join(absent)}, which "
+            f"{path.name} does not have",
+            next_step="name packages of the lock, as it writes them",
+        )
+    tools = root / _TOOLS_LOCK
+    chosen = "".join(pins[name].text for name in base.witness.packages)
+    return chosen + "".join(pin.text for pin in lockfile.read(tools).pins)
+
+
+def run(
+    base: Base,
+    stack: Stack,
+    patches: Sequence[Patch],
+    *,
+    archive: Path,
+    python: Path,
+    root: Path,
+    seconds: float = TIME_LIMIT,
+    jobs: int = 2,
+    on_run: Callable[[str, str], None] | None = None,
+) -> WitnessReport:
+    """Run the witnesses of ``patches`` on the untouched and on the fully patched source.
+
+    Args:
+        archive: the sdist of the base.
+        python: an interpreter that has pytest and what the witnesses import.
+        root: the checkout, whose tests/ the witnesses are in.
+        seconds: how long one pytest process may take.
+        jobs: how many of them may run at a time.
+        on_run: called with (witness, side) before each.
+
+    Raises:
+        apply.StackConflictError: the stack does not apply.
+    """
+    witnesses = sorted(
+        dict.fromkeys(path for patch in patches for path in patch.witnesses),
+        key=lambda path: path not in base.witness.first,
+    )
+    with tempfile.TemporaryDirectory(prefix="sm12x-witness-") as name:
+        trees = {side: Path(name) / side for side in SIDES}
+        for side in SIDES:
+            tree.unpack(archive, trees[side])
+        apply.apply(base, stack, trees[PATCHED], archive=archive)
+        runs = run_on(
+            trees,
+            witnesses,
+            python=python,
+            root=root,
+            seconds=seconds,
+            jobs=jobs,
+            on_run=on_run,
+        )
+    return WitnessReport(
+        base_version=base.version,
+        stack_id=stack.id,
+        checks=tuple(
+            check
+            for patch in patches
+            for path in patch.witnesses
+            for check in judge(patch.name, runs[path, BASE], runs[path, PATCHED], base.witness)
+        ),
+    )
+
+
+def run_on(
+    trees: Mapping[str, Path],
+    witnesses: Sequence[str],
+    *,
+    python: Path,
+    root: Path,
+    seconds: float = TIME_LIMIT,
+    jobs: int = 2,
+    on_run: Callable[[str, str], None] | None = None,
+) -> dict[tuple[str, str], Run]:
+    """Run ``witnesses`` on the source in each of ``trees``, side -> folder; see ``run``."""
+    if shutil.which(str(python)) is None:
+        raise ToolMissingError(
+            f"{python} is not an executable",
+            next_step="give the Python of an environment that has pytest and torch",
+        )
+    waiting = [(path, side) for path in witnesses for side in trees]
+    running: dict[tuple[str, str], Job] = {}
+    runs: dict[tuple[str, str], Run] = {}
+    with tempfile.TemporaryDirectory(prefix="sm12x-witness-") as name:
+        try:
+            while waiting or running:
+                if waiting and len(running) < jobs:
+                    path, side = waiting.pop(0)
+                    if on_run:
+                        on_run(path, side)
+                    report = Path(name) / f"{len(runs) + len(running)}-{side}.xml"
+                    running[path, side] = Job(path, side, trees[side], report, python, root)
+                    continue
+                for key, job in list(running.items()):
+                    done = job.result(seconds)
+                    if done is not None:
+                        runs[key] = done
+                        del running[key]
+                time.sleep(_POLL)
+        finally:
+            for job in running.values():
+                job.process.stop()
+    return runs
+
+
+def judge(patch: str, base: Run, patched: Run, known: Witness) -> list[Check]:
+    """Compare a witness's run on the untouched tree with the one on the patched tree.
+
+    ``known`` says which tests the untouched tree passes, or fails, unlike that of other releases.
+    """
+    prefix = f"{base.witness}::"
+    upstream, needed = (
+        {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+        for names in (known.upstream, known.needed)
+    )
+    before = {test.name: test for test in base.tests}
+    after = {test.name: test for test in patched.tests}
+    checks: list[Check] = []
+
+    def whole(reason: str, *, crashed: str = "", detail: str = "") -> None:
+        checks.append(
+            Check(
+                patch=patch,
+                witness=base.witness,
+                test="(the whole witness)",
+                guard=False,
+                base="crashed" if crashed == BASE else "",
+                patched="crashed" if crashed == PATCHED else "",
+                reasons=(reason,),
+                detail=detail,
+            )
+        )
+
+    for side in (base, patched):
+        if side.problem:
+            first, _, rest = side.problem.partition("\n")
+            whole(f"on the {_tree(side.side)}: {first}", crashed=side.side, detail=rest)
+    if base.problem or patched.problem:
+        return checks
+    names = dict.fromkeys([*before, *after])
+    guards = {test.name for test in (*before.values(), *after.values()) if test.guard}
+    guards = (guards | upstream) - needed
+    if names.keys() <= guards:
+        whole("has no test, guards aside: nothing shows that the patch is needed")
+    for name in sorted((upstream | needed) - names.keys()):
+        whole(f"has no test {name}, which [witness] in base.toml names")
+    for name in names:
+        guard = name in guards
+        checks.append(_check(patch, base.witness, name, before.get(name), after.get(name), guard))
+    return checks
+
+
+def _check(
+    patch: str,
+    witness: str,
+    name: str,
+    before: junit.Test | None,
+    after: junit.Test | None,
+    guard: bool,
+) -> Check:
+    reasons: list[str] = []
+    wanted = {BASE: junit.PASSED if guard else junit.FAILED, PATCHED: junit.PASSED}
+    detail = ""
+    for side, test in ((BASE, before), (PATCHED, after)):
+        outcome = test.outcome if test else "absent"
+        if outcome == wanted[side]:
+            continue
+        said = f": {test.said[:200]}" if test and test.said else ""
+        if outcome == junit.PASSED:
+            reasons.append(
+                f"passes on the {_tree(side)}: it does not show that the patch is needed"
+            )
+        elif outcome == junit.FAILED:
+            reasons.append(f"fails on the {_tree(side)}{said}")
+        elif outcome == junit.ERROR:
+            reasons.append(f"did not get to run on the {_tree(side)}{said}")
+        elif outcome == junit.SKIPPED:
+            reasons.append(f"is skipped on the {_tree(side)}{said}")
+        else:
+            reasons.append(f"is not there on the {_tree(side)}")
+        detail = detail or (test.detail if test else "")
+    return Check(
+        patch=patch,
+        witness=witness,
+        test=name,
+        guard=guard,
+        base=before.outcome if before else "absent",
+        patched=after.outcome if after else "absent",
+        reasons=tuple(reasons),
+        detail=detail,
+    )
+
+
+class Job:
+    """One pytest process, running; ``arguments`` and ``env`` are given to it as well."""
+
+    def __init__(
+        self,
+        witness: str,
+        side: str,
+        source: Path,
+        report: Path,
+        python: Path,
+        root: Path,
+        *,
+        arguments: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self._witness = witness
+        self._side = side
+        self._report = report
+        self._start = time.monotonic()
+        self.process = process.Background(
+            [
+                python,
+                "-m",
+                "pytest",
+                witness,
+                "-q",
+                f"--junitxml={report}",
+                "-p",
+                "sm12x_witness_plugin",
+                # Remembers nothing from the other tree.
+                "-p",
+                "no:cacheprovider",
+                "-o",
+                "junit_family=xunit2",
+                "-c",
+                str(root / "pyproject.toml"),
+                "--rootdir",
+                str(root),
+                *arguments,
+            ],
+            cwd=root,
+            env={
+                **(env or {}),
+                "SM12X_TREE": str(source),
+                "PYTHONPATH": str(_PLUGIN),
+                # The tree's modules are compiled once for all its witnesses.
+                "PYTHONDONTWRITEBYTECODE": None,
+                "PYTEST_ADDOPTS": None,
+                "PYTHONHOME": None,
+                "VIRTUAL_ENV": None,
+            },
+            log=report.with_suffix(".log"),
+        )
+
+    def result(self, seconds: float) -> Run | None:
+        """What the run gave; None while it goes on and has not used up ``seconds``."""
+        code = self.process.poll()
+        if code is None:
+            if time.monotonic() - self._start < seconds:
+                return None
+            self.process.stop()
+            return self._ended(f"pytest did not finish in {seconds:g} s and was killed")
+        # What a test has left behind must not go on beside the next run.
+        self.process.stop()
+        if code < 0:
+            return self._ended(f"pytest was ended by signal {-code}")
+        # 0: all passed, 1: some failed, 2: not all could be collected, 5: there are none.
+        if code not in (0, 1, 2, 5):
+            return self._ended(f"pytest ended with {code}")
+        try:
+            tests = junit.read(self._report)
+        except ValueError:
+            return self._ended(f"pytest ended with {code}")
+        return Run(witness=self._witness, side=self._side, tests=tests, problem="")
+
+    def _ended(self, problem: str) -> Run:
+        tail = self.process.log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:]
+        return Run(
+            witness=self._witness, side=self._side, tests=(), problem="\n".join([problem, *tail])
+        )
+
+
+def _tree(side: str) -> str:
+    return "untouched base" if side == BASE else "patched tree"
+
+
+def _uv() -> str:
+    try:
+        return uv.find_uv_bin()
+    except FileNotFoundError:
+        raise ToolMissingError(
+            "uv is not installed beside this Python", next_step="run `make test`, which sets it up"
+        ) from None

@@ -1,0 +1,1 @@
+"""Source trees: unpacked, patched strictly, and exported as patches again."""

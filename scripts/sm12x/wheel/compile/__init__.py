@@ -1,0 +1,1 @@
+"""Native modules: configured, compiled unit by unit within cores and memory."""

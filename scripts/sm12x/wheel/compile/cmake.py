@@ -1,0 +1,350 @@
+"""Calls the release's own CMake: its copy of the source, configuring, installing.
+
+The release's CMake writes into its source folder (generated Marlin kernels, a vendored Python
+file), so the build has its own copy of what it reads, in a work folder that a later run takes up
+again. Paths that get into the machine code (assertion messages, for one) are mapped to fixed ones:
+two builds give the same bytes, wherever they ran.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from sm12x.core import files, process
+from sm12x.core.cudaarch import CudaArch
+from sm12x.core.errors import (
+    BuildFailedError,
+    ToolFailedError,
+    ToolMissingError,
+)
+from sm12x.stack.model.base import Base, Module, Source
+from sm12x.wheel.compile import launcher
+from sm12x.wheel.toolchain import arch, cross
+
+# What the release's CMake reads of the source tree.
+TREE = ("CMakeLists.txt", "cmake", "csrc")
+
+_SUPPORTED = re.compile(r"^-- CUDA supported target architectures: (.*)$")
+
+
+class OnStep(Protocol):
+    """Is told how many units of ``label`` are done, of how many, and how long the rest takes.
+
+    ``total`` 0 means that nobody knows yet, ``left`` is in seconds.
+    """
+
+    def __call__(self, label: str, done: int, total: int, left: float | None = None) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How to build. ``jobs`` 0 is all cores, ``memory_gib`` 0 what is free; ``python`` has torch.
+
+    ``third_party`` has the real third-party sources, each in a folder of its name. ``target`` is
+    the other machine that ``cuda_home`` compiles for, None for this one.
+    """
+
+    cuda_home: Path
+    work: Path
+    python: Path
+    archs: tuple[CudaArch, ...]
+    jobs: int = 0
+    memory_gib: float = 0.0
+    third_party: Path | None = None
+    target: cross.Target | None = None
+
+
+def inputs_hash(source: Path) -> str:
+    """A sha256 over the names and contents of what the release's CMake reads in ``source``."""
+    digest = hashlib.sha256()
+    for path in _tree_files(source):
+        digest.update(f"{path.relative_to(source).as_posix()} {files.sha256(path)}\n".encode())
+    return digest.hexdigest()
+
+
+def cores() -> int:
+    """How many processors we may use: those of our affinity, or of our control group's quota."""
+    ours = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, min(ours, math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError):
+        # No limit ("max"), or control groups of another kind.
+        return ours
+
+
+def free_memory_gib() -> float:
+    """Memory that can be taken, in GiB: of the machine, or of our control group if that is less."""
+    text = Path("/proc/meminfo").read_text(encoding="ascii")
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
+    free = int(match[1]) * 1024 if match else files.GIB
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        lines = (group / "memory.stat").read_text().splitlines()
+        held = {name: int(number) for name, number in map(str.split, lines)}
+        # Files that the kernel keeps in memory while nobody needs it.
+        used -= held.get("active_file", 0) + held.get("inactive_file", 0)
+    except (OSError, ValueError):
+        # No limit ("max"), or control groups of another kind.
+        return free / files.GIB
+    return min(free, max(limit - used, 0)) / files.GIB
+
+
+def _tree_files(source: Path) -> list[Path]:
+    found: list[Path] = []
+    for name in TREE:
+        path = source / name
+        found += [path] if path.is_file() else (p for p in path.rglob("*") if p.is_file())
+    return sorted(found)
+
+
+def sync(source: Path, target: Path) -> None:
+    """Make the build's copy equal to ``source``, touching only files that differ.
+
+    ninja goes by times, so an untouched file is not compiled again. Files that CMake generated in
+    the copy stay: it remembers having made them.
+    """
+    manifest = target.with_name(f"{target.name}.files")
+    wanted = {path.relative_to(source).as_posix(): path for path in _tree_files(source)}
+    known = manifest.read_text(encoding="utf-8").splitlines() if manifest.is_file() else []
+    for name in known:
+        if name not in wanted:
+            (target / name).unlink(missing_ok=True)
+    # Before the copies: a file that a killed run brought here must be known to the next one.
+    files.write_text(manifest, "".join(f"{name}\n" for name in sorted({*known, *wanted})))
+    for name, path in wanted.items():
+        copy = target / name
+        if not copy.is_file() or copy.read_bytes() != path.read_bytes():
+            with files.replacing(copy) as temporary:
+                shutil.copyfile(path, temporary)
+            copy.chmod(path.stat().st_mode & 0o777)
+
+
+def variables(base: Base, modules: Sequence[Module], settings: Settings) -> dict[str, str]:
+    """The environment of CMake, and of ninja, which may call CMake again."""
+    return {
+        **{name: str(path) for name, path in _sources(base, modules, settings).items()},
+        "CUDA_HOME": str(settings.cuda_home),
+        "TORCH_CUDA_ARCH_LIST": arch.to_text(settings.archs),
+        "PATH": _path(settings.python),
+        **(cross.variables(settings.cuda_home) if settings.target else {}),
+    }
+
+
+def configure(
+    base: Base, modules: Sequence[Module], settings: Settings, on_step: OnStep | None
+) -> str:
+    """Run CMake unless it already ran with the same words. Returns the architectures it took."""
+    work = settings.work
+    folder = work / "build"
+    environment = variables(base, modules, settings)
+    argv = [
+        tool("cmake", settings.python),
+        *("-S", work / "src", "-B", folder, "-G", "Ninja"),
+        f"-DCMAKE_MAKE_PROGRAM={tool('ninja', settings.python)}",
+        *_definitions(base, modules, settings),
+    ]
+    words = [str(word) for word in argv]
+    # The launcher adds words to the compiler's that ninja does not see.
+    digest = files.sha256(Path(launcher.__file__))
+    key = json.dumps({"argv": words, "variables": environment, "launcher": digest}, sort_keys=True)
+    inputs = _description_hash(work / "src")
+    stamp = work / "configured.json"
+    log = work / "logs" / "configure.log"
+    known = json.loads(stamp.read_text(encoding="utf-8")) if stamp.is_file() else {}
+    if known.get("key") != key:
+        # CMake keeps compilers and paths of an earlier run in its cache, whatever it is told.
+        stamp.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        known = {}
+    if known.get("inputs") != inputs:
+        if known:
+            # Not configured until CMake has run; what was compiled with these words stays good.
+            files.write_text(stamp, json.dumps({"key": key, "inputs": "", "archs": ""}))
+        log.unlink(missing_ok=True)
+        found: list[str] = []
+
+        def line(text: str) -> None:
+            match = _SUPPORTED.match(text)
+            found.extend([match[1]] if match else [])
+            if on_step:
+                on_step("configure", 0, 0)
+
+        _run(words, environment, log, "CMake could not configure the release", line)
+        known = {"key": key, "inputs": inputs, "archs": found[-1] if found else ""}
+        files.write_text(stamp, json.dumps(known))
+    archs: str = known["archs"]
+    return archs
+
+
+def _description_hash(source: Path) -> str:
+    """Over what is read while configuring: CMake's own files, and the scripts that make sources.
+
+    ninja does not know of the scripts; CMake runs them only when it runs itself.
+    """
+    digest = hashlib.sha256()
+    for path in _tree_files(source):
+        name = path.relative_to(source).as_posix()
+        if not name.startswith("csrc/") or path.suffix == ".py":
+            digest.update(f"{name} {files.sha256(path)}\n".encode())
+    return digest.hexdigest()
+
+
+def _sources(base: Base, modules: Sequence[Module], settings: Settings) -> dict[str, Path]:
+    """The folder of each third-party source, by the variable that names it to CMake."""
+    made = settings.work / "third_party"
+    return {
+        source.override: third_party(source, modules, settings.third_party, made)
+        for source in base.sources
+    }
+
+
+def _definitions(base: Base, modules: Sequence[Module], settings: Settings) -> list[str]:
+    cuda = settings.cuda_home
+    target = settings.target
+    other = cross.flags(target, settings.python, settings.work) if target else []
+    flags = " ".join([*_prefix_maps(base, modules, settings), *other])
+    # -I and -S: it starts once a unit, and needs nothing but the standard library.
+    before = [settings.python, "-I", "-S", Path(launcher.__file__)]
+    if own_headers(base, settings.archs):
+        before += [launcher.HEADERS, settings.work / "src", base.include]
+    # No CCACHE_BASEDIR: ccache would make paths relative, which the prefix maps then do not match.
+    before += filter(None, [process.which("ccache")])
+    return [
+        *(cross.definitions(target, settings.work) if target else ()),
+        "-DCMAKE_BUILD_TYPE=Release",
+        f"-DVLLM_PYTHON_EXECUTABLE={settings.python}",
+        "-DVLLM_TARGET_DEVICE=cuda",
+        f"-DCUDAToolkit_ROOT={cuda}",
+        f"-DCUDA_TOOLKIT_ROOT_DIR={cuda}",
+        f"-DCMAKE_CUDA_COMPILER={cuda / 'bin' / 'nvcc'}",
+        f"-DFETCHCONTENT_BASE_DIR={settings.work / 'deps'}",
+        # No network at build time: a source that no override covers must fail, not be fetched.
+        "-DFETCHCONTENT_FULLY_DISCONNECTED=ON",
+        # Nothing of the build machine's folders, the stub of libcuda above all, in the module.
+        "-DCMAKE_SKIP_RPATH=ON",
+        f"-DCMAKE_CXX_FLAGS={flags}",
+        f"-DCMAKE_CUDA_FLAGS={' '.join(f'-Xcompiler={flag}' for flag in flags.split())}",
+        "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON",
+        *(
+            f"-DCMAKE_{language}_COMPILER_LAUNCHER={';'.join(map(str, before))}"
+            for language in ("C", "CXX", "CUDA")
+        ),
+    ]
+
+
+def own_headers(base: Base, archs: Iterable[CudaArch]) -> bool:
+    """Whether the release's CUDA units find the base's headers before torch's.
+
+    They are made for the units of 12.x; those that other architectures add have torch's own.
+    """
+    return bool(base.headers()) and all(one.major == 12 for one in archs)
+
+
+def _prefix_maps(base: Base, modules: Sequence[Module], settings: Settings) -> list[str]:
+    names = {source.override: source.name for source in base.sources}
+    maps = {
+        settings.work / "src": "/vllm",
+        settings.work / "build": "/build",
+        settings.cuda_home: "/cuda",
+        purelib(settings.python): "/site-packages",
+        **{
+            path: f"/third_party/{names[override]}"
+            for override, path in _sources(base, modules, settings).items()
+        },
+    }
+    return [f"-ffile-prefix-map={path}={name}" for path, name in maps.items()]
+
+
+def purelib(python: Path) -> Path:
+    """The site-packages of another Python."""
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    return Path(process.run([python, "-c", code]).stdout.strip())
+
+
+def available(base: Base, folder: Path | None) -> frozenset[str]:
+    """The third-party sources of ``base`` that are in ``folder``."""
+    if folder is None:
+        return frozenset()
+    found = (source.name for source in base.sources if _has_files(folder / source.name))
+    return frozenset(found)
+
+
+def third_party(source: Source, modules: Iterable[Module], real: Path | None, made: Path) -> Path:
+    """The folder CMake is given for ``source``: the one in ``real`` where it is compiled.
+
+    Where it is not compiled, or is not there, a stand-in in ``made``.
+    """
+    if real and any(source.name in module.sources for module in modules):
+        given = real / source.name
+        if _has_files(given):
+            return given.resolve()
+    folder = made / source.name
+    for name in ("README", *source.stand_in):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.is_file():
+            text = "Stands in for the real source, of which nothing is compiled in this build.\n"
+            path.write_text(text if name == "README" else "", encoding="utf-8")
+    return folder
+
+
+def _has_files(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.iterdir())
+
+
+def install_module(module: Module, settings: Settings, stage: Path) -> None:
+    argv = [tool("cmake", settings.python), "--install", settings.work / "build"]
+    words = [*map(str, argv), "--component", module.target, "--strip", "--prefix", str(stage)]
+    log = settings.work / "logs" / f"{module.target}.log"
+    what = f"native module {module.target} could not be installed"
+    _run(words, {"PATH": _path(settings.python)}, log, what, lambda _: None)
+    if not (stage / module.path).is_file():
+        raise BuildFailedError(
+            f"CMake's target {module.target} did not make {module.path}",
+            next_step=f"check `path` of that module in base.toml; the log is {log}",
+        )
+
+
+def _run(
+    words: list[str],
+    variables: dict[str, str],
+    log: Path,
+    what: str,
+    on_line: Callable[[str], None],
+) -> None:
+    try:
+        process.stream(words, env=variables, log=log, on_line=on_line)
+    except ToolFailedError as error:
+        shown = {name: value for name, value in variables.items() if name != "PATH"}
+        again = shlex.join(["env", *(f"{name}={value}" for name, value in shown.items()), *words])
+        raise BuildFailedError(
+            f"{what}: {error.message}", next_step=f"read {log}; repeat it with `{again}`"
+        ) from None
+
+
+def _path(python: Path) -> str:
+    return f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}"
+
+
+def tool(name: str, python: Path) -> Path:
+    """The program beside ``python`` (its package is a build requirement), else one on PATH."""
+    found = shutil.which(name, path=_path(python))
+    if found is None:
+        raise ToolMissingError(
+            f"`{name}` is neither beside {python} nor on PATH",
+            next_step=f"install the build requirements of base.toml, {name} among them",
+        )
+    return Path(found)

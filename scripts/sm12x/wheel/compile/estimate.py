@@ -1,0 +1,169 @@
+"""Whether the full build is worth its time here: by base.toml's costs, cores and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from sm12x.core.errors import NoSpaceError
+from sm12x.stack.model.base import Base, Module
+from sm12x.wheel.compile import schedule
+from sm12x.wheel.source import select
+
+AUTO = "auto"
+WANTED = (*select.MODES, AUTO)
+# In auto mode a full build is expected to take less than so many minutes.
+LIMIT_MINUTES = 20.0
+# Configuring, linking, and what runs beside the compilers.
+FIXED_SECONDS = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """``minutes`` is what compiling is expected to take in ``mode``; ``reason`` one short line."""
+
+    mode: str
+    minutes: float
+    reason: str
+
+
+def decide(
+    base: Base,
+    *,
+    cores: int,
+    memory_gib: float,
+    available: Collection[str],
+    wanted: str,
+    allowed: Collection[str] = (),
+) -> Decision:
+    """Quick or full.
+
+    Args:
+        memory_gib: what is free.
+        available: the third-party sources that are there; ``allowed``: those to do without.
+        wanted: "quick", "full" or "auto".
+
+    Raises:
+        NoSpaceError: "full" is wanted, and its largest unit does not fit in the memory.
+        UsageError: ``allowed`` names no source of the base.
+    """
+    if wanted == "quick":
+        return Decision(mode="quick", minutes=_quick_minutes(base), reason="as asked for")
+    choice = select.choose(base, (), mode="full", available=available, allowed=allowed)
+    minutes = full_minutes(base, choice.modules, cores=cores, memory_gib=memory_gib)
+    peak = max((module.peak_gib for module in choice.modules), default=0.0)
+    if peak > memory_gib:
+        why = f"the full build needs {peak:.1f} GiB of memory, {memory_gib:.1f} GiB are free"
+        if wanted == "full":
+            raise NoSpaceError(why, next_step="free memory, or build in quick mode")
+        return Decision(mode="quick", minutes=_quick_minutes(base), reason=why)
+    against = base.toolchain.not_full
+    if wanted == "full":
+        but = f", though {against}" if against else ""
+        return Decision(mode="full", minutes=minutes, reason=f"as asked for{but}")
+    if against:
+        return Decision(mode="quick", minutes=_quick_minutes(base), reason=against)
+    figures = _figures(minutes, cores, memory_gib)
+    lacking = [f"{kept.target} lacks {', '.join(kept.missing)}" for kept in choice.kept]
+    if all(module.quick for module in choice.modules):
+        reason = f"no module beyond quick mode's can be compiled: {'; '.join(lacking)}"
+    elif minutes >= LIMIT_MINUTES:
+        limit = f"auto takes it where that is under {LIMIT_MINUTES:.0f}"
+        reason = f"the full build would take {figures}; {limit}"
+    else:
+        but = f"; stays official: {'; '.join(lacking)}" if lacking else ""
+        return Decision(mode="full", minutes=minutes, reason=f"it takes {figures}{but}")
+    return Decision(mode="quick", minutes=_quick_minutes(base), reason=reason)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """``modules`` (paths in the wheel) that a full build compiles beyond quick mode's, where it has
+    ``sources`` that are not sure to be had; together with all before it takes ``minutes``.
+    """
+
+    minutes: float
+    modules: tuple[str, ...]
+    sources: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """What a full build would add on this machine: with what is sure to be had, then with all.
+
+    ``figures`` is the first step's time in words; ``against`` why auto would not take it, "" where
+    time alone decides.
+    """
+
+    figures: str
+    steps: tuple[Step, ...]
+    against: str = ""
+
+
+def offer(
+    base: Base,
+    *,
+    cores: int,
+    memory_gib: float,
+    sure: Collection[str],
+    allowed: Collection[str] = (),
+) -> Offer | None:
+    """What a full build would add to a quick one; None where it adds nothing.
+
+    Args:
+        sure: the third-party sources that are there whatever the network has.
+    """
+    steps: list[Step] = []
+    known: set[str] = set()
+    every = [source.name for source in base.sources]
+    peak = 0.0
+    for available in (sure, every):
+        choice = select.choose(base, (), mode="full", available=available, allowed=allowed)
+        added = [
+            module for module in choice.modules if not module.quick and module.path not in known
+        ]
+        if not added:
+            continue
+        known |= {module.path for module in added}
+        peak = max([peak, *(module.peak_gib for module in added)])
+        sources = {name for module in added for name in module.sources} - {*sure, *allowed}
+        minutes = full_minutes(base, choice.modules, cores=cores, memory_gib=memory_gib)
+        paths = tuple(module.path for module in added)
+        steps.append(Step(minutes=minutes, modules=paths, sources=tuple(sorted(sources))))
+    if not steps:
+        return None
+    against = base.toolchain.not_full
+    if peak > memory_gib:
+        against = f"it needs {peak:.1f} GiB of memory, {memory_gib:.1f} GiB are free"
+    return Offer(
+        figures=_figures(steps[0].minutes, cores, memory_gib), steps=tuple(steps), against=against
+    )
+
+
+def _figures(minutes: float, cores: int, memory_gib: float) -> str:
+    return f"about {minutes:.0f} min on {cores} cores with {memory_gib:.0f} GiB free"
+
+
+def full_minutes(
+    base: Base, modules: Collection[Module], *, cores: int, memory_gib: float
+) -> float:
+    """Minutes that compiling ``modules`` takes on ``cores`` with ``memory_gib`` free."""
+    # What units a module has, nobody knows before CMake ran: each is taken as typical ones that
+    # sum up to its cost, and one as dear as its dearest.
+    longest = max((unit.cpu_seconds for unit in base.units), default=schedule.DEFAULT_SECONDS)
+    units: list[tuple[float, float]] = []
+    for module in modules:
+        left = module.cpu_seconds
+        if left > longest:
+            units.append((longest, module.peak_gib))
+            left -= longest
+        while left > 0:
+            units.append((min(left, schedule.DEFAULT_SECONDS), schedule.DEFAULT_GIB))
+            left -= schedule.DEFAULT_SECONDS
+    room = max(memory_gib - schedule.RESERVE_GIB, schedule.DEFAULT_GIB)
+    seconds = schedule.makespan(units, cores=cores, memory_gib=room)
+    return (seconds + FIXED_SECONDS) / 60
+
+
+def _quick_minutes(base: Base) -> float:
+    return (FIXED_SECONDS + sum(module.cpu_seconds for module in base.modules if module.quick)) / 60

@@ -1,0 +1,223 @@
+"""Native modules: compiled by the release's CMake, checked, and put down with a record."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sm12x.core import cudaarch, files, process
+from sm12x.core.errors import BadFileError, BuildFailedError
+from sm12x.stack.model.base import Base, Module
+from sm12x.wheel.assemble import library
+from sm12x.wheel.compile import cmake, compiling
+from sm12x.wheel.source import source_version
+from sm12x.wheel.source.select import Choice, Kept
+from sm12x.wheel.toolchain import arch, cross, cuda_home
+
+SCHEMA = 2
+RECORD = "native.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeModule:
+    """A compiled module. ``sha256`` in hex, ``size`` in bytes, ``glibc`` the oldest it runs on.
+
+    ``units`` is how many files it was compiled of; ``allowed_missing`` names the third-party
+    sources that were not there, so that what is made of them is not in it.
+    """
+
+    target: str
+    path: str
+    sha256: str
+    size: int
+    glibc: str
+    units: int = 0
+    allowed_missing: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeRecord:
+    """What a native build was made of; nothing in it depends on when or where it ran.
+
+    ``inputs`` is a hash over all that was read of the source tree. ``arch_list`` is what was asked
+    for, ``cmake_archs`` what the release's CMake made of it ("" when nothing was compiled).
+    ``kept`` are the modules that stay the official ones although the mode or the stack asks for
+    them.
+    """
+
+    base_version: str
+    inputs: str
+    arch_list: str
+    cmake_archs: str
+    compiler: str
+    nvcc: str
+    modules: tuple[NativeModule, ...]
+    mode: str = "quick"
+    kept: tuple[Kept, ...] = ()
+    schema: int = SCHEMA
+
+
+def build(
+    base: Base,
+    source: Path,
+    out: Path,
+    choice: Choice,
+    settings: cmake.Settings,
+    *,
+    mode: str = "quick",
+    on_step: cmake.OnStep | None = None,
+    say: Callable[[str], None] | None = None,
+) -> NativeRecord:
+    """Compile the modules of ``choice`` into ``out``, and write the record beside them.
+
+    Args:
+        source: the patched tree, or its CMakeLists.txt, cmake and csrc.
+        mode: what ``choice`` was made for.
+        on_step: is told how far it is. ``say``: is told what a user should know meanwhile.
+
+    Raises:
+        BadArchitectureError: a full build needs more of the architectures.
+        BuildFailedError: a module does not compile, or what came out is not fit for a wheel.
+        NoSpaceError: the largest unit needs more memory than there is.
+        BadFileError: ``source`` is not a source tree; a third-party source is not where named, or
+            not of the pinned version.
+        ToolMissingError: cmake, ninja or a compiler is not there.
+    """
+    for name in cmake.TREE:
+        if not (source / name).exists():
+            raise BadFileError(
+                f"{source} has no {name}", next_step="make it with `sm12x build source`"
+            )
+    there = cmake.available(base, settings.third_party)
+    for one in base.sources:
+        if one.name in there and any(one.name in module.sources for module in choice.modules):
+            source_version.require(one, Path(f"{settings.third_party}", one.name))
+    # No symlinks in it: compilers write resolved paths, and the mapping below has to match them.
+    settings = dataclasses.replace(
+        settings, work=settings.work.resolve(), cuda_home=settings.cuda_home.absolute()
+    )
+    if mode == "full":
+        arch.require_complete(settings.archs)
+    settings.work.mkdir(parents=True, exist_ok=True)
+    digest = cmake.inputs_hash(source)
+    cmake_archs = ""
+    stage = settings.work / "stage"
+    units: dict[str, int] = {}
+    modules = choice.modules
+    if modules:
+        cmake.sync(source, settings.work / "src")
+        cmake_archs = cmake.configure(base, modules, settings, on_step)
+        if mode == "full":
+            _require_all(base, modules, settings, cmake_archs)
+        shutil.rmtree(stage, ignore_errors=True)
+        units = compiling.compile_modules(base, modules, settings, on_step=on_step, say=say)
+        for module in modules:
+            cmake.install_module(module, settings, stage)
+    record = NativeRecord(
+        base_version=base.version,
+        inputs=digest,
+        arch_list=arch.to_text(settings.archs),
+        cmake_archs=cmake_archs,
+        compiler=_compiler_version(settings.target),
+        nvcc=cuda_home.nvcc_version(settings.cuda_home),
+        modules=tuple(
+            _describe(
+                module, stage, units.get(module.target, 0), choice.allowed.get(module.target, ())
+            )
+            for module in modules
+        ),
+        mode=mode,
+        kept=choice.kept,
+    )
+    _publish(record, stage, out)
+    return record
+
+
+def read(folder: Path) -> NativeRecord:
+    """The record in ``folder``. Raises BadFileError when there is none, or it is not one."""
+    path = folder / RECORD
+    try:
+        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if raw["schema"] != SCHEMA:
+            raise ValueError(f"schema {raw['schema']!r}")
+        modules = tuple(
+            NativeModule(**{**entry, "allowed_missing": tuple(entry["allowed_missing"])})
+            for entry in raw["modules"]
+        )
+        kept = tuple(Kept(**{**entry, "missing": tuple(entry["missing"])}) for entry in raw["kept"])
+        return NativeRecord(**{**raw, "modules": modules, "kept": kept})
+    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+        raise BadFileError(
+            f"{path} cannot be read: {error}", next_step="make it with `sm12x build native`"
+        ) from None
+
+
+def _require_all(
+    base: Base, modules: tuple[Module, ...], settings: cmake.Settings, taken: str
+) -> None:
+    """Raise before anything is compiled for architectures that CMake left out without a word.
+
+    ``taken`` is what CMake said; modules of quick mode have no device code.
+    """
+    try:
+        said = cudaarch.parse_list(taken)
+    except ValueError:
+        # A form of its own: the audit of what comes out will tell.
+        return
+    lost = [
+        str(one)
+        for one in settings.archs
+        if not any(other.runs_on(one.major, one.minor) for other in said)
+    ]
+    if lost and any(not module.quick for module in modules):
+        raise BuildFailedError(
+            f"CMake of {base.version} leaves out {' and '.join(lost)}: it would compile for "
+            f"{taken or 'nothing'} alone",
+            next_step="build in quick mode, or for those it takes with --arch-list",
+        )
+
+
+def _describe(module: Module, stage: Path, units: int, without: tuple[str, ...]) -> NativeModule:
+    path = stage / module.path
+    header = library.read(path)
+    if header.runpath:
+        raise BuildFailedError(
+            f"{module.path} would look for libraries in {header.runpath}, folders of this machine",
+            next_step="find the link option that adds them in the release's CMake",
+        )
+    return NativeModule(
+        target=module.target,
+        path=module.path,
+        sha256=files.sha256(path),
+        size=path.stat().st_size,
+        glibc=header.glibc,
+        units=units,
+        allowed_missing=without,
+    )
+
+
+def _publish(record: NativeRecord, stage: Path, out: Path) -> None:
+    """Put the modules in ``out``; the record goes last, and first away, so it never lies."""
+    (out / RECORD).unlink(missing_ok=True)
+    wanted = {module.path for module in record.modules}
+    if out.is_dir():
+        for path in out.rglob("*.so"):
+            if path.relative_to(out).as_posix() not in wanted:
+                path.unlink()
+    for name in sorted(wanted):
+        with files.replacing(out / name) as temporary:
+            shutil.copyfile(stage / name, temporary)
+        (out / name).chmod(0o755)
+    text = json.dumps(dataclasses.asdict(record), indent=1, sort_keys=True) + "\n"
+    files.write_text(out / RECORD, text)
+
+
+def _compiler_version(target: cross.Target | None) -> str:
+    compiler = target.compiler() if target else os.environ.get("CXX") or "c++"
+    return process.run([compiler, "--version"]).stdout.splitlines()[0]

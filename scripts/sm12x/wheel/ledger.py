@@ -1,0 +1,197 @@
+"""The ledger: the JSON in every wheel and image that says what it is made of.
+
+Nothing in it depends on when or where it was written: the wheel that carries it is reproducible.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import zipfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from sm12x.core.errors import BadFileError
+
+SCHEMA = 2
+# Inside the wheel, under the .dist-info folder.
+NAME = "sm12x-ledger.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchEntry:
+    """``sha256`` is of the patch file; ``state`` is "applied" or "upstream".
+
+    ``native`` says whether its C++ and CUDA are in effect: "compiled", "not compiled in quick
+    mode", "not compiled: <modules>" where a full build kept official ones, and "" for a patch that
+    has none.
+    """
+
+    name: str
+    subject: str
+    upstream: str
+    drop_when: str
+    witness: str
+    sha256: str
+    state: str
+    native: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """A file of the wheel that is not the official one's. Hashes are sha256 in hex.
+
+    ``origin`` is "patched", "compiled", "generated" (it carries the version) or "removed".
+    ``base_sha256`` is "" for a file the stack adds, ``sha256`` for one it removes.
+    """
+
+    path: str
+    sha256: str
+    base_sha256: str
+    origin: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LibraryEntry:
+    """One shared library: its machine code, and the torch ops it registers.
+
+    ``origin`` is "official" or "compiled"; ``reason`` says why one that was asked for is official
+    all the same. Sizes are in bytes, ``official_size`` 0 where the official wheel has no such file.
+    ``cubins`` and ``ptx`` count the code by architecture ("12.0a", "8.0"). ``sm120`` and ``sm121``
+    are "native", "mixed", "ptx", "none", "host" (no device code) or "unknown". ``ops`` are full
+    names with overload; none are listed for a library that is for another Python than the
+    ledger's. ``ops_by`` says how they were found: "loaded", or "read" out of the file on another
+    machine, which finds no namespaces and not all ops. ``lost`` are those of the official library
+    that it was allowed to lack.
+    """
+
+    path: str
+    sha256: str
+    size: int
+    official_size: int
+    origin: str
+    reason: str
+    cubins: dict[str, int]
+    ptx: dict[str, int]
+    sm120: str
+    sm121: str
+    ops: tuple[str, ...]
+    lost: tuple[str, ...]
+    ops_by: str = "loaded"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverrideEntry:
+    """A requirement of the release that the lock replaces: the wheel's METADATA still names it."""
+
+    requirement: str
+    instead_of: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ledger:
+    """``mode`` is "quick" (the official wheel, changed) or "full" (all compiled here).
+
+    ``arch_list`` is what was asked for, ``cmake_archs`` what the release's CMake made of it; both
+    concern what was compiled here. ``allowed_missing`` names the third-party sources that modules
+    were compiled without. ``lock_sha256`` is of the locked closure, whose versions are
+    ``dependencies``.
+    """
+
+    base_version: str
+    sdist: str
+    sdist_sha256: str
+    official_wheel: str
+    official_wheel_sha256: str
+    stack_id: str
+    patches: tuple[PatchEntry, ...]
+    mode: str
+    machine: str
+    python: str
+    arch_list: str
+    cmake_archs: str
+    compiler: str
+    nvcc: str
+    allowed_missing: tuple[str, ...]
+    files: tuple[FileEntry, ...]
+    libraries: tuple[LibraryEntry, ...]
+    lock_sha256: str
+    dependencies: dict[str, str]
+    overrides: tuple[OverrideEntry, ...] = ()
+    schema: int = SCHEMA
+
+    @property
+    def wheel_version(self) -> str:
+        return wheel_version(self.base_version, self.stack_id, self.mode)
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True) + "\n"
+
+
+def is_program(path: str) -> bool:
+    """Whether a file of machine code is run, and not loaded: a release may ship programs too."""
+    return ".so" not in PurePosixPath(path).name
+
+
+def wheel_version(base_version: str, stack_id: str, mode: str) -> str:
+    """The wheel's version: the release's, with stack id and build mode as local label (PEP 440)."""
+    return f"{base_version}+sm12x.{stack_id}.{mode}"
+
+
+def read(path: Path) -> Ledger:
+    """Read a ledger file. Raises BadFileError when it is not one."""
+    try:
+        return from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+        raise _not_one(path, error) from None
+
+
+def inside(path: Path) -> Ledger | None:
+    """The ledger in a wheel, or in a folder one was unpacked or installed in; None without one.
+
+    Raises BadFileError when what lies there is not a ledger.
+    """
+    place = f"*.dist-info/{NAME}"
+    if path.is_dir():
+        return next((read(found) for found in sorted(path.glob(place))), None)
+    if not zipfile.is_zipfile(path):
+        return None
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = [name for name in archive.namelist() if PurePosixPath(name).match(place)]
+            return from_json(archive.read(names[0]).decode()) if names else None
+    # As in audit/scan.py: NotImplementedError is a compression this Python lacks, RuntimeError an
+    # encrypted member.
+    except (
+        *(zipfile.BadZipFile, zlib.error, OSError, NotImplementedError, RuntimeError),
+        *(ValueError, KeyError, TypeError),
+    ) as error:
+        raise _not_one(path, error) from None
+
+
+def from_json(text: str) -> Ledger:
+    """Parse a ledger. Raises ValueError, KeyError or TypeError when it is not one."""
+    raw: Any = json.loads(text)
+    if not isinstance(raw, dict):
+        raise TypeError("it is not a JSON object")
+    if raw.get("schema") != SCHEMA:
+        raise ValueError(f"schema {raw.get('schema')!r}")
+    raw["patches"] = tuple(PatchEntry(**entry) for entry in raw["patches"])
+    raw["files"] = tuple(FileEntry(**entry) for entry in raw["files"])
+    raw["libraries"] = tuple(
+        LibraryEntry(**{**entry, "ops": tuple(entry["ops"]), "lost": tuple(entry["lost"])})
+        for entry in raw["libraries"]
+    )
+    raw["allowed_missing"] = tuple(raw["allowed_missing"])
+    raw["overrides"] = tuple(OverrideEntry(**entry) for entry in raw.get("overrides", ()))
+    return Ledger(**raw)
+
+
+def _not_one(path: Path, error: Exception) -> BadFileError:
+    return BadFileError(
+        f"{path} holds no ledger of schema {SCHEMA}: {error}",
+        next_step="rebuild the bundle with this version of sm12x",
+    )

@@ -1,0 +1,1 @@
+"""The sources that are compiled: the patched release, and third-party ones."""

@@ -1,0 +1,214 @@
+"""The patched source: the release's sdist, unpacked, verified, with the stack on it.
+
+Beside the tree two records are written. ``<tree>.json`` names every file the stack changed, with
+the hash it had in the release and the one it has now. ``<tree>.native.json`` holds only what
+concerns native code, so that an edit of a Python patch leaves it as it is, and with it every cached
+step that reads no more than it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from sm12x.core import files
+from sm12x.core.errors import BadFileError, HashMismatchError
+from sm12x.stack.model import series
+from sm12x.stack.model.base import Base
+from sm12x.stack.worktree import apply, tree
+from sm12x.wheel.source import select
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceFile:
+    """A file the stack touches. Hashes are sha256 in hex: "" where the file is not there."""
+
+    path: str
+    base_sha256: str
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceRecord:
+    """A patched tree. ``states`` maps each patch to "applied", or "upstream" (in the base already).
+
+    ``files`` are those that now differ from the release.
+    """
+
+    base_version: str
+    sdist_sha256: str
+    stack_id: str
+    states: dict[str, str]
+    files: tuple[SourceFile, ...]
+    schema: int = SCHEMA
+
+
+@dataclass(frozen=True, kw_only=True)
+class TouchedRecord:
+    """What of the native code the stack touches: source files, and the modules made of them."""
+
+    base_version: str
+    sdist_sha256: str
+    files: tuple[SourceFile, ...]
+    targets: tuple[str, ...]
+    schema: int = SCHEMA
+
+
+def record_path(directory: Path) -> Path:
+    return directory.with_name(f"{directory.name}.json")
+
+
+def touched_path(directory: Path) -> Path:
+    return directory.with_name(f"{directory.name}.native.json")
+
+
+def prepare(base: Base, sdist: Path, out: Path) -> tuple[SourceRecord, bool]:
+    """Make ``out`` the patched source of ``base``.
+
+    Returns the record, and whether anything was done: a tree that is already what is asked for is
+    left alone.
+
+    Raises:
+        HashMismatchError: ``sdist`` is not the pinned one.
+        BadFileError: ``out`` holds something that this step did not make.
+        PatchConflictError: a patch does not apply.
+        BuildFailedError: the stack changes native code that belongs to no known module.
+    """
+    out = out.absolute()
+    stack = series.load(base)
+    _check_sdist(base, sdist)
+    if out.exists() and any(out.iterdir()):
+        known = _previous(out)
+        if known is not None and known.stack_id == stack.id and _is_current(known, base, out):
+            return known, False
+    out.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
+    try:
+        made.chmod(0o755)
+        tree.unpack(sdist, made)
+        paths = sorted({file.path for patch in stack.patches for file in patch.files})
+        before = {path: _sha256(made / path) for path in paths}
+        report = apply.apply(base, stack, made, archive=sdist)
+        record = SourceRecord(
+            base_version=base.version,
+            sdist_sha256=base.sdist.sha256,
+            stack_id=stack.id,
+            states={result.name: result.state for result in report.results},
+            files=tuple(
+                SourceFile(path=path, base_sha256=before[path], sha256=_sha256(made / path))
+                for path in sorted(report.changed)
+            ),
+        )
+        modules = select.touched(base, report.changed)
+        native = TouchedRecord(
+            base_version=base.version,
+            sdist_sha256=base.sdist.sha256,
+            files=tuple(file for file in record.files if select.is_native(file.path)),
+            targets=tuple(module.target for module in modules),
+        )
+        # Old out of the way, records, tree: killed anywhere in between, the next run finds no tree
+        # and makes it again. A tree with the record of another one is never there.
+        if out.exists():
+            out.rename(made.with_name(f"{made.name}.old"))
+        files.write_text(touched_path(out), _to_json(native))
+        files.write_text(record_path(out), _to_json(record))
+        made.rename(out)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(made.with_name(f"{made.name}.old"), ignore_errors=True)
+    return record, True
+
+
+def read(directory: Path) -> SourceRecord:
+    """The record of a tree that ``prepare`` made. Raises BadFileError."""
+    raw = _load(record_path(directory.absolute()), directory)
+    return SourceRecord(**{**raw, "files": _files(raw["files"])})
+
+
+def read_touched(directory: Path) -> TouchedRecord:
+    """The record of the native code of a tree that ``prepare`` made. Raises BadFileError."""
+    raw = _load(touched_path(directory.absolute()), directory)
+    return TouchedRecord(**{**raw, "files": _files(raw["files"]), "targets": tuple(raw["targets"])})
+
+
+def verify(directory: Path, entries: Iterable[SourceFile]) -> None:
+    """Raise BadFileError if a file of ``entries`` is not what the record says."""
+    for file in entries:
+        if _sha256(directory / file.path) != file.sha256:
+            raise BadFileError(
+                f"{directory / file.path} was changed after the stack was applied",
+                next_step="run `sm12x build source` again, or `sm12x patch refresh` to keep it",
+            )
+
+
+def _previous(out: Path) -> SourceRecord | None:
+    if not record_path(out).is_file():
+        raise BadFileError(
+            f"{out} is not empty and was not finished by this command",
+            next_step="name a new folder, or remove that one",
+        )
+    try:
+        return read(out)
+    except BadFileError:
+        return None
+
+
+def _is_current(record: SourceRecord, base: Base, out: Path) -> bool:
+    return (
+        record.base_version == base.version
+        and record.sdist_sha256 == base.sdist.sha256
+        and touched_path(out).is_file()
+        and all(_sha256(out / file.path) == file.sha256 for file in record.files)
+    )
+
+
+def _check_sdist(base: Base, sdist: Path) -> None:
+    if not sdist.is_file():
+        raise BadFileError(f"{sdist} is not there", next_step="fetch it with `sm12x fetch`")
+    found = files.sha256(sdist)
+    if found != base.sdist.sha256:
+        raise HashMismatchError(
+            f"{sdist} has sha256 {found}, base.toml pins {base.sdist.sha256}",
+            next_step=f"fetch {base.sdist.name} again with `sm12x fetch`",
+        )
+
+
+def _sha256(path: Path) -> str:
+    return files.sha256(path) if path.is_file() else ""
+
+
+def _to_json(record: SourceRecord | TouchedRecord) -> str:
+    return json.dumps(dataclasses.asdict(record), indent=1, sort_keys=True) + "\n"
+
+
+def _load(path: Path, directory: Path) -> dict[str, Any]:
+    try:
+        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if raw["schema"] != SCHEMA:
+            raise ValueError(f"schema {raw['schema']!r}")
+        return raw
+    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+        raise BadFileError(
+            f"{path}, the record of {directory}, cannot be read: {error}",
+            next_step="make the tree with `sm12x build source`",
+        ) from None
+
+
+def _files(raw: list[dict[str, str]]) -> tuple[SourceFile, ...]:
+    found = tuple(SourceFile(**entry) for entry in raw)
+    for file in found:
+        path = PurePosixPath(file.path)
+        if path.is_absolute() or ".." in path.parts:
+            raise BadFileError(
+                f"the record names {file.path}, which is outside the tree",
+                next_step="make the tree with `sm12x build source`",
+            )
+    return found

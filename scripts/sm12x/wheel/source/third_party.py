@@ -1,0 +1,205 @@
+"""The third-party sources that are compiled: out of packages, out of git, or as given.
+
+What is collected lies in the cache as ``third_party/<name>-<pin>-<key>``, the key being of all that
+base.toml says of it; beside it, ``.sha256`` is a hash over the names and contents of its files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+
+from sm12x.core import files, index
+from sm12x.core.errors import BadFileError, FetchError, HashMismatchError, UsageError
+from sm12x.stack.model.base import Base, Source
+from sm12x.wheel.source import checkout, source_version
+
+# The largest of them, unpacked, with room to spare.
+SPACE_GIB = 0.5
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A source, or why there is none: then ``folder`` is None and ``reason`` a short line.
+
+    ``origin`` is "packages", "git" or "given". ``sha256`` is over the names and contents of all
+    its files; "" for one that was given.
+    """
+
+    name: str
+    pin: str
+    folder: Path | None
+    origin: str = ""
+    sha256: str = ""
+    reason: str = ""
+
+
+def collect(
+    base: Base,
+    *,
+    cache: Path,
+    find_links: Path | None = None,
+    given: Mapping[str, Path] | None = None,
+    say: Say = lambda _: None,
+) -> dict[str, Found]:
+    """Find each source of ``base`` that some module is compiled of.
+
+    Args:
+        find_links: a folder that packages are taken from instead of the index.
+        given: folders that stand for sources, by name; they are checked against the pin.
+        say: is told what takes time, and what a user has to know of a given folder.
+
+    Raises:
+        UsageError: ``given`` names no source of the base.
+        BadFileError: a given folder is not of the pinned version.
+        HashMismatchError: a package is not the pinned one.
+        NoSpaceError: the cache's disk is full.
+    """
+    used = {name for module in base.modules for name in module.sources}
+    declared = {source.name for source in base.sources}
+    for name in given or {}:
+        if name not in declared:
+            raise UsageError(
+                f"{base.version} has no third-party source {name!r}",
+                next_step=f"use one of {', '.join(sorted(used))}",
+            )
+    found: dict[str, Found] = {}
+    for source in base.sources:
+        if given and source.name in given:
+            found[source.name] = _given(source, given[source.name], say)
+        elif source.name in used:
+            found[source.name] = _cached(source, cache, find_links, say)
+    return found
+
+
+def content_hash(folder: Path) -> str:
+    """A sha256 over the names and contents of all files, and over where links point."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_symlink():
+            digest.update(f"{name} -> {path.readlink()}\n".encode())
+        elif path.is_file():
+            digest.update(f"{name} {files.sha256(path)}\n".encode())
+    return digest.hexdigest()
+
+
+def _given(source: Source, folder: Path, say: Say) -> Found:
+    if not folder.is_dir() or not any(folder.iterdir()):
+        raise BadFileError(
+            f"{folder}, given for {source.name}, is not a folder with files",
+            next_step=f"name a checkout of {source.name} {source.pin}",
+        )
+    source_version.require(source, folder)
+    for name in source.submodules:
+        if not (folder / name).is_dir() or not any((folder / name).iterdir()):
+            raise BadFileError(
+                f"{folder}, given for {source.name}, lacks its submodule {name}",
+                next_step=f"run `git -C {shlex.quote(str(folder))} submodule update --init {name}`",
+            )
+    head = checkout.head(folder)
+    if head is not None and source.commit and head != source.commit:
+        raise BadFileError(
+            f"{folder} has commit {head} checked out, base.toml pins {source.name} to "
+            f"{source.commit}",
+            next_step=f"run `git -C {shlex.quote(str(folder))} checkout {source.commit}`",
+        )
+    if head is not None:
+        edited = checkout.changed(folder)
+        if edited:
+            some = ", ".join(edited[:3]) + (", ..." if len(edited) > 3 else "")
+            say(f"{source.name}: {len(edited)} files of {folder} are not as committed: {some}")
+    elif source.commit:
+        say(f"{source.name}: {folder} is no git checkout; taken as {source.pin} on trust")
+    return Found(name=source.name, pin=source.pin, folder=folder.resolve(), origin="given")
+
+
+def _cached(source: Source, cache: Path, find_links: Path | None, say: Say) -> Found:
+    origin = "packages" if source.packages else "git" if source.git else ""
+    if not origin:
+        return Found(
+            name=source.name,
+            pin=source.pin,
+            folder=None,
+            reason="no package has it and no repository is known",
+        )
+    contents = ("packages", "texts", "git", "commit", "submodules")
+    spec = json.dumps([asdict(source)[name] for name in contents], sort_keys=True)
+    key = hashlib.sha256(spec.encode()).hexdigest()[:12]
+    folder = cache / "third_party" / f"{source.name}-{source.pin}-{key}"
+    stamp = folder.with_name(f"{folder.name}.sha256")
+    if folder.is_dir() and stamp.is_file():
+        digest = stamp.read_text(encoding="ascii").strip()
+        if content_hash(folder) == digest:
+            return Found(
+                name=source.name, pin=source.pin, folder=folder, origin=origin, sha256=digest
+            )
+        say(f"{source.name}: {folder} was changed since it was collected; made anew")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    files.require_space(folder.parent, SPACE_GIB, what=f"unpacking {source.name}")
+    made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    try:
+        made.chmod(0o755)
+        if source.packages:
+            _unpack(source, made, cache, find_links)
+        else:
+            checkout.fetch(source.git, source.commit, source.submodules, made)
+        source_version.require(source, made)
+        digest = content_hash(made)
+        _age(made)
+        # The folder goes first and comes last: a hash never stands for another folder's files.
+        shutil.rmtree(folder, ignore_errors=True)
+        files.write_text(stamp, f"{digest}\n")
+        made.rename(folder)
+        say(f"{source.name} {source.pin}: from {origin}")
+    except FetchError as error:
+        return Found(name=source.name, pin=source.pin, folder=None, reason=error.message)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    return Found(name=source.name, pin=source.pin, folder=folder, origin=origin, sha256=digest)
+
+
+def _age(folder: Path) -> None:
+    """Date every file to one day: ninja goes by dates, and what is collected anew is not new."""
+    for path in folder.rglob("*"):
+        os.utime(path, (files.DATE, files.DATE), follow_symlinks=False)
+
+
+def _unpack(source: Source, folder: Path, cache: Path, find_links: Path | None) -> None:
+    for package in source.packages:
+        wheel = index.fetch(
+            package.project, package.name, package.sha256, cache=cache, find_links=find_links
+        )
+        prefix = f"{package.inside.rstrip('/')}/"
+        with zipfile.ZipFile(wheel) as archive:
+            names = [name for name in archive.namelist() if name.startswith(prefix)]
+            names = [name for name in names if not name.endswith("/")]
+            for name in names:
+                below = PurePosixPath(package.into) / name.removeprefix(prefix)
+                if below.is_absolute() or ".." in below.parts:
+                    raise HashMismatchError(
+                        f"{package.name} names {name}, which is outside its folder",
+                        next_step="check the pin of that package in base.toml",
+                    )
+                target = folder / below
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(archive.read(name))
+        if not names:
+            raise BadFileError(
+                f"{package.name} has nothing under {prefix}",
+                next_step=f"check `inside` of {source.name}'s packages in base.toml",
+            )
+    for name, text in source.texts.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")

@@ -1,0 +1,212 @@
+"""Compiling for another machine: its compiler, its libraries, and what CMake is told of both.
+
+nvcc runs on this machine and makes host code for the other by that one's g++. What is linked with
+(torch, cudart, nvrtc) are the other machine's own packages, unpacked in a folder and never run.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from sm12x.core import files, process
+from sm12x.core.errors import BadArchitectureError, BadFileError, ToolMissingError
+
+# In a CUDA_HOME for another machine: which one, and where its packages are.
+MARKER = "cross.json"
+
+# What is unpacked for the other machine, out of its lock: what the release's CMake links with.
+PACKAGES = ("torch", "nvidia-cuda-runtime", "nvidia-cuda-nvrtc")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """``triplet`` names the compilers; ``cuda`` is the folder that CUDA's own CMake looks for."""
+
+    triplet: str
+    cuda: str
+
+
+# Machines that nvcc of an x86_64 toolkit makes code for.
+_KINDS = {"aarch64": _Kind(triplet="aarch64-linux-gnu", cuda="sbsa-linux")}
+_HOST = "x86_64"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """``packages`` is a folder like a site-packages, with the wheels of ``machine`` unpacked."""
+
+    machine: str
+    packages: Path
+
+    @property
+    def triplet(self) -> str:
+        return _KINDS[self.machine].triplet
+
+    @property
+    def cuda_folder(self) -> str:
+        return _KINDS[self.machine].cuda
+
+    def compiler(self, name: str = "g++") -> Path:
+        """The cross compiler. Raises ToolMissingError, with the package that has it."""
+        found = process.which(f"{self.triplet}-{name}")
+        if found is None:
+            raise ToolMissingError(
+                f"compiling for {self.machine} takes {self.triplet}-{name}, which is not installed",
+                next_step=f"install it, such as with `apt-get install g++-{self.triplet}`",
+            )
+        return found
+
+
+def needed(machine: str, *, here: str | None = None) -> bool:
+    """Whether a build for ``machine`` crosses machines.
+
+    Args:
+        here: this machine as `platform.machine()` names it; None asks.
+
+    Raises:
+        BadArchitectureError: it does, and there is no toolkit that could.
+    """
+    here = here or platform.machine()
+    if machine == here:
+        return False
+    if machine not in _KINDS or here != _HOST:
+        raise BadArchitectureError(
+            f"code for {machine} cannot be compiled on {here}",
+            next_step=f"build on {machine}, or for {' or '.join(_KINDS)} on {_HOST}",
+        )
+    return True
+
+
+def libraries(target: Target, toolkit: str) -> Path:
+    """The folder of the toolkit's libraries for ``target``; ``toolkit`` is such as "cu13".
+
+    Raises:
+        BadFileError: a package is not unpacked there, or is for another machine.
+    """
+    folder = target.packages / "nvidia" / toolkit / "lib"
+    torch = target.packages / "torch" / "share" / "cmake" / "Torch"
+    for path in (folder, torch):
+        if not path.is_dir():
+            raise BadFileError(
+                f"{target.packages} is not where packages for {target.machine} are unpacked: "
+                f"{path.relative_to(target.packages)} is not there",
+                next_step=f"unpack them with `sm12x build packages --machine {target.machine}`",
+            )
+    return folder
+
+
+def write_marker(target: Target, cuda_home: Path) -> None:
+    """Make ``cuda_home`` one for ``target``, for those who are given nothing but its folder."""
+    text = json.dumps({"machine": target.machine, "packages": str(target.packages)}, indent=1)
+    files.write_text(cuda_home / MARKER, f"{text}\n")
+    folder = cuda_home / "targets"
+    folder.mkdir(exist_ok=True)
+    # CMake's modules look for a cross toolkit in here, NVIDIA's packages for one machine have none.
+    (folder / target.cuda_folder).symlink_to("..")
+
+
+def find(cuda_home: Path, machine: str) -> Target | None:
+    """What ``cuda_home`` compiles for, None for this machine.
+
+    Raises:
+        BadFileError: it compiles for another machine than ``machine``.
+        BadArchitectureError: nothing here compiles for ``machine``.
+    """
+    path = cuda_home / MARKER
+    crossing = needed(machine)
+    raw: dict[str, str] = {}
+    if path.is_file():
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+            found = Target(machine=raw["machine"], packages=Path(raw["packages"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise BadFileError(
+                f"{path} cannot be read: {error!r}",
+                next_step="make the CUDA_HOME again with `sm12x build toolchain`",
+            ) from None
+        if crossing and found.machine == machine:
+            return found
+    if crossing or raw:
+        what = raw.get("machine", platform.machine())
+        raise BadFileError(
+            f"{cuda_home} is a toolkit that compiles for {what}, not for {machine}",
+            next_step=f"make one with `sm12x build toolchain --machine {machine}`",
+        )
+    return None
+
+
+def definitions(target: Target, work: Path) -> list[str]:
+    """What CMake is told besides: the toolchain file, made in ``work``, and torch's own modules.
+
+    Raises ToolMissingError when there is no compiler for the target.
+    """
+    share = target.packages / "torch" / "share" / "cmake"
+    path = work / f"toolchain-{target.machine}.cmake"
+    text = toolchain_file(target, c=target.compiler("gcc"), cxx=target.compiler())
+    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        files.write_text(path, text)
+    return [
+        f"-DCMAKE_TOOLCHAIN_FILE={path}",
+        # The release asks this machine's torch where its modules are: those of the target first.
+        f"-DTorch_DIR={share / 'Torch'}",
+        f"-DCaffe2_DIR={share / 'Caffe2'}",
+        # The Python that CMake asks is this machine's, and runs without an emulator; FindPython
+        # looks for none at all when crossing machines unless it is given one.
+        "-DCMAKE_POLICY_DEFAULT_CMP0190=NEW",
+        f"-DCMAKE_CROSSCOMPILING_EMULATOR={process.which('env')}",
+    ]
+
+
+def toolchain_file(target: Target, *, c: Path, cxx: Path) -> str:
+    return "\n".join(
+        [
+            "# Made by sm12x.wheel.toolchain.cross.",
+            "set(CMAKE_SYSTEM_NAME Linux)",
+            f"set(CMAKE_SYSTEM_PROCESSOR {target.machine})",
+            f"set(CMAKE_C_COMPILER {c})",
+            f"set(CMAKE_CXX_COMPILER {cxx})",
+            f"set(CMAKE_CUDA_HOST_COMPILER {cxx})",
+            "",
+        ]
+    )
+
+
+def variables(cuda_home: Path) -> dict[str, str]:
+    """What the configure step is to find in its environment."""
+    # torch's FindCUDA, when it crosses machines, goes by this and nothing else.
+    return {"CUDA_TOOLKIT_ROOT": str(cuda_home)}
+
+
+def flags(target: Target, python: Path, work: Path) -> list[str]:
+    """Flags that make Python's headers of this machine serve ``target``, and hide its folder."""
+    code = "import sysconfig; print(sysconfig.get_config_h_filename())"
+    header = Path(process.run([python, "-c", code]).stdout.strip())
+    found = [f"-ffile-prefix-map={target.packages}=/site-packages"]
+    theirs, ours = _machine_headers(header, target)
+    if ours is not None:
+        folder = work / "python"
+        copy = folder / theirs
+        text = ours.read_text(encoding="utf-8")
+        if not copy.is_file() or copy.read_text(encoding="utf-8") != text:
+            files.write_text(copy, text)
+        found.append(f"-I{folder}")
+    return found
+
+
+def _machine_headers(header: Path, target: Target) -> tuple[str, Path | None]:
+    """What Debian's pyconfig.h includes for ``target``, and this machine's file that will do.
+
+    Debian has one a machine, each in a folder named after it, and only this machine's is installed.
+    Modules use the stable ABI, for which they say the same: what differs between two 64-bit Linux
+    machines concerns building Python itself. Elsewhere there is one pyconfig.h, and None here.
+    """
+    text = header.read_text(encoding="utf-8")
+    names = re.findall(r"^#\s*include\s*<(\S+/pyconfig\.h)>", text, re.MULTILINE)
+    theirs = next((name for name in names if name.startswith(f"{target.triplet}/")), "")
+    # <include>/python3.x/pyconfig.h, and the others in <include>/<machine>/python3.x/.
+    installed = (header.parents[1] / name for name in names)
+    return theirs, next((path for path in installed if path.is_file()), None) if theirs else None

@@ -1,0 +1,223 @@
+"""The health check against a real server, and the probes with real libraries and processes."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from sm12x.core import process
+from sm12x.core.errors import ToolFailedError
+from sm12x.runtime import health
+from sm12x.runtime.check import native
+
+# Stands where torch would: the probe asks it for nothing but the operator registry.
+TORCH = """\
+class _C:
+    @staticmethod
+    def _dispatch_get_all_op_names():
+        return ["_C::one"]
+"""
+MODULE = """\
+#include <Python.h>
+static struct PyModuleDef definition = {{PyModuleDef_HEAD_INIT, "{name}", 0, -1, 0}};
+{extra}
+PyMODINIT_FUNC PyInit_{name}(void) {{ {body} return PyModule_Create(&definition); }}
+"""
+
+
+@contextmanager
+def serving(answers: dict[str, tuple[int, bytes]]) -> Iterator[int]:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path not in answers:
+                # As an engine in the middle of /sleep: it takes the request and says nothing.
+                release.wait(30)
+                return
+            status, body = answers[self.path]
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    release = threading.Event()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield server.server_address[1]
+    finally:
+        release.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def verdict(port: int) -> health.Verdict:
+    return health.check(health.Server(host="127.0.0.1", port=port), health.get_http)
+
+
+def test_a_sleeping_server_is_healthy() -> None:
+    with serving({"/health": (200, b""), "/is_sleeping": (200, b'{"is_sleeping": true}')}) as port:
+        assert verdict(port) == health.Verdict(code=0, text=f"127.0.0.1:{port} sleeps")
+
+
+def test_an_engine_that_is_deaf_while_it_falls_asleep_is_healthy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(health, "SLEEP_SECONDS", 0.2)
+    with serving({"/health": (200, b"")}) as port:
+        assert verdict(port) == health.Verdict(code=0, text=f"127.0.0.1:{port} answers")
+
+
+def test_a_dead_engine_and_a_closed_port_are_not_healthy() -> None:
+    with serving({"/health": (503, b""), "/is_sleeping": (500, b"")}) as port:
+        assert verdict(port).code == 1
+    assert "is not open" in verdict(port).text
+
+
+def test_the_command_finds_the_server_that_runs_here(tmp_path: Path) -> None:
+    # A process that looks as `vllm serve` does, and serves /health.
+    script = tmp_path / "vllm"
+    script.write_text(
+        "import http.server, sys\n"
+        "class H(http.server.BaseHTTPRequestHandler):\n"
+        "    def do_GET(self):\n"
+        "        self.send_response(200)\n"
+        "        self.end_headers()\n"
+        "s = http.server.HTTPServer(('127.0.0.1', int(sys.argv[2])), H)\n"
+        "print(s.server_address[1], flush=True)\n"
+        "s.serve_forever()\n"
+    )
+    with serving({}) as port:
+        pass
+    argv = [sys.executable, str(script), "serve", str(port), "--port", str(port)]
+    server = subprocess.Popen(argv, stdout=subprocess.PIPE)
+    try:
+        assert server.stdout is not None
+        server.stdout.readline()
+        done = process.run([sys.executable, "-m", "sm12x.runtime", "health"], check=False)
+    finally:
+        server.terminate()
+        server.communicate()
+    assert (done.returncode, done.stdout) == (0, f"127.0.0.1:{port} answers\n")
+
+
+Build = Callable[..., str]
+
+
+@pytest.fixture
+def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Build:
+    (tmp_path / "torch.py").write_text(TORCH)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    include = process.run(
+        [sys.executable, "-c", "import sysconfig; print(sysconfig.get_path('include'))"]
+    ).stdout.strip()
+
+    def one(name: str, *, body: str = "", extra: str = "", link: tuple[str, ...] = ()) -> str:
+        source = tmp_path / f"{name}.c"
+        source.write_text(MODULE.format(name=name, body=body, extra=extra))
+        out = tmp_path / f"{name}.abi3.so"
+        process.run(["gcc", "-shared", "-fPIC", f"-I{include}", "-o", out, source, *link])
+        return out.name
+
+    return one
+
+
+def loaded(tmp_path: Path, *libraries: str, env: dict[str, str | None] | None = None) -> object:
+    question = {"site": str(tmp_path), "libraries": list(libraries)}
+    answer = native.prober(tmp_path)("modules", question, env or {})
+    assert answer["ops"] == ["_C::one"]
+    return answer["libraries"]
+
+
+def test_real_modules_load_or_say_why_not(tmp_path: Path, build: Build) -> None:
+    good = build("good")
+    broken = build("broken", body="not_there();", extra="void not_there(void);")
+    plain = tmp_path / "plain.so"
+    process.run(["gcc", "-shared", "-fPIC", "-x", "c", "-o", plain, "/dev/null"])
+    (tmp_path / "_C.cpython-310-x86_64-linux-gnu.so").write_bytes(b"")
+    found = loaded(
+        tmp_path, good, broken, "plain.so", "_C.cpython-310-x86_64-linux-gnu.so", "missing.so"
+    )
+    assert isinstance(found, dict)
+    assert found[good] == ""
+    assert "undefined symbol: not_there" in found[broken]
+    assert found["plain.so"] == ""
+    assert found["_C.cpython-310-x86_64-linux-gnu.so"] == "other-python"
+    assert "No such file" in found["missing.so"]
+
+
+def test_a_module_that_crashes_is_named(tmp_path: Path, build: Build) -> None:
+    crash = build("crash", body="__builtin_trap();")
+    with pytest.raises(ToolFailedError, match=f"loading {crash}"):
+        loaded(tmp_path, crash)
+
+
+def test_the_stand_in_is_found_by_the_probe_alone(tmp_path: Path, build: Build) -> None:
+    folder = tmp_path / "check"
+    folder.mkdir()
+    stand_in = folder / "libcuda.so.1"
+    source = tmp_path / "cuda.c"
+    source.write_text("int cuInit(unsigned f) { return 100; }\n")
+    process.run(["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", stand_in, source])
+    user = build("user", body="cuInit(0);", extra="int cuInit(unsigned);", link=(str(stand_in),))
+    env: dict[str, str | None] = {"LD_LIBRARY_PATH": str(folder)}
+    assert loaded(tmp_path, user, env=env) == {user: ""}
+    ask = native.prober(tmp_path)
+    assert ask("driver", None, env) == str(stand_in)
+    found = ask("driver", None, {"LD_LIBRARY_PATH": None})
+    assert found is None or not Path(found).samefile(stand_in)
+
+
+def test_a_command_takes_the_place_of_the_entry_point() -> None:
+    """Signals reach what was started: it has the entry point's own process id."""
+    started = subprocess.Popen(
+        [sys.executable, "-m", "sm12x.runtime", "sh", "-c", "echo $$; exec sleep 60"],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "SM12X_IMAGE_ROOT": "/nowhere"},
+    )
+    assert started.stdout is not None
+    assert int(started.stdout.readline()) == started.pid
+    started.terminate()
+    started.communicate()
+    assert started.returncode == -15
+
+
+def test_a_wrong_word_is_one_line_and_exit_2() -> None:
+    done = process.run([sys.executable, "-m", "sm12x.runtime", "no-such-word"], check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: 'no-such-word' is no recipe")
+    assert done.stderr.count("\n") == 1
+
+
+def test_check_without_a_ledger_is_one_line(tmp_path: Path) -> None:
+    done = process.run(
+        [sys.executable, "-m", "sm12x.runtime", "check"],
+        env={"SM12X_IMAGE_ROOT": str(tmp_path)},
+        check=False,
+    )
+    assert done.returncode == 4
+    assert "ledger.json" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_probe_keeps_what_is_printed_out_of_its_answer(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("print('hello from a library')\n" + TORCH)
+    done = process.run(
+        [sys.executable, "-m", "sm12x.runtime.check.probe", "modules"],
+        env={"PYTHONPATH": str(tmp_path)},
+        stdin=json.dumps({"site": str(tmp_path), "libraries": []}),
+    )
+    assert json.loads(done.stdout)["libraries"] == {}
+    assert "hello from a library" in done.stderr

@@ -1,0 +1,247 @@
+"""The image's entry point: which words lead where."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from sm12x.core.errors import BadFileError, UsageError
+from sm12x.runtime import entry, serve
+from sm12x.runtime.places import CACHE_VARIABLES, Places
+from sm12x.wheel.ledger import Ledger, LibraryEntry, PatchEntry
+
+RECIPE = """\
+recipe_version: "1"
+name: small
+description: A small model
+container: x
+defaults:
+  port: 8000
+command: vllm serve some/model --port {port}
+sm12x:
+  hardware: [any]
+  gpus: 1
+  sleep: {level: 1}
+  status: {state: untested, source: nobody}
+"""
+BLOCKED = RECIPE.replace("source: nobody", "source: nobody, blocked: a kernel is missing")
+
+
+def make_ledger(**fields: Any) -> Ledger:
+    """A ledger with the fields that matter here, and nothing in the others."""
+    empty = {field.name: "" for field in dataclasses.fields(Ledger) if field.name != "schema"}
+    return Ledger(**{**empty, **fields})
+
+
+class Became(Exception):  # noqa: N818 - not an error
+    """What the process would have become."""
+
+
+def replace(argv: Sequence[str], *, env: Mapping[str, str]) -> NoReturn:
+    raise Became(tuple(argv), dict(env))
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Places:
+    for name in (*CACHE_VARIABLES, "SM12X_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    found = Places(
+        root=tmp_path / "root",
+        site=tmp_path / "site",
+        cuda_home=tmp_path / "cuda",
+        cache=tmp_path / "cache",
+    )
+    found.recipes.mkdir(parents=True)
+    (found.recipes / "small-model.yaml").write_text(RECIPE)
+    ledger = make_ledger(
+        base_version="1.2.3",
+        stack_id="0123abcd",
+        patches=(
+            PatchEntry(
+                name="0001-reset.patch",
+                subject="Reset the error",
+                upstream="",
+                drop_when="",
+                witness="",
+                sha256="",
+                state="applied",
+                native="not compiled in quick mode",
+            ),
+        ),
+        mode="quick",
+        machine="x86_64",
+        python="3.13",
+        arch_list="12.0a;12.1a",
+        allowed_missing=("qutlass",),
+        files=(),
+        libraries=tuple(
+            LibraryEntry(
+                path=kind,
+                sha256="",
+                size=0,
+                official_size=0,
+                origin="compiled" if kind == "native" else "official",
+                reason="",
+                cubins={},
+                ptx={},
+                sm120=kind,
+                sm121="ptx",
+                ops=(),
+                lost=("_q::a", "_q::b") if kind == "native" else (),
+            )
+            for kind in ("native", "host")
+        ),
+        dependencies={},
+    )
+    found.ledger.write_text(ledger.to_json())
+    return found
+
+
+def dispatch(places: Places, *words: str) -> int:
+    return entry.dispatch(words, places, replace=replace)
+
+
+@pytest.mark.parametrize("words", [(), ("help",), ("--help",)])
+def test_without_a_word_it_says_what_it_is(
+    places: Places, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert dispatch(places, *words) == 0
+    golden = Path(__file__).with_name("data") / "inside-help.txt"
+    assert capsys.readouterr().out == golden.read_text()
+
+
+def test_a_blocked_recipe_is_not_offered_to_be_run(
+    places: Places, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (places.recipes / "small-model.yaml").write_text(BLOCKED)
+    dispatch(places)
+    out = capsys.readouterr().out
+    assert "cannot serve yet: a kernel is missing" in out
+    assert "--gpus" not in out
+
+
+def test_a_recipe_becomes_vllm(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SM12X_PORT", "1")
+    with pytest.raises(Became) as became:
+        dispatch(places, "small-model", "--", "--seed", "3")
+    assert became.value.args[0] == ("vllm", "serve", "some/model", "--port", "1", "--seed", "3")
+    with pytest.raises(Became) as became:
+        dispatch(places, "small-model", "port=2")
+    assert became.value.args[0][-1] == "2"
+
+
+def test_a_blocked_recipe_says_so_and_goes_on(
+    places: Places, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (places.recipes / "small-model.yaml").write_text(BLOCKED)
+    with pytest.raises(Became):
+        dispatch(places, "small-model")
+    assert "warning: small-model cannot serve yet: a kernel is missing" in capsys.readouterr().err
+
+
+def test_a_mounted_file_is_a_recipe_with_one_gpu(places: Places, tmp_path: Path) -> None:
+    path = tmp_path / "theirs.yaml"
+    text = RECIPE.split("sm12x:")[0].replace("port: 8000", "port: 8000\n  tensor_parallel: 2")
+    path.write_text(text.replace("{port}", "{port} -tp {tensor_parallel}"))
+    with pytest.raises(Became) as became:
+        dispatch(places, str(path))
+    assert became.value.args[0][-1] == "1"
+
+
+def test_any_other_program_is_run_as_given(places: Places) -> None:
+    with pytest.raises(Became) as became:
+        dispatch(places, "sh", "-c", "exit 3")
+    assert became.value.args[0] == ("sh", "-c", "exit 3")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("smal-model",), "perhaps you meant small-model"),
+        (("chekc",), "perhaps you meant check"),
+        (("--max-model-len", "3"), "go after a recipe's name and --"),
+        (("qwertyuiop",), "run the image without an argument"),
+        (("recipes", "smal-model"), "perhaps you meant small-model"),
+        (("check", "--jsno"), "check takes no '--jsno'"),
+        (("small-model", "--port", "3"), "put vLLM's own arguments after --"),
+        (("small-model", "prot=3"), "perhaps you meant 'port'"),
+    ],
+)
+def test_a_wrong_word_is_refused_with_a_hint(
+    places: Places, words: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message) as error:
+        dispatch(places, *words)
+    assert error.value.exit_code == 2
+
+
+def test_a_recipe_for_several_machines_is_refused(places: Places) -> None:
+    theirs = "cluster_only: true\n" + RECIPE.split("sm12x:")[0]
+    (places.recipes / "small-model.yaml").write_text(theirs)
+    with pytest.raises(UsageError, match="several machines"):
+        dispatch(places, "small-model")
+
+
+def test_a_recipe_for_several_machines_needs_the_address_of_the_first(places: Places) -> None:
+    text = "cluster_only: true\n" + RECIPE.replace(
+        "defaults:", "defaults:\n  master_addr: 127.0.0.1"
+    ).replace("{port}", "{port} --master-addr {master_addr}")
+    (places.recipes / "small-model.yaml").write_text(text)
+    with pytest.raises(UsageError, match="needs the first machine's address"):
+        dispatch(places, "small-model")
+    with pytest.raises(Became) as became:
+        dispatch(places, "small-model", "master_addr=10.0.0.1", "--", "--headless")
+    assert became.value.args[0][-2:] == ("10.0.0.1", "--headless")
+
+
+def test_recipes_are_listed_and_shown(places: Places, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dispatch(places, "recipes") == 0
+    assert "small-model [untested]: A small model" in capsys.readouterr().out
+    assert dispatch(places, "recipes", "small-model") == 0
+    out = capsys.readouterr().out
+    assert "    port=8000" in out
+    assert "-p 8000:8000" in out
+
+
+def test_an_image_without_a_ledger_says_so(places: Places) -> None:
+    places.ledger.unlink()
+    with pytest.raises(BadFileError, match="ledger"):
+        dispatch(places)
+
+
+def test_a_cache_that_cannot_be_written_is_said_before_vllm_starts(
+    places: Places, tmp_path: Path
+) -> None:
+    # A file where a folder should be: refused to root as well.
+    (tmp_path / "cache").write_text("")
+    with pytest.raises(BadFileError, match=r"cannot be written by uid .* `-v sm12x-cache:/cache`"):
+        dispatch(places, "small-model")
+
+
+def test_a_container_without_tmp_is_told_the_option(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nowhere() -> NoReturn:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
+    for words in (("small-model",), ("check",)):
+        with pytest.raises(BadFileError, match="--tmpfs /tmp:exec"):
+            dispatch(places, *words)
+
+
+def test_a_uid_without_a_name_gets_one_and_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000_000)
+    assert serve.identity({"HOME": "/"}) == {"LOGNAME": "vllm", "USER": "vllm", "HOME": "/cache"}
+
+
+def test_places_follow_the_environment() -> None:
+    found = Places.of_image({"CUDA_HOME": "/c"})
+    assert found == dataclasses.replace(found, root=Path("/opt/sm12x"), cuda_home=Path("/c"))

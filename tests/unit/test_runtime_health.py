@@ -1,0 +1,96 @@
+"""The health check: which server, and what its answers mean."""
+
+from __future__ import annotations
+
+import http.client
+from pathlib import Path
+
+import pytest
+
+from sm12x.runtime import health
+from sm12x.runtime.health import HEALTHY, UNHEALTHY, Server
+
+SERVER = Server(host="127.0.0.1", port=8000)
+Answer = tuple[int, bytes] | Exception
+ASLEEP = (200, b'{"is_sleeping":true}')
+AWAKE = (200, b'{"is_sleeping":false}')
+
+
+def verdict(healthy: Answer, sleeping: Answer) -> tuple[int, str]:
+    def get(server: Server, path: str, seconds: float) -> tuple[int, bytes]:
+        answer = {"/health": healthy, "/is_sleeping": sleeping}[path]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    found = health.check(SERVER, get)
+    return found.code, found.text
+
+
+@pytest.mark.parametrize(
+    ("healthy", "sleeping", "code", "text"),
+    [
+        ((200, b""), AWAKE, HEALTHY, "is awake"),
+        ((200, b""), ASLEEP, HEALTHY, "sleeps"),
+        # A release whose /health asks the engine may be red while it sleeps.
+        ((503, b""), ASLEEP, HEALTHY, "sleeps"),
+        # Without dev mode there is no such path.
+        ((200, b""), (404, b"{}"), HEALTHY, "answers"),
+        # The engine is deaf in the middle of /sleep and /wake_up.
+        ((200, b""), TimeoutError(), HEALTHY, "answers"),
+        ((200, b""), (200, b"not json"), HEALTHY, "answers"),
+        ((503, b""), (500, b""), UNHEALTHY, "says 503"),
+        (ConnectionRefusedError(), AWAKE, UNHEALTHY, "is loading, or cannot start"),
+        (TimeoutError(), AWAKE, UNHEALTHY, "does not answer"),
+        (http.client.BadStatusLine("x"), AWAKE, UNHEALTHY, "does not answer"),
+    ],
+)
+def test_what_the_answers_mean(healthy: Answer, sleeping: Answer, code: int, text: str) -> None:
+    found = verdict(healthy, sleeping)
+    assert found[0] == code
+    assert text in found[1]
+
+
+def test_a_container_that_runs_something_else_is_healthy() -> None:
+    assert health.check(None, health.get_http).code == HEALTHY
+
+
+@pytest.mark.parametrize(
+    ("command", "server"),
+    [
+        ("/v/python /v/bin/vllm serve m", SERVER),
+        ("vllm serve m --port 1 --port=2", Server(host="127.0.0.1", port=2)),
+        ("vllm serve m --host 0.0.0.0", SERVER),
+        ("vllm serve m --host 10.0.0.2", Server(host="10.0.0.2", port=8000)),
+        ("vllm serve m --ssl_certfile c", Server(host="127.0.0.1", port=8000, tls=True)),
+        ("vllm serve m --uds /s", Server(host="127.0.0.1", port=8000, socket_path="/s")),
+        (
+            "python -m vllm.entrypoints.openai.api_server --port 3",
+            Server(host="127.0.0.1", port=3),
+        ),
+        ("vllm serve m --headless", None),
+        ("vllm bench serve --port 3", None),
+        ("bash -c sleep", None),
+        ("serve", None),
+    ],
+)
+def test_the_server_is_the_one_that_runs(command: str, server: Server | None) -> None:
+    assert health.find([["tini", "--"], command.split()]) == server
+
+
+def test_vllm_port_is_not_the_http_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PORT", "5")
+    assert health.find([["vllm", "serve", "m"]]) == SERVER
+
+
+def test_a_url_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SM12X_HEALTH_URL", "https://h:4")
+    assert health.server_here() == Server(host="h", port=4, tls=True)
+
+
+def test_processes_are_read_oldest_first(tmp_path: Path) -> None:
+    for number, words in {"10": b"b\0c\0", "9": b"a\0", "self": b"x\0"}.items():
+        (tmp_path / number).mkdir()
+        (tmp_path / number / "cmdline").write_bytes(words)
+    (tmp_path / "11").mkdir()
+    assert health.running(tmp_path) == [["a"], ["b", "c"]]

@@ -1,0 +1,53 @@
+"""What the ledger says of patches and modules, by mode and by what was compiled."""
+
+from __future__ import annotations
+
+import pytest
+
+from sm12x.stack.model import base as bases
+from sm12x.wheel.assemble import assemble
+from sm12x.wheel.compile.native import NativeModule, NativeRecord
+from sm12x.wheel.source import select
+
+BASE = bases.load("0.21.0")
+PATHS = {module.target: module.path for module in BASE.modules}
+ALLOCATOR = "csrc/cumem_allocator.cpp"
+MOE = "csrc/moe/marlin_moe_wna16/ops.cu"
+PYTHON = "vllm/device_allocator/cumem.py"
+
+
+def _compiled(mode: str, *targets: str) -> NativeRecord:
+    return NativeRecord(
+        base_version=BASE.version,
+        inputs="",
+        arch_list="12.0a;12.1a",
+        cmake_archs="12.0a;12.1a",
+        compiler="",
+        nvcc="",
+        modules=tuple(
+            NativeModule(target=target, path=PATHS[target], sha256="", size=1, glibc="")
+            for target in targets
+        ),
+        mode=mode,
+        kept=tuple(
+            select.Kept(target=target, path=path, reason="a reason")
+            for target, path in PATHS.items()
+            if target not in targets
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("paths", "record", "state"),
+    [
+        ([PYTHON], _compiled("quick", "cumem_allocator"), ""),
+        ([PYTHON, ALLOCATOR], _compiled("quick", "cumem_allocator"), "compiled"),
+        ([MOE, PYTHON], _compiled("quick", "cumem_allocator"), "not compiled in quick mode"),
+        ([MOE], _compiled("full", "cumem_allocator", "_moe_C"), "compiled"),
+        ([ALLOCATOR, MOE], _compiled("full", "cumem_allocator"), "not compiled: _moe_C"),
+    ],
+)
+def test_whether_a_patch_is_in_effect_in_native_code(
+    paths: list[str], record: NativeRecord, state: str
+) -> None:
+    assert assemble.native_state(BASE, paths, record) == state

@@ -1,0 +1,417 @@
+"""The full build: order and memory of the units, its estimate, third-party sources, messages."""
+
+from __future__ import annotations
+
+import dataclasses
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from sm12x import layout
+from sm12x.core import files
+from sm12x.core.errors import BadFileError, FetchError, NoSpaceError, UsageError
+from sm12x.stack.model import base as bases
+from sm12x.stack.model.base import Base, Source, SourcePackage
+from sm12x.stack.model.base import Unit as UnitCost
+from sm12x.wheel.compile import compiling, estimate, launcher, schedule
+from sm12x.wheel.compile.schedule import Scheduler, Unit
+from sm12x.wheel.source import checkout, third_party
+
+
+def _unit(name: str, seconds: float, gib: float) -> Unit:
+    return Unit(name=name, source=name, target="m", cpu_seconds=seconds, peak_gib=gib)
+
+
+def _scheduler(cores: int, memory_gib: float, *units: Unit) -> Scheduler:
+    made = Scheduler(cores=cores, memory_gib=memory_gib)
+    for ticket, one in enumerate(units):
+        made.wait(ticket, one)
+    return made
+
+
+def test_the_longest_units_start_first() -> None:
+    queue = _scheduler(2, 24, _unit("a", 10, 1), _unit("b", 400, 5), _unit("c", 100, 9))
+    assert queue.start() == [1, 2]
+    assert queue.start() == []
+    queue.leave(2)
+    assert queue.start() == [0]
+
+
+def test_what_takes_much_of_the_memory_goes_before_what_takes_longer() -> None:
+    queue = _scheduler(64, 100, _unit("long", 150, 3), _unit("large", 130, 9))
+    assert queue.start() == [1, 0]
+
+
+def test_memory_limits_how_many_units_compile_at_a_time() -> None:
+    queue = _scheduler(64, 20, *(_unit(f"u{n}", 60, 9) for n in range(4)))
+    assert len(queue.start()) == 2
+
+
+def test_a_unit_that_does_not_fit_is_not_passed_by_shorter_ones() -> None:
+    queue = _scheduler(4, 10, _unit("long", 100, 6), _unit("large", 50, 9), _unit("small", 1, 1))
+    assert queue.start() == [0]
+    queue.leave(0)
+    assert queue.start() == [1, 2]
+
+
+def test_a_unit_larger_than_the_memory_starts_when_nothing_else_runs() -> None:
+    queue = _scheduler(2, 4, _unit("large", 10, 9), _unit("small", 1, 1))
+    assert queue.start() == [0]
+
+
+def test_a_unit_that_was_killed_runs_alone_and_before_the_others() -> None:
+    queue = _scheduler(3, 24, *(_unit(f"u{n}", 60, 3) for n in range(4)))
+    assert queue.start() == [0, 1, 2]
+    queue.wait(1, _unit("u1", 60, 3), alone=True)
+    assert queue.start() == []
+    queue.leave(0)
+    assert queue.start() == []
+    queue.leave(2)
+    assert queue.start() == [1]
+    assert queue.is_alone(1)
+    assert not queue.start()
+    queue.leave(1)
+    assert queue.start() == [3]
+
+
+def test_too_little_memory_names_the_unit_and_both_figures() -> None:
+    units = [_unit("a.cu", 10, 3), _unit("large.cu", 10, 8.9)]
+    with pytest.raises(NoSpaceError, match=r"large\.cu takes 8\.9 GiB of memory, 4\.0 GiB are"):
+        schedule.require_memory(units, 4)
+    schedule.require_memory(units, 9)
+    schedule.require_memory([], 0)
+
+
+@pytest.mark.parametrize(
+    ("units", "cores", "memory", "seconds"),
+    [
+        ([], 2, 24, 0),
+        ([(60, 3)] * 4, 2, 24, 120),
+        ([(60, 3)] * 4, 64, 24, 60),
+        ([(60, 9)] * 4, 64, 20, 120),
+        ([(100, 3), (10, 3), (10, 3)], 2, 24, 100),
+    ],
+)
+def test_the_plan_takes_as_long_as_cores_and_memory_allow(
+    units: list[tuple[float, float]], cores: int, memory: float, seconds: float
+) -> None:
+    assert schedule.makespan(units, cores=cores, memory_gib=memory) == seconds
+
+
+@pytest.fixture
+def base() -> Base:
+    return bases.load(bases.versions()[0])
+
+
+def test_the_first_entry_that_matches_a_path_says_what_it_costs(base: Base) -> None:
+    costs = (
+        UnitCost(match="deep/*kernel_*.cu", cpu_seconds=150, peak_gib=4),
+        UnitCost(match="", cpu_seconds=50, peak_gib=2),
+    )
+    known = dataclasses.replace(base, units=costs)
+    assert schedule.cost(known, "csrc/deep/er/sm80_kernel_a.cu") == (150, 4)
+    assert schedule.cost(known, "csrc/a.cu") == (50, 2)
+    silent = dataclasses.replace(base, units=())
+    assert schedule.cost(silent, "a.cpp", at_most_gib=0.1) == (schedule.DEFAULT_SECONDS, 0.1)
+
+
+@pytest.mark.parametrize("version", bases.versions())
+def test_no_unit_needs_more_memory_than_its_module_says(version: str) -> None:
+    loaded = bases.load(version)
+    assert max((cost.peak_gib for cost in loaded.units), default=0) <= max(
+        module.peak_gib for module in loaded.modules
+    )
+
+
+def _costly(base: Base, seconds: float) -> Base:
+    """One module that is cheap, and one that takes so long, of the first source."""
+    cheap, *_, other = base.modules
+    name = base.sources[0].name
+    costly = dataclasses.replace(
+        other, sources=(name,), cpu_seconds=seconds, peak_gib=8.9, quick=False
+    )
+    cheap = dataclasses.replace(cheap, sources=(), cpu_seconds=1, peak_gib=0.1, quick=True)
+    return dataclasses.replace(base, modules=(cheap, costly))
+
+
+def _decide(
+    base: Base, wanted: str, *, cores: int = 2, memory: float = 22, there: bool = True
+) -> estimate.Decision:
+    available = {base.sources[0].name} if there else set()
+    return estimate.decide(base, cores=cores, memory_gib=memory, available=available, wanted=wanted)
+
+
+def test_auto_builds_all_where_that_is_quick_enough(base: Base) -> None:
+    costly = _costly(base, 8000)
+    slow = _decide(costly, "auto")
+    assert slow.mode == "quick"
+    assert "would take about 6" in slow.reason
+    assert "on 2 cores with 22 GiB free; auto takes it where that is under 20" in slow.reason
+    fast = _decide(costly, "auto", cores=16, memory=64)
+    assert fast.mode == "full"
+    assert 8 < fast.minutes < 20
+    # Between the limit of today and the 45 minutes it once was.
+    assert _decide(costly, "auto", cores=6, memory=64).mode == "quick"
+    # More cores do not help where the memory is for two units.
+    assert _decide(costly, "auto", cores=64, memory=10).mode == "quick"
+
+
+@pytest.mark.parametrize("name", ["Makefile", "README.md", "scripts/sm12x/commands/bundle.py"])
+def test_the_limit_of_auto_is_the_same_wherever_it_is_told(name: str) -> None:
+    text = " ".join((layout.root() / name).read_text().replace('"', "").split())
+    assert f"under {estimate.LIMIT_MINUTES:.0f} minutes on this machine" in text
+
+
+def test_what_full_would_add_to_a_quick_bundle(base: Base) -> None:
+    cheap, costly = _costly(base, 8000).modules
+    name = base.sources[0].name
+    offered = estimate.offer(
+        dataclasses.replace(base, modules=(cheap, costly)), cores=2, memory_gib=22, sure={name}
+    )
+    assert offered is not None
+    (step,) = offered.steps
+    assert (step.modules, step.sources, offered.against) == ((costly.path,), (), "")
+    assert 60 < step.minutes < 80
+    assert "on 2 cores with 22 GiB free" in offered.figures
+    # What no package has comes second, with all that was before it in its time.
+    first = dataclasses.replace(costly, path="vllm/first.so", sources=())
+    both = dataclasses.replace(base, modules=(cheap, first, costly))
+    offered = estimate.offer(both, cores=2, memory_gib=4, sure=())
+    assert offered is not None
+    assert [(step.modules, step.sources) for step in offered.steps] == [
+        (("vllm/first.so",), ()),
+        ((costly.path,), (name,)),
+    ]
+    assert offered.steps[1].minutes > 1.8 * offered.steps[0].minutes
+    assert "needs 8.9 GiB of memory" in offered.against
+    alone = dataclasses.replace(base, modules=(cheap,))
+    assert estimate.offer(alone, cores=2, memory_gib=22, sure={name}) is None
+
+
+def test_auto_never_builds_all_of_a_release_that_has_something_against_it(base: Base) -> None:
+    costly = _costly(base, 10)
+    assert _decide(costly, "auto").mode == "full"
+    tools = dataclasses.replace(costly.toolchain, not_full="12.1a is dropped")
+    against = dataclasses.replace(costly, toolchain=tools)
+    assert _decide(against, "auto").mode == "quick"
+    assert _decide(against, "auto").reason == "12.1a is dropped"
+    asked = _decide(against, "full")
+    assert (asked.mode, asked.reason) == ("full", "as asked for, though 12.1a is dropped")
+
+
+def test_auto_is_quick_where_memory_or_sources_are_not_there(base: Base) -> None:
+    costly = _costly(base, 1000)
+    poor = _decide(costly, "auto", memory=4)
+    assert (poor.mode, "8.9 GiB of memory, 4.0 GiB are free" in poor.reason) == ("quick", True)
+    bare = _decide(costly, "auto", there=False)
+    assert bare.mode == "quick"
+    assert f"lacks {base.sources[0].name}" in bare.reason
+
+
+def test_what_is_asked_for_is_done_but_not_without_memory(base: Base) -> None:
+    costly = _costly(base, 100_000)
+    assert _decide(costly, "quick").mode == "quick"
+    full = _decide(costly, "full")
+    assert full.mode == "full"
+    assert full.minutes > 500
+    with pytest.raises(NoSpaceError, match=r"needs 8\.9 GiB of memory, 4\.0 GiB"):
+        _decide(costly, "full", memory=4)
+
+
+VERSION = "#define THING_MAJOR 4\n#define THING_MINOR 4\n  # define THING_PATCH 2\n"
+
+
+@pytest.fixture
+def thing(tmp_path: Path, base: Base) -> tuple[Base, Path]:
+    """A base with one source, in two wheels of a folder."""
+    links = tmp_path / "links"
+    links.mkdir()
+    packages = []
+    for name, members in {
+        "one-1-py3-none-any.whl": {"one/data/include/version.h": VERSION, "one/other.h": "x"},
+        "two-2-py3-none-any.whl": {"two/examples/7/e.h": "e"},
+    }.items():
+        with zipfile.ZipFile(links / name, "w") as archive:
+            for member, text in members.items():
+                archive.writestr(member, text)
+        inside = "one/data/include" if name.startswith("one") else "two/examples/7"
+        packages.append(
+            SourcePackage(
+                project=name.partition("-")[0],
+                name=name,
+                sha256=files.sha256(links / name),
+                inside=inside,
+                into=inside.rpartition("/")[2],
+            )
+        )
+    source = Source(
+        name="thing",
+        pin="v4.4.2",
+        override="THING_SRC_DIR",
+        stand_in=(),
+        packages=tuple(packages),
+        texts={"CMakeLists.txt": "set(X 1)\n"},
+        version_file="include/version.h",
+        defines=("THING_MAJOR", "THING_MINOR", "THING_PATCH"),
+    )
+    module = dataclasses.replace(base.modules[0], sources=("thing",))
+    return dataclasses.replace(base, modules=(module,), sources=(source,)), links
+
+
+def test_a_source_is_put_together_out_of_packages_once(
+    thing: tuple[Base, Path], tmp_path: Path
+) -> None:
+    one, links = thing
+    said: list[str] = []
+    cache = tmp_path / "cache"
+    found = third_party.collect(one, cache=cache, find_links=links, say=said.append)["thing"]
+    assert found.folder is not None
+    names = [path.relative_to(found.folder).as_posix() for path in found.folder.rglob("*.*")]
+    assert sorted(names) == ["7/e.h", "CMakeLists.txt", "include/version.h"]
+    assert found.sha256 == third_party.content_hash(found.folder)
+    # Collected anew, its files must not look changed to ninja.
+    assert {path.stat().st_mtime for path in found.folder.rglob("*.h")} == {946684800}
+    assert said == ["thing v4.4.2: from packages"]
+    assert third_party.collect(one, cache=cache, find_links=tmp_path / "none")["thing"] == found
+    # Edited in the cache: made anew.
+    (found.folder / "7" / "e.h").write_text("mine")
+    again = third_party.collect(one, cache=cache, find_links=links, say=said.append)["thing"]
+    assert again == found
+    assert "was changed since it was collected" in said[1]
+    assert not list(cache.glob("third_party/.*"))
+
+
+def test_a_source_that_is_nowhere_has_a_reason_and_leaves_nothing(
+    thing: tuple[Base, Path], tmp_path: Path
+) -> None:
+    one, links = thing
+    (links / "two-2-py3-none-any.whl").unlink()
+    cache = tmp_path / "cache"
+    found = third_party.collect(one, cache=cache, find_links=links)["thing"]
+    assert found.folder is None
+    assert "two-2-py3-none-any.whl is not in" in found.reason
+    assert not list(cache.glob("third_party/*"))
+    bare = dataclasses.replace(one.sources[0], packages=())
+    nowhere = dataclasses.replace(one, sources=(bare,))
+    reason = third_party.collect(nowhere, cache=cache)["thing"].reason
+    assert reason == "no package has it and no repository is known"
+
+
+def test_a_source_that_nothing_is_compiled_of_is_not_looked_for(
+    thing: tuple[Base, Path], tmp_path: Path
+) -> None:
+    one, _ = thing
+    unused = dataclasses.replace(one, modules=())
+    assert third_party.collect(unused, cache=tmp_path) == {}
+
+
+def _folder(path: Path, text: str) -> Path:
+    (path / "include").mkdir(parents=True)
+    (path / "include" / "version.h").write_text(text)
+    return path
+
+
+def test_a_given_folder_must_be_of_the_pinned_version(
+    thing: tuple[Base, Path], tmp_path: Path
+) -> None:
+    one, _ = thing
+    right = _folder(tmp_path / "right", VERSION)
+    found = third_party.collect(one, cache=tmp_path, given={"thing": right})["thing"]
+    assert (found.folder, found.origin) == (right, "given")
+    wrong = _folder(tmp_path / "wrong", VERSION.replace("MINOR 4", "MINOR 2"))
+    with pytest.raises(BadFileError, match=r"is thing v4\.2\.2, base\.toml pins v4\.4\.2"):
+        third_party.collect(one, cache=tmp_path, given={"thing": wrong})
+    other = _folder(tmp_path / "other", "#pragma once\n")
+    with pytest.raises(BadFileError, match="does not define THING_MAJOR"):
+        third_party.collect(one, cache=tmp_path, given={"thing": other})
+    with pytest.raises(BadFileError, match=r"has no include/version\.h: it is not thing"):
+        third_party.collect(one, cache=tmp_path, given={"thing": tmp_path})
+    with pytest.raises(BadFileError, match="is not a folder with files"):
+        third_party.collect(one, cache=tmp_path, given={"thing": tmp_path / "none"})
+    with pytest.raises(UsageError, match="no third-party source 'thong'"):
+        third_party.collect(one, cache=tmp_path, given={"thong": right})
+
+
+def test_a_given_folder_must_have_its_submodules(thing: tuple[Base, Path], tmp_path: Path) -> None:
+    one, _ = thing
+    source = dataclasses.replace(one.sources[0], submodules=("csrc/inner",))
+    deep = dataclasses.replace(one, sources=(source,))
+    given = _folder(tmp_path / "given", VERSION)
+    (given / "csrc" / "inner").mkdir(parents=True)
+    with pytest.raises(BadFileError, match="lacks its submodule csrc/inner"):
+        third_party.collect(deep, cache=tmp_path, given={"thing": given})
+    (given / "csrc" / "inner" / "a.h").write_text("")
+    assert third_party.collect(deep, cache=tmp_path, given={"thing": given})["thing"].folder
+
+
+def test_a_package_of_another_version_is_not_taken_for_the_pinned_one(
+    thing: tuple[Base, Path], tmp_path: Path
+) -> None:
+    one, links = thing
+    later = dataclasses.replace(one, sources=(dataclasses.replace(one.sources[0], pin="v4.5.0"),))
+    with pytest.raises(BadFileError, match=r"is thing v4\.4\.2, base\.toml pins v4\.5\.0"):
+        third_party.collect(later, cache=tmp_path / "cache", find_links=links)
+    assert not list((tmp_path / "cache").glob("third_party/*"))
+
+
+@pytest.mark.parametrize("version", bases.versions())
+def test_every_compiled_source_is_pinned_in_full(version: str) -> None:
+    for source in bases.load(version).sources:
+        assert not source.git or len(source.commit) == 40
+        assert source.commit.startswith(source.pin) or not source.commit
+        assert bool(source.version_file) == bool(source.defines)
+
+
+def test_the_last_lines_of_a_log_leave_out_the_command_and_empty_lines() -> None:
+    log = "+ cd /b && nvcc -c a.cu\n\n" + "".join(f"line {n}\n" for n in range(30)) + "error\n\n"
+    said = compiling.last_lines(log, 3)
+    assert said == "    line 28\n    line 29\n    error"
+    assert compiling.last_lines("+ cd /b && nvcc -c a.cu\n") == ""
+
+
+def test_each_unit_has_a_log_of_its_own() -> None:
+    name = "CMakeFiles/_C.dir/csrc/a/b.cu.o"
+    assert launcher.log_path(Path("/l"), name) == Path("/l/_C/csrc/a/b.cu.o.log")
+    below = "sub/CMakeFiles/m.dir/../../x.cu.o"
+    assert launcher.log_path(Path("/l"), below) == Path("/l/sub/m/x.cu.o.log")
+
+
+def test_nvcc_is_told_a_name_of_the_source_that_is_good_in_any_folder() -> None:
+    maps = ["-Xcompiler=-ffile-prefix-map=/w/build=/build"]
+    maps += ["-Xcompiler=-ffile-prefix-map=/w/src=/vllm"]
+    words = ["ccache", "nvcc", *maps, "-x", "cu", "-c", "/w/src/csrc/a.cu", "-o", "a.o"]
+    fixed = "/vllm/csrc/a.cu"
+    expected = [*words, "-Xcudafe", f"--orig_src_path_name={fixed}", f"-frandom-seed={fixed}"]
+    assert launcher.with_fixed_name(words) == expected
+    elsewhere = [word.replace("/w/src/csrc", "/other") for word in words]
+    assert launcher.with_fixed_name(elsewhere) == elsewhere
+    host = ["g++", *maps, "-c", "/w/src/csrc/a.cpp", "-o", "a.o"]
+    assert launcher.with_fixed_name(host) == host
+
+
+def test_only_the_releases_own_cuda_units_find_other_headers_first() -> None:
+    ours = [launcher.HEADERS, "/w/src", "/base/include"]
+    words = ["ccache", "nvcc", "-O3", "-I/w/src/csrc", "-isystem", "/torch", "-x", "cu", "-c"]
+    own = [*words, "/w/src/csrc/a.cu", "-o", "a.o"]
+    assert launcher.with_headers([*ours, *own]) == [*own[:3], "-I/base/include", *own[3:]]
+    assert launcher.with_headers(own) == own
+    host = ["g++", "-I/w/src/csrc", "-c", "/w/src/csrc/a.cpp", "-o", "a.o"]
+    for other in ([*words, "/third_party/q/a.cu", "-o", "a.o"], host, ["nvcc", "--version"]):
+        assert launcher.with_headers([*ours, *other]) == other
+
+
+def test_git_that_is_not_reachable_is_a_reason_and_no_error(
+    base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise FetchError("the git host of https://x is not reachable", next_step="")
+
+    monkeypatch.setattr(checkout, "fetch", refuse)
+    source = Source(
+        name="thing", pin="abc", override="X", stand_in=(), git="https://x", commit="abc" + "0" * 37
+    )
+    module = dataclasses.replace(base.modules[0], sources=("thing",))
+    one = dataclasses.replace(base, modules=(module,), sources=(source,))
+    found = third_party.collect(one, cache=tmp_path)["thing"]
+    assert (found.folder, found.reason) == (None, "the git host of https://x is not reachable")
