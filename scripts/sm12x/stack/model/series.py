@@ -115,15 +115,10 @@ def check(base: Base, *, root: Path | None) -> list[Finding]:
             continue
         patch, faults = patchfile.examine(path, root=root)
         findings += faults
-        if patch is not None and name != patchfile.file_name(number, patch.subject):
-            findings.append(
-                Finding(
-                    path=path,
-                    line=1,
-                    message="the file name should be place in the series, then subject: "
-                    + patchfile.file_name(number, patch.subject),
-                )
-            )
+        wanted = patchfile.file_name(number, patch.subject) if patch is not None else name
+        if name != wanted:
+            said = f"the file name should be {wanted}: place in the series, then subject"
+            findings.append(Finding(path=path, line=1, message=said))
     kept = {name.partition("-")[2]: name for name in names}
     for entry in base.dropped:
         same = kept.get(entry.patch.partition("-")[2])
