@@ -24,7 +24,8 @@ from sm12x.core import index, lockfile
 from sm12x.stack import lock
 from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
-from sm12x.wheel.assemble import library, ops_read, torch_ops
+from sm12x.wheel import library
+from sm12x.wheel.assemble import ops_read, torch_ops
 from sm12x.wheel.compile import cmake, native
 from sm12x.wheel.source import select
 from sm12x.wheel.toolchain import cross

@@ -15,7 +15,7 @@ import pytest
 from tests.unit.test_rebase_base_draft import ARM, FIRST, SDIST, VERSION
 
 from sm12x.commands import patchrebase
-from sm12x.core import listing, staging
+from sm12x.core import listing
 from sm12x.core.errors import BadFileError, FetchError, NoSpaceError, ToolFailedError
 from sm12x.stack import lock
 from sm12x.stack.model import base as bases
@@ -26,7 +26,7 @@ from sm12x.stack.rebase import base_draft, locks, porting, rebase, status, verdi
 from sm12x.stack.rebase.porting import Carried
 from sm12x.stack.rebase.rebase import Fate
 from sm12x.stack.rebase.verdict import Need
-from sm12x.stack.worktree import add_drop, tree
+from sm12x.stack.worktree import add_drop, staging, tree
 
 DISK_FULL = OSError(errno.ENOSPC, "No space left on device")
 

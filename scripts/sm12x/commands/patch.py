@@ -21,14 +21,14 @@ from sm12x.commands.patchoptions import (
     relative,
     say,
 )
-from sm12x.core import progress, staging
+from sm12x.core import progress
 from sm12x.core.errors import BadFileError, FindingsError
 from sm12x.stack import render
 from sm12x.stack.model import series
 from sm12x.stack.model.base import Base
 from sm12x.stack.witness import mutations
 from sm12x.stack.worktree import apply as applying
-from sm12x.stack.worktree import export, tree
+from sm12x.stack.worktree import export, staging, tree
 
 
 @click.group()

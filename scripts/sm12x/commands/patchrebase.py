@@ -21,7 +21,7 @@ from sm12x.commands.patchoptions import (
     print_json,
     say,
 )
-from sm12x.core import listing, progress, staging, transfer
+from sm12x.core import listing, progress, transfer
 from sm12x.core.errors import BadFileError, PatchConflictError, Sm12xError
 from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
@@ -30,7 +30,7 @@ from sm12x.stack.rebase import base_draft, conflicts, rebase, render, status, ve
 from sm12x.stack.rebase.base_draft import Release
 from sm12x.stack.rebase.rebase import RebaseReport
 from sm12x.stack.witness import witness
-from sm12x.stack.worktree import tree
+from sm12x.stack.worktree import staging, tree
 from sm12x.stack.worktree.export import MessageError
 
 # Witnesses take minutes: whoever works on this machine goes first.

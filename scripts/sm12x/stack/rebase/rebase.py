@@ -16,7 +16,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from sm12x.core import files, staging
+from sm12x.core import files
 from sm12x.core.errors import (
     BadFileError,
     PatchConflictError,
@@ -45,7 +45,7 @@ from sm12x.stack.rebase.porting import Carried, CarryReport
 from sm12x.stack.rebase.status import Outcome
 from sm12x.stack.rebase.verdict import Need
 from sm12x.stack.witness import junit, witness
-from sm12x.stack.worktree import tree
+from sm12x.stack.worktree import staging, tree
 
 # Data of a base that is written by hand: a first version is better than none.
 _COPIED = ("audit-policy.toml",)

@@ -19,8 +19,8 @@ from sm12x.core.errors import BadFileError, HashMismatchError
 from sm12x.stack.model import series
 from sm12x.stack.model.base import Base
 from sm12x.stack.model.series import Stack
-from sm12x.wheel import ledger
-from sm12x.wheel.assemble import library, ops_read, torch_ops, wheel
+from sm12x.wheel import ledger, library
+from sm12x.wheel.assemble import ops_read, torch_ops, wheel
 from sm12x.wheel.assemble.torch_ops import Registered
 from sm12x.wheel.compile import cmake, native
 from sm12x.wheel.compile.native import NativeRecord

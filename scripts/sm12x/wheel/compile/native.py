@@ -14,7 +14,7 @@ from typing import Any
 from sm12x.core import cudaarch, files, process
 from sm12x.core.errors import BadFileError, BuildFailedError
 from sm12x.stack.model.base import Base, Module
-from sm12x.wheel.assemble import library
+from sm12x.wheel import library
 from sm12x.wheel.compile import cmake, compiling
 from sm12x.wheel.source import source_version
 from sm12x.wheel.source.select import Choice, Kept
