@@ -211,8 +211,8 @@ def test_the_newest_base_s_patch_tells_of_a_release() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("schema = 1", "schema = 2", "its schema is not known"),
-        ('need = "needed"', 'need = "maybe"', r"outcome\[0\]\.need is 'maybe', and not one of"),
+        ("schema = 1", "schema = 2", ":3: schema is 2, and not 1"),
+        ('need = "needed"', 'need = "maybe"', r"outcome\[0\]\.need: 'maybe' is not one of"),
         ('why = ""', "", r"outcome\[0\]\.why is missing"),
         ("schema = 1", "schema =", "cannot be read"),
     ],

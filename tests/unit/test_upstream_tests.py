@@ -12,7 +12,7 @@ from sm12x.core.errors import BadFileError
 from sm12x.stack.model import base as bases
 from sm12x.stack.model.series import Stack
 from sm12x.stack.witness import junit, upstream_tests, upstream_text
-from sm12x.stack.witness.upstream_tests import Cannot, FileRun, Source, Suite
+from sm12x.stack.witness.upstream_tests import Cannot, Environment, FileRun, Source, Suite
 
 FILE = "tests/v1/test_a.py"
 
@@ -20,11 +20,8 @@ FILE = "tests/v1/test_a.py"
 def _suite(*cannot: Cannot, sources: tuple[Source, ...] = ()) -> Suite:
     return Suite(
         path=Path("upstream-tests.toml"),
-        packages=(),
-        download_mib=1,
-        platform="",
-        empty=(),
-        preload=(),
+        schema=1,
+        environment=Environment(packages=(), download_mib=1),
         sources=sources,
         cannot=cannot,
     )

@@ -12,7 +12,7 @@ from sm12x import layout
 from sm12x.core import files
 from sm12x.core.errors import BadFileError, FetchError, NoSpaceError, UsageError
 from sm12x.stack.model import base as bases
-from sm12x.stack.model.base import Base, Source, SourcePackage
+from sm12x.stack.model.base import Base, Source, SourcePackage, SourceText
 from sm12x.stack.model.base import Unit as UnitCost
 from sm12x.wheel.compile import compiling, estimate, launcher, schedule
 from sm12x.wheel.compile.schedule import Scheduler, Unit
@@ -251,7 +251,7 @@ def thing(tmp_path: Path, base: Base) -> tuple[Base, Path]:
         override="THING_SRC_DIR",
         stand_in=(),
         packages=tuple(packages),
-        texts={"CMakeLists.txt": "set(X 1)\n"},
+        texts=(SourceText(path="CMakeLists.txt", text="set(X 1)\n"),),
         version_file="include/version.h",
         defines=("THING_MAJOR", "THING_MINOR", "THING_PATCH"),
     )

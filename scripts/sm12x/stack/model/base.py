@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import datetime
 import difflib
-import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from sm12x import layout
+from sm12x.core import declared
+from sm12x.core.declared import MACHINES, Declared, KeyFaultError, Machine, one_of
 from sm12x.core.errors import BadFileError, UnknownBaseError
-from sm12x.stack.model import table
-from sm12x.stack.model.table import Table
 
-MACHINES = table.MACHINES
-DROPPED_STATES = ("upstream", "conflict", "follows", "unknown")
+__all__ = ["MACHINES"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PinnedFile:
+class PinnedFile(Declared):
     """A file on the package index. ``sha256`` is in hex."""
 
     name: str
@@ -34,7 +35,7 @@ class Sdist(PinnedFile):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Toolchain:
+class Toolchain(Declared):
     """``not_full`` says why `auto` never takes a full build of this release, "" where it may."""
 
     torch: str
@@ -51,7 +52,7 @@ class Toolchain:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Module:
+class Module(Declared):
     """A native module: its cmake target, its path in the wheel, the sources it is made of.
 
     ``sources`` names the third-party sources that are compiled into it. ``quick`` says that it is
@@ -68,7 +69,7 @@ class Module:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unit:
+class Unit(Declared):
     """What one file costs to compile: seconds of CPU, GiB at its peak; for those that match.
 
     ``match`` is a glob of the file's path, from its end: "marlin/*bfloat16*.cu".
@@ -89,17 +90,24 @@ class SourcePackage(PinnedFile):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class SourceText(Declared):
+    """A generated file of a source: its path and its content."""
+
+    path: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source(Declared):
     """A third-party source the release's CMake declares; ``override`` is the variable it reads.
 
     ``stand_in`` are the files, empty ones, that configuring asks for where nothing of the source
     is compiled. ``ops`` are the torch ops that are made of it (``namespace::name``): a module
     compiled without the source may lack those, and no others.
 
-    A source that is compiled comes out of ``packages``, with the generated ``texts`` (path to
-    content) beside them, or out of git: ``commit`` of the repository ``git``, with those
-    ``submodules``. ``defines`` are the macros of ``version_file`` whose values are the numbers of
-    ``pin``.
+    A source that is compiled comes out of ``packages``, with the generated ``texts`` beside them,
+    or out of git: ``commit`` of the repository ``git``, with those ``submodules``. ``defines`` are
+    the macros of ``version_file`` whose values are the numbers of ``pin``.
     """
 
     name: str
@@ -107,8 +115,8 @@ class Source:
     override: str
     stand_in: tuple[str, ...]
     ops: tuple[str, ...] = ()
-    packages: tuple[SourcePackage, ...] = ()
-    texts: Mapping[str, str] = field(default_factory=dict)
+    packages: Annotated[tuple[SourcePackage, ...], Field(alias="package")] = ()
+    texts: Annotated[tuple[SourceText, ...], Field(alias="text")] = ()
     git: str = ""
     commit: str = ""
     submodules: tuple[str, ...] = ()
@@ -117,13 +125,13 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageBase:
+class ImageBase(Declared):
     base: str
     suite: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Disk:
+class Disk(Declared):
     """What a bundle takes on disk, in GiB, measured.
 
     ``builder_gib`` and ``image_gib`` are the layers that building the wheel and building the image
@@ -145,7 +153,7 @@ class Disk:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LockSpec:
+class LockSpec(Declared):
     """``platform`` as uv names it; ``build_from_sdist`` lists what has no wheel there.
 
     ``sdist_requires`` is what building those needs besides ``toolchain.build_requires``.
@@ -157,7 +165,7 @@ class LockSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Override:
+class Override(Declared):
     """A requirement of the release that its lock replaces by another one, and why."""
 
     requirement: str
@@ -166,7 +174,7 @@ class Override:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Witness:
+class Witness(Declared):
     """What the witnesses need: names out of the base's lock, and what they weigh to download.
 
     ``upstream`` names the tests (tests/witness/test_x.py::test_y) that show a defect which this
@@ -183,7 +191,7 @@ class Witness:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dropped:
+class Dropped(Declared):
     """A patch of another base that this stack does not have.
 
     ``state`` is "upstream" (the release does it itself, first in the release ``since``), "conflict"
@@ -193,28 +201,35 @@ class Dropped:
     """
 
     patch: str
-    state: str
-    since: str
+    state: Annotated[str, one_of("upstream", "conflict", "follows", "unknown")]
     why: str
+    since: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.state == "upstream") != bool(self.since):
+            raise KeyFaultError("since", "is for upstream alone" if self.since else "is missing")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Base:
-    version: str
+class Base(Declared):
+    """``base.toml``, and the folder that it is in."""
+
     folder: Path
+    schema: Literal[1]
+    version: str
     released: datetime.date
     python: str
     sdist: Sdist
-    wheels: Mapping[str, PinnedFile]
+    wheels: Annotated[Mapping[Machine, PinnedFile], Field(alias="wheel")]
     toolchain: Toolchain
-    modules: tuple[Module, ...]
-    sources: tuple[Source, ...]
-    units: tuple[Unit, ...]
+    modules: Annotated[tuple[Module, ...], Field(alias="module")]
+    sources: Annotated[tuple[Source, ...], Field(alias="source")]
     image: ImageBase
     disk: Disk
-    locks: Mapping[str, LockSpec]
+    locks: Annotated[Mapping[Machine, LockSpec], Field(alias="lock")]
     witness: Witness
-    overrides: tuple[Override, ...] = ()
+    units: Annotated[tuple[Unit, ...], Field(alias="unit")] = ()
+    overrides: Annotated[tuple[Override, ...], Field(alias="override")] = ()
     dropped: tuple[Dropped, ...] = ()
 
     def lock_path(self, machine: str) -> Path:
@@ -286,140 +301,16 @@ def load(version: str) -> Base:
 
 
 def parse(path: Path) -> Base:
-    """Read one base.toml. Raises BadFileError with the key path of the first fault."""
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise BadFileError(f"{path} cannot be read: {error}", next_step="mend that line") from None
-    top = Table(raw, path, "")
-    schema = top.integer("schema")
-    if schema != 1:
-        raise BadFileError(
-            f"{path}: schema {schema} is not known (this version reads schema 1)",
-            next_step="update sm12x or write the file for schema 1",
-        )
-    sdist = top.table("sdist")
-    tools = top.table("toolchain")
-    image = top.table("image")
-    disk = top.table("disk")
-    witness = top.table("witness")
-    base = Base(
-        version=top.text("version"),
-        folder=path.parent,
-        released=top.date("released"),
-        python=top.text("python"),
-        sdist=Sdist(name=sdist.text("name"), sha256=sdist.text("sha256"), tree=sdist.text("tree")),
-        wheels={
-            machine: PinnedFile(name=table.text("name"), sha256=table.text("sha256"))
-            for machine, table in top.tables("wheel").items()
-        },
-        toolchain=Toolchain(
-            torch=tools.text("torch"),
-            cuda=tools.text("cuda"),
-            cuda_extras=tools.texts("cuda_extras"),
-            build_requires=tools.texts("build_requires"),
-            arch_list=tools.text("arch_list"),
-            not_full=tools.optional_text("not_full"),
-        ),
-        modules=tuple(
-            Module(
-                target=entry.text("target"),
-                path=entry.text("path"),
-                inputs=entry.texts("inputs"),
-                sources=entry.texts("sources"),
-                cpu_seconds=entry.number("cpu_seconds"),
-                peak_gib=entry.number("peak_gib"),
-                quick=entry.flag("quick", default=False),
-            )
-            for entry in top.entries("module")
-        ),
-        sources=tuple(_source(entry) for entry in top.entries("source")),
-        units=tuple(
-            Unit(
-                match=entry.text("match"),
-                cpu_seconds=entry.number("cpu_seconds"),
-                peak_gib=entry.number("peak_gib"),
-            )
-            for entry in top.optional_entries("unit")
-        ),
-        image=ImageBase(base=image.text("base"), suite=image.text("suite")),
-        disk=Disk(
-            builder_gib=disk.number("builder_gib"),
-            builder_layer_gib=disk.number("builder_layer_gib"),
-            builder_packages_gib=disk.number("builder_packages_gib"),
-            image_gib=disk.number("image_gib"),
-            image_layer_gib=disk.number("image_layer_gib"),
-            image_packages_gib=disk.number("image_packages_gib"),
-            objects_gib=disk.number("objects_gib"),
-            sources_gib=disk.number("sources_gib"),
-            dist_gib=disk.number("dist_gib"),
-        ),
-        locks={
-            machine: LockSpec(
-                platform=table.text("platform"),
-                build_from_sdist=table.texts("build_from_sdist"),
-                sdist_requires=table.texts("sdist_requires"),
-            )
-            for machine, table in top.tables("lock").items()
-        },
-        witness=Witness(
-            packages=witness.texts("packages"),
-            download_mib=witness.integer("download_mib"),
-            first=witness.texts("first", default=()),
-            upstream=witness.texts("upstream", default=()),
-            needed=witness.texts("needed", default=()),
-        ),
-        overrides=tuple(
-            Override(
-                requirement=entry.text("requirement"),
-                instead_of=entry.text("instead_of"),
-                why=entry.text("why"),
-            )
-            for entry in top.optional_entries("override")
-        ),
-        dropped=tuple(_dropped(entry) for entry in top.optional_entries("dropped")),
+    """Read one base.toml. Raises BadFileError with line and key path of the first fault."""
+    base = declared.read_toml(
+        Base,
+        path,
+        given={"folder": path.parent},
+        next_step="mend that key; another base.toml shows the layout",
     )
-    top.finish()
     if base.version != path.parent.name:
         raise BadFileError(
             f"{path}: version is {base.version}, the folder is {path.parent.name}",
             next_step="make the two agree",
         )
     return base
-
-
-def _dropped(entry: Table) -> Dropped:
-    state = entry.choice("state", DROPPED_STATES)
-    return Dropped(
-        patch=entry.text("patch"),
-        state=state,
-        # Only what is upstream has a first release.
-        since=entry.text("since") if state == "upstream" else "",
-        why=entry.text("why"),
-    )
-
-
-def _source(entry: Table) -> Source:
-    return Source(
-        name=entry.text("name"),
-        pin=entry.text("pin"),
-        override=entry.text("override"),
-        stand_in=entry.texts("stand_in"),
-        ops=entry.optional_texts("ops"),
-        packages=tuple(
-            SourcePackage(
-                project=package.text("project"),
-                name=package.text("name"),
-                sha256=package.text("sha256"),
-                inside=package.text("inside"),
-                into=package.text("into"),
-            )
-            for package in entry.optional_entries("package")
-        ),
-        texts={text.text("path"): text.text("text") for text in entry.optional_entries("text")},
-        git=entry.optional_text("git"),
-        commit=entry.optional_text("commit"),
-        submodules=entry.optional_texts("submodules"),
-        version_file=entry.optional_text("version_file"),
-        defines=entry.optional_texts("defines"),
-    )

@@ -17,11 +17,11 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 
 from sm12x.core import listing, tomltext
+from sm12x.core.declared import MACHINES
 from sm12x.core.errors import FetchError
 from sm12x.core.listing import SDIST, WHEEL, ListedFile
 from sm12x.core.lockfile import Lockfile
 from sm12x.stack.model.base import Base, Dropped, Override
-from sm12x.stack.model.table import MACHINES
 from sm12x.stack.rebase import release_facts
 from sm12x.stack.rebase.release_facts import DeclaredSource, Facts
 

@@ -6,22 +6,22 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 from packaging.version import Version
+from pydantic import Field
 
-from sm12x.core import files, tomltext
-from sm12x.core.errors import BadFileError
+from sm12x.core import declared, files, tomltext
+from sm12x.core.declared import Declared, one_of
 from sm12x.stack.model import series
 from sm12x.stack.model.base import Base
-from sm12x.stack.model.table import Table
 from sm12x.stack.rebase import porting, verdict
 
 NAME = "status.toml"
-# What need.Need.summary writes of a witness that is red.
+# What verdict.Need.summary writes of a witness that is red.
 _RED = re.compile(r"^(\d+) of (\d+) red(?:, (\d+) could not run)?$")
 APPLIED = "applied"
 NEEDED = "needed"
@@ -45,7 +45,7 @@ _HEAD = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class Outcome(Declared):
     """One patch of ``base`` on ``release``. ``need`` and ``text`` as in verdict.py and porting.py.
 
     ``text`` is "" where only the witnesses were run. ``since`` is the first release known to do it
@@ -55,8 +55,8 @@ class Outcome:
     patch: str
     base: str
     release: str
-    need: str
-    text: str
+    need: Annotated[str, one_of(verdict.NEEDED, verdict.UPSTREAM, verdict.UNKNOWN)]
+    text: Annotated[str, one_of("", *porting.STATES)]
     witness: str
     since: str
     why: str
@@ -64,6 +64,14 @@ class Outcome:
     @property
     def state(self) -> str:
         return decide(self.need, self.text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcomes(Declared):
+    """``status.toml``."""
+
+    schema: Literal[1]
+    outcomes: Annotated[tuple[Outcome, ...], Field(alias="outcome")] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,30 +123,7 @@ def read(path: Path) -> tuple[Outcome, ...]:
     """The recorded outcomes; none where there is no such file. Raises BadFileError."""
     if not path.is_file():
         return ()
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise BadFileError(
-            f"{path} cannot be read: {error}", next_step="restore it with git"
-        ) from None
-    top = Table(raw, path, "")
-    if top.integer("schema") != 1:
-        raise BadFileError(f"{path}: its schema is not known", next_step="update sm12x")
-    found = tuple(
-        Outcome(
-            patch=entry.text("patch"),
-            base=entry.text("base"),
-            release=entry.text("release"),
-            need=entry.choice("need", (verdict.NEEDED, verdict.UPSTREAM, verdict.UNKNOWN)),
-            text=entry.choice("text", ("", *porting.STATES)),
-            witness=entry.text("witness"),
-            since=entry.text("since"),
-            why=entry.text("why"),
-        )
-        for entry in top.optional_entries("outcome")
-    )
-    top.finish()
-    return found
+    return declared.read_toml(Outcomes, path, next_step="restore it with git").outcomes
 
 
 def record(

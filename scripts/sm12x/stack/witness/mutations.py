@@ -11,16 +11,18 @@ import ast
 import difflib
 import random
 import re
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
-from sm12x.core.errors import BadFileError
+from pydantic import Field
+
+from sm12x.core import declared
+from sm12x.core.declared import Declared
 from sm12x.stack.model.base import Base
 from sm12x.stack.model.patchfile import Finding, Patch
 from sm12x.stack.model.series import Stack
-from sm12x.stack.model.table import Table
 
 NAME = "mutations.toml"
 _NUMBER = re.compile(r"^\d{4}-")
@@ -36,7 +38,7 @@ _COMPILED = (".cpp", ".h")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mutation:
+class Mutation(Declared):
     """An entry of mutations.toml.
 
     ``patch`` is the beginning of the patch's file name without its number: it stays right when the
@@ -50,8 +52,15 @@ class Mutation:
     find: str
     replace: str
     why: str
-    by: str
-    number: int
+    by: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutations(Declared):
+    """``mutations.toml``."""
+
+    schema: Literal[1]
+    mutations: Annotated[tuple[Mutation, ...], Field(alias="mutation")] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,30 +88,7 @@ def load(base: Base) -> tuple[Mutation, ...]:
     path = base.folder / NAME
     if not path.exists():
         return ()
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise BadFileError(
-            f"{path} cannot be read: {error}", next_step="mend it, or restore it"
-        ) from None
-    top = Table(raw, path, "")
-    schema = top.integer("schema")
-    if schema != 1:
-        raise BadFileError(f"{path}: schema is {schema}, not 1", next_step="update this checkout")
-    found = tuple(
-        Mutation(
-            patch=entry.text("patch"),
-            file=entry.text("file"),
-            find=entry.text("find"),
-            replace=entry.text("replace"),
-            why=entry.text("why"),
-            by=entry.optional_text("by"),
-            number=number,
-        )
-        for number, entry in enumerate(top.optional_entries("mutation"), start=1)
-    )
-    top.finish()
-    return found
+    return declared.read_toml(Mutations, path, next_step="mend it, or restore it").mutations
 
 
 def patch_of(stack: Stack, name: str) -> Patch | None:
@@ -118,17 +104,17 @@ def kept(base: Base, stack: Stack, tree: Path) -> tuple[list[Mutant], list[Findi
     """The mutations of ``base`` made on its patched ``tree``, and those that fit no patch."""
     mutants: list[Mutant] = []
     findings: list[Finding] = []
-    for mutation in load(base):
+    for number, mutation in enumerate(load(base), start=1):
         patch = patch_of(stack, mutation.patch)
         if patch is None:
-            findings.append(_unknown(base, stack, mutation))
+            findings.append(_unknown(base, stack, mutation, number))
             continue
         text, stale = _made(mutation, patch, tree)
         mutants.append(
             Mutant(
                 patch=patch,
                 file=mutation.file,
-                label=f"mutation {mutation.number}",
+                label=f"mutation {number}",
                 why=mutation.why,
                 by=mutation.by,
                 text=text,
@@ -151,7 +137,9 @@ def check(base: Base, stack: Stack, tree: Path | None) -> list[Finding]:
         return []
     entries = load(base)
     findings = [
-        _unknown(base, stack, entry) for entry in entries if not patch_of(stack, entry.patch)
+        _unknown(base, stack, entry, number)
+        for number, entry in enumerate(entries, start=1)
+        if not patch_of(stack, entry.patch)
     ]
     having = {patch.name for entry in entries if (patch := patch_of(stack, entry.patch))}
     findings += [
@@ -163,14 +151,14 @@ def check(base: Base, stack: Stack, tree: Path | None) -> list[Finding]:
         for patch in stack.patches
         if patch.name not in having
     ]
-    for entry in entries:
+    for number, entry in enumerate(entries, start=1):
         patch = patch_of(stack, entry.patch)
         if patch and entry.by and entry.by.split("::", 1)[0] not in patch.witnesses:
             findings.append(
                 Finding(
                     path=path,
-                    line=_line(path, entry),
-                    message=f"mutation {entry.number}: {entry.by} is no test of a witness of "
+                    line=_line(path, number),
+                    message=f"mutation {number}: {entry.by} is no test of a witness of "
                     f"{patch.name}",
                 )
             )
@@ -180,8 +168,8 @@ def check(base: Base, stack: Stack, tree: Path | None) -> list[Finding]:
                 findings.append(
                     Finding(
                         path=path,
-                        line=_line(path, entry),
-                        message=f"mutation {entry.number} is stale: {stale}",
+                        line=_line(path, number),
+                        message=f"mutation {number} is stale: {stale}",
                     )
                 )
     return findings
@@ -248,23 +236,23 @@ def _made(mutation: Mutation, patch: Patch, tree: Path) -> tuple[str, str]:
     return text.replace(mutation.find, mutation.replace), ""
 
 
-def _unknown(base: Base, stack: Stack, mutation: Mutation) -> Finding:
+def _unknown(base: Base, stack: Stack, mutation: Mutation, number: int) -> Finding:
     path = base.folder / NAME
     return Finding(
         path=path,
-        line=_line(path, mutation),
-        message=f"mutation {mutation.number}: {mutation.patch!r} is not the beginning of the name "
+        line=_line(path, number),
+        message=f"mutation {number}: {mutation.patch!r} is not the beginning of the name "
         f"of one patch, its number aside ({', '.join(p.name for p in stack.patches)})",
     )
 
 
-def _line(path: Path, mutation: Mutation) -> int:
+def _line(path: Path, number: int) -> int:
     """The line at which the entry begins."""
     met = 0
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+    for place, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         met += line.strip() == "[[mutation]]"
-        if met == mutation.number:
-            return number
+        if met == number:
+            return place
     return 1
 
 

@@ -62,14 +62,14 @@ def packages(
         NoSpaceError: too little room for what is about to be installed.
     """
     pins = {pin.name: pin for pin in lockfile.read(base.lock_path(machine)).pins}
-    absent = sorted(set(suite.packages) - pins.keys())
+    absent = sorted(set(suite.environment.packages) - pins.keys())
     if absent:
         raise BadFileError(
             f"{suite.path}: environment.packages names {', '.join(absent)}, which "
             f"{base.lock_path(machine).name} does not have",
             next_step="name packages of the lock, as it writes them",
         )
-    wanted = "".join(pins[name].text for name in suite.packages) + "".join(
+    wanted = "".join(pins[name].text for name in suite.environment.packages) + "".join(
         pin.text for pin in lockfile.read(root / _TOOLS_LOCK).pins
     )
     key = hashlib.sha256(f"{platform.python_version()}\n{wanted}".encode()).hexdigest()[:12]
@@ -78,9 +78,11 @@ def packages(
         return home
     say(
         f"installing {len(lockfile.parse(wanted).pins)} packages for the tests of {base.version} "
-        f"into {home}: up to {suite.download_mib} MiB to download"
+        f"into {home}: up to {suite.environment.download_mib} MiB to download"
     )
-    files.require_space(cache, suite.download_mib * 3 / 1024, what="the packages of the tests")
+    files.require_space(
+        cache, suite.environment.download_mib * 3 / 1024, what="the packages of the tests"
+    )
     home.parent.mkdir(parents=True, exist_ok=True)
     try:
         program = uv.find_uv_bin()
@@ -276,16 +278,16 @@ class _Runner:
         work.write_text(
             json.dumps(
                 {
-                    "platform": self._suite.platform,
-                    "empty": self._suite.empty,
-                    "preload": self._suite.preload,
+                    "platform": self._suite.environment.platform,
+                    "empty": self._suite.environment.empty,
+                    "preload": self._suite.environment.preload,
                     "models": [model.implemented for model in self._suite.models],
                     "answers": str(batch.answers),
                     "work": [
                         {
                             "arguments": self._arguments(target, batch.report(number)),
                             "leave": self._left(target),
-                            "cuda": target.split("::", 1)[0] in self._suite.gated,
+                            "cuda": target.split("::", 1)[0] in self._suite.environment.gated,
                             "log": str(batch.log(number)),
                             "seconds": self._seconds,
                         }

@@ -10,16 +10,18 @@ from __future__ import annotations
 import ast
 import json
 import re
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated, Literal
 
-from sm12x.core import globs
+from pydantic import Field
+
+from sm12x.core import declared, globs
+from sm12x.core.declared import Declared, KeyFaultError, one_of
 from sm12x.core.errors import BadFileError
 from sm12x.stack.model.base import Base
 from sm12x.stack.model.series import Stack
-from sm12x.stack.model.table import Table
 from sm12x.stack.witness import junit
 
 NAME = "upstream-tests.toml"
@@ -59,7 +61,7 @@ _TEST_FILE = re.compile(r"(^|/)(test_[^/]*|[^/]*_test)\.py$")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cannot:
+class Cannot(Declared):
     """A test that cannot be green here. ``needs`` is a key of NEEDS, ``why`` says what exactly.
 
     ``test`` is a file (tests/v1/test_x.py), or a test or class in one (file::name, which stands for
@@ -68,9 +70,9 @@ class Cannot:
     """
 
     test: str
-    needs: str
+    needs: Annotated[str, one_of(*NEEDS)]
     why: str
-    run: bool
+    run: bool = True
 
     @property
     def file(self) -> str:
@@ -92,7 +94,7 @@ class Cannot:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class Source(Declared):
     """What the module names of the tests do not say: of the files that match the globs ``paths``.
 
     ``tests`` are test files that belong to them without naming their module; ``why`` says why there
@@ -100,12 +102,12 @@ class Source:
     """
 
     paths: tuple[str, ...]
-    tests: tuple[str, ...]
-    why: str
+    tests: tuple[str, ...] = ()
+    why: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
+class Model(Declared):
     """A model that the tests ask the hub for: its name there, and the content of config.json.
 
     ``implemented`` ("module:Class") is the release's class for it. Unless it is registered, vLLM
@@ -118,28 +120,43 @@ class Model:
     config: str
     tokenizer: str = ""
 
+    def __post_init__(self) -> None:
+        for key, text in (("config", self.config), ("tokenizer", self.tokenizer or "{}")):
+            try:
+                json.loads(text)
+            except ValueError as error:
+                raise KeyFaultError(key, f"is no JSON: {error}") from None
+
 
 @dataclass(frozen=True, kw_only=True)
-class Suite:
-    """``upstream-tests.toml``.
+class Environment(Declared):
+    """What the tests run in.
 
     ``packages`` are names of the base's lock that the tests import and the witnesses do not;
     ``platform`` ("module:Class") is what vLLM is told it runs on; ``empty`` are native modules that
     an import is satisfied with an empty module for; ``preload`` is imported once, before the
-    process forks for every test file. ``models`` are all that the tests find of the hub.
-    ``gated`` are test files that skip themselves unless they find CUDA, and are told so.
+    process forks for every test file. ``gated`` are test files that skip themselves unless they
+    find CUDA, and are told so.
     """
 
-    path: Path
     packages: tuple[str, ...]
     download_mib: int
-    platform: str
-    empty: tuple[str, ...]
-    preload: tuple[str, ...]
-    sources: tuple[Source, ...]
-    cannot: tuple[Cannot, ...]
-    models: tuple[Model, ...] = ()
+    platform: str = ""
+    empty: tuple[str, ...] = ()
+    preload: tuple[str, ...] = ()
     gated: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suite(Declared):
+    """``upstream-tests.toml`` at ``path``. ``models`` are all that the tests find of the hub."""
+
+    path: Path
+    schema: Literal[1]
+    environment: Environment
+    sources: Annotated[tuple[Source, ...], Field(alias="source")] = ()
+    cannot: tuple[Cannot, ...] = ()
+    models: Annotated[tuple[Model, ...], Field(alias="model")] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,64 +261,12 @@ def load(base: Base) -> Suite:
         BadFileError: there is none, or a key is missing, unknown or of the wrong kind.
     """
     path = base.folder / NAME
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise BadFileError(
-            f"{path} cannot be read: {error}",
-            next_step=f"write it after that of another base, or restore {NAME}",
-        ) from None
-    top = Table(raw, path, "")
-    schema = top.integer("schema")
-    if schema != 1:
-        raise BadFileError(f"{path}: schema is {schema}, not 1", next_step="update this checkout")
-    environment = top.table("environment")
-    suite = Suite(
-        path=path,
-        packages=environment.texts("packages"),
-        download_mib=environment.integer("download_mib"),
-        platform=environment.optional_text("platform"),
-        empty=environment.optional_texts("empty"),
-        preload=environment.optional_texts("preload"),
-        gated=environment.optional_texts("gated"),
-        sources=tuple(
-            Source(
-                paths=entry.texts("paths"),
-                tests=entry.optional_texts("tests"),
-                why=entry.optional_text("why"),
-            )
-            for entry in top.optional_entries("source")
-        ),
-        cannot=tuple(
-            Cannot(
-                test=entry.text("test"),
-                needs=entry.choice("needs", tuple(NEEDS)),
-                why=entry.text("why"),
-                run=entry.flag("run", default=True),
-            )
-            for entry in top.optional_entries("cannot")
-        ),
-        models=tuple(
-            Model(
-                name=entry.text("name"),
-                implemented=entry.text("implemented"),
-                config=entry.text("config"),
-                tokenizer=entry.optional_text("tokenizer"),
-            )
-            for entry in top.optional_entries("model")
-        ),
+    return declared.read_toml(
+        Suite,
+        path,
+        given={"path": path},
+        next_step=f"write it after that of another base, or restore {NAME}",
     )
-    for model in suite.models:
-        try:
-            json.loads(model.config)
-            json.loads(model.tokenizer or "{}")
-        except ValueError as error:
-            raise BadFileError(
-                f"{path}: the configuration or the tokenizer of {model.name} is no JSON: {error}",
-                next_step="mend it",
-            ) from None
-    top.finish()
-    return suite
 
 
 class Modules:
@@ -429,7 +394,7 @@ def plan(suite: Suite, stack: Stack, tree: Path) -> Plan:
     ]
     faults += [
         f"environment.gated {test}: it belongs to nothing that the stack changes"
-        for test in suite.gated
+        for test in suite.environment.gated
         if test not in every
     ]
     left = {entry.file for entry in suite.cannot if not entry.run and entry.test == entry.file}

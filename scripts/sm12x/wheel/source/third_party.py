@@ -199,7 +199,7 @@ def _unpack(source: Source, folder: Path, cache: Path, find_links: Path | None) 
                 f"{package.name} has nothing under {prefix}",
                 next_step=f"check `inside` of {source.name}'s packages in base.toml",
             )
-    for name, text in source.texts.items():
-        path = folder / name
+    for made in source.texts:
+        path = folder / made.path
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        path.write_text(made.text, encoding="utf-8")

@@ -1,0 +1,174 @@
+"""Files that are declared: a dataclass says what a file holds; here it is read, its faults named.
+
+A dataclass that derives from ``Declared`` takes exactly its fields, of exactly their types. A
+fault is told with the file, its line where that is known, the path of the key, and a near name
+where a key is not known.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, TypeVar, cast
+
+from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
+
+from sm12x.core.errors import BadFileError
+
+T = TypeVar("T")
+
+# A table's header, `[a.b]` or `[[a.b]]`, and a key at the beginning of a line.
+_HEADER = re.compile(r"\s*(\[\[?)\s*([A-Za-z0-9_.\"' -]+?)\s*\]\]?\s*(?:#.*)?")
+_KEY = re.compile(r"\s*([A-Za-z0-9_-]+|\"[^\"]*\")\s*=")
+
+
+class Declared:
+    """Base of dataclasses that files are read into: no other keys, no other types."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
+        extra="forbid", strict=True, validate_by_name=False, validate_by_alias=True
+    )
+
+
+def one_of(*names: str) -> AfterValidator:
+    """For ``Annotated[str, one_of(...)]``: a text, or a key, that is one of ``names``."""
+
+    def check(value: str) -> str:
+        if value not in names:
+            raise ValueError(f"{value!r} is not one of {', '.join(names)}")
+        return value
+
+    return AfterValidator(check)
+
+
+MACHINES = ("x86_64", "aarch64")
+Machine = Annotated[str, one_of(*MACHINES)]
+
+
+class KeyFaultError(ValueError):
+    """What is wrong with one key, raised in ``__post_init__``: "since", "is missing"."""
+
+    def __init__(self, key: str, what: str) -> None:
+        super().__init__(f"{key} {what}")
+
+
+def read_toml(
+    kind: type[T], path: Path, *, given: Mapping[str, object] | None = None, next_step: str
+) -> T:
+    """Read a TOML file into the dataclass ``kind``.
+
+    Args:
+        given: fields that are not in the file.
+        next_step: what to do about a fault.
+
+    Raises:
+        BadFileError: the file cannot be read or does not parse, or a key is missing, unknown or of
+            another type; the first fault is told, and how many more there are.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        raw = tomllib.loads(text)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise BadFileError(f"{path} cannot be read: {error}", next_step=next_step) from None
+    given = given or {}
+    mine = sorted(given.keys() & raw.keys())
+    if mine:
+        raise BadFileError(
+            f"{_at(path, _line(text, mine[:1]))}: {mine[0]} is not a known key", next_step=next_step
+        )
+    return convert(kind, {**raw, **given}, path, text=text, next_step=next_step)
+
+
+def convert(
+    kind: type[T], raw: Mapping[str, object], path: Path, *, text: str = "", next_step: str
+) -> T:
+    """``raw``, which is what ``path`` holds, as the dataclass ``kind``; raises as ``read_toml``.
+
+    ``text`` is the file's, if it is TOML: a fault is looked up in it.
+    """
+    try:
+        # Through JSON: a list is read as a tuple, and still no number as a string.
+        adapter = _adapter(cast(Any, kind))
+        found: T = adapter.validate_json(json.dumps(raw, default=str))
+        return found
+    except ValidationError as error:
+        faults = error.errors(include_url=False)
+        first = dict(faults[0])
+        where = [part for part in faults[0]["loc"] if part != "[key]"]
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        said = f"{_at(path, _line(text, where))}: {_told(first, where, kind)}{more}"
+        raise BadFileError(said, next_step=next_step) from None
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def _at(path: Path, line: int | None) -> str:
+    return f"{path}:{line}" if line else str(path)
+
+
+def _told(fault: Mapping[str, Any], where: list[Any], kind: Any) -> str:
+    key = _name(where)
+    value, context = fault["input"], fault.get("ctx", {})
+    match fault["type"]:
+        case "missing" | "missing_argument" | "missing_keyword_only_argument":
+            return f"{key} is missing"
+        case "unexpected_keyword_argument" | "extra_forbidden":
+            near = difflib.get_close_matches(str(where[-1]), _keys(kind), n=1)
+            return f"{key} is not a known key" + (f"; perhaps you meant {near[0]}" if near else "")
+        case "literal_error":
+            return f"{key} is {value!r}, and not {context['expected']}"
+        case "value_error" if isinstance(context.get("error"), KeyFaultError):
+            return f"{key}.{context['error']}" if key else str(context["error"])
+        case "value_error":
+            return f"{key}: {context['error']}"
+    return f"{key} has the wrong type ({type(value).__name__}): {fault['msg'].lower()}"
+
+
+def _name(where: list[Any]) -> str:
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where)
+    return text.removeprefix(".")
+
+
+@functools.cache
+def _keys(kind: Any) -> tuple[str, ...]:
+    """Every key that a file of this kind may have, in any of its tables."""
+    schema = _adapter(kind).json_schema()
+    tables = [schema, *schema.get("$defs", {}).values()]
+    return tuple(sorted({key for table in tables for key in table.get("properties", {})}))
+
+
+def _line(text: str, where: list[Any]) -> int | None:
+    """The line of a TOML key, or of the table it belongs in; None where it is not found."""
+    table: list[Any] = []
+    counts: dict[str, int] = {}
+    found: int | None = None
+    for number, line in enumerate(text.split("\n"), start=1):
+        if header := _HEADER.fullmatch(line):
+            name = header[2].replace('"', "").replace(" ", "")
+            table = list(name.split("."))
+            if header[1] == "[[":
+                counts = {key: n for key, n in counts.items() if not key.startswith(f"{name}.")}
+                counts[name] = counts.get(name, -1) + 1
+            for end in range(len(table), 0, -1):
+                part = ".".join(str(item) for item in table[:end] if not isinstance(item, int))
+                if part in counts:
+                    table.insert(end, counts[part])
+        elif key := _KEY.match(line):
+            if [*table, key[1].strip('"')] == where[: len(table) + 1]:
+                found = number
+                if len(where) == len(table) + 1:
+                    return found
+            continue
+        else:
+            continue
+        if table == where[: len(table)]:
+            found = number
+    return found
