@@ -45,6 +45,7 @@ ROUNDS = int(os.environ.get("SM12X_FUZZ", "30"))
 SEEDS = sorted(path for path in DATA.iterdir() if path.suffix in
                (".so", ".a", ".cubin", ".fatbin", ".ptx"))  # fmt: skip
 ALL = policy.Policy(
+    schema=1,
     name="all",
     rules=(policy.Rule(match=("*",), units=("native", "ptx", "lto", "none"), reason="all"),),
 )

@@ -75,7 +75,7 @@ def test_what_is_not_known_is_null(tmp_path: Path) -> None:
 def test_every_claim_has_a_source() -> None:
     known = knowledge.load()
     claims = {
-        **{check.id: check.sources for check in known.checks.values()},
+        **{name: check.sources for name, check in known.checks.items()},
         **{trouble.id: trouble.sources for trouble in known.troubles},
         **{model.name: (model.source,) for model in known.models},
         **{f"cuda {need.toolkit}": (need.source,) for need in known.requirements},
@@ -103,7 +103,7 @@ def test_explain_tells_reason_source_and_what_was_found(tmp_path: Path) -> None:
     facts = fake.facts(bad_machine(tmp_path))
     known = knowledge.load()
     mine = [each for each in checks.run(facts, known) if each.id == "gpu.leftover"]
-    text = render.explain(known.checks["gpu.leftover"], mine, width=80)
+    text = render.explain("gpu.leftover", known.checks["gpu.leftover"], mine, width=80)
     assert text.startswith("gpu.leftover: GPU memory that no process owns\n")
     assert "NVIDIA/open-gpu-kernel-modules#1200" in text
     assert "  $ sudo fuser -v /dev/nvidia*" in text
@@ -113,7 +113,7 @@ def test_explain_tells_reason_source_and_what_was_found(tmp_path: Path) -> None:
 def test_data_that_cannot_be_used(tmp_path: Path) -> None:
     path = tmp_path / "doctor.toml"
     path.write_text("schema = 2\n")
-    with pytest.raises(BadFileError, match="schema 2"):
+    with pytest.raises(BadFileError, match="schema is 2"):
         knowledge.load(path)
 
 

@@ -35,7 +35,11 @@ BLOCKED = RECIPE.replace("source: nobody", "source: nobody, blocked: a kernel is
 
 def make_ledger(**fields: Any) -> Ledger:
     """A ledger with the fields that matter here, and nothing in the others."""
-    empty = {field.name: "" for field in dataclasses.fields(Ledger) if field.name != "schema"}
+    empty: dict[str, Any] = {
+        field.name: "" if field.type == "str" else {} if "dict" in str(field.type) else ()
+        for field in dataclasses.fields(Ledger)
+        if field.name != "schema"
+    }
     return Ledger(**{**empty, **fields})
 
 

@@ -6,6 +6,9 @@ import functools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import PlainValidator
 
 from sm12x.audit.fatbin import Container
 from sm12x.core.cudaarch import CudaArch
@@ -44,6 +47,15 @@ class Device:
         return f"{self.major}.{self.minor}"
 
 
+def _device(text: str) -> Device:
+    try:
+        return Device.parse(text)
+    except BadArchitectureError as error:
+        raise ValueError(error.message) from None
+
+
+# Of a declared file, where it is written "12.0".
+DeclaredDevice = Annotated[Device, PlainValidator(_device, json_schema_input_type=str)]
 SM120, SM121 = Device(12, 0), Device(12, 1)
 DEVICES = (SM120, SM121)
 

@@ -7,13 +7,13 @@ for libraries alone that were compiled here. What could not be read breaks every
 
 from __future__ import annotations
 
-import difflib
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from sm12x.audit.model import (
     DEVICES,
@@ -24,12 +24,13 @@ from sm12x.audit.model import (
     PTX,
     UNKNOWN,
     Audit,
+    DeclaredDevice,
     Device,
     LibraryAudit,
 )
-from sm12x.core.errors import BadArchitectureError, BadFileError
+from sm12x.core import declared
+from sm12x.core.declared import Declared, KeyFaultError, one_of
 
-SCHEMA = 1
 _WORDS = {
     NATIVE: "run natively",
     PTX: "run only through PTX",
@@ -42,14 +43,10 @@ EMBEDDED = (
     "it holds pieces of code that it picks among and loads itself: those for other GPUs are left "
     "out of the judgement, and whether there is one for each of its kernels is not known"
 )
-_KEYS = {
-    "match": list, "units": list, "reason": str, "native_at_least": int, "ptx_at_most": int,
-    "required": bool, "on": list, "compiled": bool,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class Rule(Declared):
     """What is asked of the libraries whose path matches one of ``match``.
 
     Args:
@@ -64,14 +61,20 @@ class Rule:
         compiled: whether the rule is for libraries alone that were compiled here.
     """
 
-    match: tuple[str, ...]
-    units: tuple[str, ...]
+    match: Annotated[tuple[str, ...], Field(min_length=1)]
+    units: Annotated[
+        tuple[Annotated[str, one_of(NATIVE, PTX, LTO, NONE)], ...], Field(min_length=1)
+    ]
     reason: str = ""
-    native_at_least: int = 0
-    ptx_at_most: int | None = None
+    native_at_least: Annotated[int, Field(ge=0)] = 0
+    ptx_at_most: Annotated[int, Field(ge=0)] | None = None
     required: bool = False
-    on: tuple[Device, ...] = ()
+    on: tuple[DeclaredDevice, ...] = ()
     compiled: bool = False
+
+    def __post_init__(self) -> None:
+        if set(self.units) != {NATIVE} and not self.reason:
+            raise KeyFaultError("reason", "is missing: an exception has to say why")
 
     def matches(self, path: str) -> bool:
         return any(fnmatchcase(path, glob) or fnmatchcase(path, f"*/{glob}") for glob in self.match)
@@ -83,9 +86,12 @@ class Rule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy:
-    name: str
-    rules: tuple[Rule, ...]
+class Policy(Declared):
+    """A policy file."""
+
+    schema: Literal[1]
+    name: Annotated[str, Field(min_length=1)]
+    rules: Annotated[tuple[Rule, ...], Field(alias="rule", min_length=1)]
 
     @property
     def asks_a_ledger(self) -> bool:
@@ -261,71 +267,7 @@ def _faults(library: LibraryAudit, device: Device, rule: Rule) -> list[str]:
 
 
 def load(path: Path) -> Policy:
-    """Read a policy file. Raises BadFileError naming the key at fault."""
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise BadFileError(
-            f"{path} cannot be read as a policy: {error}",
-            next_step="name a TOML file such as data/policies/default.toml",
-        ) from None
-    for key in raw:
-        if key not in ("schema", "name", "rule"):
-            raise _fault(path, key, _hint(key, ("schema", "name", "rule")))
-    if raw.get("schema") != SCHEMA:
-        raise _fault(path, "schema", f"has to be {SCHEMA}")
-    name, rules = raw.get("name"), raw.get("rule")
-    if not isinstance(name, str) or not name:
-        raise _fault(path, "name", "has to be a text")
-    if not isinstance(rules, list) or not rules:
-        raise _fault(path, "rule", "has to be a list of [[rule]] tables")
-    return Policy(
-        name=name,
-        rules=tuple(_rule(path, f"rule[{number}]", rule) for number, rule in enumerate(rules)),
+    """Read a policy file. Raises BadFileError naming line and key of the first fault."""
+    return declared.read_toml(
+        Policy, path, next_step="mend that key; data/policies/default.toml shows the layout"
     )
-
-
-def _rule(path: Path, where: str, raw: Any) -> Rule:
-    if not isinstance(raw, dict):
-        raise _fault(path, where, "has to be a table")
-    for key, value in raw.items():
-        if key not in _KEYS:
-            raise _fault(path, f"{where}.{key}", _hint(key, tuple(_KEYS)))
-        kind = _KEYS[key]
-        texts = kind is not list or all(isinstance(item, str) for item in value)
-        if type(value) is not kind or not texts:
-            wanted = "a list of texts" if kind is list else f"of type {kind.__name__}"
-            raise _fault(path, f"{where}.{key}", f"has to be {wanted}")
-        if isinstance(value, int) and value < 0:
-            raise _fault(path, f"{where}.{key}", f"has to be 0 or more, not {value}")
-    for key in ("match", "units"):
-        if not raw.get(key):
-            raise _fault(path, f"{where}.{key}", "is missing or empty")
-    for verdict in raw["units"]:
-        if verdict not in (NATIVE, PTX, LTO, NONE):
-            raise _fault(path, f"{where}.units", f"knows native, ptx, lto, none, not {verdict!r}")
-    if set(raw["units"]) != {NATIVE} and not raw.get("reason"):
-        raise _fault(path, f"{where}.reason", "is missing: an exception has to say why")
-    try:
-        on = tuple(Device.parse(text) for text in raw.get("on", []))
-    except BadArchitectureError as error:
-        raise _fault(path, f"{where}.on", f"is wrong: {error.message}") from None
-    return Rule(
-        match=tuple(raw["match"]),
-        units=tuple(raw["units"]),
-        reason=raw.get("reason", ""),
-        native_at_least=raw.get("native_at_least", 0),
-        ptx_at_most=raw.get("ptx_at_most"),
-        required=raw.get("required", False),
-        on=on,
-        compiled=raw.get("compiled", False),
-    )
-
-
-def _hint(key: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=1)
-    return f"is not a known key{f'; perhaps you meant {near[0]}' if near else ''}"
-
-
-def _fault(path: Path, key: str, what: str) -> BadFileError:
-    return BadFileError(f"{path}: {key} {what}", next_step="mend that key")

@@ -155,8 +155,9 @@ def requirements() -> None:
     from sm12x.wheel import ledger
 
     release = metadata.distribution("vllm")
-    overrides = ledger.from_json(release.read_text(ledger.NAME) or "{}").overrides
-    present = versions.installed(Path(str(release.locate_file(""))))
+    folder = Path(str(release.locate_file("")))
+    overrides = ledger.parse(release.read_text(ledger.NAME) or "{}", folder).overrides
+    present = versions.installed(folder)
     lines = versions.requirements(present.values(), overrides)
     for line in lines:
         click.echo(f"{line.state}  {line.text}")

@@ -73,7 +73,7 @@ def command(
     width = min(shutil.get_terminal_size((render.WIDTH, 24)).columns, _WIDEST)
     if check is not None:
         mine = [finding for finding in findings if finding.id == check]
-        click.echo(render.explain(known.checks[check], mine, width=width), nl=False)
+        click.echo(render.explain(check, known.checks[check], mine, width=width), nl=False)
         return
     if as_json:
         click.echo(report.to_json(facts, findings), nl=False)

@@ -22,6 +22,8 @@ from sm12x.core.errors import BadFileError
 
 T = TypeVar("T")
 
+_UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
+
 # A table's header, `[a.b]` or `[[a.b]]`, and a key at the beginning of a line.
 _HEADER = re.compile(r"\s*(\[\[?)\s*([A-Za-z0-9_.\"' -]+?)\s*\]\]?\s*(?:#.*)?")
 _KEY = re.compile(r"\s*([A-Za-z0-9_-]+|\"[^\"]*\")\s*=")
@@ -73,8 +75,8 @@ def read_toml(
     try:
         text = path.read_text(encoding="utf-8")
         raw = tomllib.loads(text)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise BadFileError(f"{path} cannot be read: {error}", next_step=next_step) from None
+    except (OSError, ValueError) as error:
+        raise _unread(path, error, next_step) from None
     given = given or {}
     mine = sorted(given.keys() & raw.keys())
     if mine:
@@ -84,9 +86,34 @@ def read_toml(
     return convert(kind, {**raw, **given}, path, text=text, next_step=next_step)
 
 
-def convert(
-    kind: type[T], raw: Mapping[str, object], path: Path, *, text: str = "", next_step: str
-) -> T:
+def read_json(kind: type[T], path: Path, *, next_step: str, what: str = "") -> T:
+    """Read a JSON file into the dataclass ``kind``; raises as ``read_toml``."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise _unread(path, error, next_step) from None
+    return parse_json(kind, text, path, next_step=next_step, what=what)
+
+
+def parse_json(kind: type[T], text: str, path: Path, *, next_step: str, what: str = "") -> T:
+    """Read the JSON ``text``, which comes out of ``path``; raises as ``read_toml``.
+
+    ``what`` names what the file should be, where any file may have been given.
+    """
+    try:
+        return convert(kind, json.loads(text), path, next_step=next_step)
+    except BadFileError as error:
+        if not what:
+            raise
+        said = error.message.removeprefix(f"{path}: ")
+        raise BadFileError(f"{path} holds no {what}: {said}", next_step=next_step) from None
+    except ValueError as error:
+        raise BadFileError(
+            f"{path} holds no {what or 'JSON'}: {error}", next_step=next_step
+        ) from None
+
+
+def convert(kind: type[T], raw: object, path: Path, *, text: str = "", next_step: str) -> T:
     """``raw``, which is what ``path`` holds, as the dataclass ``kind``; raises as ``read_toml``.
 
     ``text`` is the file's, if it is TOML: a fault is looked up in it.
@@ -97,7 +124,8 @@ def convert(
         found: T = adapter.validate_json(json.dumps(raw, default=str))
         return found
     except ValidationError as error:
-        faults = error.errors(include_url=False)
+        # A misspelt key is a missing one too: it is the one to show.
+        faults = sorted(error.errors(include_url=False), key=lambda it: it["type"] not in _UNKNOWN)
         first = dict(faults[0])
         where = [part for part in faults[0]["loc"] if part != "[key]"]
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
@@ -110,6 +138,10 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
+def _unread(path: Path, error: Exception, next_step: str) -> BadFileError:
+    return BadFileError(f"{path} cannot be read: {error}", next_step=next_step)
+
+
 def _at(path: Path, line: int | None) -> str:
     return f"{path}:{line}" if line else str(path)
 
@@ -120,7 +152,7 @@ def _told(fault: Mapping[str, Any], where: list[Any], kind: Any) -> str:
     match fault["type"]:
         case "missing" | "missing_argument" | "missing_keyword_only_argument":
             return f"{key} is missing"
-        case "unexpected_keyword_argument" | "extra_forbidden":
+        case unknown if unknown in _UNKNOWN:
             near = difflib.get_close_matches(str(where[-1]), _keys(kind), n=1)
             return f"{key} is not a known key" + (f"; perhaps you meant {near[0]}" if near else "")
         case "literal_error":

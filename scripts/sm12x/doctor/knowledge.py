@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 import functools
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from sm12x import layout
-from sm12x.audit.model import Device
-from sm12x.core.errors import BadFileError
+from sm12x.audit.model import DeclaredDevice
+from sm12x.core import declared
+from sm12x.core.declared import Declared
 from sm12x.doctor.model import Finding
 
-SCHEMA = 1
 GIB = 1024**3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
+class Model(Declared):
     """A kind of GPU. ``pci`` are device ids of vendor 10de in lower case."""
 
     name: str
     pci: tuple[str, ...]
-    capability: Device
+    capability: DeclaredDevice
     hardware: str
-    unified: bool
     source: str
+    unified: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class Requirement:
+class Requirement(Declared):
     """The oldest driver branch for a CUDA toolkit of that major version."""
 
     toolkit: str
@@ -40,7 +41,7 @@ class Requirement:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trouble:
+class Trouble(Declared):
     """A report about certain drivers or kernels, empty for any, on GPUs named like ``gpus``."""
 
     id: str
@@ -62,24 +63,24 @@ class Trouble:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Check:
+class Check(Declared):
     """What a kind of finding is about."""
 
-    id: str
     title: str
     why: str
     sources: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Knowledge:
+class Knowledge(Declared):
     """All of it. Thresholds are in the unit their name ends in."""
 
-    models: tuple[Model, ...]
-    requirements: tuple[Requirement, ...]
-    troubles: tuple[Trouble, ...]
-    checks: Mapping[str, Check]
-    thresholds: Mapping[str, float]
+    schema: Literal[1]
+    models: Annotated[tuple[Model, ...], Field(alias="gpu")]
+    requirements: Annotated[tuple[Requirement, ...], Field(alias="cuda")]
+    troubles: Annotated[tuple[Trouble, ...], Field(alias="trouble")]
+    checks: Annotated[Mapping[str, Check], Field(alias="check")]
+    thresholds: Annotated[Mapping[str, float], Field(alias="threshold")]
 
     def model_of_name(self, name: str) -> Model | None:
         return next((model for model in self.models if model.name in name), None)
@@ -117,42 +118,7 @@ class Knowledge:
 def load(path: Path | None = None) -> Knowledge:
     """Read the data. Raises BadFileError when it is not what this version expects."""
     path = path or layout.data() / "doctor.toml"
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-        if raw["schema"] != SCHEMA:
-            raise ValueError(f"schema {raw['schema']!r}")
-        return Knowledge(
-            models=tuple(_model(entry) for entry in raw["gpu"]),
-            requirements=tuple(Requirement(**entry) for entry in raw["cuda"]),
-            troubles=tuple(_trouble(entry) for entry in raw["trouble"]),
-            checks={name: _check(name, entry) for name, entry in raw["check"].items()},
-            thresholds={name: float(value) for name, value in raw["threshold"].items()},
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BadFileError(
-            f"{path} cannot be used: {error}", next_step="restore the file, or reinstall sm12x"
-        ) from None
-
-
-def _model(entry: dict[str, Any]) -> Model:
-    return Model(
-        name=entry["name"],
-        pci=tuple(entry["pci"]),
-        capability=Device.parse(entry["capability"]),
-        hardware=entry["hardware"],
-        unified=entry.get("unified", False),
-        source=entry["source"],
-    )
-
-
-def _trouble(entry: dict[str, Any]) -> Trouble:
-    lists = {name: tuple(entry[name]) for name in ("drivers", "kernels", "gpus", "fix", "sources")}
-    words = {name: entry[name] for name in ("id", "seen", "advice")}
-    return Trouble(**{**lists, **words})
-
-
-def _check(name: str, entry: dict[str, Any]) -> Check:
-    return Check(id=name, title=entry["title"], why=entry["why"], sources=tuple(entry["sources"]))
+    return declared.read_toml(Knowledge, path, next_step="restore the file, or reinstall sm12x")
 
 
 def _matches(version: str, patterns: tuple[str, ...]) -> bool:

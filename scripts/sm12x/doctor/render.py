@@ -46,10 +46,10 @@ def text(
     return "\n\n".join(parts) + "\n"
 
 
-def explain(check: Check, findings: Sequence[Finding], *, width: int = WIDTH) -> str:
+def explain(name: str, check: Check, findings: Sequence[Finding], *, width: int = WIDTH) -> str:
     """All about one check, and what was found here."""
     width = max(width, NARROWEST)
-    lines = [f"{check.id}: {check.title}", "", textwrap.fill(check.why, width)]
+    lines = [f"{name}: {check.title}", "", textwrap.fill(check.why, width)]
     if check.sources:
         lines += ["", "Sources", *_bullets(check.sources, width)]
     for finding in findings:

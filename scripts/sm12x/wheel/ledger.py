@@ -11,17 +11,19 @@ import zipfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Literal
 
+from sm12x.core import declared
+from sm12x.core.declared import Declared
 from sm12x.core.errors import BadFileError
 
-SCHEMA = 2
 # Inside the wheel, under the .dist-info folder.
 NAME = "sm12x-ledger.json"
+_NEXT = "rebuild the bundle with this version of sm12x"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PatchEntry:
+class PatchEntry(Declared):
     """``sha256`` is of the patch file; ``state`` is "applied" or "upstream".
 
     ``native`` says whether its C++ and CUDA are in effect: "compiled", "not compiled in quick
@@ -40,7 +42,7 @@ class PatchEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileEntry:
+class FileEntry(Declared):
     """A file of the wheel that is not the official one's. Hashes are sha256 in hex.
 
     ``origin`` is "patched", "compiled", "generated" (it carries the version) or "removed".
@@ -54,7 +56,7 @@ class FileEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LibraryEntry:
+class LibraryEntry(Declared):
     """One shared library: its machine code, and the torch ops it registers.
 
     ``origin`` is "official" or "compiled"; ``reason`` says why one that was asked for is official
@@ -83,7 +85,7 @@ class LibraryEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OverrideEntry:
+class OverrideEntry(Declared):
     """A requirement of the release that the lock replaces: the wheel's METADATA still names it."""
 
     requirement: str
@@ -92,7 +94,7 @@ class OverrideEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ledger:
+class Ledger(Declared):
     """``mode`` is "quick" (the official wheel, changed) or "full" (all compiled here).
 
     ``arch_list`` is what was asked for, ``cmake_archs`` what the release's CMake made of it; both
@@ -121,7 +123,7 @@ class Ledger:
     lock_sha256: str
     dependencies: dict[str, str]
     overrides: tuple[OverrideEntry, ...] = ()
-    schema: int = SCHEMA
+    schema: Literal[2] = 2
 
     @property
     def wheel_version(self) -> str:
@@ -143,10 +145,12 @@ def wheel_version(base_version: str, stack_id: str, mode: str) -> str:
 
 def read(path: Path) -> Ledger:
     """Read a ledger file. Raises BadFileError when it is not one."""
-    try:
-        return from_json(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
-        raise _not_one(path, error) from None
+    return declared.read_json(Ledger, path, next_step=_NEXT, what="ledger")
+
+
+def parse(text: str, path: Path) -> Ledger:
+    """A ledger out of its JSON, which was found in ``path``. Raises BadFileError."""
+    return declared.parse_json(Ledger, text, path, next_step=_NEXT, what="ledger")
 
 
 def inside(path: Path) -> Ledger | None:
@@ -162,36 +166,12 @@ def inside(path: Path) -> Ledger | None:
     try:
         with zipfile.ZipFile(path) as archive:
             names = [name for name in archive.namelist() if PurePosixPath(name).match(place)]
-            return from_json(archive.read(names[0]).decode()) if names else None
+            text = archive.read(names[0]).decode() if names else ""
     # As in audit/scan.py: NotImplementedError is a compression this Python lacks, RuntimeError an
     # encrypted member.
     except (
         *(zipfile.BadZipFile, zlib.error, OSError, NotImplementedError, RuntimeError),
-        *(ValueError, KeyError, TypeError),
+        ValueError,
     ) as error:
-        raise _not_one(path, error) from None
-
-
-def from_json(text: str) -> Ledger:
-    """Parse a ledger. Raises ValueError, KeyError or TypeError when it is not one."""
-    raw: Any = json.loads(text)
-    if not isinstance(raw, dict):
-        raise TypeError("it is not a JSON object")
-    if raw.get("schema") != SCHEMA:
-        raise ValueError(f"schema {raw.get('schema')!r}")
-    raw["patches"] = tuple(PatchEntry(**entry) for entry in raw["patches"])
-    raw["files"] = tuple(FileEntry(**entry) for entry in raw["files"])
-    raw["libraries"] = tuple(
-        LibraryEntry(**{**entry, "ops": tuple(entry["ops"]), "lost": tuple(entry["lost"])})
-        for entry in raw["libraries"]
-    )
-    raw["allowed_missing"] = tuple(raw["allowed_missing"])
-    raw["overrides"] = tuple(OverrideEntry(**entry) for entry in raw.get("overrides", ()))
-    return Ledger(**raw)
-
-
-def _not_one(path: Path, error: Exception) -> BadFileError:
-    return BadFileError(
-        f"{path} holds no ledger of schema {SCHEMA}: {error}",
-        next_step="rebuild the bundle with this version of sm12x",
-    )
+        raise BadFileError(f"{path} holds no ledger: {error}", next_step=_NEXT) from None
+    return parse(text, path) if names else None

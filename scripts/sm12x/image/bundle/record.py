@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
+from typing import Literal
 
-from sm12x.core import files
-from sm12x.core.errors import BuildFailedError
+from sm12x.core import declared, files
+from sm12x.core.declared import Declared
+from sm12x.core.errors import BadFileError, BuildFailedError
 from sm12x.image.engine.engine import Layer
 
-SCHEMA = 1
 NAME = "image.json"
 LEDGER = "ledger.json"
 AUDIT = "audit.json"
@@ -24,7 +24,7 @@ AUDIT_TEXT = "audit.txt"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class Record(Declared):
     """A finished bundle. Sizes are in bytes, hashes sha256 in hex, ``seconds`` by phase;
     ``stage_seconds`` by stage of the Dockerfiles, None for one that came from the layer cache.
 
@@ -51,7 +51,7 @@ class Record:
     layers: tuple[Layer, ...]
     seconds: Mapping[str, float]
     stage_seconds: Mapping[str, float | None]
-    schema: int = SCHEMA
+    schema: Literal[1] = 1
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True) + "\n"
@@ -60,11 +60,8 @@ class Record:
 def read(folder: Path) -> Record | None:
     """The record in ``folder``; None if there is none, or it is of another schema."""
     try:
-        raw: dict[str, Any] = json.loads((folder / NAME).read_text(encoding="utf-8"))
-        raw["tags"] = tuple(raw["tags"])
-        raw["layers"] = tuple(Layer(**entry) for entry in raw["layers"])
-        return Record(**raw) if raw["schema"] == SCHEMA else None
-    except (OSError, ValueError, KeyError, TypeError):
+        return declared.read_json(Record, folder / NAME, next_step="run `make bundle` again")
+    except BadFileError:
         return None
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sm12x.core import process
+from sm12x.core.declared import Declared
 
 OnLine = Callable[[str], None]
 
@@ -38,7 +39,7 @@ class BuildRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layer:
+class Layer(Declared):
     """One layer of an image: ``size`` in bytes, and the instruction that made it."""
 
     size: int

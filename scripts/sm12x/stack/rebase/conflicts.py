@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from sm12x.core import files
+from sm12x.core import declared, files
+from sm12x.core.declared import Declared
 from sm12x.core.errors import BadFileError, DirtyTreeError
 from sm12x.core.git import Repository, Signature
 from sm12x.stack.model import base as bases
@@ -39,7 +40,7 @@ _STOPPED = "refs/sm12x/stopped"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class Step(Declared):
     """A patch of the old base, by file name; ``commit`` has it there. ``state`` as above."""
 
     name: str
@@ -48,7 +49,7 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stop:
+class Stop(Declared):
     """The patch that is in conflict. ``ready`` once all of it is in the tree."""
 
     name: str
@@ -60,7 +61,7 @@ class Stop:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Port:
+class Port(Declared):
     """How far a port is. ``stack`` is the id of what is in ``folder``; ``tip`` the last commit."""
 
     source: str
@@ -140,39 +141,14 @@ def start(
 def load(directory: Path) -> Port:
     """The port in ``directory``. Raises DirtyTreeError where there is none."""
     path = directory / ".git" / export.PORT
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        stop = raw.pop("stop")
-        if stop is not None:
-            found = [
-                FileConflict(
-                    path=one["path"],
-                    why=one["why"],
-                    places=tuple(one["places"]),
-                    candidates=tuple(one["candidates"]),
-                )
-                for one in stop.pop("conflicts")
-            ]
-            stop = Stop(
-                name=stop["name"],
-                ready=bool(stop["ready"]),
-                conflicts=tuple(found),
-                markers=tuple(stop["markers"]),
-                rejects=tuple(stop["rejects"]),
-                clean=tuple(stop["clean"]),
-            )
-        steps = tuple(Step(**step) for step in raw.pop("steps"))
-        return Port(**{**raw, "folder": Path(raw["folder"])}, steps=steps, stop=stop)
-    except OSError:
+    if not path.is_file():
         raise DirtyTreeError(
             f"no patches are being ported in {directory}",
             next_step="give the folder that `sm12x patch rebase` named",
-        ) from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise BadFileError(
-            f"{path} cannot be read: {error}",
-            next_step="run `sm12x patch rebase` again; the commits are in that folder",
-        ) from None
+        )
+    return declared.read_json(
+        Port, path, next_step="run `sm12x patch rebase` again; the commits are in that folder"
+    )
 
 
 def continue_(directory: Path, *, root: Path | None, skip: bool = False) -> PortReport:

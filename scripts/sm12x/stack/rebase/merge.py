@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from sm12x.core.declared import Declared
 from sm12x.core.git import Entry, Repository
 
 _REGULAR = ("100644", "100755")
@@ -33,7 +34,7 @@ class Labels:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileConflict:
+class FileConflict(Declared):
     """A file that git could not merge, by its path in the new release.
 
     ``places`` are the lines, from 1, at which conflicts begin in the file with its markers; ``why``

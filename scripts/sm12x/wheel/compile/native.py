@@ -9,9 +9,10 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
-from sm12x.core import cudaarch, files, process
+from sm12x.core import cudaarch, declared, files, process
+from sm12x.core.declared import Declared
 from sm12x.core.errors import BadFileError, BuildFailedError
 from sm12x.stack.model.base import Base, Module
 from sm12x.wheel import library
@@ -20,12 +21,11 @@ from sm12x.wheel.source import source_version
 from sm12x.wheel.source.select import Choice, Kept
 from sm12x.wheel.toolchain import arch, cross, cuda_home
 
-SCHEMA = 2
 RECORD = "native.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class NativeModule:
+class NativeModule(Declared):
     """A compiled module. ``sha256`` in hex, ``size`` in bytes, ``glibc`` the oldest it runs on.
 
     ``units`` is how many files it was compiled of; ``allowed_missing`` names the third-party
@@ -42,7 +42,7 @@ class NativeModule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NativeRecord:
+class NativeRecord(Declared):
     """What a native build was made of; nothing in it depends on when or where it ran.
 
     ``inputs`` is a hash over all that was read of the source tree. ``arch_list`` is what was asked
@@ -60,7 +60,7 @@ class NativeRecord:
     modules: tuple[NativeModule, ...]
     mode: str = "quick"
     kept: tuple[Kept, ...] = ()
-    schema: int = SCHEMA
+    schema: Literal[2] = 2
 
 
 def build(
@@ -141,21 +141,9 @@ def build(
 
 def read(folder: Path) -> NativeRecord:
     """The record in ``folder``. Raises BadFileError when there is none, or it is not one."""
-    path = folder / RECORD
-    try:
-        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if raw["schema"] != SCHEMA:
-            raise ValueError(f"schema {raw['schema']!r}")
-        modules = tuple(
-            NativeModule(**{**entry, "allowed_missing": tuple(entry["allowed_missing"])})
-            for entry in raw["modules"]
-        )
-        kept = tuple(Kept(**{**entry, "missing": tuple(entry["missing"])}) for entry in raw["kept"])
-        return NativeRecord(**{**raw, "modules": modules, "kept": kept})
-    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
-        raise BadFileError(
-            f"{path} cannot be read: {error}", next_step="make it with `sm12x build native`"
-        ) from None
+    return declared.read_json(
+        NativeRecord, folder / RECORD, next_step="make it with `sm12x build native`"
+    )
 
 
 def _require_all(

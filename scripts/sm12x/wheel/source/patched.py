@@ -15,29 +15,35 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Literal
 
-from sm12x.core import files
+from sm12x.core import declared, files
+from sm12x.core.declared import Declared, KeyFaultError
 from sm12x.core.errors import BadFileError, HashMismatchError
 from sm12x.stack.model import series
 from sm12x.stack.model.base import Base
 from sm12x.stack.worktree import apply, tree
 from sm12x.wheel.source import select
 
-SCHEMA = 1
+_NEXT = "make the tree with `sm12x build source`"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SourceFile:
+class SourceFile(Declared):
     """A file the stack touches. Hashes are sha256 in hex: "" where the file is not there."""
 
     path: str
     base_sha256: str
     sha256: str
 
+    def __post_init__(self) -> None:
+        path = PurePosixPath(self.path)
+        if path.is_absolute() or ".." in path.parts:
+            raise KeyFaultError("path", "is outside the tree")
+
 
 @dataclass(frozen=True, kw_only=True)
-class SourceRecord:
+class SourceRecord(Declared):
     """A patched tree. ``states`` maps each patch to "applied", or "upstream" (in the base already).
 
     ``files`` are those that now differ from the release.
@@ -48,18 +54,18 @@ class SourceRecord:
     stack_id: str
     states: dict[str, str]
     files: tuple[SourceFile, ...]
-    schema: int = SCHEMA
+    schema: Literal[1] = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class TouchedRecord:
+class TouchedRecord(Declared):
     """What of the native code the stack touches: source files, and the modules made of them."""
 
     base_version: str
     sdist_sha256: str
     files: tuple[SourceFile, ...]
     targets: tuple[str, ...]
-    schema: int = SCHEMA
+    schema: Literal[1] = 1
 
 
 def record_path(directory: Path) -> Path:
@@ -129,14 +135,12 @@ def prepare(base: Base, sdist: Path, out: Path) -> tuple[SourceRecord, bool]:
 
 def read(directory: Path) -> SourceRecord:
     """The record of a tree that ``prepare`` made. Raises BadFileError."""
-    raw = _load(record_path(directory.absolute()), directory)
-    return SourceRecord(**{**raw, "files": _files(raw["files"])})
+    return declared.read_json(SourceRecord, record_path(directory.absolute()), next_step=_NEXT)
 
 
 def read_touched(directory: Path) -> TouchedRecord:
     """The record of the native code of a tree that ``prepare`` made. Raises BadFileError."""
-    raw = _load(touched_path(directory.absolute()), directory)
-    return TouchedRecord(**{**raw, "files": _files(raw["files"]), "targets": tuple(raw["targets"])})
+    return declared.read_json(TouchedRecord, touched_path(directory.absolute()), next_step=_NEXT)
 
 
 def verify(directory: Path, entries: Iterable[SourceFile]) -> None:
@@ -187,28 +191,3 @@ def _sha256(path: Path) -> str:
 
 def _to_json(record: SourceRecord | TouchedRecord) -> str:
     return json.dumps(dataclasses.asdict(record), indent=1, sort_keys=True) + "\n"
-
-
-def _load(path: Path, directory: Path) -> dict[str, Any]:
-    try:
-        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if raw["schema"] != SCHEMA:
-            raise ValueError(f"schema {raw['schema']!r}")
-        return raw
-    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
-        raise BadFileError(
-            f"{path}, the record of {directory}, cannot be read: {error}",
-            next_step="make the tree with `sm12x build source`",
-        ) from None
-
-
-def _files(raw: list[dict[str, str]]) -> tuple[SourceFile, ...]:
-    found = tuple(SourceFile(**entry) for entry in raw)
-    for file in found:
-        path = PurePosixPath(file.path)
-        if path.is_absolute() or ".." in path.parts:
-            raise BadFileError(
-                f"the record names {file.path}, which is outside the tree",
-                next_step="make the tree with `sm12x build source`",
-            )
-    return found

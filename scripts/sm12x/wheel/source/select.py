@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from sm12x.core import globs
+from sm12x.core.declared import Declared
 from sm12x.core.errors import BuildFailedError, UsageError
 from sm12x.stack.model.base import Base, Module, Source
 from sm12x.stack.model.series import Stack
@@ -20,7 +21,7 @@ MODES = ("quick", "full")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class Kept(Declared):
     """A module that stays the official wheel's although the mode or the stack asks for it.
 
     ``missing`` names the third-party sources that it would need and that are not there.
