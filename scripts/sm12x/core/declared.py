@@ -26,7 +26,8 @@ _UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
 
 # A table's header, `[a.b]` or `[[a.b]]`, and a key at the beginning of a line.
 _HEADER = re.compile(r"\s*(\[\[?)\s*([A-Za-z0-9_.\"' -]+?)\s*\]\]?\s*(?:#.*)?")
-_KEY = re.compile(r"\s*([A-Za-z0-9_-]+|\"[^\"]*\")\s*=")
+_PART = re.compile(r"\"([^\"]*)\"|'([^']*)'|([A-Za-z0-9_-]+)")
+_KEY = re.compile(r"\s*([A-Za-z0-9_-]+|\"[^\"]*\"|'[^']*')\s*=")
 
 
 class Declared:
@@ -56,7 +57,8 @@ class KeyFaultError(ValueError):
     """What is wrong with one key, raised in ``__post_init__``: "since", "is missing"."""
 
     def __init__(self, key: str, what: str) -> None:
-        super().__init__(f"{key} {what}")
+        super().__init__(what)
+        self.key = key
 
 
 def read_toml(
@@ -75,7 +77,7 @@ def read_toml(
     try:
         text = path.read_text(encoding="utf-8")
         raw = tomllib.loads(text)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _unread(path, error, next_step) from None
     given = given or {}
     mine = sorted(given.keys() & raw.keys())
@@ -107,7 +109,7 @@ def parse_json(kind: type[T], text: str, path: Path, *, next_step: str, what: st
             raise
         said = error.message.removeprefix(f"{path}: ")
         raise BadFileError(f"{path} holds no {what}: {said}", next_step=next_step) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadFileError(
             f"{path} holds no {what or 'JSON'}: {error}", next_step=next_step
         ) from None
@@ -126,8 +128,11 @@ def convert(kind: type[T], raw: object, path: Path, *, text: str = "", next_step
     except ValidationError as error:
         # A misspelt key is a missing one too: it is the one to show.
         faults = sorted(error.errors(include_url=False), key=lambda it: it["type"] not in _UNKNOWN)
-        first = dict(faults[0])
+        first: dict[str, Any] = {**faults[0]}
         where = [part for part in faults[0]["loc"] if part != "[key]"]
+        told_by_itself = first.get("ctx", {}).get("error")
+        if isinstance(told_by_itself, KeyFaultError):
+            where.append(told_by_itself.key)
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
         said = f"{_at(path, _line(text, where))}: {_told(first, where, kind)}{more}"
         raise BadFileError(said, next_step=next_step) from None
@@ -157,8 +162,8 @@ def _told(fault: Mapping[str, Any], where: list[Any], kind: Any) -> str:
             return f"{key} is not a known key" + (f"; perhaps you meant {near[0]}" if near else "")
         case "literal_error":
             return f"{key} is {value!r}, and not {context['expected']}"
-        case "value_error" if isinstance(context.get("error"), KeyFaultError):
-            return f"{key}.{context['error']}" if key else str(context["error"])
+        case "value_error" if isinstance(context["error"], KeyFaultError):
+            return f"{key} {context['error']}"
         case "value_error":
             return f"{key}: {context['error']}"
     return f"{key} has the wrong type ({type(value).__name__}): {fault['msg'].lower()}"
@@ -180,27 +185,26 @@ def _keys(kind: Any) -> tuple[str, ...]:
 def _line(text: str, where: list[Any]) -> int | None:
     """The line of a TOML key, or of the table it belongs in; None where it is not found."""
     table: list[Any] = []
-    counts: dict[str, int] = {}
+    counts: dict[tuple[str, ...], int] = {}
     found: int | None = None
     for number, line in enumerate(text.split("\n"), start=1):
         if header := _HEADER.fullmatch(line):
-            name = header[2].replace('"', "").replace(" ", "")
-            table = list(name.split("."))
+            names = tuple("".join(parts) for parts in _PART.findall(header[2]))
             if header[1] == "[[":
-                counts = {key: n for key, n in counts.items() if not key.startswith(f"{name}.")}
-                counts[name] = counts.get(name, -1) + 1
-            for end in range(len(table), 0, -1):
-                part = ".".join(str(item) for item in table[:end] if not isinstance(item, int))
-                if part in counts:
-                    table.insert(end, counts[part])
-        elif key := _KEY.match(line):
-            if [*table, key[1].strip('"')] == where[: len(table) + 1]:
+                # What is within begins anew.
+                counts = {key: n for key, n in counts.items() if key[:-1][: len(names)] != names}
+                counts[names] = counts.get(names, -1) + 1
+            table = []
+            for end, name in enumerate(names, start=1):
+                table.append(name)
+                if names[:end] in counts:
+                    table.append(counts[names[:end]])
+            if table == where[: len(table)]:
                 found = number
-                if len(where) == len(table) + 1:
+        elif key := _KEY.match(line):
+            place = [*table, key[1].strip("\"'")]
+            if place == where[: len(place)]:
+                found = number
+                if len(place) == len(where):
                     return found
-            continue
-        else:
-            continue
-        if table == where[: len(table)]:
-            found = number
     return found

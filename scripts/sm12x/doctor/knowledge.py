@@ -72,25 +72,32 @@ class Check(Declared):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Thresholds(Declared):
+    """From where on something is a finding, in GiB; doctor.toml has the reasons."""
+
+    leftover_gib: float
+    unified_leftover_gib: float
+    unified_page_cache_gib: float
+    unified_min_free_gib: float
+    shm_gib: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Knowledge(Declared):
-    """All of it. Thresholds are in the unit their name ends in."""
+    """All of it."""
 
     schema: Literal[1]
     models: Annotated[tuple[Model, ...], Field(alias="gpu")]
     requirements: Annotated[tuple[Requirement, ...], Field(alias="cuda")]
     troubles: Annotated[tuple[Trouble, ...], Field(alias="trouble")]
     checks: Annotated[Mapping[str, Check], Field(alias="check")]
-    thresholds: Annotated[Mapping[str, float], Field(alias="threshold")]
+    thresholds: Annotated[Thresholds, Field(alias="threshold")]
 
     def model_of_name(self, name: str) -> Model | None:
         return next((model for model in self.models if model.name in name), None)
 
     def model_of_pci(self, device: str) -> Model | None:
         return next((model for model in self.models if device in model.pci), None)
-
-    def bytes_of(self, threshold: str) -> int:
-        """A threshold in GiB, as bytes."""
-        return int(self.thresholds[threshold] * GIB)
 
     def finding(
         self,

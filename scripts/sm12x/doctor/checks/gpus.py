@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from sm12x.audit.model import DEVICES, HOST, NATIVE, NONE, PTX, Device, compiles_on
 from sm12x.audit.model import UNKNOWN as UNREADABLE
-from sm12x.doctor.knowledge import Knowledge
+from sm12x.doctor.knowledge import GIB, Knowledge
 from sm12x.doctor.model import (
     BAD,
     INFO,
@@ -107,7 +107,7 @@ def leftover(facts: Facts, known: Knowledge) -> list[Finding]:
         elif gpu.memory_used is None:
             seen = f"could not see what {gpu} holds: the driver was not asked or does not say"
             findings.append(known.finding("gpu.leftover", UNKNOWN, seen))
-        elif gpu.memory_used <= known.bytes_of("leftover_gib"):
+        elif gpu.memory_used <= known.thresholds.leftover_gib * GIB:
             empty.append(gpu)
         else:
             findings.append(_leftover(facts, gpu, gpu.memory_used, known))
@@ -184,7 +184,7 @@ def _leftover(facts: Facts, gpu: Gpu, used: int, known: Knowledge) -> Finding:
             seen = f"{gpu}: {size(used)} in use by {who}"
             return known.finding(name, INFO, seen, fix=holders)
         rest = used - sum(filter(None, owned))
-        if rest <= known.bytes_of("leftover_gib"):
+        if rest <= known.thresholds.leftover_gib * GIB:
             return known.finding(name, INFO, f"{gpu}: {size(used)} in use by {who}", fix=holders)
         seen = f"{gpu}: {who} own {size(used - rest)}, {size(rest)} more belong to none"
         return known.finding(name, WARN, seen, fix=holders)
@@ -208,7 +208,7 @@ def _unified_leftover(facts: Facts, gpu: Gpu, known: Knowledge) -> Finding:
     owned = sum(process.memory or 0 for process in processes)
     rest = max(driver - owned, 0)
     told = f"{gpu}: the driver holds about {size(max(driver, 0))}"
-    if rest <= known.bytes_of("unified_leftover_gib"):
+    if rest <= known.thresholds.unified_leftover_gib * GIB:
         return known.finding(name, OK, f"{told}, {size(owned)} of it for processes")
     if processes and any(process.memory is None for process in processes):
         seen = f"{told}, for {some(len(processes), 'process', 'processes')} of unknown size"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sm12x.doctor.knowledge import Knowledge
+from sm12x.doctor.knowledge import GIB, Knowledge
 from sm12x.doctor.model import INFO, OK, UNKNOWN, WARN, Facts, Finding, Unseen
 from sm12x.doctor.words import size
 
@@ -86,7 +86,7 @@ def shared(facts: Facts, known: Knowledge) -> list[Finding]:
     found = facts.memory.shm
     if isinstance(found, Unseen):
         return [known.finding(name, UNKNOWN, f"could not see the size of /dev/shm: {found.why}")]
-    if found < known.bytes_of("shm_gib"):
+    if found < known.thresholds.shm_gib * GIB:
         seen = f"{size(found)} in all"
         fix = ("docker run --ipc=host ...",)
         if not facts.machine.container:
@@ -112,9 +112,9 @@ def page_cache(facts: Facts, known: Knowledge) -> list[Finding]:
         parts.append(f"could not see vm.min_free_kbytes: {kept.why}")
     else:
         parts.append(f"vm.min_free_kbytes keeps {size(kept)}")
-        wanted = known.bytes_of("unified_min_free_gib")
+        wanted = int(known.thresholds.unified_min_free_gib * GIB)
         if kept < wanted:
             fix = (f"sudo sysctl vm.min_free_kbytes={wanted // 1024}",)
-    if cached > known.bytes_of("unified_page_cache_gib"):
+    if cached > known.thresholds.unified_page_cache_gib * GIB:
         return [known.finding(name, WARN, "; ".join(parts), fix=(_DROP, *fix))]
     return [known.finding(name, INFO, "; ".join(parts), fix=fix)]
