@@ -210,7 +210,8 @@ def test_a_kill_between_two_files_is_told_by_the_next_run(
     driver = textwrap.dedent(f"""\
         import os, signal
         from pathlib import Path
-        from sm12x.stack import apply, base, series
+        from sm12x.stack.model import base, series
+        from sm12x.stack.worktree import apply
         real, calls = Path.replace, []
         def replace(self, target):
             calls.append(target)

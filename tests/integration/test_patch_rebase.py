@@ -315,7 +315,7 @@ def test_a_port_that_is_killed_goes_on(world: World, at: int) -> None:
 import os, signal
 from pathlib import Path
 import sm12x.core.process as process
-from sm12x.stack import resolve
+from sm12x.stack.rebase import conflicts
 real, calls = process.run, []
 def run(*args, **more):
     writing = not set(args[0]) & {{"ls-files", "ls-tree", "log", "rev-parse", "cat-file"}}
@@ -324,7 +324,7 @@ def run(*args, **more):
         os.kill(os.getpid(), signal.SIGKILL)
     return real(*args, **more)
 process.run = run
-resolve.continue_(Path({str(directory)!r}), root=None)
+conflicts.continue_(Path({str(directory)!r}), root=None)
 """
     killed = subprocess.run([sys.executable, "-c", driver], check=False, capture_output=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr

@@ -128,7 +128,8 @@ def test_a_refresh_that_is_killed_is_finished_by_the_next(world: World, at: int)
     driver = f"""
 import os, signal
 from pathlib import Path
-from sm12x.stack import base, refresh
+from sm12x.stack.model import base
+from sm12x.stack.worktree import export
 calls = []
 def counted(real):
     def wrapper(self, *args, **more):
@@ -139,7 +140,7 @@ def counted(real):
         return real(self, *args, **more)
     return wrapper
 Path.replace, Path.unlink = counted(Path.replace), counted(Path.unlink)
-refresh.refresh(base.load("1.0"), Path({str(directory)!r}), root=None)
+export.refresh(base.load("1.0"), Path({str(directory)!r}), root=None)
 """
     killed = subprocess.run([sys.executable, "-c", driver], check=False)
     assert killed.returncode in (-9, 0)

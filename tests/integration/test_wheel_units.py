@@ -224,7 +224,7 @@ def test_too_little_memory_is_said_before_anything_is_compiled(
 # Whoever runs the tests in the background of a shell has SIGINT ignored, and so would this.
 DRIVER = """\
 import pickle, signal, sys
-from sm12x.wheel import compiling
+from sm12x.wheel.compile import compiling
 signal.signal(signal.SIGINT, signal.default_int_handler)
 compiling.compile_modules(*pickle.load(open(sys.argv[1], "rb")))
 """
