@@ -3,9 +3,11 @@
 The vLLM that `python -m vllm.entrypoints.openai.api_server` finds serves a random
 mixture-of-experts model on the first GPU. Another process then takes so much of the GPU that a
 wake-up must fail, and gives it back. Printed and written as JSON: the times, the memory in use
-after each step, and `wrong`. `wrong` is empty where greedy text is the same before and after, a
+after each step, and `wrong`. `wrong` is empty where answers are the same before and after, a
 refused wake-up leaves no more in use than a sleeping server, and the same wake-up works once there
-is memory.
+is memory. Answers are the same where greedy text is, of every prompt whose text is the same twice
+without a sleep, and where the log probabilities of a prompt's tokens are no further apart than
+twice what they are without a sleep.
 
 `--against REPORT` compares with an earlier run, of another attention kernel, say: where greedy text
 parts, and how far the log probabilities of the prompts' tokens are from each other.
@@ -19,6 +21,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import json
+import math
 import os
 import re
 import signal
@@ -33,8 +36,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.gpu import deepseek_v4
-
 from sm12x.runtime import tiny
 
 PORT = 8123
@@ -46,6 +47,8 @@ START_LIMIT = 420
 CALL_LIMIT = 60
 # Names what a wake-up failed at, as the allocator's errors do.
 NAMES_BLOCK = re.compile(r"block 0x[0-9a-f]+ of \d+ bytes")
+# Log probabilities that are no further apart than this are the same.
+EXACT = 1e-3
 # MiB that a refused wake-up may leave in use more than a sleep.
 SLACK = 64
 PROMPTS = ("The capital of France is", "1 2 3 4 5 6", "def fibonacci(n):")
@@ -96,6 +99,12 @@ def make_qwen3_moe(folder: Path, layers: int) -> None:
     path.write_text(json.dumps(config, indent=1))
 
 
+def make_deepseek_v4(folder: Path, layers: int) -> None:
+    """In a process of its own: this one takes no memory of the GPU."""
+    words = [sys.executable, "-m", "tests.gpu.deepseek_v4", str(folder)]
+    subprocess.run(words, check=True)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Model:
     """How a model is made, and what its server is started with."""
@@ -115,7 +124,7 @@ MODELS = {
         prompts=PROMPTS,
     ),
     "deepseek-v4": Model(
-        make=lambda folder, layers: deepseek_v4.make(folder),
+        make=make_deepseek_v4,
         flags=(
             *("--max-model-len", "8192", "--max-num-seqs", "8"),
             *("--max-num-batched-tokens", "2048", "--kv-cache-dtype", "fp8", "--block-size", "256"),
@@ -176,19 +185,71 @@ def likelihoods(prompts: Sequence[str]) -> list[list[float]]:
     return found
 
 
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """Greedy text of each prompt, and the log probability of each of its tokens."""
+
+    texts: list[str]
+    likelihoods: list[list[float]]
+
+    @classmethod
+    def ask(cls, prompts: Sequence[str]) -> Answers:
+        return cls(texts=greedy(prompts), likelihoods=likelihoods(prompts))
+
+    def distances(self, other: Answers) -> list[float]:
+        """Of each prompt, how far a log probability is from the other's at most.
+
+        Infinite where one of the two has none: the server did not answer.
+        """
+        return [
+            max((abs(a - b) for a, b in zip(mine, others, strict=True)), default=math.inf)
+            if len(mine) == len(others)
+            else math.inf
+            for mine, others in zip(self.likelihoods, other.likelihoods, strict=True)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Before:
+    """The answers of a server that has not slept, and what of them is the same twice."""
+
+    answers: Answers
+    steady: list[bool]
+    noise: list[float]
+
+    @classmethod
+    def ask(cls, prompts: Sequence[str]) -> Before:
+        first, again = Answers.ask(prompts), Answers.ask(prompts)
+        same = [a == b for a, b in zip(first.texts, again.texts, strict=True)]
+        return cls(answers=first, steady=same, noise=first.distances(again))
+
+    def differences(self, now: Answers) -> list[str]:
+        """What of the answers is not the same any more; empty where all is."""
+        found: list[str] = []
+        distances = self.answers.distances(now)
+        for n, (steady, noise, distance) in enumerate(
+            zip(self.steady, self.noise, distances, strict=True), 1
+        ):
+            if steady and now.texts[n - 1 : n] != self.answers.texts[n - 1 : n]:
+                found.append(f"other text of prompt {n}")
+            if distance > 2 * noise + EXACT:
+                found.append(f"prompt {n} is {distance:.4f} away, {noise:.4f} without a sleep")
+        return found
+
+
 def burst(prompts: Sequence[str]) -> None:
     """As many requests as the server takes at a time, for the memory that steps come to need."""
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda number: complete(prompts[-1][number:], max_tokens=64), range(8)))
 
 
-def compare(report: Report, texts: list[str], values: list[list[float]]) -> list[dict[str, Any]]:
+def compare(answers: Answers, other: Answers) -> list[dict[str, Any]]:
     """A prompt at a time: where texts part, and how far log probabilities are apart."""
     found: list[dict[str, Any]] = []
-    for mine, other, here, there in zip(
-        report.texts, texts, report.likelihoods, values, strict=True
+    for mine, theirs, here, there in zip(
+        answers.texts, other.texts, answers.likelihoods, other.likelihoods, strict=True
     ):
-        same = next((n for n, (a, b) in enumerate(zip(mine, other, strict=False)) if a != b), None)
+        same = next((n for n, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), None)
         gaps = [abs(a - b) for a, b in zip(here, there, strict=True)]
         found.append(
             {
@@ -201,24 +262,38 @@ def compare(report: Report, texts: list[str], values: list[list[float]]) -> list
     return found
 
 
+def held() -> dict[str, int]:
+    """MiB that the first worker holds, by what; see tests/gpu/probe.py."""
+    status, text, _ = call("POST", "/collective_rpc", {"method": "memory_held"})
+    if status != 200:
+        return {}
+    return {name: size // MIB for name, size in json.loads(text)["results"][0].items()}
+
+
 class Report:
     """What was seen, step by step."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, Any]] = []
         self.wrong: list[str] = []
-        # What the server answered to each prompt before the first sleep, and the log probability
-        # of each of their tokens.
-        self.texts: list[str] = []
-        self.likelihoods: list[list[float]] = []
+        self.before: Before | None = None
         # False: the run was ended before its last step, so an empty `wrong` says nothing.
         self.finished = False
 
-    def step(self, name: str, *, status: int = 200, seconds: float = 0.0, error: str = "") -> int:
+    def step(
+        self,
+        name: str,
+        *,
+        status: int = 200,
+        seconds: float = 0.0,
+        error: str = "",
+        held: dict[str, int] | None = None,
+    ) -> int:
         memory = used()
         self.steps.append(
             {"step": name, "status": status, "seconds": round(seconds, 3), "used_mib": memory}
             | ({"error": error[:600]} if error else {})
+            | ({"worker_mib": held} if held else {})
         )
         print(json.dumps(self.steps[-1]), flush=True)
         return memory
@@ -228,22 +303,28 @@ class Report:
             self.wrong.append(problem)
             print(json.dumps({"wrong": problem}), flush=True)
 
+    def same(self, before: Before, now: Answers, when: str) -> None:
+        for difference in before.differences(now):
+            self.expect(False, f"{when}: {difference}")
+
 
 def rotate(report: Report, prompts: Sequence[str], cycles: int) -> None:
     """Cycles of sleep and wake, then a wake-up that another process is in the way of."""
-    before = report.texts = greedy(prompts)
-    report.step("awake")
-    report.likelihoods = likelihoods(prompts)
+    before = Before.ask(prompts)
+    report.before = before
+    report.step("awake", held=held())
     burst(prompts)
-    report.step("eight requests at a time")
-    report.expect(len(set(before)) > 1, f"one text for all prompts: {before[0]!r}")
+    report.step("eight requests at a time", held=held())
+    texts = before.answers.texts
+    report.expect(len(set(texts)) > 1, f"one text for all prompts: {texts[0]!r}")
+    report.expect(any(before.steady), "no prompt has the same text twice, without a sleep")
     asleep = 0
     for cycle in range(cycles):
         status, text, seconds = call("POST", "/sleep?level=1")
         asleep = report.step(f"sleep {cycle + 1}", status=status, seconds=seconds)
         status, text, seconds = call("POST", "/wake_up")
         report.step(f"wake {cycle + 1}", status=status, seconds=seconds)
-        report.expect(greedy(prompts) == before, f"other text after cycle {cycle + 1}")
+        report.same(before, Answers.ask(prompts), f"after cycle {cycle + 1}")
     call("POST", "/sleep?level=1")
     words = [sys.executable, "-c", TENANT, str(4096 * MIB)]
     tenant = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -265,7 +346,7 @@ def rotate(report: Report, prompts: Sequence[str], cycles: int) -> None:
         "wake repeated", status=status, seconds=seconds, error="" if status == 200 else text
     )
     report.expect(status == 200, f"the repeated wake-up answers {status}")
-    report.expect(greedy(prompts) == before, "other text after the repeated wake-up")
+    report.same(before, Answers.ask(prompts), "after the repeated wake-up")
 
 
 def main() -> int:
@@ -288,6 +369,7 @@ def main() -> int:
         log = options.out.with_suffix(".log")
         words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         words += ["--model", f"{scratch}/model", "--served-model-name", "model"]
+        words += ["--worker-extension-cls", "tests.gpu.probe.Probe"]
         words += ["--port", str(PORT), "--enable-sleep-mode", "--gpu-memory-utilization", "0.6"]
         words += GRAPHS if options.graphs else ["--enforce-eager"]
         words += [*model.flags, *options.serve]
@@ -306,18 +388,22 @@ def main() -> int:
                     print(log.read_text()[-4000:])
                     return 2
                 time.sleep(0.5)
-            report.step("healthy", seconds=time.monotonic() - began)
+            report.step("healthy", seconds=time.monotonic() - began, held=held())
             rotate(report, model.prompts, options.cycles)
-            if options.against:
+            if options.against and report.before:
                 other = json.loads(options.against.read_text())
-                against = compare(report, other["texts"], other["likelihoods"])
+                theirs = Answers(texts=other["texts"], likelihoods=other["likelihoods"])
+                against = compare(report.before.answers, theirs)
                 print(json.dumps({"against": against}))
             report.finished = True
         finally:
             os.killpg(server.pid, signal.SIGKILL)
             server.wait()
-            result = {"finished": report.finished, "wrong": report.wrong}
-            result |= {"texts": report.texts, "likelihoods": report.likelihoods}
+            result: dict[str, Any] = {"finished": report.finished, "wrong": report.wrong}
+            if report.before:
+                answers = report.before.answers
+                result |= {"texts": answers.texts, "likelihoods": answers.likelihoods}
+                result |= {"steady": report.before.steady, "noise": report.before.noise}
             result |= {"against": against, "steps": report.steps}
             options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({"wrong": report.wrong}))
