@@ -220,7 +220,8 @@ class Before:
     @classmethod
     def ask(cls, prompts: Sequence[str]) -> Before:
         first, again = Answers.ask(prompts), Answers.ask(prompts)
-        same = [a == b for a, b in zip(first.texts, again.texts, strict=True)]
+        # Texts end at the first prompt that gets none.
+        same = [first.texts[n : n + 1] == again.texts[n : n + 1] != [] for n in range(len(prompts))]
         return cls(answers=first, steady=same, noise=first.distances(again))
 
     def differences(self, now: Answers) -> list[str]:
