@@ -22,7 +22,7 @@ from sm12x.core.errors import (
     UsageError,
 )
 from sm12x.image.base import platforms
-from sm12x.image.bundle import bundle, modes, preflight, record, summary
+from sm12x.image.bundle import decide, modes, preflight, record, run, summary
 from sm12x.image.engine import engines
 from sm12x.image.engine.buildah import Buildah
 from sm12x.image.engine.docker import Docker
@@ -35,7 +35,7 @@ from sm12x.wheel.ledger import FileEntry, Ledger, LibraryEntry, PatchEntry
 DATA = Path(__file__).parent / "data"
 MIB = 1024**2
 SHA = "0" * 64
-HERE = platforms.Plan(machine="x86_64", here="x86_64")
+HERE = platforms.Platforms(machine="x86_64", here="x86_64")
 
 RECORD = record.Record(
     version="0.21.0",
@@ -242,22 +242,22 @@ class Quiet:
 @pytest.mark.parametrize(
     ("options", "kind"),
     [
-        (bundle.Options(version="0.20.9"), UnknownBaseError),
-        (bundle.Options(version="0.21.0", arch_list="12.1"), BadArchitectureError),
-        (bundle.Options(version="0.21.0", build="fuul"), UsageError),
-        (bundle.Options(version="0.21.0", platform="linux/arm"), UsageError),
-        (bundle.Options(version="0.21.0", allow_missing=("qutlas",)), UsageError),
-        (bundle.Options(version="0.21.0", sources=("qutlass",)), UsageError),
-        (bundle.Options(version="0.21.0", sources=("cutlas=.",)), UsageError),
-        (bundle.Options(version="0.21.0", sources=("cutlass=/not/there",)), BadFileError),
+        (decide.Options(version="0.20.9"), UnknownBaseError),
+        (decide.Options(version="0.21.0", arch_list="12.1"), BadArchitectureError),
+        (decide.Options(version="0.21.0", build="fuul"), UsageError),
+        (decide.Options(version="0.21.0", platform="linux/arm"), UsageError),
+        (decide.Options(version="0.21.0", allow_missing=("qutlas",)), UsageError),
+        (decide.Options(version="0.21.0", sources=("qutlass",)), UsageError),
+        (decide.Options(version="0.21.0", sources=("cutlas=.",)), UsageError),
+        (decide.Options(version="0.21.0", sources=("cutlass=/not/there",)), BadFileError),
     ],
 )
 def test_wrong_input_is_refused_before_any_program_is_started(
-    options: bundle.Options, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+    options: decide.Options, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     with pytest.raises(kind):
-        bundle.run(options, Quiet())  # type: ignore[arg-type]
+        run.run(options, Quiet())  # type: ignore[arg-type]
 
 
 def test_an_engine_is_looked_for_before_anything_is_fetched(
@@ -273,7 +273,7 @@ def test_an_engine_is_looked_for_before_anything_is_fetched(
     monkeypatch.setattr(engines, "find", none)
     monkeypatch.setattr(modes, "settle", settle)
     with pytest.raises(NoEngineError):
-        bundle.run(bundle.Options(version="0.21.0"), Quiet())  # type: ignore[arg-type]
+        run.run(decide.Options(version="0.21.0"), Quiet())  # type: ignore[arg-type]
 
 
 class Disks:

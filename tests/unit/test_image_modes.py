@@ -108,7 +108,7 @@ def test_sources_are_staged_without_their_history_and_named_by_their_content(
     (folder / "include" / "a.h").write_text("a")
     (folder / "b.h").symlink_to("include/a.h")
     collected = {"cutlass": _found("cutlass", folder), "qutlass": _found("qutlass", None)}
-    sources = modes.Sources.of(collected)
+    sources = modes.ThirdParty.of(collected)
     assert sources.missing == {"qutlass": "its host is not reachable"}
     staged = modes.staged(sources)
     assert list(staged) == ["third_party/cutlass/b.h", "third_party/cutlass/include/a.h"]
@@ -127,7 +127,7 @@ def test_sources_are_staged_without_their_history_and_named_by_their_content(
 def test_what_is_compiled_and_what_is_kept(tmp_path: Path) -> None:
     quick = modes.choose(BASE, "quick", modes.NO_SOURCES, ())
     assert [module.target for module in quick.modules] == ["cumem_allocator"]
-    sources = modes.Sources(found={"cutlass": tmp_path}, missing={})
+    sources = modes.ThirdParty(found={"cutlass": tmp_path}, missing={})
     full = modes.choose(BASE, "full", sources, ())
     assert "_moe_C" in [module.target for module in full.modules]
     assert ("_C", ("qutlass",)) in [(kept.target, kept.missing) for kept in full.kept]
@@ -151,7 +151,7 @@ def test_a_full_build_is_audited_for_what_it_was_made_for(
 
 
 def test_a_work_folder_is_named_by_what_a_compiler_must_not_mix(tmp_path: Path) -> None:
-    plain = modes.How(mode="full", choice=modes.choose(BASE, "quick", modes.NO_SOURCES, ()))
+    plain = modes.BuildMode(name="full", choice=modes.choose(BASE, "quick", modes.NO_SOURCES, ()))
     other = dataclasses.replace(plain, third_party_sha256="1")
     keys = {
         how.key(BASE, machine, arch_list)
@@ -182,7 +182,9 @@ class Said:
         return nullcontext(self.say)
 
 
-def _settle(monkeypatch: pytest.MonkeyPatch, folder: Path, **fields: Any) -> tuple[modes.How, Said]:
+def _settle(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, **fields: Any
+) -> tuple[modes.BuildMode, Said]:
     def collect(base: Base, *, say: Callable[[str], None], **_: Any) -> dict[str, Found]:
         say("cutlass: from packages")
         return {"cutlass": _found("cutlass", folder), "qutlass": _found("qutlass", None)}
@@ -195,8 +197,8 @@ def _settle(monkeypatch: pytest.MonkeyPatch, folder: Path, **fields: Any) -> tup
         monkeypatch.setattr(cmake, "free_memory_gib", lambda: memory)
     said = Said()
     targets = cudaarch.parse_list(values.pop("arch_list", "12.0a"))
-    wish = modes.Wish(**values)
-    how = modes.settle(BASE, wish, targets, made, find_links=None, report=said)
+    request = modes.ModeRequest(**values)
+    how = modes.settle(BASE, request, targets, made, find_links=None, report=said)
     return how, said
 
 
@@ -228,8 +230,8 @@ def test_a_full_bundle_that_is_there_is_not_given_up_for_want_of_memory_now(
     monkeypatch.setattr(cmake, "free_memory_gib", lambda: 4.0)
     monkeypatch.setattr(cmake, "cores", lambda: 64)
     monkeypatch.setattr(modes, "_all_memory_gib", lambda: 256.0)
-    assert _settle(monkeypatch, tmp_path, wanted="auto")[0].mode == "quick"
-    assert _settle(monkeypatch, tmp_path, wanted="auto", made="full")[0].mode == "full"
+    assert _settle(monkeypatch, tmp_path, wanted="auto")[0].name == "quick"
+    assert _settle(monkeypatch, tmp_path, wanted="auto", made="full")[0].name == "full"
     with pytest.raises(NoSpaceError, match=r"needs \d+\.\d GiB of memory, 4\.0 GiB are free"):
         _settle(monkeypatch, tmp_path)
 
@@ -240,7 +242,7 @@ def test_generic_12_0_is_for_quick_mode_alone(
     monkeypatch.setattr(cmake, "free_memory_gib", lambda: 64.0)
     with pytest.raises(BadArchitectureError, match="leaves Marlin to PTX"):
         _settle(monkeypatch, tmp_path, arch_list="9.0a;12.0")
-    assert _settle(monkeypatch, tmp_path, arch_list="12.0", wanted="quick")[0].mode == "quick"
+    assert _settle(monkeypatch, tmp_path, arch_list="12.0", wanted="quick")[0].name == "quick"
 
 
 def test_links_in_a_given_source_are_followed(tmp_path: Path) -> None:
@@ -250,7 +252,7 @@ def test_links_in_a_given_source_are_followed(tmp_path: Path) -> None:
         (folder / "a.h").write_text("a")
     (there / "include" / "up").symlink_to(there)
     (given / "include").symlink_to(there / "include")
-    sources = modes.Sources(found={"x": given}, missing={})
+    sources = modes.ThirdParty(found={"x": given}, missing={})
     assert modes.staged(sources) == {"third_party/x/include/a.h": there / "include" / "a.h"}
 
 
@@ -258,7 +260,7 @@ def test_quick_mode_says_what_it_does_not_use(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     how, said = _settle(monkeypatch, tmp_path, wanted="quick", allowed=("qutlass",))
-    assert (how.mode, how.third_party, how.allowed) == ("quick", {}, ())
+    assert (how.name, how.third_party, how.allowed) == ("quick", {}, ())
     assert how.offer is not None
     paths = [path for step in how.offer.steps for path in step.modules]
     assert "vllm/_moe_C.abi3.so" in paths

@@ -9,8 +9,8 @@ import pytest
 
 from sm12x.core.errors import BadArchitectureError, UsageError
 from sm12x.image.base import platforms
-from sm12x.image.base.platforms import Plan
-from sm12x.image.bundle import bundle, context
+from sm12x.image.base.platforms import Platforms
+from sm12x.image.bundle import context, decide, make
 from sm12x.stack.model import base as bases
 
 BASE = bases.load("0.21.0")
@@ -47,30 +47,30 @@ def handlers(folder: Path, **texts: str) -> Path:
 
 @pytest.mark.parametrize("asked", [None, "linux/amd64"])
 def test_this_machines_image_takes_nothing_more(asked: str | None) -> None:
-    plan = platforms.plan(BASE, asked, binfmt=Path("/nowhere"))
-    assert plan == Plan(machine="x86_64", here="x86_64")
+    plan = platforms.choose(BASE, asked, binfmt=Path("/nowhere"))
+    assert plan == Platforms(machine="x86_64", here="x86_64")
     assert (plan.crossing, plan.suffix, plan.platform) == (False, "", "")
 
 
 def test_on_another_machine_its_own_image_is_as_easy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     for asked in (None, "linux/arm64"):
-        assert platforms.plan(BASE, asked) == Plan(machine="aarch64", here="aarch64")
+        assert platforms.choose(BASE, asked) == Platforms(machine="aarch64", here="aarch64")
     with pytest.raises(BadArchitectureError, match="x86_64 cannot be compiled on aarch64"):
-        platforms.plan(BASE, "linux/amd64")
+        platforms.choose(BASE, "linux/amd64")
 
 
 def test_another_machines_image_takes_an_emulator_in_the_kernel(tmp_path: Path) -> None:
-    plan = platforms.plan(BASE, "linux/arm64", binfmt=handlers(tmp_path, arm64=ARM64, jar=JAR))
-    assert plan == Plan(machine="aarch64", here="x86_64", platform="linux/arm64")
-    assert plan.native == Plan(machine="x86_64", here="x86_64")
+    plan = platforms.choose(BASE, "linux/arm64", binfmt=handlers(tmp_path, arm64=ARM64, jar=JAR))
+    assert plan == Platforms(machine="aarch64", here="x86_64", platform="linux/arm64")
+    assert plan.native == Platforms(machine="x86_64", here="x86_64")
     assert (plan.suffix, plan.debian) == ("-arm64", "arm64")
     assert plan.install_args() == {"UV_PLATFORM": "musllinux_1_1_x86_64", "BYTECODE": ""}
     assert plan.native.install_args() == {}
 
 
 def test_the_wheel_alone_takes_none() -> None:
-    assert platforms.plan(BASE, "linux/arm64", image=False, binfmt=Path("/nowhere")).crossing
+    assert platforms.choose(BASE, "linux/arm64", image=False, binfmt=Path("/nowhere")).crossing
 
 
 @pytest.mark.parametrize(
@@ -87,30 +87,30 @@ def test_what_is_missing_is_said_with_how_to_have_it(
     tmp_path: Path, texts: dict[str, str], what: str
 ) -> None:
     with pytest.raises(BadArchitectureError, match=what) as caught:
-        platforms.plan(BASE, "linux/arm64", binfmt=handlers(tmp_path, **texts))
+        platforms.choose(BASE, "linux/arm64", binfmt=handlers(tmp_path, **texts))
     assert "apt-get install qemu-user-static binfmt-support" in caught.value.next_step
     assert "--no-image" in caught.value.next_step
 
 
 def test_a_kernel_that_was_told_of_no_emulators(tmp_path: Path) -> None:
     with pytest.raises(BadArchitectureError, match="is not mounted") as caught:
-        platforms.plan(BASE, "linux/arm64", binfmt=tmp_path)
+        platforms.choose(BASE, "linux/arm64", binfmt=tmp_path)
     assert f"mount -t binfmt_misc binfmt_misc {tmp_path}" in caught.value.next_step
 
 
 def test_unknown_platforms_and_bases_without_a_wheel() -> None:
     with pytest.raises(UsageError, match="no platform 'arm64'"):
-        platforms.plan(BASE, "arm64")
+        platforms.choose(BASE, "arm64")
     alone = dataclasses.replace(BASE, wheels={"x86_64": BASE.wheels["x86_64"]})
     with pytest.raises(BadArchitectureError, match="no wheel for aarch64") as caught:
-        platforms.plan(alone, "linux/arm64")
+        platforms.choose(alone, "linux/arm64")
     assert "linux/amd64 with --platform" in caught.value.next_step
 
 
 def test_what_is_made_for_another_machine_lies_apart() -> None:
-    there = Plan(machine="aarch64", here="x86_64", platform="linux/arm64")
-    assert bundle.folder_of(BASE, there).name == "0.21.0-arm64"
-    assert bundle.image_tags("0.21.0", "1a2b3c4d", "quick", there.suffix) == (
+    there = Platforms(machine="aarch64", here="x86_64", platform="linux/arm64")
+    assert decide.folder_of(BASE, there).name == "0.21.0-arm64"
+    assert make.image_tags("0.21.0", "1a2b3c4d", "quick", there.suffix) == (
         "vllm-sm12x:0.21.0-1a2b3c4d-quick-arm64",
         "vllm-sm12x:0.21.0-1a2b3c4d-arm64",
     )

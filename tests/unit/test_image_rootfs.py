@@ -9,7 +9,7 @@ import pytest
 from sm12x.core.errors import BuildFailedError, ToolFailedError
 from sm12x.image.base import rootfs
 from sm12x.image.base.host_settings import HostConfig
-from sm12x.image.base.platforms import Plan
+from sm12x.image.base.platforms import Platforms
 from sm12x.image.base.rootfs import BaseImage
 from sm12x.image.engine.docker import Docker
 from sm12x.stack.model.base import ImageBase
@@ -18,8 +18,8 @@ DIGEST = "sha256:" + "a" * 64
 SPEC = ImageBase(base=f"debian:trixie-slim@{DIGEST}", suite="trixie")
 HOST = HostConfig(secrets={}, mirror="https://mirror.example/debian", host_network=False)
 MADE = BaseImage(reference="sm12x-base:trixie", digest="sha256:made", origin="debootstrap")
-HERE = Plan(machine="x86_64", here="x86_64")
-THERE = Plan(machine="aarch64", here="x86_64", platform="linux/arm64")
+HERE = Platforms(machine="x86_64", here="x86_64")
+THERE = Platforms(machine="aarch64", here="x86_64", platform="linux/arm64")
 PULLED = "sm12x-base:trixie-aaaaaaaaaaaa"
 
 
@@ -54,7 +54,7 @@ class Fake(Docker):
 
 
 def _resolve(
-    engine: Fake, override: str | None = None, plan: Plan = HERE
+    engine: Fake, override: str | None = None, plan: Platforms = HERE
 ) -> tuple[BaseImage, list[str]]:
     said: list[str] = []
     found = rootfs.resolve(

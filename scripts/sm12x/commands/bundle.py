@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from sm12x import layout
 from sm12x.core import progress
-from sm12x.image.bundle import bundle, record, summary
+from sm12x.image.bundle import decide, record, run, summary
 from sm12x.image.engine import engines
 from sm12x.recipes import load as recipes
 from sm12x.stack.model import base as bases
@@ -178,7 +178,7 @@ def command(
       sm12x bundle --base 0.21.0 --engine buildah
       sm12x bundle --base 0.21.0 --build full --source qutlass=../qutlass
     """
-    options = bundle.Options(
+    options = decide.Options(
         version=version or bases.default(),
         arch_list=arch_list,
         platform=platform,
@@ -193,24 +193,22 @@ def command(
     )
     report = _Report(quiet=False)
     if base_image_only:
-        made, used = bundle.make_base_image(options, report)
-        click.echo(f"{made.reference}  {made.digest}  ({used.description})")
+        root, engine_used = decide.make_base_image(options, report)
+        click.echo(f"{root.reference}  {root.digest}  ({engine_used.description})")
         return
-    outcome = bundle.run(options, report)
+    made = run.run(options, report)
     if as_json:
-        text = summary.as_json(
-            outcome.record, outcome.folder, unchanged=outcome.unchanged, offer=outcome.offer
-        )
+        text = summary.as_json(made.record, made.folder, unchanged=made.unchanged, offer=made.offer)
     else:
         text = summary.text(
-            outcome.record,
-            ledgers.read(outcome.folder / record.LEDGER),
-            summary.read_audit(outcome.folder / record.AUDIT),
-            outcome.folder,
-            outcome.engine,
+            made.record,
+            ledgers.read(made.folder / record.LEDGER),
+            summary.read_audit(made.folder / record.AUDIT),
+            made.folder,
+            made.engine,
             _servable(),
-            unchanged=outcome.unchanged,
-            offer=outcome.offer,
+            unchanged=made.unchanged,
+            offer=made.offer,
         )
     click.echo(text, nl=False)
 

@@ -37,7 +37,7 @@ PLATFORMS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Platforms:
     """``machine`` is the image's, ``here`` this one, on which the builder runs.
 
     ``platform`` is the image's where that is another than this machine's, such as "linux/arm64".
@@ -48,9 +48,9 @@ class Plan:
     platform: str = ""
 
     @property
-    def native(self) -> Plan:
+    def native(self) -> Platforms:
         """That of the builder."""
-        return Plan(machine=self.here, here=self.here)
+        return Platforms(machine=self.here, here=self.here)
 
     @property
     def crossing(self) -> bool:
@@ -77,7 +77,9 @@ class Plan:
         return f"-{self.debian}" if self.crossing else ""
 
 
-def plan(base: Base, asked: str | None, *, image: bool = True, binfmt: Path = BINFMT) -> Plan:
+def choose(
+    base: Base, asked: str | None, *, image: bool = True, binfmt: Path = BINFMT
+) -> Platforms:
     """What to build for ``asked``, a platform's name; None is this machine's.
 
     Args:
@@ -105,10 +107,10 @@ def plan(base: Base, asked: str | None, *, image: bool = True, binfmt: Path = BI
             next_step=f"choose one of {', '.join(known)} with --platform",
         )
     if asked is None or not cross.needed(machine, here=here):
-        return Plan(machine=machine, here=here)
+        return Platforms(machine=machine, here=here)
     if image:
         _require_emulator(asked, binfmt)
-    return Plan(machine=machine, here=here, platform=asked)
+    return Platforms(machine=machine, here=here, platform=asked)
 
 
 def _require_emulator(name: str, binfmt: Path) -> None:

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from sm12x.core import files, process
 from sm12x.core.errors import BuildFailedError, ToolFailedError, ToolMissingError
 from sm12x.image.base.host_settings import HostConfig
-from sm12x.image.base.platforms import Plan
+from sm12x.image.base.platforms import Platforms
 from sm12x.image.engine import engines
 from sm12x.image.engine.engine import LOCAL_BASE, Engine, OnLine
 from sm12x.stack.model.base import ImageBase
@@ -60,7 +60,7 @@ def resolve(
     spec: ImageBase,
     engine: Engine,
     host: HostConfig,
-    plan: Plan,
+    wanted: Platforms,
     *,
     override: str | None,
     say: Callable[[str], None],
@@ -71,29 +71,29 @@ def resolve(
     Raises BuildFailedError when it can neither be pulled nor made.
     """
     if override is not None:
-        return _given(engine, override, plan)
+        return _given(engine, override, wanted)
     pinned = spec.base.partition("@")[2]
-    local, pulled = _names(spec, plan)
+    local, pulled = _names(spec, wanted)
     if engine.has_image(pulled):
         return BaseImage(reference=pulled, digest=pinned, origin=spec.base)
     if engine.has_image(local):
         return _local(engine, local)
     try:
-        engine.pull(spec.base, plan.platform)
+        engine.pull(spec.base, wanted.platform)
     except ToolFailedError as error:
         reason = error.message.rstrip().splitlines()[-1].strip()
         say(f"{spec.base} cannot be pulled ({reason}): making a base image with debootstrap")
-        return make(spec, engine, host, plan, say=say, on_line=on_line)
+        return make(spec, engine, host, wanted, say=say, on_line=on_line)
     engine.tag(spec.base, pulled)
     digest = pinned or engine.digest(spec.base) or engine.image_id(pulled) or ""
     return BaseImage(reference=pulled, digest=digest, origin=spec.base)
 
 
-def is_there(spec: ImageBase, engine: Engine, plan: Plan, *, override: str | None) -> bool:
+def is_there(spec: ImageBase, engine: Engine, wanted: Platforms, *, override: str | None) -> bool:
     """Whether ``resolve`` would neither pull nor make the base image."""
     if override is not None:
         return engine.has_image(override)
-    local, pulled = _names(spec, plan)
+    local, pulled = _names(spec, wanted)
     return engine.has_image(pulled) or engine.has_image(local)
 
 
@@ -101,7 +101,7 @@ def make(
     spec: ImageBase,
     engine: Engine,
     host: HostConfig,
-    plan: Plan,
+    wanted: Platforms,
     *,
     say: Callable[[str], None],
     on_line: OnLine,
@@ -128,35 +128,35 @@ def make(
         ) from None
     if process.which("debootstrap") is None:
         raise BuildFailedError("debootstrap is not installed", next_step=next_step)
-    local = _name(spec, plan)
+    local = _name(spec, wanted)
     # Beside nothing of the user's: a root file system must lie where device nodes may be made.
     with TemporaryDirectory(prefix="sm12x-base-", dir="/var/tmp") as folder:
         files.require_space(Path(folder), GIB_NEEDED, what="making the base image")
         root = Path(folder) / "root"
-        _debootstrap(spec.suite, root, host, plan, on_line, next_step)
+        _debootstrap(spec.suite, root, host, wanted, on_line, next_step)
         _slim(root, spec.suite, host)
         archive = Path(folder) / "base.tar"
         _pack(root, archive)
         labels = {_ROOTFS_LABEL: files.sha256(archive)}
-        engine.import_tar(archive, local, labels, platform=plan.platform, on_line=on_line)
+        engine.import_tar(archive, local, labels, platform=wanted.platform, on_line=on_line)
     return _local(engine, local)
 
 
-def _name(spec: ImageBase, plan: Plan) -> str:
-    return f"{LOCAL_BASE}:{spec.suite}{plan.suffix}"
+def _name(spec: ImageBase, wanted: Platforms) -> str:
+    return f"{LOCAL_BASE}:{spec.suite}{wanted.suffix}"
 
 
-def _names(spec: ImageBase, plan: Plan) -> tuple[str, str]:
+def _names(spec: ImageBase, wanted: Platforms) -> tuple[str, str]:
     """The name of one made here, and that of the pinned one once it is pulled."""
-    local = _name(spec, plan)
+    local = _name(spec, wanted)
     digest = spec.base.partition("@")[2].partition(":")[2]
     return local, f"{local}-{(digest or 'latest')[:12]}"
 
 
-def _given(engine: Engine, reference: str, plan: Plan) -> BaseImage:
+def _given(engine: Engine, reference: str, wanted: Platforms) -> BaseImage:
     if not engine.has_image(reference):
         try:
-            engine.pull(reference, plan.platform)
+            engine.pull(reference, wanted.platform)
         except ToolFailedError as error:
             raise BuildFailedError(
                 f"the base image {reference} is neither here nor can it be pulled: "
@@ -189,11 +189,11 @@ def _missing() -> list[str]:
 
 
 def _debootstrap(
-    suite: str, root: Path, host: HostConfig, plan: Plan, on_line: OnLine, next_step: str
+    suite: str, root: Path, host: HostConfig, wanted: Platforms, on_line: OnLine, next_step: str
 ) -> None:
     words: list[str | Path] = ["debootstrap", "--variant=minbase", "--force-check-gpg"]
-    if plan.crossing:
-        words.append(f"--arch={plan.debian}")
+    if wanted.crossing:
+        words.append(f"--arch={wanted.debian}")
     if _KEYRING.is_file():
         words.append(f"--keyring={_KEYRING}")
     # Releases are bootstrapped alike; an older debootstrap has no script of that name yet.

@@ -29,25 +29,25 @@ Collect = Callable[[], Mapping[str, third_party.Found]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sources:
+class ThirdParty:
     """Third-party sources by name: the folders that were found, and why others were not."""
 
     found: Mapping[str, Path]
     missing: Mapping[str, str]
 
     @classmethod
-    def of(cls, collected: Mapping[str, third_party.Found]) -> Sources:
+    def of(cls, collected: Mapping[str, third_party.Found]) -> ThirdParty:
         return cls(
             found={name: entry.folder for name, entry in collected.items() if entry.folder},
             missing={name: entry.reason for name, entry in collected.items() if not entry.folder},
         )
 
 
-NO_SOURCES = Sources(found={}, missing={})
+NO_SOURCES = ThirdParty(found={}, missing={})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wish:
+class ModeRequest:
     """What was asked for: a mode or "auto", folders of sources, sources to do without."""
 
     wanted: str
@@ -56,14 +56,14 @@ class Wish:
 
 
 @dataclass(frozen=True, kw_only=True)
-class How:
+class BuildMode:
     """The mode and what it takes. ``third_party``: files of sources, by their place in the context.
 
     ``allowed`` are the sources that are done without: not there, and allowed to be missing.
     ``offer`` is what full mode would add, None in full mode.
     """
 
-    mode: str
+    name: str
     choice: Choice
     allowed: tuple[str, ...] = ()
     third_party: Mapping[str, Path] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class How:
             base.version,
             machine,
             arch_list,
-            self.mode,
+            self.name,
             *self.allowed,
             self.third_party_sha256,
             files.sha256(base.build_lock_path(machine)),
@@ -89,9 +89,11 @@ class How:
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def parse(base: Base, wanted: str, sources: Iterable[str], allowed: Iterable[str]) -> Wish:
+def parse_request(
+    base: Base, wanted: str, sources: Iterable[str], allowed: Iterable[str]
+) -> ModeRequest:
     """Check what was asked for. Raises UsageError or BadFileError."""
-    return Wish(
+    return ModeRequest(
         wanted=require_known(wanted),
         given=parse_given(base, sources),
         allowed=tuple(select.require_source(base, name).name for name in allowed),
@@ -100,13 +102,13 @@ def parse(base: Base, wanted: str, sources: Iterable[str], allowed: Iterable[str
 
 def settle(
     base: Base,
-    wish: Wish,
+    request: ModeRequest,
     targets: tuple[CudaArch, ...],
     made: str,
     *,
     find_links: Path | None,
     report: Reporter,
-) -> How:
+) -> BuildMode:
     """Decide the mode, say which and why, and find the sources it takes.
 
     Args:
@@ -127,7 +129,7 @@ def settle(
             base,
             cache=layout.cache(),
             find_links=find_links,
-            given=dict(wish.given),
+            given=dict(request.given),
             say=held.append,
         )
 
@@ -135,11 +137,11 @@ def settle(
     memory_gib = _all_memory_gib() if made == "full" else cmake.free_memory_gib()
     decision = decide(
         base,
-        wanted=wish.wanted,
+        wanted=request.wanted,
         cores=cores,
         memory_gib=memory_gib,
-        given=wish.given,
-        allowed=wish.allowed,
+        given=request.given,
+        allowed=request.allowed,
         collect=collect,
     )
     report.say(first_line(decision))
@@ -147,22 +149,22 @@ def settle(
     if newest != base.version:
         report.say(f"a newer base is there: make bundle BASE={newest}")
     if decision.mode == "quick":
-        if wish.given or wish.allowed:
+        if request.given or request.allowed:
             report.say("quick mode takes no third-party source: --source, --allow-missing unused")
-        return How(
-            mode="quick",
+        return BuildMode(
+            name="quick",
             choice=choose(base, "quick", NO_SOURCES, ()),
             offer=estimate.offer(
-                base, cores=cores, memory_gib=memory_gib, sure=_sure(base, wish.given)
+                base, cores=cores, memory_gib=memory_gib, sure=_sure(base, request.given)
             ),
         )
     arch.require_complete(targets)
     with report.phase("third-party sources", live=False):
-        sources = Sources.of(collect())
+        sources = ThirdParty.of(collect())
         for line in held:
             report.say(line)
         files_of = staged(sources)
-    allowed = tuple(sorted({*wish.allowed} - {*sources.found}))
+    allowed = tuple(sorted({*request.allowed} - {*sources.found}))
     choice = choose(base, "full", sources, allowed)
     for kept in choice.kept:
         why = "; ".join(f"{name}: {sources.missing.get(name, '')}" for name in kept.missing)
@@ -176,8 +178,8 @@ def settle(
                 f"or do without the {len(source.ops)} ops made of {source.name} with "
                 f"--allow-missing {source.name}"
             )
-    return How(
-        mode="full",
+    return BuildMode(
+        name="full",
         choice=choice,
         allowed=allowed,
         third_party=files_of,
@@ -282,7 +284,7 @@ def first_line(decision: Decision) -> str:
     )
 
 
-def choose(base: Base, mode: str, sources: Sources, allowed: Iterable[str]) -> Choice:
+def choose(base: Base, mode: str, sources: ThirdParty, allowed: Iterable[str]) -> Choice:
     """What that mode will compile and keep, by what the patches name."""
     stack = series.load(base)
     targets = [module.target for module in select.for_stack(base, stack)]
@@ -304,7 +306,7 @@ def devices(mode: str, arch_list: str) -> list[str]:
     ]
 
 
-def staged(sources: Sources) -> dict[str, Path]:
+def staged(sources: ThirdParty) -> dict[str, Path]:
     """The files of the sources, by their place in a build context. Links are followed."""
     return {
         f"third_party/{name}/{path.relative_to(folder).as_posix()}": path.resolve()

@@ -16,7 +16,7 @@ from sm12x.core import files
 from sm12x.core.errors import BuildFailedError, NoSpaceError
 from sm12x.image.base import platforms
 from sm12x.image.base.host_settings import SECRETS_PREFIX
-from sm12x.image.base.platforms import Plan
+from sm12x.image.base.platforms import Platforms
 from sm12x.image.engine.engine import Engine
 from sm12x.stack.model.base import Base, Module
 
@@ -46,8 +46,8 @@ class Meter:
     killed. Unreadable, it counts as absent: the whole figure is asked for again.
     """
 
-    def __init__(self, base: Base, engine: Engine, plan: Plan) -> None:
-        self.path = work_folder(base) / f"spent-{engine.name}{plan.suffix}.json"
+    def __init__(self, base: Base, engine: Engine, wanted: Platforms) -> None:
+        self.path = work_folder(base) / f"spent-{engine.name}{wanted.suffix}.json"
         self.storage = engine.storage()
         self._phases: dict[str, dict[str, float]] = {}
         with suppress(OSError, ValueError, AttributeError, TypeError):
@@ -106,7 +106,7 @@ def require_room(
     base: Base,
     engine: Engine,
     modules: Sequence[Module],
-    plan: Plan,
+    wanted: Platforms,
     meter: Meter,
     *,
     image: bool = True,
@@ -117,7 +117,7 @@ def require_room(
     """
     work_folder(base).mkdir(parents=True, exist_ok=True)
     full = any(not module.quick for module in modules)
-    require_disk(needs(base, engine, plan, meter, full=full, image=image), engine.name)
+    require_disk(needs(base, engine, wanted, meter, full=full, image=image), engine.name)
     # Of a build that was begun, what is left to compile asks for its memory itself.
     units = [] if meter.begun else [module.peak_gib for module in modules]
     peak = max([MEMORY_GIB, *units])
@@ -130,7 +130,7 @@ def require_room(
 
 
 def needs(
-    base: Base, engine: Engine, plan: Plan, meter: Meter, *, full: bool, image: bool
+    base: Base, engine: Engine, wanted: Platforms, meter: Meter, *, full: bool, image: bool
 ) -> list[Need]:
     """What the rest of a bundle takes, by folder; those of an engine elsewhere are left out."""
     disk = base.disk
@@ -143,7 +143,7 @@ def needs(
     storage, cache = engine.storage(), engine.package_cache()
     # What a phase has spent was seen on the storage's disk, where both may lie.
     together = storage is not None and cache is not None and _on_one_disk(storage, cache)
-    cross = platforms.CROSS_GIB if plan.crossing else 0.0
+    cross = platforms.CROSS_GIB if wanted.crossing else 0.0
     objects = disk.objects_gib if full else 0.0
     phases = [
         (

@@ -1,0 +1,228 @@
+"""The first step of a bundle: check what was asked for, and decide all that is left open."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sm12x import layout
+from sm12x.image.base import host_settings, platforms, rootfs
+from sm12x.image.base.host_settings import HostConfig
+from sm12x.image.base.platforms import Platforms
+from sm12x.image.base.rootfs import BaseImage
+from sm12x.image.bundle import context, modes, preflight, record
+from sm12x.image.bundle.modes import BuildMode
+from sm12x.image.bundle.preflight import Meter
+from sm12x.image.bundle.record import Record
+from sm12x.image.bundle.reporter import Reporter
+from sm12x.image.engine import engines
+from sm12x.image.engine.engine import Engine
+from sm12x.image.engine.follow import Stage
+from sm12x.stack.model import base as bases
+from sm12x.stack.model.base import Base
+from sm12x.wheel.toolchain import arch as archs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What was asked for. None stands for the base's own choice, or the first engine that can.
+
+    ``build`` is "quick", "full" or "auto". ``sources`` are words NAME=DIR: third-party sources that
+    are taken from a folder; ``allow_missing`` names those to do without. ``platform`` is such as
+    "linux/arm64". ``twice``: the wheel is built a second time, and has to be the same bytes.
+    """
+
+    version: str
+    arch_list: str | None = None
+    platform: str | None = None
+    build: str = "auto"
+    sources: tuple[str, ...] = ()
+    allow_missing: tuple[str, ...] = ()
+    engine: str | None = None
+    base_image: str | None = None
+    find_links: Path | None = None
+    image: bool = True
+    twice: bool = False
+
+
+@dataclass(kw_only=True)
+class Timings:
+    """Seconds of each step, and each stage of a Dockerfile as the engine reported it."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    stages: dict[str, Stage] = field(default_factory=dict)
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self.seconds[name] = round(time.monotonic() - start, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildPlan:
+    """All that the other steps go by.
+
+    ``image`` is the base image of what is made, ``builder`` that of the builder: the same one
+    unless the wheel is for another machine. ``inputs`` is a sha256 over all that the bundle is made
+    of; ``there`` is the record of the bundle that is in ``folder``, made of whatever it was.
+    """
+
+    base: Base
+    platforms: Platforms
+    arch_list: str
+    mode: BuildMode
+    options: Options
+    engine: Engine
+    image: BaseImage
+    builder: BaseImage
+    host: HostConfig
+    meter: Meter
+    inputs: str
+    there: Record | None
+    report: Reporter
+    timings: Timings
+
+    @property
+    def folder(self) -> Path:
+        return folder_of(self.base, self.platforms)
+
+    @property
+    def machine(self) -> str:
+        return self.platforms.machine
+
+    @property
+    def work(self) -> Path:
+        return preflight.work_folder(self.base)
+
+    def made_before(self) -> Record | None:
+        """The record of an earlier run with the same inputs, if all it names is still there."""
+        known = self.there
+        if known is None or known.inputs != self.inputs or not record.is_whole(self.folder, known):
+            return None
+        if self.options.twice:
+            return None
+        if not self.options.image:
+            return known
+        there = bool(known.tags) and self.engine.image_id(known.tags[0]) == known.image_id
+        return known if there else None
+
+    def require_room(self) -> None:
+        """Check disk and memory for what is left to do. Raises NoSpaceError."""
+        preflight.require_room(
+            self.base,
+            self.engine,
+            self.mode.choice.modules,
+            self.platforms,
+            self.meter,
+            image=self.options.image,
+        )
+
+    def rest_gib(self) -> float:
+        """GiB that the rest of the bundle takes on the disks that it uses."""
+        full = any(not module.quick for module in self.mode.choice.modules)
+        rest = preflight.needs(
+            self.base,
+            self.engine,
+            self.platforms,
+            self.meter,
+            full=full,
+            image=self.options.image,
+        )
+        return sum(need.gib for need in rest)
+
+
+@contextmanager
+def decided(options: Options, report: Reporter) -> Iterator[BuildPlan]:
+    """Check what was asked for and decide the rest; no second bundle of the base runs meanwhile.
+
+    Raises:
+        Sm12xError: of the kind that says what is wrong.
+    """
+    base = bases.load(options.version)
+    request = modes.parse_request(base, options.build, options.sources, options.allow_missing)
+    wanted = platforms.choose(base, options.platform, image=options.image)
+    targets = archs.validate(
+        options.arch_list or base.toolchain.arch_list, default=base.toolchain.arch_list
+    )
+    there = record.read(folder_of(base, wanted))
+    made = there.mode if there else ""
+    # Before the mode: what that takes is looked for on the network, for nothing without an engine.
+    engine = engines.find(options.engine, say=report.say)
+    report.say(f"engine: {engine.description}")
+    mode = modes.settle(base, request, targets, made, find_links=options.find_links, report=report)
+    with preflight.alone(base):
+        meter = Meter(base, engine, wanted)
+        if not rootfs.is_there(base.image, engine, wanted, override=options.base_image):
+            meter.forget()
+        if there is None:
+            modules = mode.choice.modules
+            preflight.require_room(base, engine, modules, wanted, meter, image=options.image)
+        host = host_settings.collect(base.image.suite)
+        timings = Timings()
+        with timings.step("base image"):
+            image = base_image(base, engine, host, options.base_image, wanted, report)
+            builder = image
+            if wanted.crossing:
+                builder = base_image(base, engine, host, None, wanted.native, report)
+        choices = {
+            "arch_list": archs.to_text(targets),
+            "mode": mode.name,
+            "allow_missing": " ".join(mode.allowed),
+            "third_party": mode.third_party_sha256,
+            "base_image": image.digest,
+            "builder_image": builder.digest,
+            "engine": engine.name,
+        }
+        yield BuildPlan(
+            base=base,
+            platforms=wanted,
+            arch_list=choices["arch_list"],
+            mode=mode,
+            options=options,
+            engine=engine,
+            image=image,
+            builder=builder,
+            host=host,
+            meter=meter,
+            inputs=context.inputs_digest(base, wanted.machine, here=wanted.here, choices=choices),
+            there=there,
+            report=report,
+            timings=timings,
+        )
+
+
+def folder_of(base: Base, wanted: Platforms) -> Path:
+    """Where wheel, ledger and audit go; those for another machine apart from those for this one."""
+    return layout.dist(f"{base.version}{wanted.suffix}")
+
+
+def base_image(
+    base: Base,
+    engine: Engine,
+    host: HostConfig,
+    override: str | None,
+    wanted: Platforms,
+    report: Reporter,
+) -> BaseImage:
+    """The base image, pulled or made; see ``rootfs.resolve``."""
+    with report.phase(f"base image{f' for {wanted.platform}' if wanted.crossing else ''}") as step:
+        image = rootfs.resolve(
+            base.image, engine, host, wanted, override=override, say=report.say, on_line=step
+        )
+        report.say(f"base image: {image.origin} ({image.digest})")
+    return image
+
+
+def make_base_image(options: Options, report: Reporter) -> tuple[BaseImage, Engine]:
+    """Only the base image, made with debootstrap even where one could be pulled."""
+    base = bases.load(options.version)
+    wanted = platforms.choose(base, options.platform)
+    engine = engines.find(options.engine, say=report.say)
+    host = host_settings.collect(base.image.suite)
+    with report.phase("base image") as step:
+        made = rootfs.make(base.image, engine, host, wanted, say=report.say, on_line=step)
+    return made, engine

@@ -1,0 +1,223 @@
+"""The other three steps of a bundle: fetch the release, build the wheel, build the image."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from sm12x import __version__, layout
+from sm12x.core import files, transfer
+from sm12x.core.errors import BuildFailedError, ToolFailedError
+from sm12x.image.bundle import context, modes, preflight, record
+from sm12x.image.bundle.context import Context
+from sm12x.image.bundle.decide import BuildPlan
+from sm12x.image.engine import failure
+from sm12x.image.engine.engine import BuildRequest, Layer
+from sm12x.image.engine.follow import Follower
+from sm12x.wheel import ledger as ledgers
+from sm12x.wheel.ledger import Ledger
+
+PROJECT = "vllm"
+IMAGE = "vllm-sm12x"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Release:
+    """The release's sdist, and its wheel for the image's machine, as base.toml pins them."""
+
+    sdist: Path
+    wheel: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wheel:
+    """The patched wheel in dist/, and what it was made of."""
+
+    path: Path
+    sha256: str
+    ledger: Ledger
+    ledger_sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Image:
+    """The image in the engine's storage. ``tags``: the most telling first; ``size`` in bytes."""
+
+    tags: tuple[str, ...]
+    id: str
+    size: int
+    layers: tuple[Layer, ...]
+
+
+NO_IMAGE = Image(tags=(), id="", size=0, layers=())
+
+
+def fetch(plan: BuildPlan) -> Release:
+    """Download the release's files, or find them in the cache. Raises HashMismatchError."""
+    with plan.timings.step("fetch"), plan.report.phase("sources", live=False):
+        sdist, wheel = (
+            transfer.fetch(
+                PROJECT,
+                pinned.name,
+                pinned.sha256,
+                cache=layout.cache(),
+                find_links=plan.options.find_links,
+            )
+            for pinned in (plan.base.sdist, plan.base.wheels[plan.machine])
+        )
+    return Release(sdist=sdist, wheel=wheel)
+
+
+def build_wheel(plan: BuildPlan, release: Release) -> Wheel:
+    """Build the wheel, its ledger and its audit in the builder; they take the place in dist/.
+
+    Raises:
+        BuildFailedError: the builder failed, or a second build gave other bytes.
+        NoSpaceError: a disk was full.
+    """
+    with plan.timings.step("wheel"), plan.meter.measuring(preflight.WHEEL):
+        with record.publishing(plan.folder) as staged:
+            _run_builder(plan, release, staged)
+            if plan.options.twice:
+                _require_same_again(plan, release, record.one_wheel(staged))
+            ledger = ledgers.read(staged / record.LEDGER)
+        path = record.one_wheel(plan.folder)
+        return Wheel(
+            path=path,
+            sha256=files.sha256(path),
+            ledger=ledger,
+            ledger_sha256=files.sha256(plan.folder / record.LEDGER),
+        )
+
+
+def build_image(plan: BuildPlan, wheel: Wheel) -> Image:
+    """Build the image around the wheel, and tag it.
+
+    Raises:
+        BuildFailedError: the engine failed.
+        NoSpaceError: a disk was full.
+    """
+    base, ledger = plan.base, wheel.ledger
+    tags = image_tags(base.version, ledger.stack_id, plan.mode.name, plan.platforms.suffix)
+    args = {
+        "BASE_IMAGE": plan.image.reference,
+        "PACKAGE_SHA256": context.package_digest(),
+        "WHEEL_SHA256": wheel.sha256,
+        # What the labels say.
+        "BASE": base.version,
+        "STACK": ledger.stack_id,
+        "MODE": plan.mode.name,
+        "ARCH_LIST": plan.arch_list,
+        "VERSION": ledger.wheel_version,
+        "SM12X_VERSION": __version__,
+        "BASE_IMAGE_NAME": plan.image.origin,
+        "BASE_IMAGE_DIGEST": plan.image.digest,
+        "LEDGER_SHA256": wheel.ledger_sha256,
+        **plan.platforms.install_args(),
+    }
+    request = BuildRequest(
+        dockerfile=layout.root() / context.DOCKERFILES["bundle"],
+        context=plan.work,
+        target="runtime",
+        build_args=args,
+        tags=tags,
+        platform=plan.platforms.platform,
+    )
+    copied = context.bundle(
+        base,
+        plan.machine,
+        wheel=wheel.path,
+        ledger=plan.folder / record.LEDGER,
+        find_links=plan.options.find_links,
+    )
+    with plan.timings.step("image"), plan.meter.measuring(preflight.IMAGE):
+        _build(plan, "bundle", "image", copied, request)
+    return Image(
+        tags=tags,
+        id=plan.engine.image_id(tags[0]) or "",
+        size=plan.engine.size(tags[0]),
+        layers=plan.engine.layers(tags[0]),
+    )
+
+
+def image_tags(version: str, stack_id: str, mode: str, suffix: str = "") -> tuple[str, ...]:
+    """The tags of an image, the most telling first; ``suffix`` is that of its platform."""
+    short = f"{IMAGE}:{version}-{stack_id}"
+    return (f"{short}-{mode}{suffix}", f"{short}{suffix}")
+
+
+def _require_same_again(plan: BuildPlan, release: Release, wheel: Path) -> None:
+    """Nothing of the first build is used: no layer from `native` on, no work folder."""
+    with TemporaryDirectory(dir=plan.work, prefix=preflight.CONTEXT_PREFIX) as folder:
+        _run_builder(plan, release, Path(folder), again="again")
+        same = files.sha256(record.one_wheel(Path(folder))) == files.sha256(wheel)
+    if not same:
+        raise BuildFailedError(
+            f"{wheel.name} was built twice, and the two are not the same bytes",
+            next_step="compare native.json of both in the builder's log, and report it",
+        )
+    plan.report.say(f"built twice, the same bytes: {wheel.name}")
+
+
+def _run_builder(plan: BuildPlan, release: Release, out: Path, *, again: str = "") -> None:
+    mode = plan.mode
+    copied = context.builder(
+        plan.base,
+        plan.machine,
+        here=plan.platforms.here,
+        sdist=release.sdist,
+        wheel=release.wheel,
+        third_party=mode.third_party,
+        find_links=plan.options.find_links,
+    )
+    args = {
+        "BASE_IMAGE": plan.builder.reference,
+        "BASE": plan.base.version,
+        "MACHINE": plan.machine,
+        "CROSS": plan.machine if plan.platforms.crossing else "",
+        "ARCH_LIST": plan.arch_list,
+        "MODE": mode.name,
+        "ALLOW_MISSING": " ".join(mode.allowed),
+        "THIRD_PARTY_SHA256": mode.third_party_sha256,
+        "NATIVE_KEY": mode.key(plan.base, plan.machine, plan.arch_list) + again,
+        "AGAIN": again,
+        "DEVICES": " ".join(modes.devices(mode.name, plan.arch_list)),
+    }
+    request = BuildRequest(
+        dockerfile=layout.root() / context.DOCKERFILES["builder"],
+        context=plan.work,
+        target="out",
+        build_args=args,
+        output_dir=out,
+    )
+    _build(plan, "builder", "wheel, again" if again else "wheel", copied, request)
+
+
+def _build(plan: BuildPlan, name: str, label: str, copied: Context, request: BuildRequest) -> None:
+    """Stage ``copied`` as the context of ``request`` and build it."""
+    log = plan.work / f"{name}.log"
+    log.unlink(missing_ok=True)
+    plan.work.mkdir(parents=True, exist_ok=True)
+    with (
+        plan.report.phase(f"{label} ({request.dockerfile.name})") as step,
+        TemporaryDirectory(dir=plan.work, prefix=preflight.CONTEXT_PREFIX) as folder,
+        plan.host.files(plan.work) as secrets,
+    ):
+        copied.write(Path(folder))
+        follower = Follower(step)
+        request = replace(
+            request,
+            context=Path(folder),
+            secrets=secrets,
+            host_network=plan.host.host_network,
+        )
+        try:
+            plan.engine.build(request, on_line=follower, log=log)
+        except ToolFailedError:
+            raise failure.of(
+                plan.engine, request.dockerfile.name, follower, log, rest_gib=plan.rest_gib()
+            ) from None
+        finally:
+            follower.finish()
+            plan.timings.stages.update(follower.stages)
