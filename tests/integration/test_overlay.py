@@ -11,7 +11,7 @@ from tests.integration.stackrepo import World
 
 from sm12x.core.errors import PatchConflictError, UsageError
 from sm12x.image import overlay
-from sm12x.image.overlay import Installed
+from sm12x.image.overlay import InstalledTree
 from sm12x.stack.model import series
 from sm12x.stack.model.series import Stack
 
@@ -85,7 +85,7 @@ def test_what_is_written_says_what_it_was_made_from(
 ) -> None:
     have = files(stack, world.fresh())
     made = overlay.patch(stack, have, source="image")
-    installed = Installed(top="/usr/lib/dist-packages", version="9.9.0", root=True, files=have)
+    installed = InstalledTree(top="/usr/lib/dist-packages", version="9.9.0", root=True, files=have)
     out = tmp_path / "out put"
     for _ in range(2):
         record = json.loads(overlay.write(made, installed, stack, "image", out).read_text())

@@ -103,7 +103,7 @@ def until(true: Callable[[], bool]) -> None:
 
 def asleep(port: int) -> bool | None:
     try:
-        _, body = health.get_http(health.Server(host="127.0.0.1", port=port), "/is_sleeping", 5)
+        _, body = health.get_http(health.Listener(host="127.0.0.1", port=port), "/is_sleeping", 5)
     except (OSError, http.client.HTTPException):
         return None
     found: bool = json.loads(body)["is_sleeping"]

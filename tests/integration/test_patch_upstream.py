@@ -15,7 +15,7 @@ from sm12x import cli
 from sm12x.core.errors import FindingsError, Sm12xError
 from sm12x.stack.model import series
 from sm12x.stack.witness import upstream_run, upstream_tests, witness
-from sm12x.stack.witness.upstream_tests import Report, Result
+from sm12x.stack.witness.upstream_tests import Report, UpstreamResult
 
 HEAD = (
     "import os, pathlib, subprocess, sys, time\n"
@@ -116,7 +116,7 @@ def _run(world: World, only: tuple[str, ...] = (), *, seconds: float = 60) -> Re
     )
 
 
-def _by_name(report: Report) -> dict[str, Result]:
+def _by_name(report: Report) -> dict[str, UpstreamResult]:
     return {result.id.removeprefix("tests/"): result for result in report.results}
 
 

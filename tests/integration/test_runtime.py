@@ -64,7 +64,7 @@ def serving(answers: dict[str, tuple[int, bytes]]) -> Iterator[int]:
 
 
 def verdict(port: int) -> health.Verdict:
-    return health.check(health.Server(host="127.0.0.1", port=port), health.get_http)
+    return health.check(health.Listener(host="127.0.0.1", port=port), health.get_http)
 
 
 def test_a_sleeping_server_is_healthy() -> None:

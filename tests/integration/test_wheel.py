@@ -157,7 +157,7 @@ def build(toolkit: Path, cuda: Path) -> Build:
             python=toolkit / "bin" / "python",
             archs=arch.validate("12.0a;12.1a", default=""),
         )
-        choice = select.Choice(modules=modules, kept=(), allowed={})
+        choice = select.ModuleChoice(modules=modules, kept=(), allowed={})
         return native.build(DEMO_BASE, tree, out, choice, settings)
 
     return compile_in

@@ -18,7 +18,7 @@ import pytest
 from sm12x.core import lockfile
 from sm12x.core.errors import BadFileError, BuildFailedError, FetchError, NoSpaceError
 from sm12x.stack.model import base as bases
-from sm12x.stack.model.base import Base, Module, Source, Unit
+from sm12x.stack.model.base import Base, Module, ThirdPartySource, UnitCost
 from sm12x.wheel.compile import cmake, compiling
 from sm12x.wheel.source import checkout, third_party
 
@@ -54,9 +54,9 @@ MODULES = tuple(
     for target in ("one", "two")
 )
 COSTS = (
-    Unit(match="c.cpp", cpu_seconds=30, peak_gib=0.1),
-    Unit(match="b.cpp", cpu_seconds=20, peak_gib=0.1),
-    Unit(match="", cpu_seconds=10, peak_gib=0.1),
+    UnitCost(match="c.cpp", cpu_seconds=30, peak_gib=0.1),
+    UnitCost(match="b.cpp", cpu_seconds=20, peak_gib=0.1),
+    UnitCost(match="", cpu_seconds=10, peak_gib=0.1),
 )
 DEMO = dataclasses.replace(BASE, modules=MODULES, sources=(), units=COSTS)
 
@@ -214,7 +214,7 @@ def test_too_little_memory_is_said_before_anything_is_compiled(
     settings: cmake.Settings, compiler: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cmake, "free_memory_gib", lambda: 4.0)
-    large = dataclasses.replace(DEMO, units=(Unit(match="b.cpp", cpu_seconds=1, peak_gib=8.9),))
+    large = dataclasses.replace(DEMO, units=(UnitCost(match="b.cpp", cpu_seconds=1, peak_gib=8.9),))
     cmake.configure(large, MODULES, settings, None)
     with pytest.raises(NoSpaceError, match=r"csrc/b\.cpp takes 8\.9 GiB of memory, 4\.0 GiB are"):
         compiling.compile_modules(large, MODULES, settings)
@@ -286,7 +286,7 @@ def git(folder: Path, *words: str) -> str:
 
 
 @pytest.fixture
-def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ThirdPartySource:
     """A source in a repository with a submodule, where the user's git is told to look for it."""
     for name in ("part", "thing"):
         (tmp_path / name).mkdir()
@@ -309,7 +309,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
     (home / ".gitconfig").write_text(f'{config}[protocol "file"]\n allow = always\n')
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.delenv("GIT_CONFIG_GLOBAL", raising=False)
-    return Source(
+    return ThirdPartySource(
         name="thing",
         pin="v3",
         override="THING_SRC_DIR",
@@ -322,13 +322,13 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
     )
 
 
-def _with(source: Source) -> Base:
+def _with(source: ThirdPartySource) -> Base:
     module = dataclasses.replace(BASE.modules[0], sources=(source.name,))
     return dataclasses.replace(BASE, modules=(module,), sources=(source,))
 
 
 def test_a_source_is_one_commit_of_a_repository_with_its_submodules(
-    source: Source, tmp_path: Path
+    source: ThirdPartySource, tmp_path: Path
 ) -> None:
     cache = tmp_path / "cache"
     found = third_party.collect(_with(source), cache=cache)["thing"]
@@ -343,7 +343,7 @@ def test_a_source_is_one_commit_of_a_repository_with_its_submodules(
 
 
 def test_a_commit_or_a_host_that_is_not_there_is_said_quickly(
-    source: Source, tmp_path: Path
+    source: ThirdPartySource, tmp_path: Path
 ) -> None:
     start = time.monotonic()
     with pytest.raises(FetchError, match=r"commit 0{12} of https://git.invalid/thing could not"):
@@ -356,7 +356,9 @@ def test_a_commit_or_a_host_that_is_not_there_is_said_quickly(
     assert not list((tmp_path / "cache").glob("third_party/*"))
 
 
-def test_a_given_checkout_is_the_pinned_commit_or_refused(source: Source, tmp_path: Path) -> None:
+def test_a_given_checkout_is_the_pinned_commit_or_refused(
+    source: ThirdPartySource, tmp_path: Path
+) -> None:
     mine = tmp_path / "mine"
     git(tmp_path, "clone", "-q", "--recurse-submodules", "https://git.invalid/thing", str(mine))
     head = git(mine, "rev-parse", "HEAD")

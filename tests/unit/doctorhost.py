@@ -13,7 +13,7 @@ from typing import Any
 from sm12x.core.process import Completed
 from sm12x.doctor import checks, collect, knowledge
 from sm12x.doctor.host import Host
-from sm12x.doctor.model import Facts, Finding, Unseen
+from sm12x.doctor.model import Diagnosis, HostFacts, Unseen
 
 GIB = 1024**3
 MIB = 1024**2
@@ -141,7 +141,7 @@ def docker(**more: object) -> dict[str, str]:
     return {"docker info": json.dumps(answer)}
 
 
-def facts(machine: Machine, audit: Path | None = None, caches: Sequence[Path] = ()) -> Facts:
+def facts(machine: Machine, audit: Path | None = None, caches: Sequence[Path] = ()) -> HostFacts:
     return collect.facts(
         machine.host(),
         knowledge.load(),
@@ -154,15 +154,15 @@ def facts(machine: Machine, audit: Path | None = None, caches: Sequence[Path] = 
 
 def findings(
     machine: Machine, audit: Path | None = None, caches: Sequence[Path] = ()
-) -> dict[str, list[Finding]]:
+) -> dict[str, list[Diagnosis]]:
     """What was found, by check."""
-    found: dict[str, list[Finding]] = {}
+    found: dict[str, list[Diagnosis]] = {}
     for finding in checks.run(facts(machine, audit, caches), knowledge.load()):
         found.setdefault(finding.id, []).append(finding)
     return found
 
 
-def severity(found: Mapping[str, Sequence[Finding]], check: str) -> str:
+def severity(found: Mapping[str, Sequence[Diagnosis]], check: str) -> str:
     """The worst severity of a check."""
     return found[check][0].severity
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sm12x.plan.budget import Amount, Hardware, Server, Term
+from sm12x.plan.budget import Amount, Deployment, Hardware, Term
 from sm12x.plan.host import kinds
 
 # "Frontier MoE sleep/wake at TP=4 on consumer Blackwell", doradus-research, 16 May 2026.
@@ -30,9 +30,9 @@ def flash(
     kv: Term | None = KV,
     outside: Term | None = OUTSIDE,
     residue: Term | None = RESIDUE,
-) -> Server:
+) -> Deployment:
     """DeepSeek-V4-Flash at TP=4 on four RTX PRO 6000, as reported."""
-    return Server(
+    return Deployment(
         name=name,
         utilization=utilization,
         gpus=4,
@@ -45,9 +45,9 @@ def flash(
     )
 
 
-def spark(*, utilization: float = 0.80, sleep: int = 0) -> Server:
+def spark(*, utilization: float = 0.80, sleep: int = 0) -> Deployment:
     """DeepSeek-V4-Flash at TP=2 over two GB10."""
-    return Server(
+    return Deployment(
         name="spark",
         utilization=utilization,
         gpus=1,

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from sm12x import layout
 from sm12x.audit import images, policy, render, report
 from sm12x.audit import library as library_module
-from sm12x.audit.fatbin import Container, Entry
+from sm12x.audit.fatbin import CodePiece, FatContainer
 from sm12x.audit.model import DEVICES, SM120, Audit, Device, LibraryAudit
 from sm12x.commands import audit as verb
 from sm12x.core import files
@@ -35,19 +35,19 @@ DATA = Path(__file__).parent / "data"
 KERNELS = DATA / "kernels.so"
 
 
-def unit(*codes: str) -> Container:
+def unit(*codes: str) -> FatContainer:
     """A translation unit of these: "12.0f" is a cubin, "ptx 8.0" PTX."""
     entries = tuple(
-        Entry(
+        CodePiece(
             kind="ptx" if code.startswith("ptx ") else "cubin",
             arch=CudaArch.parse(code.removeprefix("ptx ")),
         )
         for code in codes
     )
-    return Container(offset=0, entries=entries)
+    return FatContainer(offset=0, entries=entries)
 
 
-def library(path: str, *units: Container, faults: tuple[str, ...] = ()) -> LibraryAudit:
+def library(path: str, *units: FatContainer, faults: tuple[str, ...] = ()) -> LibraryAudit:
     return LibraryAudit(
         path=path,
         sha256="ab" * 32,
@@ -529,7 +529,7 @@ def test_thousands_of_cubins_are_a_row_and_a_finding_a_folder() -> None:
     jsonschema.validate(report.document(found, judgement), schema())
 
 
-def embedding(*units: Container) -> Audit:
+def embedding(*units: FatContainer) -> Audit:
     made = dataclasses.replace(library("a.so"), embedded=units)
     return Audit(subject="x", kind="wheel", libraries=(made,))
 
@@ -543,7 +543,7 @@ def embedding(*units: Container) -> Audit:
     ],
 )
 def test_pieces_that_a_library_picks_among_are_judged_together(
-    units: tuple[Container, ...], passes: bool
+    units: tuple[FatContainer, ...], passes: bool
 ) -> None:
     found = embedding(*units)
     judgement = policy.judge(found, DEFAULT, (SM120,))

@@ -29,7 +29,7 @@ from sm12x.image.engine.docker import Docker
 from sm12x.image.engine.engine import Engine, Layer
 from sm12x.stack.model import base as bases
 from sm12x.stack.model.base import Base, Disk
-from sm12x.wheel.compile.estimate import Offer, Step
+from sm12x.wheel.compile.estimate import FullStep, Offer
 from sm12x.wheel.ledger import FileEntry, Ledger, LibraryEntry, PatchEntry
 
 DATA = Path(__file__).parent / "data"
@@ -145,8 +145,8 @@ AUDIT = {
 OFFER = Offer(
     figures="about 38 min on 2 cores with 20 GiB free",
     steps=(
-        Step(minutes=38.0, modules=("vllm/_C.abi3.so",)),
-        Step(minutes=118.0, modules=("vllm/_fa2.abi3.so",), sources=("flash-attention",)),
+        FullStep(minutes=38.0, modules=("vllm/_C.abi3.so",)),
+        FullStep(minutes=118.0, modules=("vllm/_fa2.abi3.so",), sources=("flash-attention",)),
     ),
 )
 

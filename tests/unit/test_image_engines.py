@@ -18,7 +18,7 @@ from sm12x.image.engine import buildah, docker, engines
 from sm12x.image.engine.buildah import Buildah, Podman
 from sm12x.image.engine.docker import Docker
 from sm12x.image.engine.engine import BuildRequest, Engine, qualified
-from sm12x.image.engine.engines import Machine, Probe
+from sm12x.image.engine.engines import EngineHost, Probe
 
 DOCKER = Path("/usr/bin/docker")
 BUILDAH = Path("/usr/bin/buildah")
@@ -33,7 +33,7 @@ DOWN_DOCKER = Probe(
 LACKING_DOCKER = Probe(
     name="docker", program=Path("/usr/local/bin/docker"), why="no buildx", next_step="add buildx"
 )
-MACHINE = Machine(
+MACHINE = EngineHost(
     root=False, sudo=True, installer="apt-get", systemd=True, dockerd=True, docker_script=True
 )
 ROOT = dataclasses.replace(MACHINE, root=True, sudo=False)
@@ -96,7 +96,7 @@ class Answers:
 
 
 def _probe(
-    monkeypatch: pytest.MonkeyPatch, name: str, answers: Answers, machine: Machine = MACHINE
+    monkeypatch: pytest.MonkeyPatch, name: str, answers: Answers, machine: EngineHost = MACHINE
 ) -> list[Probe]:
     monkeypatch.setattr(
         process, "which_all", lambda asked: [Path(f"/bin/{name}")] if asked == name else []
@@ -167,7 +167,7 @@ def test_docker_without_a_daemon_is_told_what_works_here(
     monkeypatch: pytest.MonkeyPatch,
     said: str,
     endpoint: str,
-    machine: Machine,
+    machine: EngineHost,
     down: bool,
     why: str,
     step: str,
@@ -230,18 +230,18 @@ class Here:
     """A machine with ``probes``; what apt-get installs is there from then on."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, probes: Sequence[Probe], machine: Machine
+        self, monkeypatch: pytest.MonkeyPatch, probes: Sequence[Probe], machine: EngineHost
     ) -> None:
         self.probes = list(probes)
         self.asked: list[str] = []
         self.installed: list[str] = []
         self.said: list[str] = []
-        monkeypatch.setattr(Machine, "here", classmethod(lambda cls: machine))
+        monkeypatch.setattr(EngineHost, "here", classmethod(lambda cls: machine))
         monkeypatch.setattr(engines, "_install", self.install)
         monkeypatch.setattr(engines, "probe_all", self.probe_all)
 
     def probe_all(
-        self, wanted: str | None = None, machine: Machine | None = None
+        self, wanted: str | None = None, machine: EngineHost | None = None
     ) -> Iterator[Probe]:
         for probe in self.probes:
             if wanted in (None, probe.name):
@@ -298,7 +298,7 @@ def test_root_gets_buildah_where_nothing_can_build(
 def test_what_cannot_be_had_is_an_error_with_advice_that_fits(
     monkeypatch: pytest.MonkeyPatch,
     there: list[Probe],
-    machine: Machine,
+    machine: EngineHost,
     wanted: str | None,
     may_install: bool,
     kind: type[Exception],

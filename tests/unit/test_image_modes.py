@@ -19,16 +19,16 @@ from sm12x.stack.model.base import Base
 from sm12x.wheel.compile import cmake, estimate
 from sm12x.wheel.compile.estimate import Decision
 from sm12x.wheel.source import third_party
-from sm12x.wheel.source.third_party import Found
+from sm12x.wheel.source.third_party import FoundSource
 
 BASE = bases.load("0.21.0")
 ALL = frozenset(source.name for source in BASE.sources)
 SURE = frozenset(source.name for source in BASE.sources if source.packages)
 
 
-def _found(name: str, folder: Path | None) -> Found:
+def _found(name: str, folder: Path | None) -> FoundSource:
     reason = "" if folder else "its host is not reachable"
-    return Found(name=name, pin="v1", folder=folder, reason=reason)
+    return FoundSource(name=name, pin="v1", folder=folder, reason=reason)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_sources_are_looked_for_only_where_they_decide(
 
     calls: list[None] = []
 
-    def collect() -> dict[str, Found]:
+    def collect() -> dict[str, FoundSource]:
         calls.append(None)
         return {"cutlass": _found("cutlass", tmp_path), "qutlass": _found("qutlass", None)}
 
@@ -185,7 +185,7 @@ class Said:
 def _settle(
     monkeypatch: pytest.MonkeyPatch, folder: Path, **fields: Any
 ) -> tuple[modes.BuildMode, Said]:
-    def collect(base: Base, *, say: Callable[[str], None], **_: Any) -> dict[str, Found]:
+    def collect(base: Base, *, say: Callable[[str], None], **_: Any) -> dict[str, FoundSource]:
         say("cutlass: from packages")
         return {"cutlass": _found("cutlass", folder), "qutlass": _found("qutlass", None)}
 

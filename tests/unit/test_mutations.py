@@ -13,7 +13,7 @@ from sm12x.core.errors import BadFileError
 from sm12x.stack.model import base as bases
 from sm12x.stack.model.series import Stack
 from sm12x.stack.witness import junit, mutate, mutations, witness
-from sm12x.stack.witness.mutate import MutationReport, Outcome
+from sm12x.stack.witness.mutate import MutantOutcome, MutationReport
 
 WITNESS = "tests/witness/test_it.py"
 ADDED = """diff --git a/vllm/a.py b/vllm/a.py
@@ -230,8 +230,8 @@ def test_only_a_red_test_kills(run: witness.Run, state: str, test: str) -> None:
     assert mutate.judge(run)[:2] == (state, test)
 
 
-def _outcome(state: str) -> Outcome:
-    return Outcome(
+def _outcome(state: str) -> MutantOutcome:
+    return MutantOutcome(
         patch="0001-Mend-it.patch",
         file="vllm/a.py",
         label="mutation 1",

@@ -20,7 +20,7 @@ from sm12x.core.listing import ListedFile
 from sm12x.stack.model import base as bases
 from sm12x.stack.model.base import Base, Dropped
 from sm12x.stack.rebase import base_draft, release_facts
-from sm12x.stack.rebase.release_facts import DeclaredSource, Facts
+from sm12x.stack.rebase.release_facts import DeclaredSource, ReleaseFacts
 
 VERSION = "9.9.0"
 DAY = datetime.datetime(2027, 3, 4, 23, 30, tzinfo=datetime.UTC)
@@ -49,7 +49,7 @@ ARM = _listed(f"vllm-{VERSION}-cp38-abi3-manylinux_2_28_aarch64.whl")
 OTHER = _listed(f"vllm-{VERSION}-cp38-abi3-macosx_11_0_arm64.whl")
 
 
-def _facts(base: Base, **more: Any) -> Facts:
+def _facts(base: Base, **more: Any) -> ReleaseFacts:
     """The facts of a release in which nothing has changed."""
     values: dict[str, Any] = {
         "build_requires": base.toolchain.build_requires,
@@ -64,10 +64,10 @@ def _facts(base: Base, **more: Any) -> Facts:
             glob.replace("**", "deep").replace("*", "x") for m in base.modules for glob in m.inputs
         ),
     }
-    return Facts(**{**values, **more})
+    return ReleaseFacts(**{**values, **more})
 
 
-def _draft(base: Base, now: Facts, *, cuda: str | None = None) -> tuple[dict[str, Any], str]:
+def _draft(base: Base, now: ReleaseFacts, *, cuda: str | None = None) -> tuple[dict[str, Any], str]:
     found = base_draft.release([OTHER, SECOND, FIRST, ARM, SDIST], VERSION, project="vllm")
     made = base_draft.draft(base, found, now, _facts(base), tree="f" * 40, torch_cuda=cuda)
     return tomllib.loads(made.text()), "\n".join(made.to_check)

@@ -12,7 +12,7 @@ from sm12x.core.errors import BadFileError
 from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
 from sm12x.stack.rebase import first_fixed, merge, porting, render, status, verdict
-from sm12x.stack.rebase.status import Outcome
+from sm12x.stack.rebase.status import RebaseOutcome
 from sm12x.stack.witness.junit import Test
 from sm12x.stack.witness.witness import Run
 
@@ -125,9 +125,9 @@ def test_what_becomes_of_a_patch(needed: str, text: str, state: str) -> None:
     assert status.decide(needed, text) == state
 
 
-def _outcome(release: str, needed: str, text: str = "conflict", **more: str) -> Outcome:
+def _outcome(release: str, needed: str, text: str = "conflict", **more: str) -> RebaseOutcome:
     known = {"patch": "0003-Wait.patch", "base": "0.21.0", "witness": "", "since": "", "why": ""}
-    return Outcome(**{**known, "release": release, "need": needed, "text": text, **more})
+    return RebaseOutcome(**{**known, "release": release, "need": needed, "text": text, **more})
 
 
 def test_since_goes_back_as_far_as_every_release_tried_had_it() -> None:

@@ -12,7 +12,7 @@ from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
 from sm12x.stack.model.series import Patch
 from sm12x.stack.rebase import porting, render, status, verdict
-from sm12x.stack.rebase.conflicts import Port, PortReport, Step, Stop
+from sm12x.stack.rebase.conflicts import Port, PortReport, PortStep, Stop
 from sm12x.stack.rebase.merge import FileConflict
 from sm12x.stack.rebase.porting import Carried
 from sm12x.stack.rebase.rebase import Fate, RebaseReport
@@ -76,7 +76,10 @@ def _port(directory: Path, folder: Path, *conflicts: FileConflict) -> PortReport
         folder=folder,
         stack="0",
         tip="0",
-        steps=(Step(name="0001-x.patch", commit="0", state="done"), Step(name=name, commit="1")),
+        steps=(
+            PortStep(name="0001-x.patch", commit="0", state="done"),
+            PortStep(name=name, commit="1"),
+        ),
         stop=stop if conflicts else None,
     )
     done = RefreshReport(stack_id="abc", unchanged=(), rewritten=(), added=(), removed=())

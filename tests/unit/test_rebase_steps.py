@@ -155,7 +155,7 @@ def test_a_release_in_between_that_cannot_be_had_does_not_end_the_run(
             return Need(state=verdict.UPSTREAM)
         raise error
 
-    work, probed = rebase._Work(folder=tmp_path), list[status.Outcome]()
+    work, probed = rebase._Work(folder=tmp_path), list[status.RebaseOutcome]()
     green = Need(state=verdict.UPSTREAM, green=("t.py::a",))
     fate = _fate(patches[0], status.UPSTREAM, green, "9.9")
     releases = ["9.1", "9.2", "9.3"]

@@ -165,8 +165,8 @@ def test_a_requirement_that_the_lock_replaces_is_noted(
 ) -> None:
     override = OverrideEntry(requirement=requirement, instead_of=instead_of, why="none is newer")
     packages = [
-        versions.Installed(name="vllm", version="1", requires=("torch>=3",)),
-        versions.Installed(name="torch", version="2.11.0", requires=()),
+        versions.Distribution(name="vllm", version="1", requires=("torch>=3",)),
+        versions.Distribution(name="torch", version="2.11.0", requires=()),
     ]
     lines = versions.requirements(packages, [override])
     assert faults(lines) == fault
@@ -319,7 +319,7 @@ def answering(answers: Mapping[str, Any]) -> native.Ask:
     return ask
 
 
-NO_DRIVER = native.Driver(path=None, env={})
+NO_DRIVER = native.LoadedDriver(path=None, env={})
 LOADED = {LIBRARY: "", FOREIGN: "other-python"}
 
 

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from sm12x.runtime import health
-from sm12x.runtime.health import HEALTHY, UNHEALTHY, Server
+from sm12x.runtime.health import HEALTHY, UNHEALTHY, Listener
 
-SERVER = Server(host="127.0.0.1", port=8000)
+SERVER = Listener(host="127.0.0.1", port=8000)
 Answer = tuple[int, bytes] | Exception
 ASLEEP = (200, b'{"is_sleeping":true}')
 AWAKE = (200, b'{"is_sleeping":false}')
 
 
 def verdict(healthy: Answer, sleeping: Answer) -> tuple[int, str]:
-    def get(server: Server, path: str, seconds: float) -> tuple[int, bytes]:
+    def get(server: Listener, path: str, seconds: float) -> tuple[int, bytes]:
         answer = {"/health": healthy, "/is_sleeping": sleeping}[path]
         if isinstance(answer, Exception):
             raise answer
@@ -59,14 +59,14 @@ def test_a_container_that_runs_something_else_is_healthy() -> None:
     ("command", "server"),
     [
         ("/v/python /v/bin/vllm serve m", SERVER),
-        ("vllm serve m --port 1 --port=2", Server(host="127.0.0.1", port=2)),
+        ("vllm serve m --port 1 --port=2", Listener(host="127.0.0.1", port=2)),
         ("vllm serve m --host 0.0.0.0", SERVER),
-        ("vllm serve m --host 10.0.0.2", Server(host="10.0.0.2", port=8000)),
-        ("vllm serve m --ssl_certfile c", Server(host="127.0.0.1", port=8000, tls=True)),
-        ("vllm serve m --uds /s", Server(host="127.0.0.1", port=8000, socket_path="/s")),
+        ("vllm serve m --host 10.0.0.2", Listener(host="10.0.0.2", port=8000)),
+        ("vllm serve m --ssl_certfile c", Listener(host="127.0.0.1", port=8000, tls=True)),
+        ("vllm serve m --uds /s", Listener(host="127.0.0.1", port=8000, socket_path="/s")),
         (
             "python -m vllm.entrypoints.openai.api_server --port 3",
-            Server(host="127.0.0.1", port=3),
+            Listener(host="127.0.0.1", port=3),
         ),
         ("vllm serve m --headless", None),
         ("vllm bench serve --port 3", None),
@@ -74,7 +74,7 @@ def test_a_container_that_runs_something_else_is_healthy() -> None:
         ("serve", None),
     ],
 )
-def test_the_server_is_the_one_that_runs(command: str, server: Server | None) -> None:
+def test_the_server_is_the_one_that_runs(command: str, server: Listener | None) -> None:
     assert health.find([["tini", "--"], command.split()]) == server
 
 
@@ -85,7 +85,7 @@ def test_vllm_port_is_not_the_http_port(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_url_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SM12X_HEALTH_URL", "https://h:4")
-    assert health.server_here() == Server(host="h", port=4, tls=True)
+    assert health.server_here() == Listener(host="h", port=4, tls=True)
 
 
 def test_processes_are_read_oldest_first(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ class Child:
 
 
 @pytest.fixture
-def arrangement(monkeypatch: pytest.MonkeyPatch) -> Sequence[pair.Member]:
+def arrangement(monkeypatch: pytest.MonkeyPatch) -> Sequence[pair.PairMember]:
     Child.started = []
     monkeypatch.setattr(process, "Background", Child)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
@@ -82,11 +82,11 @@ def arrangement(monkeypatch: pytest.MonkeyPatch) -> Sequence[pair.Member]:
 
 
 def test_the_last_is_loaded_first_and_sleeps(
-    arrangement: Sequence[pair.Member], monkeypatch: pytest.MonkeyPatch
+    arrangement: Sequence[pair.PairMember], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[int, str, str]] = []
 
-    def request(server: health.Server, method: str, path: str, _: float) -> tuple[int, bytes]:
+    def request(server: health.Listener, method: str, path: str, _: float) -> tuple[int, bytes]:
         asked.append((server.port, method, path))
         return 200, b'{"is_sleeping": true}'
 
@@ -106,7 +106,7 @@ def test_the_last_is_loaded_first_and_sleeps(
 
 
 def test_a_server_that_does_not_sleep_ends_the_pair(
-    arrangement: Sequence[pair.Member], monkeypatch: pytest.MonkeyPatch
+    arrangement: Sequence[pair.PairMember], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(health, "request", lambda *_: (200, b'{"is_sleeping": false}'))
     with pytest.raises(ToolFailedError, match="did not go to sleep: /is_sleeping says no"):
@@ -115,7 +115,7 @@ def test_a_server_that_does_not_sleep_ends_the_pair(
 
 
 def test_a_server_that_dies_while_loading_ends_the_pair(
-    arrangement: Sequence[pair.Member], monkeypatch: pytest.MonkeyPatch
+    arrangement: Sequence[pair.PairMember], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def request(*_: object) -> tuple[int, bytes]:
         Child.started[0].code = 3  # type: ignore[assignment]

@@ -12,16 +12,22 @@ from sm12x.core.errors import BadFileError
 from sm12x.stack.model import base as bases
 from sm12x.stack.model.series import Stack
 from sm12x.stack.witness import junit, upstream_tests, upstream_text
-from sm12x.stack.witness.upstream_tests import Cannot, Environment, FileRun, Source, Suite
+from sm12x.stack.witness.upstream_tests import (
+    Cannot,
+    FileRun,
+    Suite,
+    UpstreamEnvironment,
+    UpstreamSource,
+)
 
 FILE = "tests/v1/test_a.py"
 
 
-def _suite(*cannot: Cannot, sources: tuple[Source, ...] = ()) -> Suite:
+def _suite(*cannot: Cannot, sources: tuple[UpstreamSource, ...] = ()) -> Suite:
     return Suite(
         path=Path("upstream-tests.toml"),
         schema=1,
-        environment=Environment(packages=(), download_mib=1),
+        environment=UpstreamEnvironment(packages=(), download_mib=1),
         sources=sources,
         cannot=cannot,
     )
@@ -230,8 +236,8 @@ def test_what_the_data_says_of_changed_files(tmp_path: Path) -> None:
     tree = _tree(tmp_path, {FILE: "", "tests/test_b.py": "import vllm.v1.executor.abstract\n"})
     suite = _suite(
         sources=(
-            Source(paths=("csrc/**",), tests=(), why="compiled"),
-            Source(paths=("vllm/v1/executor/*.py",), tests=(FILE,), why=""),
+            UpstreamSource(paths=("csrc/**",), tests=(), why="compiled"),
+            UpstreamSource(paths=("vllm/v1/executor/*.py",), tests=(FILE,), why=""),
         )
     )
     # The stack adds a file: the release has no test of it.
@@ -257,8 +263,8 @@ def test_data_that_fits_nothing_is_a_fault(tmp_path: Path) -> None:
         _cannot("tests/gone.py"),
         _cannot(f"{FILE}::test_x", run=False),
         sources=(
-            Source(paths=("csrc/b.cpp",), tests=(), why="compiled"),
-            Source(paths=(ABSTRACT,), tests=("tests/absent.py",), why=""),
+            UpstreamSource(paths=("csrc/b.cpp",), tests=(), why="compiled"),
+            UpstreamSource(paths=(ABSTRACT,), tests=("tests/absent.py",), why=""),
         ),
     )
     plan = upstream_tests.plan(suite, _stack(ABSTRACT), tree)

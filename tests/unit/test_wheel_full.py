@@ -12,8 +12,7 @@ from sm12x import layout
 from sm12x.core import files
 from sm12x.core.errors import BadFileError, FetchError, NoSpaceError, UsageError
 from sm12x.stack.model import base as bases
-from sm12x.stack.model.base import Base, Source, SourcePackage, SourceText
-from sm12x.stack.model.base import Unit as UnitCost
+from sm12x.stack.model.base import Base, SourcePackage, SourceText, ThirdPartySource, UnitCost
 from sm12x.wheel.compile import compiling, estimate, launcher, schedule
 from sm12x.wheel.compile.schedule import Scheduler, Unit
 from sm12x.wheel.source import checkout, third_party
@@ -245,7 +244,7 @@ def thing(tmp_path: Path, base: Base) -> tuple[Base, Path]:
                 into=inside.rpartition("/")[2],
             )
         )
-    source = Source(
+    source = ThirdPartySource(
         name="thing",
         pin="v4.4.2",
         override="THING_SRC_DIR",
@@ -408,7 +407,7 @@ def test_git_that_is_not_reachable_is_a_reason_and_no_error(
         raise FetchError("the git host of https://x is not reachable", next_step="")
 
     monkeypatch.setattr(checkout, "fetch", refuse)
-    source = Source(
+    source = ThirdPartySource(
         name="thing", pin="abc", override="X", stand_in=(), git="https://x", commit="abc" + "0" * 37
     )
     module = dataclasses.replace(base.modules[0], sources=("thing",))

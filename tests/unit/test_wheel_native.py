@@ -263,7 +263,7 @@ def test_a_source_of_another_version_is_not_compiled(base: Base, tmp_path: Path)
         archs=cudaarch.parse_list("12.0a"),
         third_party=tmp_path / "sources",
     )
-    choice = select.Choice(modules=modules, kept=(), allowed={})
+    choice = select.ModuleChoice(modules=modules, kept=(), allowed={})
     with pytest.raises(BadFileError, match=rf"is {one.name} v9\.9\.9, base.toml pins {one.pin}"):
         native.build(base, _tree(tmp_path / "src"), tmp_path / "out", choice, settings, mode="full")
     assert not (tmp_path / "out").exists()

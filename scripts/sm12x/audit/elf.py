@@ -14,8 +14,8 @@ from elftools.construct import ConstructError
 from elftools.elf.elffile import ELFFile
 
 from sm12x.audit import fatbin, sections
-from sm12x.audit.fatbin import Buffer, Container, Entry
-from sm12x.audit.sections import Found, Section
+from sm12x.audit.fatbin import Buffer, CodePiece, FatContainer
+from sm12x.audit.sections import FoundCode, Section
 
 _MACHINES = {"EM_X86_64": "x86_64", "EM_AARCH64": "aarch64"}
 _MAX_SECTIONS = 65536
@@ -40,7 +40,7 @@ class DeviceCode:
 
     machine: str
     shared: bool
-    found: Found
+    found: FoundCode
     unloadable: str = ""
 
 
@@ -67,7 +67,7 @@ def read(data: Buffer) -> DeviceCode:
     )
 
 
-def _damaged(data: Buffer, error: Exception) -> Found:
+def _damaged(data: Buffer, error: Exception) -> FoundCode:
     """What there is without the headers, so that a report does not call the file empty."""
     what = f"{type(error).__name__} {error}".strip()
     found = sections.collect(data, ())
@@ -120,7 +120,7 @@ def _unloadable(data: Buffer, elf: ELFFile) -> str:
     )
 
 
-def _seen_through(data: Buffer, unit: Container) -> Container:
+def _seen_through(data: Buffer, unit: FatContainer) -> FatContainer:
     """The unit, marked where it is hollow: no entry at all, or each cubin without a kernel."""
     cubins = [entry for entry in unit.entries if entry.kind == "cubin"]
     if not unit.entries:
@@ -130,7 +130,7 @@ def _seen_through(data: Buffer, unit: Container) -> Container:
     return replace(unit, hollow=True) if all(_empty(data, entry) for entry in cubins) else unit
 
 
-def _empty(data: Buffer, entry: Entry) -> bool:
+def _empty(data: Buffer, entry: CodePiece) -> bool:
     """Whether nothing of a cubin goes to a device: it has no kernel, no function, no variable."""
     if max(entry.size, entry.whole) > _HOLLOW_BYTES:
         return False
@@ -143,7 +143,7 @@ def _empty(data: Buffer, entry: Entry) -> bool:
     return bool(found) and not any(flags & _ALLOCATED and size for _, flags, _, size in found)
 
 
-def _unpacked(code: bytes, entry: Entry) -> bytes:
+def _unpacked(code: bytes, entry: CodePiece) -> bytes:
     """The code of an entry of known, small size; b"" where it is not what it says."""
     if entry.packed == "zstd":
         try:

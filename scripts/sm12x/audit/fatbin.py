@@ -65,7 +65,7 @@ Buffer = bytes | mmap.mmap
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class CodePiece:
     """One piece of code: ``kind`` is "cubin", "ptx", "lto", "other" (of a kind that is not known
     here) or "unknown" (damaged); ``note`` says why for the last two.
 
@@ -84,7 +84,7 @@ class Entry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Container:
+class FatContainer:
     """One translation unit's code. ``offset`` is in the file, in bytes.
 
     ``hollow``: it has no kernel and no variable, as the container that `nvcc -shared` adds when
@@ -92,7 +92,7 @@ class Container:
     """
 
     offset: int
-    entries: tuple[Entry, ...]
+    entries: tuple[CodePiece, ...]
     hollow: bool = False
 
 
@@ -100,7 +100,7 @@ class Container:
 class Parsed:
     """``faults`` says, in words, what could not be read."""
 
-    containers: tuple[Container, ...]
+    containers: tuple[FatContainer, ...]
     faults: tuple[str, ...]
 
 
@@ -111,7 +111,7 @@ def parse(data: Buffer, start: int, size: int) -> Parsed:
     container if there is one.
     """
     end = min(start + size, len(data))
-    containers: list[Container] = []
+    containers: list[FatContainer] = []
     faults: list[str] = []
     read = 0
     if end < start + size:
@@ -148,7 +148,7 @@ def search(
     ``faults``, but not where the host's ``instructions`` are: code that writes fat binaries has the
     first bytes of one as a constant.
     """
-    containers: list[Container] = []
+    containers: list[FatContainer] = []
     faults: list[str] = []
     code = _merged(instructions)
     starts = [low for low, _ in code]
@@ -175,7 +175,7 @@ def search(
     return Parsed(containers=tuple(containers), faults=tuple(faults))
 
 
-def cubin(data: Buffer, offset: int = 0, end: int | None = None) -> Container:
+def cubin(data: Buffer, offset: int = 0, end: int | None = None) -> FatContainer:
     """The unit that a cubin outside a container is. Raises ValueError for anything else."""
     end = len(data) if end is None else end
     found, _, fault = _bare_cubin(data, offset, end, 1)
@@ -237,7 +237,7 @@ def _candidates(data: Buffer, start: int, end: int) -> Iterator[tuple[int, bool]
 
 def _bare_cubin(
     data: Buffer, offset: int, end: int, room: int
-) -> tuple[Container | None, int, str]:
+) -> tuple[FatContainer | None, int, str]:
     """The cubin at ``offset`` as a unit of its own; no fault where there is other ELF."""
     if data[offset : offset + len(_ELF64_LITTLE)] != _ELF64_LITTLE or end - offset < _CUBIN.size:
         return None, end, ""
@@ -254,8 +254,8 @@ def _bare_cubin(
         return None, end, f"the cubin at {offset:#x} is for architecture {sm}"
     specific = specific or _says_specific(data, offset, size)
     arch = CudaArch(major=sm // 10, minor=sm % 10, suffix="a" if specific else "")
-    entry = Entry(kind="cubin", arch=arch, offset=offset, size=size, whole=size)
-    return Container(offset=offset, entries=(entry,)), offset + size, ""
+    entry = CodePiece(kind="cubin", arch=arch, offset=offset, size=size, whole=size)
+    return FatContainer(offset=offset, entries=(entry,)), offset + size, ""
 
 
 def _target(abi: int, flags: int) -> tuple[int, bool]:
@@ -293,7 +293,7 @@ def _says_specific(data: Buffer, offset: int, size: int) -> bool:
 
 def _container(
     data: Buffer, offset: int, end: int, room: int = MAX_ENTRIES
-) -> tuple[Container | None, int, str]:
+) -> tuple[FatContainer | None, int, str]:
     """The container at ``offset``, where the next may begin, and what is wrong with it."""
     if end - offset < _CONTAINER.size:
         return None, end, f"the fat binary at {offset:#x} is cut off in its header"
@@ -304,7 +304,7 @@ def _container(
     stop = position + length
     if stop > end:
         return None, end, f"the fat binary at {offset:#x} is longer than its section"
-    entries: list[Entry] = []
+    entries: list[CodePiece] = []
     fault = ""
     while position < stop and len(entries) < room:
         if stop - position < _ENTRY.size:
@@ -321,17 +321,17 @@ def _container(
         else:
             entries.append(_entry(data, kind, number, flags, code, payload, whole))
         position = after
-    return Container(offset=offset, entries=tuple(entries)), stop, fault
+    return FatContainer(offset=offset, entries=tuple(entries)), stop, fault
 
 
 def _several(
     data: Buffer, position: int, header: int, payload: int, flags: int, whole: int
-) -> Iterator[Entry]:
+) -> Iterator[CodePiece]:
     """The cubins of a concatenated entry, or one unknown entry where its list is damaged."""
     code = position + header
     at = position + _ENTRY.size + _LIST.size
     number, length = _LIST.unpack_from(data, at - _LIST.size) if at <= code else (0, 0)
-    items: list[Entry] = []
+    items: list[CodePiece] = []
     start = bytes(data[code : code + 4])
     sound = 0 < number <= _MAX_SEVERAL and at - _LIST.size + length <= code
     sound = sound and (start == _ZSTD_MAGIC if flags & ZSTD else bool(flags & LZ4))
@@ -343,7 +343,7 @@ def _several(
         if kind != CUBIN or place + size > whole or not _names_target(sm, item_flags):
             break
         items.append(
-            Entry(
+            CodePiece(
                 kind="cubin",
                 arch=_arch(sm, item_flags),
                 offset=code,
@@ -357,7 +357,7 @@ def _several(
         yield from items
     else:
         note = f"the list of a concatenated entry is damaged, flags {flags:#x}"
-        yield Entry(kind="unknown", arch=_arch(0, 0), note=note, offset=code, size=payload)
+        yield CodePiece(kind="unknown", arch=_arch(0, 0), note=note, offset=code, size=payload)
 
 
 def _names_target(number: int, flags: int) -> bool:
@@ -375,7 +375,7 @@ def _packed(flags: int) -> str:
 
 def _entry(
     data: Buffer, kind: int, number: int, flags: int, offset: int, size: int, whole: int
-) -> Entry:
+) -> CodePiece:
     start = data[offset : offset + 4]
     names = {PTX: "ptx", CUBIN: "cubin", LTO: "lto"}
     name = names.get(kind, "other")
@@ -390,7 +390,7 @@ def _entry(
         damage = "" if start == _ZSTD_MAGIC else "the payload is not the zstd its header promises"
     elif kind == CUBIN and not flags & LZ4 and start != ELF_MAGIC:
         damage = "the payload is not the cubin its header promises"
-    return Entry(
+    return CodePiece(
         kind="unknown" if damage else name,
         arch=_arch(number, flags),
         note=damage or note,

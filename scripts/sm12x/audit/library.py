@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from sm12x.audit import elf, fatbin
-from sm12x.audit.fatbin import Buffer, Container, Entry
+from sm12x.audit.fatbin import Buffer, CodePiece, FatContainer
 from sm12x.audit.model import Audit, LibraryAudit
 from sm12x.core.cudaarch import CudaArch
 
@@ -37,9 +37,9 @@ class _Code:
 
     machine: str = ""
     loads: bool = False
-    units: tuple[Container, ...] = ()
-    relocatable: tuple[Container, ...] = ()
-    embedded: tuple[Container, ...] = ()
+    units: tuple[FatContainer, ...] = ()
+    relocatable: tuple[FatContainer, ...] = ()
+    embedded: tuple[FatContainer, ...] = ()
     unloadable: str = ""
     faults: tuple[str, ...] = ()
 
@@ -149,8 +149,8 @@ def _ptx(data: Buffer) -> _Code:
         return _Code(machine="cuda", faults=("no .version and .target of PTX are in it",))
     number = int(target[1])
     arch = CudaArch(major=number // 10, minor=number % 10, suffix=target[2].decode())
-    entry = Entry(kind="ptx", arch=arch, size=len(data), whole=len(data))
-    return _Code(machine="cuda", units=(Container(offset=0, entries=(entry,)),))
+    entry = CodePiece(kind="ptx", arch=arch, size=len(data), whole=len(data))
+    return _Code(machine="cuda", units=(FatContainer(offset=0, entries=(entry,)),))
 
 
 def _archive(data: Buffer, depth: int) -> _Code:
@@ -158,7 +158,7 @@ def _archive(data: Buffer, depth: int) -> _Code:
     if depth == _MAX_DEPTH:
         return _Code(faults=(f"archives in archives, more than {_MAX_DEPTH} deep",))
     machines: list[str] = []
-    lists: tuple[list[Container], ...] = ([], [], [])
+    lists: tuple[list[FatContainer], ...] = ([], [], [])
     faults: list[str] = []
     try:
         for number, (name, start, size) in enumerate(_members(data)):

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import PlainValidator
 
-from sm12x.audit.fatbin import Container
+from sm12x.audit.fatbin import FatContainer
 from sm12x.core.cudaarch import CudaArch
 from sm12x.core.errors import BadArchitectureError
 
@@ -73,7 +73,7 @@ def compiles_on(ptx: CudaArch, device: Device) -> bool:
     return (ptx.major, ptx.minor) <= (device.major, device.minor)
 
 
-def unit_verdict(unit: Container, device: Device) -> str:
+def unit_verdict(unit: FatContainer, device: Device) -> str:
     """How one translation unit runs: the driver takes a fitting cubin first, then fitting PTX.
 
     "lto" is a unit with nothing but LTO-IR that fits: the driver does not load that, but a library
@@ -119,14 +119,14 @@ class LibraryAudit:
     sha256: str
     size: int
     machine: str
-    units: tuple[Container, ...] = ()
-    relocatable: tuple[Container, ...] = ()
-    embedded: tuple[Container, ...] = ()
+    units: tuple[FatContainer, ...] = ()
+    relocatable: tuple[FatContainer, ...] = ()
+    embedded: tuple[FatContainer, ...] = ()
     unloadable: str = ""
     faults: tuple[str, ...] = ()
 
     @functools.cached_property
-    def loaded(self) -> tuple[Container, ...]:
+    def loaded(self) -> tuple[FatContainer, ...]:
         linked = self.units and not all(unit.hollow for unit in self.units)
         return self.units + (() if linked else self.relocatable) + self.embedded
 
@@ -177,7 +177,7 @@ class LibraryAudit:
         """As ``units_on``, of what the library loads itself alone."""
         return self._verdicts(self.embedded, device)
 
-    def _verdicts(self, units: tuple[Container, ...], device: Device) -> Mapping[str, int]:
+    def _verdicts(self, units: tuple[FatContainer, ...], device: Device) -> Mapping[str, int]:
         if self.unloadable:
             found = Counter({NONE: sum(not unit.hollow for unit in units)})
         else:

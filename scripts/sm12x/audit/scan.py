@@ -33,7 +33,7 @@ _DAMAGE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Member:
+class ArchiveMember:
     """A file that may hold code. ``size`` is in bytes, unpacked."""
 
     path: str
@@ -43,7 +43,7 @@ class Member:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class ScanPlan:
     """What a scan is about to read: files, or one image ``archive``. ``total`` is in bytes.
 
     ``alone``: one file was asked for, and is reported whatever it holds. ``unread`` has an entry
@@ -52,7 +52,7 @@ class Plan:
 
     subject: str
     kind: str
-    members: tuple[Member, ...] = ()
+    members: tuple[ArchiveMember, ...] = ()
     unread: tuple[LibraryAudit, ...] = ()
     archive: Path | None = None
     zip: zipfile.ZipFile | None = None
@@ -76,7 +76,7 @@ def scan(path: Path) -> Audit:
     return run(plan(path))
 
 
-def plan(path: Path) -> Plan:
+def plan(path: Path) -> ScanPlan:
     """List what there is to read under ``path``. Raises as ``scan`` does."""
     if not path.exists():
         raise BadFileError(
@@ -95,11 +95,11 @@ def plan(path: Path) -> Plan:
             head = handle.read(library.HEAD_BYTES)
         if library.may_be(path.name, head):
             member = _on_disk(path, path.as_posix(), path.stat().st_size)
-            return Plan(subject=path.name, kind="file", members=(member,), alone=True)
+            return ScanPlan(subject=path.name, kind="file", members=(member,), alone=True)
         if zipfile.is_zipfile(path):
             return _wheel(path)
         if tars.is_tar(path):
-            return Plan(subject=path.name, kind="image", archive=path)
+            return ScanPlan(subject=path.name, kind="image", archive=path)
     except (OSError, zipfile.BadZipFile) as error:
         raise BadFileError(
             f"{path} cannot be read: {error}",
@@ -111,7 +111,7 @@ def plan(path: Path) -> Plan:
     )
 
 
-def run(plan: Plan, *, on_progress: Callable[[int], None] | None = None) -> Audit:
+def run(plan: ScanPlan, *, on_progress: Callable[[int], None] | None = None) -> Audit:
     """Read what was planned, telling ``on_progress`` the bytes of each file that is done."""
     if plan.archive:
         return tars.archive(plan.archive, on_progress=on_progress)
@@ -119,7 +119,7 @@ def run(plan: Plan, *, on_progress: Callable[[int], None] | None = None) -> Audi
     order = sorted(plan.members, key=lambda member: -member.size)
     share = room.Share()
 
-    def one(member: Member) -> LibraryAudit | None:
+    def one(member: ArchiveMember) -> LibraryAudit | None:
         try:
             return _audit(member, share, alone=plan.alone)
         finally:
@@ -142,7 +142,7 @@ def run(plan: Plan, *, on_progress: Callable[[int], None] | None = None) -> Audi
     )
 
 
-def _audit(member: Member, share: room.Share, *, alone: bool) -> LibraryAudit | None:
+def _audit(member: ArchiveMember, share: room.Share, *, alone: bool) -> LibraryAudit | None:
     try:
         with member.open() as handle:
             head = handle.read(library.HEAD_BYTES)
@@ -161,14 +161,16 @@ def _audit(member: Member, share: room.Share, *, alone: bool) -> LibraryAudit | 
         return library.unreadable(member.path, member.size, f"it cannot be {why}: {reason}")
 
 
-def _data(handle: IO[bytes], head: bytes, member: Member) -> AbstractContextManager[mmap.mmap]:
+def _data(
+    handle: IO[bytes], head: bytes, member: ArchiveMember
+) -> AbstractContextManager[mmap.mmap]:
     if member.on_disk:
         return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
     return room.unpacked(handle, head, member.size, member.path)
 
 
-def _folder(folder: Path) -> Plan:
-    members: list[Member] = []
+def _folder(folder: Path) -> ScanPlan:
+    members: list[ArchiveMember] = []
     unread: list[LibraryAudit] = []
 
     def refused(error: OSError) -> None:
@@ -183,7 +185,7 @@ def _folder(folder: Path) -> Plan:
             if stat.S_ISREG(status.st_mode):
                 label = path.relative_to(folder).as_posix()
                 members.append(_on_disk(path, label, status.st_size))
-    return Plan(
+    return ScanPlan(
         subject=folder.name or str(folder),
         kind="directory",
         members=tuple(members),
@@ -191,11 +193,11 @@ def _folder(folder: Path) -> Plan:
     )
 
 
-def _on_disk(path: Path, label: str, size: int) -> Member:
-    return Member(path=label, size=size, open=lambda: path.open("rb"), on_disk=True)
+def _on_disk(path: Path, label: str, size: int) -> ArchiveMember:
+    return ArchiveMember(path=label, size=size, open=lambda: path.open("rb"), on_disk=True)
 
 
-def _wheel(path: Path) -> Plan:
+def _wheel(path: Path) -> ScanPlan:
     archive = zipfile.ZipFile(path)
     found = [info for info in archive.infolist() if not info.is_dir()]
     total = sum(info.file_size for info in found)
@@ -205,12 +207,12 @@ def _wheel(path: Path) -> Plan:
             f"{MAX_UNPACKED / 1024**3:.0f} GiB is no wheel",
             next_step="unpack what is wanted of it into a folder, and audit that",
         )
-    return Plan(
+    return ScanPlan(
         subject=path.name,
         kind="wheel",
         zip=archive,
         members=tuple(
-            Member(path=info.filename, size=info.file_size, open=partial(archive.open, info))
+            ArchiveMember(path=info.filename, size=info.file_size, open=partial(archive.open, info))
             for info in found
         ),
     )

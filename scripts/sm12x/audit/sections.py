@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from sm12x.audit import fatbin
-from sm12x.audit.fatbin import Buffer, Container
+from sm12x.audit.fatbin import Buffer, FatContainer
 from sm12x.audit.model import LibraryAudit
 
 _MAGIC = b"\x7fELF\x02\x01"
@@ -42,12 +42,12 @@ class Section:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class FoundCode:
     """The fat binaries of one file, as ``LibraryAudit`` has them."""
 
-    units: tuple[Container, ...] = ()
-    relocatable: tuple[Container, ...] = ()
-    embedded: tuple[Container, ...] = ()
+    units: tuple[FatContainer, ...] = ()
+    relocatable: tuple[FatContainer, ...] = ()
+    embedded: tuple[FatContainer, ...] = ()
     faults: tuple[str, ...] = ()
 
 
@@ -79,12 +79,12 @@ def sections(data: Buffer) -> Iterator[Section]:
         )
 
 
-def collect(data: Buffer, found: Iterable[Section]) -> Found:
+def collect(data: Buffer, found: Iterable[Section]) -> FoundCode:
     """The device code in these sections, and what is anywhere else in the file.
 
     Damage never raises: it is in ``faults``.
     """
-    containers: dict[str, list[Container]] = {_LOADED: [], _RELOCATABLE: []}
+    containers: dict[str, list[FatContainer]] = {_LOADED: [], _RELOCATABLE: []}
     faults: list[str] = []
     # The file's own headers begin like a cubin's where it is one.
     taken, instructions = [(0, len(_MAGIC))], []
@@ -106,7 +106,7 @@ def collect(data: Buffer, found: Iterable[Section]) -> Found:
     if records > read and not faults:
         faults.append(f"{records} fat binaries are registered, {read} were found")
     elsewhere = fatbin.search(data, taken, instructions)
-    return Found(
+    return FoundCode(
         units=tuple(containers[_LOADED]),
         relocatable=tuple(containers[_RELOCATABLE]),
         embedded=elsewhere.containers,
@@ -122,7 +122,7 @@ def audit(path: str, data: Buffer) -> LibraryAudit:
     try:
         found = collect(data, list(sections(data)))
     except (ValueError, struct.error) as error:
-        found = Found(faults=(str(error),))
+        found = FoundCode(faults=(str(error),))
     return LibraryAudit(
         path=path,
         sha256="",

@@ -12,7 +12,7 @@ from sm12x import layout
 from sm12x.core.errors import FindingsError, UsageError
 from sm12x.doctor import checks, collect, knowledge, render, report
 from sm12x.doctor.host import Host
-from sm12x.doctor.model import BAD, INFO, OK, UNKNOWN, WARN, Facts, Finding
+from sm12x.doctor.model import BAD, INFO, OK, UNKNOWN, WARN, Diagnosis, HostFacts
 
 _WIDEST = 120
 _COLOURS = {BAD: "red", WARN: "yellow", UNKNOWN: "magenta", INFO: "cyan", OK: "green"}
@@ -88,7 +88,7 @@ def command(
         )
 
 
-def _findings(facts: Facts, known: knowledge.Knowledge, recipe: str | None) -> list[Finding]:
+def _findings(facts: HostFacts, known: knowledge.Knowledge, recipe: str | None) -> list[Diagnosis]:
     findings = checks.run(facts, known)
     if recipe is None:
         return findings

@@ -22,7 +22,7 @@ from sm12x.core import progress
 from sm12x.core.errors import FindingsError
 from sm12x.stack.model import series
 from sm12x.stack.witness import mutate, mutations, witness
-from sm12x.stack.witness.mutate import Outcome
+from sm12x.stack.witness.mutate import MutantOutcome
 
 
 @click.command("mutate")
@@ -102,5 +102,5 @@ def mutate_command(
     )
 
 
-def _said(outcome: Outcome, left: int) -> None:
+def _said(outcome: MutantOutcome, left: int) -> None:
     say(f"{outcome.state}: {outcome.patch}, {outcome.file}, {outcome.label} ({left} left)")

@@ -21,7 +21,7 @@ from sm12x.core import progress
 from sm12x.core.errors import FindingsError
 from sm12x.stack.model import series
 from sm12x.stack.witness import upstream_run, upstream_tests, upstream_text, witness
-from sm12x.stack.witness.upstream_tests import Plan
+from sm12x.stack.witness.upstream_tests import UpstreamPlan
 
 
 @click.command("upstream-tests")
@@ -105,7 +105,7 @@ def upstream_command(
     _refuse(report.plan, worse=len(report.of(upstream_tests.WORSE)))
 
 
-def _refuse(plan: Plan, *, worse: int) -> None:
+def _refuse(plan: UpstreamPlan, *, worse: int) -> None:
     """Raise FindingsError where a test is worse, or the data does not fit the stack."""
     if worse:
         raise FindingsError(

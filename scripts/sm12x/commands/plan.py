@@ -15,7 +15,7 @@ from sm12x import layout
 from sm12x import plan as planning
 from sm12x.core.errors import FindingsError, UsageError
 from sm12x.plan import chart, checkpoint, host, render, server
-from sm12x.plan.budget import DOES_NOT_FIT, FITS, OUTSIDE, Amount, Hardware, Server, Term
+from sm12x.plan.budget import DOES_NOT_FIT, FITS, OUTSIDE, Amount, Deployment, Hardware, Term
 from sm12x.plan.kvcache import KV_DTYPES
 from sm12x.recipes import load
 from sm12x.recipes.model import Recipe
@@ -178,11 +178,11 @@ def _overview(
 def _from_checkpoint(
     folder: Path,
     recipes: list[Recipe],
-    servers: list[Server],
+    servers: list[Deployment],
     hardware: Hardware,
     tried: float | None,
     model: dict[str, Any],
-) -> tuple[Server, list[str]]:
+) -> tuple[Deployment, list[str]]:
     """The one server with the weights and the KV cache of the checkpoint, and remarks on them."""
     if len(servers) > 1:
         raise UsageError(
@@ -213,7 +213,7 @@ def _from_checkpoint(
     )
     if base is None:
         return (
-            Server(
+            Deployment(
                 name=folder.resolve().name,
                 utilization=tried if tried is not None else server.DEFAULT_UTILIZATION,
                 gpus=tp,

@@ -20,7 +20,7 @@ from sm12x.core.progress import spinner
 from sm12x.deploy import compose, docker, llamaswap, nomad, shell
 from sm12x.deploy.container import BUNDLE
 from sm12x.recipes import edit, lint, load
-from sm12x.recipes.lint import ERROR, WARNING, Finding
+from sm12x.recipes.lint import ERROR, WARNING, LintFinding
 from sm12x.recipes.model import Recipe
 from sm12x.runtime import about, serve
 from sm12x.runtime.check import check, native
@@ -135,7 +135,7 @@ def lint_(names: tuple[str, ...], as_json: bool, strict: bool) -> None:
         raise BadFileError(
             f"{layout.recipes()} holds no recipe", next_step="name the files to check"
         )
-    found: list[Finding] = []
+    found: list[LintFinding] = []
     recipes: dict[str, Recipe] = {}
     for path in paths:
         recipe, findings = lint.lint(path)
@@ -177,16 +177,16 @@ def lint_(names: tuple[str, ...], as_json: bool, strict: bool) -> None:
         )
 
 
-def _memory(recipe: Recipe) -> list[Finding]:
+def _memory(recipe: Recipe) -> list[LintFinding]:
     """What the memory plan says; what it cannot tell is a warning."""
     line = recipe.lines.get("sm12x.memory") or recipe.lines.get("sm12x") or 1
     try:
         said = plan.check(recipe)
     except Sm12xError as error:
-        return [Finding(path=recipe.path, line=line, level=ERROR, text=error.message)]
+        return [LintFinding(path=recipe.path, line=line, level=ERROR, text=error.message)]
     soft = ("cannot tell", ": cut: ", "sleeps at level 1")
     return [
-        Finding(
+        LintFinding(
             path=recipe.path,
             line=line,
             level=WARNING if any(word in text for word in soft) else ERROR,
@@ -196,7 +196,7 @@ def _memory(recipe: Recipe) -> list[Finding]:
     ]
 
 
-def _parser(recipes: dict[str, Recipe]) -> list[Finding]:
+def _parser(recipes: dict[str, Recipe]) -> list[LintFinding]:
     """What vLLM's own parser says, in one process for all."""
     with check.scratch() as folder:
         ask = native.prober(folder)
@@ -211,7 +211,7 @@ def _parser(recipes: dict[str, Recipe]) -> list[Finding]:
             level, at = ERROR, recipe.lines.get("command", 1)
             if line.state == WARN:
                 level, at = WARNING, recipe.lines.get(f"env.{text.split()[0]}", at)
-            found.append(Finding(path=recipe.path, line=at, level=level, text=text))
+            found.append(LintFinding(path=recipe.path, line=at, level=level, text=text))
     return found
 
 

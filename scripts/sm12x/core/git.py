@@ -53,7 +53,7 @@ _CHECKING = re.compile(r"^Checking patch (.+)\.\.\.$")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class TreeFile:
     """A file of a tree or index: ``mode`` as git writes it ("100644"), ``blob`` its object id."""
 
     path: str
@@ -71,7 +71,7 @@ class Offset:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class GitApplied:
     """What ``git apply`` said: whether it would apply, moved hunks, and its error lines."""
 
     ok: bool
@@ -210,11 +210,11 @@ class Repository:
 
     # Files
 
-    def index_entries(self) -> dict[str, Entry]:
+    def index_entries(self) -> dict[str, TreeFile]:
         """The files of the index by path."""
         return _entries(self.run("ls-files", "--stage", "-z").stdout, blob_word=1)
 
-    def entries(self, revision: str) -> dict[str, Entry]:
+    def entries(self, revision: str) -> dict[str, TreeFile]:
         """The files of a commit or tree by path."""
         return _entries(self.run("ls-tree", "-r", "-z", revision).stdout, blob_word=2)
 
@@ -250,7 +250,7 @@ class Repository:
         check_only: bool = False,
         reverse: bool = False,
         include: Sequence[str] = (),
-    ) -> Outcome:
+    ) -> GitApplied:
         """Apply a patch to the index, or with ``check_only`` only see whether it would.
 
         ``include`` names the files to apply it to; without it, all that it is for.
@@ -374,7 +374,7 @@ def _no_room(folder: Path) -> bool:
         return False
 
 
-def parse_apply(stderr: str, returncode: int) -> Outcome:
+def parse_apply(stderr: str, returncode: int) -> GitApplied:
     """Read what ``git apply --verbose`` wrote to stderr."""
     path = ""
     offsets: list[Offset] = []
@@ -389,7 +389,7 @@ def parse_apply(stderr: str, returncode: int) -> Outcome:
                 offsets.append(offset)
         elif line.startswith(("error: ", "fatal: ")) and "while searching for" not in line:
             errors.append(line.split(": ", 1)[1])
-    return Outcome(ok=returncode == 0, offsets=tuple(offsets), errors=tuple(errors))
+    return GitApplied(ok=returncode == 0, offsets=tuple(offsets), errors=tuple(errors))
 
 
 def isolation() -> dict[str, str | None]:
@@ -418,11 +418,11 @@ def user_identity(folder: Path) -> str | None:
     return f"{name} <{address}>" if name and address else None
 
 
-def _entries(listing: str, *, blob_word: int) -> dict[str, Entry]:
-    found: dict[str, Entry] = {}
+def _entries(listing: str, *, blob_word: int) -> dict[str, TreeFile]:
+    found: dict[str, TreeFile] = {}
     for record in listing.split("\0"):
         if record:
             head, path = record.split("\t", 1)
             words = head.split()
-            found[path] = Entry(path=path, mode=words[0], blob=words[blob_word])
+            found[path] = TreeFile(path=path, mode=words[0], blob=words[blob_word])
     return found

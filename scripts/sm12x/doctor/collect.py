@@ -9,7 +9,7 @@ from pathlib import Path
 from sm12x.doctor import caches, containers, gpus, image, memory, network
 from sm12x.doctor.host import Host
 from sm12x.doctor.knowledge import Knowledge
-from sm12x.doctor.model import Facts, Machine, Unseen
+from sm12x.doctor.model import HostFacts, HostMachine, Unseen
 
 _MARKS = {"/.dockerenv": "docker", "/run/.containerenv": "podman"}
 _GROUPS = ("docker", "kubepods", "containerd", "libpod", "lxc")
@@ -23,7 +23,7 @@ def facts(
     image_name: str | None = None,
     cache_folders: Sequence[Path] = (),
     dist: Path,
-) -> Facts:
+) -> HostFacts:
     """Collect everything. ``dist`` is the folder of what was built here.
 
     Raises BadFileError when the audit that was named cannot be read.
@@ -32,7 +32,7 @@ def facts(
     driver, found = gpus.collect(host, known)
     engines = containers.collect(host)
     compiled, hidden = caches.collect(host, engines, cache_folders)
-    return Facts(
+    return HostFacts(
         machine=here,
         driver=driver,
         gpus=found,
@@ -46,10 +46,10 @@ def facts(
     )
 
 
-def machine(host: Host) -> Machine:
+def machine(host: Host) -> HostMachine:
     kernel = host.text("/proc/sys/kernel/osrelease")
     name = host.text("/proc/sys/kernel/arch")
-    return Machine(
+    return HostMachine(
         # /proc/sys/kernel/arch is there since Linux 6.1.
         name=platform.machine() if isinstance(name, Unseen) else name,
         kernel=platform.release() if isinstance(kernel, Unseen) else kernel,

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 from sm12x.doctor.host import Host
-from sm12x.doctor.model import CdiSpec, Containers, Engine, Unseen
+from sm12x.doctor.model import CdiSpec, Containers, EngineAnswer, Unseen
 
 # How to ask each. `podman info` would make its storage folders, so it is not used.
 ENGINES = {
@@ -26,7 +26,7 @@ def collect(host: Host) -> Containers:
     for name in ENGINES:
         program = host.which(name)
         if program is not None:
-            engines.append(Engine(name=name, program=program, answer=_answer(host, name)))
+            engines.append(EngineAnswer(name=name, program=program, answer=_answer(host, name)))
     return Containers(
         engines=tuple(engines),
         runtimes=_runtimes(host),

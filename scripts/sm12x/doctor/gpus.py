@@ -9,8 +9,8 @@ from typing import Any
 
 from sm12x.audit.model import Device
 from sm12x.doctor.host import Host
-from sm12x.doctor.knowledge import Knowledge, Model
-from sm12x.doctor.model import Driver, Gpu, GpuProcess, Unseen
+from sm12x.doctor.knowledge import GpuModel, Knowledge
+from sm12x.doctor.model import Gpu, GpuDriver, GpuProcess, Unseen
 
 MIB = 1024**2
 _NVIDIA = "0x10de"
@@ -24,7 +24,7 @@ _VERSION = re.compile(r"\b(\d{3}\.\d+(?:\.\d+)?)\b")
 _TROUBLE = re.compile(r"NVRM:.*(Xid|NV_ERR_NO_MEMORY|heartbeat timed out|GPU is probably locked)")
 
 
-def collect(host: Host, known: Knowledge) -> tuple[Driver, tuple[Gpu, ...] | Unseen]:
+def collect(host: Host, known: Knowledge) -> tuple[GpuDriver, tuple[Gpu, ...] | Unseen]:
     """The driver and the GPUs, from the first of the ways that works."""
     driver = _kernel_driver(host)
     faults = []
@@ -53,14 +53,14 @@ def log(host: Host) -> tuple[str, ...] | Unseen:
     return tuple(line for line in lines if _TROUBLE.search(line))
 
 
-def _kernel_driver(host: Host) -> Driver:
+def _kernel_driver(host: Host) -> GpuDriver:
     text = host.text("/proc/driver/nvidia/version")
     if isinstance(text, Unseen):
         version = host.text("/sys/module/nvidia/version")
-        return Driver(loaded=not isinstance(version, Unseen), version=version)
+        return GpuDriver(loaded=not isinstance(version, Unseen), version=version)
     first = text.splitlines()[0] if text else ""
     found = _VERSION.search(first)
-    return Driver(
+    return GpuDriver(
         loaded=True,
         version=found[1] if found else Unseen(f"/proc/driver/nvidia/version says {first!r}"),
         open_modules="Open Kernel Module" in first,
@@ -221,7 +221,7 @@ def _gpu(
     bus: str,
     capability: Device | None,
     told_by: str,
-    model: Model | None = None,
+    model: GpuModel | None = None,
 ) -> Gpu:
     model = model or known.model_of_name(name)
     return Gpu(

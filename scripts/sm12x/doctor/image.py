@@ -12,7 +12,7 @@ from sm12x.core import files
 from sm12x.core.cudaarch import CudaArch
 from sm12x.core.errors import BadFileError
 from sm12x.doctor.host import Host
-from sm12x.doctor.model import Image, Library, Unseen
+from sm12x.doctor.model import Image, ImageLibrary, Unseen
 
 AUDIT, LEDGER = "audit.json", "ledger.json"
 # Where the image itself keeps its ledger.
@@ -107,13 +107,15 @@ def _inside(path: Path) -> Image:
         ) from None
 
 
-def _judged(entry: Mapping[str, Any]) -> Library:
+def _judged(entry: Mapping[str, Any]) -> ImageLibrary:
     # What runs in part natively has code for the device.
     units = {
         device: {NATIVE if verdict == MIXED else verdict: 1}
         for device, verdict in ((SM120, entry["sm120"]), (SM121, entry["sm121"]))
     }
-    return Library(path=entry["path"], machine="", cubins=(), ptx=(), readable=False, units=units)
+    return ImageLibrary(
+        path=entry["path"], machine="", cubins=(), ptx=(), readable=False, units=units
+    )
 
 
 def _of_image(host: Host, image: str, dist: Path) -> Image | Unseen:
@@ -140,8 +142,8 @@ def _of_image(host: Host, image: str, dist: Path) -> Image | Unseen:
     )
 
 
-def _library(entry: Mapping[str, Any]) -> Library:
-    return Library(
+def _library(entry: Mapping[str, Any]) -> ImageLibrary:
+    return ImageLibrary(
         path=entry["path"],
         machine=entry["machine"],
         cubins=tuple(CudaArch.parse(name) for name in entry["cubins"]),
@@ -151,7 +153,7 @@ def _library(entry: Mapping[str, Any]) -> Library:
     )
 
 
-def _machine(libraries: tuple[Library, ...]) -> str:
+def _machine(libraries: tuple[ImageLibrary, ...]) -> str:
     return next((library.machine for library in libraries if library.machine), "")
 
 

@@ -14,13 +14,13 @@ from sm12x import layout
 from sm12x.audit.model import DeclaredDevice
 from sm12x.core import declared
 from sm12x.core.declared import Declared
-from sm12x.doctor.model import Finding
+from sm12x.doctor.model import Diagnosis
 
 GIB = 1024**3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model(Declared):
+class GpuModel(Declared):
     """A kind of GPU. ``pci`` are device ids of vendor 10de in lower case."""
 
     name: str
@@ -63,7 +63,7 @@ class Trouble(Declared):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Check(Declared):
+class KnownCheck(Declared):
     """What a kind of finding is about."""
 
     title: str
@@ -87,16 +87,16 @@ class Knowledge(Declared):
     """All of it."""
 
     schema: Literal[1]
-    models: Annotated[tuple[Model, ...], Field(alias="gpu")]
+    models: Annotated[tuple[GpuModel, ...], Field(alias="gpu")]
     requirements: Annotated[tuple[Requirement, ...], Field(alias="cuda")]
     troubles: Annotated[tuple[Trouble, ...], Field(alias="trouble")]
-    checks: Annotated[Mapping[str, Check], Field(alias="check")]
+    checks: Annotated[Mapping[str, KnownCheck], Field(alias="check")]
     thresholds: Annotated[Thresholds, Field(alias="threshold")]
 
-    def model_of_name(self, name: str) -> Model | None:
+    def model_of_name(self, name: str) -> GpuModel | None:
         return next((model for model in self.models if model.name in name), None)
 
-    def model_of_pci(self, device: str) -> Model | None:
+    def model_of_pci(self, device: str) -> GpuModel | None:
         return next((model for model in self.models if device in model.pci), None)
 
     def finding(
@@ -108,10 +108,10 @@ class Knowledge(Declared):
         fix: tuple[str, ...] = (),
         why: str = "",
         sources: tuple[str, ...] = (),
-    ) -> Finding:
+    ) -> Diagnosis:
         """A finding of a known check; ``why`` and ``sources`` come from the data unless given."""
         about = self.checks[check]
-        return Finding(
+        return Diagnosis(
             id=check,
             severity=severity,
             seen=seen,

@@ -6,7 +6,7 @@ import re
 from pathlib import PurePosixPath
 
 from sm12x.doctor.host import Host
-from sm12x.doctor.model import Memory, Unseen
+from sm12x.doctor.model import HostMemory, Unseen
 
 KIB = 1024
 _MEMLOCK = re.compile(r"^Max locked memory\s+(\S+)", re.MULTILINE)
@@ -14,10 +14,10 @@ _MEMLOCK = re.compile(r"^Max locked memory\s+(\S+)", re.MULTILINE)
 _NO_LIMIT = 1 << 62
 
 
-def collect(host: Host) -> Memory:
+def collect(host: Host) -> HostMemory:
     limit, used = _cgroup(host)
     min_free = host.number("/proc/sys/vm/min_free_kbytes")
-    return Memory(
+    return HostMemory(
         info=meminfo(host.text("/proc/meminfo")),
         cgroup_limit=limit,
         cgroup_used=used,

@@ -26,7 +26,7 @@ class Unseen:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class HostMachine:
     """``name`` is the architecture as the kernel has it: "x86_64" or "aarch64".
 
     ``container`` is "" on a host, else what says that this is inside one.
@@ -39,7 +39,7 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Driver:
+class GpuDriver:
     """``version`` such as "580.173.02". ``open_modules`` is None where the flavour is not known.
 
     ``fault`` is "" or why it could not be asked; ``asked`` is False when there was nothing here to
@@ -88,7 +88,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
+class HostMemory:
     """``info`` is /proc/meminfo in bytes. Of the others, also in bytes, None stands for no limit.
 
     ``cgroup_limit`` and ``cgroup_used`` are of the tightest group this process is in; ``memlock``
@@ -106,7 +106,7 @@ class Memory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Engine:
+class EngineAnswer:
     """``answer`` is what the engine says of itself, or why it does not answer."""
 
     name: str
@@ -126,7 +126,7 @@ class CdiSpec:
 class Containers:
     """``runtimes`` are those of /etc/docker/daemon.json, ``tools`` the toolkit's on PATH."""
 
-    engines: tuple[Engine, ...]
+    engines: tuple[EngineAnswer, ...]
     runtimes: tuple[str, ...] | Unseen
     tools: tuple[str, ...]
     specs: tuple[CdiSpec, ...]
@@ -184,7 +184,7 @@ class Network:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Library:
+class ImageLibrary:
     """A library of the image: what it is compiled for, and its translation units by device."""
 
     path: str
@@ -209,7 +209,7 @@ class Image:
     stack_id: str
     machine: str
     built: float | None
-    libraries: tuple[Library, ...]
+    libraries: tuple[ImageLibrary, ...]
     passed: bool | None
     offenders: Mapping[Device, tuple[str, ...]]
     versions: Mapping[str, str]
@@ -217,17 +217,17 @@ class Image:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class HostFacts:
     """``log`` are the lines of the kernel log in which the driver reports trouble.
 
     ``hidden_caches`` are folders of caches that may not be read.
     """
 
-    machine: Machine
-    driver: Driver
+    machine: HostMachine
+    driver: GpuDriver
     gpus: tuple[Gpu, ...] | Unseen
     log: tuple[str, ...] | Unseen
-    memory: Memory
+    memory: HostMemory
     containers: Containers
     caches: tuple[Cache, ...]
     hidden_caches: tuple[Unseen, ...]
@@ -245,7 +245,7 @@ class Facts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class Diagnosis:
     """One sentence about the host, with the reason it matters and the way to mend it.
 
     ``fix`` are commands for a person to run; nothing here runs them. ``sources`` say where the

@@ -6,8 +6,18 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from sm12x.doctor.knowledge import Check
-from sm12x.doctor.model import BAD, INFO, OK, SEVERITIES, UNKNOWN, WARN, Facts, Finding, Unseen
+from sm12x.doctor.knowledge import KnownCheck
+from sm12x.doctor.model import (
+    BAD,
+    INFO,
+    OK,
+    SEVERITIES,
+    UNKNOWN,
+    WARN,
+    Diagnosis,
+    HostFacts,
+    Unseen,
+)
 
 WIDTH = 100
 # A narrower terminal gets lines that wrap by themselves.
@@ -31,7 +41,7 @@ def plain(text: str, severity: str) -> str:
 
 
 def text(
-    facts: Facts, findings: Sequence[Finding], *, width: int = WIDTH, paint: Paint = plain
+    facts: HostFacts, findings: Sequence[Diagnosis], *, width: int = WIDTH, paint: Paint = plain
 ) -> str:
     """First the findings that need a hand, with reason and commands; then a line for each other."""
     width = max(width, NARROWEST)
@@ -46,7 +56,9 @@ def text(
     return "\n\n".join(parts) + "\n"
 
 
-def explain(name: str, check: Check, findings: Sequence[Finding], *, width: int = WIDTH) -> str:
+def explain(
+    name: str, check: KnownCheck, findings: Sequence[Diagnosis], *, width: int = WIDTH
+) -> str:
     """All about one check, and what was found here."""
     width = max(width, NARROWEST)
     lines = [f"{name}: {check.title}", "", textwrap.fill(check.why, width)]
@@ -64,7 +76,7 @@ def explain(name: str, check: Check, findings: Sequence[Finding], *, width: int 
     return "\n".join(lines) + "\n"
 
 
-def _head(facts: Facts, findings: Sequence[Finding], width: int) -> str:
+def _head(facts: HostFacts, findings: Sequence[Diagnosis], width: int) -> str:
     counted = Counter(finding.severity for finding in findings)
     told = [f"{counted[kind]} {_COUNTED[kind]}" for kind in SEVERITIES if counted[kind]]
     where = f", inside a container ({facts.machine.container})" if facts.machine.container else ""
@@ -74,7 +86,7 @@ def _head(facts: Facts, findings: Sequence[Finding], width: int) -> str:
     return "\n".join([*textwrap.wrap(first, width), *textwrap.wrap(", ".join(told), width)])
 
 
-def _table(findings: Sequence[Finding], width: int, paint: Paint) -> str:
+def _table(findings: Sequence[Diagnosis], width: int, paint: Paint) -> str:
     left = max((len(finding.id) for finding in findings), default=0)
     marks = max(len(word) for word in _WORDS.values())
     lines = []
@@ -88,7 +100,7 @@ def _table(findings: Sequence[Finding], width: int, paint: Paint) -> str:
     return "\n".join(lines)
 
 
-def _full(finding: Finding, width: int, paint: Paint) -> str:
+def _full(finding: Diagnosis, width: int, paint: Paint) -> str:
     mark = paint(_WORDS[finding.severity], finding.severity)
     lines = [f"{mark} {finding.id}", *_labelled("  seen", finding.seen, width)]
     lines += _labelled("  why", finding.why, width)

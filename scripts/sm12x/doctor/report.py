@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from sm12x.doctor.model import SEVERITIES, Facts, Finding, Gpu, Unseen
+from sm12x.doctor.model import SEVERITIES, Diagnosis, Gpu, HostFacts, Unseen
 
 SCHEMA = 1
 
 
-def document(facts: Facts, findings: Sequence[Finding]) -> dict[str, Any]:
+def document(facts: HostFacts, findings: Sequence[Diagnosis]) -> dict[str, Any]:
     """Plain data. A number that could not be read is null, never 0."""
     counted = Counter(finding.severity for finding in findings)
     image = facts.image
@@ -44,7 +44,7 @@ def document(facts: Facts, findings: Sequence[Finding]) -> dict[str, Any]:
     }
 
 
-def to_json(facts: Facts, findings: Sequence[Finding]) -> str:
+def to_json(facts: HostFacts, findings: Sequence[Diagnosis]) -> str:
     return json.dumps(document(facts, findings), indent=1) + "\n"
 
 

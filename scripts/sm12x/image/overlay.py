@@ -51,7 +51,7 @@ print(json.dumps({"top": str(top), "version": importlib.metadata.version("vllm")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Installed:
+class InstalledTree:
     """vLLM as it lies in an image: ``top`` is the folder that `vllm/` is in there.
 
     ``files`` holds those that were asked for and are there. ``root`` says whether it runs as root.
@@ -87,7 +87,7 @@ def python_files(stack: Stack) -> tuple[str, ...]:
     )
 
 
-def look(engine: Engine, image: str, paths: Sequence[str] = ()) -> Installed:
+def look(engine: Engine, image: str, paths: Sequence[str] = ()) -> InstalledTree:
     """Ask the image's own Python for its vLLM, and for these files of it.
 
     Raises:
@@ -109,7 +109,7 @@ def look(engine: Engine, image: str, paths: Sequence[str] = ()) -> Installed:
     try:
         # An entry point that could not be replaced may have printed before.
         said = json.loads(done.strip().splitlines()[-1])
-        return Installed(
+        return InstalledTree(
             top=said["top"],
             version=said["version"],
             root=said["root"],
@@ -175,7 +175,7 @@ def patch(stack: Stack, files: Mapping[str, bytes], *, source: str) -> Overlay:
     return Overlay(files=patched, done=done, halves=_halves(stack))
 
 
-def write(overlay: Overlay, installed: Installed, stack: Stack, image: str, out: Path) -> Path:
+def write(overlay: Overlay, installed: InstalledTree, stack: Stack, image: str, out: Path) -> Path:
     """Write the patched files and what they were made from under ``out``, whole or not at all.
 
     Raises:
@@ -207,12 +207,12 @@ def write(overlay: Overlay, installed: Installed, stack: Stack, image: str, out:
     return out / RECORD
 
 
-def target(installed: Installed, path: str) -> str:
+def target(installed: InstalledTree, path: str) -> str:
     """Where a file is mounted in the image."""
     return f"{installed.top}/{path}"
 
 
-def volume_lines(overlay: Overlay, installed: Installed, out: Path) -> tuple[str, str]:
+def volume_lines(overlay: Overlay, installed: InstalledTree, out: Path) -> tuple[str, str]:
     """The options of `docker run`, and Nomad's variable and docker-driver lines, for an overlay."""
     where = out.resolve()
     binds = [f"{where / path}:{target(installed, path)}:ro" for path in overlay.files]

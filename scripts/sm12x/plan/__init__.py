@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from sm12x.core.errors import UsageError
 from sm12x.plan import budget as budgets
 from sm12x.plan import host, peers
-from sm12x.plan.budget import DOES_NOT_FIT, FITS, UNKNOWN, Hardware, Server
+from sm12x.plan.budget import DOES_NOT_FIT, FITS, UNKNOWN, Deployment, Hardware
 from sm12x.plan.host import HostNeed
 from sm12x.plan.peers import Row
 from sm12x.plan.server import from_recipe, members
@@ -32,7 +32,7 @@ class Plan:
     """
 
     hardware: Hardware
-    servers: tuple[Server, ...]
+    servers: tuple[Deployment, ...]
     peer: bool
     rows: tuple[Row, ...]
     needed: tuple[Row, ...]
@@ -48,13 +48,13 @@ class Plan:
         return UNKNOWN if UNKNOWN in {row.verdict for row in self.needed} else FITS
 
     @property
-    def too_few(self) -> tuple[Server, ...]:
+    def too_few(self) -> tuple[Deployment, ...]:
         """Servers that need more GPUs than the machine has."""
         have = self.hardware.gpus
         return tuple(one for one in self.servers if have is not None and one.gpus > have)
 
 
-def make(hardware: Hardware, servers: Sequence[Server], *, peer: bool = True) -> Plan:
+def make(hardware: Hardware, servers: Sequence[Deployment], *, peer: bool = True) -> Plan:
     """Plan ``servers`` on ``hardware``.
 
     A single server that can sleep is meant to take turns: unless ``peer`` is false, it is planned
@@ -94,7 +94,7 @@ def make(hardware: Hardware, servers: Sequence[Server], *, peer: bool = True) ->
     )
 
 
-def _warnings(hardware: Hardware, servers: Sequence[Server]) -> list[str]:
+def _warnings(hardware: Hardware, servers: Sequence[Deployment]) -> list[str]:
     found = []
     for server in servers:
         remark = host.loading(server, hardware)

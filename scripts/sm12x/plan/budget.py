@@ -88,7 +88,7 @@ class Hardware:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Server:
+class Deployment:
     """One deployment as the planner sees it; the terms are of one GPU, None where not known.
 
     ``gpus`` counts the GPUs on each of ``machines``. ``sleep`` is the level, 0 for never.
@@ -160,7 +160,7 @@ def weakest(bases: Sequence[str]) -> str:
     return max(bases, key=BASES.index, default=BASES[0])
 
 
-def budget(hardware: Hardware, awake: Sequence[Server], asleep: Sequence[Server]) -> Budget:
+def budget(hardware: Hardware, awake: Sequence[Deployment], asleep: Sequence[Deployment]) -> Budget:
     """The budget of the GPU that all of ``awake`` and ``asleep`` share.
 
     On unified memory the operating system and the level-1 copies of the sleeping lie in it too.
@@ -168,7 +168,7 @@ def budget(hardware: Hardware, awake: Sequence[Server], asleep: Sequence[Server]
     outer: list[Term] = []
     unknown: list[Unknown] = []
 
-    def take(term: Term | None, name: str, server: Server) -> None:
+    def take(term: Term | None, name: str, server: Deployment) -> None:
         if term is None:
             unknown.append(Unknown(name=name, of=server.name))
         else:
@@ -200,7 +200,7 @@ def budget(hardware: Hardware, awake: Sequence[Server], asleep: Sequence[Server]
     )
 
 
-def _share(hardware: Hardware, server: Server) -> Term:
+def _share(hardware: Hardware, server: Deployment) -> Term:
     return Term(
         name=BUDGET,
         amount=hardware.memory * server.utilization,
@@ -210,7 +210,7 @@ def _share(hardware: Hardware, server: Server) -> Term:
     )
 
 
-def _inside(hardware: Hardware, server: Server) -> Inside:
+def _inside(hardware: Hardware, server: Deployment) -> Inside:
     share = hardware.memory * server.utilization
     kv = server.kv.amount.low if server.kv else 0.0
     need = server.weights.amount + Amount.of(kv) if server.weights else None
@@ -234,7 +234,9 @@ def ceiling(share: float) -> float:
     return math.ceil(share * 100 - 1e-9) / 100
 
 
-def cuts(hardware: Hardware, awake: Sequence[Server], asleep: Sequence[Server]) -> list[str]:
+def cuts(
+    hardware: Hardware, awake: Sequence[Deployment], asleep: Sequence[Deployment]
+) -> list[str]:
     """What to cut where the budget does not fit, the cheapest first; empty where it fits."""
     found = budget(hardware, awake, asleep)
     if found.verdict != DOES_NOT_FIT:

@@ -13,7 +13,16 @@ from typing import Any
 from sm12x import layout
 from sm12x.core.errors import BadFileError, ToolMissingError, UsageError
 from sm12x.core.files import GIB
-from sm12x.plan.budget import DOES_NOT_FIT, FITS, SYSTEM, UNKNOWN, Amount, Hardware, Server, Term
+from sm12x.plan.budget import (
+    DOES_NOT_FIT,
+    FITS,
+    SYSTEM,
+    UNKNOWN,
+    Amount,
+    Deployment,
+    Hardware,
+    Term,
+)
 
 # A cgroup without a limit says "max", or in version 1 the largest number of pages there can be.
 _NO_LIMIT = 1 << 60
@@ -200,7 +209,7 @@ def _limits(proc: Path, cgroup: Path) -> Iterable[float]:
                 yield int(text) / GIB
 
 
-def need(asleep: Sequence[Server], hardware: Hardware) -> HostNeed:
+def need(asleep: Sequence[Deployment], hardware: Hardware) -> HostNeed:
     """Host memory of one machine while ``asleep`` sleep: level 1 keeps all of their weights there.
 
     On unified memory this is 0: the copies are terms of the budget itself.
@@ -215,7 +224,7 @@ def need(asleep: Sequence[Server], hardware: Hardware) -> HostNeed:
     return HostNeed(copies=total, asleep=tuple(server.name for server in copying), ram=hardware.ram)
 
 
-def loading(server: Server, hardware: Hardware) -> str | None:
+def loading(server: Deployment, hardware: Hardware) -> str | None:
     """A warning about the page cache while ``server`` loads on unified memory, None if none is due.
 
     Every machine reads the whole checkpoint, and its pages compete with the KV cache for what the

@@ -13,8 +13,8 @@ from sm12x.plan.budget import (
     FITS,
     UNKNOWN,
     Budget,
+    Deployment,
     Hardware,
-    Server,
     budget,
 )
 from sm12x.plan.host import HostNeed
@@ -42,7 +42,7 @@ class Row:
         return UNKNOWN if self.budget.verdict == UNKNOWN else FITS
 
 
-def rows(hardware: Hardware, servers: Sequence[Server]) -> tuple[Row, ...]:
+def rows(hardware: Hardware, servers: Sequence[Deployment]) -> tuple[Row, ...]:
     """Every subset that can be awake, fewest first; the first row is the moment of a swap.
 
     During a swap the one that was awake is asleep before the next one wakes, so all that can sleep

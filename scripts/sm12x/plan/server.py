@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sm12x.core.errors import UsageError
-from sm12x.plan.budget import KV, OUTSIDE, RESIDUE, WEIGHTS, Amount, Server, Term
+from sm12x.plan.budget import KV, OUTSIDE, RESIDUE, WEIGHTS, Amount, Deployment, Term
 from sm12x.recipes import load, render
 from sm12x.recipes.model import Memory, MemoryTerm, Recipe
 
@@ -15,12 +15,12 @@ from sm12x.recipes.model import Memory, MemoryTerm, Recipe
 DEFAULT_UTILIZATION = 0.92
 
 
-def from_recipe(recipe: Recipe, *, utilization: float | None = None) -> Server:
+def from_recipe(recipe: Recipe, *, utilization: float | None = None) -> Deployment:
     """Raises UsageError if its utilization is no share, BadFileError if it cannot be rendered."""
     block = recipe.sm12x
     memory = block.memory if block else Memory()
     given = flag(arguments(recipe), "--gpu-memory-utilization")
-    return Server(
+    return Deployment(
         name=recipe.key,
         utilization=utilization if utilization is not None else share(given, recipe.key),
         gpus=block.gpus if block else 1,

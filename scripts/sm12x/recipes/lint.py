@@ -23,7 +23,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class LintFinding:
     """``line`` counts from 1; ``level`` is ERROR, WARNING or NOTE."""
 
     path: Path
@@ -35,11 +35,11 @@ class Finding:
         return f"{self.path}:{self.line}: {self.level}: {self.text}"
 
 
-def lint(path: Path) -> tuple[Recipe | None, list[Finding]]:
+def lint(path: Path) -> tuple[Recipe | None, list[LintFinding]]:
     """Read a recipe and list what is wrong with it; the recipe is None if it cannot be read."""
     recipe, faults = load.inspect(path)
     found = [
-        Finding(
+        LintFinding(
             path=path,
             line=fault.line,
             level=ERROR,
@@ -53,7 +53,7 @@ def lint(path: Path) -> tuple[Recipe | None, list[Finding]]:
         rendered = filled(recipe)
     except Sm12xError as error:
         line = recipe.lines.get("command", 1)
-        return None, [Finding(path=path, line=line, level=ERROR, text=error.message)]
+        return None, [LintFinding(path=path, line=line, level=ERROR, text=error.message)]
     found += _Rules(recipe, rendered).all()
     return recipe, sorted(found, key=lambda finding: finding.line)
 
@@ -71,9 +71,9 @@ class _Rules:
         self.env = rendered.env
         self.words = rendered.serve
         self.options = options.parse(rendered.serve or ())
-        self.found: list[Finding] = []
+        self.found: list[LintFinding] = []
 
-    def all(self) -> list[Finding]:
+    def all(self) -> list[LintFinding]:
         rules: list[Callable[[], None]] = [self.pins, self.notices]
         if self.words is not None:
             rules += [self.dev_mode, self.utilization, self.secrets]
@@ -87,7 +87,7 @@ class _Rules:
 
     def add(self, key: str, level: str, text: str) -> None:
         line = self.recipe.lines.get(key) or self.recipe.lines.get(key.split(".")[0]) or 1
-        self.found.append(Finding(path=self.recipe.path, line=line, level=level, text=text))
+        self.found.append(LintFinding(path=self.recipe.path, line=line, level=level, text=text))
 
     def pins(self) -> None:
         recipe = self.recipe

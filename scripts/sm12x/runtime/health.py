@@ -29,7 +29,7 @@ PORT = 8000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Server:
+class Listener:
     """Where a server listens: ``socket_path`` is "" unless it is a Unix socket."""
 
     host: str
@@ -48,10 +48,10 @@ class Verdict:
 
 
 # (server, path, seconds) -> (status, body). Raises OSError or http.client.HTTPException.
-Get = Callable[[Server, str, float], tuple[int, bytes]]
+Get = Callable[[Listener, str, float], tuple[int, bytes]]
 
 
-def find(commands: Iterable[Sequence[str]]) -> Server | None:
+def find(commands: Iterable[Sequence[str]]) -> Listener | None:
     """The server among running command lines: the last --host, --port, ... of `vllm serve`.
 
     VLLM_PORT is not looked at: it is the port vLLM's processes use among themselves.
@@ -75,7 +75,7 @@ def find(commands: Iterable[Sequence[str]]) -> Server | None:
         if host in ("", "0.0.0.0", "::", "localhost"):  # noqa: S104 - compared, not bound
             host = "127.0.0.1"
         port = options.get("port", "")
-        return Server(
+        return Listener(
             host=host,
             port=int(port) if port.isdigit() else PORT,
             tls="ssl-certfile" in options,
@@ -96,7 +96,7 @@ def _options(words: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def check(server: Server | None, get: Get) -> Verdict:
+def check(server: Listener | None, get: Get) -> Verdict:
     """Ask a server how it is. None, no server, is healthy: the container runs something else."""
     if server is None:
         return Verdict(code=HEALTHY, text="no vLLM server runs here: nothing to check")
@@ -117,7 +117,7 @@ def check(server: Server | None, get: Get) -> Verdict:
     return Verdict(code=UNHEALTHY, text=f"{server}/health says {status}: the engine has died")
 
 
-def _asleep(server: Server, get: Get) -> bool | None:
+def _asleep(server: Listener, get: Get) -> bool | None:
     """None when it cannot be told: not in dev mode, or the engine is busy changing state."""
     try:
         status, body = get(server, "/is_sleeping", SLEEP_SECONDS)
@@ -144,12 +144,12 @@ def running(proc: Path = Path("/proc")) -> list[list[str]]:
     return found
 
 
-def server_here() -> Server | None:
+def server_here() -> Listener | None:
     """The server to ask: SM12X_HEALTH_URL, else the `vllm serve` that runs here."""
     url = os.environ.get("SM12X_HEALTH_URL", "")
     if url:
         parts = urlsplit(url)
-        return Server(
+        return Listener(
             host=parts.hostname or "127.0.0.1",
             port=parts.port or PORT,
             tls=parts.scheme == "https",
@@ -157,12 +157,12 @@ def server_here() -> Server | None:
     return find(running())
 
 
-def get_http(server: Server, path: str, seconds: float) -> tuple[int, bytes]:
+def get_http(server: Listener, path: str, seconds: float) -> tuple[int, bytes]:
     """GET a path of a server of this very container, past any proxy."""
     return request(server, "GET", path, seconds)
 
 
-def request(server: Server, method: str, path: str, seconds: float) -> tuple[int, bytes]:
+def request(server: Listener, method: str, path: str, seconds: float) -> tuple[int, bytes]:
     """Ask a server of this very container, past any proxy, and return status and body."""
     connection: http.client.HTTPConnection
     if server.socket_path:

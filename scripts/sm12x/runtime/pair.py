@@ -34,12 +34,12 @@ USAGE = "pair [--load-seconds N] RECIPE [key=value ...] + RECIPE [key=value ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Member:
+class PairMember:
     """One server of the arrangement and the sleep level of its recipe."""
 
     key: str
     rendered: Rendered
-    server: health.Server
+    server: health.Listener
     level: int
 
 
@@ -49,7 +49,7 @@ class Stopped(Exception):  # noqa: N818 - not an error: someone asked for the en
 
 def members(
     words: Sequence[str], find: Callable[[str], Recipe | None], environ: Mapping[str, str]
-) -> tuple[tuple[Member, ...], float]:
+) -> tuple[tuple[PairMember, ...], float]:
     """The servers that the words name, and the seconds each may take to load.
 
     Raises:
@@ -60,7 +60,7 @@ def members(
         if len(rest) < 2 or not rest[1].isdigit():
             raise UsageError("--load-seconds needs a number of seconds", next_step=USAGE)
         seconds, rest = float(rest[1]), rest[2:]
-    found: list[Member] = []
+    found: list[PairMember] = []
     for group in _split(rest):
         recipe = find(group[0])
         if recipe is None:
@@ -79,7 +79,7 @@ def members(
             raise UsageError(
                 f"{recipe.key} does not run `vllm serve`", next_step="name recipes that do"
             )
-        found.append(Member(key=recipe.key, rendered=rendered, server=server, level=level))
+        found.append(PairMember(key=recipe.key, rendered=rendered, server=server, level=level))
     ports = [member.server.port for member in found]
     if len(found) < 2 or len(set(ports)) < len(ports):
         raise UsageError(
@@ -101,7 +101,7 @@ def _split(words: Sequence[str]) -> list[list[str]]:
     return groups
 
 
-def run(arrangement: Sequence[Member], *, load_seconds: float) -> int:
+def run(arrangement: Sequence[PairMember], *, load_seconds: float) -> int:
     """Start all, the last first, and wait; returns 0 when asked to stop.
 
     Raises:
@@ -110,7 +110,7 @@ def run(arrangement: Sequence[Member], *, load_seconds: float) -> int:
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, _stop)
     with ExitStack() as stack:
-        running: list[tuple[Member, process.Background]] = []
+        running: list[tuple[PairMember, process.Background]] = []
         stack.callback(_end, running)
         try:
             for member in reversed(arrangement):
@@ -134,7 +134,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
     raise Stopped
 
 
-def _require_alive(running: Sequence[tuple[Member, process.Background]]) -> None:
+def _require_alive(running: Sequence[tuple[PairMember, process.Background]]) -> None:
     for member, child in running:
         code = child.poll()
         if code is not None:
@@ -145,7 +145,7 @@ def _require_alive(running: Sequence[tuple[Member, process.Background]]) -> None
 
 
 def _wait_awake(
-    member: Member, running: Sequence[tuple[Member, process.Background]], seconds: float
+    member: PairMember, running: Sequence[tuple[PairMember, process.Background]], seconds: float
 ) -> None:
     end = time.monotonic() + seconds
     while True:
@@ -160,14 +160,14 @@ def _wait_awake(
         time.sleep(PAUSE)
 
 
-def _answers(server: health.Server) -> bool:
+def _answers(server: health.Listener) -> bool:
     try:
         return health.get_http(server, "/health", health.HEALTH_SECONDS)[0] == http.client.OK
     except (OSError, http.client.HTTPException):
         return False
 
 
-def _put_to_sleep(member: Member) -> None:
+def _put_to_sleep(member: PairMember) -> None:
     """Raises ToolFailedError unless the server says that it sleeps."""
     why = ""
     try:
@@ -188,7 +188,7 @@ def _put_to_sleep(member: Member) -> None:
     click.echo(f"pair: {member.key} sleeps", err=True)
 
 
-def _end(running: Sequence[tuple[Member, process.Background]]) -> None:
+def _end(running: Sequence[tuple[PairMember, process.Background]]) -> None:
     for _, child in running:
         child.terminate()
     end = time.monotonic() + GRACE

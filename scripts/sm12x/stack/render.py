@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sm12x.stack.model.series import Stack
-from sm12x.stack.witness.witness import Check, WitnessReport
-from sm12x.stack.worktree.apply import ApplyReport, FileConflict, PatchResult
+from sm12x.stack.witness.witness import WitnessReport, WitnessTest
+from sm12x.stack.worktree.apply import ApplyReport, PatchResult, RefusedFile
 from sm12x.stack.worktree.export import RefreshReport
 
 # Longer texts are cut: a hunk of hundreds of lines says no more than its beginning.
@@ -91,9 +91,9 @@ def witnessed(report: WitnessReport) -> str:
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
-def _alike(checks: Sequence[Check]) -> list[tuple[str, list[Check]]]:
+def _alike(checks: Sequence[WitnessTest]) -> list[tuple[str, list[WitnessTest]]]:
     """Checks of one parametrised test in a row, where all is well, as one; others alone."""
-    groups: list[tuple[str, list[Check]]] = []
+    groups: list[tuple[str, list[WitnessTest]]] = []
     for check in checks:
         stem = check.test.split("[")[0]
         last = groups[-1][1][-1] if groups else None
@@ -129,7 +129,7 @@ def _failure(result: PatchResult) -> list[str]:
     return lines
 
 
-def _conflict(conflict: FileConflict) -> list[str]:
+def _conflict(conflict: RefusedFile) -> list[str]:
     if not conflict.exists:
         return [f"  {conflict.path}: no such file in this tree"]
     lines: list[str] = []

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from sm12x.doctor.checks import caches, containers, driver, gpus, kernel, memory, network
 from sm12x.doctor.knowledge import Knowledge
-from sm12x.doctor.model import SEVERITIES, Facts, Finding
+from sm12x.doctor.model import SEVERITIES, Diagnosis, HostFacts
 
-Check = Callable[[Facts, Knowledge], list[Finding]]
+Check = Callable[[HostFacts, Knowledge], list[Diagnosis]]
 
 ALL: tuple[Check, ...] = (
     driver.answers,
@@ -36,10 +36,10 @@ ALL: tuple[Check, ...] = (
 )
 
 
-def run(facts: Facts, known: Knowledge) -> list[Finding]:
+def run(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     """Every check, the worst findings first, in the order of ``ALL`` otherwise."""
     return ordered([finding for check in ALL for finding in check(facts, known)])
 
 
-def ordered(findings: list[Finding]) -> list[Finding]:
+def ordered(findings: list[Diagnosis]) -> list[Diagnosis]:
     return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))

@@ -6,11 +6,11 @@ import shlex
 import time
 
 from sm12x.doctor.knowledge import Knowledge
-from sm12x.doctor.model import INFO, OK, UNKNOWN, WARN, Cache, Facts, Finding, Image, Unseen
+from sm12x.doctor.model import INFO, OK, UNKNOWN, WARN, Cache, Diagnosis, HostFacts, Image, Unseen
 from sm12x.doctor.words import some
 
 
-def stale(facts: Facts, known: Knowledge) -> list[Finding]:
+def stale(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     name = "cache.stale"
     findings = [
         known.finding(name, UNKNOWN, f"could not see a cache: {hidden.why}")
@@ -28,7 +28,7 @@ def stale(facts: Facts, known: Knowledge) -> list[Finding]:
     return [*findings, *(_compare(cache, image, built, known) for cache in facts.caches)]
 
 
-def _compare(cache: Cache, image: Image, built: float, known: Knowledge) -> Finding:
+def _compare(cache: Cache, image: Image, built: float, known: Knowledge) -> Diagnosis:
     name = "cache.stale"
     about = f"{cache.kind}: {some(cache.files, 'file')} in {cache.path}"
     release = image.versions.get("flashinfer-python", "")

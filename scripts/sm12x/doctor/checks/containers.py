@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sm12x.doctor.knowledge import Knowledge
-from sm12x.doctor.model import BAD, INFO, OK, UNKNOWN, Facts, Finding, Unseen
+from sm12x.doctor.model import BAD, INFO, OK, UNKNOWN, Diagnosis, HostFacts, Unseen
 
 _CONFIGURE = "sudo nvidia-ctk runtime configure --runtime=docker && sudo systemctl restart docker"
 _GENERATE = "sudo nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"
 
 
-def engines(facts: Facts, known: Knowledge) -> list[Finding]:
+def engines(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     name = "engine.present"
     found = facts.containers.engines
     if not found:
@@ -38,7 +38,7 @@ def engines(facts: Facts, known: Knowledge) -> list[Finding]:
     return findings
 
 
-def gpu_access(facts: Facts, known: Knowledge) -> list[Finding]:
+def gpu_access(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     name = "engine.gpus"
     containers = facts.containers
     if not containers.engines:
@@ -67,7 +67,7 @@ def gpu_access(facts: Facts, known: Knowledge) -> list[Finding]:
     return [known.finding(name, BAD if facts.seen_gpus else INFO, seen, fix=fix)]
 
 
-def cdi(facts: Facts, known: Knowledge) -> list[Finding]:
+def cdi(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     name = "engine.cdi"
     findings = []
     for spec in facts.containers.specs:

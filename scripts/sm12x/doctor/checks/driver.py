@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from sm12x.doctor.knowledge import Knowledge
-from sm12x.doctor.model import BAD, INFO, OK, UNKNOWN, WARN, Facts, Finding, Unseen
+from sm12x.doctor.model import BAD, INFO, OK, UNKNOWN, WARN, Diagnosis, HostFacts, Unseen
 from sm12x.doctor.words import some
 
 # The image's CUDA where no ledger says it.
@@ -13,7 +13,7 @@ _TOOLKIT = "13"
 _LINES = 3
 
 
-def answers(facts: Facts, known: Knowledge) -> list[Finding]:
+def answers(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     name = "driver.loaded"
     driver = facts.driver
     if driver.loaded and not driver.fault:
@@ -36,7 +36,7 @@ def answers(facts: Facts, known: Knowledge) -> list[Finding]:
     return [known.finding(name, UNKNOWN, f"could not see a driver: {why}")]
 
 
-def version(facts: Facts, known: Knowledge) -> list[Finding]:
+def version(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     name = "driver.version"
     versions = {} if isinstance(facts.image, Unseen) else facts.image.versions
     toolkit = versions.get("cuda-toolkit", "")
@@ -57,7 +57,7 @@ def version(facts: Facts, known: Knowledge) -> list[Finding]:
     return [known.finding(name, OK, seen, sources=(needed.source,))]
 
 
-def trouble(facts: Facts, known: Knowledge) -> list[Finding]:
+def trouble(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     name = "driver.trouble"
     found = facts.driver.version
     if isinstance(found, Unseen):
@@ -90,7 +90,7 @@ def trouble(facts: Facts, known: Knowledge) -> list[Finding]:
     return [known.finding(name, OK, seen)]
 
 
-def log(facts: Facts, known: Knowledge) -> list[Finding]:
+def log(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     name = "driver.log"
     if isinstance(facts.log, Unseen):
         seen = f"could not see the kernel log: {facts.log.why}"
@@ -104,7 +104,7 @@ def log(facts: Facts, known: Knowledge) -> list[Finding]:
     return [known.finding(name, OK, "no trouble of the driver since boot")]
 
 
-def _version(facts: Facts) -> str:
+def _version(facts: HostFacts) -> str:
     found = facts.driver.version
     return "of unknown version" if isinstance(found, Unseen) else found
 

@@ -15,11 +15,11 @@ from sm12x.doctor.model import (
     OK,
     UNKNOWN,
     WARN,
-    Facts,
-    Finding,
+    Diagnosis,
     Gpu,
+    HostFacts,
     Image,
-    Library,
+    ImageLibrary,
     Unseen,
 )
 from sm12x.doctor.words import ranges, size, some
@@ -40,7 +40,7 @@ _ACCOUNTED = (
 )
 
 
-def present(facts: Facts, known: Knowledge) -> list[Finding]:
+def present(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     name = "gpu.present"
     if isinstance(facts.gpus, Unseen):
         return [known.finding(name, UNKNOWN, f"could not see GPUs: {facts.gpus.why}")]
@@ -63,7 +63,7 @@ def present(facts: Facts, known: Knowledge) -> list[Finding]:
     return findings
 
 
-def image_known(facts: Facts, known: Knowledge) -> list[Finding]:
+def image_known(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     name = "image.audit"
     image = facts.image
     if isinstance(image, Unseen):
@@ -81,7 +81,7 @@ def image_known(facts: Facts, known: Knowledge) -> list[Finding]:
     return [known.finding(name, OK, about)]
 
 
-def code(facts: Facts, known: Knowledge) -> list[Finding]:
+def code(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     """How each kind of GPU will run the image: natively, through PTX, or not at all."""
     if isinstance(facts.image, Unseen):
         return []
@@ -97,7 +97,7 @@ def code(facts: Facts, known: Knowledge) -> list[Finding]:
     return findings
 
 
-def leftover(facts: Facts, known: Knowledge) -> list[Finding]:
+def leftover(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     """Memory in use on a GPU that no process owns."""
     findings = []
     empty: list[Gpu] = []
@@ -118,7 +118,7 @@ def leftover(facts: Facts, known: Knowledge) -> list[Finding]:
     return findings
 
 
-def unified(facts: Facts, known: Knowledge) -> list[Finding]:
+def unified(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     if not facts.unified:
         return []
     info = facts.memory.info
@@ -130,7 +130,7 @@ def unified(facts: Facts, known: Knowledge) -> list[Finding]:
     return [known.finding("gpu.unified", INFO, seen, fix=("sm12x plan RECIPE",))]
 
 
-def _code(image: Image, device: Device, which: str, known: Knowledge) -> Finding:
+def _code(image: Image, device: Device, which: str, known: Knowledge) -> Diagnosis:
     name = "gpu.code"
     counted: Counter[str] = Counter()
     for library in image.libraries:
@@ -158,7 +158,7 @@ def _code(image: Image, device: Device, which: str, known: Knowledge) -> Finding
     return known.finding(name, INFO if counted[PTX] else OK, seen)
 
 
-def _units(library: Library, device: Device) -> Counter[str]:
+def _units(library: ImageLibrary, device: Device) -> Counter[str]:
     """Translation units by verdict, or the library as one where the audit did not ask for it."""
     if device in library.units:
         return Counter(library.units[device])
@@ -171,7 +171,7 @@ def _units(library: Library, device: Device) -> Counter[str]:
     return Counter({PTX if any(compiles_on(arch, device) for arch in library.ptx) else NONE: 1})
 
 
-def _leftover(facts: Facts, gpu: Gpu, used: int, known: Knowledge) -> Finding:
+def _leftover(facts: HostFacts, gpu: Gpu, used: int, known: Knowledge) -> Diagnosis:
     name = "gpu.leftover"
     holders = ("sudo fuser -v /dev/nvidia*",)
     if isinstance(gpu.processes, Unseen):
@@ -198,7 +198,7 @@ def _leftover(facts: Facts, gpu: Gpu, used: int, known: Knowledge) -> Finding:
     return known.finding(name, BAD, seen, fix=(*holders, "sudo reboot"))
 
 
-def _unified_leftover(facts: Facts, gpu: Gpu, known: Knowledge) -> Finding:
+def _unified_leftover(facts: HostFacts, gpu: Gpu, known: Knowledge) -> Diagnosis:
     name = "gpu.leftover"
     info = facts.memory.info
     if isinstance(info, Unseen):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from sm12x.doctor.knowledge import Knowledge
-from sm12x.doctor.model import INFO, OK, WARN, Facts, Finding, Unseen
+from sm12x.doctor.model import INFO, OK, WARN, Diagnosis, HostFacts, Unseen
 from sm12x.doctor.words import ranges, size
 
 _TRANSLATES = ("DMA", "DMA-FQ")
 
 
-def iommu(facts: Facts, known: Knowledge) -> list[Finding]:
+def iommu(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     """Only where several GPUs of 12.x, which have no NVLink, talk over PCIe."""
     name = "kernel.iommu"
     gpus = [gpu for gpu in facts.seen_gpus if gpu.capability and gpu.capability.major == 12]
@@ -33,7 +33,7 @@ def iommu(facts: Facts, known: Knowledge) -> list[Finding]:
     return [known.finding(name, WARN, seen, fix=fix)]
 
 
-def handover(facts: Facts, known: Knowledge) -> list[Finding]:
+def handover(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     name = "kernel.kho"
     info = facts.memory.info
     if isinstance(info, Unseen) or info.get("CmaFree", 0) <= info.get("CmaTotal", 0):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from sm12x.doctor.knowledge import GIB, Knowledge
-from sm12x.doctor.model import INFO, OK, UNKNOWN, WARN, Facts, Finding, Unseen
+from sm12x.doctor.model import INFO, OK, UNKNOWN, WARN, Diagnosis, HostFacts, Unseen
 from sm12x.doctor.words import size
 
 _DROP = "sync && echo 3 | sudo tee /proc/sys/vm/drop_caches"
 
 
-def host_copies(facts: Facts, known: Knowledge) -> list[Finding]:
+def host_copies(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     name = "memory.host"
     info = facts.memory.info
     if isinstance(info, Unseen):
@@ -31,7 +31,7 @@ def host_copies(facts: Facts, known: Knowledge) -> list[Finding]:
     return [known.finding(name, severity, "; ".join(parts), fix=("sm12x plan RECIPE",))]
 
 
-def available(facts: Facts) -> int:
+def available(facts: HostFacts) -> int:
     """Bytes a new process can have: of the machine, or of our control group if that is less."""
     info = facts.memory.info
     if isinstance(info, Unseen):
@@ -43,7 +43,7 @@ def available(facts: Facts) -> int:
     return max(min(free, limit - facts.memory.cgroup_used), 0)
 
 
-def huge_pages(facts: Facts, known: Knowledge) -> list[Finding]:
+def huge_pages(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     name = "memory.huge-pages"
     mode = facts.memory.huge_pages
     if isinstance(mode, Unseen):
@@ -54,7 +54,7 @@ def huge_pages(facts: Facts, known: Knowledge) -> list[Finding]:
     return [known.finding(name, OK, f"mode {mode}")]
 
 
-def locked(facts: Facts, known: Knowledge) -> list[Finding]:
+def locked(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     name = "memory.memlock"
     findings = []
     fixes = {
@@ -81,7 +81,7 @@ def locked(facts: Facts, known: Knowledge) -> list[Finding]:
     return findings
 
 
-def shared(facts: Facts, known: Knowledge) -> list[Finding]:
+def shared(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     name = "memory.shm"
     found = facts.memory.shm
     if isinstance(found, Unseen):
@@ -96,7 +96,7 @@ def shared(facts: Facts, known: Knowledge) -> list[Finding]:
     return [known.finding(name, OK, seen)]
 
 
-def page_cache(facts: Facts, known: Knowledge) -> list[Finding]:
+def page_cache(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     """Only where the GPU takes its memory from the same place."""
     name = "memory.page-cache"
     if not facts.unified:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from sm12x.doctor.knowledge import Knowledge
-from sm12x.doctor.model import INFO, OK, WARN, Facts, Finding, RdmaPort
+from sm12x.doctor.model import INFO, OK, WARN, Diagnosis, HostFacts, RdmaPort
 
 _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
-def rdma(facts: Facts, known: Knowledge) -> list[Finding]:
+def rdma(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     name = "net.rdma"
     ports = facts.network.ports
     if not ports:
@@ -35,7 +35,7 @@ def rdma(facts: Facts, known: Knowledge) -> list[Finding]:
     return [known.finding(name, OK, seen, fix=tuple(fix))]
 
 
-def variables(facts: Facts, known: Knowledge) -> list[Finding]:
+def variables(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     name = "net.variables"
     found = facts.network.variables
     if not found:
@@ -53,7 +53,7 @@ def variables(facts: Facts, known: Knowledge) -> list[Finding]:
     return findings
 
 
-def _wrong_devices(facts: Facts) -> list[tuple[str, str]]:
+def _wrong_devices(facts: HostFacts) -> list[tuple[str, str]]:
     variable = "NCCL_IB_HCA"
     value = facts.network.variables.get(variable, "")
     if not value or value.startswith("^"):
@@ -73,7 +73,7 @@ def _wrong_devices(facts: Facts) -> list[tuple[str, str]]:
     return findings
 
 
-def _wrong_interfaces(facts: Facts) -> list[tuple[str, str]]:
+def _wrong_interfaces(facts: HostFacts) -> list[tuple[str, str]]:
     findings = []
     for variable in _INTERFACES:
         value = facts.network.variables.get(variable, "")
@@ -88,7 +88,7 @@ def _wrong_interfaces(facts: Facts) -> list[tuple[str, str]]:
     return findings
 
 
-def _wrong_gid(facts: Facts) -> list[tuple[str, str]]:
+def _wrong_gid(facts: HostFacts) -> list[tuple[str, str]]:
     variable = "NCCL_IB_GID_INDEX"
     value = facts.network.variables.get(variable, "")
     if not value.isdecimal():
@@ -111,7 +111,7 @@ def _gid(port: RdmaPort) -> int | None:
     return next((gid.index for gid in port.gids if gid.routable), None)
 
 
-def _port(facts: Facts, port: RdmaPort) -> str:
+def _port(facts: HostFacts, port: RdmaPort) -> str:
     links = ", ".join(
         f"{name} MTU {facts.network.mtu[name]}" if name in facts.network.mtu else name
         for name in port.interfaces

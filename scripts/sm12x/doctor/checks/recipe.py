@@ -6,7 +6,7 @@ import shlex
 
 from sm12x.doctor.checks.memory import available
 from sm12x.doctor.knowledge import GIB, Knowledge
-from sm12x.doctor.model import BAD, OK, UNKNOWN, WARN, Facts, Finding, Unseen
+from sm12x.doctor.model import BAD, OK, UNKNOWN, WARN, Diagnosis, HostFacts, Unseen
 from sm12x.doctor.words import size, some
 from sm12x.recipes.model import Block, Recipe
 
@@ -15,7 +15,7 @@ _ANY = "any"
 _HOST_COPY = 1
 
 
-def needs(recipe: Recipe, facts: Facts, known: Knowledge) -> list[Finding]:
+def needs(recipe: Recipe, facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     block = recipe.sm12x
     if block is None:
         seen = f"could not see what {recipe.key} needs: it has no sm12x block"
@@ -26,7 +26,9 @@ def needs(recipe: Recipe, facts: Facts, known: Knowledge) -> list[Finding]:
     return [*findings, *([sleeping] if sleeping else [])]
 
 
-def _gpus(key: str, block: Block, facts: Facts, known: Knowledge, plan: tuple[str, ...]) -> Finding:
+def _gpus(
+    key: str, block: Block, facts: HostFacts, known: Knowledge, plan: tuple[str, ...]
+) -> Diagnosis:
     name = "recipe.needs"
     wanted = f"{block.gpus} x {' or '.join(block.hardware)}"
     each = f" on each of {block.machines} machines" if block.machines > 1 else ""
@@ -49,8 +51,8 @@ def _gpus(key: str, block: Block, facts: Facts, known: Knowledge, plan: tuple[st
 
 
 def _host_memory(
-    key: str, block: Block, facts: Facts, known: Knowledge, plan: tuple[str, ...]
-) -> Finding | None:
+    key: str, block: Block, facts: HostFacts, known: Knowledge, plan: tuple[str, ...]
+) -> Diagnosis | None:
     name = "recipe.needs"
     if block.sleep.level != _HOST_COPY:
         return None

@@ -23,7 +23,7 @@ IMAGE = "vllm-sm12x"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Release:
+class ReleaseFiles:
     """The release's sdist, and its wheel for the image's machine, as base.toml pins them."""
 
     sdist: Path
@@ -41,7 +41,7 @@ class Wheel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Image:
+class BuiltImage:
     """The image in the engine's storage. ``tags``: the most telling first; ``size`` in bytes."""
 
     tags: tuple[str, ...]
@@ -50,10 +50,10 @@ class Image:
     layers: tuple[Layer, ...]
 
 
-NO_IMAGE = Image(tags=(), id="", size=0, layers=())
+NO_IMAGE = BuiltImage(tags=(), id="", size=0, layers=())
 
 
-def fetch(plan: BuildPlan) -> Release:
+def fetch(plan: BuildPlan) -> ReleaseFiles:
     """Download the release's files, or find them in the cache. Raises HashMismatchError."""
     with plan.timings.step("fetch"), plan.report.phase("sources", live=False):
         sdist, wheel = (
@@ -66,10 +66,10 @@ def fetch(plan: BuildPlan) -> Release:
             )
             for pinned in (plan.base.sdist, plan.base.wheels[plan.machine])
         )
-    return Release(sdist=sdist, wheel=wheel)
+    return ReleaseFiles(sdist=sdist, wheel=wheel)
 
 
-def build_wheel(plan: BuildPlan, release: Release) -> Wheel:
+def build_wheel(plan: BuildPlan, release: ReleaseFiles) -> Wheel:
     """Build the wheel, its ledger and its audit in the builder; they take the place in dist/.
 
     Raises:
@@ -91,7 +91,7 @@ def build_wheel(plan: BuildPlan, release: Release) -> Wheel:
         )
 
 
-def build_image(plan: BuildPlan, wheel: Wheel) -> Image:
+def build_image(plan: BuildPlan, wheel: Wheel) -> BuiltImage:
     """Build the image around the wheel, and tag it.
 
     Raises:
@@ -133,7 +133,7 @@ def build_image(plan: BuildPlan, wheel: Wheel) -> Image:
     )
     with plan.timings.step("image"), plan.meter.measuring(preflight.IMAGE):
         _build(plan, "bundle", "image", copied, request)
-    return Image(
+    return BuiltImage(
         tags=tags,
         id=plan.engine.image_id(tags[0]) or "",
         size=plan.engine.size(tags[0]),
@@ -147,7 +147,7 @@ def image_tags(version: str, stack_id: str, mode: str, suffix: str = "") -> tupl
     return (f"{short}-{mode}{suffix}", f"{short}{suffix}")
 
 
-def _require_same_again(plan: BuildPlan, release: Release, wheel: Path) -> None:
+def _require_same_again(plan: BuildPlan, release: ReleaseFiles, wheel: Path) -> None:
     """Nothing of the first build is used: no layer from `native` on, no work folder."""
     with TemporaryDirectory(dir=plan.work, prefix=preflight.CONTEXT_PREFIX) as folder:
         _run_builder(plan, release, Path(folder), again="again")
@@ -160,7 +160,7 @@ def _require_same_again(plan: BuildPlan, release: Release, wheel: Path) -> None:
     plan.report.say(f"built twice, the same bytes: {wheel.name}")
 
 
-def _run_builder(plan: BuildPlan, release: Release, out: Path, *, again: str = "") -> None:
+def _run_builder(plan: BuildPlan, release: ReleaseFiles, out: Path, *, again: str = "") -> None:
     mode = plan.mode
     copied = context.builder(
         plan.base,

@@ -22,10 +22,10 @@ from sm12x.stack.model.base import Base
 from sm12x.wheel.compile import cmake, estimate
 from sm12x.wheel.compile.estimate import AUTO, WANTED, Decision, Offer
 from sm12x.wheel.source import select, third_party
-from sm12x.wheel.source.select import Choice
+from sm12x.wheel.source.select import ModuleChoice
 from sm12x.wheel.toolchain import arch
 
-Collect = Callable[[], Mapping[str, third_party.Found]]
+Collect = Callable[[], Mapping[str, third_party.FoundSource]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class ThirdParty:
     missing: Mapping[str, str]
 
     @classmethod
-    def of(cls, collected: Mapping[str, third_party.Found]) -> ThirdParty:
+    def of(cls, collected: Mapping[str, third_party.FoundSource]) -> ThirdParty:
         return cls(
             found={name: entry.folder for name, entry in collected.items() if entry.folder},
             missing={name: entry.reason for name, entry in collected.items() if not entry.folder},
@@ -64,7 +64,7 @@ class BuildMode:
     """
 
     name: str
-    choice: Choice
+    choice: ModuleChoice
     allowed: tuple[str, ...] = ()
     third_party: Mapping[str, Path] = field(default_factory=dict)
     third_party_sha256: str = ""
@@ -124,7 +124,7 @@ def settle(
     held: list[str] = []
 
     @functools.cache
-    def collect() -> Mapping[str, third_party.Found]:
+    def collect() -> Mapping[str, third_party.FoundSource]:
         return third_party.collect(
             base,
             cache=layout.cache(),
@@ -284,7 +284,7 @@ def first_line(decision: Decision) -> str:
     )
 
 
-def choose(base: Base, mode: str, sources: ThirdParty, allowed: Iterable[str]) -> Choice:
+def choose(base: Base, mode: str, sources: ThirdParty, allowed: Iterable[str]) -> ModuleChoice:
     """What that mode will compile and keep, by what the patches name."""
     stack = series.load(base)
     targets = [module.target for module in select.for_stack(base, stack)]

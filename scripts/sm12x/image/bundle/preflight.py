@@ -30,7 +30,7 @@ WHEEL, IMAGE = "wheel", "image"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Need:
+class DiskNeed:
     """``gib`` GiB for ``what``, below ``folder``; ``remedy`` moves it to another disk."""
 
     what: str
@@ -131,14 +131,14 @@ def require_room(
 
 def needs(
     base: Base, engine: Engine, wanted: Platforms, meter: Meter, *, full: bool, image: bool
-) -> list[Need]:
+) -> list[DiskNeed]:
     """What the rest of a bundle takes, by folder; those of an engine elsewhere are left out."""
     disk = base.disk
-    found: list[Need] = []
+    found: list[DiskNeed] = []
 
     def need(what: str, folder: Path | None, gib: float, remedy: str) -> None:
         if folder is not None:
-            found.append(Need(what=what, folder=folder, gib=gib, remedy=remedy))
+            found.append(DiskNeed(what=what, folder=folder, gib=gib, remedy=remedy))
 
     storage, cache = engine.storage(), engine.package_cache()
     # What a phase has spent was seen on the storage's disk, where both may lie.
@@ -178,9 +178,9 @@ def _on_one_disk(one: Path, other: Path) -> bool:
     return files.device(one) == files.device(other)
 
 
-def require_disk(needed: Sequence[Need], engine: str) -> None:
+def require_disk(needed: Sequence[DiskNeed], engine: str) -> None:
     """Raise NoSpaceError if a file system has less than what all that lies on it takes."""
-    systems: dict[int, list[Need]] = {}
+    systems: dict[int, list[DiskNeed]] = {}
     for need in needed:
         systems.setdefault(files.device(need.folder), []).append(need)
     for group in systems.values():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sm12x.image.bundle import make, record
 from sm12x.image.bundle.decide import BuildPlan, Options, decided
-from sm12x.image.bundle.make import NO_IMAGE, Image, Wheel
+from sm12x.image.bundle.make import NO_IMAGE, BuiltImage, Wheel
 from sm12x.image.bundle.record import Record
 from sm12x.image.bundle.reporter import Reporter
 from sm12x.image.engine.engine import Engine
@@ -53,7 +53,7 @@ def run(options: Options, report: Reporter) -> Bundle:
         )
 
 
-def _record(plan: BuildPlan, wheel: Wheel, image: Image) -> Record:
+def _record(plan: BuildPlan, wheel: Wheel, image: BuiltImage) -> Record:
     return Record(
         version=plan.base.version,
         mode=plan.mode.name,

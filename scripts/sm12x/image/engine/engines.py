@@ -39,7 +39,7 @@ _APT = ("-o", "DPkg::Lock::Timeout=120", "-o", "Acquire::http::Timeout=30")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class EngineHost:
     """What an advice has to fit: who is here, what installs programs, what starts daemons.
 
     ``installer`` is a key of _INSTALLERS, "" for none of them; ``dockerd`` whether docker's daemon
@@ -57,7 +57,7 @@ class Machine:
     user: str = "$USER"
 
     @classmethod
-    def here(cls) -> Machine:
+    def here(cls) -> EngineHost:
         root = os.geteuid() == 0
         return cls(
             root=root,
@@ -141,20 +141,20 @@ class Probe:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class EngineChoice:
     """The engine, and a line for each one that was passed over."""
 
     engine: Engine
     notes: tuple[str, ...]
 
 
-def probe_all(wanted: str | None = None, machine: Machine | None = None) -> Iterator[Probe]:
+def probe_all(wanted: str | None = None, machine: EngineHost | None = None) -> Iterator[Probe]:
     """Ask each docker, podman and buildah on PATH, or those named ``wanted``, what it can do.
 
     The next one is asked when the next probe is: who needs one engine asks no other.
     """
-    machine = machine or Machine.here()
-    kinds: dict[str, Callable[[Path, Machine], Probe]] = {
+    machine = machine or EngineHost.here()
+    kinds: dict[str, Callable[[Path, EngineHost], Probe]] = {
         "docker": _probe_docker,
         "podman": _probe_podman,
         "buildah": _probe_buildah,
@@ -164,7 +164,7 @@ def probe_all(wanted: str | None = None, machine: Machine | None = None) -> Iter
             yield kinds[name](program, machine)
 
 
-def choose(probes: Iterable[Probe], wanted: str | None, machine: Machine) -> Choice:
+def choose(probes: Iterable[Probe], wanted: str | None, machine: EngineHost) -> EngineChoice:
     """The first program that can build; of the kind ``wanted`` if given.
 
     Raises:
@@ -177,7 +177,7 @@ def choose(probes: Iterable[Probe], wanted: str | None, machine: Machine) -> Cho
             continue
         if probe.engine is not None:
             notes = tuple(f"{other.program} is passed over: {other.why}" for other in passed)
-            return Choice(engine=probe.engine, notes=notes)
+            return EngineChoice(engine=probe.engine, notes=notes)
         passed.append(probe)
     who = wanted or "no container engine"
     can = f"{who} {'cannot' if wanted else 'can'} build here"
@@ -217,7 +217,7 @@ def find(wanted: str | None, *, say: Callable[[str], None], may_install: bool = 
     Raises:
         EngineNotRunningError, NoEngineError: as ``choose`` does.
     """
-    machine = Machine.here()
+    machine = EngineHost.here()
     probes = _until_ready(probe_all(wanted, machine))
     ready = any(probe.engine for probe in probes)
     lacks_buildah = not any(probe.name == "buildah" for probe in probes)
@@ -284,7 +284,7 @@ def _is_known_to_apt(package: str) -> bool:
 
 def install(packages: Sequence[str], *, say: Callable[[str], None]) -> None:
     """Install ``packages`` where that is possible. Raises ToolFailedError when apt-get fails."""
-    if packages and Machine.here().can_install:
+    if packages and EngineHost.here().can_install:
         say(f"installing {' and '.join(packages)} with apt-get")
         _install(*packages)
 
@@ -300,7 +300,7 @@ def _ask(*argv: str | Path, env: Mapping[str, str] | None = None) -> Completed:
     return Completed(argv=tuple(map(str, argv)), returncode=124, stdout="", stderr=why)
 
 
-def _probe_docker(program: Path, machine: Machine) -> Probe:
+def _probe_docker(program: Path, machine: EngineHost) -> Probe:
     answer = _ask(program, "version", "--format", "{{.Client.Version}} {{.Server.Version}}")
     if answer.returncode != 0:
         endpoint = _ask(
@@ -324,7 +324,7 @@ def _probe_docker(program: Path, machine: Machine) -> Probe:
     return Probe(name="docker", program=program, engine=Docker(program, client, buildx=buildx))
 
 
-def _docker_down(program: Path, said: str, endpoint: str, machine: Machine) -> Probe:
+def _docker_down(program: Path, said: str, endpoint: str, machine: EngineHost) -> Probe:
     """What keeps docker's client from its daemon.
 
     Args:
@@ -368,15 +368,15 @@ def _docker_down(program: Path, said: str, endpoint: str, machine: Machine) -> P
     )
 
 
-def _probe_podman(program: Path, machine: Machine) -> Probe:
+def _probe_podman(program: Path, machine: EngineHost) -> Probe:
     return _probe_bud("podman", program, Podman, machine)
 
 
-def _probe_buildah(program: Path, machine: Machine) -> Probe:
+def _probe_buildah(program: Path, machine: EngineHost) -> Probe:
     return _probe_bud("buildah", program, Buildah, machine)
 
 
-def _probe_bud(name: str, program: Path, kind: type[Buildah], machine: Machine) -> Probe:
+def _probe_bud(name: str, program: Path, kind: type[Buildah], machine: EngineHost) -> Probe:
     usage = _ask(program, "build", "--help")
     if usage.returncode == 124:
         return _lacking(name, program, usage.stderr, f"mend {program}, or take it from PATH")

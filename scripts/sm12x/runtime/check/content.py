@@ -20,7 +20,7 @@ COMPILED = (".pyc", ".pyo")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class RecordLine:
     """A line of RECORD. ``digest`` is urlsafe base64 without padding, "" when it has none."""
 
     path: str
@@ -68,7 +68,7 @@ def _record(ledger: Ledger, site: Path, seen: _Digests) -> list[Line]:
     try:
         text = (folders[0] / "RECORD").read_text(encoding="utf-8")
         entries = [
-            Entry(path=path, digest=digest, size=size)
+            RecordLine(path=path, digest=digest, size=size)
             for path, digest, size in csv.reader(text.splitlines())
         ]
     except (OSError, UnicodeDecodeError, ValueError) as error:
@@ -95,7 +95,7 @@ def _listed(ledger: Ledger) -> set[str]:
     return kept | {library.path for library in ledger.libraries}
 
 
-def _entry(entry: Entry, site: Path, seen: _Digests) -> str:
+def _entry(entry: RecordLine, site: Path, seen: _Digests) -> str:
     """What is wrong with a line of RECORD, or ""."""
     if entry.path.endswith(COMPILED):
         return ""

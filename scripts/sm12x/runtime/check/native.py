@@ -28,7 +28,7 @@ Ask = Callable[[str, object, Mapping[str, str | None]], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Driver:
+class LoadedDriver:
     """``path`` is the real driver, None without one; ``env`` is what a probe needs to have one."""
 
     path: str | None
@@ -61,7 +61,7 @@ def prober(scratch: Path) -> Ask:
     return ask
 
 
-def check_driver(places: Places, ask: Ask, ldconfig: str) -> tuple[Driver, list[Line]]:
+def check_driver(places: Places, ask: Ask, ldconfig: str) -> tuple[LoadedDriver, list[Line]]:
     """Which libcuda a program gets here, and that it is not the stand-in.
 
     Args:
@@ -91,7 +91,7 @@ def check_driver(places: Places, ask: Ask, ldconfig: str) -> tuple[Driver, list[
         lines.append(passed(topic, "no libcuda on the default path: the stand-in is used here"))
     old = os.environ.get("LD_LIBRARY_PATH", "")
     paths = f"{folder}:{old}" if old else str(folder)
-    return Driver(path=found, env={} if found else {"LD_LIBRARY_PATH": paths}), lines
+    return LoadedDriver(path=found, env={} if found else {"LD_LIBRARY_PATH": paths}), lines
 
 
 def _same(found: Path, stand_in: Path) -> bool:
@@ -101,7 +101,7 @@ def _same(found: Path, stand_in: Path) -> bool:
         return False
 
 
-def check_modules(ledger: Ledger, places: Places, driver: Driver, ask: Ask) -> list[Line]:
+def check_modules(ledger: Ledger, places: Places, driver: LoadedDriver, ask: Ask) -> list[Line]:
     """Load every library of the ledger, then compare the registered operators with it."""
     topic = "modules"
     question = {
@@ -163,7 +163,7 @@ def _operators(ledger: Ledger, registered: Sequence[str]) -> list[Line]:
     return lines
 
 
-def check_arguments(recipes: Mapping[str, Recipe], driver: Driver, ask: Ask) -> list[Line]:
+def check_arguments(recipes: Mapping[str, Recipe], driver: LoadedDriver, ask: Ask) -> list[Line]:
     """Give every recipe's command to the release's own parser (about 20 s)."""
     topic = "recipes"
     lines, commands, env = [], {}, {}

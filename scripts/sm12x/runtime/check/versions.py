@@ -24,7 +24,7 @@ REBUILD = "rebuild the image; something changed its packages after the build"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Installed:
+class Distribution:
     """One installed distribution. ``requires`` are its requirements as its metadata has them."""
 
     name: str
@@ -32,12 +32,12 @@ class Installed:
     requires: tuple[str, ...] = ()
 
 
-def installed(site: Path) -> dict[str, Installed]:
+def installed(site: Path) -> dict[str, Distribution]:
     """What is installed in ``site``, by canonical name."""
-    found: dict[str, Installed] = {}
+    found: dict[str, Distribution] = {}
     for dist in metadata.distributions(path=[str(site)]):
         name = canonicalize_name(dist.metadata["Name"])
-        found[name] = Installed(
+        found[name] = Distribution(
             name=name, version=dist.version, requires=tuple(dist.requires or ())
         )
     return found
@@ -73,7 +73,7 @@ def locked(path: Path) -> dict[str, str]:
     return pins
 
 
-def check(ledger: Ledger, lock: Path, present: Mapping[str, Installed]) -> list[Line]:
+def check(ledger: Ledger, lock: Path, present: Mapping[str, Distribution]) -> list[Line]:
     """Compare what is installed with the lock and with the ledger."""
     lines = []
     # The lock pins the release; what is installed is this bundle's build of it.
@@ -108,7 +108,7 @@ def check(ledger: Ledger, lock: Path, present: Mapping[str, Installed]) -> list[
 
 
 def _differences(
-    wanted: Mapping[str, str], present: Mapping[str, Installed], where: str
+    wanted: Mapping[str, str], present: Mapping[str, Distribution], where: str
 ) -> list[Line]:
     lines = []
     for name, version in sorted(wanted.items()):
@@ -123,7 +123,7 @@ def _differences(
 
 
 def requirements(
-    packages: Iterable[Installed], overrides: Iterable[OverrideEntry] = ()
+    packages: Iterable[Distribution], overrides: Iterable[OverrideEntry] = ()
 ) -> list[Line]:
     """What `pip check` checks: each package finds what it requires, in a version it accepts.
 

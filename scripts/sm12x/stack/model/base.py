@@ -69,7 +69,7 @@ class Module(Declared):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unit(Declared):
+class UnitCost(Declared):
     """What one file costs to compile: seconds of CPU, GiB at its peak; for those that match.
 
     ``match`` is a glob of the file's path, from its end: "marlin/*bfloat16*.cu".
@@ -98,7 +98,7 @@ class SourceText(Declared):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source(Declared):
+class ThirdPartySource(Declared):
     """A third-party source the release's CMake declares; ``override`` is the variable it reads.
 
     ``stand_in`` are the files, empty ones, that configuring asks for where nothing of the source
@@ -223,12 +223,12 @@ class Base(Declared):
     wheels: Annotated[Mapping[Machine, PinnedFile], Field(alias="wheel")]
     toolchain: Toolchain
     modules: Annotated[tuple[Module, ...], Field(alias="module")]
-    sources: Annotated[tuple[Source, ...], Field(alias="source")]
+    sources: Annotated[tuple[ThirdPartySource, ...], Field(alias="source")]
     image: ImageBase
     disk: Disk
     locks: Annotated[Mapping[Machine, LockSpec], Field(alias="lock")]
     witness: Witness
-    units: Annotated[tuple[Unit, ...], Field(alias="unit")] = ()
+    units: Annotated[tuple[UnitCost, ...], Field(alias="unit")] = ()
     overrides: Annotated[tuple[Override, ...], Field(alias="override")] = ()
     dropped: tuple[Dropped, ...] = ()
 

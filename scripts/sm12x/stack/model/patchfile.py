@@ -44,7 +44,7 @@ _NONE = re.compile(r"^none \(.*\w.*\)$", re.IGNORECASE | re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class MessageFault:
     """Something wrong with a file; ``line`` counts from 1."""
 
     path: Path
@@ -130,7 +130,7 @@ def parse(path: Path) -> Patch:
     return patch
 
 
-def examine(path: Path, *, root: Path | None = None) -> tuple[Patch | None, list[Finding]]:
+def examine(path: Path, *, root: Path | None = None) -> tuple[Patch | None, list[MessageFault]]:
     """Read a patch file and list all that is wrong with it.
 
     Args:
@@ -140,8 +140,8 @@ def examine(path: Path, *, root: Path | None = None) -> tuple[Patch | None, list
         The patch, None where it cannot be read at all, and the findings.
     """
 
-    def fault(line: int, message: str) -> tuple[None, list[Finding]]:
-        return None, [Finding(path=path, line=line, message=message)]
+    def fault(line: int, message: str) -> tuple[None, list[MessageFault]]:
+        return None, [MessageFault(path=path, line=line, message=message)]
 
     try:
         raw = path.read_bytes()
@@ -202,7 +202,7 @@ def examine(path: Path, *, root: Path | None = None) -> tuple[Patch | None, list
         author=author,
     )
     return patch, [
-        Finding(path=path, line=line, message=text)
+        MessageFault(path=path, line=line, message=text)
         for line, text in lint(message, subject_line=subject_line, root=root)
     ]
 

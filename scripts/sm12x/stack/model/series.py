@@ -11,7 +11,7 @@ from sm12x.core import files
 from sm12x.core.errors import BadFileError
 from sm12x.stack.model import patchfile
 from sm12x.stack.model.base import Base
-from sm12x.stack.model.patchfile import Finding, Patch
+from sm12x.stack.model.patchfile import MessageFault, Patch
 
 __all__ = ["Patch", "Stack", "check", "header", "load", "read", "read_id"]
 
@@ -102,7 +102,7 @@ def load(base: Base) -> Stack:
     return Stack(patches=tuple(patches))
 
 
-def check(base: Base, *, root: Path | None) -> list[Finding]:
+def check(base: Base, *, root: Path | None) -> list[MessageFault]:
     """Everything wrong with the series, the folder and the messages; empty when all is well.
 
     Args:
@@ -118,14 +118,16 @@ def check(base: Base, *, root: Path | None) -> list[Finding]:
         wanted = patchfile.file_name(number, patch.subject) if patch is not None else name
         if name != wanted:
             said = f"the file name should be {wanted}: place in the series, then subject"
-            findings.append(Finding(path=path, line=1, message=said))
+            findings.append(MessageFault(path=path, line=1, message=said))
     kept = {name.partition("-")[2]: name for name in names}
     for entry in base.dropped:
         same = kept.get(entry.patch.partition("-")[2])
         if same is not None:
             path = base.folder / "base.toml"
             message = f"[[dropped]] names {entry.patch}, and the series lists {same}: take out one"
-            findings.append(Finding(path=path, line=_line_of(path, entry.patch), message=message))
+            findings.append(
+                MessageFault(path=path, line=_line_of(path, entry.patch), message=message)
+            )
     return findings
 
 
@@ -135,18 +137,18 @@ def _line_of(path: Path, text: str) -> int:
     return next((n for n, line in enumerate(lines, start=1) if text in line), 1)
 
 
-def read(base: Base) -> tuple[list[str], list[Finding]]:
+def read(base: Base) -> tuple[list[str], list[MessageFault]]:
     """The names the series lists, and where it and the folder disagree."""
     path = base.series_path
     try:
         lines = path.read_bytes().decode().split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        return [], [Finding(path=path, line=1, message=f"cannot be read: {error}")]
+        return [], [MessageFault(path=path, line=1, message=f"cannot be read: {error}")]
     names: list[str] = []
-    findings: list[Finding] = []
+    findings: list[MessageFault] = []
 
     def fault(line: int, message: str) -> None:
-        findings.append(Finding(path=path, line=line, message=message))
+        findings.append(MessageFault(path=path, line=line, message=message))
 
     if lines[-1] != "":
         fault(len(lines), "the last line has no newline")
@@ -169,7 +171,7 @@ def read(base: Base) -> tuple[list[str], list[Finding]]:
                 fault(number, f"{line} is listed, and there is no such file")
     listed = set(names)
     findings += [
-        Finding(path=extra, line=1, message="is not listed in the series")
+        MessageFault(path=extra, line=1, message="is not listed in the series")
         for extra in sorted(base.folder.glob("[!.]*.patch"))
         if extra.name not in listed
     ]

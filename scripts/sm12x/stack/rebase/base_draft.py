@@ -23,7 +23,7 @@ from sm12x.core.listing import SDIST, WHEEL, ListedFile
 from sm12x.core.lockfile import Lockfile
 from sm12x.stack.model.base import Base, Dropped, Override
 from sm12x.stack.rebase import release_facts
-from sm12x.stack.rebase.release_facts import DeclaredSource, Facts
+from sm12x.stack.rebase.release_facts import DeclaredSource, ReleaseFacts
 
 # How much of a commit id a pin shows.
 _SHORT = 7
@@ -116,8 +116,8 @@ def release(listed: Iterable[ListedFile], version: str, *, project: str) -> Rele
 def draft(
     base: Base,
     found: Release,
-    source: Facts,
-    before: Facts,
+    source: ReleaseFacts,
+    before: ReleaseFacts,
     *,
     tree: str,
     torch_cuda: str | None,
@@ -296,8 +296,8 @@ def _check_python(base: Base, found: Release, check: list[str]) -> None:
 def _toolchain(
     tools: dict[str, Any],
     base: Base,
-    source: Facts,
-    before: Facts,
+    source: ReleaseFacts,
+    before: ReleaseFacts,
     torch_cuda: str | None,
     check: list[str],
 ) -> None:
@@ -336,7 +336,7 @@ def _toolchain(
 
 
 def _modules(
-    modules: list[dict[str, Any]], source: Facts, before: Facts, check: list[str]
+    modules: list[dict[str, Any]], source: ReleaseFacts, before: ReleaseFacts, check: list[str]
 ) -> list[dict[str, Any]]:
     kept: list[dict[str, Any]] = []
     for module in modules:
@@ -358,7 +358,9 @@ def _modules(
     return kept
 
 
-def _sources(sources: list[dict[str, Any]], found: Facts, check: list[str]) -> list[dict[str, Any]]:
+def _sources(
+    sources: list[dict[str, Any]], found: ReleaseFacts, check: list[str]
+) -> list[dict[str, Any]]:
     declared = {source.override: source for source in found.sources}
     kept: list[dict[str, Any]] = []
     for entry in sources:

@@ -40,7 +40,7 @@ _STOPPED = "refs/sm12x/stopped"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step(Declared):
+class PortStep(Declared):
     """A patch of the old base, by file name; ``commit`` has it there. ``state`` as above."""
 
     name: str
@@ -70,7 +70,7 @@ class Port(Declared):
     folder: Path
     stack: str
     tip: str
-    steps: tuple[Step, ...]
+    steps: tuple[PortStep, ...]
     stop: Stop | None = None
 
     def count(self, *states: str) -> int:
@@ -131,7 +131,7 @@ def start(
         folder=new.folder.absolute(),
         stack=series.load(new).id,
         tip=carried.start,
-        steps=tuple(Step(name=name, commit=carried.commits[name]) for name in names),
+        steps=tuple(PortStep(name=name, commit=carried.commits[name]) for name in names),
     )
     _save(directory, port)
     repository.checkout(port.tip)
@@ -273,7 +273,7 @@ def _advance(directory: Path, repository: Repository, port: Port) -> PortReport:
 
 
 def _stopped(
-    directory: Path, repository: Repository, port: Port, step: Step, merged: merge.Merge
+    directory: Path, repository: Repository, port: Port, step: PortStep, merged: merge.Merge
 ) -> Port:
     """Leave the conflicts of a patch in the tree."""
     repository.checkout(merged.tree)
@@ -373,7 +373,7 @@ def _set_back(repository: Repository, port: Port) -> str:
     return saved
 
 
-def _commit(repository: Repository, step: Step, tree_id: str, parent: str) -> str:
+def _commit(repository: Repository, step: PortStep, tree_id: str, parent: str) -> str:
     name, email, date = repository.author(step.commit)
     who = Signature(name=name, email=email, date=date)
     message = repository.message(step.commit).rstrip("\n") + "\n"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from sm12x.core.declared import Declared
-from sm12x.core.git import Entry, Repository
+from sm12x.core.git import Repository, TreeFile
 
 _REGULAR = ("100644", "100755")
 # Files of one name that are looked at for one that is gone; __init__.py is everywhere.
@@ -115,7 +115,7 @@ def unresolved(text: bytes, markers: Sequence[str]) -> int:
 class _Work:
     """What is found out about one file after the other. ``taken`` and ``decided`` are for stage."""
 
-    def __init__(self, git: Repository, labels: Labels, now: Mapping[str, Entry]) -> None:
+    def __init__(self, git: Repository, labels: Labels, now: Mapping[str, TreeFile]) -> None:
         self._git = git
         self._labels = labels
         self._now = now
@@ -128,7 +128,7 @@ class _Work:
         self.stages: dict[str, tuple[str, str, str]] = {}
         self.rejected: dict[str, bytes] = {}
 
-    def file(self, path: str, before: Entry | None, after: Entry | None, commit: str) -> None:
+    def file(self, path: str, before: TreeFile | None, after: TreeFile | None, commit: str) -> None:
         """Merge one file of ``commit``: ``before`` and ``after`` it, None where there is none."""
         here = self._now.get(path)
         if _same(here, before) or _same(here, after):
@@ -151,7 +151,7 @@ class _Work:
             return
         self._text(path, before, here, after, moved="")
 
-    def _gone(self, path: str, before: Entry, after: Entry | None, commit: str) -> None:
+    def _gone(self, path: str, before: TreeFile, after: TreeFile | None, commit: str) -> None:
         """A file that the release does not have: its change goes where it may have moved to."""
         name = PurePosixPath(path).name
         found = tuple(sorted(p for p in self._now if PurePosixPath(p).name == name))
@@ -164,7 +164,7 @@ class _Work:
         self._text(found[0], before, here, after, moved=moved)
 
     def _text(
-        self, path: str, before: Entry | None, here: Entry, after: Entry, *, moved: str
+        self, path: str, before: TreeFile | None, here: TreeFile, after: TreeFile, *, moved: str
     ) -> None:
         git = self._git
         empty = git.store(b"") if before is None else ""
@@ -204,7 +204,7 @@ class _Work:
         self.conflicts.append(FileConflict(path=path, why=why, candidates=candidates))
 
 
-def _same(one: Entry | None, other: Entry | None) -> bool:
+def _same(one: TreeFile | None, other: TreeFile | None) -> bool:
     if one is None or other is None:
         return one is other
     return (one.mode, one.blob) == (other.mode, other.blob)

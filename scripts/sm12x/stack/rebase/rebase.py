@@ -42,7 +42,7 @@ from sm12x.stack.rebase import (
 from sm12x.stack.rebase.base_draft import Release
 from sm12x.stack.rebase.conflicts import PortReport
 from sm12x.stack.rebase.porting import Carried, CarryReport
-from sm12x.stack.rebase.status import Outcome
+from sm12x.stack.rebase.status import RebaseOutcome
 from sm12x.stack.rebase.verdict import Need
 from sm12x.stack.witness import junit, witness
 from sm12x.stack.worktree import staging, tree
@@ -94,7 +94,7 @@ class RebaseReport:
     stack_id: str
     fates: tuple[Fate, ...]
     to_check: tuple[str, ...]
-    probed: tuple[Outcome, ...] = ()
+    probed: tuple[RebaseOutcome, ...] = ()
     port: PortReport | None = None
     unrun: Sm12xError | None = None
     replaced: Path | None = None
@@ -165,7 +165,7 @@ def rebase(
     root: Path,
     out: Path,
     force: bool,
-    known: Sequence[Outcome],
+    known: Sequence[RebaseOutcome],
     overrides: Sequence[Override],
     run_witnesses: RunWitnesses | None,
     chosen: Sequence[str] | None,
@@ -270,7 +270,7 @@ def _rebase(
     root: Path,
     target: Path,
     force: bool,
-    known: Sequence[Outcome],
+    known: Sequence[RebaseOutcome],
     overrides: Sequence[Override],
     run_witnesses: RunWitnesses | None,
     chosen: Sequence[str] | None,
@@ -313,7 +313,7 @@ def _rebase(
             copy=scratch / GIT,
         )
         fates: list[Fate] = []
-        probed: list[Outcome] = []
+        probed: list[RebaseOutcome] = []
         for result in carried.carried:
             fate = _fate(result, needs[result.patch.name], base, found.version, known)
             if run_witnesses is not None and probe is not None and fate.need.green:
@@ -337,10 +337,10 @@ def _rebase(
     )
 
 
-def outcomes(report: RebaseReport) -> list[Outcome]:
+def outcomes(report: RebaseReport) -> list[RebaseOutcome]:
     """What to record of a rebase."""
     return [
-        Outcome(
+        RebaseOutcome(
             patch=fate.patch.name,
             base=report.source,
             release=report.version,
@@ -449,7 +449,9 @@ def _control_failed(run: witness.Run) -> bool:
     return any(test.guard and test.outcome != junit.PASSED for test in run.tests)
 
 
-def _fate(carried: Carried, said: Need, base: Base, version: str, known: Sequence[Outcome]) -> Fate:
+def _fate(
+    carried: Carried, said: Need, base: Base, version: str, known: Sequence[RebaseOutcome]
+) -> Fate:
     state = status.decide(said.state, carried.state)
     first = ""
     if state == status.UPSTREAM:
@@ -464,7 +466,7 @@ def _since(
     new: Base,
     releases: Sequence[str],
     probe: Probe,
-    probed: list[Outcome],
+    probed: list[RebaseOutcome],
     work: _Work,
 ) -> Fate:
     """The fate with the first release that has the fix, looked for in those nobody has tried."""
@@ -489,7 +491,7 @@ def _since(
             f"could be tried: {why}"
         )
     probed += [
-        Outcome(
+        RebaseOutcome(
             patch=fate.patch.name,
             base=base.version,
             release=version,

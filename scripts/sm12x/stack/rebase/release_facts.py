@@ -46,7 +46,7 @@ class DeclaredSource:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class ReleaseFacts:
     """``targets`` are the extension targets, those of other accelerators left out where it says."""
 
     build_requires: tuple[str, ...] | None
@@ -57,7 +57,7 @@ class Facts:
     files: frozenset[str]
 
 
-def read(tree: Path) -> Facts:
+def read(tree: Path) -> ReleaseFacts:
     """Read what can be read of the untouched source in ``tree``."""
     requires = _build_requires(tree)
     docker = _text(tree / _DOCKERFILE)
@@ -67,7 +67,7 @@ def read(tree: Path) -> Facts:
         for pattern in _CMAKE
         for path in sorted(tree.glob(pattern))
     }
-    return Facts(
+    return ReleaseFacts(
         build_requires=requires,
         torch=pinned("torch", requires or ()),
         cuda=cuda[1] if cuda else None,

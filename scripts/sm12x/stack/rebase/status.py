@@ -45,7 +45,7 @@ _HEAD = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome(Declared):
+class RebaseOutcome(Declared):
     """One patch of ``base`` on ``release``. ``need`` and ``text`` as in verdict.py and porting.py.
 
     ``text`` is "" where only the witnesses were run. ``since`` is the first release known to do it
@@ -71,7 +71,7 @@ class Outcomes(Declared):
     """``status.toml``."""
 
     schema: Literal[1]
-    outcomes: Annotated[tuple[Outcome, ...], Field(alias="outcome")] = ()
+    outcomes: Annotated[tuple[RebaseOutcome, ...], Field(alias="outcome")] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class StatusRow:
     patch: str
     cells: tuple[Cell, ...]
 
@@ -96,7 +96,7 @@ class Row:
 @dataclass(frozen=True, kw_only=True)
 class StatusTable:
     releases: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[StatusRow, ...]
 
 
 def decide(needed: str, text: str) -> str:
@@ -119,7 +119,7 @@ def slug(name: str) -> str:
     return name.removesuffix(".patch").partition("-")[2] or name
 
 
-def read(path: Path) -> tuple[Outcome, ...]:
+def read(path: Path) -> tuple[RebaseOutcome, ...]:
     """The recorded outcomes; none where there is no such file. Raises BadFileError."""
     if not path.is_file():
         return ()
@@ -127,7 +127,7 @@ def read(path: Path) -> tuple[Outcome, ...]:
 
 
 def record(
-    path: Path, fresh: Iterable[Outcome], stacks: Mapping[str, Sequence[str]] | None = None
+    path: Path, fresh: Iterable[RebaseOutcome], stacks: Mapping[str, Sequence[str]] | None = None
 ) -> None:
     """Add outcomes; each takes the place of an older one of its patch, base and release.
 
@@ -150,7 +150,7 @@ def record(
     files.write_text(path, _HEAD + tomltext.dump({"schema": 1, "outcome": entries}))
 
 
-def contradictions(bases: Sequence[Base], outcomes: Sequence[Outcome]) -> list[str]:
+def contradictions(bases: Sequence[Base], outcomes: Sequence[RebaseOutcome]) -> list[str]:
     """Where a base says since when a patch is upstream, and a witness has said otherwise since."""
     found: list[str] = []
     for base in bases:
@@ -170,11 +170,11 @@ def contradictions(bases: Sequence[Base], outcomes: Sequence[Outcome]) -> list[s
     return found
 
 
-def merged(before: Outcome, after: Outcome) -> Outcome:
+def merged(before: RebaseOutcome, after: RebaseOutcome) -> RebaseOutcome:
     """``after``, with what only ``before`` knows."""
     silent = after.need == verdict.UNKNOWN and (before.need != verdict.UNKNOWN or not after.witness)
     need_from = before if silent else after
-    return Outcome(
+    return RebaseOutcome(
         patch=after.patch,
         base=after.base,
         release=after.release,
@@ -186,7 +186,7 @@ def merged(before: Outcome, after: Outcome) -> Outcome:
     )
 
 
-def since(patch: str, release: str, outcomes: Iterable[Outcome]) -> str:
+def since(patch: str, release: str, outcomes: Iterable[RebaseOutcome]) -> str:
     """The first release known to have what ``patch`` does, ``release`` being one that does.
 
     Only as far back as every release that was tried had it.
@@ -204,7 +204,7 @@ def since(patch: str, release: str, outcomes: Iterable[Outcome]) -> str:
     return str(first) if first != Version(release) else release
 
 
-def table(bases: Sequence[Base], outcomes: Sequence[Outcome]) -> StatusTable:
+def table(bases: Sequence[Base], outcomes: Sequence[RebaseOutcome]) -> StatusTable:
     """Patches by release: those of every base, and those that were tried elsewhere."""
     by_release = {base.version: base for base in bases}
     releases = sorted({*by_release, *(o.release for o in outcomes)}, key=Version)
@@ -216,7 +216,7 @@ def table(bases: Sequence[Base], outcomes: Sequence[Outcome]) -> StatusTable:
     for outcome in outcomes:
         names.setdefault(slug(outcome.patch), outcome.patch)
     rows = [
-        Row(
+        StatusRow(
             patch=name,
             cells=tuple(
                 _cell(name, release, by_release.get(release), stacks, outcomes)
@@ -233,7 +233,7 @@ def _cell(
     release: str,
     base: Base | None,
     stacks: dict[str, list[str]],
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[RebaseOutcome],
 ) -> Cell:
     if base is not None:
         if slug(name) in map(slug, stacks[base.version]):
@@ -251,7 +251,7 @@ def _cell(
     return Cell(state=UNKNOWN)
 
 
-def _part(outcome: Outcome) -> str:
+def _part(outcome: RebaseOutcome) -> str:
     match = _RED.match(outcome.witness)
     if match is None:
         return ""

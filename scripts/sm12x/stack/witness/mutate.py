@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sm12x.core.errors import BadFileError
 from sm12x.stack.model.base import Base
-from sm12x.stack.model.patchfile import Finding
+from sm12x.stack.model.patchfile import MessageFault
 from sm12x.stack.model.series import Patch, Stack
 from sm12x.stack.witness import junit, mutations, witness
 from sm12x.stack.witness.mutations import Mutant
@@ -32,7 +32,7 @@ _COMPILED = "SM12X_WITNESS_COMPILED"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class MutantOutcome:
     """What became of a mutant. ``test`` turned red by it; ``said`` is what it, or pytest, said."""
 
     patch: str
@@ -50,8 +50,8 @@ class MutationReport:
 
     base_version: str
     stack_id: str
-    outcomes: tuple[Outcome, ...]
-    findings: tuple[Finding, ...]
+    outcomes: tuple[MutantOutcome, ...]
+    findings: tuple[MessageFault, ...]
 
     def count(self, state: str) -> int:
         return sum(outcome.state == state for outcome in self.outcomes)
@@ -73,7 +73,7 @@ def run(
     seed: int = 0,
     seconds: float = TIME_LIMIT,
     jobs: int = 2,
-    on_outcome: Callable[[Outcome, int], None] | None = None,
+    on_outcome: Callable[[MutantOutcome, int], None] | None = None,
 ) -> MutationReport:
     """Run the witnesses of ``patches`` on each mutation of them, to the first red test.
 
@@ -102,7 +102,7 @@ def run(
             shutil.copytree(patched, untouched, symlinks=True, copy_function=os.link)
         # Files are put in place by a rename: the other names of a hard link keep the old content.
         apply.apply(base, stack, patched, archive=archive)
-        findings: list[Finding] = []
+        findings: list[MessageFault] = []
         if auto:
             mutants = mutations.derived(stack, untouched, patched, count=auto, seed=seed)
         else:
@@ -167,13 +167,13 @@ class _Runner:
         self._env: Mapping[str, str] = {_COMPILED: str(compiled)}
 
     def run(
-        self, mutants: Sequence[Mutant], on_outcome: Callable[[Outcome, int], None] | None
-    ) -> list[Outcome]:
+        self, mutants: Sequence[Mutant], on_outcome: Callable[[MutantOutcome, int], None] | None
+    ) -> list[MutantOutcome]:
         """The outcome of each mutant, in order."""
-        outcomes: dict[int, Outcome] = {}
+        outcomes: dict[int, MutantOutcome] = {}
         waiting = list(enumerate(mutants))
         free = [self._copy(number) for number in range(min(self._jobs, len(mutants)))]
-        running: list[tuple[int, Path, Generator[Outcome | None, None, None]]] = []
+        running: list[tuple[int, Path, Generator[MutantOutcome | None, None, None]]] = []
         try:
             while waiting or running:
                 while waiting and free:
@@ -197,7 +197,7 @@ class _Runner:
                 steps.close()
         return [outcomes[number] for number in range(len(mutants))]
 
-    def confirmed(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+    def confirmed(self, outcomes: Sequence[MutantOutcome]) -> list[MutantOutcome]:
         """``outcomes``, where a test that is red without a mutation counts for nothing."""
         by_file: dict[str, list[str]] = {}
         for outcome in outcomes:
@@ -226,7 +226,7 @@ class _Runner:
             for outcome in outcomes
         ]
 
-    def _steps(self, mutant: Mutant, place: Path) -> Generator[Outcome | None, None, None]:
+    def _steps(self, mutant: Mutant, place: Path) -> Generator[MutantOutcome | None, None, None]:
         """None while the mutant's witnesses run, then its outcome."""
         if mutant.stale:
             yield _outcome(mutant, STALE, "", mutant.stale)
@@ -301,8 +301,8 @@ def _forget(path: Path) -> None:
         compiled.unlink()
 
 
-def _outcome(mutant: Mutant, state: str, test: str, said: str) -> Outcome:
-    return Outcome(
+def _outcome(mutant: Mutant, state: str, test: str, said: str) -> MutantOutcome:
+    return MutantOutcome(
         patch=mutant.patch.name,
         file=mutant.file,
         label=mutant.label,

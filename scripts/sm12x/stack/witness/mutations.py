@@ -21,7 +21,7 @@ from pydantic import Field
 from sm12x.core import declared
 from sm12x.core.declared import Declared
 from sm12x.stack.model.base import Base
-from sm12x.stack.model.patchfile import Finding, Patch
+from sm12x.stack.model.patchfile import MessageFault, Patch
 from sm12x.stack.model.series import Stack
 
 NAME = "mutations.toml"
@@ -100,10 +100,10 @@ def patch_of(stack: Stack, name: str) -> Patch | None:
     return found[0] if len(found) == 1 else None
 
 
-def kept(base: Base, stack: Stack, tree: Path) -> tuple[list[Mutant], list[Finding]]:
+def kept(base: Base, stack: Stack, tree: Path) -> tuple[list[Mutant], list[MessageFault]]:
     """The mutations of ``base`` made on its patched ``tree``, and those that fit no patch."""
     mutants: list[Mutant] = []
-    findings: list[Finding] = []
+    findings: list[MessageFault] = []
     for number, mutation in enumerate(load(base), start=1):
         patch = patch_of(stack, mutation.patch)
         if patch is None:
@@ -124,7 +124,7 @@ def kept(base: Base, stack: Stack, tree: Path) -> tuple[list[Mutant], list[Findi
     return mutants, findings
 
 
-def check(base: Base, stack: Stack, tree: Path | None) -> list[Finding]:
+def check(base: Base, stack: Stack, tree: Path | None) -> list[MessageFault]:
     """What is wrong with the mutations of ``base``: a patch without one, or one that is stale.
 
     A base that keeps none yet has nothing to check; those of this repository have to keep them.
@@ -143,7 +143,7 @@ def check(base: Base, stack: Stack, tree: Path | None) -> list[Finding]:
     ]
     having = {patch.name for entry in entries if (patch := patch_of(stack, entry.patch))}
     findings += [
-        Finding(
+        MessageFault(
             path=path,
             line=1,
             message=f"no mutation shows that a line of {patch.name} is needed",
@@ -155,7 +155,7 @@ def check(base: Base, stack: Stack, tree: Path | None) -> list[Finding]:
         patch = patch_of(stack, entry.patch)
         if patch and entry.by and entry.by.split("::", 1)[0] not in patch.witnesses:
             findings.append(
-                Finding(
+                MessageFault(
                     path=path,
                     line=_line(path, number),
                     message=f"mutation {number}: {entry.by} is no test of a witness of "
@@ -166,7 +166,7 @@ def check(base: Base, stack: Stack, tree: Path | None) -> list[Finding]:
             stale = _made(entry, patch, tree)[1]
             if stale:
                 findings.append(
-                    Finding(
+                    MessageFault(
                         path=path,
                         line=_line(path, number),
                         message=f"mutation {number} is stale: {stale}",
@@ -236,9 +236,9 @@ def _made(mutation: Mutation, patch: Patch, tree: Path) -> tuple[str, str]:
     return text.replace(mutation.find, mutation.replace), ""
 
 
-def _unknown(base: Base, stack: Stack, mutation: Mutation, number: int) -> Finding:
+def _unknown(base: Base, stack: Stack, mutation: Mutation, number: int) -> MessageFault:
     path = base.folder / NAME
-    return Finding(
+    return MessageFault(
         path=path,
         line=_line(path, number),
         message=f"mutation {number}: {mutation.patch!r} is not the beginning of the name "

@@ -17,7 +17,14 @@ from sm12x.core.errors import BadFileError, Sm12xError, ToolMissingError
 from sm12x.stack.model.base import Base
 from sm12x.stack.model.series import Stack
 from sm12x.stack.witness import junit, upstream_tests
-from sm12x.stack.witness.upstream_tests import FileRun, Model, Plan, Report, Result, Suite
+from sm12x.stack.witness.upstream_tests import (
+    FileRun,
+    HubModel,
+    Report,
+    Suite,
+    UpstreamPlan,
+    UpstreamResult,
+)
 from sm12x.stack.witness.witness import BASE, PATCHED, SIDES
 from sm12x.stack.worktree import apply, tree
 
@@ -167,7 +174,7 @@ def run(
     )
 
 
-def listed(suite: Suite, stack: Stack, *, archive: Path, only: Sequence[str] = ()) -> Plan:
+def listed(suite: Suite, stack: Stack, *, archive: Path, only: Sequence[str] = ()) -> UpstreamPlan:
     """What ``run`` would run, without running it."""
     with tempfile.TemporaryDirectory(prefix="sm12x-up-") as name:
         source = Path(name) / BASE
@@ -178,11 +185,11 @@ def listed(suite: Suite, stack: Stack, *, archive: Path, only: Sequence[str] = (
 
 def _judged(
     suite: Suite,
-    plan: Plan,
+    plan: UpstreamPlan,
     runs: Mapping[tuple[str, str], FileRun],
     runner: _Runner,
     on_alone: Callable[[int], None] | None,
-) -> list[Result]:
+) -> list[UpstreamResult]:
     """The verdicts; a test that is worse on the patched tree is run again first, alone."""
     again = {
         file: upstream_tests.differing(runs[file, BASE], runs[file, PATCHED]) for file in plan.files
@@ -414,7 +421,7 @@ class _Batch:
         return FileRun(tests={test.name: test for test in tests}, problem="", detail="")
 
 
-def _hub(folder: Path, models: Sequence[Model]) -> None:
+def _hub(folder: Path, models: Sequence[HubModel]) -> None:
     """Make the folder of downloaded models, as huggingface_hub lays it out, of ``models``."""
     for model in models:
         home = folder / f"models--{model.name.replace('/', '--')}"

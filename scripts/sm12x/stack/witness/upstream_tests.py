@@ -94,7 +94,7 @@ class Cannot(Declared):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source(Declared):
+class UpstreamSource(Declared):
     """What the module names of the tests do not say: of the files that match the globs ``paths``.
 
     ``tests`` are test files that belong to them without naming their module; ``why`` says why there
@@ -107,7 +107,7 @@ class Source(Declared):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model(Declared):
+class HubModel(Declared):
     """A model that the tests ask the hub for: its name there, and the content of config.json.
 
     ``implemented`` ("module:Class") is the release's class for it. Unless it is registered, vLLM
@@ -129,7 +129,7 @@ class Model(Declared):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Environment(Declared):
+class UpstreamEnvironment(Declared):
     """What the tests run in.
 
     ``packages`` are names of the base's lock that the tests import and the witnesses do not;
@@ -153,10 +153,10 @@ class Suite(Declared):
 
     path: Path
     schema: Literal[1]
-    environment: Environment
-    sources: Annotated[tuple[Source, ...], Field(alias="source")] = ()
+    environment: UpstreamEnvironment
+    sources: Annotated[tuple[UpstreamSource, ...], Field(alias="source")] = ()
     cannot: tuple[Cannot, ...] = ()
-    models: Annotated[tuple[Model, ...], Field(alias="model")] = ()
+    models: Annotated[tuple[HubModel, ...], Field(alias="model")] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +169,7 @@ class Touched:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class UpstreamPlan:
     """What is run. ``faults`` is what the data and the release's tests disagree in."""
 
     touched: tuple[Touched, ...]
@@ -177,7 +177,7 @@ class Plan:
     not_run: tuple[Cannot, ...]
     faults: tuple[str, ...]
 
-    def narrowed(self, names: Sequence[str]) -> Plan:
+    def narrowed(self, names: Sequence[str]) -> UpstreamPlan:
         """Only what ``names`` stand for: test files, or changed files and so their tests.
 
         Raises:
@@ -215,7 +215,7 @@ class FileRun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class UpstreamResult:
     """One test on both trees, and the verdict. ``alone`` is what a second run, alone, gave.
 
     ``why`` is the reason of the data for a test that is not green, "" where it gives none.
@@ -242,11 +242,11 @@ class Report:
 
     base_version: str
     stack_id: str
-    plan: Plan
-    results: tuple[Result, ...]
+    plan: UpstreamPlan
+    results: tuple[UpstreamResult, ...]
     stale: tuple[str, ...]
 
-    def of(self, *verdicts: str) -> tuple[Result, ...]:
+    def of(self, *verdicts: str) -> tuple[UpstreamResult, ...]:
         return tuple(result for result in self.results if result.verdict in verdicts)
 
     @property
@@ -334,7 +334,7 @@ def named(path: Path, modules: Modules) -> set[str]:
     return found
 
 
-def plan(suite: Suite, stack: Stack, tree: Path) -> Plan:
+def plan(suite: Suite, stack: Stack, tree: Path) -> UpstreamPlan:
     """Which test files of the untouched ``tree`` belong to the files that ``stack`` changes."""
     paths = sorted({file.path for patch in stack.patches for file in patch.files})
     # A file that the stack adds: the release cannot have a test of it.
@@ -398,7 +398,7 @@ def plan(suite: Suite, stack: Stack, tree: Path) -> Plan:
         if test not in every
     ]
     left = {entry.file for entry in suite.cannot if not entry.run and entry.test == entry.file}
-    return Plan(
+    return UpstreamPlan(
         touched=tuple(touched),
         files=tuple(test for test in every if test not in left and (tree / test).is_file()),
         not_run=tuple(entry for entry in suite.cannot if entry.file in every and not entry.run),
@@ -436,13 +436,13 @@ def judge(
     base: FileRun,
     patched: FileRun,
     alone: Mapping[str, tuple[FileRun, FileRun]],
-) -> list[Result]:
+) -> list[UpstreamResult]:
     """The verdict on each test of ``file``.
 
     Args:
         alone: test -> its second run, alone in a process, on both trees.
     """
-    results: list[Result] = []
+    results: list[UpstreamResult] = []
     for name in _names(base, patched):
         before, after = outcome(base, name), outcome(patched, name)
         again: tuple[str, str] | None = None
@@ -464,7 +464,7 @@ def judge(
                     showing = runs[1]
         test = showing.tests.get(name)
         results.append(
-            Result(
+            UpstreamResult(
                 file=file,
                 test=name,
                 base=before,
@@ -486,7 +486,7 @@ def judge(
     return results
 
 
-def stale(suite: Suite, ran: Iterable[str], results: Sequence[Result]) -> list[str]:
+def stale(suite: Suite, ran: Iterable[str], results: Sequence[UpstreamResult]) -> list[str]:
     """The reasons that the outcomes contradict: the test is green here, or there is no such test.
 
     Args:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sm12x.stack.witness import upstream_tests
-from sm12x.stack.witness.upstream_tests import NEEDS, Plan, Report, Result, Suite
+from sm12x.stack.witness.upstream_tests import NEEDS, Report, Suite, UpstreamPlan, UpstreamResult
 
 
-def listed(plan: Plan, suite: Suite) -> str:
+def listed(plan: UpstreamPlan, suite: Suite) -> str:
     """Which tests belong to which changed file, and which cannot run here, and why."""
     lines: list[str] = []
     for file in plan.touched:
@@ -65,11 +65,11 @@ def report(report: Report) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _results(results: Sequence[Result]) -> list[str]:
+def _results(results: Sequence[UpstreamResult]) -> list[str]:
     """By file; tests of a file that went alike for the same reason share a line."""
     lines: list[str] = []
     file = ""
-    groups: dict[tuple[str, ...], list[Result]] = {}
+    groups: dict[tuple[str, ...], list[UpstreamResult]] = {}
     for result in results:
         worse = result.verdict == upstream_tests.WORSE
         key = (
@@ -94,7 +94,7 @@ def _results(results: Sequence[Result]) -> list[str]:
     return lines
 
 
-def _faults(plan: Plan) -> list[str]:
+def _faults(plan: UpstreamPlan) -> list[str]:
     if not plan.faults:
         return []
     return ["faults of the list of tests:", *(f"  {fault}" for fault in plan.faults), ""]

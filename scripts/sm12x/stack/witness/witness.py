@@ -56,7 +56,7 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Check:
+class WitnessTest:
     """One test of one patch, on both trees.
 
     ``base`` and ``patched`` are its outcomes ("passed", "failed", "error", "skipped", "absent", or
@@ -81,7 +81,7 @@ class Check:
 class WitnessReport:
     base_version: str
     stack_id: str
-    checks: tuple[Check, ...]
+    checks: tuple[WitnessTest, ...]
 
     @property
     def passed(self) -> int:
@@ -368,7 +368,7 @@ def run_on(
     return runs
 
 
-def judge(patch: str, base: Run, patched: Run, known: Witness) -> list[Check]:
+def judge(patch: str, base: Run, patched: Run, known: Witness) -> list[WitnessTest]:
     """Compare a witness's run on the untouched tree with the one on the patched tree.
 
     ``known`` says which tests the untouched tree passes, or fails, unlike that of other releases.
@@ -380,11 +380,11 @@ def judge(patch: str, base: Run, patched: Run, known: Witness) -> list[Check]:
     )
     before = {test.name: test for test in base.tests}
     after = {test.name: test for test in patched.tests}
-    checks: list[Check] = []
+    checks: list[WitnessTest] = []
 
     def whole(reason: str, *, crashed: str = "", detail: str = "") -> None:
         checks.append(
-            Check(
+            WitnessTest(
                 patch=patch,
                 witness=base.witness,
                 test="(the whole witness)",
@@ -422,7 +422,7 @@ def _check(
     before: junit.Test | None,
     after: junit.Test | None,
     guard: bool,
-) -> Check:
+) -> WitnessTest:
     reasons: list[str] = []
     wanted = {BASE: junit.PASSED if guard else junit.FAILED, PATCHED: junit.PASSED}
     detail = ""
@@ -444,7 +444,7 @@ def _check(
         else:
             reasons.append(f"is not there on the {_tree(side)}")
         detail = detail or (test.detail if test else "")
-    return Check(
+    return WitnessTest(
         patch=patch,
         witness=witness,
         test=name,

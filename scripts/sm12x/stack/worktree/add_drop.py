@@ -13,7 +13,7 @@ from sm12x.core.errors import BadFileError, DirtyTreeError
 from sm12x.core.git import Signature
 from sm12x.stack.model import patchfile
 from sm12x.stack.model.base import Base
-from sm12x.stack.model.patchfile import Finding
+from sm12x.stack.model.patchfile import MessageFault
 from sm12x.stack.model.series import Patch, Stack
 from sm12x.stack.worktree import apply, export, tree
 from sm12x.stack.worktree.export import MessageError, RefreshReport
@@ -94,7 +94,7 @@ def new(
     faults = patchfile.lint(parts, subject_line=1, root=root)
     if faults:
         where = Path("message")
-        raise MessageError([Finding(path=where, line=n, message=said) for n, said in faults])
+        raise MessageError([MessageFault(path=where, line=n, message=said) for n, said in faults])
     changes = repository.status()
     left = [line[3:] for line in changes if line.endswith(".rej")]
     if left:

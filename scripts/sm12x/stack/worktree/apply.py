@@ -23,7 +23,7 @@ from sm12x.core.errors import (
     Sm12xError,
     of_system,
 )
-from sm12x.core.git import Entry, Outcome, Repository
+from sm12x.core.git import GitApplied, Repository, TreeFile
 from sm12x.stack.model import diff
 from sm12x.stack.model.base import Base
 from sm12x.stack.model.diff import HunkState
@@ -49,7 +49,7 @@ REST_KEY = "sm12x.rest"
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileConflict:
+class RefusedFile:
     """A file a patch does not fit: how each hunk stands to it, and what git said of it."""
 
     path: str
@@ -71,7 +71,7 @@ class PatchResult:
     subject: str
     state: str
     files: tuple[str, ...]
-    conflicts: tuple[FileConflict, ...] = ()
+    conflicts: tuple[RefusedFile, ...] = ()
     follows: tuple[str, ...] = ()
     said: tuple[str, ...] = ()
 
@@ -262,9 +262,9 @@ def _try(
     )
 
 
-def _conflicts(patch: Patch, git: Repository, outcome: Outcome) -> tuple[FileConflict, ...]:
-    entries: dict[str, Entry] = git.index_entries()
-    found: list[FileConflict] = []
+def _conflicts(patch: Patch, git: Repository, outcome: GitApplied) -> tuple[RefusedFile, ...]:
+    entries: dict[str, TreeFile] = git.index_entries()
+    found: list[RefusedFile] = []
     for file in patch.files:
         entry = entries.get(file.path)
         text = git.text(entry.blob).split("\n") if entry else None
@@ -272,7 +272,7 @@ def _conflicts(patch: Patch, git: Repository, outcome: Outcome) -> tuple[FileCon
         moved = any(offset.path == file.path for offset in outcome.offsets)
         clash = file.added and entry is not None
         if moved or clash or any(state.state != "applies" for state in states):
-            found.append(FileConflict(path=file.path, hunks=states, exists=entry is not None))
+            found.append(RefusedFile(path=file.path, hunks=states, exists=entry is not None))
     return tuple(found)
 
 

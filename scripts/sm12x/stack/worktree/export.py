@@ -17,7 +17,7 @@ from sm12x.core.errors import BadFileError, DirtyTreeError, FindingsError
 from sm12x.core.git import Repository
 from sm12x.stack.model import patchfile, series
 from sm12x.stack.model.base import Base
-from sm12x.stack.model.patchfile import Finding
+from sm12x.stack.model.patchfile import MessageFault
 from sm12x.stack.model.series import Stack
 from sm12x.stack.worktree import apply, tree
 from sm12x.stack.worktree.apply import ApplyReport
@@ -102,7 +102,7 @@ class RefreshReport:
 class MessageError(FindingsError):
     """Commits that cannot be exported; ``findings`` lists all that is wrong with them."""
 
-    def __init__(self, findings: Sequence[Finding]) -> None:
+    def __init__(self, findings: Sequence[MessageFault]) -> None:
         more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
         super().__init__(
             f"{findings[0].path.name}:{findings[0].line}: {findings[0].message}{more}; nothing was "
@@ -349,7 +349,7 @@ def export(repository: Repository, start: str, head: str, *, root: Path | None) 
     """
     commits = repository.commits(start, head)
     exported: dict[str, bytes] = {}
-    findings: list[Finding] = []
+    findings: list[MessageFault] = []
     with tempfile.TemporaryDirectory(prefix="sm12x-export-") as folder:
         done = repository.run(
             *_SETTINGS, "format-patch", *_FORMAT, "--always", "-o", folder, f"{start}..{head}"
@@ -366,10 +366,10 @@ def export(repository: Repository, start: str, head: str, *, root: Path | None) 
                     "the message does not survive as a mail: its first paragraph must be one line, "
                     "and no line may be `---` or begin with `diff --git `"
                 )
-                findings.append(Finding(path=path, line=1, message=fault))
+                findings.append(MessageFault(path=path, line=1, message=fault))
             elif path.name != patchfile.file_name(number, patch.subject):
                 fault = f"git names the file {path.name}, the lint expects another name"
-                findings.append(Finding(path=path, line=1, message=fault))
+                findings.append(MessageFault(path=path, line=1, message=fault))
     if findings:
         raise MessageError(findings)
     return exported
@@ -424,7 +424,7 @@ def leftovers(folder: Path) -> list[Path]:
     )
 
 
-def round_trip(base: Base, stack: Stack, directory: Path) -> tuple[ApplyReport, list[Finding]]:
+def round_trip(base: Base, stack: Stack, directory: Path) -> tuple[ApplyReport, list[MessageFault]]:
     """Apply the stack to ``directory``, export it again, and list the files that differ.
 
     ``directory`` is a fresh unpacked sdist, and is left patched. Raises as ``apply.apply`` does.
@@ -438,7 +438,7 @@ def round_trip(base: Base, stack: Stack, directory: Path) -> tuple[ApplyReport, 
         for patch, result in zip(stack.patches, report.results, strict=True)
         if result.state == apply.APPLIED
     ]
-    findings: list[Finding] = []
+    findings: list[MessageFault] = []
     for patch, content in zip(expected, exported, strict=True):
         old, new = patch.content().split(b"\n"), content.split(b"\n")
         if old == new:
@@ -448,7 +448,7 @@ def round_trip(base: Base, stack: Stack, directory: Path) -> tuple[ApplyReport, 
             min(len(old), len(new)),
         )
         findings.append(
-            Finding(
+            MessageFault(
                 path=patch.path,
                 line=line + 1,
                 message="is not what `sm12x patch refresh` writes; from here it would be "

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from sm12x.core.errors import DISK_FULL, BadFileError, DirtyTreeError, NoSpaceError
-from sm12x.core.git import Entry, Repository
+from sm12x.core.git import Repository, TreeFile
 from sm12x.stack.model.base import Base
 from sm12x.stack.model.series import Stack
 
@@ -75,9 +75,9 @@ def unpack(archive: Path, directory: Path) -> None:
         fresh.rename(directory)
 
 
-def listing(archive: Path) -> dict[str, Entry]:
+def listing(archive: Path) -> dict[str, TreeFile]:
     """The files of an sdist by path, with the ids git would give them, without unpacking it."""
-    found: dict[str, Entry] = {}
+    found: dict[str, TreeFile] = {}
     try:
         with tarfile.open(archive) as tar:
             for member in tar:
@@ -90,7 +90,7 @@ def listing(archive: Path) -> dict[str, Entry]:
                     data, mode = member.linkname.encode(), "120000"
                 else:
                     continue
-                found[path] = Entry(path=path, mode=mode, blob=blob_id(data))
+                found[path] = TreeFile(path=path, mode=mode, blob=blob_id(data))
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
         raise BadFileError(
             f"{archive} cannot be read: {error}",
@@ -145,7 +145,7 @@ def version_of(directory: Path) -> tuple[str, str] | None:
     return fields["Name"], fields["Version"]
 
 
-def compare(has: Mapping[str, Entry], wants: Mapping[str, Entry]) -> Difference:
+def compare(has: Mapping[str, TreeFile], wants: Mapping[str, TreeFile]) -> Difference:
     """How the files ``has`` differ from the files ``wants``."""
     return Difference(
         edited=tuple(sorted(p for p in has.keys() & wants.keys() if has[p] != wants[p])),
@@ -155,7 +155,7 @@ def compare(has: Mapping[str, Entry], wants: Mapping[str, Entry]) -> Difference:
 
 
 def explain(
-    base: Base, stack: Stack, directory: Path, has: Mapping[str, Entry], archive: Path | None
+    base: Base, stack: Stack, directory: Path, has: Mapping[str, TreeFile], archive: Path | None
 ) -> DirtyTreeError:
     """Say, as far as can be known, why a tree is not the untouched source of the base.
 
@@ -198,7 +198,7 @@ def explain(
     )
 
 
-def _progress(stack: Stack, has: Mapping[str, Entry]) -> tuple[list[str], list[str], list[str]]:
+def _progress(stack: Stack, has: Mapping[str, TreeFile]) -> tuple[list[str], list[str], list[str]]:
     """Of the files the stack changes: fully patched, patched part of the way, untouched.
 
     A file that is in none of the states it goes through counts in none: it was edited.

@@ -30,7 +30,7 @@ _TICK = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class CompilerRun:
     """One run of a compiler. ``killed``: by the kernel, for memory; ``alone``: nothing beside it.
 
     ``seconds`` on the clock, ``cpu_seconds`` of it and all it started, ``peak_gib`` of the largest
@@ -55,7 +55,7 @@ class Result:
         return self.status != 0 and not self.again
 
 
-OnResult = Callable[[Result], None]
+OnResult = Callable[[CompilerRun], None]
 # Seconds since each unit that runs was started, by its name.
 OnTick = Callable[[Mapping[str, float]], None]
 
@@ -171,7 +171,7 @@ class Broker:
             self._current[ticket] = unit
             return
         alone = self._scheduler.is_alone(ticket)
-        result = Result(unit=self._current[ticket], alone=alone, **message)
+        result = CompilerRun(unit=self._current[ticket], alone=alone, **message)
         self._scheduler.leave(ticket)
         self._started.pop(ticket, None)
         if result.again:

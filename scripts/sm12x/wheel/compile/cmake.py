@@ -27,7 +27,7 @@ from sm12x.core.errors import (
     ToolFailedError,
     ToolMissingError,
 )
-from sm12x.stack.model.base import Base, Module, Source
+from sm12x.stack.model.base import Base, Module, ThirdPartySource
 from sm12x.wheel.compile import launcher
 from sm12x.wheel.toolchain import arch, cross
 
@@ -282,7 +282,9 @@ def available(base: Base, folder: Path | None) -> frozenset[str]:
     return frozenset(found)
 
 
-def third_party(source: Source, modules: Iterable[Module], real: Path | None, made: Path) -> Path:
+def third_party(
+    source: ThirdPartySource, modules: Iterable[Module], real: Path | None, made: Path
+) -> Path:
     """The folder CMake is given for ``source``: the one in ``real`` where it is compiled.
 
     Where it is not compiled, or is not there, a stand-in in ``made``.

@@ -16,7 +16,7 @@ from sm12x.core import files, process
 from sm12x.core.errors import BuildFailedError, NoSpaceError, Sm12xError, ToolFailedError
 from sm12x.stack.model.base import Base, Module
 from sm12x.wheel.compile import cmake, launcher, schedule
-from sm12x.wheel.compile.broker import Broker, Result
+from sm12x.wheel.compile.broker import Broker, CompilerRun
 from sm12x.wheel.compile.schedule import Scheduler, Unit
 
 # Of a failed unit's log, the last of what the compiler said.
@@ -128,12 +128,12 @@ class _Run:
     results: Path
     on_step: cmake.OnStep | None
     say: Callable[[str], None] | None
-    failed: list[Result] = field(default_factory=list)
+    failed: list[CompilerRun] = field(default_factory=list)
     _expected: float = 60.0
     _taken: float = 60.0
     _elapsed: Mapping[str, float] = field(default_factory=dict)
 
-    def take(self, result: Result) -> None:
+    def take(self, result: CompilerRun) -> None:
         record = {**dataclasses.asdict(result), "unit": result.unit.name}
         with self.results.open("a", encoding="utf-8") as handle:
             handle.write(json.dumps(record, sort_keys=True) + "\n")
@@ -186,7 +186,9 @@ def _tell(log: Path, say: Callable[[str], None] | None) -> None:
             say(f"    {line}")
 
 
-def _failure(result: Result, logs: Path, need_gib: float, settings: cmake.Settings) -> Sm12xError:
+def _failure(
+    result: CompilerRun, logs: Path, need_gib: float, settings: cmake.Settings
+) -> Sm12xError:
     name, source = result.unit.name, result.unit.source
     log = launcher.log_path(logs, name)
     again = shlex.join(_ninja(settings, name))

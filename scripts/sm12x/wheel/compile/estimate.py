@@ -77,7 +77,7 @@ def decide(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class FullStep:
     """``modules`` (paths in the wheel) that a full build compiles beyond quick mode's, where it has
     ``sources`` that are not sure to be had; together with all before it takes ``minutes``.
     """
@@ -96,7 +96,7 @@ class Offer:
     """
 
     figures: str
-    steps: tuple[Step, ...]
+    steps: tuple[FullStep, ...]
     against: str = ""
 
 
@@ -113,7 +113,7 @@ def offer(
     Args:
         sure: the third-party sources that are there whatever the network has.
     """
-    steps: list[Step] = []
+    steps: list[FullStep] = []
     known: set[str] = set()
     every = [source.name for source in base.sources]
     peak = 0.0
@@ -129,7 +129,7 @@ def offer(
         sources = {name for module in added for name in module.sources} - {*sure, *allowed}
         minutes = full_minutes(base, choice.modules, cores=cores, memory_gib=memory_gib)
         paths = tuple(module.path for module in added)
-        steps.append(Step(minutes=minutes, modules=paths, sources=tuple(sorted(sources))))
+        steps.append(FullStep(minutes=minutes, modules=paths, sources=tuple(sorted(sources))))
     if not steps:
         return None
     against = base.toolchain.not_full

@@ -18,7 +18,7 @@ from sm12x.stack.model.base import Base, Module
 from sm12x.wheel import library
 from sm12x.wheel.compile import cmake, compiling
 from sm12x.wheel.source import source_version
-from sm12x.wheel.source.select import Choice, Kept
+from sm12x.wheel.source.select import Kept, ModuleChoice
 from sm12x.wheel.toolchain import arch, cross, cuda_home
 
 RECORD = "native.json"
@@ -67,7 +67,7 @@ def build(
     base: Base,
     source: Path,
     out: Path,
-    choice: Choice,
+    choice: ModuleChoice,
     settings: cmake.Settings,
     *,
     mode: str = "quick",

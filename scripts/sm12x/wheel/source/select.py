@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from sm12x.core import globs
 from sm12x.core.declared import Declared
 from sm12x.core.errors import BuildFailedError, UsageError
-from sm12x.stack.model.base import Base, Module, Source
+from sm12x.stack.model.base import Base, Module, ThirdPartySource
 from sm12x.stack.model.series import Stack
 
 # Where native code and its build description live in the tree. A change anywhere here must reach
@@ -34,7 +34,7 @@ class Kept(Declared):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class ModuleChoice:
     """What is compiled, and what is kept. ``allowed`` are sources to do without (by target)."""
 
     modules: tuple[Module, ...]
@@ -73,7 +73,7 @@ def touched(base: Base, paths: Iterable[str]) -> tuple[Module, ...]:
     return tuple(module for module in base.modules if any(takes(module, path) for path in native))
 
 
-def require_source(base: Base, name: str) -> Source:
+def require_source(base: Base, name: str) -> ThirdPartySource:
     """The third-party source of ``base`` called ``name``. Raises UsageError where none is."""
     declared = {source.name: source for source in base.sources}
     if name not in declared:
@@ -92,7 +92,7 @@ def choose(
     mode: str,
     available: Collection[str] = (),
     allowed: Collection[str] = (),
-) -> Choice:
+) -> ModuleChoice:
     """What to compile of ``base`` when the stack touches ``targets``.
 
     Quick mode takes what the stack touches, if it is cheap; full mode takes all. A module of which
@@ -127,7 +127,7 @@ def choose(
         compiled.append(module)
         if gone:
             without[module.target] = gone
-    return Choice(modules=tuple(compiled), kept=tuple(kept), allowed=without)
+    return ModuleChoice(modules=tuple(compiled), kept=tuple(kept), allowed=without)
 
 
 def for_stack(base: Base, stack: Stack) -> tuple[Module, ...]:

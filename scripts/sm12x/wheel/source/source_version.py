@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 from sm12x.core.errors import BadFileError
-from sm12x.stack.model.base import Source
+from sm12x.stack.model.base import ThirdPartySource
 
 
-def require(source: Source, folder: Path) -> None:
+def require(source: ThirdPartySource, folder: Path) -> None:
     """Raise BadFileError where the files in ``folder`` are of another version than pinned."""
     version = version_of(source, folder)
     if version and version != source.pin:
@@ -19,7 +19,7 @@ def require(source: Source, folder: Path) -> None:
         )
 
 
-def version_of(source: Source, folder: Path) -> str:
+def version_of(source: ThirdPartySource, folder: Path) -> str:
     """The version that the files in ``folder`` say they are, as base.toml pins it; "" if unsaid.
 
     Raises:

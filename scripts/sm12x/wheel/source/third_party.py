@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 
 from sm12x.core import files, index
 from sm12x.core.errors import BadFileError, FetchError, HashMismatchError, UsageError
-from sm12x.stack.model.base import Base, Source
+from sm12x.stack.model.base import Base, ThirdPartySource
 from sm12x.wheel.source import checkout, source_version
 
 # The largest of them, unpacked, with room to spare.
@@ -29,7 +29,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class FoundSource:
     """A source, or why there is none: then ``folder`` is None and ``reason`` a short line.
 
     ``origin`` is "packages", "git" or "given". ``sha256`` is over the names and contents of all
@@ -51,7 +51,7 @@ def collect(
     find_links: Path | None = None,
     given: Mapping[str, Path] | None = None,
     say: Say = lambda _: None,
-) -> dict[str, Found]:
+) -> dict[str, FoundSource]:
     """Find each source of ``base`` that some module is compiled of.
 
     Args:
@@ -73,7 +73,7 @@ def collect(
                 f"{base.version} has no third-party source {name!r}",
                 next_step=f"use one of {', '.join(sorted(used))}",
             )
-    found: dict[str, Found] = {}
+    found: dict[str, FoundSource] = {}
     for source in base.sources:
         if given and source.name in given:
             found[source.name] = _given(source, given[source.name], say)
@@ -94,7 +94,7 @@ def content_hash(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _given(source: Source, folder: Path, say: Say) -> Found:
+def _given(source: ThirdPartySource, folder: Path, say: Say) -> FoundSource:
     if not folder.is_dir() or not any(folder.iterdir()):
         raise BadFileError(
             f"{folder}, given for {source.name}, is not a folder with files",
@@ -121,13 +121,15 @@ def _given(source: Source, folder: Path, say: Say) -> Found:
             say(f"{source.name}: {len(edited)} files of {folder} are not as committed: {some}")
     elif source.commit:
         say(f"{source.name}: {folder} is no git checkout; taken as {source.pin} on trust")
-    return Found(name=source.name, pin=source.pin, folder=folder.resolve(), origin="given")
+    return FoundSource(name=source.name, pin=source.pin, folder=folder.resolve(), origin="given")
 
 
-def _cached(source: Source, cache: Path, find_links: Path | None, say: Say) -> Found:
+def _cached(
+    source: ThirdPartySource, cache: Path, find_links: Path | None, say: Say
+) -> FoundSource:
     origin = "packages" if source.packages else "git" if source.git else ""
     if not origin:
-        return Found(
+        return FoundSource(
             name=source.name,
             pin=source.pin,
             folder=None,
@@ -141,7 +143,7 @@ def _cached(source: Source, cache: Path, find_links: Path | None, say: Say) -> F
     if folder.is_dir() and stamp.is_file():
         digest = stamp.read_text(encoding="ascii").strip()
         if content_hash(folder) == digest:
-            return Found(
+            return FoundSource(
                 name=source.name, pin=source.pin, folder=folder, origin=origin, sha256=digest
             )
         say(f"{source.name}: {folder} was changed since it was collected; made anew")
@@ -163,10 +165,12 @@ def _cached(source: Source, cache: Path, find_links: Path | None, say: Say) -> F
         made.rename(folder)
         say(f"{source.name} {source.pin}: from {origin}")
     except FetchError as error:
-        return Found(name=source.name, pin=source.pin, folder=None, reason=error.message)
+        return FoundSource(name=source.name, pin=source.pin, folder=None, reason=error.message)
     finally:
         shutil.rmtree(made, ignore_errors=True)
-    return Found(name=source.name, pin=source.pin, folder=folder, origin=origin, sha256=digest)
+    return FoundSource(
+        name=source.name, pin=source.pin, folder=folder, origin=origin, sha256=digest
+    )
 
 
 def _age(folder: Path) -> None:
@@ -175,7 +179,7 @@ def _age(folder: Path) -> None:
         os.utime(path, (files.DATE, files.DATE), follow_symlinks=False)
 
 
-def _unpack(source: Source, folder: Path, cache: Path, find_links: Path | None) -> None:
+def _unpack(source: ThirdPartySource, folder: Path, cache: Path, find_links: Path | None) -> None:
     for package in source.packages:
         wheel = index.fetch(
             package.project, package.name, package.sha256, cache=cache, find_links=find_links
