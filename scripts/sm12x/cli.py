@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import signal
@@ -13,6 +12,7 @@ from typing import NoReturn
 import click
 
 from sm12x import __version__
+from sm12x.core import text as texts
 from sm12x.core.errors import EXIT_CODES, INTERRUPTED, Sm12xError, of_system
 
 # verb -> one line for `sm12x --help`; the command object is `command` in sm12x.commands.<verb>.
@@ -50,9 +50,7 @@ class Verbs(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and not args[0].startswith("-") and args[0] not in VERBS:
-            near = difflib.get_close_matches(args[0], VERBS, n=1)
-            hint = f" Perhaps you meant {near[0]!r}?" if near else ""
-            ctx.fail(f"No such verb {args[0]!r}.{hint}")
+            ctx.fail(f"No such verb {args[0]!r}{texts.perhaps(args[0], VERBS)}.")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -309,7 +309,7 @@ def test_huge_pages_off_and_little_shared_memory(tmp_path: Path) -> None:
     found = findings(machine)
     assert severity(found, "memory.huge-pages") == WARN
     assert severity(found, "memory.shm") == WARN
-    assert "64 MiB" in found["memory.shm"][0].seen
+    assert "64.0 MiB" in found["memory.shm"][0].seen
 
 
 def test_trouble_in_the_kernel_log(tmp_path: Path) -> None:

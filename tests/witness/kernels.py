@@ -206,24 +206,10 @@ def _load(tree: Path) -> Gpu:
     utils: Any = importlib.import_module("vllm.triton_utils")
     assert utils.HAS_TRITON, "vLLM does not use Triton"
     gpu = Gpu(Platform, library)
-    _repair_interpreter()
+    # Mends the interpreter as it is imported.
+    importlib.import_module("tests.witness.portable.interpreter")
     importlib.import_module("triton").runtime.driver.set_active(_driver(gpu, Platform))
     return gpu
-
-
-def _repair_interpreter() -> None:
-    """Let Triton 3.6's interpreter take its scalars, arrays of one value, as loop bounds.
-
-    NumPy 2.4 makes no int of an array that has dimensions.
-    """
-    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
-    patch = interpreter._patch_lang_tensor
-
-    def patch_and_repair(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patch_and_repair
 
 
 class KernelProcess:

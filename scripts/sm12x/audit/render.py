@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import posixpath
-import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from sm12x.audit.model import (
@@ -28,9 +25,10 @@ from sm12x.audit.model import (
     compiles_on,
 )
 from sm12x.audit.policy import Judgement
+from sm12x.core import text as texts
 from sm12x.core.cudaarch import CudaArch
 
-WIDTH = 100
+WIDTH = texts.WIDTH
 _MIB = 1024**2
 # Names of libraries without device code that are worth listing; an image has hundreds.
 _LISTED = 12
@@ -92,27 +90,31 @@ def text(
     host = [entry for entry in audit.libraries if not _is_shown(entry)]
     size = sum(library.size for library in audit.libraries) / _MIB
     parts = [
-        f"{audit.subject}: {_number(len(audit.libraries), 'library', 'libraries')}, "
+        f"{audit.subject}: {texts.counted(len(audit.libraries), 'library')}, "
         f"{size:.0f} MiB; {len(shown)} with device code"
     ]
     if shown:
         rows = _rows(shown)
-        parts.append(_draw(_code(rows, devices), width))
-        parts.append(_draw(_runs(rows, devices), width))
-        parts.append("\n".join(_wrap(_total(shown, device), width) for device in devices))
+        parts.append(texts.draw(_code(rows, devices), width))
+        parts.append(texts.draw(_runs(rows, devices), width))
+        parts.append("\n".join(_sentence(_total(shown, device), width) for device in devices))
         parts.append(_meaning(shown, devices, width))
     if host:
-        parts.append(_wrap(f"No device code: {names([entry.path for entry in host])}", width))
+        parts.append(
+            _sentence(
+                f"No device code: {texts.first_of([entry.path for entry in host], _LISTED)}", width
+            )
+        )
     faults = [f"{entry.path}: {fault}" for entry in audit.libraries for fault in entry.unknown]
     if faults:
-        parts.append("\n".join(["Could not be read:", *_bullets(faults, width)]))
+        parts.append("\n".join(["Could not be read:", *texts.bullets(faults, width)]))
     unloadable = [f"{entry.path}: {entry.unloadable}" for entry in shown if entry.unloadable]
     if unloadable:
-        parts.append("\n".join(["Cannot be loaded:", *_bullets(unloadable, width)]))
+        parts.append("\n".join(["Cannot be loaded:", *texts.bullets(unloadable, width)]))
     own = [entry.path for entry in shown if entry.embedded]
     if own:
         told = "Picks among pieces of code and loads them itself, each counted as a unit"
-        parts.append(_wrap(f"{told}: {names(own)}", width))
+        parts.append(_sentence(f"{told}: {texts.first_of(own, _LISTED)}", width))
     if judgement is not None:
         parts.append(_judged(judgement, width))
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
@@ -157,11 +159,11 @@ def _code(rows: Sequence[_Row], devices: Sequence[Device]) -> Table:
         table.add_column("PTX\nolder", justify="right", no_wrap=True)
     if any(lto):
         table.add_column("LTO-IR", justify="right", no_wrap=True)
-    for row, code, texts, linked in zip(rows, cubins, ptx, lto, strict=True):
+    for row, code, found, linked in zip(rows, cubins, ptx, lto, strict=True):
         family = [code[name] for name in targets] or [0]
-        numbers = [*family, code.total() - sum(family), *(texts[name] for name in named or ["-"])]
+        numbers = [*family, code.total() - sum(family), *(found[name] for name in named or ["-"])]
         if named != virtual:
-            numbers.append(texts.total() - sum(texts[name] for name in named))
+            numbers.append(found.total() - sum(found[name] for name in named))
         if any(lto):
             numbers.append(linked)
         table.add_row(row.path[len(folder) :], f"{row.size / _MIB:.1f}", *map(_dash, numbers))
@@ -214,10 +216,10 @@ def _total(libraries: Sequence[LibraryAudit], device: Device) -> str:
     for entry in libraries:
         total.update(entry.units_on(device))
     unread = sum(bool(entry.unknown) for entry in libraries)
-    rest = f"; {_number(unread, 'library', 'libraries')} could not be read" if unread else ""
+    rest = f"; {texts.counted(unread, 'library')} could not be read" if unread else ""
     lto = f", {total[LTO]} if linked at run time" if total[LTO] else ""
     return (
-        f"On {device}: of {_number(sum(total.values()), 'translation unit', 'translation units')} "
+        f"On {device}: of {texts.counted(sum(total.values()), 'translation unit')} "
         f"{total[NATIVE]} run natively, {total[PTX]} through PTX{lto}, {total[NONE]} not at all"
         f"{rest}."
     )
@@ -235,7 +237,7 @@ def _meaning(libraries: Sequence[LibraryAudit], devices: Sequence[Device], width
         }
     seen.discard(HOST)
     return "\n".join(
-        _wrap(f"{verdict:<9}{meaning}", width, indent=9)
+        texts.paragraph(meaning, width, first=f"{verdict:<9}", rest=" " * 9)
         for verdict, meaning in _MEANING.items()
         if verdict in seen
     )
@@ -243,22 +245,26 @@ def _meaning(libraries: Sequence[LibraryAudit], devices: Sequence[Device], width
 
 def _judged(judgement: Judgement, width: int) -> str:
     if judgement.offenders:
-        number = _number(len(judgement.offenders), "finding", "findings")
+        number = texts.counted(len(judgement.offenders), "finding")
         lines = [f"Policy `{judgement.policy}`: not met, {number}:"]
-        lines += _bullets(_findings(judgement), width)
+        lines += texts.bullets(_findings(judgement), width)
         if any(offender.about_units for offender in judgement.offenders):
-            lines.append(_wrap(_NO_FAILURE, width))
+            lines.append(_sentence(_NO_FAILURE, width))
     else:
         lines = [f"Policy `{judgement.policy}`: passed."]
     if judgement.unasked:
         told = (
             "No ledger is with it: every library counts as the official one (--ledger names one)."
         )
-        lines.append(_wrap(told, width))
+        lines.append(_sentence(told, width))
     if judgement.accepted:
         lines.append("Accepted though not native throughout:")
-        lines += _bullets(
-            (f"{names(entry.paths)}: {entry.reason}" for entry in judgement.accepted), width
+        lines += texts.bullets(
+            (
+                f"{texts.first_of(entry.paths, _LISTED)}: {entry.reason}"
+                for entry in judgement.accepted
+            ),
+            width,
         )
     return "\n".join(lines)
 
@@ -272,7 +278,7 @@ def _findings(judgement: Judgement) -> list[str]:
         where = f" on {offender.device}" if offender.device else ""
         groups.setdefault((where, offender.message), []).append(offender.path)
     return [
-        f"{_number(len(paths), 'file', 'files')}{where}: {message}: {names(paths, _FEW)}"
+        f"{texts.counted(len(paths), 'file')}{where}: {message}: {texts.first_of(paths, _FEW)}"
         if len(paths) > 1
         else f"{paths[0]}{where}: {message}"
         for (where, message), paths in groups.items()
@@ -290,33 +296,9 @@ def _table(title: str) -> Table:
     )
 
 
-def _draw(table: Table, width: int) -> str:
-    out = io.StringIO()
-    console = Console(
-        file=out, width=width, color_system=None, highlight=False, markup=False, emoji=False
-    )
-    console.print(table)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
-
-
 def _dash(number: int) -> str:
     return str(number) if number else "-"
 
 
-def _number(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
-
-
-def names(paths: Sequence[str], listed: int = _LISTED) -> str:
-    """The paths, or the first of them and how many more there are."""
-    if len(paths) <= listed:
-        return ", ".join(paths)
-    return f"{', '.join(paths[:listed])} and {len(paths) - listed} more"
-
-
-def _wrap(sentence: str, width: int, *, indent: int = 2) -> str:
-    return textwrap.fill(sentence, width, subsequent_indent=" " * indent, break_on_hyphens=False)
-
-
-def _bullets(sentences: Iterable[str], width: int) -> list[str]:
-    return [_wrap(f"- {sentence}", width) for sentence in sentences]
+def _sentence(words: str, width: int) -> str:
+    return texts.paragraph(words, width, rest="  ")

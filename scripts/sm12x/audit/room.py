@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from sm12x.core import text
 from sm12x.core.errors import NoSpaceError
 
-_GIB = 1024**3
 _BLOCK = 1 << 20
 
 
@@ -49,11 +49,11 @@ def unpacked(handle: IO[bytes], head: bytes, size: int, name: str) -> Iterator[m
     """
     free = available()
     if size > free:
-        raise no_memory(f"{name} unpacks to {size / _GIB:.1f} GiB, {free / _GIB:.1f} GiB are free")
+        raise no_memory(f"{name} unpacks to {text.size(size)}, {text.size(free)} are free")
     try:
         data = mmap.mmap(-1, size)
     except (OSError, OverflowError, ValueError):
-        raise no_memory(f"{name} unpacks to {size / _GIB:.1f} GiB") from None
+        raise no_memory(f"{name} unpacks to {text.size(size)}") from None
     # Pages go back to the system at once, which a heap would keep.
     with data:
         data.write(head[:size])

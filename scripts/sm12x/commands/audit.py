@@ -17,6 +17,7 @@ from sm12x import layout
 from sm12x.audit import images, policy, render, report, room, scan
 from sm12x.audit.model import DEVICES, Audit, Device
 from sm12x.core import files, progress
+from sm12x.core import text as texts
 from sm12x.core.errors import BadFileError, FindingsError
 from sm12x.stack.model import base as bases
 from sm12x.wheel import ledger
@@ -128,7 +129,7 @@ def _report(
         )
         raise FindingsError(
             f"{audit.subject} does not meet the policy `{judgement.policy}`: "
-            f"{render.names(offenders, 6)}",
+            f"{texts.first_of(offenders, 6)}",
             next_step=f"the report with each reason {where}; {step}",
         )
 
@@ -160,18 +161,18 @@ def _release(path: Path) -> str | None:
     By its metadata: a file's name is whatever somebody gave it. None for anything else, damaged
     wheels included: reading them says what is wrong.
     """
-    texts: list[str] = []
+    metadata: list[str] = []
     try:
         if path.is_dir():
-            texts = [found.read_text(encoding="utf-8") for found in path.glob(_METADATA)]
+            metadata = [found.read_text(encoding="utf-8") for found in path.glob(_METADATA)]
         elif path.is_file() and zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
                 for info in archive.infolist():
                     name = PurePosixPath(info.filename)
                     if len(name.parts) == 2 and name.match(_METADATA):
                         with archive.open(info) as handle:
-                            texts.append(handle.read(_METADATA_BYTES).decode("utf-8", "replace"))
-        for text in texts:
+                            metadata.append(handle.read(_METADATA_BYTES).decode("utf-8", "replace"))
+        for text in metadata:
             said = email.parser.Parser().parsestr(text, headersonly=True)
             if canonicalize_name(str(said["Name"])) == _PROJECT:
                 return Version(str(said["Version"])).public

@@ -6,7 +6,7 @@ import click
 
 from sm12x import layout
 from sm12x.commands.patchoptions import JSON, print_json
-from sm12x.core import files
+from sm12x.core import text
 from sm12x.core.errors import BadFileError
 from sm12x.stack.model import base as bases
 from sm12x.stack.witness import witness
@@ -33,9 +33,9 @@ def list_command(as_json: bool) -> None:
         print_json([_data(one) for one in found])
         return
     for one in found:
-        click.echo(f"{one.size / files.GIB:6.1f} GiB  {_use(one)}  {one.path}")
-    total = sum(one.size for one in found) / files.GIB
-    click.echo(f"{total:6.1f} GiB in {len(found)} environments")
+        click.echo(f"{text.size(one.size):>10}  {_use(one)}  {one.path}")
+    total = text.size(sum(one.size for one in found))
+    click.echo(f"{total:>10}  in {text.counted(len(found), 'environment')}")
 
 
 @command.command("clear")
@@ -56,7 +56,7 @@ def clear_command(everything: bool, dry_run: bool, as_json: bool) -> None:
             witness.remove(one)
         if not as_json:
             verb = "would delete" if dry_run else "deleted"
-            click.echo(f"{verb} {one.path} ({one.size / files.GIB:.1f} GiB)")
+            click.echo(f"{verb} {one.path} ({text.size(one.size)})")
     if as_json:
         print_json([_data(one) for one in gone])
     elif not gone:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import shutil
 from pathlib import Path
 
 import click
 
 from sm12x import layout
+from sm12x.core import text
 from sm12x.core.errors import FindingsError, UsageError
 from sm12x.doctor import checks, collect, knowledge, render, report
 from sm12x.doctor.host import Host
@@ -58,8 +58,7 @@ def command(
         )
     known = knowledge.load()
     if check is not None and check not in known.checks:
-        near = difflib.get_close_matches(check, known.checks, n=1)
-        hint = repr(near[0]) if near else f"one of {', '.join(known.checks)}"
+        hint = text.near(check, known.checks) or f"one of {', '.join(known.checks)}"
         raise UsageError(f"there is no check {check!r}", next_step=f"write {hint}")
     facts = collect.facts(
         Host(),
@@ -100,8 +99,7 @@ def _findings(facts: HostFacts, known: knowledge.Knowledge, recipe: str | None) 
     if not path.is_file():
         names = [found.stem for found in sorted(layout.recipes().glob("*.yaml"))]
         if recipe not in names:
-            near = difflib.get_close_matches(recipe, names, n=1)
-            hint = repr(near[0]) if near else f"one of {', '.join(names)}"
+            hint = text.near(recipe, names) or f"one of {', '.join(names)}"
             raise UsageError(
                 f"there is no recipe {recipe!r}", next_step=f"write {hint}, or the path of a file"
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib.util
 import json
 import shlex
@@ -14,7 +13,7 @@ from typing import Any
 import click
 
 from sm12x import layout, plan
-from sm12x.core import files
+from sm12x.core import files, text
 from sm12x.core.errors import BadFileError, FindingsError, Sm12xError, UsageError
 from sm12x.core.progress import spinner
 from sm12x.deploy import compose, docker, llamaswap, nomad, shell
@@ -323,12 +322,10 @@ def _path(name: str) -> Path:
     if path.is_file():
         return path
     known = [path.stem for path in layout.recipes().glob("*.yaml")]
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    near = text.near(name, known, cutoff=0.5, shown=3)
     raise UsageError(
         f"there is no recipe {name!r}",
-        next_step=f"perhaps you meant {' or '.join(near)}"
-        if near
-        else "`sm12x recipe list` has the names",
+        next_step=f"perhaps you meant {near}" if near else "`sm12x recipe list` has the names",
     )
 
 

@@ -7,7 +7,6 @@ where a key is not known.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 import re
@@ -18,6 +17,7 @@ from typing import Annotated, Any, ClassVar, TypeVar, cast
 
 from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 
+from sm12x.core import text
 from sm12x.core.errors import BadFileError
 
 T = TypeVar("T")
@@ -158,8 +158,7 @@ def _told(fault: Mapping[str, Any], where: list[Any], kind: Any) -> str:
         case "missing" | "missing_argument" | "missing_keyword_only_argument":
             return f"{key} is missing"
         case unknown if unknown in _UNKNOWN:
-            near = difflib.get_close_matches(str(where[-1]), _keys(kind), n=1)
-            return f"{key} is not a known key" + (f"; perhaps you meant {near[0]}" if near else "")
+            return f"{key} is not a known key{text.perhaps(str(where[-1]), _keys(kind))}"
         case "literal_error":
             return f"{key} is {value!r}, and not {context['expected']}"
         case "value_error" if isinstance(context["error"], KeyFaultError):

@@ -6,6 +6,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from sm12x.core import text as texts
 from sm12x.doctor.knowledge import KnownCheck
 from sm12x.doctor.model import (
     BAD,
@@ -19,7 +20,7 @@ from sm12x.doctor.model import (
     Unseen,
 )
 
-WIDTH = 100
+WIDTH = texts.WIDTH
 # A narrower terminal gets lines that wrap by themselves.
 NARROWEST = 60
 # Severities whose findings are told in full.
@@ -61,15 +62,15 @@ def explain(
 ) -> str:
     """All about one check, and what was found here."""
     width = max(width, NARROWEST)
-    lines = [f"{name}: {check.title}", "", textwrap.fill(check.why, width)]
+    lines = [f"{name}: {check.title}", "", texts.paragraph(check.why, width)]
     if check.sources:
-        lines += ["", "Sources", *_bullets(check.sources, width)]
+        lines += ["", "Sources", *texts.bullets(check.sources, width, indent=2)]
     for finding in findings:
         lines += ["", *_labelled(f"Here ({_WORDS[finding.severity]})", finding.seen, width)]
         if finding.why != check.why:
             lines += _labelled("  why", finding.why, width)
         if finding.sources != check.sources:
-            lines += ["  sources", *_bullets(finding.sources, width, indent=4)]
+            lines += ["  sources", *texts.bullets(finding.sources, width, indent=4)]
         lines += [f"  $ {command}" for command in finding.fix]
     if not findings:
         lines += ["", "Nothing here concerns it."]
@@ -83,7 +84,7 @@ def _head(facts: HostFacts, findings: Sequence[Diagnosis], width: int) -> str:
     driver = facts.driver.version
     version = "driver not seen" if isinstance(driver, Unseen) else f"driver {driver}"
     first = f"{facts.machine.name}, kernel {facts.machine.kernel}, {version}{where}"
-    return "\n".join([*textwrap.wrap(first, width), *textwrap.wrap(", ".join(told), width)])
+    return "\n".join([texts.paragraph(first, width), texts.paragraph(", ".join(told), width)])
 
 
 def _table(findings: Sequence[Diagnosis], width: int, paint: Paint) -> str:
@@ -111,23 +112,4 @@ def _full(finding: Diagnosis, width: int, paint: Paint) -> str:
 
 
 def _labelled(label: str, words: str, width: int) -> list[str]:
-    first = f"{label:<7} "
-    return textwrap.wrap(
-        words,
-        width,
-        initial_indent=first,
-        subsequent_indent=" " * 8,
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
-
-
-def _bullets(sentences: Sequence[str], width: int, *, indent: int = 2) -> list[str]:
-    pad = " " * indent
-    return [
-        line
-        for sentence in sentences
-        for line in textwrap.wrap(
-            sentence, width, initial_indent=f"{pad}- ", subsequent_indent=f"{pad}  "
-        )
-    ]
+    return [texts.paragraph(words, width, first=f"{label:<7} ", rest=" " * 8)]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from sm12x.core import text as texts
 from sm12x.plan import Plan
 from sm12x.plan.budget import (
     BUDGET,
@@ -55,12 +54,8 @@ _LETTERS = "ABCDEF"
 
 def text(plan: Plan, *, width: int = WIDTH) -> str:
     """The whole plan: verdict, bars, combinations, host memory, sources, cuts and warnings."""
-    buffer = io.StringIO()
-    console = Console(file=buffer, width=width, color_system=None, emoji=False, highlight=False)
-
-    def say(line: str = "") -> None:
-        console.print(line, markup=False)
-
+    page = texts.Page(width)
+    say = page.add
     hardware = plan.hardware
     names = [server.name for server in plan.servers]
     letters = dict(zip(names, _LETTERS, strict=False)) if len(names) > 1 else {}
@@ -74,18 +69,18 @@ def text(plan: Plan, *, width: int = WIDTH) -> str:
     for row in plan.needed:
         say()
         say(_who(row, letters))
-        console.print(_bars(row.budget, letters))
+        say(_bars(row.budget, letters))
         for one in row.budget.inside:
             say(f"  {inside(one)}")
     if letters:
         say()
-        console.print(_matrix(plan.rows, letters))
+        say(_matrix(plan.rows, letters))
     else:
         say()
     say(host_line(plan.host, letters, unified=hardware.unified))
     say()
     say("terms, GiB on one GPU:")
-    console.print(_sources(plan, letters))
+    say(_sources(plan, letters))
     lines = [f"cut: {line}" for line in plan.cuts]
     lines += [
         f"cut: {server.name} needs {server.gpus} GPUs of one machine, there are {hardware.gpus}"
@@ -96,7 +91,7 @@ def text(plan: Plan, *, width: int = WIDTH) -> str:
         say()
     for line in lines:
         say(line)
-    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
+    return page.text
 
 
 def verdict(plan: Plan) -> str:
@@ -223,7 +218,7 @@ def _sources(plan: Plan, letters: Mapping[str, str]) -> Table:
     kept.sort(key=lambda term: (names.index(term.of), _ORDER.index(term.name)))
     for found in kept:
         if isinstance(found, Term):
-            cells = (str(found.amount), found.basis, _escape(found.source))
+            cells = (str(found.amount), found.basis, found.source)
         else:
             cells = ("?", "unknown", "nobody has measured or computed it")
         table.add_row(_label(found, letters), *cells)
@@ -286,15 +281,12 @@ def share(value: float) -> str:
 
 def table(rows: Iterable[Sequence[str]], *, width: int = OVERVIEW) -> str:
     """Many plans, a row each."""
-    buffer = io.StringIO()
-    console = Console(file=buffer, width=width, color_system=None, emoji=False, highlight=False)
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for number, name in enumerate(HEADER):
         made.add_column(name, no_wrap=number < 4)
     for row in rows:
-        made.add_row(*(_escape(cell) for cell in row))
-    console.print(made)
-    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
+        made.add_row(*row)
+    return texts.draw(made, width) + "\n"
 
 
 def data(plan: Plan) -> dict[str, Any]:
@@ -333,8 +325,3 @@ def signed(amount: Amount) -> str:
 
 def _over(margin: Amount) -> str:
     return str(Amount(low=max(0.0, -margin.high), high=-margin.low))
-
-
-def _escape(value: str) -> str:
-    """Square brackets are markup to rich."""
-    return value.replace("[", r"\[")

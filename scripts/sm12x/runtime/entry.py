@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -11,7 +10,7 @@ from typing import NoReturn
 
 import click
 
-from sm12x.core import process
+from sm12x.core import process, text
 from sm12x.core.errors import INTERRUPTED, FindingsError, Sm12xError, UsageError
 from sm12x.recipes import load
 from sm12x.recipes.model import Recipe
@@ -72,11 +71,11 @@ def dispatch(
     if process.which(first):
         replace([first, *rest], env=serve.identity(os.environ))
     known = [*WORDS, *_names(places)]
-    near = difflib.get_close_matches(first, known, n=1, cutoff=0.5)
+    near = text.near(first, known, cutoff=0.5)
     if first.startswith("-"):
         step = f"vLLM's own arguments go after a recipe's name and --: RECIPE -- {first}"
     elif near:
-        step = f"perhaps you meant {near[0]}"
+        step = f"perhaps you meant {near}"
     else:
         step = "run the image without an argument to see what it can do"
     raise UsageError(f"{first!r} is no recipe, no verb and no program here", next_step=step)
@@ -99,10 +98,10 @@ def _show(rest: Sequence[str], places: Places) -> int:
     for word in rest:
         recipe = _recipe(word, places)
         if recipe is None:
-            near = difflib.get_close_matches(word, _names(places), n=1, cutoff=0.5)
+            near = text.near(word, _names(places), cutoff=0.5)
             raise UsageError(
                 f"there is no recipe {word!r}",
-                next_step=f"perhaps you meant {near[0]}" if near else "`recipes` lists them",
+                next_step=f"perhaps you meant {near}" if near else "`recipes` lists them",
             )
         click.echo(about.recipe_text(recipe, _image(places)))
     return 0

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 import time
 
+from sm12x.core.text import counted
 from sm12x.doctor.knowledge import Knowledge
 from sm12x.doctor.model import INFO, OK, UNKNOWN, WARN, Cache, Diagnosis, HostFacts, Image, Unseen
-from sm12x.doctor.words import some
 
 
 def stale(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
@@ -30,7 +30,7 @@ def stale(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
 
 def _compare(cache: Cache, image: Image, built: float, known: Knowledge) -> Diagnosis:
     name = "cache.stale"
-    about = f"{cache.kind}: {some(cache.files, 'file')} in {cache.path}"
+    about = f"{cache.kind}: {counted(cache.files, 'file')} in {cache.path}"
     release = image.versions.get("flashinfer-python", "")
     if cache.kind == "flashinfer" and cache.versions and release:
         # FlashInfer keeps its releases apart, so those of another are dead weight, not a danger.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
+from sm12x.core.text import counted
 from sm12x.doctor.knowledge import Knowledge
 from sm12x.doctor.model import BAD, INFO, OK, UNKNOWN, WARN, Diagnosis, HostFacts, Unseen
-from sm12x.doctor.words import some
 
 # The image's CUDA where no ledger says it.
 _TOOLKIT = "13"
@@ -28,7 +28,9 @@ def answers(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
             return [known.finding(name, BAD, seen, fix=("nvidia-smi", "sudo dmesg | grep NVRM"))]
         return [known.finding(name, UNKNOWN, seen, fix=("pip install nvidia-ml-py",))]
     if facts.seen_gpus:
-        seen = f"{some(len(facts.seen_gpus), 'NVIDIA GPU')} on the PCI bus, but no driver is loaded"
+        seen = (
+            f"{counted(len(facts.seen_gpus), 'NVIDIA GPU')} on the PCI bus, but no driver is loaded"
+        )
         branch = next((entry.driver for entry in known.requirements), "")
         fix = (f"sudo apt install nvidia-driver-{branch}-open && sudo reboot",)
         return [known.finding(name, BAD, seen, fix=fix)]
@@ -86,7 +88,9 @@ def trouble(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     ]
     if findings:
         return findings
-    seen = f"driver {found}, kernel {kernel}: in none of the {some(len(about), 'report')} about it"
+    seen = (
+        f"driver {found}, kernel {kernel}: in none of the {counted(len(about), 'report')} about it"
+    )
     return [known.finding(name, OK, seen)]
 
 
@@ -97,7 +101,7 @@ def log(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
         return [known.finding(name, UNKNOWN, seen, fix=("sudo dmesg | grep NVRM",))]
     if facts.log:
         last = "; ".join(facts.log[-_LINES:])
-        seen = f"{some(len(facts.log), 'line')} of trouble since boot, the last: {last}"
+        seen = f"{counted(len(facts.log), 'line')} of trouble since boot, the last: {last}"
         return [known.finding(name, WARN, seen, fix=("sudo dmesg | grep NVRM", "sudo reboot"))]
     if not facts.seen_gpus:
         return []

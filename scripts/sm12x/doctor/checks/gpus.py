@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from sm12x.audit.model import DEVICES, HOST, NATIVE, NONE, PTX, Device, compiles_on
 from sm12x.audit.model import UNKNOWN as UNREADABLE
+from sm12x.core.text import counted, ranges, size
 from sm12x.doctor.knowledge import GIB, Knowledge
 from sm12x.doctor.model import (
     BAD,
@@ -22,7 +23,6 @@ from sm12x.doctor.model import (
     ImageLibrary,
     Unseen,
 )
-from sm12x.doctor.words import ranges, size, some
 
 # What Linux itself accounts for in /proc/meminfo; what is missing from the total is a driver's.
 _ACCOUNTED = (
@@ -179,7 +179,7 @@ def _leftover(facts: HostFacts, gpu: Gpu, used: int, known: Knowledge) -> Diagno
         return known.finding(name, UNKNOWN, seen, fix=holders)
     if gpu.processes:
         owned = [process.memory for process in gpu.processes]
-        who = some(len(gpu.processes), "process", "processes")
+        who = counted(len(gpu.processes), "process", "processes")
         if None in owned:
             seen = f"{gpu}: {size(used)} in use by {who}"
             return known.finding(name, INFO, seen, fix=holders)
@@ -211,7 +211,7 @@ def _unified_leftover(facts: HostFacts, gpu: Gpu, known: Knowledge) -> Diagnosis
     if rest <= known.thresholds.unified_leftover_gib * GIB:
         return known.finding(name, OK, f"{told}, {size(owned)} of it for processes")
     if processes and any(process.memory is None for process in processes):
-        seen = f"{told}, for {some(len(processes), 'process', 'processes')} of unknown size"
+        seen = f"{told}, for {counted(len(processes), 'process', 'processes')} of unknown size"
         return known.finding(name, INFO, seen)
     if isinstance(gpu.processes, Unseen) or facts.machine.container:
         seen = f"{told}; could not see whether a process owns it"

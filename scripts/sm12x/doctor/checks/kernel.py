@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from sm12x.core.text import ranges, size
 from sm12x.doctor.knowledge import Knowledge
 from sm12x.doctor.model import INFO, OK, WARN, Diagnosis, HostFacts, Unseen
-from sm12x.doctor.words import ranges, size
 
 _TRANSLATES = ("DMA", "DMA-FQ")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shlex
 
+from sm12x.core.text import counted, size
 from sm12x.doctor.checks.memory import available
 from sm12x.doctor.knowledge import GIB, Knowledge
 from sm12x.doctor.model import BAD, OK, UNKNOWN, WARN, Diagnosis, HostFacts, Unseen
-from sm12x.doctor.words import size, some
 from sm12x.recipes.model import Block, Recipe
 
 _ANY = "any"
@@ -46,7 +46,7 @@ def _gpus(
     if terms and sizes and sum(terms) * GIB > min(sizes):
         seen = f"{key} takes {sum(terms):.1f} GiB of each GPU, the smallest has {size(min(sizes))}"
         return known.finding(name, BAD, seen, fix=plan)
-    here = some(len(fitting), "fitting GPU")
+    here = counted(len(fitting), "fitting GPU")
     return known.finding(name, OK, f"{key} needs {wanted}{each}: {here} here")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import hashlib
 import os
@@ -12,7 +11,7 @@ from pathlib import Path
 
 from sm12x import layout
 from sm12x.audit.model import DEVICES
-from sm12x.core import cudaarch, files, progress
+from sm12x.core import cudaarch, files, progress, text
 from sm12x.core.cudaarch import CudaArch
 from sm12x.core.errors import BadFileError, UsageError
 from sm12x.image.bundle.reporter import Reporter
@@ -194,9 +193,9 @@ def _all_memory_gib() -> float:
 def require_known(name: str) -> str:
     """``name``, a build mode. Raises UsageError for another word."""
     if name not in WANTED:
-        near = difflib.get_close_matches(name, WANTED, n=1)
         raise UsageError(
-            f"there is no build mode {name!r}", next_step=f"use {near[0] if near else _or(WANTED)}"
+            f"there is no build mode {name!r}",
+            next_step=f"use {text.near(name, WANTED) or text.either(WANTED)}",
         )
     return name
 
@@ -337,8 +336,3 @@ def digest(staged_files: Mapping[str, Path]) -> str:
     for name, path in sorted(staged_files.items()):
         total.update(f"{name}\0{files.sha256(path)}\n".encode())
     return total.hexdigest()
-
-
-def _or(words: Iterable[str]) -> str:
-    *most, last = words
-    return f"{', '.join(most)} or {last}" if most else last

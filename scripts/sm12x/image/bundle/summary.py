@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sm12x.core import text as texts
 from sm12x.core.errors import BadFileError
 from sm12x.image.bundle.record import Record
 from sm12x.image.engine.engine import Engine, Layer
@@ -17,11 +17,8 @@ from sm12x.stack.model import base as bases
 from sm12x.wheel.compile.estimate import Offer
 from sm12x.wheel.ledger import Ledger
 
-WIDTH = 100
-MIB = 1024**2
-GIB = 1024**3
 # Layers below this add up to one line.
-SMALL = 10 * MIB
+SMALL = 10 * texts.MIB
 
 _MEANING = {
     "native": "runs as compiled for the device",
@@ -103,12 +100,14 @@ def _head(record: Record, *, unchanged: bool) -> str:
 
 def _patches(ledger: Ledger) -> str:
     count, files = len(ledger.patches), len(ledger.files)
-    lines = [f"Patched: {count} {_s('patch', count)}, {files} {_s('file', files)} of the wheel"]
+    lines = [
+        f"Patched: {texts.counted(count, 'patch')}, {texts.counted(files, 'file')} of the wheel"
+    ]
     for patch in ledger.patches:
         native = f"; its native code: {patch.native}" if patch.native else ""
-        lines += [f"  {patch.name}", *_wrapped(patch.subject)]
-        lines += _wrapped(f"now: {patch.state}{native}")
-        lines += _wrapped(f"upstream: {patch.upstream}")
+        lines += [f"  {patch.name}", _wrapped(patch.subject)]
+        lines.append(_wrapped(f"now: {patch.state}{native}"))
+        lines.append(_wrapped(f"upstream: {patch.upstream}"))
     return "\n".join(lines)
 
 
@@ -118,27 +117,28 @@ def modules(ledger: Ledger) -> str:
     rows = [
         [
             entry.path,
-            _size(entry.size),
-            f"official {_size(entry.official_size)}" if entry.official_size else "new",
+            texts.size(entry.size),
+            f"official {texts.size(entry.official_size)}" if entry.official_size else "new",
             f"{len(entry.ops)} ops" if entry.ops else "",
         ]
         for entry in compiled
     ]
-    count = f"{len(compiled)} {_s('module', len(compiled))}" if compiled else "nothing"
-    lines = [f"Compiled here for {ledger.arch_list}: {count}", *(_table(rows) if rows else ())]
+    count = texts.counted(len(compiled), "module") if compiled else "nothing"
+    lines = [f"Compiled here for {ledger.arch_list}: {count}"]
+    lines += [texts.columns(rows, indent=2)] if rows else []
     kept: dict[str, list[str]] = {}
     for entry in ledger.libraries:
         if entry.reason:
             kept.setdefault(entry.reason, []).append(entry.path)
     lines += ["Kept from the official wheel"] if kept else []
     for reason, paths in kept.items():
-        lines += _wrapped(f"{', '.join(paths)}: {reason}", indent=2)
+        lines.append(_wrapped(f"{', '.join(paths)}: {reason}", indent=2))
     if ledger.allowed_missing:
         lines.append(f"Compiled without {', '.join(ledger.allowed_missing)}, as was allowed")
     for entry in compiled:
         if entry.lost:
-            what = f"{entry.path} lacks {len(entry.lost)} {_s('op', len(entry.lost))}"
-            lines += _wrapped(f"{what}: {', '.join(entry.lost)}", indent=2)
+            what = f"{entry.path} lacks {texts.counted(len(entry.lost), 'op')}"
+            lines.append(_wrapped(f"{what}: {', '.join(entry.lost)}", indent=2))
     idle = [patch.name for patch in ledger.patches if patch.native.startswith("not ")]
     if idle:
         remedy = "compiled by make bundle BUILD=full" if ledger.mode == "quick" else "see above"
@@ -164,14 +164,14 @@ def _code(audit: dict[str, Any]) -> str:
                 totals[device][kind] += count
             cells.append(", ".join(f"{count} {kind}" for kind, count in units.items()) or "-")
         rows.append([library["path"], *cells])
-    lines = ["Machine code of the wheel, in translation units", *_table(rows)]
+    lines = ["Machine code of the wheel, in translation units", texts.columns(rows, indent=2)]
     for device in devices:
         of = sum(totals[device].values())
         parts = ", ".join(f"{count} {kind}" for kind, count in totals[device].items() if count)
         lines.append(f"  all on {device}: {parts} of {of}")
     seen = [kind for kind in _MEANING if any(totals[device][kind] for device in devices)]
     lines += [f"  {kind:<8}{_MEANING[kind]}" for kind in seen]
-    lines.append(f"  {host} more {_s('library', host)} without device code")
+    lines.append(f"  {texts.counted(host, 'more library', 'more libraries')} without device code")
     return "\n".join(lines)
 
 
@@ -183,42 +183,42 @@ def _full(offer: Offer, record: Record, audit: dict[str, Any]) -> str:
         paths = ", ".join(step.modules)
         if step.sources:
             more = f"with {' and '.join(step.sources)} (from git, or --source NAME=DIR) also "
-            lines += _wrapped(f"{more}{paths}: about {step.minutes:.0f} min in all", indent=2)
+            lines.append(_wrapped(f"{more}{paths}: about {step.minutes:.0f} min in all", indent=2))
         else:
-            lines += _wrapped(f"code for {record.arch_list} in {paths}", indent=2)
+            lines.append(_wrapped(f"code for {record.arch_list} in {paths}", indent=2))
         units = [libraries[path]["runs"] for path in step.modules if path in libraries]
         for device in audit["devices"]:
             ptx = sum(runs[device]["units"]["ptx"] for runs in units if runs)
             none = sum(runs[device]["units"]["none"] for runs in units if runs)
             said = f"on {device} {ptx} of their units go through PTX now, {none} not at all"
-            lines += _wrapped(said) if ptx or none else []
+            lines += [_wrapped(said)] if ptx or none else []
     if offer.against:
-        lines += _wrapped(f"auto does not take it here: {offer.against}", indent=2)
+        lines.append(_wrapped(f"auto does not take it here: {offer.against}", indent=2))
     other = f" BASE={record.version}" if record.version != bases.default() else ""
     lines.append(f"  make bundle{other} BUILD=full")
     return "\n".join(lines)
 
 
 def _sizes(record: Record) -> str:
-    lines = ["Sizes", f"  {_size(record.wheel_size):>9}  wheel"]
+    lines = ["Sizes", f"  {texts.size(record.wheel_size):>9}  wheel"]
     if record.tags:
-        lines.append(f"  {_size(record.image_size):>9}  image, of which")
+        lines.append(f"  {texts.size(record.image_size):>9}  image, of which")
         small = 0
         for layer in record.layers:
             if layer.size < SMALL:
                 small += layer.size
             else:
-                lines.append(f"  {_size(layer.size):>9}    {_layer_name(layer)}")
+                lines.append(f"  {texts.size(layer.size):>9}    {_layer_name(layer)}")
         if small:
-            lines.append(f"  {_size(small):>9}    all other layers")
+            lines.append(f"  {texts.size(small):>9}    all other layers")
     return "\n".join(lines)
 
 
 def _times(record: Record) -> str:
-    shown = ", ".join(f"{name} {_seconds(value)}" for name, value in record.seconds.items())
-    lines = ["Times", f"  {shown}; together {_seconds(sum(record.seconds.values()))}"]
+    shown = ", ".join(f"{name} {texts.duration(value)}" for name, value in record.seconds.items())
+    lines = ["Times", f"  {shown}; together {texts.duration(sum(record.seconds.values()))}"]
     ran = [
-        f"{name} {_seconds(value)}"
+        f"{name} {texts.duration(value)}"
         for name, value in record.stage_seconds.items()
         if value is not None and value >= 0.1
     ]
@@ -267,35 +267,6 @@ def _layer_name(layer: Layer) -> str:
     return words[:60] or "base image"
 
 
-def _table(rows: list[list[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  "
-        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-
-
-def _wrapped(words: str, *, indent: int = 4) -> list[str]:
+def _wrapped(words: str, *, indent: int = 4) -> str:
     first = " " * indent
-    return textwrap.wrap(
-        words, WIDTH, initial_indent=first, subsequent_indent=f"{first}  ", break_on_hyphens=False
-    )
-
-
-def _s(word: str, count: int) -> str:
-    if count == 1:
-        return word
-    if word.endswith("y"):
-        return word[:-1] + "ies"
-    return word + ("es" if word.endswith("ch") else "s")
-
-
-def _size(count: int) -> str:
-    if count < MIB / 10:
-        return f"{count / 1024:.1f} KiB"
-    return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / MIB:.1f} MiB"
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.1f} s" if value < 100 else f"{value / 60:.1f} min"
+    return texts.paragraph(words, first=first, rest=f"{first}  ")

@@ -8,7 +8,6 @@ the code that is loaded prints goes to stderr.
 from __future__ import annotations
 
 import ctypes
-import difflib
 import importlib.machinery
 import importlib.util
 import json
@@ -20,6 +19,8 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
+
+from sm12x.core import text
 
 DRIVER = "libcuda.so.1"
 # Where releases have the parser of `vllm serve`: the first that is there.
@@ -133,30 +134,29 @@ def arguments(commands: dict[str, list[str]], env: dict[str, list[str]]) -> dict
             # The parser takes any name here; the server looks it up after loading the model.
             wanted, known = parsed.reasoning_parser, reasoning.list_registered()
             if wanted and not parsed.reasoning_parser_plugin and wanted not in known:
-                problems.append(f"--reasoning-parser {wanted} is unknown{_near(wanted, known)}")
+                problems.append(
+                    f"--reasoning-parser {wanted} is unknown{text.perhaps(wanted, known)}"
+                )
             wanted, known = parsed.tool_call_parser, tools.list_registered()
             if wanted and not parsed.tool_parser_plugin and wanted not in known:
-                problems.append(f"--tool-call-parser {wanted} is unknown{_near(wanted, known)}")
+                problems.append(
+                    f"--tool-call-parser {wanted} is unknown{text.perhaps(wanted, known)}"
+                )
         except Exception as error:
             # The parser of a release raises whatever its option types raise.
-            text = " ".join(str(error).split())
-            unknown = re.findall(r"--[\w.-]+", text.partition("unrecognized arguments:")[2])
-            hints = [_near(word, parser._option_string_actions) for word in unknown]
-            problems.append(text + "".join(dict.fromkeys(hints)))
+            said = " ".join(str(error).split())
+            unknown = re.findall(r"--[\w.-]+", said.partition("unrecognized arguments:")[2])
+            hints = [text.perhaps(word, parser._option_string_actions) for word in unknown]
+            problems.append(said + "".join(dict.fromkeys(hints)))
         except SystemExit as stop:
             problems.append(f"the parser stopped with {stop.code}")
         answers[key] = problems
         warnings[key] = [
-            f"{name} is no variable of this release{_near(name, envs.environment_variables)}"
+            f"{name} is no variable of this release{text.perhaps(name, envs.environment_variables)}"
             for name in env.get(key, [])
             if name.startswith("VLLM_") and name not in envs.environment_variables
         ]
     return {"driver": _mapped(), "problems": answers, "warnings": warnings}
-
-
-def _near(word: str, known: Any) -> str:
-    found = difflib.get_close_matches(word, list(known), n=1)
-    return f"; perhaps you meant {found[0]}" if found else ""
 
 
 def kernels(folder: Path, capabilities: list[int]) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from sm12x import layout
-from sm12x.core import declared
+from sm12x.core import declared, text
 from sm12x.core.declared import MACHINES, Declared, KeyFaultError, Machine, one_of
 from sm12x.core.errors import BadFileError, UnknownBaseError
 
@@ -291,8 +290,8 @@ def load(version: str) -> Base:
     folder = layout.patches() / version
     if not (folder / "base.toml").is_file():
         known = versions()
-        near = difflib.get_close_matches(version, known, n=1, cutoff=0.3)
-        hint = f"perhaps you meant {near[0]}" if near else "add patches/<version>/base.toml"
+        near = text.near(version, known, cutoff=0.3)
+        hint = f"perhaps you meant {near}" if near else "add patches/<version>/base.toml"
         raise UnknownBaseError(
             f"there is no base {version}; known bases: {', '.join(known) or 'none'}",
             next_step=hint,

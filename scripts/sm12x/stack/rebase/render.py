@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sm12x import layout
+from sm12x.core import text as texts
 from sm12x.stack.rebase import porting, status, verdict
 from sm12x.stack.rebase.conflicts import PortReport, Stop
 from sm12x.stack.rebase.merge import FileConflict
@@ -104,11 +105,7 @@ def table(found: StatusTable) -> str:
         return "no base lists a patch\n"
     head = ["patch", *found.releases]
     rows = [[row.patch.removesuffix(".patch"), *map(_cell, row.cells)] for row in found.rows]
-    widths = [max(len(line[column]) for line in (head, *rows)) for column in range(len(head))]
-    lines = [
-        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
-        for line in (head, *rows)
-    ]
+    lines = [texts.columns(rows, head=head)]
     used = {cell.state for row in found.rows for cell in row.cells}
     lines.append("")
     lines += [f"{word:9} {text}" for word, text in status.LEGEND.items() if word in used]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from sm12x.core import globs
+from sm12x.core import globs, text
 from sm12x.core.declared import Declared
 from sm12x.core.errors import BuildFailedError, UsageError
 from sm12x.stack.model.base import Base, Module, ThirdPartySource
@@ -77,10 +76,9 @@ def require_source(base: Base, name: str) -> ThirdPartySource:
     """The third-party source of ``base`` called ``name``. Raises UsageError where none is."""
     declared = {source.name: source for source in base.sources}
     if name not in declared:
-        near = difflib.get_close_matches(name, declared, n=1)
         raise UsageError(
             f"{base.version} has no third-party source {name!r}",
-            next_step=f"use {near[0] if near else ' or '.join(declared)}",
+            next_step=f"use {text.near(name, declared) or text.either(declared)}",
         )
     return declared[name]
 

@@ -1,0 +1,131 @@
+"""Counts, sizes, durations, lists, paragraphs and tables, each written once for all reports."""
+
+from __future__ import annotations
+
+import difflib
+import io
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+KIB, MIB, GIB = 1024, 1024**2, 1024**3
+WIDTH = 100
+# Wider than any line: what is to be copied or searched for is not broken.
+UNBROKEN = 10_000
+
+
+def counted(number: int, one: str, many: str = "") -> str:
+    """ "1 file", "3 files", "2 patches", "4 libraries"."""
+    if number == 1:
+        return f"1 {one}"
+    if not many:
+        ending = {"y": "ies", "h": f"{one[-1]}es"}.get(one[-1], f"{one[-1]}s")
+        many = one[:-1] + ending
+    return f"{number} {many}"
+
+
+def size(count: float) -> str:
+    """Bytes, as "3.2 GiB", "64.0 MiB" or "1.5 KiB"."""
+    if abs(count) >= GIB:
+        return f"{count / GIB:.1f} GiB"
+    return f"{count / MIB:.1f} MiB" if abs(count) >= MIB / 10 else f"{count / KIB:.1f} KiB"
+
+
+def duration(seconds: float) -> str:
+    """ "12.0 s" or "2.5 min"."""
+    return f"{seconds:.1f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """ "0-3" for 0, 1, 2, 3; "0, 2" otherwise."""
+    found = sorted(numbers)
+    if len(found) > 2 and found == list(range(found[0], found[-1] + 1)):
+        return f"{found[0]}-{found[-1]}"
+    return ", ".join(str(number) for number in found)
+
+
+def either(words: Iterable[str]) -> str:
+    """ "a, b or c"; "" without any."""
+    *most, last = [*words] or [""]
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def first_of(words: Sequence[str], shown: int) -> str:
+    """The words, or the first of them and how many more there are."""
+    if len(words) <= shown:
+        return ", ".join(words)
+    return f"{', '.join(words[:shown])} and {len(words) - shown} more"
+
+
+def near(word: str, known: Iterable[str], *, cutoff: float = 0.6, shown: int = 1) -> str:
+    """The known word, or "a or b", that ``word`` was probably meant to be; "" without any."""
+    return either(difflib.get_close_matches(word, list(known), n=shown, cutoff=cutoff))
+
+
+def perhaps(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """ "; perhaps you meant X", or "" when nothing is close."""
+    found = near(word, known, cutoff=cutoff)
+    return f"; perhaps you meant {found}" if found else ""
+
+
+def paragraph(words: str, width: int = WIDTH, *, first: str = "", rest: str | None = None) -> str:
+    """``words`` in lines of ``width``; ``first`` begins the first line, ``rest`` the others."""
+    return textwrap.fill(
+        words,
+        width,
+        initial_indent=first,
+        subsequent_indent=first if rest is None else rest,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+
+
+def bullets(sentences: Iterable[str], width: int = WIDTH, *, indent: int = 0) -> list[str]:
+    """A line that begins with "- ", or several, of each sentence."""
+    pad = " " * indent
+    return [paragraph(sentence, width, first=f"{pad}- ", rest=f"{pad}  ") for sentence in sentences]
+
+
+class Page:
+    """Lines and rich's tables as text, without colours, markup and trailing spaces."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        from rich.console import Console
+
+        self._out = io.StringIO()
+        self._console = Console(
+            file=self._out,
+            width=width,
+            color_system=None,
+            highlight=False,
+            markup=False,
+            emoji=False,
+        )
+
+    def add(self, what: Table | str = "") -> None:
+        """Add a table, a line, or an empty line."""
+        self._console.print(what)
+
+    @property
+    def text(self) -> str:
+        return "".join(f"{line.rstrip()}\n" for line in self._out.getvalue().splitlines())
+
+
+def draw(table: Table, width: int = WIDTH) -> str:
+    """One table as lines of text."""
+    page = Page(width)
+    page.add(table)
+    return page.text.removesuffix("\n")
+
+
+def columns(rows: Iterable[Sequence[str]], *, head: Sequence[str] = (), indent: int = 0) -> str:
+    """Rows as aligned columns, none of their cells broken."""
+    from rich.table import Table
+
+    made: Any = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for row in (*([head] if head else ()), *rows):
+        made.add_row(*row)
+    return textwrap.indent(draw(made, UNBROKEN), " " * indent)
