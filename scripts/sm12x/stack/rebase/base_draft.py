@@ -12,11 +12,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import tomlkit
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
+from tomlkit import TOMLDocument
+from tomlkit.items import AoT, Array, Table
 
-from sm12x.core import listing, tomltext
+from sm12x.core import listing
 from sm12x.core.declared import MACHINES
 from sm12x.core.errors import FetchError
 from sm12x.core.listing import SDIST, WHEEL, ListedFile
@@ -35,27 +38,10 @@ _LASTING = (
     *("text", "version_file", "defines"),
 )
 
-_COMMENTS = {
-    "released": "Day of the release on the package index. Locks resolve with nothing uploaded "
-    "after its end.",
-    "sdist.tree": "Git tree id of the unpacked sdist (`git add -A -f . && git write-tree`): tells "
-    "an untouched tree\nfrom an edited or half-patched one.",
-    "toolchain.cuda": "The CUDA toolkit comes from the package index as `cuda-toolkit[...]=="
-    "<cuda>`.",
-    "toolchain.build_requires": "The release's own build requirements for CUDA, less what only "
-    "its development needs.",
-    "toolchain.arch_list": "Default TORCH_CUDA_ARCH_LIST.",
-    "module": "Native modules. `inputs` are the sources whose change makes a rebuild necessary "
-    "(globs in the\nsdist); cost is for two architectures (seconds of CPU, GiB of one unit), as "
-    "measured on the base\nthis was drafted from.",
-    "source": "Sources besides the sdist that the release's CMake declares, each with its "
-    "environment override;\n`stand_in` gives the (empty) files that configuring asks for where "
-    "nothing of it is compiled.",
-    "override": "What the release asks for and could not be had: its lock is made with these "
-    "instead.",
-    "witness": "What the witnesses install, out of the lock of the machine they run on.",
-    "dropped": "Patches of other bases that this stack does not have, and why.",
-}
+# What begins every base.toml.
+_HEAD = "# Everything that is specific to vLLM {}. Nothing under scripts/ names a release."
+# How wide a list may be before it is written over several lines.
+_WIDTH = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +67,11 @@ class Release:
 class Draft:
     """base.toml of the new release, and what a person has to look at before it is committed."""
 
-    values: dict[str, Any]
+    values: TOMLDocument
     to_check: tuple[str, ...]
 
     def text(self) -> str:
-        return _text(self.values)
+        return tomlkit.dumps(self.values)
 
 
 def release(listed: Iterable[ListedFile], version: str, *, project: str) -> Release:
@@ -123,7 +109,7 @@ def draft(
     torch_cuda: str | None,
     overrides: Sequence[Override] = (),
 ) -> Draft:
-    """base.toml of ``found`` after the one of ``base``.
+    """base.toml of ``found`` after the one of ``base``, whose comments stay.
 
     Args:
         source: what the untouched source of the release says.
@@ -132,7 +118,8 @@ def draft(
         torch_cuda: the CUDA toolkit that the release's torch asks for, where that is known.
         overrides: what the new base's lock is made with instead of the release's own wishes.
     """
-    values = tomllib.loads((base.folder / "base.toml").read_text(encoding="utf-8"))
+    old = (base.folder / "base.toml").read_text(encoding="utf-8")
+    values = tomlkit.parse(old.replace(_HEAD.format(base.version), _HEAD.format(found.version)))
     check: list[str] = []
     values["version"] = found.version
     if found.released:
@@ -142,11 +129,11 @@ def draft(
             f"released: the index gives no upload times; {base.released} is kept, and locks have "
             "nothing newer: give --released DATE"
         )
-    values["sdist"] = {"name": found.sdist.name, "sha256": found.sdist.sha256, "tree": tree}
+    values["sdist"].update(name=found.sdist.name, sha256=found.sdist.sha256, tree=tree)
     for machine in base.wheels:
         wheel = found.wheels.get(machine)
         if wheel:
-            values["wheel"][machine] = {"name": wheel.name, "sha256": wheel.sha256}
+            values["wheel"][machine].update(name=wheel.name, sha256=wheel.sha256)
         else:
             del values["wheel"][machine]
             check.append(f"wheel.{machine}: the release has no such wheel")
@@ -157,13 +144,13 @@ def draft(
             check.append(f"lock.{machine}: cannot be made without that wheel; left out")
     _check_python(base, found, check)
     _toolchain(values["toolchain"], base, source, before, torch_cuda, check)
-    values["module"] = _modules(values["module"], source, before, check)
-    values["source"] = _sources(values["source"], source, check)
+    _modules(values["module"], source, before, check)
+    _sources(values["source"], source, check)
     values.pop("dropped", None)
     # Those of the old base are for what its release asked for.
     values.pop("override", None)
     if overrides:
-        values["override"] = [asdict(override) for override in overrides]
+        values["override"] = _tables(asdict(override) for override in overrides)
     for key in ("upstream", "needed"):
         values["witness"].pop(key, None)
     check.append("module: cpu_seconds and peak_gib are those of " + base.version)
@@ -189,15 +176,12 @@ def amended(
         needed: those of guards that it fails.
         packages: what the witnesses install.
     """
-    values = tomllib.loads(text)
-    if packages:
-        values["witness"]["packages"] = list(packages)
-    if upstream:
-        values["witness"]["upstream"] = list(upstream)
-    if needed:
-        values["witness"]["needed"] = list(needed)
+    values = tomlkit.parse(text)
+    for key, words in (("packages", packages), ("upstream", upstream), ("needed", needed)):
+        if words:
+            values["witness"][key] = _list(words)
     if dropped:
-        values["dropped"] = [
+        values["dropped"] = _tables(
             {
                 "patch": entry.patch,
                 "state": entry.state,
@@ -205,8 +189,8 @@ def amended(
                 "why": entry.why,
             }
             for entry in dropped
-        ]
-    return _text(values)
+        )
+    return tomlkit.dumps(values)
 
 
 def without_dropped(text: str, subjects: Container[str]) -> str:
@@ -267,12 +251,35 @@ def witness_packages(
     return sorted([*kept, *added]), notes
 
 
-def _text(values: dict[str, Any]) -> str:
-    head = (
-        f"# Everything that is specific to vLLM {values['version']}. Nothing under scripts/ names "
-        "a release.\n"
-    )
-    return head + tomltext.dump(values, _COMMENTS)
+def _list(words: Sequence[str]) -> Array:
+    """A list in rows of at most _WIDTH characters."""
+    made = tomlkit.array()
+    if sum(len(word) + 4 for word in words) < _WIDTH - 20:
+        made.extend(words)
+        return made
+    row: list[str] = []
+    for word in words:
+        if row and sum(len(entry) + 4 for entry in [*row, word]) > _WIDTH:
+            made.add_line(*row, indent="  ")
+            row = []
+        row.append(word)
+    made.add_line(*row, indent="  ")
+    made.add_line(indent="")
+    return made
+
+
+def _tables(entries: Iterable[dict[str, Any]]) -> AoT:
+    made = tomlkit.aot()
+    for entry in entries:
+        made.append(_table(entry))
+    return made
+
+
+def _table(entry: dict[str, Any]) -> Table:
+    made = tomlkit.table()
+    for key, value in entry.items():
+        made[key] = _list(value) if isinstance(value, list | tuple) else value
+    return made
 
 
 def _is_for(name: str, machine: str) -> bool:
@@ -294,7 +301,7 @@ def _check_python(base: Base, found: Release, check: list[str]) -> None:
 
 
 def _toolchain(
-    tools: dict[str, Any],
+    tools: Any,
     base: Base,
     source: ReleaseFacts,
     before: ReleaseFacts,
@@ -320,10 +327,12 @@ def _toolchain(
     # Those that this base chose out of its release's list, as the new release has them.
     known = {_name(text): text for text in source.build_requires}
     old = [_name(text) for text in base.toolchain.build_requires]
-    tools["build_requires"] = [
-        known.get(name) or text
-        for name, text in zip(old, base.toolchain.build_requires, strict=True)
-    ]
+    tools["build_requires"] = _list(
+        [
+            known.get(name) or text
+            for name, text in zip(old, base.toolchain.build_requires, strict=True)
+        ]
+    )
     check += [
         f"toolchain.build_requires: the release no longer asks for {name}"
         for name in old
@@ -335,17 +344,14 @@ def _toolchain(
         check.append("toolchain.build_requires: not taken over: " + ", ".join(unused))
 
 
-def _modules(
-    modules: list[dict[str, Any]], source: ReleaseFacts, before: ReleaseFacts, check: list[str]
-) -> list[dict[str, Any]]:
-    kept: list[dict[str, Any]] = []
-    for module in modules:
+def _modules(modules: AoT, source: ReleaseFacts, before: ReleaseFacts, check: list[str]) -> None:
+    for module in list(modules):
         name = module["target"]
         # A target that a third-party source brings is in neither.
         if name in before.targets and name not in source.targets:
             check.append(f"module {name}: no longer a target of the release; left out")
+            modules.remove(module)
             continue
-        kept.append(module)
         old = release_facts.unmatched(module["inputs"], before.files)
         check += [
             f"module {name}: inputs {glob} matches no file of the release"
@@ -355,49 +361,44 @@ def _modules(
     new = [target for target in source.targets if target not in before.targets]
     if new:
         check.append(f"module: new targets, not listed, so official: {', '.join(new)}")
-    return kept
 
 
-def _sources(
-    sources: list[dict[str, Any]], found: ReleaseFacts, check: list[str]
-) -> list[dict[str, Any]]:
+def _sources(sources: AoT, found: ReleaseFacts, check: list[str]) -> None:
     declared = {source.override: source for source in found.sources}
-    kept: list[dict[str, Any]] = []
-    for entry in sources:
+    for entry in list(sources):
         now = declared.pop(entry["override"], None)
         if now is None:
             check.append(f"source {entry['name']}: the release no longer declares it; left out")
-            continue
-        kept.append(_source(entry, now, check))
+            sources.remove(entry)
+        else:
+            _source(entry, now, check)
     for override, now in declared.items():
         name = Path(now.file).stem
-        kept.append(
-            {
-                "name": name,
-                "pin": _short(now.pins[0]) if now.pins else "unknown",
-                "override": override,
-                "stand_in": [],
-            }
-        )
+        added = {
+            "name": name,
+            "pin": _short(now.pins[0]) if now.pins else "unknown",
+            "override": override,
+            "stand_in": [],
+        }
+        sources.append(_table(added))
         check.append(f"source {name}: new; see what its stand-in needs ({now.file})")
         _ambiguous(name, now, check)
-    return kept
 
 
-def _source(entry: dict[str, Any], now: DeclaredSource, check: list[str]) -> dict[str, Any]:
+def _source(entry: Table, now: DeclaredSource, check: list[str]) -> None:
     name, old = entry["name"], str(entry["pin"])
     _ambiguous(name, now, check)
     if any(pin.startswith(old) for pin in now.pins) or not now.pins:
-        return entry
+        return
     pin = now.pins[-1]
-    changed = {key: value for key, value in entry.items() if key in _LASTING}
-    changed["pin"] = _short(pin)
+    entry["pin"] = _short(pin)
     if "commit" in entry:
-        changed["commit"] = pin
-    gone = [key for key in entry if key not in changed]
+        entry["commit"] = pin
+    gone = [key for key in entry if key not in {*_LASTING, "commit"}]
+    for key in gone:
+        del entry[key]
     if gone:
         check.append(f"source {name}: {', '.join(gone)} was for {old}; left out")
-    return changed
 
 
 def _ambiguous(name: str, now: DeclaredSource, check: list[str]) -> None:

@@ -11,10 +11,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+import tomlkit
 from packaging.version import Version
 from pydantic import Field
 
-from sm12x.core import declared, files, tomltext
+from sm12x.core import declared, files
 from sm12x.core.declared import Declared, one_of
 from sm12x.stack.model import series
 from sm12x.stack.model.base import Base
@@ -147,7 +148,7 @@ def record(
         key=lambda o: (Version(o.base), o.patch, Version(o.release)),
     )
     entries = [{**asdict(o), "why": verdict.without_addresses(o.why)} for o in ordered]
-    files.write_text(path, _HEAD + tomltext.dump({"schema": 1, "outcome": entries}))
+    files.write_text(path, _HEAD + tomlkit.dumps({"schema": 1, "outcome": entries}))
 
 
 def contradictions(bases: Sequence[Base], outcomes: Sequence[RebaseOutcome]) -> list[str]:
