@@ -294,6 +294,24 @@ def test_a_draft_keeps_the_comments_of_its_base(version: str) -> None:
     assert "\n\n\n" not in text
 
 
+@pytest.mark.parametrize("version", bases.versions())
+def test_a_draft_without_wheels_is_read_as_one(version: str, tmp_path: Path) -> None:
+    base = bases.load(version)
+    made = base_draft.draft(
+        base,
+        base_draft.release([SDIST], VERSION, project="vllm"),
+        _facts(base),
+        _facts(base),
+        tree="f" * 40,
+        torch_cuda=None,
+    )
+    path = tmp_path / VERSION / "base.toml"
+    path.parent.mkdir()
+    path.write_text(made.text(), encoding="utf-8")
+    assert bases.parse(path).wheels == {}
+    assert bases.parse(path).version == VERSION
+
+
 class _Index(requests.adapters.BaseAdapter):
     def __init__(self, body: str, kind: str, status: int = 200) -> None:
         super().__init__()

@@ -137,6 +137,9 @@ def draft(
         else:
             del values["wheel"][machine]
             check.append(f"wheel.{machine}: the release has no such wheel")
+    if not values["wheel"]:
+        # Its header was in those of its tables.
+        values["wheel"] = tomlkit.table()
     for machine in base.locks:
         # Where there is none at all, the folder that was looked into has the sdist alone.
         if machine not in found.wheels and base.locks.keys() & found.wheels.keys():
