@@ -80,7 +80,7 @@ lock-dev: $(STAMP) ## make the locks of the development and the witness tools an
 	  -c tests/witness/requirements.lock $(foreach name,colorama iniconfig packaging pluggy pygments \
 	  pytest typing-extensions,--no-emit-package $(name)) -o tests/witness/upstream.lock
 
-docs: $(STAMP) ## write the generated tables of the README
+docs: $(STAMP) ## write the generated parts of README.md, docs/ and nomad-examples/
 	@$(BIN)/sm12x docs
 
 clean: ## remove what make made in the checkout (the download cache stays)

@@ -29,7 +29,7 @@ VERBS = {
     "plan": "Say whether recipes fit in GPU and host memory, and what to cut.",
     "recipe": "List, show, lint, pin, import and render recipes.",
     "overlay": "Patch the Python files of an image others made, to mount over its own.",
-    "docs": "Write the generated tables of the README, or check them.",
+    "docs": "Write the generated parts of README.md, docs/ and nomad-examples/, or check them.",
 }
 
 

@@ -1,4 +1,4 @@
-"""What the README promises of the image, asked of the image."""
+"""What README.md and docs/ promise of the image, asked of the image."""
 
 from __future__ import annotations
 

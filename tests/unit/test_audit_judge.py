@@ -158,7 +158,7 @@ def test_more_may_be_asked_of_what_was_compiled_here(tmp_path: Path) -> None:
 
 
 # What `sm12x build native --mode full --arch-list "9.0a;12.0a;12.1a"` made, by verdict on 12.x:
-# benchmarks/2026-11-22-full-build-9.0a.json.
+# benchmarks/2026-11-22-full-build-9.0a.md.
 WITH_HOPPER = {
     "vllm/_C.abi3.so": (59, 1, 11),
     "vllm/_C_stable_libtorch.abi3.so": (16, 1, 9),

@@ -156,7 +156,9 @@ def test_auto_builds_all_where_that_is_quick_enough(base: Base) -> None:
     assert _decide(costly, "auto", cores=64, memory=10).mode == "quick"
 
 
-@pytest.mark.parametrize("name", ["Makefile", "README.md", "scripts/sm12x/commands/bundle.py"])
+@pytest.mark.parametrize(
+    "name", ["Makefile", "docs/build-modes.md", "scripts/sm12x/commands/bundle.py"]
+)
 def test_the_limit_of_auto_is_the_same_wherever_it_is_told(name: str) -> None:
     text = " ".join((layout.root() / name).read_text().replace('"', "").split())
     assert f"under {estimate.LIMIT_MINUTES:.0f} minutes on this machine" in text

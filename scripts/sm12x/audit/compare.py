@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ def load(path: Path) -> dict[str, Any]:
             raise ValueError(f"schema {found['schema']!r}")
         if not {_ON_120, _ON_121} <= set(found["devices"]):
             raise ValueError(f"devices {found['devices']!r}")
+        found["subject"]
         for library in found["libraries"]:
             _units(library, _ON_120), library["path"], library["size"]
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
@@ -35,22 +37,42 @@ def load(path: Path) -> dict[str, Any]:
     return found
 
 
-def rows(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """One row a library with device code in either report, in translation units, then the sums.
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A library before and after. Keys: "size" in bytes, and "<verdict> <device>" in units.
 
-    Units that run differently on the two devices are shown for both, 12.0 first.
+    A library that one report does not have counts as nothing in it.
     """
+
+    path: str
+    before: Counter[str]
+    after: Counter[str]
+
+
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
+    """Each library with device code in either report, by path, then the sums as "all"."""
     old, new = _libraries(before), _libraries(after)
     found = []
-    total: list[Counter[str]] = [Counter(), Counter()]
+    total = Change(path="all", before=Counter(), after=Counter())
     for path in sorted({*old, *new}):
         pair = (old.get(path), new.get(path))
         if not any(library and _total(library) for library in pair):
             continue
-        found.append((f"`{path}`", *_cells(*map(_counts, pair))))
-        for sums, library in zip(total, pair, strict=True):
-            sums.update(_counts(library))
-    return [*found, ("all", *_cells(*total))]
+        change = Change(path=path, before=_counts(pair[0]), after=_counts(pair[1]))
+        total.before.update(change.before)
+        total.after.update(change.after)
+        found.append(change)
+    return [*found, total]
+
+
+def rows(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """One row for each entry of ``changes``, in translation units.
+
+    Units that run differently on the two devices are shown for both, 12.0 first.
+    """
+    *libraries, total = changes(before, after)
+    found = [(f"`{one.path}`", *_cells(one.before, one.after)) for one in libraries]
+    return [*found, (total.path, *_cells(total.before, total.after))]
 
 
 def _libraries(report: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

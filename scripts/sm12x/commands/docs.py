@@ -1,27 +1,31 @@
-"""`sm12x docs`: what is committed and made from other files: the README's tables, Nomad's files."""
+"""`sm12x docs`: committed files that are made from others: parts of pages, a picture, Nomad's."""
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
 
-from sm12x import layout, readme
+from sm12x import layout, pages
 from sm12x.core import files
 from sm12x.core.errors import FindingsError
 from sm12x.deploy import examples
 
+_WHERE = "README.md, docs, nomad-examples"
+
 
 @click.command()
 @click.option("--check", is_flag=True, help="Change nothing; exit 1 if a file is out of date.")
-def command(check: bool) -> None:
-    """Write the tables of the README and nomad-examples/, or check them.
+@click.pass_context
+def command(ctx: click.Context, check: bool) -> None:
+    """Write the generated parts of README.md and docs/, and nomad-examples/, or check them.
 
     Example: sm12x docs --check
     """
     stale = []
-    for path, new in _made().items():
+    for path, new in made(ctx.find_root().command).items():
         name = path.relative_to(layout.root())
         old = path.read_text(encoding="utf-8") if path.is_file() else ""
         if old == new:
@@ -39,19 +43,45 @@ def command(check: bool) -> None:
             path.unlink()
         click.echo(f"{name}: {'written' if new else 'removed'}")
     if not stale:
-        click.echo("README.md, nomad-examples: up to date")
+        click.echo(f"{_WHERE}: up to date")
     elif check:
         raise FindingsError(f"out of date: {', '.join(stale)}", next_step="make docs")
 
 
-def _made() -> dict[Path, str]:
-    """Every generated file and its text; "" for one that is there and that nothing makes."""
-    page = layout.root() / "README.md"
+def made(root: click.Command) -> dict[Path, str]:
+    """Every generated file and its text; "" for one that is there and that nothing makes.
+
+    ``root`` is the command `sm12x`, whose verbs are one of the parts.
+    """
     folder = layout.root() / "nomad-examples"
     leftover = dict.fromkeys(folder.glob(f"*{examples.SUFFIX}"), "")
     specs = examples.load_rendered(layout.recipes())
+    texts = {path: path.read_text(encoding="utf-8") for path in pages.paths()}
     return {
-        page: readme.rendered(page.read_text(encoding="utf-8"), page),
+        **pages.rendered(texts, {**pages.PARTS, "commands": lambda: commands_table(root)}),
+        layout.root() / "docs" / pages.PICTURE: pages.audit_picture(),
         **leftover,
         **{folder / name: text for name, text in specs.items()},
     }
+
+
+def commands_table(root: click.Command) -> str:
+    """One row for each verb and each subcommand, with the first sentence of its help."""
+    return pages.markdown(("command", "what it does"), _commands(root, "sm12x"))
+
+
+def _commands(command: click.Command, name: str) -> Iterator[tuple[str, str]]:
+    if not isinstance(command, click.Group):
+        said = command.get_short_help_str(limit=1000)
+        arguments = [
+            one.make_metavar(click.Context(command))
+            for one in command.params
+            if isinstance(one, click.Argument)
+        ]
+        yield f"`{' '.join((name, *arguments))}`", said
+        return
+    context = click.Context(command)
+    for verb in command.list_commands(context):
+        found = command.get_command(context, verb)
+        if found is not None:
+            yield from _commands(found, f"{name} {verb}")

@@ -2,7 +2,7 @@
 
 An error says what failed, where, why as far as known, and the next step; the command layer prints
 it as one line and exits with ``exit_code``. The table in ``EXIT_CODES`` is the one place where the
-codes are documented; ``sm12x --help`` and the README are made from it.
+codes are documented; ``sm12x --help`` and docs/errors.md are made from it.
 """
 
 from __future__ import annotations
