@@ -240,7 +240,7 @@ def audit_picture() -> str:
     audits = _audits()
     if not audits:
         return ""
-    title = "Machine code in translation units,"
+    title = "Machine code in translation units"
     return picture.svg(*audits, title=title, made_by="sm12x docs")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import xml.etree.ElementTree as ElementTree
@@ -183,6 +184,28 @@ def test_every_exit_code_every_patch_and_every_verb_is_described() -> None:
             assert f"(../patches/{version}/{patch.name})" in patches
     commands = (layout.root() / "docs" / "commands.md").read_text()
     assert all(f"| `sm12x {verb}" in commands for verb in cli.VERBS)
+
+
+def test_imports_follow_the_order_that_the_architecture_page_names() -> None:
+    text = (layout.root() / "docs" / "architecture.md").read_text()
+    order = re.search(r"`(core, layout <[^`]+)`", text)
+    assert order
+    levels = [level.split(",") for level in order[1].split("<")]
+    rank = {name.strip(): n for n, level in enumerate(levels) for name in level}
+    package = Path(pages.__file__).parent
+    wrong = []
+    for path in package.rglob("*.py"):
+        here = path.relative_to(package).parts[0].removesuffix(".py")
+        if here in ("__init__", "__main__"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or (node.module or "").split(".")[0] != "sm12x":
+                continue
+            _, *inner = str(node.module).split(".")
+            for name in inner[:1] or [one.name for one in node.names]:
+                if name not in (here, "__version__") and rank[name] >= rank[here]:
+                    wrong.append(f"{path.relative_to(package)}: {name}")
+    assert wrong == []
 
 
 def _summaries(root: Path, text: str) -> None:

@@ -31,7 +31,7 @@ text { font: 13px system-ui, -apple-system, "Segoe UI", Arial, sans-serif; fill:
 @media (prefers-color-scheme: dark) { text { fill: #c9d1d9 } }"""
 # Pixels.
 _WIDTH = 860
-_NAME, _LABEL, _BAR = 10, 175, 240
+_NAME, _LABEL, _BAR = 10, 175, 248
 _BAR_WIDTH = 400
 _BAR_HEIGHT, _LINE, _GAP = 13, 17, 9
 
@@ -52,7 +52,7 @@ def svg(before: Mapping[str, Any], after: Mapping[str, Any], *, title: str, made
     lines: list[str] = []
     top = 26
     for device, named in panels:
-        lines.append(_text(_NAME, top, f"{title} on {named}", "head"))
+        lines.append(_text(_NAME, top, f"{title}, on {named}", "head"))
         for side, report in (("official", before), ("full build", after)):
             top += 16
             lines.append(_text(_NAME, top, f"{side}: {report['subject']}", "small"))

@@ -1,1 +1,1 @@
-"""From a wheel to an image: engines, base image, the bundle, and what runs inside the image."""
+"""From a wheel to an image: container engines, the root filesystem, the bundle, and overlays."""
