@@ -23,7 +23,8 @@ _PARTS: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
     ((LTO, NONE, UNKNOWN), "none", "none", "no code for this GPU: a call fails"),
 )
 _STYLE = """\
-text { font: 13px system-ui, -apple-system, "Segoe UI", Arial, sans-serif; fill: #6e7781 }
+text { font-family: system-ui, -apple-system, "Segoe UI", Arial, sans-serif; font-size: 13px }
+text { fill: #6e7781 }
 .head { font-size: 15px; font-weight: 600 }
 .small { font-size: 11px }
 .native { fill: #2da44e } .ptx { fill: #d4a72c } .none { fill: #8c959f }
@@ -31,7 +32,7 @@ text { font: 13px system-ui, -apple-system, "Segoe UI", Arial, sans-serif; fill:
 @media (prefers-color-scheme: dark) { text { fill: #c9d1d9 } }"""
 # Pixels.
 _WIDTH = 860
-_NAME, _LABEL, _BAR = 10, 175, 248
+_NAME, _LABEL, _BAR = 10, 175, 252
 _BAR_WIDTH = 400
 _BAR_HEIGHT, _LINE, _GAP = 13, 17, 9
 
