@@ -12,8 +12,8 @@ from tests.nomad.conftest import EXAMPLES, GPUS, Agent, Tools
 from sm12x import layout
 from sm12x.core import process
 from sm12x.deploy import nomad
-from sm12x.deploy.nomadparts import job_name
-from sm12x.recipes import load
+from sm12x.deploy.nomad import job_name
+from sm12x.recipes import load, render
 
 SPECS = sorted(EXAMPLES.glob("*.nomad.hcl"))
 ONE = "deepseek-v4-flash-rtx-pro-6000-tp4"
@@ -184,6 +184,52 @@ def test_the_two_states_of_a_job_have_two_names(tools: Tools) -> None:
         )
         job = json.loads(made.stdout)["Job"]
         assert (job["ID"], job["Type"]) == (name, kind)
+
+
+HOSTILE = (
+    *('"', "\\", "\\${x}", "${x}", "$${x}", "$$${x}", "%{ if true }", "%%{x}", "$", "%", "#", "//"),
+    *('a"\n}\njob "b" {', "\r\t\n", "<<<< env >>>>", "{{ env }}", "[[ x ]]", "a\nEOT\n", "~}"),
+    *("/* x", "\x01\x7f\x85\u2028", "\ufeff"),
+)
+
+
+def test_no_value_of_a_recipe_becomes_hcl(tools: Tools, tmp_path: Path) -> None:
+    def quoted(text: str) -> str:
+        return json.dumps(text, ensure_ascii=False) if text.isprintable() else json.dumps(text)
+
+    path = tmp_path / "mine.yaml"
+    env = "".join(f"  V{at}: {quoted(text)}\n" for at, text in enumerate(HOSTILE))
+    path.write_text(
+        f'recipe_version: "1"\nname: x\ncontainer: y\ndescription: {quoted("".join(HOSTILE))}\n'
+        f"defaults: {{host: 127.0.0.1, port: 8000, note: x}}\nenv:\n{env}"
+        "command: vllm serve m --host {host} --port {port}\n# <<<< EOT\n\n  # EOT\n",
+        encoding="utf-8",
+    )
+    one = load.load(path)
+    settings = {"note": "\n".join(HOSTILE)}
+    for text, overlay in (
+        (nomad.render(one, settings=settings, extra=HOSTILE), False),
+        (nomad.render_overlay(one, extra=HOSTILE), True),
+    ):
+        spec = tmp_path / "mine.nomad.hcl"
+        spec.write_text(text, encoding="utf-8")
+        assert process.run([tools.nomad, "fmt", "-check", spec]).stdout == ""
+        words = ["-var", "image=i", *(["-var", "overlay={}"] if overlay else [])]
+        made = process.run([tools.nomad, "job", "run", "-output", *words, spec])
+        (group,) = json.loads(made.stdout)["Job"]["TaskGroups"]
+        (task,) = group["Tasks"]
+        assert task["Config"]["args"][-len(HOSTILE) :] == list(HOSTILE)
+        if overlay:
+            # A value that needs the container's shell is not expanded.
+            assert {k: v for k, v in task["Env"].items() if k[0] == "V"} == {
+                f"V{at}": render.render(one, settings={}, environ={}, solo=False).env[f"V{at}"]
+                for at in range(len(HOSTILE))
+            }
+        else:
+            assert task["Config"]["args"][:2] == ["/local/mine.yaml", f"note={settings['note']}"]
+            own = task["Templates"][0]
+            assert own["EmbeddedTmpl"] == path.read_text(encoding="utf-8")
+            assert own["LeftDelim"] not in own["EmbeddedTmpl"]
 
 
 # What two GB10 have and this machine has not.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,6 @@ import pytest
 from sm12x import layout
 from sm12x.core.errors import UsageError
 from sm12x.deploy import examples, nomad
-from sm12x.deploy import nomadparts as parts
 from sm12x.recipes import load
 from sm12x.recipes.model import Recipe
 
@@ -82,10 +83,10 @@ def test_a_pair_is_one_task_with_two_services(shipped: dict[str, Recipe]) -> Non
     assert text.count("\n    task ") == 1
     assert text.count('"device"') == 1
     for member in members:
-        assert f'name     = "{parts.job_name(member.key)}"' in text
+        assert f'name     = "{nomad.job_name(member.key)}"' in text
     # Two loads, one after the other.
     assert 'healthy_deadline  = "55m"' in text
-    assert parts.host_mib(pair, members) == sum(parts.host_mib(member) for member in members)
+    assert nomad.host_mib(pair, members) == sum(nomad.host_mib(member) for member in members)
 
 
 def test_each_machine_of_a_cluster_is_a_group(shipped: dict[str, Recipe]) -> None:
@@ -127,9 +128,9 @@ def test_an_overlay_runs_the_command_itself_on_a_read_only_image(tmp_path: Path)
 def test_host_memory_holds_the_weights_that_sleep(tmp_path: Path) -> None:
     one = recipe(tmp_path)
     # 8 for the server, 8 for each of two processes, 2 x 30.5 for the copies.
-    assert parts.host_mib(one) == 85 * 1024
+    assert nomad.host_mib(one) == 85 * 1024
     awake = recipe(tmp_path, RECIPE.replace("{level: 1}", "{level: never, reason: why}"))
-    assert parts.host_mib(awake) == 24 * 1024
+    assert nomad.host_mib(awake) == 24 * 1024
 
 
 def test_an_image_that_is_given_is_the_default(tmp_path: Path) -> None:
@@ -138,3 +139,125 @@ def test_an_image_that_is_given_is_the_default(tmp_path: Path) -> None:
         nomad.render_overlay(recipe(tmp_path), image="mine:1"),
     ):
         assert 'default     = "mine:1"' in text
+
+
+HOSTILE = [
+    '"',
+    "\\",
+    "${x}",
+    "$${x}",
+    "%{ if true }",
+    "%%{x}",
+    'a"\n}\njob "b" {',
+    "\r\t",
+    "# // /*",
+    "<<<< env >>>>",
+    "{{ env }} [[ x ]] [% if %] [# #]",
+    "EOT",
+    "\u2028\x85",
+]
+
+
+def _strings(text: str) -> tuple[str, list[str]]:
+    """HCL with its strings, heredocs and comments taken out, and the texts they stand for.
+
+    A reader of its own: it knows nothing of how the text was made.
+    """
+    found: list[str] = []
+    escapes = {"n": "\n", "t": "\t", "r": "\r", '"': '"', "\\": "\\"}
+
+    def literal(text: str) -> str:
+        # `${` that is not doubled is an interpolation: it stays marked.
+        return re.sub(
+            r"(\$\$|%%|\$|%)\{", lambda it: (it[1][0] if len(it[1]) == 2 else "!!") + "{", text
+        )
+
+    def take(it: re.Match[str]) -> str:
+        if it["text"] is not None:
+            lines = it["text"].split("\n")[:-1]
+            cut = min((len(line) - len(line.lstrip(" ")) for line in lines if line), default=0)
+            found.append(literal("\n".join(line[cut:] for line in lines) + "\n"))
+        elif it["quoted"] is not None:
+            found.append(re.sub(r"\\(.)", lambda one: escapes[one[1]], literal(it["quoted"])))
+        return "" if it["comment"] else "@"
+
+    pattern = re.compile(
+        r'"(?P<quoted>(?:[^"\\\n\r]|\\.)*)"'
+        r"|<<-(?P<end>\w+)\n(?P<text>(?:.*\n)*?)[ ]*(?P=end)(?=\n)"
+        r"|(?P<comment>[#].*)"
+    )
+    # A longer text has other line breaks.
+    return "".join(pattern.sub(take, text).split()).replace(",]", "]"), found
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+def test_no_value_of_a_recipe_becomes_hcl(tmp_path: Path, value: str) -> None:
+    def rendered(text: str) -> list[tuple[str, list[str]]]:
+        one = recipe(
+            tmp_path,
+            RECIPE.replace("name: Two", f"name: Two\ndescription: {json.dumps(text)}")
+            .replace("note:", f"model: {json.dumps('/m' + text + '/x')}, note:")
+            .replace("command:", f"env: {{A: {json.dumps(text.replace('$', 'S'))}}}\ncommand:")
+            .replace("source: made up}\n", f"source: s, blocked: {json.dumps(text)}}}\n"),
+        )
+        more = {"image": text, "extra": [text, "--seed"]}
+        return [
+            _strings(nomad.render(one, settings={"note": text}, **more)),  # type: ignore[arg-type]
+            _strings(nomad.render_overlay(one, **more)),  # type: ignore[arg-type]
+        ]
+
+    plain, hostile = rendered("plain"), rendered(value)
+    assert [structure for structure, _ in hostile] == [structure for structure, _ in plain]
+    for _, strings in hostile:
+        assert value in strings
+        assert str(Path(f"/m{value}")) in strings
+    assert f"note={value}" in hostile[0][1]
+    # The recipe travels as it is.
+    assert (tmp_path / "two.yaml").read_text() in hostile[0][1]
+    assert value.replace("$", "S") in hostile[1][1]
+
+
+def test_a_recipe_cannot_end_its_own_text_nor_run_templates(tmp_path: Path) -> None:
+    text = f"{RECIPE}# <<<<<< env >>>>\n#\n  # EOT\n"
+    made = nomad.render(recipe(tmp_path, text.replace("name: Two", "name: |\n  EOT")))
+    assert 'left_delimiter  = "<<<<<<<"' in made
+    assert "data            = <<-EOT_\n" in made
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ("port: 8000", "port: '8000 }'", "port '8000 }'"),
+        ("port: 8000", "port: '${x}'", "Nomad's ports are numbers"),
+    ],
+)
+def test_what_would_stand_outside_of_quotes_is_refused(
+    tmp_path: Path, old: str, new: str, why: str
+) -> None:
+    with pytest.raises(UsageError, match=re.escape(why)):
+        nomad.render(recipe(tmp_path, RECIPE.replace(old, new)))
+
+
+def test_a_name_that_hcl_cannot_have_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / 'two".yaml'
+    path.write_text(RECIPE)
+    with pytest.raises(UsageError, match="a job cannot have the name"):
+        nomad.render(load.load(path))
+    with pytest.raises(UsageError, match="no variable 'A B' in env"):
+        nomad.render_overlay(
+            recipe(tmp_path, RECIPE.replace("command:", "env: {A B: 1}\ncommand:"))
+        )
+    pair = RECIPE.replace("port: 8000", "a_port: 1, 'b }_port': 2").replace("{port}", "{a_port}")
+    text = pair.replace("machines: 1", "pair: [one, two]")
+    with pytest.raises(UsageError, match="a variable cannot have the name 'b }_port'"):
+        nomad.render(recipe(tmp_path, text))
+
+
+def test_an_overlay_finds_address_and_port_in_either_form(tmp_path: Path) -> None:
+    text = nomad.render_overlay(
+        recipe(
+            tmp_path, RECIPE.replace("--host {host} --port {port}", "--host={host} --port={port}")
+        )
+    )
+    assert '"--host=${NOMAD_IP_http}"' in text
+    assert '"--port=${NOMAD_PORT_http}"' in text

@@ -265,4 +265,6 @@ def header(
         lines.append(f"# Cannot serve yet: {recipe.sm12x.status.blocked}.")
     if recipe.mods:
         lines.append(f"# Asks for mods that are not applied: {', '.join(recipe.mods)}.")
-    return lines + [f"# {line}" for line in others(recipe)]
+    lines += [f"# {line}" for line in others(recipe)]
+    # A text of several lines would end its comment.
+    return [" ".join(line.splitlines()) for line in lines]

@@ -1,96 +1,32 @@
-"""Writes HCL as `nomad fmt` leaves it, so that a rendered file needs no second tool."""
+"""HCL as `nomad fmt` leaves it: strings stand for exactly what was given, equals signs in line."""
 
 from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 INDENT = "  "
 WIDTH = 100
-# Nothing that HCL would read as its own syntax, so it may stand unquoted.
-_HEREDOC_END = re.compile(r"^\s*EOT\s*$", re.MULTILINE)
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+_ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 
-class Writer:
-    """Collects lines. An expression is given as HCL text; ``quoted`` makes one of a string."""
+class Hcl(str):
+    """Text that is HCL already; any other string becomes a quoted one."""
 
-    def __init__(self) -> None:
-        self._lines: list[str] = []
-        self._depth = 0
-        # Attributes that follow each other without a break: their equals signs stand in line.
-        self._run: list[tuple[str, str]] = []
+    __slots__ = ()
 
-    def attr(self, name: str, expression: str) -> None:
-        """``name = expression``; one of several lines stands by itself, as the formatter has it."""
-        if "\n" not in expression:
-            self._run.append((name, expression))
-            return
-        self._flush()
-        first, *rest = expression.split("\n")
-        self._put(f"{name} = {first}")
-        for line in rest:
-            self._put(line)
 
-    def text(self, name: str, value: str) -> None:
-        """``name = "value"``, taken literally: no interpolation by Nomad or HCL."""
-        self.attr(name, quoted(value))
-
-    def heredoc(self, name: str, value: str) -> None:
-        """``name`` as lines of text, taken literally but for the indentation.
-
-        Raises:
-            ValueError: a line of ``value`` would end it.
-        """
-        if _HEREDOC_END.search(value):
-            raise ValueError(f"{name} has a line EOT")
-        self._run.append((name, "<<-EOT"))
-        self._flush()
-        for line in escaped(value).rstrip("\n").split("\n"):
-            self._put(f"{INDENT}{line}" if line else "")
-        self._put("EOT")
-
-    def comment(self, *lines: str) -> None:
-        self._flush()
-        width = WIDTH - len(INDENT) * self._depth - 2
-        for line in lines:
-            # A line with blanks in front is set by hand.
-            whole = line.startswith(" ") or len(line) <= width
-            for part in [line] if whole else textwrap.wrap(line, width, break_on_hyphens=False):
-                self._put(f"# {part}".rstrip())
-
-    def blank(self) -> None:
-        """An empty line, unless there is one already or a block has just been opened."""
-        self._flush()
-        if self._lines and self._lines[-1] and not self._lines[-1].endswith("{"):
-            self._lines.append("")
-
-    @contextmanager
-    def block(self, *head: str) -> Iterator[None]:
-        """``head { ... }``; the words after the first are its labels."""
-        self._flush()
-        self._put(" ".join((head[0], *(quoted(label) for label in head[1:]), "{")))
-        self._depth += 1
-        yield
-        self._flush()
-        if self._lines[-1] == "":
-            self._lines.pop()
-        self._depth -= 1
-        self._put("}")
-
-    def __str__(self) -> str:
-        self._flush()
-        return "\n".join(self._lines) + "\n"
-
-    def _put(self, line: str) -> None:
-        self._lines.append(f"{INDENT * self._depth}{line}" if line else "")
-
-    def _flush(self) -> None:
-        width = max((len(name) for name, _ in self._run), default=0)
-        run, self._run = self._run, []
-        for name, expression in run:
-            self._put(f"{name:<{width}} = {expression}")
+def expression(value: object) -> str:
+    """HCL for a value: a quoted string for a string, a list of expressions for a sequence."""
+    if isinstance(value, Hcl):
+        return value
+    if isinstance(value, str):
+        return quoted(value)
+    if isinstance(value, Sequence):
+        return listed(value)
+    return str(value)
 
 
 def escaped(text: str) -> str:
@@ -98,20 +34,81 @@ def escaped(text: str) -> str:
     return text.replace("${", "$${").replace("%{", "%%{")
 
 
-def quoted(text: str) -> str:
-    """A string of HCL that stands for exactly ``text``."""
-    plain = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
-    return f'"{escaped(plain)}"'
+def inside(text: str) -> Hcl:
+    """``text`` as it stands between the quotes of a string, taken literally."""
+    return Hcl(escaped("".join(_ESCAPES.get(char, char) for char in text)))
 
 
-def runtime(text: str) -> str:
+def quoted(text: str) -> Hcl:
+    """A string of HCL that stands for exactly ``text``: no interpolation by Nomad or HCL."""
+    return Hcl(f'"{inside(text)}"')
+
+
+def runtime(text: str) -> Hcl:
     """A string in which `${NAME}` stays for Nomad to fill in when the task starts."""
-    return f'"{text}"'
+    return Hcl(f'"{text}"')
 
 
-def listed(words: Sequence[str]) -> str:
-    """A list of expressions: on one line if it is short, else one a line."""
-    line = f"[{', '.join(words)}]"
+def is_name(text: str) -> bool:
+    """Whether ``text`` can name an attribute, a variable or a block."""
+    return _NAME.fullmatch(text) is not None
+
+
+def name(text: str) -> Hcl:
+    """``text`` as the name of an attribute or a variable. Raises ValueError if it cannot be one."""
+    if not is_name(text):
+        raise ValueError(f"{text!r} is not a name in HCL")
+    return Hcl(text)
+
+
+def listed(words: Sequence[object]) -> Hcl:
+    """A list: on one line if it is short, else one word a line."""
+    texts = [expression(word) for word in words]
+    line = f"[{', '.join(texts)}]"
     if len(line) <= WIDTH - 20:
-        return line
-    return "\n".join(("[", *(f"{INDENT}{word}," for word in words), "]"))
+        return Hcl(line)
+    return Hcl("\n".join(("[", *(f"{INDENT}{text}," for text in texts), "]")))
+
+
+def rows(pairs: Sequence[tuple[str, object]], indent: int = 0) -> Hcl:
+    """`name = value` a line, the equals signs of neighbours in line; ``indent`` counts blanks.
+
+    A value of several lines stands by itself, as the formatter has it.
+    """
+    lines: list[str] = []
+    run: list[tuple[str, str]] = []
+
+    def flush() -> None:
+        width = max((len(key) for key, _ in run), default=0)
+        lines.extend(f"{key:<{width}} = {value}" for key, value in run)
+        run.clear()
+
+    for key, value in ((name(key), expression(value)) for key, value in pairs):
+        if "\n" in value:
+            flush()
+            lines += f"{key} = {value}".split("\n")
+        else:
+            run.append((key, value))
+    flush()
+    return Hcl("\n".join(" " * indent + line for line in lines))
+
+
+def comment(text: str) -> Hcl:
+    """``text`` as comments at the left margin, one paragraph, wrapped."""
+    # One that fits keeps its blanks; a line break would end the comment.
+    text = re.sub(r"[\r\n\v\f\x85\u2028\u2029]+", " ", text.strip())
+    fits = len(text) <= WIDTH - 2
+    parts = [text] if fits else textwrap.wrap(text, WIDTH - 2, break_on_hyphens=False)
+    return Hcl("\n".join(f"# {part}".rstrip() for part in parts))
+
+
+def heredoc(text: str, indent: int) -> Hcl:
+    """Lines of text, taken literally but for the indentation, which is ``indent`` blanks."""
+    end = "EOT"
+    while re.search(rf"^\s*{end}\s*$", text, re.MULTILINE):
+        end += "_"
+    lines = [
+        " " * (indent + len(INDENT)) + line if line else ""
+        for line in escaped(text).rstrip("\n").split("\n")
+    ]
+    return Hcl("\n".join((f"<<-{end}", *lines, " " * indent + end)))

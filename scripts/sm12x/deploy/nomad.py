@@ -1,5 +1,7 @@
 """Renders recipes as Nomad job specifications: one server, several machines, or a pair in turns.
 
+The text is data/nomad.hcl.jinja; here are the values that it is filled with.
+
 The same text runs on a machine with no GPU with `-var gpus=0 -var args=check`: the job is then a
 batch job that asks for no device, and ends when the image has proved itself.
 
@@ -11,30 +13,45 @@ task fewer GPUs than it asks for, or none, when one of them is taken.
 
 from __future__ import annotations
 
+import functools
+import math
+import re
+import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import PurePosixPath
+from typing import Any
+
+import jinja2
 
 from sm12x import layout
 from sm12x.core.errors import UsageError
-from sm12x.deploy import hcl, nomadheader
-from sm12x.deploy import nomadparts as parts
+from sm12x.deploy import hcl
 from sm12x.deploy.container import uses_ray
-from sm12x.deploy.hcl import Writer
-from sm12x.deploy.nomadparts import Port, Variable
-from sm12x.recipes.model import Recipe
+from sm12x.recipes.model import Block, Recipe
 from sm12x.recipes.render import render as rendered_command
 
+# What NVIDIA's device plugin reports as `memory`, less what differs from card to card. GB10 is not
+# here: NVML reports no memory for it, so a constraint on it would never be met.
+_GPU_MEMORY = {"rtx-pro-6000": "95 GiB", "rtx-5090": "31 GiB"}
+# A load takes up to 15 minutes; 10 GB of image come first where a client lacks it.
+_MINUTES = {"pull": 20, "load": 15, "spare": 5}
+# The user of the bundle's image.
+_UID = 1000
+# Where an image that others made, which runs as root, keeps what it compiles.
+_ROOT_CACHE = "/root/.cache"
 # Stands in a rendered command for the address that only Nomad knows.
 _ADDRESS = "nomad-address"
-# What an image that others made runs as, and where it keeps what it compiles.
-_ROOT_CACHE = "/root/.cache"
-# Caches that do not follow XDG: without these they are written outside the mounted folder.
-_ROOT_CACHES = {
-    "TRITON_CACHE_DIR": "triton",
-    "TORCHINDUCTOR_CACHE_DIR": "inductor",
-    "DG_JIT_CACHE_DIR": "deep_gemm",
-    "CUDA_CACHE_PATH": "nv",
-}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Port:
+    """A port of a server: its Nomad label, the recipe's setting of it, the service it offers."""
+
+    label: str
+    setting: str
+    service: str
+    number: int
 
 
 def unfit(recipe: Recipe) -> str:
@@ -44,13 +61,23 @@ def unfit(recipe: Recipe) -> str:
     machines = recipe.sm12x.machines if recipe.sm12x else 1
     if recipe.cluster_only and machines == 1:
         return "it is for several machines (cluster_only), and no sm12x block says how many"
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", recipe.key):
+        return f"a job cannot have the name {recipe.key!r}: letters, digits, ., _ and - make one"
     needs = ["host", "master_addr", "node_rank"] if machines > 1 else ["host"]
     pair = recipe.sm12x.pair if recipe.sm12x else ()
-    found = [key for key in recipe.defaults if key.endswith("_port" if pair else "port")]
+    found = _port_settings(recipe)
     missing = [key for key in needs if key not in recipe.defaults]
     if len(found) != max(1, len(pair)):
         missing.append("port")
-    return f"it has no setting {' and no '.join(missing)}" if missing else ""
+    if missing:
+        return f"it has no setting {' and no '.join(missing)}"
+    strange = [key for key in found if not hcl.is_name(key)]
+    return f"a variable cannot have the name {strange[0]!r}" if strange else ""
+
+
+def _port_settings(recipe: Recipe) -> list[str]:
+    pair = recipe.sm12x.pair if recipe.sm12x else ()
+    return [key for key in recipe.defaults if key.endswith("_port" if pair else "port")]
 
 
 def render(
@@ -73,134 +100,42 @@ def render(
         UsageError: Nomad cannot run this recipe.
     """
     given = dict(settings or {})
-    _require_fit(recipe)
+    ports = _ports(recipe, given)
     machines = recipe.sm12x.machines if recipe.sm12x else 1
-    out = Writer()
-    nomadheader.write(out, recipe, given, extra, cluster=machines > 1)
-    found = parts.variables(recipe, given, image=image, memory=parts.host_mib(recipe, peers))
-    if machines > 1:
-        found.append(
-            Variable(
-                name="fabric",
-                type="string",
-                description="The client's host_network of the link between the machines.",
-                default='"fabric"',
-            )
-        )
-    parts.declare(out, found)
-    words = (_name(recipe), *(f"{key}={value}" for key, value in given.items()))
-    ranks = range(machines)
-    parts.commands(
-        out,
-        {
-            ("serve" if machines == 1 else f"rank_{rank}"): [
-                hcl.quoted(word) for word in _with_rank(words, rank, extra)
-            ]
-            for rank in ranks
-        },
+    shipped = recipe.path.resolve().parent == layout.recipes().resolve()
+    # What the image's entry point is told: the recipe's name, or the file that the job brings.
+    words = [recipe.key if shipped else f"/local/{recipe.path.name}"]
+    words += [f"{key}={value}" for key, value in given.items()]
+    text = "" if shipped else recipe.path.read_text(encoding="utf-8")
+    # Longer than any in the text, which has braces of its own.
+    left = "<" * max(4, 1 + max(map(len, re.findall("<+", text)), default=0))
+    environment = _addresses(ports)
+    if machines == 1:
+        commands = {"serve": _with_rank(words, 0, extra)}
+        groups = [_group("server", "serve", ports, environment)]
+    else:
+        commands = {f"rank_{rank}": _with_rank(words, rank, extra) for rank in range(machines)}
+        environment = [*environment, ("SM12X_MASTER_ADDR", hcl.runtime("${NOMAD_IP_master}"))]
+        groups = [_group("rank-0", "rank_0", ports, environment, link="master")]
+        groups += [
+            _group(f"rank-{rank}", f"rank_{rank}", (), (), link="link")
+            for rank in range(1, machines)
+        ]
+    return _filled(
+        recipe,
+        given,
+        extra,
+        variant="nomad",
+        cluster=machines > 1,
+        image=image,
+        host_mib=host_mib(recipe, peers),
+        ports=ports,
+        commands=commands,
+        groups=groups,
+        own_file={"name": recipe.path.name, "left": left, "text": text} if text else None,
+        uid=_UID,
+        cache="/cache",
     )
-    with out.block("job", parts.job_name(recipe.key)):
-        parts.job_head(out, recipe)
-        if parts.unified(recipe.sm12x):
-            out.comment("GB10. Its plugin reports no memory to ask for; the host's is the same.")
-            parts.only_with_gpus(out, "${attr.cpu.arch}", "=", "arm64")
-        if machines > 1:
-            parts.only_with_gpus(out, "", "distinct_hosts", "true")
-            parts.only_with_gpus(out, "${meta.fabric_interface}", "is_set")
-            parts.only_with_gpus(out, "${meta.fabric_hca}", "is_set")
-            for rank in ranks:
-                _rank(out, recipe, given, rank)
-        else:
-            _server(out, recipe, given)
-    return str(out)
-
-
-def _server(out: Writer, recipe: Recipe, settings: Mapping[str, str]) -> None:
-    ports = parts.ports_of(recipe)
-    with out.block("group", "server"):
-        parts.group_head(out, loads=len(ports))
-        with out.block("network"):
-            for port in ports:
-                _port(out, port)
-        out.blank()
-        parts.volumes(out)
-        with out.block("task", "vllm"):
-            parts.task_head(out)
-            with out.block("config"):
-                out.attr("image", "var.image")
-                out.attr("args", "local.serve")
-                parts.container(out)
-            out.blank()
-            with out.block("env"):
-                _addresses(out, ports)
-                _token(out)
-            out.blank()
-            _rest(out, recipe, settings, ports)
-
-
-def _rank(out: Writer, recipe: Recipe, settings: Mapping[str, str], rank: int) -> None:
-    """One machine of several: the first takes the requests, and the others find it by a service."""
-    ports = parts.ports_of(recipe) if rank == 0 else []
-    link = "master" if rank == 0 else "link"
-    meeting = f"{parts.job_name(recipe.key)}-master"
-    with out.block("group", f"rank-{rank}"):
-        parts.group_head(out)
-        with out.block("network"):
-            for port in ports:
-                _port(out, port)
-            with out.block("port", link):
-                if rank == 0:
-                    out.comment("vLLM's default --master-port.")
-                    out.attr("static", "29501")
-                out.attr("host_network", "var.fabric")
-        out.blank()
-        parts.volumes(out)
-        with out.block("task", "vllm"):
-            parts.task_head(out)
-            with out.block("config"):
-                out.attr("image", "var.image")
-                out.attr("args", f"local.rank_{rank}")
-                parts.container(out)
-                out.comment("RoCE, which pins what it sends.")
-                out.attr(
-                    "devices",
-                    'var.gpus > 0 ? [{ host_path = "/dev/infiniband", '
-                    'container_path = "/dev/infiniband" }] : []',
-                )
-                # As a value: in the driver's own block Nomad knows no `dynamic`.
-                out.attr("ulimit", 'var.gpus > 0 ? [{ memlock = "-1" }] : []')
-            out.blank()
-            with out.block("env"):
-                _addresses(out, ports)
-                if rank == 0:
-                    out.attr("SM12X_MASTER_ADDR", hcl.runtime("${NOMAD_IP_master}"))
-                out.comment("These differ by machine: its `meta` in the client's configuration.")
-                out.attr("VLLM_HOST_IP", hcl.runtime(f"${{NOMAD_IP_{link}}}"))
-                for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-                    out.attr(name, hcl.runtime("${meta.fabric_interface}"))
-                out.attr("NCCL_IB_HCA", hcl.runtime("${meta.fabric_hca}"))
-                _token(out)
-            out.blank()
-            if rank == 0:
-                with out.block("service"):
-                    out.text("name", meeting)
-                    out.text("provider", "nomad")
-                    out.text("port", link)
-                out.blank()
-            else:
-                with out.block("template"):
-                    out.attr("destination", hcl.runtime("${NOMAD_TASK_DIR}/master"))
-                    out.attr("env", "true")
-                    out.comment("Started before the first machine is known, it starts again.")
-                    out.text("change_mode", "restart")
-                    out.heredoc(
-                        "data",
-                        f'{{{{- range nomadService "{meeting}" -}}}}\n'
-                        "SM12X_MASTER_ADDR={{ .Address }}\n"
-                        "{{ end -}}",
-                    )
-                out.blank()
-            _rest(out, recipe, settings, ports)
 
 
 def render_overlay(
@@ -216,7 +151,7 @@ def render_overlay(
         UsageError: Nomad cannot run this recipe, or it is not one `vllm serve` of one machine.
     """
     given = dict(settings or {})
-    _require_fit(recipe)
+    ports = _ports(recipe, given)
     made = rendered_command(
         recipe, settings={**given, "host": _ADDRESS}, extra=extra, environ={}, solo=False
     )
@@ -225,110 +160,199 @@ def render_overlay(
             f"{recipe.key} is not one `vllm serve` on one machine, as an overlay needs",
             next_step="take the bundle's image for it: --to nomad",
         )
-    out = Writer()
-    nomadheader.write(out, recipe, given, extra, overlay=True)
-    found = parts.variables(recipe, given, image=image, memory=parts.host_mib(recipe))
-    overlay = Variable(
-        name="overlay",
-        type="map(string)",
-        description="Path in the image = patched file on the client, as `sm12x overlay IMAGE` "
-        "prints it for this very image.",
+    if strange := [name for name in made.env if not hcl.is_name(name)]:
+        raise UsageError(
+            f"{recipe.path}: Nomad takes no variable {strange[0]!r} in env",
+            next_step="rename it to letters, digits and _",
+        )
+    words = [hcl.Hcl(hcl.quoted(word).replace(_ADDRESS, "${NOMAD_IP_http}")) for word in made.argv]
+    # The port is a variable here: the command has it as text, and the last one counts.
+    for at in range(len(words) - 1, 0, -1):
+        if made.argv[at - 1] == "--port":
+            if made.argv[at] == str(ports[0].number):
+                words[at] = hcl.runtime("${NOMAD_PORT_http}")
+            break
+        if made.argv[at] == f"--port={ports[0].number}":
+            words[at] = hcl.runtime("--port=${NOMAD_PORT_http}")
+            break
+    return _filled(
+        recipe,
+        given,
+        extra,
+        variant="nomad-overlay",
+        image=image,
+        host_mib=host_mib(recipe),
+        ports=ports,
+        commands={"serve": words},
+        groups=[_group("server", "serve", ports, list(made.env.items()))],
+        uid=0,
+        cache=_ROOT_CACHE,
     )
-    parts.declare(out, [found[0], overlay, *found[1:]])
-    words = [
-        hcl.runtime("${NOMAD_IP_http}") if word == _ADDRESS else hcl.quoted(word)
-        for word in made.argv
-    ]
-    # The port is a variable here: the command has it as text.
-    port = given.get("port", str(recipe.defaults["port"]))
-    at = max(index for index, word in enumerate(made.argv) if word == "--port") + 1
-    if made.argv[at] == port:
-        words[at] = hcl.runtime("${NOMAD_PORT_http}")
-    parts.commands(out, {"serve": words})
-    with out.block("job", parts.job_name(recipe.key)):
-        parts.job_head(out, recipe)
-        _overlaid(out, recipe, given, made.env)
-    return str(out)
 
 
-def _overlaid(
-    out: Writer, recipe: Recipe, settings: Mapping[str, str], env: Mapping[str, str]
-) -> None:
-    ports = parts.ports_of(recipe)
-    with out.block("group", "server"):
-        parts.group_head(out)
-        with out.block("network"):
-            for port in ports:
-                _port(out, port)
-        out.blank()
-        parts.volumes(out)
-        with out.block("task", "vllm"):
-            parts.task_head(out)
-            with out.block("config"):
-                out.attr("image", "var.image")
-                out.comment("In place of the image's own, so that `args` can be any program.")
-                out.attr("entrypoint", "slice(local.serve, 0, 1)")
-                out.attr("args", "slice(local.serve, 1, length(local.serve))")
-                out.comment("Nothing but the mounted folders can be written.")
-                out.attr("readonly_rootfs", "true")
-                out.attr("volumes", '[for path, file in var.overlay : "${file}:${path}:ro"]')
-                with out.block("mount"):
-                    out.text("type", "tmpfs")
-                    out.text("target", "/tmp")  # noqa: S108 - of the container alone
-                parts.container(out)
-            out.blank()
-            with out.block("env"):
-                for name, value in env.items():
-                    out.text(name, value)
-                out.comment("What is compiled when the server starts goes to the cache volume.")
-                for name, folder in _ROOT_CACHES.items():
-                    out.text(name, f"{_ROOT_CACHE}/{folder}")
-                _token(out)
-            out.blank()
-            _rest(out, recipe, settings, ports, root=True)
-
-
-def _rest(
-    out: Writer,
+def _filled(
     recipe: Recipe,
     settings: Mapping[str, str],
-    ports: Sequence[Port],
+    extra: Sequence[str],
     *,
-    root: bool = False,
-) -> None:
-    """What follows `config` and `env` in every task; ``root`` for an image that runs as root."""
-    cache = _ROOT_CACHE if root else "/cache"
-    if not root:
-        _recipe_file(out, recipe)
-    parts.secrets(out, uid=0 if root else parts.UID)
-    models, only_read = _models(recipe, settings, cache)
-    parts.mounts(out, models=models, only_read=only_read, cache=cache)
-    for port in ports:
-        parts.service(out, port)
-    parts.resources(out, recipe)
+    variant: str,
+    commands: Mapping[str, Sequence[str]],
+    cache: str,
+    **values: Any,
+) -> str:
+    block = recipe.sm12x
+    words = ["--to", variant, recipe.key, *(f"{key}={value}" for key, value in settings.items())]
+    status = block.status.state if block else ""
+    if block and block.status.blocked:
+        status += f"; it cannot serve yet: {block.status.blocked}"
+    rows: list[tuple[str, object]] = []
+    for name, command in commands.items():
+        # `args` takes the place of the command.
+        split = hcl.Hcl(f'var.args == "" ? local.{name}_words : split(" ", var.args)')
+        rows += [(f"{name}_words", command), (name, split)]
+    models, read_only = _models(recipe, settings, cache)
+    return _template().render(
+        command=shlex.join([*words, *(["--", *extra] if extra else [])]),
+        description=recipe.description or recipe.name,
+        status=status,
+        overlay=variant == "nomad-overlay",
+        job=job_name(recipe.key),
+        gpus=block.gpus if block else 1,
+        gpu_memory=_gpu_memory(block),
+        unified=_unified(block),
+        minutes=_MINUTES,
+        locals=rows,
+        cache=cache,
+        models=models,
+        models_read_only=read_only,
+        **{"cluster": False, "own_file": None, **values},
+    )
 
 
-def _own(recipe: Recipe) -> bool:
-    """Whether the image has the recipe."""
-    return recipe.path.resolve().parent == layout.recipes().resolve()
+@functools.cache
+def _template() -> jinja2.Template:
+    made = jinja2.Environment(
+        block_start_string="[%",
+        block_end_string="%]",
+        variable_start_string="[[",
+        variable_end_string="]]",
+        comment_start_string="[#",
+        comment_end_string="#]",
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=jinja2.StrictUndefined,
+        # In the place of HTML's escapes: whatever is put in is an expression of HCL.
+        finalize=hcl.expression,
+        autoescape=False,  # noqa: S701
+    )
+    made.filters |= {
+        "comment": hcl.comment,
+        "heredoc": hcl.heredoc,
+        "inside": hcl.inside,
+        "name": hcl.name,
+        "rows": hcl.rows,
+    }
+    return made.from_string((layout.data() / "nomad.hcl.jinja").read_text(encoding="utf-8"))
 
 
-def _name(recipe: Recipe) -> str:
-    """What the image's entry point is told: the recipe's name, or the file the job brings."""
-    return recipe.key if _own(recipe) else f"/local/{recipe.path.name}"
+def _group(
+    name: str,
+    command: str,
+    ports: Sequence[Port],
+    environment: Sequence[tuple[str, object]],
+    *,
+    link: str = "",
+) -> dict[str, object]:
+    """A group of the job; ``link`` labels the port that the machines of a cluster meet on.
+
+    The ports' servers load one after another.
+    """
+    loads = max(1, len(ports))
+    return {
+        "name": name,
+        "command": command,
+        "ports": ports,
+        "environment": environment,
+        "link": link,
+        "first": link == "master",
+        "loads": loads,
+        "deadline": _MINUTES["pull"] + loads * _MINUTES["load"] + _MINUTES["spare"],
+    }
 
 
-def _recipe_file(out: Writer, recipe: Recipe) -> None:
-    if _own(recipe):
-        return
-    with out.block("template"):
-        out.attr("destination", hcl.runtime(f"${{NOMAD_TASK_DIR}}/{recipe.path.name}"))
-        out.comment("The text has braces of its own.")
-        out.text("left_delimiter", "<<<<")
-        out.text("right_delimiter", ">>>>")
-        out.text("change_mode", "noop")
-        out.heredoc("data", recipe.path.read_text(encoding="utf-8"))
-    out.blank()
+def job_name(key: str) -> str:
+    """Nomad takes any printable name; variables and URLs are easier without dots."""
+    return key.replace(".", "-")
+
+
+def _ports(recipe: Recipe, settings: Mapping[str, str]) -> list[Port]:
+    """The ports of a recipe: the one of its server, or one for each that takes turns.
+
+    Raises:
+        UsageError: Nomad cannot run this recipe.
+    """
+    why = unfit(recipe)
+    if why:
+        raise UsageError(
+            f"{recipe.key} cannot run under Nomad: {why}",
+            next_step="take another recipe, or give it that in its defaults and its command",
+        )
+    pair = recipe.sm12x.pair if recipe.sm12x else ()
+    found = []
+    for key, service in zip(_port_settings(recipe), pair or (recipe.key,), strict=True):
+        number = settings.get(key, str(recipe.defaults[key]))
+        if not re.fullmatch(r"[0-9]{1,5}", number):
+            raise UsageError(
+                f"{recipe.key} has {key} {number!r}, and Nomad's ports are numbers",
+                next_step=f"give it one: {key}=8000",
+            )
+        label = key.removesuffix("_port") if pair else "http"
+        found.append(Port(label=label, setting=key, service=service, number=int(number)))
+    return found
+
+
+def _addresses(ports: Sequence[Port]) -> list[tuple[str, object]]:
+    """Where to listen: the address that Nomad has for the port, never all of the machine's."""
+    found: list[tuple[str, object]] = [
+        ("SM12X_HOST", hcl.runtime(f"${{NOMAD_IP_{ports[0].label}}}"))
+    ]
+    found += [
+        (f"SM12X_{port.setting.upper()}", hcl.runtime(f"${{NOMAD_PORT_{port.label}}}"))
+        for port in ports
+    ]
+    return found
+
+
+def _gpu_memory(block: Block | None) -> str:
+    """The memory constraint of the smallest GPU the recipe is for, "" where there is none."""
+    known = [_GPU_MEMORY.get(name, "") for name in block.hardware] if block else [""]
+    return "" if "" in known else min(known, key=lambda text: int(text.split()[0]))
+
+
+def _unified(block: Block | None) -> bool:
+    """Whether GPU and host share their memory."""
+    return block is not None and "gb10" in block.hardware
+
+
+def host_mib(recipe: Recipe, peers: Sequence[Recipe] = ()) -> int:
+    """Host memory in MiB, an estimate: 8 GiB for each GPU's process and 8 for the server.
+
+    With sleep level 1 also a copy of the weights; on unified memory all that the GPU takes. A pair
+    needs the sum of its peers.
+    """
+    if peers:
+        return sum(host_mib(peer) for peer in peers)
+    block = recipe.sm12x
+    if block is None:
+        return 16 * 1024
+    terms = block.memory
+    gib = 8.0 + 8.0 * block.gpus
+    if _unified(block):
+        gib += sum(term.gib for term in (terms.weights, terms.kv, terms.outside) if term)
+    elif block.sleep.level == 1 and terms.weights:
+        gib += block.gpus * terms.weights.gib
+    return math.ceil(gib) * 1024
 
 
 def _models(recipe: Recipe, settings: Mapping[str, str], cache: str) -> tuple[str, bool]:
@@ -340,35 +364,7 @@ def _models(recipe: Recipe, settings: Mapping[str, str], cache: str) -> tuple[st
     return f"{cache}/huggingface", False
 
 
-def _require_fit(recipe: Recipe) -> None:
-    why = unfit(recipe)
-    if why:
-        raise UsageError(
-            f"{recipe.key} cannot run under Nomad: {why}",
-            next_step="take another recipe, or give it that in its defaults and its command",
-        )
-
-
 def _with_rank(words: Sequence[str], rank: int, extra: Sequence[str]) -> list[str]:
     more = [*(["--headless"] if rank else []), *extra]
     own = [f"node_rank={rank}"] if rank else []
     return [*words, *own, *(["--", *more] if more else [])]
-
-
-def _port(out: Writer, port: Port) -> None:
-    with out.block("port", port.label):
-        out.attr("static", f"var.{port.setting}")
-        out.attr("host_network", "var.host_network")
-
-
-def _addresses(out: Writer, ports: Sequence[Port]) -> None:
-    """Where to listen: the address that Nomad has for the port, never all of the machine's."""
-    if ports:
-        out.attr("SM12X_HOST", hcl.runtime(f"${{NOMAD_IP_{ports[0].label}}}"))
-    for port in ports:
-        out.attr(f"SM12X_{port.setting.upper()}", hcl.runtime(f"${{NOMAD_PORT_{port.label}}}"))
-
-
-def _token(out: Writer) -> None:
-    out.comment("Written below; the Hugging Face client takes an empty file as no token.")
-    out.attr("HF_TOKEN_PATH", hcl.runtime("${NOMAD_SECRETS_DIR}/hf_token"))

@@ -222,9 +222,8 @@ def volume_lines(overlay: Overlay, installed: InstalledTree, out: Path) -> tuple
         f"{hcl.quoted(target(installed, path))} = {hcl.quoted(str(where / path))}"
         for path in overlay.files
     )
-    out_text = hcl.Writer()
-    out_text.attr("volumes", hcl.listed([hcl.quoted(bind) for bind in binds]))
-    return f"  {docker}\n", f"-var 'overlay={{{pairs}}}'\n\n{out_text}"
+    volumes = hcl.rows([("volumes", binds)])
+    return f"  {docker}\n", f"-var 'overlay={{{pairs}}}'\n\n{volumes}\n"
 
 
 def _conflict(
