@@ -86,7 +86,7 @@ def test_settings_and_arguments_reach_the_server() -> None:
 
 @pytest.mark.parametrize("target", ["docker", "compose", "shell", "llama-swap"])
 def test_an_unknown_setting_is_refused(target: str) -> None:
-    with pytest.raises(UsageError, match="no setting 'prot'; perhaps you meant 'port'"):
+    with pytest.raises(UsageError, match="no setting 'prot'; perhaps you meant port"):
         render(target, recipe("smoke"), {"prot": "1"})
 
 

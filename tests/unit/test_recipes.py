@@ -10,7 +10,7 @@ import pytest
 from sm12x import layout
 from sm12x.core.errors import BadFileError, UsageError
 from sm12x.recipes import load
-from sm12x.recipes.model import MemoryTerm, Recipe
+from sm12x.recipes.model import Memory, MemoryTerm, Recipe
 from sm12x.recipes.render import Rendered, render, settings_from
 
 MINIMAL = """\
@@ -77,7 +77,7 @@ def test_a_command_that_needs_a_shell_gets_one(tmp_path: Path) -> None:
 
 
 def test_a_setting_the_recipe_does_not_have_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no setting 'prot'; perhaps you meant 'port'"):
+    with pytest.raises(UsageError, match="no setting 'prot'; perhaps you meant port"):
         rendered(recipe(tmp_path), settings={"prot": "1"})
 
 
@@ -86,23 +86,23 @@ def test_settings_come_from_the_environment(tmp_path: Path) -> None:
     found, remarks = settings_from(environ, recipe(tmp_path))
     assert found == {"port": "1"}
     assert remarks == [
-        "SM12X_TENSOR_PARALEL is not a setting of small; perhaps you meant 'SM12X_TENSOR_PARALLEL'"
+        "SM12X_TENSOR_PARALEL is not a setting of small; perhaps you meant SM12X_TENSOR_PARALLEL"
     ]
 
 
 @pytest.mark.parametrize(
     ("old", "new", "fault"),
     [
-        ("container: some-image\n", "", "small.yaml:1: required key 'container' is missing"),
+        ("container: some-image\n", "", "small.yaml:1: container is missing"),
         ('recipe_version: "1"', 'recipe_version: "3"', "small.yaml:1: recipe_version is '3'"),
-        ("defaults:", "default:", "4: default is not a known key; perhaps you meant 'defaults'"),
-        ("{port}", "{prot}", "11: command asks for {prot}, defaults has none; perhaps .* 'port'"),
+        ("defaults:", "default:", "4: default is not a known key; perhaps you meant defaults"),
+        ("{port}", "{prot}", "11: command asks for {prot}, defaults has none; perhaps .* port"),
         ("'{{\"mode\": 3}}'", "'{\"mode\": 3}'", "11: command has .*: double the braces of JSON"),
         ("{port}", "{port", "11: command is not a str.format template"),
         ("$BASE/one", "[true]", "9: env.HERE is not a string or number: put it in quotes"),
         ("$BASE/one", "$(id)", "9: env.HERE runs a command"),
         ("name: Small", "name: [Small", "small.yaml:3: is not YAML"),
-        ("name: Small", "name: 3", "2: name is not a string"),
+        ("name: Small", "name: 3", "2: name has the wrong type"),
         ("  port: 8000", "  port: [8000]", "5: defaults.port is not a string, number or truth"),
         ("name: Small", "name: Small\nname: Large", "3: name is given twice, first on line 2"),
         ("name: Small", "name: Small\nmods: one", "3: mods is not a list of strings"),
@@ -128,17 +128,17 @@ sm12x:
 @pytest.mark.parametrize(
     ("old", "new", "fault"),
     [
-        ("gb10", "gb100", "18: sm12x.hardware is 'gb100', not one of .* perhaps .* 'gb10'"),
-        ("[gb10]", "[]", "18: sm12x.hardware is empty"),
+        ("gb10", "gb100", "18: sm12x.hardware.0.: 'gb100' is not one of .* perhaps .* gb10"),
+        ("[gb10]", "[]", "18: sm12x.hardware has 0 items"),
         ("  gpus: 1\n", "", "17: sm12x.gpus is missing"),
         ("gpus: 1", "gpus: 1\n  pair: [a]", "20: sm12x.pair names 1 recipes, not two"),
         ("gpus: 1", "gpus: 1\n  machines: 0", "20: sm12x.machines is 0"),
-        ("gpus: 1", "gpus: 1\n  memory: {wieghts: {}}", "20: .*wieghts is not .* 'weights'"),
+        ("gpus: 1", "gpus: 1\n  memory: {wieghts: {}}", "20: .*wieghts is not .* weights"),
         ("gpus: 1", "gpus: 1\n  memory: {kv: {gib: [2, 1]}}", "20: sm12x.memory.kv.gib is not"),
         (
             "gpus: 1",
             "gpus: 1\n  memory: {kv: {gib: 1, basis: guessed, source: x}}",
-            "20: sm12x.memory.kv.basis is 'guessed', not one of measured, reported, estimated",
+            "20: sm12x.memory.kv.basis: 'guessed' is not one of measured, reported, estimated",
         ),
         (
             "gpus: 1",
@@ -147,10 +147,10 @@ sm12x:
         ),
         ("state: untested", "state: verified", "21: sm12x.status.date is missing: say when"),
         ("untested", "untested\n    date: May", "sm12x.status.date is 'May', not YYYY-MM-DD"),
-        ("gpus: 1", "gpus: many", "19: gpus is not a whole number"),
+        ("gpus: 1", "gpus: many", "19: sm12x.gpus has the wrong type"),
         ("level: never", "level: 3", "20: sm12x.sleep.level is 3, not 1, 2 or never"),
         (", reason: it hangs", "", "20: sm12x.sleep.reason is missing"),
-        ("untested", "tested", "21: sm12x.status.state is 'tested'"),
+        ("untested", "tested", "22: sm12x.status.state: 'tested' is not one of"),
         ("    source: written from documents\n", "", "21: sm12x.status.source is missing"),
         ("gpus: 1", "gpus: 1\n  colour: red", "20: sm12x.colour is not a known key"),
     ],
@@ -316,3 +316,67 @@ def test_what_only_a_shell_has_is_given_to_one(
 @pytest.mark.parametrize("first", ["exec ", "", "A=1 ", "A='x y' exec ", "cd /x && exec "])
 def test_the_server_is_found_behind_what_a_shell_does(tmp_path: Path, first: str) -> None:
     assert _command(tmp_path, f"{first}vllm serve m").serve == ("m", "--seed", "1 2")
+
+
+# Nine times nine times nine ...
+LAUGHS = "a0: &a0 x\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("a: &x [*x]", ":1: is nested too deeply"),
+        ("[" * 3000, ":1: is nested too deeply"),
+        (LAUGHS, ":1: is not YAML: more than"),
+        ("", ":1: is not a mapping"),
+        ("- a", ":1: is not a mapping"),
+        ("a: \0", ":1: is not YAML"),
+        ("a: 1\n--- 2\n", ":2: is not YAML"),
+        (f"{MINIMAL}? [a]\n: b\n", ":17: a key is not text"),
+        (MINIMAL.replace("Small", '"\\ud800"'), ":2: value cannot be read"),
+        (MINIMAL.replace("Small", "!!int x"), ":2: value cannot be read"),
+        (MINIMAL.replace("8000", "!!bool x"), ":5: value cannot be read"),
+        (MINIMAL.replace("8000", "!!binary aGk="), ":5: bytes is no text"),
+        (MINIMAL.replace("8000", "!x y"), ":5: value cannot be read"),
+        (f"{MINIMAL}sm12x:\n", ":17: sm12x has the wrong type (NoneType)"),
+        (
+            f"{MINIMAL}{BLOCK}  memory:\n    kv:\n",
+            ":25: sm12x.memory.kv has the wrong type (NoneType)",
+        ),
+        (
+            f"{MINIMAL}{BLOCK}  memory:\n    kv: {{gib: .inf, basis: measured, source: x}}\n",
+            ":25: sm12x.memory.kv.gib is less than 0, or no finite number",
+        ),
+        (
+            f"{MINIMAL}{BLOCK}  memory:\n    kv: {{gib: 1, low: 1, basis: measured, source: x}}\n",
+            ":25: sm12x.memory.kv.low is not a known key",
+        ),
+        # The lines are those of the one that counts.
+        (f"{MINIMAL}{BLOCK}sm12x:\n  gpus: 1\n", ":24: sm12x.hardware is missing"),
+    ],
+)
+def test_a_strange_file_has_faults_and_no_traceback(tmp_path: Path, text: str, fault: str) -> None:
+    path = tmp_path / "small.yaml"
+    path.write_text(text)
+    one, faults = load.inspect(path)
+    assert one is None
+    assert fault in "\n".join(map(str, faults))
+
+
+def test_a_key_without_a_value_is_as_one_left_out(tmp_path: Path) -> None:
+    bare = "mods:\nbuild_args:\n"
+    one = recipe(tmp_path, MINIMAL + bare + BLOCK + "  memory:\n  notes:\n  pair:\n")
+    assert (one.mods, one.build_args) == ((), ())
+    assert one.sm12x is not None
+    assert (one.sm12x.notes, one.sm12x.pair) == ((), ())
+    assert one.sm12x.memory == Memory()
+
+
+def test_a_date_is_the_text_that_stands_there(tmp_path: Path) -> None:
+    text = MINIMAL + BLOCK.replace("source:", "date: 2026-05-16\n    source:")
+    one = recipe(tmp_path, text.replace("8000", "2026-05-16 10:00"))
+    assert one.sm12x is not None
+    assert one.sm12x.status.date == "2026-05-16"
+    assert one.defaults["port"] == "2026-05-16 10:00"

@@ -175,7 +175,7 @@ def test_any_other_program_is_run_as_given(places: Places) -> None:
         (("recipes", "smal-model"), "perhaps you meant small-model"),
         (("check", "--jsno"), "check takes no '--jsno'"),
         (("small-model", "--port", "3"), "put vLLM's own arguments after --"),
-        (("small-model", "prot=3"), "perhaps you meant 'port'"),
+        (("small-model", "prot=3"), "perhaps you meant port"),
     ],
 )
 def test_a_wrong_word_is_refused_with_a_hint(

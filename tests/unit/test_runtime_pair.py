@@ -46,7 +46,7 @@ def test_the_pair_that_ships_is_the_pair_it_names() -> None:
         ((FIRST, "+", "nothing"), "there is no recipe 'nothing'"),
         ((FIRST, "+", "smoke"), "smoke never sleeps"),
         (("--load-seconds", "soon", FIRST), "a number of seconds"),
-        ((FIRST, "prot=1", "+", SECOND), "perhaps you meant 'port'"),
+        ((FIRST, "prot=1", "+", SECOND), "perhaps you meant port"),
     ],
 )
 def test_what_is_no_pair_is_refused(words: Sequence[str], message: str) -> None:

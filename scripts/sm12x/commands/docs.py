@@ -1,26 +1,31 @@
-"""`sm12x docs`: committed files that are made from others: parts of pages, a picture, Nomad's."""
+"""`sm12x docs`: committed files made from others: parts of pages, a picture, Nomad's, schemas."""
 
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
 
 from sm12x import layout, pages
-from sm12x.core import files
+from sm12x.core import declared, files
 from sm12x.core.errors import FindingsError
 from sm12x.deploy import examples
+from sm12x.recipes.model import Recipe
 
-_WHERE = "README.md, docs, nomad-examples"
+# Made of the dataclass that the file is read into; the others are written by hand.
+SCHEMAS = {"recipe-1.json": Recipe}
+
+_WHERE = "README.md, docs, nomad-examples, schemas"
 
 
 @click.command()
 @click.option("--check", is_flag=True, help="Change nothing; exit 1 if a file is out of date.")
 @click.pass_context
 def command(ctx: click.Context, check: bool) -> None:
-    """Write the generated parts of README.md and docs/, and nomad-examples/, or check them.
+    """Write the generated parts of README.md and docs/, nomad-examples/ and schemas, or check them.
 
     Example: sm12x docs --check
     """
@@ -62,6 +67,7 @@ def made(root: click.Command) -> dict[Path, str]:
         layout.root() / "docs" / pages.PICTURE: pages.audit_picture(),
         **leftover,
         **{folder / name: text for name, text in specs.items()},
+        **{layout.data() / "schemas" / name: _json(kind) for name, kind in SCHEMAS.items()},
     }
 
 
@@ -85,3 +91,7 @@ def _commands(command: click.Command, name: str) -> Iterator[tuple[str, str]]:
         found = command.get_command(context, verb)
         if found is not None:
             yield from _commands(found, f"{name} {verb}")
+
+
+def _json(kind: object) -> str:
+    return json.dumps(declared.schema(kind), indent=1, ensure_ascii=False) + "\n"

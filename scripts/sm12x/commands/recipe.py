@@ -111,7 +111,7 @@ def show(name: str, as_json: bool) -> None:
     recipe = _recipe(name)
     if as_json:
         content = dataclasses.asdict(recipe) | {"schema": 1, "path": str(recipe.path)}
-        del content["lines"]
+        del content["lines"], content["recipe_version"]
         click.echo(json.dumps(content, indent=1))
         return
     click.echo(about.recipe_text(recipe, _image(recipe) or recipe.container))

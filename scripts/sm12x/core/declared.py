@@ -2,7 +2,7 @@
 
 A dataclass that derives from ``Declared`` takes exactly its fields, of exactly their types. A
 fault is told with the file, its line where that is known, the path of the key, and a near name
-where a key is not known.
+where a key is not known. TOML, JSON and YAML are read; a JSON schema is made of the dataclass.
 """
 
 from __future__ import annotations
@@ -11,13 +11,22 @@ import functools
 import json
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar, cast
+from typing import Annotated, Any, ClassVar, TypeVar, cast, get_args
 
-from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
+import yaml
+from pydantic import (
+    ConfigDict,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    TypeAdapter,
+    ValidationError,
+)
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import CoreSchema, core_schema
 
-from sm12x.core import text
 from sm12x.core.errors import BadFileError
 
 T = TypeVar("T")
@@ -38,23 +47,81 @@ class Declared:
     )
 
 
-def one_of(*names: str) -> AfterValidator:
+@dataclass(frozen=True)
+class one_of:  # noqa: N801 - it is used as a function
     """For ``Annotated[str, one_of(...)]``: a text, or a key, that is one of ``names``."""
 
-    def check(value: str) -> str:
-        if value not in names:
-            raise ValueError(f"{value!r} is not one of {', '.join(names)}")
+    names: tuple[str, ...]
+
+    def __init__(self, *names: str) -> None:
+        object.__setattr__(self, "names", names)
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return {**handler(schema), "enum": list(self.names)}
+
+    def _check(self, value: str) -> str:
+        if value not in self.names:
+            raise ValueError(
+                f"{value!r} is not one of {', '.join(self.names)}{near(value, self.names)}"
+            )
         return value
 
-    return AfterValidator(check)
+
+class NotNull:
+    """For ``Annotated[T | None, NotNull()]``: None where the key is left out, but no null there."""
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        (kind,) = (one for one in get_args(source) if one is not type(None))
+        return handler.generate_schema(kind)
 
 
 MACHINES = ("x86_64", "aarch64")
 Machine = Annotated[str, one_of(*MACHINES)]
 
 
+def near(word: str, known: Iterable[str]) -> str:
+    """`; perhaps you meant X`, or "" when nothing is close."""
+    found = difflib.get_close_matches(word, [name for name in known if name != word], n=1)
+    return f"; perhaps you meant {found[0]}" if found else ""
+
+
+def ends(value: object) -> tuple[float, float]:
+    """The low and the high end of a size: a number that is not negative, or [low, high].
+
+    Raises ValueError for anything else.
+    """
+    found = value if isinstance(value, list | tuple) else [value]
+    numbers = [
+        float(end) for end in found if isinstance(end, int | float) and not isinstance(end, bool)
+    ]
+    if len(numbers) != len(found) or len(numbers) not in (1, 2) or numbers != sorted(numbers):
+        raise ValueError("is not a number, nor [low, high]")
+    if not 0 <= numbers[0] <= numbers[-1] < float("inf"):
+        raise ValueError("is less than 0, or no finite number")
+    return numbers[0], numbers[-1]
+
+
+# What ``ends`` takes, in a JSON schema.
+_SIZE = {"type": "number", "minimum": 0}
+ENDS: JsonSchemaValue = {
+    "oneOf": [_SIZE, {"type": "array", "items": _SIZE, "minItems": 2, "maxItems": 2}]
+}
+
+
 class KeyFaultError(ValueError):
-    """What is wrong with one key, raised in ``__post_init__``: "since", "is missing"."""
+    """What is wrong with one key, raised in ``__post_init__``: "since", "is missing".
+
+    The key is "" for the value itself, in a validator of one field.
+    """
 
     def __init__(self, key: str, what: str) -> None:
         super().__init__(what)
@@ -115,27 +182,152 @@ def parse_json(kind: type[T], text: str, path: Path, *, next_step: str, what: st
         ) from None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """Something wrong in a file: the path of a key in it, and what is to be said, path included."""
+
+    where: tuple[str | int, ...]
+    text: str
+
+
 def convert(kind: type[T], raw: object, path: Path, *, text: str = "", next_step: str) -> T:
     """``raw``, which is what ``path`` holds, as the dataclass ``kind``; raises as ``read_toml``.
 
     ``text`` is the file's, if it is TOML: a fault is looked up in it.
     """
+    found, faults = check(kind, raw)
+    if found is not None:
+        return found
+    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+    said = f"{_at(path, _line(text, list(faults[0].where)))}: {faults[0].text}{more}"
+    raise BadFileError(said, next_step=next_step)
+
+
+def check(kind: type[T], raw: object) -> tuple[T | None, list[Fault]]:
+    """``raw`` as the dataclass ``kind``, or None and all that is wrong with it.
+
+    What ``__post_init__`` says of a table is among it once its fields have no faults.
+    """
     try:
         # Through JSON: a list is read as a tuple, and still no number as a string.
-        adapter = _adapter(cast(Any, kind))
-        found: T = adapter.validate_json(json.dumps(raw, default=str))
-        return found
+        return _adapter(cast(Any, kind)).validate_json(json.dumps(raw, default=str)), []
     except ValidationError as error:
         # A misspelt key is a missing one too: it is the one to show.
-        faults = sorted(error.errors(include_url=False), key=lambda it: it["type"] not in _UNKNOWN)
-        first: dict[str, Any] = {**faults[0]}
-        where = [part for part in faults[0]["loc"] if part != "[key]"]
-        told_by_itself = first.get("ctx", {}).get("error")
-        if isinstance(told_by_itself, KeyFaultError):
+        found = sorted(error.errors(include_url=False), key=lambda it: it["type"] not in _UNKNOWN)
+    faults = []
+    for one in found:
+        if one["type"] == "too_short" and any(
+            other["loc"][:-1] == one["loc"] for other in found if other is not one
+        ):
+            # Items with faults of their own are not counted.
+            continue
+        where = [part for part in one["loc"] if part != "[key]"]
+        told_by_itself = one.get("ctx", {}).get("error")
+        if isinstance(told_by_itself, KeyFaultError) and told_by_itself.key:
             where.append(told_by_itself.key)
-        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        said = f"{_at(path, _line(text, where))}: {_told(first, where, kind)}{more}"
-        raise BadFileError(said, next_step=next_step) from None
+        faults.append(Fault(where=tuple(where), text=_told({**one}, where, kind)))
+    return None, faults
+
+
+class _Schema(GenerateJsonSchema):
+    """Without titles that repeat the names of keys, and without null for what is left out."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+    def default_schema(self, schema: Any) -> JsonSchemaValue:
+        if schema.get("default", "") is None:
+            return self.generate_inner(schema["schema"])
+        return super().default_schema(schema)
+
+
+def schema(kind: Any) -> JsonSchemaValue:
+    """The JSON schema of the files that are read into the dataclass ``kind``."""
+    made = _adapter(kind).json_schema(schema_generator=_Schema)
+    return {"$schema": _Schema.schema_dialect, **made}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Yaml:
+    """What a YAML text holds, and on which line (from 1) each key or item stands.
+
+    ``faults`` are lines and what is wrong there; ``data`` is None if nothing can be read.
+    """
+
+    data: Any
+    lines: Mapping[tuple[str | int, ...], int]
+    faults: tuple[tuple[int, str], ...]
+
+    def line(self, where: tuple[str | int, ...]) -> int:
+        """The line of a key, or of the nearest table around it."""
+        ways = (where[:length] for length in range(len(where), 0, -1))
+        return next((self.lines[way] for way in ways if way in self.lines), 1)
+
+
+def parse_yaml(text: str) -> Yaml:
+    """Read YAML. A date stays the text it is, as in YAML 1.2, and a key is always text."""
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        reader = _YamlReader()
+        data = reader.value(node, ()) if node else None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        said = getattr(error, "problem", None) or str(error)
+        line = mark.line + 1 if mark else 1
+        return Yaml(data=None, lines={}, faults=((line, f"is not YAML: {said}"),))
+    except RecursionError:
+        return Yaml(data=None, lines={}, faults=((1, "is nested too deeply"),))
+    return Yaml(data=data, lines=reader.lines, faults=tuple(reader.faults))
+
+
+class _YamlReader:
+    # Aliases of aliases can stand for more values than there is memory.
+    MOST = 100_000
+
+    def __init__(self) -> None:
+        self.lines: dict[tuple[str | int, ...], int] = {}
+        self.faults: list[tuple[int, str]] = []
+        self._scalars = yaml.SafeLoader("")
+
+    def value(self, node: yaml.Node, where: tuple[str | int, ...]) -> object:
+        if len(self.lines) > self.MOST:
+            raise yaml.YAMLError(f"more than {self.MOST} values")
+        if isinstance(node, yaml.MappingNode):
+            found: dict[str, object] = {}
+            for name, value in node.value:
+                line = name.start_mark.line + 1
+                if not isinstance(name, yaml.ScalarNode):
+                    self.faults.append((line, "a key is not text"))
+                    continue
+                key = name.value
+                here = (*where, key)
+                if key in found:
+                    # PyYAML keeps the last one silently.
+                    first = self.lines[here]
+                    self.faults.append((line, f"{key} is given twice, first on line {first}"))
+                    for old in [one for one in self.lines if one[: len(here)] == here]:
+                        del self.lines[old]
+                self.lines[here] = line
+                found[key] = self.value(value, here)
+            return found
+        if isinstance(node, yaml.SequenceNode):
+            items = []
+            for index, item in enumerate(node.value):
+                self.lines[*where, index] = item.start_mark.line + 1
+                items.append(self.value(item, (*where, index)))
+            return items
+        if node.tag == "tag:yaml.org,2002:timestamp":
+            return node.value
+        try:
+            data = self._scalars.construct_object(node, deep=True)
+            str(data).encode()
+        except (yaml.YAMLError, ValueError, LookupError, AttributeError) as error:
+            self.faults.append((node.start_mark.line + 1, f"value cannot be read: {error}"))
+            return None
+        if not isinstance(data, str | int | float | None):
+            self.faults.append((node.start_mark.line + 1, f"{type(data).__name__} is no text"))
+            return None
+        return data
 
 
 @functools.cache
@@ -158,14 +350,19 @@ def _told(fault: Mapping[str, Any], where: list[Any], kind: Any) -> str:
         case "missing" | "missing_argument" | "missing_keyword_only_argument":
             return f"{key} is missing"
         case unknown if unknown in _UNKNOWN:
-            return f"{key} is not a known key{text.perhaps(str(where[-1]), _keys(kind))}"
+            return f"{key} is not a known key{near(str(where[-1]), _keys(kind))}"
         case "literal_error":
             return f"{key} is {value!r}, and not {context['expected']}"
+        case "too_short":
+            return f"{key} has {len(value)} items, at least {context['min_length']} are needed"
         case "value_error" if isinstance(context["error"], KeyFaultError):
             return f"{key} {context['error']}"
         case "value_error":
             return f"{key}: {context['error']}"
-    return f"{key} has the wrong type ({type(value).__name__}): {fault['msg'].lower()}"
+    said = fault["msg"].lower()
+    if fault["type"].endswith(("_type", "_from_float")):
+        return f"{key} has the wrong type ({type(value).__name__}): {said}"
+    return f"{key} is {value!r}: {said}" if where else f"cannot be used: {said}"
 
 
 def _name(where: list[Any]) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from sm12x.core import declared
 from sm12x.core.errors import Sm12xError
 from sm12x.recipes import load, options
 from sm12x.recipes.model import Block, Recipe
@@ -245,7 +246,7 @@ class _Rules:
             path = self.recipe.path.with_name(f"{name}.yaml")
             if not path.is_file():
                 others = [other.stem for other in self.recipe.path.parent.glob("*.yaml")]
-                hint = load.near(name, others)
+                hint = declared.near(name, others)
                 self.add("sm12x.pair", ERROR, f"there is no recipe {name!r} beside this{hint}")
                 continue
             member, faults = load.inspect(path)

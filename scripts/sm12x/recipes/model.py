@@ -1,10 +1,25 @@
-"""What a recipe file says, parsed once into frozen dataclasses."""
+"""What a recipe file holds: these dataclasses are its reader and its JSON schema."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic.json_schema import SkipJsonSchema
+
+from sm12x.core import declared
+from sm12x.core.declared import Declared, KeyFaultError, NotNull, one_of
 
 Scalar = str | int | float | bool
 
@@ -19,103 +34,276 @@ STATES = ("verified", "reported", "untested")
 BASES = ("measured", "reported", "estimated")
 # The level of a recipe that must stay awake, as it stands in the file.
 NEVER = "never"
+# Keys that forks of eugr's runner know, and that are of no use here.
+THEIRS = ("model_required_files", "benchmark", "launch")
+
+
+def _scalar(value: object) -> object:
+    if not isinstance(value, str | int | float):
+        raise KeyFaultError("", "is not a string, number or truth value")
+    return value
+
+
+def _words(value: object) -> object:
+    """A list of texts, in which numbers may stand for themselves."""
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(one, str | int | float) for one in value):
+        raise KeyFaultError("", "is not a list of strings")
+    return tuple(str(one).strip() for one in value)
+
+
+def _variable(value: object) -> object:
+    # A shell has no booleans: true, True and 1 are three different values there.
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise KeyFaultError("", "is not a string or number: put it in quotes")
+    text = str(value)
+    if "`" in text or "$(" in text:
+        raise KeyFaultError("", "runs a command: only $NAME is expanded")
+    return text
+
+
+def _version(value: object) -> object:
+    if str(value) != RECIPE_VERSION:
+        raise KeyFaultError("", f"is {value!r}; this version reads {RECIPE_VERSION!r}")
+    return str(value)
+
+
+def _level(value: object) -> object:
+    if value == NEVER:
+        return 0
+    if isinstance(value, bool) or value not in (1, 2):
+        raise KeyFaultError("", f"is {value!r}, not 1, 2 or never")
+    return value
+
+
+def _date(value: object) -> object:
+    if not isinstance(value, str) or not re.fullmatch(r"(\d{4}-\d{2}-\d{2})?", value):
+        raise KeyFaultError("", f"is {value!r}, not YYYY-MM-DD")
+    return value
+
+
+def _pair(value: tuple[str, ...]) -> tuple[str, ...]:
+    if len(value) not in (0, 2):
+        raise KeyFaultError("", f"names {len(value)} recipes, not two")
+    return value
+
+
+# A key without a value is as one that is not there.
+_or_empty = BeforeValidator(lambda value: {} if value is None else value)
+
+
+def _of(types: list[str], **more: object) -> WithJsonSchema:
+    return WithJsonSchema({"type": types, **more})
+
+
+def _with_theirs(schema: dict[str, Any]) -> None:
+    note = {"description": "Known to forks of eugr's runner; not used here."}
+    schema["properties"] |= dict.fromkeys(THEIRS, note)
+
+
+_SCALARS = ["string", "number", "boolean"]
+_Text = Annotated[str, StringConstraints(strip_whitespace=True)]
+_Words = Annotated[
+    tuple[str, ...], BeforeValidator(_words), _of(["array", "null"], items={"type": _SCALARS})
+]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryTerm:
-    """One term of the memory budget, in GiB on each GPU (on GB10: of each machine).
+class MemoryTerm(Declared):
+    """One term of the memory budget, in GiB on each GPU; on GB10 of each machine."""
 
-    ``gib`` is the value to plan with, the upper end where the source gives a range; ``low`` is the
-    lower end then, and equal to ``gib`` otherwise. ``basis`` is one of BASES.
+    # ``gib`` is the value to plan with: the upper end where the source gives a range. ``low`` is
+    # the lower end then, and equal to ``gib`` otherwise.
+    gib: Annotated[float, WithJsonSchema(declared.ENDS), Field(description="GiB, or [low, high].")]
+    low: SkipJsonSchema[float]
+    basis: Annotated[str, one_of(*BASES), Field(description="By this project; others; computed.")]
+    source: Annotated[
+        _Text, Field(min_length=1, description="Where the figure is from, or computed from what.")
+    ]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ends(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict) or "gib" not in raw:
+            return raw
+        if "low" in raw:
+            raise KeyFaultError("low", "is not a known key; a range is gib: [low, high]")
+        try:
+            low, high = declared.ends(raw["gib"])
+        except ValueError as error:
+            raise KeyFaultError("gib", str(error)) from None
+        return {**raw, "low": low, "gib": high}
+
+
+_Term = Annotated[MemoryTerm | None, NotNull()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory(Declared):
+    """What a server takes, in GiB on each GPU; on GB10 of each machine. What nobody has measured or
+    computed is left out.
     """
 
-    gib: float
-    low: float
-    basis: str
-    source: str
+    weights: Annotated[_Term, Field(description="Inside vLLM's budget.")] = None
+    kv: Annotated[_Term, Field(description="The KV cache, inside vLLM's budget.")] = None
+    outside: Annotated[
+        _Term, Field(description="What does not count against --gpu-memory-utilization.")
+    ] = None
+    sleep_residue: Annotated[
+        _Term, Field(description="What the server still holds while it sleeps.")
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
-    """What a server takes of each GPU. A term that nobody has measured or computed is None.
+class Sleep(Declared):
+    """Level 1 keeps the weights in host memory, 2 discards them; never (0 here) needs a reason."""
 
-    ``weights`` and ``kv`` lie inside vLLM's budget (utilization x memory), ``outside`` does not
-    count against it, ``sleep_residue`` is what the server still holds while it sleeps.
-    """
+    level: Annotated[int, BeforeValidator(_level), WithJsonSchema({"enum": [1, 2, NEVER]})]
+    reason: Annotated[_Text, Field(description="Why it must stay awake.")] = ""
 
-    weights: MemoryTerm | None = None
-    kv: MemoryTerm | None = None
-    outside: MemoryTerm | None = None
-    sleep_residue: MemoryTerm | None = None
+    __pydantic_config__: ClassVar[ConfigDict] = {
+        **Declared.__pydantic_config__,
+        "json_schema_extra": {
+            "if": {"properties": {"level": {"const": NEVER}}},
+            "then": {"required": ["reason"]},
+        },
+    }
 
-
-@dataclass(frozen=True, kw_only=True)
-class Sleep:
-    """``level`` is 1 (weights kept in host memory), 2 (discarded), or 0: never, for ``reason``."""
-
-    level: int
-    reason: str = ""
+    def __post_init__(self) -> None:
+        if not self.level and not self.reason:
+            raise KeyFaultError("reason", "is missing: say why it must stay awake")
 
     def __str__(self) -> str:
         return f"level {self.level}" if self.level else NEVER
 
 
 @dataclass(frozen=True, kw_only=True)
-class Status:
-    """How far a recipe can be trusted.
+class Status(Declared):
+    """How far a recipe can be trusted."""
 
-    ``state`` is one of STATES; ``date`` (ISO) and ``evidence`` belong to verified, ``source`` says
-    who ran it, or what it was written from. ``blocked`` is "" or what this stack still lacks before
-    the recipe can serve at all.
-    """
+    state: Annotated[
+        str,
+        one_of(*STATES),
+        Field(description="Run by this project; run by others; run by nobody that is known."),
+    ]
+    source: Annotated[
+        _Text, Field(description="Who ran it and where that is written, or written from what.")
+    ] = ""
+    date: Annotated[
+        str,
+        BeforeValidator(_date),
+        WithJsonSchema({"type": "string", "pattern": r"^\d{4}-\d{2}-\d{2}$"}),
+    ] = ""
+    evidence: Annotated[_Text, Field(description="What was run and what came out.")] = ""
+    blocked: Annotated[
+        _Text, Field(description="What this stack still lacks before it can serve at all.")
+    ] = ""
 
-    state: str
-    source: str
-    date: str = ""
-    evidence: str = ""
-    blocked: str = ""
+    __pydantic_config__: ClassVar[ConfigDict] = {
+        **Declared.__pydantic_config__,
+        "json_schema_extra": {
+            "if": {"properties": {"state": {"const": "verified"}}},
+            "then": {"required": ["date", "evidence"]},
+            "else": {"required": ["source"]},
+        },
+    }
+
+    def __post_init__(self) -> None:
+        if self.state != "verified":
+            if not self.source:
+                raise KeyFaultError(
+                    "source", "is missing: say who ran it and where, or what it was written from"
+                )
+        elif not self.date:
+            raise KeyFaultError("date", "is missing: say when it was run")
+        elif not self.evidence:
+            raise KeyFaultError("evidence", "is missing: say what was run and what came out")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
-    """The `sm12x:` block. ``gpus`` counts the GPUs the recipe takes on each of its ``machines``.
+class Block(Declared):
+    """What the format cannot say otherwise."""
 
-    ``pair`` is () or the keys of two recipes that take turns on the same GPUs; they stand in the
-    same folder.
-    """
-
-    hardware: tuple[str, ...]
-    gpus: int
-    machines: int
-    memory: Memory
+    hardware: Annotated[
+        tuple[Annotated[str, one_of(*HARDWARE)], ...],
+        Field(min_length=1, description="What it runs on."),
+    ]
+    gpus: Annotated[int, Field(ge=1, description="GPUs of each machine.")]
+    machines: Annotated[int, Field(ge=1)] = 1
+    memory: Annotated[Memory, _or_empty] = field(default_factory=Memory)
     sleep: Sleep
     status: Status
-    pair: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    pair: Annotated[
+        tuple[str, ...],
+        AfterValidator(_pair),
+        BeforeValidator(_words),
+        WithJsonSchema(
+            {"type": "array", "items": {"type": "string"}, "minItems": 2, "maxItems": 2}
+        ),
+        Field(
+            description="Two recipes of the same folder that take turns on the same GPUs; the "
+            "first is awake at the end."
+        ),
+    ] = ()
+    notes: Annotated[_Words, Field(description="What the user should know.")] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """One file. ``key`` is what the user types: the file name without `.yaml`.
-
-    ``sm12x`` is None in a file that has no block of ours, as other people's files have none.
-    ``model_revision`` is a commit of the model's repository, "" when the file names none.
+class Recipe(Declared):
+    """A deployment: eugr's recipe_version 1 with one more block, sm12x. `sm12x recipe lint` checks
+    more than this schema can say.
     """
 
-    key: str
-    path: Path
-    name: str
-    container: str
-    command: str
-    description: str
-    model: str
-    model_revision: str
-    defaults: Mapping[str, Scalar]
-    env: Mapping[str, str]
-    mods: tuple[str, ...]
-    build_args: tuple[str, ...]
-    cluster_only: bool
-    solo_only: bool
-    sm12x: Block | None
-    # Where each key of the top level, of `defaults`, `env` and `sm12x` stands: "sm12x.sleep" -> 12.
-    lines: Mapping[str, int]
+    # Not in the file. ``key`` is what the user types: the file name without `.yaml`; ``lines`` says
+    # where each key of the top level, of `defaults`, `env` and `sm12x` stands: "sm12x.sleep" -> 12.
+    key: SkipJsonSchema[str]
+    path: SkipJsonSchema[Path]
+    recipe_version: Annotated[
+        str,
+        BeforeValidator(_version),
+        WithJsonSchema({"enum": [RECIPE_VERSION, int(RECIPE_VERSION)]}),
+        Field(description="The format's version."),
+    ]
+    name: Annotated[str, Field(description="What lists show.")]
+    container: Annotated[str, Field(description="The image, with a digest where it matters.")]
+    command: Annotated[
+        str,
+        Field(
+            description="Filled with str.format from defaults and settings: {name} is a setting, "
+            "JSON braces are doubled."
+        ),
+    ]
+    description: Annotated[str, Field(description="One line.")] = ""
+    model: Annotated[
+        str, Field(description="The model's repository, for what downloads it beforehand.")
+    ] = ""
+    model_revision: Annotated[
+        str, Field(description="A commit of the model's repository; `sm12x recipe pin` writes it.")
+    ] = ""
+    defaults: Annotated[
+        dict[str, Annotated[Any, BeforeValidator(_scalar)]],
+        _or_empty,
+        _of(["object", "null"], additionalProperties={"type": _SCALARS}),
+        Field(description="The settings and their values; strings are allowed."),
+    ] = field(default_factory=dict)
+    env: Annotated[
+        dict[str, Annotated[str, BeforeValidator(_variable)]],
+        _or_empty,
+        _of(["object", "null"], additionalProperties={"type": _SCALARS}),
+        Field(description="Variables of the container; $NAME is put in there."),
+    ] = field(default_factory=dict)
+    mods: Annotated[_Words, Field(description="Of eugr's runner; not applied here.")] = ()
+    build_args: Annotated[_Words, Field(description="Of eugr's runner; not used here.")] = ()
+    cluster_only: Annotated[bool, Field(description="For several machines.")] = False
+    solo_only: Annotated[bool, Field(description="For one machine.")] = False
+    # None in a file that has no block of ours, as other people's files have none.
+    sm12x: Annotated[Block | None, NotNull()] = None
+    lines: SkipJsonSchema[dict[str, int]]
+
+    # Runners ignore what they do not know, and so do we.
+    __pydantic_config__: ClassVar[ConfigDict] = {
+        **Declared.__pydantic_config__,
+        "extra": "ignore",
+        "json_schema_extra": _with_theirs,
+    }

@@ -7,8 +7,9 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from sm12x.core.declared import near
 from sm12x.core.errors import BadFileError, UsageError
-from sm12x.recipes.load import fields, near
+from sm12x.recipes.load import template_fields
 from sm12x.recipes.model import Recipe
 
 # A setting may come from the environment as SM12X_<KEY>; these are ours for other purposes.
@@ -94,7 +95,7 @@ def render(
         BadFileError: the command cannot be filled in.
     """
     try:
-        asked = set(fields(recipe.command))
+        asked = set(template_fields(recipe.command))
     except ValueError as error:
         raise _unfit(recipe, str(error)) from None
     for key in settings:
