@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.unit.planning import flash, hardware, spark, term
 
-from sm12x import plan
+from sm12x import layout, plan
 from sm12x.core.errors import BadFileError, UsageError
 from sm12x.plan import budget as budgets
 from sm12x.plan import host, peers
@@ -254,9 +254,25 @@ def test_rounding_keeps_to_the_safe_side(value: float, down: float, up: float) -
     assert (floor(value), ceiling(value)) == (down, up)
 
 
-def test_a_spoilt_table_of_hardware_is_one_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("memory = 95", "memory = -1", r":7: rtx-pro-6000\.memory: is less than 0"),
+        ("memory = 95", 'memory = "95"', r":7: rtx-pro-6000\.memory: is not a number"),
+        ("memory = [119, 121]", "memory = [121, 119]", r":23: gb10\.memory: is not a number"),
+        ("memory = [119, 121]", "memory = []", r":23: gb10\.memory: is not a number"),
+        ("unified = true", "unifid = true", r":26: gb10\.unifid .* perhaps you meant unified"),
+        ("amount = [3, 5]", "amount = nan", r":31: gb10\.system\.amount: is "),
+        ('basis = "reported"', 'basis = "said"', r":8: rtx-pro-6000\.basis: 'said' is not one of"),
+        ("[rtx-pro-6000]", "[rtx-pro-6000", "cannot be read"),
+    ],
+)
+def test_a_spoilt_table_of_hardware_is_one_error(
+    tmp_path: Path, old: str, new: str, said: str
+) -> None:
     path = tmp_path / "hardware.toml"
-    path.write_text("[x]\nname = 'x'\n")
-
-    with pytest.raises(BadFileError, match=r"hardware\.toml"):
+    text = (layout.data() / "hardware.toml").read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(BadFileError, match=rf"hardware\.toml.*{said}"):
         host.kinds(path)

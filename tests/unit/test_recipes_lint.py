@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from sm12x import layout
 from sm12x.commands import recipe as verb
 from sm12x.core import declared
-from sm12x.core.errors import FindingsError, UsageError
+from sm12x.core.errors import BadFileError, FindingsError, UsageError
 from sm12x.recipes import edit, lint, load, options
 from sm12x.recipes.model import Recipe
 from sm12x.runtime.check import native
@@ -257,6 +257,22 @@ def test_pin_adds_below_a_value_of_several_lines(tmp_path: Path) -> None:
     text = THEIRS.replace("model: some/Model", "model: >-\n  some/Model")
     path = write(tmp_path, text)
     assert edit.pin(path, revision=REVISION).model == "some/Model"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        THEIRS.replace("model: some/Model", "model: &x vllm-node").replace(
+            "container: vllm-node", "container: *x"
+        ),
+        THEIRS.replace("container: vllm-node", "container: &x vllm-node\nlaunch: *x"),
+    ],
+)
+def test_pin_leaves_a_value_with_aliases_alone(tmp_path: Path, text: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(BadFileError, match=r"small\.yaml"):
+        edit.pin(path, digest=DIGEST)
+    assert path.read_text() == text
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 A dataclass that derives from ``Declared`` takes exactly its fields, of exactly their types. A
 fault is told with the file, its line where that is known, the path of the key, and a near name
-where a key is not known. TOML, JSON and YAML are read; a JSON schema is made of the dataclass.
+where a key is not known. A JSON schema is made of the dataclass.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, cast, get_args
 
-import yaml
 from pydantic import (
     ConfigDict,
     GetCoreSchemaHandler,
@@ -245,89 +244,6 @@ def schema(kind: Any) -> JsonSchemaValue:
     """The JSON schema of the files that are read into the dataclass ``kind``."""
     made = _adapter(kind).json_schema(schema_generator=_Schema)
     return {"$schema": _Schema.schema_dialect, **made}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Yaml:
-    """What a YAML text holds, and on which line (from 1) each key or item stands.
-
-    ``faults`` are lines and what is wrong there; ``data`` is None if nothing can be read.
-    """
-
-    data: Any
-    lines: Mapping[tuple[str | int, ...], int]
-    faults: tuple[tuple[int, str], ...]
-
-    def line(self, where: tuple[str | int, ...]) -> int:
-        """The line of a key, or of the nearest table around it."""
-        ways = (where[:length] for length in range(len(where), 0, -1))
-        return next((self.lines[way] for way in ways if way in self.lines), 1)
-
-
-def parse_yaml(text: str) -> Yaml:
-    """Read YAML. A date stays the text it is, as in YAML 1.2, and a key is always text."""
-    try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        reader = _YamlReader()
-        data = reader.value(node, ()) if node else None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        said = getattr(error, "problem", None) or str(error)
-        line = mark.line + 1 if mark else 1
-        return Yaml(data=None, lines={}, faults=((line, f"is not YAML: {said}"),))
-    except RecursionError:
-        return Yaml(data=None, lines={}, faults=((1, "is nested too deeply"),))
-    return Yaml(data=data, lines=reader.lines, faults=tuple(reader.faults))
-
-
-class _YamlReader:
-    # Aliases of aliases can stand for more values than there is memory.
-    MOST = 100_000
-
-    def __init__(self) -> None:
-        self.lines: dict[tuple[str | int, ...], int] = {}
-        self.faults: list[tuple[int, str]] = []
-        self._scalars = yaml.SafeLoader("")
-
-    def value(self, node: yaml.Node, where: tuple[str | int, ...]) -> object:
-        if len(self.lines) > self.MOST:
-            raise yaml.YAMLError(f"more than {self.MOST} values")
-        if isinstance(node, yaml.MappingNode):
-            found: dict[str, object] = {}
-            for name, value in node.value:
-                line = name.start_mark.line + 1
-                if not isinstance(name, yaml.ScalarNode):
-                    self.faults.append((line, "a key is not text"))
-                    continue
-                key = name.value
-                here = (*where, key)
-                if key in found:
-                    # PyYAML keeps the last one silently.
-                    first = self.lines[here]
-                    self.faults.append((line, f"{key} is given twice, first on line {first}"))
-                    for old in [one for one in self.lines if one[: len(here)] == here]:
-                        del self.lines[old]
-                self.lines[here] = line
-                found[key] = self.value(value, here)
-            return found
-        if isinstance(node, yaml.SequenceNode):
-            items = []
-            for index, item in enumerate(node.value):
-                self.lines[*where, index] = item.start_mark.line + 1
-                items.append(self.value(item, (*where, index)))
-            return items
-        if node.tag == "tag:yaml.org,2002:timestamp":
-            return node.value
-        try:
-            data = self._scalars.construct_object(node, deep=True)
-            str(data).encode()
-        except (yaml.YAMLError, ValueError, LookupError, AttributeError) as error:
-            self.faults.append((node.start_mark.line + 1, f"value cannot be read: {error}"))
-            return None
-        if not isinstance(data, str | int | float | None):
-            self.faults.append((node.start_mark.line + 1, f"{type(data).__name__} is no text"))
-            return None
-        return data
 
 
 @functools.cache

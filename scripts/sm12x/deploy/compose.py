@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from sm12x.core.yamltext import dump
 from sm12x.deploy.container import Container, containers, header
-from sm12x.deploy.yamltext import dump
 from sm12x.recipes.model import Recipe
 
 

@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 
 from sm12x import layout
 from sm12x.core.errors import UsageError
-from sm12x.recipes import load
+from sm12x.recipes import load, options
 from sm12x.recipes.model import Recipe
 from sm12x.recipes.render import Rendered, render
 
@@ -25,8 +25,6 @@ _MACHINE = (
     "GLOO_SOCKET_IFNAME",
     "VLLM_HOST_IP",
 )
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_RAY = re.compile(r"--distributed-executor-backend[= ]+ray\b")
 _NAME = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 
 
@@ -74,7 +72,7 @@ def containers(
     require_known_cluster(recipe)
     if block and block.machines > 1 and "node_rank" in recipe.defaults:
         first = settings.get("master_addr", str(recipe.defaults.get("master_addr", "")))
-        if first in _LOOPBACK:
+        if not options.is_public(first):
             raise UsageError(
                 f"{recipe.key} needs the first machine's address",
                 next_step="give it: master_addr=ADDRESS",
@@ -135,7 +133,16 @@ def others(recipe: Recipe) -> list[str]:
 
 def uses_ray(recipe: Recipe) -> bool:
     """Whether the command has Ray as its executor, which finds the machines by itself."""
-    return bool(_RAY.search(" ".join(recipe.command.split())))
+    given = options.parse(recipe.command.split())
+    return given.get("distributed-executor-backend") == "ray"
+
+
+def model_folder(recipe: Recipe, settings: Mapping[str, str]) -> str:
+    """The folder of the machine that holds the model, "" if the Hub's cache or the image does."""
+    model = settings.get("model", str(recipe.defaults.get("model", "")))
+    folder = str(PurePosixPath(model).parent)
+    inside = ("/tmp", "/cache")  # noqa: S108 - made there, or fetched into the cache
+    return folder if model.startswith("/") and not folder.startswith(inside) else ""
 
 
 def _container(
@@ -156,11 +163,9 @@ def _container(
     pair = block.pair if block else ()
     served = [load.load(recipe.path.with_name(f"{name}.yaml")) for name in pair] or [recipe]
     for one in served:
-        model = settings.get("model", str(one.defaults.get("model", "")))
-        folder = str(PurePosixPath(model).parent)
+        folder = model_folder(one, settings)
         mount = f"{folder}:{folder}:ro"
-        inside = ("/tmp", "/cache")  # noqa: S108 - made there, or fetched into the cache
-        if model.startswith("/") and not folder.startswith(inside) and mount not in volumes:
+        if folder and mount not in volumes:
             volumes.append(mount)
     token = ("HF_TOKEN",) if any(one.model for one in served) else ()
     words: tuple[str, ...]
@@ -189,7 +194,7 @@ def _container(
         gpus=block.gpus if block else 0,
         # A port that is bound to the container's loopback cannot be published; NCCL between
         # machines needs the machine's own interfaces.
-        host_network=cluster or host in _LOOPBACK or not port,
+        host_network=cluster or not options.is_public(host) or not port,
         port=port,
         volumes=tuple(volumes),
         env=env,

@@ -10,9 +10,9 @@ import re
 from collections.abc import Mapping, Sequence
 
 from sm12x.core.errors import UsageError
+from sm12x.core.yamltext import dump
 from sm12x.deploy.container import containers, header
 from sm12x.deploy.docker import command
-from sm12x.deploy.yamltext import dump
 from sm12x.recipes.model import Recipe
 
 # Seconds. 15 minutes are a long load; the first start on a cold cache compiles as well.

@@ -19,7 +19,6 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 from typing import Any
 
 import jinja2
@@ -27,7 +26,7 @@ import jinja2
 from sm12x import layout
 from sm12x.core.errors import UsageError
 from sm12x.deploy import hcl
-from sm12x.deploy.container import uses_ray
+from sm12x.deploy.container import model_folder, uses_ray
 from sm12x.recipes.model import Block, Recipe
 from sm12x.recipes.render import render as rendered_command
 
@@ -210,7 +209,7 @@ def _filled(
         # `args` takes the place of the command.
         split = hcl.Hcl(f'var.args == "" ? local.{name}_words : split(" ", var.args)')
         rows += [(f"{name}_words", command), (name, split)]
-    models, read_only = _models(recipe, settings, cache)
+    folder = model_folder(recipe, settings)
     return _template().render(
         command=shlex.join([*words, *(["--", *extra] if extra else [])]),
         description=recipe.description or recipe.name,
@@ -223,8 +222,8 @@ def _filled(
         minutes=_MINUTES,
         locals=rows,
         cache=cache,
-        models=models,
-        models_read_only=read_only,
+        models=folder or f"{cache}/huggingface",
+        models_read_only=bool(folder),
         **{"cluster": False, "own_file": None, **values},
     )
 
@@ -353,15 +352,6 @@ def host_mib(recipe: Recipe, peers: Sequence[Recipe] = ()) -> int:
     elif block.sleep.level == 1 and terms.weights:
         gib += block.gpus * terms.weights.gib
     return math.ceil(gib) * 1024
-
-
-def _models(recipe: Recipe, settings: Mapping[str, str], cache: str) -> tuple[str, bool]:
-    """Where the models are mounted, and whether only for reading: a folder, or the Hub's cache."""
-    model = settings.get("model", str(recipe.defaults.get("model", "")))
-    folder = str(PurePosixPath(model).parent)
-    if model.startswith("/") and not folder.startswith(("/tmp", "/cache")):  # noqa: S108
-        return folder, True
-    return f"{cache}/huggingface", False
 
 
 def _with_rank(words: Sequence[str], rank: int, extra: Sequence[str]) -> list[str]:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import importlib
-import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Annotated
+
+from pydantic import BeforeValidator
 
 from sm12x import layout
+from sm12x.core import declared
+from sm12x.core.declared import Declared, NotNull, one_of
 from sm12x.core.errors import BadFileError, ToolMissingError, UsageError
 from sm12x.core.files import GIB
 from sm12x.plan.budget import (
+    BASES,
     DOES_NOT_FIT,
     FITS,
     SYSTEM,
@@ -57,44 +61,56 @@ class HostNeed:
         return self.ram - self.copies.high
 
 
+def _ends(value: object) -> Amount:
+    low, high = declared.ends(value)
+    return Amount(low=low, high=high)
+
+
+_Amount = Annotated[Amount, BeforeValidator(_ends)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _System(Declared):
+    amount: _Amount
+    basis: Annotated[str, one_of(*BASES)]
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kind(Declared):
+    name: str
+    capability: str
+    memory: _Amount
+    basis: Annotated[str, one_of(*BASES)]
+    source: str
+    unified: bool
+    system: Annotated[_System | None, NotNull()] = None
+
+
 def kinds(path: Path | None = None) -> dict[str, Hardware]:
     """The kinds of hardware by key. Raises BadFileError if the file is not as it must be."""
     path = path or layout.data() / "hardware.toml"
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-        return {key: _hardware(key, entry) for key, entry in table.items()}
-    except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
-        raise BadFileError(
-            f"{path} cannot be used: {error!r}", next_step="restore it from the checkout"
-        ) from None
-
-
-def _hardware(key: str, entry: dict[str, Any]) -> Hardware:
-    system = entry.get("system")
-    return Hardware(
-        key=key,
-        name=entry["name"],
-        capability=entry["capability"],
-        memory=_amount(entry["memory"]),
-        basis=entry["basis"],
-        source=entry["source"],
-        unified=entry["unified"],
-        system=Term(
-            name=SYSTEM,
-            amount=_amount(system["amount"]),
-            basis=system["basis"],
-            source=system["source"],
+    found = declared.read_toml(dict[str, _Kind], path, next_step="restore it from the checkout")
+    return {
+        key: Hardware(
+            key=key,
+            name=kind.name,
+            capability=kind.capability,
+            memory=kind.memory,
+            basis=kind.basis,
+            source=kind.source,
+            unified=kind.unified,
+            system=Term(
+                name=SYSTEM,
+                amount=kind.system.amount,
+                basis=kind.system.basis,
+                source=kind.system.source,
+            )
+            if kind.system
+            else None,
         )
-        if system
-        else None,
-    )
-
-
-def _amount(value: Any) -> Amount:
-    if isinstance(value, list):
-        low, high = value
-        return Amount(low=float(low), high=float(high))
-    return Amount.of(float(value))
+        for key, kind in found.items()
+    }
 
 
 def here(

@@ -6,10 +6,8 @@ import re
 import shlex
 from pathlib import Path
 
-import yaml
-
-from sm12x.core import files
-from sm12x.core.errors import UsageError
+from sm12x.core import files, yamltext
+from sm12x.core.errors import BadFileError, UsageError
 from sm12x.recipes import load, options
 from sm12x.recipes.lint import filled
 from sm12x.recipes.model import Recipe
@@ -43,30 +41,21 @@ def pin(path: Path, *, revision: str = "", digest: str = "") -> Recipe:
             next_step="give sha256: and 64 hex digits, as `docker images --digests` shows it",
         )
     recipe = load.load(path)
-    text = path.read_text(encoding="utf-8")
+    before = text = path.read_text(encoding="utf-8")
+    wanted = {}
     if digest:
-        text = _set(text, "container", f"{recipe.container.partition('@')[0]}@{digest}")
+        wanted["container"] = f"{recipe.container.partition('@')[0]}@{digest}"
+        text = yamltext.put(text, "container", wanted["container"])
     if revision:
-        text = _set(text, "model_revision", revision, after=("model", "container"))
+        wanted["model_revision"] = revision
+        text = yamltext.put(text, "model_revision", revision, after=("model", "container"))
+    if yamltext.parse(text).data != {**yamltext.parse(before).data, **wanted}:
+        raise BadFileError(
+            f"{path}: {' and '.join(wanted)} cannot be changed in place: an alias is in the way",
+            next_step="write the value there yourself, or give the key a value of its own",
+        )
     files.write_text(path, text)
     return load.load(path)
-
-
-def _set(text: str, key: str, value: str, after: tuple[str, ...] = ()) -> str:
-    """Replace the value of a top-level key, or add the key below the first of ``after``."""
-    node = yaml.compose(text, Loader=yaml.SafeLoader)
-    assert isinstance(node, yaml.MappingNode)  # noqa: S101 - it has been read as a recipe
-    found = {name.value: at for name, at in node.value}
-    if key in found:
-        start, end = found[key].start_mark.index, found[key].end_mark.index
-        return text[:start] + value + text[end:]
-    for name in after:
-        if name in found:
-            # A scalar's value ends on its own last line, a comment may follow.
-            end = text.find("\n", found[name].end_mark.index)
-            end = len(text) if end < 0 else end + 1
-            return f"{text[:end]}{key}: {value}\n{text[end:]}"
-    return f"{key}: {value}\n{text}"
 
 
 # What `recipe import` appends. Whatever is not known has to be filled in by who knows it.

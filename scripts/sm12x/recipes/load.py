@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from sm12x.core import declared
-from sm12x.core.declared import Yaml, near
+from sm12x.core import declared, yamltext
+from sm12x.core.declared import near
 from sm12x.core.errors import BadFileError
+from sm12x.core.yamltext import Yaml
 from sm12x.recipes.model import RECIPE_VERSION, THEIRS, Recipe
 
 # The format of sparkrun, and the keys of it that ours does not have.
@@ -64,7 +65,7 @@ def template_fields(template: str) -> list[str]:
 def inspect(path: Path) -> tuple[Recipe | None, list[Fault]]:
     """Read one recipe and list its faults. The recipe is None where there are any."""
     try:
-        text = declared.parse_yaml(path.read_text(encoding="utf-8"))
+        text = yamltext.parse(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         return None, [Fault(path=path, line=1, text=f"cannot be read: {error}")]
     found = [Fault(path=path, line=line, text=said) for line, said in text.faults]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from sm12x.core.declared import near
 from sm12x.core.errors import BadFileError, UsageError
+from sm12x.recipes import options
 from sm12x.recipes.load import template_fields
 from sm12x.recipes.model import Recipe
 
@@ -123,7 +124,7 @@ def render(
 
 def _revision(recipe: Recipe, command: str) -> tuple[str, ...]:
     """What makes a pinned revision take effect, where the command does not name one itself."""
-    if not recipe.model_revision or re.search(r"--revision\b", command):
+    if not recipe.model_revision or "revision" in options.parse(command.split()):
         return ()
     return ("--revision", recipe.model_revision) if "vllm serve" in command else ()
 

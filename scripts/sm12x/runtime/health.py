@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 
+from sm12x.recipes import options
+
 HEALTHY = 0
 UNHEALTHY = 1
 # Seconds. The sum stays under the image's HEALTHCHECK timeout.
@@ -68,32 +70,20 @@ def find(commands: Iterable[Sequence[str]]) -> Listener | None:
         )
         if at is None:
             continue
-        options = _options(words[at:])
-        if "headless" in options:
+        given = options.parse(words[at:])
+        if "headless" in given:
             continue
-        host = options.get("host", "")
+        host = given.get("host", "")
         if host in ("", "0.0.0.0", "::", "localhost"):  # noqa: S104 - compared, not bound
             host = "127.0.0.1"
-        port = options.get("port", "")
+        port = given.get("port", "")
         return Listener(
             host=host,
             port=int(port) if port.isdigit() else PORT,
-            tls="ssl-certfile" in options,
-            socket_path=options.get("uds", ""),
+            tls="ssl-certfile" in given,
+            socket_path=given.get("uds", ""),
         )
     return None
-
-
-def _options(words: Sequence[str]) -> dict[str, str]:
-    """The long options of a command line, the last of each; vLLM takes `_` for `-` in names."""
-    found = {}
-    for index, word in enumerate(words):
-        if not word.startswith("--"):
-            continue
-        name, equals, value = word[2:].partition("=")
-        following = words[index + 1] if index + 1 < len(words) else ""
-        found[name.replace("_", "-")] = value if equals else following
-    return found
 
 
 def check(server: Listener | None, get: Get) -> Verdict:
