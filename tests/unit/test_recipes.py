@@ -347,11 +347,15 @@ LAUGHS = "a0: &a0 x\n" + "".join(
         ),
         (
             f"{MINIMAL}{BLOCK}  memory:\n    kv: {{gib: .inf, basis: measured, source: x}}\n",
-            ":25: sm12x.memory.kv.gib is less than 0, or no finite number",
+            ":25: sm12x.memory.kv.gib is not a finite number",
         ),
         (
             f"{MINIMAL}{BLOCK}  memory:\n    kv: {{gib: 1, low: 1, basis: measured, source: x}}\n",
             ":25: sm12x.memory.kv.low is not a known key",
+        ),
+        (
+            f"{MINIMAL}{BLOCK}  memory:\n    kv: {{gib: {10**400}, basis: measured, source: x}}\n",
+            ":25: sm12x.memory.kv.gib is not a finite number",
         ),
         # The lines are those of the one that counts.
         (f"{MINIMAL}{BLOCK}sm12x:\n  gpus: 1\n", ":24: sm12x.hardware is missing"),

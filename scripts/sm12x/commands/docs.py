@@ -16,7 +16,7 @@ from sm12x.deploy import examples
 from sm12x.recipes.model import Recipe
 
 # Made of the dataclass that the file is read into; the others are written by hand.
-SCHEMAS = {"recipe-1.json": Recipe}
+SCHEMAS: dict[str, type] = {"recipe-1.json": Recipe}
 
 _WHERE = "README.md, docs, nomad-examples, schemas"
 
@@ -93,5 +93,9 @@ def _commands(command: click.Command, name: str) -> Iterator[tuple[str, str]]:
             yield from _commands(found, f"{name} {verb}")
 
 
-def _json(kind: object) -> str:
-    return json.dumps(declared.schema(kind), indent=1, ensure_ascii=False) + "\n"
+def _json(kind: type) -> str:
+    made = {
+        "$comment": f"Made by `make docs` of {kind.__name__} in {kind.__module__}; do not edit.",
+        **declared.schema(kind),
+    }
+    return json.dumps(made, indent=1, ensure_ascii=False) + "\n"

@@ -99,13 +99,13 @@ def ends(value: object) -> tuple[float, float]:
     Raises ValueError for anything else.
     """
     found = value if isinstance(value, list | tuple) else [value]
-    numbers = [
-        float(end) for end in found if isinstance(end, int | float) and not isinstance(end, bool)
-    ]
-    if len(numbers) != len(found) or len(numbers) not in (1, 2) or numbers != sorted(numbers):
-        raise ValueError("is not a number, nor [low, high]")
-    if not 0 <= numbers[0] <= numbers[-1] < float("inf"):
-        raise ValueError("is less than 0, or no finite number")
+    try:
+        numbers = [float(end) for end in found if isinstance(end, int | float)]
+    except OverflowError:
+        numbers = []
+    good = len(numbers) in (1, 2) and 0 <= numbers[0] <= numbers[-1] < float("inf")
+    if not good or len(numbers) != len(found) or any(isinstance(end, bool) for end in found):
+        raise ValueError("is not a finite number from 0 on, nor [low, high]")
     return numbers[0], numbers[-1]
 
 
