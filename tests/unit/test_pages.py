@@ -69,6 +69,8 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(docs, "commands_table", lambda root: "")
     monkeypatch.setattr(examples, "load_rendered", lambda folder: {"a.nomad.hcl": "job\n"})
     monkeypatch.setattr(pages, "audit_picture", lambda: "<svg/>\n")
+    (tmp_path / "data" / "schemas").mkdir(parents=True)
+    monkeypatch.setattr(layout, "data", lambda: tmp_path / "data")
     return tmp_path
 
 
@@ -78,12 +80,14 @@ def test_the_command_writes_what_is_stale_and_removes_what_nothing_makes(checkou
     left.write_text("old\n")
     checked = CliRunner().invoke(cli.root, ["docs", "--check"])
     assert checked.exit_code == 1
-    for name in ("README.md", "docs/machine-code.svg", "a.nomad.hcl", "gone.nomad.hcl"):
-        assert name in str(checked.exception)
+    schema = Path("data/schemas/recipe-1.json")
+    for name in ("README.md", "docs/machine-code.svg", "a.nomad.hcl", "gone.nomad.hcl", schema):
+        assert str(name) in str(checked.exception)
     assert (checkout / "README.md").read_text() == BLOCK
     assert CliRunner().invoke(cli.root, ["docs"]).exit_code == 0
     assert (checkout / "README.md").read_text() == BLOCK.replace("old", "new")
     assert (checkout / "docs" / "machine-code.svg").read_text() == "<svg/>\n"
+    assert json.loads((checkout / schema).read_text())["type"] == "object"
     assert not left.exists()
     again = CliRunner().invoke(cli.root, ["docs", "--check"])
     assert again.exit_code == 0, again.output

@@ -11,7 +11,7 @@ import functools
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, cast, get_args
@@ -27,6 +27,7 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 from sm12x.core.errors import BadFileError
+from sm12x.core.text import perhaps
 
 T = TypeVar("T")
 
@@ -68,7 +69,7 @@ class one_of:  # noqa: N801 - it is used as a function
     def _check(self, value: str) -> str:
         if value not in self.names:
             raise ValueError(
-                f"{value!r} is not one of {', '.join(self.names)}{near(value, self.names)}"
+                f"{value!r} is not one of {', '.join(self.names)}{perhaps(value, self.names)}"
             )
         return value
 
@@ -85,12 +86,6 @@ class NotNull:
 
 MACHINES = ("x86_64", "aarch64")
 Machine = Annotated[str, one_of(*MACHINES)]
-
-
-def near(word: str, known: Iterable[str]) -> str:
-    """`; perhaps you meant X`, or "" when nothing is close."""
-    found = difflib.get_close_matches(word, [name for name in known if name != word], n=1)
-    return f"; perhaps you meant {found[0]}" if found else ""
 
 
 def ends(value: object) -> tuple[float, float]:
@@ -266,7 +261,7 @@ def _told(fault: Mapping[str, Any], where: list[Any], kind: Any) -> str:
         case "missing" | "missing_argument" | "missing_keyword_only_argument":
             return f"{key} is missing"
         case unknown if unknown in _UNKNOWN:
-            return f"{key} is not a known key{near(str(where[-1]), _keys(kind))}"
+            return f"{key} is not a known key{perhaps(str(where[-1]), _keys(kind))}"
         case "literal_error":
             return f"{key} is {value!r}, and not {context['expected']}"
         case "too_short":

@@ -62,7 +62,8 @@ def first_of(words: Sequence[str], shown: int) -> str:
 
 def near(word: str, known: Iterable[str], *, cutoff: float = 0.6, shown: int = 1) -> str:
     """The known word, or "a or b", that ``word`` was probably meant to be; "" without any."""
-    return either(difflib.get_close_matches(word, list(known), n=shown, cutoff=cutoff))
+    others = [name for name in known if name != word]
+    return either(difflib.get_close_matches(word, others, n=shown, cutoff=cutoff))
 
 
 def perhaps(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:

@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from sm12x.core import declared
 from sm12x.core.errors import UsageError
+from sm12x.core.text import perhaps
 from sm12x.plan.budget import KV, OUTSIDE, RESIDUE, WEIGHTS, Amount, Deployment, Term
 from sm12x.recipes import load, render
 from sm12x.recipes.model import Memory, MemoryTerm, Recipe
@@ -100,6 +100,6 @@ def named(path_or_key: str, folder: Path) -> Recipe:
         return load.load(found)
     known = sorted(one.stem for one in folder.glob("*.yaml"))
     raise UsageError(
-        f"no recipe {path_or_key!r}{declared.near(path_or_key, known)}",
+        f"no recipe {path_or_key!r}{perhaps(path_or_key, known)}",
         next_step=f"the recipes are {', '.join(known) or 'none'}; or give a file's path",
     )

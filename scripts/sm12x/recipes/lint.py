@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from sm12x.core import declared
 from sm12x.core.errors import Sm12xError
+from sm12x.core.text import perhaps
 from sm12x.recipes import load, options
 from sm12x.recipes.model import Block, Recipe
 from sm12x.recipes.render import Rendered, render
@@ -246,7 +246,7 @@ class _Rules:
             path = self.recipe.path.with_name(f"{name}.yaml")
             if not path.is_file():
                 others = [other.stem for other in self.recipe.path.parent.glob("*.yaml")]
-                hint = declared.near(name, others)
+                hint = perhaps(name, others)
                 self.add("sm12x.pair", ERROR, f"there is no recipe {name!r} beside this{hint}")
                 continue
             member, faults = load.inspect(path)

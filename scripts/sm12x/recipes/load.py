@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from sm12x.core import declared, yamltext
-from sm12x.core.declared import near
 from sm12x.core.errors import BadFileError
+from sm12x.core.text import perhaps
 from sm12x.core.yamltext import Yaml
 from sm12x.recipes.model import RECIPE_VERSION, THEIRS, Recipe
 
@@ -95,7 +95,7 @@ def inspect(path: Path) -> tuple[Recipe | None, list[Fault]]:
     said = {fault.text: text.line(fault.where) for fault in faults}
     known = (*(one.name for one in fields(Recipe) if one.name not in _NOT_IN_FILES), *THEIRS)
     for key in text.data:
-        if key not in known and (hint := near(key, known)):
+        if key not in known and (hint := perhaps(key, known)):
             said[f"{key} is not a known key{hint}"] = text.line((key,))
     said |= dict.fromkeys(_command_faults(text.data), text.line(("command",)))
     found += [Fault(path=path, line=line, text=one) for one, line in said.items()]
@@ -131,7 +131,7 @@ def _command_faults(top: Mapping[str, object]) -> list[str]:
     except ValueError as error:
         return [f"command is not a str.format template: {error}; double JSON braces"]
     return [
-        f"command asks for {{{name}}}, defaults has none{near(name, defaults)}"
+        f"command asks for {{{name}}}, defaults has none{perhaps(name, defaults)}"
         if name.isidentifier()
         else f"command has {{{name}}}: double the braces of JSON"
         for name in dict.fromkeys(asked)

@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sm12x.core.declared import near
 from sm12x.core.errors import BadFileError, UsageError
+from sm12x.core.text import perhaps
 from sm12x.recipes import options
 from sm12x.recipes.load import template_fields
 from sm12x.recipes.model import Recipe
@@ -70,7 +70,7 @@ def settings_from(environ: Mapping[str, str], recipe: Recipe) -> tuple[dict[str,
         if variable in names:
             found[names[variable]] = value
         elif variable.startswith(ENV_PREFIX) and variable not in RESERVED:
-            remarks.append(f"{variable} is not a setting of {recipe.key}{near(variable, names)}")
+            remarks.append(f"{variable} is not a setting of {recipe.key}{perhaps(variable, names)}")
     return found, remarks
 
 
@@ -103,7 +103,7 @@ def render(
         if key not in recipe.defaults and key not in asked and key not in recipe.env:
             known = [*recipe.defaults, *recipe.env]
             raise UsageError(
-                f"{recipe.key} has no setting {key!r}{near(key, known)}",
+                f"{recipe.key} has no setting {key!r}{perhaps(key, known)}",
                 next_step=f"its settings are {', '.join(known) or 'none'}; "
                 "give vLLM's own arguments after --",
             )
