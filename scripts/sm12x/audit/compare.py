@@ -12,9 +12,9 @@ from typing import Any
 from sm12x.audit.model import LTO, NATIVE, NONE, PTX, UNKNOWN
 from sm12x.audit.report import SCHEMA
 from sm12x.core.errors import BadFileError
+from sm12x.core.text import MIB
 
 HEADER = ("module", "native on 12.0", "native on 12.1", "through PTX", "not at all", "MiB")
-_MIB = 1024**2
 _ON_120, _ON_121 = "12.0", "12.1"
 
 
@@ -117,7 +117,7 @@ def _cells(before: Counter[str], after: Counter[str]) -> Sequence[str]:
     def native(device: str) -> str:
         return _arrow(str(before[f"{NATIVE} {device}"]), str(after[f"{NATIVE} {device}"]))
 
-    sizes = [f"{counts['size'] / _MIB:.1f}" for counts in (before, after)]
+    sizes = [f"{counts['size'] / MIB:.1f}" for counts in (before, after)]
     return (
         native(_ON_120),
         native(_ON_121),

@@ -29,7 +29,6 @@ from sm12x.core import text as texts
 from sm12x.core.cudaarch import CudaArch
 
 WIDTH = texts.WIDTH
-_MIB = 1024**2
 # Names of libraries without device code that are worth listing; an image has hundreds.
 _LISTED = 12
 # Columns of PTX, and findings, beyond which they are summed up.
@@ -88,7 +87,7 @@ def text(
     """The report: code in each library, how it runs, what that means, and the judgement."""
     shown = [entry for entry in audit.libraries if _is_shown(entry)]
     host = [entry for entry in audit.libraries if not _is_shown(entry)]
-    size = sum(library.size for library in audit.libraries) / _MIB
+    size = sum(library.size for library in audit.libraries) / texts.MIB
     parts = [
         f"{audit.subject}: {texts.counted(len(audit.libraries), 'library')}, "
         f"{size:.0f} MiB; {len(shown)} with device code"
@@ -166,7 +165,7 @@ def _code(rows: Sequence[_Row], devices: Sequence[Device]) -> Table:
             numbers.append(found.total() - sum(found[name] for name in named))
         if any(lto):
             numbers.append(linked)
-        table.add_row(row.path[len(folder) :], f"{row.size / _MIB:.1f}", *map(_dash, numbers))
+        table.add_row(row.path[len(folder) :], f"{row.size / texts.MIB:.1f}", *map(_dash, numbers))
     return table
 
 

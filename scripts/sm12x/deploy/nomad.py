@@ -243,7 +243,7 @@ def _template() -> jinja2.Template:
         undefined=jinja2.StrictUndefined,
         # In the place of HTML's escapes: whatever is put in is an expression of HCL.
         finalize=hcl.expression,
-        autoescape=False,  # noqa: S701
+        autoescape=False,  # noqa: S701 - the text is HCL, not HTML; hcl.expression quotes it
     )
     made.filters |= {
         "comment": hcl.comment,

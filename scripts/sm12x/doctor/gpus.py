@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from sm12x.audit.model import Device
+from sm12x.core.text import MIB
 from sm12x.doctor.host import Host
 from sm12x.doctor.knowledge import GpuModel, Knowledge
 from sm12x.doctor.model import Gpu, GpuDriver, GpuProcess, Unseen
 
-MIB = 1024**2
 _NVIDIA = "0x10de"
 # PCI classes "VGA compatible" and "3D": a board has audio and USB functions too.
 _DISPLAY = ("0x0300", "0x0302")

@@ -16,8 +16,6 @@ from sm12x.core import declared
 from sm12x.core.declared import Declared
 from sm12x.doctor.model import Diagnosis
 
-GIB = 1024**3
-
 
 @dataclass(frozen=True, kw_only=True)
 class GpuModel(Declared):

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 from sm12x.audit.model import DEVICES, HOST, NATIVE, NONE, PTX, Device, compiles_on
 from sm12x.audit.model import UNKNOWN as UNREADABLE
-from sm12x.core.text import counted, ranges, size
-from sm12x.doctor.knowledge import GIB, Knowledge
+from sm12x.core.text import GIB, counted, ranges, size
+from sm12x.doctor.knowledge import Knowledge
 from sm12x.doctor.model import (
     BAD,
     INFO,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sm12x.core.text import size
-from sm12x.doctor.knowledge import GIB, Knowledge
+from sm12x.core.text import GIB, size
+from sm12x.doctor.knowledge import Knowledge
 from sm12x.doctor.model import INFO, OK, UNKNOWN, WARN, Diagnosis, HostFacts, Unseen
 
 _DROP = "sync && echo 3 | sudo tee /proc/sys/vm/drop_caches"
