@@ -4,6 +4,7 @@ Layer by layer it has the widths of DeepSeek-V4-Flash: 64 heads of 512, a window
 compression by 4 with an indexer and by 128 without, MXFP4 experts, FP8 blocks with powers of two as
 scales. It has fewer layers and experts, and a vocabulary of bytes. `--load-format dummy` would not
 do: it leaves the experts of the hashed layers unset and draws scales that are no powers of two.
+One layer more drafts tokens (MTP).
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ GROUP = 32
 CONTEXT = 65536
 # What the attention of a layer reads besides its window: nothing, or 4 or 128 tokens in one.
 RATIOS = (0, 0, 4, 128, 4, 128)
+# The layer that predicts one token more (MTP) follows the others, and reads its window alone.
+DRAFT_RATIO = 0
 CONFIG: dict[str, Any] = {
     "architectures": ["DeepseekV4ForCausalLM"],
     "model_type": "deepseek_v4",
@@ -39,7 +42,8 @@ CONFIG: dict[str, Any] = {
     "o_lora_rank": 1024,
     "o_groups": 8,
     "sliding_window": 128,
-    "compress_ratios": list(RATIOS),
+    "compress_ratios": [*RATIOS, DRAFT_RATIO],
+    "num_nextn_predict_layers": 1,
     "compress_rope_theta": 160000.0,
     "rope_theta": 10000.0,
     "rope_scaling": {
@@ -103,10 +107,25 @@ class Weights:
         for layer in range(config["num_hidden_layers"]):
             for name, tensor in self._layer(layer):
                 yield f"layers.{layer}.{name}", tensor
-        streams = config["hc_mult"]
+        yield from self._head()
+        for name, tensor in self._draft():
+            yield f"mtp.0.{name}", tensor
+
+    def _head(self) -> Iterator[tuple[str, torch.Tensor]]:
+        hidden, streams = self._config["hidden_size"], self._config["hc_mult"]
         yield from self._mixer("hc_head", streams, streams, 1)
         yield "norm.weight", self._ones(hidden)
-        yield "head.weight", self._matrix(vocabulary, hidden)
+        yield "head.weight", self._matrix(self._config["vocab_size"], hidden)
+
+    def _draft(self) -> Iterator[tuple[str, torch.Tensor]]:
+        hidden = self._config["hidden_size"]
+        yield "emb.tok_emb.weight", self._normal(self._config["vocab_size"], hidden)
+        for name in ("enorm", "hnorm"):
+            yield f"{name}.weight", self._ones(hidden)
+        for name in ("e_proj", "h_proj"):
+            yield from self._blocks(name, hidden, hidden)
+        yield from self._layer(self._config["num_hidden_layers"])
+        yield from self._head()
 
     def _layer(self, layer: int) -> Iterator[tuple[str, torch.Tensor]]:
         config, torch = self._config, self._torch

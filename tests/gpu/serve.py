@@ -1,9 +1,9 @@
 """Sleep, wake and a wake that is refused, on a real server: python -m tests.gpu.serve --out REPORT
 
 The vLLM that `python -m vllm.entrypoints.openai.api_server` finds serves a random
-mixture-of-experts model on the first GPU. Another process then takes so much of the GPU that a
-wake-up must fail, and gives it back. Printed and written as JSON: the times, the memory in use
-after each step, and `wrong`. `wrong` is empty where answers are the same before and after, a
+mixture-of-experts model on the first visible GPU. Another process then takes so much of the GPU
+that a wake-up must fail, and gives it back. Printed and written as JSON: the times, the memory in
+use after each step, and `wrong`. `wrong` is empty where answers are the same before and after, a
 refused wake-up leaves no more in use than a sleeping server, and the same wake-up works once there
 is memory. Answers are the same where greedy text is, of every prompt whose text is the same twice
 without a sleep, and where the log probabilities of a prompt's tokens are no further apart than
@@ -38,8 +38,10 @@ from typing import Any
 
 from sm12x.runtime import tiny
 
-PORT = 8123
+# Two runs at a time, each on a GPU of its own, take two ports.
+PORT = int(os.environ.get("SM12X_TEST_PORT", "8123"))
 ADDRESS = f"http://127.0.0.1:{PORT}"
+GPU = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
 MIB = 1 << 20
 # Seconds until the server must answer; DeepSeek V4's other kernels are compiled at the first start.
 START_LIMIT = 420
@@ -136,8 +138,8 @@ MODELS = {
 
 
 def used() -> int:
-    """MiB in use on the first GPU, by all processes."""
-    words = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0"]
+    """MiB in use on the first visible GPU, by all processes."""
+    words = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", GPU]
     return int(subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout)
 
 
