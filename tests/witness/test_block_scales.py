@@ -135,6 +135,7 @@ def product(gpu: Gpu, name: str, rows: int) -> float:
 # ---- what the linear layers are to do ----
 
 
+@pytest.mark.guard
 def test_sm12x_takes_cutlass(compiled: KernelProcess) -> None:
     assert compiled.call(choice) == "CutlassFp8BlockScaledMMKernel"
 
@@ -144,11 +145,13 @@ def test_powers_of_two_are_decoded_without_loss(compiled: KernelProcess, name: s
     assert compiled.call(decoded, name=name) == ["torch.float32", True]
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("name", ["CutlassFp8BlockScaledMMKernel", "TritonFp8BlockScaledMMKernel"])
 def test_other_scales_stay_as_they_are(compiled: KernelProcess, name: str) -> None:
     assert compiled.call(kept, name=name) == ["torch.float32", True]
 
 
+@pytest.mark.guard
 def test_other_kernels_keep_them(compiled: KernelProcess) -> None:
     assert all(compiled.call(others).values())
 

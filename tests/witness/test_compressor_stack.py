@@ -178,11 +178,13 @@ def test_a_thread_has_no_stack_on_sm12x(compiled: KernelProcess, capability: lis
     assert found["stack"] <= STACK
 
 
+@pytest.mark.guard
 def test_four_tokens_are_compressed_at_once(compiled: KernelProcess) -> None:
     found = compiled.call(stack, ratio=4, capability=[12, 0], shared=SM12X_SHARED)
     assert found == {"stack": 0, "step": 0}
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("capability", [[9, 0], [10, 0]])
 def test_other_devices_keep_their_kernel(compiled: KernelProcess, capability: list[int]) -> None:
     found = compiled.call(stack, ratio=128, capability=capability, shared=SM90_SHARED)
@@ -190,6 +192,7 @@ def test_other_devices_keep_their_kernel(compiled: KernelProcess, capability: li
     assert found["stack"] > 8192
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize(
     ("ratio", "first", "tokens"),
     [(128, 0, 256), (128, 127, 1), (128, 200, 60), (4, 0, 12), (4, 7, 1), (4, 5, 9)],
@@ -202,11 +205,13 @@ def test_entries_are_those_of_the_definition(
     assert max(found) <= 1
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("step", [1, 4, 16, 128])
 def test_any_step_gives_the_same_entries(interpreted: KernelProcess, step: int) -> None:
     assert max(interpreted.call(errors, ratio=128, first=0, tokens=128, step=step)) <= 1
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("step", [1, 2, 8])
 def test_tokens_before_the_first_have_no_weight(interpreted: KernelProcess, step: int) -> None:
     assert max(interpreted.call(errors, ratio=4, first=0, tokens=8, step=step)) <= 1
