@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from sm12x import layout, plan
 from sm12x.audit import compare, picture
+from sm12x.audit.report import AuditReport
 from sm12x.core import declared
 from sm12x.core.declared import Declared
 from sm12x.core.errors import EXIT_CODES, BadFileError
@@ -216,7 +217,7 @@ def plans_table() -> str:
     return markdown(render.HEADER, rows)
 
 
-def _audits() -> tuple[dict[str, Any], dict[str, Any]] | None:
+def _audits() -> tuple[AuditReport, AuditReport] | None:
     """The newest pair of reports in benchmarks/: the official wheel, and ours of full mode.
 
     They are `<date>-audit-official.json` and `<date>-audit-full.json`; None while there is none.

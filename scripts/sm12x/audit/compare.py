@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from sm12x.audit import report
 from sm12x.audit.model import LTO, NATIVE, NONE, PTX, UNKNOWN
-from sm12x.audit.report import SCHEMA
+from sm12x.audit.report import AuditReport, LibraryReport
 from sm12x.core.errors import BadFileError
 from sm12x.core.text import MIB
 
@@ -18,22 +17,15 @@ HEADER = ("module", "native on 12.0", "native on 12.1", "through PTX", "not at a
 _ON_120, _ON_121 = "12.0", "12.1"
 
 
-def load(path: Path) -> dict[str, Any]:
+def load(path: Path) -> AuditReport:
     """A report of `sm12x audit --json` that was judged for 12.0 and 12.1. Raises BadFileError."""
-    try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if found["schema"] != SCHEMA:
-            raise ValueError(f"schema {found['schema']!r}")
-        if not {_ON_120, _ON_121} <= set(found["devices"]):
-            raise ValueError(f"devices {found['devices']!r}")
-        found["subject"]
-        for library in found["libraries"]:
-            _units(library, _ON_120), library["path"], library["size"]
-    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+    step = "write it with `sm12x audit WHEEL --json --output FILE`"
+    found = report.read(path, next_step=step)
+    if not {_ON_120, _ON_121} <= set(found.devices):
         raise BadFileError(
-            f"{path} is not an audit of 12.0 and 12.1: {error}",
-            next_step="write it with `sm12x audit WHEEL --json --output FILE`",
-        ) from None
+            f"{path} is not an audit of 12.0 and 12.1: devices {', '.join(found.devices)}",
+            next_step=step,
+        )
     return found
 
 
@@ -49,14 +41,14 @@ class Change:
     after: Counter[str]
 
 
-def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
+def changes(before: AuditReport, after: AuditReport) -> list[Change]:
     """Each library with device code in either report, by path, then the sums as "all"."""
-    old, new = _libraries(before), _libraries(after)
+    old, new = ({one.path: one for one in side.libraries} for side in (before, after))
     found = []
     total = Change(path="all", before=Counter(), after=Counter())
     for path in sorted({*old, *new}):
         pair = (old.get(path), new.get(path))
-        if not any(library and _total(library) for library in pair):
+        if not any(library and sum(library.runs[_ON_120].units.values()) for library in pair):
             continue
         change = Change(path=path, before=_counts(pair[0]), after=_counts(pair[1]))
         total.before.update(change.before)
@@ -65,7 +57,7 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]
     return [*found, total]
 
 
-def rows(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, ...]]:
+def rows(before: AuditReport, after: AuditReport) -> list[tuple[str, ...]]:
     """One row for each entry of ``changes``, in translation units.
 
     Units that run differently on the two devices are shown for both, 12.0 first.
@@ -75,20 +67,7 @@ def rows(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str,
     return [*found, (total.path, *_cells(total.before, total.after))]
 
 
-def _libraries(report: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    return {library["path"]: library for library in report["libraries"]}
-
-
-def _units(library: Mapping[str, Any], device: str) -> Mapping[str, int]:
-    units: Mapping[str, int] = library["runs"][device]["units"]
-    return units
-
-
-def _total(library: Mapping[str, Any]) -> int:
-    return sum(_units(library, _ON_120).values())
-
-
-def _counts(library: Mapping[str, Any] | None) -> Counter[str]:
+def _counts(library: LibraryReport | None) -> Counter[str]:
     """Units by "<verdict> <device>", and the size in bytes."""
     if library is None:
         return Counter()
@@ -96,10 +75,10 @@ def _counts(library: Mapping[str, Any] | None) -> Counter[str]:
         {
             f"{verdict} {device}": number
             for device in (_ON_120, _ON_121)
-            for verdict, number in _units(library, device).items()
+            for verdict, number in library.runs[device].units.items()
         }
     )
-    found["size"] = library["size"]
+    found["size"] = library.size
     return found
 
 

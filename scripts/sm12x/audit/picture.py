@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import html
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import PurePosixPath
-from typing import Any
 
 from sm12x.audit import compare
 from sm12x.audit.compare import Change
 from sm12x.audit.model import LTO, NATIVE, NONE, PTX, UNKNOWN
+from sm12x.audit.report import AuditReport
 
 # Verdicts of a bar's part -> CSS class, label of its number, meaning.
 _PARTS: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
@@ -37,7 +37,7 @@ _BAR_WIDTH = 400
 _BAR_HEIGHT, _LINE, _GAP = 13, 17, 9
 
 
-def svg(before: Mapping[str, Any], after: Mapping[str, Any], *, title: str, made_by: str) -> str:
+def svg(before: AuditReport, after: AuditReport, *, title: str, made_by: str) -> str:
     """The picture of two reports as ``compare.load`` returns them.
 
     One panel serves both devices where every library runs alike on them, else each has its own.
@@ -56,7 +56,7 @@ def svg(before: Mapping[str, Any], after: Mapping[str, Any], *, title: str, made
         lines.append(_text(_NAME, top, f"{title}, on {named}", "head"))
         for side, report in (("official", before), ("full build", after)):
             top += 16
-            lines.append(_text(_NAME, top, f"{side}: {report['subject']}", "small"))
+            lines.append(_text(_NAME, top, f"{side}: {report.subject}", "small"))
         top += 22
         for _, kind, label, meaning in _PARTS:
             lines.append(_rect(_NAME, top - 10, 11, kind, height=11))

@@ -13,6 +13,8 @@ import click
 from rich.markup import escape
 
 from sm12x import layout
+from sm12x.audit import report as audits
+from sm12x.commands import print_json, reports
 from sm12x.core import progress
 from sm12x.image.bundle import decide, record, run, summary
 from sm12x.image.engine import engines
@@ -152,7 +154,7 @@ def with_bar(text: str) -> str:
     help="Compile and make the wheel a second time, from nothing, and compare: the same bytes.",
 )
 @click.option("--no-image", is_flag=True, help="Stop at the wheel, the ledger and the audit.")
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@reports(summary.BundleReport)
 def command(
     version: str | None,
     arch_list: str | None,
@@ -198,18 +200,22 @@ def command(
         return
     made = run.run(options, report)
     if as_json:
-        text = summary.as_json(made.record, made.folder, unchanged=made.unchanged, offer=made.offer)
-    else:
-        text = summary.text(
-            made.record,
-            ledgers.read(made.folder / record.LEDGER),
-            summary.read_audit(made.folder / record.AUDIT),
-            made.folder,
-            made.engine,
-            _servable(),
-            unchanged=made.unchanged,
-            offer=made.offer,
+        print_json(
+            summary.BundleReport(
+                **vars(made.record), folder=made.folder, unchanged=made.unchanged, full=made.offer
+            )
         )
+        return
+    text = summary.text(
+        made.record,
+        ledgers.read(made.folder / record.LEDGER),
+        audits.read(made.folder / record.AUDIT, next_step="remove dist/ and build again"),
+        made.folder,
+        made.engine,
+        _servable(),
+        unchanged=made.unchanged,
+        offer=made.offer,
+    )
     click.echo(text, nl=False)
 
 

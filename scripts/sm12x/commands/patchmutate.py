@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import click
 
 from sm12x import layout
+from sm12x.commands import print_json, reports
 from sm12x.commands.patchoptions import (
     FIND_LINKS,
     JOBS,
-    JSON,
     base_option,
     chosen,
     fetch,
-    print_json,
     say,
 )
 from sm12x.core import progress
@@ -45,7 +43,7 @@ from sm12x.stack.witness.mutate import MutantOutcome
 )
 @JOBS
 @FIND_LINKS
-@JSON
+@reports(mutate.MutationReport)
 def mutate_command(
     names: tuple[str, ...],
     version: str | None,
@@ -89,7 +87,7 @@ def mutate_command(
         on_outcome=_said,
     )
     if as_json:
-        print_json({**dataclasses.asdict(report), "ok": report.ok})
+        print_json(report)
     else:
         click.echo(mutate.text(report), nl=False)
     if auto or report.ok:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,7 +29,6 @@ JOBS = click.option(
     show_default=True,
     help="How many run at a time; each may take 2 GiB of memory.",
 )
-JSON = click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 DIRECTORY = click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
 
 
@@ -76,10 +74,6 @@ def cached(base: Base) -> Path | None:
 def say(text: str) -> None:
     """A line on stderr about what is being done."""
     click.echo(text, err=True)
-
-
-def print_json(value: Any) -> None:
-    click.echo(json.dumps(value, indent=2, default=str))
 
 
 def print_findings(error: MessageError) -> None:

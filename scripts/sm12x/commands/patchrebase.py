@@ -12,13 +12,12 @@ from pathlib import Path
 import click
 
 from sm12x import layout
+from sm12x.commands import print_json, reports
 from sm12x.commands.patchoptions import (
     DIRECTORY,
-    JSON,
     chosen,
     fetch,
     print_findings,
-    print_json,
     say,
 )
 from sm12x.core import listing, progress, transfer
@@ -87,7 +86,7 @@ _NICE = 10
     metavar="DATE",
     help="The day of the release, where the index does not say: locks have nothing newer.",
 )
-@JSON
+@reports(render.RebaseData)
 def rebase_command(
     version: str,
     source: str | None,
@@ -156,7 +155,7 @@ def rebase_command(
         keep=layout.replaced(),
     )
     if as_json:
-        print_json(render.as_data(report))
+        print_json(render.RebaseData.of(report))
     else:
         click.echo(render.report(report), nl=False)
     if not no_record:
@@ -170,7 +169,7 @@ def rebase_command(
 @click.command("continue")
 @DIRECTORY
 @click.option("--skip", is_flag=True, help="Leave the patch that is in conflict out.")
-@JSON
+@reports(render.PortData)
 def continue_command(directory: Path, skip: bool, as_json: bool) -> None:
     """Go on with the patches that `sm12x patch rebase` has left in DIR to be resolved.
 
@@ -186,7 +185,7 @@ def continue_command(directory: Path, skip: bool, as_json: bool) -> None:
         print_findings(error)
         raise
     if as_json:
-        print_json(render.port_data(report))
+        print_json(render.PortData.of(report))
     else:
         click.echo(render.ported(report), nl=False)
     stop = report.port.stop

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
 from sm12x import layout
+from sm12x.commands import print_json, reports
 from sm12x.commands.patchoptions import (
     FIND_LINKS,
-    JSON,
     base_option,
     chosen,
     fetch,
-    print_json,
     say,
 )
 from sm12x.core import progress
 from sm12x.core.errors import FindingsError
 from sm12x.stack.model import series
 from sm12x.stack.witness import upstream_run, upstream_tests, upstream_text, witness
-from sm12x.stack.witness.upstream_tests import UpstreamPlan
+from sm12x.stack.witness.upstream_tests import Cannot, UpstreamPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpstreamList(UpstreamPlan):
+    """What `sm12x patch upstream-tests --list --json` prints."""
+
+    base: str
+    cannot: tuple[Cannot, ...]
 
 
 @click.command("upstream-tests")
@@ -47,7 +54,7 @@ from sm12x.stack.witness.upstream_tests import UpstreamPlan
     help="For one test file on one tree.",
 )
 @FIND_LINKS
-@JSON
+@reports(UpstreamList | upstream_tests.Report)
 def upstream_command(
     names: tuple[str, ...],
     version: str | None,
@@ -73,8 +80,7 @@ def upstream_command(
     if list_only:
         plan = upstream_run.listed(suite, stack, archive=archive, only=names)
         if as_json:
-            cannot = [dataclasses.asdict(entry) for entry in suite.cannot]
-            print_json({"base": base.version, **dataclasses.asdict(plan), "cannot": cannot})
+            print_json(UpstreamList(base=base.version, cannot=suite.cannot, **vars(plan)))
         else:
             click.echo(upstream_text.listed(plan, suite), nl=False)
         _refuse(plan, worse=0)
@@ -99,7 +105,7 @@ def upstream_command(
         on_alone=lambda count: say(f"{count} tests differ and are run again, alone"),
     )
     if as_json:
-        print_json({**dataclasses.asdict(report), "ok": report.ok})
+        print_json(report)
     else:
         click.echo(upstream_text.report(report), nl=False)
     _refuse(report.plan, worse=len(report.of(upstream_tests.WORSE)))

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from pathlib import Path
 
 import click
 
 from sm12x import layout
+from sm12x.commands import print_json, reports
 from sm12x.commands.patchoptions import (
     FIND_LINKS,
     JOBS,
-    JSON,
     base_option,
     chosen,
     fetch,
-    print_json,
     say,
 )
 from sm12x.core import progress
@@ -44,7 +42,7 @@ from sm12x.stack.witness import witness
 )
 @JOBS
 @FIND_LINKS
-@JSON
+@reports(witness.WitnessReport)
 def witness_command(
     names: tuple[str, ...],
     version: str | None,
@@ -81,13 +79,7 @@ def witness_command(
         on_run=lambda path, side: say(f"{path} on the {side} tree"),
     )
     if as_json:
-        print_json(
-            {
-                **dataclasses.asdict(report),
-                "passed": report.passed,
-                "failed": report.failed,
-            }
-        )
+        print_json(report)
     else:
         click.echo(render.witnessed(report), nl=False)
     if report.failed:

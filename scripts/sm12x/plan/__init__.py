@@ -8,7 +8,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
+from pydantic import Field
+
+from sm12x.core.declared import shown
 from sm12x.core.errors import UsageError
 from sm12x.plan import budget as budgets
 from sm12x.plan import host, peers
@@ -25,22 +29,27 @@ PEER = "a peer like it"
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Servers on the same GPUs. ``needed`` are the rows that must fit: each of them awake alone.
+    """Servers on the same GPUs; amounts are GiB with a lower and an upper end.
 
     ``host`` is the machine's memory at the moment of a swap, when all that can sleep are asleep.
     ``peer`` says that a server was planned with one sleeping peer taken to be like itself.
     """
 
+    schema: Literal[1] = 1
     hardware: Hardware
     servers: tuple[Deployment, ...]
-    peer: bool
-    rows: tuple[Row, ...]
-    needed: tuple[Row, ...]
+    peer: Annotated[bool, Field(alias="assumed_peer")]
+    rows: Annotated[tuple[Row, ...], Field(alias="combinations")]
     host: HostNeed
     cuts: tuple[str, ...]
     warnings: tuple[str, ...]
 
     @property
+    def needed(self) -> tuple[Row, ...]:
+        """The rows that must fit."""
+        return tuple(row for row in self.rows if row.needed)
+
+    @shown
     def verdict(self) -> str:
         verdicts = {row.verdict for row in self.needed} | {self.host.verdict}
         if DOES_NOT_FIT in verdicts or self.too_few:
@@ -70,7 +79,6 @@ def make(hardware: Hardware, servers: Sequence[Deployment], *, peer: bool = True
         rows = tuple(row for row in rows if row.awake in ((), (servers[0].name,)))
     elif lone:
         rows = tuple(row for row in rows if row.awake)
-    needed = tuple(row for row in rows if len(row.awake) == 1)
     asleep = [server for server in all_of_them if server.sleep] if not lone or assumed else []
     found: list[str] = []
     for server in servers:
@@ -87,7 +95,6 @@ def make(hardware: Hardware, servers: Sequence[Deployment], *, peer: bool = True
         servers=tuple(servers),
         peer=assumed,
         rows=rows,
-        needed=needed,
         host=swap,
         cuts=tuple(dict.fromkeys(found)),
         warnings=tuple(_warnings(hardware, servers)),

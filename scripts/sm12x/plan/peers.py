@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sm12x.core.declared import shown
 from sm12x.core.errors import UsageError
 from sm12x.plan import host
 from sm12x.plan.budget import (
@@ -33,7 +34,12 @@ class Row:
     budget: Budget
     host: HostNeed
 
-    @property
+    @shown
+    def needed(self) -> bool:
+        """Whether it must fit: one is awake, alone."""
+        return len(self.awake) == 1
+
+    @shown
     def verdict(self) -> str:
         verdicts = (self.budget.verdict, self.host.verdict)
         if DOES_NOT_FIT in verdicts:

@@ -1,10 +1,9 @@
-"""Plans as text, as a table of many, and as JSON values. Nothing here prints."""
+"""Plans as text, and as a table of many. Nothing here prints."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from rich import box
 from rich.table import Table
@@ -31,8 +30,6 @@ from sm12x.plan.budget import (
 from sm12x.plan.host import HostNeed
 from sm12x.plan.peers import Row
 
-# The version of the JSON; a key that goes or changes its meaning raises it.
-VERSION = 1
 WIDTH = 100
 OVERVIEW = 190
 HEADER = (
@@ -287,34 +284,6 @@ def table(rows: Iterable[Sequence[str]], *, width: int = OVERVIEW) -> str:
     for row in rows:
         made.add_row(*row)
     return texts.draw(made, width) + "\n"
-
-
-def data(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON values; amounts are GiB with a lower and an upper end."""
-    return {
-        "schema": VERSION,
-        "verdict": plan.verdict,
-        "hardware": dataclasses.asdict(plan.hardware),
-        "servers": [dataclasses.asdict(server) for server in plan.servers],
-        "assumed_peer": plan.peer,
-        "combinations": [
-            {
-                **dataclasses.asdict(row),
-                "verdict": row.verdict,
-                "needed": row in plan.needed,
-                "budget": {
-                    **dataclasses.asdict(row.budget),
-                    "verdict": row.budget.verdict,
-                    "total": dataclasses.asdict(row.budget.total),
-                    "basis": row.budget.basis,
-                },
-            }
-            for row in plan.rows
-        ],
-        "host": {**dataclasses.asdict(plan.host), "verdict": plan.host.verdict},
-        "cuts": list(plan.cuts),
-        "warnings": list(plan.warnings),
-    }
 
 
 def signed(amount: Amount) -> str:

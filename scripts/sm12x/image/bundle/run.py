@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from sm12x.core import declared
 from sm12x.image.bundle import make, record
 from sm12x.image.bundle.decide import BuildPlan, Options, decided
 from sm12x.image.bundle.make import NO_IMAGE, BuiltImage, Wheel
@@ -43,7 +44,7 @@ def run(options: Options, report: Reporter) -> Bundle:
             wheel = make.build_wheel(plan, release)
             image = make.build_image(plan, wheel) if options.image else NO_IMAGE
             made = _record(plan, wheel, image)
-            record.write(plan.folder, made)
+            declared.write_json(plan.folder / record.NAME, made)
         return Bundle(
             record=made,
             folder=plan.folder,

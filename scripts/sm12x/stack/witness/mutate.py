@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from sm12x.core.declared import shown
 from sm12x.core.errors import BadFileError
 from sm12x.stack.model.base import Base
 from sm12x.stack.model.patchfile import MessageFault
@@ -56,7 +57,7 @@ class MutationReport:
     def count(self, state: str) -> int:
         return sum(outcome.state == state for outcome in self.outcomes)
 
-    @property
+    @shown
     def ok(self) -> bool:
         return not self.findings and self.count(KILLED) == len(self.outcomes)
 

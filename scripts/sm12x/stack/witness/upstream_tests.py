@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from sm12x.core import declared, globs
-from sm12x.core.declared import Declared, KeyFaultError, one_of
+from sm12x.core.declared import Declared, KeyFaultError, one_of, shown
 from sm12x.core.errors import BadFileError
 from sm12x.stack.model.base import Base
 from sm12x.stack.model.series import Stack
@@ -249,7 +249,7 @@ class Report:
     def of(self, *verdicts: str) -> tuple[UpstreamResult, ...]:
         return tuple(result for result in self.results if result.verdict in verdicts)
 
-    @property
+    @shown
     def ok(self) -> bool:
         return not self.plan.faults and not self.of(WORSE)
 

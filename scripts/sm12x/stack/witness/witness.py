@@ -17,10 +17,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import uv
+from pydantic import Field
 
 from sm12x.core import files, lockfile, pipconfig, process
+from sm12x.core.declared import shown
 from sm12x.core.errors import BadFileError, NoSpaceError, ToolFailedError, ToolMissingError
 from sm12x.stack.model.base import Base, Witness
 from sm12x.stack.model.series import Patch, Stack
@@ -83,11 +86,11 @@ class WitnessReport:
     stack_id: str
     checks: tuple[WitnessTest, ...]
 
-    @property
+    @shown
     def passed(self) -> int:
         return sum(check.ok for check in self.checks)
 
-    @property
+    @shown
     def failed(self) -> int:
         return len(self.checks) - self.passed
 
@@ -188,7 +191,7 @@ class Environment:
     """
 
     path: Path
-    size: int
+    size: Annotated[int, Field(alias="bytes")]
     bases: tuple[str, ...]
 
 

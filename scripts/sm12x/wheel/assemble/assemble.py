@@ -14,7 +14,7 @@ from pathlib import Path
 
 from sm12x.audit import scan
 from sm12x.audit.model import LibraryAudit
-from sm12x.core import files, lockfile
+from sm12x.core import declared, files, lockfile
 from sm12x.core.errors import BadFileError, HashMismatchError
 from sm12x.stack.model import series
 from sm12x.stack.model.base import Base
@@ -24,6 +24,7 @@ from sm12x.wheel.assemble import ops_read, torch_ops, wheel
 from sm12x.wheel.assemble.torch_ops import Registered
 from sm12x.wheel.compile import cmake, native
 from sm12x.wheel.compile.native import NativeRecord
+from sm12x.wheel.ledger import Ledger
 from sm12x.wheel.source import patched as sources
 from sm12x.wheel.source import select
 from sm12x.wheel.source.patched import SourceRecord
@@ -44,9 +45,17 @@ class Parts:
     purelib: Path
 
 
+@dataclass(frozen=True, kw_only=True)
+class WheelReport:
+    """What `sm12x build wheel --json` prints."""
+
+    path: Path
+    ledger: Ledger
+
+
 def build(
     parts: Parts, out: Path, *, on_phase: Callable[[str], None] | None = None
-) -> tuple[Path, ledger.Ledger]:
+) -> tuple[Path, Ledger]:
     """Write the wheel and, beside it, ledger.json into ``out``. Returns its path and the ledger.
 
     Raises:
@@ -104,7 +113,7 @@ def build(
     phase("writing the wheel")
     target = out / wheel.name(official, parts.base.version, version, compiled)
     wheel.write(official, target, changed, made)
-    files.write_text(out / LEDGER, made.to_json())
+    declared.write_json(out / LEDGER, made)
     return target, made
 
 

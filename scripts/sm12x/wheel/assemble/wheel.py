@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
 import sm12x
-from sm12x.core import files
+from sm12x.core import declared, files
 from sm12x.core.errors import BadFileError, BuildFailedError
 from sm12x.wheel import ledger as ledgers
 from sm12x.wheel.assemble import rezip
@@ -204,7 +204,7 @@ def write(
             for change in by_path.values():
                 if change.data is not None:
                     put(change.path, change.data)
-            put(f"{dist_info}/{ledgers.NAME}", ledger.to_json().encode())
+            put(f"{dist_info}/{ledgers.NAME}", declared.to_json(ledger, sort_keys=True).encode())
             out.write(f"{dist_info}/RECORD", _record_text(record, dist_info))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -202,8 +201,7 @@ def _publish(record: NativeRecord, stage: Path, out: Path) -> None:
         with files.replacing(out / name) as temporary:
             shutil.copyfile(stage / name, temporary)
         (out / name).chmod(0o755)
-    text = json.dumps(dataclasses.asdict(record), indent=1, sort_keys=True) + "\n"
-    files.write_text(out / RECORD, text)
+    declared.write_json(out / RECORD, record)
 
 
 def _compiler_version(target: cross.Target | None) -> str:

@@ -8,8 +8,6 @@ step that reads no more than it.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import shutil
 import tempfile
 from collections.abc import Iterable
@@ -68,6 +66,13 @@ class TouchedRecord(Declared):
     schema: Literal[1] = 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class SourceReport(SourceRecord):
+    """What `sm12x build source --json` prints; ``changed``: the tree was made, or made anew."""
+
+    changed: bool
+
+
 def record_path(directory: Path) -> Path:
     return directory.with_name(f"{directory.name}.json")
 
@@ -124,8 +129,8 @@ def prepare(base: Base, sdist: Path, out: Path) -> tuple[SourceRecord, bool]:
         # and makes it again. A tree with the record of another one is never there.
         if out.exists():
             out.rename(made.with_name(f"{made.name}.old"))
-        files.write_text(touched_path(out), _to_json(native))
-        files.write_text(record_path(out), _to_json(record))
+        declared.write_json(touched_path(out), native)
+        declared.write_json(record_path(out), record)
         made.rename(out)
     finally:
         shutil.rmtree(made, ignore_errors=True)
@@ -187,7 +192,3 @@ def _check_sdist(base: Base, sdist: Path) -> None:
 
 def _sha256(path: Path) -> str:
     return files.sha256(path) if path.is_file() else ""
-
-
-def _to_json(record: SourceRecord | TouchedRecord) -> str:
-    return json.dumps(dataclasses.asdict(record), indent=1, sort_keys=True) + "\n"
