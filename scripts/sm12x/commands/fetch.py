@@ -9,7 +9,7 @@ import click
 
 from sm12x import layout
 from sm12x.commands import print_json, reports
-from sm12x.core import transfer
+from sm12x.core import index
 from sm12x.core.errors import BadFileError
 from sm12x.stack.model import base as bases
 
@@ -56,7 +56,7 @@ def command(version: str, machine: str, find_links: Path | None, as_json: bool) 
             next_step=f"add it, or choose one of {', '.join(base.wheels)}",
         )
     sdist, wheel = (
-        transfer.fetch(
+        index.fetch_shown(
             PROJECT, pinned.name, pinned.sha256, cache=layout.cache(), find_links=find_links
         )
         for pinned in (base.sdist, base.wheels[machine])

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from sm12x import layout
-from sm12x.core import index, transfer
+from sm12x.core import index
 from sm12x.core.errors import UnknownBaseError
 from sm12x.stack.model import base as bases
 from sm12x.stack.model.base import Base
@@ -57,7 +57,7 @@ def chosen(version: str | None, *, option: str = "--base") -> Base:
 
 def fetch(base: Base, find_links: Path | None) -> Path:
     """The base's sdist, fetched if need be."""
-    return transfer.fetch(
+    return index.fetch_shown(
         base.sdist.name.rpartition("-")[0],
         base.sdist.name,
         base.sdist.sha256,

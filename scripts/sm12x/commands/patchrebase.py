@@ -20,7 +20,7 @@ from sm12x.commands.patchoptions import (
     print_findings,
     say,
 )
-from sm12x.core import listing, progress, transfer
+from sm12x.core import index, listing, progress
 from sm12x.core.errors import BadFileError, PatchConflictError, Sm12xError
 from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
@@ -128,17 +128,15 @@ def rebase_command(
     before = _before(target / version, patches / version)
     found = base_draft.release(listed, version, project=project)
     found = _dated(found, released.date() if released else None, base, before)
-    archives = rebase.Archives(
-        source=fetch(base, find_links), target=_fetch(project, found, find_links)
-    )
     os.nice(_NICE)
     recorded = patches / status.NAME
     run = _runner(python, jobs)
-    report = rebase.rebase(
-        base,
-        stack,
-        found,
-        archives,
+    asked = rebase.RebaseRequest(
+        base=base,
+        stack=stack,
+        found=found,
+        source=fetch(base, find_links),
+        target=_fetch(project, found, find_links),
         root=layout.root(),
         out=target,
         force=force,
@@ -154,6 +152,7 @@ def rebase_command(
         ports=layout.ports(),
         keep=layout.replaced(),
     )
+    report = rebase.rebase(asked)
     if as_json:
         print_json(render.RebaseData.of(report))
     else:
@@ -246,7 +245,7 @@ def _before(*folders: Path) -> Base | None:
 
 
 def _fetch(project: str, found: Release, find_links: Path | None) -> Path:
-    return transfer.fetch(
+    return index.fetch_shown(
         project,
         found.sdist.name,
         found.sdist.sha256,

@@ -23,7 +23,7 @@ from pypi_simple import (
     UnsupportedRepoVersionError,
 )
 
-from sm12x.core import download, files, pipconfig
+from sm12x.core import download, files, pipconfig, progress
 from sm12x.core.download import OnProgress
 from sm12x.core.errors import (
     DISK_FULL,
@@ -76,6 +76,14 @@ def fetch(
             project, name, sha256, cache=cache, find_links=find_links, on_progress=on_progress
         )
     return final
+
+
+def fetch_shown(
+    project: str, name: str, sha256: str, *, cache: Path, find_links: Path | None
+) -> Path:
+    """As ``fetch``, with a bar for what has to be transferred."""
+    with progress.transfer(name) as moved:
+        return fetch(project, name, sha256, cache=cache, find_links=find_links, on_progress=moved)
 
 
 def cached(name: str, sha256: str, *, cache: Path) -> Path | None:

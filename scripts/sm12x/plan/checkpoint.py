@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sm12x.core.errors import BadFileError, UsageError
-from sm12x.core.files import GIB
+from sm12x.core.text import GIB
 from sm12x.plan import modelconfig
 from sm12x.plan.budget import KV, WEIGHTS, Amount, Term
 from sm12x.plan.modelconfig import Config, number

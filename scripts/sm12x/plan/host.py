@@ -15,7 +15,7 @@ from sm12x import layout
 from sm12x.core import declared
 from sm12x.core.declared import Declared, NotNull, one_of, shown
 from sm12x.core.errors import BadFileError, ToolMissingError, UsageError
-from sm12x.core.files import GIB
+from sm12x.core.text import GIB
 from sm12x.plan.budget import (
     BASES,
     DOES_NOT_FIT,

@@ -7,12 +7,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from sm12x import __version__, layout
-from sm12x.core import files, transfer
+from sm12x.core import files, index
 from sm12x.core.errors import BuildFailedError, ToolFailedError
 from sm12x.image.bundle import context, modes, preflight, record
 from sm12x.image.bundle.context import Context
 from sm12x.image.bundle.decide import BuildPlan
-from sm12x.image.engine import failure
+from sm12x.image.engine import follow
 from sm12x.image.engine.engine import BuildRequest, Layer
 from sm12x.image.engine.follow import Follower
 from sm12x.wheel import ledger as ledgers
@@ -57,7 +57,7 @@ def fetch(plan: BuildPlan) -> ReleaseFiles:
     """Download the release's files, or find them in the cache. Raises HashMismatchError."""
     with plan.timings.step("fetch"), plan.report.phase("sources", live=False):
         sdist, wheel = (
-            transfer.fetch(
+            index.fetch_shown(
                 PROJECT,
                 pinned.name,
                 pinned.sha256,
@@ -215,7 +215,7 @@ def _build(plan: BuildPlan, name: str, label: str, copied: Context, request: Bui
         try:
             plan.engine.build(request, on_line=follower, log=log)
         except ToolFailedError:
-            raise failure.of(
+            raise follow.failure(
                 plan.engine, request.dockerfile.name, follower, log, rest_gib=plan.rest_gib()
             ) from None
         finally:

@@ -14,7 +14,7 @@ from sm12x.audit.model import DEVICES
 from sm12x.core import cudaarch, files, progress, text
 from sm12x.core.cudaarch import CudaArch
 from sm12x.core.errors import BadFileError, UsageError
-from sm12x.image.bundle.reporter import Reporter
+from sm12x.core.progress import Reporter
 from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
 from sm12x.stack.model.base import Base
@@ -187,7 +187,7 @@ def settle(
 
 
 def _all_memory_gib() -> float:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / files.GIB
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / text.GIB
 
 
 def require_known(name: str) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -220,21 +218,15 @@ def memory_gib(meminfo: Path) -> float | None:
 @contextmanager
 def alone(base: Base) -> Iterator[None]:
     """Keep a second bundle of the same checkout and base out."""
-    path = work_folder(base) / ".lock"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BuildFailedError(
-                f"another `sm12x bundle` of {base.version} runs in this checkout",
-                next_step="wait for it to end",
-            ) from None
+    folder = work_folder(base)
+    folder.mkdir(parents=True, exist_ok=True)
+    refused = BuildFailedError(
+        f"another `sm12x bundle` of {base.version} runs in this checkout",
+        next_step="wait for it to end",
+    )
+    with files.locked(folder, refused):
         for prefix in (CONTEXT_PREFIX, SECRETS_PREFIX):
             # What a run that was killed has left.
-            for left in path.parent.glob(f"{prefix}*"):
+            for left in folder.glob(f"{prefix}*"):
                 shutil.rmtree(left, ignore_errors=True)
         yield
-    finally:
-        os.close(handle)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sm12x.core import declared
+from sm12x.core.progress import Reporter
 from sm12x.image.bundle import make, record
 from sm12x.image.bundle.decide import BuildPlan, Options, decided
 from sm12x.image.bundle.make import NO_IMAGE, BuiltImage, Wheel
 from sm12x.image.bundle.record import Record
-from sm12x.image.bundle.reporter import Reporter
 from sm12x.image.engine.engine import Engine
 from sm12x.wheel.compile.estimate import Offer
 

@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from sm12x.core import declared, globs
+from sm12x.core import declared, files
 from sm12x.core.declared import Declared, KeyFaultError, one_of, shown
 from sm12x.core.errors import BadFileError
 from sm12x.stack.model.base import Base
@@ -363,7 +363,7 @@ def plan(suite: Suite, stack: Stack, tree: Path) -> UpstreamPlan:
         tests = set(by_module.get(module_name(path), ()))
         why: list[str] = []
         for number, source in enumerate(suite.sources):
-            if any(globs.matches(path, glob) for glob in source.paths):
+            if any(files.matches(path, glob) for glob in source.paths):
                 used.add(number)
                 tests |= set(source.tests)
                 why += [source.why] if source.why else []

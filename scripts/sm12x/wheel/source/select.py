@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from sm12x.core import globs, text
+from sm12x.core import files, text
 from sm12x.core.declared import Declared
 from sm12x.core.errors import BuildFailedError, UsageError
 from sm12x.stack.model.base import Base, Module, ThirdPartySource
@@ -51,7 +51,7 @@ def takes(module: Module, path: str) -> bool:
 
     ``*`` in a glob matches within a folder, ``**`` across folders.
     """
-    return any(globs.matches(path, glob) for glob in module.inputs)
+    return any(files.matches(path, glob) for glob in module.inputs)
 
 
 def touched(base: Base, paths: Iterable[str]) -> tuple[Module, ...]:
