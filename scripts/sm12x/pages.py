@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from sm12x import layout, plan
-from sm12x.audit import compare, picture
+from sm12x.audit import compare
 from sm12x.audit.report import AuditReport
 from sm12x.core import declared
 from sm12x.core.declared import Declared
@@ -242,7 +242,7 @@ def audit_picture() -> str:
     if not audits:
         return ""
     title = "Machine code in translation units"
-    return picture.svg(*audits, title=title, made_by="sm12x docs")
+    return compare.svg(*audits, title=title, made_by="sm12x docs")
 
 
 def house_table() -> str:

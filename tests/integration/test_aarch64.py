@@ -25,7 +25,7 @@ from sm12x.stack import lock
 from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
 from sm12x.wheel import library
-from sm12x.wheel.assemble import ops_read, torch_ops
+from sm12x.wheel.assemble import torch_ops
 from sm12x.wheel.compile import cmake, native
 from sm12x.wheel.source import select
 from sm12x.wheel.toolchain import cross
@@ -165,7 +165,7 @@ def test_the_allocator_has_the_functions_and_symbols_of_the_official_one(
 ) -> None:
     with zipfile.ZipFile(fetch(MACHINE)) as archive:
         official = Path(archive.extract(ALLOCATOR, tmp_path))
-    ours, theirs = ops_read.read(modules / ALLOCATOR), ops_read.read(official)
+    ours, theirs = torch_ops.read(modules / ALLOCATOR), torch_ops.read(official)
     assert {"init_module", "python_create_and_map"} <= set(theirs.names)
     assert set(ours.names) >= set(theirs.names)
 
@@ -183,7 +183,7 @@ def test_what_is_read_out_of_a_library_is_what_loading_it_finds(
     loaded = torch_ops.find(tmp_path, paths, python=python, purelib=cmake.purelib(python))
     total = 0
     for path in paths:
-        found = ops_read.read(tmp_path / path)
+        found = torch_ops.read(tmp_path / path)
         known = {name.partition("::")[2] for name in loaded[path].ops}
         assert set(found.ops) <= known, path
         assert found.names == loaded[path].names, path

@@ -15,8 +15,8 @@ import pytest
 from click.testing import CliRunner
 
 from sm12x import layout
-from sm12x.audit import images, policy, render, report
 from sm12x.audit import library as library_module
+from sm12x.audit import policy, render, report, scan
 from sm12x.audit.fatbin import CodePiece, FatContainer
 from sm12x.audit.model import DEVICES, SM120, Audit, Device, LibraryAudit
 from sm12x.commands import audit as verb
@@ -420,9 +420,9 @@ def test_a_folder_without_a_library_is_a_bad_file(tmp_path: Path) -> None:
 def test_an_image_without_an_engine_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(NoEngineError):
-        images.audit("vllm-sm12x:1.0")
+        scan.image("vllm-sm12x:1.0")
     with pytest.raises(NoEngineError, match="no podman"):
-        images.audit("podman:vllm-sm12x")
+        scan.image("podman:vllm-sm12x")
 
 
 def test_both_devices_are_judged_unless_told(tmp_path: Path) -> None:

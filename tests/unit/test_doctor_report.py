@@ -20,7 +20,7 @@ from sm12x.audit.policy import Judgement, Offender
 from sm12x.core import declared, files
 from sm12x.core.errors import BadFileError
 from sm12x.doctor import checks, image, knowledge, render, report
-from sm12x.doctor.checks import recipe as recipes
+from sm12x.doctor import recipe as recipes
 from sm12x.doctor.model import BAD, OK, SEVERITIES, UNKNOWN, WARN, Image, Unseen
 from sm12x.recipes import load
 

@@ -23,7 +23,7 @@ from sm12x.core.errors import (
     UsageError,
 )
 from sm12x.image.base import platforms
-from sm12x.image.bundle import decide, modes, preflight, record, run, summary
+from sm12x.image.bundle import decide, make, modes, preflight, record, summary
 from sm12x.image.engine import engines
 from sm12x.image.engine.buildah import Buildah
 from sm12x.image.engine.docker import Docker
@@ -267,7 +267,7 @@ def test_wrong_input_is_refused_before_any_program_is_started(
 ) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     with pytest.raises(kind):
-        run.run(options, Quiet())  # type: ignore[arg-type]
+        make.run(options, Quiet())  # type: ignore[arg-type]
 
 
 def test_an_engine_is_looked_for_before_anything_is_fetched(
@@ -283,7 +283,7 @@ def test_an_engine_is_looked_for_before_anything_is_fetched(
     monkeypatch.setattr(engines, "find", none)
     monkeypatch.setattr(modes, "settle", settle)
     with pytest.raises(NoEngineError):
-        run.run(decide.Options(version="0.21.0"), Quiet())  # type: ignore[arg-type]
+        make.run(decide.Options(version="0.21.0"), Quiet())  # type: ignore[arg-type]
 
 
 class Disks:

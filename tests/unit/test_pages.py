@@ -19,7 +19,7 @@ from sm12x.audit.report import AuditReport, LibraryReport, RunsReport
 from sm12x.commands import docs
 from sm12x.core import declared
 from sm12x.core.errors import EXIT_CODES, BadFileError, FindingsError
-from sm12x.deploy import examples
+from sm12x.deploy import nomad
 from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
 
@@ -70,7 +70,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "docs").mkdir()
     monkeypatch.setattr(pages, "PARTS", {"t": lambda: "new\n"})
     monkeypatch.setattr(docs, "commands_table", lambda root: "")
-    monkeypatch.setattr(examples, "load_rendered", lambda folder: {"a.nomad.hcl": "job\n"})
+    monkeypatch.setattr(nomad, "load_examples", lambda folder: {"a.nomad.hcl": "job\n"})
     monkeypatch.setattr(pages, "audit_picture", lambda: "<svg/>\n")
     (tmp_path / "data" / "schemas").mkdir(parents=True)
     monkeypatch.setattr(layout, "data", lambda: tmp_path / "data")

@@ -15,7 +15,7 @@ from sm12x.stack.model import base as bases
 from sm12x.stack.model.base import Base, SourcePackage, SourceText, ThirdPartySource, UnitCost
 from sm12x.wheel.compile import compiling, estimate, launcher, schedule
 from sm12x.wheel.compile.schedule import Scheduler, Unit
-from sm12x.wheel.source import checkout, third_party
+from sm12x.wheel.source import third_party
 
 
 def _unit(name: str, seconds: float, gib: float) -> Unit:
@@ -408,7 +408,7 @@ def test_git_that_is_not_reachable_is_a_reason_and_no_error(
     def refuse(*_: object) -> None:
         raise FetchError("the git host of https://x is not reachable", next_step="")
 
-    monkeypatch.setattr(checkout, "fetch", refuse)
+    monkeypatch.setattr(third_party, "fetch", refuse)
     source = ThirdPartySource(
         name="thing", pin="abc", override="X", stand_in=(), git="https://x", commit="abc" + "0" * 37
     )

@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from sm12x import layout
-from sm12x.audit import images, policy, render, report, room, scan
+from sm12x.audit import policy, render, report, room, scan
 from sm12x.audit.model import DEVICES, Audit, Device
 from sm12x.commands import reports
 from sm12x.core import declared, files, progress
@@ -187,9 +187,9 @@ def _release(path: Path) -> str | None:
 
 def _scan(subject: str) -> Audit:
     path = Path(subject)
-    if path.exists() or not images.looks_like_image(subject):
+    if path.exists() or not scan.looks_like_image(subject):
         plan = scan.plan(path)
         with progress.bar("reading", plan.total, unit="bytes") as advance:
             return scan.run(plan, on_progress=advance)
     with progress.spinner(f"reading the image {subject}"):
-        return images.audit(subject)
+        return scan.image(subject)

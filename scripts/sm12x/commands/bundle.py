@@ -16,7 +16,7 @@ from sm12x import layout
 from sm12x.audit import report as audits
 from sm12x.commands import print_json, reports
 from sm12x.core import progress
-from sm12x.image.bundle import decide, record, run, summary
+from sm12x.image.bundle import decide, make, record, summary
 from sm12x.image.engine import engines
 from sm12x.recipes import load as recipes
 from sm12x.stack.model import base as bases
@@ -198,7 +198,7 @@ def command(
         root, engine_used = decide.make_base_image(options, report)
         click.echo(f"{root.reference}  {root.digest}  ({engine_used.description})")
         return
-    made = run.run(options, report)
+    made = make.run(options, report)
     if as_json:
         print_json(
             summary.BundleReport(

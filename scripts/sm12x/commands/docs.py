@@ -14,7 +14,7 @@ from sm12x import layout, pages
 from sm12x.commands import JsonOption
 from sm12x.core import declared, files
 from sm12x.core.errors import FindingsError
-from sm12x.deploy import examples
+from sm12x.deploy import nomad
 from sm12x.recipes.model import Recipe
 from sm12x.runtime.check.report import CheckReport
 
@@ -62,8 +62,8 @@ def made(root: click.Command) -> dict[Path, str]:
     ``root`` is the command `sm12x`, whose verbs are one of the parts.
     """
     folder, schemas = layout.root() / "nomad-examples", layout.data() / "schemas"
-    leftover = dict.fromkeys([*folder.glob(f"*{examples.SUFFIX}"), *schemas.glob("*.json")], "")
-    specs = examples.load_rendered(layout.recipes())
+    leftover = dict.fromkeys([*folder.glob(f"*{nomad.SUFFIX}"), *schemas.glob("*.json")], "")
+    specs = nomad.load_examples(layout.recipes())
     texts = {path: path.read_text(encoding="utf-8") for path in pages.paths()}
     return {
         **pages.rendered(texts, {**pages.PARTS, "commands": lambda: commands_table(root)}),

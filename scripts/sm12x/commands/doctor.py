@@ -93,7 +93,7 @@ def _findings(facts: HostFacts, known: knowledge.Knowledge, recipe: str | None) 
     if recipe is None:
         return findings
     # Reading recipes needs PyYAML, which a bare host may not have.
-    from sm12x.doctor.checks import recipe as recipes
+    from sm12x.doctor import recipe as recipes
     from sm12x.recipes import load
 
     path = Path(recipe)

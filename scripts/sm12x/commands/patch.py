@@ -9,15 +9,7 @@ from pathlib import Path
 import click
 
 from sm12x import layout
-from sm12x.commands import (
-    patchmutate,
-    patchrebase,
-    patchtree,
-    patchupstream,
-    patchwitness,
-    print_json,
-    reports,
-)
+from sm12x.commands import patchrebase, patchtests, patchtree, print_json, reports
 from sm12x.commands.patchoptions import (
     FIND_LINKS,
     base_option,
@@ -81,9 +73,9 @@ command.add_command(patchtree.apply_command)
 command.add_command(patchtree.refresh_command)
 command.add_command(patchtree.new_command)
 command.add_command(patchtree.drop_command)
-command.add_command(patchwitness.witness_command)
-command.add_command(patchupstream.upstream_command)
-command.add_command(patchmutate.mutate_command)
+command.add_command(patchtests.witness_command)
+command.add_command(patchtests.upstream_command)
+command.add_command(patchtests.mutate_command)
 command.add_command(patchrebase.rebase_command)
 command.add_command(patchrebase.continue_command)
 

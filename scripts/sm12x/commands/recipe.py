@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,7 +17,7 @@ from sm12x.commands import print_json, reports
 from sm12x.core import files, text
 from sm12x.core.errors import BadFileError, FindingsError, Sm12xError, UsageError
 from sm12x.core.progress import spinner
-from sm12x.deploy import compose, docker, llamaswap, nomad, shell
+from sm12x.deploy import local, nomad
 from sm12x.deploy.container import BUNDLE
 from sm12x.recipes import edit, lint, load
 from sm12x.recipes.lint import ERROR, WARNING, LintFinding
@@ -282,35 +282,16 @@ def import_(file: Path, output: Path | None) -> None:
     click.echo(f"{output}: fill in the sm12x block, then `sm12x recipe lint {quoted}`")
 
 
-Render = Callable[[Recipe, str, dict[str, str], Sequence[str]], str]
-
-
-def _llamaswap(recipe: Recipe, image: str, settings: dict[str, str], extra: Sequence[str]) -> str:
-    return llamaswap.render(
-        recipe, image=image, settings=settings, extra=extra, peers=_peers(recipe)
-    )
-
-
-def _nomad(recipe: Recipe, image: str, settings: dict[str, str], extra: Sequence[str]) -> str:
-    return nomad.render(recipe, image=image, settings=settings, extra=extra, peers=_peers(recipe))
-
-
-TARGETS: dict[str, Render] = {
-    "docker": lambda recipe, image, settings, extra: docker.render(
-        recipe, image=image, settings=settings, extra=extra
-    ),
-    "compose": lambda recipe, image, settings, extra: compose.render(
-        recipe, image=image, settings=settings, extra=extra
-    ),
-    "nomad": _nomad,
-    "nomad-overlay": lambda recipe, image, settings, extra: nomad.render_overlay(
-        recipe, image=image, settings=settings, extra=extra
-    ),
-    "shell": lambda recipe, image, settings, extra: shell.render(
-        recipe, image=image, settings=settings, extra=extra
-    ),
-    "llama-swap": _llamaswap,
+TARGETS: dict[str, Callable[..., str]] = {
+    "docker": local.docker,
+    "compose": local.compose,
+    "nomad": nomad.render,
+    "nomad-overlay": nomad.render_overlay,
+    "shell": local.shell,
+    "llama-swap": local.llama_swap,
 }
+# Those that make one text of the two recipes of a pair.
+_OF_PAIRS = ("nomad", "llama-swap")
 
 
 @command.command(cls=_WithWords)
@@ -327,7 +308,9 @@ def render(target: str, image: str, name: str, words: tuple[str, ...]) -> None:
     """
     recipe = _recipe(name)
     settings, extra = serve.split(words)
-    text = TARGETS[target](recipe, image or _image(recipe), settings, extra)
+    image = image or _image(recipe)
+    peers = {"peers": _peers(recipe)} if target in _OF_PAIRS else {}
+    text = TARGETS[target](recipe, image=image, settings=settings, extra=extra, **peers)
     click.echo(text, nl=False)
 
 

@@ -1,11 +1,13 @@
 """Does it fit? Memory plans of recipes and checkpoints, per GPU and per machine.
 
-``make`` plans servers on hardware; ``check`` says what a recipe's plan finds wrong.
+``make`` plans servers on hardware, and which of several that take turns may be awake together;
+``check`` says what a recipe's plan finds wrong.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -15,10 +17,16 @@ from pydantic import Field
 from sm12x.core.declared import shown
 from sm12x.core.errors import UsageError
 from sm12x.plan import budget as budgets
-from sm12x.plan import host, peers
-from sm12x.plan.budget import DOES_NOT_FIT, FITS, UNKNOWN, Deployment, Hardware
+from sm12x.plan import host
+from sm12x.plan.budget import (
+    DOES_NOT_FIT,
+    FITS,
+    UNKNOWN,
+    Budget,
+    Deployment,
+    Hardware,
+)
 from sm12x.plan.host import HostNeed
-from sm12x.plan.peers import Row
 from sm12x.plan.server import from_recipe, members
 from sm12x.recipes.model import Recipe
 
@@ -74,11 +82,11 @@ def make(hardware: Hardware, servers: Sequence[Deployment], *, peer: bool = True
     all_of_them = list(servers)
     if assumed:
         all_of_them.append(dataclasses.replace(servers[0], name=PEER))
-    rows = peers.rows(hardware, all_of_them)
+    combinations = combine(hardware, all_of_them)
     if assumed:
-        rows = tuple(row for row in rows if row.awake in ((), (servers[0].name,)))
+        combinations = tuple(row for row in combinations if row.awake in ((), (servers[0].name,)))
     elif lone:
-        rows = tuple(row for row in rows if row.awake)
+        combinations = tuple(row for row in combinations if row.awake)
     asleep = [server for server in all_of_them if server.sleep] if not lone or assumed else []
     found: list[str] = []
     for server in servers:
@@ -94,7 +102,7 @@ def make(hardware: Hardware, servers: Sequence[Deployment], *, peer: bool = True
         hardware=hardware,
         servers=tuple(servers),
         peer=assumed,
-        rows=rows,
+        rows=combinations,
         host=swap,
         cuts=tuple(dict.fromkeys(found)),
         warnings=tuple(_warnings(hardware, servers)),
@@ -214,3 +222,59 @@ def findings(plan: Plan) -> list[str]:
 def _who(row: Row) -> str:
     beside = f" beside sleeping {', '.join(row.asleep)}" if row.asleep else ""
     return f"{' and '.join(row.awake)}{beside}"
+
+
+# Every subset is a row: 64 at most.
+MOST = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One way to have the servers: who is awake, asleep, or stopped (because it cannot sleep)."""
+
+    awake: tuple[str, ...]
+    asleep: tuple[str, ...]
+    stopped: tuple[str, ...]
+    budget: Budget
+    host: HostNeed
+
+    @shown
+    def needed(self) -> bool:
+        """Whether it must fit: one is awake, alone."""
+        return len(self.awake) == 1
+
+    @shown
+    def verdict(self) -> str:
+        verdicts = (self.budget.verdict, self.host.verdict)
+        if DOES_NOT_FIT in verdicts:
+            return DOES_NOT_FIT
+        # Host memory that nobody gave is said in the report; it does not undo what the GPU says.
+        return UNKNOWN if self.budget.verdict == UNKNOWN else FITS
+
+
+def combine(hardware: Hardware, servers: Sequence[Deployment]) -> tuple[Row, ...]:
+    """Every subset that can be awake, fewest first; the first row is the moment of a swap.
+
+    During a swap the one that was awake is asleep before the next one wakes, so all that can sleep
+    have their host copies at once.
+    """
+    if len(servers) > MOST:
+        raise UsageError(
+            f"{len(servers)} recipes on the same GPUs have too many combinations",
+            next_step=f"plan {MOST} at most together",
+        )
+    found = []
+    for size in range(len(servers) + 1):
+        for awake in itertools.combinations(servers, size):
+            rest = [server for server in servers if server not in awake]
+            asleep = [server for server in rest if server.sleep]
+            found.append(
+                Row(
+                    awake=tuple(server.name for server in awake),
+                    asleep=tuple(server.name for server in asleep),
+                    stopped=tuple(server.name for server in rest if not server.sleep),
+                    budget=budgets.budget(hardware, awake, asleep),
+                    host=host.need(asleep, hardware),
+                )
+            )
+    return tuple(found)

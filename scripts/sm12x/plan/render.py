@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 
 from sm12x.core import text as texts
-from sm12x.plan import Plan
+from sm12x.plan import Plan, Row
 from sm12x.plan.budget import (
     BUDGET,
     COPY,
@@ -28,7 +28,6 @@ from sm12x.plan.budget import (
     Unknown,
 )
 from sm12x.plan.host import HostNeed
-from sm12x.plan.peers import Row
 
 WIDTH = 100
 OVERVIEW = 190

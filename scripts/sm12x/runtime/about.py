@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 
-from sm12x.deploy import docker
+from sm12x.deploy import local
 from sm12x.deploy.container import containers
 from sm12x.recipes.model import Memory, MemoryTerm, Recipe
 from sm12x.wheel.ledger import Ledger, PatchEntry
@@ -130,7 +130,7 @@ def command(recipe: Recipe, image: str) -> list[str]:
     """The `docker run` of a recipe, one option group a line; one command a machine."""
     first = {"master_addr": "FIRST"} if "master_addr" in recipe.defaults else {}
     parts = containers(recipe, image=image, settings=first, extra=(), shipped=True)
-    return [line for part in parts for line in docker.command(part).splitlines()]
+    return [line for part in parts for line in local.docker_command(part).splitlines()]
 
 
 def _memory(memory: Memory) -> list[str]:

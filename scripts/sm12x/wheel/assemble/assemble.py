@@ -20,7 +20,7 @@ from sm12x.stack.model import series
 from sm12x.stack.model.base import Base
 from sm12x.stack.model.series import Stack
 from sm12x.wheel import ledger, library
-from sm12x.wheel.assemble import ops_read, torch_ops, wheel
+from sm12x.wheel.assemble import torch_ops, wheel
 from sm12x.wheel.assemble.torch_ops import Registered
 from sm12x.wheel.compile import cmake, native
 from sm12x.wheel.compile.native import NativeRecord
@@ -200,7 +200,7 @@ def _registered(parts: Parts, folder: Path, paths: Sequence[str]) -> Mapping[str
     """By loading the libraries where this machine can, else as far as their files say."""
     if parts.machine == platform.machine():
         return torch_ops.find(folder, paths, python=parts.python, purelib=parts.purelib)
-    return {path: ops_read.read(folder / path) for path in paths}
+    return {path: torch_ops.read(folder / path) for path in paths}
 
 
 def _libraries(

@@ -1,10 +1,10 @@
-"""Pure functions from facts to findings, one module a subject."""
+"""All checks of a host, and the order of what they find. Each is a pure function of the facts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from sm12x.doctor.checks import caches, containers, driver, gpus, kernel, memory, network
+from sm12x.doctor import caches, containers, driver, gpus, memory, network
 from sm12x.doctor.knowledge import Knowledge
 from sm12x.doctor.model import SEVERITIES, Diagnosis, HostFacts
 
@@ -31,8 +31,8 @@ ALL: tuple[Check, ...] = (
     caches.stale,
     network.rdma,
     network.variables,
-    kernel.iommu,
-    kernel.handover,
+    driver.iommu,
+    driver.handover,
 )
 
 

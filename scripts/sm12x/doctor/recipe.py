@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 
 from sm12x.core.text import GIB, counted, size
-from sm12x.doctor.checks.memory import available
 from sm12x.doctor.knowledge import Knowledge
+from sm12x.doctor.memory import available
 from sm12x.doctor.model import BAD, OK, UNKNOWN, WARN, Diagnosis, HostFacts, Unseen
 from sm12x.recipes.model import Block, Recipe
 
