@@ -48,14 +48,14 @@ def docker_command(part: Container) -> str:
         # RoCE registers memory with the adapter, which counts as locked.
         lines.append("--device /dev/infiniband --ulimit memlock=-1")
     lines.append("--network host" if part.host_network else f"-p {part.port}:{part.port}")
-    lines += [f"-v {quote_volume(volume)}" for volume in part.volumes]
+    lines += [f"-v {_quote_volume(volume)}" for volume in part.volumes]
     lines += [f"-e {name}" for name in part.passed]
     lines += [f"-e {name}={shlex.quote(value)}" for name, value in part.env.items()]
     lines.append(" ".join([part.image, *map(shlex.quote, part.words)]))
     return " \\\n  ".join(lines)
 
 
-def quote_volume(volume: str) -> str:
+def _quote_volume(volume: str) -> str:
     """Quote, but leave `~` at the start to the shell."""
     if volume.startswith("~/"):
         return quote_live("$HOME" + volume[1:])

@@ -365,7 +365,7 @@ def _with_rank(words: Sequence[str], rank: int, extra: Sequence[str]) -> list[st
 SUFFIX = ".nomad.hcl"
 # The recipe that is also rendered for an image others made: one GPU, and its sleep was reported
 # with exactly such an overlay.
-OVERLAID = "qwen3.6-27b-nvfp4-rtx-pro-6000"
+_OVERLAID = "qwen3.6-27b-nvfp4-rtx-pro-6000"
 
 
 def examples(recipes: Mapping[str, Recipe]) -> dict[str, str]:
@@ -376,8 +376,8 @@ def examples(recipes: Mapping[str, Recipe]) -> dict[str, str]:
             continue
         pair = recipe.sm12x.pair if recipe.sm12x else ()
         found[key + SUFFIX] = render(recipe, peers=[recipes[name] for name in pair])
-    if OVERLAID in recipes:
-        found[f"{OVERLAID}-overlay{SUFFIX}"] = render_overlay(recipes[OVERLAID])
+    if _OVERLAID in recipes:
+        found[f"{_OVERLAID}-overlay{SUFFIX}"] = render_overlay(recipes[_OVERLAID])
     return found
 
 

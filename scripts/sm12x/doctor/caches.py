@@ -26,7 +26,7 @@ from sm12x.doctor.model import (
 )
 
 # Enough to find the oldest and the newest of a real cache; a folder of models is not walked whole.
-MOST_FILES = 50_000
+_MOST_FILES = 50_000
 # Folders below the image's /cache volume, as its environment names them.
 _VOLUME = {
     "vllm": "vllm",
@@ -35,7 +35,7 @@ _VOLUME = {
     "flashinfer": "flashinfer",
     "deep_gemm": "deep_gemm",
 }
-VOLUME_NAME = "sm12x-cache"
+_VOLUME_NAME = "sm12x-cache"
 _FLASHINFER = re.compile(r"(?:^|/)flashinfer/(\d+\.\d+[^/]*)/")
 
 
@@ -79,7 +79,7 @@ def _places(
 def _volumes(host: Host, containers: Containers) -> Iterator[Path]:
     for engine in containers.engines:
         if engine.name == "docker" and not isinstance(engine.answer, Unseen):
-            words = [engine.name, "volume", "inspect", "--format", "{{.Mountpoint}}", VOLUME_NAME]
+            words = [engine.name, "volume", "inspect", "--format", "{{.Mountpoint}}", _VOLUME_NAME]
             done = host.ask(words)
             if not isinstance(done, Unseen):
                 yield host.path(done.stdout.strip())
@@ -106,7 +106,7 @@ def _read(kind: str, path: Path) -> tuple[Cache | None, list[Unseen]]:
             release = _FLASHINFER.search(f"{folder}/")
             if release:
                 versions[release[1]] = None
-        if files >= MOST_FILES:
+        if files >= _MOST_FILES:
             break
     if not files:
         return None, faults

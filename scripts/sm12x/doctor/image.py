@@ -18,7 +18,7 @@ from sm12x.wheel.ledger import LibraryEntry
 
 AUDIT, LEDGER = "audit.json", "ledger.json"
 # Where the image itself keeps its ledger.
-INSIDE = "/opt/sm12x/ledger.json"
+_INSIDE = "/opt/sm12x/ledger.json"
 _NEXT = "build the bundle again, or write an audit with `sm12x audit PATH|IMAGE --json`"
 
 
@@ -44,8 +44,8 @@ def find(
         if found.machine in ("", machine):
             return found
         others.append(found.machine)
-    if host.exists(INSIDE):
-        return _inside(host.path(INSIDE))
+    if host.exists(_INSIDE):
+        return _inside(host.path(_INSIDE))
     if others:
         return Unseen(f"{dist} has bundles for {others[0]} alone, and this is {machine}")
     return Unseen(f"no bundle was built here: {dist} has no audit")

@@ -34,7 +34,7 @@ from sm12x.stack.worktree import tree
 PACKAGE = "vllm"
 RECORD = "overlay.json"
 # Where an image that runs as root keeps what it compiles; read-only containers need it mounted.
-ROOT_CACHE = "/root/.cache"
+_ROOT_CACHE = "/root/.cache"
 # The package is found, not imported: importing vllm takes long, and fails without a driver.
 _LOOK = """
 import base64, importlib.metadata, importlib.util, json, os, pathlib, sys
@@ -238,7 +238,7 @@ def volume_lines(overlay: Overlay, installed: InstalledTree, out: Path) -> tuple
     """The options of `docker run`, and Nomad's variable and docker-driver lines, for an overlay."""
     where = out.resolve()
     binds = [f"{where / path}:{target(installed, path)}:ro" for path in overlay.files]
-    cache = [f"sm12x-rootcache:{ROOT_CACHE}"] if installed.root else []
+    cache = [f"sm12x-rootcache:{_ROOT_CACHE}"] if installed.root else []
     docker = " \\\n  ".join(f"-v {shlex.quote(bind)}" for bind in [*binds, *cache])
     pairs = ", ".join(
         f"{hcl.quoted(target(installed, path))} = {hcl.quoted(str(where / path))}"

@@ -30,9 +30,9 @@ from sm12x.plan.host import HostNeed
 from sm12x.plan.server import from_recipe, members
 from sm12x.recipes.model import Recipe
 
-ANY = "any"
+_ANY = "any"
 # The sleeping peer of a recipe that is planned alone.
-PEER = "a peer like it"
+_PEER = "a peer like it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ def make(hardware: Hardware, servers: Sequence[Deployment], *, peer: bool = True
     assumed = peer and lone and servers[0].sleep > 0
     all_of_them = list(servers)
     if assumed:
-        all_of_them.append(dataclasses.replace(servers[0], name=PEER))
+        all_of_them.append(dataclasses.replace(servers[0], name=_PEER))
     combinations = combine(hardware, all_of_them)
     if assumed:
         combinations = tuple(row for row in combinations if row.awake in ((), (servers[0].name,)))
@@ -138,9 +138,9 @@ def hardware_of(recipes: Sequence[Recipe], kinds: dict[str, Hardware]) -> Hardwa
     common = [
         key
         for key in kinds
-        if all(one.sm12x and {key, ANY} & set(one.sm12x.hardware) for one in recipes)
+        if all(one.sm12x and {key, _ANY} & set(one.sm12x.hardware) for one in recipes)
     ]
-    named = [key for one in recipes if one.sm12x for key in one.sm12x.hardware if key != ANY]
+    named = [key for one in recipes if one.sm12x for key in one.sm12x.hardware if key != _ANY]
     chosen = [key for key in named if key in common]
     if not chosen:
         names = ", ".join(one.key for one in recipes)

@@ -73,7 +73,7 @@ def text(plan: Plan, *, width: int = WIDTH) -> str:
         say(_matrix(plan.rows, letters))
     else:
         say()
-    say(host_line(plan.host, letters, unified=hardware.unified))
+    say(_host_line(plan.host, letters, unified=hardware.unified))
     say()
     say("terms, GiB on one GPU:")
     say(_sources(plan, letters))
@@ -140,7 +140,7 @@ def inside(one: Inside) -> str:
     return f"inside the {one.budget}: {', '.join(parts)}{least}"
 
 
-def host_line(need: HostNeed, letters: Mapping[str, str], *, unified: bool) -> str:
+def _host_line(need: HostNeed, letters: Mapping[str, str], *, unified: bool) -> str:
     """Host memory for level-1 copies, at the moment when all that can sleep are asleep."""
     if unified:
         return "host memory: it is the same memory; host copies are among the terms"

@@ -19,19 +19,19 @@ from pydantic import (
 from sm12x.core import declared
 from sm12x.core.declared import Declared, KeyFaultError, NotInFile, NotNull, in_file, one_of
 
-Scalar = str | int | float | bool
+_Scalar = str | int | float | bool
 
 # `recipe_version` of the files that are read here.
 RECIPE_VERSION = "1"
 # The deployments that exist; "any" is for a recipe that does not depend on the device.
-HARDWARE = ("rtx-pro-6000", "rtx-5090", "gb10", "any")
+_HARDWARE = ("rtx-pro-6000", "rtx-5090", "gb10", "any")
 # verified: run by this project on that hardware, on a date, with evidence. reported: run by others,
 # the source says by whom. untested: written from documents, run by nobody that is known.
 STATES = ("verified", "reported", "untested")
 # measured: by this project. reported: by others. estimated: computed, the source says from what.
 BASES = ("measured", "reported", "estimated")
 # The level of a recipe that must stay awake, as it stands in the file.
-NEVER = "never"
+_NEVER = "never"
 # Keys that forks of eugr's runner know, and that are of no use here.
 THEIRS = ("model_required_files", "benchmark", "launch")
 
@@ -68,7 +68,7 @@ def _version(value: object) -> object:
 
 
 def _level(value: object) -> object:
-    if value == NEVER:
+    if value == _NEVER:
         return 0
     if isinstance(value, bool) or value not in (1, 2):
         raise KeyFaultError("", f"is {value!r}, not 1, 2 or never")
@@ -155,13 +155,13 @@ class Memory(Declared):
 class Sleep(Declared):
     """Level 1 keeps the weights in host memory, 2 discards them; never (0 here) needs a reason."""
 
-    level: Annotated[int, BeforeValidator(_level), in_file(enum=[1, 2, NEVER])]
+    level: Annotated[int, BeforeValidator(_level), in_file(enum=[1, 2, _NEVER])]
     reason: Annotated[_Text, Field(description="Why it must stay awake.")] = ""
 
     __pydantic_config__: ClassVar[ConfigDict] = {
         **Declared.__pydantic_config__,
         "json_schema_extra": {
-            "if": {"properties": {"level": {"const": NEVER}}},
+            "if": {"properties": {"level": {"const": _NEVER}}},
             "then": {"required": ["reason"]},
         },
     }
@@ -171,7 +171,7 @@ class Sleep(Declared):
             raise KeyFaultError("reason", "is missing: say why it must stay awake")
 
     def __str__(self) -> str:
-        return f"level {self.level}" if self.level else NEVER
+        return f"level {self.level}" if self.level else _NEVER
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +222,7 @@ class Block(Declared):
     """What the format cannot say otherwise."""
 
     hardware: Annotated[
-        tuple[Annotated[str, one_of(*HARDWARE)], ...],
+        tuple[Annotated[str, one_of(*_HARDWARE)], ...],
         Field(min_length=1, description="What it runs on."),
     ]
     gpus: Annotated[int, Field(ge=1, description="GPUs of each machine.")]

@@ -37,7 +37,7 @@ def help_text(ledger: Ledger, recipes: Mapping[str, Recipe], image: str) -> str:
         f"  for    {ledger.machine}, Python {ledger.python}",
         *_compiled(ledger),
         *(
-            f"  on {device}, of {len(kinds)} libraries: {machine_code(kinds)}"
+            f"  on {device}, of {len(kinds)} libraries: {_machine_code(kinds)}"
             for device, kinds in devices
         ),
         "",
@@ -80,7 +80,7 @@ def _state(patch: PatchEntry) -> str:
     return f"{patch.state}; its native code: {patch.native}" if patch.native else patch.state
 
 
-def machine_code(kinds: Sequence[str]) -> str:
+def _machine_code(kinds: Sequence[str]) -> str:
     """How many libraries run how on one device, from the ledger's audit."""
     counted = Counter(kinds)
     known = [f"{counted[kind]} {text}" for kind, text in _KINDS.items() if counted[kind]]

@@ -53,7 +53,7 @@ class BuiltImage:
     layers: tuple[Layer, ...]
 
 
-NO_IMAGE = BuiltImage(tags=(), id="", size=0, layers=())
+_NO_IMAGE = BuiltImage(tags=(), id="", size=0, layers=())
 
 
 def fetch(plan: BuildPlan) -> ReleaseFiles:
@@ -72,7 +72,7 @@ def fetch(plan: BuildPlan) -> ReleaseFiles:
     return ReleaseFiles(sdist=sdist, wheel=wheel)
 
 
-def build_wheel(plan: BuildPlan, release: ReleaseFiles) -> Wheel:
+def _build_wheel(plan: BuildPlan, release: ReleaseFiles) -> Wheel:
     """Build the wheel, its ledger and its audit in the builder; they take the place in dist/.
 
     Raises:
@@ -94,7 +94,7 @@ def build_wheel(plan: BuildPlan, release: ReleaseFiles) -> Wheel:
         )
 
 
-def build_image(plan: BuildPlan, wheel: Wheel) -> BuiltImage:
+def _build_image(plan: BuildPlan, wheel: Wheel) -> BuiltImage:
     """Build the image around the wheel, and tag it.
 
     Raises:
@@ -252,8 +252,8 @@ def run(options: Options, report: Reporter) -> Bundle:
         if made is None:
             plan.require_room()
             release = fetch(plan)
-            wheel = build_wheel(plan, release)
-            image = build_image(plan, wheel) if options.image else NO_IMAGE
+            wheel = _build_wheel(plan, release)
+            image = _build_image(plan, wheel) if options.image else _NO_IMAGE
             made = _record(plan, wheel, image)
             declared.write_json(plan.folder / record.NAME, made)
         return Bundle(

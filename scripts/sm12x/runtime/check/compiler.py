@@ -12,7 +12,7 @@ from sm12x.runtime.check.report import Line, failed, passed
 from sm12x.runtime.places import Places
 
 TOPIC = "compiler"
-ARCHITECTURES = ("sm_120", "sm_121")
+_ARCHITECTURES = ("sm_120", "sm_121")
 REBUILD = "rebuild the image: its compiler, headers or libraries are not whole"
 
 # A kernel with the headers such code includes (half precision, CCCL), and a driver call, so that
@@ -56,7 +56,7 @@ def check(places: Places, scratch: Path) -> list[Line]:
         process.run(
             [
                 *(nvcc, "-shared", "-Xcompiler", "-fPIC", "-cudart", "shared", "--threads", "0"),
-                *(f"-gencode=arch=compute_{arch[3:]},code={arch}" for arch in ARCHITECTURES),
+                *(f"-gencode=arch=compute_{arch[3:]},code={arch}" for arch in _ARCHITECTURES),
                 *("-o", built, source),
                 f"-L{places.cuda_home}/lib64",
                 f"-L{places.cuda_home}/lib64/stubs",
@@ -68,7 +68,7 @@ def check(places: Places, scratch: Path) -> list[Line]:
     except Sm12xError as error:
         return [failed(TOPIC, f"nvcc: {_last(error.message)}", REBUILD)]
     who = f"uid {os.getuid()}"
-    text = f"nvcc compiles and links for {' and '.join(ARCHITECTURES)} as {who}"
+    text = f"nvcc compiles and links for {' and '.join(_ARCHITECTURES)} as {who}"
     return [passed(TOPIC, text)]
 
 

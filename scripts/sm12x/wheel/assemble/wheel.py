@@ -185,7 +185,7 @@ def write(
     with files.replacing(target) as temporary, zipfile.ZipFile(official.path) as source:
         rows = _record(source.read(f"{official.dist_info}/RECORD"))
         record: list[tuple[str, str, str]] = []
-        with rewriting(source, temporary, date) as out:
+        with _rewriting(source, temporary, date) as out:
 
             def put(path: str, data: bytes) -> None:
                 out.write(path, data, mode=0o755 if path.endswith(".so") else 0o644)
@@ -198,7 +198,7 @@ def write(
                     if rest == "METADATA":
                         put(path, metadata(source.read(info), version))
                     elif rest == "WHEEL":
-                        put(path, wheel_file(source.read(info).decode(), platform).encode())
+                        put(path, _wheel_file(source.read(info).decode(), platform).encode())
                     elif rest != "RECORD":
                         out.keep(info, name=path)
                         record.append((path, *rows[info.filename]))
@@ -228,7 +228,7 @@ def metadata(text: bytes, version: str) -> bytes:
     return head + blank + body
 
 
-def wheel_file(text: str, platform: str) -> str:
+def _wheel_file(text: str, platform: str) -> str:
     """WHEEL for the platform of the file's name.
 
     The official one says `linux_x86_64` in a file called manylinux: its name was changed after it
@@ -367,7 +367,7 @@ class Rewriter:
 
 
 @contextmanager
-def rewriting(source: zipfile.ZipFile, target: Path, date: Date) -> Iterator[Rewriter]:
+def _rewriting(source: zipfile.ZipFile, target: Path, date: Date) -> Iterator[Rewriter]:
     """Write ``target`` out of ``source``; new members are dated ``date``."""
     with zipfile.ZipFile(target, "w") as archive:
         yield Rewriter(source, archive, date)

@@ -15,7 +15,7 @@ WANTED = (*select.MODES, AUTO)
 # In auto mode a full build is expected to take less than so many minutes.
 LIMIT_MINUTES = 20.0
 # Configuring, linking, and what runs beside the compilers.
-FIXED_SECONDS = 120.0
+_FIXED_SECONDS = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ def decide(
     if wanted == "quick":
         return Decision(mode="quick", minutes=_quick_minutes(base), reason="as asked for")
     choice = select.choose(base, (), mode="full", available=available, allowed=allowed)
-    minutes = full_minutes(base, choice.modules, cores=cores, memory_gib=memory_gib)
+    minutes = _full_minutes(base, choice.modules, cores=cores, memory_gib=memory_gib)
     peak = max((module.peak_gib for module in choice.modules), default=0.0)
     if peak > memory_gib:
         why = f"the full build needs {peak:.1f} GiB of memory, {memory_gib:.1f} GiB are free"
@@ -127,7 +127,7 @@ def offer(
         known |= {module.path for module in added}
         peak = max([peak, *(module.peak_gib for module in added)])
         sources = {name for module in added for name in module.sources} - {*sure, *allowed}
-        minutes = full_minutes(base, choice.modules, cores=cores, memory_gib=memory_gib)
+        minutes = _full_minutes(base, choice.modules, cores=cores, memory_gib=memory_gib)
         paths = tuple(module.path for module in added)
         steps.append(FullStep(minutes=minutes, modules=paths, sources=tuple(sorted(sources))))
     if not steps:
@@ -144,7 +144,7 @@ def _figures(minutes: float, cores: int, memory_gib: float) -> str:
     return f"about {minutes:.0f} min on {cores} cores with {memory_gib:.0f} GiB free"
 
 
-def full_minutes(
+def _full_minutes(
     base: Base, modules: Collection[Module], *, cores: int, memory_gib: float
 ) -> float:
     """Minutes that compiling ``modules`` takes on ``cores`` with ``memory_gib`` free."""
@@ -162,8 +162,10 @@ def full_minutes(
             left -= schedule.DEFAULT_SECONDS
     room = max(memory_gib - schedule.RESERVE_GIB, schedule.DEFAULT_GIB)
     seconds = schedule.makespan(units, cores=cores, memory_gib=room)
-    return (seconds + FIXED_SECONDS) / 60
+    return (seconds + _FIXED_SECONDS) / 60
 
 
 def _quick_minutes(base: Base) -> float:
-    return (FIXED_SECONDS + sum(module.cpu_seconds for module in base.modules if module.quick)) / 60
+    return (
+        _FIXED_SECONDS + sum(module.cpu_seconds for module in base.modules if module.quick)
+    ) / 60

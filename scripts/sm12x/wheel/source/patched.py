@@ -73,11 +73,11 @@ class SourceReport(SourceRecord):
     changed: bool
 
 
-def record_path(directory: Path) -> Path:
+def _record_path(directory: Path) -> Path:
     return directory.with_name(f"{directory.name}.json")
 
 
-def touched_path(directory: Path) -> Path:
+def _touched_path(directory: Path) -> Path:
     return directory.with_name(f"{directory.name}.native.json")
 
 
@@ -129,8 +129,8 @@ def prepare(base: Base, sdist: Path, out: Path) -> tuple[SourceRecord, bool]:
         # and makes it again. A tree with the record of another one is never there.
         if out.exists():
             out.rename(made.with_name(f"{made.name}.old"))
-        declared.write_json(touched_path(out), native)
-        declared.write_json(record_path(out), record)
+        declared.write_json(_touched_path(out), native)
+        declared.write_json(_record_path(out), record)
         made.rename(out)
     finally:
         shutil.rmtree(made, ignore_errors=True)
@@ -140,12 +140,12 @@ def prepare(base: Base, sdist: Path, out: Path) -> tuple[SourceRecord, bool]:
 
 def read(directory: Path) -> SourceRecord:
     """The record of a tree that ``prepare`` made. Raises BadFileError."""
-    return declared.read_json(SourceRecord, record_path(directory.absolute()), next_step=_NEXT)
+    return declared.read_json(SourceRecord, _record_path(directory.absolute()), next_step=_NEXT)
 
 
 def read_touched(directory: Path) -> TouchedRecord:
     """The record of the native code of a tree that ``prepare`` made. Raises BadFileError."""
-    return declared.read_json(TouchedRecord, touched_path(directory.absolute()), next_step=_NEXT)
+    return declared.read_json(TouchedRecord, _touched_path(directory.absolute()), next_step=_NEXT)
 
 
 def verify(directory: Path, entries: Iterable[SourceFile]) -> None:
@@ -159,7 +159,7 @@ def verify(directory: Path, entries: Iterable[SourceFile]) -> None:
 
 
 def _previous(out: Path) -> SourceRecord | None:
-    if not record_path(out).is_file():
+    if not _record_path(out).is_file():
         raise BadFileError(
             f"{out} is not empty and was not finished by this command",
             next_step="name a new folder, or remove that one",
@@ -174,7 +174,7 @@ def _is_current(record: SourceRecord, base: Base, out: Path) -> bool:
     return (
         record.base_version == base.version
         and record.sdist_sha256 == base.sdist.sha256
-        and touched_path(out).is_file()
+        and _touched_path(out).is_file()
         and all(_sha256(out / file.path) == file.sha256 for file in record.files)
     )
 

@@ -31,7 +31,7 @@ from sm12x.stack.model.base import Base, ThirdPartySource
 from sm12x.wheel.source import source_version
 
 # The largest of them, unpacked, with room to spare.
-SPACE_GIB = 0.5
+_SPACE_GIB = 0.5
 
 Say = Callable[[str], None]
 
@@ -156,7 +156,7 @@ def _cached(
             )
         say(f"{source.name}: {folder} was changed since it was collected; made anew")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    files.require_space(folder.parent, SPACE_GIB, what=f"unpacking {source.name}")
+    files.require_space(folder.parent, _SPACE_GIB, what=f"unpacking {source.name}")
     made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     try:
         made.chmod(0o755)
@@ -219,7 +219,7 @@ def _unpack(source: ThirdPartySource, folder: Path, cache: Path, find_links: Pat
 
 # Seconds. The first is for a line of text; a host that takes longer is not reachable for us.
 PROBE_TIMEOUT = 20.0
-FETCH_TIMEOUT = 1800.0
+_FETCH_TIMEOUT = 1800.0
 
 _ENVIRONMENT: dict[str, str | None] = {
     # The user's own configuration counts here (proxies, mirrors by `insteadOf`), but no repository
@@ -292,7 +292,7 @@ def changed(folder: Path) -> list[str]:
 
 
 def _run(
-    *words: str, cwd: Path | None = None, timeout: float = FETCH_TIMEOUT, check: bool = True
+    *words: str, cwd: Path | None = None, timeout: float = _FETCH_TIMEOUT, check: bool = True
 ) -> Completed:
     argv = ["git", *_SETTINGS, *words]
     return process.run(argv, cwd=cwd, env=_ENVIRONMENT, timeout=timeout, check=check)
