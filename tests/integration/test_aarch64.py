@@ -24,10 +24,9 @@ from sm12x.core import index, lockfile
 from sm12x.stack import lock
 from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
-from sm12x.wheel import library
+from sm12x.wheel import library, selection
 from sm12x.wheel.assemble import torch_ops
 from sm12x.wheel.compile import cmake, native
-from sm12x.wheel.source import select
 from sm12x.wheel.toolchain import cross
 
 BASE = bases.load("0.21.0")
@@ -110,7 +109,7 @@ def wheel(folder: Path, python: Path, source: Path, modules: Path) -> Path:
 
 def test_the_release_is_compiled_for_the_other_machine(modules: Path, folder: Path) -> None:
     record = native.read(modules)
-    touched = select.for_stack(BASE, series.load(BASE))
+    touched = selection.for_stack(BASE, series.load(BASE))
     assert [module.target for module in record.modules] == [
         module.target for module in touched if module.quick
     ]

@@ -30,8 +30,8 @@ from sm12x.image.engine.docker import Docker
 from sm12x.image.engine.engine import Engine, Layer
 from sm12x.stack.model import base as bases
 from sm12x.stack.model.base import Base, Disk
-from sm12x.wheel.compile.estimate import FullStep, Offer
 from sm12x.wheel.ledger import FileEntry, Ledger, LibraryEntry, PatchEntry
+from sm12x.wheel.selection import FullStep, Offer
 
 DATA = Path(__file__).parent / "data"
 MIB = 1024**2

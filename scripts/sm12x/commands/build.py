@@ -15,6 +15,7 @@ from click.core import ParameterSource
 
 from sm12x.commands import print_json, reports
 from sm12x.core.errors import FindingsError, UsageError
+from sm12x.wheel import selection
 
 # The steps import what they need themselves: some, such as `stand-in`, also run in the runtime
 # image, which does not have the packages that the other steps use.
@@ -281,7 +282,6 @@ def native(
     from sm12x.wheel.compile import cmake
     from sm12x.wheel.compile import native as step
     from sm12x.wheel.source import patched as sources
-    from sm12x.wheel.source import select
     from sm12x.wheel.toolchain import arch, cross
 
     base = bases.load(version)
@@ -303,7 +303,7 @@ def native(
     )
     touched = sources.read_touched(source)
     sources.verify(source, touched.files)
-    choice = select.choose(
+    choice = selection.choose(
         base,
         touched.targets,
         mode=mode,

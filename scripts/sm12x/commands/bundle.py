@@ -21,7 +21,7 @@ from sm12x.image.engine import engines
 from sm12x.recipes import load as recipes
 from sm12x.stack.model import base as bases
 from sm12x.wheel import ledger as ledgers
-from sm12x.wheel.compile import estimate
+from sm12x.wheel import selection
 
 # Off a terminal a long phase says where it is once in so many seconds.
 _EVERY = 60.0
@@ -103,7 +103,7 @@ def with_bar(text: str) -> str:
 @click.option(
     "--build",
     "build",
-    default=estimate.AUTO,
+    default=selection.AUTO,
     show_default=True,
     metavar="quick|full|auto",
     help="quick: the official wheel, patched, with what the stack changes in C++ and is quick to "

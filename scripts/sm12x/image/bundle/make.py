@@ -18,8 +18,8 @@ from sm12x.image.engine import follow
 from sm12x.image.engine.engine import BuildRequest, Engine, Layer
 from sm12x.image.engine.follow import Follower
 from sm12x.wheel import ledger as ledgers
-from sm12x.wheel.compile.estimate import Offer
 from sm12x.wheel.ledger import Ledger
+from sm12x.wheel.selection import Offer
 
 PROJECT = "vllm"
 IMAGE = "vllm-sm12x"

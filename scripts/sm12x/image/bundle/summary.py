@@ -12,8 +12,8 @@ from sm12x.core import text as texts
 from sm12x.image.bundle.record import Record
 from sm12x.image.engine.engine import Engine, Layer
 from sm12x.stack.model import base as bases
-from sm12x.wheel.compile.estimate import Offer
 from sm12x.wheel.ledger import Ledger
+from sm12x.wheel.selection import Offer
 
 # Layers below this add up to one line.
 SMALL = 10 * texts.MIB

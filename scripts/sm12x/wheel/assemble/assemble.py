@@ -19,14 +19,13 @@ from sm12x.core.errors import BadFileError, HashMismatchError
 from sm12x.stack.model import series
 from sm12x.stack.model.base import Base
 from sm12x.stack.model.series import Stack
-from sm12x.wheel import ledger, library
+from sm12x.wheel import ledger, library, selection
 from sm12x.wheel.assemble import torch_ops, wheel
 from sm12x.wheel.assemble.torch_ops import Registered
 from sm12x.wheel.compile import cmake, native
 from sm12x.wheel.compile.native import NativeRecord
 from sm12x.wheel.ledger import Ledger
 from sm12x.wheel.source import patched as sources
-from sm12x.wheel.source import select
 from sm12x.wheel.source.patched import SourceRecord
 
 LEDGER = "ledger.json"
@@ -235,7 +234,7 @@ def _libraries(
 def native_state(base: Base, paths: Iterable[str], compiled: NativeRecord) -> str:
     """Whether the native code among a patch's ``paths`` is in effect; see ``ledger.PatchEntry``."""
     made = {module.target for module in compiled.modules}
-    touched = [module.target for module in select.touched(base, paths)]
+    touched = [module.target for module in selection.touched(base, paths)]
     left = [target for target in touched if target not in made]
     if not touched:
         return ""

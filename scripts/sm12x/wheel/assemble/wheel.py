@@ -28,8 +28,8 @@ import sm12x
 from sm12x.core import declared, files
 from sm12x.core.errors import BadFileError, BuildFailedError
 from sm12x.wheel import ledger as ledgers
+from sm12x.wheel import selection
 from sm12x.wheel.compile.native import NativeRecord
-from sm12x.wheel.source import select
 from sm12x.wheel.source.patched import SourceFile, SourceRecord
 
 # What a patch may change without it having to reach the wheel.
@@ -270,7 +270,7 @@ def version_module(text: str, version: str) -> str:
 def _is_shipped(official: Official, file: SourceFile) -> bool:
     if file.path.startswith(f"{official.package}/"):
         return True
-    if select.is_native(file.path) or file.path.startswith(_NOT_SHIPPED):
+    if selection.is_native(file.path) or file.path.startswith(_NOT_SHIPPED):
         return False
     raise BuildFailedError(
         f"the stack changes {file.path}, which the official wheel does not carry: "

@@ -16,8 +16,8 @@ from sm12x.core.errors import BadFileError, BuildFailedError
 from sm12x.stack.model.base import Base, Module
 from sm12x.wheel import library
 from sm12x.wheel.compile import cmake, compiling
-from sm12x.wheel.source import source_version
-from sm12x.wheel.source.select import Kept, ModuleChoice
+from sm12x.wheel.selection import Kept, ModuleChoice
+from sm12x.wheel.source import third_party
 from sm12x.wheel.toolchain import arch, cross, cuda_home
 
 RECORD = "native.json"
@@ -96,7 +96,7 @@ def build(
     there = cmake.available(base, settings.third_party)
     for one in base.sources:
         if one.name in there and any(one.name in module.sources for module in choice.modules):
-            source_version.require(one, Path(f"{settings.third_party}", one.name))
+            third_party.require_version(one, Path(f"{settings.third_party}", one.name))
     # No symlinks in it: compilers write resolved paths, and the mapping below has to match them.
     settings = dataclasses.replace(
         settings, work=settings.work.resolve(), cuda_home=settings.cuda_home.absolute()

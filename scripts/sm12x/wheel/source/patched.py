@@ -21,7 +21,7 @@ from sm12x.core.errors import BadFileError, HashMismatchError
 from sm12x.stack.model import series
 from sm12x.stack.model.base import Base
 from sm12x.stack.worktree import apply, tree
-from sm12x.wheel.source import select
+from sm12x.wheel import selection
 
 _NEXT = "make the tree with `sm12x build source`"
 
@@ -118,11 +118,11 @@ def prepare(base: Base, sdist: Path, out: Path) -> tuple[SourceRecord, bool]:
                 for path in sorted(report.changed)
             ),
         )
-        modules = select.touched(base, report.changed)
+        modules = selection.touched(base, report.changed)
         native = TouchedRecord(
             base_version=base.version,
             sdist_sha256=base.sdist.sha256,
-            files=tuple(file for file in record.files if select.is_native(file.path)),
+            files=tuple(file for file in record.files if selection.is_native(file.path)),
             targets=tuple(module.target for module in modules),
         )
         # Old out of the way, records, tree: killed anywhere in between, the next run finds no tree

@@ -2,6 +2,7 @@
 
 What is collected lies in the cache as ``third_party/<name>-<pin>-<key>``, the key being of all that
 base.toml says of it; beside it, ``.sha256`` is a hash over the names and contents of its files.
+Git gives one commit as files: fetched alone, verified, without its history.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 import tempfile
@@ -28,7 +30,6 @@ from sm12x.core.errors import (
 )
 from sm12x.core.process import Completed
 from sm12x.stack.model.base import Base, ThirdPartySource
-from sm12x.wheel.source import source_version
 
 # The largest of them, unpacked, with room to spare.
 _SPACE_GIB = 0.5
@@ -108,7 +109,7 @@ def _given(source: ThirdPartySource, folder: Path, say: Say) -> FoundSource:
             f"{folder}, given for {source.name}, is not a folder with files",
             next_step=f"name a checkout of {source.name} {source.pin}",
         )
-    source_version.require(source, folder)
+    require_version(source, folder)
     for name in source.submodules:
         if not (folder / name).is_dir() or not any((folder / name).iterdir()):
             raise BadFileError(
@@ -164,7 +165,7 @@ def _cached(
             _unpack(source, made, cache, find_links)
         else:
             fetch(source.git, source.commit, source.submodules, made)
-        source_version.require(source, made)
+        require_version(source, made)
         digest = content_hash(made)
         _age(made)
         # The folder goes first and comes last: a hash never stands for another folder's files.
@@ -307,3 +308,39 @@ def _forget(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def require_version(source: ThirdPartySource, folder: Path) -> None:
+    """Raise BadFileError where the files in ``folder`` are of another version than pinned."""
+    version = version_of(source, folder)
+    if version and version != source.pin:
+        raise BadFileError(
+            f"{folder} is {source.name} {version}, base.toml pins {source.pin}",
+            next_step=f"name a folder with {source.name} {source.pin}",
+        )
+
+
+def version_of(source: ThirdPartySource, folder: Path) -> str:
+    """The version that the files in ``folder`` say they are, as base.toml pins it; "" if unsaid.
+
+    Raises:
+        BadFileError: the file that says it is not there, or does not.
+    """
+    if not source.version_file:
+        return ""
+    path = folder / source.version_file
+    next_step = f"name a folder with {source.name} {source.pin}"
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        raise BadFileError(
+            f"{folder} has no {source.version_file}: it is not {source.name}", next_step=next_step
+        ) from None
+    numbers: list[str] = []
+    for name in source.defines:
+        match = re.search(rf"^\s*#\s*define\s+{re.escape(name)}\s+(\d+)", text, re.MULTILINE)
+        if match is None:
+            raise BadFileError(f"{path} does not define {name}", next_step=next_step)
+        numbers.append(match[1])
+    prefix = "v" if source.pin.startswith("v") else ""
+    return prefix + ".".join(numbers)
