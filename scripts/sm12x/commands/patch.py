@@ -11,8 +11,8 @@ import click
 from sm12x import layout
 from sm12x.commands import patchrebase, patchtests, patchtree, print_json, reports
 from sm12x.commands.patchoptions import (
+    BASE,
     FIND_LINKS,
-    base_option,
     chosen,
     fetch,
     relative,
@@ -81,7 +81,7 @@ command.add_command(patchrebase.continue_command)
 
 
 @command.command("list")
-@base_option
+@BASE
 @reports(PatchList)
 def list_command(version: str | None, as_json: bool) -> None:
     """Show the patches of a base in order, with their upstream state.
@@ -110,7 +110,7 @@ def list_command(version: str | None, as_json: bool) -> None:
 
 
 @command.command("check")
-@base_option
+@BASE
 @click.option(
     "--messages-only", is_flag=True, help="Lint the series and the messages; fetch nothing."
 )

@@ -29,17 +29,14 @@ JOBS = click.option(
     show_default=True,
     help="How many run at a time; each may take 2 GiB of memory.",
 )
+BASE = click.option(
+    "--base",
+    "version",
+    envvar="BASE",
+    metavar="VERSION",
+    help="The base; needed only where there are several.  [env: BASE]",
+)
 DIRECTORY = click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
-
-
-def base_option(function: _Command) -> _Command:
-    return click.option(
-        "--base",
-        "version",
-        envvar="BASE",
-        metavar="VERSION",
-        help="The base; needed only where there are several.  [env: BASE]",
-    )(function)
 
 
 def chosen(version: str | None, *, option: str = "--base") -> Base:

@@ -11,9 +11,9 @@ import click
 from sm12x import layout
 from sm12x.commands import print_json, reports
 from sm12x.commands.patchoptions import (
+    BASE,
     FIND_LINKS,
     JOBS,
-    base_option,
     chosen,
     fetch,
     say,
@@ -29,7 +29,7 @@ from sm12x.stack.witness.upstream_tests import Cannot, UpstreamPlan
 
 @click.command("witness")
 @click.argument("names", metavar="[NAME]...", nargs=-1)
-@base_option
+@BASE
 @click.option(
     "--python",
     type=click.Path(path_type=Path),
@@ -94,7 +94,7 @@ def witness_command(
 
 @click.command("mutate")
 @click.argument("names", metavar="[NAME]...", nargs=-1)
-@base_option
+@BASE
 @click.option(
     "--auto",
     type=click.IntRange(min=1),
@@ -183,7 +183,7 @@ class UpstreamList(UpstreamPlan):
 
 @click.command("upstream-tests")
 @click.argument("names", metavar="[FILE]...", nargs=-1)
-@base_option
+@BASE
 @click.option(
     "--list", "list_only", is_flag=True, help="Only list the tests, and which cannot run here."
 )

@@ -10,9 +10,9 @@ import click
 from sm12x import layout
 from sm12x.commands import print_json, reports
 from sm12x.commands.patchoptions import (
+    BASE,
     DIRECTORY,
     FIND_LINKS,
-    base_option,
     cached,
     chosen,
     fetch,
@@ -31,7 +31,7 @@ from sm12x.stack.worktree import apply as applying
 
 @click.command("apply")
 @DIRECTORY
-@base_option
+@BASE
 @click.option("--unpack", is_flag=True, help="DIR is new: fetch the sdist and unpack it there.")
 @click.option(
     "--no-repository", is_flag=True, help="Change the files only; leave no git repository."
@@ -101,7 +101,7 @@ def apply_command(
 
 @click.command("refresh")
 @DIRECTORY
-@base_option
+@BASE
 @click.option(
     "--force",
     is_flag=True,
@@ -131,7 +131,7 @@ def refresh_command(directory: Path, version: str | None, force: bool, as_json: 
 
 @click.command("new")
 @DIRECTORY
-@base_option
+@BASE
 @click.option("--subject", help="What the patch does, in the imperative.")
 @click.option("--body", help="What was wrong and why this fixes it.")
 @click.option(
@@ -219,7 +219,7 @@ def new_command(
 
 @click.command("drop")
 @click.argument("name", metavar="NAME")
-@base_option
+@BASE
 @FIND_LINKS
 @reports(add_drop.DropReport)
 def drop_command(name: str, version: str | None, find_links: Path | None, as_json: bool) -> None:
