@@ -14,6 +14,7 @@ from tests.unit.test_plan_kvcache import DEEPSEEK_V4_FLASH
 
 from sm12x import layout, plan
 from sm12x.commands.plan import command
+from sm12x.core import declared
 from sm12x.core.errors import FindingsError, Sm12xError, ToolMissingError, UsageError
 from sm12x.plan import chart, render, server
 from sm12x.plan.budget import Amount
@@ -77,7 +78,7 @@ def test_the_verdict_is_one_line(made: plan.Plan, line: str) -> None:
 
 
 def test_the_json_carries_verdict_terms_and_sources() -> None:
-    found = json.loads(json.dumps(render.data(plan.make(PRO, [flash()]))))
+    found = json.loads(declared.to_json(plan.make(PRO, [flash()])))
 
     assert (found["schema"], found["verdict"], found["assumed_peer"]) == (1, "fits", True)
     row = next(one for one in found["combinations"] if one["needed"])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import click
 
 from sm12x import layout
-from sm12x.commands.patchoptions import JSON, print_json, say
+from sm12x.commands import print_json, reports
+from sm12x.commands.patchoptions import say
 from sm12x.stack.model import base as bases
 from sm12x.stack.rebase import render, status
 
@@ -19,7 +20,7 @@ def command() -> None:
 
 
 @command.command("status")
-@JSON
+@reports(dict[str, dict[str, status.Cell]])
 def status_command(as_json: bool) -> None:
     """Print patch by release: needed, applied, upstream, conflict, or unknown.
 
