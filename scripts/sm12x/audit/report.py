@@ -43,6 +43,7 @@ def _library(library: LibraryAudit, devices: Sequence[Device]) -> dict[str, Any]
         **({"lto": dict(library.lto)} if library.lto else {}),
         "unknown": list(library.unknown),
         **({"unloadable": library.unloadable} if library.unloadable else {}),
+        **({"store_exclusives": _stores(library)} if library.stores.total else {}),
         "runs": {
             str(device): {
                 "verdict": library.verdict(device),
@@ -52,6 +53,10 @@ def _library(library: LibraryAudit, devices: Sequence[Device]) -> dict[str, Any]
             for device in devices
         },
     }
+
+
+def _stores(library: LibraryAudit) -> dict[str, Any]:
+    return {"total": library.stores.total, "untested": list(library.stores.untested)}
 
 
 def _judgement(judgement: Judgement) -> dict[str, Any]:
