@@ -112,6 +112,13 @@ def test_code_that_a_library_keeps_in_sections_of_its_own() -> None:
             210,
             ("0x9391c",),
         ),
+        # That of 0.21.0's lock.
+        (
+            "2.29.7",
+            "674a12383e3c38a1bcccae7d4f3633b37852230b6047883cb2f4c2d1b36d9bf5",
+            209,
+            (),
+        ),
         (
             "2.30.7",
             "ca786ffa5a647c75d4d1f5cc72a6c4f537947e2ba8823d7c8aaf768e7a7b9f77",

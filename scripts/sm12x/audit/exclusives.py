@@ -27,8 +27,8 @@ from dataclasses import dataclass
 
 from sm12x.audit.fatbin import Buffer
 
-# Instructions to follow in one file, and behind one store. No library of the two
-# locks takes STEPS_SEEN; what is made to take more is not read to its end.
+# Instructions to follow in one file, and behind one store. Of 692 libraries in the wheels that the
+# two aarch64 locks name, the one with the most has 4,847 stores, nearly all beside their test.
 MAX_STEPS = 4_000_000
 _MAX_BEHIND = 4096
 # Within how many instructions before a store its load-exclusive is looked for. Data between

@@ -153,7 +153,7 @@ def draft(
     # Those of the old base are for what its release asked for.
     values.pop("override", None)
     if overrides:
-        values["override"] = _tables(asdict(override) for override in overrides)
+        values["override"] = _tables(_written(override) for override in overrides)
     for key in ("upstream", "needed"):
         values["witness"].pop(key, None)
     check.append("module: cpu_seconds and peak_gib are those of " + base.version)
@@ -276,6 +276,12 @@ def _tables(entries: Iterable[dict[str, Any]]) -> AoT:
     for entry in entries:
         made.append(_table(entry))
     return made
+
+
+def _written(override: Override) -> dict[str, Any]:
+    """An override without what it need not say."""
+    plain = Override(requirement="", instead_of="", why="")
+    return {key: value for key, value in asdict(override).items() if value != getattr(plain, key)}
 
 
 def _table(entry: dict[str, Any]) -> Table:
