@@ -92,7 +92,7 @@ def release(listed: Iterable[ListedFile], version: str, *, project: str) -> Rele
         )
     wheels: dict[str, ListedFile] = {}
     for machine in MACHINES:
-        fitting = [file for file in files if file.kind == WHEEL and _is_for(file.name, machine)]
+        fitting = [file for file in files if file.kind == WHEEL and is_for(file.name, machine)]
         if fitting:
             # A later build replaces an earlier one of the same version.
             wheels[machine] = max(fitting, key=lambda file: parse_wheel_filename(file.name)[2])
@@ -291,7 +291,8 @@ def _table(entry: dict[str, Any]) -> Table:
     return made
 
 
-def _is_for(name: str, machine: str) -> bool:
+def is_for(name: str, machine: str) -> bool:
+    """Whether a wheel of this file name is for Linux on ``machine``."""
     try:
         tags = parse_wheel_filename(name)[3]
     except InvalidWheelFilename:
