@@ -176,11 +176,12 @@ def test_ranges_that_overlap_or_leave_the_file_are_read_once() -> None:
     assert exclusives.scan(data, ranges[1:]).untested == ("0x9024",)
 
 
+@pytest.mark.parametrize("unit", [(LOAD, STORE), (STORE,), (LOAD,)], ids=["pair", "store", "load"])
 def test_code_without_end_to_follow_is_a_fault_and_unknown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unit: tuple[int, ...]
 ) -> None:
     monkeypatch.setattr(exclusives, "MAX_STEPS", 1000)
-    (found,) = audited(tmp_path, built(*(LOAD, STORE) * 600)).libraries
+    (found,) = audited(tmp_path, built(*unit * 1001)).libraries
     assert found.faults
     assert found.stores == exclusives.NO_STORES
     assert found.sm120 == "unknown"

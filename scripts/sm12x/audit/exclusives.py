@@ -27,9 +27,9 @@ from dataclasses import dataclass
 
 from sm12x.audit.fatbin import Buffer
 
-# Instructions to follow in one file, and behind one store. Of 692 libraries in the wheels that the
+# Instructions to look at in one file, and behind one store. Of 692 libraries in the wheels that the
 # two aarch64 locks name, the one with the most has 4,847 stores, nearly all beside their test.
-MAX_STEPS = 4_000_000
+MAX_STEPS = 1_000_000
 _MAX_BEHIND = 4096
 # Within how many instructions before a store its load-exclusive is looked for. Data between
 # functions can look like a store-exclusive (1 word in 16,384), but has no load before it.
@@ -92,12 +92,14 @@ def scan(data: Buffer, ranges: Iterable[CodeRange]) -> ExclusiveStores:
             continue
         end = stop
         code = _Code(data, start, (stop - start) // 4)
-        for at in code.stores():
-            if not code.is_paired(at):
-                continue
-            total += 1
-            used, tested = code.follow(at, min(steps, _MAX_BEHIND))
-            steps -= used
+        for at in code.candidates():
+            looked, is_store = code.is_store(at)
+            steps -= looked
+            tested = True
+            if is_store:
+                total += 1
+                followed, tested = code.follow(at)
+                steps -= followed
             if steps <= 0:
                 raise ValueError(
                     f"its store-exclusives lead through more than {MAX_STEPS} instructions"
@@ -125,28 +127,33 @@ class _Code:
         word: int = _WORD.unpack_from(self._data, self._start + 4 * at)[0]
         return word
 
-    def stores(self) -> Iterator[int]:
-        """Where a word is a store-exclusive of one register or of a pair."""
+    def candidates(self) -> Iterator[int]:
+        """Where a word is of the group that has the store-exclusives."""
         for first in range(0, self._count, _PIECE // 4):
             last = min(first + _PIECE // 4, self._count)
             begin = self._start + 4 * first
             # The highest byte of each word: little-endian, as instructions always are.
             highest = bytes(self._data[begin : begin + 4 * (last - first)])[3::4]
             for match in _GROUP.finditer(highest):
-                if _is_store(self._word(first + match.start())):
-                    yield first + match.start()
+                yield first + match.start()
 
-    def is_paired(self, store: int) -> bool:
-        """Whether a load-exclusive of the same size from the same base register is before it."""
-        wanted = self._word(store)
+    def is_store(self, at: int) -> tuple[int, bool]:
+        """How many instructions were looked at, and whether the one at ``at`` is a store-exclusive.
+
+        Before a store there is a load-exclusive of the same size from the same base register.
+        """
+        word = self._word(at)
+        if not _is_store(word):
+            return 1, False
         # Size and pair (bits 31:30 and 21), base register; the load has L, bit 22.
-        mask, value = 0xFFE003E0, (wanted & 0xC02003E0) | 0x08400000
-        return any(
-            self._word(at) & mask == value
-            for at in range(store - 1, max(store - _BEFORE, 0) - 1, -1)
-        )
+        mask, value = 0xFFE003E0, (word & 0xC02003E0) | 0x08400000
+        before = range(at - 1, max(at - _BEFORE, 0) - 1, -1)
+        for steps, number in enumerate(before, start=1):
+            if self._word(number) & mask == value:
+                return steps, True
+        return 1 + len(before), False
 
-    def follow(self, store: int, limit: int) -> tuple[int, bool]:
+    def follow(self, store: int) -> tuple[int, bool]:
         """How many instructions were followed, and whether one may read the store's status."""
         status = self._word(store) >> 16 & 31
         if status == _ZERO:
@@ -156,7 +163,7 @@ class _Code:
         while waiting:
             at = waiting.pop()
             steps += 1
-            if not 0 <= at < self._count or steps >= limit:
+            if not 0 <= at < self._count or steps >= _MAX_BEHIND:
                 return steps, True
             reads, writes, ways = _decoded(self._word(at))
             if status in reads:
