@@ -18,6 +18,7 @@ _NVIDIA = "0x10de"
 _DISPLAY = ("0x0300", "0x0302")
 # Never ask for the supported clocks: that query alone hangs some boards (see doctor.toml).
 _QUERY = "index,name,pci.bus_id,compute_cap,memory.total,memory.used,driver_version"
+_LOAD = "index,utilization.gpu,power.draw"
 _MISSING = "is not installed"
 _VERSION = re.compile(r"\b(\d{3}\.\d+(?:\.\d+)?)\b")
 # What the kernel says when the driver or its firmware is in trouble.
@@ -98,9 +99,27 @@ def _nvml_gpu(nvml: Any, known: Knowledge, index: int) -> Gpu:
         told_by="nvml",
     )
     total, used = _nvml_memory(nvml, handle)
+    busy, watts = _nvml_load(nvml, handle)
     return replace(
-        gpu, memory_total=total, memory_used=used, processes=_nvml_processes(nvml, handle)
+        gpu,
+        memory_total=total,
+        memory_used=used,
+        processes=_nvml_processes(nvml, handle),
+        busy=busy,
+        watts=watts,
     )
+
+
+def _nvml_load(nvml: Any, handle: Any) -> tuple[int | None, float | None]:
+    """Percent of the time and watts; None where the driver does not say."""
+    try:
+        # NVML counts power in milliwatts.
+        return (
+            int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
+            nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+        )
+    except nvml.NVMLError:
+        return None, None
 
 
 def _nvml_memory(nvml: Any, handle: Any) -> tuple[int | None, int | None]:
@@ -151,7 +170,25 @@ def _by_smi(host: Host, known: Knowledge) -> tuple[str, list[Gpu]] | Unseen:
         gpus.append(replace(gpu, memory_total=_mib(cells[4]), memory_used=_mib(cells[5])))
     if not gpus:
         return Unseen("nvidia-smi lists no GPU")
-    return version, _smi_processes(host, gpus)
+    return version, _smi_load(host, _smi_processes(host, gpus))
+
+
+def _smi_load(host: Host, gpus: Sequence[Gpu]) -> list[Gpu]:
+    words = f"--query-gpu={_LOAD}"
+    done = host.ask(["nvidia-smi", words, "--format=csv,noheader,nounits"])
+    lines = [] if isinstance(done, Unseen) else done.stdout.splitlines()
+    rows = [[cell.strip() for cell in line.split(",")] for line in lines]
+    load = {
+        row[0]: (int(row[1]), float(row[2]))
+        for row in rows
+        if len(row) == 3 and row[1].isdecimal() and re.fullmatch(r"\d+(\.\d+)?", row[2])
+    }
+    return [
+        replace(gpu, busy=load[key][0], watts=load[key][1])
+        if (key := str(gpu.index)) in load
+        else gpu
+        for gpu in gpus
+    ]
 
 
 def _smi_processes(host: Host, gpus: Sequence[Gpu]) -> list[Gpu]:

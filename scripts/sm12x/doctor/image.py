@@ -77,6 +77,7 @@ def read(audit: Path) -> Image:
             passed=policy["passed"] if policy else None,
             offenders=offenders,
             versions=dict(ledger.get("dependencies", {})),
+            patches=_patches(ledger),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BadFileError(
@@ -100,11 +101,17 @@ def _inside(path: Path) -> Image:
             offenders={},
             versions=dict(ledger["dependencies"]),
             by_library=True,
+            patches=_patches(ledger),
         )
     except (KeyError, TypeError) as error:
         raise BadFileError(
             f"{path} is not a ledger: {error!r}", next_step="run the image as it was built"
         ) from None
+
+
+def _patches(ledger: Mapping[str, Any]) -> tuple[str, ...]:
+    """The subjects of the patches that a ledger names."""
+    return tuple(str(entry["subject"]) for entry in ledger.get("patches", ()))
 
 
 def _judged(entry: Mapping[str, Any]) -> ImageLibrary:

@@ -26,6 +26,7 @@ def collect(host: Host) -> HostMemory:
         shm=_shm(host),
         huge_pages=_huge_pages(host),
         min_free=min_free if isinstance(min_free, Unseen) else min_free * KIB,
+        swappiness=host.number("/proc/sys/vm/swappiness"),
     )
 
 

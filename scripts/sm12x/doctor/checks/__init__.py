@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sm12x.doctor.checks import caches, containers, driver, gpus, kernel, memory, network
+from sm12x.doctor.checks import (
+    caches,
+    containers,
+    driver,
+    gpus,
+    kernel,
+    memory,
+    network,
+    serving,
+)
 from sm12x.doctor.knowledge import Knowledge
 from sm12x.doctor.model import SEVERITIES, Diagnosis, HostFacts
 
@@ -20,6 +29,8 @@ ALL: tuple[Check, ...] = (
     gpus.code,
     gpus.leftover,
     gpus.unified,
+    serving.stuck,
+    serving.offline,
     containers.engines,
     containers.gpu_access,
     containers.cdi,
@@ -28,9 +39,13 @@ ALL: tuple[Check, ...] = (
     memory.locked,
     memory.shared,
     memory.page_cache,
+    serving.reclaim,
     caches.stale,
+    serving.compiling,
     network.rdma,
     network.variables,
+    serving.nccl,
+    serving.segments,
     kernel.iommu,
     kernel.handover,
 )

@@ -7,6 +7,7 @@ from sm12x.doctor.knowledge import Knowledge
 from sm12x.doctor.model import INFO, OK, UNKNOWN, WARN, Diagnosis, HostFacts, Unseen
 
 _DROP = "sync && echo 3 | sudo tee /proc/sys/vm/drop_caches"
+_COMPACT = "echo 1 | sudo tee /proc/sys/vm/compact_memory"
 
 
 def host_copies(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
@@ -107,14 +108,10 @@ def page_cache(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     cached = info.get("Cached", 0) + info.get("Buffers", 0) - info.get("Shmem", 0)
     parts = [f"page cache {size(cached)}, {size(info.get('MemFree', 0))} free"]
     kept = facts.memory.min_free
-    fix: tuple[str, ...] = ()
     if isinstance(kept, Unseen):
         parts.append(f"could not see vm.min_free_kbytes: {kept.why}")
     else:
         parts.append(f"vm.min_free_kbytes keeps {size(kept)}")
-        wanted = int(known.thresholds.unified_min_free_gib * GIB)
-        if kept < wanted:
-            fix = (f"sudo sysctl vm.min_free_kbytes={wanted // 1024}",)
     if cached > known.thresholds.unified_page_cache_gib * GIB:
-        return [known.finding(name, WARN, "; ".join(parts), fix=(_DROP, *fix))]
-    return [known.finding(name, INFO, "; ".join(parts), fix=fix)]
+        return [known.finding(name, WARN, "; ".join(parts), fix=(_DROP, _COMPACT))]
+    return [known.finding(name, INFO, "; ".join(parts))]
