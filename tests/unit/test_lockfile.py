@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from sm12x import layout
 from sm12x.core import lockfile
 from sm12x.core.errors import BadFileError, FetchError, ToolFailedError
 from sm12x.stack import lock
@@ -214,6 +215,19 @@ def test_a_requirement_may_be_replaced_on_one_machine_alone(base: bases.Base) ->
     arm, intel = (lock.heads(changed, machine)[0] for machine in ("aarch64", "x86_64"))
     assert "\n# a>=2 instead of a==1 of torch: 1 hangs.\n" in arm
     assert "a>=2" not in intel
+
+
+@pytest.mark.parametrize(
+    ("file", "lock_file"),
+    [("Dockerfile.builder", "/opt/build.lock"), ("Dockerfile.bundle", "requirements.lock")],
+)
+def test_a_lock_is_installed_as_it_is(file: str, lock_file: str) -> None:
+    """uv refuses a lock that replaces what a package asks for, unless it is told not to look."""
+    text = (layout.root() / file).read_text(encoding="utf-8").replace("\\\n", " ")
+    steps = [part for line in text.splitlines() for part in line.split("&&")]
+    (install,) = [step for step in steps if "uv pip install" in step and f"{lock_file}" in step]
+    assert "--no-deps" in install.split()
+    assert "--require-hashes" in install.split()
 
 
 def test_pip_would_forget_an_exception_before_wheels_only(base: bases.Base) -> None:
