@@ -2,8 +2,7 @@
 # edit the recipe, not this file.
 #
 # DeepSeek-V4-Flash, 200K context, 2 x GB10 over RoCE (mp), MTP
-# Status: reported; it cannot serve yet: the stack for 0.21.0 has sparse-MLA kernels for SM12x,
-# tested by themselves; no server has run this model with them yet.
+# Status: reported.
 #
 #   nomad job run -var image=IMAGE FILE
 #   nomad job run -var image=IMAGE -var gpus=0 -var args=check FILE
@@ -52,7 +51,7 @@ variable "host_network" {
 variable "memory" {
   type        = number
   description = "Host memory in MiB, a hard limit; weights are copied there in sleep."
-  default     = 94208
+  default     = 95232
 }
 
 variable "cpu" {

@@ -2,8 +2,7 @@
 # edit the recipe, not this file.
 #
 # DeepSeek-V4-Flash, FP8 KV cache, 128K context, 4 x RTX PRO 6000, sleep mode
-# Status: reported; it cannot serve yet: the stack for 0.21.0 has sparse-MLA kernels for SM12x,
-# tested by themselves; no server has run this model with them yet.
+# Status: reported.
 #
 #   nomad job run -var image=IMAGE FILE
 #   nomad job run -var image=IMAGE -var gpus=0 -var args=check FILE

@@ -2,9 +2,12 @@
 # edit the recipe, not this file.
 #
 # GLM-5.1-REAP-478B-A42B-NVFP4, 64K context, 4 x RTX PRO 6000, sleep mode
-# Status: reported; it cannot serve yet: the model's sparse attention has no kernels for SM12x in
-# this stack; the release's own accept compute capability 9 and 10 only, so the server stops at
-# start.
+# Status: reported; it cannot serve yet: with the flags here every call has a kernel for SM12x
+# (attention: the release's Triton kernel for XPU; the indexer: patch 0024), but no server has run
+# them together, and the first of them (_bf16_mla_sparse_kernel in
+# vllm/v1/attention/ops/xpu_mla_sparse.py) masks the loads of an unused slot (index -1) without
+# clamping their addresses, which by vLLM 0.33.0's source (v1/attention/backends/mla/sparse_swa.py)
+# is an illegal access on SM12x with Triton 3.6.
 #
 #   nomad job run -var image=IMAGE FILE
 #   nomad job run -var image=IMAGE -var gpus=0 -var args=check FILE

@@ -2,8 +2,11 @@
 # edit the recipe, not this file.
 #
 # MiMo-V2.5-Flash, 128K context, 4 x RTX PRO 6000, sleep mode
-# Status: reported; it cannot serve yet: the release gives a MiMo-V2 model with attention sinks to
-# FlashAttention, which takes version 2 on 12.x and stops at start, for sinks need version 3 or 4.
+# Status: reported; it cannot serve yet: K and V have different head sizes, and for those the
+# release's model code (vllm/model_executor/models/mimo_v2.py) takes FLASH_ATTN_DIFFKV whatever
+# --attention-backend says: FlashAttention 2 on 12.x, which stops at start because it has no
+# attention sinks, and has one head size for K and V. TRITON_ATTN has sinks and sliding windows and
+# compiles for 12.0, but has one head size too: the model code would have to pad V to the size of K.
 #
 #   nomad job run -var image=IMAGE FILE
 #   nomad job run -var image=IMAGE -var gpus=0 -var args=check FILE

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from sm12x import layout, plan
-from sm12x.audit import compare, picture
+from sm12x.audit import compare
+from sm12x.audit.report import AuditReport
 from sm12x.core import declared
 from sm12x.core.declared import Declared
 from sm12x.core.errors import EXIT_CODES, BadFileError
@@ -29,7 +30,7 @@ from sm12x.stack.model.patchfile import Patch
 
 SUMMARIES = "summaries.toml"
 PICTURE = "machine-code.svg"
-AUDITS = ("audit-official", "audit-full")
+_AUDITS = ("audit-official", "audit-full")
 _BLOCK = re.compile(
     r"(?P<head><!-- generated: (?P<name>[a-z-]+) -->\n).*?(?P<tail><!-- end -->)", re.DOTALL
 )
@@ -100,7 +101,7 @@ def _row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(clean) + " |"
 
 
-def bases_table() -> str:
+def _bases_table() -> str:
     """One row for each base."""
     default = bases.default()
     rows = []
@@ -128,7 +129,7 @@ def _patches() -> list[tuple[str, Patch]]:
     ]
 
 
-def patches_table() -> str:
+def _patches_table() -> str:
     """One row for each patch of every base: subject, upstream threads, when it can go."""
     rows = [
         (
@@ -177,13 +178,13 @@ def opening(body: str) -> str:
     return " ".join(_SENTENCE_END.split(text)[:2])
 
 
-def exit_codes_table() -> str:
+def _exit_codes_table() -> str:
     return markdown(
         ("exit code", "meaning"), [(str(code), text) for code, text in sorted(EXIT_CODES.items())]
     )
 
 
-def recipes_table() -> str:
+def _recipes_table() -> str:
     """One row for each recipe that has an ``sm12x`` block."""
     rows = []
     for key, recipe in load.load_all(layout.recipes()).items():
@@ -203,7 +204,7 @@ def recipes_table() -> str:
     return markdown(("recipe", "what it serves", "hardware", "sleep", "status"), rows)
 
 
-def plans_table() -> str:
+def _plans_table() -> str:
     """One row for each recipe that names its hardware: its memory plan, in GiB.
 
     A recipe that sleeps is planned beside one sleeping peer like itself.
@@ -216,17 +217,17 @@ def plans_table() -> str:
     return markdown(render.HEADER, rows)
 
 
-def _audits() -> tuple[dict[str, Any], dict[str, Any]] | None:
+def _audits() -> tuple[AuditReport, AuditReport] | None:
     """The newest pair of reports in benchmarks/: the official wheel, and ours of full mode.
 
     They are `<date>-audit-official.json` and `<date>-audit-full.json`; None while there is none.
     """
-    found = sorted((layout.root() / "benchmarks").glob(f"*-{AUDITS[1]}.json"))
+    found = sorted((layout.root() / "benchmarks").glob(f"*-{_AUDITS[1]}.json"))
     if not found:
         return None
     full = found[-1]
-    date = full.name.removesuffix(f"-{AUDITS[1]}.json")
-    return compare.load(full.with_name(f"{date}-{AUDITS[0]}.json")), compare.load(full)
+    date = full.name.removesuffix(f"-{_AUDITS[1]}.json")
+    return compare.load(full.with_name(f"{date}-{_AUDITS[0]}.json")), compare.load(full)
 
 
 def audit_table() -> str:
@@ -241,10 +242,10 @@ def audit_picture() -> str:
     if not audits:
         return ""
     title = "Machine code in translation units"
-    return picture.svg(*audits, title=title, made_by="sm12x docs")
+    return compare.svg(*audits, title=title, made_by="sm12x docs")
 
 
-def house_table() -> str:
+def _house_table() -> str:
     """One row for each folder of the package: the first sentence of its docstring, its modules."""
     package = Path(__file__).parent
     rows = []
@@ -263,12 +264,12 @@ def house_table() -> str:
 
 
 PARTS: Parts = {
-    "bases": bases_table,
-    "patches": patches_table,
+    "bases": _bases_table,
+    "patches": _patches_table,
     "patch-notes": patch_notes,
-    "exit-codes": exit_codes_table,
-    "recipes": recipes_table,
-    "plans": plans_table,
+    "exit-codes": _exit_codes_table,
+    "recipes": _recipes_table,
+    "plans": _plans_table,
     "audit": audit_table,
-    "house": house_table,
+    "house": _house_table,
 }

@@ -24,10 +24,9 @@ from sm12x.core import index, lockfile
 from sm12x.stack import lock
 from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
-from sm12x.wheel import library
-from sm12x.wheel.assemble import ops_read, torch_ops
+from sm12x.wheel import library, selection
+from sm12x.wheel.assemble import torch_ops
 from sm12x.wheel.compile import cmake, native
-from sm12x.wheel.source import select
 from sm12x.wheel.toolchain import cross
 
 BASE = bases.load("0.21.0")
@@ -110,7 +109,7 @@ def wheel(folder: Path, python: Path, source: Path, modules: Path) -> Path:
 
 def test_the_release_is_compiled_for_the_other_machine(modules: Path, folder: Path) -> None:
     record = native.read(modules)
-    touched = select.for_stack(BASE, series.load(BASE))
+    touched = selection.for_stack(BASE, series.load(BASE))
     assert [module.target for module in record.modules] == [
         module.target for module in touched if module.quick
     ]
@@ -165,7 +164,7 @@ def test_the_allocator_has_the_functions_and_symbols_of_the_official_one(
 ) -> None:
     with zipfile.ZipFile(fetch(MACHINE)) as archive:
         official = Path(archive.extract(ALLOCATOR, tmp_path))
-    ours, theirs = ops_read.read(modules / ALLOCATOR), ops_read.read(official)
+    ours, theirs = torch_ops.read(modules / ALLOCATOR), torch_ops.read(official)
     assert {"init_module", "python_create_and_map"} <= set(theirs.names)
     assert set(ours.names) >= set(theirs.names)
 
@@ -183,7 +182,7 @@ def test_what_is_read_out_of_a_library_is_what_loading_it_finds(
     loaded = torch_ops.find(tmp_path, paths, python=python, purelib=cmake.purelib(python))
     total = 0
     for path in paths:
-        found = ops_read.read(tmp_path / path)
+        found = torch_ops.read(tmp_path / path)
         known = {name.partition("::")[2] for name in loaded[path].ops}
         assert set(found.ops) <= known, path
         assert found.names == loaded[path].names, path

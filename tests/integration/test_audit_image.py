@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sm12x.audit import images, scan
+from sm12x.audit import scan
 from sm12x.core import process
 from sm12x.core.errors import BadFileError, ToolFailedError
 
@@ -17,7 +17,7 @@ KERNELS = Path(__file__).parents[1] / "unit" / "data" / "kernels.so"
 NAME = f"sm12x-audit-test:{os.getpid()}"
 
 
-@pytest.fixture(scope="module", params=images.ENGINES)
+@pytest.fixture(scope="module", params=scan.ENGINES)
 def engine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
@@ -44,7 +44,7 @@ def containers(engine: str) -> str:
 
 def test_an_image_is_audited_and_no_container_stays(engine: str) -> None:
     before = containers(engine)
-    found = images.audit(f"{engine}:{NAME}")
+    found = scan.image(f"{engine}:{NAME}")
     assert found.kind == "image"
     assert [(each.path, each.sm120) for each in found.libraries] == [("opt/kernels.so", "native")]
     assert containers(engine) == before
@@ -56,12 +56,12 @@ def test_the_saved_archive_holds_the_same(engine: str, tmp_path: Path) -> None:
         process.run([engine, "push", NAME, f"oci-archive:{archive}"])
     else:
         process.run([engine, "save", NAME, "-o", archive])
-    assert scan.scan(archive).libraries == images.audit(f"{engine}:{NAME}").libraries
+    assert scan.scan(archive).libraries == scan.image(f"{engine}:{NAME}").libraries
 
 
 def test_an_image_that_is_not_there_is_one_line(engine: str) -> None:
     with pytest.raises(BadFileError) as caught:
-        images.audit(f"{engine}:sm12x-no-such-image")
+        scan.image(f"{engine}:sm12x-no-such-image")
     assert "\n" not in str(caught.value)
 
 

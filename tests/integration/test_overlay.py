@@ -88,7 +88,8 @@ def test_what_is_written_says_what_it_was_made_from(
     installed = InstalledTree(top="/usr/lib/dist-packages", version="9.9.0", root=True, files=have)
     out = tmp_path / "out put"
     for _ in range(2):
-        record = json.loads(overlay.write(made, installed, stack, "image", out).read_text())
+        overlay.write(made, installed, stack, "image", out)
+        record = json.loads((out / overlay.RECORD).read_text())
     assert record["stack"] == stack.id
     assert record["files"]["tiny/a.py"]["mount"] == "/usr/lib/dist-packages/tiny/a.py"
     assert (out / "tiny/a.py").read_bytes() == made.files["tiny/a.py"]

@@ -26,9 +26,10 @@ from sm12x.core.errors import BadFileError, BuildFailedError, HashMismatchError
 from sm12x.stack.model import base as bases
 from sm12x.stack.model.base import Base, Module
 from sm12x.wheel import ledger as ledgers
+from sm12x.wheel import selection
 from sm12x.wheel.assemble import wheel
 from sm12x.wheel.compile import cmake, launcher, native
-from sm12x.wheel.source import patched, select
+from sm12x.wheel.source import patched
 from sm12x.wheel.toolchain import arch, cuda_home, libcuda_stub
 
 BASE = bases.load("0.21.0")
@@ -157,7 +158,7 @@ def build(toolkit: Path, cuda: Path) -> Build:
             python=toolkit / "bin" / "python",
             archs=arch.validate("12.0a;12.1a", default=""),
         )
-        choice = select.ModuleChoice(modules=modules, kept=(), allowed={})
+        choice = selection.ModuleChoice(modules=modules, kept=(), allowed={})
         return native.build(DEMO_BASE, tree, out, choice, settings)
 
     return compile_in

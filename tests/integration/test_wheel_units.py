@@ -20,7 +20,7 @@ from sm12x.core.errors import BadFileError, BuildFailedError, FetchError, NoSpac
 from sm12x.stack.model import base as bases
 from sm12x.stack.model.base import Base, Module, ThirdPartySource, UnitCost
 from sm12x.wheel.compile import cmake, compiling
-from sm12x.wheel.source import checkout, third_party
+from sm12x.wheel.source import third_party
 
 BASE = bases.load(bases.versions()[0])
 
@@ -347,12 +347,12 @@ def test_a_commit_or_a_host_that_is_not_there_is_said_quickly(
 ) -> None:
     start = time.monotonic()
     with pytest.raises(FetchError, match=r"commit 0{12} of https://git.invalid/thing could not"):
-        checkout.fetch(source.git, "0" * 40, (), tmp_path / "a")
+        third_party.fetch(source.git, "0" * 40, (), tmp_path / "a")
     away = dataclasses.replace(source, git="https://nowhere.invalid/thing.git")
     found = third_party.collect(_with(away), cache=tmp_path / "cache")["thing"]
     assert found.folder is None
     assert found.reason == f"the git host of {away.git} is not reachable"
-    assert time.monotonic() - start < checkout.PROBE_TIMEOUT
+    assert time.monotonic() - start < third_party.PROBE_TIMEOUT
     assert not list((tmp_path / "cache").glob("third_party/*"))
 
 

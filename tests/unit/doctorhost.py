@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -10,10 +11,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from sm12x.audit.report import AuditReport, JudgementReport, LibraryReport, RunsReport
+from sm12x.core import declared
 from sm12x.core.process import Completed
 from sm12x.doctor import checks, collect, knowledge
 from sm12x.doctor.host import Host
 from sm12x.doctor.model import Diagnosis, HostFacts, Unseen
+from sm12x.wheel.ledger import Ledger
 
 GIB = 1024**3
 MIB = 1024**2
@@ -187,32 +191,40 @@ def severity(found: Mapping[str, Sequence[Diagnosis]], check: str) -> str:
     return found[check][0].severity
 
 
+def ledger(**fields: Any) -> Ledger:
+    """A ledger in which all that is not given is empty."""
+    made: dict[str, Any] = {one.name: "" for one in dataclasses.fields(Ledger)}
+    made |= dict.fromkeys(("patches", "files", "libraries", "allowed_missing", "overrides"), ())
+    return Ledger(**{**made, "schema": 2, **fields})
+
+
 def bundle(folder: Path, *, machine: str = "x86_64", **units: int) -> Path:
     """dist/<version>/ with an audit and a ledger; ``units`` are those of its one library."""
     folder.mkdir(parents=True, exist_ok=True)
     counts = {"native": 40, "ptx": 20, "none": 2, "unknown": 0, **units}
-    runs = {device: {"verdict": "mixed", "units": counts} for device in ("12.0", "12.1")}
-    library = {
-        "path": "vllm/_C.abi3.so",
-        "machine": machine,
-        "cubins": {"9.0": 3, "12.0": 40},
-        "ptx": {"8.0": 20},
-        "unknown": [],
-        "runs": runs,
-    }
-    audit = {
-        "schema": 1,
-        "subject": "vllm-0.21.0+sm12x.0123abcd.whl",
-        "libraries": [library],
-        "policy": {"name": "default", "passed": True, "offenders": [], "accepted": []},
-    }
-    ledger = {
-        "stack_id": "0123abcd",
-        "machine": machine,
-        "dependencies": {"cuda-toolkit": "13.0.2", "flashinfer-python": "0.6.8.post1"},
-    }
-    (folder / "audit.json").write_text(json.dumps(audit))
-    (folder / "ledger.json").write_text(json.dumps(ledger))
+    runs = RunsReport(verdict="mixed", units=counts)
+    library = LibraryReport(
+        path="vllm/_C.abi3.so",
+        sha256="",
+        size=1,
+        machine=machine,
+        cubins={"9.0": 3, "12.0": 40},
+        ptx={"8.0": 20},
+        unknown=(),
+        runs={"12.0": runs, "12.1": runs},
+    )
+    audit = AuditReport(
+        subject="vllm-0.21.0+sm12x.0123abcd.whl",
+        kind="wheel",
+        devices=("12.0", "12.1"),
+        libraries=(library,),
+        policy=JudgementReport(name="default", passed=True, offenders=(), accepted=()),
+    )
+    declared.write_json(folder / "audit.json", audit)
+    versions = {"cuda-toolkit": "13.0.2", "flashinfer-python": "0.6.8.post1"}
+    declared.write_json(
+        folder / "ledger.json", ledger(machine=machine, stack_id="0123abcd", dependencies=versions)
+    )
     os.utime(folder / "ledger.json", (BUILT, BUILT))
     return folder / "audit.json"
 

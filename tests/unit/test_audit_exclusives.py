@@ -18,6 +18,7 @@ from sm12x import layout
 from sm12x.audit import elf, exclusives, policy, render, report, scan
 from sm12x.audit.exclusives import CodeRange, ExclusiveStores
 from sm12x.audit.model import Audit, LibraryAudit
+from sm12x.core import declared
 
 EM_AARCH64 = 183
 EXECUTABLE = 6
@@ -252,7 +253,7 @@ def test_every_policy_that_ships_accepts_none(path: Path) -> None:
 
 def test_text_and_json_name_the_places(tmp_path: Path) -> None:
     found = audited(tmp_path, built(*NCCL))
-    document = json.loads(report.to_json(found))
+    document = json.loads(declared.to_json(report.document(found)))
     schema = json.loads((layout.data() / "schemas/audit-1.json").read_text())
     jsonschema.validate(document, schema)
     (entry,) = document["libraries"]
@@ -260,6 +261,16 @@ def test_text_and_json_name_the_places(tmp_path: Path) -> None:
     assert "1 of 1, at 0xc" in render.text(found)
 
     mended = audited(tmp_path, built(*MENDED))
-    (entry,) = json.loads(report.to_json(mended))["libraries"]
+    document = json.loads(declared.to_json(report.document(mended)))
+    (entry,) = document["libraries"]
     assert entry["store_exclusives"] == {"total": 1, "untested": []}
     assert "0xc" not in render.text(mended)
+
+    # What was written is read again, and a file without any does not name them.
+    path = tmp_path / "audit.json"
+    for one in (found, mended):
+        declared.write_json(path, report.document(one))
+        assert report.read(path, next_step="") == report.document(one)
+    none = json.loads(declared.to_json(report.document(audited(tmp_path, built(NOP, RETURN)))))
+    jsonschema.validate(none, schema)
+    assert "store_exclusives" not in none["libraries"][0]

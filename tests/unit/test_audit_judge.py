@@ -15,12 +15,12 @@ import pytest
 from click.testing import CliRunner
 
 from sm12x import layout
-from sm12x.audit import images, policy, render, report
 from sm12x.audit import library as library_module
+from sm12x.audit import policy, render, report, scan
 from sm12x.audit.fatbin import CodePiece, FatContainer
 from sm12x.audit.model import DEVICES, SM120, Audit, Device, LibraryAudit
 from sm12x.commands import audit as verb
-from sm12x.core import files
+from sm12x.core import declared, files
 from sm12x.core.cudaarch import CudaArch
 from sm12x.core.errors import (
     BadArchitectureError,
@@ -279,11 +279,28 @@ def schema() -> Any:
     return json.loads((layout.data() / "schemas" / "audit-1.json").read_text())
 
 
+def written(*of: Any) -> Any:
+    return json.loads(declared.to_json(report.document(*of)))
+
+
+def test_a_report_reads_back_as_it_was(tmp_path: Path) -> None:
+    made = report.document(AUDIT, policy.judge(AUDIT, DEFAULT))
+    path = tmp_path / "audit.json"
+    declared.write_json(path, made)
+    again = report.read(path, next_step="")
+    # Only the sentence of a finding is written, not what it is about.
+    assert again.libraries == made.libraries
+    assert json.loads(declared.to_json(again)) == json.loads(declared.to_json(made))
+    path.write_text(path.read_text().replace('"subject"', '"subjct"'))
+    with pytest.raises(BadFileError, match=r"audit\.json.* meant subject"):
+        report.read(path, next_step="")
+
+
 def test_the_json_report_fits_its_schema() -> None:
-    document = report.document(AUDIT, policy.judge(AUDIT, DEFAULT))
+    document = written(AUDIT, policy.judge(AUDIT, DEFAULT))
     jsonschema.Draft202012Validator.check_schema(schema())
     jsonschema.validate(document, schema())
-    jsonschema.validate(report.document(AUDIT), schema())
+    jsonschema.validate(written(AUDIT), schema())
     first = document["libraries"][0]
     assert first["cubins"] == {"8.0": 1, "9.0a": 1, "10.0f": 2, "12.0f": 2}
     assert first["runs"]["12.1"] == {
@@ -343,7 +360,7 @@ def ledger_of(origin: str, sha256: str) -> str:
     texts = {field.name: "" for field in dataclasses.fields(ledger.Ledger)}
     lists = dict.fromkeys(("patches", "files", "libraries", "allowed_missing", "overrides"), ())
     made: dict[str, Any] = {**texts, **lists, "dependencies": {}, "schema": 2}
-    return ledger.Ledger(**{**made, "libraries": (entry,)}).to_json()
+    return declared.to_json(ledger.Ledger(**{**made, "libraries": (entry,)}))
 
 
 @pytest.mark.parametrize(("origin", "passes"), [("official", True), ("compiled", False)])
@@ -403,9 +420,9 @@ def test_a_folder_without_a_library_is_a_bad_file(tmp_path: Path) -> None:
 def test_an_image_without_an_engine_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(NoEngineError):
-        images.audit("vllm-sm12x:1.0")
+        scan.image("vllm-sm12x:1.0")
     with pytest.raises(NoEngineError, match="no podman"):
-        images.audit("podman:vllm-sm12x")
+        scan.image("podman:vllm-sm12x")
 
 
 def test_both_devices_are_judged_unless_told(tmp_path: Path) -> None:
@@ -526,7 +543,7 @@ def test_thousands_of_cubins_are_a_row_and_a_finding_a_folder() -> None:
     text = render.text(found, judgement)
     assert len(text.splitlines()) < 60
     assert "3000 files" in text
-    jsonschema.validate(report.document(found, judgement), schema())
+    jsonschema.validate(written(found, judgement), schema())
 
 
 def embedding(*units: FatContainer) -> Audit:
@@ -550,7 +567,7 @@ def test_pieces_that_a_library_picks_among_are_judged_together(
     assert judgement.passed is passes
     assert [entry.reason for entry in judgement.accepted] == [policy.EMBEDDED] * passes
     assert found["a.so"].units_on(SM120)["none"] == units.count(NONE)
-    jsonschema.validate(report.document(found, judgement), schema())
+    jsonschema.validate(written(found, judgement), schema())
 
 
 def test_a_library_that_cannot_be_loaded_meets_no_policy(tmp_path: Path) -> None:
@@ -563,7 +580,7 @@ def test_a_library_that_cannot_be_loaded_meets_no_policy(tmp_path: Path) -> None
     judgement = policy.judge(found, all_)
     assert [offender.message for offender in judgement.offenders] == ["it cannot be loaded"]
     assert made.sm120 == "none"
-    document = report.document(found, judgement)
+    document = written(found, judgement)
     jsonschema.validate(document, schema())
     assert document["libraries"][0]["unloadable"]
     assert "Cannot be loaded" in render.text(found, judgement)

@@ -8,12 +8,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import jsonschema
 import pytest
-from pydantic import Field
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticSerializationError
 
 from sm12x import layout
 from sm12x.core import declared
-from sm12x.core.declared import Declared, KeyFaultError, Machine, one_of
+from sm12x.core.declared import (
+    Declared,
+    KeyFaultError,
+    Machine,
+    NotInFile,
+    NotNull,
+    in_file,
+    one_of,
+    shown,
+    unless_empty,
+)
 from sm12x.core.errors import BadFileError
 from sm12x.doctor import knowledge
 from sm12x.stack.model import base as bases
@@ -38,6 +50,58 @@ class Whole(Declared):
     kind: Annotated[str, one_of("a", "b")]
     parts: Annotated[tuple[Part, ...], Field(alias="part")]
     by: Annotated[dict[Machine, Part], Field(alias="machine")] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written(Declared):
+    """``size`` is read from a text or a number; ``low`` is not in a file."""
+
+    size: Annotated[float, BeforeValidator(float), in_file(type=["string", "number"])]
+    low: Annotated[float, NotInFile()]
+    rest: Annotated[tuple[str, ...], unless_empty] = ()
+    part: Annotated[Part | None, NotNull()] = None
+    of: Annotated[str, Field(alias="from")] = "here"
+
+    @shown
+    def large(self) -> bool:
+        return self.size > 1
+
+
+def test_what_is_written_fits_the_schema_of_what_is_written() -> None:
+    schema = declared.schema(Written, "serialization")
+    made = Written(size=2.0, low=1.0)
+    text = declared.to_json(made)
+    assert json.loads(text) == {
+        "size": 2.0,
+        "low": 1.0,
+        "part": None,
+        "from": "here",
+        "large": True,
+    }
+    assert made.large is True
+    full = Written(size=0.0, low=0.0, rest=("a",), part=Part(name="x", size=1.0))
+    for one in (made, full):
+        jsonschema.validate(json.loads(declared.to_json(one)), schema)
+    assert json.loads(declared.to_json(full))["rest"] == ["a"]
+    for bad in ({"size": "2"}, {"more": 1}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({**json.loads(text), **bad}, schema)
+    for gone in ("low", "large", "from"):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({k: v for k, v in json.loads(text).items() if k != gone}, schema)
+
+
+def test_what_a_file_may_hold_is_not_what_is_written() -> None:
+    schema = declared.schema(Written)
+    assert schema["properties"].keys() == {"size", "rest", "part", "from"}
+    jsonschema.validate({"size": "2"}, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"size": 2, "part": None}, schema)
+
+
+def test_what_is_written_is_what_was_said_to_be() -> None:
+    with pytest.raises(PydanticSerializationError):
+        declared.to_json({"x": Part(name="x", size=1.0), "y": 3}, dict[str, Part])
 
 
 GOOD = """\

@@ -16,7 +16,7 @@ from tests.unit.test_recipes_lint import OURS, THEIRS, write
 
 from sm12x import layout
 from sm12x.core.errors import UsageError
-from sm12x.deploy import compose, docker, llamaswap, nomad, shell
+from sm12x.deploy import local, nomad
 from sm12x.recipes import load
 from sm12x.recipes.model import Recipe
 
@@ -44,9 +44,9 @@ def render(
     if target == "llama-swap":
         names = one.sm12x.pair if one.sm12x else ()
         peers = [recipe(name) for name in names]
-        return llamaswap.render(one, image=image, settings=settings, extra=extra, peers=peers)
-    module = {"docker": docker, "compose": compose, "shell": shell}[target]
-    text: str = module.render(one, image=image, settings=settings, extra=extra)
+        return local.llama_swap(one, image=image, settings=settings, extra=extra, peers=peers)
+    made = {"docker": local.docker, "compose": local.compose, "shell": local.shell}[target]
+    text: str = made(one, image=image, settings=settings, extra=extra)
     return text
 
 

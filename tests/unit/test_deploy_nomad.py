@@ -10,7 +10,7 @@ import pytest
 
 from sm12x import layout
 from sm12x.core.errors import UsageError
-from sm12x.deploy import examples, nomad
+from sm12x.deploy import nomad
 from sm12x.recipes import load
 from sm12x.recipes.model import Recipe
 
@@ -58,7 +58,7 @@ def test_a_recipe_the_image_lacks_comes_with_the_job(tmp_path: Path) -> None:
 
 
 def test_no_server_listens_everywhere_and_each_has_a_check(shipped: dict[str, Recipe]) -> None:
-    for name, text in examples.rendered(shipped).items():
+    for name, text in nomad.examples(shipped).items():
         assert "host_network = var.host_network" in text, name
         assert "0.0.0.0" not in text.replace("10.0.0.0/8", ""), name  # noqa: S104
         assert text.startswith("# Rendered by `sm12x recipe render --to nomad"), name
@@ -68,7 +68,7 @@ def test_no_server_listens_everywhere_and_each_has_a_check(shipped: dict[str, Re
 
 
 def test_every_variable_has_a_type_and_a_description(shipped: dict[str, Recipe]) -> None:
-    for name, text in examples.rendered(shipped).items():
+    for name, text in nomad.examples(shipped).items():
         declared = text.count('\nvariable "')
         assert declared >= 10, name
         head = text[: text.index("\nlocals {")]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.unit import doctorhost as fake
 from tests.unit.doctorhost import BUILT, GIB, Machine, findings, rtx_pro, severity, workstation
 
+from sm12x.core import declared
 from sm12x.doctor.model import BAD, INFO, OK, UNKNOWN, WARN, Unseen
+from sm12x.wheel.ledger import LibraryEntry
 
 
 def test_a_sound_workstation(tmp_path: Path) -> None:
@@ -276,17 +279,19 @@ def test_flashinfer_keeps_its_releases_apart(tmp_path: Path) -> None:
 def test_inside_the_image_itself(tmp_path: Path) -> None:
     # GIVEN a container of the image, where no bundle was built
     verdicts = [("native", "native"), ("mixed", "ptx"), ("none", "none"), ("host", "host")]
-    ledger = {
-        "base_version": "0.21.0",
-        "stack_id": "0123abcd",
-        "machine": "x86_64",
-        "dependencies": {"cuda-toolkit": "13.0.2"},
-        "libraries": [
-            {"path": f"{n}.so", "sm120": sm120, "sm121": sm121}
+    empty: dict[str, Any] = {one.name: "" for one in dataclasses.fields(LibraryEntry)}
+    empty |= {"size": 1, "official_size": 1, "cubins": {}, "ptx": {}, "ops": (), "lost": ()}
+    ledger = fake.ledger(
+        base_version="0.21.0",
+        stack_id="0123abcd",
+        machine="x86_64",
+        dependencies={"cuda-toolkit": "13.0.2"},
+        libraries=tuple(
+            LibraryEntry(**{**empty, "path": f"{n}.so", "sm120": sm120, "sm121": sm121})
             for n, (sm120, sm121) in enumerate(verdicts)
-        ],
-    }
-    files = {"/.dockerenv": "", "/opt/sm12x/ledger.json": json.dumps(ledger)}
+        ),
+    )
+    files = {"/.dockerenv": "", "/opt/sm12x/ledger.json": declared.to_json(ledger)}
     found = findings(workstation(tmp_path / "root", files=files))
     assert "libraries 2 native, 0 through PTX, 1 not at all" in found["gpu.code"][0].seen
     assert found["image.audit"][0].seen.startswith("vllm-sm12x:0.21.0-0123abcd")

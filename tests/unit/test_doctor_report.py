@@ -14,10 +14,13 @@ from tests.unit import doctorhost as fake
 from tests.unit.doctorhost import GIB, Machine, rtx_pro
 
 from sm12x import layout
-from sm12x.core import files
+from sm12x.audit import report as audits
+from sm12x.audit.model import Audit
+from sm12x.audit.policy import Judgement, Offender
+from sm12x.core import declared, files
 from sm12x.core.errors import BadFileError
 from sm12x.doctor import checks, image, knowledge, render, report
-from sm12x.doctor.checks import recipe as recipes
+from sm12x.doctor import recipe as recipes
 from sm12x.doctor.model import BAD, OK, SEVERITIES, UNKNOWN, WARN, Image, Unseen
 from sm12x.recipes import load
 
@@ -58,7 +61,7 @@ def test_json_follows_its_schema(tmp_path: Path) -> None:
     for machine in (bad_machine(tmp_path / "a"), Machine(root=tmp_path / "b")):
         facts = fake.facts(machine, audit)
         findings = checks.run(facts, knowledge.load())
-        document = json.loads(report.to_json(facts, findings))
+        document = json.loads(declared.to_json(report.document(facts, findings)))
         jsonschema.validate(document, schema)
         assert sum(document["summary"].values()) == len(findings)
 
@@ -66,10 +69,10 @@ def test_json_follows_its_schema(tmp_path: Path) -> None:
 def test_what_is_not_known_is_null(tmp_path: Path) -> None:
     facts = replace(fake.facts(Machine(root=tmp_path)), gpus=Unseen("no"), image=Unseen("no"))
     document = report.document(facts, [])
-    assert document["gpus"] is None
-    assert document["image"] is None
-    assert document["machine"]["driver"] is None
-    assert document["machine"]["unified_memory"] is None
+    assert document.gpus is None
+    assert document.image is None
+    assert document.machine.driver is None
+    assert document.machine.unified_memory is None
 
 
 def test_every_claim_has_a_source() -> None:
@@ -117,7 +120,7 @@ def test_data_that_cannot_be_used(tmp_path: Path) -> None:
         knowledge.load(path)
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"schema": 1}', "[1]"])
+@pytest.mark.parametrize("text", ["", "{}", '{"schema": 1}', '{"schema": 2}', "[1]"])
 def test_an_audit_that_is_none(tmp_path: Path, text: str) -> None:
     path = tmp_path / "audit.json"
     path.write_text(text)
@@ -204,13 +207,8 @@ def test_a_recipe_of_someone_else(tmp_path: Path) -> None:
 def test_a_finding_about_no_device_is_about_each(tmp_path: Path) -> None:
     """A library that could not be read is found on both, and the audit is no bad file."""
     path = tmp_path / "audit.json"
-    offender = {"path": "a.so", "device": "", "message": "could not be read"}
-    report = {
-        "schema": 1,
-        "subject": "x",
-        "devices": ["12.0", "12.1"],
-        "libraries": [],
-        "policy": {"name": "p", "passed": False, "offenders": [offender]},
-    }
-    path.write_text(json.dumps(report))
+    offender = Offender(path="a.so", device="", message="could not be read")
+    judgement = Judgement(policy="p", offenders=(offender,), accepted=())
+    audit = Audit(subject="x", kind="wheel", libraries=())
+    declared.write_json(path, audits.document(audit, judgement))
     assert sorted(map(str, image.read(path).offenders)) == ["12.0", "12.1"]

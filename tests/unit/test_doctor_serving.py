@@ -13,11 +13,16 @@ from tests.unit.doctorhost import GIB, Machine, findings, gb10, meminfo, rtx_pro
 from tests.unit.test_audit_exclusives import MENDED, NCCL, built
 
 from sm12x import layout
-from sm12x.doctor import checks, knowledge, serving
-from sm12x.doctor.checks import recipe as recipes
+from sm12x.core import declared
+from sm12x.doctor import knowledge, serving
+from sm12x.doctor import recipe as recipes
 from sm12x.doctor.model import BAD, INFO, OK, UNKNOWN, WARN, Diagnosis, Unseen
 from sm12x.recipes import load
 from sm12x.recipes.model import Recipe
+from sm12x.stack.model import base as bases
+from sm12x.stack.model import series
+from sm12x.wheel import ledger as ledgers
+from sm12x.wheel.ledger import PatchEntry
 
 SITE = "opt/venv/lib/python3.13/site-packages/nvidia/nccl/lib/libnccl.so.2"
 RECIPE = "deepseek-v4-flash-rtx-pro-6000-tp4"
@@ -142,8 +147,9 @@ def test_no_expandable_segments(tmp_path: Path, value: str) -> None:
     assert "env.expandable-segments" not in findings(machine)
 
 
-def needs(recipe: Recipe, machine: Machine) -> Mapping[str, Diagnosis]:
-    return {each.id: each for each in recipes.needs(recipe, fake.facts(machine), knowledge.load())}
+def needs(recipe: Recipe, machine: Machine, audit: Path | None = None) -> Mapping[str, Diagnosis]:
+    found = recipes.needs(recipe, fake.facts(machine, audit), knowledge.load())
+    return {each.id: each for each in found}
 
 
 def test_a_recipe_that_turns_them_on(tmp_path: Path) -> None:
@@ -193,9 +199,7 @@ def test_a_route_of_ipv6_is_one(tmp_path: Path) -> None:
         assert serving.routed(machine.host()) is expected
 
 
-def test_where_the_kernels_do_not_depend_on_a_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_the_kernels_do_not_depend_on_a_server(tmp_path: Path) -> None:
     name = "image.offline"
     plain = bundle(tmp_path / "plain")
     # The variable, the package, an image without FlashInfer, and a GPU of another family.
@@ -210,17 +214,80 @@ def test_where_the_kernels_do_not_depend_on_a_server(
     assert name not in findings(hopper, plain)
     assert name not in findings(workstation(tmp_path / "e"))
 
-    # ... and a patch that cures it.
-    known = knowledge.load()
-    cured = replace(known.checks[name], cured_by=("Ask no server for kernels of SM12x",))
-    changed = replace(known, checks={**known.checks, name: cured})
-    path = tmp_path / "plain/ledger.json"
-    ledger = json.loads(path.read_text())
-    facts = fake.facts(workstation(tmp_path / "f"), plain)
-    assert name in {each.id for each in checks.run(facts, changed)}
-    path.write_text(json.dumps({**ledger, "patches": [{"subject": cured.cured_by[0]}]}))
-    facts = fake.facts(workstation(tmp_path / "f"), plain)
-    assert name not in {each.id for each in checks.run(facts, changed)}
+
+# ---- patches that make a check needless
+
+
+def patched(audit: Path, subject: str) -> Path:
+    """``audit`` with a ledger that has one more patch."""
+    path = audit.with_name("ledger.json")
+    ledger = ledgers.read(path)
+    patch = PatchEntry(
+        name="0001-x.patch", subject=subject, upstream="none", drop_when="never",
+        witness="test_x.py", sha256="0" * 64, state="applied", native="",
+    )  # fmt: skip
+    declared.write_json(path, replace(ledger, patches=(*ledger.patches, patch)))
+    return audit
+
+
+CURED = {
+    "env.expandable-segments": (
+        "Copy what a captured all-reduce reads where no IPC handle can be had"
+    ),
+    "image.offline": "Decode with XQA on SM12x without asking NVIDIA's server",
+}
+
+
+@pytest.mark.parametrize("name", CURED)
+def test_a_check_does_not_fire_on_an_image_that_has_its_patch(tmp_path: Path, name: str) -> None:
+    env = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    audit = bundle(tmp_path / "dist")
+    machine = workstation(tmp_path / "root", env=env)
+    assert name in findings(machine, audit)
+    patched(audit, "Some other patch")
+    assert name in findings(machine, audit)
+    patched(audit, CURED[name])
+    found = findings(machine, audit)
+    assert name not in found
+    # The patch of one check says nothing of the other.
+    assert set(CURED) - {name} <= set(found)
+
+
+def test_the_image_around_us_has_its_patch_too(tmp_path: Path) -> None:
+    bundle(tmp_path / "dist")
+    ledger = tmp_path / "dist/ledger.json"
+    for number, (name, subject) in enumerate(CURED.items()):
+        machine = workstation(
+            tmp_path / f"{number}",
+            env={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+            files={"/opt/sm12x/ledger.json": ledger.read_text()},
+        )
+        assert name in findings(machine)
+        patched(tmp_path / "dist/audit.json", subject)
+        machine.files["/opt/sm12x/ledger.json"] = ledger.read_text()
+        assert name not in findings(machine)
+
+
+def test_a_recipe_may_turn_segments_on_where_the_image_has_the_patch(tmp_path: Path) -> None:
+    name = "env.expandable-segments"
+    recipe = load.load(layout.recipes() / f"{RECIPE}.yaml")
+    command = recipe.command.replace("--disable-custom-all-reduce", "")
+    env = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    risky = replace(recipe, env=env, command=command)
+    audit = bundle(tmp_path / "dist")
+    machine = workstation(tmp_path / "root")
+    assert name in needs(risky, machine, audit)
+    assert name not in needs(risky, machine, patched(audit, CURED[name]))
+
+
+def test_each_check_is_cured_by_a_patch_that_a_base_has() -> None:
+    known = {
+        name: check.cured_by for name, check in knowledge.load().checks.items() if check.cured_by
+    }
+    assert known == {name: (subject,) for name, subject in CURED.items()}
+    stacks = [series.load(bases.load(version)) for version in bases.versions()]
+    subjects = {patch.subject for stack in stacks for patch in stack.patches}
+    assert set(CURED.values()) <= subjects
 
 
 # ---- the first start's compilers

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from sm12x import layout
-from sm12x.core import files
+from sm12x.audit.report import AuditReport, LibraryReport, RunsReport
+from sm12x.core import declared, files
 from sm12x.core.errors import (
     BadArchitectureError,
     BadFileError,
@@ -22,15 +23,15 @@ from sm12x.core.errors import (
     UsageError,
 )
 from sm12x.image.base import platforms
-from sm12x.image.bundle import decide, modes, preflight, record, run, summary
+from sm12x.image.bundle import decide, make, modes, preflight, record, summary
 from sm12x.image.engine import engines
 from sm12x.image.engine.buildah import Buildah
 from sm12x.image.engine.docker import Docker
 from sm12x.image.engine.engine import Engine, Layer
 from sm12x.stack.model import base as bases
 from sm12x.stack.model.base import Base, Disk
-from sm12x.wheel.compile.estimate import FullStep, Offer
 from sm12x.wheel.ledger import FileEntry, Ledger, LibraryEntry, PatchEntry
+from sm12x.wheel.selection import FullStep, Offer
 
 DATA = Path(__file__).parent / "data"
 MIB = 1024**2
@@ -123,23 +124,27 @@ LEDGER = Ledger(
 )
 
 
-def _runs(native: int, ptx: int, none: int) -> dict[str, object]:
-    return {"units": {"native": native, "ptx": ptx, "none": none, "unknown": 0}}
+def _audited(path: str, **fields: Any) -> LibraryReport:
+    values = {"sha256": SHA, "size": 1, "machine": "x86_64", "cubins": {}, "ptx": {}}
+    return LibraryReport(**{"path": path, "unknown": (), "runs": {}, **values, **fields})
 
 
-AUDIT = {
-    "devices": ["12.0", "12.1"],
-    "libraries": [
-        {
-            "path": "vllm/_C.abi3.so",
-            "cubins": {"12.0": 40},
-            "ptx": {"8.0": 20},
-            "unknown": [],
-            "runs": {"12.0": _runs(40, 20, 22), "12.1": _runs(40, 20, 22)},
-        },
-        {"path": "vllm/y.abi3.so", "cubins": {}, "ptx": {}, "unknown": [], "runs": {}},
-    ],
-}
+RUNS = RunsReport(verdict="mixed", units={"native": 40, "ptx": 20, "none": 22, "unknown": 0})
+AUDIT = AuditReport(
+    subject="x.whl",
+    kind="wheel",
+    devices=("12.0", "12.1"),
+    libraries=(
+        _audited(
+            "vllm/_C.abi3.so",
+            cubins={"12.0": 40},
+            ptx={"8.0": 20},
+            runs={"12.0": RUNS, "12.1": RUNS},
+        ),
+        _audited("vllm/y.abi3.so"),
+    ),
+    policy=None,
+)
 
 
 OFFER = Offer(
@@ -168,11 +173,16 @@ def test_the_summary(unchanged: bool) -> None:
 
 
 def test_the_summary_as_json() -> None:
-    folder = Path("dist/0.21.0")
-    found = json.loads(summary.as_json(RECORD, folder, unchanged=True, offer=OFFER))
+    def written(**more: Any) -> Any:
+        made = summary.BundleReport(
+            **vars(RECORD), folder=Path("dist/0.21.0"), unchanged=True, **more
+        )
+        return json.loads(declared.to_json(made))
+
+    found = written(full=OFFER)
     assert found["unchanged"] is True
     assert found["full"]["steps"][1]["minutes"] == 118.0
-    assert json.loads(summary.as_json(RECORD, folder, unchanged=True))["full"] is None
+    assert written()["full"] is None
     assert found["tags"][0] == "vllm-sm12x:0.21.0-1a2b3c4d-quick"
 
 
@@ -185,7 +195,7 @@ def _dist(folder: Path) -> record.Record:
         wheel_sha256=files.sha256(folder / RECORD.wheel),
         ledger_sha256=files.sha256(folder / record.LEDGER),
     )
-    record.write(folder, made)
+    declared.write_json(folder / record.NAME, made)
     return made
 
 
@@ -257,7 +267,7 @@ def test_wrong_input_is_refused_before_any_program_is_started(
 ) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     with pytest.raises(kind):
-        run.run(options, Quiet())  # type: ignore[arg-type]
+        make.run(options, Quiet())  # type: ignore[arg-type]
 
 
 def test_an_engine_is_looked_for_before_anything_is_fetched(
@@ -273,7 +283,7 @@ def test_an_engine_is_looked_for_before_anything_is_fetched(
     monkeypatch.setattr(engines, "find", none)
     monkeypatch.setattr(modes, "settle", settle)
     with pytest.raises(NoEngineError):
-        run.run(decide.Options(version="0.21.0"), Quiet())  # type: ignore[arg-type]
+        make.run(decide.Options(version="0.21.0"), Quiet())  # type: ignore[arg-type]
 
 
 class Disks:
@@ -481,10 +491,3 @@ def test_two_bundles_of_a_checkout_do_not_run_at_once(
             pass
     with preflight.alone(base):
         pass
-
-
-def test_an_audit_that_is_none_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "audit.json"
-    path.write_text('{"schema": 2}')
-    with pytest.raises(BadFileError, match="schema 2"):
-        summary.read_audit(path)

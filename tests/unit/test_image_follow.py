@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sm12x.core.errors import BadFileError, BuildFailedError, NoSpaceError
-from sm12x.image.engine import failure
+from sm12x.image.engine import follow
 from sm12x.image.engine.buildah import Podman
 from sm12x.image.engine.docker import Docker
 from sm12x.image.engine.follow import Follower
@@ -115,7 +115,7 @@ def test_a_full_disk_is_told_with_what_the_bundle_still_takes() -> None:
     follower, _ = _follow("#9 1.0 write /x: no space left on device\n")
     engine = Podman(Path("/usr/bin/podman"), "4.3", chroot=False)
     engine.storage = lambda: Path("/store")  # type: ignore[method-assign]
-    error = failure.of(engine, "Dockerfile.bundle", follower, Path("log"), rest_gib=17.4)
+    error = follow.failure(engine, "Dockerfile.bundle", follower, Path("log"), rest_gib=17.4)
     assert isinstance(error, NoSpaceError)
     assert "/store" in error.message
     assert error.next_step.startswith("free about 17 GiB there (`podman image prune`")
@@ -128,7 +128,7 @@ def test_a_full_disk_is_told_with_what_the_bundle_still_takes() -> None:
 def test_the_error_of_a_step_is_the_users_error(code: int, kind: type[Exception]) -> None:
     follower, _ = _follow(FAILED_UNIT.replace("exit code: 15", f"exit code: {code}"))
     engine = Docker(Path("/usr/bin/docker"), "20.10", buildx=False)
-    error = failure.of(
+    error = follow.failure(
         engine, "Dockerfile.builder", follower, Path("build/builder.log"), rest_gib=9
     )
     assert type(error) is kind

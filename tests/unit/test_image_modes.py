@@ -16,8 +16,9 @@ from sm12x.core.errors import BadArchitectureError, BadFileError, NoSpaceError, 
 from sm12x.image.bundle import context, modes
 from sm12x.stack.model import base as bases
 from sm12x.stack.model.base import Base
-from sm12x.wheel.compile import cmake, estimate
-from sm12x.wheel.compile.estimate import Decision
+from sm12x.wheel import selection
+from sm12x.wheel.compile import cmake
+from sm12x.wheel.selection import Decision
 from sm12x.wheel.source import third_party
 from sm12x.wheel.source.third_party import FoundSource
 
@@ -60,7 +61,7 @@ def test_sources_are_looked_for_only_where_they_decide(
         calls.append(None)
         return {"cutlass": _found("cutlass", tmp_path), "qutlass": _found("qutlass", None)}
 
-    monkeypatch.setattr(estimate, "decide", decide)
+    monkeypatch.setattr(selection, "decide", decide)
     made = modes.decide(
         BASE, wanted="auto", cores=2, memory_gib=20.0, given=(), allowed=(), collect=collect
     )

@@ -6,17 +6,20 @@ import ast
 import json
 import re
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import click
+import jsonschema
 import pytest
 from click.testing import CliRunner
 
 from sm12x import cli, layout, pages
+from sm12x.audit.report import AuditReport, LibraryReport, RunsReport
 from sm12x.commands import docs
-from sm12x.core.errors import EXIT_CODES, BadFileError
-from sm12x.deploy import examples
+from sm12x.core import declared
+from sm12x.core.errors import EXIT_CODES, BadFileError, FindingsError
+from sm12x.deploy import nomad
 from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
 
@@ -67,7 +70,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "docs").mkdir()
     monkeypatch.setattr(pages, "PARTS", {"t": lambda: "new\n"})
     monkeypatch.setattr(docs, "commands_table", lambda root: "")
-    monkeypatch.setattr(examples, "load_rendered", lambda folder: {"a.nomad.hcl": "job\n"})
+    monkeypatch.setattr(nomad, "load_examples", lambda folder: {"a.nomad.hcl": "job\n"})
     monkeypatch.setattr(pages, "audit_picture", lambda: "<svg/>\n")
     (tmp_path / "data" / "schemas").mkdir(parents=True)
     monkeypatch.setattr(layout, "data", lambda: tmp_path / "data")
@@ -94,6 +97,60 @@ def test_the_command_writes_what_is_stale_and_removes_what_nothing_makes(checkou
     # An edit by hand is stale too.
     (checkout / "docs" / "machine-code.svg").write_text("<svg></svg>\n")
     assert CliRunner().invoke(cli.root, ["docs", "--check"]).exit_code == 1
+
+
+def _json_commands() -> list[tuple[str, click.Command]]:
+    def below(command: click.Command, name: str) -> Iterator[tuple[str, click.Command]]:
+        if not isinstance(command, click.Group):
+            yield name, command
+            return
+        context = click.Context(command)
+        for verb in command.list_commands(context):
+            found = command.get_command(context, verb)
+            assert found is not None
+            yield from below(found, f"{name} {verb}".strip())
+
+    return [
+        (name, command)
+        for name, command in below(cli.root, "")
+        if any("--json" in one.opts for one in command.params)
+    ]
+
+
+def test_every_json_report_has_a_schema() -> None:
+    names = [name for name, _ in _json_commands()]
+    assert len(names) > 20
+    assert sorted(names) == sorted(docs.reports(cli.root))
+    for name in names:
+        schema = json.loads(
+            (layout.data() / "schemas" / f"{name.replace(' ', '-')}-1.json").read_text()
+        )
+        jsonschema.Draft202012Validator.check_schema(schema)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["recipe", "list"],
+        ["recipe", "lint"],
+        *(["recipe", "show", path.stem] for path in sorted(layout.recipes().glob("*.yaml"))),
+        ["plan"],
+        ["plan", "deepseek-v4-flash-rtx-pro-6000-tp4", "--utilization", "0.95"],
+        ["base", "status"],
+        *(["patch", "list", "--base", version] for version in bases.versions()),
+        *(["patch", "check", "--messages-only", "--base", one] for one in bases.versions()),
+    ],
+    ids=" ".join,
+)
+def test_what_a_command_prints_fits_its_schema(words: list[str]) -> None:
+    printed = CliRunner().invoke(cli.root, [*words, "--json"])
+    assert isinstance(printed.exception, None | SystemExit | FindingsError), printed.exception
+    names = {name: name for name, _ in _json_commands()}
+    name = next(name for name in names if " ".join(words).startswith(name))
+    schema = json.loads(
+        (layout.data() / "schemas" / f"{name.replace(' ', '-')}-1.json").read_text()
+    )
+    jsonschema.validate(json.loads(printed.stdout), schema)
 
 
 def _links(text: str) -> list[str]:
@@ -255,18 +312,29 @@ def test_the_opening_of_a_message(body: str, opening: str) -> None:
     assert pages.opening(body) == opening
 
 
-def _runs(native: int, ptx: int, none: int) -> dict[str, Any]:
-    return {"units": {"native": native, "ptx": ptx, "none": none, "unknown": 0}}
+def _runs(native: int, ptx: int, none: int) -> RunsReport:
+    units = {"native": native, "ptx": ptx, "none": none, "unknown": 0}
+    return RunsReport(verdict="mixed", units=units)
 
 
-def _report(subject: str, *libraries: tuple[str, float, dict[str, Any], dict[str, Any]]) -> str:
-    found = [
-        {"path": path, "size": int(mib * 1024**2), "runs": {"12.0": on_120, "12.1": on_121}}
+def _report(subject: str, *libraries: tuple[str, float, RunsReport, RunsReport]) -> str:
+    found = tuple(
+        LibraryReport(
+            path=path,
+            sha256="",
+            size=int(mib * 1024**2),
+            machine="x86_64",
+            cubins={},
+            ptx={},
+            unknown=(),
+            runs={"12.0": on_120, "12.1": on_121},
+        )
         for path, mib, on_120, on_121 in libraries
-    ]
-    return json.dumps(
-        {"schema": 1, "subject": subject, "devices": ["12.0", "12.1"], "libraries": found}
     )
+    made = AuditReport(
+        subject=subject, kind="wheel", devices=("12.0", "12.1"), libraries=found, policy=None
+    )
+    return declared.to_json(made)
 
 
 @pytest.fixture
@@ -304,7 +372,7 @@ def test_the_audit_before_and_after(benchmarks: Path) -> None:
     ]
     (benchmarks / "2026-11-20-audit-official.json").unlink()
     for made in (pages.audit_table, pages.audit_picture):
-        with pytest.raises(BadFileError, match=r"audit-official\.json is not an audit of"):
+        with pytest.raises(BadFileError, match=r"audit-official\.json cannot be read"):
             made()
 
 

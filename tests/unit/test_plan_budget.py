@@ -11,7 +11,7 @@ from tests.unit.planning import flash, hardware, spark, term
 from sm12x import layout, plan
 from sm12x.core.errors import BadFileError, UsageError
 from sm12x.plan import budget as budgets
-from sm12x.plan import host, peers
+from sm12x.plan import host
 from sm12x.plan.budget import DOES_NOT_FIT, FITS, UNKNOWN, Amount, budget, ceiling, floor
 
 PRO = hardware("rtx-pro-6000")
@@ -179,7 +179,7 @@ def test_level_2_keeps_no_copy_and_unknown_weights_no_known_one() -> None:
 
 def test_every_subset_of_peers_is_judged() -> None:
     """Two of 0.70 cannot be awake together; one of 0.30 beside one of 0.35 can."""
-    rotation = peers.rows(PRO, [flash("a"), flash("b")])
+    rotation = plan.combine(PRO, [flash("a"), flash("b")])
     assert [(row.awake, row.asleep, row.verdict) for row in rotation] == [
         ((), ("a", "b"), FITS),
         (("a",), ("b",), FITS),
@@ -191,13 +191,13 @@ def test_every_subset_of_peers_is_judged() -> None:
         flash("a", utilization=0.30, outside=term(3)),
         flash("b", utilization=0.35, outside=term(3)),
     ]
-    together = peers.rows(PRO, small)[-1]
+    together = plan.combine(PRO, small)[-1]
     assert together.verdict == FITS
     assert together.budget.margin.low == pytest.approx(95 * 0.35 - 6)
 
 
 def test_what_cannot_sleep_is_stopped_while_others_are_awake() -> None:
-    rows = peers.rows(PRO, [flash("a"), flash("b", sleep=0)])
+    rows = plan.combine(PRO, [flash("a"), flash("b", sleep=0)])
 
     assert [(row.awake, row.asleep, row.stopped) for row in rows] == [
         ((), ("a",), ("b",)),
@@ -209,7 +209,7 @@ def test_what_cannot_sleep_is_stopped_while_others_are_awake() -> None:
 
 def test_too_many_peers_are_refused() -> None:
     with pytest.raises(UsageError, match="7 recipes"):
-        peers.rows(PRO, [flash(str(number)) for number in range(7)])
+        plan.combine(PRO, [flash(str(number)) for number in range(7)])
 
 
 def test_one_recipe_that_sleeps_is_planned_beside_a_peer_like_itself() -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.unit.test_plan_kvcache import DEEPSEEK_V4_FLASH, DEEPSEEK_V4_PRO, LLAMA_3_8B
 
 from sm12x.core.errors import BadFileError
-from sm12x.core.files import GIB
+from sm12x.core.text import GIB
 from sm12x.plan import checkpoint
 
 SMALL = {**LLAMA_3_8B, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}

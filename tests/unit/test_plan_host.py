@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from sm12x.core.errors import ToolMissingError, UsageError
-from sm12x.core.files import GIB
+from sm12x.core.text import GIB
 from sm12x.plan import host
 
 

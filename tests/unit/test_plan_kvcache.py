@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sm12x.core.errors import BadFileError, UsageError
-from sm12x.core.files import GIB
+from sm12x.core.text import GIB
 from sm12x.plan import modelconfig
 from sm12x.plan.kvcache import Layers, paged
 

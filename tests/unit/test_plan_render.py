@@ -14,6 +14,7 @@ from tests.unit.test_plan_kvcache import DEEPSEEK_V4_FLASH
 
 from sm12x import layout, plan
 from sm12x.commands.plan import command
+from sm12x.core import declared
 from sm12x.core.errors import FindingsError, Sm12xError, ToolMissingError, UsageError
 from sm12x.plan import chart, render, server
 from sm12x.plan.budget import Amount
@@ -77,7 +78,7 @@ def test_the_verdict_is_one_line(made: plan.Plan, line: str) -> None:
 
 
 def test_the_json_carries_verdict_terms_and_sources() -> None:
-    found = json.loads(json.dumps(render.data(plan.make(PRO, [flash()]))))
+    found = json.loads(declared.to_json(plan.make(PRO, [flash()])))
 
     assert (found["schema"], found["verdict"], found["assumed_peer"]) == (1, "fits", True)
     row = next(one for one in found["combinations"] if one["needed"])
@@ -101,15 +102,26 @@ def test_without_matplotlib_the_picture_is_one_error(
     assert not list(tmp_path.iterdir())
 
 
-def test_the_committed_recipe_is_the_reported_budget() -> None:
-    """0.85 does not fit, 0.70 fits by about 3 GiB: from the recipe's own terms."""
-    fits, over = run(FLASH), run(FLASH, "--utilization", "0.85")
+def test_the_committed_recipe_fits_by_its_own_terms() -> None:
+    """66.5 + 2.0-3.5 + 2.7-4.1 = 71.2-74.1 of 95; 1 - 7.6 / 95 = 0.92 is the most."""
+    fits, over = run(FLASH), run(FLASH, "--utilization", "0.96")
 
     assert fits.exit_code == 0
-    assert "fits: 1.7-4.1 GiB to spare; largest safe utilization 0.71" in fits.output
-    assert "does not fit: 10.1-12.5 GiB over" in over.output
+    assert "fits: 20.9-23.8 GiB to spare; largest safe utilization 0.92" in fits.output
+    assert "does not fit: 0.9-3.8 GiB over" in over.output
     assert isinstance(over.exception, FindingsError)
-    assert "0.85 -> 0.71" in over.exception.next_step
+    assert "0.96 -> 0.92" in over.exception.next_step
+
+
+def test_the_reported_22_gib_outside_the_budget_do_not_fit_at_0_85() -> None:
+    """Of another build: 80.75 + 22 + 2.7-4.1 of 95; 0.70 would fit."""
+    reported = (FLASH, "--outside", "22")
+    fits, over = run(*reported), run(*reported, "--utilization", "0.85")
+
+    assert "fits: 2.4-3.8 GiB to spare" in fits.output
+    assert "does not fit: " in over.output
+    assert isinstance(over.exception, FindingsError)
+    assert "0.85 -> 0.72" in over.exception.next_step
 
 
 def test_every_recipe_has_a_line() -> None:

@@ -15,7 +15,7 @@ import requests
 from urllib3 import HTTPResponse
 
 from sm12x import layout
-from sm12x.core import download, globs, listing, lockfile, pipconfig
+from sm12x.core import download, files, listing, lockfile, pipconfig
 from sm12x.core.errors import FetchError
 from sm12x.core.listing import ListedFile
 from sm12x.stack.model import base as bases
@@ -271,7 +271,7 @@ def test_facts_are_read_from_a_source(tmp_path: Path) -> None:
     ],
 )
 def test_globs(path: str, glob: str, fits: bool) -> None:
-    assert globs.matches(path, glob) is fits
+    assert files.matches(path, glob) is fits
 
 
 @pytest.mark.parametrize("version", bases.versions())

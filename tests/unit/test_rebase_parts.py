@@ -11,7 +11,7 @@ from sm12x import layout
 from sm12x.core.errors import BadFileError
 from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
-from sm12x.stack.rebase import first_fixed, merge, porting, render, status, verdict
+from sm12x.stack.rebase import merge, porting, render, status, verdict
 from sm12x.stack.rebase.status import RebaseOutcome
 from sm12x.stack.witness.junit import Test
 from sm12x.stack.witness.witness import Run
@@ -152,24 +152,24 @@ RELEASES = ["0.20.2", "0.21.0", "0.22.0", "0.22.1", "0.23.0", "0.9.0", "0.24.0",
 
 @pytest.mark.parametrize("landed", [*range(4), None])
 def test_the_first_release_is_found_by_halving(landed: int | None) -> None:
-    candidates = first_fixed.between(RELEASES, "0.21.0", "0.33.0")
+    candidates = verdict.between(RELEASES, "0.21.0", "0.33.0")
     assert candidates == ["0.22.0", "0.22.1", "0.23.0", "0.24.0"]
 
     def probe(version: str) -> verdict.Need:
         has = landed is not None and candidates.index(version) >= landed
         return verdict.Need(state=verdict.UPSTREAM if has else verdict.NEEDED)
 
-    first, said = first_fixed.first(candidates, "0.33.0", probe)
+    first, said = verdict.first(candidates, "0.33.0", probe)
     assert first == ("0.33.0" if landed is None else candidates[landed])
     assert len(said) <= 3
 
 
 def test_a_release_on_which_the_witness_cannot_run_does_not_count_as_having_it() -> None:
-    first, said = first_fixed.first(
+    first, said = verdict.first(
         ["1.1", "1.2"], "2.0", lambda version: verdict.Need(state=verdict.UNKNOWN)
     )
     assert (first, list(said)) == ("2.0", ["1.2"])
-    assert first_fixed.first([], "2.0", lambda version: verdict.Need(state=verdict.NEEDED)) == (
+    assert verdict.first([], "2.0", lambda version: verdict.Need(state=verdict.NEEDED)) == (
         "2.0",
         {},
     )
@@ -262,7 +262,7 @@ def test_the_table_is_what_folders_and_records_say(tmp_path: Path) -> None:
         "n/m       only n of its m tests show the defect: upstream has part of it\n"
     )
     data = render.table_data(table)
-    assert data["0001-A.patch"]["2.0"]["note"] == "since 1.5"
+    assert data["0001-A.patch"]["2.0"].note == "since 1.5"
     assert render.table(status.table([], [])) == "no base lists a patch\n"
     assert series.read(one)[1] != []  # the patches themselves are not there, and need not be
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 
 from sm12x import layout
+from sm12x.core import declared
 from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
 from sm12x.stack.model.series import Patch
@@ -104,8 +106,9 @@ def test_only_what_conflicts_is_listed_with_its_lines() -> None:
     assert "  a/none.py: there is no such file (its part is in a/none.py.rej)\n" in text
     assert "perhaps 0/many.py or 1/many.py or 2/many.py or 3/many.py or another of that" in text
     assert "next: sm12x patch continue '/some where/9.9'" in text
-    data = render.as_data(report)
-    assert data["port"]["conflicts"][0]["places"] == (7, 70)
+    data = json.loads(declared.to_json(render.RebaseData.of(report)))
+    assert data["from"] == report.source
+    assert data["port"]["conflicts"][0]["places"] == [7, 70]
     assert "patch witness" not in text
 
 

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from sm12x.core import declared
 from sm12x.core.errors import BadFileError, UsageError
 from sm12x.runtime import entry, serve
 from sm12x.runtime.places import CACHE_VARIABLES, Places
@@ -104,7 +105,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Places:
         ),
         dependencies={},
     )
-    found.ledger.write_text(ledger.to_json())
+    declared.write_json(found.ledger, ledger)
     return found
 
 

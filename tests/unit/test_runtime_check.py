@@ -17,7 +17,7 @@ import pytest
 
 from sm12x.core.errors import ToolFailedError
 from sm12x.recipes import load
-from sm12x.runtime.check import content, kernels, machinecode, native, probe, report, versions
+from sm12x.runtime.check import compiler, content, machinecode, native, probe, report, versions
 from sm12x.runtime.check.report import FAIL, NOTE, PASS, WARN, Line
 from sm12x.runtime.places import Places
 from sm12x.wheel.ledger import FileEntry, Ledger, LibraryEntry, OverrideEntry
@@ -558,14 +558,14 @@ def kernel(name: str, capability: int, shared: int = 90112, error: str = "") -> 
 
 
 def check_kernels(places: Places, *answer: dict[str, Any]) -> list[Line]:
-    (places.site / kernels.PACKAGE).mkdir(parents=True, exist_ok=True)
+    (places.site / compiler.PACKAGE).mkdir(parents=True, exist_ok=True)
 
     def ask(kind: str, question: Any, env: Mapping[str, str | None]) -> Any:
         assert kind == "kernels"
-        assert question["folder"] == str(places.site / kernels.PACKAGE)
+        assert question["folder"] == str(places.site / compiler.PACKAGE)
         return list(answer)
 
-    return kernels.check(places, ask)
+    return compiler.check_kernels(places, ask)
 
 
 def kernel_places(tmp_path: Path) -> Places:
@@ -576,7 +576,7 @@ def test_a_stack_without_kernels_of_its_own_compiles_none(tmp_path: Path) -> Non
     def ask(*_: Any) -> Any:
         raise AssertionError
 
-    assert kernels.check(kernel_places(tmp_path), ask) == []
+    assert compiler.check_kernels(kernel_places(tmp_path), ask) == []
 
 
 def test_kernels_that_fit_pass_in_one_line(tmp_path: Path) -> None:

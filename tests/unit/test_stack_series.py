@@ -254,7 +254,7 @@ def test_an_environment_is_used_while_a_lock_names_it(tmp_path: Path) -> None:
     known = bases.load(bases.versions()[0])
     homes = tmp_path / witness.HOMES
     wanted = witness.requirements(known, machine="x86_64", root=layout.root())
-    named = witness._name(known, wanted, "x86_64")
+    named = witness.home_name(known, wanted, "x86_64")
     names = [
         named,
         f"{known.version}-x86_64-000000000000",

@@ -9,9 +9,10 @@ from typing import Any, cast
 import pytest
 
 from sm12x.core.errors import BadFileError
+from sm12x.stack import render
 from sm12x.stack.model import base as bases
 from sm12x.stack.model.series import Stack
-from sm12x.stack.witness import junit, upstream_tests, upstream_text
+from sm12x.stack.witness import junit, upstream_tests
 from sm12x.stack.witness.upstream_tests import (
     Cannot,
     FileRun,
@@ -279,7 +280,7 @@ def test_a_file_that_is_not_run_is_listed_with_its_reason(tmp_path: Path) -> Non
     plan = upstream_tests.plan(suite, _stack(ABSTRACT), tree)
     assert (plan.files, plan.faults) == ((), ())
     assert [entry.file for entry in plan.not_run] == [FILE]
-    text = upstream_text.listed(plan, suite)
+    text = render.upstream_listed(plan, suite)
     assert FILE in text
     assert "it allocates" in text
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from sm12x.core import declared
 from sm12x.core.errors import BadFileError, BuildFailedError
 from sm12x.wheel import ledger as ledgers
 from sm12x.wheel.assemble import torch_ops, wheel
@@ -287,9 +288,9 @@ def test_what_is_no_wheel_is_refused(tmp_path: Path) -> None:
 
 def test_a_ledger_reads_back_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "ledger.json"
-    path.write_text(LEDGER.to_json())
+    declared.write_json(path, LEDGER)
     assert ledgers.read(path) == LEDGER
-    path.write_text(LEDGER.to_json().replace('"schema": 2', '"schema": 1'))
+    path.write_text(path.read_text().replace('"schema": 2', '"schema": 1'))
     with pytest.raises(BadFileError, match="schema is 1"):
         ledgers.read(path)
 

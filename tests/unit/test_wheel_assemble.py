@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from sm12x.stack.model import base as bases
+from sm12x.wheel import selection
 from sm12x.wheel.assemble import assemble
 from sm12x.wheel.compile.native import NativeModule, NativeRecord
-from sm12x.wheel.source import select
 
 BASE = bases.load("0.21.0")
 PATHS = {module.target: module.path for module in BASE.modules}
@@ -30,7 +30,7 @@ def _compiled(mode: str, *targets: str) -> NativeRecord:
         ),
         mode=mode,
         kept=tuple(
-            select.Kept(target=target, path=path, reason="a reason")
+            selection.Kept(target=target, path=path, reason="a reason")
             for target, path in PATHS.items()
             if target not in targets
         ),

@@ -13,9 +13,10 @@ from sm12x.core import files
 from sm12x.core.errors import BadFileError, FetchError, NoSpaceError, UsageError
 from sm12x.stack.model import base as bases
 from sm12x.stack.model.base import Base, SourcePackage, SourceText, ThirdPartySource, UnitCost
-from sm12x.wheel.compile import compiling, estimate, launcher, schedule
+from sm12x.wheel import selection
+from sm12x.wheel.compile import compiling, launcher, schedule
 from sm12x.wheel.compile.schedule import Scheduler, Unit
-from sm12x.wheel.source import checkout, third_party
+from sm12x.wheel.source import third_party
 
 
 def _unit(name: str, seconds: float, gib: float) -> Unit:
@@ -136,9 +137,11 @@ def _costly(base: Base, seconds: float) -> Base:
 
 def _decide(
     base: Base, wanted: str, *, cores: int = 2, memory: float = 22, there: bool = True
-) -> estimate.Decision:
+) -> selection.Decision:
     available = {base.sources[0].name} if there else set()
-    return estimate.decide(base, cores=cores, memory_gib=memory, available=available, wanted=wanted)
+    return selection.decide(
+        base, cores=cores, memory_gib=memory, available=available, wanted=wanted
+    )
 
 
 def test_auto_builds_all_where_that_is_quick_enough(base: Base) -> None:
@@ -161,13 +164,13 @@ def test_auto_builds_all_where_that_is_quick_enough(base: Base) -> None:
 )
 def test_the_limit_of_auto_is_the_same_wherever_it_is_told(name: str) -> None:
     text = " ".join((layout.root() / name).read_text().replace('"', "").split())
-    assert f"under {estimate.LIMIT_MINUTES:.0f} minutes on this machine" in text
+    assert f"under {selection.LIMIT_MINUTES:.0f} minutes on this machine" in text
 
 
 def test_what_full_would_add_to_a_quick_bundle(base: Base) -> None:
     cheap, costly = _costly(base, 8000).modules
     name = base.sources[0].name
-    offered = estimate.offer(
+    offered = selection.offer(
         dataclasses.replace(base, modules=(cheap, costly)), cores=2, memory_gib=22, sure={name}
     )
     assert offered is not None
@@ -178,7 +181,7 @@ def test_what_full_would_add_to_a_quick_bundle(base: Base) -> None:
     # What no package has comes second, with all that was before it in its time.
     first = dataclasses.replace(costly, path="vllm/first.so", sources=())
     both = dataclasses.replace(base, modules=(cheap, first, costly))
-    offered = estimate.offer(both, cores=2, memory_gib=4, sure=())
+    offered = selection.offer(both, cores=2, memory_gib=4, sure=())
     assert offered is not None
     assert [(step.modules, step.sources) for step in offered.steps] == [
         (("vllm/first.so",), ()),
@@ -187,7 +190,7 @@ def test_what_full_would_add_to_a_quick_bundle(base: Base) -> None:
     assert offered.steps[1].minutes > 1.8 * offered.steps[0].minutes
     assert "needs 8.9 GiB of memory" in offered.against
     alone = dataclasses.replace(base, modules=(cheap,))
-    assert estimate.offer(alone, cores=2, memory_gib=22, sure={name}) is None
+    assert selection.offer(alone, cores=2, memory_gib=22, sure={name}) is None
 
 
 def test_auto_never_builds_all_of_a_release_that_has_something_against_it(base: Base) -> None:
@@ -408,7 +411,7 @@ def test_git_that_is_not_reachable_is_a_reason_and_no_error(
     def refuse(*_: object) -> None:
         raise FetchError("the git host of https://x is not reachable", next_step="")
 
-    monkeypatch.setattr(checkout, "fetch", refuse)
+    monkeypatch.setattr(third_party, "fetch", refuse)
     source = ThirdPartySource(
         name="thing", pin="abc", override="X", stand_in=(), git="https://x", commit="abc" + "0" * 37
     )

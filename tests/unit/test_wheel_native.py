@@ -13,8 +13,8 @@ from sm12x.core import cudaarch
 from sm12x.core.errors import BadFileError, BuildFailedError, UsageError
 from sm12x.stack.model import base as bases
 from sm12x.stack.model.base import Base, Module
+from sm12x.wheel import selection
 from sm12x.wheel.compile import cmake, native
-from sm12x.wheel.source import select
 from sm12x.wheel.toolchain import arch
 
 
@@ -54,13 +54,13 @@ def base() -> Base:
 def test_a_module_is_compiled_if_one_of_its_sources_changed(
     base: Base, paths: list[str], targets: list[str]
 ) -> None:
-    assert [module.target for module in select.touched(base, paths)] == targets
+    assert [module.target for module in selection.touched(base, paths)] == targets
 
 
 @pytest.mark.parametrize("path", ["csrc/other.cu", "csrc/deep/alloc.cpp", "cmake/x.cmake"])
 def test_a_native_file_of_no_module_is_an_error(base: Base, path: str) -> None:
     with pytest.raises(BuildFailedError, match=rf"{path}, which belongs to no native module"):
-        select.touched(base, [path])
+        selection.touched(base, [path])
 
 
 @pytest.mark.parametrize("version", bases.versions())
@@ -74,7 +74,7 @@ def test_each_module_is_made_of_sources_the_base_declares(version: str) -> None:
 @pytest.mark.parametrize("version", bases.versions())
 def test_the_allocator_is_compiled_alone(version: str) -> None:
     """Quick mode takes minutes because no other module has the allocator's source."""
-    found = select.touched(bases.load(version), ["csrc/cumem_allocator.cpp"])
+    found = selection.touched(bases.load(version), ["csrc/cumem_allocator.cpp"])
     assert [module.target for module in found] == ["cumem_allocator"]
 
 
@@ -196,7 +196,7 @@ def _choice(base: Base) -> Base:
 
 
 def test_quick_mode_compiles_what_is_touched_and_cheap(base: Base) -> None:
-    found = select.choose(_choice(base), {"light", "two"}, mode="quick")
+    found = selection.choose(_choice(base), {"light", "two"}, mode="quick")
     assert [module.target for module in found.modules] == ["light"]
     assert [(kept.target, kept.missing) for kept in found.kept] == [("two", ())]
     assert "quick mode does not compile it" in found.kept[0].reason
@@ -205,15 +205,15 @@ def test_quick_mode_compiles_what_is_touched_and_cheap(base: Base) -> None:
 def test_full_mode_keeps_a_module_that_would_lose_ops(base: Base) -> None:
     first, second = (source.name for source in base.sources[:2])
     several = _choice(base)
-    found = select.choose(several, (), mode="full", available={first})
+    found = selection.choose(several, (), mode="full", available={first})
     assert [module.target for module in found.modules] == ["light", "one"]
     assert [(kept.target, kept.missing) for kept in found.kept] == [("two", (second,))]
     assert second in found.kept[0].reason
     with pytest.raises(UsageError, match=rf"nothing .* of {second} can be compiled without it"):
-        select.choose(several, (), mode="full", available={first}, allowed={second})
+        selection.choose(several, (), mode="full", available={first}, allowed={second})
     made = tuple(dataclasses.replace(source, ops=("_C::x",)) for source in several.sources)
     several = dataclasses.replace(several, sources=made)
-    found = select.choose(several, (), mode="full", available={first}, allowed={second})
+    found = selection.choose(several, (), mode="full", available={first}, allowed={second})
     assert [module.target for module in found.modules] == ["light", "one", "two"]
     assert found.kept == ()
     assert found.allowed == {"two": (second,)}
@@ -222,15 +222,15 @@ def test_full_mode_keeps_a_module_that_would_lose_ops(base: Base) -> None:
 def test_a_source_allowed_to_be_missing_must_be_one_of_the_base(base: Base) -> None:
     name = base.sources[0].name
     with pytest.raises(UsageError, match=rf"no third-party source '{name}x'.*use {name}"):
-        select.choose(base, (), mode="full", allowed={f"{name}x"})
+        selection.choose(base, (), mode="full", allowed={f"{name}x"})
 
 
 @pytest.mark.parametrize("version", bases.versions())
 def test_quick_mode_stays_quick(version: str) -> None:
     """A patch of the architecture lists touches every module; quick mode must not follow it."""
     loaded = bases.load(version)
-    touched = [module.target for module in select.touched(loaded, ["CMakeLists.txt"])]
-    found = select.choose(loaded, touched, mode="quick")
+    touched = [module.target for module in selection.touched(loaded, ["CMakeLists.txt"])]
+    found = selection.choose(loaded, touched, mode="quick")
     assert sum(module.cpu_seconds for module in found.modules) < 60
 
 
@@ -263,7 +263,7 @@ def test_a_source_of_another_version_is_not_compiled(base: Base, tmp_path: Path)
         archs=cudaarch.parse_list("12.0a"),
         third_party=tmp_path / "sources",
     )
-    choice = select.ModuleChoice(modules=modules, kept=(), allowed={})
+    choice = selection.ModuleChoice(modules=modules, kept=(), allowed={})
     with pytest.raises(BadFileError, match=rf"is {one.name} v9\.9\.9, base.toml pins {one.pin}"):
         native.build(base, _tree(tmp_path / "src"), tmp_path / "out", choice, settings, mode="full")
     assert not (tmp_path / "out").exists()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sm12x.wheel.assemble import ops_read
+from sm12x.wheel.assemble import torch_ops
 
 
 @pytest.mark.parametrize(
@@ -26,9 +26,9 @@ from sm12x.wheel.assemble import ops_read
 )
 def test_a_schema_is_a_whole_text(text: str, names: list[str]) -> None:
     for data in (text, f"\0{text}\0", f"other\0{text}\0more() \0"):
-        assert list(ops_read.schemas(data.encode())) == names
+        assert list(torch_ops.schemas(data.encode())) == names
 
 
 def test_a_text_longer_than_any_schema_is_passed_over() -> None:
     data = b"x(" + b"a" * 100_000 + b") -> Tensor"
-    assert list(ops_read.schemas(data)) == []
+    assert list(torch_ops.schemas(data)) == []

@@ -20,11 +20,8 @@ HEADS = 5
 TOPK = 32
 
 
-def prepare() -> Any:
-    """Import the layer where no CUDA module of the release is; kernels go to the interpreter."""
-    torch: Any = importlib.import_module("torch")
-    sys.path.append(str(Path(__file__).parent / "portable"))
-    importlib.import_module("interpreter")
+def without_flash_attention() -> None:
+    """Let modules import vllm.vllm_flash_attn, whose CUDA modules are not there."""
     flash: Any = types.ModuleType("vllm.vllm_flash_attn")
 
     def anything(name: str) -> Any:
@@ -34,6 +31,14 @@ def prepare() -> Any:
 
     flash.__getattr__ = anything
     sys.modules[flash.__name__] = flash
+
+
+def prepare() -> Any:
+    """Import the layer where no CUDA module of the release is; kernels go to the interpreter."""
+    torch: Any = importlib.import_module("torch")
+    sys.path.append(str(Path(__file__).parent / "portable"))
+    importlib.import_module("interpreter")
+    without_flash_attention()
     torch.Tensor.pin_memory = lambda self: self
     torch.accelerator.empty_cache = lambda: None
     workspace: Any = importlib.import_module("vllm.v1.worker.workspace")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -108,6 +109,36 @@ def refusal(gpu: Gpu, name: str, value: str) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def kernels_of_steps(gpu: Gpu) -> dict[str, Any]:
+    """How many kernels are compiled for steps of all lengths, and one of them again."""
+    torch: Any = importlib.import_module("torch")
+    gpu.become((12, 0))
+    kernels: Any = importlib.import_module("vllm.v1.attention.ops.portable_mla.sparse_mla")
+    cache = torch.zeros(4, 64, 584, dtype=torch.uint8)
+    for tokens, width, extra, splits in (
+        (1, 128, 512, 1),
+        (2, 128, 512, 2),
+        (3, 128, 1, 3),
+        (5, 1, 17, 16),
+        (8, 127, 640, 7),
+    ):
+        kernels.sparse_mla(
+            q=torch.zeros(tokens, 16, 512, dtype=torch.bfloat16),
+            swa_cache=cache,
+            swa_slots=torch.zeros(tokens, width, dtype=torch.int32),
+            swa_lens=torch.zeros(tokens, dtype=torch.int32),
+            # One of a buffer's rows, whose addresses have no alignment but their type's.
+            comp_slots=torch.zeros(tokens, extra + 1, dtype=torch.int32)[:, 1:],
+            comp_lens=torch.zeros(tokens + 1, dtype=torch.int32)[1:],
+            comp_cache=cache,
+            sink=torch.zeros(17)[1:],
+            scale=0.1,
+            out=torch.zeros(tokens, 16, 512, dtype=torch.bfloat16),
+            launch=kernels.Plan(kernels.SHORT_16, splits, tokens * splits * 16 * 513),
+        )
+    return dict(Counter(kernel.name for kernel in gpu.compiled))
 
 
 def graph_mode(gpu: Gpu, allowed: str, model: bool) -> str:
@@ -222,6 +253,11 @@ def test_a_tile_that_does_not_fit_is_refused_at_start(compiled: KernelProcess) -
     said = compiled.call(refusal, name=f"{SWITCH}_HEAD_BLOCK_SIZE", value="64")
     assert str(SM12X_SHARED) in said
     assert str(SM90_SHARED) not in said
+
+
+def test_other_lengths_need_no_other_kernel(compiled: KernelProcess) -> None:
+    # With and without splits, and what merges them.
+    assert compiled.call(kernels_of_steps) == {"_sparse_mla_kernel": 2, "_merge_kernel": 1}
 
 
 def test_cuda_graphs_can_be_switched_off(compiled: KernelProcess) -> None:

@@ -1,16 +1,21 @@
-"""Two audit reports side by side: what a build changed for each library."""
+"""Two audit reports side by side: what a build changed for each library, as a table and a picture.
+
+The picture is bars of translation units, as an SVG without background and script. Its colours can
+be read on white and on black; where the reader's system says which of the two it shows, text takes
+the matching colour.
+"""
 
 from __future__ import annotations
 
-import json
+import html
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
 
+from sm12x.audit import report
 from sm12x.audit.model import LTO, NATIVE, NONE, PTX, UNKNOWN
-from sm12x.audit.report import SCHEMA
+from sm12x.audit.report import AuditReport, LibraryReport
 from sm12x.core.errors import BadFileError
 from sm12x.core.text import MIB
 
@@ -18,22 +23,15 @@ HEADER = ("module", "native on 12.0", "native on 12.1", "through PTX", "not at a
 _ON_120, _ON_121 = "12.0", "12.1"
 
 
-def load(path: Path) -> dict[str, Any]:
+def load(path: Path) -> AuditReport:
     """A report of `sm12x audit --json` that was judged for 12.0 and 12.1. Raises BadFileError."""
-    try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if found["schema"] != SCHEMA:
-            raise ValueError(f"schema {found['schema']!r}")
-        if not {_ON_120, _ON_121} <= set(found["devices"]):
-            raise ValueError(f"devices {found['devices']!r}")
-        found["subject"]
-        for library in found["libraries"]:
-            _units(library, _ON_120), library["path"], library["size"]
-    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+    step = "write it with `sm12x audit WHEEL --json --output FILE`"
+    found = report.read(path, next_step=step)
+    if not {_ON_120, _ON_121} <= set(found.devices):
         raise BadFileError(
-            f"{path} is not an audit of 12.0 and 12.1: {error}",
-            next_step="write it with `sm12x audit WHEEL --json --output FILE`",
-        ) from None
+            f"{path} is not an audit of 12.0 and 12.1: devices {', '.join(found.devices)}",
+            next_step=step,
+        )
     return found
 
 
@@ -49,14 +47,14 @@ class Change:
     after: Counter[str]
 
 
-def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
+def changes(before: AuditReport, after: AuditReport) -> list[Change]:
     """Each library with device code in either report, by path, then the sums as "all"."""
-    old, new = _libraries(before), _libraries(after)
+    old, new = ({one.path: one for one in side.libraries} for side in (before, after))
     found = []
     total = Change(path="all", before=Counter(), after=Counter())
     for path in sorted({*old, *new}):
         pair = (old.get(path), new.get(path))
-        if not any(library and _total(library) for library in pair):
+        if not any(library and sum(library.runs[_ON_120].units.values()) for library in pair):
             continue
         change = Change(path=path, before=_counts(pair[0]), after=_counts(pair[1]))
         total.before.update(change.before)
@@ -65,7 +63,7 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]
     return [*found, total]
 
 
-def rows(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, ...]]:
+def rows(before: AuditReport, after: AuditReport) -> list[tuple[str, ...]]:
     """One row for each entry of ``changes``, in translation units.
 
     Units that run differently on the two devices are shown for both, 12.0 first.
@@ -75,20 +73,7 @@ def rows(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str,
     return [*found, (total.path, *_cells(total.before, total.after))]
 
 
-def _libraries(report: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    return {library["path"]: library for library in report["libraries"]}
-
-
-def _units(library: Mapping[str, Any], device: str) -> Mapping[str, int]:
-    units: Mapping[str, int] = library["runs"][device]["units"]
-    return units
-
-
-def _total(library: Mapping[str, Any]) -> int:
-    return sum(_units(library, _ON_120).values())
-
-
-def _counts(library: Mapping[str, Any] | None) -> Counter[str]:
+def _counts(library: LibraryReport | None) -> Counter[str]:
     """Units by "<verdict> <device>", and the size in bytes."""
     if library is None:
         return Counter()
@@ -96,10 +81,10 @@ def _counts(library: Mapping[str, Any] | None) -> Counter[str]:
         {
             f"{verdict} {device}": number
             for device in (_ON_120, _ON_121)
-            for verdict, number in _units(library, device).items()
+            for verdict, number in library.runs[device].units.items()
         }
     )
-    found["size"] = library["size"]
+    found["size"] = library.size
     return found
 
 
@@ -129,3 +114,132 @@ def _cells(before: Counter[str], after: Counter[str]) -> Sequence[str]:
 
 def _arrow(before: str, after: str) -> str:
     return before if before == after else f"{before} → {after}"
+
+
+# Verdicts of a bar's part -> CSS class, label of its number, meaning.
+_PARTS: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
+    ((NATIVE,), "native", "native", "compiled for this GPU"),
+    ((PTX,), "ptx", "PTX", "compiled by the driver at the first start"),
+    ((LTO, NONE, UNKNOWN), "none", "none", "no code for this GPU: a call fails"),
+)
+_STYLE = """\
+text { font-family: system-ui, -apple-system, "Segoe UI", Arial, sans-serif; font-size: 13px }
+text { fill: #6e7781 }
+.head { font-size: 15px; font-weight: 600 }
+.small { font-size: 11px }
+.native { fill: #2da44e } .ptx { fill: #d4a72c } .none { fill: #8c959f }
+@media (prefers-color-scheme: light) { text { fill: #424a53 } }
+@media (prefers-color-scheme: dark) { text { fill: #c9d1d9 } }"""
+# Pixels.
+_WIDTH = 860
+_NAME, _LABEL, _BAR = 10, 175, 252
+_BAR_WIDTH = 400
+_BAR_HEIGHT, _LINE, _GAP = 13, 17, 9
+
+
+def svg(before: AuditReport, after: AuditReport, *, title: str, made_by: str) -> str:
+    """The picture of two reports as ``compare.load`` returns them.
+
+    One panel serves both devices where every library runs alike on them, else each has its own.
+
+    Args:
+        title: the heading; the devices of a panel are added to it.
+        made_by: the command that writes the file, for its first line.
+    """
+    found = changes(before, after)
+    devices = ("12.0", "12.1")
+    alike = all(_units(side, "12.0") == _units(side, "12.1") for side in _sides(found))
+    panels = [(devices[0], " and ".join(devices))] if alike else [(one, one) for one in devices]
+    lines: list[str] = []
+    top = 26
+    for device, named in panels:
+        lines.append(_text(_NAME, top, f"{title}, on {named}", "head"))
+        for side, of in (("official", before), ("full build", after)):
+            top += 16
+            lines.append(_text(_NAME, top, f"{side}: {of.subject}", "small"))
+        top += 22
+        for _, kind, label, meaning in _PARTS:
+            lines.append(_rect(_NAME, top - 10, 11, kind, height=11))
+            lines.append(_text(_NAME + 18, top, f"{label}: {meaning}", "small"))
+            top += 16
+        top += 10
+        for drawn, height in _rows(found, device, top):
+            lines += drawn
+            top += height
+        top += 18
+    height = top - 12
+    return "\n".join(
+        (
+            f"<!-- Made by `{html.escape(made_by)}`; do not edit. -->",
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
+            f'viewBox="0 0 {_WIDTH} {height}" role="img">',
+            f"<title>{html.escape(title)}</title>",
+            f"<style>\n{_STYLE}\n</style>",
+            *lines,
+            "</svg>\n",
+        )
+    )
+
+
+def _rows(found: list[Change], device: str, top: int) -> Iterator[tuple[list[str], int]]:
+    """Each row's elements and its height; the last one, of the sums, has no bars."""
+    *libraries, total = found
+    largest = max((sum(_units(side, device)) for side in _sides(libraries)), default=1)
+    for one in libraries:
+        name = PurePosixPath(one.path).name.split(".", 1)[0]
+        old, new = _units(one.before, device), _units(one.after, device)
+        pairs = [("unchanged", old)] if old == new else [("official", old), ("full build", new)]
+        drawn = [_text(_NAME, top + 11, name, "")]
+        for number, (label, units) in enumerate(pairs):
+            drawn += _bar(label, units, largest, top + number * _LINE)
+        height = len(pairs) * _LINE + _GAP
+        top += height
+        yield drawn, height
+    old, new = _units(total.before, device), _units(total.after, device)
+    drawn = [
+        _text(_NAME, top + 13, "all", ""),
+        _text(_LABEL, top + 13, f"{_said(old)}  →  {_said(new)}", ""),
+    ]
+    yield drawn, _LINE + _GAP
+
+
+def _bar(label: str, units: tuple[int, ...], largest: int, top: int) -> list[str]:
+    drawn = [_text(_LABEL, top + 10, label, "small")]
+    left = float(_BAR)
+    for (_, kind, _, _), number in zip(_PARTS, units, strict=True):
+        if number:
+            width = number / largest * _BAR_WIDTH
+            drawn.append(_rect(left, top, width, kind))
+            left += width
+    return [*drawn, _text(left + 8, top + 11, _said(units), "small")]
+
+
+def _said(units: tuple[int, ...]) -> str:
+    labels = [label for _, _, label, _ in _PARTS]
+    return (
+        ", ".join(f"{n} {label}" for n, label in zip(units, labels, strict=True) if n) or "no code"
+    )
+
+
+def _units(counts: Counter[str], device: str) -> tuple[int, ...]:
+    """Units of each part of a bar."""
+    return tuple(
+        sum(counts[f"{verdict} {device}"] for verdict in verdicts) for verdicts, *_ in _PARTS
+    )
+
+
+def _sides(found: list[Change]) -> Iterator[Counter[str]]:
+    for one in found:
+        yield one.before
+        yield one.after
+
+
+def _text(left: float, top: float, text: str, kind: str) -> str:
+    named = f' class="{kind}"' if kind else ""
+    return f'<text x="{left:.1f}" y="{top:.1f}"{named}>{html.escape(text)}</text>'
+
+
+def _rect(left: float, top: float, width: float, kind: str, *, height: int = _BAR_HEIGHT) -> str:
+    return (
+        f'<rect class="{kind}" x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" height="{height}"/>'
+    )

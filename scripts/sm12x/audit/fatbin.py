@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from sm12x.core.cudaarch import CudaArch
 
 MAGIC = 0xBA55ED50
-PTX, CUBIN, LTO, SEVERAL = 1, 2, 8, 256
+PTX, CUBIN, LTO, _SEVERAL = 1, 2, 8, 256
 LZ4, ZSTD, SPECIFIC, FAMILY = 1 << 13, 1 << 15, 1 << 20, 1 << 21
 MAGIC_BYTES = struct.pack("<I", MAGIC)
 ELF_MAGIC = b"\x7fELF"
@@ -316,7 +316,7 @@ def _container(
         if entry_header < _ENTRY.size or after > stop:
             fault = f"the entry at {position:#x} does not fit its fat binary"
             break
-        if kind == SEVERAL:
+        if kind == _SEVERAL:
             entries.extend(_several(data, position, entry_header, payload, flags, whole))
         else:
             entries.append(_entry(data, kind, number, flags, code, payload, whole))

@@ -74,7 +74,7 @@ def compiles_on(ptx: CudaArch, device: Device) -> bool:
     return (ptx.major, ptx.minor) <= (device.major, device.minor)
 
 
-def unit_verdict(unit: FatContainer, device: Device) -> str:
+def _unit_verdict(unit: FatContainer, device: Device) -> str:
     """How one translation unit runs: the driver takes a fitting cubin first, then fitting PTX.
 
     "lto" is a unit with nothing but LTO-IR that fits: the driver does not load that, but a library
@@ -184,7 +184,7 @@ class LibraryAudit:
         if self.unloadable:
             found = Counter({NONE: sum(not unit.hollow for unit in units)})
         else:
-            found = Counter(unit_verdict(unit, device) for unit in units)
+            found = Counter(_unit_verdict(unit, device) for unit in units)
         return {word: found[word] for word in UNIT_VERDICTS if word != LTO or found[word]}
 
     def verdict(self, device: Device) -> str:

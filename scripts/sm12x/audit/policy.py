@@ -125,7 +125,7 @@ class Policy(Declared):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Offender:
+class Offender(Declared):
     """A library that does not meet the policy on one device ("" for both), and why.
 
     ``about_units``: all that is against it is how some of its units would run.
@@ -134,7 +134,7 @@ class Offender:
     path: str
     device: str
     message: str
-    about_units: bool = False
+    about_units: Annotated[bool, Field(exclude=True)] = False
 
     def __str__(self) -> str:
         where = f" on {self.device}" if self.device else ""
@@ -142,7 +142,7 @@ class Offender:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Accepted:
+class Accepted(Declared):
     """Libraries that are not native throughout and pass all the same, and why."""
 
     reason: str

@@ -1,75 +1,177 @@
-"""The audit as JSON; data/schemas/audit-1.json says what each key holds."""
+"""The report of `sm12x audit --json`; data/schemas/audit-1.json is made of it."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
 
-from sm12x.audit.model import DEVICES, Audit, Device, LibraryAudit
-from sm12x.audit.policy import Judgement
+from pydantic import Field
 
-SCHEMA = 1
+from sm12x.audit.model import (
+    DEVICES,
+    HOST,
+    LTO,
+    MIXED,
+    UNIT_VERDICTS,
+    Audit,
+    Device,
+    LibraryAudit,
+)
+from sm12x.audit.policy import Accepted, Judgement, Offender
+from sm12x.core import declared
+from sm12x.core.declared import Declared, one_of, unless_empty
+
+_DeviceName = Annotated[str, Field(pattern=r"^[0-9]+\.[0-9]$", description="A compute capability.")]
+_Counts = Annotated[
+    Mapping[
+        Annotated[str, Field(pattern=r"^[0-9]+\.[0-9][af]?$")],
+        Annotated[int, Field(ge=1)],
+    ],
+    Field(description="How many, by target: 12.0, 12.0a and 12.0f are three."),
+]
+_Units = Annotated[
+    Mapping[Annotated[str, one_of(*UNIT_VERDICTS)], Annotated[int, Field(ge=0)]],
+    Field(
+        description="Translation units by how they run; lto is absent where it is 0.",
+        json_schema_extra={"required": [word for word in UNIT_VERDICTS if word != LTO]},
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunsReport(Declared):
+    """How a library runs on one device; ``embedded`` are those of the units that it picks among
+    and loads itself, absent where there are none.
+    """
+
+    verdict: Annotated[str, one_of(*UNIT_VERDICTS, MIXED, HOST)]
+    units: _Units
+    embedded: Annotated[_Units, unless_empty] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoresReport(Declared):
+    """The store-exclusives of aarch64 host code."""
+
+    total: Annotated[int, Field(ge=1)]
+    untested: Annotated[
+        tuple[Annotated[str, Field(pattern=r"^(.*:)?0x[0-9a-f]+$")], ...],
+        Field(
+            description="Addresses of those whose status no instruction reads: a store that failed "
+            "counts as done; in an archive with the member's name before."
+        ),
+    ]
+
+    def __bool__(self) -> bool:
+        return self.total > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LibraryReport(Declared):
+    """One file of code. ``runs`` is by device."""
+
+    path: str
+    sha256: Annotated[
+        str,
+        Field(pattern=r"^([0-9a-f]{64})?$", description="Empty when the bytes could not be had."),
+    ]
+    size: Annotated[int, Field(ge=0, description="Bytes.")]
+    machine: Annotated[
+        str,
+        Field(description='Of the host code; "cuda" where there is none, empty if not readable.'),
+    ]
+    cubins: _Counts
+    ptx: _Counts
+    lto: Annotated[_Counts, unless_empty] = field(default_factory=dict)
+    unknown: Annotated[
+        tuple[str, ...],
+        Field(description="What could not be read; anything here fails every policy."),
+    ]
+    unloadable: Annotated[
+        str,
+        unless_empty,
+        Field(
+            description="Why the file cannot be loaded at all, which fails every policy; absent "
+            "where nothing says so."
+        ),
+    ] = ""
+    store_exclusives: Annotated[
+        StoresReport, unless_empty, Field(description="Absent where there are none.")
+    ] = field(default_factory=lambda: StoresReport(total=0, untested=()))
+    runs: Mapping[_DeviceName, RunsReport]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgementReport(Declared):
+    """What the policy says. ``unasked``: there was no ledger, and the policy has rules for what was
+    compiled here. ``accepted`` is what is not native throughout and passes all the same.
+    """
+
+    name: str
+    passed: bool
+    unasked: bool = False
+    offenders: tuple[Offender, ...]
+    accepted: tuple[Accepted, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditReport(Declared):
+    """The report of `sm12x audit --json`. ``policy`` is null when nothing was judged."""
+
+    schema: Literal[1] = 1
+    subject: Annotated[str, Field(description="The file, folder or image that was audited.")]
+    kind: Annotated[str, one_of("file", "directory", "wheel", "image")]
+    devices: Annotated[tuple[_DeviceName, ...], Field(min_length=1)]
+    libraries: tuple[LibraryReport, ...]
+    policy: JudgementReport | None
 
 
 def document(
     audit: Audit, judgement: Judgement | None = None, devices: Sequence[Device] = DEVICES
-) -> dict[str, Any]:
-    """The report as plain data. ``policy`` is null when nothing was judged."""
-    return {
-        "schema": SCHEMA,
-        "subject": audit.subject,
-        "kind": audit.kind,
-        "devices": [str(device) for device in devices],
-        "libraries": [_library(library, devices) for library in audit.libraries],
-        "policy": None if judgement is None else _judgement(judgement),
-    }
+) -> AuditReport:
+    """The report of an audit, for ``devices``."""
+    return AuditReport(
+        subject=audit.subject,
+        kind=audit.kind,
+        devices=tuple(map(str, devices)),
+        libraries=tuple(_library(library, devices) for library in audit.libraries),
+        policy=None
+        if judgement is None
+        else JudgementReport(
+            name=judgement.policy,
+            passed=judgement.passed,
+            unasked=judgement.unasked,
+            offenders=judgement.offenders,
+            accepted=judgement.accepted,
+        ),
+    )
 
 
-def to_json(
-    audit: Audit, judgement: Judgement | None = None, devices: Sequence[Device] = DEVICES
-) -> str:
-    return json.dumps(document(audit, judgement, devices), indent=1) + "\n"
+def read(path: Path, *, next_step: str) -> AuditReport:
+    """A report that `sm12x audit --json` has written. Raises BadFileError."""
+    return declared.read_json(AuditReport, path, next_step=next_step, what="audit report")
 
 
-def _library(library: LibraryAudit, devices: Sequence[Device]) -> dict[str, Any]:
-    return {
-        "path": library.path,
-        "sha256": library.sha256,
-        "size": library.size,
-        "machine": library.machine,
-        "cubins": dict(library.cubins),
-        "ptx": dict(library.ptx),
-        **({"lto": dict(library.lto)} if library.lto else {}),
-        "unknown": list(library.unknown),
-        **({"unloadable": library.unloadable} if library.unloadable else {}),
-        **({"store_exclusives": _stores(library)} if library.stores.total else {}),
-        "runs": {
-            str(device): {
-                "verdict": library.verdict(device),
-                "units": dict(library.units_on(device)),
-                **({"embedded": dict(library.embedded_on(device))} if library.embedded else {}),
-            }
+def _library(library: LibraryAudit, devices: Sequence[Device]) -> LibraryReport:
+    return LibraryReport(
+        path=library.path,
+        sha256=library.sha256,
+        size=library.size,
+        machine=library.machine,
+        cubins=library.cubins,
+        ptx=library.ptx,
+        lto=library.lto,
+        unknown=library.unknown,
+        unloadable=library.unloadable,
+        store_exclusives=StoresReport(total=library.stores.total, untested=library.stores.untested),
+        runs={
+            str(device): RunsReport(
+                verdict=library.verdict(device),
+                units=library.units_on(device),
+                embedded=library.embedded_on(device) if library.embedded else {},
+            )
             for device in devices
         },
-    }
-
-
-def _stores(library: LibraryAudit) -> dict[str, Any]:
-    return {"total": library.stores.total, "untested": list(library.stores.untested)}
-
-
-def _judgement(judgement: Judgement) -> dict[str, Any]:
-    return {
-        "name": judgement.policy,
-        "passed": judgement.passed,
-        "unasked": judgement.unasked,
-        "offenders": [
-            {"path": offender.path, "device": offender.device, "message": offender.message}
-            for offender in judgement.offenders
-        ],
-        "accepted": [
-            {"reason": accepted.reason, "paths": list(accepted.paths)}
-            for accepted in judgement.accepted
-        ],
-    }
+    )

@@ -1,1 +1,42 @@
 """One module a verb: parse, call, print. Nothing else in the package prints."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from sm12x.core import declared
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+class JsonOption(click.Option):
+    """``--json`` of a command; ``kind`` is what it then prints, and what its schema is made of."""
+
+    def __init__(self, *args: Any, kind: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._kind = kind
+
+    @property
+    def kind(self) -> Any:
+        return pkgutil.resolve_name(self._kind) if isinstance(self._kind, str) else self._kind
+
+
+def reports(kind: Any) -> Callable[[_Command], _Command]:
+    """Give a command ``--json``, with which it prints a ``kind`` by ``print_json``.
+
+    A text is module and name, "sm12x.wheel.compile.native:NativeRecord", of what is imported only
+    where it is needed.
+    """
+    text = "Print JSON (data/schemas has what it holds)."
+    return click.option("--json", "as_json", cls=JsonOption, kind=kind, is_flag=True, help=text)
+
+
+def print_json(report: object) -> None:
+    """Print what ``reports`` says that the command, which is the one that runs, prints."""
+    options = click.get_current_context().command.params
+    kind = next(one.kind for one in options if isinstance(one, JsonOption))
+    click.echo(declared.to_json(report, kind), nl=False)

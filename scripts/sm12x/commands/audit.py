@@ -14,9 +14,10 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from sm12x import layout
-from sm12x.audit import images, policy, render, report, room, scan
+from sm12x.audit import policy, render, report, room, scan
 from sm12x.audit.model import DEVICES, Audit, Device
-from sm12x.core import files, progress
+from sm12x.commands import reports
+from sm12x.core import declared, files, progress
 from sm12x.core import text as texts
 from sm12x.core.errors import BadFileError, FindingsError
 from sm12x.stack.model import base as bases
@@ -53,7 +54,7 @@ _METADATA_BYTES = 65536
     help="Ledger that says what was compiled here, which the policy may ask more of. Default: that "
     "in the wheel or folder.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON (data/schemas/audit-1.json).")
+@reports(report.AuditReport)
 @click.option(
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -108,7 +109,7 @@ def _report(
         )
     judgement = policy.judge(audit, rules, devices, compiled=compiled)
     if as_json:
-        text = report.to_json(audit, judgement, devices)
+        text = declared.to_json(report.document(audit, judgement, devices))
     else:
         width = render.WIDTH
         if output is None and sys.stdout.isatty():
@@ -186,9 +187,9 @@ def _release(path: Path) -> str | None:
 
 def _scan(subject: str) -> Audit:
     path = Path(subject)
-    if path.exists() or not images.looks_like_image(subject):
+    if path.exists() or not scan.looks_like_image(subject):
         plan = scan.plan(path)
         with progress.bar("reading", plan.total, unit="bytes") as advance:
             return scan.run(plan, on_progress=advance)
     with progress.spinner(f"reading the image {subject}"):
-        return images.audit(subject)
+        return scan.image(subject)

@@ -9,8 +9,9 @@ import click
 from packaging.version import Version
 
 from sm12x import layout
-from sm12x.commands.patchoptions import JSON, fetch, print_json, say
-from sm12x.core import listing, progress, transfer
+from sm12x.commands import print_json, reports
+from sm12x.commands.patchoptions import fetch, say
+from sm12x.core import index, listing, progress
 from sm12x.core import text as texts
 from sm12x.core.errors import FindingsError
 from sm12x.stack.model import base as bases
@@ -33,7 +34,7 @@ def command() -> None:
 
 
 @command.command("status")
-@JSON
+@reports(dict[str, dict[str, status.Cell]])
 def status_command(as_json: bool) -> None:
     """Print patch by release: needed, applied, upstream, conflict, or unknown.
 
@@ -66,7 +67,7 @@ def status_command(as_json: bool) -> None:
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     help="Take the releases from this folder and use no network.",
 )
-@JSON
+@reports(NewestReport)
 def check_command(sources: tuple[str, ...], find_links: Path | None, as_json: bool) -> None:
     """Compare the newest release on the package index with the bases, and try the patches on it.
 
@@ -87,7 +88,7 @@ def check_command(sources: tuple[str, ...], find_links: Path | None, as_json: bo
     trials = _attempts(chosen, known, found, project, find_links)
     report = newest.compare(listed, found, known, default=default, project=project, trials=trials)
     if as_json:
-        print_json(newest.as_data(report))
+        print_json(report)
     else:
         click.echo(newest.text(report), nl=False)
     if not report.current:
@@ -114,7 +115,7 @@ def _attempts(
     if not older:
         return []
     sdist = found.sdist
-    target = transfer.fetch(
+    target = index.fetch_shown(
         project, sdist.name, sdist.sha256, cache=layout.cache(), find_links=find_links
     )
     os.nice(_NICE)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import platform
 import sys
 import time
 from collections import Counter
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import click
 from click.core import ParameterSource
 
+from sm12x.commands import print_json, reports
 from sm12x.core.errors import FindingsError, UsageError
+from sm12x.wheel import selection
 
 # The steps import what they need themselves: some, such as `stand-in`, also run in the runtime
 # image, which does not have the packages that the other steps use.
@@ -25,13 +25,21 @@ EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 FILE = click.Path(dir_okay=False, path_type=Path)
 
-_as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 _machine = click.option(
     "--machine",
     default=platform.machine,
     help="x86_64 or aarch64. Default: this machine.",
 )
 _base = click.option("--base", "version", required=True, help="The vLLM release, such as 0.21.0.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StubReport:
+    """What `sm12x build stand-in --json` prints; ``version`` is CUDA's, as 13000."""
+
+    path: Path
+    version: int
+    symbols: int
 
 
 @click.group()
@@ -60,7 +68,7 @@ def command() -> None:
     type=EXISTING_FOLDER,
     help="For another machine: where `sm12x build packages` unpacked that one's packages.",
 )
-@_as_json
+@reports("sm12x.wheel.toolchain.cuda_home:CudaHome")
 def toolchain(
     site_packages: Path, out: Path, machine: str, target_packages: Path | None, as_json: bool
 ) -> None:
@@ -85,7 +93,7 @@ def toolchain(
         target = cross.Target(machine=machine, packages=target_packages.absolute())
     made = step.assemble(site_packages, out, target=target)
     if as_json:
-        _print_json({**dataclasses.asdict(made), "path": str(out), "package": str(made.package)})
+        print_json(replace(made, path=out))
         return
     click.echo(
         f"{made.path}: nvcc {made.nvcc}, {made.libraries} libraries of {made.package}, "
@@ -122,7 +130,7 @@ def packages(version: str, machine: str, out: Path, find_links: Path | None) -> 
 @command.command("stand-in")
 @click.option("--cuda-home", type=EXISTING_FOLDER, required=True, help="Where include/cuda.h is.")
 @click.option("--out", type=FILE, required=True, help="The library to make, a libcuda.so.1.")
-@_as_json
+@reports(StubReport)
 def stand_in(cuda_home: Path, out: Path, as_json: bool) -> None:
     """Make a library that stands in for libcuda where there is no driver.
 
@@ -137,7 +145,7 @@ def stand_in(cuda_home: Path, out: Path, as_json: bool) -> None:
 
     api = libcuda_stub.build(cuda_home / "include", out)
     if as_json:
-        _print_json({"path": str(out), "version": api.version, "symbols": len(api.symbols)})
+        print_json(StubReport(path=out, version=api.version, symbols=len(api.symbols)))
         return
     major, minor = divmod(api.version, 1000)
     click.echo(f"{out}: {len(api.symbols)} symbols of CUDA {major}.{minor // 10}")
@@ -171,7 +179,7 @@ def requirements() -> None:
 @_base
 @click.option("--sdist", type=EXISTING_FILE, required=True, help="The release's sdist.")
 @click.option("--out", type=FOLDER, required=True, help="The folder of the patched source.")
-@_as_json
+@reports("sm12x.wheel.source.patched:SourceReport")
 def source(version: str, sdist: Path, out: Path, as_json: bool) -> None:
     """Unpack the sdist, verify it, and apply the stack.
 
@@ -189,7 +197,7 @@ def source(version: str, sdist: Path, out: Path, as_json: bool) -> None:
     with progress.spinner(f"patching {base.sdist.name}"):
         record, done = step.prepare(base, sdist, out)
     if as_json:
-        _print_json({**dataclasses.asdict(record), "changed": done})
+        print_json(step.SourceReport(**vars(record), changed=done))
         return
     targets = ", ".join(step.read_touched(out).targets) or "none"
     state = "made" if done else "unchanged"
@@ -242,7 +250,7 @@ def source(version: str, sdist: Path, out: Path, as_json: bool) -> None:
     type=EXISTING_FILE,
     help="A Python that has the build requirements. Default: the one running this.",
 )
-@_as_json
+@reports("sm12x.wheel.compile.native:NativeRecord")
 def native(
     version: str,
     source: Path,
@@ -274,7 +282,6 @@ def native(
     from sm12x.wheel.compile import cmake
     from sm12x.wheel.compile import native as step
     from sm12x.wheel.source import patched as sources
-    from sm12x.wheel.source import select
     from sm12x.wheel.toolchain import arch, cross
 
     base = bases.load(version)
@@ -296,7 +303,7 @@ def native(
     )
     touched = sources.read_touched(source)
     sources.verify(source, touched.files)
-    choice = select.choose(
+    choice = selection.choose(
         base,
         touched.targets,
         mode=mode,
@@ -313,7 +320,7 @@ def native(
             base, source, out, choice, settings, mode=mode, on_step=advance, say=say
         )
     if as_json:
-        _print_json(dataclasses.asdict(record))
+        print_json(record)
         return
     seconds = time.monotonic() - start
     for module in record.modules:
@@ -337,7 +344,7 @@ def native(
     type=EXISTING_FILE,
     help="A Python that has the build requirements. Default: the one running this.",
 )
-@_as_json
+@reports("sm12x.wheel.assemble.assemble:WheelReport")
 def wheel(
     version: str,
     machine: str,
@@ -374,7 +381,7 @@ def wheel(
     with progress.steps() as advance:
         path, made = assemble.build(parts, out, on_phase=lambda name: advance(name, 0, 0))
     if as_json:
-        _print_json({"path": str(path), "ledger": dataclasses.asdict(made)})
+        print_json(assemble.WheelReport(path=path, ledger=made))
         return
     origins = Counter(file.origin for file in made.files)
     what = ", ".join(f"{number} {origin}" for origin, number in sorted(origins.items()))
@@ -384,8 +391,3 @@ def wheel(
     click.echo(
         f"{len(made.libraries)} libraries, {count} torch ops; {time.monotonic() - start:.1f} s"
     )
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    json.dump(value, sys.stdout, indent=1, sort_keys=True, default=str)
-    sys.stdout.write("\n")

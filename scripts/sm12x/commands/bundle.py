@@ -13,13 +13,15 @@ import click
 from rich.markup import escape
 
 from sm12x import layout
+from sm12x.audit import report as audits
+from sm12x.commands import print_json, reports
 from sm12x.core import progress
-from sm12x.image.bundle import decide, record, run, summary
+from sm12x.image.bundle import decide, make, record, summary
 from sm12x.image.engine import engines
 from sm12x.recipes import load as recipes
 from sm12x.stack.model import base as bases
 from sm12x.wheel import ledger as ledgers
-from sm12x.wheel.compile import estimate
+from sm12x.wheel import selection
 
 # Off a terminal a long phase says where it is once in so many seconds.
 _EVERY = 60.0
@@ -101,7 +103,7 @@ def with_bar(text: str) -> str:
 @click.option(
     "--build",
     "build",
-    default=estimate.AUTO,
+    default=selection.AUTO,
     show_default=True,
     metavar="quick|full|auto",
     help="quick: the official wheel, patched, with what the stack changes in C++ and is quick to "
@@ -152,7 +154,7 @@ def with_bar(text: str) -> str:
     help="Compile and make the wheel a second time, from nothing, and compare: the same bytes.",
 )
 @click.option("--no-image", is_flag=True, help="Stop at the wheel, the ledger and the audit.")
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@reports(summary.BundleReport)
 def command(
     version: str | None,
     arch_list: str | None,
@@ -196,20 +198,24 @@ def command(
         root, engine_used = decide.make_base_image(options, report)
         click.echo(f"{root.reference}  {root.digest}  ({engine_used.description})")
         return
-    made = run.run(options, report)
+    made = make.run(options, report)
     if as_json:
-        text = summary.as_json(made.record, made.folder, unchanged=made.unchanged, offer=made.offer)
-    else:
-        text = summary.text(
-            made.record,
-            ledgers.read(made.folder / record.LEDGER),
-            summary.read_audit(made.folder / record.AUDIT),
-            made.folder,
-            made.engine,
-            _servable(),
-            unchanged=made.unchanged,
-            offer=made.offer,
+        print_json(
+            summary.BundleReport(
+                **vars(made.record), folder=made.folder, unchanged=made.unchanged, full=made.offer
+            )
         )
+        return
+    text = summary.text(
+        made.record,
+        ledgers.read(made.folder / record.LEDGER),
+        audits.read(made.folder / record.AUDIT, next_step="remove dist/ and build again"),
+        made.folder,
+        made.engine,
+        _servable(),
+        unchanged=made.unchanged,
+        offer=made.offer,
+    )
     click.echo(text, nl=False)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from sm12x import layout
-from sm12x.commands.patchoptions import JSON, print_json
+from sm12x.commands import print_json, reports
 from sm12x.core import text
 from sm12x.core.errors import BadFileError
 from sm12x.stack.model import base as bases
@@ -22,7 +22,7 @@ def command() -> None:
 
 
 @command.command("list")
-@JSON
+@reports(list[Environment])
 def list_command(as_json: bool) -> None:
     """Print each environment with its size and the base whose lock it was made of.
 
@@ -30,7 +30,7 @@ def list_command(as_json: bool) -> None:
     """
     found = _found()
     if as_json:
-        print_json([_data(one) for one in found])
+        print_json(found)
         return
     for one in found:
         click.echo(f"{text.size(one.size):>10}  {_use(one)}  {one.path}")
@@ -41,7 +41,7 @@ def list_command(as_json: bool) -> None:
 @command.command("clear")
 @click.option("--all", "everything", is_flag=True, help="Those that a base uses as well.")
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
-@JSON
+@reports(list[Environment])
 def clear_command(everything: bool, dry_run: bool, as_json: bool) -> None:
     """Delete the environments that no lock in patches/ names any more, and what killed runs left.
 
@@ -58,7 +58,7 @@ def clear_command(everything: bool, dry_run: bool, as_json: bool) -> None:
             verb = "would delete" if dry_run else "deleted"
             click.echo(f"{verb} {one.path} ({text.size(one.size)})")
     if as_json:
-        print_json([_data(one) for one in gone])
+        print_json(gone)
     elif not gone:
         click.echo("nothing to delete")
 
@@ -74,10 +74,6 @@ def _found() -> list[Environment]:
                 f"what {version} uses is not known: {error.message}", next_step=error.next_step
             ) from None
     return witness.environments(known, root=layout.root(), cache=layout.cache())
-
-
-def _data(one: Environment) -> dict[str, object]:
-    return {"path": str(one.path), "bytes": one.size, "bases": list(one.bases)}
 
 
 def _use(one: Environment) -> str:

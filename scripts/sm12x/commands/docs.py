@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 
 from sm12x import layout, pages
+from sm12x.commands import JsonOption
 from sm12x.core import declared, files
 from sm12x.core.errors import FindingsError
-from sm12x.deploy import examples
+from sm12x.deploy import nomad
 from sm12x.recipes.model import Recipe
+from sm12x.runtime.check.report import CheckReport
 
-# Made of the dataclass that the file is read into; the others are written by hand.
-SCHEMAS: dict[str, type] = {"recipe-1.json": Recipe}
+# What no command of `sm12x` prints: of a file that is read, and of the image's `check --json`.
+_RECIPE, _CHECK = "recipe-1.json", "check-1.json"
 
 _WHERE = "README.md, docs, nomad-examples, schemas"
 
@@ -58,33 +61,43 @@ def made(root: click.Command) -> dict[Path, str]:
 
     ``root`` is the command `sm12x`, whose verbs are one of the parts.
     """
-    folder = layout.root() / "nomad-examples"
-    leftover = dict.fromkeys(folder.glob(f"*{examples.SUFFIX}"), "")
-    specs = examples.load_rendered(layout.recipes())
+    folder, schemas = layout.root() / "nomad-examples", layout.data() / "schemas"
+    leftover = dict.fromkeys([*folder.glob(f"*{nomad.SUFFIX}"), *schemas.glob("*.json")], "")
+    specs = nomad.load_examples(layout.recipes())
     texts = {path: path.read_text(encoding="utf-8") for path in pages.paths()}
     return {
         **pages.rendered(texts, {**pages.PARTS, "commands": lambda: commands_table(root)}),
         layout.root() / "docs" / pages.PICTURE: pages.audit_picture(),
         **leftover,
         **{folder / name: text for name, text in specs.items()},
-        **{layout.data() / "schemas" / name: _json(kind) for name, kind in SCHEMAS.items()},
+        schemas / _RECIPE: _json(declared.schema(Recipe)),
+        schemas / _CHECK: _report_schema(CheckReport, "check --json` in the image"),
+        **{
+            schemas / f"{name.replace(' ', '-')}-1.json": _report_schema(
+                kind, f"sm12x {name} --json`"
+            )
+            for name, kind in reports(root).items()
+        },
     }
 
 
 def commands_table(root: click.Command) -> str:
     """One row for each verb and each subcommand, with the first sentence of its help."""
-    return pages.markdown(("command", "what it does"), _commands(root, "sm12x"))
-
-
-def _commands(command: click.Command, name: str) -> Iterator[tuple[str, str]]:
-    if not isinstance(command, click.Group):
-        said = command.get_short_help_str(limit=1000)
+    rows = []
+    for name, command in _commands(root, "sm12x"):
         arguments = [
             one.make_metavar(click.Context(command))
             for one in command.params
             if isinstance(one, click.Argument)
         ]
-        yield f"`{' '.join((name, *arguments))}`", said
+        rows.append((f"`{' '.join((name, *arguments))}`", command.get_short_help_str(limit=1000)))
+    return pages.markdown(("command", "what it does"), rows)
+
+
+def _commands(command: click.Command, name: str) -> Iterator[tuple[str, click.Command]]:
+    """Each command below a group, with its words."""
+    if not isinstance(command, click.Group):
+        yield name, command
         return
     context = click.Context(command)
     for verb in command.list_commands(context):
@@ -93,9 +106,20 @@ def _commands(command: click.Command, name: str) -> Iterator[tuple[str, str]]:
             yield from _commands(found, f"{name} {verb}")
 
 
-def _json(kind: type) -> str:
-    made = {
-        "$comment": f"Made by `make docs` of {kind.__name__} in {kind.__module__}; do not edit.",
-        **declared.schema(kind),
+def reports(root: click.Command) -> dict[str, Any]:
+    """What each command of ``root`` prints with --json, by its words: "patch list"."""
+    return {
+        name.partition(" ")[2]: option.kind
+        for name, command in _commands(root, "")
+        for option in command.params
+        if isinstance(option, JsonOption)
     }
+
+
+def _report_schema(kind: Any, command: str) -> str:
+    return _json({**declared.schema(kind, "serialization"), "title": f"Report of `{command}"})
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    made = {"$comment": "Made by `make docs`; do not edit.", **schema}
     return json.dumps(made, indent=1, ensure_ascii=False) + "\n"

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from sm12x import layout
+from sm12x.commands import print_json, reports
 from sm12x.core import text
 from sm12x.core.errors import FindingsError, UsageError
 from sm12x.doctor import checks, collect, knowledge, render, report
@@ -33,7 +34,7 @@ _COLOURS = {BAD: "red", WARN: "yellow", UNKNOWN: "magenta", INFO: "cyan", OK: "g
     type=click.Path(path_type=Path, file_okay=False),
     help="A folder that is mounted at /cache in the image; can be given again.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON (data/schemas/doctor-1.json).")
+@reports(report.DoctorReport)
 @click.option("--explain", "check", metavar="ID", help="Tell all about one check.")
 def command(
     recipe: str | None,
@@ -75,7 +76,7 @@ def command(
         click.echo(render.explain(check, known.checks[check], mine, width=width), nl=False)
         return
     if as_json:
-        click.echo(report.to_json(facts, findings), nl=False)
+        print_json(report.document(facts, findings))
     else:
         click.echo(render.text(facts, findings, width=width, paint=_paint), nl=False)
     bad = [finding.id for finding in findings if finding.severity == BAD]
@@ -92,7 +93,7 @@ def _findings(facts: HostFacts, known: knowledge.Knowledge, recipe: str | None) 
     if recipe is None:
         return findings
     # Reading recipes needs PyYAML, which a bare host may not have.
-    from sm12x.doctor.checks import recipe as recipes
+    from sm12x.doctor import recipe as recipes
     from sm12x.recipes import load
 
     path = Path(recipe)

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
 from sm12x import layout
-from sm12x.core import transfer
+from sm12x.commands import print_json, reports
+from sm12x.core import index
 from sm12x.core.errors import BadFileError
 from sm12x.stack.model import base as bases
 
 PROJECT = "vllm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchReport:
+    """What `sm12x fetch --json` prints: where in the cache the files are."""
+
+    base: str
+    machine: str
+    sdist: Path
+    wheel: Path
 
 
 @click.command()
@@ -29,7 +40,7 @@ PROJECT = "vllm"
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     help="Take the files from this folder and use no network.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the paths as JSON.")
+@reports(FetchReport)
 def command(version: str, machine: str, find_links: Path | None, as_json: bool) -> None:
     """Fetch the sdist and the official wheel of a base by name, version and sha256.
 
@@ -44,14 +55,13 @@ def command(version: str, machine: str, find_links: Path | None, as_json: bool) 
             f"{base.folder / 'base.toml'} has no wheel.{machine}",
             next_step=f"add it, or choose one of {', '.join(base.wheels)}",
         )
-    found: dict[str, str] = {}
-    for kind, pinned in (("sdist", base.sdist), ("wheel", base.wheels[machine])):
-        path = transfer.fetch(
+    sdist, wheel = (
+        index.fetch_shown(
             PROJECT, pinned.name, pinned.sha256, cache=layout.cache(), find_links=find_links
         )
-        found[kind] = str(path)
+        for pinned in (base.sdist, base.wheels[machine])
+    )
     if as_json:
-        click.echo(json.dumps({"base": base.version, "machine": machine, **found}, indent=2))
+        print_json(FetchReport(base=base.version, machine=machine, sdist=sdist, wheel=wheel))
     else:
-        for path_text in found.values():
-            click.echo(path_text)
+        click.echo(f"{sdist}\n{wheel}")

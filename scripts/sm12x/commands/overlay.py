@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
 
+from sm12x.commands import print_json, reports
 from sm12x.core import progress
 from sm12x.image import overlay
 from sm12x.image.engine import engines
@@ -27,7 +27,7 @@ from sm12x.stack.model import series
     "--base", "version", metavar="VERSION", help="Default: the release that the image has."
 )
 @click.option("--engine", type=click.Choice(engines.NAMES), help="The engine that has the image.")
-@click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
+@reports(overlay.OverlayRecord)
 def command(image: str, out: Path, version: str | None, engine: str | None, as_json: bool) -> None:
     """Patch the Python files of IMAGE, and print the lines that mount them over its own.
 
@@ -53,7 +53,7 @@ def command(image: str, out: Path, version: str | None, engine: str | None, as_j
         say(f"{name}: its Python part alone; {', '.join(paths)} is native code of the image")
     written = overlay.write(made, installed, stack, image, out)
     if as_json:
-        click.echo(json.dumps(json.loads(written.read_text(encoding="utf-8")), indent=1))
+        print_json(written)
         return
     docker, nomad = overlay.volume_lines(made, installed, out)
     click.echo(

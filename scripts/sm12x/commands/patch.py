@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import tempfile
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import click
 
 from sm12x import layout
-from sm12x.commands import patchmutate, patchrebase, patchtree, patchupstream, patchwitness
+from sm12x.commands import patchrebase, patchtests, patchtree, print_json, reports
 from sm12x.commands.patchoptions import (
+    BASE,
     FIND_LINKS,
-    JSON,
-    base_option,
     chosen,
     fetch,
-    print_json,
     relative,
     say,
 )
@@ -26,9 +23,42 @@ from sm12x.core.errors import BadFileError, FindingsError
 from sm12x.stack import render
 from sm12x.stack.model import series
 from sm12x.stack.model.base import Base
+from sm12x.stack.model.patchfile import MessageFault
 from sm12x.stack.witness import mutations
 from sm12x.stack.worktree import apply as applying
 from sm12x.stack.worktree import export, staging, tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListedPatch:
+    """A patch, with its trailers; ``witness`` are paths, ``files`` those that it changes."""
+
+    name: str
+    sha256: str
+    subject: str
+    body: str
+    upstream: str
+    drop_when: str
+    witness: tuple[str, ...]
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchList:
+    """What `sm12x patch list --json` prints; ``stack`` is the stack's id."""
+
+    base: str
+    stack: str
+    patches: tuple[ListedPatch, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckReport:
+    """What `sm12x patch check --json` prints; ``apply`` is null where nothing was applied."""
+
+    base: str
+    findings: tuple[MessageFault, ...]
+    apply: applying.ApplyReport | None
 
 
 @click.group()
@@ -43,16 +73,16 @@ command.add_command(patchtree.apply_command)
 command.add_command(patchtree.refresh_command)
 command.add_command(patchtree.new_command)
 command.add_command(patchtree.drop_command)
-command.add_command(patchwitness.witness_command)
-command.add_command(patchupstream.upstream_command)
-command.add_command(patchmutate.mutate_command)
+command.add_command(patchtests.witness_command)
+command.add_command(patchtests.upstream_command)
+command.add_command(patchtests.mutate_command)
 command.add_command(patchrebase.rebase_command)
 command.add_command(patchrebase.continue_command)
 
 
 @command.command("list")
-@base_option
-@JSON
+@BASE
+@reports(PatchList)
 def list_command(version: str | None, as_json: bool) -> None:
     """Show the patches of a base in order, with their upstream state.
 
@@ -63,29 +93,29 @@ def list_command(version: str | None, as_json: bool) -> None:
     if not as_json:
         click.echo(render.stack(stack, base.version), nl=False)
         return
-    patches = [
-        {
-            "name": patch.name,
-            "sha256": patch.sha256,
-            "subject": patch.subject,
-            "body": patch.body,
-            "upstream": patch.upstream,
-            "drop_when": patch.drop_when,
-            "witness": list(patch.witnesses),
-            "files": [file.path for file in patch.files],
-        }
+    patches = tuple(
+        ListedPatch(
+            name=patch.name,
+            sha256=patch.sha256,
+            subject=patch.subject,
+            body=patch.body,
+            upstream=patch.upstream,
+            drop_when=patch.drop_when,
+            witness=patch.witnesses,
+            files=tuple(file.path for file in patch.files),
+        )
         for patch in stack.patches
-    ]
-    print_json({"base": base.version, "stack": stack.id, "patches": patches})
+    )
+    print_json(PatchList(base=base.version, stack=stack.id, patches=patches))
 
 
 @command.command("check")
-@base_option
+@BASE
 @click.option(
     "--messages-only", is_flag=True, help="Lint the series and the messages; fetch nothing."
 )
 @FIND_LINKS
-@JSON
+@reports(CheckReport)
 def check_command(
     version: str | None, messages_only: bool, find_links: Path | None, as_json: bool
 ) -> None:
@@ -120,13 +150,8 @@ def check_command(
                     report, faults, conflict = error.report, [], error
         findings += faults
     if as_json:
-        print_json(
-            {
-                "base": base.version,
-                "findings": [_finding(finding) for finding in findings],
-                "apply": dataclasses.asdict(report) if report else None,
-            }
-        )
+        told = tuple(replace(one, path=Path(relative(str(one.path)))) for one in findings)
+        print_json(CheckReport(base=base.version, findings=told, apply=report))
     else:
         for finding in findings:
             click.echo(relative(str(finding)))
@@ -151,11 +176,3 @@ def _readable(base: Base) -> bool:
     except BadFileError:
         return False
     return True
-
-
-def _finding(finding: Any) -> dict[str, Any]:
-    return {
-        "path": relative(str(finding.path)),
-        "line": finding.line,
-        "message": finding.message,
-    }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,7 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from sm12x import layout
-from sm12x.core import index, transfer
+from sm12x.core import index
 from sm12x.core.errors import UnknownBaseError
 from sm12x.stack.model import base as bases
 from sm12x.stack.model.base import Base
@@ -30,18 +29,14 @@ JOBS = click.option(
     show_default=True,
     help="How many run at a time; each may take 2 GiB of memory.",
 )
-JSON = click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+BASE = click.option(
+    "--base",
+    "version",
+    envvar="BASE",
+    metavar="VERSION",
+    help="The base; needed only where there are several.  [env: BASE]",
+)
 DIRECTORY = click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
-
-
-def base_option(function: _Command) -> _Command:
-    return click.option(
-        "--base",
-        "version",
-        envvar="BASE",
-        metavar="VERSION",
-        help="The base; needed only where there are several.  [env: BASE]",
-    )(function)
 
 
 def chosen(version: str | None, *, option: str = "--base") -> Base:
@@ -59,7 +54,7 @@ def chosen(version: str | None, *, option: str = "--base") -> Base:
 
 def fetch(base: Base, find_links: Path | None) -> Path:
     """The base's sdist, fetched if need be."""
-    return transfer.fetch(
+    return index.fetch_shown(
         base.sdist.name.rpartition("-")[0],
         base.sdist.name,
         base.sdist.sha256,
@@ -76,10 +71,6 @@ def cached(base: Base) -> Path | None:
 def say(text: str) -> None:
     """A line on stderr about what is being done."""
     click.echo(text, err=True)
-
-
-def print_json(value: Any) -> None:
-    click.echo(json.dumps(value, indent=2, default=str))
 
 
 def print_findings(error: MessageError) -> None:

@@ -12,16 +12,15 @@ from pathlib import Path
 import click
 
 from sm12x import layout
+from sm12x.commands import print_json, reports
 from sm12x.commands.patchoptions import (
     DIRECTORY,
-    JSON,
     chosen,
     fetch,
     print_findings,
-    print_json,
     say,
 )
-from sm12x.core import listing, progress, transfer
+from sm12x.core import index, listing, progress
 from sm12x.core.errors import BadFileError, PatchConflictError, Sm12xError
 from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
@@ -87,7 +86,7 @@ _NICE = 10
     metavar="DATE",
     help="The day of the release, where the index does not say: locks have nothing newer.",
 )
-@JSON
+@reports(render.RebaseData)
 def rebase_command(
     version: str,
     source: str | None,
@@ -129,17 +128,15 @@ def rebase_command(
     before = _before(target / version, patches / version)
     found = base_draft.release(listed, version, project=project)
     found = _dated(found, released.date() if released else None, base, before)
-    archives = rebase.Archives(
-        source=fetch(base, find_links), target=_fetch(project, found, find_links)
-    )
     os.nice(_NICE)
     recorded = patches / status.NAME
     run = _runner(python, jobs)
-    report = rebase.rebase(
-        base,
-        stack,
-        found,
-        archives,
+    asked = rebase.RebaseRequest(
+        base=base,
+        stack=stack,
+        found=found,
+        source=fetch(base, find_links),
+        target=_fetch(project, found, find_links),
         root=layout.root(),
         out=target,
         force=force,
@@ -155,8 +152,9 @@ def rebase_command(
         ports=layout.ports(),
         keep=layout.replaced(),
     )
+    report = rebase.rebase(asked)
     if as_json:
-        print_json(render.as_data(report))
+        print_json(render.RebaseData.of(report))
     else:
         click.echo(render.report(report), nl=False)
     if not no_record:
@@ -170,7 +168,7 @@ def rebase_command(
 @click.command("continue")
 @DIRECTORY
 @click.option("--skip", is_flag=True, help="Leave the patch that is in conflict out.")
-@JSON
+@reports(render.PortData)
 def continue_command(directory: Path, skip: bool, as_json: bool) -> None:
     """Go on with the patches that `sm12x patch rebase` has left in DIR to be resolved.
 
@@ -186,7 +184,7 @@ def continue_command(directory: Path, skip: bool, as_json: bool) -> None:
         print_findings(error)
         raise
     if as_json:
-        print_json(render.port_data(report))
+        print_json(render.PortData.of(report))
     else:
         click.echo(render.ported(report), nl=False)
     stop = report.port.stop
@@ -247,7 +245,7 @@ def _before(*folders: Path) -> Base | None:
 
 
 def _fetch(project: str, found: Release, find_links: Path | None) -> Path:
-    return transfer.fetch(
+    return index.fetch_shown(
         project,
         found.sdist.name,
         found.sdist.sha256,

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 from pathlib import Path
 
 import click
 
 from sm12x import layout
+from sm12x.commands import print_json, reports
 from sm12x.commands.patchoptions import (
+    BASE,
     DIRECTORY,
     FIND_LINKS,
-    JSON,
-    base_option,
     cached,
     chosen,
     fetch,
     print_findings,
-    print_json,
     relative,
     say,
 )
@@ -33,7 +31,7 @@ from sm12x.stack.worktree import apply as applying
 
 @click.command("apply")
 @DIRECTORY
-@base_option
+@BASE
 @click.option("--unpack", is_flag=True, help="DIR is new: fetch the sdist and unpack it there.")
 @click.option(
     "--no-repository", is_flag=True, help="Change the files only; leave no git repository."
@@ -45,7 +43,7 @@ from sm12x.stack.worktree import apply as applying
     "which a refresh leaves in the series as they are.",
 )
 @FIND_LINKS
-@JSON
+@reports(applying.ApplyReport)
 def apply_command(
     directory: Path,
     version: str | None,
@@ -84,12 +82,12 @@ def apply_command(
             )
     except applying.StackConflictError as error:
         if as_json:
-            print_json(dataclasses.asdict(error.report))
+            print_json(error.report)
         else:
             click.echo(render.applied(error.report), nl=False)
         raise
     if as_json:
-        print_json(dataclasses.asdict(report))
+        print_json(report)
         return
     click.echo(render.applied(report), nl=False)
     for name in rest:
@@ -103,13 +101,13 @@ def apply_command(
 
 @click.command("refresh")
 @DIRECTORY
-@base_option
+@BASE
 @click.option(
     "--force",
     is_flag=True,
     help="Also where the patches have changed since DIR was made; a copy of them is kept.",
 )
-@JSON
+@reports(export.RefreshReport)
 def refresh_command(directory: Path, version: str | None, force: bool, as_json: bool) -> None:
     """Export the commits of DIR, made by `sm12x patch apply`, back into the base's patches.
 
@@ -126,14 +124,14 @@ def refresh_command(directory: Path, version: str | None, force: bool, as_json: 
         print_findings(error)
         raise
     if as_json:
-        print_json(dataclasses.asdict(report))
+        print_json(report)
     else:
         click.echo(render.refreshed(report, relative(str(base.folder))), nl=False)
 
 
 @click.command("new")
 @DIRECTORY
-@base_option
+@BASE
 @click.option("--subject", help="What the patch does, in the imperative.")
 @click.option("--body", help="What was wrong and why this fixes it.")
 @click.option(
@@ -159,7 +157,7 @@ def refresh_command(directory: Path, version: str | None, force: bool, as_json: 
     help="Take message and author from this patch of another base.",
 )
 @click.option("--author", help='"Name <mail>"; by default who git says you are.')
-@JSON
+@reports(add_drop.NewReport)
 def new_command(
     directory: Path,
     version: str | None,
@@ -212,7 +210,7 @@ def new_command(
             f"`sm12x patch refresh --base {base.version} {quoted}`"
         )
     if as_json:
-        print_json(dataclasses.asdict(report))
+        print_json(report)
         return
     click.echo(f"{report.name}: {', '.join(report.files)}")
     click.echo(render.refreshed(report.refresh, relative(str(base.folder))), nl=False)
@@ -221,9 +219,9 @@ def new_command(
 
 @click.command("drop")
 @click.argument("name", metavar="NAME")
-@base_option
+@BASE
 @FIND_LINKS
-@JSON
+@reports(add_drop.DropReport)
 def drop_command(name: str, version: str | None, find_links: Path | None, as_json: bool) -> None:
     """Take the patch NAME (file name or number) out of the series, if the rest still applies.
 
@@ -245,7 +243,7 @@ def drop_command(name: str, version: str | None, find_links: Path | None, as_jso
         print_findings(error)
         raise
     if as_json:
-        print_json(dataclasses.asdict(report))
+        print_json(report)
         return
     click.echo(f"dropped {report.dropped}")
     click.echo(render.refreshed(report.refresh, relative(str(base.folder))), nl=False)

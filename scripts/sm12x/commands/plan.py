@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
 import shutil
 from pathlib import Path
@@ -13,6 +12,7 @@ import click
 
 from sm12x import layout
 from sm12x import plan as planning
+from sm12x.commands import print_json, reports
 from sm12x.core.errors import FindingsError, UsageError
 from sm12x.plan import chart, checkpoint, host, render, server
 from sm12x.plan.budget import DOES_NOT_FIT, FITS, OUTSIDE, Amount, Deployment, Hardware, Term
@@ -56,7 +56,7 @@ _DIFFERS = 0.1
 @click.option(
     "--outside", type=click.FloatRange(0), metavar="GIB", help="Outside vLLM's budget, on one GPU."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@reports(planning.Plan | dict[str, planning.Plan])
 @click.option(
     "--png", type=click.Path(path_type=Path, dir_okay=False), help="Draw the plan into this file."
 )
@@ -116,7 +116,7 @@ def command(
     if png is not None:
         chart.write(plan, png)
     if as_json:
-        click.echo(json.dumps(render.data(plan), indent=2))
+        print_json(plan)
     else:
         click.echo(render.text(plan), nl=False)
         if png is not None:
@@ -162,7 +162,7 @@ def _overview(
         for key, plan in plans.items()
     }
     if as_json:
-        click.echo(json.dumps({key: render.data(plan) for key, plan in plans.items()}, indent=2))
+        print_json(plans)
     else:
         rows = [render.summary(plan, key) for key, plan in plans.items()]
         columns = shutil.get_terminal_size((render.OVERVIEW, 0)).columns

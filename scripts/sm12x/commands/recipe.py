@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import json
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import click
 
 from sm12x import layout, plan
+from sm12x.commands import print_json, reports
 from sm12x.core import files, text
 from sm12x.core.errors import BadFileError, FindingsError, Sm12xError, UsageError
 from sm12x.core.progress import spinner
-from sm12x.deploy import compose, docker, llamaswap, nomad, shell
+from sm12x.deploy import local, nomad
 from sm12x.deploy.container import BUNDLE
 from sm12x.recipes import edit, lint, load
 from sm12x.recipes.lint import ERROR, WARNING, LintFinding
-from sm12x.recipes.model import Recipe
+from sm12x.recipes.model import Recipe, ShownRecipe
 from sm12x.runtime import about, serve
 from sm12x.runtime.check import check, native
 from sm12x.runtime.check.report import FAIL, WARN
@@ -49,6 +50,40 @@ class _WithWords(click.Command):
         return left
 
 
+@dataclass(frozen=True, kw_only=True)
+class RecipeBrief:
+    """A recipe in a list; without an ``sm12x`` block what it would say is null or empty."""
+
+    key: str
+    description: str
+    model: str
+    hardware: tuple[str, ...] = ()
+    gpus: int | None = None
+    machines: int | None = None
+    sleep: str | None = None
+    state: str | None = None
+    blocked: str = ""
+    pair: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeList:
+    """What `sm12x recipe list --json` prints."""
+
+    schema: Literal[1] = 1
+    recipes: tuple[RecipeBrief, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LintReport:
+    """What `sm12x recipe lint --json` prints. ``parser`` says whether vLLM's own was asked."""
+
+    schema: Literal[1] = 1
+    ok: bool
+    parser: str
+    findings: tuple[LintFinding, ...]
+
+
 @click.group("recipe")
 def command() -> None:
     """List, show, lint, pin, import and render recipes.
@@ -61,7 +96,7 @@ def command() -> None:
 
 
 @command.command("list")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@reports(RecipeList)
 def list_(as_json: bool) -> None:
     """List the recipes with what they need and how far they can be trusted.
 
@@ -69,7 +104,7 @@ def list_(as_json: bool) -> None:
     """
     recipes = load.load_all(layout.recipes())
     if as_json:
-        click.echo(json.dumps({"schema": 1, "recipes": [_brief(one) for one in recipes.values()]}))
+        print_json(RecipeList(recipes=tuple(map(_brief, recipes.values()))))
         return
     for key, recipe in recipes.items():
         block = recipe.sm12x
@@ -84,25 +119,28 @@ def list_(as_json: bool) -> None:
             )
 
 
-def _brief(recipe: Recipe) -> dict[str, Any]:
+def _brief(recipe: Recipe) -> RecipeBrief:
     block = recipe.sm12x
-    return {
-        "key": recipe.key,
-        "description": recipe.description or recipe.name,
-        "model": recipe.model,
-        "hardware": list(block.hardware) if block else [],
-        "gpus": block.gpus if block else None,
-        "machines": block.machines if block else None,
-        "sleep": str(block.sleep) if block else None,
-        "state": block.status.state if block else None,
-        "blocked": block.status.blocked if block else "",
-        "pair": list(block.pair) if block else [],
-    }
+    brief = RecipeBrief(
+        key=recipe.key, description=recipe.description or recipe.name, model=recipe.model
+    )
+    if block is None:
+        return brief
+    return dataclasses.replace(
+        brief,
+        hardware=block.hardware,
+        gpus=block.gpus,
+        machines=block.machines,
+        sleep=str(block.sleep),
+        state=block.status.state,
+        blocked=block.status.blocked,
+        pair=block.pair,
+    )
 
 
 @command.command()
 @click.argument("name", metavar="RECIPE")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@reports(ShownRecipe)
 def show(name: str, as_json: bool) -> None:
     """Show a recipe with its memory, status, settings and the command that runs it.
 
@@ -110,16 +148,14 @@ def show(name: str, as_json: bool) -> None:
     """
     recipe = _recipe(name)
     if as_json:
-        content = dataclasses.asdict(recipe) | {"schema": 1, "path": str(recipe.path)}
-        del content["lines"], content["recipe_version"]
-        click.echo(json.dumps(content, indent=1))
+        print_json(ShownRecipe(**vars(recipe)))
         return
     click.echo(about.recipe_text(recipe, _image(recipe) or recipe.container))
 
 
 @command.command("lint")
 @click.argument("names", metavar="[RECIPE]...", nargs=-1)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@reports(LintReport)
 @click.option("--strict", is_flag=True, help="Let warnings fail too.")
 def lint_(names: tuple[str, ...], as_json: bool, strict: bool) -> None:
     """Check recipes: schema, conflicts between flags, memory plan, pins, vLLM's own parser.
@@ -155,15 +191,7 @@ def lint_(names: tuple[str, ...], as_json: bool, strict: bool) -> None:
     errors = [finding for finding in found if finding.level == ERROR]
     warnings = [finding for finding in found if finding.level == WARNING]
     if as_json:
-        content = {
-            "schema": 1,
-            "ok": not errors,
-            "parser": said,
-            "findings": [
-                {**dataclasses.asdict(finding), "path": str(finding.path)} for finding in found
-            ],
-        }
-        click.echo(json.dumps(content, indent=1))
+        print_json(LintReport(ok=not errors, parser=said, findings=tuple(found)))
     else:
         for finding in found:
             click.echo(str(finding))
@@ -254,35 +282,16 @@ def import_(file: Path, output: Path | None) -> None:
     click.echo(f"{output}: fill in the sm12x block, then `sm12x recipe lint {quoted}`")
 
 
-Render = Callable[[Recipe, str, dict[str, str], Sequence[str]], str]
-
-
-def _llamaswap(recipe: Recipe, image: str, settings: dict[str, str], extra: Sequence[str]) -> str:
-    return llamaswap.render(
-        recipe, image=image, settings=settings, extra=extra, peers=_peers(recipe)
-    )
-
-
-def _nomad(recipe: Recipe, image: str, settings: dict[str, str], extra: Sequence[str]) -> str:
-    return nomad.render(recipe, image=image, settings=settings, extra=extra, peers=_peers(recipe))
-
-
-TARGETS: dict[str, Render] = {
-    "docker": lambda recipe, image, settings, extra: docker.render(
-        recipe, image=image, settings=settings, extra=extra
-    ),
-    "compose": lambda recipe, image, settings, extra: compose.render(
-        recipe, image=image, settings=settings, extra=extra
-    ),
-    "nomad": _nomad,
-    "nomad-overlay": lambda recipe, image, settings, extra: nomad.render_overlay(
-        recipe, image=image, settings=settings, extra=extra
-    ),
-    "shell": lambda recipe, image, settings, extra: shell.render(
-        recipe, image=image, settings=settings, extra=extra
-    ),
-    "llama-swap": _llamaswap,
+TARGETS: dict[str, Callable[..., str]] = {
+    "docker": local.docker,
+    "compose": local.compose,
+    "nomad": nomad.render,
+    "nomad-overlay": nomad.render_overlay,
+    "shell": local.shell,
+    "llama-swap": local.llama_swap,
 }
+# Those that make one text of the two recipes of a pair.
+_OF_PAIRS = ("nomad", "llama-swap")
 
 
 @command.command(cls=_WithWords)
@@ -299,7 +308,9 @@ def render(target: str, image: str, name: str, words: tuple[str, ...]) -> None:
     """
     recipe = _recipe(name)
     settings, extra = serve.split(words)
-    text = TARGETS[target](recipe, image or _image(recipe), settings, extra)
+    image = image or _image(recipe)
+    peers = {"peers": _peers(recipe)} if target in _OF_PAIRS else {}
+    text = TARGETS[target](recipe, image=image, settings=settings, extra=extra, **peers)
     click.echo(text, nl=False)
 
 

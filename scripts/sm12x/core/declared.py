@@ -1,8 +1,8 @@
-"""Files that are declared: a dataclass says what a file holds; here it is read, its faults named.
+"""Files and reports that are declared: a dataclass says what a file holds, or what is printed.
 
 A dataclass that derives from ``Declared`` takes exactly its fields, of exactly their types. A
 fault is told with the file, its line where that is known, the path of the key, and a near name
-where a key is not known. A JSON schema is made of the dataclass.
+where a key is not known. JSON and its schema are made of the dataclass.
 """
 
 from __future__ import annotations
@@ -14,18 +14,22 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args
 
 from pydantic import (
     ConfigDict,
+    Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     TypeAdapter,
     ValidationError,
+    WithJsonSchema,
+    computed_field,
 )
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
-from pydantic_core import CoreSchema, core_schema
+from pydantic_core import CoreSchema, PydanticOmit, core_schema
 
+from sm12x.core import files
 from sm12x.core.errors import BadFileError
 from sm12x.core.text import perhaps
 
@@ -83,6 +87,28 @@ class NotNull:
         (kind,) = (one for one in get_args(source) if one is not type(None))
         return handler.generate_schema(kind)
 
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        made = handler(schema)
+        return made if handler.mode == "validation" else {"anyOf": [made, {"type": "null"}]}
+
+
+class NotInFile:
+    """For ``Annotated[T, NotInFile()]``: a field that is given to ``read_toml``, or computed."""
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        if handler.mode == "validation":
+            raise PydanticOmit
+        return handler(schema)
+
+
+def in_file(**schema: Any) -> WithJsonSchema:
+    """For ``Annotated[T, in_file(type=...)]``: what a file may hold, of which a ``T`` is made."""
+    return WithJsonSchema(schema, mode="validation")
+
 
 MACHINES = ("x86_64", "aarch64")
 Machine = Annotated[str, one_of(*MACHINES)]
@@ -109,6 +135,18 @@ _SIZE = {"type": "number", "minimum": 0}
 ENDS: JsonSchemaValue = {
     "oneOf": [_SIZE, {"type": "array", "items": _SIZE, "minItems": 2, "maxItems": 2}]
 }
+
+
+# For ``Annotated[T, unless_empty]``: the key is left out of the JSON where the value is empty.
+unless_empty = Field(exclude_if=lambda value: not value)
+
+if TYPE_CHECKING:
+    shown = property
+else:
+
+    def shown(function: Any) -> Any:
+        """A property that stands in the JSON of its dataclass beside the fields."""
+        return computed_field(property(function))
 
 
 class KeyFaultError(ValueError):
@@ -223,8 +261,23 @@ def check(kind: type[T], raw: object) -> tuple[T | None, list[Fault]]:
     return None, faults
 
 
+def to_json(value: object, kind: Any = None, *, sort_keys: bool = False) -> str:
+    """``value``, a dataclass or what ``kind`` says, as the text of a JSON file."""
+    known: Any = type(value) if kind is None else kind
+    plain = _adapter(known).dump_python(value, mode="json", by_alias=True, warnings="error")
+    return json.dumps(plain, indent=1, sort_keys=sort_keys) + "\n"
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write ``value``, whole or not at all, as ``read_json`` takes it: the same bytes each time."""
+    files.write_text(path, to_json(value, sort_keys=True))
+
+
 class _Schema(GenerateJsonSchema):
-    """Without titles that repeat the names of keys, and without null for what is left out."""
+    """Without titles that repeat the names of keys, and without null for what is left out.
+
+    What is written has every key, but those that are left out where they are empty, and no other.
+    """
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -234,10 +287,21 @@ class _Schema(GenerateJsonSchema):
             return self.generate_inner(schema["schema"])
         return super().default_schema(schema)
 
+    def field_is_required(self, field: Any, total: bool) -> bool:
+        if self.mode == "serialization":
+            return "serialization_exclude_if" not in field
+        return super().field_is_required(field, total)
 
-def schema(kind: Any) -> JsonSchemaValue:
-    """The JSON schema of the files that are read into the dataclass ``kind``."""
-    made = _adapter(kind).json_schema(schema_generator=_Schema)
+    def dataclass_schema(self, schema: Any) -> JsonSchemaValue:
+        made = super().dataclass_schema(schema)
+        return made if self.mode == "validation" else {"additionalProperties": False, **made}
+
+
+def schema(
+    kind: Any, mode: Literal["validation", "serialization"] = "validation"
+) -> JsonSchemaValue:
+    """The JSON schema of the files that are read into ``kind``, or of what it is written as."""
+    made = _adapter(kind).json_schema(schema_generator=_Schema, mode=mode)
     return {"$schema": _Schema.schema_dialect, **made}
 
 

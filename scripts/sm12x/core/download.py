@@ -15,6 +15,7 @@ from urllib3.exceptions import HTTPError, MaxRetryError, ProtocolError
 from urllib3.util import Retry
 
 from sm12x.core import files, pipconfig
+from sm12x.core import text as texts
 from sm12x.core.errors import FetchError
 
 # Called with the bytes that are there and the whole size, None where the server does not say.
@@ -90,7 +91,7 @@ def _receive(
         if have > remote.size:
             have = _rewind(handle)
         files.require_space(
-            Path(handle.name).parent, (remote.size - have) / files.GIB, what=f"fetching {name}"
+            Path(handle.name).parent, (remote.size - have) / texts.GIB, what=f"fetching {name}"
         )
     # identity: a server that compresses on the way would make ranges and lengths meaningless.
     headers = {"Accept-Encoding": "identity"}

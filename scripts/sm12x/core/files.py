@@ -1,19 +1,20 @@
-"""Hashes, atomic writes and free space."""
+"""Hashes, atomic writes, locks, globs and free space."""
 
 from __future__ import annotations
 
 import fcntl
+import fnmatch
 import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from sm12x.core.errors import BadFileError, DirtyTreeError, NoSpaceError
+from sm12x.core.errors import BadFileError, DirtyTreeError, NoSpaceError, Sm12xError
+from sm12x.core.text import GIB
 
-GIB = 1024**3
 # The date of files that must not look new to a tool that goes by dates: 2000-01-01, in seconds.
 DATE = 946684800
 
@@ -73,18 +74,18 @@ def replacing_folder(out: Path, marker: str) -> Iterator[Path]:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path, refused: Sm12xError | None = None) -> Iterator[None]:
     """Hold ``folder`` against other processes that ask for it; the system lets go if we are killed.
 
     Raises:
-        DirtyTreeError: another process has it.
+        DirtyTreeError: another process has it; ``refused`` instead, where that is given.
     """
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise DirtyTreeError(
+            raise refused or DirtyTreeError(
                 f"another process is working in {folder}",
                 next_step="wait until it has ended, and run this again",
             ) from None
@@ -136,3 +137,16 @@ def require_space(folder: Path, gib: float, *, what: str) -> None:
             f"{what} needs {gib:.1f} GiB under {folder}, {free:.1f} GiB are free",
             next_step=f"free {gib - free:.1f} GiB there, or point the step at another disk",
         )
+
+
+def matches(path: str, glob: str) -> bool:
+    """Whether a path fits a glob: ``*`` stays within a folder, ``**`` goes across folders."""
+    return _matches(path.split("/"), glob.split("/"))
+
+
+def _matches(path: Sequence[str], glob: Sequence[str]) -> bool:
+    if not glob:
+        return not path
+    if glob[0] == "**":
+        return _matches(path, glob[1:]) or (bool(path) and _matches(path[1:], glob))
+    return bool(path) and fnmatch.fnmatchcase(path[0], glob[0]) and _matches(path[1:], glob[1:])

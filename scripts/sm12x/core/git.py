@@ -18,10 +18,10 @@ from sm12x.core.errors import NoSpaceError
 from sm12x.core.process import Completed
 
 # Of an object id that stands for "no such file" in a diff.
-ZERO_ID = "0" * 40
-IDENTITY = "sm12x <sm12x@localhost>"
+_ZERO_ID = "0" * 40
+_IDENTITY = "sm12x <sm12x@localhost>"
 # 2000-01-01: commits that no mail dates must not depend on when they are made.
-FIXED_DATE = "946684800 +0000"
+_FIXED_DATE = "946684800 +0000"
 
 _SETTINGS = {
     # Bytes are bytes: no conversion, whatever .gitattributes or the machine say.
@@ -161,8 +161,8 @@ class Repository:
         self, tree: str, message: str, *, parent: str | None = None, author: Signature | None = None
     ) -> str:
         """Make a commit object and return its id; no reference moves."""
-        name, email = IDENTITY.removesuffix(">").split(" <")
-        who = author or Signature(name=name, email=email, date=FIXED_DATE)
+        name, email = _IDENTITY.removesuffix(">").split(" <")
+        who = author or Signature(name=name, email=email, date=_FIXED_DATE)
         words = ["commit-tree", tree, "-F", "-"]
         if parent is not None:
             words += ["-p", parent]
@@ -266,7 +266,7 @@ class Repository:
     def stage(self, files: Mapping[str, tuple[str, str]]) -> None:
         """Put files into the index: path -> (mode, blob); mode "0" takes one out."""
         records = "".join(
-            f"{mode} {blob or ZERO_ID}\t{path}\0" for path, (mode, blob) in files.items()
+            f"{mode} {blob or _ZERO_ID}\t{path}\0" for path, (mode, blob) in files.items()
         )
         if records:
             self.run("update-index", "-z", "--index-info", stdin=records)
@@ -274,7 +274,7 @@ class Repository:
     def stage_conflicts(self, files: Mapping[str, tuple[str, tuple[str, str, str]]]) -> None:
         """Mark files of the index as unmerged: path -> (mode, blobs of ancestor, ours, theirs)."""
         records = "".join(
-            f"0 {ZERO_ID}\t{path}\0"
+            f"0 {_ZERO_ID}\t{path}\0"
             + "".join(
                 f"{mode} {blob} {stage}\t{path}\0"
                 for stage, blob in enumerate(blobs, start=1)

@@ -12,18 +12,16 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import requests
-from pypi_simple import (
-    DistributionPackage,
-    NoSuchProjectError,
-    PyPISimple,
-    UnsupportedRepoVersionError,
-)
+from packaging.utils import canonicalize_name
+from pypi_simple import ACCEPT_JSON_PREFERRED, ProjectPage, UnsupportedRepoVersionError
 
-from sm12x.core import download, files, pipconfig
+from sm12x.core import download, files, pipconfig, progress
 from sm12x.core.download import OnProgress
 from sm12x.core.errors import (
     DISK_FULL,
@@ -78,6 +76,14 @@ def fetch(
     return final
 
 
+def fetch_shown(
+    project: str, name: str, sha256: str, *, cache: Path, find_links: Path | None
+) -> Path:
+    """As ``fetch``, with a bar for what has to be transferred."""
+    with progress.transfer(name) as moved:
+        return fetch(project, name, sha256, cache=cache, find_links=find_links, on_progress=moved)
+
+
 def cached(name: str, sha256: str, *, cache: Path) -> Path | None:
     """The file, verified, if ``fetch`` has brought it before; None otherwise."""
     final = cache / "files" / sha256 / name
@@ -127,23 +133,19 @@ def _partial(final: Path) -> Iterator[Path | None]:
 
 def _locate(project: str, name: str, sha256: str) -> download.Remote:
     """Ask each index for the project's page, in order, until one lists the file."""
-    config = pipconfig.load()
-    check_ca(config)
     seen: list[str] = []
     other: str | None = None
-    with download.session(config) as web:
-        for address in config.indexes:
-            package = _listed(web, address, project, name, seen)
-            if package is None:
-                continue
-            digest = package.digests.get("sha256", sha256)
-            if digest == sha256:
-                return download.Remote(
-                    url=package.url,
-                    size=package.size,
-                    auth=_credentials(address, package.url),
-                )
-            other = digest
+    for answer in answers(project, name, seen):
+        package = next((one for one in answer.page.packages if one.filename == name), None)
+        if package is None:
+            count = len(answer.page.packages)
+            seen.append(f"{answer.shown} has no such file among the {count} of {project}")
+            continue
+        digest = package.digests.get("sha256", sha256)
+        if digest == sha256:
+            auth = _credentials(answer.address, package.url)
+            return download.Remote(url=package.url, size=package.size, auth=auth)
+        other = digest
     if other is not None:
         raise HashMismatchError(
             f"the package index lists {name} with sha256 {other}, expected {sha256}; "
@@ -154,29 +156,46 @@ def _locate(project: str, name: str, sha256: str) -> download.Remote:
     raise FetchError(f"{name} cannot be fetched: {'; '.join(seen)}", next_step=download.OFFLINE)
 
 
-def _listed(
-    web: requests.Session, address: str, project: str, name: str, seen: list[str]
-) -> DistributionPackage | None:
-    """The file's entry on one index; None, with the reason added to ``seen``, if not there."""
-    shown = pipconfig.without_credentials(address)
-    try:
-        page = PyPISimple(address, session=web).get_project_page(project, timeout=download.TIMEOUT)
-    except NoSuchProjectError:
-        seen.append(f"{shown} has no project {project}")
-        return None
-    except (ValueError, UnsupportedRepoVersionError) as error:
-        # Not an address, or a page that is neither HTML nor JSON of the Simple API.
-        raise FetchError(
-            f"{shown} does not answer as a package index: {download.one_line(error)}",
-            next_step="check the index address in the settings of pip or uv",
-        ) from None
-    except requests.RequestException as error:
-        raise download.network_error(error, shown, name) from None
-    for package in page.packages:
-        if package.filename == name:
-            return package
-    seen.append(f"{shown} has no such file among the {len(page.packages)} of {project}")
-    return None
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What the index at ``address`` has of a project; ``shown`` is that without credentials."""
+
+    address: str
+    shown: str
+    response: requests.Response
+    page: ProjectPage
+
+
+def answers(project: str, name: str, seen: list[str]) -> Iterator[Answer]:
+    """The answer of each index that has ``project``, in order; of the others ``seen`` says so.
+
+    Raises:
+        FetchError: one does not answer, or not as an index; ``name`` is what is looked for.
+        BadFileError: the CA bundle that the settings name does not exist.
+    """
+    config = pipconfig.load()
+    check_ca(config)
+    with download.session(config) as web:
+        for address in config.indexes:
+            shown = pipconfig.without_credentials(address)
+            url = f"{address.rstrip('/')}/{canonicalize_name(project)}/"
+            headers = {"Accept": ACCEPT_JSON_PREFERRED}
+            try:
+                response = web.get(url, headers=headers, timeout=download.TIMEOUT)
+                if response.status_code == HTTPStatus.NOT_FOUND:
+                    seen.append(f"{shown} has no project {project}")
+                    continue
+                response.raise_for_status()
+                page = ProjectPage.from_response(response, project)
+            except (ValueError, UnsupportedRepoVersionError) as error:
+                # Not an address, or a page that is neither HTML nor JSON of the Simple API.
+                raise FetchError(
+                    f"{shown} does not answer as a package index: {download.one_line(error)}",
+                    next_step="check the index address in the settings of pip or uv",
+                ) from None
+            except requests.RequestException as error:
+                raise download.network_error(error, shown, name) from None
+            yield Answer(address=address, shown=shown, response=response, page=page)
 
 
 def _download(

@@ -6,26 +6,20 @@ import datetime
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import requests
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 from pypi_simple import (
-    ACCEPT_JSON_PREFERRED,
     DistributionPackage,
-    ProjectPage,
     RepositoryPage,
     UnparsableFilenameError,
-    UnsupportedContentTypeError,
-    UnsupportedRepoVersionError,
     parse_filename,
 )
 
-from sm12x.core import download, files, index, pipconfig
+from sm12x.core import files, index
 from sm12x.core.errors import FetchError
 
 SDIST = "sdist"
 WHEEL = "wheel"
-_NOT_FOUND = 404
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,29 +45,9 @@ def of_index(project: str) -> tuple[ListedFile, ...]:
         FetchError: no index has it, or none answers.
         BadFileError: the CA bundle that the settings name does not exist.
     """
-    config = pipconfig.load()
-    index.check_ca(config)
     seen: list[str] = []
-    with download.session(config) as web:
-        for address in config.indexes:
-            shown = pipconfig.without_credentials(address)
-            url = f"{address.rstrip('/')}/{canonicalize_name(project)}/"
-            try:
-                response = web.get(
-                    url, headers={"Accept": ACCEPT_JSON_PREFERRED}, timeout=download.TIMEOUT
-                )
-                if response.status_code == _NOT_FOUND:
-                    seen.append(f"{shown} has no project {project}")
-                    continue
-                response.raise_for_status()
-                return _read(response, project)
-            except (ValueError, UnsupportedRepoVersionError, UnsupportedContentTypeError) as error:
-                raise FetchError(
-                    f"{shown} does not answer as a package index: {download.one_line(error)}",
-                    next_step="check the index address in the settings of pip or uv",
-                ) from None
-            except requests.RequestException as error:
-                raise download.network_error(error, shown, project) from None
+    for answer in index.answers(project, project, seen):
+        return _read(answer)
     raise FetchError(
         f"{project} cannot be looked up: {'; '.join(seen)}",
         next_step="check the index address in the settings of pip or uv",
@@ -136,8 +110,8 @@ def releases(listed: tuple[ListedFile, ...]) -> list[str]:
     return [found[version] for version in sorted(found)]
 
 
-def _read(response: requests.Response, project: str) -> tuple[ListedFile, ...]:
-    page = ProjectPage.from_response(response, project)
+def _read(answer: index.Answer) -> tuple[ListedFile, ...]:
+    response, page = answer.response, answer.page
     times: dict[str, str] = {}
     if "json" not in response.headers.get("Content-Type", ""):
         # Not in the standard of the HTML form, and given by some indexes; uv reads it as well.

@@ -18,8 +18,8 @@ from typing import IO, NoReturn
 
 from sm12x.core.errors import ToolFailedError, ToolMissingError
 
-TAIL_LINES = 20
-NEXT_STEP = "read the lines above; the command can be repeated by hand"
+_TAIL_LINES = 20
+_NEXT_STEP = "read the lines above; the command can be repeated by hand"
 # What a program gets to end in that was asked to. docker's client waits for its daemon to give up a
 # step, for minutes on a slow disk; debootstrap takes its mounts away, which must not be cut short.
 GRACE_SECONDS = 90.0
@@ -44,7 +44,7 @@ def run(
     stdin: str | bytes | None = None,
     check: bool = True,
     timeout: float | None = None,
-    next_step: str = NEXT_STEP,
+    next_step: str = _NEXT_STEP,
 ) -> Completed:
     """Run ``argv`` to its end and return its output as text.
 
@@ -144,7 +144,7 @@ def stream(
     env: Mapping[str, str | None] | None = None,
     on_line: Callable[[str], None] | None = None,
     log: Path | None = None,
-    next_step: str = NEXT_STEP,
+    next_step: str = _NEXT_STEP,
 ) -> Completed:
     """Run ``argv``, handing each line of its stdout and stderr, as it comes, to ``on_line``.
 
@@ -152,7 +152,7 @@ def stream(
     is streamed is not returned. Raises as ``run`` does; the error carries the last lines.
     """
     words = _words(argv)
-    tail: deque[str] = deque(maxlen=TAIL_LINES)
+    tail: deque[str] = deque(maxlen=_TAIL_LINES)
     sink = on_line or _to_stderr
     handle: IO[str] | None = None
     if log is not None:
@@ -290,7 +290,7 @@ def _environment(extra: Mapping[str, str | None] | None) -> dict[str, str] | Non
 def _failed(
     words: Sequence[str], returncode: int, lines: Sequence[str], next_step: str
 ) -> ToolFailedError:
-    tail = "\n".join(f"    {line}" for line in list(lines)[-TAIL_LINES:])
+    tail = "\n".join(f"    {line}" for line in list(lines)[-_TAIL_LINES:])
     said = f"; its last lines:\n{tail}\n" if tail else ""
     return ToolFailedError(
         f"`{shlex.join(words)}` ended with {returncode}{said}", next_step=next_step
@@ -300,7 +300,7 @@ def _failed(
 def failed(done: Completed) -> ToolFailedError:
     """The error that ``run`` raises with ``check``, for a process that has been let fail."""
     lines = (done.stderr or done.stdout).splitlines()
-    return _failed(done.argv, done.returncode, lines, NEXT_STEP)
+    return _failed(done.argv, done.returncode, lines, _NEXT_STEP)
 
 
 def _to_stderr(line: str) -> None:

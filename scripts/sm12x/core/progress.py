@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 from rich.console import Console
@@ -171,3 +171,18 @@ class Phases:
         yield
         self.seconds[label] = time.monotonic() - start
         self._console.print(f"{head}: {self.seconds[label]:.1f} s")
+
+
+class Reporter(Protocol):
+    """Remarks, and phases of the work."""
+
+    def say(self, text: str) -> None: ...
+
+    def phase(
+        self, label: str, *, live: bool = True
+    ) -> AbstractContextManager[Callable[[str], None]]:
+        """A phase of the work; the block is given what shows the step it is at.
+
+        With ``live=False`` the terminal is left to progress bars of the block's own.
+        """
+        ...

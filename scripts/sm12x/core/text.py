@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 WIDTH = 100
 # Wider than any line: what is to be copied or searched for is not broken.
-UNBROKEN = 10_000
+_UNBROKEN = 10_000
 
 
 def counted(number: int, one: str, many: str = "") -> str:
@@ -129,4 +129,4 @@ def columns(rows: Iterable[Sequence[str]], *, head: Sequence[str] = (), indent: 
     made: Any = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     for row in (*([head] if head else ()), *rows):
         made.add_row(*row)
-    return textwrap.indent(draw(made, UNBROKEN), " " * indent)
+    return textwrap.indent(draw(made, _UNBROKEN), " " * indent)

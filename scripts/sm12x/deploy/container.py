@@ -249,7 +249,7 @@ def join(words: Sequence[str], indent: str = "  ") -> str:
     return f" \\\n{indent}".join(lines)
 
 
-def command_line(
+def _command_line(
     recipe: Recipe, target: str, settings: Mapping[str, str], extra: Sequence[str]
 ) -> str:
     """The command that makes the text, for its first line."""
@@ -263,7 +263,7 @@ def header(
 ) -> list[str]:
     """The comment a text starts with: what made it, what it is, and what keeps it from serving."""
     lines = [
-        f"# Made by `{command_line(recipe, target, settings, extra)}`.",
+        f"# Made by `{_command_line(recipe, target, settings, extra)}`.",
         f"# {recipe.description or recipe.name}",
     ]
     if recipe.sm12x and recipe.sm12x.status.blocked:

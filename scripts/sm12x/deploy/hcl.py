@@ -6,7 +6,7 @@ import re
 import textwrap
 from collections.abc import Sequence
 
-INDENT = "  "
+_INDENT = "  "
 WIDTH = 100
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "\r": "\\r"}
@@ -67,7 +67,7 @@ def listed(words: Sequence[object]) -> Hcl:
     line = f"[{', '.join(texts)}]"
     if len(line) <= WIDTH - 20:
         return Hcl(line)
-    return Hcl("\n".join(("[", *(f"{INDENT}{text}," for text in texts), "]")))
+    return Hcl("\n".join(("[", *(f"{_INDENT}{text}," for text in texts), "]")))
 
 
 def rows(pairs: Sequence[tuple[str, object]], indent: int = 0) -> Hcl:
@@ -108,7 +108,7 @@ def heredoc(text: str, indent: int) -> Hcl:
     while re.search(rf"^\s*{end}\s*$", text, re.MULTILINE):
         end += "_"
     lines = [
-        " " * (indent + len(INDENT)) + line if line else ""
+        " " * (indent + len(_INDENT)) + line if line else ""
         for line in escaped(text).rstrip("\n").split("\n")
     ]
     return Hcl("\n".join((f"<<-{end}", *lines, " " * indent + end)))

@@ -19,6 +19,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -27,6 +28,7 @@ from sm12x import layout
 from sm12x.core.errors import UsageError
 from sm12x.deploy import hcl
 from sm12x.deploy.container import model_folder, uses_ray
+from sm12x.recipes import load
 from sm12x.recipes.model import Block, Recipe
 from sm12x.recipes.render import render as rendered_command
 
@@ -358,3 +360,27 @@ def _with_rank(words: Sequence[str], rank: int, extra: Sequence[str]) -> list[st
     more = [*(["--headless"] if rank else []), *extra]
     own = [f"node_rank={rank}"] if rank else []
     return [*words, *own, *(["--", *more] if more else [])]
+
+
+SUFFIX = ".nomad.hcl"
+# The recipe that is also rendered for an image others made: one GPU, and its sleep was reported
+# with exactly such an overlay.
+_OVERLAID = "qwen3.6-27b-nvfp4-rtx-pro-6000"
+
+
+def examples(recipes: Mapping[str, Recipe]) -> dict[str, str]:
+    """File name -> text, for every recipe that Nomad can run."""
+    found: dict[str, str] = {}
+    for key, recipe in recipes.items():
+        if unfit(recipe):
+            continue
+        pair = recipe.sm12x.pair if recipe.sm12x else ()
+        found[key + SUFFIX] = render(recipe, peers=[recipes[name] for name in pair])
+    if _OVERLAID in recipes:
+        found[f"{_OVERLAID}-overlay{SUFFIX}"] = render_overlay(recipes[_OVERLAID])
+    return found
+
+
+def load_examples(folder: Path) -> dict[str, str]:
+    """``rendered`` of the recipes in a folder. Raises BadFileError as ``load_all`` does."""
+    return examples(load.load_all(folder))

@@ -1,17 +1,32 @@
-"""Caches of compiled code: where they are, and when they were written."""
+"""Caches of compiled code: where they are, when they were written, and by another build or not."""
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from sm12x.core.text import counted
 from sm12x.doctor.host import Host
-from sm12x.doctor.model import Cache, Containers, Unseen
+from sm12x.doctor.knowledge import Knowledge
+from sm12x.doctor.model import (
+    INFO,
+    OK,
+    UNKNOWN,
+    WARN,
+    Cache,
+    Containers,
+    Diagnosis,
+    HostFacts,
+    Image,
+    Unseen,
+)
 
 # Enough to find the oldest and the newest of a real cache; a folder of models is not walked whole.
-MOST_FILES = 50_000
+_MOST_FILES = 50_000
 # Folders below the image's /cache volume, as its environment names them.
 _VOLUME = {
     "vllm": "vllm",
@@ -20,7 +35,7 @@ _VOLUME = {
     "flashinfer": "flashinfer",
     "deep_gemm": "deep_gemm",
 }
-VOLUME_NAME = "sm12x-cache"
+_VOLUME_NAME = "sm12x-cache"
 _FLASHINFER = re.compile(r"(?:^|/)flashinfer/(\d+\.\d+[^/]*)/")
 
 
@@ -64,7 +79,7 @@ def _places(
 def _volumes(host: Host, containers: Containers) -> Iterator[Path]:
     for engine in containers.engines:
         if engine.name == "docker" and not isinstance(engine.answer, Unseen):
-            words = [engine.name, "volume", "inspect", "--format", "{{.Mountpoint}}", VOLUME_NAME]
+            words = [engine.name, "volume", "inspect", "--format", "{{.Mountpoint}}", _VOLUME_NAME]
             done = host.ask(words)
             if not isinstance(done, Unseen):
                 yield host.path(done.stdout.strip())
@@ -91,7 +106,7 @@ def _read(kind: str, path: Path) -> tuple[Cache | None, list[Unseen]]:
             release = _FLASHINFER.search(f"{folder}/")
             if release:
                 versions[release[1]] = None
-        if files >= MOST_FILES:
+        if files >= _MOST_FILES:
             break
     if not files:
         return None, faults
@@ -99,3 +114,48 @@ def _read(kind: str, path: Path) -> tuple[Cache | None, list[Unseen]]:
         kind=kind, path=path, files=files, oldest=oldest, newest=newest, versions=tuple(versions)
     )
     return cache, faults
+
+
+def stale(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
+    name = "cache.stale"
+    findings = [
+        known.finding(name, UNKNOWN, f"could not see a cache: {hidden.why}")
+        for hidden in facts.hidden_caches
+    ]
+    image = facts.image
+    built = None if isinstance(image, Unseen) else image.built
+    if not facts.caches:
+        nothing = known.finding(name, OK, "no cache of compiled code was found")
+        return findings or [nothing]
+    if isinstance(image, Unseen) or built is None:
+        places = ", ".join(str(cache.path) for cache in facts.caches)
+        seen = f"could not see whether they are the image's, its build time is not known: {places}"
+        return [*findings, known.finding(name, UNKNOWN, seen, fix=(_wipe(facts.caches),))]
+    return [*findings, *(_compare(cache, image, built, known) for cache in facts.caches)]
+
+
+def _compare(cache: Cache, image: Image, built: float, known: Knowledge) -> Diagnosis:
+    name = "cache.stale"
+    about = f"{cache.kind}: {counted(cache.files, 'file')} in {cache.path}"
+    release = image.versions.get("flashinfer-python", "")
+    if cache.kind == "flashinfer" and cache.versions and release:
+        # FlashInfer keeps its releases apart, so those of another are dead weight, not a danger.
+        if release in cache.versions:
+            return known.finding(name, OK, f"{about}, of the image's FlashInfer {release}")
+        seen = f"{about}, of FlashInfer {', '.join(cache.versions)}; the image has {release}"
+        return known.finding(name, INFO, seen, fix=(_wipe((cache,)),))
+    if cache.newest < built:
+        seen = f"{about}, all written before the image was built ({_day(built)}): another build's"
+        return known.finding(name, WARN, seen, fix=(_wipe((cache,)),))
+    if cache.oldest < built:
+        seen = f"{about}, in part from {_day(cache.oldest)}, before the image ({_day(built)})"
+        return known.finding(name, WARN, seen, fix=(_wipe((cache,)),))
+    return known.finding(name, OK, f"{about}, written since the image was built")
+
+
+def _wipe(caches: tuple[Cache, ...]) -> str:
+    return "rm -rf " + " ".join(shlex.quote(str(cache.path)) for cache in caches)
+
+
+def _day(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(at))

@@ -14,13 +14,13 @@ from sm12x.core.errors import Sm12xError
 from sm12x.doctor.model import Unseen
 
 # Seconds that a program may take to answer; a daemon that hangs must not hang us.
-ANSWER_WITHIN = 20
+_ANSWER_WITHIN = 20
 
 
 def ask(argv: Sequence[str]) -> process.Completed | Unseen:
     """Run a program that only reports. Unseen when it is missing, hangs or fails."""
     try:
-        done = process.run(argv, check=False, timeout=ANSWER_WITHIN, env={"LC_ALL": "C"})
+        done = process.run(argv, check=False, timeout=_ANSWER_WITHIN, env={"LC_ALL": "C"})
     except Sm12xError as error:
         return Unseen(error.message)
     except OSError as error:
@@ -32,12 +32,12 @@ def ask(argv: Sequence[str]) -> process.Completed | Unseen:
     return done
 
 
-def import_nvml() -> Any:
+def _import_nvml() -> Any:
     """The module of nvidia-ml-py. Raises ImportError where it is not installed."""
     return importlib.import_module("pynvml")
 
 
-def file_system_size(path: Path) -> int:
+def _file_system_size(path: Path) -> int:
     """The size in bytes of the file system that holds ``path``. Raises OSError."""
     found = os.statvfs(path)
     return found.f_blocks * found.f_frsize
@@ -53,8 +53,8 @@ class Host:
     user: str = field(default_factory=lambda: _user())
     ask: Callable[[Sequence[str]], process.Completed | Unseen] = ask
     which: Callable[[str], Path | None] = process.which
-    nvml: Callable[[], Any] = import_nvml
-    size_of: Callable[[Path], int] = file_system_size
+    nvml: Callable[[], Any] = _import_nvml
+    size_of: Callable[[Path], int] = _file_system_size
 
     def path(self, absolute: str | Path) -> Path:
         return self.root / str(absolute).lstrip("/")

@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from sm12x.audit.exclusives import ExclusiveStores
 from sm12x.audit.model import Device
 from sm12x.core.cudaarch import CudaArch
+from sm12x.core.declared import one_of
 
 OK, INFO, WARN, BAD, UNKNOWN = "ok", "info", "warn", "bad", "unknown"
 # In the order in which a person should read them.
@@ -277,9 +281,9 @@ class Diagnosis:
     claim is from: a measurement, a document, or repository#number.
     """
 
-    id: str
-    severity: str
-    seen: str
-    why: str
-    sources: tuple[str, ...]
+    id: Annotated[str, Field(pattern=r"^[a-z]+\.[a-z-]+$")]
+    severity: Annotated[str, one_of(*SEVERITIES)]
+    seen: Annotated[str, Field(min_length=1)]
+    why: Annotated[str, Field(min_length=1)]
+    sources: Annotated[tuple[str, ...], Field(min_length=1)]
     fix: tuple[str, ...] = ()

@@ -1,9 +1,10 @@
-"""RDMA ports and the variables that tell NCCL which of them to use."""
+"""Two machines: RDMA ports and the variables that tell NCCL which to use, and what is wrong."""
 
 from __future__ import annotations
 
 from sm12x.doctor.host import Host
-from sm12x.doctor.model import Gid, Network, RdmaPort, Unseen
+from sm12x.doctor.knowledge import Knowledge
+from sm12x.doctor.model import INFO, OK, WARN, Diagnosis, Gid, HostFacts, Network, RdmaPort, Unseen
 
 _PREFIXES = ("NCCL_", "GLOO_", "UCX_", "MASTER_")
 _NAMES = ("VLLM_HOST_IP",)
@@ -56,3 +57,119 @@ def _gids(host: Host, folder: str) -> tuple[Gid, ...]:
 def _word(host: Host, path: str) -> str:
     found = host.text(path)
     return "" if isinstance(found, Unseen) else found
+
+
+_INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+
+
+def rdma(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
+    name = "net.rdma"
+    ports = facts.network.ports
+    if not ports:
+        if not facts.unified:
+            return []
+        seen = "no RDMA device: two machines would talk over TCP"
+        return [known.finding(name, INFO, seen, fix=("ibdev2netdev", "rdma link"))]
+    active = [port for port in ports if port.active]
+    if not active:
+        down = ", ".join(port.device for port in ports)
+        severity = WARN if facts.unified else INFO
+        seen = f"no RDMA port is active: {down}"
+        return [known.finding(name, severity, seen, fix=("rdma link",))]
+    # Every port of a host speaks the same, so one finding for all that are alike.
+    seen = "; ".join(_checked(facts, port) for port in active)
+    if any(port.ethernet and _gid(port) is None for port in active):
+        seen += "; no GID of RoCE v2 over IPv4 on some: give the interface an address"
+        return [known.finding(name, WARN, seen, fix=("ip -br address", "rdma link"))]
+    devices = ",".join(port.device for port in active)
+    fix = [f"export NCCL_IB_HCA={devices}"]
+    indexes = {gid for gid in map(_gid, active) if gid is not None}
+    if len(indexes) == 1:
+        fix.append(f"export NCCL_IB_GID_INDEX={indexes.pop()}")
+    return [known.finding(name, OK, seen, fix=tuple(fix))]
+
+
+def variables(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
+    name = "net.variables"
+    found = facts.network.variables
+    if not found:
+        if not facts.network.ports:
+            return []
+        seen = "none set in this shell: NCCL chooses for itself, or the recipe sets them"
+        return [known.finding(name, INFO, seen)]
+    wrong = [*_wrong_devices(facts), *_wrong_interfaces(facts), *_wrong_gid(facts)]
+    findings = [
+        known.finding(name, WARN, seen, fix=(f"unset {variable}",)) for variable, seen in wrong
+    ]
+    if not findings:
+        told = " ".join(f"{key}={value}" for key, value in found.items())
+        findings.append(known.finding(name, OK, told))
+    return findings
+
+
+def _wrong_devices(facts: HostFacts) -> list[tuple[str, str]]:
+    variable = "NCCL_IB_HCA"
+    value = facts.network.variables.get(variable, "")
+    if not value or value.startswith("^"):
+        return []
+    here = {port.device for port in facts.network.ports}
+    down = {port.device for port in facts.network.ports if not port.active}
+    exact = value.startswith("=")
+    findings = []
+    for word in value.lstrip("=").split(","):
+        device = word.partition(":")[0]
+        match = {name for name in here if name == device or (not exact and name.startswith(device))}
+        if not match:
+            told = ", ".join(sorted(here)) or "none"
+            findings.append((variable, f"{variable} names {device}, this machine has {told}"))
+        elif match <= down:
+            findings.append((variable, f"{variable} names {device}, which is not active"))
+    return findings
+
+
+def _wrong_interfaces(facts: HostFacts) -> list[tuple[str, str]]:
+    findings = []
+    for variable in _INTERFACES:
+        value = facts.network.variables.get(variable, "")
+        if value.startswith("^"):
+            continue
+        for word in filter(None, value.lstrip("=").split(",")):
+            exact = value.startswith("=") or variable.startswith("GLOO")
+            if not any(
+                name == word or (not exact and name.startswith(word)) for name in facts.network.mtu
+            ):
+                findings.append((variable, f"{variable} names {word}, which is not here"))
+    return findings
+
+
+def _wrong_gid(facts: HostFacts) -> list[tuple[str, str]]:
+    variable = "NCCL_IB_GID_INDEX"
+    value = facts.network.variables.get(variable, "")
+    if not value.isdecimal():
+        return []
+    findings = []
+    for port in facts.network.ports:
+        if not port.active or not port.ethernet:
+            continue
+        gid = next((gid for gid in port.gids if gid.index == int(value)), None)
+        if gid is None or not gid.routable:
+            what = f"{gid.kind} {gid.address}" if gid else "empty"
+            better = _gid(port)
+            hint = f"; RoCE v2 over IPv4 is index {better}" if better is not None else ""
+            seen = f"{variable}={value} is {what} on {port.device}{hint}"
+            findings.append((variable, seen))
+    return findings
+
+
+def _gid(port: RdmaPort) -> int | None:
+    return next((gid.index for gid in port.gids if gid.routable), None)
+
+
+def _checked(facts: HostFacts, port: RdmaPort) -> str:
+    links = ", ".join(
+        f"{name} MTU {facts.network.mtu[name]}" if name in facts.network.mtu else name
+        for name in port.interfaces
+    )
+    gid = _gid(port)
+    index = f", GID {gid}" if gid is not None else ""
+    return f"{port.device} {port.rate.partition(' (')[0]} ({links or 'no interface'}{index})"

@@ -22,7 +22,7 @@ from sm12x.doctor.model import (
 
 WIDTH = texts.WIDTH
 # A narrower terminal gets lines that wrap by themselves.
-NARROWEST = 60
+_NARROWEST = 60
 # Severities whose findings are told in full.
 _IN_FULL = (BAD, WARN)
 _WORDS = {BAD: "bad", WARN: "warn", UNKNOWN: "?", INFO: "info", OK: "ok"}
@@ -34,7 +34,7 @@ _COUNTED = {
     OK: "ok",
 }
 
-Paint = Callable[[str, str], str]
+_Paint = Callable[[str, str], str]
 
 
 def plain(text: str, severity: str) -> str:
@@ -42,10 +42,10 @@ def plain(text: str, severity: str) -> str:
 
 
 def text(
-    facts: HostFacts, findings: Sequence[Diagnosis], *, width: int = WIDTH, paint: Paint = plain
+    facts: HostFacts, findings: Sequence[Diagnosis], *, width: int = WIDTH, paint: _Paint = plain
 ) -> str:
     """First the findings that need a hand, with reason and commands; then a line for each other."""
-    width = max(width, NARROWEST)
+    width = max(width, _NARROWEST)
     parts = [_head(facts, findings, width)]
     full = [finding for finding in findings if finding.severity in _IN_FULL]
     rest = [finding for finding in findings if finding.severity not in _IN_FULL]
@@ -61,7 +61,7 @@ def explain(
     name: str, check: KnownCheck, findings: Sequence[Diagnosis], *, width: int = WIDTH
 ) -> str:
     """All about one check, and what was found here."""
-    width = max(width, NARROWEST)
+    width = max(width, _NARROWEST)
     lines = [f"{name}: {check.title}", "", texts.paragraph(check.why, width)]
     if check.sources:
         lines += ["", "Sources", *texts.bullets(check.sources, width, indent=2)]
@@ -87,7 +87,7 @@ def _head(facts: HostFacts, findings: Sequence[Diagnosis], width: int) -> str:
     return "\n".join([texts.paragraph(first, width), texts.paragraph(", ".join(told), width)])
 
 
-def _table(findings: Sequence[Diagnosis], width: int, paint: Paint) -> str:
+def _table(findings: Sequence[Diagnosis], width: int, paint: _Paint) -> str:
     left = max((len(finding.id) for finding in findings), default=0)
     marks = max(len(word) for word in _WORDS.values())
     lines = []
@@ -101,7 +101,7 @@ def _table(findings: Sequence[Diagnosis], width: int, paint: Paint) -> str:
     return "\n".join(lines)
 
 
-def _full(finding: Diagnosis, width: int, paint: Paint) -> str:
+def _full(finding: Diagnosis, width: int, paint: _Paint) -> str:
     mark = paint(_WORDS[finding.severity], finding.severity)
     lines = [f"{mark} {finding.id}", *_labelled("  seen", finding.seen, width)]
     lines += _labelled("  why", finding.why, width)

@@ -20,9 +20,10 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+from sm12x.core import declared, process
 from sm12x.core import files as writing
-from sm12x.core import process
 from sm12x.core.errors import PatchConflictError, ToolFailedError, UsageError
 from sm12x.deploy import hcl
 from sm12x.image.engine.engine import Engine
@@ -33,7 +34,7 @@ from sm12x.stack.worktree import tree
 PACKAGE = "vllm"
 RECORD = "overlay.json"
 # Where an image that runs as root keeps what it compiles; read-only containers need it mounted.
-ROOT_CACHE = "/root/.cache"
+_ROOT_CACHE = "/root/.cache"
 # The package is found, not imported: importing vllm takes long, and fails without a driver.
 _LOOK = """
 import base64, importlib.metadata, importlib.util, json, os, pathlib, sys
@@ -78,6 +79,26 @@ class Overlay:
     files: Mapping[str, bytes]
     done: tuple[str, ...]
     halves: Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlayFile:
+    """Where a file is mounted, and the sha256 of the image's own ("" has one too) and of ours."""
+
+    mount: str
+    image_sha256: str
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlayRecord:
+    """What an overlay was made from; ``files`` are by path below the folder of the overlay."""
+
+    schema: Literal[1] = 1
+    image: str
+    vllm: str
+    stack: str
+    files: Mapping[str, OverlayFile]
 
 
 def python_files(stack: Stack) -> tuple[str, ...]:
@@ -175,7 +196,9 @@ def patch(stack: Stack, files: Mapping[str, bytes], *, source: str) -> Overlay:
     return Overlay(files=patched, done=done, halves=_halves(stack))
 
 
-def write(overlay: Overlay, installed: InstalledTree, stack: Stack, image: str, out: Path) -> Path:
+def write(
+    overlay: Overlay, installed: InstalledTree, stack: Stack, image: str, out: Path
+) -> OverlayRecord:
     """Write the patched files and what they were made from under ``out``, whole or not at all.
 
     Raises:
@@ -188,23 +211,22 @@ def write(overlay: Overlay, installed: InstalledTree, stack: Stack, image: str, 
     for path, content in overlay.files.items():
         with writing.replacing(out / path) as temporary:
             temporary.write_bytes(content)
-    record = {
-        "schema": 1,
-        "image": image,
-        "vllm": installed.version,
-        "stack": stack.id,
-        "files": {
-            path: {
-                "mount": target(installed, path),
-                "image_sha256": hashlib.sha256(installed.files.get(path, b"")).hexdigest(),
-                "sha256": hashlib.sha256(content).hexdigest(),
-            }
+    record = OverlayRecord(
+        image=image,
+        vllm=installed.version,
+        stack=stack.id,
+        files={
+            path: OverlayFile(
+                mount=target(installed, path),
+                image_sha256=hashlib.sha256(installed.files.get(path, b"")).hexdigest(),
+                sha256=hashlib.sha256(content).hexdigest(),
+            )
             for path, content in overlay.files.items()
         },
-    }
+    )
     # Last: a folder with a record is whole.
-    writing.write_text(out / RECORD, json.dumps(record, indent=1) + "\n")
-    return out / RECORD
+    declared.write_json(out / RECORD, record)
+    return record
 
 
 def target(installed: InstalledTree, path: str) -> str:
@@ -216,7 +238,7 @@ def volume_lines(overlay: Overlay, installed: InstalledTree, out: Path) -> tuple
     """The options of `docker run`, and Nomad's variable and docker-driver lines, for an overlay."""
     where = out.resolve()
     binds = [f"{where / path}:{target(installed, path)}:ro" for path in overlay.files]
-    cache = [f"sm12x-rootcache:{ROOT_CACHE}"] if installed.root else []
+    cache = [f"sm12x-rootcache:{_ROOT_CACHE}"] if installed.root else []
     docker = " \\\n  ".join(f"-v {shlex.quote(bind)}" for bind in [*binds, *cache])
     pairs = ", ".join(
         f"{hcl.quoted(target(installed, path))} = {hcl.quoted(str(where / path))}"

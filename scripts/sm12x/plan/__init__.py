@@ -1,46 +1,63 @@
 """Does it fit? Memory plans of recipes and checkpoints, per GPU and per machine.
 
-``make`` plans servers on hardware; ``check`` says what a recipe's plan finds wrong.
+``make`` plans servers on hardware, and which of several that take turns may be awake together;
+``check`` says what a recipe's plan finds wrong.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
+from pydantic import Field
+
+from sm12x.core.declared import shown
 from sm12x.core.errors import UsageError
 from sm12x.plan import budget as budgets
-from sm12x.plan import host, peers
-from sm12x.plan.budget import DOES_NOT_FIT, FITS, UNKNOWN, Deployment, Hardware
+from sm12x.plan import host
+from sm12x.plan.budget import (
+    DOES_NOT_FIT,
+    FITS,
+    UNKNOWN,
+    Budget,
+    Deployment,
+    Hardware,
+)
 from sm12x.plan.host import HostNeed
-from sm12x.plan.peers import Row
 from sm12x.plan.server import from_recipe, members
 from sm12x.recipes.model import Recipe
 
-ANY = "any"
+_ANY = "any"
 # The sleeping peer of a recipe that is planned alone.
-PEER = "a peer like it"
+_PEER = "a peer like it"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Servers on the same GPUs. ``needed`` are the rows that must fit: each of them awake alone.
+    """Servers on the same GPUs; amounts are GiB with a lower and an upper end.
 
     ``host`` is the machine's memory at the moment of a swap, when all that can sleep are asleep.
     ``peer`` says that a server was planned with one sleeping peer taken to be like itself.
     """
 
+    schema: Literal[1] = 1
     hardware: Hardware
     servers: tuple[Deployment, ...]
-    peer: bool
-    rows: tuple[Row, ...]
-    needed: tuple[Row, ...]
+    peer: Annotated[bool, Field(alias="assumed_peer")]
+    rows: Annotated[tuple[Row, ...], Field(alias="combinations")]
     host: HostNeed
     cuts: tuple[str, ...]
     warnings: tuple[str, ...]
 
     @property
+    def needed(self) -> tuple[Row, ...]:
+        """The rows that must fit."""
+        return tuple(row for row in self.rows if row.needed)
+
+    @shown
     def verdict(self) -> str:
         verdicts = {row.verdict for row in self.needed} | {self.host.verdict}
         if DOES_NOT_FIT in verdicts or self.too_few:
@@ -64,13 +81,12 @@ def make(hardware: Hardware, servers: Sequence[Deployment], *, peer: bool = True
     assumed = peer and lone and servers[0].sleep > 0
     all_of_them = list(servers)
     if assumed:
-        all_of_them.append(dataclasses.replace(servers[0], name=PEER))
-    rows = peers.rows(hardware, all_of_them)
+        all_of_them.append(dataclasses.replace(servers[0], name=_PEER))
+    combinations = combine(hardware, all_of_them)
     if assumed:
-        rows = tuple(row for row in rows if row.awake in ((), (servers[0].name,)))
+        combinations = tuple(row for row in combinations if row.awake in ((), (servers[0].name,)))
     elif lone:
-        rows = tuple(row for row in rows if row.awake)
-    needed = tuple(row for row in rows if len(row.awake) == 1)
+        combinations = tuple(row for row in combinations if row.awake)
     asleep = [server for server in all_of_them if server.sleep] if not lone or assumed else []
     found: list[str] = []
     for server in servers:
@@ -86,8 +102,7 @@ def make(hardware: Hardware, servers: Sequence[Deployment], *, peer: bool = True
         hardware=hardware,
         servers=tuple(servers),
         peer=assumed,
-        rows=rows,
-        needed=needed,
+        rows=combinations,
         host=swap,
         cuts=tuple(dict.fromkeys(found)),
         warnings=tuple(_warnings(hardware, servers)),
@@ -123,9 +138,9 @@ def hardware_of(recipes: Sequence[Recipe], kinds: dict[str, Hardware]) -> Hardwa
     common = [
         key
         for key in kinds
-        if all(one.sm12x and {key, ANY} & set(one.sm12x.hardware) for one in recipes)
+        if all(one.sm12x and {key, _ANY} & set(one.sm12x.hardware) for one in recipes)
     ]
-    named = [key for one in recipes if one.sm12x for key in one.sm12x.hardware if key != ANY]
+    named = [key for one in recipes if one.sm12x for key in one.sm12x.hardware if key != _ANY]
     chosen = [key for key in named if key in common]
     if not chosen:
         names = ", ".join(one.key for one in recipes)
@@ -207,3 +222,59 @@ def findings(plan: Plan) -> list[str]:
 def _who(row: Row) -> str:
     beside = f" beside sleeping {', '.join(row.asleep)}" if row.asleep else ""
     return f"{' and '.join(row.awake)}{beside}"
+
+
+# Every subset is a row: 64 at most.
+MOST = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One way to have the servers: who is awake, asleep, or stopped (because it cannot sleep)."""
+
+    awake: tuple[str, ...]
+    asleep: tuple[str, ...]
+    stopped: tuple[str, ...]
+    budget: Budget
+    host: HostNeed
+
+    @shown
+    def needed(self) -> bool:
+        """Whether it must fit: one is awake, alone."""
+        return len(self.awake) == 1
+
+    @shown
+    def verdict(self) -> str:
+        verdicts = (self.budget.verdict, self.host.verdict)
+        if DOES_NOT_FIT in verdicts:
+            return DOES_NOT_FIT
+        # Host memory that nobody gave is said in the report; it does not undo what the GPU says.
+        return UNKNOWN if self.budget.verdict == UNKNOWN else FITS
+
+
+def combine(hardware: Hardware, servers: Sequence[Deployment]) -> tuple[Row, ...]:
+    """Every subset that can be awake, fewest first; the first row is the moment of a swap.
+
+    During a swap the one that was awake is asleep before the next one wakes, so all that can sleep
+    have their host copies at once.
+    """
+    if len(servers) > MOST:
+        raise UsageError(
+            f"{len(servers)} recipes on the same GPUs have too many combinations",
+            next_step=f"plan {MOST} at most together",
+        )
+    found = []
+    for size in range(len(servers) + 1):
+        for awake in itertools.combinations(servers, size):
+            rest = [server for server in servers if server not in awake]
+            asleep = [server for server in rest if server.sleep]
+            found.append(
+                Row(
+                    awake=tuple(server.name for server in awake),
+                    asleep=tuple(server.name for server in asleep),
+                    stopped=tuple(server.name for server in rest if not server.sleep),
+                    budget=budgets.budget(hardware, awake, asleep),
+                    host=host.need(asleep, hardware),
+                )
+            )
+    return tuple(found)

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from sm12x.core.declared import shown
+
 FITS, DOES_NOT_FIT, UNKNOWN = "fits", "does not fit", "cannot tell"
 BUDGET, OUTSIDE, SYSTEM = "budget", "outside the budget", "operating system"
 RESIDUE, COPY = "sleep residue", "host copy"
@@ -136,13 +138,13 @@ class Budget:
     inside: tuple[Inside, ...]
     largest: float
 
-    @property
+    @shown
     def verdict(self) -> str:
         if self.margin.low < 0 or any(one.spare and one.spare.low < 0 for one in self.inside):
             return DOES_NOT_FIT
         return UNKNOWN if self.unknown else FITS
 
-    @property
+    @shown
     def total(self) -> Amount:
         """What the terms come to, at the smaller and the larger memory of the hardware."""
         return Amount(
@@ -150,7 +152,7 @@ class Budget:
             high=sum(term.amount.high for term in self.terms),
         )
 
-    @property
+    @shown
     def basis(self) -> str:
         """The weakest basis among the terms."""
         return weakest([term.basis for term in self.terms])

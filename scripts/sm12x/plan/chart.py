@@ -11,7 +11,7 @@ from typing import Any
 
 from sm12x.core import files
 from sm12x.core.errors import ToolMissingError
-from sm12x.plan import Plan, render
+from sm12x.plan import Plan, Row, render
 from sm12x.plan.budget import (
     BUDGET,
     COPY,
@@ -25,7 +25,6 @@ from sm12x.plan.budget import (
     Inside,
     Term,
 )
-from sm12x.plan.peers import Row
 
 # Colours that stay apart for the colour-blind (Okabe and Ito).
 _COLOURS = {

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from sm12x.core.errors import BadFileError, UsageError
-from sm12x.core.files import GIB
+from sm12x.core.text import GIB
 from sm12x.plan import modelconfig
 from sm12x.plan.budget import KV, WEIGHTS, Amount, Term
 from sm12x.plan.modelconfig import Config, number
 
 CONFIG = "config.json"
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
 # safetensors allows no longer header; a longer one is not such a file.
 _MAX_HEADER = 100_000_000
 # Linear layers that vLLM keeps whole on every rank: MLA's down projections, the sparse indexer, the
@@ -69,12 +69,12 @@ class Weights:
 def read(folder: Path) -> Checkpoint:
     """Read a checkpoint's folder. Raises BadFileError that names the file."""
     config = _json(folder / CONFIG, "the folder of a checkpoint as its repository has it")
-    if (folder / INDEX).is_file():
-        index = _json(folder / INDEX, "the index that belongs to the checkpoint")
+    if (folder / _INDEX).is_file():
+        index = _json(folder / _INDEX, "the index that belongs to the checkpoint")
         files = index.get("weight_map")
         if not isinstance(files, dict) or not files:
             raise BadFileError(
-                f"{folder / INDEX} has no weight_map",
+                f"{folder / _INDEX} has no weight_map",
                 next_step="fetch the index that belongs to the checkpoint",
             )
         tensors = _headers(folder, sorted({str(name) for name in files.values()}))
@@ -83,15 +83,15 @@ def read(folder: Path) -> Checkpoint:
             total = sum(tensors.values())
         if not isinstance(total, int) or total <= 0:
             raise BadFileError(
-                f"{folder / INDEX} has no metadata.total_size, and the files are not all there",
+                f"{folder / _INDEX} has no metadata.total_size, and the files are not all there",
                 next_step="fetch the checkpoint's files, or an index with its size",
             )
         names = tuple(sorted(files))
     else:
-        tensors = _headers(folder, [SINGLE])
+        tensors = _headers(folder, [_SINGLE])
         if tensors is None:
             raise BadFileError(
-                f"{folder} has neither {INDEX} nor {SINGLE}",
+                f"{folder} has neither {_INDEX} nor {_SINGLE}",
                 next_step="give the folder of a safetensors checkpoint",
             )
         names, total = tuple(sorted(tensors)), sum(tensors.values())
@@ -113,7 +113,7 @@ def weights(checkpoint: Checkpoint, *, tp: int) -> Weights:
     repeat = min(tp, max(1, tp // _kv_heads(config)))
     split = whole = draft = 0.0
     for name, size in checkpoint.tensors.items():
-        if is_draft(name, layers):
+        if _is_draft(name, layers):
             draft += size / tp
         elif _WHOLE.search(name):
             whole += size
@@ -124,7 +124,7 @@ def weights(checkpoint: Checkpoint, *, tp: int) -> Weights:
     return Weights(split=split, whole=whole, draft=draft, exact=True)
 
 
-def is_draft(name: str, layers: int) -> bool:
+def _is_draft(name: str, layers: int) -> bool:
     """A tensor of the multi-token-prediction layers: after the last layer, or called mtp."""
     layer = _LAYER.search(name)
     return (

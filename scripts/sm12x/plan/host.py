@@ -13,9 +13,9 @@ from pydantic import BeforeValidator
 
 from sm12x import layout
 from sm12x.core import declared
-from sm12x.core.declared import Declared, NotNull, one_of
+from sm12x.core.declared import Declared, NotNull, one_of, shown
 from sm12x.core.errors import BadFileError, ToolMissingError, UsageError
-from sm12x.core.files import GIB
+from sm12x.core.text import GIB
 from sm12x.plan.budget import (
     BASES,
     DOES_NOT_FIT,
@@ -45,7 +45,7 @@ class HostNeed:
     asleep: tuple[str, ...]
     ram: float | None
 
-    @property
+    @shown
     def verdict(self) -> str:
         if self.copies and self.copies.high == 0:
             return FITS

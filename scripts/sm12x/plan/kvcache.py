@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from sm12x.core.errors import UsageError
-from sm12x.core.files import GIB
+from sm12x.core.text import GIB
 
 # --kv-cache-dtype -> bytes of one cached value. nvfp4: half a byte, and a scale for every 16.
 _DTYPES = {

@@ -1,16 +1,15 @@
-"""Plans as text, as a table of many, and as JSON values. Nothing here prints."""
+"""Plans as text, and as a table of many. Nothing here prints."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from rich import box
 from rich.table import Table
 
 from sm12x.core import text as texts
-from sm12x.plan import Plan
+from sm12x.plan import Plan, Row
 from sm12x.plan.budget import (
     BUDGET,
     COPY,
@@ -29,10 +28,7 @@ from sm12x.plan.budget import (
     Unknown,
 )
 from sm12x.plan.host import HostNeed
-from sm12x.plan.peers import Row
 
-# The version of the JSON; a key that goes or changes its meaning raises it.
-VERSION = 1
 WIDTH = 100
 OVERVIEW = 190
 HEADER = (
@@ -77,7 +73,7 @@ def text(plan: Plan, *, width: int = WIDTH) -> str:
         say(_matrix(plan.rows, letters))
     else:
         say()
-    say(host_line(plan.host, letters, unified=hardware.unified))
+    say(_host_line(plan.host, letters, unified=hardware.unified))
     say()
     say("terms, GiB on one GPU:")
     say(_sources(plan, letters))
@@ -144,7 +140,7 @@ def inside(one: Inside) -> str:
     return f"inside the {one.budget}: {', '.join(parts)}{least}"
 
 
-def host_line(need: HostNeed, letters: Mapping[str, str], *, unified: bool) -> str:
+def _host_line(need: HostNeed, letters: Mapping[str, str], *, unified: bool) -> str:
     """Host memory for level-1 copies, at the moment when all that can sleep are asleep."""
     if unified:
         return "host memory: it is the same memory; host copies are among the terms"
@@ -287,34 +283,6 @@ def table(rows: Iterable[Sequence[str]], *, width: int = OVERVIEW) -> str:
     for row in rows:
         made.add_row(*row)
     return texts.draw(made, width) + "\n"
-
-
-def data(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON values; amounts are GiB with a lower and an upper end."""
-    return {
-        "schema": VERSION,
-        "verdict": plan.verdict,
-        "hardware": dataclasses.asdict(plan.hardware),
-        "servers": [dataclasses.asdict(server) for server in plan.servers],
-        "assumed_peer": plan.peer,
-        "combinations": [
-            {
-                **dataclasses.asdict(row),
-                "verdict": row.verdict,
-                "needed": row in plan.needed,
-                "budget": {
-                    **dataclasses.asdict(row.budget),
-                    "verdict": row.budget.verdict,
-                    "total": dataclasses.asdict(row.budget.total),
-                    "basis": row.budget.basis,
-                },
-            }
-            for row in plan.rows
-        ],
-        "host": {**dataclasses.asdict(plan.host), "verdict": plan.host.verdict},
-        "cuts": list(plan.cuts),
-        "warnings": list(plan.warnings),
-    }
 
 
 def signed(amount: Amount) -> str:

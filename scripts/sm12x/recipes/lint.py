@@ -19,7 +19,7 @@ from sm12x.recipes.render import Rendered, render
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
 # Tags that name another image tomorrow.
-FLOATING = ("latest", "nightly", "main", "master", "dev", "edge", "stable")
+_FLOATING = ("latest", "nightly", "main", "master", "dev", "edge", "stable")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -94,7 +94,7 @@ class _Rules:
         recipe = self.recipe
         name, _, digest = recipe.container.partition("@")
         _, _, tag = name.rpartition("/")[2].partition(":")
-        if not digest and (not tag or tag in FLOATING):
+        if not digest and (not tag or tag in _FLOATING):
             what = f"the tag {tag!r}" if tag else "no tag"
             self.add(
                 "container",

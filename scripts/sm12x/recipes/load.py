@@ -14,8 +14,8 @@ from sm12x.core.yamltext import Yaml
 from sm12x.recipes.model import RECIPE_VERSION, THEIRS, Recipe
 
 # The format of sparkrun, and the keys of it that ours does not have.
-SPARKRUN_VERSION = "2"
-SPARKRUN_ONLY = (
+_SPARKRUN_VERSION = "2"
+_SPARKRUN_ONLY = (
     *("runtime", "runtime_config", "metadata", "min_nodes", "max_nodes", "executor_config"),
     *("distribution_config", "pre_exec", "post_exec"),
 )
@@ -105,16 +105,16 @@ def inspect(path: Path) -> tuple[Recipe | None, list[Fault]]:
 def _foreign(path: Path, text: Yaml) -> Fault | None:
     """The fault of a file in the other format that goes by `recipe_version`, None for ours."""
     top = text.data
-    theirs = [key for key in SPARKRUN_ONLY if key in top]
+    theirs = [key for key in _SPARKRUN_ONLY if key in top]
     # Its own tools take a file without a version for the newest.
     given = "recipe_version" in top
-    if (str(top["recipe_version"]) != SPARKRUN_VERSION) if given else ("runtime" not in theirs):
+    if (str(top["recipe_version"]) != _SPARKRUN_VERSION) if given else ("runtime" not in theirs):
         return None
     keys = f" (with {', '.join(theirs)})" if theirs else ""
     return Fault(
         path=path,
         line=text.line(("recipe_version" if given else "runtime",)),
-        text=f'recipe_version "{SPARKRUN_VERSION}"{keys} is the format of sparkrun, which is not '
+        text=f'recipe_version "{_SPARKRUN_VERSION}"{keys} is the format of sparkrun, which is not '
         f'read yet; this version reads "{RECIPE_VERSION}"',
         next_step=f'run it with sparkrun, or write it as recipe_version "{RECIPE_VERSION}": '
         "name, recipe_version, container, command, and the settings under defaults",

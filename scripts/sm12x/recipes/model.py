@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -13,27 +13,25 @@ from pydantic import (
     ConfigDict,
     Field,
     StringConstraints,
-    WithJsonSchema,
     model_validator,
 )
-from pydantic.json_schema import SkipJsonSchema
 
 from sm12x.core import declared
-from sm12x.core.declared import Declared, KeyFaultError, NotNull, one_of
+from sm12x.core.declared import Declared, KeyFaultError, NotInFile, NotNull, in_file, one_of
 
-Scalar = str | int | float | bool
+_Scalar = str | int | float | bool
 
 # `recipe_version` of the files that are read here.
 RECIPE_VERSION = "1"
 # The deployments that exist; "any" is for a recipe that does not depend on the device.
-HARDWARE = ("rtx-pro-6000", "rtx-5090", "gb10", "any")
+_HARDWARE = ("rtx-pro-6000", "rtx-5090", "gb10", "any")
 # verified: run by this project on that hardware, on a date, with evidence. reported: run by others,
 # the source says by whom. untested: written from documents, run by nobody that is known.
 STATES = ("verified", "reported", "untested")
 # measured: by this project. reported: by others. estimated: computed, the source says from what.
 BASES = ("measured", "reported", "estimated")
 # The level of a recipe that must stay awake, as it stands in the file.
-NEVER = "never"
+_NEVER = "never"
 # Keys that forks of eugr's runner know, and that are of no use here.
 THEIRS = ("model_required_files", "benchmark", "launch")
 
@@ -70,7 +68,7 @@ def _version(value: object) -> object:
 
 
 def _level(value: object) -> object:
-    if value == NEVER:
+    if value == _NEVER:
         return 0
     if isinstance(value, bool) or value not in (1, 2):
         raise KeyFaultError("", f"is {value!r}, not 1, 2 or never")
@@ -93,10 +91,6 @@ def _pair(value: tuple[str, ...]) -> tuple[str, ...]:
 _or_empty = BeforeValidator(lambda value: {} if value is None else value)
 
 
-def _of(types: list[str], **more: object) -> WithJsonSchema:
-    return WithJsonSchema({"type": types, **more})
-
-
 def _with_theirs(schema: dict[str, Any]) -> None:
     note = {"description": "Known to forks of eugr's runner; not used here."}
     schema["properties"] |= dict.fromkeys(THEIRS, note)
@@ -105,7 +99,9 @@ def _with_theirs(schema: dict[str, Any]) -> None:
 _SCALARS = ["string", "number", "boolean"]
 _Text = Annotated[str, StringConstraints(strip_whitespace=True)]
 _Words = Annotated[
-    tuple[str, ...], BeforeValidator(_words), _of(["array", "null"], items={"type": _SCALARS})
+    tuple[str, ...],
+    BeforeValidator(_words),
+    in_file(type=["array", "null"], items={"type": _SCALARS}),
 ]
 
 
@@ -115,8 +111,8 @@ class MemoryTerm(Declared):
 
     # ``gib`` is the value to plan with: the upper end where the source gives a range. ``low`` is
     # the lower end then, and equal to ``gib`` otherwise.
-    gib: Annotated[float, WithJsonSchema(declared.ENDS), Field(description="GiB, or [low, high].")]
-    low: SkipJsonSchema[float]
+    gib: Annotated[float, in_file(**declared.ENDS), Field(description="GiB, or [low, high].")]
+    low: Annotated[float, NotInFile()]
     basis: Annotated[str, one_of(*BASES), Field(description="By this project; others; computed.")]
     source: Annotated[
         _Text, Field(min_length=1, description="Where the figure is from, or computed from what.")
@@ -159,13 +155,13 @@ class Memory(Declared):
 class Sleep(Declared):
     """Level 1 keeps the weights in host memory, 2 discards them; never (0 here) needs a reason."""
 
-    level: Annotated[int, BeforeValidator(_level), WithJsonSchema({"enum": [1, 2, NEVER]})]
+    level: Annotated[int, BeforeValidator(_level), in_file(enum=[1, 2, _NEVER])]
     reason: Annotated[_Text, Field(description="Why it must stay awake.")] = ""
 
     __pydantic_config__: ClassVar[ConfigDict] = {
         **Declared.__pydantic_config__,
         "json_schema_extra": {
-            "if": {"properties": {"level": {"const": NEVER}}},
+            "if": {"properties": {"level": {"const": _NEVER}}},
             "then": {"required": ["reason"]},
         },
     }
@@ -175,7 +171,7 @@ class Sleep(Declared):
             raise KeyFaultError("reason", "is missing: say why it must stay awake")
 
     def __str__(self) -> str:
-        return f"level {self.level}" if self.level else NEVER
+        return f"level {self.level}" if self.level else _NEVER
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +189,7 @@ class Status(Declared):
     date: Annotated[
         str,
         BeforeValidator(_date),
-        WithJsonSchema({"type": "string", "pattern": r"^\d{4}-\d{2}-\d{2}$"}),
+        in_file(type="string", pattern=r"^\d{4}-\d{2}-\d{2}$"),
     ] = ""
     evidence: Annotated[_Text, Field(description="What was run and what came out.")] = ""
     blocked: Annotated[
@@ -226,7 +222,7 @@ class Block(Declared):
     """What the format cannot say otherwise."""
 
     hardware: Annotated[
-        tuple[Annotated[str, one_of(*HARDWARE)], ...],
+        tuple[Annotated[str, one_of(*_HARDWARE)], ...],
         Field(min_length=1, description="What it runs on."),
     ]
     gpus: Annotated[int, Field(ge=1, description="GPUs of each machine.")]
@@ -238,9 +234,7 @@ class Block(Declared):
         tuple[str, ...],
         AfterValidator(_pair),
         BeforeValidator(_words),
-        WithJsonSchema(
-            {"type": "array", "items": {"type": "string"}, "minItems": 2, "maxItems": 2}
-        ),
+        in_file(type="array", items={"type": "string"}, minItems=2, maxItems=2),
         Field(
             description="Two recipes of the same folder that take turns on the same GPUs; the "
             "first is awake at the end."
@@ -257,12 +251,12 @@ class Recipe(Declared):
 
     # Not in the file. ``key`` is what the user types: the file name without `.yaml`; ``lines`` says
     # where each key of the top level, of `defaults`, `env` and `sm12x` stands: "sm12x.sleep" -> 12.
-    key: SkipJsonSchema[str]
-    path: SkipJsonSchema[Path]
+    key: Annotated[str, NotInFile()]
+    path: Annotated[Path, NotInFile()]
     recipe_version: Annotated[
         str,
         BeforeValidator(_version),
-        WithJsonSchema({"enum": [RECIPE_VERSION, int(RECIPE_VERSION)]}),
+        in_file(enum=[RECIPE_VERSION, int(RECIPE_VERSION)]),
         Field(description="The format's version."),
     ]
     name: Annotated[str, Field(description="What lists show.")]
@@ -284,13 +278,13 @@ class Recipe(Declared):
     defaults: Annotated[
         dict[str, Annotated[Any, BeforeValidator(_scalar)]],
         _or_empty,
-        _of(["object", "null"], additionalProperties={"type": _SCALARS}),
+        in_file(type=["object", "null"], additionalProperties={"type": _SCALARS}),
         Field(description="The settings and their values; strings are allowed."),
     ] = field(default_factory=dict)
     env: Annotated[
         dict[str, Annotated[str, BeforeValidator(_variable)]],
         _or_empty,
-        _of(["object", "null"], additionalProperties={"type": _SCALARS}),
+        in_file(type=["object", "null"], additionalProperties={"type": _SCALARS}),
         Field(description="Variables of the container; $NAME is put in there."),
     ] = field(default_factory=dict)
     mods: Annotated[_Words, Field(description="Of eugr's runner; not applied here.")] = ()
@@ -299,7 +293,7 @@ class Recipe(Declared):
     solo_only: Annotated[bool, Field(description="For one machine.")] = False
     # None in a file that has no block of ours, as other people's files have none.
     sm12x: Annotated[Block | None, NotNull()] = None
-    lines: SkipJsonSchema[dict[str, int]]
+    lines: Annotated[dict[str, int], NotInFile()]
 
     # Runners ignore what they do not know, and so do we.
     __pydantic_config__: ClassVar[ConfigDict] = {
@@ -307,3 +301,14 @@ class Recipe(Declared):
         "extra": "ignore",
         "json_schema_extra": _with_theirs,
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownRecipe(Recipe):
+    """What `sm12x recipe show --json` prints: a recipe as it was read, and where from."""
+
+    schema: Literal[1] = 1
+    recipe_version: Annotated[str, Field(exclude=True)]
+    lines: Annotated[dict[str, int], Field(exclude=True)]
+
+    __pydantic_config__: ClassVar[ConfigDict] = Declared.__pydantic_config__

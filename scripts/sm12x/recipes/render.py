@@ -14,8 +14,8 @@ from sm12x.recipes.load import template_fields
 from sm12x.recipes.model import Recipe
 
 # A setting may come from the environment as SM12X_<KEY>; these are ours for other purposes.
-ENV_PREFIX = "SM12X_"
-RESERVED = (
+_ENV_PREFIX = "SM12X_"
+_RESERVED = (
     "SM12X_ROOT",
     "SM12X_CACHE",
     "SM12X_IMAGE_ROOT",
@@ -65,11 +65,11 @@ class Rendered:
 def settings_from(environ: Mapping[str, str], recipe: Recipe) -> tuple[dict[str, str], list[str]]:
     """The settings given as SM12X_<KEY>, and a remark on each such variable that is none."""
     found, remarks = {}, []
-    names = {f"{ENV_PREFIX}{key.upper()}": key for key in recipe.defaults}
+    names = {f"{_ENV_PREFIX}{key.upper()}": key for key in recipe.defaults}
     for variable, value in environ.items():
         if variable in names:
             found[names[variable]] = value
-        elif variable.startswith(ENV_PREFIX) and variable not in RESERVED:
+        elif variable.startswith(_ENV_PREFIX) and variable not in _RESERVED:
             remarks.append(f"{variable} is not a setting of {recipe.key}{perhaps(variable, names)}")
     return found, remarks
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 
-from sm12x.deploy import docker
+from sm12x.deploy import local
 from sm12x.deploy.container import containers
 from sm12x.recipes.model import Memory, MemoryTerm, Recipe
 from sm12x.wheel.ledger import Ledger, PatchEntry
@@ -37,7 +37,7 @@ def help_text(ledger: Ledger, recipes: Mapping[str, Recipe], image: str) -> str:
         f"  for    {ledger.machine}, Python {ledger.python}",
         *_compiled(ledger),
         *(
-            f"  on {device}, of {len(kinds)} libraries: {machine_code(kinds)}"
+            f"  on {device}, of {len(kinds)} libraries: {_machine_code(kinds)}"
             for device, kinds in devices
         ),
         "",
@@ -80,7 +80,7 @@ def _state(patch: PatchEntry) -> str:
     return f"{patch.state}; its native code: {patch.native}" if patch.native else patch.state
 
 
-def machine_code(kinds: Sequence[str]) -> str:
+def _machine_code(kinds: Sequence[str]) -> str:
     """How many libraries run how on one device, from the ledger's audit."""
     counted = Counter(kinds)
     known = [f"{counted[kind]} {text}" for kind, text in _KINDS.items() if counted[kind]]
@@ -130,7 +130,7 @@ def command(recipe: Recipe, image: str) -> list[str]:
     """The `docker run` of a recipe, one option group a line; one command a machine."""
     first = {"master_addr": "FIRST"} if "master_addr" in recipe.defaults else {}
     parts = containers(recipe, image=image, settings=first, extra=(), shipped=True)
-    return [line for part in parts for line in docker.command(part).splitlines()]
+    return [line for part in parts for line in local.docker_command(part).splitlines()]
 
 
 def _memory(memory: Memory) -> list[str]:

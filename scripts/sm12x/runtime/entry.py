@@ -20,7 +20,7 @@ from sm12x.runtime.check.check import check
 from sm12x.runtime.places import Places
 from sm12x.wheel import ledger as ledgers
 
-WORDS = ("help", "check", "health", "recipes", "pair")
+_WORDS = ("help", "check", "health", "recipes", "pair")
 
 Replace = Callable[..., NoReturn]
 
@@ -70,7 +70,7 @@ def dispatch(
         replace(rendered.argv, env={**serve.identity(os.environ), **rendered.env})
     if process.which(first):
         replace([first, *rest], env=serve.identity(os.environ))
-    known = [*WORDS, *_names(places)]
+    known = [*_WORDS, *_names(places)]
     near = text.near(first, known, cutoff=0.5)
     if first.startswith("-"):
         step = f"vLLM's own arguments go after a recipe's name and --: RECIPE -- {first}"

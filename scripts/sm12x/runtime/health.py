@@ -50,7 +50,7 @@ class Verdict:
 
 
 # (server, path, seconds) -> (status, body). Raises OSError or http.client.HTTPException.
-Get = Callable[[Listener, str, float], tuple[int, bytes]]
+_Get = Callable[[Listener, str, float], tuple[int, bytes]]
 
 
 def find(commands: Iterable[Sequence[str]]) -> Listener | None:
@@ -86,7 +86,7 @@ def find(commands: Iterable[Sequence[str]]) -> Listener | None:
     return None
 
 
-def check(server: Listener | None, get: Get) -> Verdict:
+def check(server: Listener | None, get: _Get) -> Verdict:
     """Ask a server how it is. None, no server, is healthy: the container runs something else."""
     if server is None:
         return Verdict(code=HEALTHY, text="no vLLM server runs here: nothing to check")
@@ -107,7 +107,7 @@ def check(server: Listener | None, get: Get) -> Verdict:
     return Verdict(code=UNHEALTHY, text=f"{server}/health says {status}: the engine has died")
 
 
-def _asleep(server: Listener, get: Get) -> bool | None:
+def _asleep(server: Listener, get: _Get) -> bool | None:
     """None when it cannot be told: not in dev mode, or the engine is busy changing state."""
     try:
         status, body = get(server, "/is_sleeping", SLEEP_SECONDS)

@@ -25,12 +25,12 @@ from sm12x.recipes.render import Rendered
 from sm12x.runtime import health, serve
 
 # Seconds between two looks at a server.
-PAUSE = 2.0
+_PAUSE = 2.0
 # Seconds a server has to end by itself: vLLM stops its workers then.
-GRACE = 30.0
+_GRACE = 30.0
 # Seconds a first sleep may take: pinning host memory is slow.
 SLEEP_SECONDS = 300.0
-USAGE = "pair [--load-seconds N] RECIPE [key=value ...] + RECIPE [key=value ...]"
+_USAGE = "pair [--load-seconds N] RECIPE [key=value ...] + RECIPE [key=value ...]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ def members(
     rest, seconds = list(words), 3600.0
     if rest[:1] == ["--load-seconds"]:
         if len(rest) < 2 or not rest[1].isdigit():
-            raise UsageError("--load-seconds needs a number of seconds", next_step=USAGE)
+            raise UsageError("--load-seconds needs a number of seconds", next_step=_USAGE)
         seconds, rest = float(rest[1]), rest[2:]
     found: list[PairMember] = []
     for group in _split(rest):
@@ -84,7 +84,7 @@ def members(
     if len(found) < 2 or len(set(ports)) < len(ports):
         raise UsageError(
             f"two recipes with ports of their own are expected, got {len(found)} on {ports}",
-            next_step=USAGE,
+            next_step=_USAGE,
         )
     return tuple(found), seconds
 
@@ -97,7 +97,7 @@ def _split(words: Sequence[str]) -> list[list[str]]:
         else:
             groups[-1].append(word)
     if not all(groups):
-        raise UsageError("a recipe's name is missing beside a +", next_step=USAGE)
+        raise UsageError("a recipe's name is missing beside a +", next_step=_USAGE)
     return groups
 
 
@@ -125,7 +125,7 @@ def run(arrangement: Sequence[PairMember], *, load_seconds: float) -> int:
             click.echo(f"pair: {arrangement[0].key} serves, the rest sleep", err=True)
             while True:
                 _require_alive(running)
-                time.sleep(PAUSE)
+                time.sleep(_PAUSE)
         except Stopped:
             return 0
 
@@ -157,7 +157,7 @@ def _wait_awake(
                 f"{member.key} did not answer on {member.server} within {seconds:g} s",
                 next_step="read its lines above, or give load_seconds=N",
             )
-        time.sleep(PAUSE)
+        time.sleep(_PAUSE)
 
 
 def _answers(server: health.Listener) -> bool:
@@ -191,7 +191,7 @@ def _put_to_sleep(member: PairMember) -> None:
 def _end(running: Sequence[tuple[PairMember, process.Background]]) -> None:
     for _, child in running:
         child.terminate()
-    end = time.monotonic() + GRACE
+    end = time.monotonic() + _GRACE
     while time.monotonic() < end and any(child.poll() is None for _, child in running):
         time.sleep(0.1)
     for _, child in running:

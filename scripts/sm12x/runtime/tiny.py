@@ -14,9 +14,9 @@ from pathlib import Path
 from sm12x.core.errors import BadFileError, Sm12xError, UsageError
 from sm12x.core.files import write_text
 
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 # Turns as Qwen writes them.
-CHAT_TEMPLATE = (
+_CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}"
@@ -30,7 +30,7 @@ def files() -> dict[str, object]:
     """The content of the model's folder by file name."""
     alphabet = byte_alphabet()
     vocabulary = {character: number for number, character in enumerate(alphabet)}
-    specials = {word: len(alphabet) + number for number, word in enumerate(SPECIAL)}
+    specials = {word: len(alphabet) + number for number, word in enumerate(_SPECIAL)}
     config: dict[str, object] = {
         # A plain dense model: attention and matrix products that every GPU can run, no MoE kernels
         # that are compiled when the server starts.
@@ -100,7 +100,7 @@ def files() -> dict[str, object]:
         "pad_token": "<|endoftext|>",
         "model_max_length": CONTEXT,
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": _CHAT_TEMPLATE,
     }
     return {
         "config.json": config,

@@ -64,7 +64,7 @@ def make(base: Base, machine: str) -> Locks:
             *base.toolchain.build_requires,
             *spec.sdist_requires,
             base.toolchain.cuda_requirement,
-            *own_requirements(),
+            *_own_requirements(),
         ],
         constraint=(base.lock_path(machine).name, closure),
     )
@@ -115,7 +115,7 @@ def heads(base: Base, machine: str) -> tuple[str, str]:
     )
 
 
-def own_requirements() -> list[str]:
+def _own_requirements() -> list[str]:
     """What pyproject.toml says that sm12x needs on a build machine."""
     path = layout.root() / "pyproject.toml"
     try:

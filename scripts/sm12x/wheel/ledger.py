@@ -5,8 +5,6 @@ Nothing in it depends on when or where it was written: the wheel that carries it
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import zipfile
 import zlib
 from dataclasses import dataclass
@@ -129,9 +127,6 @@ class Ledger(Declared):
     @property
     def wheel_version(self) -> str:
         return wheel_version(self.base_version, self.stack_id, self.mode)
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True) + "\n"
 
 
 def is_program(path: str) -> bool:

@@ -20,7 +20,7 @@ from sm12x.core import pipconfig, process
 from sm12x.core.errors import BadFileError
 
 # Where distributions keep the certificates the host trusts.
-SYSTEM_CA = (
+_SYSTEM_CA = (
     Path("/etc/ssl/certs/ca-certificates.crt"),
     Path("/etc/pki/tls/certs/ca-bundle.crt"),
     Path("/etc/ssl/ca-bundle.pem"),
@@ -196,7 +196,7 @@ def _on_loopback(text: str) -> bool:
 def _ca_bundle(config: pipconfig.PipConfig) -> Path | None:
     if config.ca_bundle is not None and not config.ca_bundle.is_dir():
         return config.ca_bundle
-    return next((path for path in SYSTEM_CA if path.is_file()), None)
+    return next((path for path in _SYSTEM_CA if path.is_file()), None)
 
 
 def _uv_files(env: Mapping[str, str]) -> list[Path]:

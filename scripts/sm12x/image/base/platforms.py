@@ -16,7 +16,7 @@ from sm12x.core.errors import BadArchitectureError, UsageError
 from sm12x.stack.model.base import Base
 from sm12x.wheel.toolchain import cross
 
-BINFMT = Path("/proc/sys/fs/binfmt_misc")
+_BINFMT = Path("/proc/sys/fs/binfmt_misc")
 # Packages of the other machine in the builder, a second base image.
 CROSS_GIB = 2.0
 
@@ -30,7 +30,7 @@ class _Kind:
     elf: int
 
 
-PLATFORMS = {
+_PLATFORMS = {
     "linux/amd64": _Kind(machine="x86_64", debian="amd64", elf=62),
     "linux/arm64": _Kind(machine="aarch64", debian="arm64", elf=183),
 }
@@ -59,7 +59,7 @@ class Platforms:
     @property
     def debian(self) -> str:
         """Debian's name of the image's machine, "" for this one's."""
-        return PLATFORMS[self.platform].debian if self.crossing else ""
+        return _PLATFORMS[self.platform].debian if self.crossing else ""
 
     def install_args(self) -> dict[str, str]:
         """What Dockerfile.bundle is told besides, so that emulating takes minutes and not an hour.
@@ -78,7 +78,7 @@ class Platforms:
 
 
 def choose(
-    base: Base, asked: str | None, *, image: bool = True, binfmt: Path = BINFMT
+    base: Base, asked: str | None, *, image: bool = True, binfmt: Path = _BINFMT
 ) -> Platforms:
     """What to build for ``asked``, a platform's name; None is this machine's.
 
@@ -93,15 +93,15 @@ def choose(
     here = platform.machine()
     if asked is None:
         machine = here
-    elif asked in PLATFORMS:
-        machine = PLATFORMS[asked].machine
+    elif asked in _PLATFORMS:
+        machine = _PLATFORMS[asked].machine
     else:
         raise UsageError(
             f"there is no platform {asked!r} of an SM12x GPU",
-            next_step=f"use {' or '.join(PLATFORMS)}",
+            next_step=f"use {' or '.join(_PLATFORMS)}",
         )
     if machine not in base.wheels:
-        known = [name for name, kind in PLATFORMS.items() if kind.machine in base.wheels]
+        known = [name for name, kind in _PLATFORMS.items() if kind.machine in base.wheels]
         raise BadArchitectureError(
             f"base {base.version} has no wheel for {machine}",
             next_step=f"choose one of {', '.join(known)} with --platform",
@@ -114,7 +114,7 @@ def choose(
 
 
 def _require_emulator(name: str, binfmt: Path) -> None:
-    kind = PLATFORMS[name]
+    kind = _PLATFORMS[name]
     install = (
         "install one, such as with `apt-get install qemu-user-static binfmt-support` on Debian and "
         f"Ubuntu, or build on a machine that is {kind.machine}; the wheel alone takes none: "

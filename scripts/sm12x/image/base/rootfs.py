@@ -19,7 +19,7 @@ from sm12x.image.engine.engine import LOCAL_BASE, Engine, OnLine
 from sm12x.stack.model.base import ImageBase
 
 # The root file system and the image made of it, for a moment side by side.
-GIB_NEEDED = 0.6
+_GIB_NEEDED = 0.6
 
 _ROOTFS_LABEL = "sm12x.rootfs.sha256"
 _KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
@@ -131,7 +131,7 @@ def make(
     local = _name(spec, wanted)
     # Beside nothing of the user's: a root file system must lie where device nodes may be made.
     with TemporaryDirectory(prefix="sm12x-base-", dir="/var/tmp") as folder:
-        files.require_space(Path(folder), GIB_NEEDED, what="making the base image")
+        files.require_space(Path(folder), _GIB_NEEDED, what="making the base image")
         root = Path(folder) / "root"
         _debootstrap(spec.suite, root, host, wanted, on_line, next_step)
         _slim(root, spec.suite, host)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sm12x import layout
+from sm12x.core.progress import Reporter
 from sm12x.image.base import host_settings, platforms, rootfs
 from sm12x.image.base.host_settings import HostConfig
 from sm12x.image.base.platforms import Platforms
@@ -17,7 +18,6 @@ from sm12x.image.bundle import context, modes, preflight, record
 from sm12x.image.bundle.modes import BuildMode
 from sm12x.image.bundle.preflight import Meter
 from sm12x.image.bundle.record import Record
-from sm12x.image.bundle.reporter import Reporter
 from sm12x.image.engine import engines
 from sm12x.image.engine.engine import Engine
 from sm12x.image.engine.follow import Stage

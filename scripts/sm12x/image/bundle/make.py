@@ -1,4 +1,4 @@
-"""The other three steps of a bundle: fetch the release, build the wheel, build the image."""
+"""From a base to an image, in four steps: decide (``decide``), fetch, wheel, image."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from sm12x import __version__, layout
-from sm12x.core import files, transfer
+from sm12x.core import declared, files, index
 from sm12x.core.errors import BuildFailedError, ToolFailedError
+from sm12x.core.progress import Reporter
 from sm12x.image.bundle import context, modes, preflight, record
 from sm12x.image.bundle.context import Context
-from sm12x.image.bundle.decide import BuildPlan
-from sm12x.image.engine import failure
-from sm12x.image.engine.engine import BuildRequest, Layer
+from sm12x.image.bundle.decide import BuildPlan, Options, decided
+from sm12x.image.bundle.record import Record
+from sm12x.image.engine import follow
+from sm12x.image.engine.engine import BuildRequest, Engine, Layer
 from sm12x.image.engine.follow import Follower
 from sm12x.wheel import ledger as ledgers
 from sm12x.wheel.ledger import Ledger
+from sm12x.wheel.selection import Offer
 
 PROJECT = "vllm"
 IMAGE = "vllm-sm12x"
@@ -50,14 +53,14 @@ class BuiltImage:
     layers: tuple[Layer, ...]
 
 
-NO_IMAGE = BuiltImage(tags=(), id="", size=0, layers=())
+_NO_IMAGE = BuiltImage(tags=(), id="", size=0, layers=())
 
 
 def fetch(plan: BuildPlan) -> ReleaseFiles:
     """Download the release's files, or find them in the cache. Raises HashMismatchError."""
     with plan.timings.step("fetch"), plan.report.phase("sources", live=False):
         sdist, wheel = (
-            transfer.fetch(
+            index.fetch_shown(
                 PROJECT,
                 pinned.name,
                 pinned.sha256,
@@ -69,7 +72,7 @@ def fetch(plan: BuildPlan) -> ReleaseFiles:
     return ReleaseFiles(sdist=sdist, wheel=wheel)
 
 
-def build_wheel(plan: BuildPlan, release: ReleaseFiles) -> Wheel:
+def _build_wheel(plan: BuildPlan, release: ReleaseFiles) -> Wheel:
     """Build the wheel, its ledger and its audit in the builder; they take the place in dist/.
 
     Raises:
@@ -91,7 +94,7 @@ def build_wheel(plan: BuildPlan, release: ReleaseFiles) -> Wheel:
         )
 
 
-def build_image(plan: BuildPlan, wheel: Wheel) -> BuiltImage:
+def _build_image(plan: BuildPlan, wheel: Wheel) -> BuiltImage:
     """Build the image around the wheel, and tag it.
 
     Raises:
@@ -215,9 +218,75 @@ def _build(plan: BuildPlan, name: str, label: str, copied: Context, request: Bui
         try:
             plan.engine.build(request, on_line=follower, log=log)
         except ToolFailedError:
-            raise failure.of(
+            raise follow.failure(
                 plan.engine, request.dockerfile.name, follower, log, rest_gib=plan.rest_gib()
             ) from None
         finally:
             follower.finish()
             plan.timings.stages.update(follower.stages)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bundle:
+    """A finished bundle. ``unchanged``: nothing was built, all that ``record`` names was there.
+
+    ``offer`` is what full mode would add to a quick bundle.
+    """
+
+    record: Record
+    folder: Path
+    engine: Engine
+    unchanged: bool
+    offer: Offer | None = None
+
+
+def run(options: Options, report: Reporter) -> Bundle:
+    """Make wheel and image, or find them made.
+
+    Raises:
+        Sm12xError: of the kind that says what is wrong; nothing half made is left under its name.
+    """
+    with decided(options, report) as plan:
+        made = plan.made_before()
+        unchanged = made is not None
+        if made is None:
+            plan.require_room()
+            release = fetch(plan)
+            wheel = _build_wheel(plan, release)
+            image = _build_image(plan, wheel) if options.image else _NO_IMAGE
+            made = _record(plan, wheel, image)
+            declared.write_json(plan.folder / record.NAME, made)
+        return Bundle(
+            record=made,
+            folder=plan.folder,
+            engine=plan.engine,
+            unchanged=unchanged,
+            offer=plan.mode.offer,
+        )
+
+
+def _record(plan: BuildPlan, wheel: Wheel, image: BuiltImage) -> Record:
+    return Record(
+        version=plan.base.version,
+        mode=plan.mode.name,
+        machine=plan.machine,
+        stack_id=wheel.ledger.stack_id,
+        arch_list=plan.arch_list,
+        inputs=plan.inputs,
+        engine=plan.engine.description,
+        base_image=plan.image.origin,
+        base_digest=plan.image.digest,
+        wheel=wheel.path.name,
+        wheel_sha256=wheel.sha256,
+        wheel_size=wheel.path.stat().st_size,
+        ledger_sha256=wheel.ledger_sha256,
+        image_id=image.id,
+        tags=image.tags,
+        image_size=image.size,
+        layers=image.layers,
+        seconds=dict(plan.timings.seconds),
+        stage_seconds={
+            name: None if stage.cached else round(stage.seconds, 1)
+            for name, stage in plan.timings.stages.items()
+        },
+    )

@@ -14,14 +14,14 @@ from sm12x.audit.model import DEVICES
 from sm12x.core import cudaarch, files, progress, text
 from sm12x.core.cudaarch import CudaArch
 from sm12x.core.errors import BadFileError, UsageError
-from sm12x.image.bundle.reporter import Reporter
+from sm12x.core.progress import Reporter
 from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
 from sm12x.stack.model.base import Base
-from sm12x.wheel.compile import cmake, estimate
-from sm12x.wheel.compile.estimate import AUTO, WANTED, Decision, Offer
-from sm12x.wheel.source import select, third_party
-from sm12x.wheel.source.select import ModuleChoice
+from sm12x.wheel import selection
+from sm12x.wheel.compile import cmake
+from sm12x.wheel.selection import AUTO, WANTED, Decision, ModuleChoice, Offer
+from sm12x.wheel.source import third_party
 from sm12x.wheel.toolchain import arch
 
 Collect = Callable[[], Mapping[str, third_party.FoundSource]]
@@ -95,7 +95,7 @@ def parse_request(
     return ModeRequest(
         wanted=require_known(wanted),
         given=parse_given(base, sources),
-        allowed=tuple(select.require_source(base, name).name for name in allowed),
+        allowed=tuple(selection.require_source(base, name).name for name in allowed),
     )
 
 
@@ -153,7 +153,7 @@ def settle(
         return BuildMode(
             name="quick",
             choice=choose(base, "quick", NO_SOURCES, ()),
-            offer=estimate.offer(
+            offer=selection.offer(
                 base, cores=cores, memory_gib=memory_gib, sure=_sure(base, request.given)
             ),
         )
@@ -187,7 +187,7 @@ def settle(
 
 
 def _all_memory_gib() -> float:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / files.GIB
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / text.GIB
 
 
 def require_known(name: str) -> str:
@@ -215,7 +215,7 @@ def parse_given(base: Base, words: Iterable[str]) -> dict[str, Path]:
                 f"--source {word} is not of the form NAME=DIR",
                 next_step="write it as in --source qutlass=../qutlass",
             )
-        select.require_source(base, name)
+        selection.require_source(base, name)
         folder = Path(text).absolute()
         if not folder.is_dir() or not any(folder.iterdir()):
             what = "has nothing in it" if folder.is_dir() else "is not a folder"
@@ -247,7 +247,7 @@ def decide(
     """
 
     def with_(available: set[str]) -> Decision:
-        return estimate.decide(
+        return selection.decide(
             base,
             cores=cores,
             memory_gib=memory_gib,
@@ -261,7 +261,7 @@ def decide(
         return most
     sure = _sure(base, given)
     least = with_(sure)
-    bare = select.choose(base, (), mode="full", available=sure, allowed=allowed).modules
+    bare = selection.choose(base, (), mode="full", available=sure, allowed=allowed).modules
     # Quick for want of anything to compile says nothing of what some sources would change.
     if most.mode == least.mode and any(not module.quick for module in bare):
         return most
@@ -286,8 +286,8 @@ def first_line(decision: Decision) -> str:
 def choose(base: Base, mode: str, sources: ThirdParty, allowed: Iterable[str]) -> ModuleChoice:
     """What that mode will compile and keep, by what the patches name."""
     stack = series.load(base)
-    targets = [module.target for module in select.for_stack(base, stack)]
-    return select.choose(
+    targets = [module.target for module in selection.for_stack(base, stack)]
+    return selection.choose(
         base, targets, mode=mode, available=set(sources.found), allowed=tuple(allowed)
     )
 

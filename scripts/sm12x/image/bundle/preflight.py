@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,10 +19,10 @@ from sm12x.image.engine.engine import Engine
 from sm12x.stack.model.base import Base, Module
 
 # A phase that is repeated writes its last layers anew.
-AGAIN_GIB = 2.0
+_AGAIN_GIB = 2.0
 CONTEXT_PREFIX = "context-"
 # The audit and the install of the closure; a module's compilation may need more.
-MEMORY_GIB = 2.0
+_MEMORY_GIB = 2.0
 # The phases of a build that fill the engine's storage.
 WHEEL, IMAGE = "wheel", "image"
 
@@ -65,11 +63,11 @@ class Meter:
         if entry is None:
             return gib
         if entry.get("done"):
-            return min(AGAIN_GIB, gib)
+            return min(_AGAIN_GIB, gib)
         spent = entry.get("spent", 0.0)
         if "free" in entry:
             spent += max(0.0, entry["free"] - self._free())
-        return max(min(AGAIN_GIB, gib), gib - spent)
+        return max(min(_AGAIN_GIB, gib), gib - spent)
 
     def is_done(self, phase: str) -> bool:
         return bool(self._phases.get(phase, {}).get("done"))
@@ -117,10 +115,10 @@ def require_room(
     """
     work_folder(base).mkdir(parents=True, exist_ok=True)
     full = any(not module.quick for module in modules)
-    require_disk(needs(base, engine, wanted, meter, full=full, image=image), engine.name)
+    _require_disk(needs(base, engine, wanted, meter, full=full, image=image), engine.name)
     # Of a build that was begun, what is left to compile asks for its memory itself.
     units = [] if meter.begun else [module.peak_gib for module in modules]
-    peak = max([MEMORY_GIB, *units])
+    peak = max([_MEMORY_GIB, *units])
     free = memory_gib(Path("/proc/meminfo"))
     if free is not None and free < peak:
         raise NoSpaceError(
@@ -178,7 +176,7 @@ def _on_one_disk(one: Path, other: Path) -> bool:
     return files.device(one) == files.device(other)
 
 
-def require_disk(needed: Sequence[DiskNeed], engine: str) -> None:
+def _require_disk(needed: Sequence[DiskNeed], engine: str) -> None:
     """Raise NoSpaceError if a file system has less than what all that lies on it takes."""
     systems: dict[int, list[DiskNeed]] = {}
     for need in needed:
@@ -220,21 +218,15 @@ def memory_gib(meminfo: Path) -> float | None:
 @contextmanager
 def alone(base: Base) -> Iterator[None]:
     """Keep a second bundle of the same checkout and base out."""
-    path = work_folder(base) / ".lock"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BuildFailedError(
-                f"another `sm12x bundle` of {base.version} runs in this checkout",
-                next_step="wait for it to end",
-            ) from None
+    folder = work_folder(base)
+    folder.mkdir(parents=True, exist_ok=True)
+    refused = BuildFailedError(
+        f"another `sm12x bundle` of {base.version} runs in this checkout",
+        next_step="wait for it to end",
+    )
+    with files.locked(folder, refused):
         for prefix in (CONTEXT_PREFIX, SECRETS_PREFIX):
             # What a run that was killed has left.
-            for left in path.parent.glob(f"{prefix}*"):
+            for left in folder.glob(f"{prefix}*"):
                 shutil.rmtree(left, ignore_errors=True)
         yield
-    finally:
-        os.close(handle)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -53,9 +51,6 @@ class Record(Declared):
     stage_seconds: Mapping[str, float | None]
     schema: Literal[1] = 1
 
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True) + "\n"
-
 
 def read(folder: Path) -> Record | None:
     """The record in ``folder``; None if there is none, or it is of another schema."""
@@ -63,10 +58,6 @@ def read(folder: Path) -> Record | None:
         return declared.read_json(Record, folder / NAME, next_step="run `make bundle` again")
     except BadFileError:
         return None
-
-
-def write(folder: Path, record: Record) -> None:
-    files.write_text(folder / NAME, record.to_json())
 
 
 def is_whole(folder: Path, record: Record) -> bool:

@@ -1,21 +1,19 @@
-"""What `sm12x bundle` ends with, as text for a person and as JSON."""
+"""What `sm12x bundle` ends with: the text for a person, and what its JSON holds."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from sm12x.audit.report import AuditReport
 from sm12x.core import text as texts
-from sm12x.core.errors import BadFileError
 from sm12x.image.bundle.record import Record
 from sm12x.image.engine.engine import Engine, Layer
 from sm12x.stack.model import base as bases
-from sm12x.wheel.compile.estimate import Offer
 from sm12x.wheel.ledger import Ledger
+from sm12x.wheel.selection import Offer
 
 # Layers below this add up to one line.
 SMALL = 10 * texts.MIB
@@ -24,6 +22,7 @@ _MEANING = {
     "native": "runs as compiled for the device",
     "ptx": "compiled by the driver at the first start, kept in its cache",
     "none": "code for other GPUs only: calling it fails; audit.txt says why that is accepted",
+    "lto": "LTO-IR alone: runs only where the library links it at run time",
     "unknown": "could not be read",
 }
 # What made a layer, by a word of its instruction, the first that fits.
@@ -42,7 +41,7 @@ _LAYER_NAMES = (
 def text(
     record: Record,
     ledger: Ledger,
-    audit: dict[str, Any],
+    audit: AuditReport,
     folder: Path,
     engine: Engine,
     recipes: Sequence[str],
@@ -67,27 +66,13 @@ def text(
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def as_json(record: Record, folder: Path, *, unchanged: bool, offer: Offer | None = None) -> str:
-    found = {
-        **dataclasses.asdict(record),
-        "folder": str(folder),
-        "unchanged": unchanged,
-        "full": dataclasses.asdict(offer) if offer else None,
-    }
-    return json.dumps(found, indent=1, sort_keys=True) + "\n"
+@dataclass(frozen=True, kw_only=True)
+class BundleReport(Record):
+    """The result of `sm12x bundle --json`: the record, where it lies, and what full mode adds."""
 
-
-def read_audit(path: Path) -> dict[str, Any]:
-    """The audit of the wheel. Raises BadFileError when the file is not one."""
-    try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if found["schema"] != 1:
-            raise ValueError(f"schema {found['schema']}")
-    except (OSError, ValueError, KeyError) as error:
-        raise BadFileError(
-            f"{path} cannot be read: {error}", next_step="remove dist/ and build again"
-        ) from None
-    return found
+    folder: Path
+    unchanged: bool
+    full: Offer | None = None
 
 
 def _head(record: Record, *, unchanged: bool) -> str:
@@ -147,23 +132,22 @@ def modules(ledger: Ledger) -> str:
     return "\n".join(lines)
 
 
-def _code(audit: dict[str, Any]) -> str:
-    devices: list[str] = audit["devices"]
+def _code(audit: AuditReport) -> str:
+    devices = audit.devices
     rows = [["library", *(f"on {device}" for device in devices)]]
     totals: dict[str, dict[str, int]] = {device: dict.fromkeys(_MEANING, 0) for device in devices}
     host = 0
-    for library in audit["libraries"]:
-        if not library["cubins"] and not library["ptx"] and not library["unknown"]:
+    for library in audit.libraries:
+        if not library.cubins and not library.ptx and not library.unknown:
             host += 1
             continue
         cells = []
         for device in devices:
-            runs = library["runs"][device]
-            units = {kind: count for kind, count in runs["units"].items() if count}
+            units = {kind: n for kind, n in library.runs[device].units.items() if n}
             for kind, count in units.items():
                 totals[device][kind] += count
             cells.append(", ".join(f"{count} {kind}" for kind, count in units.items()) or "-")
-        rows.append([library["path"], *cells])
+        rows.append([library.path, *cells])
     lines = ["Machine code of the wheel, in translation units", texts.columns(rows, indent=2)]
     for device in devices:
         of = sum(totals[device].values())
@@ -175,10 +159,10 @@ def _code(audit: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _full(offer: Offer, record: Record, audit: dict[str, Any]) -> str:
+def _full(offer: Offer, record: Record, audit: AuditReport) -> str:
     """What full mode would add to this bundle, and how long it takes on this machine."""
     lines = [f"What full mode adds, in {offer.figures}"]
-    libraries = {library["path"]: library for library in audit["libraries"]}
+    libraries = {library.path: library for library in audit.libraries}
     for step in offer.steps:
         paths = ", ".join(step.modules)
         if step.sources:
@@ -186,10 +170,10 @@ def _full(offer: Offer, record: Record, audit: dict[str, Any]) -> str:
             lines.append(_wrapped(f"{more}{paths}: about {step.minutes:.0f} min in all", indent=2))
         else:
             lines.append(_wrapped(f"code for {record.arch_list} in {paths}", indent=2))
-        units = [libraries[path]["runs"] for path in step.modules if path in libraries]
-        for device in audit["devices"]:
-            ptx = sum(runs[device]["units"]["ptx"] for runs in units if runs)
-            none = sum(runs[device]["units"]["none"] for runs in units if runs)
+        units = [libraries[path].runs for path in step.modules if path in libraries]
+        for device in audit.devices:
+            ptx = sum(runs[device].units["ptx"] for runs in units if runs)
+            none = sum(runs[device].units["none"] for runs in units if runs)
             said = f"on {device} {ptx} of their units go through PTX now, {none} not at all"
             lines += [_wrapped(said)] if ptx or none else []
     if offer.against:

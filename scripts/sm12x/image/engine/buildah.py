@@ -40,7 +40,7 @@ class Buildah(Engine):
         # --format docker: an OCI image has no HEALTHCHECK.
         words = ["build", "--layers", "--format", "docker", *common_words(request)]
         if self.chroot:
-            words += own_limits()
+            words += _own_limits()
         return [*words, str(request.context)]
 
     def inspect_words(self, template: str) -> list[str]:
@@ -138,7 +138,7 @@ _RAISED = 1 << 20
 _LIMITS = (("nofile", resource.RLIMIT_NOFILE, _RAISED), ("nproc", resource.RLIMIT_NPROC, 1 << 15))
 
 
-def own_limits(*, lower: bool = False) -> list[str]:
+def _own_limits(*, lower: bool = False) -> list[str]:
     """Options that give the steps of a build no higher limits than this process has.
 
     With ``lower`` only those for limits that are lower than what buildah raises them to.
@@ -159,11 +159,11 @@ def own_limits(*, lower: bool = False) -> list[str]:
 
 
 def _limits_hint(needed: bool) -> str:
-    return "".join(f" {word}" for word in own_limits(lower=True)) if needed else ""
+    return "".join(f" {word}" for word in _own_limits(lower=True)) if needed else ""
 
 
 # Numbers of capabilities: to mount, and to raise limits. The root of a container has neither.
-SYS_ADMIN, SYS_RESOURCE = 21, 24
+SYS_ADMIN, _SYS_RESOURCE = 21, 24
 
 
 def has_capability(number: int) -> bool:
@@ -177,7 +177,7 @@ def has_capability(number: int) -> bool:
 
 
 def may_raise_limits() -> bool:
-    return has_capability(SYS_RESOURCE)
+    return has_capability(_SYS_RESOURCE)
 
 
 class Podman(Buildah):

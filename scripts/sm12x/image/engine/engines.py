@@ -310,16 +310,21 @@ def _probe_docker(program: Path, machine: EngineHost) -> Probe:
     client = answer.stdout.split()[0]
     if "podman" in _ask(program, "--version").stdout.lower():
         # podman-docker puts a `docker` there that is podman.
-        return _lacking("docker", program, "it is podman under another name", "use --engine podman")
+        return Probe(
+            name="docker",
+            program=program,
+            why="it is podman under another name",
+            next_step="use --engine podman",
+        )
     buildx = _ask(program, "buildx", "version").returncode == 0
     usage = _ask(program, "build", "--help", env={"DOCKER_BUILDKIT": "1"})
     missing = _missing_options(usage.stdout if usage.returncode == 0 else "")
     if missing:
-        return _lacking(
-            "docker",
-            program,
-            f"docker {client} has no buildx plugin, and without it no BuildKit ({missing})",
-            "install the buildx plugin (package docker-buildx or docker-buildx-plugin)",
+        return Probe(
+            name="docker",
+            program=program,
+            why=f"docker {client} has no buildx plugin, and without it no BuildKit ({missing})",
+            next_step="install the buildx plugin (package docker-buildx or docker-buildx-plugin)",
         )
     return Probe(name="docker", program=program, engine=Docker(program, client, buildx=buildx))
 
@@ -356,11 +361,11 @@ def _docker_down(program: Path, said: str, endpoint: str, machine: EngineHost) -
         step = f"restart the daemon with {restart}" if machine.dockerd else "read that message"
         return down(f"the daemon {where} does not work: {_last_line(said)}", step)
     if not machine.dockerd:
-        return _lacking(
-            "docker",
-            program,
-            "only docker's client is installed, its daemon is not",
-            "name the daemon of another machine with DOCKER_HOST",
+        return Probe(
+            name="docker",
+            program=program,
+            why="only docker's client is installed, its daemon is not",
+            next_step="name the daemon of another machine with DOCKER_HOST",
         )
     return down(
         f"its daemon is installed and not running (nothing answers {where})",
@@ -379,26 +384,31 @@ def _probe_buildah(program: Path, machine: EngineHost) -> Probe:
 def _probe_bud(name: str, program: Path, kind: type[Buildah], machine: EngineHost) -> Probe:
     usage = _ask(program, "build", "--help")
     if usage.returncode == 124:
-        return _lacking(name, program, usage.stderr, f"mend {program}, or take it from PATH")
+        return Probe(
+            name=name,
+            program=program,
+            why=usage.stderr,
+            next_step=f"mend {program}, or take it from PATH",
+        )
     missing = _missing_options(usage.stdout if usage.returncode == 0 else "")
     version = _version(_ask(program, "--version").stdout)
     if missing:
         docker = machine.install("docker.io", "docker-buildx")
-        return _lacking(
-            name,
-            program,
-            f"{name} {version} is too old ({missing})",
-            f"install a newer {name}, or docker with BuildKit: {docker}"
+        return Probe(
+            name=name,
+            program=program,
+            why=f"{name} {version} is too old ({missing})",
+            next_step=f"install a newer {name}, or docker with BuildKit: {docker}"
             if machine.installer == "apt-get"
             else f"install a newer {name}",
         )
     if not machine.mounts:
-        return _lacking(
-            name,
-            program,
-            "its build steps mount, which this container may not (it has neither CAP_SYS_ADMIN nor "
-            "user namespaces)",
-            _MAY_NOT_MOUNT,
+        return Probe(
+            name=name,
+            program=program,
+            why="its build steps mount, which this container may not (it has neither "
+            "CAP_SYS_ADMIN nor user namespaces)",
+            next_step=_MAY_NOT_MOUNT,
         )
     # Its storage cannot be set up, or this user has no sub-ids: `info` says so, and quickly.
     info = _ask(program, "info")
@@ -416,10 +426,6 @@ def _probe_bud(name: str, program: Path, kind: type[Buildah], machine: EngineHos
 def _missing_options(usage: str) -> str:
     lacking = [option for option in ("--secret", "--output") if option not in usage]
     return f"`build` knows no {' and no '.join(lacking)}" if lacking else ""
-
-
-def _lacking(name: str, program: Path, why: str, step: str) -> Probe:
-    return Probe(name=name, program=program, why=why, next_step=step)
 
 
 def _version(text: str) -> str:

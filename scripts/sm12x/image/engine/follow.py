@@ -6,8 +6,17 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+from sm12x.core.errors import (
+    BadFileError,
+    BuildFailedError,
+    NoSpaceError,
+    PatchConflictError,
+    Sm12xError,
+)
 from sm12x.core.progress import MARK
+from sm12x.image.engine.engine import Engine
 
 # BuildKit: "#12 [native 3/7] RUN ...", "#12 CACHED", "#12 DONE 3.2s", "#12 1.25 text".
 _VERTEX = re.compile(r"#(?P<number>\d+) (?P<rest>.*)")
@@ -27,6 +36,8 @@ _OURS = re.compile(r"error: (?!building at STEP)")
 _NEXT = ". Next: "
 # One of our own errors quotes the last lines of a program it ran; no more than so many are kept.
 _BLOCK_LINES = 60
+# A step of ours ends with the code of its error: these are not about the build itself.
+_KINDS = {kind.exit_code: kind for kind in (BadFileError, NoSpaceError, PatchConflictError)}
 _EXIT = re.compile(r"exit (?:code:|status) (?P<code>\d+)")
 _NO_SPACE = re.compile(r"no space left on device|ENOSPC", re.IGNORECASE)
 
@@ -180,3 +191,25 @@ class Follower:
         elif len(self._block) > _BLOCK_LINES:
             self._errors.append(self._block[0])
             self._block = []
+
+
+def failure(
+    engine: Engine, dockerfile: str, follower: Follower, log: Path, *, rest_gib: float
+) -> Sm12xError:
+    """The error for a build that an engine gave up.
+
+    ``follower`` has read all that was printed, which is in ``log``; ``rest_gib`` is what the bundle
+    still takes in the engine's storage.
+    """
+    if follower.no_space:
+        return NoSpaceError(
+            f"the disk of {engine.name} is full ({engine.storage()})",
+            next_step=f"free about {rest_gib:.0f} GiB there ({engine.more_room}), and run the same "
+            "command again: it resumes",
+        )
+    inside = f" (inside the builder: {follower.next_step})" if follower.next_step else ""
+    kind = _KINDS.get(follower.exit_code, BuildFailedError)
+    return kind(
+        f"{engine.name} could not build {dockerfile}: {follower.reason}",
+        next_step=f"read {log}; the same command resumes at the step that failed{inside}",
+    )

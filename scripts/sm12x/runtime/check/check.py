@@ -12,8 +12,7 @@ from sm12x.core.errors import BadFileError
 from sm12x.core.progress import spinner
 from sm12x.recipes import load
 from sm12x.recipes.model import Recipe
-from sm12x.runtime.check import compiler as compiling
-from sm12x.runtime.check import content, kernels, machinecode, native, versions
+from sm12x.runtime.check import compiler, content, machinecode, native, versions
 from sm12x.runtime.check.report import Line, failed
 from sm12x.runtime.places import Places, require_temporary
 from sm12x.wheel import ledger as ledgers
@@ -48,9 +47,9 @@ def check(places: Places) -> list[Line]:
         with spinner("vLLM's argument parser on every recipe, about 20 s"):
             lines += native.check_arguments(recipes, driver, ask)
         with spinner("the compiler"):
-            lines += compiling.check(places, folder)
+            lines += compiler.check(places, folder)
         with spinner("Triton kernels, about two minutes on two cores"):
-            lines += kernels.check(places, ask)
+            lines += compiler.check_kernels(places, ask)
     return lines
 
 

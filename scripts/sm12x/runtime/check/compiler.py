@@ -1,18 +1,24 @@
-"""Does the toolchain that FlashInfer and DeepGEMM compile with at run time work?"""
+"""Does what compiles at run time work?
+
+The toolchain that FlashInfer and DeepGEMM use; and Triton, on the kernels that the stack adds,
+which have to fit the shared memory of SM12x.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 from sm12x.core import process
 from sm12x.core.errors import Sm12xError
+from sm12x.runtime.check.native import Ask
 from sm12x.runtime.check.report import Line, failed, passed
 from sm12x.runtime.places import Places
 
 TOPIC = "compiler"
-ARCHITECTURES = ("sm_120", "sm_121")
+_ARCHITECTURES = ("sm_120", "sm_121")
 REBUILD = "rebuild the image: its compiler, headers or libraries are not whole"
 
 # A kernel with the headers such code includes (half precision, CCCL), and a driver call, so that
@@ -56,7 +62,7 @@ def check(places: Places, scratch: Path) -> list[Line]:
         process.run(
             [
                 *(nvcc, "-shared", "-Xcompiler", "-fPIC", "-cudart", "shared", "--threads", "0"),
-                *(f"-gencode=arch=compute_{arch[3:]},code={arch}" for arch in ARCHITECTURES),
+                *(f"-gencode=arch=compute_{arch[3:]},code={arch}" for arch in _ARCHITECTURES),
                 *("-o", built, source),
                 f"-L{places.cuda_home}/lib64",
                 f"-L{places.cuda_home}/lib64/stubs",
@@ -68,7 +74,7 @@ def check(places: Places, scratch: Path) -> list[Line]:
     except Sm12xError as error:
         return [failed(TOPIC, f"nvcc: {_last(error.message)}", REBUILD)]
     who = f"uid {os.getuid()}"
-    text = f"nvcc compiles and links for {' and '.join(ARCHITECTURES)} as {who}"
+    text = f"nvcc compiles and links for {' and '.join(_ARCHITECTURES)} as {who}"
     return [passed(TOPIC, text)]
 
 
@@ -77,3 +83,43 @@ def _last(message: str) -> str:
     rows = [row.strip() for row in message.splitlines()]
     errors = [row for row in rows if re.search(r"\b(error|fatal|cannot find|not found)\b", row)]
     return errors[0] if errors else " ".join(rows)
+
+
+_KERNELS = "kernels"
+# The package whose modules list what they launch; a stack without it has nothing to compile.
+PACKAGE = PurePosixPath("vllm/v1/attention/ops/portable_mla")
+_CAPABILITIES = (120, 121)
+# Shared memory that one block can have on 12.0 and 12.1, bytes (CUDA C++ Programming Guide,
+# "Technical Specifications per Compute Capability").
+_SHARED_MEMORY = 101376
+_KERNELS_REBUILD = (
+    "rebuild the image with the stack as it is; on a changed kernel, choose smaller tiles"
+)
+
+
+def check_kernels(places: Places, ask: Ask) -> list[Line]:
+    """Compile every configuration for 12.0 and 12.1 (about two minutes on two cores)."""
+    folder = places.site / PACKAGE
+    if not folder.is_dir():
+        return []
+    question = {"folder": str(folder), "capabilities": _CAPABILITIES}
+    answer: list[dict[str, Any]] = ask("kernels", question, {"TRITON_INTERPRET": None})
+    lines = []
+    for one in answer:
+        where = f"{one['name']} for sm_{one['capability']}"
+        if one["error"]:
+            lines.append(
+                failed(_KERNELS, f"{where} does not compile: {one['error']}", _KERNELS_REBUILD)
+            )
+        elif one["shared"] > _SHARED_MEMORY:
+            text = f"{where} takes {one['shared']} bytes of shared memory, over {_SHARED_MEMORY}"
+            lines.append(failed(_KERNELS, text, _KERNELS_REBUILD))
+    if not answer:
+        lines.append(failed(_KERNELS, f"{PACKAGE} lists no configuration", _KERNELS_REBUILD))
+    if lines:
+        return lines
+    most = max(one["shared"] for one in answer)
+    targets = " and ".join(f"sm_{capability}" for capability in _CAPABILITIES)
+    count = len({one["name"] for one in answer})
+    text = f"{count} configurations compile for {targets}; at most {most} of {_SHARED_MEMORY} bytes"
+    return [passed(_KERNELS, f"{text} of shared memory")]

@@ -14,9 +14,9 @@ from sm12x.wheel.ledger import Ledger
 TOPIC = "files"
 REBUILD = "pull or rebuild the image; nothing should write to its packages"
 # The origin of a file of the release that the stack takes out.
-REMOVED = "removed"
+_REMOVED = "removed"
 # What an import writes beside the sources; RECORD may list it, but never with a hash.
-COMPILED = (".pyc", ".pyo")
+_COMPILED = (".pyc", ".pyo")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ def check(ledger: Ledger, site: Path) -> list[Line]:
     wanted |= {entry.path: (entry.sha256, entry.origin) for entry in ledger.files}
     for path, (digest, origin) in wanted.items():
         found = seen.of(path)
-        if origin == REMOVED:
+        if origin == _REMOVED:
             if found is not None:
                 lines.append(failed(TOPIC, f"{path} is there, the stack removes it", REBUILD))
         elif found is None:
@@ -81,7 +81,7 @@ def _record(ledger: Ledger, site: Path, seen: _Digests) -> list[Line]:
             lines.append(failed(TOPIC, f"RECORD: {row.path} {problem}", REBUILD))
     for path in sorted(site.glob("vllm/**/*")):
         name = path.relative_to(site).as_posix()
-        if path.is_file() and name not in names and path.suffix not in COMPILED:
+        if path.is_file() and name not in names and path.suffix not in _COMPILED:
             lines.append(failed(TOPIC, f"{name} is on disk and not in RECORD", REBUILD))
     for name in sorted(_listed(ledger) - names):
         lines.append(failed(TOPIC, f"{name} is in the ledger and not in RECORD", REBUILD))
@@ -91,13 +91,13 @@ def _record(ledger: Ledger, site: Path, seen: _Digests) -> list[Line]:
 
 
 def _listed(ledger: Ledger) -> set[str]:
-    kept = {file.path for file in ledger.files if file.origin != REMOVED}
+    kept = {file.path for file in ledger.files if file.origin != _REMOVED}
     return kept | {library.path for library in ledger.libraries}
 
 
 def _entry(entry: RecordLine, site: Path, seen: _Digests) -> str:
     """What is wrong with a line of RECORD, or ""."""
-    if entry.path.endswith(COMPILED):
+    if entry.path.endswith(_COMPILED):
         return ""
     digest = seen.of(entry.path)
     if digest is None:

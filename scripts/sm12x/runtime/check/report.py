@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Literal
+
+from sm12x.core import declared
 
 PASS = "pass"  # noqa: S105 - a verdict
 FAIL = "fail"
@@ -12,8 +14,6 @@ FAIL = "fail"
 WARN = "warn"
 # Neither good nor bad, but the reader should know.
 NOTE = "note"
-
-SCHEMA = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +58,15 @@ def as_text(lines: Sequence[Line]) -> str:
     return "\n".join(out)
 
 
+@dataclass(frozen=True, kw_only=True)
+class CheckReport:
+    """What `check --json` prints in the image."""
+
+    schema: Literal[1] = 1
+    ok: bool
+    lines: tuple[Line, ...]
+
+
 def as_json(lines: Sequence[Line]) -> str:
-    return json.dumps(
-        {
-            "schema": SCHEMA,
-            "ok": all(line.state != FAIL for line in lines),
-            "lines": [asdict(line) for line in lines],
-        },
-        indent=1,
-    )
+    ok = all(line.state != FAIL for line in lines)
+    return declared.to_json(CheckReport(ok=ok, lines=tuple(lines))).rstrip("\n")

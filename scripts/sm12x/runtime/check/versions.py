@@ -19,7 +19,7 @@ from sm12x.wheel.ledger import Ledger, OverrideEntry
 
 TOPIC = "versions"
 # Installed and in no lock: the wheel of this bundle, this package, and the installer.
-OWN = ("sm12x-bundle", "vllm", "pip")
+_OWN = ("sm12x-bundle", "vllm", "pip")
 REBUILD = "rebuild the image; something changed its packages after the build"
 
 
@@ -90,7 +90,7 @@ def check(ledger: Ledger, lock: Path, present: Mapping[str, Distribution]) -> li
     lines += _differences(named, present, "in the ledger")
     expected = {**pins, **named}
     for name, package in sorted(present.items()):
-        if name not in expected and name not in OWN:
+        if name not in expected and name not in _OWN:
             lines.append(
                 failed(TOPIC, f"{name} {package.version} is installed and in no lock", REBUILD)
             )

@@ -26,11 +26,11 @@ from sm12x.core.git import Signature
 from sm12x.stack.model import diff
 from sm12x.stack.model.diff import PatchedFile
 
-SUBJECT_WIDTH = 72
-BODY_WIDTH = 100
+_SUBJECT_WIDTH = 72
+_BODY_WIDTH = 100
 # Fewer words cannot say both what was wrong and why this fixes it.
-BODY_WORDS = 20
-TRAILERS = ("Upstream", "Drop-when", "Witness")
+_BODY_WORDS = 20
+_TRAILERS = ("Upstream", "Drop-when", "Witness")
 # May be given more than once: several threads, several tests.
 _REPEATABLE = ("Upstream", "Witness")
 # What git gives a file name of format-patch, ".patch" and the closing NUL included.
@@ -249,27 +249,27 @@ def split(subject: str, lines: Sequence[str], *, first_line: int) -> Message:
 def lint(message: Message, *, subject_line: int, root: Path | None) -> list[tuple[int, str]]:
     """Everything wrong with a message, as (line, what)."""
     found: list[tuple[int, str]] = []
-    if len(message.subject) > SUBJECT_WIDTH:
-        found.append((subject_line, f"the subject is longer than {SUBJECT_WIDTH} characters"))
+    if len(message.subject) > _SUBJECT_WIDTH:
+        found.append((subject_line, f"the subject is longer than {_SUBJECT_WIDTH} characters"))
     if message.subject.endswith("."):
         found.append((subject_line, "the subject ends with a period"))
     if not slug(message.subject):
         found.append((subject_line, "the subject has no letter that a file name could have"))
-    if len(message.body.split()) < BODY_WORDS:
+    if len(message.body.split()) < _BODY_WORDS:
         found.append(
             (
                 message.first_body_line,
                 "the body does not say what was wrong and why this fixes it "
-                f"(fewer than {BODY_WORDS} words)",
+                f"(fewer than {_BODY_WORDS} words)",
             )
         )
     found += [
-        (message.first_body_line + n, f"is longer than {BODY_WIDTH} characters")
+        (message.first_body_line + n, f"is longer than {_BODY_WIDTH} characters")
         for n, line in enumerate(message.body.split("\n"))
-        if len(line) > BODY_WIDTH
+        if len(line) > _BODY_WIDTH
     ]
     last = message.trailers[-1].line if message.trailers else message.first_body_line
-    for key in TRAILERS:
+    for key in _TRAILERS:
         given = [trailer for trailer in message.trailers if trailer.key == key]
         if not given:
             found.append((last, f"the trailer `{key}:` is missing from the last paragraph"))

@@ -10,11 +10,10 @@ A run may be killed at any point: what was begun is noted in .git before it is d
 
 from __future__ import annotations
 
-import json
 import shlex
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sm12x.core import declared, files
@@ -386,5 +385,4 @@ def _repository(directory: Path) -> Repository:
 
 
 def _save(directory: Path, port: Port) -> None:
-    text = json.dumps({**asdict(port), "folder": str(port.folder)}, indent=1)
-    files.write_text(directory / ".git" / export.PORT, text)
+    declared.write_json(directory / ".git" / export.PORT, port)

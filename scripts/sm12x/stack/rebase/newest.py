@@ -6,20 +6,21 @@ its text, not whether its defect is still there.
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Literal
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 from packaging.version import Version
+from pydantic import Field
 
 from sm12x.core import listing
 from sm12x.core import text as texts
+from sm12x.core.declared import Machine, one_of, shown
 from sm12x.core.errors import FetchError
 from sm12x.core.listing import WHEEL, ListedFile
 from sm12x.stack.model.base import MACHINES, Base
@@ -49,7 +50,7 @@ class BaseAge:
 
     version: str
     released: datetime.date
-    behind: int
+    behind: Annotated[int, Field(ge=0)]
     default: bool
 
 
@@ -63,8 +64,8 @@ class PatchTrial:
 
     base: str
     patch: str
-    text: str
-    recorded: str = ""
+    text: Annotated[str, one_of(*porting.STATES)]
+    recorded: Annotated[str, one_of("", *status.LEGEND)] = ""
     conflicts: tuple[str, ...] = ()
     follows: tuple[str, ...] = ()
 
@@ -81,7 +82,7 @@ class NewestReport:
     project: str
     newest: str
     released: datetime.date | None
-    wheels: Mapping[str, str | None]
+    wheels: Mapping[Machine, str | None]
     missing: tuple[str, ...]
     bases: tuple[BaseAge, ...]
     trials: tuple[PatchTrial, ...]
@@ -96,7 +97,7 @@ class NewestReport:
         """The newest base."""
         return max(self.bases, key=lambda base: Version(base.version))
 
-    @property
+    @shown
     def current(self) -> bool:
         """Whether the default base is no more than ``allowed`` releases behind."""
         return self.default.behind <= self.allowed
@@ -195,11 +196,6 @@ def recorded(
         for row in found.rows
         if row.cells[at].state != status.UNKNOWN
     }
-
-
-def as_data(report: NewestReport) -> dict[str, Any]:
-    """The report for --json."""
-    return {**dataclasses.asdict(report), "current": report.current}
 
 
 def text(report: NewestReport) -> str:

@@ -30,7 +30,7 @@ FOLLOWS = "follows"
 CONFLICT = "conflict"
 STATES = (APPLIES, MERGES, PRESENT, FOLLOWS, CONFLICT)
 # Where a copy of the repository keeps the patches as commits of the release they were made for.
-PATCH_REF = "refs/sm12x/patch"
+_PATCH_REF = "refs/sm12x/patch"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,7 @@ def carry(
         exported = export.export(fresh, first, tips.real, root=root)
         if copy is not None and any(not one.taken and one.state != PRESENT for one in done):
             for number, commit in enumerate(commits.values(), start=1):
-                fresh.update_ref(f"{PATCH_REF}/{number}", commit)
+                fresh.update_ref(f"{_PATCH_REF}/{number}", commit)
             fresh.update_ref(f"refs/tags/{apply.BASE_TAG}", first)
             fresh.update_ref(f"refs/heads/{apply.BRANCH}", first)
             fresh.pack()

@@ -32,7 +32,6 @@ from sm12x.stack.model.series import Patch, Stack
 from sm12x.stack.rebase import (
     base_draft,
     conflicts,
-    first_fixed,
     locks,
     porting,
     release_facts,
@@ -139,47 +138,12 @@ def quote(path: Path) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Archives:
-    """The sdists of the base that is carried, and of the release it is carried to."""
-
-    source: Path
-    target: Path
-
-
-@dataclass(kw_only=True)
-class _Work:
-    """What the steps find out one after the other."""
-
-    folder: Path
-    to_check: list[str] = field(default_factory=list)
-    torch: dict[str, str] = field(default_factory=dict)
-    unrun: Sm12xError | None = None
-
-
-def rebase(
-    base: Base,
-    stack: Stack,
-    found: Release,
-    archives: Archives,
-    *,
-    root: Path,
-    out: Path,
-    force: bool,
-    known: Sequence[RebaseOutcome],
-    overrides: Sequence[Override],
-    run_witnesses: RunWitnesses | None,
-    chosen: Sequence[str] | None,
-    make_locks: bool,
-    lock_needed: bool,
-    releases: Sequence[str],
-    probe: Probe | None,
-    say: Say,
-    ports: Path,
-    keep: Path,
-) -> RebaseReport:
-    """Write the folder of ``found`` in ``out``, with as much of ``stack`` as belongs there.
+class RebaseRequest:
+    """What is to be carried where, and how.
 
     Args:
+        found: the release that the stack goes to.
+        source: the sdist of the base that is carried; ``target`` that of ``found``.
         root: the checkout that the witnesses' paths are in.
         out: where the new folder goes; patches/ of the checkout, or any other folder.
         force: replace a folder that is there.
@@ -194,59 +158,81 @@ def rebase(
         say: told what is being done.
         ports: the folder in which a tree is made where patches are left to be resolved.
         keep: the folder for a copy of the one that is replaced.
+    """
+
+    base: Base
+    stack: Stack
+    found: Release
+    source: Path
+    target: Path
+    root: Path
+    out: Path
+    force: bool
+    known: Sequence[RebaseOutcome]
+    overrides: Sequence[Override]
+    run_witnesses: RunWitnesses | None
+    chosen: Sequence[str] | None
+    make_locks: bool
+    lock_needed: bool
+    releases: Sequence[str]
+    probe: Probe | None
+    say: Say
+    ports: Path
+    keep: Path
+
+    @property
+    def folder(self) -> Path:
+        """The new base's."""
+        return self.out / self.found.version
+
+
+@dataclass(kw_only=True)
+class _Work:
+    """What the steps find out one after the other."""
+
+    folder: Path
+    trees: Mapping[str, Path] = field(default_factory=dict)
+    to_check: list[str] = field(default_factory=list)
+    torch: dict[str, str] = field(default_factory=dict)
+    unrun: Sm12xError | None = None
+
+
+def rebase(asked: RebaseRequest) -> RebaseReport:
+    """Write the folder of the release, with as much of the stack as belongs there.
 
     Raises:
         DirtyTreeError: the new folder is there already, or is no base's.
         StackConflictError, MessageError: as carry.carry.
     """
-    target = out / found.version
-    staging.require_free(target, force=force)
+    base, found = asked.base, asked.found
+    staging.require_free(asked.folder, force=asked.force)
     if found.version == base.version:
         raise UsageError(
             f"the stack of {base.version} is on {found.version} already",
             next_step="name another release",
         )
     with tempfile.TemporaryDirectory(prefix="sm12x-rebase-") as scratch:
-        report, carried = _rebase(
-            base,
-            stack,
-            found,
-            archives,
-            scratch=Path(scratch),
-            root=root,
-            target=target,
-            force=force,
-            known=known,
-            overrides=overrides,
-            run_witnesses=run_witnesses,
-            chosen=chosen,
-            make_locks=make_locks,
-            lock_needed=lock_needed,
-            releases=releases,
-            probe=probe,
-            say=say,
-            keep=keep,
-        )
+        report, carried = _rebase(asked, Path(scratch))
         if not any(fate.open and fate.carried.conflicts for fate in report.fates):
             return report
         names = [fate.patch.name for fate in report.fates if fate.state != status.UPSTREAM]
         names = [name for name in names if name in carried.commits]
         try:
-            say("making a tree to resolve the conflicts in")
+            asked.say("making a tree to resolve the conflicts in")
             port = conflicts.start(
-                free(ports / found.version),
+                free(asked.ports / found.version),
                 Path(scratch) / GIT,
-                archives.target,
+                asked.target,
                 carried,
                 names,
                 source=base.version,
-                new=bases.parse(target / "base.toml"),
+                new=bases.parse(asked.folder / "base.toml"),
                 label=found.sdist.name,
             )
         except (Sm12xError, OSError) as error:
             # What took an hour is in the folder; a tree can be made again.
             why = error.message if isinstance(error, Sm12xError) else error
-            line = f"conflicts: no tree to resolve them in could be made in {ports}: {why}"
+            line = f"conflicts: no tree to resolve them in could be made in {asked.ports}: {why}"
             return replace(report, to_check=(*report.to_check, line))
         return replace(report, port=port)
 
@@ -260,64 +246,45 @@ def free(wanted: Path) -> Path:
     return found
 
 
-def _rebase(
-    base: Base,
-    stack: Stack,
-    found: Release,
-    archives: Archives,
-    *,
-    scratch: Path,
-    root: Path,
-    target: Path,
-    force: bool,
-    known: Sequence[RebaseOutcome],
-    overrides: Sequence[Override],
-    run_witnesses: RunWitnesses | None,
-    chosen: Sequence[str] | None,
-    make_locks: bool,
-    lock_needed: bool,
-    releases: Sequence[str],
-    probe: Probe | None,
-    say: Say,
-    keep: Path,
-) -> tuple[RebaseReport, CarryReport]:
+def _rebase(asked: RebaseRequest, scratch: Path) -> tuple[RebaseReport, CarryReport]:
     """The new folder, and what is in conflict with the repository to resolve it in."""
-    with staging.fresh(target, force=force, keep=keep) as (folder, kept):
-        work = _Work(folder=folder)
+    base, stack, found = asked.base, asked.stack, asked.found
+    with staging.fresh(asked.folder, force=asked.force, keep=asked.keep) as (folder, kept):
         trees = {side: scratch / side for side in (SOURCE, UNTOUCHED)}
-        say(f"unpacking {base.sdist.name} and {found.sdist.name}")
-        tree.unpack(archives.source, trees[SOURCE])
-        tree.unpack(archives.target, trees[UNTOUCHED])
-        new = _draft(base, found, trees, work, overrides, make_locks=make_locks, say=say)
+        work = _Work(folder=folder, trees=trees)
+        asked.say(f"unpacking {base.sdist.name} and {found.sdist.name}")
+        tree.unpack(asked.source, trees[SOURCE])
+        tree.unpack(asked.target, trees[UNTOUCHED])
+        new = _draft(asked, work)
         locked: Sequence[str] = ()
-        if make_locks:
-            locked = locks.make(base, new, work.torch, work.to_check, say)
+        if asked.make_locks:
+            locked = locks.make(base, new, work.torch, work.to_check, asked.say)
         here = platform.machine()
-        if run_witnesses is not None and lock_needed and here not in locked:
+        if asked.run_witnesses is not None and asked.lock_needed and here not in locked:
             work.unrun = BadFileError(
                 f"there is no lock for {here}",
                 next_step="see the line `lock.` above, and add an [[override]] to base.toml",
             )
-            run_witnesses = None
+            asked = replace(asked, run_witnesses=None)
         new = bases.parse(folder / "base.toml")
-        needs = _needs(base, new, stack, trees, run_witnesses, chosen, work)
-        say(f"trying {len(stack.patches)} patches")
+        needs = _needs(asked, new, work)
+        asked.say(f"trying {len(stack.patches)} patches")
         carried = porting.carry(
             base,
             stack,
             trees[SOURCE],
             trees[UNTOUCHED],
             leave_out=lambda patch: needs[patch.name].state == verdict.UPSTREAM,
-            root=root,
+            root=asked.root,
             label=found.sdist.name,
             copy=scratch / GIT,
         )
         fates: list[Fate] = []
         probed: list[RebaseOutcome] = []
         for result in carried.carried:
-            fate = _fate(result, needs[result.patch.name], base, found.version, known)
-            if run_witnesses is not None and probe is not None and fate.need.green:
-                fate = _since(fate, base, new, releases, probe, probed, work)
+            fate = _fate(result, needs[result.patch.name], asked)
+            if asked.run_witnesses is not None and asked.probe is not None and fate.need.green:
+                fate = _since(fate, base, new, asked.releases, asked.probe, probed, work)
             fates.append(fate)
         _write(base, new, fates, carried.exported, work)
         identity = series.load(bases.parse(folder / "base.toml")).id
@@ -325,7 +292,7 @@ def _rebase(
         RebaseReport(
             source=base.version,
             version=found.version,
-            folder=target,
+            folder=asked.folder,
             stack_id=identity,
             fates=tuple(fates),
             probed=tuple(probed),
@@ -354,35 +321,27 @@ def outcomes(report: RebaseReport) -> list[RebaseOutcome]:
     ] + list(report.probed)
 
 
-def _draft(
-    base: Base,
-    found: Release,
-    trees: Mapping[str, Path],
-    work: _Work,
-    overrides: Sequence[Override],
-    *,
-    make_locks: bool,
-    say: Say,
-) -> Base:
-    say("reading what the release says of itself")
+def _draft(asked: RebaseRequest, work: _Work) -> Base:
+    asked.say("reading what the release says of itself")
+    trees = work.trees
     said, before = release_facts.read(trees[UNTOUCHED]), release_facts.read(trees[SOURCE])
     identity = tree.tree_id(trees[UNTOUCHED])
 
     def write(cuda: str | None) -> tuple[Base, tuple[str, ...]]:
         drafted = base_draft.draft(
-            base,
-            found,
+            asked.base,
+            asked.found,
             said,
             before,
             tree=identity,
             torch_cuda=cuda,
-            overrides=overrides,
+            overrides=asked.overrides,
         )
         files.write_text(work.folder / "base.toml", drafted.text())
         return bases.parse(work.folder / "base.toml"), drafted.to_check
 
     new, to_check = write(None)
-    work.torch = locks.closure_of_torch(new) if make_locks else {}
+    work.torch = locks.closure_of_torch(new) if asked.make_locks else {}
     cuda = work.torch.get("cuda-toolkit")
     if cuda:
         new, to_check = write(cuda)
@@ -390,20 +349,13 @@ def _draft(
     return new
 
 
-def _needs(
-    base: Base,
-    new: Base,
-    stack: Stack,
-    trees: Mapping[str, Path],
-    run_witnesses: RunWitnesses | None,
-    chosen: Sequence[str] | None,
-    work: _Work,
-) -> Mapping[str, Need]:
+def _needs(asked: RebaseRequest, new: Base, work: _Work) -> Mapping[str, Need]:
     """What the witnesses of each patch say of the untouched release."""
+    trees, run_witnesses, patches = work.trees, asked.run_witnesses, asked.stack.patches
     source, earlier = (trees[side].with_name(f"{side}-witnessed") for side in (UNTOUCHED, SOURCE))
-    wanted = list(dict.fromkeys(path for patch in stack.patches for path in patch.witnesses))
-    if chosen is not None:
-        wanted = [path for path in wanted if path in chosen]
+    wanted = list(dict.fromkeys(path for patch in patches for path in patch.witnesses))
+    if asked.chosen is not None:
+        wanted = [path for path in wanted if path in asked.chosen]
     runs: dict[str, witness.Run] = {}
     # The same on the release that the patches are for.
     before: dict[str, witness.Run] = {}
@@ -432,7 +384,7 @@ def _needs(
         else f"its witness could not run: {work.unrun.message.splitlines()[0]}"
     )
     found: dict[str, Need] = {}
-    for patch in stack.patches:
+    for patch in patches:
         own = [runs[path] for path in patch.witnesses if path in runs]
         left = [path for path in patch.witnesses if path not in runs]
         known = [before[path] for path in patch.witnesses if path in before]
@@ -449,14 +401,12 @@ def _control_failed(run: witness.Run) -> bool:
     return any(test.guard and test.outcome != junit.PASSED for test in run.tests)
 
 
-def _fate(
-    carried: Carried, said: Need, base: Base, version: str, known: Sequence[RebaseOutcome]
-) -> Fate:
-    state = status.decide(said.state, carried.state)
+def _fate(carried: Carried, said: Need, asked: RebaseRequest) -> Fate:
+    state, version = status.decide(said.state, carried.state), asked.found.version
     first = ""
     if state == status.UPSTREAM:
-        later = Version(version) > Version(base.version)
-        first = status.since(carried.patch.name, version, known) if later else version
+        later = Version(version) > Version(asked.base.version)
+        first = status.since(carried.patch.name, version, asked.known) if later else version
     return Fate(patch=carried.patch, state=state, need=said, carried=carried, since=first)
 
 
@@ -472,7 +422,7 @@ def _since(
     """The fate with the first release that has the fix, looked for in those nobody has tried."""
     if fate.state != status.UPSTREAM or fate.need.state != verdict.UPSTREAM:
         return fate
-    candidates = first_fixed.between(releases, base.version, fate.since)
+    candidates = verdict.between(releases, base.version, fate.since)
     said: dict[str, Need] = {}
 
     def ask(version: str) -> Need:
@@ -480,7 +430,7 @@ def _since(
         return said[version]
 
     try:
-        release, _ = first_fixed.first(candidates, fate.since, ask)
+        release, _ = verdict.first(candidates, fate.since, ask)
     except (Sm12xError, OSError) as error:
         # One release that cannot be had is no reason to give up the rest of the run.
         have = [version for version, found in said.items() if found.state == verdict.UPSTREAM]

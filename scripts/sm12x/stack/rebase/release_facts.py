@@ -13,7 +13,7 @@ from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from sm12x.core import globs
+from sm12x.core import files
 
 # Where releases keep what building for CUDA needs, the first that is there.
 _BUILD_REQUIREMENTS = ("requirements/build/cuda.txt", "requirements/build.txt")
@@ -91,9 +91,9 @@ def pinned(name: str, requirements: Iterable[str]) -> str | None:
     return None
 
 
-def unmatched(patterns: Iterable[str], files: frozenset[str]) -> list[str]:
-    """The globs that no file matches."""
-    return [g for g in patterns if not any(globs.matches(file, g) for file in files)]
+def unmatched(patterns: Iterable[str], paths: frozenset[str]) -> list[str]:
+    """The globs that no path matches."""
+    return [g for g in patterns if not any(files.matches(path, g) for path in paths)]
 
 
 def _build_requires(tree: Path) -> tuple[str, ...] | None:

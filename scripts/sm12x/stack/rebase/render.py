@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Self
+
+from pydantic import Field
 
 from sm12x import layout
 from sm12x.core import text as texts
@@ -58,45 +61,87 @@ def ported(done: PortReport) -> str:
     return "\n".join(_port(done)) + "\n"
 
 
-def port_data(done: PortReport) -> dict[str, Any]:
-    """The same for --json."""
-    stop = done.port.stop
-    return {
-        "tree": str(done.directory),
-        "folder": str(done.port.folder),
-        "patches": {step.name: step.state for step in done.port.steps},
-        "patch": stop.name if stop else None,
-        "conflicts": [asdict(conflict) for conflict in stop.conflicts] if stop else [],
-        "stack": done.refresh.stack_id if done.refresh else None,
-        "saved": done.saved,
-    }
+@dataclass(frozen=True, kw_only=True)
+class PortData:
+    """What `sm12x patch continue --json` prints. ``patch`` is the one in conflict, if any;
+    ``stack`` the id of what was exported at the end, null before.
+    """
+
+    tree: Path
+    folder: Path
+    patches: Mapping[str, str]
+    patch: str | None
+    conflicts: tuple[FileConflict, ...]
+    stack: str | None
+    saved: str
+
+    @classmethod
+    def of(cls, done: PortReport) -> Self:
+        stop = done.port.stop
+        return cls(
+            tree=done.directory,
+            folder=done.port.folder,
+            patches={step.name: step.state for step in done.port.steps},
+            patch=stop.name if stop else None,
+            conflicts=stop.conflicts if stop else (),
+            stack=done.refresh.stack_id if done.refresh else None,
+            saved=done.saved,
+        )
 
 
-def as_data(done: RebaseReport) -> dict[str, Any]:
-    """The report for --json."""
-    return {
-        "from": done.source,
-        "version": done.version,
-        "folder": str(done.folder),
-        "stack": done.stack_id,
-        "patches": [
-            {
-                "patch": fate.patch.name,
-                "state": fate.state,
-                "since": fate.since,
-                "text": fate.carried.state,
-                "witness": asdict(fate.need),
-                "conflicts": [conflict.path for conflict in fate.carried.conflicts],
-                "clean": list(fate.carried.clean),
-                "follows": list(fate.carried.follows),
-            }
-            for fate in done.fates
-        ],
-        "port": port_data(done.port) if done.port else None,
-        "replaced": str(done.replaced) if done.replaced else None,
-        "unknown": done.unrun.message if done.unrun else None,
-        "to_check": list(done.to_check),
-    }
+@dataclass(frozen=True, kw_only=True)
+class PatchData:
+    """One patch on the new release: ``text`` says how it applies, ``witness`` who needs it."""
+
+    patch: str
+    state: str
+    since: str
+    text: str
+    witness: Need
+    conflicts: tuple[str, ...]
+    clean: tuple[str, ...]
+    follows: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RebaseData:
+    """What `sm12x patch rebase --json` prints; ``unknown`` is why no witness could run."""
+
+    source: Annotated[str, Field(alias="from")]
+    version: str
+    folder: Path
+    stack: str
+    patches: tuple[PatchData, ...]
+    port: PortData | None
+    replaced: Path | None
+    unknown: str | None
+    to_check: tuple[str, ...]
+
+    @classmethod
+    def of(cls, done: RebaseReport) -> Self:
+        return cls(
+            source=done.source,
+            version=done.version,
+            folder=done.folder,
+            stack=done.stack_id,
+            patches=tuple(
+                PatchData(
+                    patch=fate.patch.name,
+                    state=fate.state,
+                    since=fate.since,
+                    text=fate.carried.state,
+                    witness=fate.need,
+                    conflicts=tuple(conflict.path for conflict in fate.carried.conflicts),
+                    clean=fate.carried.clean,
+                    follows=fate.carried.follows,
+                )
+                for fate in done.fates
+            ),
+            port=PortData.of(done.port) if done.port else None,
+            replaced=done.replaced,
+            unknown=done.unrun.message if done.unrun else None,
+            to_check=done.to_check,
+        )
 
 
 def table(found: StatusTable) -> str:
@@ -116,14 +161,9 @@ def table(found: StatusTable) -> str:
     return "\n".join(lines) + "\n"
 
 
-def table_data(found: StatusTable) -> dict[str, Any]:
+def table_data(found: StatusTable) -> dict[str, dict[str, Cell]]:
     """The table for --json: patch -> release -> state, doubt and note."""
-    return {
-        row.patch: {
-            release: asdict(cell) for release, cell in zip(found.releases, row.cells, strict=True)
-        }
-        for row in found.rows
-    }
+    return {row.patch: dict(zip(found.releases, row.cells, strict=True)) for row in found.rows}
 
 
 def _cell(cell: Cell) -> str:

@@ -8,8 +8,10 @@ that moved, a control that fails) says neither, and is told apart from a red one
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+
+from packaging.version import Version
 
 from sm12x.stack.witness import junit
 from sm12x.stack.witness.junit import Test
@@ -213,3 +215,32 @@ def _shortened(whys: Sequence[str]) -> str:
     different = list(dict.fromkeys(whys))
     more = f" (and {len(different) - 1} more)" if len(different) > 1 else ""
     return f"{different[0]}{more}" if different else ""
+
+
+def between(releases: Sequence[str], start: str, end: str) -> list[str]:
+    """Those of ``releases`` after ``start`` and before ``end``, oldest first."""
+    inside = [text for text in releases if Version(start) < Version(text) < Version(end)]
+    return sorted(inside, key=Version)
+
+
+def first(
+    candidates: Sequence[str], last: str, probe: Callable[[str], Need]
+) -> tuple[str, dict[str, Need]]:
+    """The first of ``candidates`` that has it, ``last`` if none does, and what each probe said.
+
+    Takes it that a release after one that has it has it too; one on which the witness could not run
+    counts as not having it.
+
+    Args:
+        candidates: releases, oldest first, all before ``last``, which has it.
+    """
+    said: dict[str, Need] = {}
+    low, high = 0, len(candidates)
+    while low < high:
+        middle = (low + high) // 2
+        said[candidates[middle]] = probe(candidates[middle])
+        if said[candidates[middle]].state == UPSTREAM:
+            high = middle
+        else:
+            low = middle + 1
+    return (candidates[low] if low < len(candidates) else last), said

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from sm12x.core.declared import shown
 from sm12x.core.errors import BadFileError
 from sm12x.stack.model.base import Base
 from sm12x.stack.model.patchfile import MessageFault
@@ -56,7 +57,7 @@ class MutationReport:
     def count(self, state: str) -> int:
         return sum(outcome.state == state for outcome in self.outcomes)
 
-    @property
+    @shown
     def ok(self) -> bool:
         return not self.findings and self.count(KILLED) == len(self.outcomes)
 
@@ -109,7 +110,15 @@ def run(
             mutants, findings = mutations.kept(base, stack, patched)
         names = {patch.name for patch in patches}
         mutants = [mutant for mutant in mutants if mutant.patch.name in names]
-        runner = _Runner(base, folder, patched, python, root, seconds, jobs)
+        runner = _Runner(
+            base=base,
+            folder=folder,
+            patched=patched,
+            python=python,
+            root=root,
+            seconds=seconds,
+            jobs=jobs,
+        )
         outcomes = runner.run(mutants, on_outcome)
         outcomes = runner.confirmed(outcomes)
     return MutationReport(
@@ -143,28 +152,21 @@ def judge(found: witness.Run) -> tuple[str, str, str]:
     return SURVIVED, "", ""
 
 
+@dataclass(kw_only=True)
 class _Runner:
-    def __init__(
-        self,
-        base: Base,
-        folder: Path,
-        patched: Path,
-        python: Path,
-        root: Path,
-        seconds: float,
-        jobs: int,
-    ) -> None:
-        self._base = base
-        self._folder = folder
-        self._patched = patched
-        self._python = python
-        self._root = root
-        self._seconds = seconds
-        self._jobs = jobs
-        self._reports = 0
-        compiled = folder / "compiled"
+    base: Base
+    folder: Path
+    patched: Path
+    python: Path
+    root: Path
+    seconds: float
+    jobs: int
+    reports: int = 0
+
+    def __post_init__(self) -> None:
+        compiled = self.folder / "compiled"
         compiled.mkdir()
-        self._env: Mapping[str, str] = {_COMPILED: str(compiled)}
+        self.env: Mapping[str, str] = {_COMPILED: str(compiled)}
 
     def run(
         self, mutants: Sequence[Mutant], on_outcome: Callable[[MutantOutcome, int], None] | None
@@ -172,7 +174,7 @@ class _Runner:
         """The outcome of each mutant, in order."""
         outcomes: dict[int, MutantOutcome] = {}
         waiting = list(enumerate(mutants))
-        free = [self._copy(number) for number in range(min(self._jobs, len(mutants)))]
+        free = [self._copy(number) for number in range(min(self.jobs, len(mutants)))]
         running: list[tuple[int, Path, Generator[MutantOutcome | None, None, None]]] = []
         try:
             while waiting or running:
@@ -207,7 +209,7 @@ class _Runner:
         green: set[str] = set()
         for path, tests in by_file.items():
             # Its first argument is the first test, the others follow.
-            for found in self._asked(tests[0], self._patched, tests[1:]):
+            for found in self._asked(tests[0], self.patched, tests[1:]):
                 if found is None:
                     time.sleep(_POLL)
                     continue
@@ -239,7 +241,7 @@ class _Runner:
                 return
         state, test, said = UNKNOWN, "", f"{mutant.patch.name} names no witness"
         with _mutated(place / mutant.file, mutant.text):
-            for target in targets(self._base, mutant):
+            for target in targets(self.base, mutant):
                 for found in self._asked(target, place, ("-x",)):
                     if found is None:
                         yield None
@@ -253,19 +255,19 @@ class _Runner:
         self, target: str, source: Path, arguments: Sequence[str]
     ) -> Generator[witness.Run | None, None, None]:
         """None while a pytest runs ``target`` on ``source``, then what it gave."""
-        self._reports += 1
+        self.reports += 1
         job = witness.Job(
             target,
             _MUTANT,
             source,
-            self._folder / f"{self._reports}.xml",
-            self._python,
-            self._root,
+            self.folder / f"{self.reports}.xml",
+            self.python,
+            self.root,
             arguments=arguments,
-            env=self._env,
+            env=self.env,
         )
         try:
-            while (found := job.result(self._seconds)) is None:
+            while (found := job.result(self.seconds)) is None:
                 yield None
         finally:
             job.process.stop()
@@ -273,8 +275,8 @@ class _Runner:
 
     def _copy(self, number: int) -> Path:
         """A tree of hard links to the patched one, for one job to mutate."""
-        place = self._folder / f"tree-{number}"
-        shutil.copytree(self._patched, place, symlinks=True, copy_function=os.link)
+        place = self.folder / f"tree-{number}"
+        shutil.copytree(self.patched, place, symlinks=True, copy_function=os.link)
         return place
 
 

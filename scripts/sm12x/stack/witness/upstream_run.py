@@ -8,15 +8,14 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-import uv
-
-from sm12x.core import files, lockfile, pipconfig, process
-from sm12x.core.errors import BadFileError, Sm12xError, ToolMissingError
+from sm12x.core import process
+from sm12x.core.errors import Sm12xError
 from sm12x.stack.model.base import Base
 from sm12x.stack.model.series import Stack
-from sm12x.stack.witness import junit, upstream_tests
+from sm12x.stack.witness import junit, upstream_tests, witness
 from sm12x.stack.witness.upstream_tests import (
     FileRun,
     HubModel,
@@ -68,56 +67,20 @@ def packages(
         ToolFailedError: uv could not install.
         NoSpaceError: too little room for what is about to be installed.
     """
-    pins = {pin.name: pin for pin in lockfile.read(base.lock_path(machine)).pins}
-    absent = sorted(set(suite.environment.packages) - pins.keys())
-    if absent:
-        raise BadFileError(
-            f"{suite.path}: environment.packages names {', '.join(absent)}, which "
-            f"{base.lock_path(machine).name} does not have",
-            next_step="name packages of the lock, as it writes them",
+    told = f"{suite.path}: environment.packages"
+    wanted = witness.pinned(base, suite.environment.packages, root / _TOOLS_LOCK, told, machine)
+    home = cache / witness.HOMES / witness.home_name(base, wanted, machine, "upstream-")
+    if not home.is_dir():
+        witness.install(
+            base,
+            home,
+            wanted,
+            lambda fresh: [witness.pip_install("--python", str(python), "--target", str(fresh))],
+            whole=home,
+            what="the tests",
+            mib=suite.environment.download_mib,
+            say=say,
         )
-    wanted = "".join(pins[name].text for name in suite.environment.packages) + "".join(
-        pin.text for pin in lockfile.read(root / _TOOLS_LOCK).pins
-    )
-    key = hashlib.sha256(f"{platform.python_version()}\n{wanted}".encode()).hexdigest()[:12]
-    home = cache / "witness" / f"{base.version}-{machine}-upstream-{key}"
-    if home.is_dir():
-        return home
-    say(
-        f"installing {len(lockfile.parse(wanted).pins)} packages for the tests of {base.version} "
-        f"into {home}: up to {suite.environment.download_mib} MiB to download"
-    )
-    files.require_space(
-        cache, suite.environment.download_mib * 3 / 1024, what="the packages of the tests"
-    )
-    home.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        program = uv.find_uv_bin()
-    except FileNotFoundError:
-        raise ToolMissingError(
-            "uv is not installed beside this Python", next_step="run `make test`, which sets it up"
-        ) from None
-    with tempfile.TemporaryDirectory(dir=home.parent, prefix=f".{home.name}.") as name:
-        fresh = Path(name) / "packages"
-        listed = Path(name) / "requirements.txt"
-        listed.write_text(wanted, encoding="utf-8")
-        process.run(
-            [
-                *(program, "pip", "install", "--python", str(python), "--target", str(fresh)),
-                # The locks have been resolved; what they leave out is left out on purpose.
-                *("--no-deps", "--require-hashes", "--only-binary=:all:", "--compile-bytecode"),
-                *("-r", str(listed)),
-            ],
-            env={**pipconfig.load().uv_environment(), "UV_PYTHON_DOWNLOADS": "never"},
-            next_step="see what uv says above",
-        )
-        # Under its final name only when it is whole: a killed run starts over.
-        try:
-            fresh.rename(home)
-        except OSError:
-            # Another run made the same one meanwhile.
-            if not home.is_dir():
-                raise
     return home
 
 
@@ -161,7 +124,13 @@ def run(
             plan = plan.narrowed(only)
         apply.apply(base, stack, trees[PATCHED], archive=archive)
         runner = _Runner(
-            suite, trees, python, extra, folder, test_seconds=test_seconds, seconds=file_seconds
+            suite=suite,
+            trees=trees,
+            python=python,
+            extra=extra,
+            folder=folder,
+            test_seconds=test_seconds,
+            seconds=file_seconds,
         )
         runs = runner.run(plan.files, SIDES, on_file=on_file)
         results = _judged(suite, plan, runs, runner, on_alone)
@@ -222,26 +191,16 @@ def _judged(
     ]
 
 
+@dataclass(kw_only=True)
 class _Runner:
-    def __init__(
-        self,
-        suite: Suite,
-        trees: Mapping[str, Path],
-        python: Path,
-        extra: Path | None,
-        folder: Path,
-        *,
-        test_seconds: float,
-        seconds: float,
-    ) -> None:
-        self._suite = suite
-        self._trees = trees
-        self._python = python
-        self._extra = extra
-        self._folder = folder
-        self._test_seconds = test_seconds
-        self._seconds = seconds
-        self._rounds = 0
+    suite: Suite
+    trees: Mapping[str, Path]
+    python: Path
+    extra: Path | None
+    folder: Path
+    test_seconds: float
+    seconds: float
+    rounds: int = 0
 
     def run(
         self,
@@ -251,8 +210,8 @@ class _Runner:
         on_file: Callable[[str, str], None] | None = None,
     ) -> dict[tuple[str, str], FileRun]:
         """Run each of ``targets`` (files, or tests) on the trees of ``sides``, these at a time."""
-        self._rounds += 1
-        batches = [_Batch(self._folder / f"{self._rounds}-{side}", side, targets) for side in sides]
+        self.rounds += 1
+        batches = [_Batch(self.folder / f"{self.rounds}-{side}", side, targets) for side in sides]
         running: list[tuple[_Batch, process.Background]] = []
         try:
             for batch in batches:
@@ -263,7 +222,7 @@ class _Runner:
                     for target in batch.read():
                         if on_file:
                             on_file(target, batch.side)
-                    if ended or batch.overdue(self._seconds):
+                    if ended or batch.overdue(self.seconds):
                         background.stop()
                         batch.read()
                         batch.close(background.log)
@@ -280,23 +239,23 @@ class _Runner:
         batch.folder.mkdir()
         scratch = batch.folder / "t"
         scratch.mkdir()
-        _hub(scratch / "hub", self._suite.models)
+        _hub(scratch / "hub", self.suite.models)
         work = batch.folder / "work.json"
         work.write_text(
             json.dumps(
                 {
-                    "platform": self._suite.environment.platform,
-                    "empty": self._suite.environment.empty,
-                    "preload": self._suite.environment.preload,
-                    "models": [model.implemented for model in self._suite.models],
+                    "platform": self.suite.environment.platform,
+                    "empty": self.suite.environment.empty,
+                    "preload": self.suite.environment.preload,
+                    "models": [model.implemented for model in self.suite.models],
                     "answers": str(batch.answers),
                     "work": [
                         {
                             "arguments": self._arguments(target, batch.report(number)),
                             "leave": self._left(target),
-                            "cuda": target.split("::", 1)[0] in self._suite.environment.gated,
+                            "cuda": target.split("::", 1)[0] in self.suite.environment.gated,
                             "log": str(batch.log(number)),
-                            "seconds": self._seconds,
+                            "seconds": self.seconds,
                         }
                         for number, target in enumerate(batch.targets)
                     ],
@@ -304,10 +263,10 @@ class _Runner:
             ),
             encoding="utf-8",
         )
-        paths = [str(_PLUGIN), *([str(self._extra)] if self._extra else [])]
+        paths = [str(_PLUGIN), *([str(self.extra)] if self.extra else [])]
         return process.Background(
-            [self._python, "-m", "sm12x_zygote", work],
-            cwd=self._trees[batch.side],
+            [self.python, "-m", "sm12x_zygote", work],
+            cwd=self.trees[batch.side],
             env={
                 "PYTHONPATH": ":".join(paths),
                 "PYTHONDONTWRITEBYTECODE": None,
@@ -338,7 +297,7 @@ class _Runner:
         file = target.split("::", 1)[0]
         return [
             entry.test.split("::", 1)[1]
-            for entry in self._suite.cannot
+            for entry in self.suite.cannot
             if entry.file == file and not entry.run and entry.test != file
         ]
 
@@ -351,7 +310,7 @@ class _Runner:
             # Remembers nothing from the other tree.
             *("-p", "no:cacheprovider"),
             # Of pytest-timeout.
-            *("-o", f"timeout={self._test_seconds:g}", "-o", "timeout_method=signal"),
+            *("-o", f"timeout={self.test_seconds:g}", "-o", "timeout_method=signal"),
         ]
 
 

@@ -17,8 +17,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from sm12x.core import declared, globs
-from sm12x.core.declared import Declared, KeyFaultError, one_of
+from sm12x.core import declared, files
+from sm12x.core.declared import Declared, KeyFaultError, one_of, shown
 from sm12x.core.errors import BadFileError
 from sm12x.stack.model.base import Base
 from sm12x.stack.model.series import Stack
@@ -249,7 +249,7 @@ class Report:
     def of(self, *verdicts: str) -> tuple[UpstreamResult, ...]:
         return tuple(result for result in self.results if result.verdict in verdicts)
 
-    @property
+    @shown
     def ok(self) -> bool:
         return not self.plan.faults and not self.of(WORSE)
 
@@ -308,7 +308,7 @@ class Modules:
         return self._exports[package]
 
 
-def module_name(path: str) -> str:
+def _module_name(path: str) -> str:
     """The dotted name of a Python file of the tree: "vllm/v1/x.py" -> "vllm.v1.x"; else ""."""
     if not path.endswith(".py"):
         return ""
@@ -339,14 +339,14 @@ def plan(suite: Suite, stack: Stack, tree: Path) -> UpstreamPlan:
     paths = sorted({file.path for patch in stack.patches for file in patch.files})
     # A file that the stack adds: the release cannot have a test of it.
     paths = [path for path in paths if (tree / path).is_file()]
-    wanted = {name for path in paths if (name := module_name(path))}
+    wanted = {name for path in paths if (name := _module_name(path))}
     modules = Modules(tree)
     by_module: dict[str, list[str]] = {}
     # Any way to name a module, or what its package passes on of it, has the package's name in it.
     hints = {
         path.split("/")[-2] if path.endswith("/__init__.py") else name.rpartition(".")[0]
         for path in paths
-        if (name := module_name(path))
+        if (name := _module_name(path))
     }
     for test in sorted((tree / _TESTS).rglob("*.py")):
         relative = test.relative_to(tree).as_posix()
@@ -360,10 +360,10 @@ def plan(suite: Suite, stack: Stack, tree: Path) -> UpstreamPlan:
     used: set[int] = set()
     touched: list[Touched] = []
     for path in paths:
-        tests = set(by_module.get(module_name(path), ()))
+        tests = set(by_module.get(_module_name(path), ()))
         why: list[str] = []
         for number, source in enumerate(suite.sources):
-            if any(globs.matches(path, glob) for glob in source.paths):
+            if any(files.matches(path, glob) for glob in source.paths):
                 used.add(number)
                 tests |= set(source.tests)
                 why += [source.why] if source.why else []

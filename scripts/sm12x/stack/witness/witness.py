@@ -17,10 +17,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import uv
+from pydantic import Field
 
 from sm12x.core import files, lockfile, pipconfig, process
+from sm12x.core.declared import shown
 from sm12x.core.errors import BadFileError, NoSpaceError, ToolFailedError, ToolMissingError
 from sm12x.stack.model.base import Base, Witness
 from sm12x.stack.model.series import Patch, Stack
@@ -83,11 +86,11 @@ class WitnessReport:
     stack_id: str
     checks: tuple[WitnessTest, ...]
 
-    @property
+    @shown
     def passed(self) -> int:
         return sum(check.ok for check in self.checks)
 
-    @property
+    @shown
     def failed(self) -> int:
         return len(self.checks) - self.passed
 
@@ -114,59 +117,91 @@ def environment(
         NoSpaceError: too little room for what is about to be installed.
     """
     wanted = requirements(base, machine=machine, root=root)
-    home = cache / HOMES / _name(base, wanted, machine)
-    if (home / "bin" / "python").exists():
-        return home / "bin" / "python"
+    home = cache / HOMES / home_name(base, wanted, machine)
+    python = home / "bin" / "python"
+    if not python.exists():
+
+        def commands(fresh: Path) -> list[list[str]]:
+            made = [_uv(), "venv", "--quiet", "--relocatable", "--python", sys.executable]
+            return [[*made, str(fresh)], pip_install("--python", str(fresh / "bin" / "python"))]
+
+        # Unpacked, the wheels of 0.21.0 take 1.7 times their size, and once only: uv links the
+        # files of its cache. The rest is for wheels on their way.
+        install(
+            base,
+            home,
+            wanted,
+            commands,
+            whole=python,
+            what="the witnesses",
+            mib=base.witness.download_mib,
+            say=say,
+        )
+    return python
+
+
+def pip_install(*where: str) -> list[str]:
+    """uv's command to install a lock, whose path is to follow, ``where``."""
+    return [
+        *(_uv(), "pip", "install", *where),
+        # The lock has been resolved; what it leaves out is left out on purpose.
+        *("--no-deps", "--require-hashes", "--only-binary=:all:"),
+        # torch alone takes 3 s longer without, in each of the many processes.
+        *("--compile-bytecode", "--requirement"),
+    ]
+
+
+def install(
+    base: Base,
+    home: Path,
+    wanted: str,
+    commands: Callable[[Path], Sequence[Sequence[str]]],
+    *,
+    whole: Path,
+    what: str,
+    mib: int,
+    say: Callable[[str], None],
+) -> None:
+    """Make ``home``, whole or not at all; ``whole`` is what is then there.
+
+    Args:
+        wanted: the lock that is installed.
+        commands: those that make the folder they are given; the last one takes a lock.
+        what: whom the packages are for: "the witnesses".
+        mib: how much may have to be downloaded.
+
+    Raises:
+        ToolFailedError: uv could not install.
+        NoSpaceError: too little room, before or on the way.
+    """
     say(
-        f"installing {len(lockfile.parse(wanted).pins)} packages for the witnesses of "
-        f"{base.version} into {home}: up to {base.witness.download_mib} MiB to download"
+        f"installing {len(lockfile.parse(wanted).pins)} packages for {what} of {base.version} "
+        f"into {home}: up to {mib} MiB to download"
     )
-    # Unpacked, the wheels of 0.21.0 take 1.7 times their size, and once only: uv links the files of
-    # its cache. The rest is for wheels on their way.
-    files.require_space(cache, base.witness.download_mib * 3 / 1024, what="the witness environment")
+    files.require_space(home.parent, mib * 3 / 1024, what=f"the environment of {what}")
     home.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=home.parent, prefix=f".{home.name}.") as name:
         fresh = Path(name) / "environment"
         listed = Path(name) / "requirements.txt"
         listed.write_text(wanted, encoding="utf-8")
-        settings = {**pipconfig.load().uv_environment(), "UV_PYTHON_DOWNLOADS": "never"}
-        words = [_uv(), "venv", "--quiet", "--relocatable", "--python", sys.executable, str(fresh)]
-        _installing(base, words, settings)
-        _installing(
-            base,
-            [
-                _uv(),
-                "pip",
-                "install",
-                "--python",
-                str(fresh / "bin" / "python"),
-                # The lock has been resolved; what it leaves out is left out on purpose.
-                "--no-deps",
-                "--require-hashes",
-                "--only-binary=:all:",
-                # torch alone takes 3 s longer without, in each of the many processes.
-                "--compile-bytecode",
-                "-r",
-                str(listed),
-            ],
-            settings,
-        )
+        *before, last = commands(fresh)
+        for words in (*before, [*last, str(listed)]):
+            _installing(base, words, what)
         # Under its final name only when it is whole: a killed run starts over.
         try:
             fresh.rename(home)
         except OSError:
             # Another run made the same one meanwhile.
-            if not (home / "bin" / "python").exists():
+            if not whole.exists():
                 raise
-    return home / "bin" / "python"
 
 
-def _installing(base: Base, words: Sequence[str], settings: Mapping[str, str]) -> None:
+def _installing(base: Base, words: Sequence[str], what: str) -> None:
     """Run uv; a full disk is told apart from a package that this Python cannot have."""
     try:
         process.run(
             words,
-            env=settings,
+            env={**pipconfig.load().uv_environment(), "UV_PYTHON_DOWNLOADS": "never"},
             next_step="see what uv says above; a package that needs another Python than "
             f"{platform.python_version()} (the release is for {base.python}) needs --python of an "
             "environment that has pytest and torch",
@@ -175,7 +210,7 @@ def _installing(base: Base, words: Sequence[str], settings: Mapping[str, str]) -
         if not _FULL.search(error.message):
             raise
         raise NoSpaceError(
-            f"the witnesses' environment of {base.version} cannot be installed: the disk is full",
+            f"the environment of {what} of {base.version} cannot be installed: the disk is full",
             next_step="free space there, or move the cache with SM12X_CACHE",
         ) from None
 
@@ -188,7 +223,7 @@ class Environment:
     """
 
     path: Path
-    size: int
+    size: Annotated[int, Field(alias="bytes")]
     bases: tuple[str, ...]
 
 
@@ -201,7 +236,7 @@ def environments(
         BadFileError: the lock of one of ``known`` cannot be read.
     """
     used = {
-        _name(base, requirements(base, machine=machine, root=root), machine): base.version
+        home_name(base, requirements(base, machine=machine, root=root), machine): base.version
         for base in known
         if base.lock_path(machine).is_file()
     }
@@ -250,26 +285,34 @@ def _size(folder: Path) -> int:
     return total
 
 
-def _name(base: Base, wanted: str, machine: str) -> str:
+def home_name(base: Base, wanted: str, machine: str, kind: str = "") -> str:
+    """The name of the folder of an environment; ``kind`` is of one that is not the witnesses'."""
     version = platform.python_version()
     key = hashlib.sha256(f"{version}\n{wanted}".encode()).hexdigest()[:12]
-    return f"{base.version}-{machine}-{key}"
+    return f"{base.version}-{machine}-{kind}{key}"
 
 
 def requirements(base: Base, *, machine: str, root: Path) -> str:
     """What the witnesses' environment is made of, as a requirements file with hashes."""
+    told = f"{base.folder / 'base.toml'}: witness.packages"
+    return pinned(base, base.witness.packages, root / _TOOLS_LOCK, told, machine)
+
+
+def pinned(base: Base, names: Sequence[str], tools: Path, told: str, machine: str) -> str:
+    """The pins of ``names``, which ``told`` names, in the lock of ``base``, and all of ``tools``.
+
+    Raises BadFileError where the lock does not have one.
+    """
     path = base.lock_path(machine)
     pins = {pin.name: pin for pin in lockfile.read(path).pins}
-    absent = sorted(set(base.witness.packages) - pins.keys())
+    absent = sorted(set(names) - pins.keys())
     if absent:
         raise BadFileError(
-            f"{base.folder / 'base.toml'}: witness.packages names {', '.join(absent)}, which "
-            f"{path.name} does not have",
+            f"{told} names {', '.join(absent)}, which {path.name} does not have",
             next_step="name packages of the lock, as it writes them",
         )
-    tools = root / _TOOLS_LOCK
-    chosen = "".join(pins[name].text for name in base.witness.packages)
-    return chosen + "".join(pin.text for pin in lockfile.read(tools).pins)
+    chosen = [*(pins[name] for name in names), *lockfile.read(tools).pins]
+    return "".join(pin.text for pin in chosen)
 
 
 def run(

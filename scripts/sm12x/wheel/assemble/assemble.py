@@ -14,18 +14,18 @@ from pathlib import Path
 
 from sm12x.audit import scan
 from sm12x.audit.model import LibraryAudit
-from sm12x.core import files, lockfile
+from sm12x.core import declared, files, lockfile
 from sm12x.core.errors import BadFileError, HashMismatchError
 from sm12x.stack.model import series
 from sm12x.stack.model.base import Base
 from sm12x.stack.model.series import Stack
-from sm12x.wheel import ledger, library
-from sm12x.wheel.assemble import ops_read, torch_ops, wheel
+from sm12x.wheel import ledger, library, selection
+from sm12x.wheel.assemble import torch_ops, wheel
 from sm12x.wheel.assemble.torch_ops import Registered
 from sm12x.wheel.compile import cmake, native
 from sm12x.wheel.compile.native import NativeRecord
+from sm12x.wheel.ledger import Ledger
 from sm12x.wheel.source import patched as sources
-from sm12x.wheel.source import select
 from sm12x.wheel.source.patched import SourceRecord
 
 LEDGER = "ledger.json"
@@ -44,9 +44,17 @@ class Parts:
     purelib: Path
 
 
+@dataclass(frozen=True, kw_only=True)
+class WheelReport:
+    """What `sm12x build wheel --json` prints."""
+
+    path: Path
+    ledger: Ledger
+
+
 def build(
     parts: Parts, out: Path, *, on_phase: Callable[[str], None] | None = None
-) -> tuple[Path, ledger.Ledger]:
+) -> tuple[Path, Ledger]:
     """Write the wheel and, beside it, ledger.json into ``out``. Returns its path and the ledger.
 
     Raises:
@@ -107,7 +115,7 @@ def build(
     phase("writing the wheel")
     target = out / wheel.name(official, parts.base.version, version, compiled)
     wheel.write(official, target, changed, made)
-    files.write_text(out / LEDGER, made.to_json())
+    declared.write_json(out / LEDGER, made)
     return target, made
 
 
@@ -194,7 +202,7 @@ def _registered(parts: Parts, folder: Path, paths: Sequence[str]) -> Mapping[str
     """By loading the libraries where this machine can, else as far as their files say."""
     if parts.machine == platform.machine():
         return torch_ops.find(folder, paths, python=parts.python, purelib=parts.purelib)
-    return {path: ops_read.read(folder / path) for path in paths}
+    return {path: torch_ops.read(folder / path) for path in paths}
 
 
 def _libraries(
@@ -229,7 +237,7 @@ def _libraries(
 def native_state(base: Base, paths: Iterable[str], compiled: NativeRecord) -> str:
     """Whether the native code among a patch's ``paths`` is in effect; see ``ledger.PatchEntry``."""
     made = {module.target for module in compiled.modules}
-    touched = [module.target for module in select.touched(base, paths)]
+    touched = [module.target for module in selection.touched(base, paths)]
     left = [target for target in touched if target not in made]
     if not touched:
         return ""

@@ -1,26 +1,35 @@
-"""The wheel: the official one with the stack's Python files and the modules compiled here."""
+"""The wheel: the official one with the stack's Python files and the modules compiled here.
+
+Unchanged members are copied as they are, still compressed: compressing 550 MB of machine code again
+would take most of a minute, and its bytes would depend on the zlib of the machine. ``zipfile`` has
+no call for this; what is used of it here beyond its documented interface has not changed since
+Python 3.5, and typeshed lists it.
+"""
 
 from __future__ import annotations
 
 import base64
+import copy
 import csv
 import hashlib
 import io
 import re
+import struct
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import IO
 
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
 import sm12x
-from sm12x.core import files
+from sm12x.core import declared, files
 from sm12x.core.errors import BadFileError, BuildFailedError
 from sm12x.wheel import ledger as ledgers
-from sm12x.wheel.assemble import rezip
+from sm12x.wheel import selection
 from sm12x.wheel.compile.native import NativeRecord
-from sm12x.wheel.source import select
 from sm12x.wheel.source.patched import SourceFile, SourceRecord
 
 # What a patch may change without it having to reach the wheel.
@@ -176,7 +185,7 @@ def write(
     with files.replacing(target) as temporary, zipfile.ZipFile(official.path) as source:
         rows = _record(source.read(f"{official.dist_info}/RECORD"))
         record: list[tuple[str, str, str]] = []
-        with rezip.rewriting(source, temporary, date) as out:
+        with _rewriting(source, temporary, date) as out:
 
             def put(path: str, data: bytes) -> None:
                 out.write(path, data, mode=0o755 if path.endswith(".so") else 0o644)
@@ -189,7 +198,7 @@ def write(
                     if rest == "METADATA":
                         put(path, metadata(source.read(info), version))
                     elif rest == "WHEEL":
-                        put(path, wheel_file(source.read(info).decode(), platform).encode())
+                        put(path, _wheel_file(source.read(info).decode(), platform).encode())
                     elif rest != "RECORD":
                         out.keep(info, name=path)
                         record.append((path, *rows[info.filename]))
@@ -204,7 +213,7 @@ def write(
             for change in by_path.values():
                 if change.data is not None:
                     put(change.path, change.data)
-            put(f"{dist_info}/{ledgers.NAME}", ledger.to_json().encode())
+            put(f"{dist_info}/{ledgers.NAME}", declared.to_json(ledger, sort_keys=True).encode())
             out.write(f"{dist_info}/RECORD", _record_text(record, dist_info))
 
 
@@ -219,7 +228,7 @@ def metadata(text: bytes, version: str) -> bytes:
     return head + blank + body
 
 
-def wheel_file(text: str, platform: str) -> str:
+def _wheel_file(text: str, platform: str) -> str:
     """WHEEL for the platform of the file's name.
 
     The official one says `linux_x86_64` in a file called manylinux: its name was changed after it
@@ -261,7 +270,7 @@ def version_module(text: str, version: str) -> str:
 def _is_shipped(official: Official, file: SourceFile) -> bool:
     if file.path.startswith(f"{official.package}/"):
         return True
-    if select.is_native(file.path) or file.path.startswith(_NOT_SHIPPED):
+    if selection.is_native(file.path) or file.path.startswith(_NOT_SHIPPED):
         return False
     raise BuildFailedError(
         f"the stack changes {file.path}, which the official wheel does not carry: "
@@ -302,3 +311,72 @@ def _record_text(rows: Sequence[tuple[str, str, str]], dist_info: str) -> bytes:
     writer = csv.writer(out, lineterminator="\n")
     writer.writerows([*rows, (f"{dist_info}/RECORD", "", "")])
     return out.getvalue().encode()
+
+
+# Local file header: signature, five 16-bit and three 32-bit fields, lengths of name and extra.
+_LOCAL = struct.Struct("<4s5H3L2H")
+_SIZES_FOLLOW = 0x08
+_ENCRYPTED = 0x01
+_BLOCK = 1 << 20
+
+Date = tuple[int, int, int, int, int, int]
+
+
+class Rewriter:
+    """Takes members from ``source`` and new ones into a new zip, in the order of the calls."""
+
+    def __init__(self, source: zipfile.ZipFile, target: zipfile.ZipFile, date: Date) -> None:
+        self._source = source
+        self._target = target
+        self._date = date
+
+    def keep(self, info: zipfile.ZipInfo, *, name: str | None = None) -> None:
+        """Copy a member of the source, under another name if given, without decompressing it."""
+        reader, writer = self._source.fp, self._target.fp
+        assert reader is not None  # noqa: S101 - it is open
+        assert writer is not None  # noqa: S101 - it is open
+        reader.seek(info.header_offset)
+        fields = _LOCAL.unpack(reader.read(_LOCAL.size))
+        if fields[0] != b"PK\x03\x04" or info.flag_bits & _ENCRYPTED:
+            raise BadFileError(
+                f"{self._source.filename}: {info.filename} cannot be copied",
+                next_step="fetch the file again",
+            )
+        reader.seek(fields[9] + fields[10], 1)
+        taken = copy.copy(info)
+        taken.filename = name or info.filename
+        # The sizes are known now and go in front; other extra fields hold times and owners.
+        taken.flag_bits &= ~_SIZES_FOLLOW
+        taken.extra = b""
+        taken.header_offset = self._target.start_dir
+        writer.seek(self._target.start_dir)
+        writer.write(taken.FileHeader())
+        _copy(reader, writer, info.compress_size)
+        self._target.start_dir = writer.tell()
+        self._target.filelist.append(taken)
+        self._target.NameToInfo[taken.filename] = taken
+
+    def write(self, name: str, data: bytes, *, mode: int = 0o644) -> None:
+        """Add a new member; ``mode`` are its permissions."""
+        info = zipfile.ZipInfo(name, date_time=self._date)
+        info.compress_type = zipfile.ZIP_DEFLATED
+        # The upper half is Unix's: a regular file, and its permissions.
+        info.external_attr = (0o100000 | mode) << 16
+        info.create_system = 3
+        self._target.writestr(info, data)
+
+
+@contextmanager
+def _rewriting(source: zipfile.ZipFile, target: Path, date: Date) -> Iterator[Rewriter]:
+    """Write ``target`` out of ``source``; new members are dated ``date``."""
+    with zipfile.ZipFile(target, "w") as archive:
+        yield Rewriter(source, archive, date)
+
+
+def _copy(reader: IO[bytes], writer: IO[bytes], size: int) -> None:
+    while size:
+        block = reader.read(min(size, _BLOCK))
+        if not block:
+            raise BadFileError("the zip ends in the middle", next_step="fetch the file again")
+        writer.write(block)
+        size -= len(block)

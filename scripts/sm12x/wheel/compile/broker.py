@@ -55,9 +55,9 @@ class CompilerRun:
         return self.status != 0 and not self.again
 
 
-OnResult = Callable[[CompilerRun], None]
+_OnResult = Callable[[CompilerRun], None]
 # Seconds since each unit that runs was started, by its name.
-OnTick = Callable[[Mapping[str, float]], None]
+_OnTick = Callable[[Mapping[str, float]], None]
 
 
 class Broker:
@@ -70,8 +70,8 @@ class Broker:
         self,
         scheduler: Scheduler,
         units: Mapping[str, Unit],
-        on_result: OnResult,
-        on_tick: OnTick = lambda _: None,
+        on_result: _OnResult,
+        on_tick: _OnTick = lambda _: None,
     ) -> None:
         self._scheduler = scheduler
         self._units = units

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Protocol
 
 from sm12x.core import files, process
+from sm12x.core import text as texts
 from sm12x.core.cudaarch import CudaArch
 from sm12x.core.errors import (
     BuildFailedError,
@@ -87,7 +88,7 @@ def free_memory_gib() -> float:
     """Memory that can be taken, in GiB: of the machine, or of our control group if that is less."""
     text = Path("/proc/meminfo").read_text(encoding="ascii")
     match = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
-    free = int(match[1]) * 1024 if match else files.GIB
+    free = int(match[1]) * 1024 if match else texts.GIB
     group = Path("/sys/fs/cgroup")
     try:
         limit = int((group / "memory.max").read_text())
@@ -98,8 +99,8 @@ def free_memory_gib() -> float:
         used -= held.get("active_file", 0) + held.get("inactive_file", 0)
     except (OSError, ValueError):
         # No limit ("max"), or control groups of another kind.
-        return free / files.GIB
-    return min(free, max(limit - used, 0)) / files.GIB
+        return free / texts.GIB
+    return min(free, max(limit - used, 0)) / texts.GIB
 
 
 def _tree_files(source: Path) -> list[Path]:

@@ -20,11 +20,11 @@ from sm12x.wheel.compile.broker import Broker, CompilerRun
 from sm12x.wheel.compile.schedule import Scheduler, Unit
 
 # Of a failed unit's log, the last of what the compiler said.
-LAST_LINES = 15
+_LAST_LINES = 15
 # A launcher that waits for its turn.
-LAUNCHER_GIB = 0.007
+_LAUNCHER_GIB = 0.007
 # Objects and what a compiler leaves in the temporary folder while it runs.
-UNIT_GIB, JOB_GIB = 0.02, 0.5
+_UNIT_GIB, _JOB_GIB = 0.02, 0.5
 RESULTS = "units.jsonl"
 
 _BUILDS = re.compile(r"^\[\d+/\d+\] Building \w+ object (?P<name>.+)$")
@@ -74,9 +74,9 @@ def compile_modules(
     memory = settings.memory_gib or cmake.free_memory_gib()
     schedule.require_memory(pending.values(), memory)
     cores = settings.jobs or cmake.cores()
-    need = UNIT_GIB * len(pending) + JOB_GIB * min(cores, len(pending))
+    need = _UNIT_GIB * len(pending) + _JOB_GIB * min(cores, len(pending))
     files.require_space(settings.work, need, what=f"compiling {len(pending)} units")
-    spare = memory - schedule.RESERVE_GIB - LAUNCHER_GIB * len(pending)
+    spare = memory - schedule.RESERVE_GIB - _LAUNCHER_GIB * len(pending)
     room = max(spare, *(one.peak_gib for one in pending.values()), 0.0)
     run = _Run(
         every=len(every),
@@ -172,7 +172,7 @@ class _Run:
         return max(whole - self._elapsed.get(one.name, 0.0), whole / 10)
 
 
-def last_lines(log: str, count: int = LAST_LINES) -> str:
+def last_lines(log: str, count: int = _LAST_LINES) -> str:
     """The last ``count`` lines that say something, indented; without the command at the top."""
     lines = [line.rstrip() for line in log.splitlines()]
     said = [line for line in lines if line and not line.startswith("+ cd ")]

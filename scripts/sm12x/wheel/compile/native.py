@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -17,8 +16,8 @@ from sm12x.core.errors import BadFileError, BuildFailedError
 from sm12x.stack.model.base import Base, Module
 from sm12x.wheel import library
 from sm12x.wheel.compile import cmake, compiling
-from sm12x.wheel.source import source_version
-from sm12x.wheel.source.select import Kept, ModuleChoice
+from sm12x.wheel.selection import Kept, ModuleChoice
+from sm12x.wheel.source import third_party
 from sm12x.wheel.toolchain import arch, cross, cuda_home
 
 RECORD = "native.json"
@@ -97,7 +96,7 @@ def build(
     there = cmake.available(base, settings.third_party)
     for one in base.sources:
         if one.name in there and any(one.name in module.sources for module in choice.modules):
-            source_version.require(one, Path(f"{settings.third_party}", one.name))
+            third_party.require_version(one, Path(f"{settings.third_party}", one.name))
     # No symlinks in it: compilers write resolved paths, and the mapping below has to match them.
     settings = dataclasses.replace(
         settings, work=settings.work.resolve(), cuda_home=settings.cuda_home.absolute()
@@ -202,8 +201,7 @@ def _publish(record: NativeRecord, stage: Path, out: Path) -> None:
         with files.replacing(out / name) as temporary:
             shutil.copyfile(stage / name, temporary)
         (out / name).chmod(0o755)
-    text = json.dumps(dataclasses.asdict(record), indent=1, sort_keys=True) + "\n"
-    files.write_text(out / RECORD, text)
+    declared.write_json(out / RECORD, record)
 
 
 def _compiler_version(target: cross.Target | None) -> str:

@@ -8,8 +8,6 @@ step that reads no more than it.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import shutil
 import tempfile
 from collections.abc import Iterable
@@ -23,7 +21,7 @@ from sm12x.core.errors import BadFileError, HashMismatchError
 from sm12x.stack.model import series
 from sm12x.stack.model.base import Base
 from sm12x.stack.worktree import apply, tree
-from sm12x.wheel.source import select
+from sm12x.wheel import selection
 
 _NEXT = "make the tree with `sm12x build source`"
 
@@ -68,11 +66,18 @@ class TouchedRecord(Declared):
     schema: Literal[1] = 1
 
 
-def record_path(directory: Path) -> Path:
+@dataclass(frozen=True, kw_only=True)
+class SourceReport(SourceRecord):
+    """What `sm12x build source --json` prints; ``changed``: the tree was made, or made anew."""
+
+    changed: bool
+
+
+def _record_path(directory: Path) -> Path:
     return directory.with_name(f"{directory.name}.json")
 
 
-def touched_path(directory: Path) -> Path:
+def _touched_path(directory: Path) -> Path:
     return directory.with_name(f"{directory.name}.native.json")
 
 
@@ -113,19 +118,19 @@ def prepare(base: Base, sdist: Path, out: Path) -> tuple[SourceRecord, bool]:
                 for path in sorted(report.changed)
             ),
         )
-        modules = select.touched(base, report.changed)
+        modules = selection.touched(base, report.changed)
         native = TouchedRecord(
             base_version=base.version,
             sdist_sha256=base.sdist.sha256,
-            files=tuple(file for file in record.files if select.is_native(file.path)),
+            files=tuple(file for file in record.files if selection.is_native(file.path)),
             targets=tuple(module.target for module in modules),
         )
         # Old out of the way, records, tree: killed anywhere in between, the next run finds no tree
         # and makes it again. A tree with the record of another one is never there.
         if out.exists():
             out.rename(made.with_name(f"{made.name}.old"))
-        files.write_text(touched_path(out), _to_json(native))
-        files.write_text(record_path(out), _to_json(record))
+        declared.write_json(_touched_path(out), native)
+        declared.write_json(_record_path(out), record)
         made.rename(out)
     finally:
         shutil.rmtree(made, ignore_errors=True)
@@ -135,12 +140,12 @@ def prepare(base: Base, sdist: Path, out: Path) -> tuple[SourceRecord, bool]:
 
 def read(directory: Path) -> SourceRecord:
     """The record of a tree that ``prepare`` made. Raises BadFileError."""
-    return declared.read_json(SourceRecord, record_path(directory.absolute()), next_step=_NEXT)
+    return declared.read_json(SourceRecord, _record_path(directory.absolute()), next_step=_NEXT)
 
 
 def read_touched(directory: Path) -> TouchedRecord:
     """The record of the native code of a tree that ``prepare`` made. Raises BadFileError."""
-    return declared.read_json(TouchedRecord, touched_path(directory.absolute()), next_step=_NEXT)
+    return declared.read_json(TouchedRecord, _touched_path(directory.absolute()), next_step=_NEXT)
 
 
 def verify(directory: Path, entries: Iterable[SourceFile]) -> None:
@@ -154,7 +159,7 @@ def verify(directory: Path, entries: Iterable[SourceFile]) -> None:
 
 
 def _previous(out: Path) -> SourceRecord | None:
-    if not record_path(out).is_file():
+    if not _record_path(out).is_file():
         raise BadFileError(
             f"{out} is not empty and was not finished by this command",
             next_step="name a new folder, or remove that one",
@@ -169,7 +174,7 @@ def _is_current(record: SourceRecord, base: Base, out: Path) -> bool:
     return (
         record.base_version == base.version
         and record.sdist_sha256 == base.sdist.sha256
-        and touched_path(out).is_file()
+        and _touched_path(out).is_file()
         and all(_sha256(out / file.path) == file.sha256 for file in record.files)
     )
 
@@ -187,7 +192,3 @@ def _check_sdist(base: Base, sdist: Path) -> None:
 
 def _sha256(path: Path) -> str:
     return files.sha256(path) if path.is_file() else ""
-
-
-def _to_json(record: SourceRecord | TouchedRecord) -> str:
-    return json.dumps(dataclasses.asdict(record), indent=1, sort_keys=True) + "\n"

@@ -2,6 +2,7 @@
 
 What is collected lies in the cache as ``third_party/<name>-<pin>-<key>``, the key being of all that
 base.toml says of it; beside it, ``.sha256`` is a hash over the names and contents of its files.
+Git gives one commit as files: fetched alone, verified, without its history.
 """
 
 from __future__ import annotations
@@ -9,21 +10,29 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 
-from sm12x.core import files, index
-from sm12x.core.errors import BadFileError, FetchError, HashMismatchError, UsageError
+from sm12x.core import files, index, process
+from sm12x.core.errors import (
+    BadFileError,
+    FetchError,
+    HashMismatchError,
+    ToolFailedError,
+    ToolMissingError,
+    UsageError,
+)
+from sm12x.core.process import Completed
 from sm12x.stack.model.base import Base, ThirdPartySource
-from sm12x.wheel.source import checkout, source_version
 
 # The largest of them, unpacked, with room to spare.
-SPACE_GIB = 0.5
+_SPACE_GIB = 0.5
 
 Say = Callable[[str], None]
 
@@ -100,22 +109,22 @@ def _given(source: ThirdPartySource, folder: Path, say: Say) -> FoundSource:
             f"{folder}, given for {source.name}, is not a folder with files",
             next_step=f"name a checkout of {source.name} {source.pin}",
         )
-    source_version.require(source, folder)
+    require_version(source, folder)
     for name in source.submodules:
         if not (folder / name).is_dir() or not any((folder / name).iterdir()):
             raise BadFileError(
                 f"{folder}, given for {source.name}, lacks its submodule {name}",
                 next_step=f"run `git -C {shlex.quote(str(folder))} submodule update --init {name}`",
             )
-    head = checkout.head(folder)
-    if head is not None and source.commit and head != source.commit:
+    commit = head(folder)
+    if commit is not None and source.commit and commit != source.commit:
         raise BadFileError(
-            f"{folder} has commit {head} checked out, base.toml pins {source.name} to "
+            f"{folder} has commit {commit} checked out, base.toml pins {source.name} to "
             f"{source.commit}",
             next_step=f"run `git -C {shlex.quote(str(folder))} checkout {source.commit}`",
         )
-    if head is not None:
-        edited = checkout.changed(folder)
+    if commit is not None:
+        edited = changed(folder)
         if edited:
             some = ", ".join(edited[:3]) + (", ..." if len(edited) > 3 else "")
             say(f"{source.name}: {len(edited)} files of {folder} are not as committed: {some}")
@@ -148,15 +157,15 @@ def _cached(
             )
         say(f"{source.name}: {folder} was changed since it was collected; made anew")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    files.require_space(folder.parent, SPACE_GIB, what=f"unpacking {source.name}")
+    files.require_space(folder.parent, _SPACE_GIB, what=f"unpacking {source.name}")
     made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     try:
         made.chmod(0o755)
         if source.packages:
             _unpack(source, made, cache, find_links)
         else:
-            checkout.fetch(source.git, source.commit, source.submodules, made)
-        source_version.require(source, made)
+            fetch(source.git, source.commit, source.submodules, made)
+        require_version(source, made)
         digest = content_hash(made)
         _age(made)
         # The folder goes first and comes last: a hash never stands for another folder's files.
@@ -207,3 +216,131 @@ def _unpack(source: ThirdPartySource, folder: Path, cache: Path, find_links: Pat
         path = folder / made.path
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(made.text, encoding="utf-8")
+
+
+# Seconds. The first is for a line of text; a host that takes longer is not reachable for us.
+PROBE_TIMEOUT = 20.0
+_FETCH_TIMEOUT = 1800.0
+
+_ENVIRONMENT: dict[str, str | None] = {
+    # The user's own configuration counts here (proxies, mirrors by `insteadOf`), but no repository
+    # around us does, and nobody is asked for a password.
+    "GIT_DIR": None,
+    "GIT_WORK_TREE": None,
+    "GIT_INDEX_FILE": None,
+    "GIT_TERMINAL_PROMPT": "0",
+    "GIT_ASKPASS": "true",
+    "GIT_SSH_COMMAND": "ssh -o BatchMode=yes -o ConnectTimeout=10",
+    "LC_ALL": "C",
+}
+_SETTINGS = (
+    # Bytes are bytes, whatever the machine's configuration says of line ends.
+    *("-c", "core.autocrlf=false"),
+    *("-c", "core.symlinks=true"),
+    *("-c", "gc.auto=0"),
+    *("-c", "advice.detachedHead=false"),
+    # A connection that has died: less than 1 kB/s for 20 s.
+    *("-c", "http.lowSpeedLimit=1000"),
+    *("-c", "http.lowSpeedTime=20"),
+)
+
+
+def fetch(url: str, commit: str, submodules: Sequence[str], folder: Path) -> None:
+    """Make ``folder`` (empty, or not there) the files of ``commit``, with those ``submodules``.
+
+    Raises:
+        FetchError: no git, the host is not reachable, or it does not have that commit. The message
+            is one short line.
+    """
+    try:
+        # Asked first: a host behind a firewall must not cost minutes.
+        _run("ls-remote", "--quiet", url, "HEAD", timeout=PROBE_TIMEOUT)
+    except ToolMissingError:
+        raise _missing("git is not installed") from None
+    except ToolFailedError:
+        raise _missing(f"the git host of {url} is not reachable") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        _run("init", "--quiet", "--template=", cwd=folder)
+        _run("fetch", "--quiet", "--depth=1", "--no-tags", url, commit, cwd=folder)
+        _run("checkout", "--quiet", "--detach", "FETCH_HEAD", cwd=folder)
+        # A submodule whose address is relative is looked up beside this one.
+        _run("remote", "add", "origin", url, cwd=folder)
+        for name in submodules:
+            _run("submodule", "--quiet", "update", "--init", "--depth=1", "--", name, cwd=folder)
+    except ToolFailedError as error:
+        last = error.message.strip().splitlines()[-1].strip()
+        raise _missing(f"commit {commit[:12]} of {url} could not be fetched: {last}") from None
+    got = head(folder)
+    if got != commit:
+        raise _missing(f"{url} gave commit {got} for {commit}")
+    for path in [folder, *(folder / name for name in submodules)]:
+        _forget(path / ".git")
+
+
+def head(folder: Path) -> str | None:
+    """The commit that is checked out in ``folder`` itself, or None: it is no git checkout."""
+    if not (folder / ".git").exists():
+        return None
+    done = _run("rev-parse", "--verify", "--quiet", "HEAD", cwd=folder, check=False)
+    return done.stdout.strip() or None
+
+
+def changed(folder: Path) -> list[str]:
+    """The files of a checkout that are not as committed, new ones included."""
+    done = _run("status", "--porcelain", "--ignore-submodules=none", cwd=folder)
+    return [line[3:] for line in done.stdout.splitlines()]
+
+
+def _run(
+    *words: str, cwd: Path | None = None, timeout: float = _FETCH_TIMEOUT, check: bool = True
+) -> Completed:
+    argv = ["git", *_SETTINGS, *words]
+    return process.run(argv, cwd=cwd, env=_ENVIRONMENT, timeout=timeout, check=check)
+
+
+def _missing(message: str) -> FetchError:
+    return FetchError(message, next_step="give a checkout of it as --source NAME=DIR")
+
+
+def _forget(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def require_version(source: ThirdPartySource, folder: Path) -> None:
+    """Raise BadFileError where the files in ``folder`` are of another version than pinned."""
+    version = version_of(source, folder)
+    if version and version != source.pin:
+        raise BadFileError(
+            f"{folder} is {source.name} {version}, base.toml pins {source.pin}",
+            next_step=f"name a folder with {source.name} {source.pin}",
+        )
+
+
+def version_of(source: ThirdPartySource, folder: Path) -> str:
+    """The version that the files in ``folder`` say they are, as base.toml pins it; "" if unsaid.
+
+    Raises:
+        BadFileError: the file that says it is not there, or does not.
+    """
+    if not source.version_file:
+        return ""
+    path = folder / source.version_file
+    next_step = f"name a folder with {source.name} {source.pin}"
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        raise BadFileError(
+            f"{folder} has no {source.version_file}: it is not {source.name}", next_step=next_step
+        ) from None
+    numbers: list[str] = []
+    for name in source.defines:
+        match = re.search(rf"^\s*#\s*define\s+{re.escape(name)}\s+(\d+)", text, re.MULTILINE)
+        if match is None:
+            raise BadFileError(f"{path} does not define {name}", next_step=next_step)
+        numbers.append(match[1])
+    prefix = "v" if source.pin.startswith("v") else ""
+    return prefix + ".".join(numbers)

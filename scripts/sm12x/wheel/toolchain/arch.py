@@ -32,12 +32,14 @@ def validate(text: str, *, default: str) -> tuple[CudaArch, ...]:
     """
     words = [word for word in re.split(r"[;,\s]+", text.strip()) if word]
     if not words:
-        raise _error("the architecture list is empty", f"leave it out to get {default}")
+        raise BadArchitectureError(
+            "the architecture list is empty", next_step=f"leave it out to get {default}"
+        )
     found = tuple(dict.fromkeys(_one(word) for word in words))
     if not any(arch.runs_on(*device) for arch in found for device in DEVICES):
-        raise _error(
+        raise BadArchitectureError(
             f"no target of {';'.join(words)} runs on SM12x (compute capability 12.0 or 12.1)",
-            f"add 12.0a or 12.1a, or leave the list out to get {default}",
+            next_step=f"add 12.0a or 12.1a, or leave the list out to get {default}",
         )
     return found
 
@@ -49,9 +51,9 @@ def require_complete(archs: Iterable[CudaArch]) -> None:
     goes through PTX of 8.0.
     """
     if any((one.major, one.suffix) == (12, "") for one in archs):
-        raise _error(
+        raise BadArchitectureError(
             "12.0 is the generic target: a full build for it leaves Marlin to PTX",
-            "use 12.0a, or 12.0f (one cubin for 12.0 and 12.1)",
+            next_step="use 12.0a, or 12.0f (one cubin for 12.0 and 12.1)",
         )
 
 
@@ -64,22 +66,26 @@ def _one(word: str) -> CudaArch:
     try:
         arch = CudaArch.parse(word)
     except ValueError:
-        raise _error(f"{word!r} is not an architecture", _spelled(word)) from None
+        raise BadArchitectureError(
+            f"{word!r} is not an architecture", next_step=_spelled(word)
+        ) from None
     if arch.major != 12:
         return arch
     ptx = "+PTX" if arch.ptx else ""
     if (arch.major, arch.minor) not in DEVICES:
-        raise _error(f"there is no device of compute capability {word}", "use 12.0a or 12.1a")
+        raise BadArchitectureError(
+            f"there is no device of compute capability {word}", next_step="use 12.0a or 12.1a"
+        )
     if arch.minor == 1 and arch.suffix == "":
-        raise _error(
+        raise BadArchitectureError(
             "12.1 is the generic target: it has none of the FP4 and FP8 instructions of 12.1a, and "
             "the release's CMake turns it into 12.0",
-            f"use 12.1a{ptx}",
+            next_step=f"use 12.1a{ptx}",
         )
     if arch.suffix == "f" and arch.minor != 0:
-        raise _error(
+        raise BadArchitectureError(
             f"{word} is a family target that leaves out 12.0",
-            f"use 12.0f{ptx} (one cubin for 12.0 and 12.1) or 12.1a{ptx}",
+            next_step=f"use 12.0f{ptx} (one cubin for 12.0 and 12.1) or 12.1a{ptx}",
         )
     return arch
 
@@ -90,7 +96,3 @@ def _spelled(word: str) -> str:
         return "use 12.0a, 12.1a or 12.0f"
     suffix = match["suffix"] or ("a" if match["major"] == "12" else "")
     return f"use {match['major']}.{match['minor']}{suffix}"
-
-
-def _error(message: str, next_step: str) -> BadArchitectureError:
-    return BadArchitectureError(message, next_step=next_step)

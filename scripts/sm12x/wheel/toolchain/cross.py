@@ -146,7 +146,7 @@ def definitions(target: Target, work: Path) -> list[str]:
     """
     share = target.packages / "torch" / "share" / "cmake"
     path = work / f"toolchain-{target.machine}.cmake"
-    text = toolchain_file(target, c=target.compiler("gcc"), cxx=target.compiler())
+    text = _toolchain_file(target, c=target.compiler("gcc"), cxx=target.compiler())
     if not path.is_file() or path.read_text(encoding="utf-8") != text:
         files.write_text(path, text)
     return [
@@ -161,7 +161,7 @@ def definitions(target: Target, work: Path) -> list[str]:
     ]
 
 
-def toolchain_file(target: Target, *, c: Path, cxx: Path) -> str:
+def _toolchain_file(target: Target, *, c: Path, cxx: Path) -> str:
     return "\n".join(
         [
             "# Made by sm12x.wheel.toolchain.cross.",

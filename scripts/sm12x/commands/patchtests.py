@@ -1,0 +1,275 @@
+"""`sm12x patch witness|mutate|upstream-tests`: tests on the untouched and on the patched source."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from sm12x import layout
+from sm12x.commands import print_json, reports
+from sm12x.commands.patchoptions import (
+    BASE,
+    FIND_LINKS,
+    JOBS,
+    chosen,
+    fetch,
+    say,
+)
+from sm12x.core import progress
+from sm12x.core.errors import FindingsError
+from sm12x.stack import render
+from sm12x.stack.model import series
+from sm12x.stack.witness import mutate, mutations, upstream_run, upstream_tests, witness
+from sm12x.stack.witness.mutate import MutantOutcome
+from sm12x.stack.witness.upstream_tests import Cannot, UpstreamPlan
+
+
+@click.command("witness")
+@click.argument("names", metavar="[NAME]...", nargs=-1)
+@BASE
+@click.option(
+    "--python",
+    type=click.Path(path_type=Path),
+    help="Interpreter with pytest and torch; by default one is set up from the base's lock.",
+)
+@click.option(
+    "--time-limit",
+    type=click.FloatRange(min=1),
+    default=witness.TIME_LIMIT,
+    show_default=True,
+    metavar="SECONDS",
+    help="For one witness on one tree.",
+)
+@JOBS
+@FIND_LINKS
+@reports(witness.WitnessReport)
+def witness_command(
+    names: tuple[str, ...],
+    version: str | None,
+    python: Path | None,
+    time_limit: float,
+    jobs: int,
+    find_links: Path | None,
+    as_json: bool,
+) -> None:
+    """Run the patches' witnesses: red on the untouched base, green on the patched one.
+
+    NAME is a patch's file name or number; without one, all are run. A test that is neither, or
+    that is green on the base and no guard, fails the run. Needs a C++ compiler, no GPU.
+
+    Example: sm12x patch witness 0001
+    """
+    base = chosen(version)
+    stack = series.load(base)
+    patches = [stack.get(name) for name in names] if names else list(stack.patches)
+    archive = fetch(base, find_links)
+    root = layout.root()
+    if python is None and patches:
+        with progress.spinner("setting up the witnesses' environment"):
+            python = witness.environment(base, root=root, cache=layout.cache(), say=say)
+    report = witness.run(
+        base,
+        stack,
+        patches,
+        archive=archive,
+        python=(python or Path(sys.executable)).absolute(),
+        root=root,
+        seconds=time_limit,
+        jobs=jobs,
+        on_run=lambda path, side: say(f"{path} on the {side} tree"),
+    )
+    if as_json:
+        print_json(report)
+    else:
+        click.echo(render.witnessed(report), nl=False)
+    if report.failed:
+        raise FindingsError(
+            f"{report.failed} of {len(report.checks)} checks failed",
+            next_step="see what failed above, and what pytest said of it",
+        )
+
+
+@click.command("mutate")
+@click.argument("names", metavar="[NAME]...", nargs=-1)
+@BASE
+@click.option(
+    "--auto",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Instead of the mutations that are kept: N for each patch, out of the lines that it adds.",
+)
+@click.option("--seed", default=0, show_default=True, help="Which N are chosen.")
+@click.option(
+    "--time-limit",
+    type=click.FloatRange(min=1),
+    default=mutate.TIME_LIMIT,
+    show_default=True,
+    metavar="SECONDS",
+    help="For one witness on one mutation.",
+)
+@JOBS
+@FIND_LINKS
+@reports(mutate.MutationReport)
+def mutate_command(
+    names: tuple[str, ...],
+    version: str | None,
+    auto: int | None,
+    seed: int,
+    time_limit: float,
+    jobs: int,
+    find_links: Path | None,
+    as_json: bool,
+) -> None:
+    """Mutate lines of the patched source, and see whether the patch's witnesses turn red.
+
+    A mutation is an entry of mutations.toml of the base: a text of the patched source and what
+    replaces it. One that every witness of its patch survives fails the run, and so does one whose
+    text is not there (stale) or that could not be judged. With --auto lines are left out or negated
+    by a rule instead, and a survivor is for you to judge: a line without a witness, or one that
+    makes no difference. NAME is a patch's file name or number; without one, all are run.
+
+    Example: sm12x patch mutate 0001
+    """
+    base = chosen(version)
+    stack = series.load(base)
+    patches = [stack.get(name) for name in names] if names else list(stack.patches)
+    if not auto:
+        mutate.require(base)
+    archive = fetch(base, find_links)
+    root = layout.root()
+    with progress.spinner("setting up the witnesses' environment"):
+        python = witness.environment(base, root=root, cache=layout.cache(), say=say)
+    report = mutate.run(
+        base,
+        stack,
+        patches,
+        archive=archive,
+        python=python,
+        root=root,
+        auto=auto or 0,
+        seed=seed,
+        seconds=time_limit,
+        jobs=jobs,
+        on_outcome=_said,
+    )
+    if as_json:
+        print_json(report)
+    else:
+        click.echo(mutate.text(report), nl=False)
+    if auto or report.ok:
+        return
+    bad = len(report.outcomes) - report.count(mutate.KILLED) + len(report.findings)
+    raise FindingsError(
+        f"{bad} mutations turned no witness red",
+        next_step="write the test that asks for the line, or remove the line; where the text is "
+        f"stale, mend {mutations.NAME} of the base",
+    )
+
+
+def _said(outcome: MutantOutcome, left: int) -> None:
+    say(f"{outcome.state}: {outcome.patch}, {outcome.file}, {outcome.label} ({left} left)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpstreamList(UpstreamPlan):
+    """What `sm12x patch upstream-tests --list --json` prints."""
+
+    base: str
+    cannot: tuple[Cannot, ...]
+
+
+@click.command("upstream-tests")
+@click.argument("names", metavar="[FILE]...", nargs=-1)
+@BASE
+@click.option(
+    "--list", "list_only", is_flag=True, help="Only list the tests, and which cannot run here."
+)
+@click.option(
+    "--test-limit",
+    type=click.FloatRange(min=1),
+    default=upstream_run.TEST_LIMIT,
+    show_default=True,
+    metavar="SECONDS",
+    help="For one test on one tree.",
+)
+@click.option(
+    "--file-limit",
+    type=click.FloatRange(min=1),
+    default=upstream_run.FILE_LIMIT,
+    show_default=True,
+    metavar="SECONDS",
+    help="For one test file on one tree.",
+)
+@FIND_LINKS
+@reports(UpstreamList | upstream_tests.Report)
+def upstream_command(
+    names: tuple[str, ...],
+    version: str | None,
+    list_only: bool,
+    test_limit: float,
+    file_limit: float,
+    find_links: Path | None,
+    as_json: bool,
+) -> None:
+    """Run the release's own unit tests of every file that the stack changes, on both trees.
+
+    Fails if a test is worse on the patched source than on the untouched one, first together with
+    its file and then alone. FILE is a test file of the release, or a file that the stack changes;
+    without one, all are run. Which tests cannot run here, and why, is in upstream-tests.toml of the
+    base. Needs no GPU.
+
+    Example: sm12x patch upstream-tests vllm/v1/engine/core.py
+    """
+    base = chosen(version)
+    stack = series.load(base)
+    suite = upstream_tests.load(base)
+    archive = fetch(base, find_links)
+    if list_only:
+        plan = upstream_run.listed(suite, stack, archive=archive, only=names)
+        if as_json:
+            print_json(UpstreamList(base=base.version, cannot=suite.cannot, **vars(plan)))
+        else:
+            click.echo(render.upstream_listed(plan, suite), nl=False)
+        _refuse(plan, worse=0)
+        return
+    root = layout.root()
+    with progress.spinner("setting up the environment of the tests"):
+        python = witness.environment(base, root=root, cache=layout.cache(), say=say)
+        extra = upstream_run.packages(
+            base, suite, python=python, root=root, cache=layout.cache(), say=say
+        )
+    report = upstream_run.run(
+        base,
+        stack,
+        suite,
+        archive=archive,
+        python=python,
+        extra=extra,
+        only=names,
+        test_seconds=test_limit,
+        file_seconds=file_limit,
+        on_file=lambda path, side: say(f"{path} on the {side} tree"),
+        on_alone=lambda count: say(f"{count} tests differ and are run again, alone"),
+    )
+    if as_json:
+        print_json(report)
+    else:
+        click.echo(render.upstream_report(report), nl=False)
+    _refuse(report.plan, worse=len(report.of(upstream_tests.WORSE)))
+
+
+def _refuse(plan: UpstreamPlan, *, worse: int) -> None:
+    """Raise FindingsError where a test is worse, or the data does not fit the stack."""
+    if worse:
+        raise FindingsError(
+            f"{worse} tests of the release are worse on the patched source",
+            next_step="mend the patches: what the tests rely on has to stay as it is",
+        )
+    if plan.faults:
+        raise FindingsError(
+            f"the list of the release's tests has {len(plan.faults)} faults",
+            next_step=f"mend them in {upstream_tests.NAME} of the base",
+        )

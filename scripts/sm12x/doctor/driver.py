@@ -1,0 +1,161 @@
+"""The driver: does it answer, is it new enough, has it made trouble.
+
+And the kernel: settings that stop GPUs or RDMA from reaching memory.
+"""
+
+from __future__ import annotations
+
+import re
+
+from sm12x.core.text import counted, ranges, size
+from sm12x.doctor.knowledge import Knowledge
+from sm12x.doctor.model import BAD, INFO, OK, UNKNOWN, WARN, Diagnosis, HostFacts, Unseen
+
+# The image's CUDA where no ledger says it.
+_TOOLKIT = "13"
+_LINES = 3
+
+
+def answers(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
+    name = "driver.loaded"
+    driver = facts.driver
+    if driver.loaded and not driver.fault:
+        flavour = {True: ", open kernel modules", False: ", proprietary modules", None: ""}
+        return [known.finding(name, OK, f"driver {_version(facts)}{flavour[driver.open_modules]}")]
+    if driver.loaded:
+        if "mismatch" in driver.fault:
+            seen = f"the driver's library and its loaded module differ: {driver.fault}"
+            return [known.finding(name, BAD, seen, fix=("sudo reboot",))]
+        seen = f"driver {_version(facts)} is loaded, but could not be asked: {driver.fault}"
+        if driver.asked:
+            return [known.finding(name, BAD, seen, fix=("nvidia-smi", "sudo dmesg | grep NVRM"))]
+        return [known.finding(name, UNKNOWN, seen, fix=("pip install nvidia-ml-py",))]
+    if facts.seen_gpus:
+        seen = (
+            f"{counted(len(facts.seen_gpus), 'NVIDIA GPU')} on the PCI bus, but no driver is loaded"
+        )
+        branch = next((entry.driver for entry in known.requirements), "")
+        fix = (f"sudo apt install nvidia-driver-{branch}-open && sudo reboot",)
+        return [known.finding(name, BAD, seen, fix=fix)]
+    why = driver.version.why if isinstance(driver.version, Unseen) else "it is not loaded"
+    return [known.finding(name, UNKNOWN, f"could not see a driver: {why}")]
+
+
+def version(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
+    name = "driver.version"
+    versions = {} if isinstance(facts.image, Unseen) else facts.image.versions
+    toolkit = versions.get("cuda-toolkit", "")
+    major = (toolkit or _TOOLKIT).partition(".")[0]
+    needed = next((entry for entry in known.requirements if entry.toolkit == major), None)
+    whose = f"the image's CUDA {toolkit}" if toolkit else f"CUDA {major} (assumed)"
+    if needed is None:
+        return [known.finding(name, UNKNOWN, f"could not see what {whose} needs: not in the data")]
+    found = facts.driver.version
+    if isinstance(found, Unseen):
+        seen = f"could not see the driver's version: {found.why}; {whose} needs {needed.driver}"
+        return [known.finding(name, UNKNOWN, seen, sources=(needed.source,))]
+    if _numbers(found) < _numbers(needed.driver):
+        seen = f"driver {found} is older than {needed.driver}, which {whose} needs"
+        fix = (f"sudo apt install nvidia-driver-{needed.driver}-open && sudo reboot",)
+        return [known.finding(name, BAD, seen, fix=fix, sources=(needed.source,))]
+    seen = f"driver {found} runs {whose}, which needs {needed.driver} or newer"
+    return [known.finding(name, OK, seen, sources=(needed.source,))]
+
+
+def trouble(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
+    name = "driver.trouble"
+    found = facts.driver.version
+    if isinstance(found, Unseen):
+        seen = "could not compare with reported trouble: the driver's version is not known"
+        return [known.finding(name, UNKNOWN, seen)]
+    kernel = facts.machine.kernel
+    about = [
+        entry
+        for entry in known.troubles
+        if any(entry.concerns(gpu.name) for gpu in facts.seen_gpus)
+    ]
+    if not about:
+        seen = "no report in the data is about this machine's GPUs"
+        return [known.finding(name, INFO, seen if facts.seen_gpus else "no GPU to compare with")]
+    findings = [
+        known.finding(
+            name,
+            WARN,
+            f"driver {found}, kernel {kernel}: {entry.seen}",
+            fix=entry.fix,
+            why=entry.advice,
+            sources=entry.sources,
+        )
+        for entry in about
+        if entry.matches(found, kernel)
+    ]
+    if findings:
+        return findings
+    seen = (
+        f"driver {found}, kernel {kernel}: in none of the {counted(len(about), 'report')} about it"
+    )
+    return [known.finding(name, OK, seen)]
+
+
+def log(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
+    name = "driver.log"
+    if isinstance(facts.log, Unseen):
+        seen = f"could not see the kernel log: {facts.log.why}"
+        return [known.finding(name, UNKNOWN, seen, fix=("sudo dmesg | grep NVRM",))]
+    if facts.log:
+        last = "; ".join(facts.log[-_LINES:])
+        seen = f"{counted(len(facts.log), 'line')} of trouble since boot, the last: {last}"
+        return [known.finding(name, WARN, seen, fix=("sudo dmesg | grep NVRM", "sudo reboot"))]
+    if not facts.seen_gpus:
+        return []
+    return [known.finding(name, OK, "no trouble of the driver since boot")]
+
+
+def _version(facts: HostFacts) -> str:
+    found = facts.driver.version
+    return "of unknown version" if isinstance(found, Unseen) else found
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text))
+
+
+_TRANSLATES = ("DMA", "DMA-FQ")
+
+
+def iommu(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
+    """Only where several GPUs of 12.x, which have no NVLink, talk over PCIe."""
+    name = "kernel.iommu"
+    gpus = [gpu for gpu in facts.seen_gpus if gpu.capability and gpu.capability.major == 12]
+    if len(gpus) < 2:
+        return []
+    caught = [gpu for gpu in gpus if gpu.iommu in _TRANSLATES]
+    if not caught:
+        kinds = {gpu.iommu or "none" for gpu in gpus}
+        return [known.finding(name, OK, f"no translating IOMMU ({', '.join(sorted(kinds))})")]
+    line = "" if isinstance(facts.machine.cmdline, Unseen) else facts.machine.cmdline
+    asked = [word for word in line.split() if "iommu" in word]
+    seen = (
+        f"GPU {ranges(gpu.index for gpu in caught)} behind a translating IOMMU "
+        f"({caught[0].iommu}; kernel command line: {' '.join(asked) or 'nothing about it'})"
+    )
+    fix = (
+        "sudoedit /etc/default/grub   # add iommu=pt to GRUB_CMDLINE_LINUX",
+        "sudo update-grub && sudo reboot",
+        "docker run -e NCCL_P2P_DISABLE=1 ...   # instead, with --disable-custom-all-reduce",
+    )
+    return [known.finding(name, WARN, seen, fix=fix)]
+
+
+def handover(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
+    name = "kernel.kho"
+    info = facts.memory.info
+    if isinstance(info, Unseen) or info.get("CmaFree", 0) <= info.get("CmaTotal", 0):
+        return []
+    held = info["CmaFree"] - info.get("CmaTotal", 0)
+    fix = (
+        "sudoedit /etc/default/grub   # add kho=off to GRUB_CMDLINE_LINUX",
+        "sudo update-grub && sudo reboot",
+    )
+    seen = f"CmaFree is {size(held)} above CmaTotal: kexec handover keeps that from being pinned"
+    return [known.finding(name, WARN if facts.unified else INFO, seen, fix=fix)]

@@ -1,0 +1,120 @@
+"""A recipe's needs against what the host has."""
+
+from __future__ import annotations
+
+import shlex
+
+from sm12x.core.errors import Sm12xError
+from sm12x.core.text import GIB, counted, size
+from sm12x.doctor import serving
+from sm12x.doctor.knowledge import Knowledge
+from sm12x.doctor.memory import available
+from sm12x.doctor.model import BAD, OK, UNKNOWN, WARN, Diagnosis, HostFacts, Unseen
+from sm12x.recipes import options, render
+from sm12x.recipes.model import Block, Recipe
+
+_ANY = "any"
+# The level that copies the weights to host memory.
+_HOST_COPY = 1
+
+
+def needs(recipe: Recipe, facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
+    block = recipe.sm12x
+    if block is None:
+        seen = f"could not see what {recipe.key} needs: it has no sm12x block"
+        return [known.finding("recipe.needs", UNKNOWN, seen)]
+    plan = (f"sm12x plan {shlex.quote(recipe.key)}",)
+    findings = [_gpus(recipe.key, block, facts, known, plan)]
+    sleeping = _host_memory(recipe.key, block, facts, known, plan)
+    return [
+        *findings,
+        *([sleeping] if sleeping else []),
+        *_utilization(recipe, facts, known),
+        *_segments(recipe, block, facts, known),
+    ]
+
+
+def _utilization(recipe: Recipe, facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
+    """Only on unified memory, where the rest of the machine lives on what is left."""
+    if not facts.unified:
+        return []
+    given = options.parse(_words(recipe)).get("gpu-memory-utilization", "")
+    most = known.thresholds.unified_utilization
+    try:
+        share = float(given)
+    except ValueError:
+        return []
+    if share <= most:
+        return []
+    seen = (
+        f"{recipe.key} takes --gpu-memory-utilization {given} of unified memory, more than {most}"
+    )
+    fix = (f"sm12x recipe render {shlex.quote(recipe.key)} gpu_memory_utilization={most}",)
+    return [known.finding("recipe.utilization", WARN, seen, fix=fix)]
+
+
+def _segments(recipe: Recipe, block: Block, facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
+    """Expandable segments that the recipe itself turns on for several GPUs."""
+    name = "env.expandable-segments"
+    told = serving.expandable(recipe.env)
+    disabled = "disable-custom-all-reduce" in options.parse(_words(recipe))
+    # Its kernels reach the GPUs of one machine only.
+    if not told or disabled or block.gpus < 2 or serving.cured(facts, name, known):
+        return []
+    seen = f"{recipe.key} sets {told} and runs on {block.gpus} GPUs of a machine"
+    fix = ("vllm serve ... --disable-custom-all-reduce",)
+    return [known.finding(name, WARN, seen, fix=fix)]
+
+
+def _words(recipe: Recipe) -> tuple[str, ...]:
+    """The words of its server's command with the defaults; none where it does not say."""
+    try:
+        return render.render(recipe, settings={}, environ={}, solo=False).serve or ()
+    except Sm12xError:
+        # `sm12x recipe lint` says what is wrong with it.
+        return ()
+
+
+def _gpus(
+    key: str, block: Block, facts: HostFacts, known: Knowledge, plan: tuple[str, ...]
+) -> Diagnosis:
+    name = "recipe.needs"
+    wanted = f"{block.gpus} x {' or '.join(block.hardware)}"
+    each = f" on each of {block.machines} machines" if block.machines > 1 else ""
+    if isinstance(facts.gpus, Unseen):
+        seen = f"{key} needs {wanted}{each}; could not see the GPUs: {facts.gpus.why}"
+        return known.finding(name, UNKNOWN, seen)
+    anything = _ANY in block.hardware
+    fitting = [gpu for gpu in facts.gpus if anything or gpu.hardware in block.hardware]
+    if len(fitting) < block.gpus:
+        seen = f"{key} needs {wanted}{each}; of those {len(fitting)} are here"
+        return known.finding(name, BAD, seen, fix=("sm12x recipe list",))
+    memory = block.memory
+    terms = [term.gib for term in (memory.weights, memory.kv, memory.outside) if term]
+    sizes = [gpu.memory_total for gpu in fitting if gpu.memory_total]
+    if terms and sizes and sum(terms) * GIB > min(sizes):
+        seen = f"{key} takes {sum(terms):.1f} GiB of each GPU, the smallest has {size(min(sizes))}"
+        return known.finding(name, BAD, seen, fix=plan)
+    here = counted(len(fitting), "fitting GPU")
+    return known.finding(name, OK, f"{key} needs {wanted}{each}: {here} here")
+
+
+def _host_memory(
+    key: str, block: Block, facts: HostFacts, known: Knowledge, plan: tuple[str, ...]
+) -> Diagnosis | None:
+    name = "recipe.needs"
+    if block.sleep.level != _HOST_COPY:
+        return None
+    if facts.unified:
+        seen = f"{key} sleeps at level 1, whose host copy takes from the same memory here"
+        return known.finding(
+            name, WARN, seen, fix=plan, sources=known.checks["gpu.unified"].sources
+        )
+    weights = block.memory.weights
+    if weights is None or isinstance(facts.memory.info, Unseen):
+        seen = f"could not see what {key} keeps in host memory while asleep"
+        return known.finding(name, UNKNOWN, seen, fix=plan)
+    copy = weights.gib * block.gpus * GIB
+    free = available(facts)
+    told = f"{key} keeps {size(copy)} in host memory while asleep, {size(free)} are available"
+    return known.finding(name, BAD if copy > free else OK, told, fix=plan if copy > free else ())

@@ -1,0 +1,302 @@
+"""Which native modules a stack touches, which of all are compiled, and how long that takes.
+
+Whether the full build is worth its time here goes by base.toml's costs, cores and memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from sm12x.core import files, text
+from sm12x.core.declared import Declared
+from sm12x.core.errors import BuildFailedError, NoSpaceError, UsageError
+from sm12x.stack.model.base import Base, Module, ThirdPartySource
+from sm12x.stack.model.series import Stack
+from sm12x.wheel.compile import schedule
+
+# Where native code and its build description live in the tree. A change anywhere here must reach
+# a compiled module, or it would be in the ledger and not in the image.
+_NATIVE_FOLDERS = ("csrc/", "cmake/")
+_NATIVE_FILES = ("CMakeLists.txt",)
+
+MODES = ("quick", "full")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept(Declared):
+    """A module that stays the official wheel's although the mode or the stack asks for it.
+
+    ``missing`` names the third-party sources that it would need and that are not there.
+    """
+
+    target: str
+    path: str
+    reason: str
+    missing: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleChoice:
+    """What is compiled, and what is kept. ``allowed`` are sources to do without (by target)."""
+
+    modules: tuple[Module, ...]
+    kept: tuple[Kept, ...]
+    allowed: dict[str, tuple[str, ...]]
+
+
+def is_native(path: str) -> bool:
+    """Whether ``path`` (relative to the source tree) is compiled, or says how to compile."""
+    return path in _NATIVE_FILES or path.startswith(_NATIVE_FOLDERS)
+
+
+def takes(module: Module, path: str) -> bool:
+    """Whether a change of ``path`` makes a rebuild of ``module`` necessary.
+
+    ``*`` in a glob matches within a folder, ``**`` across folders.
+    """
+    return any(files.matches(path, glob) for glob in module.inputs)
+
+
+def touched(base: Base, paths: Iterable[str]) -> tuple[Module, ...]:
+    """The modules to compile when ``paths`` are changed, in the order of base.toml.
+
+    Raises:
+        BuildFailedError: a native file belongs to no module that base.toml describes.
+    """
+    native = [path for path in paths if is_native(path)]
+    for path in native:
+        if not any(takes(module, path) for module in base.modules):
+            known = ", ".join(module.target for module in base.modules)
+            raise BuildFailedError(
+                f"the stack changes {path}, which belongs to no native module of {base.version} "
+                f"(known: {known}): the change would not be in the wheel",
+                next_step=f"describe its module in {base.folder / 'base.toml'} or drop the change",
+            )
+    return tuple(module for module in base.modules if any(takes(module, path) for path in native))
+
+
+def require_source(base: Base, name: str) -> ThirdPartySource:
+    """The third-party source of ``base`` called ``name``. Raises UsageError where none is."""
+    declared = {source.name: source for source in base.sources}
+    if name not in declared:
+        raise UsageError(
+            f"{base.version} has no third-party source {name!r}",
+            next_step=f"use {text.near(name, declared) or text.either(declared)}",
+        )
+    return declared[name]
+
+
+def choose(
+    base: Base,
+    targets: Collection[str],
+    *,
+    mode: str,
+    available: Collection[str] = (),
+    allowed: Collection[str] = (),
+) -> ModuleChoice:
+    """What to compile of ``base`` when the stack touches ``targets``.
+
+    Quick mode takes what the stack touches, if it is cheap; full mode takes all. A module of which
+    a third-party source is neither ``available`` nor ``allowed`` to be missing is kept.
+
+    Raises:
+        UsageError: ``allowed`` names no source of the base, or one that cannot be done without.
+    """
+    for name in allowed:
+        if not require_source(base, name).ops:
+            raise UsageError(
+                f"nothing that {base.version} makes of {name} can be compiled without it",
+                next_step=f"leave {name} out of --allow-missing: the official module is kept",
+            )
+    compiled: list[Module] = []
+    kept: list[Kept] = []
+    without: dict[str, tuple[str, ...]] = {}
+    for module in base.modules:
+        if mode == "quick" and module.target not in targets:
+            continue
+        if mode == "quick" and not module.quick:
+            reason = "the stack touches it, and quick mode does not compile it"
+            kept.append(Kept(target=module.target, path=module.path, reason=reason))
+            continue
+        gone = tuple(name for name in module.sources if name not in available)
+        needed = tuple(name for name in gone if name not in allowed)
+        if needed:
+            reason = f"{' and '.join(needed)} not found, and what is made of it would be lost"
+            entry = Kept(target=module.target, path=module.path, reason=reason, missing=needed)
+            kept.append(entry)
+            continue
+        compiled.append(module)
+        if gone:
+            without[module.target] = gone
+    return ModuleChoice(modules=tuple(compiled), kept=tuple(kept), allowed=without)
+
+
+def for_stack(base: Base, stack: Stack) -> tuple[Module, ...]:
+    """The modules that a stack makes necessary to compile. Raises as ``touched`` does.
+
+    By what the patches name, before anything is unpacked; a patch that the base already has counts
+    here and is not compiled later.
+    """
+    return touched(base, sorted({file.path for patch in stack.patches for file in patch.files}))
+
+
+AUTO = "auto"
+WANTED = (*MODES, AUTO)
+# In auto mode a full build is expected to take less than so many minutes.
+LIMIT_MINUTES = 20.0
+# Configuring, linking, and what runs beside the compilers.
+_FIXED_SECONDS = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """``minutes`` is what compiling is expected to take in ``mode``; ``reason`` one short line."""
+
+    mode: str
+    minutes: float
+    reason: str
+
+
+def decide(
+    base: Base,
+    *,
+    cores: int,
+    memory_gib: float,
+    available: Collection[str],
+    wanted: str,
+    allowed: Collection[str] = (),
+) -> Decision:
+    """Quick or full.
+
+    Args:
+        memory_gib: what is free.
+        available: the third-party sources that are there; ``allowed``: those to do without.
+        wanted: "quick", "full" or "auto".
+
+    Raises:
+        NoSpaceError: "full" is wanted, and its largest unit does not fit in the memory.
+        UsageError: ``allowed`` names no source of the base.
+    """
+    if wanted == "quick":
+        return Decision(mode="quick", minutes=_quick_minutes(base), reason="as asked for")
+    choice = choose(base, (), mode="full", available=available, allowed=allowed)
+    minutes = _full_minutes(base, choice.modules, cores=cores, memory_gib=memory_gib)
+    peak = max((module.peak_gib for module in choice.modules), default=0.0)
+    if peak > memory_gib:
+        why = f"the full build needs {peak:.1f} GiB of memory, {memory_gib:.1f} GiB are free"
+        if wanted == "full":
+            raise NoSpaceError(why, next_step="free memory, or build in quick mode")
+        return Decision(mode="quick", minutes=_quick_minutes(base), reason=why)
+    against = base.toolchain.not_full
+    if wanted == "full":
+        but = f", though {against}" if against else ""
+        return Decision(mode="full", minutes=minutes, reason=f"as asked for{but}")
+    if against:
+        return Decision(mode="quick", minutes=_quick_minutes(base), reason=against)
+    figures = _figures(minutes, cores, memory_gib)
+    lacking = [f"{kept.target} lacks {', '.join(kept.missing)}" for kept in choice.kept]
+    if all(module.quick for module in choice.modules):
+        reason = f"no module beyond quick mode's can be compiled: {'; '.join(lacking)}"
+    elif minutes >= LIMIT_MINUTES:
+        limit = f"auto takes it where that is under {LIMIT_MINUTES:.0f}"
+        reason = f"the full build would take {figures}; {limit}"
+    else:
+        but = f"; stays official: {'; '.join(lacking)}" if lacking else ""
+        return Decision(mode="full", minutes=minutes, reason=f"it takes {figures}{but}")
+    return Decision(mode="quick", minutes=_quick_minutes(base), reason=reason)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullStep:
+    """``modules`` (paths in the wheel) that a full build compiles beyond quick mode's, where it has
+    ``sources`` that are not sure to be had; together with all before it takes ``minutes``.
+    """
+
+    minutes: float
+    modules: tuple[str, ...]
+    sources: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """What a full build would add on this machine: with what is sure to be had, then with all.
+
+    ``figures`` is the first step's time in words; ``against`` why auto would not take it, "" where
+    time alone decides.
+    """
+
+    figures: str
+    steps: tuple[FullStep, ...]
+    against: str = ""
+
+
+def offer(
+    base: Base,
+    *,
+    cores: int,
+    memory_gib: float,
+    sure: Collection[str],
+    allowed: Collection[str] = (),
+) -> Offer | None:
+    """What a full build would add to a quick one; None where it adds nothing.
+
+    Args:
+        sure: the third-party sources that are there whatever the network has.
+    """
+    steps: list[FullStep] = []
+    known: set[str] = set()
+    every = [source.name for source in base.sources]
+    peak = 0.0
+    for available in (sure, every):
+        choice = choose(base, (), mode="full", available=available, allowed=allowed)
+        added = [
+            module for module in choice.modules if not module.quick and module.path not in known
+        ]
+        if not added:
+            continue
+        known |= {module.path for module in added}
+        peak = max([peak, *(module.peak_gib for module in added)])
+        sources = {name for module in added for name in module.sources} - {*sure, *allowed}
+        minutes = _full_minutes(base, choice.modules, cores=cores, memory_gib=memory_gib)
+        paths = tuple(module.path for module in added)
+        steps.append(FullStep(minutes=minutes, modules=paths, sources=tuple(sorted(sources))))
+    if not steps:
+        return None
+    against = base.toolchain.not_full
+    if peak > memory_gib:
+        against = f"it needs {peak:.1f} GiB of memory, {memory_gib:.1f} GiB are free"
+    return Offer(
+        figures=_figures(steps[0].minutes, cores, memory_gib), steps=tuple(steps), against=against
+    )
+
+
+def _figures(minutes: float, cores: int, memory_gib: float) -> str:
+    return f"about {minutes:.0f} min on {cores} cores with {memory_gib:.0f} GiB free"
+
+
+def _full_minutes(
+    base: Base, modules: Collection[Module], *, cores: int, memory_gib: float
+) -> float:
+    """Minutes that compiling ``modules`` takes on ``cores`` with ``memory_gib`` free."""
+    # What units a module has, nobody knows before CMake ran: each is taken as typical ones that
+    # sum up to its cost, and one as dear as its dearest.
+    longest = max((unit.cpu_seconds for unit in base.units), default=schedule.DEFAULT_SECONDS)
+    units: list[tuple[float, float]] = []
+    for module in modules:
+        left = module.cpu_seconds
+        if left > longest:
+            units.append((longest, module.peak_gib))
+            left -= longest
+        while left > 0:
+            units.append((min(left, schedule.DEFAULT_SECONDS), schedule.DEFAULT_GIB))
+            left -= schedule.DEFAULT_SECONDS
+    room = max(memory_gib - schedule.RESERVE_GIB, schedule.DEFAULT_GIB)
+    seconds = schedule.makespan(units, cores=cores, memory_gib=room)
+    return (seconds + _FIXED_SECONDS) / 60
+
+
+def _quick_minutes(base: Base) -> float:
+    return (
+        _FIXED_SECONDS + sum(module.cpu_seconds for module in base.modules if module.quick)
+    ) / 60
