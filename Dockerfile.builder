@@ -35,6 +35,7 @@ RUN --mount=type=bind,source=with-host.sh,target=/run/build/with-host.sh \
 COPY build.lock /opt/build.lock
 # The cache mount is another file system: uv cannot link from it.
 ENV UV_LINK_MODE=copy
+# --no-deps: the lock is resolved, and may replace what a package asks for ([[override]] in base.toml).
 RUN --mount=type=bind,source=with-host.sh,target=/run/build/with-host.sh \
     --mount=type=secret,id=ca,mode=0444,required=false \
     --mount=type=secret,id=env,mode=0444,required=false \
@@ -44,7 +45,8 @@ RUN --mount=type=bind,source=with-host.sh,target=/run/build/with-host.sh \
     --mount=type=cache,target=/root/.cache \
     python3 -m venv --without-pip /opt/toolchain \
     && sh /run/build/with-host.sh /opt/uv/bin/uv pip install --quiet \
-         --python /opt/toolchain/bin/python --find-links /run/build/links --require-hashes --requirement /opt/build.lock
+         --python /opt/toolchain/bin/python --no-deps --find-links /run/build/links --require-hashes \
+         --requirement /opt/build.lock
 
 # ---- This package, and a CUDA_HOME made of the packages.
 FROM packages AS toolchain

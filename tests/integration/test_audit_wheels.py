@@ -100,3 +100,43 @@ def test_code_that_a_library_keeps_in_sections_of_its_own() -> None:
     assert found["nvidia/cu13/lib/libcufftw.so.12"].sm120 == "host"
     default = policy.load(layout.data() / "policies" / "default.toml")
     assert policy.judge(found, default).offenders == ()
+
+
+@pytest.mark.large
+@pytest.mark.parametrize(
+    ("version", "sha256", "total", "untested"),
+    [
+        (
+            "2.28.9",
+            "01c873ba1626b54caa12272ed228dc5b2781545e0ae8ba3f432a8ef1c6d78643",
+            210,
+            ("0x9391c",),
+        ),
+        # That of 0.21.0's lock.
+        (
+            "2.29.7",
+            "674a12383e3c38a1bcccae7d4f3633b37852230b6047883cb2f4c2d1b36d9bf5",
+            209,
+            (),
+        ),
+        (
+            "2.30.7",
+            "ca786ffa5a647c75d4d1f5cc72a6c4f537947e2ba8823d7c8aaf768e7a7b9f77",
+            245,
+            (),
+        ),
+    ],
+)
+def test_a_store_that_nccl_does_not_retry(
+    version: str, sha256: str, total: int, untested: tuple[str, ...]
+) -> None:
+    """NVIDIA/nccl#2353; the numbers are those of a disassembler."""
+    name = f"nvidia_nccl_cu13-{version}-py3-none-manylinux_2_18_aarch64.whl"
+    found = scan.scan(index.fetch("nvidia-nccl-cu13", name, sha256, cache=layout.cache()))
+    (library,) = found.libraries
+    assert (library.stores.total, library.stores.untested) == (total, untested)
+    default = policy.load(layout.data() / "policies" / "default.toml")
+    offenders = policy.judge(found, default).offenders
+    assert [each.path for each in offenders if "NVIDIA/nccl#2353" in each.message] == (
+        [library.path] if untested else []
+    )

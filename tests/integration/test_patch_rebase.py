@@ -53,7 +53,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     return made
 
 
-def _release(world: World, version: str, changes: Mapping[str, str | None]) -> None:
+def release(world: World, version: str, changes: Mapping[str, str | None]) -> None:
     """An sdist of the tiny project beside the first one; None takes a file away."""
     files = {name: text for name, text in {**FILES, **changes}.items() if text is not None}
     with tarfile.open(world.archive.parent / f"tiny-{version}.tar.gz", "w:gz") as tar:
@@ -80,7 +80,7 @@ A, B = FILES["tiny/a.py"], FILES["tiny/b.py"]
 
 def test_what_applies_is_kept_and_what_is_upstream_is_left_out(world: World) -> None:
     """GIVEN a release that has one fix, in its own words, and moved lines under the other."""
-    _release(
+    release(
         world, "2.0", {"tiny/a.py": "# new\n" * 9 + A, "tiny/b.py": B.replace("= 5", "= 'five!'")}
     )
     done = _rebase(world, "2.0")
@@ -108,7 +108,7 @@ def test_what_applies_is_kept_and_what_is_upstream_is_left_out(world: World) -> 
         "0002-Mend-five  applied  upstream",
     ]
     # A later release: what is known of this one says since when.
-    _release(world, "3.0", {"tiny/b.py": B.replace("= 5", "= 'five!'")})
+    release(world, "3.0", {"tiny/b.py": B.replace("= 5", "= 'five!'")})
     done = _rebase(world, "3.0", "--json")
     assert done.returncode == 0, done.stderr
     said = {patch["patch"]: patch for patch in json.loads(done.stdout)["patches"]}
@@ -122,7 +122,7 @@ def test_what_applies_is_kept_and_what_is_upstream_is_left_out(world: World) -> 
 def test_releases_in_between_say_since_when(world: World) -> None:
     fixed = {"tiny/b.py": B.replace("= 5", "= 'five!'")}
     for version, changes in (("1.1", {}), ("1.2", fixed), ("1.3", fixed), ("2.0", fixed)):
-        _release(world, version, changes)
+        release(world, version, changes)
     done = _rebase(world, "2.0")
     assert done.returncode == 0, done.stderr
     assert "0002-Mend-five.patch: left out: upstream since 1.2\n" in done.stdout
@@ -158,7 +158,7 @@ def _tree(done: subprocess.CompletedProcess[str]) -> Path:
 
 def test_a_conflict_is_left_in_a_tree_and_what_is_printed_works(world: World) -> None:
     """GIVEN one changed token WHEN it is resolved THEN every command printed does its work."""
-    _release(world, "2.0", {"tiny/a.py": A.replace("a = 10\n", "a = 10.0  # as float\n")})
+    release(world, "2.0", {"tiny/a.py": A.replace("a = 10\n", "a = 10.0  # as float\n")})
     done = _rebase(world, "2.0")
     assert done.returncode == 11, done.stderr
     assert "0001-Mend-ten.patch: CONFLICT\n" in done.stdout
@@ -210,7 +210,7 @@ def test_a_patch_that_waits_for_another_is_said_to(world: World) -> None:
     author = world.applied("more")
     world.commit(author, "Mend ten more", "tiny/a.py", "a = 'ten'\n", "a = 'TEN'\n", witness=TEN)
     world.commit(author, "Mend sixty", "tiny/a.py", "a = 60\n", "a = 'sixty'\n", witness=TEN)
-    _release(world, "2.0", {"tiny/a.py": A.replace("a = 10\n", "a = 10.0\n")})
+    release(world, "2.0", {"tiny/a.py": A.replace("a = 10\n", "a = 10.0\n")})
     done = _rebase(world, "2.0", "--json", "--no-witness")
     assert done.returncode == 11
     said = {one["patch"]: one for one in json.loads(done.stdout)["patches"]}
@@ -233,7 +233,7 @@ def test_a_patch_that_waits_for_another_is_said_to(world: World) -> None:
 
 def test_one_conflict_after_the_other_and_one_left_out(world: World) -> None:
     both = {"tiny/a.py": A.replace("a = 10\n", "a = 1e1\n"), "tiny/b.py": B.replace("= 5", "= 5.")}
-    _release(world, "2.0", both)
+    release(world, "2.0", both)
     done = _rebase(world, "2.0", "--no-witness")
     assert done.returncode == 11
     directory = _tree(done)
@@ -261,7 +261,7 @@ def test_one_conflict_after_the_other_and_one_left_out(world: World) -> None:
 
 
 def test_a_file_that_is_gone_is_merged_where_it_may_be(world: World) -> None:
-    _release(world, "2.0", {"tiny/b.py": None, "small/b.py": "# moved\n" + B})
+    release(world, "2.0", {"tiny/b.py": None, "small/b.py": "# moved\n" + B})
     done = _rebase(world, "2.0")
     assert done.returncode == 11
     # Its witness finds no file to look into, which says nothing of the defect.
@@ -285,7 +285,7 @@ def test_what_has_no_place_is_left_as_a_diff_and_asked_for(world: World) -> None
     author = world.applied("second")
     (author / "tiny/a.py").write_text((author / "tiny/a.py").read_text() + "a = 61\n")
     world.commit(author, "Mend both", "tiny/b.py", "b = 15\n", "b = 'x'\n", witness=TEN)
-    _release(world, "2.0", {"tiny/b.py": None})
+    release(world, "2.0", {"tiny/b.py": None})
     done = _rebase(world, "2.0", "--no-witness")
     directory = _tree(done)
     assert "tiny/b.py: there is no such file in this release (its part is in" in done.stdout
@@ -307,7 +307,7 @@ def test_a_port_that_is_killed_goes_on(world: World, at: int) -> None:
     """SIGKILL before the n-th git command of `continue`: the next run ends in the same stack."""
     author = world.applied("more")
     world.commit(author, "Mend ten more", "tiny/a.py", "a = 'ten'\n", "a = 'TEN'\n", witness=TEN)
-    _release(world, "2.0", {"tiny/a.py": A.replace("a = 10\n", "a = 10.0\n")})
+    release(world, "2.0", {"tiny/a.py": A.replace("a = 10\n", "a = 10.0\n")})
     done = _rebase(world, "2.0", "--no-witness")
     directory = _tree(done)
     (directory / "tiny/a.py").write_text(A.replace("a = 10\n", "a = 'ten'\n"))
@@ -338,7 +338,7 @@ conflicts.continue_(Path({str(directory)!r}), root=None)
 
 
 def test_the_folder_may_have_been_changed_meanwhile(world: World) -> None:
-    _release(world, "2.0", {"tiny/a.py": A.replace("a = 10\n", "a = 10.0\n")})
+    release(world, "2.0", {"tiny/a.py": A.replace("a = 10\n", "a = 10.0\n")})
     directory = _tree(_rebase(world, "2.0", "--no-witness"))
     (directory / "tiny/a.py").write_text(A.replace("a = 10\n", "a = 'ten'\n"))
     (world.root / "patches/2.0/0001-Mend-five.patch").unlink()
@@ -350,7 +350,7 @@ def test_the_folder_may_have_been_changed_meanwhile(world: World) -> None:
 
 def test_witnesses_that_cannot_run_leave_it_unknown(world: World) -> None:
     """GIVEN an environment that cannot be had THEN 16, and no word of a conflict in the table."""
-    _release(world, "2.0", {"tiny/a.py": A.replace("a = 10\n", "a = 10.0\n")})
+    release(world, "2.0", {"tiny/a.py": A.replace("a = 10\n", "a = 10.0\n")})
     words = ("--find-links", world.archive.parent, "--no-lock", "--python", "/nowhere/python")
     done = _sm12x("patch", "rebase", "2.0", "--from", "1.0", *words)
     assert done.returncode == 16, done.stderr
@@ -369,7 +369,7 @@ def test_an_error_that_is_the_defect_is_red(world: World) -> None:
         "def test_it(): {'ten': 1}['ten' if \"'ten'\" in TEXT else id(TEXT) and 'old']\n"
         "@pytest.mark.guard\ndef test_there(): assert '= 1' in TEXT\n"
     )
-    _release(world, "2.0", {})
+    release(world, "2.0", {})
     done = _rebase(world, "2.0")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0001-Mend-ten.patch: kept\n  text     applies as it is\n  witness  1 of 1 red" in (
@@ -385,7 +385,7 @@ def test_what_a_witness_leaves_in_the_tree_is_no_part_of_the_release(world: Worl
         "py_compile.compile(str(FILE))\n"
         "def test_it(): {'ten': 1}['ten' if \"'ten'\" in FILE.read_text() else 'old']\n"
     )
-    _release(world, "2.0", {"tiny/a.py": A.replace("a = 10\n", "a = 11\n")})
+    release(world, "2.0", {"tiny/a.py": A.replace("a = 10\n", "a = 11\n")})
     done = _rebase(world, "2.0")
     assert done.returncode == 11, done.stdout + done.stderr
     assert not list(_tree(done).rglob("*.pyc"))
@@ -401,7 +401,7 @@ def test_a_control_that_depends_on_an_address_is_no_verdict(world: World) -> Non
         + f"def test_once(): p = pathlib.Path({str(mark)!r}); s = p.exists(); p.touch(); assert s\n"
         + "@pytest.mark.guard\ndef test_where(): assert 0, f'at {id(TEXT):#x}'\n"
     )
-    _release(world, "2.0", {"tiny/a.py": A.replace("a = 10\n", "a = 'ten'  # theirs\n")})
+    release(world, "2.0", {"tiny/a.py": A.replace("a = 10\n", "a = 'ten'  # theirs\n")})
     assert _rebase(world, "2.0").returncode in (0, 11, 16)
     values = tomllib.loads((world.root / "patches/2.0/base.toml").read_text())
     assert values["witness"].get("needed", []) == []
@@ -414,7 +414,7 @@ def test_what_the_release_passes_of_a_conflict_is_in_order_once_resolved(world: 
     """GIVEN a conflict whose witness has a test that the release passes THEN that is noted."""
     text = (world.root / TEN).read_text()
     (world.root / TEN).write_text(text + "def test_more(): assert 'a = 61' in TEXT\n")
-    _release(world, "2.0", {"tiny/a.py": A.replace("a = 10\n", "a = 10.0\n") + "a = 61\n"})
+    release(world, "2.0", {"tiny/a.py": A.replace("a = 10\n", "a = 10.0\n") + "a = 61\n"})
     done = _rebase(world, "2.0")
     assert done.returncode == 11
     changed = _tree(done) / "tiny/a.py"
@@ -427,7 +427,7 @@ def test_what_the_release_passes_of_a_conflict_is_in_order_once_resolved(world: 
 
 def test_without_witnesses_only_the_text_can_tell(world: World) -> None:
     both = {"tiny/a.py": A.replace("a = 10\n", "a = 'ten'\n"), "tiny/b.py": "# x\n" + B}
-    _release(world, "2.0", both)
+    release(world, "2.0", both)
     done = _rebase(world, "2.0", "--no-witness", "--out", world.work / "elsewhere", "--no-record")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0001-Mend-ten.patch: left out: upstream since 2.0\n  text     all of its" in done.stdout
@@ -448,7 +448,7 @@ def test_a_test_that_the_release_passes_is_noted_for_the_new_base(world: World) 
     more = "def test_more(): assert 'a = 61' in TEXT\n"
     guard = "@pytest.mark.guard\ndef test_less(): assert '= 61' not in TEXT or 'ten' in TEXT\n"
     (world.root / TEN).write_text(text + more + guard)
-    _release(world, "2.0", {"tiny/a.py": f"{A}a = 61\n"})
+    release(world, "2.0", {"tiny/a.py": f"{A}a = 61\n"})
     assert _rebase(world, "2.0").returncode == 0
     values = tomllib.loads((world.root / "patches/2.0/base.toml").read_text())
     assert values["witness"]["upstream"] == [f"{TEN}::test_more"]
@@ -465,7 +465,7 @@ def test_a_test_that_the_release_passes_is_noted_for_the_new_base(world: World) 
 
 
 def test_nothing_is_overwritten_without_being_told_to(world: World) -> None:
-    _release(world, "2.0", {})
+    release(world, "2.0", {})
     assert _rebase(world, "2.0", "--no-witness").returncode == 0
     folder = world.root / "patches/2.0"
     (folder / "series").write_text("# mine\n")
@@ -488,7 +488,7 @@ def test_nothing_is_overwritten_without_being_told_to(world: World) -> None:
 
 def test_force_keeps_what_it_replaces_and_says_where(world: World) -> None:
     """GIVEN a patch resolved by hand, and a lock WHEN the folder is replaced THEN both are kept."""
-    _release(world, "2.0", {})
+    release(world, "2.0", {})
     assert _rebase(world, "2.0", "--no-witness").returncode == 0
     folder = world.root / "patches/2.0"
     (folder / "0001-Mend-ten.patch").write_text("resolved in an hour\n")
@@ -502,7 +502,7 @@ def test_force_keeps_what_it_replaces_and_says_where(world: World) -> None:
 
 def test_what_a_killed_run_left_under_patches_goes(world: World) -> None:
     """GIVEN a folder of a run that is no more, with a base in it WHEN run again THEN it is back."""
-    _release(world, "2.0", {})
+    release(world, "2.0", {})
     assert _rebase(world, "2.0", "--no-witness").returncode == 0
     folder, left = world.root / "patches/2.0", world.root / "patches/.2.0.abcd"
     left.mkdir()
@@ -537,7 +537,7 @@ def test_a_run_that_is_stopped_leaves_nothing(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """GIVEN a witness that hangs WHEN the command is terminated THEN neither folder nor record."""
-    _release(world, "2.0", {})
+    release(world, "2.0", {})
     mark, temporary = tmp_path / "started", tmp_path / "tmp"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
@@ -567,7 +567,7 @@ def test_a_run_that_is_stopped_leaves_nothing(
 @pytest.mark.parametrize("seconds", [0.8, 1.6, 2.4])
 def test_a_rebase_that_is_killed_leaves_nothing_that_lasts(world: World, seconds: float) -> None:
     """SIGKILL after some time: the next run ends as if there had been none."""
-    _release(world, "2.0", {"tiny/a.py": A.replace("a = 10\n", "a = 10.0\n")})
+    release(world, "2.0", {"tiny/a.py": A.replace("a = 10\n", "a = 10.0\n")})
     links = ["--find-links", str(world.archive.parent), "--no-lock", "--no-witness"]
     argv = [sys.executable, "-m", "sm12x", "patch", "rebase", "2.0", "--from", "1.0", *links]
     running = subprocess.Popen(argv, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)

@@ -23,6 +23,12 @@ GIB = 1024**3
 MIB = 1024**2
 BUILT = 1_800_000_000.0
 LIMITS = "Limit                     Soft Limit           Hard Limit           Units\n"
+# Destination, gateway, flags of each route: the first is the default one.
+ROUTED = (
+    "Iface\tDestination\tGateway\tFlags\tRefCnt\n"
+    "eth0\t00000000\t0100A8C0\t0003\t0\n"
+    "eth0\t0000A8C0\t00000000\t0001\t0\n"
+)
 OPEN_595 = (
     "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  595.71.05  Release Build\n"
     "GCC version:  gcc version 13.3.0"
@@ -35,13 +41,17 @@ class NVMLError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class FakeGpu:
-    """``memory`` is (total, used) in bytes; None is what GB10 answers: not supported."""
+    """``memory`` is (total, used) in bytes; None is what GB10 answers: not supported.
+
+    ``load`` is (percent, watts), None where the driver does not say.
+    """
 
     name: str
     capability: tuple[int, int]
     bus: str
     memory: tuple[int, int] | None
     processes: Sequence[tuple[int, int | None]] = ()
+    load: tuple[int, int] | None = None
 
 
 def nvml(version: str, gpus: Sequence[FakeGpu], *, fault: str = "") -> Callable[[], Any]:
@@ -59,6 +69,11 @@ def nvml(version: str, gpus: Sequence[FakeGpu], *, fault: str = "") -> Callable[
     def processes(gpu: FakeGpu) -> list[SimpleNamespace]:
         return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in gpu.processes]
 
+    def utilization(gpu: FakeGpu) -> SimpleNamespace:
+        if gpu.load is None:
+            raise NVMLError("Not Supported")
+        return SimpleNamespace(gpu=gpu.load[0], memory=0)
+
     module = SimpleNamespace(
         NVMLError=NVMLError,
         nvmlMemory_v2=2,
@@ -73,6 +88,8 @@ def nvml(version: str, gpus: Sequence[FakeGpu], *, fault: str = "") -> Callable[
         nvmlDeviceGetMemoryInfo=memory,
         nvmlDeviceGetComputeRunningProcesses=processes,
         nvmlDeviceGetGraphicsRunningProcesses=lambda gpu: [],
+        nvmlDeviceGetUtilizationRates=utilization,
+        nvmlDeviceGetPowerUsage=lambda gpu: gpu.load[1] * 1000,
     )
     return lambda: module
 
@@ -106,6 +123,9 @@ class Machine:
             "/proc/self/cgroup": "0::/user.slice",
             "/proc/self/limits": f"{LIMITS}Max locked memory         8388608  8388608  bytes",
             "/proc/sys/vm/min_free_kbytes": "67584",
+            "/proc/sys/vm/swappiness": "0",
+            "/proc/net/route": ROUTED,
+            "/sys/devices/system/cpu/online": "0-15",
             "/sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never",
             **self.files,
         }
@@ -209,13 +229,19 @@ def bundle(folder: Path, *, machine: str = "x86_64", **units: int) -> Path:
     return folder / "audit.json"
 
 
-def rtx_pro(index: int, used: int = 600 * MIB, processes: Any = ()) -> FakeGpu:
+def rtx_pro(
+    index: int,
+    used: int = 600 * MIB,
+    processes: Any = (),
+    load: tuple[int, int] | None = None,
+) -> FakeGpu:
     return FakeGpu(
         name="NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
         capability=(12, 0),
         bus=f"00000000:0{index + 1}:00.0",
         memory=(95 * GIB, used),
         processes=processes,
+        load=load,
     )
 
 

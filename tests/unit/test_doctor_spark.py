@@ -46,7 +46,8 @@ def test_a_spark_with_a_full_page_cache(tmp_path: Path) -> None:
     found = findings(spark(tmp_path, files={"/proc/meminfo": memory}))["memory.page-cache"]
     assert found[0].severity == WARN
     assert any("drop_caches" in command for command in found[0].fix)
-    assert "sudo sysctl vm.min_free_kbytes=3145728" in found[0].fix
+    # A reserve would be taken out of what vLLM's check at start counts.
+    assert not any("min_free_kbytes" in command for command in found[0].fix)
 
 
 def test_a_spark_whose_kernel_keeps_memory_for_kexec(tmp_path: Path) -> None:

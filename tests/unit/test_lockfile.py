@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from sm12x import layout
 from sm12x.core import lockfile
 from sm12x.core.errors import BadFileError, FetchError, ToolFailedError
 from sm12x.stack import lock
@@ -180,6 +181,53 @@ def test_what_a_base_replaces_is_said_in_the_lock(base: bases.Base) -> None:
     closure, build = lock.heads(replace(base, overrides=(odd,)), "x86_64")
     assert "\n# a==1 instead of a>=2: there is no newer one.\n" in closure
     assert "a==1" not in build
+
+
+def test_a_lock_without_what_its_base_replaces_is_a_contradiction() -> None:
+    base = bases.load("0.21.0")
+    old = "nvidia-nccl-cu13==2.28.9"
+    good = committed(base, "aarch64")
+    assert lock.verify(base, "aarch64", good) == []
+    assert old not in good.closure.partition("\n\n")[2]
+    new = next(line for line in good.closure.splitlines() if line.startswith("nvidia-nccl-cu13=="))
+    bad = lock.Locks(
+        closure=good.closure.replace(new, f"{old} \\"), build=good.build.replace(new, f"{old} \\")
+    )
+    found = lock.verify(base, "aarch64", bad)
+    assert [line.partition(": ")[0] for line in found] == [
+        "requirements-aarch64.lock", "build-aarch64.lock"
+    ]  # fmt: skip
+    assert all("nvidia-nccl-cu13 is 2.28.9" in line for line in found)
+    # ... and x86_64 has what torch asks for.
+    intel = committed(base, "x86_64")
+    assert lock.verify(base, "x86_64", intel) == []
+    assert old in intel.closure
+
+
+def test_a_requirement_may_be_replaced_on_one_machine_alone(base: bases.Base) -> None:
+    odd = bases.Override(
+        requirement="a>=2", instead_of="a==1", why="1 hangs", of="torch", machines=("aarch64",)
+    )
+    both = bases.Override(requirement="b==1", instead_of="b==2", why="there is no 2")
+    changed = replace(base, overrides=(odd, both))
+    assert changed.overrides_on("aarch64") == (odd, both)
+    assert changed.overrides_on("x86_64") == (both,)
+    arm, intel = (lock.heads(changed, machine)[0] for machine in ("aarch64", "x86_64"))
+    assert "\n# a>=2 instead of a==1 of torch: 1 hangs.\n" in arm
+    assert "a>=2" not in intel
+
+
+@pytest.mark.parametrize(
+    ("file", "lock_file"),
+    [("Dockerfile.builder", "/opt/build.lock"), ("Dockerfile.bundle", "requirements.lock")],
+)
+def test_a_lock_is_installed_as_it_is(file: str, lock_file: str) -> None:
+    """uv refuses a lock that replaces what a package asks for, unless it is told not to look."""
+    text = (layout.root() / file).read_text(encoding="utf-8").replace("\\\n", " ")
+    steps = [part for line in text.splitlines() for part in line.split("&&")]
+    (install,) = [step for step in steps if "uv pip install" in step and f"{lock_file}" in step]
+    assert "--no-deps" in install.split()
+    assert "--require-hashes" in install.split()
 
 
 def test_pip_would_forget_an_exception_before_wheels_only(base: bases.Base) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import io
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from sm12x.core import download, files, listing, lockfile, pipconfig
 from sm12x.core.errors import FetchError
 from sm12x.core.listing import ListedFile
 from sm12x.stack.model import base as bases
-from sm12x.stack.model.base import Base, Dropped
+from sm12x.stack.model.base import Base, Dropped, Override
 from sm12x.stack.rebase import base_draft, release_facts
 from sm12x.stack.rebase.release_facts import DeclaredSource, ReleaseFacts
 
@@ -286,12 +287,35 @@ def test_a_draft_keeps_the_comments_of_its_base(version: str) -> None:
     )
     text = made.text()
     old = (layout.patches() / version / "base.toml").read_text(encoding="utf-8")
+    # What [[override]] says of the old base goes with it.
+    old = re.sub(r"\[\[override\]\]\n(?:[^\n]+\n)+", "", old)
     kept = [line for line in old.splitlines()[1:] if line.startswith("#")]
     missing = [line for line in kept if line not in text.splitlines()]
     # Above [[dropped]] and [[override]], which are of the old base.
     assert len(missing) <= 3, missing
     assert text.splitlines()[0].count(VERSION) == 1
     assert "\n\n\n" not in text
+
+
+def test_overrides_that_are_given_are_written_and_read_again(tmp_path: Path) -> None:
+    given = (
+        Override(requirement="a==1", instead_of="a>=2", why="there is no 2"),
+        Override(
+            of="torch", requirement="b>=2", instead_of="b==1", machines=("aarch64",), why="1 hangs"
+        ),
+    )
+    base = bases.load("0.21.0")
+    found = base_draft.release([SECOND, ARM, SDIST], VERSION, project="vllm")
+    facts = _facts(base)
+    made = base_draft.draft(
+        base, found, facts, facts, tree="f" * 40, torch_cuda=None, overrides=given
+    )
+    assert "nccl#2353" not in made.text()
+    path = tmp_path / VERSION / "base.toml"
+    path.parent.mkdir()
+    path.write_text(made.text(), encoding="utf-8")
+    assert bases.parse(path).overrides == given
+    assert "machines" not in str(made.values["override"][0])
 
 
 @pytest.mark.parametrize("version", bases.versions())

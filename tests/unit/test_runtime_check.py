@@ -175,6 +175,29 @@ def test_a_requirement_that_the_lock_replaces_is_noted(
     assert notes == ([] if fault else [said])
 
 
+@pytest.mark.parametrize(
+    ("of", "fault"),
+    [
+        ("torch", ""),
+        # Somebody else's wish for the same.
+        ("vllm", "torch requires nvidia-nccl-cu13==2.28.9, found 2.29.7"),
+    ],
+)
+def test_the_wish_of_another_package_may_be_replaced_too(of: str, fault: str) -> None:
+    override = OverrideEntry(
+        of=of, requirement="nvidia-nccl-cu13>=2.29.3,<2.30",
+        instead_of="nvidia-nccl-cu13==2.28.9", why="it deadlocks",
+    )  # fmt: skip
+    wish = 'nvidia-nccl-cu13==2.28.9; python_version > "3"'
+    packages = [
+        versions.Distribution(name="torch", version="2.11.0", requires=(wish,)),
+        versions.Distribution(name="nvidia-nccl-cu13", version="2.29.7"),
+    ]
+    lines = versions.requirements(packages, [override])
+    assert faults(lines).replace('; python_version > "3"', "") == fault
+    assert len([line for line in lines if line.state == NOTE]) == (0 if fault else 1)
+
+
 def _upgrade(image: Image) -> None:
     old = image.places.site / "torch-2.11.0.dist-info"
     (old / "METADATA").write_text("Name: torch\nVersion: 2.12.0\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import IO, cast
 
@@ -13,11 +13,13 @@ from elftools.common.exceptions import ELFError
 from elftools.construct import ConstructError
 from elftools.elf.elffile import ELFFile
 
-from sm12x.audit import fatbin, sections
+from sm12x.audit import exclusives, fatbin, sections
+from sm12x.audit.exclusives import NO_STORES, ExclusiveStores
 from sm12x.audit.fatbin import Buffer, CodePiece, FatContainer
 from sm12x.audit.sections import FoundCode, Section
 
-_MACHINES = {"EM_X86_64": "x86_64", "EM_AARCH64": "aarch64"}
+_AARCH64 = "aarch64"
+_MACHINES = {"EM_X86_64": "x86_64", "EM_AARCH64": _AARCH64}
 _MAX_SECTIONS = 65536
 # pyelftools checks little: a damaged header surfaces as any of these.
 _DAMAGE = (
@@ -36,12 +38,14 @@ _SYMBOL = struct.Struct("<I2xH16x")
 @dataclass(frozen=True, kw_only=True)
 class DeviceCode:
     """``machine`` is that of the host code; ``shared`` is whether the file can be loaded or run (a
-    library or a program, not an object file); ``unloadable`` says why it cannot all the same."""
+    library or a program, not an object file); ``unloadable`` says why it cannot all the same.
+    ``stores`` are the store-exclusives of AArch64 host code."""
 
     machine: str
     shared: bool
     found: FoundCode
     unloadable: str = ""
+    stores: ExclusiveStores = NO_STORES
 
 
 def read(data: Buffer) -> DeviceCode:
@@ -62,9 +66,22 @@ def read(data: Buffer) -> DeviceCode:
         return DeviceCode(machine=name, shared=shared, found=_damaged(data, error))
     found = sections.collect(data, listed)
     units = tuple(_seen_through(data, unit) for unit in found.units)
+    stores, faults = _stores(data, listed) if name == _AARCH64 else (NO_STORES, ())
     return DeviceCode(
-        machine=name, shared=shared, found=replace(found, units=units), unloadable=unloadable
+        machine=name,
+        shared=shared,
+        found=replace(found, units=units, faults=(*found.faults, *faults)),
+        unloadable=unloadable,
+        stores=stores,
     )
+
+
+def _stores(data: Buffer, listed: Iterable[Section]) -> tuple[ExclusiveStores, tuple[str, ...]]:
+    """The store-exclusives of AArch64 code, and the fault where there are too many to follow."""
+    try:
+        return exclusives.scan(data, sections.instructions(listed)), ()
+    except ValueError as error:
+        return NO_STORES, (str(error),)
 
 
 def _damaged(data: Buffer, error: Exception) -> FoundCode:
@@ -92,6 +109,7 @@ def _sections(elf: ELFFile) -> Iterator[Section]:
             offset=section["sh_offset"],
             size=section["sh_size"],
             flags=section["sh_flags"],
+            address=section["sh_addr"],
         )
 
 

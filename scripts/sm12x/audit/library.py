@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from sm12x.audit import elf, fatbin
+from sm12x.audit import elf, exclusives, fatbin
+from sm12x.audit.exclusives import NO_STORES, ExclusiveStores
 from sm12x.audit.fatbin import Buffer, CodePiece, FatContainer
 from sm12x.audit.model import Audit, LibraryAudit
 from sm12x.core.cudaarch import CudaArch
@@ -41,6 +42,7 @@ class _Code:
     relocatable: tuple[FatContainer, ...] = ()
     embedded: tuple[FatContainer, ...] = ()
     unloadable: str = ""
+    stores: ExclusiveStores = NO_STORES
     faults: tuple[str, ...] = ()
 
 
@@ -83,7 +85,7 @@ def audit(path: str, data: Buffer, *, alone: bool = False) -> LibraryAudit | Non
     code = _read(path, data, 0)
     if code is None:
         return None
-    holds = code.units or code.relocatable or code.embedded or code.faults
+    holds = code.units or code.relocatable or code.embedded or code.stores.untested or code.faults
     if not (alone or code.loads or holds):
         return None
     return LibraryAudit(
@@ -95,6 +97,7 @@ def audit(path: str, data: Buffer, *, alone: bool = False) -> LibraryAudit | Non
         relocatable=code.relocatable,
         embedded=code.embedded,
         unloadable=code.unloadable,
+        stores=code.stores,
         faults=code.faults,
     )
 
@@ -117,6 +120,7 @@ def _read(path: str, data: Buffer, depth: int) -> _Code | None:
             relocatable=code.found.relocatable,
             embedded=code.found.embedded,
             unloadable=code.unloadable,
+            stores=code.stores,
             faults=code.found.faults,
         )
     if head.startswith(fatbin.MAGIC_BYTES):
@@ -159,6 +163,7 @@ def _archive(data: Buffer, depth: int) -> _Code:
         return _Code(faults=(f"archives in archives, more than {_MAX_DEPTH} deep",))
     machines: list[str] = []
     lists: tuple[list[FatContainer], ...] = ([], [], [])
+    stores: list[tuple[str, ExclusiveStores]] = []
     faults: list[str] = []
     try:
         for number, (name, start, size) in enumerate(_members(data)):
@@ -175,6 +180,7 @@ def _archive(data: Buffer, depth: int) -> _Code:
                 lists, (member.units, member.relocatable, member.embedded), strict=True
             ):
                 all_ += of_it
+            stores.append((name, member.stores))
             faults += (f"{name}: {fault}" for fault in member.faults[: _MAX_FAULTS - len(faults)])
     except ValueError as error:
         faults.append(str(error))
@@ -185,6 +191,7 @@ def _archive(data: Buffer, depth: int) -> _Code:
         units=units,
         relocatable=relocatable,
         embedded=embedded,
+        stores=exclusives.merged(stores),
         faults=tuple(faults),
     )
 

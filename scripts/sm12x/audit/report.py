@@ -52,6 +52,23 @@ class RunsReport(Declared):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StoresReport(Declared):
+    """The store-exclusives of aarch64 host code."""
+
+    total: Annotated[int, Field(ge=1)]
+    untested: Annotated[
+        tuple[Annotated[str, Field(pattern=r"^(.*:)?0x[0-9a-f]+$")], ...],
+        Field(
+            description="Addresses of those whose status no instruction reads: a store that failed "
+            "counts as done; in an archive with the member's name before."
+        ),
+    ]
+
+    def __bool__(self) -> bool:
+        return self.total > 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class LibraryReport(Declared):
     """One file of code. ``runs`` is by device."""
 
@@ -80,6 +97,9 @@ class LibraryReport(Declared):
             "where nothing says so."
         ),
     ] = ""
+    store_exclusives: Annotated[
+        StoresReport, unless_empty, Field(description="Absent where there are none.")
+    ] = field(default_factory=lambda: StoresReport(total=0, untested=()))
     runs: Mapping[_DeviceName, RunsReport]
 
 
@@ -145,6 +165,7 @@ def _library(library: LibraryAudit, devices: Sequence[Device]) -> LibraryReport:
         lto=library.lto,
         unknown=library.unknown,
         unloadable=library.unloadable,
+        store_exclusives=StoresReport(total=library.stores.total, untested=library.stores.untested),
         runs={
             str(device): RunsReport(
                 verdict=library.verdict(device),

@@ -12,14 +12,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from sm12x.audit import fatbin
+from sm12x.audit.exclusives import CodeRange
 from sm12x.audit.fatbin import Buffer, FatContainer
 from sm12x.audit.model import LibraryAudit
 
 _MAGIC = b"\x7fELF\x02\x01"
 # e_shoff, then from +0x3a the size of a section header, their number, and the one with the names.
 _HEADER = struct.Struct("<40xQ10xHHH")
-# Name, type, flags, then from +0x18 offset and size (System V ABI, "Section Header").
-_SECTION = struct.Struct("<IIQ8xQQ")
+# Name, type, flags, address, offset and size (System V ABI, "Section Header").
+_SECTION = struct.Struct("<IIQQQQ")
 _ENTRY_BYTES = 64
 # What each name means: `__nv_relfatbin` is input of the device linker, `.nv_fatbin` is loaded.
 _LOADED, _RELOCATABLE, _REGISTERED = ".nv_fatbin", "__nv_relfatbin", ".nvFatBinSegment"
@@ -32,13 +33,22 @@ _NOT_IN_FILE, _INSTRUCTIONS, _STRINGS = 8, 4, 3
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """``offset`` and ``size`` are in bytes, in the file; ``kind`` and ``flags`` as ELF has them."""
+    """``offset`` and ``size`` are in bytes, in the file; ``kind`` and ``flags`` as ELF has them.
+
+    ``address`` is where its first byte is once the file is loaded.
+    """
 
     name: str
     kind: int
     offset: int
     size: int
     flags: int = 0
+    address: int = 0
+
+    @property
+    def executable(self) -> bool:
+        """Whether the file has instructions of the host in it."""
+        return bool(self.flags & _INSTRUCTIONS) and self.kind != _NOT_IN_FILE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,14 +69,14 @@ def sections(data: Buffer) -> Iterator[Section]:
     if size != _ENTRY_BYTES or not 0 < names < number or start + size * number > len(data):
         raise ValueError("its section headers are damaged")
     headers = [_SECTION.unpack_from(data, start + size * index) for index in range(number)]
-    _, kind_of_names, _, text, length = headers[names]
+    _, kind_of_names, _, _, text, length = headers[names]
     if kind_of_names != _STRINGS:
         raise ValueError("its section names are damaged")
     table = bytes(data[text : text + length])
     own = headers[names][0]
     if table[own : max(table.find(b"\0", own), own)].decode("ascii", "replace") not in NAME_TABLES:
         raise ValueError("its section names are damaged")
-    for name, kind, flags, offset, extent in headers:
+    for name, kind, flags, address, offset, extent in headers:
         end = table.find(b"\0", name)
         if end < 0:
             raise ValueError("its section names are damaged")
@@ -76,7 +86,15 @@ def sections(data: Buffer) -> Iterator[Section]:
             offset=offset,
             size=extent,
             flags=flags,
+            address=address,
         )
+
+
+def instructions(found: Iterable[Section]) -> Iterator[CodeRange]:
+    """Where the host's instructions are in the file."""
+    for section in found:
+        if section.executable:
+            yield CodeRange(offset=section.offset, size=section.size, address=section.address)
 
 
 def collect(data: Buffer, found: Iterable[Section]) -> FoundCode:
@@ -100,7 +118,7 @@ def collect(data: Buffer, found: Iterable[Section]) -> FoundCode:
             taken.append(extent)
         elif section.name == _REGISTERED:
             records += section.size // _RECORD_BYTES
-        elif section.flags & _INSTRUCTIONS and section.kind != _NOT_IN_FILE:
+        elif section.executable:
             instructions.append(extent)
     read = sum(map(len, containers.values()))
     if records > read and not faults:

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import click
+from packaging.version import Version
 
 from sm12x import layout
 from sm12x.commands import print_json, reports
-from sm12x.commands.patchoptions import say
+from sm12x.commands.patchoptions import fetch, say
+from sm12x.core import index, listing, progress
+from sm12x.core import text as texts
+from sm12x.core.errors import FindingsError
 from sm12x.stack.model import base as bases
-from sm12x.stack.rebase import render, status
+from sm12x.stack.model import series
+from sm12x.stack.model.base import Base
+from sm12x.stack.rebase import newest, render, status
+from sm12x.stack.rebase.base_draft import Release
+from sm12x.stack.rebase.newest import NewestReport, PatchTrial
+
+# Trying a stack takes half a minute of git: whoever works on this machine goes first.
+_NICE = 10
 
 
 @click.group()
 def command() -> None:
-    """Show how the patches stand on each release.
+    """Show how the patches stand on each release, and which is the newest.
 
     Example: sm12x base status
     """
@@ -37,3 +51,80 @@ def status_command(as_json: bool) -> None:
         click.echo(render.table(found), nl=False)
     for line in status.contradictions(known, recorded):
         say(f"warning: {line}; run `sm12x patch rebase` there again, or mend the [[dropped]]")
+
+
+@command.command("check")
+@click.option(
+    "--from",
+    "sources",
+    multiple=True,
+    metavar="BASE",
+    help="Try the patches of this base; can be given again. Default: of every base, where the "
+    "newest release is none.",
+)
+@click.option(
+    "--find-links",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Take the releases from this folder and use no network.",
+)
+@reports(NewestReport)
+def check_command(sources: tuple[str, ...], find_links: Path | None, as_json: bool) -> None:
+    """Compare the newest release on the package index with the bases, and try the patches on it.
+
+    Each patch is applied or merged as `sm12x patch rebase` does it; no witness runs and nothing is
+    written. The exit status is 1 when the default base is more than one release behind.
+
+    Example: sm12x base check --json
+    """
+    default = bases.default()
+    known = [bases.load(version) for version in bases.versions()]
+    chosen = [bases.load(version) for version in dict.fromkeys(sources)]
+    project = bases.load(default).sdist.name.rpartition("-")[0]
+    with progress.spinner(f"asking the index for {project}"):
+        listed = listing.of_folder(project, find_links) if find_links else listing.of_index(project)
+    found = newest.find(listed, project)
+    if not chosen and found.version not in bases.versions():
+        chosen = known
+    trials = _attempts(chosen, known, found, project, find_links)
+    report = newest.compare(listed, found, known, default=default, project=project, trials=trials)
+    if as_json:
+        print_json(report)
+    else:
+        click.echo(newest.text(report), nl=False)
+    if not report.current:
+        behind = texts.counted(report.default.behind, "release")
+        raise FindingsError(
+            f"the default base {default} is {behind} behind {project} {report.newest}, more than "
+            f"{report.allowed}",
+            next_step=f'{_next(report)}; CONTRIBUTING.md, "Stay current", has the routine',
+        )
+
+
+def _next(report: NewestReport) -> str:
+    last = report.last
+    if last.behind <= report.allowed and not last.default:
+        return f"name {last.version} in patches/default once it is shown"
+    return f"`sm12x patch rebase {report.newest} --from {last.version}`"
+
+
+def _attempts(
+    chosen: list[Base], known: list[Base], found: Release, project: str, find_links: Path | None
+) -> list[PatchTrial]:
+    """What the patches of each base that is older than ``found`` would do on it."""
+    older = [base for base in chosen if Version(base.version) < Version(found.version)]
+    if not older:
+        return []
+    sdist = found.sdist
+    target = index.fetch_shown(
+        project, sdist.name, sdist.sha256, cache=layout.cache(), find_links=find_links
+    )
+    os.nice(_NICE)
+    there = newest.recorded(found.version, known, status.read(layout.patches() / status.NAME))
+    trials: list[PatchTrial] = []
+    for base in older:
+        stack = series.load(base)
+        say(f"trying {texts.counted(len(stack.patches), 'patch', 'patches')} of {base.version}")
+        trials += newest.attempt(
+            base, stack, fetch(base, find_links), target, found, there, root=layout.root()
+        )
+    return trials

@@ -32,9 +32,9 @@ def command(version: str, machine: str | None, check: bool) -> None:
     base = bases.load(version)
     machines = [machine] if machine else list(base.locks)
     for override in base.overrides:
-        click.echo(
-            f"{override.requirement} instead of {override.instead_of}: {override.why}", err=True
-        )
+        on = [name for name in machines if not override.machines or name in override.machines]
+        if on:
+            click.echo(f"{override} ({', '.join(on)})", err=True)
     findings = _contradictions(base, machines) if check else []
     for line in findings:
         click.echo(line)

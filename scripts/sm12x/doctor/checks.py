@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sm12x.doctor import caches, containers, driver, gpus, memory, network
+from sm12x.doctor import caches, containers, driver, gpus, memory, network, serving
 from sm12x.doctor.knowledge import Knowledge
 from sm12x.doctor.model import SEVERITIES, Diagnosis, HostFacts
 
@@ -20,6 +20,8 @@ ALL: tuple[Check, ...] = (
     gpus.code,
     gpus.leftover,
     gpus.unified,
+    gpus.stuck,
+    serving.offline,
     containers.engines,
     containers.gpu_access,
     containers.cdi,
@@ -28,9 +30,13 @@ ALL: tuple[Check, ...] = (
     memory.locked,
     memory.shared,
     memory.page_cache,
+    memory.reclaim,
     caches.stale,
+    serving.compiling,
     network.rdma,
     network.variables,
+    serving.nccl_sound,
+    serving.segments,
     driver.iommu,
     driver.handover,
 )

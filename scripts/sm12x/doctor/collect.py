@@ -6,7 +6,7 @@ import platform
 from collections.abc import Sequence
 from pathlib import Path
 
-from sm12x.doctor import caches, containers, gpus, image, memory, network
+from sm12x.doctor import caches, containers, gpus, image, memory, network, serving
 from sm12x.doctor.host import Host
 from sm12x.doctor.knowledge import Knowledge
 from sm12x.doctor.model import HostFacts, HostMachine, Unseen
@@ -43,6 +43,9 @@ def facts(
         hidden_caches=hidden,
         network=network.collect(host),
         image=image.find(host, audit, image_name, machine=here.name, dist=dist),
+        environment=serving.variables(host),
+        routed=serving.routed(host),
+        nccl=serving.nccl(host) if here.name == "aarch64" else (),
     )
 
 
@@ -55,6 +58,7 @@ def machine(host: Host) -> HostMachine:
         kernel=platform.release() if isinstance(kernel, Unseen) else kernel,
         container=_container(host),
         cmdline=host.text("/proc/cmdline"),
+        cpus=serving.cpus(host),
     )
 
 

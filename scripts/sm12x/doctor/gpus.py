@@ -38,6 +38,7 @@ _NVIDIA = "0x10de"
 _DISPLAY = ("0x0300", "0x0302")
 # Never ask for the supported clocks: that query alone hangs some boards (see doctor.toml).
 _QUERY = "index,name,pci.bus_id,compute_cap,memory.total,memory.used,driver_version"
+_LOAD = "index,utilization.gpu,power.draw"
 _MISSING = "is not installed"
 _VERSION = re.compile(r"\b(\d{3}\.\d+(?:\.\d+)?)\b")
 # What the kernel says when the driver or its firmware is in trouble.
@@ -118,9 +119,27 @@ def _nvml_gpu(nvml: Any, known: Knowledge, index: int) -> Gpu:
         told_by="nvml",
     )
     total, used = _nvml_memory(nvml, handle)
+    busy, watts = _nvml_load(nvml, handle)
     return replace(
-        gpu, memory_total=total, memory_used=used, processes=_nvml_processes(nvml, handle)
+        gpu,
+        memory_total=total,
+        memory_used=used,
+        processes=_nvml_processes(nvml, handle),
+        busy=busy,
+        watts=watts,
     )
+
+
+def _nvml_load(nvml: Any, handle: Any) -> tuple[int | None, float | None]:
+    """Percent of the time and watts; None where the driver does not say."""
+    try:
+        # NVML counts power in milliwatts.
+        return (
+            int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
+            nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+        )
+    except nvml.NVMLError:
+        return None, None
 
 
 def _nvml_memory(nvml: Any, handle: Any) -> tuple[int | None, int | None]:
@@ -171,7 +190,25 @@ def _by_smi(host: Host, known: Knowledge) -> tuple[str, list[Gpu]] | Unseen:
         gpus.append(replace(gpu, memory_total=_mib(cells[4]), memory_used=_mib(cells[5])))
     if not gpus:
         return Unseen("nvidia-smi lists no GPU")
-    return version, _smi_processes(host, gpus)
+    return version, _smi_load(host, _smi_processes(host, gpus))
+
+
+def _smi_load(host: Host, gpus: Sequence[Gpu]) -> list[Gpu]:
+    words = f"--query-gpu={_LOAD}"
+    done = host.ask(["nvidia-smi", words, "--format=csv,noheader,nounits"])
+    lines = [] if isinstance(done, Unseen) else done.stdout.splitlines()
+    rows = [[cell.strip() for cell in line.split(",")] for line in lines]
+    load = {
+        row[0]: (int(row[1]), float(row[2]))
+        for row in rows
+        if len(row) == 3 and row[1].isdecimal() and re.fullmatch(r"\d+(\.\d+)?", row[2])
+    }
+    return [
+        replace(gpu, busy=load[key][0], watts=load[key][1])
+        if (key := str(gpu.index)) in load
+        else gpu
+        for gpu in gpus
+    ]
 
 
 def _smi_processes(host: Host, gpus: Sequence[Gpu]) -> list[Gpu]:
@@ -474,6 +511,24 @@ def _unified_leftover(facts: HostFacts, gpu: Gpu, known: Knowledge) -> Diagnosis
         return known.finding(name, UNKNOWN, seen, fix=("sudo fuser -v /dev/nvidia*",))
     seen = f"{told}, and {size(rest)} of it belong to no process"
     return known.finding(name, BAD, seen, fix=("sudo fuser -v /dev/nvidia*", "sudo reboot"))
+
+
+def stuck(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
+    """GPUs that are busy and draw next to nothing: a kernel that waits for what does not come."""
+    findings = []
+    for gpu in facts.seen_gpus:
+        model = known.model_of_name(gpu.name)
+        if model is None or not model.stuck_watts or gpu.busy is None or gpu.watts is None:
+            continue
+        if gpu.busy < known.thresholds.stuck_percent or gpu.watts > model.stuck_watts:
+            continue
+        seen = f"{gpu}: {gpu.busy} % busy at {gpu.watts:.0f} W: its kernel waits and does no work"
+        fix = (
+            "ncclras -f json -vv   # with requests running, and again 95 s later",
+            "sudo dmesg | grep 'NVRM: Xid'",
+        )
+        findings.append(known.finding("gpu.stuck", WARN, seen, fix=fix))
+    return findings
 
 
 def _alike(gpus: Iterable[Gpu]) -> list[tuple[str, list[Gpu]]]:

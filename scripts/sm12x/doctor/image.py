@@ -14,7 +14,7 @@ from sm12x.core.cudaarch import CudaArch
 from sm12x.doctor.host import Host
 from sm12x.doctor.model import Image, ImageLibrary, Unseen
 from sm12x.wheel import ledger as ledgers
-from sm12x.wheel.ledger import LibraryEntry
+from sm12x.wheel.ledger import Ledger, LibraryEntry
 
 AUDIT, LEDGER = "audit.json", "ledger.json"
 # Where the image itself keeps its ledger.
@@ -76,6 +76,7 @@ def read(audit: Path) -> Image:
         passed=policy.passed if policy else None,
         offenders=offenders,
         versions=ledger.dependencies if ledger else {},
+        patches=_subjects(ledger) if ledger else (),
     )
 
 
@@ -93,7 +94,12 @@ def _inside(path: Path) -> Image:
         offenders={},
         versions=ledger.dependencies,
         by_library=True,
+        patches=_subjects(ledger),
     )
+
+
+def _subjects(ledger: Ledger) -> tuple[str, ...]:
+    return tuple(patch.subject for patch in ledger.patches)
 
 
 def _judged(entry: LibraryEntry) -> ImageLibrary:

@@ -19,7 +19,10 @@ from sm12x.doctor.model import Diagnosis
 
 @dataclass(frozen=True, kw_only=True)
 class GpuModel(Declared):
-    """A kind of GPU. ``pci`` are device ids of vendor 10de in lower case."""
+    """A kind of GPU. ``pci`` are device ids of vendor 10de in lower case.
+
+    One that is busy and draws no more than ``stuck_watts`` waits; 0 where no report says how much.
+    """
 
     name: str
     pci: tuple[str, ...]
@@ -27,6 +30,7 @@ class GpuModel(Declared):
     hardware: str
     source: str
     unified: bool = False
+    stuck_watts: float = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,22 +66,31 @@ class Trouble(Declared):
 
 @dataclass(frozen=True, kw_only=True)
 class KnownCheck(Declared):
-    """What a kind of finding is about."""
+    """What a kind of finding is about.
+
+    ``cured_by`` are subjects of patches: an image that has one of them needs no such finding.
+    """
 
     title: str
     why: str
     sources: tuple[str, ...]
+    cured_by: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Thresholds(Declared):
-    """From where on something is a finding, in GiB; doctor.toml has the reasons."""
+    """From where on something is a finding; doctor.toml has the reasons."""
 
     leftover_gib: float
     unified_leftover_gib: float
     unified_page_cache_gib: float
     unified_min_free_gib: float
     shm_gib: float
+    unified_utilization: float
+    compiler_gib: float
+    unified_compiler_gib: float
+    stuck_percent: int
+    nccl_aarch64: str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,7 @@ def collect(host: Host) -> HostMemory:
         shm=_shm(host),
         huge_pages=_huge_pages(host),
         min_free=min_free if isinstance(min_free, Unseen) else min_free * KIB,
+        swappiness=host.number("/proc/sys/vm/swappiness"),
     )
 
 
@@ -107,6 +108,7 @@ def _huge_pages(host: Host) -> str | Unseen:
 
 
 _DROP = "sync && echo 3 | sudo tee /proc/sys/vm/drop_caches"
+_COMPACT = "echo 1 | sudo tee /proc/sys/vm/compact_memory"
 
 
 def host_copies(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
@@ -207,14 +209,37 @@ def page_cache(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     cached = info.get("Cached", 0) + info.get("Buffers", 0) - info.get("Shmem", 0)
     parts = [f"page cache {size(cached)}, {size(info.get('MemFree', 0))} free"]
     kept = facts.memory.min_free
-    fix: tuple[str, ...] = ()
     if isinstance(kept, Unseen):
         parts.append(f"could not see vm.min_free_kbytes: {kept.why}")
     else:
         parts.append(f"vm.min_free_kbytes keeps {size(kept)}")
-        wanted = int(known.thresholds.unified_min_free_gib * GIB)
-        if kept < wanted:
-            fix = (f"sudo sysctl vm.min_free_kbytes={wanted // 1024}",)
     if cached > known.thresholds.unified_page_cache_gib * GIB:
-        return [known.finding(name, WARN, "; ".join(parts), fix=(_DROP, *fix))]
-    return [known.finding(name, INFO, "; ".join(parts), fix=fix)]
+        return [known.finding(name, WARN, "; ".join(parts), fix=(_DROP, _COMPACT))]
+    return [known.finding(name, INFO, "; ".join(parts))]
+
+
+def reclaim(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
+    """How the kernel gives memory back; only where the GPU takes its own from the same place."""
+    name = "memory.reclaim"
+    if not facts.unified:
+        return []
+    kept, swappiness, info = facts.memory.min_free, facts.memory.swappiness, facts.memory.info
+    if isinstance(kept, Unseen) or isinstance(swappiness, Unseen) or isinstance(info, Unseen):
+        why = next(fact.why for fact in (kept, swappiness, info) if isinstance(fact, Unseen))
+        return [known.finding(name, UNKNOWN, f"could not see how memory is kept: {why}")]
+    findings = []
+    most = known.thresholds.unified_min_free_gib * GIB
+    if kept > most:
+        seen = f"vm.min_free_kbytes keeps {size(kept)}, which vLLM's check at start does not count"
+        fix = (
+            "grep -rn min_free_kbytes /etc/sysctl.conf /etc/sysctl.d   # take the line out",
+            "sudo reboot",
+        )
+        findings.append(known.finding(name, WARN, seen, fix=fix))
+    if swappiness and info.get("SwapTotal", 0):
+        seen = f"vm.swappiness is {swappiness}, with {size(info['SwapTotal'])} of swap"
+        zero = "sudo sysctl vm.swappiness=0   # rather than swapoff"
+        findings.append(known.finding(name, INFO, seen, fix=(zero,)))
+    if findings:
+        return findings
+    return [known.finding(name, OK, f"min_free_kbytes {size(kept)}, swappiness {swappiness}")]

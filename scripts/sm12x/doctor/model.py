@@ -13,6 +13,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from sm12x.audit.exclusives import ExclusiveStores
 from sm12x.audit.model import Device
 from sm12x.core.cudaarch import CudaArch
 from sm12x.core.declared import one_of
@@ -33,13 +34,15 @@ class Unseen:
 class HostMachine:
     """``name`` is the architecture as the kernel has it: "x86_64" or "aarch64".
 
-    ``container`` is "" on a host, else what says that this is inside one.
+    ``container`` is "" on a host, else what says that this is inside one. ``cpus`` are those that
+    are on.
     """
 
     name: str
     kernel: str
     container: str
     cmdline: str | Unseen
+    cpus: int | Unseen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +74,8 @@ class Gpu:
 
     ``hardware`` is the name recipes use ("rtx-pro-6000"), "" for any other. ``told_by`` is "nvml",
     "nvidia-smi", "procfs" or "pci". ``iommu`` is the type of its IOMMU group ("DMA", "DMA-FQ",
-    "identity"), "" without one.
+    "identity"), "" without one. ``busy`` is the share of time in which a kernel ran, in percent,
+    and ``watts`` what the GPU draws; None where the driver does not say.
     """
 
     index: int
@@ -85,6 +89,8 @@ class Gpu:
     memory_used: int | None = None
     processes: tuple[GpuProcess, ...] | Unseen = Unseen("the driver was not asked")
     iommu: str = ""
+    busy: int | None = None
+    watts: float | None = None
 
     def __str__(self) -> str:
         capability = f" ({self.capability})" if self.capability else ""
@@ -107,6 +113,7 @@ class HostMemory:
     shm: int | Unseen
     huge_pages: str | Unseen
     min_free: int | Unseen
+    swappiness: int | Unseen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,8 +211,9 @@ class Image:
     """What the host is compared with. ``built`` is seconds since the epoch, None if not known.
 
     ``offenders`` are the sentences of the audit's policy; ``passed`` is None where none judged.
-    ``versions`` are those of its dependencies ("cuda-toolkit" -> "13.0.2"). With ``by_library``
-    the numbers of its libraries count each library as one.
+    ``versions`` are those of its dependencies ("cuda-toolkit" -> "13.0.2"), ``patches`` the
+    subjects of the patches in it. With ``by_library`` the numbers of its libraries count each
+    library as one.
     """
 
     name: str
@@ -218,13 +226,27 @@ class Image:
     offenders: Mapping[Device, tuple[str, ...]]
     versions: Mapping[str, str]
     by_library: bool = False
+    patches: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class NcclLibrary:
+    """A libnccl.so.2 for AArch64. ``version`` is the one it prints, "" where it names none.
+
+    ``stores`` are its store-exclusives, or why they could not be read.
+    """
+
+    path: Path
+    version: str
+    stores: ExclusiveStores | Unseen
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostFacts:
     """``log`` are the lines of the kernel log in which the driver reports trouble.
 
-    ``hidden_caches`` are folders of caches that may not be read.
+    ``hidden_caches`` are folders of caches that may not be read. ``environment`` are variables of
+    this shell that decide how a server starts; ``routed`` is whether there is a default route.
     """
 
     machine: HostMachine
@@ -237,6 +259,9 @@ class HostFacts:
     hidden_caches: tuple[Unseen, ...]
     network: Network
     image: Image | Unseen
+    environment: Mapping[str, str]
+    routed: bool | Unseen
+    nccl: tuple[NcclLibrary, ...]
 
     @property
     def seen_gpus(self) -> tuple[Gpu, ...]:

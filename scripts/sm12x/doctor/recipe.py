@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import shlex
 
+from sm12x.core.errors import Sm12xError
 from sm12x.core.text import GIB, counted, size
+from sm12x.doctor import serving
 from sm12x.doctor.knowledge import Knowledge
 from sm12x.doctor.memory import available
 from sm12x.doctor.model import BAD, OK, UNKNOWN, WARN, Diagnosis, HostFacts, Unseen
+from sm12x.recipes import options, render
 from sm12x.recipes.model import Block, Recipe
 
 _ANY = "any"
@@ -23,7 +26,53 @@ def needs(recipe: Recipe, facts: HostFacts, known: Knowledge) -> list[Diagnosis]
     plan = (f"sm12x plan {shlex.quote(recipe.key)}",)
     findings = [_gpus(recipe.key, block, facts, known, plan)]
     sleeping = _host_memory(recipe.key, block, facts, known, plan)
-    return [*findings, *([sleeping] if sleeping else [])]
+    return [
+        *findings,
+        *([sleeping] if sleeping else []),
+        *_utilization(recipe, facts, known),
+        *_segments(recipe, block, facts, known),
+    ]
+
+
+def _utilization(recipe: Recipe, facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
+    """Only on unified memory, where the rest of the machine lives on what is left."""
+    if not facts.unified:
+        return []
+    given = options.parse(_words(recipe)).get("gpu-memory-utilization", "")
+    most = known.thresholds.unified_utilization
+    try:
+        share = float(given)
+    except ValueError:
+        return []
+    if share <= most:
+        return []
+    seen = (
+        f"{recipe.key} takes --gpu-memory-utilization {given} of unified memory, more than {most}"
+    )
+    fix = (f"sm12x recipe render {shlex.quote(recipe.key)} gpu_memory_utilization={most}",)
+    return [known.finding("recipe.utilization", WARN, seen, fix=fix)]
+
+
+def _segments(recipe: Recipe, block: Block, facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
+    """Expandable segments that the recipe itself turns on for several GPUs."""
+    name = "env.expandable-segments"
+    told = serving.expandable(recipe.env)
+    disabled = "disable-custom-all-reduce" in options.parse(_words(recipe))
+    # Its kernels reach the GPUs of one machine only.
+    if not told or disabled or block.gpus < 2 or serving.cured(facts, name, known):
+        return []
+    seen = f"{recipe.key} sets {told} and runs on {block.gpus} GPUs of a machine"
+    fix = ("vllm serve ... --disable-custom-all-reduce",)
+    return [known.finding(name, WARN, seen, fix=fix)]
+
+
+def _words(recipe: Recipe) -> tuple[str, ...]:
+    """The words of its server's command with the defaults; none where it does not say."""
+    try:
+        return render.render(recipe, settings={}, environ={}, solo=False).serve or ()
+    except Sm12xError:
+        # `sm12x recipe lint` says what is wrong with it.
+        return ()
 
 
 def _gpus(

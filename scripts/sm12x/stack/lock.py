@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import uv
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from sm12x import layout
 from sm12x.core import lockfile, pipconfig, process
@@ -51,13 +53,13 @@ def make(base: Base, machine: str) -> Locks:
     spec = spec_of(base, machine)
     closure = closure_head + _compile(
         base,
-        spec,
+        machine,
         [f"{RELEASE}=={base.version}", base.toolchain.cuda_requirement],
         leave_out=RELEASE,
     )
     build = build_head + _compile(
         base,
-        spec,
+        machine,
         [
             *base.toolchain.build_requires,
             *spec.sdist_requires,
@@ -74,7 +76,7 @@ def resolve(base: Base, machine: str, requirements: Iterable[str]) -> dict[str, 
 
     Raises as ``make`` does.
     """
-    text = _compile(base, spec_of(base, machine), requirements)
+    text = _compile(base, machine, requirements)
     return lockfile.parse(text).versions
 
 
@@ -103,10 +105,7 @@ def heads(base: Base, machine: str) -> tuple[str, str]:
     wheels_only = "--only-binary :all:\n" + "".join(
         f"--no-binary {name}\n" for name in spec.build_from_sdist
     )
-    replaced = "".join(
-        f"# {override.requirement} instead of {override.instead_of}: {override.why}.\n"
-        for override in base.overrides
-    )
+    replaced = "".join(f"# {override}.\n" for override in base.overrides_on(machine))
     return (
         f"{made}# All that {RELEASE} {base.version} needs, and the CUDA toolkit.\n{fits}"
         f"# {RELEASE}=={base.version} itself is not listed: the wheel made here takes its place.\n"
@@ -163,6 +162,17 @@ def verify(base: Base, machine: str, locks: Locks) -> list[str]:
         for name in spec.build_from_sdist
         if name not in closure.versions
     ]
+    for override in base.overrides_on(machine):
+        wanted = Requirement(override.requirement)
+        name = canonicalize_name(wanted.name)
+        findings += [
+            f"{where}: {name} is {found}, base.toml says {override.requirement}"
+            for where, found in (
+                (closure_name, closure.versions.get(name)),
+                (build_name, build.versions.get(name)),
+            )
+            if found is not None and not wanted.specifier.contains(found, prereleases=True)
+        ]
     findings += [
         f"{build_name}: {name} is {version}, {closure_name} has {closure.versions[name]}"
         for name, version in build.versions.items()
@@ -186,13 +196,15 @@ def difference(path: Path, committed: str, made: str) -> str:
 
 def _compile(
     base: Base,
-    spec: LockSpec,
+    machine: str,
     requirements: Iterable[str],
     *,
     leave_out: str | None = None,
     constraint: tuple[str, str] | None = None,
 ) -> str:
     """Run `uv pip compile` in a folder of its own, so that no path of this machine gets in."""
+    spec = spec_of(base, machine)
+    overrides = base.overrides_on(machine)
     end = base.released + datetime.timedelta(days=1)
     argv: list[str | Path] = [
         find_uv(),
@@ -211,8 +223,8 @@ def _compile(
         if constraint:
             (Path(folder) / constraint[0]).write_text(constraint[1])
             argv += ["--constraint", constraint[0]]
-        if base.overrides:
-            lines = "".join(f"{override.requirement}\n" for override in base.overrides)
+        if overrides:
+            lines = "".join(f"{override.requirement}\n" for override in overrides)
             (Path(folder) / "overrides.txt").write_text(lines)
             argv += ["--override", "overrides.txt"]
         done = process.run(

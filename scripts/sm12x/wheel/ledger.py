@@ -84,11 +84,12 @@ class LibraryEntry(Declared):
 
 @dataclass(frozen=True, kw_only=True)
 class OverrideEntry(Declared):
-    """A requirement of the release that the lock replaces: the wheel's METADATA still names it."""
+    """A requirement that the lock replaces: the metadata of the package ``of`` still names it."""
 
     requirement: str
     instead_of: str
     why: str
+    of: str = "vllm"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -127,10 +127,14 @@ def requirements(
 ) -> list[Line]:
     """What `pip check` checks: each package finds what it requires, in a version it accepts.
 
-    A wish of the release that the lock is known to replace is noted, with the reason, where what
-    is installed is what it was replaced by.
+    A wish that the lock is known to replace is noted, with the reason, where what is installed is
+    what it was replaced by. Only that of the package whose wish it is: another that asks for the
+    same has not been looked at.
     """
-    replaced = {str(Requirement(each.instead_of)): each for each in overrides}
+    replaced = {
+        (canonicalize_name(each.of), _wish(Requirement(each.instead_of))): each
+        for each in overrides
+    }
     packages = list(packages)
     versions = {package.name: package.version for package in packages}
     lines = []
@@ -143,7 +147,7 @@ def requirements(
             if version is not None and wanted.specifier.contains(version, prereleases=True):
                 continue
             said = f"{package.name} requires {wanted}, found {version}"
-            known = replaced.get(str(wanted)) if package.name == "vllm" else None
+            known = replaced.get((canonicalize_name(package.name), _wish(wanted)))
             if known and version and Requirement(known.requirement).specifier.contains(version):
                 lines.append(noted(TOPIC, f"{said}, as the lock says: {known.why}"))
             else:
@@ -151,3 +155,8 @@ def requirements(
     if all(line.state != FAIL for line in lines):
         lines.append(passed(TOPIC, f"the requirements of {len(packages)} packages hold"))
     return lines
+
+
+def _wish(requirement: Requirement) -> tuple[str, str]:
+    """Name and versions, without the marker that says where it holds."""
+    return canonicalize_name(requirement.name), str(requirement.specifier)

@@ -165,11 +165,21 @@ class LockSpec(Declared):
 
 @dataclass(frozen=True, kw_only=True)
 class Override(Declared):
-    """A requirement of the release that its lock replaces by another one, and why."""
+    """A requirement that the lock replaces by another one, and why.
+
+    ``of`` is the package whose metadata asks for ``instead_of``, the release's own unless another
+    is named. ``machines`` are those whose lock is made with it, every one where none is named.
+    """
 
     requirement: str
     instead_of: str
     why: str
+    of: str = "vllm"
+    machines: tuple[Machine, ...] = ()
+
+    def __str__(self) -> str:
+        whose = "" if self.of == "vllm" else f" of {self.of}"
+        return f"{self.requirement} instead of {self.instead_of}{whose}: {self.why}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,6 +240,12 @@ class Base(Declared):
     units: Annotated[tuple[UnitCost, ...], Field(alias="unit")] = ()
     overrides: Annotated[tuple[Override, ...], Field(alias="override")] = ()
     dropped: tuple[Dropped, ...] = ()
+
+    def overrides_on(self, machine: str) -> tuple[Override, ...]:
+        """What the locks of ``machine`` are made with instead."""
+        return tuple(
+            each for each in self.overrides if not each.machines or machine in each.machines
+        )
 
     def lock_path(self, machine: str) -> Path:
         """The locked closure of the release on ``machine`` ("x86_64" or "aarch64")."""

@@ -92,7 +92,7 @@ def release(listed: Iterable[ListedFile], version: str, *, project: str) -> Rele
         )
     wheels: dict[str, ListedFile] = {}
     for machine in MACHINES:
-        fitting = [file for file in files if file.kind == WHEEL and _is_for(file.name, machine)]
+        fitting = [file for file in files if file.kind == WHEEL and is_for(file.name, machine)]
         if fitting:
             # A later build replaces an earlier one of the same version.
             wheels[machine] = max(fitting, key=lambda file: parse_wheel_filename(file.name)[2])
@@ -153,7 +153,7 @@ def draft(
     # Those of the old base are for what its release asked for.
     values.pop("override", None)
     if overrides:
-        values["override"] = _tables(asdict(override) for override in overrides)
+        values["override"] = _tables(_written(override) for override in overrides)
     for key in ("upstream", "needed"):
         values["witness"].pop(key, None)
     check.append("module: cpu_seconds and peak_gib are those of " + base.version)
@@ -278,6 +278,12 @@ def _tables(entries: Iterable[dict[str, Any]]) -> AoT:
     return made
 
 
+def _written(override: Override) -> dict[str, Any]:
+    """An override without what it need not say."""
+    plain = Override(requirement="", instead_of="", why="")
+    return {key: value for key, value in asdict(override).items() if value != getattr(plain, key)}
+
+
 def _table(entry: dict[str, Any]) -> Table:
     made = tomlkit.table()
     for key, value in entry.items():
@@ -285,7 +291,8 @@ def _table(entry: dict[str, Any]) -> Table:
     return made
 
 
-def _is_for(name: str, machine: str) -> bool:
+def is_for(name: str, machine: str) -> bool:
+    """Whether a wheel of this file name is for Linux on ``machine``."""
     try:
         tags = parse_wheel_filename(name)[3]
     except InvalidWheelFilename:

@@ -104,9 +104,12 @@ def build(
         dependencies=lockfile.read(parts.base.lock_path(parts.machine)).versions,
         overrides=tuple(
             ledger.OverrideEntry(
-                requirement=each.requirement, instead_of=each.instead_of, why=each.why
+                requirement=each.requirement,
+                instead_of=each.instead_of,
+                why=each.why,
+                of=each.of,
             )
-            for each in parts.base.overrides
+            for each in parts.base.overrides_on(parts.machine)
         ),
     )
     phase("writing the wheel")

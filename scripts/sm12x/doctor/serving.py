@@ -1,0 +1,300 @@
+"""How a server will start and run here: variables of this shell, NCCL's library, the image.
+
+And what goes wrong by it: hangs, crashes at start, kernels that are not used.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from sm12x.audit import exclusives, sections
+from sm12x.audit.exclusives import ExclusiveStores
+from sm12x.core.text import GIB, first_of, size
+from sm12x.doctor.host import Host
+from sm12x.doctor.knowledge import Knowledge
+from sm12x.doctor.memory import available
+from sm12x.doctor.model import (
+    BAD,
+    INFO,
+    OK,
+    UNKNOWN,
+    WARN,
+    Diagnosis,
+    HostFacts,
+    Image,
+    NcclLibrary,
+    Unseen,
+)
+
+# Read by PyTorch, FlashInfer's compiler and vLLM; each decides about a check.
+_VARIABLES = (
+    "FLASHINFER_CUBIN_DIR",
+    "HF_HUB_OFFLINE",
+    "MAX_JOBS",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "TRANSFORMERS_OFFLINE",
+    "VLLM_HAS_FLASHINFER_CUBIN",
+)
+_NCCL = "libnccl.so.2"
+# The image's environment, then what a system package installs.
+_SITES = ("/opt/venv/lib", "/usr/local/lib", "/usr/lib")
+_SYSTEM = ("/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib")
+_IN_SITE = "nvidia/nccl/lib"
+# What the library itself prints at start with NCCL_DEBUG=VERSION.
+_VERSION = re.compile(rb"NCCL version (\d+\.\d+\.\d+)")
+_EM_AARCH64 = (183).to_bytes(2, "little")
+_MACHINE = slice(18, 20)
+# Of /proc/net/route: the destination of a default route, and the flag of one that is up.
+_EVERYWHERE, _UP = "00000000", 1
+_IPV6_EVERYWHERE = "0" * 32
+_NCCL_PACKAGE = "nvidia-nccl-cu13"
+_TRUE = ("1", "true", "yes")
+_FAMILY = 12
+# Addresses of one library that are named.
+_FEW = 3
+
+
+def variables(host: Host) -> dict[str, str]:
+    return {name: host.env[name] for name in _VARIABLES if name in host.env}
+
+
+def routed(host: Host) -> bool | Unseen:
+    """Whether the kernel has a way to other networks: a default route of IPv4 or IPv6."""
+    four = host.text("/proc/net/route")
+    if isinstance(four, Unseen):
+        return four
+    for line in four.splitlines()[1:]:
+        cells = line.split()
+        if len(cells) > 3 and cells[1] == _EVERYWHERE and _flags(cells[3]) & _UP:
+            return True
+    six = host.text("/proc/net/ipv6_route")
+    lines = () if isinstance(six, Unseen) else six.splitlines()
+    return any(_is_default(line.split()) for line in lines)
+
+
+def _is_default(cells: list[str]) -> bool:
+    """Of /proc/net/ipv6_route: destination, its length, ..., flags, device. `lo` rejects."""
+    return (
+        len(cells) > 9
+        and (cells[0], cells[1]) == (_IPV6_EVERYWHERE, "00")
+        and cells[9] != "lo"
+        and bool(_flags(cells[8]) & _UP)
+    )
+
+
+def _flags(text: str) -> int:
+    try:
+        return int(text, 16)
+    except ValueError:
+        return 0
+
+
+def cpus(host: Host) -> int | Unseen:
+    """How many processors are on."""
+    text = host.text("/sys/devices/system/cpu/online")
+    return text if isinstance(text, Unseen) else count(text)
+
+
+def count(online: str) -> int | Unseen:
+    """How many a list of ranges names: "0-15,32-47" is 32."""
+    total = 0
+    for part in online.split(","):
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            return Unseen(f"/sys/devices/system/cpu/online says {online!r}")
+        total += int(last or first) - int(first) + 1
+    return total
+
+
+def nccl(host: Host) -> tuple[NcclLibrary, ...]:
+    """NCCL's libraries here that are for AArch64: the code of each, whatever package names it."""
+    found: dict[Path, NcclLibrary] = {}
+    for path in _places(host):
+        if path.is_file() and path.resolve() not in found:
+            library = _read(path)
+            if library is not None:
+                found[path.resolve()] = library
+    return tuple(found.values())
+
+
+def _places(host: Host) -> Iterator[Path]:
+    chosen = host.env.get("VLLM_NCCL_SO_PATH")
+    if chosen:
+        yield host.path(chosen)
+    for site in _SITES:
+        for name in host.names(site):
+            if name.startswith("python3"):
+                for packages in ("site-packages", "dist-packages"):
+                    yield host.path(f"{site}/{name}/{packages}/{_IN_SITE}/{_NCCL}")
+    for folder in _SYSTEM:
+        yield host.path(f"{folder}/{_NCCL}")
+
+
+def _read(path: Path) -> NcclLibrary | None:
+    """The library; None for one of another machine."""
+    try:
+        with (
+            path.open("rb") as handle,
+            mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as data,
+        ):
+            if data[_MACHINE] != _EM_AARCH64:
+                return None
+            version = _VERSION.search(data)
+            return NcclLibrary(
+                path=path, version=version[1].decode() if version else "", stores=_stores(data)
+            )
+    except (OSError, ValueError) as error:
+        # An empty file cannot be mapped.
+        return NcclLibrary(path=path, version="", stores=Unseen(f"{path}: {error}"))
+
+
+def _stores(data: mmap.mmap) -> ExclusiveStores | Unseen:
+    try:
+        return exclusives.scan(data, sections.instructions(sections.sections(data)))
+    except (ValueError, struct.error) as error:
+        return Unseen(str(error))
+
+
+def expandable(environment: Mapping[str, str]) -> str:
+    """The variable that turns expandable segments on, as it is set; "" where none does."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        value = environment.get(name, "")
+        settings = {
+            key.strip(): word.strip().lower()
+            for key, _, word in (part.partition(":") for part in value.split(","))
+        }
+        if settings.get("expandable_segments") == "true":
+            return f"{name}={value}"
+    return ""
+
+
+def nccl_sound(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
+    """NCCL's own code, and where there is none what the image's ledger names."""
+    name = "net.nccl"
+    if facts.machine.name != "aarch64":
+        return []
+    if facts.nccl:
+        return [_library(facts, each, known) for each in facts.nccl]
+    version = _versions(facts).get(_NCCL_PACKAGE, "")
+    if not version:
+        return []
+    sound = _numbers(version) >= _numbers(known.thresholds.nccl_aarch64)
+    seen = f"the image has NCCL {version} by its ledger"
+    if sound:
+        return [known.finding(name, OK, seen)]
+    seen += f", older than {known.thresholds.nccl_aarch64}"
+    return [known.finding(name, _severity(facts), seen, fix=("sm12x audit IMAGE",))]
+
+
+def _library(facts: HostFacts, library: NcclLibrary, known: Knowledge) -> Diagnosis:
+    name = "net.nccl"
+    about = f"NCCL {library.version or 'of unknown version'} in {library.path}"
+    stores = library.stores
+    if isinstance(stores, Unseen):
+        return known.finding(name, UNKNOWN, f"could not see the code of {about}: {stores.why}")
+    if not stores.untested:
+        return known.finding(
+            name, OK, f"{about}: each of {stores.total} store-exclusives is tested"
+        )
+    where = first_of(stores.untested, _FEW)
+    seen = f"{about} does not retry a failed store ({where}), so that two machines deadlock"
+    newer = f"pip install 'nvidia-nccl-cu13>={known.thresholds.nccl_aarch64}'   # or a newer image"
+    return known.finding(name, _severity(facts), seen, fix=(newer,))
+
+
+def _severity(facts: HostFacts) -> str:
+    """Bad where NCCL is used at all: ranks on other machines, or several GPUs here."""
+    talks = any(port.active for port in facts.network.ports) or len(facts.seen_gpus) > 1
+    return BAD if talks else WARN
+
+
+def segments(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
+    name = "env.expandable-segments"
+    told = expandable(facts.environment)
+    if not told or cured(facts, name, known):
+        return []
+    variable = told.partition("=")[0]
+    many = len(facts.seen_gpus) > 1
+    seen = f"{told} in this shell" + (f", and {len(facts.seen_gpus)} GPUs" if many else "")
+    fix = (f"unset {variable}", "vllm serve ... --disable-custom-all-reduce   # instead")
+    return [known.finding(name, WARN if many else INFO, seen, fix=fix)]
+
+
+def offline(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
+    """Whether the kernels for decoding depend on an HTTP server that cannot be reached."""
+    name = "image.offline"
+    versions = _versions(facts)
+    if "flashinfer-python" not in versions or "flashinfer-cubin" in versions:
+        return []
+    if not _has_family(facts) or cured(facts, name, known):
+        return []
+    if _is_true(facts.environment.get("VLLM_HAS_FLASHINFER_CUBIN", "")):
+        return [known.finding(name, OK, "VLLM_HAS_FLASHINFER_CUBIN is set: no server is asked")]
+    fix = ("docker run -e VLLM_HAS_FLASHINFER_CUBIN=1 ...",)
+    signs = [
+        f"{variable}={facts.environment[variable]}"
+        for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+        if _is_true(facts.environment.get(variable, ""))
+    ]
+    if facts.routed is False:
+        signs.append("no default route")
+    seen = "the image has no flashinfer-cubin, so vLLM asks NVIDIA's artifact server at start"
+    if signs:
+        return [known.finding(name, WARN, f"{seen}; offline: {', '.join(signs)}", fix=fix)]
+    return [known.finding(name, INFO, seen, fix=fix)]
+
+
+def compiling(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
+    """Whether the first start's compilers fit in the memory that is free."""
+    name = "cache.cold"
+    release = _versions(facts).get("flashinfer-python", "")
+    info, cores = facts.memory.info, facts.machine.cpus
+    if not release or "flashinfer-jit-cache" in _versions(facts) or not _has_family(facts):
+        return []
+    warm = [cache for cache in facts.caches if cache.kind == "flashinfer"]
+    if any(release in cache.versions or not cache.versions for cache in warm):
+        return [known.finding(name, OK, f"kernels of FlashInfer {release} are in {warm[0].path}")]
+    if isinstance(info, Unseen) or isinstance(cores, Unseen):
+        why = info.why if isinstance(info, Unseen) else getattr(cores, "why", "")
+        return [known.finding(name, UNKNOWN, f"could not see how many compilers fit: {why}")]
+    limits = known.thresholds
+    each = limits.unified_compiler_gib if facts.unified else limits.compiler_gib
+    fitting = max(1, min(cores, int(available(facts) / GIB / each)))
+    given = facts.environment.get("MAX_JOBS", "")
+    jobs = int(given) if given.isdecimal() and int(given) else cores
+    seen = (
+        f"no kernels of FlashInfer {release} in a cache: the first start compiles them, {jobs} at "
+        f"a time, each up to {each:g} GiB; {size(available(facts))} are available"
+    )
+    if jobs <= fitting:
+        return [known.finding(name, INFO, seen)]
+    fix = (f"docker run -e MAX_JOBS={fitting} -v sm12x-cache:/cache ...",)
+    return [known.finding(name, WARN, seen, fix=fix)]
+
+
+def _versions(facts: HostFacts) -> dict[str, str]:
+    return {} if isinstance(facts.image, Unseen) else dict(facts.image.versions)
+
+
+def _has_family(facts: HostFacts) -> bool:
+    return any(gpu.capability and gpu.capability.major == _FAMILY for gpu in facts.seen_gpus)
+
+
+def cured(facts: HostFacts, check: str, known: Knowledge) -> bool:
+    """Whether the image has a patch that makes the check needless."""
+    image = facts.image
+    patches = image.patches if isinstance(image, Image) else ()
+    return bool(set(patches) & set(known.checks[check].cured_by))
+
+
+def _is_true(text: str) -> bool:
+    return text.strip().lower() in _TRUE
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text))
