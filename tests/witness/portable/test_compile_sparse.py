@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from portable_mla import sparse_mla
 from portable_mla.compile import SM12X_SHARED_MEMORY, KernelConfiguration, compile_for
 
 CONFIGURATIONS = sparse_mla.configurations()
-# Bytes of stack frame per thread. 16 heads of a program spill nothing; 32 spill a few registers,
-# and no accumulator, which would be 128 bytes and more.
-SPILL_BOUNDS = {"merge": 0, "heads=16": 0, "heads=32": 96}
+# Bytes of stack frame per thread. 16 heads of a program spill nothing; 32 spill addresses and
+# constants of the loops, before them. An accumulator would be stored in each step: 64 registers.
+SPILL_BOUNDS = {"merge": 0, "heads=16": 0, "heads=32": 176}
+STORES_AFTER_THE_FIRST_PRODUCT = 8
 
 
 def test_no_tile_is_listed_that_does_not_fit() -> None:
@@ -24,7 +27,7 @@ def test_sm12x(configuration: KernelConfiguration) -> None:
     sizes = []
     for capability in (120, 121):
         compiled = compile_for(configuration, capability)
-        assert 0 < compiled.shared_memory <= SM12X_SHARED_MEMORY
+        assert compiled.shared_memory <= SM12X_SHARED_MEMORY
         assert compiled.spill_bytes <= bound
         sizes.append(compiled.shared_memory)
         if "merge" in configuration.name:
@@ -32,6 +35,8 @@ def test_sm12x(configuration: KernelConfiguration) -> None:
         assert "mma.sync" in compiled.ptx
         if capability == 120:
             assert compiled.tensor_core_instructions().get("HMMA", 0) > 0
+            steps = compiled.sass[compiled.sass.index("HMMA") :]
+            assert len(re.findall(r"\bSTL\b", steps)) <= STORES_AFTER_THE_FIRST_PRODUCT
     if "merge" not in configuration.name:
         (tile,) = (
             t
