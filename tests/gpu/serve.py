@@ -76,36 +76,35 @@ sys.stdin.read()
 """
 
 
-def make_qwen3_moe(folder: Path, layers: int) -> None:
-    """Qwen3-MoE of 1.16 GiB a layer in bf16, with the tokenizer of the recipe `smoke`."""
-    tiny.make(folder)
-    path = folder / "config.json"
-    config: dict[str, Any] = json.loads(path.read_text())
-    config |= {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "torch_dtype": "bfloat16",
-    }
-    path.write_text(json.dumps(config, indent=1))
-
-
 def rewrite(folder: Path, changed: dict[str, Any]) -> None:
     """The model of the recipe `smoke` with another configuration."""
     tiny.make(folder)
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changed, indent=1))
+
+
+def make_qwen3_moe(folder: Path, layers: int) -> None:
+    """Qwen3-MoE of 1.16 GiB a layer in bf16, with the tokenizer of the recipe `smoke`."""
+    rewrite(
+        folder,
+        {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "torch_dtype": "bfloat16",
+        },
+    )
 
 
 def make_glm_5(folder: Path, layers: int) -> None:

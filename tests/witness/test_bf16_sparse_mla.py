@@ -46,7 +46,6 @@ def run(kind: str) -> tuple[Any, Any, Any, Any]:
     slots = lists(kind)
     torch.manual_seed(1)
     q = torch.randn(len(slots), HEADS, WIDTH, dtype=torch.bfloat16)
-    # Slots of other requests lie around the cache of this one.
     cache = torch.randn(SLOTS, 1, WIDTH, dtype=torch.bfloat16)
     out, _, _ = module.triton_bf16_mla_sparse_interface(q, cache, slots[:, None], SCALE)
     return q, cache, slots, out

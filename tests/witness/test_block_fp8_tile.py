@@ -230,5 +230,5 @@ def test_the_product_is_the_references(interpreted: KernelProcess, m: int, n: in
     error = interpreted.call(largest_error, m=m, n=n, k=k, dtype="float32")
     assert error < 2e-6, f"float32: {error}"
     error = interpreted.call(largest_error, m=m, n=n, k=k, dtype="bfloat16")
-    # The interpreter cuts off what bfloat16, with 8 bits, does not hold.
+    # bfloat16 has 8 bits.
     assert error < 2**-7, f"bfloat16: {error}"

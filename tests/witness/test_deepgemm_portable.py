@@ -13,7 +13,7 @@ from tests.witness.kernels import SM12X_SHARED, SM90_SHARED, Gpu, KernelProcess
 
 INDEXER = "vllm.model_executor.layers.sparse_attn_indexer"
 REFERENCE = "vllm.v1.attention.ops.portable_mla.deepgemm_reference"
-# fp8 products of the indexer and sums in fp32; bf16 results, which the interpreter cuts off.
+# fp8 products of the indexer and sums in fp32; bf16 results.
 EXACT, ROUNDED = 1e-4, 8e-3
 
 

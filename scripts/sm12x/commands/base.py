@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import click
@@ -10,8 +9,8 @@ from packaging.version import Version
 
 from sm12x import layout
 from sm12x.commands import print_json, reports
-from sm12x.commands.patchoptions import fetch, say
-from sm12x.core import index, listing, progress
+from sm12x.commands.patchoptions import fetch, give_way, say
+from sm12x.core import listing, progress
 from sm12x.core import text as texts
 from sm12x.core.errors import FindingsError
 from sm12x.stack.model import base as bases
@@ -20,9 +19,6 @@ from sm12x.stack.model.base import Base
 from sm12x.stack.rebase import newest, render, status
 from sm12x.stack.rebase.base_draft import Release
 from sm12x.stack.rebase.newest import NewestReport, PatchTrial
-
-# Trying a stack takes half a minute of git: whoever works on this machine goes first.
-_NICE = 10
 
 
 @click.group()
@@ -85,7 +81,7 @@ def check_command(sources: tuple[str, ...], find_links: Path | None, as_json: bo
     found = newest.find(listed, project)
     if not chosen and found.version not in bases.versions():
         chosen = known
-    trials = _attempts(chosen, known, found, project, find_links)
+    trials = _attempts(chosen, known, found, find_links)
     report = newest.compare(listed, found, known, default=default, project=project, trials=trials)
     if as_json:
         print_json(report)
@@ -108,17 +104,14 @@ def _next(report: NewestReport) -> str:
 
 
 def _attempts(
-    chosen: list[Base], known: list[Base], found: Release, project: str, find_links: Path | None
+    chosen: list[Base], known: list[Base], found: Release, find_links: Path | None
 ) -> list[PatchTrial]:
     """What the patches of each base that is older than ``found`` would do on it."""
     older = [base for base in chosen if Version(base.version) < Version(found.version)]
     if not older:
         return []
-    sdist = found.sdist
-    target = index.fetch_shown(
-        project, sdist.name, sdist.sha256, cache=layout.cache(), find_links=find_links
-    )
-    os.nice(_NICE)
+    target = fetch(found, find_links)
+    give_way()
     there = newest.recorded(found.version, known, status.read(layout.patches() / status.NAME))
     trials: list[PatchTrial] = []
     for base in older:

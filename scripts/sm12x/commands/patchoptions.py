@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,8 +14,11 @@ from sm12x.core import index
 from sm12x.core.errors import UnknownBaseError
 from sm12x.stack.model import base as bases
 from sm12x.stack.model.base import Base
+from sm12x.stack.model.series import Patch, Stack
+from sm12x.stack.rebase.base_draft import Release
 from sm12x.stack.worktree.export import MessageError
 
+_NICE = 10
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 FIND_LINKS = click.option(
@@ -52,12 +56,23 @@ def chosen(version: str | None, *, option: str = "--base") -> Base:
     )
 
 
-def fetch(base: Base, find_links: Path | None) -> Path:
-    """The base's sdist, fetched if need be."""
+def named(stack: Stack, names: Sequence[str]) -> list[Patch]:
+    """The patches of these file names or numbers; all where none is given."""
+    return [stack.get(name) for name in names] if names else list(stack.patches)
+
+
+def give_way() -> None:
+    """Let whoever works on this machine go first, for a command that takes long."""
+    os.nice(_NICE)
+
+
+def fetch(release: Base | Release, find_links: Path | None) -> Path:
+    """The sdist of a base or of a release, fetched if need be."""
+    sdist = release.sdist
     return index.fetch_shown(
-        base.sdist.name.rpartition("-")[0],
-        base.sdist.name,
-        base.sdist.sha256,
+        sdist.name.rpartition("-")[0],
+        sdist.name,
+        sdist.sha256,
         cache=layout.cache(),
         find_links=find_links,
     )

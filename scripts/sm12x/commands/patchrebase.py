@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,10 +16,11 @@ from sm12x.commands.patchoptions import (
     DIRECTORY,
     chosen,
     fetch,
+    give_way,
     print_findings,
     say,
 )
-from sm12x.core import index, listing, progress
+from sm12x.core import listing, progress
 from sm12x.core.errors import BadFileError, PatchConflictError, Sm12xError
 from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
@@ -31,9 +31,6 @@ from sm12x.stack.rebase.rebase import RebaseReport
 from sm12x.stack.witness import witness
 from sm12x.stack.worktree import staging, tree
 from sm12x.stack.worktree.export import MessageError
-
-# Witnesses take minutes: whoever works on this machine goes first.
-_NICE = 10
 
 
 @click.command("rebase")
@@ -128,7 +125,7 @@ def rebase_command(
     before = _before(target / version, patches / version)
     found = base_draft.release(listed, version, project=project)
     found = _dated(found, released.date() if released else None, base, before)
-    os.nice(_NICE)
+    give_way()
     recorded = patches / status.NAME
     run = _runner(python, jobs)
     asked = rebase.RebaseRequest(
@@ -136,7 +133,7 @@ def rebase_command(
         stack=stack,
         found=found,
         source=fetch(base, find_links),
-        target=_fetch(project, found, find_links),
+        target=fetch(found, find_links),
         root=layout.root(),
         out=target,
         force=force,
@@ -244,16 +241,6 @@ def _before(*folders: Path) -> Base | None:
     return None
 
 
-def _fetch(project: str, found: Release, find_links: Path | None) -> Path:
-    return index.fetch_shown(
-        project,
-        found.sdist.name,
-        found.sdist.sha256,
-        cache=layout.cache(),
-        find_links=find_links,
-    )
-
-
 def _witnesses(stack: series.Stack, names: tuple[str, ...]) -> list[str] | None:
     """The witnesses to run, None for all; raises UsageError for one that no patch has."""
     if not names:
@@ -295,7 +282,7 @@ def _prober(
 ) -> rebase.Probe:
     def probe(new: Base, patch: series.Patch, version: str) -> verdict.Need:
         found = base_draft.release(listed, version, project=project)
-        archive = _fetch(project, found, find_links)
+        archive = fetch(found, find_links)
         with tempfile.TemporaryDirectory(prefix="sm12x-probe-") as name:
             source = Path(name) / "source"
             tree.unpack(archive, source)

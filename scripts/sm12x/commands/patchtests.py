@@ -16,6 +16,7 @@ from sm12x.commands.patchoptions import (
     JOBS,
     chosen,
     fetch,
+    named,
     say,
 )
 from sm12x.core import progress
@@ -64,7 +65,7 @@ def witness_command(
     """
     base = chosen(version)
     stack = series.load(base)
-    patches = [stack.get(name) for name in names] if names else list(stack.patches)
+    patches = named(stack, names)
     archive = fetch(base, find_links)
     root = layout.root()
     if python is None and patches:
@@ -135,7 +136,7 @@ def mutate_command(
     """
     base = chosen(version)
     stack = series.load(base)
-    patches = [stack.get(name) for name in names] if names else list(stack.patches)
+    patches = named(stack, names)
     if not auto:
         mutate.require(base)
     archive = fetch(base, find_links)

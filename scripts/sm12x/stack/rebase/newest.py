@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -155,7 +155,6 @@ def attempt(
     recorded: Mapping[str, str],
     *,
     root: Path,
-    on_patch: Callable[[str], None] | None = None,
 ) -> tuple[PatchTrial, ...]:
     """Try every patch of ``stack`` on the release ``found``.
 
@@ -178,7 +177,6 @@ def attempt(
             leave_out=lambda patch: False,
             root=root,
             label=found.sdist.name,
-            on_patch=(lambda patch: on_patch(patch.name)) if on_patch else None,
         )
     return tuple(_trial(base, one, recorded) for one in report.carried)
 
