@@ -47,7 +47,7 @@ test-mutations: $(STAMP) ## edits of patched lines: each has to turn a witness r
 
 test-integration: $(STAMP) ## tests that run real git, real wheels, real compilers
 	@sh scripts/make-tools.sh $(BIN)/python
-	@$(BIN)/pytest -n 2 tests/integration
+	@$(BIN)/pytest -n 2 --dist loadgroup tests/integration
 
 test-image: $(STAMP) ## tests of the image that `make bundle` left
 	@BASE=$(BASE) $(BIN)/pytest -n 2 tests/image

@@ -2,9 +2,7 @@
 # edit the recipe, not this file.
 #
 # GLM-5.1-REAP-478B-A42B-NVFP4, 64K context, 4 x RTX PRO 6000, sleep mode
-# Status: reported; it cannot serve yet: with the flags here every call has a kernel for SM12x
-# (attention: the release's Triton kernel for XPU, whose addresses patch 0031 keeps inside of the
-# cache; the indexer: patch 0024), but no server has run them together yet.
+# Status: reported.
 #
 #   nomad job run -var image=IMAGE FILE
 #   nomad job run -var image=IMAGE -var gpus=0 -var args=check FILE

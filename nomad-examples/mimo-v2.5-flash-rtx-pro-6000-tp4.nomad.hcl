@@ -2,8 +2,7 @@
 # edit the recipe, not this file.
 #
 # MiMo-V2.5-Flash, 128K context, 4 x RTX PRO 6000, sleep mode
-# Status: reported; it cannot serve yet: patch 0030 pads V to the head size of K, so that
-# TRITON_ATTN can take the model, but no server has run it so yet.
+# Status: reported.
 #
 #   nomad job run -var image=IMAGE FILE
 #   nomad job run -var image=IMAGE -var gpus=0 -var args=check FILE

@@ -100,6 +100,7 @@ locals {
     "--gpu-memory-utilization",
     "0.60",
     "--enable-sleep-mode",
+    "--enable-sleep-routes",
     "--max-model-len",
     "131072",
     "--max-num-seqs",
@@ -200,7 +201,6 @@ job "qwen3-6-27b-nvfp4-rtx-pro-6000" {
       }
 
       env {
-        VLLM_SERVER_DEV_MODE = "1"
         # What is compiled when the server starts goes to the cache volume.
         TRITON_CACHE_DIR        = "/root/.cache/triton"
         TORCHINDUCTOR_CACHE_DIR = "/root/.cache/inductor"

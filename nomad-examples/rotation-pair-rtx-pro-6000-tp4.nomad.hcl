@@ -2,8 +2,7 @@
 # edit the recipe, not this file.
 #
 # DeepSeek-V4-Flash and MiMo-V2.5-Flash taking turns on the same 4 x RTX PRO 6000
-# Status: reported; it cannot serve yet: MiMo-V2.5-Flash cannot serve yet with this stack; see its
-# recipe.
+# Status: reported.
 #
 #   nomad job run -var image=IMAGE FILE
 #   nomad job run -var image=IMAGE -var gpus=0 -var args=check FILE

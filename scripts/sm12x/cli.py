@@ -28,7 +28,7 @@ VERBS = {
     "doctor": "Look at this host: driver, GPUs, engine, memory, caches, network.",
     "plan": "Say whether recipes fit in GPU and host memory, and what to cut.",
     "recipe": "List, show, lint, pin, import and render recipes.",
-    "overlay": "Patch the Python files of an image others made, to mount over its own.",
+    "overlay": "Patch the Python files of another project's image, as files to mount over its own.",
     "docs": "Write the generated parts of README.md, docs/ and nomad-examples/, or check them.",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib import metadata
 from pathlib import Path
 
 
@@ -27,7 +28,7 @@ def replaced() -> Path:
 
 
 def ports() -> Path:
-    """Trees in which patches are being ported to another release, one a release."""
+    """Trees in which patches are being ported to another release, one per release."""
     return cache() / "ports"
 
 
@@ -40,6 +41,21 @@ def recipes() -> Path:
     here = root() / "recipes"
     image = Path(os.environ.get("SM12X_IMAGE_ROOT", "/opt/sm12x")) / "recipes"
     return here if here.is_dir() or not image.is_dir() else image
+
+
+def release() -> str:
+    """The release of vLLM at hand: the default base of a checkout, in an image that of its vLLM.
+
+    "" where neither is known.
+    """
+    try:
+        return (patches() / "default").read_text(encoding="utf-8").strip()
+    except OSError:
+        pass
+    try:
+        return metadata.version("vllm").partition("+")[0]
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def bundles() -> Path:

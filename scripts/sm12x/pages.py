@@ -185,8 +185,9 @@ def _exit_codes_table() -> str:
 
 
 def _recipes_table() -> str:
-    """One row for each recipe that has an ``sm12x`` block."""
+    """One row for each recipe that has an ``sm12x`` block; a column for each base."""
     rows = []
+    versions = bases.versions()
     for key, recipe in load.load_all(layout.recipes()).items():
         block = recipe.sm12x
         if block is None:
@@ -198,10 +199,11 @@ def _recipes_table() -> str:
                 recipe.description or recipe.name,
                 f"{block.gpus} x {' or '.join(block.hardware)}{machines}",
                 str(block.sleep),
-                f"{block.status.state}{', blocked' if block.status.blocked else ''}",
+                block.status.state,
+                *(block.status.blocked_on(version) or "not blocked" for version in versions),
             )
         )
-    return markdown(("recipe", "what it serves", "hardware", "sleep", "status"), rows)
+    return markdown(("recipe", "what it serves", "hardware", "sleep", "status", *versions), rows)
 
 
 def _plans_table() -> str:

@@ -97,7 +97,7 @@ uint64_t fakecuda_calls(const char *function);
 void fakecuda_forget_calls(void);
 /* Name of the i-th function, NULL past the last. */
 const char *fakecuda_function(size_t i);
-/* The last calls, oldest first, one a line with arguments and result; returns the bytes needed. */
+/* The last calls, oldest first, one per line with arguments and result; returns the bytes needed. */
 size_t fakecuda_trace(char *text, size_t size);
 
 /* What is alive. A handle counts until it is released; physical memory until it is neither held by

@@ -203,7 +203,7 @@ class Weights:
         yield f"{name}.scale", self._scales(rows // BLOCK, columns // BLOCK, columns, 1.0)
 
     def _nibbles(self, name: str, rows: int, columns: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """A matrix of FP4 (e2m1), two values a byte, and the scale of each 32 in a row."""
+        """A matrix of FP4 (e2m1), two values per byte, and the scale of each 32 in a row."""
         torch = self._torch
         shape = (rows, columns // 2)
         packed = torch.randint(

@@ -1,7 +1,12 @@
-"""What a worker of a served vLLM holds: `--worker-extension-cls tests.gpu.probe.Probe`."""
+"""What a worker of a served vLLM holds: `--worker-extension-cls tests.gpu.probe.Probe`.
+
+The import also gives `--load-format dummy` other weights. The release draws all of them from
+-0.001 to 0.001; an attention layer of such a model adds nothing that a token's rank could show.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 
@@ -25,7 +30,33 @@ class Probe:
             "budget": int(worker.requested_memory),
             "cache": int(getattr(worker, "available_kv_cache_memory_bytes", 0)),
             "given_back": _given_back(),
+            **_cached(),
         }
+
+
+def _cached() -> dict[str, int]:
+    """Bytes of PyTorch's segments that no tensor has: of its own pool, and of the others."""
+    import torch
+
+    held = {"cached": 0, "cached_in_pools": 0}
+    for segment in torch.cuda.memory_snapshot():
+        name = "cached" if segment["segment_pool_id"] == (0, 0) else "cached_in_pools"
+        held[name] += segment["total_size"] - segment["allocated_size"]
+    return held
+
+
+def _draw_weights() -> None:
+    """Make dummy weights as large as a trained model's: products keep their variance."""
+    from vllm.model_executor.model_loader import weight_utils
+
+    of_release: Any = weight_utils.initialize_single_dummy_weight
+
+    def drawn(param: Any, low: float = 0.0, high: float = 0.0, seed: int = 1234) -> None:
+        # Norms and sinks have one dimension; a matrix has its inputs last.
+        bound = math.sqrt(3 / param.shape[-1]) if param.ndim > 1 else 0.0
+        of_release(param, *((-bound, bound) if bound else (0.5, 1.5)), seed)
+
+    weight_utils.initialize_single_dummy_weight = drawn
 
 
 def _given_back() -> int:
@@ -35,3 +66,6 @@ def _given_back() -> int:
     allocator: Any = CuMemAllocator.instance
     segments = getattr(allocator, "released_segments", {})
     return sum(handle[1] for handle in segments.values())
+
+
+_draw_weights()

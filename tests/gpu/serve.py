@@ -84,7 +84,7 @@ def rewrite(folder: Path, changed: dict[str, Any]) -> None:
 
 
 def make_qwen3_moe(folder: Path, layers: int) -> None:
-    """Qwen3-MoE of 1.16 GiB a layer in bf16, with the tokenizer of the recipe `smoke`."""
+    """Qwen3-MoE of 1.16 GiB per layer in bf16, with the tokenizer of the recipe `smoke`."""
     rewrite(
         folder,
         {
@@ -242,7 +242,8 @@ MODELS = {
         ),
         prompts=LONG_PROMPTS,
     ),
-    # --attention-backend TRITON_ATTN --attention-config.flash_attn_version 2.
+    # --attention-backend TRITON_ATTN --attention-config.flash_attn_version 2. Without these flags
+    # 9.0 needs FlashAttention 4 and its nvidia-cutlass-dsl.
     "mimo-v2": Model(
         make=make_mimo_v2,
         flags=(

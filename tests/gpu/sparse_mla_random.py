@@ -146,6 +146,9 @@ def part(tree: Path, out: Path, numbers: range, seconds: float) -> None:
     inputs = importlib.import_module("sparse_inputs")
     kernels = importlib.import_module("portable_mla.sparse_mla")
     reference = importlib.import_module("portable_mla.sparse_mla_reference")
+    # Inputs are drawn on the host, and each process would take all of its cores.
+    torch: Any = importlib.import_module("torch")
+    torch.set_num_threads(1)
     errors: list[float] = []
     failed: dict[int, str] = {}
     hostile_shapes = 0

@@ -45,7 +45,7 @@ def test_check_finds_a_file_that_is_not_the_built_one(
     other = tmp_path / "other.py"
     other.write_text("# not what was built\n")
     cover = f"{other}:{SITE}/{patched.path}:ro"
-    done = docker_run("check", "--json", options=("--volume", cover))
+    done = docker_run("check", "--quick", "--json", options=("--volume", cover))
     assert done.returncode == 1, done.stdout + done.stderr
     assert patched.path in json.dumps(json.loads(done.stdout))
 
@@ -61,7 +61,7 @@ def test_check_names_a_module_that_was_swapped(
         swapped = Path(wheel.extract(other.path, tmp_path))
     swapped.chmod(0o755)
     cover = f"{swapped}:{SITE}/{mine.path}:ro"
-    done = docker_run("check", "--json", options=("--volume", cover))
+    done = docker_run("check", "--quick", "--json", options=("--volume", cover))
     assert done.returncode == 1, done.stdout + done.stderr
     lines = json.loads(done.stdout)["lines"]
     named = {

@@ -38,8 +38,9 @@ def engine(
 
 
 def containers(engine: str) -> str:
+    """Those of our image: other tests use the engine meanwhile."""
     listing = ["containers", "-q"] if engine == "buildah" else ["ps", "-aq"]
-    return process.run([engine, *listing]).stdout
+    return process.run([engine, *listing, "--filter", f"ancestor={NAME}"]).stdout
 
 
 def test_an_image_is_audited_and_no_container_stays(engine: str) -> None:

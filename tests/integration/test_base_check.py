@@ -22,8 +22,8 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     made = stackrepo.make(tmp_path, monkeypatch)
     monkeypatch.setenv("SM12X_CACHE", str(tmp_path / "cache"))
     directory = made.applied("author")
-    made.commit(directory, "Mend ten", "tiny/a.py", "a = 10\n", "a = 'ten'\n")
-    made.commit(directory, "Mend five", "tiny/b.py", "b = 5\n", "b = 'five'\n")
+    made.commit(directory, "Correct ten", "tiny/a.py", "a = 10\n", "a = 'ten'\n")
+    made.commit(directory, "Correct five", "tiny/b.py", "b = 5\n", "b = 'five'\n")
     (made.root / "patches/default").write_text("1.0\n")
     return made
 
@@ -43,8 +43,8 @@ def test_patches_are_tried_on_the_newest_and_nothing_is_written(world: World) ->
     document = json.loads(done.stdout)
     assert (document["newest"], document["current"]) == ("2.0", True)
     assert [(t["base"], t["patch"], t["text"], t["conflicts"]) for t in document["trials"]] == [
-        ("1.0", "0001-Mend-ten.patch", "merges", []),
-        ("1.0", "0002-Mend-five.patch", "conflict", ["tiny/b.py"]),
+        ("1.0", "0001-Correct-ten.patch", "merges", []),
+        ("1.0", "0002-Correct-five.patch", "conflict", ["tiny/b.py"]),
     ]
     # An sdist alone: no wheel to make a base of.
     assert document["wheels"] == {"x86_64": None, "aarch64": None}
@@ -59,8 +59,8 @@ def test_two_releases_behind_is_exit_1(world: World) -> None:
     assert "1.0 is 2 releases behind tiny 2.0" in done.stderr
     assert "sm12x patch rebase 2.0 --from 1.0" in done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
-    assert ["1.0", "0001-Mend-ten", "applies", "-"] in rows
-    assert ["1.0", "0002-Mend-five", "present", "-"] in rows
+    assert ["1.0", "0001-Correct-ten", "applies", "-"] in rows
+    assert ["1.0", "0002-Correct-five", "present", "-"] in rows
 
 
 def test_no_release_is_newer(world: World) -> None:

@@ -21,9 +21,9 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(overlay, "PACKAGE", "tiny")
     made = stackrepo.make(tmp_path, monkeypatch)
     directory = made.applied("author")
-    made.commit(directory, "Mend line ten", "tiny/a.py", "a = 10\n", "a = 'ten'\n")
-    made.commit(directory, "Mend line ten again", "tiny/a.py", "a = 'ten'\n", "a = 'TEN'\n")
-    made.commit(directory, "Mend b", "tiny/b.py", "b = 5\n", "b = 'five'\n")
+    made.commit(directory, "Correct line ten", "tiny/a.py", "a = 10\n", "a = 'ten'\n")
+    made.commit(directory, "Correct line ten again", "tiny/a.py", "a = 'ten'\n", "a = 'TEN'\n")
+    made.commit(directory, "Correct b", "tiny/b.py", "b = 5\n", "b = 'five'\n")
     made.commit(directory, "Add a module", "tiny/sub/c.py", "", "c = 1\n")
     return made
 
@@ -76,7 +76,7 @@ def test_a_file_of_another_version_is_refused(
         have["tiny/a.py"] = text
     with pytest.raises(PatchConflictError, match=said) as caught:
         overlay.patch(stack, have, source="image")
-    assert "0001-Mend-line-ten.patch" in str(caught.value)
+    assert "0001-Correct-line-ten.patch" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -100,5 +100,5 @@ def test_what_is_written_says_what_it_was_made_from(
     taken = tmp_path / "taken"
     taken.mkdir()
     (taken / "mine").write_text("")
-    with pytest.raises(UsageError, match="is no overlay"):
+    with pytest.raises(UsageError, match="is not an overlay"):
         overlay.write(made, installed, stack, "image", taken)

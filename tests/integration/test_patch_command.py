@@ -30,8 +30,8 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setenv("SM12X_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("BASE", raising=False)
     directory = made.applied("author")
-    made.commit(directory, "Mend ten", "tiny/a.py", "a = 10\n", "a = 'ten'\n")
-    made.commit(directory, "Mend five", "tiny/b.py", "b = 5\n", "b = 'five'\n")
+    made.commit(directory, "Correct ten", "tiny/a.py", "a = 10\n", "a = 'ten'\n")
+    made.commit(directory, "Correct five", "tiny/b.py", "b = 5\n", "b = 'five'\n")
     return made
 
 
@@ -49,7 +49,7 @@ def test_from_an_empty_folder_to_a_new_patch(world: World) -> None:
     links = ("--find-links", world.archive.parent)
     done = _patch(world, "apply", "--unpack", directory, *links)
     assert done.returncode == 0, done.stderr
-    assert "0002-Mend-five.patch: applied" in done.stdout
+    assert "0002-Correct-five.patch: applied" in done.stdout
     assert f"sm12x patch refresh --base 1.0 {directory}" in done.stdout
     (directory / "tiny/a.py").write_text("a = 0\n")
     trailers = ("--upstream", "none (ours)", "--drop-when", "it is no more needed")
@@ -110,14 +110,14 @@ def test_a_users_mistake_is_one_line_and_a_code(
         (lambda f: (f / "0009-x.patch").touch(), "0009-x.patch:1: is not listed in the series"),
         (lambda f: (f / "series").write_text("a\n"), "series:1: 'a' is not the name"),
         (
-            lambda f: (f / "0001-Mend-ten.patch").write_bytes(
-                (f / "0001-Mend-ten.patch").read_bytes().replace(b"\n", b"\r\n")
+            lambda f: (f / "0001-Correct-ten.patch").write_bytes(
+                (f / "0001-Correct-ten.patch").read_bytes().replace(b"\n", b"\r\n")
             ),
-            "0001-Mend-ten.patch:1: has CRLF line endings",
+            "0001-Correct-ten.patch:1: has CRLF line endings",
         ),
         (
-            lambda f: (f / "0001-Mend-ten.patch").write_text(
-                (f / "0001-Mend-ten.patch").read_text().replace("Drop-when", "Drop-if")
+            lambda f: (f / "0001-Correct-ten.patch").write_text(
+                (f / "0001-Correct-ten.patch").read_text().replace("Drop-when", "Drop-if")
             ),
             "the trailer `Drop-when:` is missing",
         ),

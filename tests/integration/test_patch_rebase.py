@@ -48,8 +48,8 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     (made.root / TEN).write_text(WITNESS.format(file="a", new="ten"))
     (made.root / FIVE).write_text(WITNESS.format(file="b", new="five"))
     directory = made.applied("author")
-    made.commit(directory, "Mend ten", "tiny/a.py", "a = 10\n", "a = 'ten'\n", witness=TEN)
-    made.commit(directory, "Mend five", "tiny/b.py", "b = 5\n", "b = 'five'\n", witness=FIVE)
+    made.commit(directory, "Correct ten", "tiny/a.py", "a = 10\n", "a = 'ten'\n", witness=TEN)
+    made.commit(directory, "Correct five", "tiny/b.py", "b = 5\n", "b = 'five'\n", witness=FIVE)
     return made
 
 
@@ -85,16 +85,16 @@ def test_what_applies_is_kept_and_what_is_upstream_is_left_out(world: World) -> 
     )
     done = _rebase(world, "2.0")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "0001-Mend-ten.patch: kept\n  text     merges; exported anew\n" in done.stdout
-    assert "0002-Mend-five.patch: left out: upstream since 2.0\n" in done.stdout
+    assert "0001-Correct-ten.patch: kept\n  text     merges; exported anew\n" in done.stdout
+    assert "0002-Correct-five.patch: left out: upstream since 2.0\n" in done.stdout
     assert "1 kept, 1 upstream, 0 to resolve" in done.stdout
     assert "to be checked before it is committed:" in done.stdout
     new = bases.load("2.0")
     (entry,) = new.dropped
-    assert (entry.patch, entry.state, entry.since) == ("0002-Mend-five.patch", "upstream", "2.0")
+    assert (entry.patch, entry.state, entry.since) == ("0002-Correct-five.patch", "upstream", "2.0")
     assert "1 of 1 green" in entry.why
     stack = series.load(new)
-    assert [patch.name for patch in stack.patches] == ["0001-Mend-ten.patch"]
+    assert [patch.name for patch in stack.patches] == ["0001-Correct-ten.patch"]
     assert series.check(new, root=world.root) == []
     # Strictly, and byte for byte out again.
     fresh = world.work / "two"
@@ -103,19 +103,19 @@ def test_what_applies_is_kept_and_what_is_upstream_is_left_out(world: World) -> 
     assert (report.ok, faults) == (True, [])
     table = _sm12x("base", "status")
     assert table.stdout.splitlines()[:3] == [
-        "patch           1.0      2.0",
-        "0001-Mend-ten   applied  applied",
-        "0002-Mend-five  applied  upstream",
+        "patch              1.0      2.0",
+        "0001-Correct-ten   applied  applied",
+        "0002-Correct-five  applied  upstream",
     ]
     # A later release: what is known of this one says since when.
     release(world, "3.0", {"tiny/b.py": B.replace("= 5", "= 'five!'")})
     done = _rebase(world, "3.0", "--json")
     assert done.returncode == 0, done.stderr
     said = {patch["patch"]: patch for patch in json.loads(done.stdout)["patches"]}
-    assert said["0002-Mend-five.patch"]["since"] == "2.0"
-    assert said["0001-Mend-ten.patch"]["text"] == "applies"
-    assert (world.root / "patches/3.0/0001-Mend-ten.patch").read_bytes() == world.patches()[
-        "0001-Mend-ten.patch"
+    assert said["0002-Correct-five.patch"]["since"] == "2.0"
+    assert said["0001-Correct-ten.patch"]["text"] == "applies"
+    assert (world.root / "patches/3.0/0001-Correct-ten.patch").read_bytes() == world.patches()[
+        "0001-Correct-ten.patch"
     ]
 
 
@@ -125,12 +125,12 @@ def test_releases_in_between_say_since_when(world: World) -> None:
         release(world, version, changes)
     done = _rebase(world, "2.0")
     assert done.returncode == 0, done.stderr
-    assert "0002-Mend-five.patch: left out: upstream since 1.2\n" in done.stdout
+    assert "0002-Correct-five.patch: left out: upstream since 1.2\n" in done.stdout
     assert bases.load("2.0").dropped[0].since == "1.2"
     assert _sm12x("base", "status").stdout.splitlines()[:3] == [
-        "patch           1.0      1.1      1.2       2.0",
-        "0001-Mend-ten   applied  unknown  unknown   applied",
-        "0002-Mend-five  applied  needed   upstream  upstream",
+        "patch              1.0      1.1      1.2       2.0",
+        "0001-Correct-ten   applied  unknown  unknown   applied",
+        "0002-Correct-five  applied  needed   upstream  upstream",
     ]
 
 
@@ -161,8 +161,8 @@ def test_a_conflict_is_left_in_a_tree_and_what_is_printed_works(world: World) ->
     release(world, "2.0", {"tiny/a.py": A.replace("a = 10\n", "a = 10.0  # as float\n")})
     done = _rebase(world, "2.0")
     assert done.returncode == 11, done.stderr
-    assert "0001-Mend-ten.patch: CONFLICT\n" in done.stdout
-    assert "0002-Mend-five.patch: kept\n  text     applies as it is\n" in done.stdout
+    assert "0001-Correct-ten.patch: CONFLICT\n" in done.stdout
+    assert "0002-Correct-five.patch: kept\n  text     applies as it is\n" in done.stdout
     directory = _tree(done)
     text = (directory / "tiny/a.py").read_text()
     assert "  tiny/a.py:10\n" in done.stdout
@@ -173,7 +173,7 @@ def test_a_conflict_is_left_in_a_tree_and_what_is_printed_works(world: World) ->
         "a = 10",
         "=======",
         "a = 'ten'",
-        ">>>>>>> 0001-Mend-ten.patch",
+        ">>>>>>> 0001-Correct-ten.patch",
         "a = 11",
     ]
     assert not list(directory.rglob("*.rej"))
@@ -189,7 +189,7 @@ def test_a_conflict_is_left_in_a_tree_and_what_is_printed_works(world: World) ->
     done = _typed(world, command)
     assert done.returncode == 0, done.stderr
     stack = series.load(bases.load("2.0"))
-    assert [patch.subject for patch in stack.patches] == ["Mend ten", "Mend five"]
+    assert [patch.subject for patch in stack.patches] == ["Correct ten", "Correct five"]
     assert stack.patches[0].author.name == "A Person"
     assert bases.load("2.0").dropped == ()
     assert series.check(bases.load("2.0"), root=world.root) == []
@@ -197,7 +197,7 @@ def test_a_conflict_is_left_in_a_tree_and_what_is_printed_works(world: World) ->
     checked = _typed(world, command)
     assert checked.returncode == 0, checked.stdout + checked.stderr
     table = json.loads(_sm12x("base", "status", "--json").stdout)
-    assert table["0001-Mend-ten.patch"]["2.0"]["state"] == "applied"
+    assert table["0001-Correct-ten.patch"]["2.0"]["state"] == "applied"
     # The tree is one to go on in.
     again = _sm12x("patch", "refresh", "--base", "2.0", directory)
     assert again.returncode == 0, again.stderr
@@ -208,27 +208,27 @@ def test_a_conflict_is_left_in_a_tree_and_what_is_printed_works(world: World) ->
 def test_a_patch_that_waits_for_another_is_said_to(world: World) -> None:
     """GIVEN a patch on top of one in conflict THEN it follows, and merges once that is resolved."""
     author = world.applied("more")
-    world.commit(author, "Mend ten more", "tiny/a.py", "a = 'ten'\n", "a = 'TEN'\n", witness=TEN)
-    world.commit(author, "Mend sixty", "tiny/a.py", "a = 60\n", "a = 'sixty'\n", witness=TEN)
+    world.commit(author, "Correct ten more", "tiny/a.py", "a = 'ten'\n", "a = 'TEN'\n", witness=TEN)
+    world.commit(author, "Correct sixty", "tiny/a.py", "a = 60\n", "a = 'sixty'\n", witness=TEN)
     release(world, "2.0", {"tiny/a.py": A.replace("a = 10\n", "a = 10.0\n")})
     done = _rebase(world, "2.0", "--json", "--no-witness")
     assert done.returncode == 11
     said = {one["patch"]: one for one in json.loads(done.stdout)["patches"]}
     assert {name: one["text"] for name, one in said.items()} == {
-        "0001-Mend-ten.patch": "conflict",
-        "0002-Mend-five.patch": "applies",
-        "0003-Mend-ten-more.patch": "follows",
-        "0004-Mend-sixty.patch": "applies",
+        "0001-Correct-ten.patch": "conflict",
+        "0002-Correct-five.patch": "applies",
+        "0003-Correct-ten-more.patch": "follows",
+        "0004-Correct-sixty.patch": "applies",
     }
-    assert said["0003-Mend-ten-more.patch"]["follows"] == ["0001-Mend-ten.patch"]
-    assert said["0003-Mend-ten-more.patch"]["conflicts"] == []
+    assert said["0003-Correct-ten-more.patch"]["follows"] == ["0001-Correct-ten.patch"]
+    assert said["0003-Correct-ten-more.patch"]["conflicts"] == []
     directory = Path(json.loads(done.stdout)["port"]["tree"])
     target = directory / "tiny/a.py"
     target.write_text(A.replace("a = 10\n", "a = 'ten'\n"))
     done = _sm12x("patch", "continue", directory)
     assert done.returncode == 0, done.stderr
     names = [patch.subject for patch in series.load(bases.load("2.0")).patches]
-    assert names == ["Mend ten", "Mend five", "Mend ten more", "Mend sixty"]
+    assert names == ["Correct ten", "Correct five", "Correct ten more", "Correct sixty"]
 
 
 def test_one_conflict_after_the_other_and_one_left_out(world: World) -> None:
@@ -245,7 +245,7 @@ def test_one_conflict_after_the_other_and_one_left_out(world: World) -> None:
     assert "--skip" in empty.stderr
     done = _sm12x("patch", "continue", "--skip", directory)
     assert done.returncode == 11, done.stderr
-    assert "conflicts of 0002-Mend-five.patch (2 of 2)" in done.stdout
+    assert "conflicts of 0002-Correct-five.patch (2 of 2)" in done.stdout
     assert "  tiny/b.py:5\n" in done.stdout
     assert "tiny/a.py" not in done.stdout
     # Committed by the person's own git: taken, with the patch's message.
@@ -254,9 +254,9 @@ def test_one_conflict_after_the_other_and_one_left_out(world: World) -> None:
     done = _sm12x("patch", "continue", directory)
     assert done.returncode == 0, done.stderr
     new = bases.load("2.0")
-    assert [patch.subject for patch in series.load(new).patches] == ["Mend five"]
+    assert [patch.subject for patch in series.load(new).patches] == ["Correct five"]
     assert [(entry.patch, entry.state) for entry in new.dropped] == [
-        ("0001-Mend-ten.patch", "unknown")
+        ("0001-Correct-ten.patch", "unknown")
     ]
 
 
@@ -265,9 +265,9 @@ def test_a_file_that_is_gone_is_merged_where_it_may_be(world: World) -> None:
     done = _rebase(world, "2.0")
     assert done.returncode == 11
     # Its witness finds no file to look into, which says nothing of the defect.
-    assert "0002-Mend-five.patch: UNKNOWN\n  text     does not merge\n" in done.stdout
+    assert "0002-Correct-five.patch: UNKNOWN\n  text     does not merge\n" in done.stdout
     (_, outcome) = status.read(world.root / "patches/status.toml")
-    assert (outcome.need, outcome.text) == ("unknown", "conflict")
+    assert (outcome.verdict, outcome.text) == ("unknown", "conflict")
     # The record names the file by its place in the tree, which is in another folder each time.
     assert "FileNotFoundError" in outcome.why
     assert "'tiny/b.py'" in outcome.why
@@ -284,7 +284,7 @@ def test_what_has_no_place_is_left_as_a_diff_and_asked_for(world: World) -> None
     """GIVEN a patch of two files, one of them gone THEN its part has to be dealt with."""
     author = world.applied("second")
     (author / "tiny/a.py").write_text((author / "tiny/a.py").read_text() + "a = 61\n")
-    world.commit(author, "Mend both", "tiny/b.py", "b = 15\n", "b = 'x'\n", witness=TEN)
+    world.commit(author, "Correct both", "tiny/b.py", "b = 15\n", "b = 'x'\n", witness=TEN)
     release(world, "2.0", {"tiny/b.py": None})
     done = _rebase(world, "2.0", "--no-witness")
     directory = _tree(done)
@@ -299,14 +299,14 @@ def test_what_has_no_place_is_left_as_a_diff_and_asked_for(world: World) -> None
     done = _sm12x("patch", "continue", directory)
     assert done.returncode == 0, done.stderr
     names = [patch.subject for patch in series.load(bases.load("2.0")).patches]
-    assert names == ["Mend ten", "Mend both"]
+    assert names == ["Correct ten", "Correct both"]
 
 
 @pytest.mark.parametrize("at", range(0, 14, 2))
 def test_a_port_that_is_killed_goes_on(world: World, at: int) -> None:
     """SIGKILL before the n-th git command of `continue`: the next run ends in the same stack."""
     author = world.applied("more")
-    world.commit(author, "Mend ten more", "tiny/a.py", "a = 'ten'\n", "a = 'TEN'\n", witness=TEN)
+    world.commit(author, "Correct ten more", "tiny/a.py", "a = 'ten'\n", "a = 'TEN'\n", witness=TEN)
     release(world, "2.0", {"tiny/a.py": A.replace("a = 10\n", "a = 10.0\n")})
     done = _rebase(world, "2.0", "--no-witness")
     directory = _tree(done)
@@ -341,7 +341,7 @@ def test_the_folder_may_have_been_changed_meanwhile(world: World) -> None:
     release(world, "2.0", {"tiny/a.py": A.replace("a = 10\n", "a = 10.0\n")})
     directory = _tree(_rebase(world, "2.0", "--no-witness"))
     (directory / "tiny/a.py").write_text(A.replace("a = 10\n", "a = 'ten'\n"))
-    (world.root / "patches/2.0/0001-Mend-five.patch").unlink()
+    (world.root / "patches/2.0/0001-Correct-five.patch").unlink()
     (world.root / "patches/2.0/series").write_text("# mine\n")
     done = _sm12x("patch", "continue", directory)
     assert done.returncode == 12
@@ -356,7 +356,7 @@ def test_witnesses_that_cannot_run_leave_it_unknown(world: World) -> None:
     assert done.returncode == 16, done.stderr
     assert "/nowhere/python is not an executable" in done.stderr
     table = json.loads(_sm12x("base", "status", "--json").stdout)
-    cell = table["0001-Mend-ten.patch"]["2.0"]
+    cell = table["0001-Correct-ten.patch"]["2.0"]
     assert cell["state"] == "unknown"
     assert "could not run" in cell["note"]
 
@@ -372,7 +372,7 @@ def test_an_error_that_is_the_defect_is_red(world: World) -> None:
     release(world, "2.0", {})
     done = _rebase(world, "2.0")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "0001-Mend-ten.patch: kept\n  text     applies as it is\n  witness  1 of 1 red" in (
+    assert "0001-Correct-ten.patch: kept\n  text     applies as it is\n  witness  1 of 1 red" in (
         done.stdout
     )
 
@@ -430,11 +430,13 @@ def test_without_witnesses_only_the_text_can_tell(world: World) -> None:
     release(world, "2.0", both)
     done = _rebase(world, "2.0", "--no-witness", "--out", world.work / "elsewhere", "--no-record")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "0001-Mend-ten.patch: left out: upstream since 2.0\n  text     all of its" in done.stdout
+    assert (
+        "0001-Correct-ten.patch: left out: upstream since 2.0\n  text     all of its" in done.stdout
+    )
     assert "witness  unknown\n           its witness was not run\n" in done.stdout
     assert bases.versions() == ["1.0"]
     folder = world.work / "elsewhere" / "2.0"
-    assert (folder / "series").read_text() == "# The patches.\n0001-Mend-five.patch\n"
+    assert (folder / "series").read_text() == "# The patches.\n0001-Correct-five.patch\n"
     assert not (world.root / "patches/status.toml").exists()
     # One of the two, chosen by its name.
     done = _rebase(world, "2.0", "--witness", "test_five", "--json")
@@ -483,7 +485,7 @@ def test_nothing_is_overwritten_without_being_told_to(world: World) -> None:
     (folder / "base.toml").unlink()
     done = _rebase(world, "2.0", "--no-witness", "--force")
     assert done.returncode == 12
-    assert "is no base's folder" in done.stderr
+    assert "is not a base's folder" in done.stderr
 
 
 def test_force_keeps_what_it_replaces_and_says_where(world: World) -> None:
@@ -491,7 +493,7 @@ def test_force_keeps_what_it_replaces_and_says_where(world: World) -> None:
     release(world, "2.0", {})
     assert _rebase(world, "2.0", "--no-witness").returncode == 0
     folder = world.root / "patches/2.0"
-    (folder / "0001-Mend-ten.patch").write_text("resolved in an hour\n")
+    (folder / "0001-Correct-ten.patch").write_text("resolved in an hour\n")
     (folder / "requirements-x86_64.lock").write_text("resolved\n")
     before = snapshot(folder)
     done = _rebase(world, "2.0", "--no-witness", "--force")
@@ -581,4 +583,4 @@ def test_a_rebase_that_is_killed_leaves_nothing_that_lasts(world: World, seconds
     assert sorted(path.name for path in (world.root / "patches").iterdir()) == [
         *("1.0", "2.0", "status.toml")
     ]
-    assert [patch.subject for patch in series.load(bases.load("2.0")).patches] == ["Mend five"]
+    assert [patch.subject for patch in series.load(bases.load("2.0")).patches] == ["Correct five"]

@@ -28,8 +28,8 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setenv("SM12X_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("BASE", raising=False)
     directory = made.applied("author")
-    made.commit(directory, "Mend ten", "tiny/a.py", "a = 10\n", "a = 'ten'\n")
-    made.commit(directory, "Mend five", "tiny/b.py", "b = 5\n", "b = 'five'\n")
+    made.commit(directory, "Correct ten", "tiny/a.py", "a = 10\n", "a = 'ten'\n")
+    made.commit(directory, "Correct five", "tiny/b.py", "b = 5\n", "b = 'five'\n")
     return made
 
 
@@ -44,24 +44,24 @@ def _sm12x(*words: str | Path) -> subprocess.CompletedProcess[str]:
 def test_an_older_folder_removes_no_newer_patch(world: World) -> None:
     """GIVEN two folders of one stack WHEN one adds a patch THEN the other cannot take it away."""
     older, newer = world.applied("older"), world.applied("newer")
-    world.commit(newer, "Mend six", "tiny/b.py", "b = 6\n", "b = 'six'\n")
+    world.commit(newer, "Correct six", "tiny/b.py", "b = 6\n", "b = 'six'\n")
     before = world.patches()
     with pytest.raises(DirtyTreeError, match="stack"):
         world.refresh(older)
     assert world.patches() == before
     with pytest.raises(DirtyTreeError):
-        world.commit(older, "Mend seven", "tiny/b.py", "b = 7\n", "b = 'seven'\n")
+        world.commit(older, "Correct seven", "tiny/b.py", "b = 7\n", "b = 'seven'\n")
     assert world.patches() == before
     # What was edited is still there, and no commit is left behind.
     assert "b = 'seven'" in (older / "tiny/b.py").read_text()
-    assert git(older, "log", "-1", "--format=%s").strip() == "Mend five"
+    assert git(older, "log", "-1", "--format=%s").strip() == "Correct five"
     # The folder that the patches come from goes on.
     assert world.refresh(newer).removed == ()
 
 
 def test_a_patch_edited_by_hand_is_not_reverted(world: World) -> None:
     directory = world.applied("older")
-    path = world.base.folder / "0002-Mend-five.patch"
+    path = world.base.folder / "0002-Correct-five.patch"
     path.write_text(path.read_text().replace("never", "always").replace("for years", "for long"))
     before = world.patches()
     with pytest.raises(DirtyTreeError):
@@ -80,7 +80,7 @@ def test_a_stray_patch_is_not_deleted(world: World) -> None:
 
 def test_force_keeps_a_copy_and_says_where(world: World) -> None:
     older, newer = world.applied("older"), world.applied("newer")
-    world.commit(newer, "Mend six", "tiny/b.py", "b = 6\n", "b = 'six'\n")
+    world.commit(newer, "Correct six", "tiny/b.py", "b = 6\n", "b = 'six'\n")
     before = world.patches()
     done = _sm12x("patch", "refresh", older)
     assert done.returncode == 12, done.stderr
@@ -90,7 +90,7 @@ def test_force_keeps_a_copy_and_says_where(world: World) -> None:
     kept = Path(json.loads(done.stdout)["kept"])
     assert {p.name: p.read_bytes() for p in kept.iterdir() if p.name in before} == before
     assert str(kept) in _sm12x("patch", "refresh", "--force", newer).stdout or kept.is_dir()
-    assert "0003-Mend-six.patch" in world.patches()
+    assert "0003-Correct-six.patch" in world.patches()
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_a_bisection_and_a_row_of_picks_are_unfinished(world: World) -> None:
 def test_a_refresh_that_is_killed_is_finished_by_the_next(world: World, at: int) -> None:
     """SIGKILL before the n-th write into the base's folder: the same command ends the work."""
     directory = world.applied("killed")
-    world.commit(directory, "Mend six", "tiny/b.py", "b = 6\n", "b = 'six'\n")
+    world.commit(directory, "Correct six", "tiny/b.py", "b = 6\n", "b = 'six'\n")
     tip = git(directory, "rev-parse", "HEAD").strip()
     git(directory, "reset", "--hard", "-q", "base")
     git(directory, "cherry-pick", f"{tip}~1", tip, f"{tip}~2")
@@ -146,7 +146,7 @@ export.refresh(base.load("1.0"), Path({str(directory)!r}), root=None)
     assert killed.returncode in (-9, 0)
     world.refresh(directory)
     names = [patch.subject for patch in series.load(world.base).patches]
-    assert names == ["Mend five", "Mend six", "Mend ten"]
+    assert names == ["Correct five", "Correct six", "Correct ten"]
     assert series.check(world.base, root=world.root) == []
     left = [path.name for path in world.base.folder.iterdir() if path.name.startswith(".")]
     assert left == []
@@ -205,7 +205,7 @@ def test_a_users_settings_do_not_change_the_round_trip(
     before = world.patches()
     directory = world.applied("with settings")
     assert world.refresh(directory).unchanged == tuple(sorted(set(before) - {"series"}))
-    world.commit(directory, "Mend größer ✓ now", "tiny/b.py", "b = 7\n", "b = '7'\r\n")
+    world.commit(directory, "Correct größer ✓ now", "tiny/b.py", "b = 7\n", "b = '7'\r\n")
     _, faults = export.round_trip(world.base, series.load(world.base), world.fresh("again"))
     assert faults == []
 
@@ -439,17 +439,17 @@ def test_a_full_disk_is_no_conflict_and_no_traceback(
 def test_a_patch_that_does_not_apply_has_a_tree_to_be_mended_in(world: World) -> None:
     """GIVEN a stack whose second patch is spoilt THEN what the error says makes it whole again."""
     author = world.applied("third")
-    world.commit(author, "Mend seven", "tiny/a.py", "a = 7\n", "a = 'seven'\n")
-    spoilt = world.base.folder / "0002-Mend-five.patch"
+    world.commit(author, "Correct seven", "tiny/a.py", "a = 7\n", "a = 'seven'\n")
+    spoilt = world.base.folder / "0002-Correct-five.patch"
     spoilt.write_text(spoilt.read_text().replace(" b = 4\n", " b = 'four'\n"))
     links = ("--find-links", world.archive.parent)
     failed = _sm12x("patch", "apply", "--unpack", world.work / "whole", *links)
     assert failed.returncode == 11
-    assert "--up-to 0001-Mend-ten.patch" in failed.stderr
+    assert "--up-to 0001-Correct-ten.patch" in failed.stderr
     directory = world.work / "up to"
     done = _sm12x("patch", "apply", "--unpack", directory, "--up-to", "1", *links)
     assert done.returncode == 0, done.stderr
-    assert "0003-Mend-seven.patch: left out" in done.stdout
+    assert "0003-Correct-seven.patch: left out" in done.stdout
     before = world.patches()
     # What is not in the tree stays in the series.
     assert _sm12x("patch", "refresh", directory).returncode == 0
@@ -458,15 +458,19 @@ def test_a_patch_that_does_not_apply_has_a_tree_to_be_mended_in(world: World) ->
     (directory / "tiny/b.py").write_text(text.replace("b = 5\n", "b = 'five'\n"))
     made = _sm12x("patch", "new", directory, "--like", spoilt)
     assert made.returncode == 0, made.stderr
-    assert made.stdout.endswith("next: sm12x patch witness --base 1.0 0002-Mend-five.patch\n")
+    assert made.stdout.endswith("next: sm12x patch witness --base 1.0 0002-Correct-five.patch\n")
     names = [patch.name for patch in series.load(world.base).patches]
-    assert names == ["0001-Mend-ten.patch", "0002-Mend-five.patch", "0003-Mend-seven.patch"]
+    assert names == [
+        "0001-Correct-ten.patch",
+        "0002-Correct-five.patch",
+        "0003-Correct-seven.patch",
+    ]
     assert _sm12x("patch", "check", *links).returncode == 0
     # And once more, with one that is new in between.
-    world.commit(directory, "Mend eight", "tiny/b.py", "b = 8\n", "b = 'eight'\n")
+    world.commit(directory, "Correct eight", "tiny/b.py", "b = 8\n", "b = 'eight'\n")
     assert _sm12x("patch", "refresh", directory).returncode == 0
     assert [patch.subject for patch in series.load(world.base).patches] == [
-        *("Mend ten", "Mend five", "Mend eight", "Mend seven")
+        *("Correct ten", "Correct five", "Correct eight", "Correct seven")
     ]
     assert _sm12x("patch", "check", *links).returncode == 0
 
@@ -529,7 +533,7 @@ def test_random_rounds_lose_nothing(world: World, seed: int) -> None:
     SM12X_ROUNDS sets how many seeds are run.
     """
     rng = random.Random(seed)  # noqa: S311 - a seeded walk, no secret
-    model = ["Mend ten", "Mend five"]
+    model = ["Correct ten", "Correct five"]
     tree_now = world.applied("round-0")
     older: list[Path] = []
     for number in range(10):

@@ -25,8 +25,8 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 def stacked(world: World) -> World:
     """A world with three patches; the second and third touch the same file."""
     directory = world.applied("author")
-    world.commit(directory, "Mend line ten", "tiny/a.py", "a = 10\n", "a = 'ten'\n")
-    world.commit(directory, "Mend b: größer", "tiny/b.py", "b = 5\n", "b = 'five'\nb = 5.5\n")
+    world.commit(directory, "Correct line ten", "tiny/a.py", "a = 10\n", "a = 'ten'\n")
+    world.commit(directory, "Correct b: größer", "tiny/b.py", "b = 5\n", "b = 'five'\nb = 5.5\n")
     world.commit(directory, "Add a module", "tiny/sub/c.py", "", "c = 1\n")
     return world
 
@@ -35,11 +35,11 @@ def test_new_makes_patches_that_apply_to_a_fresh_tree(stacked: World) -> None:
     base = stacked.base
     stack = series.load(base)
     assert [patch.name for patch in stack.patches] == [
-        "0001-Mend-line-ten.patch",
-        "0002-Mend-b-gr-er.patch",
+        "0001-Correct-line-ten.patch",
+        "0002-Correct-b-gr-er.patch",
         "0003-Add-a-module.patch",
     ]
-    assert stack.patches[1].subject == "Mend b: größer"
+    assert stack.patches[1].subject == "Correct b: größer"
     assert series.check(base, root=stacked.root) == []
     directory = stacked.fresh()
     report = apply(base, stack, directory)
@@ -56,8 +56,8 @@ def test_apply_then_refresh_changes_no_byte(stacked: World) -> None:
     assert git(directory, "status", "--porcelain") == ""
     assert git(directory, "log", "--format=%s", "base..HEAD").splitlines() == [
         "Add a module",
-        "Mend b: größer",
-        "Mend line ten",
+        "Correct b: größer",
+        "Correct line ten",
     ]
     # Settings of the folder's owner do not leak into the files.
     for setting in ("diff.noprefix", "format.signOff", "diff.mnemonicPrefix", "format.thread"):
@@ -75,7 +75,7 @@ def test_apply_then_refresh_changes_no_byte(stacked: World) -> None:
 
 
 def test_the_round_trip_names_the_line_that_differs(stacked: World) -> None:
-    path = stacked.base.folder / "0001-Mend-line-ten.patch"
+    path = stacked.base.folder / "0001-Correct-line-ten.patch"
     text = path.read_text().replace("diff --git", "---\n 1 file changed\n\ndiff --git", 1)
     path.write_text(text)
     _, findings = export.round_trip(stacked.base, series.load(stacked.base), stacked.fresh())
@@ -90,14 +90,14 @@ def test_refresh_follows_commits_that_go_move_and_come(stacked: World) -> None:
     git(directory, "cherry-pick", tip, f"{tip}~1")
     report = stacked.refresh(directory)
     assert report.removed == (
-        "0001-Mend-line-ten.patch",
+        "0001-Correct-line-ten.patch",
         "0003-Add-a-module.patch",
     )
     assert report.added == ("0001-Add-a-module.patch",)
     assert stacked.patches()["series"].decode().splitlines() == [
         "# The patches.",
         "0001-Add-a-module.patch",
-        "0002-Mend-b-gr-er.patch",
+        "0002-Correct-b-gr-er.patch",
     ]
     assert series.check(stacked.base, root=stacked.root) == []
     apply(stacked.base, series.load(stacked.base), stacked.fresh())
@@ -161,9 +161,9 @@ def test_refresh_refuses_a_commit_without_reasons(stacked: World, message: str, 
 
 def test_every_patch_is_tried_and_both_texts_are_shown(stacked: World) -> None:
     folder = stacked.base.folder
-    first = folder / "0001-Mend-line-ten.patch"
+    first = folder / "0001-Correct-line-ten.patch"
     first.write_text(first.read_text().replace(" a = 9\n", " a = 'nine'\n", 1))
-    second = folder / "0002-Mend-b-gr-er.patch"
+    second = folder / "0002-Correct-b-gr-er.patch"
     text = second.read_text()
     assert "@@ -2,7 +2,8 @@" in text
     second.write_text(text.replace("@@ -2,7 +2,8 @@", "@@ -4,7 +4,8 @@", 1))
@@ -258,7 +258,7 @@ def test_new_refuses_a_bad_message_and_leaves_the_edit(world: World) -> None:
     head = git(directory, "rev-parse", "HEAD")
     with pytest.raises(export.MessageError, match="ends with a period"):
         add_drop.new(world.base, directory, world.message("X."), author="A <a@b>", root=world.root)
-    with pytest.raises(BadFileError, match="is no author"):
+    with pytest.raises(BadFileError, match="is not an author"):
         add_drop.new(world.base, directory, world.message("X"), author="nobody", root=world.root)
     assert git(directory, "rev-parse", "HEAD") == head
     assert (directory / "tiny/a.py").read_text() == "a = 0\n"
@@ -377,9 +377,9 @@ def test_a_callers_git_variables_do_not_reach_it(
 
 
 def test_crlf_mangled_patches_are_named(stacked: World) -> None:
-    path = stacked.base.folder / "0002-Mend-b-gr-er.patch"
+    path = stacked.base.folder / "0002-Correct-b-gr-er.patch"
     path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
-    with pytest.raises(BadFileError, match=r"0002-Mend-b-gr-er\.patch:1: has CRLF line endings"):
+    with pytest.raises(BadFileError, match=r"0002-Correct-b-gr-er\.patch:1: has CRLF line endings"):
         series.load(stacked.base)
 
 

@@ -30,7 +30,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     (made.root / "pyproject.toml").write_text(
         '[tool.pytest.ini_options]\naddopts = "--strict-markers"\nmarkers = ["guard: holds"]\n'
     )
-    made.commit(made.applied("author"), "Mend ten", "tiny/a.py", "a = 10\n", "a = 'ten'\n")
+    made.commit(made.applied("author"), "Correct ten", "tiny/a.py", "a = 10\n", "a = 'ten'\n")
     return made
 
 
@@ -62,7 +62,7 @@ def test_nine(): assert "a = 9" in TEXT
     )
     assert (report.passed, report.failed) == (5, 0)
     assert render.witnessed(report) == (
-        "0001-Mend-ten.patch\n"
+        "0001-Correct-ten.patch\n"
         "  tests/witness/test_it.py\n"
         "    base      patched   test\n"
         "    red       green     test_ten (3 cases)\n"

@@ -35,9 +35,15 @@ PyMODINIT_FUNC PyInit_{name}(void) {{ {body} return PyModule_Create(&definition)
 
 
 @contextmanager
-def serving(answers: dict[str, tuple[int, bytes]]) -> Iterator[int]:
+def serving(
+    answers: dict[str, tuple[int, bytes]], keys: list[str | None] | None = None
+) -> Iterator[int]:
+    """A server's port; ``keys`` gets the Authorization of each request."""
+
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            if keys is not None:
+                keys.append(self.headers["Authorization"])
             if self.path not in answers:
                 # As an engine in the middle of /sleep: it takes the request and says nothing.
                 release.wait(30)
@@ -72,6 +78,20 @@ def test_a_sleeping_server_is_healthy() -> None:
         assert verdict(port) == health.Verdict(code=0, text=f"127.0.0.1:{port} sleeps")
 
 
+@pytest.mark.parametrize(
+    ("given", "variable", "sent"),
+    [("", "", None), ("k", "", "Bearer k"), ("", "v", "Bearer v"), ("k", "v", "Bearer k")],
+)
+def test_the_key_of_the_server_is_sent(
+    given: str, variable: str, sent: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", variable)
+    seen: list[str | None] = []
+    with serving({"/is_sleeping": (200, b"{}")}, seen) as port:
+        health.get_http(health.Listener(host="127.0.0.1", port=port, key=given), "/is_sleeping", 5)
+    assert seen == [sent]
+
+
 def test_an_engine_that_is_deaf_while_it_falls_asleep_is_healthy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -86,6 +106,7 @@ def test_a_dead_engine_and_a_closed_port_are_not_healthy() -> None:
     assert "is not open" in verdict(port).text
 
 
+@pytest.mark.xdist_group("vllm serve")
 def test_the_command_finds_the_server_that_runs_here(tmp_path: Path) -> None:
     # A process that looks as `vllm serve` does, and serves /health.
     script = tmp_path / "vllm"
@@ -164,6 +185,22 @@ def test_a_module_that_crashes_is_named(tmp_path: Path, build: Build) -> None:
         loaded(tmp_path, crash)
 
 
+def test_modules_of_an_extra_are_imported_in_a_process_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sound.py").write_text("import os\nprint('hello')\n")
+    (tmp_path / "broken.py").write_text("import absent\n")
+    (tmp_path / "deadly.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    ask = native.prober(tmp_path)
+    assert ask("imports", ("sound", "broken"), {}) == {
+        "sound": "",
+        "broken": "ModuleNotFoundError: No module named 'absent'",
+    }
+    with pytest.raises(ToolFailedError, match="importing deadly"):
+        ask("imports", ("sound", "deadly"), {})
+
+
 def test_the_stand_in_is_found_by_the_probe_alone(tmp_path: Path, build: Build) -> None:
     folder = tmp_path / "check"
     folder.mkdir()
@@ -197,7 +234,7 @@ def test_a_command_takes_the_place_of_the_entry_point() -> None:
 def test_a_wrong_word_is_one_line_and_exit_2() -> None:
     done = process.run([sys.executable, "-m", "sm12x.runtime", "no-such-word"], check=False)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: 'no-such-word' is no recipe")
+    assert done.stderr.startswith("error: 'no-such-word' is neither a recipe")
     assert done.stderr.count("\n") == 1
 
 

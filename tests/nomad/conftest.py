@@ -1,8 +1,7 @@
-"""Nomad itself, built from its Go module, and an agent of it with the real docker driver."""
+"""Nomad itself (tests/nomad/build.py), and an agent of it with the real docker driver."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.nomad import build
+from tests.nomad.build import Tools
 
 from sm12x import layout
 from sm12x.core import process
@@ -27,18 +28,10 @@ EXAMPLES = layout.root() / "nomad-examples"
 GPUS, GPU_MIB = 4, 97887
 # The name of the task in every example; Nomad names a container `task-allocation`.
 TASK = "vllm"
-# Nomad's own go.mod has a `go` line; what is older refuses with a message that names it.
-_GO = ("go", "/usr/local/go/bin/go")
 
 
 def _docker() -> str:
     return shutil.which("docker") or "docker"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tools:
-    nomad: Path
-    plugins: Path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,42 +95,11 @@ def lacking(why: str) -> None:
 @pytest.fixture(scope="session")
 def tools() -> Tools:
     """Nomad and the stand-in for NVIDIA's plugin: built once for these pins, then cached."""
-    go = next((found for name in _GO if (found := shutil.which(name))), None)
-    if go is None:
+    made = build.tools()
+    if made is None:
         lacking("go is not installed, and Nomad is built from its Go module")
         raise AssertionError
-    pins = hashlib.sha256(process.run([go, "env", "GOVERSION"]).stdout.encode())
-    for path in (HERE / "go.mod", HERE / "go.sum", HERE / "standin" / "main.go"):
-        pins.update(path.read_bytes())
-    folder = layout.cache() / "nomad" / pins.hexdigest()[:16]
-    made = Tools(nomad=folder / "nomad", plugins=folder / "plugins")
-    if not folder.is_dir():
-        _build(go, folder)
     return made
-
-
-def _build(go: str, folder: Path) -> None:
-    """About 5 minutes on two cores, most of it Nomad; what Go keeps (4 GB) is removed at the end.
-
-    An interrupted build goes on where it was.
-    """
-    work = folder.with_name("work")
-    fresh = work / "made"
-    env = {
-        "GOMODCACHE": str(work / "modules"),
-        "GOCACHE": str(work / "objects"),
-        # As pinned, or not at all; and no other Go is fetched.
-        "GOFLAGS": "-mod=readonly -modcacherw -buildvcs=false",
-        "GOTOOLCHAIN": "local",
-    }
-    flags = ("-trimpath", "-tags", "osusergo", "-ldflags", "-s -w")
-    for target, out in (
-        ("github.com/hashicorp/nomad", fresh / "nomad"),
-        ("./standin", fresh / "plugins" / "standin-gpu"),
-    ):
-        process.run([go, "build", *flags, "-o", out, target], cwd=HERE, env=env)
-    fresh.rename(folder)
-    shutil.rmtree(work)
 
 
 @pytest.fixture(scope="session")

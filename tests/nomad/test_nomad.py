@@ -7,7 +7,8 @@ import platform
 from pathlib import Path
 
 import pytest
-from tests.nomad.conftest import EXAMPLES, GPUS, Agent, Tools
+from tests.nomad.build import Tools
+from tests.nomad.conftest import EXAMPLES, GPUS, Agent
 
 from sm12x import layout
 from sm12x.core import process

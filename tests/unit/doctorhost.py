@@ -194,7 +194,8 @@ def severity(found: Mapping[str, Sequence[Diagnosis]], check: str) -> str:
 def ledger(**fields: Any) -> Ledger:
     """A ledger in which all that is not given is empty."""
     made: dict[str, Any] = {one.name: "" for one in dataclasses.fields(Ledger)}
-    made |= dict.fromkeys(("patches", "files", "libraries", "allowed_missing", "overrides"), ())
+    empty = ("patches", "files", "libraries", "allowed_missing", "overrides", "extras", "sources")
+    made |= dict.fromkeys(empty, ())
     return Ledger(**{**made, "schema": 2, **fields})
 
 

@@ -37,7 +37,7 @@ NCCL = (
     0x54FFFF61,  # b.ne to the load
     RETURN,
 )
-MENDED = (*NCCL[:4], 0x35FFFF89, *NCCL[4:5], 0x54FFFF41, RETURN)  # cbnz w9 after the store
+CORRECTED = (*NCCL[:4], 0x35FFFF89, *NCCL[4:5], 0x54FFFF41, RETURN)  # cbnz w9 after the store
 
 
 def words(*code: int) -> bytes:
@@ -60,7 +60,7 @@ def audited(tmp_path: Path, data: bytes, name: str = "libnccl.so.2") -> Audit:
 
 def test_a_compare_and_swap_that_does_not_retry_is_found() -> None:
     assert stores(*NCCL) == ExclusiveStores(total=1, untested=("0x100c",))
-    assert stores(*MENDED) == ExclusiveStores(total=1)
+    assert stores(*CORRECTED) == ExclusiveStores(total=1)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_the_policy_says_how_many_are_accepted(tmp_path: Path) -> None:
     assert policy.judge(found, rules(exclusives=(lenient, strict))).passed
     assert not policy.judge(found, rules(exclusives=(strict, lenient))).passed
     assert policy.judge(found, rules()).passed
-    assert policy.judge(audited(tmp_path, built(*MENDED)), rules(exclusives=(strict,))).passed
+    assert policy.judge(audited(tmp_path, built(*CORRECTED)), rules(exclusives=(strict,))).passed
 
 
 @pytest.mark.parametrize(
@@ -260,15 +260,15 @@ def test_text_and_json_name_the_places(tmp_path: Path) -> None:
     assert entry["store_exclusives"] == {"total": 1, "untested": ["0xc"]}
     assert "1 of 1, at 0xc" in render.text(found)
 
-    mended = audited(tmp_path, built(*MENDED))
-    document = json.loads(declared.to_json(report.document(mended)))
+    corrected = audited(tmp_path, built(*CORRECTED))
+    document = json.loads(declared.to_json(report.document(corrected)))
     (entry,) = document["libraries"]
     assert entry["store_exclusives"] == {"total": 1, "untested": []}
-    assert "0xc" not in render.text(mended)
+    assert "0xc" not in render.text(corrected)
 
     # What was written is read again, and a file without any does not name them.
     path = tmp_path / "audit.json"
-    for one in (found, mended):
+    for one in (found, corrected):
         declared.write_json(path, report.document(one))
         assert report.read(path, next_step="") == report.document(one)
     none = json.loads(declared.to_json(report.document(audited(tmp_path, built(NOP, RETURN)))))

@@ -58,6 +58,11 @@ def test_an_unknown_base_names_the_nearest() -> None:
         ("[wheel.aarch64]", "[wheel.arm]", ":20: wheel.arm: .*x86_64, aarch64"),
         ("peak_gib = 0.1", 'peak_gib = "a"', r"module\[0\].peak_gib has the wrong type"),
         ("schema = 1", "schema = ", "cannot be read"),
+        (
+            'arch_list = "12.0a;12.1a"',
+            'arch_list = "12.0a;12.1a"\nauto_needs = ["cutlas"]',
+            "auto_needs names 'cutlas', which is no .*use cutlass",
+        ),
     ],
 )
 def test_a_fault_names_its_key(tmp_path: Path, old: str, new: str, said: str) -> None:
@@ -101,6 +106,54 @@ def test_a_fault_in_what_is_left_out_is_named(
         base.parse(path)
 
 
+EXTRA = """
+[[extra]]
+name = "b12x"
+requirement = "b12x==1.5.1"
+license = "Apache-2.0"
+modules = ["b12x"]
+why = "kernels"
+"""
+
+
+def _with_extra(tmp_path: Path, text: str) -> Path:
+    path = _copy(tmp_path, "schema = 1", "schema = 1")
+    path.write_text(path.read_text() + text)
+    return path
+
+
+def test_an_extra_is_read(tmp_path: Path) -> None:
+    (extra,) = base.parse(_with_extra(tmp_path, EXTRA)).extras
+    assert (extra.name, extra.package, extra.license) == ("b12x", "b12x", "Apache-2.0")
+    assert extra.modules == ("b12x",)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('name = "b12x"', 'name = "B12_x"', r"extra\[0\]\.name is 'B12_x'"),
+        ("b12x==1.5.1", "b12x>=1.5.1", r"extra\[0\]\.requirement .*not NAME==VERSION"),
+        ("b12x==1.5.1", "b12x==1.5.*", r"extra\[0\]\.requirement .*not NAME==VERSION"),
+        ("b12x==1.5.1", "b12x", r"extra\[0\]\.requirement .*not NAME==VERSION"),
+        ("b12x==1.5.1", "b12x==1.5.1,!=2", r"extra\[0\]\.requirement .*not NAME==VERSION"),
+        ("b12x==1.5.1", "b12x[dev]==1.5.1", r"extra\[0\]\.requirement .*==VERSION alone"),
+        ("b12x==1.5.1", "b12x==1; python_version>'3'", r"extra\[0\]\.requirement .* alone"),
+        ("b12x==1.5.1", "b12x ==", r"extra\[0\]\.requirement is not a requirement"),
+        ('"Apache-2.0"', '" "', r"extra\[0\]\.license is empty"),
+        ('"kernels"', '""', r"extra\[0\]\.why is empty"),
+        ('["b12x"]', "[]", r"extra\[0\]\.modules is empty"),
+        ('modules = ["b12x"]\n', "", r"extra\[0\]\.modules is missing"),
+        ("license =", "licence =", r"extra\[0\]\.licence .*meant license"),
+        ("\nwhy", f"\nwhy = 'a'\n{EXTRA}#", r"extra\[1\]\.name 'b12x' is there twice"),
+    ],
+)
+def test_a_fault_in_an_extra_names_its_key(tmp_path: Path, old: str, new: str, said: str) -> None:
+    text = EXTRA.replace(old, new)
+    assert text != EXTRA
+    with pytest.raises(BadFileError, match=said):
+        base.parse(_with_extra(tmp_path, text))
+
+
 def test_one_file_names_the_default_base(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert base.default() in base.versions()
     # What `make` builds is what the commands call the default.
@@ -111,7 +164,7 @@ def test_one_file_names_the_default_base(monkeypatch: pytest.MonkeyPatch, tmp_pa
     with pytest.raises(BadFileError, match="write the version of a base into it"):
         base.default()
     (tmp_path / "default").write_text("9.9.9\n")
-    with pytest.raises(BadFileError, match=r"names '9\.9\.9', which is no base here: 1\.2\.3"):
+    with pytest.raises(BadFileError, match=r"names '9\.9\.9', and there is no such base: 1\.2\.3"):
         base.default()
     (tmp_path / "default").write_text("1.2.3\n")
     assert base.default() == "1.2.3"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from sm12x.core import cudaarch, errors, files
+from sm12x.core import cudaarch, errors, files, machine
 
 
 @pytest.mark.parametrize(
@@ -62,3 +63,93 @@ def test_every_error_has_a_code_of_its_own() -> None:
 def test_space_is_checked_before_it_is_needed(tmp_path: Path) -> None:
     with pytest.raises(errors.NoSpaceError, match=r"the build needs 1000000\.0 GiB under"):
         files.require_space(tmp_path / "not" / "there", 1e6, what="the build")
+
+
+# ---- the machine
+
+
+def _machine(root: Path, **texts: str) -> Path:
+    """A folder that looks like a machine; `__` in a name is a slash."""
+    for name, text in {"proc__meminfo": "MemTotal: 64 kB\nMemAvailable: 32 kB\n", **texts}.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+GROUP = "sys__fs__cgroup__"
+STAT = "anon 4096\nactive_file 1024\ninactive_file 2048\ntotal_inactive_file 9\n"
+
+
+@pytest.mark.parametrize(
+    ("texts", "free"),
+    [
+        ({}, 32768),
+        ({f"{GROUP}memory.max": "max", f"{GROUP}memory.current": "5"}, 32768),
+        ({f"{GROUP}memory.max": "20000", f"{GROUP}memory.current": "5000"}, 15000),
+        # What is used holds files that the kernel gives up.
+        (
+            {
+                f"{GROUP}memory.max": "20000",
+                f"{GROUP}memory.current": "5000",
+                f"{GROUP}memory.stat": STAT,
+            },
+            18072,
+        ),
+        ({f"{GROUP}memory.max": "99999", f"{GROUP}memory.current": "5000"}, 32768),
+        ({f"{GROUP}memory.max": "4000", f"{GROUP}memory.current": "5000"}, 0),
+        # Version 1, with and without a limit.
+        (
+            {
+                f"{GROUP}memory__memory.limit_in_bytes": "20000",
+                f"{GROUP}memory__memory.usage_in_bytes": "5000",
+                f"{GROUP}memory__memory.stat": STAT,
+            },
+            18072,
+        ),
+        (
+            {
+                f"{GROUP}memory__memory.limit_in_bytes": "9223372036854771712",
+                f"{GROUP}memory__memory.usage_in_bytes": "5000",
+            },
+            32768,
+        ),
+        ({"proc__meminfo": "MemTotal: 64 kB\n"}, None),
+        (
+            {
+                "proc__meminfo": "",
+                f"{GROUP}memory.max": "20000",
+                f"{GROUP}memory.current": "5000",
+            },
+            15000,
+        ),
+    ],
+)
+def test_free_memory_is_that_of_the_machine_or_of_the_group(
+    tmp_path: Path, texts: dict[str, str], free: int | None
+) -> None:
+    assert machine.available(_machine(tmp_path, **texts)) == free
+
+
+@pytest.mark.parametrize(
+    ("texts", "cores"),
+    [
+        ({}, 8),
+        ({f"{GROUP}cpu.max": "max 100000"}, 8),
+        ({f"{GROUP}cpu.max": "250000 100000"}, 3),
+        ({f"{GROUP}cpu.max": "10000 100000"}, 1),
+        ({f"{GROUP}cpu.max": "9900000 100000"}, 8),
+        ({f"{GROUP}cpu__cpu.cfs_quota_us": "-1", f"{GROUP}cpu__cpu.cfs_period_us": "100000"}, 8),
+        (
+            {f"{GROUP}cpu__cpu.cfs_quota_us": "150000", f"{GROUP}cpu__cpu.cfs_period_us": "100000"},
+            2,
+        ),
+        ({f"{GROUP}cpu.max": "x"}, 8),
+        ({f"{GROUP}cpu.max": "1 0"}, 8),
+    ],
+)
+def test_processors_are_those_of_the_affinity_or_of_the_quota(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: dict[str, str], cores: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    assert machine.cores(_machine(tmp_path, **texts)) == cores

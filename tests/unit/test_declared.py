@@ -124,7 +124,7 @@ size = 0
 
 def _read(path: Path, text: str) -> Whole:
     path.write_text(text)
-    return declared.read_toml(Whole, path, given={"folder": path.parent}, next_step="mend it")
+    return declared.read_toml(Whole, path, given={"folder": path.parent}, next_step="correct it")
 
 
 def test_a_file_is_read_into_its_dataclass(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_a_list_is_no_number_and_a_number_no_text(tmp_path: Path) -> None:
     for value in ("1", True, None, [1], {"a": 1}):
         path.write_text(json.dumps({"name": "x", "size": value}))
         with pytest.raises(BadFileError, match="size has the wrong type"):
-            declared.read_json(Part, path, next_step="mend it")
+            declared.read_json(Part, path, next_step="correct it")
 
 
 @pytest.mark.parametrize("text", ["", "[", "[]", "3", "null", '"x"', "{}", "\x00", "[" * 5000])
@@ -177,7 +177,7 @@ def test_what_is_something_else_is_named_as_such(tmp_path: Path, text: str) -> N
     path = tmp_path / "f.json"
     path.write_text(text)
     with pytest.raises(BadFileError, match=r"f\.json holds no part: "):
-        declared.read_json(Part, path, next_step="mend it", what="part")
+        declared.read_json(Part, path, next_step="correct it", what="part")
 
 
 def _keys(text: str) -> list[tuple[int, str]]:
@@ -198,7 +198,7 @@ def _parse(name: str, path: Path) -> Any:
         return knowledge.load.__wrapped__(path)
     kind = {mutations.NAME: mutations.Mutations, upstream_tests.NAME: upstream_tests.Suite}[name]
     given = {"path": path} if kind is upstream_tests.Suite else None
-    return declared.read_toml(kind, path, given=given, next_step="mend it")
+    return declared.read_toml(kind, path, given=given, next_step="correct it")
 
 
 @pytest.mark.parametrize(

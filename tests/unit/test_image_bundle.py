@@ -12,6 +12,7 @@ import pytest
 
 from sm12x import layout
 from sm12x.audit.report import AuditReport, LibraryReport, RunsReport
+from sm12x.commands import build
 from sm12x.core import declared, files
 from sm12x.core.errors import (
     BadArchitectureError,
@@ -23,14 +24,14 @@ from sm12x.core.errors import (
     UsageError,
 )
 from sm12x.image.base import platforms
-from sm12x.image.bundle import decide, make, modes, preflight, record, summary
+from sm12x.image.bundle import context, decide, make, modes, preflight, record, summary
 from sm12x.image.engine import engines
 from sm12x.image.engine.buildah import Buildah
 from sm12x.image.engine.docker import Docker
 from sm12x.image.engine.engine import Engine, Layer
 from sm12x.stack.model import base as bases
 from sm12x.stack.model.base import Base, Disk
-from sm12x.wheel.ledger import FileEntry, Ledger, LibraryEntry, PatchEntry
+from sm12x.wheel.ledger import FileEntry, Ledger, LibraryEntry, PatchEntry, SourceEntry
 from sm12x.wheel.selection import FullStep, Offer
 
 DATA = Path(__file__).parent / "data"
@@ -172,6 +173,42 @@ def test_the_summary(unchanged: bool) -> None:
     assert got == (DATA / name).read_text()
 
 
+def test_the_summary_says_where_what_full_mode_needs_comes_from() -> None:
+    step = dataclasses.replace(OFFER.steps[1], sources=("a", "b", "c"), given_only=("b",))
+    got = summary.text(
+        RECORD,
+        LEDGER,
+        AUDIT,
+        Path("dist/0.21.0"),
+        Docker(Path("/usr/bin/docker"), "20.10", buildx=False),
+        [],
+        unchanged=False,
+        offer=dataclasses.replace(OFFER, steps=(step,)),
+    )
+    told = "with a and c (from git, or --source NAME=DIR) and b (--source b=DIR alone) also vllm/"
+    assert told in " ".join(got.split())
+
+
+def test_the_summary_names_a_source_of_another_patch_level() -> None:
+    source = SourceEntry(name="cutlass", pin="v4.7.1", version="v4.7.0")
+    line = "Compiled with cutlass v4.7.0 in place of v4.7.1, as was accepted"
+    assert line not in summary.modules(LEDGER)
+    assert line in summary.modules(dataclasses.replace(LEDGER, sources=(source,))).splitlines()
+
+
+def test_what_the_builder_is_given_reaches_what_compiles() -> None:
+    """Each name of an ARG that the native stage hands on as a variable of `build native`."""
+    text = (layout.root() / context.DOCKERFILES["builder"]).read_text()
+    for argument, variable in (
+        ("ALLOW_MISSING", "SM12X_ALLOW_MISSING"),
+        ("PATCH_LEVELS", "SM12X_ACCEPT_PATCH_LEVEL"),
+    ):
+        assert f"\nARG {argument}\n" in text
+        assert f'{variable}="${{{argument}}}"' in text
+        options = [option for option in build.native.params if option.envvar == variable]
+        assert len(options) == 1
+
+
 def test_the_summary_as_json() -> None:
     def written(**more: Any) -> Any:
         made = summary.BundleReport(
@@ -258,6 +295,7 @@ class Quiet:
         (decide.Options(version="0.21.0", platform="linux/arm"), UsageError),
         (decide.Options(version="0.21.0", allow_missing=("qutlas",)), UsageError),
         (decide.Options(version="0.21.0", sources=("qutlass",)), UsageError),
+        (decide.Options(version="0.21.0", patch_levels=("cutlass",)), UsageError),
         (decide.Options(version="0.21.0", sources=("cutlas=.",)), UsageError),
         (decide.Options(version="0.21.0", sources=("cutlass=/not/there",)), BadFileError),
     ],
@@ -317,6 +355,7 @@ DISK = Disk(
     image_layer_gib=7.0,
     image_packages_gib=6.0,
     objects_gib=5.0,
+    flashinfer_gib=1.0,
     sources_gib=1.0,
     dist_gib=0.5,
 )
@@ -331,10 +370,17 @@ def base(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Base:
     return dataclasses.replace(bases.load("0.21.0"), disk=DISK)
 
 
-def _require(base: Base, engine: Engine, *, image: bool = True, full: bool = False) -> None:
+def _require(
+    base: Base,
+    engine: Engine,
+    *,
+    image: bool = True,
+    full: bool = False,
+    flashinfer: bool = False,
+) -> None:
     modules = base.modules if full else base.modules[:1]
     meter = preflight.Meter(base, engine, HERE)
-    preflight.require_room(base, engine, modules, HERE, meter, image=image)
+    preflight.require_room(base, engine, modules, HERE, meter, flashinfer=flashinfer, image=image)
 
 
 def test_what_lies_on_one_disk_is_added_up(monkeypatch: pytest.MonkeyPatch, base: Base) -> None:
@@ -351,6 +397,9 @@ def test_what_lies_on_one_disk_is_added_up(monkeypatch: pytest.MonkeyPatch, base
     _require(base, engine, image=False)
     with pytest.raises(NoSpaceError, match=r"needs 33\.0 GiB"):
         _require(base, engine, full=True)
+    # FlashInfer's modules: objects and a layer.
+    with pytest.raises(NoSpaceError, match=r"needs 30\.0 GiB"):
+        _require(base, engine, flashinfer=True)
     # All on one: the checkout and our cache count as well.
     Disks(monkeypatch, **{"": 29.4})
     with pytest.raises(NoSpaceError, match=r"needs 29\.5 GiB"):

@@ -38,7 +38,12 @@ def test_everything_copied_by_a_dockerfile_is_staged(base: Base) -> None:
     root = Path(__file__).parents[2]
     staged = {
         "builder": {*context.builder_files(base, "x86_64", here="x86_64"), "sources/x", "links/x"},
-        "bundle": {*context.bundle_files(base, "x86_64"), "ledger.json", "wheel/x", "links/x"},
+        "bundle": {
+            *context.bundle_files(base, "x86_64", flashinfer=""),
+            "ledger.json",
+            "wheel/x",
+            "links/x",
+        },
     }
     for name, dockerfile in context.DOCKERFILES.items():
         tops = {path.partition("/")[0] for path in staged[name]}
@@ -63,7 +68,7 @@ def test_a_context_is_laid_out_with_fixed_modes(tmp_path: Path) -> None:
 
 
 def test_any_change_changes_the_inputs(base: Base, monkeypatch: pytest.MonkeyPatch) -> None:
-    choices = {"arch_list": "12.0a", "engine": "docker"}
+    choices = {"arch_list": "12.0a", "engine": "docker", "flashinfer": ""}
     digest = functools.partial(context.inputs_digest, base, "x86_64", here="x86_64")
     first = digest(choices=choices)
     assert first == digest(choices=dict(reversed(choices.items())))
@@ -109,6 +114,7 @@ def test_a_missing_file_is_named(base: Base, tmp_path: Path) -> None:
         context.bundle(
             base,
             "x86_64",
+            flashinfer="",
             wheel=tmp_path / "nowhere.whl",
             ledger=base.series_path,
             find_links=None,

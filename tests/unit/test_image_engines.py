@@ -52,7 +52,7 @@ REQUEST = BuildRequest(
 def test_the_first_that_can_build_is_taken_and_the_others_are_named() -> None:
     choice = engines.choose([LACKING_DOCKER, READY_DOCKER, READY_BUILDAH], None, MACHINE)
     assert choice.engine is READY_DOCKER.engine
-    assert choice.notes == ("/usr/local/bin/docker is passed over: no buildx",)
+    assert choice.notes == ("/usr/local/bin/docker is skipped: no buildx",)
 
 
 def test_an_engine_that_is_down_is_passed_over_unless_asked_for() -> None:

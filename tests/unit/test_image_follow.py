@@ -93,7 +93,7 @@ def test_a_silent_failure_has_a_reason_too() -> None:
     killed = (
         "[1/1] STEP 1/9: FROM x AS work\nold words\n[1/1] STEP 2/9: RUN make\n--> 30f37abe95b5\n"
     )
-    assert _follow(killed)[0].reason == "it ended without a word in work: RUN make"
+    assert _follow(killed)[0].reason == "it ended without an error message in work: RUN make"
 
 
 def test_units_done_and_the_unit_that_failed() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sm12x.core import cudaarch
+from sm12x.core import cudaarch, machine
 from sm12x.core.errors import BadArchitectureError, BadFileError, NoSpaceError, UsageError
 from sm12x.image.bundle import context, modes
 from sm12x.stack.model import base as bases
@@ -229,7 +229,7 @@ def test_a_full_bundle_that_is_there_is_not_given_up_for_want_of_memory_now(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(cmake, "free_memory_gib", lambda: 4.0)
-    monkeypatch.setattr(cmake, "cores", lambda: 64)
+    monkeypatch.setattr(machine, "cores", lambda: 64)
     monkeypatch.setattr(modes, "_all_memory_gib", lambda: 256.0)
     assert _settle(monkeypatch, tmp_path, wanted="auto")[0].name == "quick"
     assert _settle(monkeypatch, tmp_path, wanted="auto", made="full")[0].name == "full"
@@ -255,6 +255,34 @@ def test_links_in_a_given_source_are_followed(tmp_path: Path) -> None:
     (given / "include").symlink_to(there / "include")
     sources = modes.ThirdParty(found={"x": given}, missing={})
     assert modes.staged(sources) == {"third_party/x/include/a.h": there / "include" / "a.h"}
+
+
+def test_patch_levels_are_of_folders_that_are_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "a.h").write_text("a")
+    words = [f"cutlass={tmp_path}", f"qutlass={tmp_path}"]
+    made = modes.parse_request(BASE, "full", words, (), patch_levels=["cutlass"])
+    assert made.patch_levels == ("cutlass",)
+    assert modes.parse_request(BASE, "full", words, ()).patch_levels == ()
+    for names, given, said in (
+        (["cutlass"], words[1:], "--accept-patch-level cutlass is for a folder that is given"),
+        (["qutlass"], words, "qutlass of .* is pinned to a commit"),
+        (["cutlas"], words, "no third-party source 'cutlas'"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            modes.parse_request(BASE, "full", given, (), patch_levels=names)
+    # What was asked for reaches those who look for sources and those who compile.
+    seen: list[object] = []
+
+    def collect(*_: object, patch_levels: tuple[str, ...], **__: object) -> dict[str, FoundSource]:
+        seen.append(patch_levels)
+        return {"cutlass": _found("cutlass", tmp_path)}
+
+    _settle(monkeypatch, tmp_path, memory=64.0)
+    monkeypatch.setattr(third_party, "collect", collect)
+    how = modes.settle(BASE, made, cudaarch.parse_list("12.0a"), "", find_links=None, report=Said())
+    assert (seen, how.patch_levels) == ([("cutlass",)], ("cutlass",))
 
 
 def test_quick_mode_says_what_it_does_not_use(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
 
+from sm12x import layout
+from sm12x.core import lockfile
 from sm12x.core.errors import BadArchitectureError, UsageError
 from sm12x.image.base import platforms
 from sm12x.image.base.platforms import Platforms
@@ -126,8 +129,29 @@ def test_the_builder_has_its_own_packages_and_the_lock_of_the_others() -> None:
 
 
 def test_what_has_no_wheel_is_built_with_locked_packages() -> None:
-    text = context.bundle_files(BASE, "aarch64")["sdists.lock"]
+    text = context.bundle_files(BASE, "aarch64", flashinfer="")["sdists.lock"]
     assert isinstance(text, str)
     names = {line.partition("==")[0] for line in text.splitlines() if "==" in line[:40]}
     assert {"pybind11", "setuptools"} <= names
-    assert context.bundle_files(BASE, "x86_64")["sdists.lock"] == ""
+    assert context.bundle_files(BASE, "x86_64", flashinfer="")["sdists.lock"] == ""
+
+
+def test_packages_of_extras_are_installed_last_as_they_are_locked() -> None:
+    base = bases.load("0.33.0")
+    for machine in base.locks:
+        text = context.bundle_files(base, machine, flashinfer="")["extras.lock"]
+        assert isinstance(text, str)
+        assert lockfile.parse(text).versions == {"b12x": "1.5.1"}
+        assert text in base.lock_path(machine).read_text()
+        assert context.bundle_files(BASE, machine, flashinfer="")["extras.lock"] == ""
+    docker = (layout.root() / context.DOCKERFILES["bundle"]).read_text().replace("\\\n", " ")
+    installs = [step for step in re.split(r"&&|;", docker) if "uv pip install" in step]
+    assert [step.split()[-1] for step in installs] == [
+        "/run/build/sdists.lock",
+        "/opt/sm12x/requirements.lock",
+        "/run/build/extras.lock",
+    ]
+    assert {"--reinstall", "--no-deps", "--require-hashes"} <= set(installs[-1].split())
+    # Bytecode of all is made once, by whichever install is the last.
+    assert "LATER" in installs[-1]
+    assert "NOW" in installs[-2]

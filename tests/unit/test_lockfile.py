@@ -183,6 +183,30 @@ def test_what_a_base_replaces_is_said_in_the_lock(base: bases.Base) -> None:
     assert "a==1" not in build
 
 
+def test_extras_are_asked_for_and_must_be_in_the_lock() -> None:
+    base = bases.load("0.33.0")
+    (extra,) = base.extras
+    assert lock.release_requirement(base) == f"vllm[{extra.name}]==0.33.0"
+    assert lock.release_requirement(replace(base, extras=())) == "vllm==0.33.0"
+    pin = f"\n{extra.requirement} \\\n"
+    for machine in base.locks:
+        good = committed(base, machine)
+        assert lock.verify(base, machine, good) == []
+        head, build_head = lock.heads(base, machine)
+        assert f"\n# With its extra b12x ({extra.requirement}, Apache-2.0).\n" in head
+        assert extra.name not in build_head
+        assert good.closure.count(pin) == 1
+        for new, found in (("\nb12x==1.5.0 \\\n", "1.5.0"), ("\nother==1 \\\n", "not there")):
+            bad = replace(good, closure=good.closure.replace(pin, new))
+            assert lock.verify(base, machine, bad) == [
+                f"requirements-{machine}.lock: b12x is {found}, base.toml's extra b12x is "
+                f"{extra.requirement}"
+            ]
+        # A lock that was made without the extra says so in its head too.
+        without = lock.heads(replace(base, extras=()), machine)[0]
+        assert without != head
+
+
 def test_a_lock_without_what_its_base_replaces_is_a_contradiction() -> None:
     base = bases.load("0.21.0")
     old = "nvidia-nccl-cu13==2.28.9"

@@ -47,7 +47,7 @@ def _base(folder: Path, *entries: str) -> bases.Base:
     return cast(bases.Base, SimpleNamespace(folder=folder, version="1.0"))
 
 
-def _entry(patch: str = "Mend", find: str = "two = 2", more: str = "") -> str:
+def _entry(patch: str = "Correct", find: str = "two = 2", more: str = "") -> str:
     return (
         f'[[mutation]]\npatch = "{patch}"\nfile = "vllm/a.py"\nfind = "{find}"\n'
         f'replace = "two = 1"\nwhy = "it is two"\n{more}'
@@ -65,24 +65,24 @@ def tree(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "found"),
     [
-        ("Mend-it", "0002-Mend-it-well.patch"),
-        ("0001-Mend-it", "0002-Mend-it-well.patch"),
-        ("0002-Mend-it-well.patch", "0002-Mend-it-well.patch"),
+        ("Correct-it", "0002-Correct-it-well.patch"),
+        ("0001-Correct-it", "0002-Correct-it-well.patch"),
+        ("0002-Correct-it-well.patch", "0002-Correct-it-well.patch"),
         ("Add", "0001-Add.patch"),
-        ("Mend", None),
+        ("Correct", None),
         ("0003", None),
         ("", None),
         ("it-well", None),
     ],
 )
 def test_a_patch_is_found_by_the_beginning_of_its_name(name: str, found: str | None) -> None:
-    stack = _stack("0001-Add.patch", "0002-Mend-it-well.patch", "0003-Mend-that.patch")
+    stack = _stack("0001-Add.patch", "0002-Correct-it-well.patch", "0003-Correct-that.patch")
     patch = mutations.patch_of(stack, name)
     assert (patch.name if patch else None) == found
 
 
 def test_a_mutation_changes_the_one_place(tmp_path: Path, tree: Path) -> None:
-    stack = _stack("0001-Mend-it.patch")
+    stack = _stack("0001-Correct-it.patch")
     mutants, findings = mutations.kept(_base(tmp_path, _entry()), stack, tree)
     (mutant,) = mutants
     assert findings == []
@@ -92,7 +92,7 @@ def test_a_mutation_changes_the_one_place(tmp_path: Path, tree: Path) -> None:
 
 @pytest.mark.parametrize("find", ["two = 3", "two", "", "two = 1"])
 def test_a_stale_mutation_is_found(tmp_path: Path, tree: Path, find: str) -> None:
-    base, stack = _base(tmp_path, _entry(find=find)), _stack("0001-Mend-it.patch")
+    base, stack = _base(tmp_path, _entry(find=find)), _stack("0001-Correct-it.patch")
     (mutant,) = mutations.kept(base, stack, tree)[0]
     assert mutant.stale
     (finding,) = mutations.check(base, stack, tree)
@@ -105,16 +105,16 @@ def test_a_mutation_of_a_file_that_the_patch_does_not_change_is_stale(
     tmp_path: Path, tree: Path
 ) -> None:
     base = _base(tmp_path, _entry().replace("vllm/a.py", "vllm/b.py"))
-    (mutant,) = mutations.kept(base, _stack("0001-Mend-it.patch"), tree)[0]
+    (mutant,) = mutations.kept(base, _stack("0001-Correct-it.patch"), tree)[0]
     assert "vllm/b.py" in mutant.stale
 
 
 def test_what_is_wrong_with_the_list(tmp_path: Path) -> None:
-    stack = _stack("0001-Mend-it.patch", "0002-Add.patch")
+    stack = _stack("0001-Correct-it.patch", "0002-Add.patch")
     base = _base(
         tmp_path,
         _entry("Mended"),
-        _entry("Mend", more='by = "tests/witness/test_other.py::test_x"\n'),
+        _entry("Correct", more='by = "tests/witness/test_other.py::test_x"\n'),
     )
     findings = mutations.check(base, stack, None)
     assert [finding.line for finding in findings] == [2, 1, 9]
@@ -137,7 +137,7 @@ def test_a_list_that_is_wrong_is_refused(tmp_path: Path, old: str, new: str) -> 
 def test_no_list_is_no_mutation(tmp_path: Path) -> None:
     base = cast(bases.Base, SimpleNamespace(folder=tmp_path, version="1.0"))
     assert mutations.load(base) == ()
-    assert mutations.check(base, _stack("0001-Mend-it.patch"), None) == []
+    assert mutations.check(base, _stack("0001-Correct-it.patch"), None) == []
     with pytest.raises(BadFileError):
         mutate.require(base)
 
@@ -150,7 +150,7 @@ def test_mutations_are_derived_of_added_lines_alone(tmp_path: Path, tree: Path) 
     (untouched / "csrc/a.cpp").write_text("void f() {\n  int a = 1;\n}\n")
     (tree / "csrc").mkdir()
     (tree / "csrc/a.cpp").write_text("void f() {\n  int a = 1;\n  release();\n}\n")
-    stack = _stack("0001-Mend-it.patch")
+    stack = _stack("0001-Correct-it.patch")
     mutants = mutations.derived(stack, untouched, tree, count=9, seed=0)
     assert [(mutant.file, mutant.label, mutant.why) for mutant in mutants] == [
         ("csrc/a.cpp", "line 3", "without: release();"),
@@ -232,7 +232,7 @@ def test_only_a_red_test_kills(run: witness.Run, state: str, test: str) -> None:
 
 def _outcome(state: str) -> MutantOutcome:
     return MutantOutcome(
-        patch="0001-Mend-it.patch",
+        patch="0001-Correct-it.patch",
         file="vllm/a.py",
         label="mutation 1",
         why="it is two",
@@ -267,12 +267,13 @@ def test_every_patch_has_a_mutation() -> None:
 
     for version in bases.versions():
         base = bases.load(version)
+        stack = series.load(base)
         having = {
             patch.name
             for entry in mutations.load(base)
-            if (patch := mutations.patch_of(series.load(base), entry.patch))
+            if (patch := mutations.patch_of(stack, entry.patch))
         }
-        assert having == {patch.name for patch in series.load(base).patches}, version
+        assert having == {patch.name for patch in stack.patches}, version
 
 
 def test_the_mutations_of_every_base_belong_to_its_patches() -> None:

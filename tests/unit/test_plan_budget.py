@@ -164,7 +164,7 @@ def test_the_page_cache_is_warned_of_where_the_checkpoint_exceeds_what_is_free()
     ("ram", "verdict"), [(None, UNKNOWN), (136.0, FITS), (135.9, DOES_NOT_FIT)]
 )
 def test_host_copies_count_every_gpu_of_every_sleeper(ram: float | None, verdict: str) -> None:
-    """facts: 17 GiB a GPU on four GPUs, and as much again for the peer."""
+    """facts: 17 GiB per GPU on four GPUs, and as much again for the peer."""
     need = host.need([flash(), flash("peer")], dataclasses.replace(PRO, ram=ram))
 
     assert need.copies == Amount.of(136)

@@ -63,7 +63,7 @@ def test_weights_per_gpu_are_what_vllm_logs(
 
 
 def test_the_17_gib_of_the_four_gpu_recipe_are_not_the_checkpoint_s(tmp_path: Path) -> None:
-    """17 GiB a GPU are reported at TP=4; 148 GiB of checkpoint do not go into 4 x 17.
+    """17 GiB per GPU are reported at TP=4; 148 GiB of checkpoint do not go into 4 x 17.
 
     A quarter is 37, and 74.8 are logged at TP=2. The budget is the same either way, as vLLM fills
     utilization x memory; the host copies are not: 152 GiB instead of 68.

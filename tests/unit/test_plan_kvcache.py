@@ -64,6 +64,13 @@ MIMO_V2_FLASH = {
     "hybrid_layer_pattern": [0, *([1] * 4), 0, *([*([1] * 5), 0] * 7)],
     "torch_dtype": "bfloat16",
 }  # fmt: skip
+QWEN38_27B = {
+    "num_attention_heads": 24, "num_key_value_heads": 4, "num_hidden_layers": 64,
+    "hidden_size": 5120, "head_dim": 256, "full_attention_interval": 4,
+    "linear_num_value_heads": 48, "linear_num_key_heads": 16, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "mamba_ssm_dtype": "float32",
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
 NEMOTRON_H = {
     "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 8, "head_dim": 128,
     "hidden_size": 4096, "hybrid_override_pattern": "M-M*-MM-", "mamba_num_heads": 128,
@@ -107,7 +114,7 @@ def test_bytes_of_a_token_are_the_published_ones(
         (DEEPSEEK_V4_FLASH, 131072, 0.84),
         (DEEPSEEK_V4_FLASH, 1 << 20, 6.72),
         (DEEPSEEK_V4_PRO, 131072, 1.20),
-        # vllm.ai/blog/deepseek-v4: 9.62 GiB a sequence in bf16 at one million tokens.
+        # vllm.ai/blog/deepseek-v4: 9.62 GiB per sequence in bf16 at one million tokens.
         (DEEPSEEK_V4_PRO, 1 << 20, 9.62),
     ],
 )
@@ -178,7 +185,7 @@ def test_kv_heads_are_split_and_then_repeated(tp: int, heads: int) -> None:
 
 
 def test_hybrid_layers_keep_a_state_instead_of_tokens() -> None:
-    """Qwen3-Next: 12 of 48 layers attend (24 KiB a token in bf16), 36 keep a state.
+    """Qwen3-Next: 12 of 48 layers attend (24 KiB per token in bf16), 36 keep a state.
 
     State of a layer: convolution 3 x 8192 values and 32 heads of 128 x 128, bf16.
     """
@@ -195,6 +202,20 @@ def test_hybrid_layers_keep_a_state_instead_of_tokens() -> None:
     assert full.block_tokens == 544
     page = found.block_bytes / 12
     assert page / (2 * (3 * 8192 + 32 * 128 * 128)) == pytest.approx(1.0149, abs=5e-5)
+
+
+def test_the_blocks_of_a_hybrid_model_are_as_many_as_its_log_says() -> None:
+    """vllm#49064, comment of 2026-09-03: 161 blocks in 3.86 GiB, Qwen3.8-27B at TP=2.
+
+    The thread has 48 gated DeltaNet and 16 attention layers; sizes of heads are Qwen3.6-27B's.
+    """
+    found = modelconfig.layout(QWEN38_27B, tp=2)
+
+    assert found.recurrent
+    assert found.block_bytes == 16 * 784 * 2 * 2 * 256 * 2
+    assert int(3.86 * GIB / found.block_bytes) == 161
+    assert not modelconfig.layout(DEEPSEEK_V4_FLASH, tp=2).recurrent
+    assert not modelconfig.layout(MIMO_V2_FLASH, tp=2).recurrent
 
 
 def test_sliding_window_layers_stop_growing() -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 from tests.unit.planning import flash, hardware, spark, term
 from tests.unit.test_plan_checkpoint import index_only
-from tests.unit.test_plan_kvcache import DEEPSEEK_V4_FLASH
+from tests.unit.test_plan_kvcache import DEEPSEEK_V4_FLASH, QWEN38_27B
 
 from sm12x import layout, plan
 from sm12x.commands.plan import command
@@ -165,6 +166,72 @@ def test_a_checkpoint_can_be_planned_without_a_recipe(tmp_path: Path) -> None:
     assert isinstance(unknown.exception, FindingsError)
     assert known.exit_code == 0
     assert "1 x 8192 tokens, auto" in " ".join(known.output.split())
+
+
+def hybrid(folder: Path, *words: str) -> dict[str, Any]:
+    """Qwen3.8-27B in bf16 on one RTX PRO 6000: 87.4 GiB, less 52.2 GiB of weights."""
+    index_only(folder, {**QWEN38_27B, "max_position_embeddings": 4096}, 56 * 10**9)
+    given = ("--hardware", "rtx-pro-6000", "--outside", "3", "--json")
+    found: dict[str, Any] = json.loads(run("--checkpoint", str(folder), *given, *words).output)
+    return found
+
+
+def test_the_largest_max_num_seqs_of_a_hybrid_model_is_named(tmp_path: Path) -> None:
+    # 16 layers a block, of 784 tokens with 4 heads, 256 values and 2 bytes, twice.
+    block = 16 * 784 * 4 * 256 * 2 * 2
+    most = int((0.92 * 95 * 1024**3 - 56e9) / block)
+
+    found = hybrid(tmp_path, "--max-num-seqs", "16")
+
+    assert found["verdict"] == "fits"
+    (inside,) = found["combinations"][0]["budget"]["inside"]
+    assert inside["most_sequences"] == most == 736
+    assert found["warnings"] == []
+    text = run("--checkpoint", str(tmp_path), "--hardware", "rtx-pro-6000", "--outside", "3").output
+    assert f"states of {most} sequences (--max-num-seqs) at most" in " ".join(text.split())
+
+
+def test_a_default_max_num_seqs_without_states_is_warned_of(tmp_path: Path) -> None:
+    found = hybrid(tmp_path)
+
+    (warning,) = found["warnings"]
+    assert "takes 1024" in warning
+    assert "--max-num-seqs" in warning
+    # On a small share of the memory no state at all fits.
+    none = hybrid(tmp_path, "--utilization", "0.5")
+    (inside,) = none["combinations"][0]["budget"]["inside"]
+    assert inside["most_sequences"] == 0
+    # GB10 starts with 256, which fit at TP=4.
+    assert hybrid(tmp_path, "--hardware", "gb10", "--tp", "4")["warnings"] == []
+
+
+@pytest.mark.parametrize(("option", "limited"), [("", True), ("--enforce-eager", False)])
+def test_without_cuda_graphs_every_max_num_seqs_starts(
+    tmp_path: Path, option: str, limited: bool
+) -> None:
+    index_only(tmp_path, {**QWEN38_27B, "max_position_embeddings": 4096}, 56 * 10**9)
+    text = (layout.recipes() / "qwen3.6-27b-nvfp4-rtx-pro-6000.yaml").read_text()
+    option_of = "--max-num-seqs {max_num_seqs}"
+    assert text.count(option_of) == 1
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(text.replace(option_of, option))
+
+    found = json.loads(run(str(recipe), "--checkpoint", str(tmp_path), "--json").output)
+
+    (inside,) = next(row for row in found["combinations"] if row["awake"])["budget"]["inside"]
+    assert (inside["most_sequences"] is not None) == limited
+    assert any("--max-num-seqs" in text for text in found["warnings"]) == limited
+
+
+def test_a_model_without_states_has_no_largest_max_num_seqs(tmp_path: Path) -> None:
+    index_only(tmp_path, {**DEEPSEEK_V4_FLASH, "max_position_embeddings": 8192}, 148 * 1024**3)
+    words = ("--tp", "4", "--hardware", "rtx-pro-6000", "--json")
+
+    found = json.loads(run("--checkpoint", str(tmp_path), *words).output)
+
+    (inside,) = found["combinations"][0]["budget"]["inside"]
+    assert inside["most_sequences"] is None
+    assert not any("--max-num-seqs" in text for text in found["warnings"])
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,7 @@ def _facts(base: Base, **more: Any) -> ReleaseFacts:
             DeclaredSource(override=s.override, pins=(s.pin,), git="", file="cmake/x.cmake")
             for s in base.sources
         ),
+        "extras": {extra.name: (extra.requirement,) for extra in base.extras},
         "files": frozenset(
             glob.replace("**", "deep").replace("*", "x") for m in base.modules for glob in m.inputs
         ),
@@ -240,6 +241,12 @@ def test_facts_are_read_from_a_source(tmp_path: Path) -> None:
             'if(DEFINED ENV{TWO_SRC_DIR})\nset(T "a")\nset(T "b")\nGIT_TAG ${T}\n'
         ),
         "csrc/core/x.h": "",
+        "PKG-INFO": (
+            "Metadata-Version: 2.4\nName: vllm\nRequires-Dist: a>=1\n"
+            'Provides-Extra: b12x\nRequires-Dist: b12x==1.5.1; extra == "b12x"\n'
+            'Provides-Extra: Two_Of\nRequires-Dist: c>=1; extra == "two-of"\n'
+            'Requires-Dist: d; extra == "two-of"\nProvides-Extra: none\n\nRequires-Dist: not it\n'
+        ),
     }
     for name, text in files.items():
         path = tmp_path / name
@@ -254,7 +261,9 @@ def test_facts_are_read_from_a_source(tmp_path: Path) -> None:
     assert release_facts.unmatched(["csrc/**", "csrc/*.h", "CMakeLists.txt"], found.files) == [
         "csrc/*.h"
     ]
+    assert found.extras == {"b12x": ("b12x==1.5.1",), "two-of": ("c>=1", "d"), "none": ()}
     empty = release_facts.read(tmp_path / "csrc")
+    assert empty.extras is None
     assert (empty.torch, empty.cuda, empty.build_requires, empty.targets) == (None, None, None, ())
 
 
@@ -272,6 +281,31 @@ def test_facts_are_read_from_a_source(tmp_path: Path) -> None:
 )
 def test_globs(path: str, glob: str, fits: bool) -> None:
     assert files.matches(path, glob) is fits
+
+
+@pytest.mark.parametrize(
+    ("extras", "requirement", "said"),
+    [
+        ({"b12x": ("b12x==1.5.1",)}, "b12x==1.5.1", ""),
+        ({"b12x": ("b12x==1.6",)}, "b12x==1.6", "license and modules are those of b12x==1.5.1"),
+        ({"b12x": ("b12x>=1.6",)}, "b12x==1.5.1", "it brings no one pin; b12x==1.5.1 is kept"),
+        ({"b12x": ("b12x==1.6", "c==1")}, "b12x==1.5.1", "it brings no one pin"),
+        ({"b12x": ()}, "b12x==1.5.1", "it brings no one pin"),
+        (None, "b12x==1.5.1", "its metadata is not there; b12x==1.5.1 is kept"),
+        ({"other": ()}, None, "the release no longer has it; left out"),
+    ],
+)
+def test_an_extra_follows_the_release(
+    extras: dict[str, tuple[str, ...]] | None, requirement: str | None, said: str
+) -> None:
+    base = bases.load("0.33.0")
+    values, check = _draft(base, _facts(base, extras=extras))
+    assert [entry["requirement"] for entry in values.get("extra", [])] == (
+        [requirement] if requirement else []
+    )
+    lines = [line for line in check.splitlines() if line.startswith("extra ")]
+    assert len(lines) == (1 if said else 0)
+    assert said in "".join(lines)
 
 
 @pytest.mark.parametrize("version", bases.versions())
@@ -426,6 +460,24 @@ def test_why_a_base_is_never_built_in_full_is_looked_at_again(base: Base) -> Non
     tools = dataclasses.replace(base.toolchain, not_full="12.1a is dropped")
     _, check = _draft(dataclasses.replace(base, toolchain=tools), _facts(base))
     assert f"toolchain.not_full: the reason is that of {base.version}" in check
+
+
+def test_what_a_full_build_needs_and_loses_is_looked_at_again() -> None:
+    base = bases.load("0.33.0")
+    (name,) = base.toolchain.auto_needs
+    made, check = _draft(base, _facts(base))
+    assert made["toolchain"]["auto_needs"] == [name]
+    losing = [module.target for module in base.modules if module.other_gpus]
+    assert [line for line in check.splitlines() if "other_gpus" in line] == [
+        f"module {target}: other_gpus are those of 0.33.0" for target in losing
+    ]
+    left = tuple(
+        DeclaredSource(override=s.override, pins=(s.pin,), git="", file="cmake/x.cmake")
+        for s in base.sources
+        if s.name != name
+    )
+    made, _ = _draft(base, _facts(base, sources=left))
+    assert "auto_needs" not in made["toolchain"]
 
 
 def test_a_patch_that_is_in_is_dropped_no_more_and_all_else_stays() -> None:

@@ -168,7 +168,7 @@ def test_the_report_as_text_and_as_json() -> None:
 
 def test_what_is_recorded_of_a_release_is_found_by_the_patch_without_its_number() -> None:
     outcome = RebaseOutcome(
-        patch="0042-A-patch-of-nobody.patch", base=LAST, release="99.0.0", need="upstream",
+        patch="0042-A-patch-of-nobody.patch", base=LAST, release="99.0.0", verdict="upstream",
         text="conflict", witness="2 of 2 green", since="99.0.0", why="",
     )  # fmt: skip
     known = newest.recorded("99.0.0", KNOWN, [outcome])

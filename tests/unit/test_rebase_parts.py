@@ -1,4 +1,4 @@
-"""What a rebase decides and records, without git: need, since, the table, conflict regions."""
+"""What a rebase decides and records, without git: verdict, since, the table, conflict regions."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_what_becomes_of_a_patch(needed: str, text: str, state: str) -> None:
 
 def _outcome(release: str, needed: str, text: str = "conflict", **more: str) -> RebaseOutcome:
     known = {"patch": "0003-Wait.patch", "base": "0.21.0", "witness": "", "since": "", "why": ""}
-    return RebaseOutcome(**{**known, "release": release, "need": needed, "text": text, **more})
+    return RebaseOutcome(**{**known, "release": release, "verdict": needed, "text": text, **more})
 
 
 def test_since_goes_back_as_far_as_every_release_tried_had_it() -> None:
@@ -155,9 +155,9 @@ def test_the_first_release_is_found_by_halving(landed: int | None) -> None:
     candidates = verdict.between(RELEASES, "0.21.0", "0.33.0")
     assert candidates == ["0.22.0", "0.22.1", "0.23.0", "0.24.0"]
 
-    def probe(version: str) -> verdict.Need:
+    def probe(version: str) -> verdict.PatchVerdict:
         has = landed is not None and candidates.index(version) >= landed
-        return verdict.Need(state=verdict.UPSTREAM if has else verdict.NEEDED)
+        return verdict.PatchVerdict(state=verdict.UPSTREAM if has else verdict.NEEDED)
 
     first, said = verdict.first(candidates, "0.33.0", probe)
     assert first == ("0.33.0" if landed is None else candidates[landed])
@@ -166,10 +166,10 @@ def test_the_first_release_is_found_by_halving(landed: int | None) -> None:
 
 def test_a_release_on_which_the_witness_cannot_run_does_not_count_as_having_it() -> None:
     first, said = verdict.first(
-        ["1.1", "1.2"], "2.0", lambda version: verdict.Need(state=verdict.UNKNOWN)
+        ["1.1", "1.2"], "2.0", lambda version: verdict.PatchVerdict(state=verdict.UNKNOWN)
     )
     assert (first, list(said)) == ("2.0", ["1.2"])
-    assert verdict.first([], "2.0", lambda version: verdict.Need(state=verdict.NEEDED)) == (
+    assert verdict.first([], "2.0", lambda version: verdict.PatchVerdict(state=verdict.NEEDED)) == (
         "2.0",
         {},
     )
@@ -183,7 +183,7 @@ def test_outcomes_are_recorded_and_a_run_without_witnesses_forgets_none(tmp_path
     assert [o.release for o in status.read(path)] == ["0.22.1", "0.27.1"]
     status.record(path, [_outcome("0.22.1", verdict.UNKNOWN, "merges", patch="0002-Wait.patch")])
     (after, _) = status.read(path)
-    assert (after.patch, after.need, after.text) == ("0002-Wait.patch", verdict.NEEDED, "merges")
+    assert (after.patch, after.verdict, after.text) == ("0002-Wait.patch", verdict.NEEDED, "merges")
     assert after.witness == "6 of 10 red"
     assert path.read_text().startswith("# Made by `sm12x patch rebase`; do not edit.")
 
@@ -193,10 +193,10 @@ def test_one_witness_of_two_does_not_displace_what_both_have_said(tmp_path: Path
     status.record(path, [_outcome("0.22.1", verdict.NEEDED, witness="29 of 29 red")])
     status.record(path, [_outcome("0.22.1", verdict.UNKNOWN, "merges", witness="0 of 5 red")])
     (after,) = status.read(path)
-    assert (after.need, after.witness, after.text) == (verdict.NEEDED, "29 of 29 red", "merges")
+    assert (after.verdict, after.witness, after.text) == (verdict.NEEDED, "29 of 29 red", "merges")
     status.record(path, [_outcome("0.22.1", verdict.UPSTREAM, witness="29 of 29 green")])
     (after,) = status.read(path)
-    assert (after.need, after.witness) == (verdict.UPSTREAM, "29 of 29 green")
+    assert (after.verdict, after.witness) == (verdict.UPSTREAM, "29 of 29 green")
 
 
 def test_the_newest_base_s_patch_tells_of_a_release() -> None:
@@ -212,7 +212,11 @@ def test_the_newest_base_s_patch_tells_of_a_release() -> None:
     ("old", "new", "said"),
     [
         ("schema = 1", "schema = 2", ":3: schema is 2, and not 1"),
-        ('need = "needed"', 'need = "maybe"', r"outcome\[0\]\.need: 'maybe' is not one of"),
+        (
+            'verdict = "needed"',
+            'verdict = "maybe"',
+            r"outcome\[0\]\.verdict: 'maybe' is not one of",
+        ),
         ('why = ""', "", r"outcome\[0\]\.why is missing"),
         ("schema = 1", "schema =", "cannot be read"),
     ],

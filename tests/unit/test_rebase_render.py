@@ -16,9 +16,9 @@ from sm12x.stack.model.series import Patch
 from sm12x.stack.rebase import porting, render, status, verdict
 from sm12x.stack.rebase.conflicts import Port, PortReport, PortStep, Stop
 from sm12x.stack.rebase.merge import FileConflict
-from sm12x.stack.rebase.porting import Carried
-from sm12x.stack.rebase.rebase import Fate, RebaseReport
-from sm12x.stack.rebase.verdict import Need
+from sm12x.stack.rebase.porting import PortResult
+from sm12x.stack.rebase.rebase import PatchOutcome, RebaseReport
+from sm12x.stack.rebase.verdict import PatchVerdict
 from sm12x.stack.worktree.export import RefreshReport
 
 
@@ -28,13 +28,13 @@ def _patch() -> Patch:
     return next(patch for patch in stack.patches if len(patch.witnesses) > 1)
 
 
-def _report(fate: Fate, folder: Path | None = None) -> RebaseReport:
+def _report(outcome: PatchOutcome, folder: Path | None = None) -> RebaseReport:
     return RebaseReport(
         source="1.0",
         version="9.9",
         folder=folder or layout.patches() / "9.9",
         stack_id="00000000",
-        fates=(fate,),
+        outcomes=(outcome,),
         to_check=("image: the base image is that of 1.0",),
     )
 
@@ -42,28 +42,28 @@ def _report(fate: Fate, folder: Path | None = None) -> RebaseReport:
 def test_each_witness_is_counted_by_itself() -> None:
     patch = _patch()
     one, two = patch.witnesses[:2]
-    said = Need(state=verdict.NEEDED, red=(f"{one}::a", f"{one}::b"), green=(f"{two}::c",))
-    fate = Fate(
+    said = PatchVerdict(state=verdict.NEEDED, red=(f"{one}::a", f"{one}::b"), green=(f"{two}::c",))
+    outcome = PatchOutcome(
         patch=patch,
         state=status.NEEDED,
-        need=said,
-        carried=Carried(patch=patch, state=porting.APPLIES),
+        verdict=said,
+        port=PortResult(patch=patch, state=porting.APPLIES),
         since="",
     )
-    text = render.report(_report(fate))
+    text = render.report(_report(outcome))
     assert f"  witness  2 of 3 red\n           {one}: 2 of 2\n           {two}: 0 of 1\n" in text
     assert "next: sm12x patch witness --base 9.9\n" in text
     assert "to resolve" not in text.replace("0 to resolve", "")
 
 
-def _open(state: str, *conflicts: FileConflict, follows: tuple[str, ...] = ()) -> Fate:
+def _open(state: str, *conflicts: FileConflict, follows: tuple[str, ...] = ()) -> PatchOutcome:
     patch = _patch()
     text = porting.CONFLICT if conflicts else porting.FOLLOWS
-    return Fate(
+    return PatchOutcome(
         patch=patch,
         state=state,
-        need=Need(state=verdict.NEEDED, red=("t::a",)),
-        carried=Carried(patch=patch, state=text, conflicts=conflicts, follows=follows),
+        verdict=PatchVerdict(state=verdict.NEEDED, red=("t::a",)),
+        port=PortResult(patch=patch, state=text, conflicts=conflicts, follows=follows),
         since="",
     )
 
@@ -96,9 +96,9 @@ CONFLICTS = (
 
 
 def test_only_what_conflicts_is_listed_with_its_lines() -> None:
-    fate = _open(status.CONFLICT, *CONFLICTS, follows=("0001-Other.patch",))
+    outcome = _open(status.CONFLICT, *CONFLICTS, follows=("0001-Other.patch",))
     report = dataclasses.replace(
-        _report(fate), port=_port(Path("/some where/9.9"), layout.patches() / "9.9", *CONFLICTS)
+        _report(outcome), port=_port(Path("/some where/9.9"), layout.patches() / "9.9", *CONFLICTS)
     )
     text = render.report(report)
     assert "           after 0001-Other.patch\n           a/b.py: 2 conflicts\n" in text
@@ -128,11 +128,11 @@ def test_a_folder_elsewhere_is_moved_first(
     ported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patch = _patch()
-    fate = Fate(
+    outcome = PatchOutcome(
         patch=patch,
         state=status.NEEDED,
-        need=Need(state=verdict.NEEDED, red=("t::a",)),
-        carried=Carried(patch=patch, state=porting.APPLIES),
+        verdict=PatchVerdict(state=verdict.NEEDED, red=("t::a",)),
+        port=PortResult(patch=patch, state=porting.APPLIES),
         since="",
     )
     root = tmp_path / "check out"
@@ -140,7 +140,7 @@ def test_a_folder_elsewhere_is_moved_first(
     folder = tmp_path / "patches" / "9.9"
     port = _port(tmp_path, folder)
     monkeypatch.setenv("SM12X_ROOT", str(root))
-    report = _report(fate, folder)
+    report = _report(outcome, folder)
 
     def lines() -> list[str]:
         text = render.ported(port) if ported else render.report(report)
@@ -157,14 +157,14 @@ def test_a_folder_elsewhere_is_moved_first(
 
 def test_text_that_is_there_while_its_witness_is_red_is_said() -> None:
     patch = _patch()
-    fate = Fate(
+    outcome = PatchOutcome(
         patch=patch,
         state=status.CONFLICT,
-        need=Need(state=verdict.NEEDED, red=("t::a",)),
-        carried=Carried(patch=patch, state=porting.PRESENT),
+        verdict=PatchVerdict(state=verdict.NEEDED, red=("t::a",)),
+        port=PortResult(patch=patch, state=porting.PRESENT),
         since="",
     )
-    text = render.report(_report(fate))
+    text = render.report(_report(outcome))
     assert ": CONFLICT\n  text     all of its text is there\n" in text
     assert "1 to resolve" in text
 

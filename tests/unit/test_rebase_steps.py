@@ -23,9 +23,9 @@ from sm12x.stack.model import series
 from sm12x.stack.model.base import Base, Dropped
 from sm12x.stack.model.series import Patch
 from sm12x.stack.rebase import base_draft, locks, porting, rebase, status, verdict
-from sm12x.stack.rebase.porting import Carried
-from sm12x.stack.rebase.rebase import Fate
-from sm12x.stack.rebase.verdict import Need
+from sm12x.stack.rebase.porting import PortResult
+from sm12x.stack.rebase.rebase import PatchOutcome
+from sm12x.stack.rebase.verdict import PatchVerdict
 from sm12x.stack.worktree import add_drop, staging, tree
 
 DISK_FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -41,10 +41,14 @@ def patches(base: Base) -> tuple[Patch, ...]:
     return series.load(base).patches
 
 
-def _fate(patch: Patch, state: str, said: Need, since: str = "") -> Fate:
+def _outcome(patch: Patch, state: str, said: PatchVerdict, since: str = "") -> PatchOutcome:
     text = porting.CONFLICT if state == status.CONFLICT else porting.APPLIES
-    return Fate(
-        patch=patch, state=state, need=said, carried=Carried(patch=patch, state=text), since=since
+    return PatchOutcome(
+        patch=patch,
+        state=state,
+        verdict=said,
+        port=PortResult(patch=patch, state=text),
+        since=since,
     )
 
 
@@ -101,29 +105,29 @@ def test_a_full_disk_is_not_a_spoilt_archive(
 # Notes in base.toml
 
 
-def _write(base: Base, fates: list[Fate], folder: Path) -> dict[str, Any]:
+def _write(base: Base, outcomes: list[PatchOutcome], folder: Path) -> dict[str, Any]:
     """The new base.toml, of a release that is later than any."""
     text = (base.folder / "base.toml").read_text()
     (folder / "base.toml").write_text(text)
     new = dataclasses.replace(base, version="9.9.0", folder=folder)
-    rebase._write(base, new, fates, {}, rebase._Work(folder=folder))
+    rebase._write(base, new, outcomes, {}, rebase._Work(folder=folder))
     return tomllib.loads((folder / "base.toml").read_text())
 
 
 def test_a_conflicts_tests_are_noted_and_none_twice(
     base: Base, patches: tuple[Patch, ...], tmp_path: Path
 ) -> None:
-    shared = Need(
+    shared = PatchVerdict(
         state=verdict.NEEDED, red=("t.py::a",), green=("t.py::b",), failing_guards=("t.py::c",)
     )
     other = dataclasses.replace(shared, green=("t.py::b", "u.py::d"))
-    gone = Need(state=verdict.UPSTREAM, green=("v.py::e",))
-    fates = [
-        _fate(patches[0], status.NEEDED, shared),
-        _fate(patches[1], status.CONFLICT, other),
-        _fate(patches[2], status.UPSTREAM, gone, "9.8"),
+    gone = PatchVerdict(state=verdict.UPSTREAM, green=("v.py::e",))
+    outcomes = [
+        _outcome(patches[0], status.NEEDED, shared),
+        _outcome(patches[1], status.CONFLICT, other),
+        _outcome(patches[2], status.UPSTREAM, gone, "9.8"),
     ]
-    values = _write(base, fates, tmp_path)
+    values = _write(base, outcomes, tmp_path)
     assert values["witness"]["upstream"] == ["t.py::b", "u.py::d"]
     assert values["witness"]["needed"] == ["t.py::c"]
 
@@ -136,8 +140,8 @@ def test_a_patch_that_is_in_the_stack_is_not_dropped_as_well(
     resolved = Dropped(patch=name, state="conflict", since="", why="x")
     other = Dropped(patch="0008-Other.patch", state="upstream", since="0.1", why="y")
     old = dataclasses.replace(base, dropped=(resolved, other))
-    green = Need(state=verdict.UPSTREAM, green=("t.py::a",))
-    values = _write(old, [_fate(patches[0], status.UPSTREAM, green, "9.9.0")], tmp_path)
+    green = PatchVerdict(state=verdict.UPSTREAM, green=("t.py::a",))
+    values = _write(old, [_outcome(patches[0], status.UPSTREAM, green, "9.9.0")], tmp_path)
     assert [(entry["patch"], entry["state"]) for entry in values["dropped"]] == [
         ("0008-Other.patch", "upstream"),
         (patches[0].name, "upstream"),
@@ -150,16 +154,16 @@ def test_a_release_in_between_that_cannot_be_had_does_not_end_the_run(
 ) -> None:
     """GIVEN a probe that fails after one that says "upstream" THEN that one is the first known."""
 
-    def probe(new: Base, patch: Patch, version: str) -> Need:
+    def probe(new: Base, patch: Patch, version: str) -> PatchVerdict:
         if version == "9.2":
-            return Need(state=verdict.UPSTREAM)
+            return PatchVerdict(state=verdict.UPSTREAM)
         raise error
 
     work, probed = rebase._Work(folder=tmp_path), list[status.RebaseOutcome]()
-    green = Need(state=verdict.UPSTREAM, green=("t.py::a",))
-    fate = _fate(patches[0], status.UPSTREAM, green, "9.9")
+    green = PatchVerdict(state=verdict.UPSTREAM, green=("t.py::a",))
+    outcome = _outcome(patches[0], status.UPSTREAM, green, "9.9")
     releases = ["9.1", "9.2", "9.3"]
-    found = rebase._since(fate, base, base, releases, probe, probed, work)
+    found = rebase._since(outcome, base, base, releases, probe, probed, work)
     assert found.since == "9.2"
     assert [(outcome.release, outcome.since) for outcome in probed] == [("9.2", "9.2")]
     (line,) = work.to_check
@@ -244,7 +248,7 @@ def test_the_day_of_a_release_is_the_index_s_the_one_given_or_the_one_kept(base:
 
 @pytest.mark.parametrize(
     "error",
-    [OSError(errno.EROFS, "Read-only file system"), BadFileError("spoilt", next_step="mend")],
+    [OSError(errno.EROFS, "Read-only file system"), BadFileError("spoilt", next_step="correct")],
 )
 def test_a_record_that_cannot_be_written_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
@@ -253,7 +257,7 @@ def test_a_record_that_cannot_be_written_is_one_line(
         raise error
 
     monkeypatch.setattr(status, "record", record)
-    report = SimpleNamespace(fates=(), probed=(), source="1.0", version="2.0")
+    report = SimpleNamespace(outcomes=(), probed=(), source="1.0", version="2.0")
     patchrebase._record(Path("patches/status.toml"), report)  # type: ignore[arg-type]
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: the outcome is not recorded in patches/status.toml: ")

@@ -195,7 +195,7 @@ RECIPES = sorted((layout.root() / "recipes").glob("*.yaml"))
 def test_the_recipe_that_ships(tmp_path: Path) -> None:
     one = load.load(layout.root() / "recipes" / "deepseek-v4-flash-rtx-pro-6000-tp4.yaml")
     out = render(one, settings={}, environ={}, solo=False)
-    assert out.env == {"VLLM_SERVER_DEV_MODE": "1"}
+    assert out.env == {"NCCL_NVLS_ENABLE": "0"}
     golden = Path(__file__).with_name("data") / "recipe-deepseek-v4-flash.txt"
     assert "\n".join(out.argv) + "\n" == golden.read_text()
     assert one.sm12x is not None
@@ -254,41 +254,6 @@ def test_a_pinned_revision_takes_effect(tmp_path: Path) -> None:
     assert "abc" not in out.argv
 
 
-SPARKRUN = """\
-recipe_version: "2"
-model: some/Model
-runtime: vllm
-container: some-image
-max_nodes: 1
-metadata:
-  description: a model
-command: vllm serve {model} --port {port}
-"""
-
-
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        (SPARKRUN, 1),
-        (SPARKRUN.replace('"2"', "2"), 1),
-        # Its tools take a file without a version for the newest.
-        (SPARKRUN.replace('recipe_version: "2"\n', ""), 2),
-    ],
-)
-def test_the_format_of_sparkrun_is_named(tmp_path: Path, text: str, line: int) -> None:
-    path = tmp_path / "theirs.yaml"
-    path.write_text(text)
-    one, faults = load.inspect(path)
-    assert one is None
-    # One fault: the keys it lacks of our format say nothing about it.
-    (fault,) = faults
-    assert fault.line == line
-    assert "sparkrun" in fault.text
-    assert "runtime, metadata, max_nodes" in fault.text
-    with pytest.raises(BadFileError, match=r"not read yet.*Next: run it with sparkrun"):
-        load.load(path)
-
-
 def _command(tmp_path: Path, command: str) -> Rendered:
     path = tmp_path / "small.yaml"
     path.write_text(f"recipe_version: '1'\nname: x\ncontainer: y\ncommand: |\n  {command}\n")
@@ -339,7 +304,7 @@ LAUGHS = "a0: &a0 x\n" + "".join(
         (MINIMAL.replace("Small", '"\\ud800"'), ":2: value cannot be read"),
         (MINIMAL.replace("Small", "!!int x"), ":2: value cannot be read"),
         (MINIMAL.replace("8000", "!!bool x"), ":5: value cannot be read"),
-        (MINIMAL.replace("8000", "!!binary aGk="), ":5: bytes is no text"),
+        (MINIMAL.replace("8000", "!!binary aGk="), ":5: bytes is not text"),
         (MINIMAL.replace("8000", "!x y"), ":5: value cannot be read"),
         (f"{MINIMAL}sm12x:\n", ":17: sm12x has the wrong type (NoneType)"),
         (

@@ -18,7 +18,7 @@ from sm12x.commands import recipe as verb
 from sm12x.core import declared
 from sm12x.core.errors import BadFileError, FindingsError, UsageError
 from sm12x.recipes import edit, lint, load, options
-from sm12x.recipes.model import Recipe
+from sm12x.recipes.model import Recipe, Status
 from sm12x.runtime.check import native
 from sm12x.runtime.check.report import Line, warned
 from sm12x.stack.model import base as bases
@@ -103,7 +103,8 @@ def test_a_recipe_without_faults_has_no_findings(tmp_path: Path) -> None:
     [
         ("--enable-sleep-mode", "--seed 1", "16: error: sleep is level 1 but the command has no"),
         ("{level: 1}", "{level: never, reason: x}", "16: error: sleep is never but the command"),
-        ('"1"\ncommand', '"0"\ncommand', "8: error: sleep is level 1 but env has no VLLM_SERVER"),
+        ('"1"\ncommand', '"0"\ncommand', "10: error: sleep is level 1 but the command has no"),
+        ('"1"\ncommand', '"0"\ncommand', "has no --enable-sleep-routes"),
         ("host: 127.0.0.1", "host: 0.0.0.0", "9: error: VLLM_SERVER_DEV_MODE opens /sleep,"),
         (" --host {host}", "", "on every address, for it names no host, and API keys do not"),
         ("host: 127.0.0.1", "host: 10.0.0.1", "and more on 10.0.0.1, and API keys do not"),
@@ -170,6 +171,23 @@ def test_a_file_of_eugrs_runner_has_no_errors(tmp_path: Path) -> None:
 
 
 SHIPPED = sorted(layout.recipes().glob("*.yaml"))
+
+
+def test_no_server_of_several_ranks_asks_for_nvlink_sharp() -> None:
+    """NCCL 2.30.4 and newer hung over it on GPUs that do not have it (NVIDIA/nccl#2167)."""
+    ranks = {}
+    for path in SHIPPED:
+        recipe = load.load(path)
+        assert recipe.sm12x is not None
+        if lint.filled(recipe).serve is not None:
+            ranks[path.stem] = recipe.sm12x.gpus * recipe.sm12x.machines, recipe.env
+    assert sum(count > 1 for count, _ in ranks.values()) >= 7
+    wrong = [
+        name
+        for name, (count, env) in ranks.items()
+        if (env.get("NCCL_NVLS_ENABLE") == "0") != (count > 1)
+    ]
+    assert wrong == []
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -426,3 +444,60 @@ def test_a_variable_that_vllm_does_not_know_is_a_warning(
     path = write(tmp_path, OURS)
     said = f"{path}:9: warning: VLLM_SERVER_DEV_MODE is no variable of this release"
     assert said in run("lint", str(path))
+
+
+@pytest.mark.parametrize(
+    ("level", "dev_mode", "host", "key", "finding"),
+    [
+        (1, "0", "127.0.0.1", "", ""),
+        (1, "1", "127.0.0.1", "", ""),
+        (1, "0", "0.0.0.0", "", "warning: --enable-sleep-routes opens /sleep and /wake_up on 0."),  # noqa: S104 - no server
+        (1, "0", "10.0.0.1", "--api-key k", "warning: --api-key stands in the file"),
+        (2, "0", "127.0.0.1", "", "error: after a level-2 sleep the weights are reloaded"),
+        (2, "1", "127.0.0.1", "", ""),
+    ],
+)
+def test_the_sleep_routes_do_for_level_1_and_want_a_key(
+    tmp_path: Path, level: int, dev_mode: str, host: str, key: str, finding: str
+) -> None:
+    text = OURS.replace('MODE: "1"', f'MODE: "{dev_mode}"').replace("127.0.0.1", host)
+    text = text.replace("{level: 1}", f"{{level: {level}}}")
+    text = text.replace("--enable-sleep-mode", f"--enable-sleep-mode --enable-sleep-routes {key}")
+    found = said(write(tmp_path, text))
+    assert finding in found
+    assert len(found.splitlines()) == bool(finding)
+
+
+def test_what_blocks_one_release_does_not_block_another(tmp_path: Path) -> None:
+    first, last = bases.versions()[0], bases.versions()[-1]
+    text = OURS.replace("source: nobody", f"source: nobody, blocked: {{{last}: no kernel}}")
+    status = _status(write(tmp_path, text))
+    assert (status.blocked_on(last), status.blocked_on(first)) == ("no kernel", "")
+    assert status.blocked_on("99.0") == ""
+    everywhere = OURS.replace("source: nobody", "source: nobody, blocked: no image")
+    assert _status(write(tmp_path, everywhere)).blocked_on(first) == "no image"
+    assert _status(write(tmp_path, OURS)).blocked == {}
+
+
+def test_blocked_names_a_base(tmp_path: Path) -> None:
+    wrong = OURS.replace("source: nobody", "source: nobody, blocked: {0.21.1: no kernel}")
+    assert "error: blocked names 0.21.1, no base here; perhaps you meant 0.21.0" in said(
+        write(tmp_path, wrong)
+    )
+
+
+def _status(path: Path) -> Status:
+    block = load.load(path).sm12x
+    assert block is not None
+    return block.status
+
+
+def test_the_release_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert layout.release() == bases.default()
+    monkeypatch.setenv("SM12X_ROOT", str(tmp_path))
+    assert layout.release() == ""
+    installed = tmp_path / "vllm-0.33.0+sm12x.01234567.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Name: vllm\nVersion: 0.33.0+sm12x.01234567\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert layout.release() == "0.33.0"

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import platform
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
-from sm12x.core import declared
+from sm12x.core import declared, machine, process
 from sm12x.core.errors import BadFileError, UsageError
 from sm12x.runtime import entry, serve
+from sm12x.runtime.check import (
+    check,
+    compiler,
+    content,
+    machinecode,
+    native,
+    precompiled,
+    versions,
+)
+from sm12x.runtime.check.report import Line
 from sm12x.runtime.places import CACHE_VARIABLES, Places
+from sm12x.wheel import ledger as ledgers
 from sm12x.wheel.ledger import Ledger, LibraryEntry, PatchEntry
 
 RECIPE = """\
@@ -122,6 +134,17 @@ def test_without_a_word_it_says_what_it_is(
     assert capsys.readouterr().out == golden.read_text()
 
 
+def test_a_source_of_another_patch_level_is_said(
+    places: Places, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger = ledgers.read(places.ledger)
+    for version, said in (("v4.7.0", True), ("v4.7.1", False), ("", False)):
+        source = ledgers.SourceEntry(name="cutlass", pin="v4.7.1", version=version)
+        declared.write_json(places.ledger, dataclasses.replace(ledger, sources=(source,)))
+        dispatch(places)
+        assert ("cutlass v4.7.0 in place of v4.7.1" in capsys.readouterr().out) is said
+
+
 def test_a_blocked_recipe_is_not_offered_to_be_run(
     places: Places, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -158,6 +181,78 @@ def test_a_mounted_file_is_a_recipe_with_one_gpu(places: Places, tmp_path: Path)
     with pytest.raises(Became) as became:
         dispatch(places, str(path))
     assert became.value.args[0][-1] == "1"
+
+
+def machine_of(
+    monkeypatch: pytest.MonkeyPatch, *, cores: int, gib: float | None, name: str = "x86_64"
+) -> None:
+    """Have a machine with that many processors and that much free memory."""
+    monkeypatch.delenv("MAX_JOBS", raising=False)
+    monkeypatch.setattr(machine, "cores", lambda: cores)
+    monkeypatch.setattr(machine, "available", lambda: None if gib is None else int(gib * 2**30))
+    monkeypatch.setattr(platform, "machine", lambda: name)
+
+
+@pytest.mark.parametrize(
+    ("cores", "gib", "name", "jobs"),
+    [
+        (16, 480, "x86_64", "16"),
+        (16, 61, "x86_64", "15"),
+        (16, 32, "x86_64", "8"),
+        (16, 31.9, "x86_64", "7"),
+        (2, 3, "x86_64", "1"),
+        (2, 0, "x86_64", "1"),
+        (20, 110, "aarch64", "13"),
+        (20, 7, "aarch64", "1"),
+        (20, None, "aarch64", None),
+    ],
+)
+def test_compilers_of_a_first_start_follow_cores_and_memory(
+    places: Places,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    cores: int,
+    gib: float | None,
+    name: str,
+    jobs: str | None,
+) -> None:
+    machine_of(monkeypatch, cores=cores, gib=gib, name=name)
+    for words in (("small-model",), ("vllm", "serve", "x")):
+        monkeypatch.setattr(process, "which", lambda _: Path("/bin/vllm"))
+        with pytest.raises(Became) as became:
+            dispatch(places, *words)
+        assert became.value.args[1].get("MAX_JOBS") == jobs
+        err = capsys.readouterr().err
+        assert err.count("MAX_JOBS=") == (2 if jobs else 0)
+        assert (f"note: MAX_JOBS={jobs}:" in err) is bool(jobs)
+
+
+def test_compilers_are_left_to_whoever_limits_them(
+    places: Places, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine_of(monkeypatch, cores=16, gib=32)
+    # Another program than a server gets what it was given.
+    with pytest.raises(Became) as became:
+        dispatch(places, "sh", "-c", "exit 3")
+    assert "MAX_JOBS" not in became.value.args[1]
+    monkeypatch.setenv("MAX_JOBS", "3")
+    with pytest.raises(Became) as became:
+        dispatch(places, "small-model")
+    assert "MAX_JOBS" not in became.value.args[1]
+    # Empty is not set: ninja would refuse it.
+    monkeypatch.setenv("MAX_JOBS", "")
+    with pytest.raises(Became) as became:
+        dispatch(places, "small-model")
+    assert became.value.args[1]["MAX_JOBS"] == "8"
+    assert capsys.readouterr().err.count("note:") == 1
+    # The recipe's own.
+    (places.recipes / "small-model.yaml").write_text(
+        RECIPE.replace("command:", "env:\n  MAX_JOBS: 5\ncommand:")
+    )
+    with pytest.raises(Became) as became:
+        dispatch(places, "small-model")
+    assert became.value.args[1]["MAX_JOBS"] == "5"
+    assert capsys.readouterr().err == ""
 
 
 def test_any_other_program_is_run_as_given(places: Places) -> None:
@@ -250,3 +345,36 @@ def test_a_uid_without_a_name_gets_one_and_a_home(monkeypatch: pytest.MonkeyPatc
 def test_places_follow_the_environment() -> None:
     found = Places.of_image({"CUDA_HOME": "/c"})
     assert found == dataclasses.replace(found, root=Path("/opt/sm12x"), cuda_home=Path("/c"))
+
+
+def test_a_quick_check_compiles_nothing(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def noted(name: str) -> Callable[..., list[Line]]:
+        def step(*_: object) -> list[Line]:
+            asked.append(name)
+            return []
+
+        return step
+
+    for module, name in (
+        (versions, "check"),
+        (content, "check"),
+        (machinecode, "check"),
+        (native, "check_modules"),
+        (precompiled, "check"),
+        (native, "check_arguments"),
+        (compiler, "check"),
+        (compiler, "check_kernels"),
+    ):
+        monkeypatch.setattr(module, name, noted(f"{module.__name__.rpartition('.')[2]}.{name}"))
+    driver = native.LoadedDriver(path=None, env={})
+    monkeypatch.setattr(native, "check_driver", lambda *_: (driver, []))
+    monkeypatch.setattr(check, "_ldconfig", lambda: "")
+    whole = ["versions.check", "content.check", "machinecode.check"]
+    whole += ["native.check_modules", "precompiled.check", "native.check_arguments"]
+    assert dispatch(places, "check", "--quick") == 0
+    assert asked == whole
+    asked.clear()
+    assert dispatch(places, "check") == 0
+    assert asked == [*whole, "compiler.check", "compiler.check_kernels"]

@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 
+from sm12x import layout
 from sm12x.core.errors import ToolFailedError
 from sm12x.recipes import load
 from sm12x.runtime.check import compiler, content, machinecode, native, probe, report, versions
 from sm12x.runtime.check.report import FAIL, NOTE, PASS, WARN, Line
 from sm12x.runtime.places import Places
-from sm12x.wheel.ledger import FileEntry, Ledger, LibraryEntry, OverrideEntry
+from sm12x.wheel.ledger import ExtraEntry, FileEntry, Ledger, LibraryEntry, OverrideEntry
 
 PATCHED = "vllm/device_allocator/cumem.py"
 LIBRARY = "vllm/_C.abi3.so"
@@ -196,6 +197,145 @@ def test_the_wish_of_another_package_may_be_replaced_too(of: str, fault: str) ->
     lines = versions.requirements(packages, [override])
     assert faults(lines).replace('; python_version > "3"', "") == fault
     assert len([line for line in lines if line.state == NOTE]) == (0 if fault else 1)
+
+
+EXTRA = ExtraEntry(
+    name="b12x", requirement="b12x==1.5.1", license="Apache-2.0", modules=("b12x.a", "b12x._b")
+)
+
+
+@pytest.fixture
+def extra(image: Image) -> Image:
+    """The image with the package of an extra, as an installer leaves it."""
+    with_it = LOCK + "b12x==1.5.1 \\\n    --hash=sha256:00\n"
+    image.places.lock.write_text(with_it)
+    image.ledger = dataclasses.replace(
+        image.ledger,
+        extras=(EXTRA,),
+        lock_sha256=hexdigest(with_it.encode()),
+        dependencies={"torch": "2.11.0", "b12x": "1.5.1"},
+    )
+    site = image.places.site
+    image.edit(
+        image.record.with_name("METADATA"),
+        'Requires-Dist: x; extra == "y"\n',
+        'Requires-Dist: x; extra == "y"\nRequires-Dist: b12x==1.5.1; extra == "b12x"\n',
+    )
+    folder = dist(site, "b12x", "1.5.1", "torch>=2", 'pytest; extra == "dev"')
+    image.edit(
+        folder / "METADATA", "Version: 1.5.1", "Version: 1.5.1\nLicense-Expression: Apache-2.0"
+    )
+    rows = []
+    (site / "b12x").mkdir()
+    for name, data in {"b12x/__init__.py": b"", "b12x/a.py": b"a = 1"}.items():
+        (site / name).write_bytes(data)
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        rows.append(f"{name},sha256={digest},{len(data)}")
+    (folder / "RECORD").write_text("\n".join([*rows, f"{folder.name}/RECORD,,"]) + "\n")
+    return image
+
+
+def test_a_whole_image_with_an_extra_passes(extra: Image) -> None:
+    places = extra.places
+    lines = versions.check(extra.ledger, places.lock, versions.installed(places.site))
+    assert faults(lines) == ""
+    assert "b12x 1.5.1, of vLLM's extra b12x, Apache-2.0" in [line.text for line in lines]
+    # The fixture changed vLLM's own metadata, which is in its RECORD.
+    lines = content.check(extra.ledger, places.site)
+    assert faults(lines).count("\n") == 0
+    assert "METADATA" in faults(lines)
+    assert "RECORD of b12x agrees with 3 files, none besides" in [line.text for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("Apache-2.0", "MIT", "its licence is MIT, the ledger says Apache-2.0"),
+        ("License-Expression: Apache-2.0\n", "", "its licence is not said, the ledger says"),
+        ("Version: 1.5.1", "Version: 1.5.2", "b12x is 1.5.2, 1.5.1 is locked"),
+        ("torch>=2", "torch>=3", "b12x requires torch>=3, found 2.11.0"),
+    ],
+)
+def test_a_wrong_package_of_an_extra_is_found(extra: Image, old: str, new: str, said: str) -> None:
+    extra.edit(extra.places.site / "b12x-1.5.1.dist-info" / "METADATA", old, new)
+    assert said in check_versions(extra)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        # What vLLM asks for with the extra is looked at, too.
+        ('b12x==1.5.1; extra == "b12x"', 'b12x==1.6; extra == "b12x"', "asks for b12x==1.6"),
+        ('b12x==1.5.1; extra == "b12x"', 'b12x==1.5.1; extra == "z"', "asks for nothing of it"),
+        ('; extra == "b12x"', "", "asks for nothing of it"),
+    ],
+)
+def test_an_extra_must_be_the_releases_own(extra: Image, old: str, new: str, said: str) -> None:
+    extra.edit(extra.record.with_name("METADATA"), old, new)
+    assert f"b12x 1.5.1, of vLLM's extra b12x: vLLM's metadata {said}" in check_versions(extra)
+
+
+def test_what_an_extra_asks_for_must_hold() -> None:
+    vllm = versions.Distribution(
+        name="vllm", version="1", requires=('b12x==1.5.1; extra == "b12x"', 'c; extra == "d"')
+    )
+    assert faults(versions.requirements([vllm])) == ""
+    assert 'b12x==1.5.1; extra == "b12x", found None' in faults(
+        versions.requirements([vllm], extras=[EXTRA])
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "data", "said"),
+    [
+        ("b12x/a.py", b"a = 2", "RECORD: b12x/a.py is not the file that was installed"),
+        ("b12x/c.py", b"", "b12x/c.py is on disk and not in RECORD"),
+        ("b12x/a.py", None, "RECORD: b12x/a.py is missing"),
+        ("B12x-1.4.dist-info/RECORD", b"", "one b12x-*.dist-info is expected, found B12x-1.4"),
+    ],
+)
+def test_a_wrong_file_of_an_extra_is_found(
+    extra: Image, path: str, data: bytes | None, said: str
+) -> None:
+    place = extra.places.site / path
+    place.parent.mkdir(exist_ok=True)
+    if data is None:
+        place.unlink()
+    else:
+        place.write_bytes(data)
+    assert said in check_content(extra)
+
+
+def _extras(image: Image, answer: object) -> list[Line]:
+    return native.check_extras(image.ledger, NO_DRIVER, answering({"imports": answer}))
+
+
+def test_the_modules_of_an_extra_are_imported(image: Image, extra: Image) -> None:
+    lines = _extras(extra, {"b12x.a": "", "b12x._b": ""})
+    assert [(line.state, line.text) for line in lines] == [
+        (PASS, "b12x: 2 modules can be imported")
+    ]
+    lines = _extras(extra, {"b12x.a": "", "b12x._b": "ImportError: no cutlass"})
+    assert [line.text for line in lines] == ["b12x._b cannot be imported: ImportError: no cutlass"]
+    assert faults(lines)
+    crash = ToolFailedError("ended with -11", next_step="x")
+    assert "b12x stopped the probe: ended with -11" in faults(_extras(extra, crash))
+    extra.ledger = dataclasses.replace(extra.ledger, extras=())
+    assert _extras(extra, crash) == []
+
+
+def test_an_import_says_what_keeps_it_from_working(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sound.py").write_text("")
+    (tmp_path / "odd.py").write_text("raise RuntimeError('no\\n driver')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert probe.imports(["sound", "odd", "odd.part", "absent"]) == {
+        "sound": "",
+        "odd": "RuntimeError: no driver",
+        "odd.part": "RuntimeError: no driver",
+        "absent": "ModuleNotFoundError: No module named 'absent'",
+    }
 
 
 def _upgrade(image: Image) -> None:
@@ -480,8 +620,47 @@ def test_a_recipe_that_vllm_refuses_is_found(image: Image) -> None:
     assert "one: vLLM refuses it: unrecognized arguments: --prot" in faults(lines)
 
 
+BLOCK = """\
+sm12x:
+  hardware: [gb10]
+  gpus: 1
+  sleep: {{level: never, reason: x}}
+  status: {{state: untested, source: x, blocked: {{{release}: no such model}}}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("problems", "warnings"),
+    [(["unrecognized arguments: --prot"], []), ([], ["VLLM_X is unknown"]), (["a"], ["b"])],
+)
+def test_a_recipe_of_another_release_is_no_fault_of_this_image(
+    image: Image, monkeypatch: pytest.MonkeyPatch, problems: list[str], warnings: list[str]
+) -> None:
+    monkeypatch.setattr(layout, "release", lambda: "0.21.0")
+    answer = {"problems": {"one": problems}, "warnings": {"one": warnings}}
+    here = recipe_lines(image, RECIPE + BLOCK.format(release="0.21.0"), answer)
+    said = "; ".join([*problems, *warnings])
+    assert [(line.state, line.text) for line in here] == [
+        (NOTE, f"one cannot serve on 0.21.0 and is not for it: {said}")
+    ]
+    # Blocked on another release only, it must pass here.
+    there = recipe_lines(image, RECIPE + BLOCK.format(release="0.33.0"), answer)
+    assert {line.state for line in there} == ({FAIL} if problems else {WARN, PASS}) | (
+        {WARN} if warnings else set()
+    )
+
+
+def test_a_blocked_recipe_whose_arguments_the_release_takes_passes(
+    image: Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "release", lambda: "0.21.0")
+    answer: dict[str, Any] = {"problems": {"one": []}, "warnings": {"one": []}}
+    lines = recipe_lines(image, RECIPE + BLOCK.format(release="0.21.0"), answer)
+    assert [line.state for line in lines] == [PASS]
+
+
 def test_a_variable_that_vllm_does_not_know_is_a_warning(image: Image) -> None:
-    unknown = "VLLM_X is no variable of this release"
+    unknown = "VLLM_X is not a variable of this release"
     answer = {"problems": {"one": []}, "warnings": {"one": [unknown]}}
     lines = recipe_lines(image, RECIPE, answer)
     assert [(line.state, line.text) for line in lines] == [
@@ -521,7 +700,7 @@ def test_the_release_is_asked_for_variables_and_arguments(monkeypatch: pytest.Mo
     )
     assert answer["problems"]["one"] == []
     assert answer["warnings"] == {
-        "one": ["VLLM_USE_Y is no variable of this release; perhaps you meant VLLM_USE_X"],
+        "one": ["VLLM_USE_Y is not a variable of this release; perhaps you meant VLLM_USE_X"],
         "two": [],
     }
     assert "--x" in answer["problems"]["two"][0]
@@ -542,9 +721,9 @@ def test_an_image_without_recipes_is_found(image: Image) -> None:
 
 
 def test_the_report_says_what_failed_and_what_next() -> None:
-    lines = [report.passed("a", "fine"), report.failed("b", "broken", "mend it")]
+    lines = [report.passed("a", "fine"), report.failed("b", "broken", "correct it")]
     assert report.as_text(lines) == (
-        "a\n  pass  fine\nb\n  fail  broken\n        next: mend it\n"
+        "a\n  pass  fine\nb\n  fail  broken\n        next: correct it\n"
         "check: FAILED, 1 passed, 1 failed"
     )
     assert json.loads(report.as_json(lines))["ok"] is False

@@ -63,6 +63,7 @@ def test_a_container_that_runs_something_else_is_healthy() -> None:
         ("vllm serve m --host 0.0.0.0", SERVER),
         ("vllm serve m --host 10.0.0.2", Listener(host="10.0.0.2", port=8000)),
         ("vllm serve m --ssl_certfile c", Listener(host="127.0.0.1", port=8000, tls=True)),
+        ("vllm serve m --api-key k", Listener(host="127.0.0.1", port=8000, key="k")),
         ("vllm serve m --uds /s", Listener(host="127.0.0.1", port=8000, socket_path="/s")),
         (
             "python -m vllm.entrypoints.openai.api_server --port 3",

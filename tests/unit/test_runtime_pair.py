@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import platform
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from sm12x import layout
-from sm12x.core import process
+from sm12x.core import machine, process
 from sm12x.core.errors import ToolFailedError, UsageError
 from sm12x.recipes import load
 from sm12x.recipes.model import Recipe
@@ -59,8 +60,8 @@ class Child:
 
     started: list[Child] = []  # noqa: RUF012 - reset by each test
 
-    def __init__(self, argv: Sequence[str], *, log: None, env: object) -> None:
-        self.argv, self.code = argv, None
+    def __init__(self, argv: Sequence[str], *, log: None, env: Mapping[str, str]) -> None:
+        self.argv, self.env, self.code = argv, env, None
         Child.started.append(self)
 
     def poll(self) -> int | None:
@@ -105,11 +106,35 @@ def test_the_last_is_loaded_first_and_sleeps(
     assert [child.code for child in Child.started] == [-15, -15]
 
 
+@pytest.mark.parametrize(("given", "jobs"), [({}, "8"), ({"MAX_JOBS": "3"}, None)])
+def test_each_server_compiles_within_the_memory_that_is_left(
+    arrangement: Sequence[pair.PairMember],
+    monkeypatch: pytest.MonkeyPatch,
+    given: Mapping[str, str],
+    jobs: str | None,
+) -> None:
+    # The first that is started takes 24 of the 32 GiB.
+    monkeypatch.setattr(machine, "available", lambda: (8 if Child.started else 32) << 30)
+    monkeypatch.setattr(machine, "cores", lambda: 16)
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.delenv("MAX_JOBS", raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+
+    def nap(_: float) -> None:
+        raise pair.Stopped
+
+    monkeypatch.setattr(health, "request", lambda *_: (200, b'{"is_sleeping": true}'))
+    monkeypatch.setattr(time, "sleep", nap)
+    pair.run(arrangement, load_seconds=1)
+    assert [child.env.get("MAX_JOBS") for child in Child.started] == [jobs, "2" if jobs else None]
+
+
 def test_a_server_that_does_not_sleep_ends_the_pair(
     arrangement: Sequence[pair.PairMember], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(health, "request", lambda *_: (200, b'{"is_sleeping": false}'))
-    with pytest.raises(ToolFailedError, match="did not go to sleep: /is_sleeping says no"):
+    with pytest.raises(ToolFailedError, match="did not go to sleep: /is_sleeping answers false"):
         pair.run(arrangement, load_seconds=1)
     assert [child.code for child in Child.started] == [-15]
 

@@ -127,6 +127,8 @@ JUNIT = """<?xml version="1.0"?><testsuites><testsuite>
  message="assert 1 == 2&#10;more">line 1\nassert 1 == 2</failure></testcase>
 <testcase classname="tests.witness.test_it.TestX" name="test_b" time="0"><properties>
  <property name="guard" value="yes"/></properties></testcase>
+<testcase classname="tests.witness.test_it" name="test_s" time="0"><properties>
+ <property name="patched_only" value="yes"/></properties></testcase>
 <testcase classname="tests.witness.test_it" name="test_c" time="0"><failure message="f"/></testcase>
 <testcase classname="tests.witness.test_it" name="test_c" time="0"><error message="e"/></testcase>
 <testcase classname="" name="tests.witness.test_it" time="0"><skipped message="s"/></testcase>
@@ -140,9 +142,11 @@ def test_a_junit_file_is_read(tmp_path: Path) -> None:
     assert [(test.name, test.outcome, test.guard, test.said) for test in tests] == [
         ("test_a[1]", "failed", False, "assert 1 == 2"),
         ("TestX::test_b", "passed", True, ""),
+        ("test_s", "passed", False, ""),
         ("test_c", "error", False, "e"),
         ("tests.witness.test_it", "skipped", False, "s"),
     ]
+    assert [test.name for test in tests if test.patched_only] == ["test_s"]
     path.write_text(JUNIT[:200])
     with pytest.raises(ValueError, match=r"x\.xml"):
         junit.read(path)
@@ -182,6 +186,25 @@ def test_only_red_then_green_counts_and_green_twice_for_a_guard(
     assert any(not check.ok for check in checks) or not guard
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "ok"),
+    [("", "passed", True), ("", "failed", False), ("passed", "passed", False)],
+)
+def test_a_test_left_to_chance_is_judged_on_the_patched_tree_alone(
+    before: str, after: str, ok: bool
+) -> None:
+    red, green = _test("failed", name="red"), _test("passed", name="red")
+    chance = dataclasses.replace(_test(after), patched_only=True)
+    on_base = [dataclasses.replace(chance, outcome=before)] if before else []
+    checks = witness.judge(
+        "p", _run("base", red, *on_base), _run("patched", green, chance), SAYS_NOTHING
+    )
+    assert [(check.test, check.ok) for check in checks] == [("red", True), ("t", ok)]
+    # Alone it shows nothing.
+    alone = witness.judge("p", _run("base", *on_base), _run("patched", chance), SAYS_NOTHING)
+    assert not all(check.ok for check in alone)
+
+
 def test_a_crash_on_either_side_hides_no_other() -> None:
     checks = witness.judge(
         "p",
@@ -198,13 +221,13 @@ def test_a_crash_on_either_side_hides_no_other() -> None:
 
 def test_a_base_says_what_it_passes_and_what_it_fails_unlike_others() -> None:
     known = dataclasses.replace(
-        SAYS_NOTHING, upstream=("t.py::mended", "u.py::other"), needed=("t.py::newly broken",)
+        SAYS_NOTHING, upstream=("t.py::corrected", "u.py::other"), needed=("t.py::newly broken",)
     )
-    patched = [_test("passed", name=name) for name in ("mended", "newly broken", "red")]
+    patched = [_test("passed", name=name) for name in ("corrected", "newly broken", "red")]
 
-    def judged(mended: str, broken: str) -> list[tuple[str, bool, bool]]:
+    def judged(corrected: str, broken: str) -> list[tuple[str, bool, bool]]:
         tests = (
-            _test(mended, name="mended"),
+            _test(corrected, name="corrected"),
             _test(broken, name="newly broken", guard=True),
             _test("failed", name="red"),
         )
@@ -213,12 +236,12 @@ def test_a_base_says_what_it_passes_and_what_it_fails_unlike_others() -> None:
 
     red = ("red", False, True)
     assert judged("passed", "failed") == [
-        ("mended", True, True),
+        ("corrected", True, True),
         ("newly broken", False, True),
         red,
     ]
     assert judged("failed", "passed") == [
-        ("mended", True, False),
+        ("corrected", True, False),
         ("newly broken", False, False),
         red,
     ]

@@ -290,6 +290,23 @@ def test_a_ledger_reads_back_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "ledger.json"
     declared.write_json(path, LEDGER)
     assert ledgers.read(path) == LEDGER
+    more = dataclasses.replace(
+        LEDGER,
+        extras=(
+            ledgers.ExtraEntry(
+                name="x", requirement="X_y==1", license="Apache-2.0", modules=("x",)
+            ),
+        ),
+        sources=(
+            ledgers.SourceEntry(name="a", pin="v1.2", version="v1.1"),
+            ledgers.SourceEntry(name="b", pin="v1.2", version="v1.2"),
+            ledgers.SourceEntry(name="c", pin="abcdef0", version=""),
+        ),
+    )
+    declared.write_json(path, more)
+    assert ledgers.read(path) == more
+    assert more.extras[0].package == "x-y"
+    assert (LEDGER.replaced, more.replaced) == ((), ("a v1.1 in place of v1.2",))
     path.write_text(path.read_text().replace('"schema": 2', '"schema": 1'))
     with pytest.raises(BadFileError, match="schema is 1"):
         ledgers.read(path)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from sm12x.stack.model import base as bases
 from sm12x.wheel import selection
 from sm12x.wheel.assemble import assemble
-from sm12x.wheel.compile.native import NativeModule, NativeRecord
+from sm12x.wheel.compile.native import NativeModule, NativeRecord, UsedSource
+from sm12x.wheel.ledger import ExtraEntry, SourceEntry
 
 BASE = bases.load("0.21.0")
 PATHS = {module.target: module.path for module in BASE.modules}
@@ -51,3 +54,35 @@ def test_whether_a_patch_is_in_effect_in_native_code(
     paths: list[str], record: NativeRecord, state: str
 ) -> None:
     assert assemble.native_state(BASE, paths, record) == state
+
+
+def test_the_ledger_names_extras_and_third_party_sources() -> None:
+    base = bases.load("0.33.0")
+    (extra,) = base.extras
+    assert assemble.extras(base) == (
+        ExtraEntry(
+            name="b12x", requirement="b12x==1.5.1", license="Apache-2.0", modules=extra.modules
+        ),
+    )
+    assert assemble.extras(BASE) == ()
+    used = (UsedSource(name="cutlass", pin="v4.7.1", version="v4.7.0"),)
+    record = replace(_compiled("full"), sources=used)
+    assert assemble.third_party(record) == (
+        SourceEntry(name="cutlass", pin="v4.7.1", version="v4.7.0"),
+    )
+
+
+def test_what_a_module_may_lose() -> None:
+    new = bases.load("0.33.0")
+    (module,) = (module for module in new.modules if module.other_gpus)
+    made = NativeModule(target=module.target, path=module.path, sha256="", size=1, glibc="")
+    moe = NativeModule(target="_moe_C_stable_libtorch", path="moe", sha256="", size=1, glibc="")
+    record = replace(_compiled("full"), modules=(made, moe))
+    assert assemble.may_lose(new, record) == {
+        module.path: {"kernels for other GPUs": module.other_gpus},
+        "moe": {},
+    }
+    (qutlass,) = (source for source in BASE.sources if source.name == "qutlass")
+    without = replace(_compiled("full", "_C").modules[0], allowed_missing=("qutlass",))
+    record = replace(_compiled("full"), modules=(without,))
+    assert assemble.may_lose(BASE, record) == {PATHS["_C"]: {"qutlass": qutlass.ops}}

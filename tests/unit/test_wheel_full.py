@@ -183,10 +183,19 @@ def test_what_full_would_add_to_a_quick_bundle(base: Base) -> None:
     both = dataclasses.replace(base, modules=(cheap, first, costly))
     offered = selection.offer(both, cores=2, memory_gib=4, sure=())
     assert offered is not None
-    assert [(step.modules, step.sources) for step in offered.steps] == [
-        (("vllm/first.so",), ()),
-        ((costly.path,), (name,)),
+    assert [(step.modules, step.sources, step.given_only) for step in offered.steps] == [
+        (("vllm/first.so",), (), ()),
+        ((costly.path,), (name,), ()),
     ]
+    bare = dataclasses.replace(base.sources[0], packages=(), git="")
+    found = selection.offer(
+        dataclasses.replace(both, sources=(bare, *base.sources[1:])),
+        cores=2,
+        memory_gib=22,
+        sure=(),
+    )
+    assert found is not None
+    assert found.steps[1].given_only == (name,)
     assert offered.steps[1].minutes > 1.8 * offered.steps[0].minutes
     assert "needs 8.9 GiB of memory" in offered.against
     alone = dataclasses.replace(base, modules=(cheap,))
@@ -202,6 +211,27 @@ def test_auto_never_builds_all_of_a_release_that_has_something_against_it(base: 
     assert _decide(against, "auto").reason == "12.1a is dropped"
     asked = _decide(against, "full")
     assert (asked.mode, asked.reason) == ("full", "as asked for, though 12.1a is dropped")
+
+
+def test_auto_is_quick_without_what_most_code_is_made_of(base: Base) -> None:
+    costly = _costly(base, 10)
+    name = base.sources[0].name
+    cheap, other = costly.modules
+    both = dataclasses.replace(other, path="vllm/both.so", target="both", sources=("b", name))
+    tools = dataclasses.replace(costly.toolchain, auto_needs=("b",))
+    made = dataclasses.replace(
+        costly,
+        modules=(cheap, other, both),
+        sources=(*base.sources, dataclasses.replace(base.sources[0], name="b")),
+        toolchain=tools,
+    )
+    quick = _decide(made, "auto")
+    assert (quick.mode, quick.reason) == (
+        "quick", "a full build would leave most code as it is: both lacks b"
+    )  # fmt: skip
+    assert _decide(made, "full").mode == "full"
+    all_there = selection.decide(made, cores=2, memory_gib=22, available={name, "b"}, wanted="auto")
+    assert all_there.mode == "full"
 
 
 def test_auto_is_quick_where_memory_or_sources_are_not_there(base: Base) -> None:
@@ -335,6 +365,57 @@ def test_a_given_folder_must_be_of_the_pinned_version(
         third_party.collect(one, cache=tmp_path, given={"thing": tmp_path / "none"})
     with pytest.raises(UsageError, match="no third-party source 'thong'"):
         third_party.collect(one, cache=tmp_path, given={"thong": right})
+
+
+@pytest.mark.parametrize(
+    ("minor", "patch", "near"), [(4, 0, True), (4, 3, True), (3, 2, False), (40, 2, False)]
+)
+def test_another_patch_level_is_taken_where_that_is_asked_for_alone(
+    thing: tuple[Base, Path], tmp_path: Path, minor: int, patch: int, near: bool
+) -> None:
+    one, _ = thing
+    text = VERSION.replace("MINOR 4", f"MINOR {minor}").replace("PATCH 2", f"PATCH {patch}")
+    given = {"thing": _folder(tmp_path / "given", text)}
+    version = f"v4.{minor}.{patch}"
+    with pytest.raises(BadFileError, match=rf"{version}, base\.toml pins v4\.4\.2") as refused:
+        third_party.collect(one, cache=tmp_path, given=given)
+    assert ("--accept-patch-level thing" in refused.value.next_step) is near
+    said: list[str] = []
+    lenient = {"cache": tmp_path, "given": given, "patch_levels": ("thing",), "say": said.append}
+    if not near:
+        with pytest.raises(BadFileError, match=rf"{version}, base\.toml pins v4\.4\.2"):
+            third_party.collect(one, **lenient)  # type: ignore[arg-type]
+        return
+    found = third_party.collect(one, **lenient)["thing"]  # type: ignore[arg-type]
+    assert (found.folder, found.pin) == (given["thing"], "v4.4.2")
+    assert said == [f"thing: {given['thing']} is {version}; taken in place of v4.4.2, as asked for"]
+    # Another source's leave is not this one's.
+    with pytest.raises(BadFileError, match=version):
+        third_party.collect(one, cache=tmp_path, given=given, patch_levels=("other",))
+
+
+def test_a_package_may_not_be_of_another_patch_level(
+    thing: tuple[Base, Path], tmp_path: Path
+) -> None:
+    one, links = thing
+    later = dataclasses.replace(one, sources=(dataclasses.replace(one.sources[0], pin="v4.4.3"),))
+    with pytest.raises(BadFileError, match=r"is thing v4\.4\.2, base\.toml pins v4\.4\.3"):
+        third_party.collect(
+            later, cache=tmp_path / "cache", find_links=links, patch_levels=("thing",)
+        )
+
+
+@pytest.mark.parametrize("version", bases.versions())
+def test_only_sources_that_say_their_version_have_patch_levels(version: str) -> None:
+    base = bases.load(version)
+    assert selection.require_patch_levels(base, ("cutlass", "cutlass")) == ("cutlass",)
+    for name, said in (
+        ("qutlass", "qutlass of .* is pinned to a commit"),
+        ("flash-attention", "flash-attention of .* is pinned to a commit"),
+        ("cutlas", "no third-party source 'cutlas'"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            selection.require_patch_levels(base, ("cutlass", name))
 
 
 def test_a_given_folder_must_have_its_submodules(thing: tuple[Base, Path], tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from sm12x.core.errors import BadFileError, BuildFailedError, UsageError
 from sm12x.stack.model import base as bases
 from sm12x.stack.model.base import Base, Module
 from sm12x.wheel import selection
-from sm12x.wheel.compile import cmake, native
-from sm12x.wheel.toolchain import arch
+from sm12x.wheel.compile import cmake, compiling, native
+from sm12x.wheel.toolchain import arch, cuda_home
 
 
 def _module(target: str, *inputs: str, peak_gib: float = 1.0) -> Module:
@@ -125,7 +125,7 @@ def test_a_description_that_does_not_configure_costs_nothing_that_was_compiled(
     cmake.configure(base, (), settings, None)
     compiled.parent.mkdir()
     compiled.write_text("")
-    for text, fine in (("typo", False), ("typo", False), ("mended", True)):
+    for text, fine in (("typo", False), ("typo", False), ("corrected", True)):
         (tmp_path / "src" / "CMakeLists.txt").write_text(text)
         with nullcontext() if fine else pytest.raises(BuildFailedError):
             cmake.configure(base, (), settings, None)
@@ -267,3 +267,50 @@ def test_a_source_of_another_version_is_not_compiled(base: Base, tmp_path: Path)
     with pytest.raises(BadFileError, match=rf"is {one.name} v9\.9\.9, base.toml pins {one.pin}"):
         native.build(base, _tree(tmp_path / "src"), tmp_path / "out", choice, settings, mode="full")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_record_names_the_version_of_each_source_that_was_compiled(
+    base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (one,) = (source for source in base.sources if source.version_file)
+    other, unused = [source for source in base.sources if not source.version_file][:2]
+    numbers = [*one.pin.removeprefix("v").split(".")[:-1], "99"]
+    header = tmp_path / "sources" / one.name / one.version_file
+    header.parent.mkdir(parents=True)
+    header.write_text(
+        "".join(f"#define {name} {n}\n" for name, n in zip(one.defines, numbers, strict=True))
+    )
+    for source in (other, unused):
+        _tree(tmp_path / "sources" / source.name)
+    modules = (dataclasses.replace(base.modules[0], sources=(one.name, other.name)),)
+    settings = cmake.Settings(
+        cuda_home=tmp_path,
+        work=tmp_path / "work",
+        python=tmp_path,
+        archs=cudaarch.parse_list("12.0a"),
+        third_party=tmp_path / "sources",
+    )
+    choice = selection.ModuleChoice(modules=modules, kept=(), allowed={})
+    made = native.NativeModule(target="x", path="x.so", sha256="", size=1, glibc="")
+    for where, name, value in (
+        (cmake, "sync", None),
+        (cmake, "configure", "12.0a"),
+        (cmake, "install_module", None),
+        (compiling, "compile_modules", {}),
+        (cuda_home, "nvcc_version", "13.0"),
+        (native, "_describe", made),
+        (native, "_compiler_version", "c++"),
+        (native, "_publish", None),
+    ):
+        monkeypatch.setattr(where, name, lambda *_, value=value, **__: value)
+    tree = _tree(tmp_path / "src")
+    out = tmp_path / "out"
+    with pytest.raises(BadFileError, match=r"\.99, base\.toml pins"):
+        native.build(base, tree, out, choice, settings, patch_levels=(other.name,))
+    record = native.build(base, tree, out, choice, settings, patch_levels=(one.name,))
+    names = [entry.name for entry in base.sources if entry.name in (one.name, other.name)]
+    assert [entry.name for entry in record.sources] == names
+    assert {entry.name: (entry.pin, entry.version) for entry in record.sources} == {
+        one.name: (one.pin, f"v{'.'.join(numbers)}"),
+        other.name: (other.pin, ""),
+    }

@@ -39,6 +39,13 @@ set(CUTLASS_DIR ${CMAKE_CURRENT_SOURCE_DIR} CACHE PATH "")
 set(CUTLASS_INCLUDE_DIR ${CUTLASS_DIR}/include CACHE PATH "")
 set(CUTLASS_TOOLS_UTIL_INCLUDE_DIR ${CUTLASS_DIR}/tools/util/include CACHE PATH "")
 """
+# Newer releases refuse GCC before 13: DeepGEMM's and DeepSelect's host code needs it. None of that
+# is compiled here.
+_OLD_GCC = """\
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
+  set(CMAKE_CXX_COMPILER_VERSION 13)
+endif()
+"""
 # Seconds one configuring, and one compilation, may take.
 _CONFIGURE_LIMIT, _COMPILE_LIMIT = 600, 1500
 
@@ -62,9 +69,9 @@ class Build:
     log: str
     units: tuple[Unit, ...]
 
-    def unit(self, module: str, name: str) -> Unit:
-        """The one unit of ``module`` whose source ends in ``name``."""
-        (found,) = (u for u in self.units if u.module == module and u.name.endswith(name))
+    def unit(self, name: str) -> Unit:
+        """The one unit whose source ends in ``name``."""
+        (found,) = (unit for unit in self.units if unit.name.endswith(name))
         return found
 
 
@@ -186,6 +193,8 @@ class Rig:
             copy = shutil.copytree if path.is_dir() else shutil.copy2
             (folder / "src").mkdir(parents=True, exist_ok=True)
             copy(path, folder / "src" / name)
+        compiler = folder / "compiler.cmake"
+        compiler.write_text(_OLD_GCC, encoding="utf-8")
         programs = Path(sysconfig.get_path("scripts"))
         environment = {
             **os.environ,
@@ -205,6 +214,7 @@ class Rig:
             f"-DCMAKE_CUDA_COMPILER={self._cuda / 'bin' / 'nvcc'}",
             f"-DFETCHCONTENT_BASE_DIR={folder / 'deps'}",
             "-DFETCHCONTENT_FULLY_DISCONNECTED=ON",
+            f"-DCMAKE_PROJECT_INCLUDE={compiler}",
             "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON",
         ]
         done = subprocess.run(

@@ -1,17 +1,19 @@
-"""Patch 0005: native code for 12.0 and 12.1 in every unit that SM12x can use, and no trap in it.
+"""Native code for 12.0 and 12.1 in every unit that SM12x can use, and no trap in it.
 
 The release's own CMake is configured, its commands are read, and two units are really compiled:
-about 8 minutes of one core for both trees, and up to 9 GiB of memory, one compilation at a time.
-Where ccache is installed, a second run compiles nothing: a minute for the configuring is left.
+about 10 minutes of one core for both trees of a release, and up to 9 GiB of memory, one compilation
+at a time. Where ccache is installed, a second run compiles nothing: the configuring is left.
 """
 
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +22,41 @@ from tests.witness.archbuild import Build, Compiled, Rig, lines
 
 from sm12x import layout
 
-MODULES = ("_C", "_C_stable_libtorch", "_moe_C")
-# What is asked for, and the code that each unit has to have then.
+# What is asked for, and the code that each unit has to have then: that, and nothing else.
 BOTH = "12.0a;12.1a"
 SM12X = {BOTH: {"sm_120a", "sm_121a"}, "12.0f": {"sm_120f"}}
 # A usual list, that of the release's images, and one with a group's name, whose architectures are
 # all dropped, and with two that 10.0 and 12.0 stand for.
 OTHERS = ("8.0;9.0a;10.0a", "7.5 8.0 8.6 8.9 9.0 10.0 11.0 12.0+PTX", "Maxwell;10.3;12.1")
+# Another GPU's target beside those of SM12x.
+MIXED = ("9.0a", BOTH)
 MARLIN = ("csrc/quantization/marlin", "csrc/moe/marlin_moe_wna16")
 MARLIN_CHECKS = ("csrc/quantization/marlin/marlin.cu", "csrc/moe/marlin_moe_wna16/ops.cu")
-FP8 = ("_C_stable_libtorch", "c3x/scaled_mm_sm120_fp8.cu")
+FP8 = "c3x/scaled_mm_sm120_fp8.cu"
+# CUTLASS 2's kernels: none is for SM12x, and each has a guard that makes it a trap there.
+TRAPS = "scaled_mm_c2x.cu"
 # NVFP4 weights, FP16 activations: the fewest kernels that any Marlin-MoE unit has.
-MOE = ("_moe_C", "marlin_moe_wna16/sm80_kernel_float16_fe2m1f_float16.cu")
+MOE = "marlin_moe_wna16/sm80_kernel_float16_fe2m1f_float16.cu"
 # The rotary embedding: few kernels, behind all of torch.
-ROPE = ("_C", "csrc/pos_encoding_kernels.cu")
+ROPE = "csrc/pos_encoding_kernels.cu"
 # Bytes. The kernels of both have 5 to 60 KB of code, a trap with its message has less than 1.
 LEAST_CODE = 3000
 
 _FP8_CHECK = re.compile(r"  if \(a_type == vllm::kFE4M3fn\) \{\n.*?\n  \}\n", re.DOTALL)
 _AZP = re.compile(r"^void cutlass_scaled_mm_azp\(.*?^\}\n", re.DOTALL | re.MULTILINE)
 _VERSION = "int32_t version_num = get_sm_version_num();"
+
+
+def release() -> Path:
+    """The folder of the release under test in patches/."""
+    information = (Path(os.environ["SM12X_TREE"]) / "PKG-INFO").read_text()
+    version = re.search(r"^Version: (\S+)$", information, re.MULTILINE)
+    assert version
+    return layout.patches() / version[1]
+
+
+# A full build's headers, which are found before torch's.
+HEADERS = release() / "include"
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +76,14 @@ def build(rig: Rig, request: pytest.FixtureRequest) -> Build:
 def fp8(rig: Rig) -> Compiled:
     """For 12.1 alone, which is half the time. The base does not even build it for that; this is
     what it would have there."""
-    unit = configured(rig, BOTH).unit(*FP8)
+    unit = configured(rig, BOTH).unit(FP8)
     return rig.compile(unit, memory_gib=9.5, code="sm_121a")
 
 
 @pytest.fixture(scope="module")
 def moe(rig: Rig) -> Compiled | None:
     """With the build's own command; None where that has no native code anyway."""
-    unit = configured(rig, BOTH).unit(*MOE)
+    unit = configured(rig, BOTH).unit(MOE)
     return rig.compile(unit, memory_gib=4) if SM12X[BOTH] <= set(unit.codes) else None
 
 
@@ -77,13 +94,36 @@ def configured(rig: Rig, archs: str) -> Build:
     return made
 
 
-@pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize(("build", "codes"), SM12X.items(), indirect=["build"], ids=list(SM12X))
-def test_every_unit_has_native_code(build: Build, codes: set[str], module: str) -> None:
-    units = [unit for unit in build.units if unit.module == module]
-    assert units
-    short = [unit for unit in units if not codes <= set(unit.codes)]
+def test_every_unit_has_native_code(build: Build, codes: set[str]) -> None:
+    declared = tomllib.loads((release() / "base.toml").read_text())["module"]
+    # FlashAttention has a build of its own, of which nothing is here.
+    modules = {module["target"] for module in declared if module["sources"]} - {"_vllm_fa2_C"}
+    assert modules == {unit.module for unit in build.units}
+    short = [unit for unit in build.units if set(unit.codes) != codes]
+    assert not short, "\n".join([f"with other code than {codes}:", *lines(short)])
+
+
+@pytest.mark.parametrize("build", SM12X, indirect=True)
+def test_no_unit_is_all_traps(build: Build) -> None:
+    assert not lines([unit for unit in build.units if unit.name.endswith(TRAPS)])
+
+
+def test_another_target_takes_nothing_from_sm12x(rig: Rig) -> None:
+    alone, both = (configured(rig, archs) for archs in (BOTH, ";".join(MIXED)))
+    native = {(unit.module, unit.name) for unit in both.units if SM12X[BOTH] <= set(unit.codes)}
+    short = [unit for unit in alone.units if (unit.module, unit.name) not in native]
+    assert alone.units
     assert not short, "\n".join(["without native code:", *lines(short)])
+
+
+@pytest.mark.guard
+def test_sm12x_takes_nothing_from_another_target(rig: Rig) -> None:
+    alone, both = (configured(rig, archs) for archs in (MIXED[0], ";".join(MIXED)))
+    kept = {(unit.module, unit.name): set(unit.codes) for unit in both.units}
+    assert alone.units
+    for unit in alone.units:
+        assert set(unit.codes) <= kept[unit.module, unit.name], unit.name
 
 
 @pytest.mark.guard
@@ -116,8 +156,10 @@ def test_marlin_for_fp8_activations_is_generated_for_12_1(
     tree: Path, tmp_path: Path, folder: str
 ) -> None:
     script = tmp_path / "generate_kernels.py"
-    shutil.copyfile(tree / folder / script.name, script)
-    subprocess.run([sys.executable, script, "12.1a"], check=True)
+    # Of newer releases, one script is for both: it is told where to write.
+    own = next(path for name in (folder, MARLIN[0]) if (path := tree / name / script.name).exists())
+    shutil.copyfile(own, script)
+    subprocess.run([sys.executable, script, "12.1a", tmp_path], check=True)
     names = {path.name for path in tmp_path.glob("*_kernel_*.cu")}
     assert any(name.startswith("sm80_kernel_bfloat16_u4") for name in names)
     assert {name for name in names if name.startswith("sm89_kernel_fe4m3fn_")}
@@ -129,6 +171,7 @@ def accepts_fp8(tree: Path, name: str, device: tuple[int, int], folder: Path) ->
     source = folder / "check.cpp"
     source.write_text(f"""
 #define TORCH_CHECK(condition, ...) if (!(condition)) return 1;
+#define STD_TORCH_CHECK TORCH_CHECK
 namespace vllm {{ constexpr int kFE4M3fn = 1; }}
 int main() {{
   const int a_type = vllm::kFE4M3fn, major_capability = {device[0]}, minor_capability = {device[1]};
@@ -201,7 +244,11 @@ def test_fp8_activations_can_be_chosen_where_they_could(tree: Path) -> None:
 
 def int8_with_zero_point(tree: Path, capability: int, folder: Path) -> str:
     """Where the dispatch of cutlass_scaled_mm_azp ends: "sm80", or "refused"."""
-    path = tree / "csrc/libtorch_stable/quantization/w8a8/cutlass/scaled_mm_entry.cu"
+    (path,) = (
+        path
+        for folder in ("csrc/quantization", "csrc/libtorch_stable/quantization")
+        if (path := tree / folder / "w8a8/cutlass/scaled_mm_entry.cu").exists()
+    )
     (function,) = (f for f in _AZP.findall(path.read_text()) if _VERSION in f)
     body = function[function.index(_VERSION) :]
     arguments = "int&, int, int, int, int, int, int, int"
@@ -219,6 +266,7 @@ def int8_with_zero_point(tree: Path, capability: int, folder: Path) -> str:
 #define STD_TORCH_CHECK_NOT_IMPLEMENTED(condition, ...) \\
   if (!(condition)) {{ puts("refused"); return; }}
 int get_sm_version_num() {{ return {capability}; }}
+void check_c3x_scaled_mm_operands(int, int, int) {{}}
 {kernels}
 void dispatch() {{
   int c = 0, a = 0, b = 0, a_scales = 0, b_scales = 0, azp_adj = 0, azp = 0, bias = 0;
@@ -258,16 +306,14 @@ def test_marlin_moe_is_native(moe: Compiled | None) -> None:
         assert min(kernels.values()) > LEAST_CODE, kernels
 
 
-@pytest.mark.guard
-def test_the_headers_before_torchs_change_no_machine_code(rig: Rig, tree: Path) -> None:
-    """Those of patches/<release>/include, which a full build compiles CUDA units of 12.x with."""
-    version = re.search(r"^Version: (\S+)$", (tree / "PKG-INFO").read_text(), re.MULTILINE)
-    assert version
-    headers = layout.patches() / version[1] / "include"
-    unit = configured(rig, BOTH).unit(*ROPE)
-    plain, ours = (
-        rig.compile(unit, memory_gib=4, code="compute_120a", headers=folder).ptx["12.0a"]
-        for folder in (None, headers)
-    )
-    assert ".target sm_120a" in plain
-    assert ours == plain
+if HEADERS.is_dir():
+
+    @pytest.mark.guard
+    def test_the_headers_before_torchs_change_no_machine_code(rig: Rig) -> None:
+        unit = configured(rig, BOTH).unit(ROPE)
+        plain, ours = (
+            rig.compile(unit, memory_gib=4, code="compute_120a", headers=folder).ptx["12.0a"]
+            for folder in (None, HEADERS)
+        )
+        assert ".target sm_120a" in plain
+        assert ours == plain

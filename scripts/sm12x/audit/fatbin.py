@@ -121,7 +121,7 @@ def parse(data: Buffer, start: int, size: int) -> Parsed:
         if data[offset : offset + 4] != MAGIC_BYTES:
             following = _next_container(data, offset, end, start)
             if _any_byte(data, offset, following):
-                faults.append(f"{following - offset} bytes at {offset:#x} are no fat binary")
+                faults.append(f"{following - offset} bytes at {offset:#x} are not a fat binary")
             offset = following
             continue
         container, after, fault = _container(data, offset, end, MAX_ENTRIES - read)
@@ -387,9 +387,9 @@ def _entry(
     elif not _names_target(number, flags):
         damage = f"architecture {number}, flags {flags:#x}"
     elif flags & ZSTD and kind != LTO:
-        damage = "" if start == _ZSTD_MAGIC else "the payload is not the zstd its header promises"
+        damage = "" if start == _ZSTD_MAGIC else "the payload is not zstd, which its header names"
     elif kind == CUBIN and not flags & LZ4 and start != ELF_MAGIC:
-        damage = "the payload is not the cubin its header promises"
+        damage = "the payload is not a cubin, which its header names"
     return CodePiece(
         kind="unknown" if damage else name,
         arch=_arch(number, flags),

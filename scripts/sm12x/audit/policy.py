@@ -309,5 +309,5 @@ def _faults(library: LibraryAudit, device: Device, rule: Rule) -> list[str]:
 def load(path: Path) -> Policy:
     """Read a policy file. Raises BadFileError naming line and key of the first fault."""
     return declared.read_toml(
-        Policy, path, next_step="mend that key; data/policies/default.toml shows the layout"
+        Policy, path, next_step="correct that key; data/policies/default.toml shows the layout"
     )

@@ -139,7 +139,7 @@ def _is_shown(entry: LibraryAudit) -> bool:
 
 
 def _rows(libraries: Sequence[LibraryAudit]) -> list[_Row]:
-    """One row a library; the files of bare code of one kind in one folder share theirs if many."""
+    """One row per library; many files of bare code of one kind in one folder share theirs."""
     groups: dict[str, list[LibraryAudit]] = {}
     for entry in libraries:
         folder, suffix = posixpath.dirname(entry.path), posixpath.splitext(entry.path)[1]

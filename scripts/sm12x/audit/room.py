@@ -7,10 +7,9 @@ import mmap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import IO
 
-from sm12x.core import text
+from sm12x.core import machine, text
 from sm12x.core.errors import NoSpaceError
 
 _BLOCK = 1 << 20
@@ -80,22 +79,6 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def available() -> int:
-    """Bytes that can be had without swapping, as far as the kernel and our control group say."""
-    found = [1 << 62]
-    for line in _text("/proc/meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
-            found.append(int(line.split()[1]) * 1024)
-    limit, used = (_text(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
-    if limit.isdigit() and used.isdigit():
-        # What is used holds cached files, which the kernel gives up.
-        cache = [line.split()[1] for line in _text("/sys/fs/cgroup/memory.stat").splitlines()
-                 if line.startswith(("inactive_file ", "active_file "))]  # fmt: skip
-        found.append(int(limit) - int(used) + sum(map(int, cache)))
-    return min(found)
-
-
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="ascii")
-    except (OSError, UnicodeDecodeError):
-        return ""
+    """Bytes that can be had without swapping; no bound where the system does not say."""
+    free = machine.available()
+    return 1 << 62 if free is None else free

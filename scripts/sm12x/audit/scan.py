@@ -209,7 +209,7 @@ def _wheel(path: Path) -> ScanPlan:
     if total > MAX_UNPACKED:
         raise BadFileError(
             f"{path} claims to unpack to {total / 1024**3:.0f} GiB; more than "
-            f"{MAX_UNPACKED / 1024**3:.0f} GiB is no wheel",
+            f"{MAX_UNPACKED / 1024**3:.0f} GiB is not a wheel",
             next_step="unpack what is wanted of it into a folder, and audit that",
         )
     return ScanPlan(

@@ -1,4 +1,4 @@
-"""One module a verb: parse, call, print. Nothing else in the package prints."""
+"""One module per verb: parse, call, print. Nothing else in the package prints."""
 
 from __future__ import annotations
 

@@ -122,9 +122,9 @@ def _report(
     if not judgement.passed:
         offenders = tuple(dict.fromkeys(offender.path for offender in judgement.offenders))
         where = f"is in {output}" if output else "is above"
-        # Whoever has no ledger did not build it, and can only say what is acceptable.
+        # A user without a ledger did not build it, and can only state what is acceptable.
         step = (
-            "mend the build, or state the exception and its reason in the policy file"
+            "correct the build, or state the exception and its reason in the policy file"
             if compiled is not None
             else "where a finding is acceptable, state it and its reason in a policy (--policy)"
         )
@@ -159,7 +159,7 @@ def _policy_file(subject: str, given: Path | None, version: str | None) -> Path:
 def _release(path: Path) -> str | None:
     """The release of vLLM that a wheel, or a folder one was unpacked in, says it is of.
 
-    By its metadata: a file's name is whatever somebody gave it. None for anything else, damaged
+    By its metadata: a file's name can be anything. None for anything else, damaged
     wheels included: reading them says what is wrong.
     """
     metadata: list[str] = []

@@ -46,7 +46,7 @@ def status_command(as_json: bool) -> None:
     else:
         click.echo(render.table(found), nl=False)
     for line in status.contradictions(known, recorded):
-        say(f"warning: {line}; run `sm12x patch rebase` there again, or mend the [[dropped]]")
+        say(f"warning: {line}; run `sm12x patch rebase` there again, or correct the [[dropped]]")
 
 
 @command.command("check")

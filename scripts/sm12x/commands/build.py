@@ -14,6 +14,7 @@ import click
 from click.core import ParameterSource
 
 from sm12x.commands import print_json, reports
+from sm12x.core import text
 from sm12x.core.errors import FindingsError, UsageError
 from sm12x.wheel import selection
 
@@ -152,6 +153,40 @@ def stand_in(cuda_home: Path, out: Path, as_json: bool) -> None:
 
 
 @command.command()
+@click.option(
+    "--request", "path", type=EXISTING_FILE, required=True, help="What to compile, as JSON."
+)
+@click.option("--work", type=FOLDER, required=True, help="Where the build goes on from.")
+@click.option("--out", type=FOLDER, required=True, help="Where aot/ and flashinfer.json go.")
+@reports("sm12x.wheel.flashinfer:Record")
+def flashinfer(path: Path, work: Path, out: Path, as_json: bool) -> None:
+    """Compile modules of the installed FlashInfer ahead of time, with its own build.
+
+    Runs in the image, with the toolkit of CUDA_HOME. What OUT/aot holds belongs into
+    flashinfer/data/aot of the installed packages.
+
+    \b
+    Example:
+      sm12x build flashinfer --request flashinfer.json --work work --out out
+    """
+    from sm12x.core import declared
+    from sm12x.wheel import flashinfer as step
+
+    request = declared.read_json(
+        step.Request, path, next_step="make it with `sm12x bundle --flashinfer`"
+    )
+    made = step.build(request, out, work, on_line=lambda line: click.echo(line, err=True))
+    if as_json:
+        print_json(made)
+        return
+    size = sum(library.size for library in made.libraries)
+    click.echo(
+        f"{out}: {text.counted(len(made.libraries), 'module')} of FlashInfer for "
+        f"{made.arch_list or 'no architecture'}, {text.size(size)}"
+    )
+
+
+@command.command()
 def requirements() -> None:
     """Check that the packages installed here fit together, as `pip check` does.
 
@@ -164,9 +199,9 @@ def requirements() -> None:
 
     release = metadata.distribution("vllm")
     folder = Path(str(release.locate_file("")))
-    overrides = ledger.parse(release.read_text(ledger.NAME) or "{}", folder).overrides
+    made = ledger.parse(release.read_text(ledger.NAME) or "{}", folder)
     present = versions.installed(folder)
-    lines = versions.requirements(present.values(), overrides)
+    lines = versions.requirements(present.values(), made.overrides, made.extras)
     for line in lines:
         click.echo(f"{line.state}  {line.text}")
     if any(line.state == report.FAIL for line in lines):
@@ -238,6 +273,14 @@ def source(version: str, sdist: Path, out: Path, as_json: bool) -> None:
     help="The third-party sources, each in a folder of its name.",
 )
 @click.option(
+    "--accept-patch-level",
+    "patch_levels",
+    multiple=True,
+    envvar="SM12X_ACCEPT_PATCH_LEVEL",
+    metavar="NAME",
+    help="A third-party source that may be another patch level of the pinned minor release.",
+)
+@click.option(
     "--allow-missing",
     multiple=True,
     envvar="SM12X_ALLOW_MISSING",
@@ -262,6 +305,7 @@ def native(
     memory: float | None,
     mode: str,
     third_party: Path | None,
+    patch_levels: tuple[str, ...],
     allow_missing: tuple[str, ...],
     work: Path | None,
     python: Path | None,
@@ -288,7 +332,7 @@ def native(
     default = base.toolchain.arch_list
     given_by = click.get_current_context().get_parameter_source("arch_list")
     if given_by is ParameterSource.ENVIRONMENT and arch_list != default:
-        # CUDA images often set it for their own device: nobody here may have typed the list.
+        # CUDA images often set it for their own device, so the user may not know of the list.
         click.echo(f"targets from TORCH_CUDA_ARCH_LIST: {arch_list} (unset: {default})", err=True)
     settings = cmake.Settings(
         cuda_home=cuda_home,
@@ -317,7 +361,15 @@ def native(
 
     with progress.steps() as advance:
         record = step.build(
-            base, source, out, choice, settings, mode=mode, on_step=advance, say=say
+            base,
+            source,
+            out,
+            choice,
+            settings,
+            mode=mode,
+            patch_levels=selection.require_patch_levels(base, patch_levels),
+            on_step=advance,
+            say=say,
         )
     if as_json:
         print_json(record)

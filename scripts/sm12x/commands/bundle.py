@@ -118,10 +118,24 @@ def with_bar(text: str) -> str:
     help="A third-party source for a full build, such as qutlass=../qutlass. Can be repeated.",
 )
 @click.option(
+    "--accept-patch-level",
+    "patch_levels",
+    multiple=True,
+    metavar="NAME",
+    help="Take the --source folder of NAME though it is another patch level of the pinned minor "
+    "release, such as CUTLASS v4.7.0 for v4.7.1. The ledger names it.",
+)
+@click.option(
     "--allow-missing",
     multiple=True,
     metavar="NAME",
     help="A third-party source that a full build may do without: its ops will be missing.",
+)
+@click.option(
+    "--flashinfer/--no-flashinfer",
+    default=None,
+    help="Compile FlashInfer's modules that the recipes need ahead of time, so that no server's "
+    "first start does. Default: in full mode.",
 )
 @click.option(
     "--platform",
@@ -160,7 +174,9 @@ def command(
     arch_list: str | None,
     build: str,
     sources: tuple[str, ...],
+    patch_levels: tuple[str, ...],
     allow_missing: tuple[str, ...],
+    flashinfer: bool | None,
     platform: str | None,
     engine: str | None,
     base_image: str | None,
@@ -186,7 +202,9 @@ def command(
         platform=platform,
         build=build,
         sources=sources,
+        patch_levels=patch_levels,
         allow_missing=allow_missing,
+        flashinfer=flashinfer,
         engine=engine,
         base_image=base_image,
         find_links=find_links,
@@ -212,19 +230,21 @@ def command(
         audits.read(made.folder / record.AUDIT, next_step="remove dist/ and build again"),
         made.folder,
         made.engine,
-        _servable(),
+        _servable(made.record.version),
         unchanged=made.unchanged,
         offer=made.offer,
     )
     click.echo(text, nl=False)
 
 
-def _servable() -> list[str]:
-    """The recipes that this stack can serve today, those first that somebody has seen serving."""
+def _servable(release: str) -> list[str]:
+    """The recipes that the stack of ``release`` can serve today, verified ones first."""
     found = [
         (recipe.sm12x.status, recipe.key)
         for recipe in recipes.load_all(layout.recipes()).values()
         if recipe.sm12x
     ]
-    ready = [(status.state != "verified", key) for status, key in found if not status.blocked]
+    ready = [
+        (status.state != "verified", key) for status, key in found if not status.blocked_on(release)
+    ]
     return [key for _, key in sorted(ready)]

@@ -35,7 +35,7 @@ _COLOURS = {BAD: "red", WARN: "yellow", UNKNOWN: "magenta", INFO: "cyan", OK: "g
     help="A folder that is mounted at /cache in the image; can be given again.",
 )
 @reports(report.DoctorReport)
-@click.option("--explain", "check", metavar="ID", help="Tell all about one check.")
+@click.option("--explain", "check", metavar="ID", help="Explain one check.")
 def command(
     recipe: str | None,
     image_name: str | None,
@@ -48,7 +48,7 @@ def command(
 
     Compares driver, GPUs, container engine, memory, caches, network and kernel with what the image
     and (with RECIPE) a deployment need. Every finding has its reason, its source and the commands
-    that mend it. What could not be seen is said, with the reason: it is not taken for well. The
+    that correct it. What could not be seen is said, with the reason: it is not taken for well. The
     exit status is 1 when a finding is bad.
 
     Example: sm12x doctor --image vllm-sm12x:0.21.0 deepseek-v4-flash-rtx-pro-6000-tp4
@@ -82,8 +82,8 @@ def command(
     bad = [finding.id for finding in findings if finding.severity == BAD]
     if bad:
         raise FindingsError(
-            f"this host has {len(bad)} bad: {', '.join(dict.fromkeys(bad))}",
-            next_step="the report above has the commands that mend it, "
+            f"{text.counted(len(bad), 'check')} failed: {', '.join(dict.fromkeys(bad))}",
+            next_step="the report above has the commands that correct it, "
             f"`sm12x doctor --explain {bad[0]}` the reason",
         )
 

@@ -32,7 +32,7 @@ def command(image: str, out: Path, version: str | None, engine: str | None, as_j
     """Patch the Python files of IMAGE, and print the lines that mount them over its own.
 
     The files come out of the image itself, and the patches apply to them strictly. What the stack
-    mends in native code stays as it is in IMAGE: only `sm12x bundle` changes that.
+    corrects in native code stays as it is in IMAGE: only `sm12x bundle` changes that.
 
     Example: sm12x overlay vllm/vllm-openai:v0.21.0 --out /srv/overlay
     """

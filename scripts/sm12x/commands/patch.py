@@ -129,7 +129,7 @@ def check_command(
     base = chosen(version)
     findings = series.check(base, root=layout.root())
     for left in (*export.leftovers(base.folder), *staging.leftovers(base.folder.parent)):
-        say(f"warning: {left} is what a run that was killed has left; it can be deleted")
+        say(f"warning: {left} was left by a killed run; it can be deleted")
     report: applying.ApplyReport | None = None
     conflict: applying.StackConflictError | None = None
     if messages_only and _readable(base):
@@ -162,7 +162,7 @@ def check_command(
     if findings:
         raise FindingsError(
             f"the stack of {base.version} has {len(findings)} faults, listed above",
-            next_step="mend them and run this again",
+            next_step="correct them and run this again",
         )
     if not as_json:
         stack = series.load(base)

@@ -62,7 +62,7 @@ def named(stack: Stack, names: Sequence[str]) -> list[Patch]:
 
 
 def give_way() -> None:
-    """Let whoever works on this machine go first, for a command that takes long."""
+    """Lower this process's priority, for a command that takes long."""
     os.nice(_NICE)
 
 

@@ -1,4 +1,4 @@
-"""`sm12x patch rebase`: carry a stack to another release."""
+"""`sm12x patch rebase`: port a stack to another release."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from sm12x.stack.worktree.export import MessageError
     "source",
     envvar="BASE",
     metavar="BASE",
-    help="The base whose stack is carried; needed only where there are several.  [env: BASE]",
+    help="The base whose stack is ported; needed only where there are several.  [env: BASE]",
 )
 @click.option(
     "--out",
@@ -57,7 +57,9 @@ from sm12x.stack.worktree.export import MessageError
     metavar="PATH",
     help="Run only this witness. May be repeated.",
 )
-@click.option("--no-witness", is_flag=True, help="Run none: what is upstream is told by its text.")
+@click.option(
+    "--no-witness", is_flag=True, help="Run no witness: the text alone decides what is upstream."
+)
 @click.option("--no-lock", is_flag=True, help="Resolve no locks; witnesses then need --python.")
 @click.option(
     "--python",
@@ -99,7 +101,7 @@ def rebase_command(
     released: datetime.datetime | None,
     as_json: bool,
 ) -> None:
-    """Carry a base's stack to the release VERSION, and write the folder of a new base.
+    """Port a base's stack to the release VERSION, and write the folder of a new base.
 
     Each patch's witness is run on the untouched release: where it is green, the fix is upstream
     and the patch is left out; releases in between are tried to say since when. The others are
@@ -116,7 +118,7 @@ def rebase_command(
     patches = layout.patches()
     target = out or patches
     for left in staging.sweep(target, version):
-        say(f"removed {left}, which a run that was killed has left")
+        say(f"removed {left}, which a killed run has left")
     staging.require_free(target / version, force=force)
     staging.require_writable(target)
     project = base.sdist.name.rpartition("-")[0]
@@ -198,12 +200,12 @@ def _record(path: Path, report: RebaseReport) -> None:
     try:
         stacks = {v: series.read(bases.load(v))[0] for v in bases.versions()}
         known = {v: names for v, names in stacks.items() if v == report.source}
-        status.record(path, rebase.outcomes(report), known)
+        status.record(path, rebase.records(report), known)
     except (BadFileError, OSError) as error:
         why = error.message if isinstance(error, BadFileError) else error.strerror or error
         say(
-            f"warning: the outcome is not recorded in {path}: {why}; mend that and run this again, "
-            "or add --no-record"
+            f"warning: the outcome is not recorded in {path}: {why}; correct that and run "
+            "this again, or add --no-record"
         )
 
 
@@ -227,7 +229,7 @@ def _dated(found: Release, given: datetime.date | None, base: Base, before: Base
     """The release with its day: the one given, what the index says, or that of ``before``."""
     if given is not None:
         return replace(found, given=given)
-    # A draft keeps that of ``base`` where nobody knows: another one has been looked up.
+    # A draft keeps that of ``base`` where it is unknown: another one has been looked up.
     if found.released is None and before is not None and before.released != base.released:
         return replace(found, given=before.released)
     return found
@@ -280,7 +282,7 @@ def _prober(
     find_links: Path | None,
     run: rebase.RunWitnesses,
 ) -> rebase.Probe:
-    def probe(new: Base, patch: series.Patch, version: str) -> verdict.Need:
+    def probe(new: Base, patch: series.Patch, version: str) -> verdict.PatchVerdict:
         found = base_draft.release(listed, version, project=project)
         archive = fetch(found, find_links)
         with tempfile.TemporaryDirectory(prefix="sm12x-probe-") as name:

@@ -166,7 +166,7 @@ def mutate_command(
     raise FindingsError(
         f"{bad} mutations turned no witness red",
         next_step="write the test that asks for the line, or remove the line; where the text is "
-        f"stale, mend {mutations.NAME} of the base",
+        f"stale, correct {mutations.NAME} of the base",
     )
 
 
@@ -267,10 +267,10 @@ def _refuse(plan: UpstreamPlan, *, worse: int) -> None:
     if worse:
         raise FindingsError(
             f"{worse} tests of the release are worse on the patched source",
-            next_step="mend the patches: what the tests rely on has to stay as it is",
+            next_step="correct the patches: what the tests rely on has to stay as it is",
         )
     if plan.faults:
         raise FindingsError(
             f"the list of the release's tests has {len(plan.faults)} faults",
-            next_step=f"mend them in {upstream_tests.NAME} of the base",
+            next_step=f"correct them in {upstream_tests.NAME} of the base",
         )

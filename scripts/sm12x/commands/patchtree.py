@@ -56,8 +56,8 @@ def apply_command(
     """Apply the stack to DIR, an unpacked sdist of the base.
 
     Every patch is tried and reported; unless all apply exactly, nothing is changed. DIR becomes a
-    git repository with the untouched source as the commit tagged `base` and one commit a patch, so
-    that patches can be edited with git and exported with `sm12x patch refresh DIR`.
+    git repository with the untouched source as the commit tagged `base` and one commit per patch,
+    so that patches can be edited with git and exported with `sm12x patch refresh DIR`.
 
     Example: sm12x patch apply --unpack ../vllm
     """
@@ -283,4 +283,6 @@ def _read(path: Path | None) -> str:
     try:
         return path.read_text(encoding="utf-8") if path else ""
     except (OSError, UnicodeDecodeError) as error:
-        raise BadFileError(f"{path} cannot be read: {error}", next_step="mend that file") from None
+        raise BadFileError(
+            f"{path} cannot be read: {error}", next_step="correct that file"
+        ) from None

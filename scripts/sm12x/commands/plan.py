@@ -20,9 +20,11 @@ from sm12x.plan.kvcache import KV_DTYPES
 from sm12x.recipes import load
 from sm12x.recipes.model import Recipe
 
-# vLLM reads so many tokens a step where a server's command does not say: on GPUs of at least
+# vLLM reads so many tokens per step where a server's command does not say: on GPUs of at least
 # 70 GiB, and on smaller ones.
 _CHUNKS = (8192, 2048)
+# ... and takes so many sequences; GB10 counts with the smaller ones on 0.33.0.
+_SEQUENCES = (1024, 256)
 _LARGE_GPU = 70
 _DIFFERS = 0.1
 
@@ -201,15 +203,28 @@ def _from_checkpoint(
 
     large = hardware.memory.low >= _LARGE_GPU
     weights = checkpoint.weights_term(read, tp=tp)
+    kv_dtype = model["kv_dtype"] or server.flag(words, "--kv-cache-dtype") or "auto"
+    sequences = setting("sequences", "--max-num-seqs", None)
+    block = setting("block", "--block-size", None)
+    states = checkpoint.states(
+        read,
+        tp=tp,
+        kv_dtype=kv_dtype,
+        default=None if sequences else _SEQUENCES[0 if large and not hardware.unified else 1],
+        block=block,
+    )
+    # Without CUDA graphs vLLM starts with fewer blocks than sequences.
+    if "--enforce-eager" in words:
+        states = None
     kv = checkpoint.kv_term(
         read,
         tp=tp,
-        kv_dtype=model["kv_dtype"] or server.flag(words, "--kv-cache-dtype") or "auto",
+        kv_dtype=kv_dtype,
         tokens=setting("tokens", "--max-model-len", None),
-        sequences=setting("sequences", "--max-num-seqs", 1) or 1,
+        sequences=sequences or 1,
         chunk=setting("chunk", "--max-num-batched-tokens", _CHUNKS[0] if large else _CHUNKS[1])
         or 0,
-        block=setting("block", "--block-size", None),
+        block=block,
     )
     if base is None:
         return (
@@ -223,6 +238,7 @@ def _from_checkpoint(
                 kv=kv,
                 outside=None,
                 residue=None,
+                states=states,
             ),
             [],
         )
@@ -230,10 +246,10 @@ def _from_checkpoint(
     for name, said, found in (("weights", base.weights, weights), ("KV cache", base.kv, kv)):
         if said and not _near(said.amount, found.amount):
             remarks.append(
-                f"the recipe says {name} {said.amount} GiB a GPU ({said.source}), the checkpoint "
+                f"the recipe says {name} {said.amount} GiB per GPU ({said.source}), the checkpoint "
                 f"{found.amount}: planned with the checkpoint's"
             )
-    return dataclasses.replace(base, weights=weights, kv=kv), remarks
+    return dataclasses.replace(base, weights=weights, kv=kv, states=states), remarks
 
 
 def _near(said: Amount, found: Amount) -> bool:

@@ -89,7 +89,7 @@ def command() -> None:
     """List, show, lint, pin, import and render recipes.
 
     RECIPE is the name of a file in recipes/ without its .yaml, or the path of any recipe file,
-    those of eugr's runner included.
+    those of eugr's runner and of sparkrun included.
 
     Example: sm12x recipe render --to docker smoke port=8001
     """
@@ -112,7 +112,8 @@ def list_(as_json: bool) -> None:
         click.echo(f"    {recipe.description or recipe.name}")
         if block:
             machines = f" on each of {block.machines} machines" if block.machines > 1 else ""
-            state = f"{block.status.state}{', cannot serve yet' if block.status.blocked else ''}"
+            blocked = recipe.blocked_on(layout.release())
+            state = f"{block.status.state}{', cannot serve yet' if blocked else ''}"
             click.echo(
                 f"    {block.gpus} x {' or '.join(block.hardware)}{machines}; sleep "
                 f"{block.sleep}; {state}"
@@ -133,7 +134,7 @@ def _brief(recipe: Recipe) -> RecipeBrief:
         machines=block.machines,
         sleep=str(block.sleep),
         state=block.status.state,
-        blocked=block.status.blocked,
+        blocked=recipe.blocked_on(layout.release()),
         pair=block.pair,
     )
 
@@ -200,7 +201,7 @@ def lint_(names: tuple[str, ...], as_json: bool, strict: bool) -> None:
     if errors or (strict and warnings):
         raise FindingsError(
             f"{len(errors)} errors and {len(warnings)} warnings in {len(paths)} recipes",
-            next_step="mend the lines above",
+            next_step="correct the lines above",
         )
 
 
@@ -267,7 +268,7 @@ def pin(name: str, model_revision: str, container_digest: str) -> None:
     help="Write there instead of printing.",
 )
 def import_(file: Path, output: Path | None) -> None:
-    """Take a recipe of eugr's runner as it is and add an sm12x block to fill in.
+    """Take a recipe of eugr's runner or of sparkrun as it is and add an sm12x block to fill in.
 
     Example: sm12x recipe import their.yaml --output recipes/mine.yaml
     """

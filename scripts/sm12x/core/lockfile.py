@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from sm12x.core.errors import BadFileError
@@ -104,6 +105,14 @@ def restrict(text: str, names: Iterable[str], *, where: str = "lock file") -> st
             waiting.extend(needs.get(name, ()))
     asked = f"# Cut down to what these need: {', '.join(sorted(wanted))}.\n"
     return asked + lock.head + "".join(pin.text for pin in lock.pins if pin.name in kept)
+
+
+def brought_by(requirement: Requirement, extra: str) -> bool:
+    """Whether a package has the requirement with that extra of it, and not without."""
+    marker = requirement.marker
+    if marker is None:
+        return False
+    return marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""})
 
 
 def _pin(lines: list[str]) -> Pin:

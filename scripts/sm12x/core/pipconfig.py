@@ -1,6 +1,6 @@
 """Where the user's package clients get packages from: index addresses and the CA bundle.
 
-Companies put a mirror and a CA of their own into pip's or uv's settings; whoever has done that
+Companies put a mirror and a CA of their own into pip's or uv's settings; users who have done that
 once should not have to tell us again. Environment variables win over pip's files, as in pip.
 """
 
@@ -113,7 +113,7 @@ def _pip_files(env: Mapping[str, str]) -> dict[str, tuple[str, str]]:
             reason = " ".join(str(error).split())
             raise BadFileError(
                 f"{path} cannot be read: {reason}",
-                next_step="mend that file, or set PIP_CONFIG_FILE=/dev/null to go without",
+                next_step="correct that file, or set PIP_CONFIG_FILE=/dev/null to go without",
             ) from None
         for section in ("global", "install", "download"):
             if parser.has_section(section):

@@ -96,7 +96,7 @@ def run(
 class Background:
     """A process that runs beside us, with all it starts in a group that can be stopped at once.
 
-    Its output goes to ``log``, or where ours goes without one. Whoever starts one must ``stop`` it,
+    Its output goes to ``log``, or where ours goes without one. The caller must ``stop`` it,
     whatever happens in between.
     """
 

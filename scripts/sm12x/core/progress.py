@@ -1,4 +1,4 @@
-"""Progress on stderr: bars on a terminal, one line a phase elsewhere."""
+"""Progress on stderr: bars on a terminal, one line per phase elsewhere."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Steps(Protocol):
     def __call__(self, label: str, done: int, total: int, left: float | None = None) -> None: ...
 
 
-# What follows it in a line off a terminal is how far a step is; whoever reads the output of such a
+# What follows it in a line off a terminal is how far a step is; the reader of the output of such a
 # step (a container engine's, say) can show it in one moving line.
 MARK = "progress: "
 # Off a terminal at most one line in so many seconds.

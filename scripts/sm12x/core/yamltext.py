@@ -90,7 +90,7 @@ class _Reader:
             self.faults.append((node.start_mark.line + 1, f"value cannot be read: {error}"))
             return None
         if not isinstance(data, str | int | float | None):
-            self.faults.append((node.start_mark.line + 1, f"{type(data).__name__} is no text"))
+            self.faults.append((node.start_mark.line + 1, f"{type(data).__name__} is not text"))
             return None
         return data
 

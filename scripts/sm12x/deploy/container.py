@@ -57,7 +57,7 @@ def containers(
     extra: Sequence[str],
     shipped: bool = False,
 ) -> tuple[Container, ...]:
-    """The containers of a recipe: one, or one a machine where vLLM's processes find each other.
+    """The containers of a recipe: one, or one per machine where vLLM's processes find each other.
 
     Args:
         image: what to run instead of the recipe's `container`, "" for that.
@@ -205,9 +205,8 @@ def _container(
 
 def live(recipe: Recipe, *, settings: Mapping[str, str], extra: Sequence[str]) -> Rendered:
     """The filled-in command, with `$NAME` in its env left to the shell that will see it."""
-    names = {
-        one or two for value in recipe.env.values() for one, two in _NAME.findall(value)
-    } - set(recipe.env)
+    # One that the recipe sets before is its own there; one that refers to itself is the shell's.
+    names = {one or two for value in recipe.env.values() for one, two in _NAME.findall(value)}
     return render(
         recipe,
         settings=settings,
@@ -266,8 +265,8 @@ def header(
         f"# Made by `{_command_line(recipe, target, settings, extra)}`.",
         f"# {recipe.description or recipe.name}",
     ]
-    if recipe.sm12x and recipe.sm12x.status.blocked:
-        lines.append(f"# Cannot serve yet: {recipe.sm12x.status.blocked}.")
+    if why := recipe.blocked_on(layout.release()):
+        lines.append(f"# Cannot serve yet: {why}.")
     if recipe.mods:
         lines.append(f"# Asks for mods that are not applied: {', '.join(recipe.mods)}.")
     lines += [f"# {line}" for line in others(recipe)]

@@ -62,7 +62,7 @@ def name(text: str) -> Hcl:
 
 
 def listed(words: Sequence[object]) -> Hcl:
-    """A list: on one line if it is short, else one word a line."""
+    """A list: on one line if it is short, else one word per line."""
     texts = [expression(word) for word in words]
     line = f"[{', '.join(texts)}]"
     if len(line) <= WIDTH - 20:

@@ -26,7 +26,7 @@ from sm12x.recipes.model import Recipe
 
 
 def docker(recipe: Recipe, *, image: str, settings: Mapping[str, str], extra: Sequence[str]) -> str:
-    """A text for a shell: one command, or one a machine, each under a comment that says which.
+    """A text for a shell: one command, or one per machine, each under a comment that says which.
 
     Raises:
         UsageError: a setting that the recipe does not have.
@@ -86,7 +86,7 @@ def shell(recipe: Recipe, *, image: str, settings: Mapping[str, str], extra: Seq
 def compose(
     recipe: Recipe, *, image: str, settings: Mapping[str, str], extra: Sequence[str]
 ) -> str:
-    """A compose file with a service, or with one a machine (`docker compose up NAME` on each).
+    """A compose file with a service, or with one per machine (`docker compose up NAME` on each).
 
     Raises:
         UsageError: a setting that the recipe does not have.
@@ -95,7 +95,7 @@ def compose(
     lines = header(recipe, "compose", settings, extra)
     if len(parts) > 1:
         lines.append(
-            "# One service a machine: "
+            "# One service per machine: "
             + ", ".join(f"docker compose up {part.name}" for part in parts)
         )
     named = {

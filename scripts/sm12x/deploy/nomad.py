@@ -93,7 +93,7 @@ def render(
 
     Args:
         peers: the recipes that ``recipe.sm12x.pair`` names.
-        image: the default of the variable; "" makes whoever runs the job name one.
+        image: the default of the variable; "" leaves it to `nomad job run -var`.
         settings: overrides, as `key=value` after the recipe's name.
         extra: vLLM's own arguments.
 
@@ -204,8 +204,8 @@ def _filled(
     block = recipe.sm12x
     words = ["--to", variant, recipe.key, *(f"{key}={value}" for key, value in settings.items())]
     status = block.status.state if block else ""
-    if block and block.status.blocked:
-        status += f"; it cannot serve yet: {block.status.blocked}"
+    if why := recipe.blocked_on(layout.release()):
+        status += f"; it cannot serve yet: {why}"
     rows: list[tuple[str, object]] = []
     for name, command in commands.items():
         # `args` takes the place of the command.

@@ -104,7 +104,7 @@ def engines(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
             fix = (
                 ("sudo systemctl start docker",) if engine.name == "docker" else ("podman version",)
             )
-            # With another engine at hand this one's silence stops nobody.
+            # Another engine answers, so this one is not needed.
             findings.append(known.finding(name, INFO if works else BAD, seen, fix=fix))
         else:
             version = engine.answer.get("ServerVersion") or _podman_version(engine.answer)

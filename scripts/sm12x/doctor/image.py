@@ -77,6 +77,7 @@ def read(audit: Path) -> Image:
         offenders=offenders,
         versions=ledger.dependencies if ledger else {},
         patches=_subjects(ledger) if ledger else (),
+        precompiled=beside.with_name(ledgers.FLASHINFER_REQUEST).is_file(),
     )
 
 
@@ -95,7 +96,16 @@ def _inside(path: Path) -> Image:
         versions=ledger.dependencies,
         by_library=True,
         patches=_subjects(ledger),
+        precompiled=_has_modules(path.with_name(ledgers.FLASHINFER_RECORD)),
     )
+
+
+def _has_modules(record: Path) -> bool:
+    """Whether modules of FlashInfer are listed there; `check` says what is wrong with a record."""
+    try:
+        return bool(json.loads(record.read_text(encoding="utf-8"))["libraries"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _subjects(ledger: Ledger) -> tuple[str, ...]:
@@ -125,7 +135,7 @@ def _of_image(host: Host, image: str, dist: Path) -> Image | Unseen:
     # One stack can be built for several machines, in both modes: the ledger tells them apart.
     ledger = labels.get("sm12x.ledger.sha256")
     if not ledger:
-        return Unseen(f"{image} carries no sm12x.ledger.sha256 label: not a bundle of this project")
+        return Unseen(f"{image} has no sm12x.ledger.sha256 label: not a bundle of this project")
     for path in sorted(dist.glob(f"*/{LEDGER}")):
         if files.sha256(path) == ledger:
             return read(path.with_name(AUDIT))

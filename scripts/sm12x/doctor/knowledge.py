@@ -87,8 +87,6 @@ class Thresholds(Declared):
     unified_min_free_gib: float
     shm_gib: float
     unified_utilization: float
-    compiler_gib: float
-    unified_compiler_gib: float
     stuck_percent: int
     nccl_aarch64: str
 

@@ -213,7 +213,7 @@ class Image:
     ``offenders`` are the sentences of the audit's policy; ``passed`` is None where none judged.
     ``versions`` are those of its dependencies ("cuda-toolkit" -> "13.0.2"), ``patches`` the
     subjects of the patches in it. With ``by_library`` the numbers of its libraries count each
-    library as one.
+    library as one. ``precompiled``: it has FlashInfer's modules that the recipes need.
     """
 
     name: str
@@ -227,6 +227,7 @@ class Image:
     versions: Mapping[str, str]
     by_library: bool = False
     patches: tuple[str, ...] = ()
+    precompiled: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,7 +276,7 @@ class HostFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """One sentence about the host, with the reason it matters and the way to mend it.
+    """One sentence about the host, with the reason it matters and the way to correct it.
 
     ``fix`` are commands for a person to run; nothing here runs them. ``sources`` say where the
     claim is from: a measurement, a document, or repository#number.

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from sm12x.audit import exclusives, sections
 from sm12x.audit.exclusives import ExclusiveStores
-from sm12x.core.text import GIB, first_of, size
+from sm12x.core.machine import compiler_gib, compilers
+from sm12x.core.text import first_of, size
 from sm12x.doctor.host import Host
 from sm12x.doctor.knowledge import Knowledge
 from sm12x.doctor.memory import available
@@ -256,17 +257,20 @@ def compiling(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     info, cores = facts.memory.info, facts.machine.cpus
     if not release or "flashinfer-jit-cache" in _versions(facts) or not _has_family(facts):
         return []
+    if not isinstance(facts.image, Unseen) and facts.image.precompiled:
+        seen = f"the image has the modules of FlashInfer {release} that the recipes need"
+        return [known.finding(name, OK, seen)]
     warm = [cache for cache in facts.caches if cache.kind == "flashinfer"]
     if any(release in cache.versions or not cache.versions for cache in warm):
         return [known.finding(name, OK, f"kernels of FlashInfer {release} are in {warm[0].path}")]
     if isinstance(info, Unseen) or isinstance(cores, Unseen):
         why = info.why if isinstance(info, Unseen) else getattr(cores, "why", "")
         return [known.finding(name, UNKNOWN, f"could not see how many compilers fit: {why}")]
-    limits = known.thresholds
-    each = limits.unified_compiler_gib if facts.unified else limits.compiler_gib
-    fitting = max(1, min(cores, int(available(facts) / GIB / each)))
+    each = compiler_gib(unified=facts.unified)
+    fitting = compilers(cores=cores, available=available(facts), unified=facts.unified)
     given = facts.environment.get("MAX_JOBS", "")
-    jobs = int(given) if given.isdecimal() and int(given) else cores
+    # Where it is not given, the image's entry point sets it, by the same rule.
+    jobs = (int(given) if given.isdecimal() and int(given) else cores) if given else fitting
     seen = (
         f"no kernels of FlashInfer {release} in a cache: the first start compiles them, {jobs} at "
         f"a time, each up to {each:g} GiB; {size(available(facts))} are available"

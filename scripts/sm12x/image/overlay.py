@@ -206,7 +206,7 @@ def write(
     """
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / RECORD).is_file())):
         raise UsageError(
-            f"{out} is there, and is no overlay", next_step="name another folder with --out"
+            f"{out} exists and is not an overlay", next_step="name another folder with --out"
         )
     for path, content in overlay.files.items():
         with writing.replacing(out / path) as temporary:

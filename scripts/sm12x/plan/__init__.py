@@ -112,6 +112,13 @@ def make(hardware: Hardware, servers: Sequence[Deployment], *, peer: bool = True
 def _warnings(hardware: Hardware, servers: Sequence[Deployment]) -> list[str]:
     found = []
     for server in servers:
+        most = budgets.most_sequences(hardware, server)
+        default = server.states.default if server.states else None
+        if most is not None and default is not None and default > most:
+            found.append(
+                f"{server.name} is a hybrid model: without --max-num-seqs vLLM takes {default}, "
+                f"there are states for {most} at most, and it does not start: set --max-num-seqs"
+            )
         remark = host.loading(server, hardware)
         if remark:
             found.append(remark)
@@ -248,7 +255,7 @@ class Row:
         verdicts = (self.budget.verdict, self.host.verdict)
         if DOES_NOT_FIT in verdicts:
             return DOES_NOT_FIT
-        # Host memory that nobody gave is said in the report; it does not undo what the GPU says.
+        # Unknown host memory is named in the report; it does not change the GPUs' verdict.
         return UNKNOWN if self.budget.verdict == UNKNOWN else FITS
 
 

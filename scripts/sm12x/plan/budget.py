@@ -60,7 +60,7 @@ class Term:
 
 @dataclass(frozen=True, kw_only=True)
 class Unknown:
-    """A term that nobody has measured or computed."""
+    """A term that is neither measured nor computed."""
 
     name: str
     of: str
@@ -90,10 +90,22 @@ class Hardware:
 
 
 @dataclass(frozen=True, kw_only=True)
+class States:
+    """The states of a hybrid model: on each GPU a sequence takes a block of ``block`` GiB.
+
+    ``default`` is the --max-num-seqs that vLLM takes by itself, None where one is set.
+    """
+
+    block: float
+    default: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Deployment:
     """One deployment as the planner sees it; the terms are of one GPU, None where not known.
 
     ``gpus`` counts the GPUs on each of ``machines``. ``sleep`` is the level, 0 for never.
+    ``states`` is None for a model that is no hybrid, or that is not known to be one.
     """
 
     name: str
@@ -105,6 +117,7 @@ class Deployment:
     kv: Term | None
     outside: Term | None
     residue: Term | None
+    states: States | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +126,8 @@ class Inside:
 
     Of a range of KV cache the lower end must go in: vLLM takes what is left, up to the upper end
     and beyond, and makes requests wait where it is short. ``least`` is the smallest utilization,
-    rounded up to 0.01, that holds weights and that much KV cache.
+    rounded up to 0.01, that holds weights and that much KV cache. ``most_sequences`` is the largest
+    --max-num-seqs of a hybrid model for which there can be states, activations left out.
     """
 
     server: str
@@ -122,13 +136,14 @@ class Inside:
     kv: Amount | None
     spare: Amount | None
     least: float | None
+    most_sequences: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
     """``terms`` against ``memory``. ``margin.low`` is what is left at the worst end, less than 0 if
-    that does not fit. ``unknown`` names terms that nobody has measured or computed; they count as 0
-    in ``margin``. ``largest`` is the largest utilization, rounded down to 0.01, that fits at the
+    that does not fit. ``unknown`` names terms that are neither measured nor computed; they count as
+    0 in ``margin``. ``largest`` is the largest utilization, rounded down to 0.01, that fits at the
     worst end: of the one awake server, or of all awake servers together."""
 
     memory: Amount
@@ -223,7 +238,16 @@ def _inside(hardware: Hardware, server: Deployment) -> Inside:
         kv=server.kv.amount if server.kv else None,
         spare=Amount(low=share.low - need.high, high=share.high - need.low) if need else None,
         least=ceiling(need.high / hardware.memory.low) if need else None,
+        most_sequences=most_sequences(hardware, server),
     )
+
+
+def most_sequences(hardware: Hardware, server: Deployment) -> int | None:
+    """The blocks of states that fit beside the weights; None where the model has no states."""
+    if server.states is None or server.weights is None:
+        return None
+    room = hardware.memory.low * server.utilization - server.weights.amount.high
+    return max(0, math.floor(room / server.states.block))
 
 
 def floor(share: float) -> float:

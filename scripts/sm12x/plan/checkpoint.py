@@ -19,7 +19,7 @@ from typing import Any
 from sm12x.core.errors import BadFileError, UsageError
 from sm12x.core.text import GIB
 from sm12x.plan import modelconfig
-from sm12x.plan.budget import KV, WEIGHTS, Amount, Term
+from sm12x.plan.budget import KV, WEIGHTS, Amount, States, Term
 from sm12x.plan.modelconfig import Config, number
 
 CONFIG = "config.json"
@@ -270,3 +270,18 @@ def kv_term(
         source=f"{checkpoint.folder.name}: {layout.attention}, {layout.token_bytes / 1024:.2f} KiB "
         f"a token ({copies}), {sequences} x {length} tokens, {kv_dtype}",
     )
+
+
+def states(
+    checkpoint: Checkpoint,
+    *,
+    tp: int,
+    kv_dtype: str,
+    default: int | None,
+    block: int | None = None,
+) -> States | None:
+    """What the states of a hybrid model take; None for a model that keeps none."""
+    layout = modelconfig.layout(checkpoint.config, tp=tp, kv_dtype=kv_dtype, block=block)
+    if not layout.recurrent:
+        return None
+    return States(block=layout.block_bytes / GIB, default=default)

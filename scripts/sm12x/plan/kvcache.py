@@ -2,7 +2,7 @@
 
 vLLM hands out memory in blocks of one size. Layers of one kind that keep the same tokens share a
 block table; a block holds some tokens of as many layers as the smallest kind has. So a model's need
-is a number of blocks a sequence times the bytes of a block, and that is what is computed here.
+is a number of blocks per sequence times the bytes of a block, and that is what is computed here.
 Source of every formula: vLLM 0.21's v1/kv_cache_interface.py (bytes of a page) and
 v1/core/kv_cache_utils.py (how layers are grouped into blocks), unless a docstring names another.
 """
@@ -36,7 +36,7 @@ class Layers:
     """Layers of one kind: ``count`` of them.
 
     ``token_bytes`` is what one kept token takes in one layer on one GPU. ``window`` is the number
-    of tokens a sequence keeps, None for all of them. Recurrent layers have ``state_bytes`` a
+    of tokens a sequence keeps, None for all of them. Recurrent layers have ``state_bytes`` per
     sequence instead, whatever its length.
     """
 
@@ -93,6 +93,15 @@ class Layout:
                 if group.layers.window is None
             )
         )
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether it keeps recurrent states: each sequence takes one block for those of a table.
+
+        vLLM captures full CUDA graphs only where it has a block for each of --max-num-seqs, and
+        does not start where it has fewer (config/compilation.py, vllm#49064).
+        """
+        return any(group.layers.state_bytes for group in self.groups)
 
     @property
     def sequence_bytes(self) -> float:
@@ -182,7 +191,7 @@ def compressed(
 ) -> Layout:
     """DeepSeek V4: a short window in every layer, compressed entries in most, an index in some.
 
-    fp8_ds_mla (``narrow``): 584 bytes an entry (448 e4m3, 64 bf16, 8 scales), 132 an index entry
+    fp8_ds_mla (``narrow``): 584 bytes per entry (448 e4m3, 64 bf16, 8 scales), 132 per index entry
     (128 fp8 and one fp32 scale); pages are padded to 576 bytes, which FlashMLA needs. Layers of
     ratio 4 keep one entry for 4 tokens and one of the index, layers of ratio 128 one for 128. The
     compressors keep fp32 states of the tokens not yet compressed, in blocks of 4 and 8 tokens with

@@ -103,7 +103,7 @@ def _compressed(config: Config, kv_dtype: str, block: int | None) -> Layout:
 
 
 def _latent(config: Config, kv_dtype: str, block: int) -> Layout:
-    """MLA: one latent of kv_lora_rank + qk_rope_head_dim values a token, whole on every rank.
+    """MLA: one latent of kv_lora_rank + qk_rope_head_dim values per token, whole on every rank.
 
     DeepSeek-V2 (arXiv 2405.04434, section 2.1). Sparse MLA (DeepSeek V3.2) with an fp8 cache takes
     656 bytes (512 e4m3, 16 of scales, 64 bf16), and in every layer an index entry of 128 fp8 values
@@ -219,7 +219,7 @@ def _state_bytes(config: Config, tp: int) -> int:
     """One sequence's recurrent state in one layer on one GPU.
 
     Gated DeltaNet and Mamba2 keep the last (kernel - 1) inputs of a convolution in the model's
-    dtype, and a matrix a head. vLLM's model_executor/layers/mamba/mamba_utils.py.
+    dtype, and a matrix per head. vLLM's model_executor/layers/mamba/mamba_utils.py.
     """
     plain = kvcache.value_bytes("auto", dtype(config))
     if config.get("linear_num_value_heads"):

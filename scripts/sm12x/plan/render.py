@@ -35,7 +35,7 @@ HEADER = (
     "recipe",
     "GPUs",
     "utilization",
-    "GiB a GPU",
+    "GiB per GPU",
     "margin",
     "largest safe",
     "host copies",
@@ -56,7 +56,7 @@ def text(plan: Plan, *, width: int = WIDTH) -> str:
     names = [server.name for server in plan.servers]
     letters = dict(zip(names, _LETTERS, strict=False)) if len(names) > 1 else {}
     say(" + ".join(names))
-    say(f"on {hardware.name}, {hardware.memory} GiB a GPU ({hardware.basis}: {hardware.source})")
+    say(f"on {hardware.name}, {hardware.memory} GiB per GPU ({hardware.basis}: {hardware.source})")
     say(verdict(plan))
     if letters:
         say()
@@ -137,7 +137,10 @@ def inside(one: Inside) -> str:
             else f"{-one.spare.low:.1f} too many"
         )
     least = f"; utilization {share(one.least)} at least" if one.least else ""
-    return f"inside the {one.budget}: {', '.join(parts)}{least}"
+    most = ""
+    if one.most_sequences is not None:
+        most = f"; states of {one.most_sequences} sequences (--max-num-seqs) at most"
+    return f"inside the {one.budget}: {', '.join(parts)}{least}{most}"
 
 
 def _host_line(need: HostNeed, letters: Mapping[str, str], *, unified: bool) -> str:
@@ -216,7 +219,7 @@ def _sources(plan: Plan, letters: Mapping[str, str]) -> Table:
         if isinstance(found, Term):
             cells = (str(found.amount), found.basis, found.source)
         else:
-            cells = ("?", "unknown", "nobody has measured or computed it")
+            cells = ("?", "unknown", "not measured and not computed")
         table.add_row(_label(found, letters), *cells)
     return table
 
@@ -229,7 +232,7 @@ def _label(term: Term | Unknown, letters: Mapping[str, str]) -> str:
 def _matrix(rows: Iterable[Row], letters: Mapping[str, str]) -> Table:
     title = "who can be awake together"
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
-    for name in ("awake", "asleep", "stopped", "GiB a GPU", "margin", "host copies", "verdict"):
+    for name in ("awake", "asleep", "stopped", "GiB per GPU", "margin", "host copies", "verdict"):
         table.add_column(name)
     for row in rows:
         table.add_row(

@@ -1,1 +1,1 @@
-"""Recipes: one YAML a deployment, readable by eugr's runner, with a block of our own."""
+"""Recipes: one YAML per deployment, readable by eugr's runner, with a block of our own."""

@@ -80,7 +80,7 @@ sm12x:
     source: imported from {name}
 """
 _AWAKE = """    level: never
-    reason: nobody has tried it"""
+    reason: not tried"""
 
 
 def imported(path: Path) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from sm12x import layout
 from sm12x.core.errors import Sm12xError
 from sm12x.core.text import perhaps
 from sm12x.recipes import load, options
@@ -65,6 +66,10 @@ def filled(recipe: Recipe) -> Rendered:
     return render(recipe, settings={}, environ={}, solo=solo)
 
 
+def _at(host: str) -> str:
+    return f"on {host}" if host else "on every address, for it names no host"
+
+
 class _Rules:
     def __init__(self, recipe: Recipe, rendered: Rendered) -> None:
         self.recipe = recipe
@@ -77,7 +82,7 @@ class _Rules:
     def all(self) -> list[LintFinding]:
         rules: list[Callable[[], None]] = [self.pins, self.notices]
         if self.words is not None:
-            rules += [self.dev_mode, self.utilization, self.secrets]
+            rules += [self.dev_mode, self.sleep_routes, self.utilization, self.secrets]
         if self.block:
             rules += [self.machines, self.pair]
         if self.block and self.words is not None:
@@ -120,8 +125,16 @@ class _Rules:
         if self.recipe.mods:
             names = ", ".join(self.recipe.mods)
             self.add("mods", WARNING, f"mods are not applied here: {names}")
+        if self.recipe.not_applied:
+            names = ", ".join(self.recipe.not_applied)
+            self.add(self.recipe.not_applied[0], WARNING, f"{names}: of sparkrun, not applied here")
         if self.words is None and not (self.block and self.block.pair):
             self.add("command", NOTE, "the command is not `vllm serve`: its arguments are its own")
+        for release in self.block.status.blocked if self.block else ():
+            known = [folder.name for folder in layout.patches().glob("*/")]
+            if known and release and release not in known:
+                near = perhaps(release, known)
+                self.add("sm12x.status", ERROR, f"blocked names {release}, no base here{near}")
         if self.block is None:
             self.add(
                 "name", NOTE, "there is no sm12x block: hardware, memory and sleep are not checked"
@@ -130,12 +143,22 @@ class _Rules:
     def dev_mode(self) -> None:
         host = self.options.get("host", "")
         if options.is_true(self.env.get("VLLM_SERVER_DEV_MODE", "")) and options.is_public(host):
-            where = f"on {host}" if host else "on every address, for it names no host"
             self.add(
                 "env.VLLM_SERVER_DEV_MODE",
                 ERROR,
-                f"VLLM_SERVER_DEV_MODE opens /sleep, /collective_rpc and more {where}, and API "
+                f"VLLM_SERVER_DEV_MODE opens /sleep, /collective_rpc and more {_at(host)}, and API "
                 "keys do not cover them: listen on 127.0.0.1 behind a proxy that passes /v1 alone",
+            )
+
+    def sleep_routes(self) -> None:
+        host = self.options.get("host", "")
+        given = "enable-sleep-routes" in self.options and "api-key" not in self.options
+        if given and options.is_public(host):
+            self.add(
+                "command",
+                WARNING,
+                f"--enable-sleep-routes opens /sleep and /wake_up {_at(host)}: give an API key "
+                "with -e VLLM_API_KEY, which they then ask for",
             )
 
     def utilization(self) -> None:
@@ -177,12 +200,19 @@ class _Rules:
                 "sleep is never but the command has --enable-sleep-mode: take it out",
             )
         dev_mode = options.is_true(self.env.get("VLLM_SERVER_DEV_MODE", ""))
-        if sleep.level and not dev_mode:
+        if sleep.level and not (dev_mode or "enable-sleep-routes" in self.options):
+            self.add(
+                "command",
+                ERROR,
+                f"sleep is {sleep} but the command has no --enable-sleep-routes: without it, or "
+                "VLLM_SERVER_DEV_MODE in env, there is no /sleep",
+            )
+        elif sleep.level == 2 and not dev_mode:
             self.add(
                 "env",
                 ERROR,
-                f"sleep is {sleep} but env has no VLLM_SERVER_DEV_MODE: without it there is no "
-                "/sleep",
+                "after a level-2 sleep the weights are reloaded with /collective_rpc, and env has "
+                "no VLLM_SERVER_DEV_MODE: without it there is none",
             )
         if sleep.level == 2 and "speculative-config" in self.options:
             self.add(

@@ -6,25 +6,20 @@ import string
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from sm12x.core import declared, yamltext
 from sm12x.core.errors import BadFileError
 from sm12x.core.text import perhaps
-from sm12x.core.yamltext import Yaml
-from sm12x.recipes.model import RECIPE_VERSION, THEIRS, Recipe
+from sm12x.recipes import sparkrun
+from sm12x.recipes.model import THEIRS, Recipe
 
-# The format of sparkrun, and the keys of it that ours does not have.
-_SPARKRUN_VERSION = "2"
-_SPARKRUN_ONLY = (
-    *("runtime", "runtime_config", "metadata", "min_nodes", "max_nodes", "executor_config"),
-    *("distribution_config", "pre_exec", "post_exec"),
-)
-_NOT_IN_FILES = ("key", "path", "lines")
+_NOT_IN_FILES = ("key", "path", "lines", "not_applied")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """Something wrong in a file. ``line`` counts from 1; ``next_step`` is "" for "mend it"."""
+    """Something wrong in a file. ``line`` counts from 1; ``next_step`` is "" for "correct it"."""
 
     path: Path
     line: int
@@ -42,7 +37,7 @@ def load(path: Path) -> Recipe:
         raise BadFileError(
             "; ".join(str(fault) for fault in faults),
             next_step=next((fault.next_step for fault in faults if fault.next_step), "")
-            or "mend those lines; a recipe that ships with the image shows the layout",
+            or "correct those lines; a recipe that ships with the image shows the layout",
         )
     return recipe
 
@@ -71,12 +66,17 @@ def inspect(path: Path) -> tuple[Recipe | None, list[Fault]]:
     found = [Fault(path=path, line=line, text=said) for line, said in text.faults]
     if not isinstance(text.data, dict):
         return None, found or [Fault(path=path, line=1, text="is not a mapping of keys")]
-    foreign = _foreign(path, text)
-    if foreign is not None:
+    given: dict[str, Any] = text.data
+    theirs = sparkrun.translate(given, path.stem) if sparkrun.is_theirs(given) else None
+    if theirs and theirs.faults:
         # What else its keys would be faulted for says nothing about the file.
-        return None, [foreign]
+        faults_there = [(text.line((key,)), said) for key, said in theirs.faults]
+        return None, [Fault(path=path, line=line, text=said) for line, said in faults_there]
+    if theirs:
+        given = theirs.top
     top = {
-        **text.data,
+        **given,
+        "not_applied": theirs.not_applied if theirs else (),
         "key": path.stem,
         "path": path,
         "lines": {
@@ -85,8 +85,8 @@ def inspect(path: Path) -> tuple[Recipe | None, list[Fault]]:
             if len(where) < 3 and isinstance(where[-1], str)
         },
     }
-    if "sm12x" not in top and isinstance(top.get("env"), dict):
-        # eugr's runner exports what Python makes of a truth value.
+    if (theirs or "sm12x" not in top) and isinstance(top.get("env"), dict):
+        # Other runners export what Python makes of a truth value.
         top["env"] = {
             name: str(value) if isinstance(value, bool) else value
             for name, value in top["env"].items()
@@ -94,31 +94,12 @@ def inspect(path: Path) -> tuple[Recipe | None, list[Fault]]:
     recipe, faults = declared.check(Recipe, top)
     said = {fault.text: text.line(fault.where) for fault in faults}
     known = (*(one.name for one in fields(Recipe) if one.name not in _NOT_IN_FILES), *THEIRS)
-    for key in text.data:
+    for key in () if theirs else given:
         if key not in known and (hint := perhaps(key, known)):
             said[f"{key} is not a known key{hint}"] = text.line((key,))
-    said |= dict.fromkeys(_command_faults(text.data), text.line(("command",)))
+    said |= dict.fromkeys(_command_faults(given), text.line(("command",)))
     found += [Fault(path=path, line=line, text=one) for one, line in said.items()]
     return (None if found else recipe), sorted(found, key=lambda fault: fault.line)
-
-
-def _foreign(path: Path, text: Yaml) -> Fault | None:
-    """The fault of a file in the other format that goes by `recipe_version`, None for ours."""
-    top = text.data
-    theirs = [key for key in _SPARKRUN_ONLY if key in top]
-    # Its own tools take a file without a version for the newest.
-    given = "recipe_version" in top
-    if (str(top["recipe_version"]) != _SPARKRUN_VERSION) if given else ("runtime" not in theirs):
-        return None
-    keys = f" (with {', '.join(theirs)})" if theirs else ""
-    return Fault(
-        path=path,
-        line=text.line(("recipe_version" if given else "runtime",)),
-        text=f'recipe_version "{_SPARKRUN_VERSION}"{keys} is the format of sparkrun, which is not '
-        f'read yet; this version reads "{RECIPE_VERSION}"',
-        next_step=f'run it with sparkrun, or write it as recipe_version "{RECIPE_VERSION}": '
-        "name, recipe_version, container, command, and the settings under defaults",
-    )
 
 
 def _command_faults(top: Mapping[str, object]) -> list[str]:

@@ -26,7 +26,7 @@ RECIPE_VERSION = "1"
 # The deployments that exist; "any" is for a recipe that does not depend on the device.
 _HARDWARE = ("rtx-pro-6000", "rtx-5090", "gb10", "any")
 # verified: run by this project on that hardware, on a date, with evidence. reported: run by others,
-# the source says by whom. untested: written from documents, run by nobody that is known.
+# the source says by whom. untested: written from documents, no known run.
 STATES = ("verified", "reported", "untested")
 # measured: by this project. reported: by others. estimated: computed, the source says from what.
 BASES = ("measured", "reported", "estimated")
@@ -137,8 +137,9 @@ _Term = Annotated[MemoryTerm | None, NotNull()]
 
 @dataclass(frozen=True, kw_only=True)
 class Memory(Declared):
-    """What a server takes, in GiB on each GPU; on GB10 of each machine. What nobody has measured or
-    computed is left out.
+    """What a server takes, in GiB on each GPU; on GB10 of each machine.
+
+    What is neither measured nor computed is left out.
     """
 
     weights: Annotated[_Term, Field(description="Inside vLLM's budget.")] = None
@@ -181,7 +182,7 @@ class Status(Declared):
     state: Annotated[
         str,
         one_of(*STATES),
-        Field(description="Run by this project; run by others; run by nobody that is known."),
+        Field(description="Run by this project; run by others; no known run."),
     ]
     source: Annotated[
         _Text, Field(description="Who ran it and where that is written, or written from what.")
@@ -192,9 +193,16 @@ class Status(Declared):
         in_file(type="string", pattern=r"^\d{4}-\d{2}-\d{2}$"),
     ] = ""
     evidence: Annotated[_Text, Field(description="What was run and what came out.")] = ""
+    # By release; "" stands for every one.
     blocked: Annotated[
-        _Text, Field(description="What this stack still lacks before it can serve at all.")
-    ] = ""
+        dict[str, _Text],
+        BeforeValidator(lambda value: {"": value} if isinstance(value, str) else value),
+        in_file(type=["string", "object"], additionalProperties={"type": "string"}),
+        Field(
+            description="What keeps it from serving with the stack of a release: a reason for each "
+            "release, or one for all."
+        ),
+    ] = field(default_factory=dict)
 
     __pydantic_config__: ClassVar[ConfigDict] = {
         **Declared.__pydantic_config__,
@@ -215,6 +223,10 @@ class Status(Declared):
             raise KeyFaultError("date", "is missing: say when it was run")
         elif not self.evidence:
             raise KeyFaultError("evidence", "is missing: say what was run and what came out")
+
+    def blocked_on(self, release: str) -> str:
+        """Why it cannot serve with the stack of ``release`` yet; "" where it can."""
+        return self.blocked.get(release) or self.blocked.get("", "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,6 +306,12 @@ class Recipe(Declared):
     # None in a file that has no block of ours, as other people's files have none.
     sm12x: Annotated[Block | None, NotNull()] = None
     lines: Annotated[dict[str, int], NotInFile()]
+    # What of a file of sparkrun's has no effect here.
+    not_applied: Annotated[tuple[str, ...], NotInFile()] = ()
+
+    def blocked_on(self, release: str) -> str:
+        """Why it cannot serve with the stack of ``release`` yet; "" where nothing says so."""
+        return self.sm12x.status.blocked_on(release) if self.sm12x else ""
 
     # Runners ignore what they do not know, and so do we.
     __pydantic_config__: ClassVar[ConfigDict] = {
@@ -310,5 +328,6 @@ class ShownRecipe(Recipe):
     schema: Literal[1] = 1
     recipe_version: Annotated[str, Field(exclude=True)]
     lines: Annotated[dict[str, int], Field(exclude=True)]
+    not_applied: Annotated[tuple[str, ...], Field(exclude=True)] = ()
 
     __pydantic_config__: ClassVar[ConfigDict] = Declared.__pydantic_config__

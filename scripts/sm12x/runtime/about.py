@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 
+from sm12x import layout
 from sm12x.deploy import local
 from sm12x.deploy.container import containers
 from sm12x.recipes.model import Memory, MemoryTerm, Recipe
@@ -47,7 +48,7 @@ def help_text(ledger: Ledger, recipes: Mapping[str, Recipe], image: str) -> str:
         "What it can do",
         "  RECIPE [key=value ...] [-- vLLM arguments]   serve a model",
         "  recipes [RECIPE]                             the recipes, or one with its settings",
-        "  check [--json]                               prove the image, with or without a GPU",
+        "  check [--json] [--quick]                     prove the image, with or without a GPU",
         "  health                                       ask the server in this container",
         "  pair RECIPE ... + RECIPE ...                 servers that take turns on the same GPUs",
         "  COMMAND ...                                  run as given: vllm serve ..., bash",
@@ -58,7 +59,7 @@ def help_text(ledger: Ledger, recipes: Mapping[str, Recipe], image: str) -> str:
         f"  docker run --rm {image} check",
     ]
     for recipe in recipes.values():
-        if recipe.sm12x and recipe.sm12x.status.blocked:
+        if recipe.blocked_on(layout.release()):
             lines.append(f"  docker run --rm {image} recipes {recipe.key}")
         else:
             lines += ["  " + line for line in command(recipe, image)]
@@ -70,9 +71,12 @@ def _compiled(ledger: Ledger) -> list[str]:
     entries = [entry for entry in ledger.libraries if entry.origin == "compiled"]
     names = ", ".join(PurePosixPath(entry.path).name for entry in entries)
     lines = [f"  code   compiled for {ledger.arch_list}: {names}"] if entries else []
+    if ledger.replaced:
+        lines.append(f"  source {', '.join(ledger.replaced)}")
     lost = sum(len(entry.lost) for entry in entries)
     if lost:
-        lines.append(f"  ops    {lost} are missing: those of {', '.join(ledger.allowed_missing)}")
+        whose = ", ".join(ledger.allowed_missing) or "kernels for other GPUs"
+        lines.append(f"  ops    {lost} are missing: those of {whose}")
     return lines
 
 
@@ -89,13 +93,13 @@ def _machine_code(kinds: Sequence[str]) -> str:
 
 
 def recipe_list(recipes: Mapping[str, Recipe]) -> list[str]:
-    """One line a recipe, and one more for what keeps it from serving."""
+    """One line per recipe, and one more for what keeps it from serving."""
     lines = ["Recipes"]
     for key, recipe in recipes.items():
         state = f" [{recipe.sm12x.status.state}]" if recipe.sm12x else ""
         lines.append(f"  {key}{state}: {recipe.description or recipe.name}")
-        if recipe.sm12x and recipe.sm12x.status.blocked:
-            lines.append(f"    cannot serve yet: {recipe.sm12x.status.blocked}")
+        if why := recipe.blocked_on(layout.release()):
+            lines.append(f"    cannot serve yet: {why}")
     return lines if recipes else [*lines, "  none in this image"]
 
 
@@ -116,8 +120,8 @@ def recipe_text(recipe: Recipe, image: str) -> str:
             *_memory(block.memory),
             f"  status   {status.state}: {said}",
         ]
-        if status.blocked:
-            lines.append(f"  blocked  {status.blocked}")
+        if why := recipe.blocked_on(layout.release()):
+            lines.append(f"  blocked  {why}")
         lines += [f"  note     {note}" for note in block.notes]
     lines.append("  settings (key=value, or SM12X_<KEY> in the environment)")
     lines += [f"    {key}={value}" for key, value in recipe.defaults.items()]
@@ -127,14 +131,14 @@ def recipe_text(recipe: Recipe, image: str) -> str:
 
 
 def command(recipe: Recipe, image: str) -> list[str]:
-    """The `docker run` of a recipe, one option group a line; one command a machine."""
+    """The `docker run` of a recipe, one option group per line; one command per machine."""
     first = {"master_addr": "FIRST"} if "master_addr" in recipe.defaults else {}
     parts = containers(recipe, image=image, settings=first, extra=(), shipped=True)
     return [line for part in parts for line in local.docker_command(part).splitlines()]
 
 
 def _memory(memory: Memory) -> list[str]:
-    """One line a term that is known."""
+    """One line per term that is known."""
     terms = (
         ("weights", memory.weights),
         ("KV cache", memory.kv),
@@ -142,7 +146,7 @@ def _memory(memory: Memory) -> list[str]:
         ("left while it sleeps", memory.sleep_residue),
     )
     return [
-        f"  memory   {name}: {_gib(term)} GiB a GPU, {term.basis}: {term.source}"
+        f"  memory   {name}: {_gib(term)} GiB per GPU, {term.basis}: {term.source}"
         for name, term in terms
         if term
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -67,9 +67,11 @@ def dispatch(
         serve.require_caches(places, os.environ)
         for remark in remarks:
             click.echo(f"warning: {remark}", err=True)
-        replace(rendered.argv, env={**serve.identity(os.environ), **rendered.env})
+        env = {**serve.identity(os.environ), **rendered.env}
+        replace(rendered.argv, env={**_jobs({**os.environ, **env}), **env})
     if process.which(first):
-        replace([first, *rest], env=serve.identity(os.environ))
+        jobs = _jobs(os.environ) if first == "vllm" else {}
+        replace([first, *rest], env={**jobs, **serve.identity(os.environ)})
     known = [*_WORDS, *_names(places)]
     near = text.near(first, known, cutoff=0.5)
     if first.startswith("-"):
@@ -78,14 +80,22 @@ def dispatch(
         step = f"perhaps you meant {near}"
     else:
         step = "run the image without an argument to see what it can do"
-    raise UsageError(f"{first!r} is no recipe, no verb and no program here", next_step=step)
+    raise UsageError(f"{first!r} is neither a recipe, a verb nor a program here", next_step=step)
+
+
+def _jobs(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variable that limits compilers, and a line about it, where it is not set."""
+    jobs = serve.compilers(environ)
+    if jobs:
+        click.echo(f"note: {serve.remark(jobs)}", err=True)
+    return jobs
 
 
 def _check(rest: Sequence[str], places: Places) -> int:
-    unknown = [word for word in rest if word != "--json"]
+    unknown = [word for word in rest if word not in ("--json", "--quick")]
     if unknown:
-        raise UsageError(f"check takes no {unknown[0]!r}", next_step="check [--json]")
-    lines = check(places)
+        raise UsageError(f"check takes no {unknown[0]!r}", next_step="check [--json] [--quick]")
+    lines = check(places, quick="--quick" in rest)
     click.echo(report.as_json(lines) if "--json" in rest else report.as_text(lines))
     bad = any(line.state == report.FAIL for line in lines)
     return FindingsError.exit_code if bad else 0

@@ -32,12 +32,16 @@ PORT = 8000
 
 @dataclass(frozen=True, kw_only=True)
 class Listener:
-    """Where a server listens: ``socket_path`` is "" unless it is a Unix socket."""
+    """Where a server listens: ``socket_path`` is "" unless it is a Unix socket.
+
+    ``key`` is the API key that its command names, "" without one.
+    """
 
     host: str
     port: int
     tls: bool = False
     socket_path: str = ""
+    key: str = ""
 
     def __str__(self) -> str:
         return self.socket_path or f"{self.host}:{self.port}"
@@ -82,6 +86,7 @@ def find(commands: Iterable[Sequence[str]]) -> Listener | None:
             port=int(port) if port.isdigit() else PORT,
             tls="ssl-certfile" in given,
             socket_path=given.get("uds", ""),
+            key=given.get("api-key", ""),
         )
     return None
 
@@ -108,7 +113,7 @@ def check(server: Listener | None, get: _Get) -> Verdict:
 
 
 def _asleep(server: Listener, get: _Get) -> bool | None:
-    """None when it cannot be told: not in dev mode, or the engine is busy changing state."""
+    """None when it cannot be told: no sleep routes, or the engine is busy changing state."""
     try:
         status, body = get(server, "/is_sleeping", SLEEP_SECONDS)
         if status != http.client.OK:
@@ -153,7 +158,11 @@ def get_http(server: Listener, path: str, seconds: float) -> tuple[int, bytes]:
 
 
 def request(server: Listener, method: str, path: str, seconds: float) -> tuple[int, bytes]:
-    """Ask a server of this very container, past any proxy, and return status and body."""
+    """Ask a server of this very container, past any proxy, and return status and body.
+
+    With its key, or that of VLLM_API_KEY: the sleep routes may ask for one.
+    """
+    key = server.key or os.environ.get("VLLM_API_KEY", "")
     connection: http.client.HTTPConnection
     if server.socket_path:
         connection = _UnixConnection(server.socket_path, seconds)
@@ -166,7 +175,7 @@ def request(server: Listener, method: str, path: str, seconds: float) -> tuple[i
     else:
         connection = http.client.HTTPConnection(server.host, server.port, timeout=seconds)
     try:
-        connection.request(method, path)
+        connection.request(method, path, headers={"Authorization": f"Bearer {key}"} if key else {})
         response = connection.getresponse()
         return response.status, response.read(65536)
     finally:

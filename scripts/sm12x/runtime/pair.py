@@ -116,8 +116,14 @@ def run(arrangement: Sequence[PairMember], *, load_seconds: float) -> int:
             for member in reversed(arrangement):
                 click.echo(f"pair: starting {member.key} on {member.server}", err=True)
                 env = {**serve.identity(os.environ), **member.rendered.env}
+                jobs = serve.compilers({**os.environ, **env})
+                if jobs:
+                    click.echo(f"pair: {serve.remark(jobs)}", err=True)
                 running.append(
-                    (member, process.Background(member.rendered.argv, log=None, env=env))
+                    (
+                        member,
+                        process.Background(member.rendered.argv, log=None, env={**env, **jobs}),
+                    )
                 )
                 _wait_awake(member, running, load_seconds)
                 if member is not arrangement[0]:
@@ -177,13 +183,13 @@ def _put_to_sleep(member: PairMember) -> None:
         if status != http.client.OK:
             why = f"/sleep says {status}: {body[:200].decode(errors='replace')}"
         elif b"true" not in health.get_http(member.server, "/is_sleeping", SLEEP_SECONDS)[1]:
-            why = "/is_sleeping says no after /sleep"
+            why = "/is_sleeping answers false after /sleep"
     except (OSError, http.client.HTTPException) as error:
         why = f"/sleep does not answer: {error!r}"
     if why:
         raise ToolFailedError(
             f"{member.key} did not go to sleep: {why}",
-            next_step="its recipe needs --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1",
+            next_step="its recipe needs --enable-sleep-mode and --enable-sleep-routes",
         )
     click.echo(f"pair: {member.key} sleeps", err=True)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sm12x.core.errors import BadFileError
+from sm12x.wheel.ledger import FLASHINFER_RECORD
 
 # Every cache that vLLM and what it compiles with write to; the image points each under /cache.
 CACHE_VARIABLES = (
@@ -52,6 +53,11 @@ class Places:
     @property
     def recipes(self) -> Path:
         return self.root / "recipes"
+
+    @property
+    def flashinfer(self) -> Path:
+        """The record of FlashInfer's modules that were compiled ahead of time."""
+        return self.root / FLASHINFER_RECORD
 
     @property
     def stand_in(self) -> Path:

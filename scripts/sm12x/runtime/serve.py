@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import os
+import platform
 import pwd
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from sm12x import layout
+from sm12x.core import machine
 from sm12x.core.errors import BadFileError, UsageError
 from sm12x.recipes.model import Recipe
 from sm12x.recipes.render import Rendered, render, settings_from
 from sm12x.runtime.places import CACHE_VARIABLES, Places, require_temporary
+
+# How many compilers FlashInfer, and torch's extensions, run at a time.
+_JOBS = "MAX_JOBS"
 
 
 def split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -59,8 +65,8 @@ def prepare(
             f"{recipe.key} needs the first machine's address, on every machine",
             next_step="give master_addr=ADDRESS, and on the others node_rank=N and -- --headless",
         )
-    if recipe.sm12x and recipe.sm12x.status.blocked:
-        remarks.append(f"{recipe.key} cannot serve yet: {recipe.sm12x.status.blocked}")
+    if why := recipe.blocked_on(layout.release()):
+        remarks.append(f"{recipe.key} cannot serve yet: {why}")
     if recipe.mods:
         remarks.append(f"{recipe.key} asks for mods that are not applied: {', '.join(recipe.mods)}")
     rendered = render(
@@ -90,6 +96,28 @@ def require_caches(places: Places, environ: Mapping[str, str]) -> None:
                 next_step="add `-v sm12x-cache:/cache` to docker run, or "
                 f"`-v DIR:/cache` with a DIR that uid {uid} may write",
             ) from None
+
+
+def compilers(environ: Mapping[str, str]) -> dict[str, str]:
+    """MAX_JOBS for what is compiled at a server's first start; nothing where it is set.
+
+    FlashInfer and torch start a compiler for each core otherwise, whatever memory there is.
+    """
+    free = machine.available()
+    if environ.get(_JOBS) or free is None:
+        return {}
+    # The GPUs for which this is made share the memory where the processor is an AArch64.
+    unified = platform.machine() == "aarch64"
+    jobs = machine.compilers(cores=machine.cores(), available=free, unified=unified)
+    return {_JOBS: str(jobs)}
+
+
+def remark(jobs: Mapping[str, str]) -> str:
+    """What to say about what ``compilers`` gave."""
+    return (
+        f"{_JOBS}={jobs[_JOBS]}: compilers at a time in the first start, by cores and free memory; "
+        f"-e {_JOBS}=N changes it"
+    )
 
 
 def identity(environ: Mapping[str, str]) -> dict[str, str]:

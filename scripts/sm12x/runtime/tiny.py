@@ -22,7 +22,7 @@ _CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-# Tokens. Enough for a chat, and a KV cache of 2 KiB a token stays small.
+# Tokens. Enough for a chat, and a KV cache of 2 KiB per token stays small.
 CONTEXT = 4096
 
 
@@ -110,7 +110,7 @@ def files() -> dict[str, object]:
 
 
 def byte_alphabet() -> list[str]:
-    """One printable character a byte, in order of the bytes.
+    """One printable character per byte, in order of the bytes.
 
     Byte-level BPE as GPT-2 introduced it: printable Latin-1 stands for itself, every other byte for
     the next free character from U+0100 on.

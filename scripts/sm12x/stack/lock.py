@@ -1,6 +1,6 @@
 """The locked requirements of a base: made with uv, and checked against base.toml.
 
-Two files a machine. The closure is what the release needs to run, as its makers could have had it
+Two files per machine. The closure is what the release needs to run, as its makers could have had it
 on the day of the release. The build lock is what the builder needs on top of a compiler; where
 both have a package they have the same version, so that what is compiled meets what it runs with.
 """
@@ -54,7 +54,7 @@ def make(base: Base, machine: str) -> Locks:
     closure = closure_head + _compile(
         base,
         machine,
-        [f"{RELEASE}=={base.version}", base.toolchain.cuda_requirement],
+        [release_requirement(base), base.toolchain.cuda_requirement],
         leave_out=RELEASE,
     )
     build = build_head + _compile(
@@ -69,6 +69,12 @@ def make(base: Base, machine: str) -> Locks:
         constraint=(base.lock_path(machine).name, closure),
     )
     return Locks(closure=closure, build=build)
+
+
+def release_requirement(base: Base) -> str:
+    """The release with its extras: ``vllm==0.21.0``, ``vllm[b12x]==0.33.0``."""
+    names = ",".join(extra.name for extra in base.extras)
+    return f"{RELEASE}[{names}]=={base.version}" if names else f"{RELEASE}=={base.version}"
 
 
 def resolve(base: Base, machine: str, requirements: Iterable[str]) -> dict[str, str]:
@@ -105,9 +111,13 @@ def heads(base: Base, machine: str) -> tuple[str, str]:
     wheels_only = "--only-binary :all:\n" + "".join(
         f"--no-binary {name}\n" for name in spec.build_from_sdist
     )
+    extras = "".join(
+        f"# With its extra {extra.name} ({extra.requirement}, {extra.license}).\n"
+        for extra in base.extras
+    )
     replaced = "".join(f"# {override}.\n" for override in base.overrides_on(machine))
     return (
-        f"{made}# All that {RELEASE} {base.version} needs, and the CUDA toolkit.\n{fits}"
+        f"{made}# All that {RELEASE} {base.version} needs, and the CUDA toolkit.\n{extras}{fits}"
         f"# {RELEASE}=={base.version} itself is not listed: the wheel made here takes its place.\n"
         f"{replaced}{wheels_only}\n",
         f"{made}# What building {RELEASE} {base.version} needs, the CUDA toolkit, and what sm12x "
@@ -162,6 +172,13 @@ def verify(base: Base, machine: str, locks: Locks) -> list[str]:
         for name in spec.build_from_sdist
         if name not in closure.versions
     ]
+    for extra in base.extras:
+        found = closure.versions.get(extra.package)
+        if found is None or not Requirement(extra.requirement).specifier.contains(found):
+            findings.append(
+                f"{closure_name}: {extra.package} is {found or 'not there'}, base.toml's extra "
+                f"{extra.name} is {extra.requirement}"
+            )
     for override in base.overrides_on(machine):
         wanted = Requirement(override.requirement)
         name = canonicalize_name(wanted.name)

@@ -60,7 +60,7 @@ def refreshed(report: RefreshReport, folder: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-_COLOURS = {"passed": "green", "failed": "red"}
+_COLOURS = {"passed": "green", "failed": "red", "absent": "-"}
 
 
 def witnessed(report: WitnessReport) -> str:

@@ -5,6 +5,7 @@ Nothing in it depends on when or where it was written: the wheel that carries it
 
 from __future__ import annotations
 
+import re
 import zipfile
 import zlib
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ from sm12x.core import declared
 from sm12x.core.declared import Declared
 from sm12x.core.errors import BadFileError
 
+# What of FlashInfer was asked to be compiled ahead of time, beside the ledger of a bundle that has
+# any; and what was compiled, beside that of the image. Here, for the doctor has few libraries.
+FLASHINFER_REQUEST, FLASHINFER_RECORD = "flashinfer-request.json", "flashinfer.json"
 # Inside the wheel, under the .dist-info folder.
 NAME = "sm12x-ledger.json"
 _NEXT = "rebuild the bundle with this version of sm12x"
@@ -93,6 +97,37 @@ class OverrideEntry(Declared):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SourceEntry(Declared):
+    """A third-party source that modules were compiled of, and what base.toml ``pin``s it to.
+
+    ``version`` is what its own files say, "" where they do not. It may be another patch level than
+    the pin where that was asked for.
+    """
+
+    name: str
+    pin: str
+    version: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtraEntry(Declared):
+    """An extra of the release that the lock has too; ``license`` is that of the package it brings.
+
+    ``modules`` are those of the package that the release uses.
+    """
+
+    name: str
+    requirement: str
+    license: str
+    modules: tuple[str, ...]
+
+    @property
+    def package(self) -> str:
+        """The normal name of the package. Without a library: the doctor reads ledgers with none."""
+        return re.sub(r"[-_.]+", "-", self.requirement.partition("==")[0].strip()).lower()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Ledger(Declared):
     """``mode`` is "quick" (the official wheel, changed) or "full" (all compiled here).
 
@@ -122,11 +157,22 @@ class Ledger(Declared):
     lock_sha256: str
     dependencies: dict[str, str]
     overrides: tuple[OverrideEntry, ...] = ()
+    extras: tuple[ExtraEntry, ...] = ()
+    sources: tuple[SourceEntry, ...] = ()
     schema: Literal[2] = 2
 
     @property
     def wheel_version(self) -> str:
         return wheel_version(self.base_version, self.stack_id, self.mode)
+
+    @property
+    def replaced(self) -> tuple[str, ...]:
+        """Sources of another version than pinned: "cutlass v4.7.0 in place of v4.7.1"."""
+        return tuple(
+            f"{source.name} {source.version} in place of {source.pin}"
+            for source in self.sources
+            if source.version and source.version != source.pin
+        )
 
 
 def is_program(path: str) -> bool:

@@ -5,6 +5,7 @@ Whether the full build is worth its time here goes by base.toml's costs, cores a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
@@ -85,6 +86,20 @@ def require_source(base: Base, name: str) -> ThirdPartySource:
             next_step=f"use {text.near(name, declared) or text.either(declared)}",
         )
     return declared[name]
+
+
+def require_patch_levels(base: Base, names: Iterable[str]) -> tuple[str, ...]:
+    """``names`` of sources of which another patch level may be taken, once each.
+
+    Raises UsageError for one that the base does not have, or that is pinned to a commit alone.
+    """
+    for name in names:
+        if not require_source(base, name).version_file:
+            raise UsageError(
+                f"{name} of {base.version} is pinned to a commit and has no patch levels",
+                next_step=f"leave out --accept-patch-level {name}, and name a checkout of its pin",
+            )
+    return tuple(sorted(set(names)))
 
 
 def choose(
@@ -196,8 +211,16 @@ def decide(
         return Decision(mode="quick", minutes=_quick_minutes(base), reason=against)
     figures = _figures(minutes, cores, memory_gib)
     lacking = [f"{kept.target} lacks {', '.join(kept.missing)}" for kept in choice.kept]
+    absent = [name for name in base.toolchain.auto_needs if name not in available]
     if all(module.quick for module in choice.modules):
         reason = f"no module beyond quick mode's can be compiled: {'; '.join(lacking)}"
+    elif absent:
+        those = "; ".join(
+            f"{kept.target} lacks {', '.join(kept.missing)}"
+            for kept in choice.kept
+            if {*absent} & {*kept.missing}
+        )
+        reason = f"a full build would leave most code as it is: {those}"
     elif minutes >= LIMIT_MINUTES:
         limit = f"auto takes it where that is under {LIMIT_MINUTES:.0f}"
         reason = f"the full build would take {figures}; {limit}"
@@ -210,12 +233,14 @@ def decide(
 @dataclass(frozen=True, kw_only=True)
 class FullStep:
     """``modules`` (paths in the wheel) that a full build compiles beyond quick mode's, where it has
-    ``sources`` that are not sure to be had; together with all before it takes ``minutes``.
+    ``sources`` that are not sure to be had; together with all before it takes ``minutes``. Of those
+    in ``given_only`` neither a package nor a repository is known.
     """
 
     minutes: float
     modules: tuple[str, ...]
     sources: tuple[str, ...] = ()
+    given_only: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,8 +284,15 @@ def offer(
         peak = max([peak, *(module.peak_gib for module in added)])
         sources = {name for module in added for name in module.sources} - {*sure, *allowed}
         minutes = _full_minutes(base, choice.modules, cores=cores, memory_gib=memory_gib)
-        paths = tuple(module.path for module in added)
-        steps.append(FullStep(minutes=minutes, modules=paths, sources=tuple(sorted(sources))))
+        bare = {one.name for one in base.sources if not one.git and not one.packages}
+        steps.append(
+            FullStep(
+                minutes=minutes,
+                modules=tuple(module.path for module in added),
+                sources=tuple(sorted(sources)),
+                given_only=tuple(sorted(sources & bare)),
+            )
+        )
     if not steps:
         return None
     against = base.toolchain.not_full
@@ -278,8 +310,11 @@ def _figures(minutes: float, cores: int, memory_gib: float) -> str:
 def _full_minutes(
     base: Base, modules: Collection[Module], *, cores: int, memory_gib: float
 ) -> float:
-    """Minutes that compiling ``modules`` takes on ``cores`` with ``memory_gib`` free."""
-    # What units a module has, nobody knows before CMake ran: each is taken as typical ones that
+    """Minutes that a full build takes on ``cores`` with ``memory_gib`` free.
+
+    It compiles ``modules``, and FlashInfer's with the image.
+    """
+    # The units of a module are not known before CMake has run: each is taken as typical ones that
     # sum up to its cost, and one as dear as its dearest.
     longest = max((unit.cpu_seconds for unit in base.units), default=schedule.DEFAULT_SECONDS)
     units: list[tuple[float, float]] = []
@@ -288,12 +323,21 @@ def _full_minutes(
         if left > longest:
             units.append((longest, module.peak_gib))
             left -= longest
-        while left > 0:
-            units.append((min(left, schedule.DEFAULT_SECONDS), schedule.DEFAULT_GIB))
-            left -= schedule.DEFAULT_SECONDS
+        units += _typical(left, schedule.DEFAULT_GIB)
     room = max(memory_gib - schedule.RESERVE_GIB, schedule.DEFAULT_GIB)
-    seconds = schedule.makespan(units, cores=cores, memory_gib=room)
+    later = [
+        unit for module in base.flashinfer for unit in _typical(module.cpu_seconds, module.peak_gib)
+    ]
+    seconds = sum(
+        schedule.makespan(phase, cores=cores, memory_gib=room) for phase in (units, later)
+    )
     return (seconds + _FIXED_SECONDS) / 60
+
+
+def _typical(seconds: float, gib: float) -> list[tuple[float, float]]:
+    """Units of the typical length that take ``seconds`` in all."""
+    count = math.ceil(seconds / schedule.DEFAULT_SECONDS)
+    return [(seconds / count, gib)] * count if count else []
 
 
 def _quick_minutes(base: Base) -> float:

@@ -1,4 +1,4 @@
-"""Triton's interpreter, mended where it computes something else than a GPU.
+"""Triton's interpreter, corrected where it computes something else than a GPU.
 
 It keeps bfloat16 as uint16 and multiplies the bits in tl.dot as if they were numbers. It cuts off
 what bfloat16 has no bits for, and rounds 31.8 to 16 in float8e4nv, whose exponent takes no carry

@@ -1,7 +1,7 @@
 """What a build needs of the host's network settings: CA bundle, proxies, indexes, Debian mirror.
 
-Whoever has set these for pip, uv or apt should not have to set them again for containers. They go
-into a build as secrets: files mounted for one step, in no layer, no label and no cache key.
+Users who have set these for pip, uv or apt should not have to set them again for containers. They
+go into a build as secrets: files mounted for one step, in no layer, no label and no cache key.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SYSTEM_CA = (
 )
 # BuildKit refuses a secret of more than 500 KiB.
 SECRET_LIMIT = 500 * 1024
-# A kill can leave the folder behind: whoever owns its parent removes it.
+# A killed run can leave the folder behind: the owner of its parent removes it.
 SECRETS_PREFIX = "secrets-"
 
 _PROXIES = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
@@ -175,7 +175,7 @@ def apt_list(mirrors: tuple[str | None, str | None], suite: str) -> str:
     archive, security = mirrors
     if archive is None:
         return ""
-    # Where Debian itself, and whoever mirrors it whole, keeps them.
+    # Where Debian, and complete mirrors of it, keep them.
     security = security or archive.rstrip("/") + "-security"
     signed = f"[signed-by={_KEYRING}]"
     return (
@@ -212,7 +212,7 @@ def _first_text(paths: Sequence[Path]) -> str:
                 return path.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise BadFileError(
-                    f"{path} cannot be read: {error}", next_step="mend or remove that file"
+                    f"{path} cannot be read: {error}", next_step="correct or remove that file"
                 ) from None
     return ""
 

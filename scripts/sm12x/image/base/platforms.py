@@ -65,7 +65,7 @@ class Platforms:
         """What Dockerfile.bundle is told besides, so that emulating takes minutes and not an hour.
 
         A static uv of this machine runs beside the other's programs: it unpacks the packages.
-        Bytecode is left to whoever starts the image.
+        The image compiles its bytecode at start.
         """
         if not self.crossing:
             return {}

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sm12x import layout
-from sm12x.core import files, lockfile
+from sm12x.core import declared, files, lockfile
 from sm12x.core.errors import BadFileError
 from sm12x.stack.model.base import Base
+from sm12x.wheel import flashinfer as ahead
+from sm12x.wheel.ledger import FLASHINFER_REQUEST
 
 DOCKERFILES = {"builder": "Dockerfile.builder", "bundle": "Dockerfile.bundle"}
 _PACKAGE = ("pyproject.toml", "scripts/sm12x")
@@ -88,13 +90,19 @@ def builder_files(base: Base, machine: str, *, here: str) -> dict[str, Path | st
     }
 
 
-def bundle_files(base: Base, machine: str) -> dict[str, Path | str]:
-    """What Dockerfile.bundle copies, but for what the builder makes."""
+def bundle_files(base: Base, machine: str, *, flashinfer: str) -> dict[str, Path | str]:
+    """What Dockerfile.bundle copies, but for what the builder makes.
+
+    ``flashinfer`` is the list of architectures for which FlashInfer's modules are compiled ahead of
+    time, as TORCH_CUDA_ARCH_LIST has them; "" for none.
+    """
     return {
+        FLASHINFER_REQUEST: declared.to_json(flashinfer_request(base, machine, flashinfer)),
         **_installer(base.build_lock_path(machine)),
         **package(),
         "requirements.lock": base.lock_path(machine),
         "sdists.lock": _sdist_requirements(base, machine),
+        "extras.lock": _extras(base, machine),
         **{f"recipes/{path.name}": path for path in sorted(layout.recipes().glob("*.yaml"))},
     }
 
@@ -124,12 +132,18 @@ def builder(
 
 
 def bundle(
-    base: Base, machine: str, *, wheel: Path, ledger: Path, find_links: Path | None
+    base: Base,
+    machine: str,
+    *,
+    flashinfer: str,
+    wheel: Path,
+    ledger: Path,
+    find_links: Path | None,
 ) -> Context:
     """The context of Dockerfile.bundle. Raises BadFileError when a file of it is missing."""
     links = _links(find_links, (base.lock_path(machine), base.build_lock_path(machine)))
     return _context(
-        {**bundle_files(base, machine), "ledger.json": ledger},
+        {**bundle_files(base, machine, flashinfer=flashinfer), "ledger.json": ledger},
         {f"wheel/{wheel.name}": wheel, **links},
         folders=("links", "recipes"),
     )
@@ -139,14 +153,16 @@ def inputs_digest(base: Base, machine: str, *, here: str, choices: Mapping[str, 
     """A sha256, in hex, over all that a bundle is made of.
 
     The release's archives are in it through their pins in base.toml. ``choices`` are the options
-    that matter: architectures, mode, third-party sources, base image, engine.
+    that matter: architectures, mode, third-party sources, base image, engine, and "flashinfer": for
+    what its modules are compiled.
     """
     dockerfiles: dict[str, Path | str] = {
         name: layout.root() / name for name in DOCKERFILES.values()
     }
     options = {f"option/{key}": value for key, value in choices.items()}
     wheel = builder_files(base, machine, here=here)
-    made_of = {**wheel, **bundle_files(base, machine), **dockerfiles}
+    inside = bundle_files(base, machine, flashinfer=choices["flashinfer"])
+    made_of = {**wheel, **inside, **dockerfiles}
     return _context({**made_of, **options}, {}).digest()
 
 
@@ -201,6 +217,23 @@ def _sdist_requirements(base: Base, machine: str) -> str:
     path = base.build_lock_path(machine)
     names = ("setuptools", *spec.sdist_requires)
     return lockfile.restrict(path.read_text(encoding="utf-8"), names, where=str(path))
+
+
+def _extras(base: Base, machine: str) -> str:
+    """The pins of the packages of the base's extras, out of the closure's lock; "" without any."""
+    lock = lockfile.read(base.lock_path(machine))
+    wanted = {extra.package for extra in base.extras}
+    return "".join(pin.text for pin in lock.pins if pin.name in wanted)
+
+
+def flashinfer_request(base: Base, machine: str, arch_list: str) -> ahead.Request:
+    """What of FlashInfer to compile for ``arch_list``, nothing where it is empty."""
+    lock = lockfile.read(base.lock_path(machine))
+    return ahead.Request(
+        arch_list=ahead.targets(arch_list),
+        key=ahead.key((pin.text for pin in lock.pins if pin.name in ahead.MADE_OF), arch_list),
+        modules=base.flashinfer if arch_list else (),
+    )
 
 
 def _links(find_links: Path | None, locks: Iterable[Path]) -> dict[str, Path]:

@@ -31,8 +31,10 @@ class Options:
     """What was asked for. None stands for the base's own choice, or the first engine that can.
 
     ``build`` is "quick", "full" or "auto". ``sources`` are words NAME=DIR: third-party sources that
-    are taken from a folder; ``allow_missing`` names those to do without. ``platform`` is such as
-    "linux/arm64". ``twice``: the wheel is built a second time, and has to be the same bytes.
+    are taken from a folder; ``patch_levels`` names those of which another patch level will do,
+    ``allow_missing`` those to do without. ``platform`` is such as "linux/arm64". ``flashinfer``:
+    FlashInfer's modules are compiled ahead of time; None leaves it to the mode. ``twice``: the
+    wheel is built a second time, and has to be the same bytes.
     """
 
     version: str
@@ -40,7 +42,9 @@ class Options:
     platform: str | None = None
     build: str = "auto"
     sources: tuple[str, ...] = ()
+    patch_levels: tuple[str, ...] = ()
     allow_missing: tuple[str, ...] = ()
+    flashinfer: bool | None = None
     engine: str | None = None
     base_image: str | None = None
     find_links: Path | None = None
@@ -69,12 +73,15 @@ class BuildPlan:
     ``image`` is the base image of what is made, ``builder`` that of the builder: the same one
     unless the wheel is for another machine. ``inputs`` is a sha256 over all that the bundle is made
     of; ``there`` is the record of the bundle that is in ``folder``, made of whatever it was.
+    ``flashinfer`` are the architectures that FlashInfer's modules are compiled for ahead of time,
+    as TORCH_CUDA_ARCH_LIST has them; "" where they are not.
     """
 
     base: Base
     platforms: Platforms
     arch_list: str
     mode: BuildMode
+    flashinfer: str
     options: Options
     engine: Engine
     image: BaseImage
@@ -118,6 +125,7 @@ class BuildPlan:
             self.mode.choice.modules,
             self.platforms,
             self.meter,
+            flashinfer=bool(self.flashinfer),
             image=self.options.image,
         )
 
@@ -130,6 +138,7 @@ class BuildPlan:
             self.platforms,
             self.meter,
             full=full,
+            flashinfer=bool(self.flashinfer),
             image=self.options.image,
         )
         return sum(need.gib for need in rest)
@@ -143,7 +152,13 @@ def decided(options: Options, report: Reporter) -> Iterator[BuildPlan]:
         Sm12xError: of the kind that says what is wrong.
     """
     base = bases.load(options.version)
-    request = modes.parse_request(base, options.build, options.sources, options.allow_missing)
+    request = modes.parse_request(
+        base,
+        options.build,
+        options.sources,
+        options.allow_missing,
+        patch_levels=options.patch_levels,
+    )
     wanted = platforms.choose(base, options.platform, image=options.image)
     targets = archs.validate(
         options.arch_list or base.toolchain.arch_list, default=base.toolchain.arch_list
@@ -154,13 +169,17 @@ def decided(options: Options, report: Reporter) -> Iterator[BuildPlan]:
     engine = engines.find(options.engine, say=report.say)
     report.say(f"engine: {engine.description}")
     mode = modes.settle(base, request, targets, made, find_links=options.find_links, report=report)
+    ahead = modes.flashinfer(base, options.flashinfer, mode.name, wanted, image=options.image)
+    flashinfer = archs.to_text(targets) if ahead else ""
     with preflight.alone(base):
         meter = Meter(base, engine, wanted)
         if not rootfs.is_there(base.image, engine, wanted, override=options.base_image):
             meter.forget()
         if there is None:
             modules = mode.choice.modules
-            preflight.require_room(base, engine, modules, wanted, meter, image=options.image)
+            preflight.require_room(
+                base, engine, modules, wanted, meter, flashinfer=ahead, image=options.image
+            )
         host = host_settings.collect(base.image.suite)
         timings = Timings()
         with timings.step("base image"):
@@ -173,6 +192,7 @@ def decided(options: Options, report: Reporter) -> Iterator[BuildPlan]:
             "mode": mode.name,
             "allow_missing": " ".join(mode.allowed),
             "third_party": mode.third_party_sha256,
+            "flashinfer": flashinfer,
             "base_image": image.digest,
             "builder_image": builder.digest,
             "engine": engine.name,
@@ -182,6 +202,7 @@ def decided(options: Options, report: Reporter) -> Iterator[BuildPlan]:
             platforms=wanted,
             arch_list=choices["arch_list"],
             mode=mode,
+            flashinfer=flashinfer,
             options=options,
             engine=engine,
             image=image,

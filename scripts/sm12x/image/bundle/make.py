@@ -130,12 +130,16 @@ def _build_image(plan: BuildPlan, wheel: Wheel) -> BuiltImage:
     copied = context.bundle(
         base,
         plan.machine,
+        flashinfer=plan.flashinfer,
         wheel=wheel.path,
         ledger=plan.folder / record.LEDGER,
         find_links=plan.options.find_links,
     )
     with plan.timings.step("image"), plan.meter.measuring(preflight.IMAGE):
         _build(plan, "bundle", "image", copied, request)
+    if plan.flashinfer:
+        asked = context.flashinfer_request(base, plan.machine, plan.flashinfer)
+        declared.write_json(plan.folder / ledgers.FLASHINFER_REQUEST, asked)
     return BuiltImage(
         tags=tags,
         id=plan.engine.image_id(tags[0]) or "",
@@ -182,6 +186,7 @@ def _run_builder(plan: BuildPlan, release: ReleaseFiles, out: Path, *, again: st
         "ARCH_LIST": plan.arch_list,
         "MODE": mode.name,
         "ALLOW_MISSING": " ".join(mode.allowed),
+        "PATCH_LEVELS": " ".join(mode.patch_levels),
         "THIRD_PARTY_SHA256": mode.third_party_sha256,
         "NATIVE_KEY": mode.key(plan.base, plan.machine, plan.arch_list) + again,
         "AGAIN": again,
@@ -272,6 +277,7 @@ def _record(plan: BuildPlan, wheel: Wheel, image: BuiltImage) -> Record:
         machine=plan.machine,
         stack_id=wheel.ledger.stack_id,
         arch_list=plan.arch_list,
+        flashinfer=plan.flashinfer,
         inputs=plan.inputs,
         engine=plan.engine.description,
         base_image=plan.image.origin,

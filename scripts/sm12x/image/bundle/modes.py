@@ -11,10 +11,11 @@ from pathlib import Path
 
 from sm12x import layout
 from sm12x.audit.model import DEVICES
-from sm12x.core import cudaarch, files, progress, text
+from sm12x.core import cudaarch, files, machine, progress, text
 from sm12x.core.cudaarch import CudaArch
 from sm12x.core.errors import BadFileError, UsageError
 from sm12x.core.progress import Reporter
+from sm12x.image.base.platforms import Platforms
 from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
 from sm12x.stack.model.base import Base
@@ -47,24 +48,30 @@ NO_SOURCES = ThirdParty(found={}, missing={})
 
 @dataclass(frozen=True, kw_only=True)
 class ModeRequest:
-    """What was asked for: a mode or "auto", folders of sources, sources to do without."""
+    """What was asked for: a mode or "auto", folders of sources, sources to do without.
+
+    ``patch_levels`` are those of ``given`` that may be of another patch level than pinned.
+    """
 
     wanted: str
     given: Mapping[str, Path]
     allowed: tuple[str, ...]
+    patch_levels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuildMode:
     """The mode and what it takes. ``third_party``: files of sources, by their place in the context.
 
-    ``allowed`` are the sources that are done without: not there, and allowed to be missing.
+    ``allowed`` are the sources that are done without: not there, and allowed to be missing;
+    ``patch_levels`` those that may be of another patch level than pinned.
     ``offer`` is what full mode would add, None in full mode.
     """
 
     name: str
     choice: ModuleChoice
     allowed: tuple[str, ...] = ()
+    patch_levels: tuple[str, ...] = ()
     third_party: Mapping[str, Path] = field(default_factory=dict)
     third_party_sha256: str = ""
     offer: Offer | None = None
@@ -89,12 +96,26 @@ class BuildMode:
 
 
 def parse_request(
-    base: Base, wanted: str, sources: Iterable[str], allowed: Iterable[str]
+    base: Base,
+    wanted: str,
+    sources: Iterable[str],
+    allowed: Iterable[str],
+    *,
+    patch_levels: Iterable[str] = (),
 ) -> ModeRequest:
     """Check what was asked for. Raises UsageError or BadFileError."""
+    given = parse_given(base, sources)
+    lenient = selection.require_patch_levels(base, tuple(patch_levels))
+    for name in lenient:
+        if name not in given:
+            raise UsageError(
+                f"--accept-patch-level {name} is for a folder that is given",
+                next_step=f"give it with --source {name}=DIR",
+            )
     return ModeRequest(
         wanted=require_known(wanted),
-        given=parse_given(base, sources),
+        given=given,
+        patch_levels=lenient,
         allowed=tuple(selection.require_source(base, name).name for name in allowed),
     )
 
@@ -129,10 +150,11 @@ def settle(
             cache=layout.cache(),
             find_links=find_links,
             given=dict(request.given),
+            patch_levels=request.patch_levels,
             say=held.append,
         )
 
-    cores = cmake.cores()
+    cores = machine.cores()
     memory_gib = _all_memory_gib() if made == "full" else cmake.free_memory_gib()
     decision = decide(
         base,
@@ -149,7 +171,10 @@ def settle(
         report.say(f"a newer base is there: make bundle BASE={newest}")
     if decision.mode == "quick":
         if request.given or request.allowed:
-            report.say("quick mode takes no third-party source: --source, --allow-missing unused")
+            report.say(
+                "quick mode takes no third-party source: --source, --accept-patch-level, "
+                "--allow-missing unused"
+            )
         return BuildMode(
             name="quick",
             choice=choose(base, "quick", NO_SOURCES, ()),
@@ -181,9 +206,33 @@ def settle(
         name="full",
         choice=choice,
         allowed=allowed,
+        patch_levels=request.patch_levels,
         third_party=files_of,
         third_party_sha256=digest(files_of),
     )
+
+
+def flashinfer(
+    base: Base, asked: bool | None, mode: str, wanted: Platforms, *, image: bool
+) -> bool:
+    """Whether to compile FlashInfer's modules ahead of time: in full mode, unless asked otherwise.
+
+    Raises:
+        UsageError: they are asked for, and cannot be.
+    """
+    against = ""
+    if not base.flashinfer:
+        against = f"base {base.version} lists none of FlashInfer's modules"
+    elif wanted.crossing:
+        against = "FlashInfer's build makes code for the machine that it runs on alone"
+    elif not image:
+        against = "FlashInfer's modules are part of the image, and none is made"
+    if against and asked:
+        raise UsageError(
+            f"--flashinfer: {against}",
+            next_step="leave it out; a server then compiles them at its first start",
+        )
+    return not against and (mode == "full" if asked is None else asked)
 
 
 def _all_memory_gib() -> float:

@@ -107,17 +107,22 @@ def require_room(
     wanted: Platforms,
     meter: Meter,
     *,
+    flashinfer: bool,
     image: bool = True,
 ) -> None:
     """Raise NoSpaceError before anything starts if disk or memory will not do.
 
-    ``modules`` are what will be compiled; without ``image`` the build stops at the wheel.
+    ``modules`` are what will be compiled, and with ``flashinfer`` FlashInfer's; without ``image``
+    the build stops at the wheel.
     """
     work_folder(base).mkdir(parents=True, exist_ok=True)
     full = any(not module.quick for module in modules)
-    _require_disk(needs(base, engine, wanted, meter, full=full, image=image), engine.name)
+    needed = needs(base, engine, wanted, meter, full=full, flashinfer=flashinfer, image=image)
+    _require_disk(needed, engine.name)
     # Of a build that was begun, what is left to compile asks for its memory itself.
-    units = [] if meter.begun else [module.peak_gib for module in modules]
+    peaks = [module.peak_gib for module in modules]
+    peaks += [module.peak_gib for module in base.flashinfer if flashinfer]
+    units = [] if meter.begun else peaks
     peak = max([_MEMORY_GIB, *units])
     free = memory_gib(Path("/proc/meminfo"))
     if free is not None and free < peak:
@@ -128,7 +133,14 @@ def require_room(
 
 
 def needs(
-    base: Base, engine: Engine, wanted: Platforms, meter: Meter, *, full: bool, image: bool
+    base: Base,
+    engine: Engine,
+    wanted: Platforms,
+    meter: Meter,
+    *,
+    full: bool,
+    flashinfer: bool,
+    image: bool,
 ) -> list[DiskNeed]:
     """What the rest of a bundle takes, by folder; those of an engine elsewhere are left out."""
     disk = base.disk
@@ -152,7 +164,10 @@ def needs(
         )
     ]
     if image:
-        phases.append((IMAGE, disk.image_gib, disk.image_layer_gib, disk.image_packages_gib))
+        # Objects in the cache, libraries in a layer.
+        ahead = disk.flashinfer_gib if flashinfer else 0.0
+        fetched_too = disk.image_packages_gib + ahead
+        phases.append((IMAGE, disk.image_gib + ahead, disk.image_layer_gib, fetched_too))
     # What stays of each phase, and on top of it what the phase has there for a while.
     stays = cached = layers = packages = 0.0
     for phase, own, largest, fetched in phases:

@@ -27,7 +27,8 @@ class Record(Declared):
     ``stage_seconds`` by stage of the Dockerfiles, None for one that came from the layer cache.
 
     ``inputs`` is the hash over all that the bundle was made of; ``image_id`` is "" where only the
-    wheel was asked for.
+    wheel was asked for. ``flashinfer`` are the architectures that FlashInfer's modules are compiled
+    for ahead of time, "" where they are not.
     """
 
     version: str
@@ -49,6 +50,7 @@ class Record(Declared):
     layers: tuple[Layer, ...]
     seconds: Mapping[str, float]
     stage_seconds: Mapping[str, float | None]
+    flashinfer: str = ""
     schema: Literal[1] = 1
 
 

@@ -12,6 +12,7 @@ from sm12x.core import text as texts
 from sm12x.image.bundle.record import Record
 from sm12x.image.engine.engine import Engine, Layer
 from sm12x.stack.model import base as bases
+from sm12x.wheel import flashinfer as ahead
 from sm12x.wheel.ledger import Ledger
 from sm12x.wheel.selection import Offer
 
@@ -31,6 +32,7 @@ _LAYER_NAMES = (
     ("requirements.lock --", "the release's locked closure: torch, CUDA libraries"),
     ("--requirement /opt/sm12x/requirements.lock", "the locked closure: torch, CUDA libraries"),
     ("sm12x build toolchain", "CUDA_HOME: nvcc and its tools"),
+    ("/flashinfer/data/aot", "FlashInfer's modules, compiled ahead of time"),
     ("/wheel/*.whl", "the patched vLLM wheel"),
     ("sm12x build stand-in", "the sm12x package, the stand-in libcuda"),
     ("ADD file", "base image"),
@@ -58,6 +60,7 @@ def text(
         modules(ledger),
         _code(audit),
         _full(offer, record, audit) if offer else "",
+        _flashinfer(record),
         _sizes(record),
         "" if unchanged else _times(record),
         _output(record, folder),
@@ -120,6 +123,8 @@ def modules(ledger: Ledger) -> str:
         lines.append(_wrapped(f"{', '.join(paths)}: {reason}", indent=2))
     if ledger.allowed_missing:
         lines.append(f"Compiled without {', '.join(ledger.allowed_missing)}, as was allowed")
+    if ledger.replaced:
+        lines.append(f"Compiled with {', '.join(ledger.replaced)}, as was accepted")
     for entry in compiled:
         if entry.lost:
             what = f"{entry.path} lacks {texts.counted(len(entry.lost), 'op')}"
@@ -166,7 +171,10 @@ def _full(offer: Offer, record: Record, audit: AuditReport) -> str:
     for step in offer.steps:
         paths = ", ".join(step.modules)
         if step.sources:
-            more = f"with {' and '.join(step.sources)} (from git, or --source NAME=DIR) also "
+            fetched = [name for name in step.sources if name not in step.given_only]
+            where = [f"{' and '.join(fetched)} (from git, or --source NAME=DIR)"] if fetched else []
+            where += [f"{name} (--source {name}=DIR alone)" for name in step.given_only]
+            more = f"with {' and '.join(where)} also "
             lines.append(_wrapped(f"{more}{paths}: about {step.minutes:.0f} min in all", indent=2))
         else:
             lines.append(_wrapped(f"code for {record.arch_list} in {paths}", indent=2))
@@ -181,6 +189,23 @@ def _full(offer: Offer, record: Record, audit: AuditReport) -> str:
     other = f" BASE={record.version}" if record.version != bases.default() else ""
     lines.append(f"  make bundle{other} BUILD=full")
     return "\n".join(lines)
+
+
+def _flashinfer(record: Record) -> str:
+    """Whether a server's first start compiles kernels, and how not to."""
+    wanted = bases.load(record.version).flashinfer
+    if not wanted or not record.tags:
+        return ""
+    count = texts.counted(len(wanted), "module")
+    if record.flashinfer:
+        return f"FlashInfer: {count} compiled ahead of time for {ahead.targets(record.flashinfer)}"
+    seconds = texts.duration(sum(module.cpu_seconds for module in wanted))
+    other = f"BASE={record.version} " if record.version != bases.default() else ""
+    return (
+        f"FlashInfer: {count} that recipes need can be compiled ahead of time ({seconds} of CPU);\n"
+        "  else the first start of a server compiles what it uses\n"
+        f"  make bundle {other}ARGS=--flashinfer"
+    )
 
 
 def _sizes(record: Record) -> str:

@@ -176,7 +176,7 @@ def choose(probes: Iterable[Probe], wanted: str | None, machine: EngineHost) -> 
         if wanted not in (None, probe.name):
             continue
         if probe.engine is not None:
-            notes = tuple(f"{other.program} is passed over: {other.why}" for other in passed)
+            notes = tuple(f"{other.program} is skipped: {other.why}" for other in passed)
             return EngineChoice(engine=probe.engine, notes=notes)
         passed.append(probe)
     who = wanted or "no container engine"
@@ -258,7 +258,7 @@ def _until_ready(probes: Iterable[Probe]) -> list[Probe]:
 
 
 def _after_failed_install(probes: Sequence[Probe]) -> str:
-    steps = ["mend what `apt-get update && apt-get install buildah` reports"]
+    steps = ["fix what `apt-get update && apt-get install buildah` reports"]
     steps += [probe.next_step for probe in probes if probe.down]
     return "; or ".join(dict.fromkeys(steps))
 
@@ -388,7 +388,7 @@ def _probe_bud(name: str, program: Path, kind: type[Buildah], machine: EngineHos
             name=name,
             program=program,
             why=usage.stderr,
-            next_step=f"mend {program}, or take it from PATH",
+            next_step=f"repair {program}, or remove it from PATH",
         )
     missing = _missing_options(usage.stdout if usage.returncode == 0 else "")
     version = _version(_ask(program, "--version").stdout)
@@ -417,7 +417,7 @@ def _probe_bud(name: str, program: Path, kind: type[Buildah], machine: EngineHos
             name=name,
             program=program,
             why=f"{name} does not work: {_last_line(info.stderr) or f'{name} info failed'}",
-            next_step=f"mend what `{name} info` reports",
+            next_step=f"fix what `{name} info` reports",
             down=True,
         )
     return Probe(name=name, program=program, engine=kind(program, version, chroot=needs_chroot()))

@@ -106,7 +106,7 @@ class Follower:
             return _ERROR.sub("", (plain or self._errors)[-1], count=1)
         if self._said:
             return self._said[-1]
-        return f"it ended without a word in {self._at}" if self._at else "it said nothing"
+        return f"it ended without an error message in {self._at}" if self._at else "it said nothing"
 
     @property
     def next_step(self) -> str:
@@ -184,7 +184,7 @@ class Follower:
             self._ours = "\n".join(self._block).removeprefix("error: ")
             self._block = []
         elif len(self._block) == 1 and not line.endswith(":"):
-            # Somebody else's error in one line, whatever it is about.
+            # An error of another program, in one line.
             self._errors.append(line)
             self._said = [*self._said[-4:], line]
             self._block = []

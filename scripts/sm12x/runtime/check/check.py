@@ -12,14 +12,16 @@ from sm12x.core.errors import BadFileError
 from sm12x.core.progress import spinner
 from sm12x.recipes import load
 from sm12x.recipes.model import Recipe
-from sm12x.runtime.check import compiler, content, machinecode, native, versions
-from sm12x.runtime.check.report import Line, failed
+from sm12x.runtime.check import compiler, content, machinecode, native, precompiled, versions
+from sm12x.runtime.check.report import Line, failed, noted
 from sm12x.runtime.places import Places, require_temporary
 from sm12x.wheel import ledger as ledgers
 
 
-def check(places: Places) -> list[Line]:
+def check(places: Places, *, quick: bool = False) -> list[Line]:
     """Every finding, good and bad (about three minutes on two cores).
+
+    ``quick`` leaves out what compiles, nvcc and Triton's kernels: two of the three minutes.
 
     Raises:
         BadFileError: there is no ledger, so there is nothing to compare with, or no folder for
@@ -42,10 +44,18 @@ def check(places: Places) -> list[Line]:
         lines += found
         with spinner("native modules"):
             lines += native.check_modules(ledger, places, driver, ask)
+        if ledger.extras:
+            with spinner("the extras' modules"):
+                lines += native.check_extras(ledger, driver, ask)
+        with spinner("FlashInfer's modules"):
+            lines += precompiled.check(places, driver, folder)
         recipes, found = _recipes(places.recipes)
         lines += found
         with spinner("vLLM's argument parser on every recipe, about 20 s"):
             lines += native.check_arguments(recipes, driver, ask)
+        if quick:
+            said = "nvcc and Triton's kernels were not tried (--quick)"
+            return [*lines, noted(compiler.TOPIC, said)]
         with spinner("the compiler"):
             lines += compiler.check(places, folder)
         with spinner("Triton kernels, about two minutes on two cores"):
@@ -65,7 +75,7 @@ def _recipes(folder: Path) -> tuple[dict[str, Recipe], list[Line]]:
     found, lines = {}, []
     for path in sorted(folder.glob("*.yaml")):
         recipe, faults = load.inspect(path)
-        lines += [failed("recipes", str(fault), "mend that line") for fault in faults]
+        lines += [failed("recipes", str(fault), "correct that line") for fault in faults]
         if recipe and not faults:
             found[recipe.key] = recipe
     return found, lines

@@ -1,12 +1,15 @@
-"""Are the files of the vllm distribution those of the ledger and of its own RECORD?"""
+"""Are vLLM's files those of the ledger, and its own and its extras' those of their RECORD?"""
 
 from __future__ import annotations
 
 import base64
 import csv
 import hashlib
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+
+from packaging.utils import canonicalize_name
 
 from sm12x.runtime.check.report import FAIL, Line, failed, passed
 from sm12x.wheel.ledger import Ledger
@@ -15,6 +18,8 @@ TOPIC = "files"
 REBUILD = "pull or rebuild the image; nothing should write to its packages"
 # The origin of a file of the release that the stack takes out.
 _REMOVED = "removed"
+# What packages share: `..` leads to scripts and headers, __pycache__ has modules without a folder.
+_SHARED = ("..", "__pycache__")
 # What an import writes beside the sources; RECORD may list it, but never with a hash.
 _COMPILED = (".pyc", ".pyo")
 
@@ -57,14 +62,26 @@ def check(ledger: Ledger, site: Path) -> list[Line]:
                 f"{len(ledger.libraries)} libraries have the ledger's sha256",
             )
         )
-    return [*lines, *_record(ledger, site, seen)]
+    lines += _record("vllm", site, seen, listed=_listed(ledger))
+    for extra in ledger.extras:
+        lines += _record(extra.package, site, seen)
+    return lines
 
 
-def _record(ledger: Ledger, site: Path, seen: _Digests) -> list[Line]:
-    folders = sorted(site.glob("vllm-*.dist-info"))
+def _record(
+    package: str, site: Path, seen: _Digests, *, listed: Collection[str] = ()
+) -> list[Line]:
+    """Compare a package with its RECORD, which has to name all of ``listed``."""
+    folders = [
+        folder
+        for folder in sorted(site.glob("*.dist-info"))
+        if canonicalize_name(folder.name.partition("-")[0]) == package
+    ]
     if len(folders) != 1:
         seen_names = ", ".join(folder.name for folder in folders) or "none"
-        return [failed(TOPIC, f"one vllm-*.dist-info is expected, found {seen_names}", REBUILD)]
+        return [
+            failed(TOPIC, f"one {package}-*.dist-info is expected, found {seen_names}", REBUILD)
+        ]
     try:
         text = (folders[0] / "RECORD").read_text(encoding="utf-8")
         entries = [
@@ -79,15 +96,24 @@ def _record(ledger: Ledger, site: Path, seen: _Digests) -> list[Line]:
         problem = _entry(row, site, seen)
         if problem:
             lines.append(failed(TOPIC, f"RECORD: {row.path} {problem}", REBUILD))
-    for path in sorted(site.glob("vllm/**/*")):
+    for path in (
+        found for top in _tops(package, names) for found in sorted(site.glob(f"{top}/**/*"))
+    ):
         name = path.relative_to(site).as_posix()
         if path.is_file() and name not in names and path.suffix not in _COMPILED:
             lines.append(failed(TOPIC, f"{name} is on disk and not in RECORD", REBUILD))
-    for name in sorted(_listed(ledger) - names):
+    for name in sorted(set(listed) - names):
         lines.append(failed(TOPIC, f"{name} is in the ledger and not in RECORD", REBUILD))
     if any(line.state == FAIL for line in lines):
         return lines
-    return [passed(TOPIC, f"RECORD of vllm agrees with {len(entries)} files, none besides")]
+    return [passed(TOPIC, f"RECORD of {package} agrees with {len(entries)} files, none besides")]
+
+
+def _tops(package: str, names: Iterable[str]) -> list[str]:
+    """The folders of the site that are the package's: by its name, and by what RECORD names."""
+    tops = {package.replace("-", "_")}
+    tops |= {PurePosixPath(name).parts[0] for name in names if "/" in name}
+    return sorted(top for top in tops if top not in _SHARED and not top.endswith(".dist-info"))
 
 
 def _listed(ledger: Ledger) -> set[str]:

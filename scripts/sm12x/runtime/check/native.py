@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sm12x import layout
 from sm12x.core import process
 from sm12x.core.errors import ToolFailedError
 from sm12x.core.files import sha256
+from sm12x.core.text import counted
 from sm12x.recipes.model import Recipe
 from sm12x.recipes.render import render
 from sm12x.runtime.check.report import FAIL, Line, failed, noted, passed, warned
@@ -129,6 +131,28 @@ def check_modules(ledger: Ledger, places: Places, driver: LoadedDriver, ask: Ask
     return [*lines, *_operators(ledger, answer["ops"])]
 
 
+def check_extras(ledger: Ledger, driver: LoadedDriver, ask: Ask) -> list[Line]:
+    """Import what the release uses of each extra: it goes on without, or fails at a first call."""
+    topic = "extras"
+    lines = []
+    for extra in ledger.extras:
+        try:
+            answer = ask("imports", extra.modules, driver.env)
+        except ToolFailedError as error:
+            said = f"{extra.package} stopped the probe: {error.message}"
+            lines.append(failed(topic, said, REBUILD))
+            continue
+        problems = {name: problem for name, problem in answer.items() if problem}
+        lines += [
+            failed(topic, f"{name} cannot be imported: {problem}", REBUILD)
+            for name, problem in problems.items()
+        ]
+        if not problems:
+            said = f"{extra.package}: {counted(len(answer), 'module')} can be imported"
+            lines.append(passed(topic, said))
+    return lines
+
+
 def _operators(ledger: Ledger, registered: Sequence[str]) -> list[Line]:
     topic = "operators"
     # "ns::name.overload"; a ledger entry without an overload asks for any of that name.
@@ -164,7 +188,11 @@ def _operators(ledger: Ledger, registered: Sequence[str]) -> list[Line]:
 
 
 def check_arguments(recipes: Mapping[str, Recipe], driver: LoadedDriver, ask: Ask) -> list[Line]:
-    """Give every recipe's command to the release's own parser (about 20 s)."""
+    """Give every recipe's command to the release's own parser (about 20 s).
+
+    A recipe that says that it cannot serve on this release may have arguments of another one: what
+    the parser says of it is noted, and is no fault of the image.
+    """
     topic = "recipes"
     lines, commands, env = [], {}, {}
     for key, recipe in recipes.items():
@@ -184,15 +212,21 @@ def check_arguments(recipes: Mapping[str, Recipe], driver: LoadedDriver, ask: As
         answer = ask("arguments", {"commands": commands, "env": env}, driver.env)
     except ToolFailedError as error:
         return [*lines, failed(topic, f"the parser could not be run: {error.message}", REBUILD)]
+    release = layout.release()
     for key in commands:
         faults = answer["problems"][key]
+        strange = [*faults, *answer["warnings"][key]]
+        if strange and recipes[key].blocked_on(release):
+            said = "; ".join(strange)
+            lines.append(noted(topic, f"{key} cannot serve on {release} and is not for it: {said}"))
+            continue
         lines += [warned(topic, f"{key}: {text}") for text in answer["warnings"][key]]
         if faults:
             lines.append(
                 failed(
                     topic,
                     f"{key}: vLLM refuses it: {'; '.join(faults)}",
-                    "mend the recipe: its flags must be those of this release",
+                    "correct the recipe: its flags must be those of this release",
                 )
             )
         else:

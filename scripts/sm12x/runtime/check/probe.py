@@ -87,6 +87,21 @@ def _load(path: Path) -> str:
     return ""
 
 
+def imports(names: list[str]) -> dict[str, str]:
+    """What keeps each module from being imported, "" for one that can be."""
+    found = {}
+    for name in names:
+        sys.stderr.write(f"importing {name}\n")
+        sys.stderr.flush()
+        try:
+            importlib.import_module(name)
+            found[name] = ""
+        except Exception as error:
+            # A package may raise anything while it is imported; the check names it.
+            found[name] = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return found
+
+
 def first_there(names: Sequence[str]) -> Any:
     """The first module of ``names`` that exists. Raises the last one's ModuleNotFoundError."""
     for name in names[:-1]:
@@ -152,7 +167,8 @@ def arguments(commands: dict[str, list[str]], env: dict[str, list[str]]) -> dict
             problems.append(f"the parser stopped with {stop.code}")
         answers[key] = problems
         warnings[key] = [
-            f"{name} is no variable of this release{text.perhaps(name, envs.environment_variables)}"
+            f"{name} is not a variable of this release"
+            f"{text.perhaps(name, envs.environment_variables)}"
             for name in env.get(key, [])
             if name.startswith("VLLM_") and name not in envs.environment_variables
         ]
@@ -205,6 +221,8 @@ def main() -> None:
         answer = driver()
     elif kind == "modules":
         answer = modules(Path(question["site"]), question["libraries"])
+    elif kind == "imports":
+        answer = imports(question)
     elif kind == "arguments":
         answer = arguments(question["commands"], question["env"])
     elif kind == "kernels":

@@ -43,7 +43,7 @@ def noted(topic: str, text: str) -> Line:
 
 
 def as_text(lines: Sequence[Line]) -> str:
-    """One line a finding, grouped by topic, then the verdict."""
+    """One line per finding, grouped by topic, then the verdict."""
     out = []
     for topic in dict.fromkeys(line.topic for line in lines):
         out.append(topic)

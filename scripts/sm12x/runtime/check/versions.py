@@ -12,10 +12,11 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from sm12x.core import lockfile
 from sm12x.core.errors import BadFileError
 from sm12x.core.files import sha256
 from sm12x.runtime.check.report import FAIL, Line, failed, noted, passed
-from sm12x.wheel.ledger import Ledger, OverrideEntry
+from sm12x.wheel.ledger import ExtraEntry, Ledger, OverrideEntry
 
 TOPIC = "versions"
 # Installed and in no lock: the wheel of this bundle, this package, and the installer.
@@ -25,11 +26,15 @@ REBUILD = "rebuild the image; something changed its packages after the build"
 
 @dataclass(frozen=True, kw_only=True)
 class Distribution:
-    """One installed distribution. ``requires`` are its requirements as its metadata has them."""
+    """One installed distribution. ``requires`` are its requirements as its metadata has them.
+
+    ``license`` is what its metadata says in License-Expression, else in License, "" without either.
+    """
 
     name: str
     version: str
     requires: tuple[str, ...] = ()
+    license: str = ""
 
 
 def installed(site: Path) -> dict[str, Distribution]:
@@ -37,8 +42,12 @@ def installed(site: Path) -> dict[str, Distribution]:
     found: dict[str, Distribution] = {}
     for dist in metadata.distributions(path=[str(site)]):
         name = canonicalize_name(dist.metadata["Name"])
+        licenses = dist.metadata.get_all("License-Expression") or dist.metadata.get_all("License")
         found[name] = Distribution(
-            name=name, version=dist.version, requires=tuple(dist.requires or ())
+            name=name,
+            version=dist.version,
+            requires=tuple(dist.requires or ()),
+            license=licenses[0] if licenses else "",
         )
     return found
 
@@ -104,7 +113,46 @@ def check(ledger: Ledger, lock: Path, present: Mapping[str, Distribution]) -> li
         )
     if all(line.state != "fail" for line in lines):
         lines.append(passed(TOPIC, f"{len(expected)} packages are as locked, none besides"))
-    return [*lines, *requirements(present.values(), ledger.overrides)]
+    lines += _extras(ledger.extras, present)
+    return [*lines, *requirements(present.values(), ledger.overrides, ledger.extras)]
+
+
+def _extras(extras: Iterable[ExtraEntry], present: Mapping[str, Distribution]) -> list[Line]:
+    """Whether each extra is one that vLLM's own metadata names, under the licence of the ledger."""
+    vllm = present.get("vllm")
+    named = [Requirement(text) for text in (vllm.requires if vllm else ())]
+    lines = []
+    for extra in extras:
+        package = present.get(extra.package)
+        if package is None:
+            # That it is missing has been said: it is in the lock.
+            continue
+        about = f"{package.name} {package.version}, of vLLM's extra {extra.name}"
+        brought = [
+            wanted
+            for wanted in named
+            if canonicalize_name(wanted.name) == extra.package
+            and lockfile.brought_by(wanted, extra.name)
+        ]
+        if not any(_wish(wanted) == _wish(Requirement(extra.requirement)) for wanted in brought):
+            asked = ", ".join(map(str, brought)) or "nothing of it"
+            lines.append(
+                failed(
+                    TOPIC, f"{about}: vLLM's metadata asks for {asked}", "correct base.toml's extra"
+                )
+            )
+        elif package.license != extra.license:
+            lines.append(
+                failed(
+                    TOPIC,
+                    f"{about}: its licence is {package.license or 'not said'}, the ledger says "
+                    f"{extra.license}",
+                    "read the new licence, then correct base.toml's extra",
+                )
+            )
+        else:
+            lines.append(passed(TOPIC, f"{about}, {extra.license}"))
+    return lines
 
 
 def _differences(
@@ -123,25 +171,33 @@ def _differences(
 
 
 def requirements(
-    packages: Iterable[Distribution], overrides: Iterable[OverrideEntry] = ()
+    packages: Iterable[Distribution],
+    overrides: Iterable[OverrideEntry] = (),
+    extras: Iterable[ExtraEntry] = (),
 ) -> list[Line]:
     """What `pip check` checks: each package finds what it requires, in a version it accepts.
 
-    A wish that the lock is known to replace is noted, with the reason, where what is installed is
-    what it was replaced by. Only that of the package whose wish it is: another that asks for the
-    same has not been looked at.
+    vLLM with ``extras``, all else without any.
+
+    A requirement that the lock is known to replace is noted, with the reason, where its
+    replacement is installed. Only for the package that has the requirement: another that asks for
+    the same has not been looked at.
     """
     replaced = {
         (canonicalize_name(each.of), _wish(Requirement(each.instead_of))): each
         for each in overrides
     }
+    chosen = ("", *(extra.name for extra in extras))
     packages = list(packages)
     versions = {package.name: package.version for package in packages}
     lines = []
     for package in sorted(packages, key=lambda package: package.name):
         for text in package.requires:
             wanted = Requirement(text)
-            if wanted.marker and not wanted.marker.evaluate({"extra": ""}):
+            with_extras = chosen if package.name == "vllm" else ("",)
+            if wanted.marker and not any(
+                wanted.marker.evaluate({"extra": name}) for name in with_extras
+            ):
                 continue
             version = versions.get(canonicalize_name(wanted.name))
             if version is not None and wanted.specifier.contains(version, prereleases=True):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name, is_normalized_name
 from pydantic import Field
 
 from sm12x import layout
@@ -35,7 +39,11 @@ class Sdist(PinnedFile):
 
 @dataclass(frozen=True, kw_only=True)
 class Toolchain(Declared):
-    """``not_full`` says why `auto` never takes a full build of this release, "" where it may."""
+    """``not_full`` says why `auto` never takes a full build of this release, "" where it may.
+
+    ``auto_needs`` names the third-party sources without which it does not take one either: most of
+    the modules with code for GPUs are made of them.
+    """
 
     torch: str
     cuda: str
@@ -43,6 +51,7 @@ class Toolchain(Declared):
     build_requires: tuple[str, ...]
     arch_list: str
     not_full: str = ""
+    auto_needs: tuple[str, ...] = ()
 
     @property
     def cuda_requirement(self) -> str:
@@ -55,7 +64,9 @@ class Module(Declared):
     """A native module: its cmake target, its path in the wheel, the sources it is made of.
 
     ``sources`` names the third-party sources that are compiled into it. ``quick`` says that it is
-    cheap enough to be compiled in quick mode when the stack touches it.
+    cheap enough to be compiled in quick mode when the stack touches it. ``other_gpus`` are the
+    torch ops (``namespace::name``) that the release registers only where it compiles their kernels,
+    which are for other GPUs: compiled for 12.x alone the module lacks those.
     """
 
     target: str
@@ -65,6 +76,7 @@ class Module(Declared):
     cpu_seconds: float
     peak_gib: float
     quick: bool = False
+    other_gpus: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +148,9 @@ class Disk(Declared):
     ``builder_gib`` and ``image_gib`` are the layers that building the wheel and building the image
     leave in the engine's storage, ``builder_layer_gib`` and ``image_layer_gib`` the largest of
     them, ``builder_packages_gib`` and ``image_packages_gib`` what each of the two puts into the
-    build's package cache; ``objects_gib`` is what a full build compiles on top. ``sources_gib`` lie
-    in our own cache, ``dist_gib`` in the checkout.
+    build's package cache; ``objects_gib`` is what a full build compiles on top, ``flashinfer_gib``
+    what FlashInfer's modules take, each of the cache and the image. ``sources_gib`` lie in our own
+    cache, ``dist_gib`` in the checkout.
     """
 
     builder_gib: float
@@ -149,6 +162,7 @@ class Disk(Declared):
     objects_gib: float
     sources_gib: float
     dist_gib: float
+    flashinfer_gib: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +197,75 @@ class Override(Declared):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Extra(Declared):
+    """An extra of the release that lock and image have too: optional packages of its own metadata.
+
+    ``requirement`` is what the extra brings, pinned, as the release's metadata has it; ``license``
+    is the package's, as its metadata has it (SPDX). ``modules`` are those of it that the release
+    uses, and ``why`` says what it is for.
+    """
+
+    name: str
+    requirement: str
+    license: str
+    modules: tuple[str, ...]
+    why: str
+
+    def __post_init__(self) -> None:
+        if not is_normalized_name(self.name):
+            raise KeyFaultError(
+                "name", f"is {self.name!r}, not in normal form (lower case, dashes)"
+            )
+        try:
+            wanted = Requirement(self.requirement)
+        except InvalidRequirement as error:
+            raise KeyFaultError(
+                "requirement", f"is not a requirement: {error}".split("\n")[0]
+            ) from None
+        pins = [part for part in wanted.specifier if part.operator == "=="]
+        if len(pins) != 1 or len(wanted.specifier) != 1 or pins[0].version.endswith("*"):
+            raise KeyFaultError("requirement", f"is {self.requirement!r}, not NAME==VERSION")
+        if wanted.extras or wanted.marker or wanted.url:
+            raise KeyFaultError("requirement", f"is {self.requirement!r}, not NAME==VERSION alone")
+        for key in ("license", "why"):
+            if not getattr(self, key).strip():
+                raise KeyFaultError(key, "is empty")
+        if not self.modules:
+            raise KeyFaultError("modules", "is empty: name what the release uses of it")
+
+    @property
+    def package(self) -> str:
+        """The normal name of the package that it brings."""
+        return canonicalize_name(Requirement(self.requirement).name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlashInferModule(Declared):
+    """A CUDA module of the closure's FlashInfer that can be compiled ahead of time.
+
+    ``name`` is FlashInfer's, and that of the file; ``generator`` the function that makes its
+    ``JitSpec``, as "package.module:function", with ``arguments`` (a dtype by its name in torch).
+    ``cpu_seconds`` is what all its units take, ``peak_gib`` the most that one of them takes.
+    ``why`` says what calls it.
+    """
+
+    name: str
+    generator: str
+    why: str
+    cpu_seconds: float
+    peak_gib: float
+    arguments: Mapping[str, bool | int | str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9_]+", self.name):
+            raise KeyFaultError("name", f"is {self.name!r}, not letters, digits and _")
+        if not re.fullmatch(r"[a-z_][\w.]*:[a-z_]\w*", self.generator):
+            raise KeyFaultError("generator", f"is {self.generator!r}, not package.module:function")
+        if self.peak_gib <= 0 or self.cpu_seconds <= 0:
+            raise KeyFaultError("cpu_seconds", "and peak_gib are more than 0")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Witness(Declared):
     """What the witnesses need: names out of the base's lock, and what they weigh to download.
 
@@ -204,7 +287,7 @@ class Dropped(Declared):
     """A patch of another base that this stack does not have.
 
     ``state`` is "upstream" (the release does it itself, first in the release ``since``), "conflict"
-    (it is needed, and nobody has written it for this release yet), "follows" (it merges once the
+    (it is needed, and not yet written for this release), "follows" (it merges once the
     patches in conflict before it are in) or "unknown" (it does not merge, and whether it is needed
     could not be found out).
     """
@@ -239,7 +322,18 @@ class Base(Declared):
     witness: Witness
     units: Annotated[tuple[UnitCost, ...], Field(alias="unit")] = ()
     overrides: Annotated[tuple[Override, ...], Field(alias="override")] = ()
+    extras: Annotated[tuple[Extra, ...], Field(alias="extra")] = ()
     dropped: tuple[Dropped, ...] = ()
+    flashinfer: tuple[FlashInferModule, ...] = ()
+
+    def __post_init__(self) -> None:
+        for key, names in (
+            ("extra", [extra.name for extra in self.extras]),
+            ("flashinfer", [module.name for module in self.flashinfer]),
+        ):
+            for place, name in enumerate(names):
+                if name in names[:place]:
+                    raise KeyFaultError(f"{key}[{place}].name", f"{name!r} is there twice")
 
     def overrides_on(self, machine: str) -> tuple[Override, ...]:
         """What the locks of ``machine`` are made with instead."""
@@ -284,7 +378,8 @@ def default() -> str:
         ) from None
     if version not in versions():
         raise BadFileError(
-            f"{path} names {version!r}, which is no base here: {', '.join(versions()) or 'none'}",
+            f"{path} names {version!r}, and there is no such base: "
+            f"{', '.join(versions()) or 'none'}",
             next_step="write one of those into it",
         )
     return version
@@ -321,11 +416,18 @@ def parse(path: Path) -> Base:
         Base,
         path,
         given={"folder": path.parent},
-        next_step="mend that key; another base.toml shows the layout",
+        next_step="correct that key; another base.toml shows the layout",
     )
     if base.version != path.parent.name:
         raise BadFileError(
             f"{path}: version is {base.version}, the folder is {path.parent.name}",
             next_step="make the two agree",
         )
+    known = [source.name for source in base.sources]
+    for name in base.toolchain.auto_needs:
+        if name not in known:
+            raise BadFileError(
+                f"{path}: toolchain.auto_needs names {name!r}, which is no [[source]]",
+                next_step=f"use {text.near(name, known) or text.either(known)}",
+            )
     return base

@@ -6,7 +6,7 @@ A message gives the reason for the patch in its body, and four trailers that a c
     Drop-when: what has to happen for this patch to go
     Witness: tests/witness/test_it.py
 
-`Upstream: none (why)` stands for a defect that nobody has reported.
+`Upstream: none (why)` stands for a defect without a report.
 """
 
 from __future__ import annotations

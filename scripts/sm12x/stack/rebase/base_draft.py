@@ -55,7 +55,7 @@ class Release:
 
     @property
     def released(self) -> datetime.date | None:
-        """``given``, or the day of the last of these uploads (UTC); None where nobody says."""
+        """``given``, or the day of the last of these uploads (UTC); None where unknown."""
         if self.given is not None:
             return self.given
         times = [file.uploaded for file in (self.sdist, *self.wheels.values())]
@@ -116,7 +116,7 @@ def draft(
         before: what that of ``base`` says: only what has changed is worth a look.
         tree: its git tree id.
         torch_cuda: the CUDA toolkit that the release's torch asks for, where that is known.
-        overrides: what the new base's lock is made with instead of the release's own wishes.
+        overrides: what the new base's lock is made with instead of the release's own requirements.
     """
     old = (base.folder / "base.toml").read_text(encoding="utf-8")
     values = tomlkit.parse(old.replace(_HEAD.format(base.version), _HEAD.format(found.version)))
@@ -149,6 +149,8 @@ def draft(
     _toolchain(values["toolchain"], base, source, before, torch_cuda, check)
     _modules(values["module"], source, before, check)
     _sources(values["source"], source, check)
+    _auto_needs(values["toolchain"], {str(entry["name"]) for entry in values["source"]})
+    _extras(values, source, check)
     values.pop("dropped", None)
     # Those of the old base are for what its release asked for.
     values.pop("override", None)
@@ -157,6 +159,11 @@ def draft(
     for key in ("upstream", "needed"):
         values["witness"].pop(key, None)
     check.append("module: cpu_seconds and peak_gib are those of " + base.version)
+    check += [
+        f"module {module['target']}: other_gpus are those of {base.version}"
+        for module in values["module"]
+        if module.get("other_gpus")
+    ]
     check.append("image: the base image is that of " + base.version)
     if base.toolchain.not_full:
         check.append("toolchain.not_full: the reason is that of " + base.version)
@@ -354,6 +361,16 @@ def _toolchain(
         check.append("toolchain.build_requires: not taken over: " + ", ".join(unused))
 
 
+def _auto_needs(tools: Any, names: Container[str]) -> None:
+    """Name no source that the release no longer has."""
+    old = [str(name) for name in tools.get("auto_needs", ())]
+    kept = [name for name in old if name in names]
+    if not kept:
+        tools.pop("auto_needs", None)
+    elif kept != old:
+        tools["auto_needs"] = _list(kept)
+
+
 def _modules(modules: AoT, source: ReleaseFacts, before: ReleaseFacts, check: list[str]) -> None:
     for module in list(modules):
         name = module["target"]
@@ -371,6 +388,24 @@ def _modules(modules: AoT, source: ReleaseFacts, before: ReleaseFacts, check: li
     new = [target for target in source.targets if target not in before.targets]
     if new:
         check.append(f"module: new targets, not listed, so official: {', '.join(new)}")
+
+
+def _extras(values: Any, source: ReleaseFacts, check: list[str]) -> None:
+    """Keep the extras that the release still has, with what it makes of them."""
+    for entry in list(values.get("extra", ())):
+        name, old = entry["name"], str(entry["requirement"])
+        brought = () if source.extras is None else source.extras.get(name)
+        if brought is None:
+            check.append(f"extra {name}: the release no longer has it; left out")
+            values["extra"].remove(entry)
+        elif len(brought) != 1 or release_facts.pinned(_name(brought[0]), brought) is None:
+            what = "its metadata is not there" if source.extras is None else "it brings no one pin"
+            check.append(f"extra {name}: {what}; {old} is kept")
+        elif brought[0] != old:
+            entry["requirement"] = brought[0]
+            check.append(f"extra {name}: license and modules are those of {old}")
+    if not values.get("extra"):
+        values.pop("extra", None)
 
 
 def _sources(sources: AoT, found: ReleaseFacts, check: list[str]) -> None:

@@ -25,7 +25,7 @@ from sm12x.stack.model import series
 from sm12x.stack.model.base import Base
 from sm12x.stack.rebase import base_draft, merge, porting
 from sm12x.stack.rebase.merge import FileConflict
-from sm12x.stack.rebase.porting import CarryReport
+from sm12x.stack.rebase.porting import PortedStack
 from sm12x.stack.worktree import apply, export, tree
 from sm12x.stack.worktree.export import RefreshReport
 
@@ -94,7 +94,7 @@ def start(
     directory: Path,
     git_dir: Path,
     archive: Path,
-    carried: CarryReport,
+    ported: PortedStack,
     names: Sequence[str],
     *,
     source: str,
@@ -105,7 +105,7 @@ def start(
 
     Args:
         directory: must not exist yet, or be empty.
-        git_dir: the repository that ``carry`` has copied; it is moved into ``directory``.
+        git_dir: the repository that ``porting.port`` has copied; it is moved into ``directory``.
         archive: the sdist of the new release.
         names: the patches to port, in order; those that are upstream are not among them.
     """
@@ -129,8 +129,8 @@ def start(
         label=label,
         folder=new.folder.absolute(),
         stack=series.load(new).id,
-        tip=carried.start,
-        steps=tuple(PortStep(name=name, commit=carried.commits[name]) for name in names),
+        tip=ported.start,
+        steps=tuple(PortStep(name=name, commit=ported.commits[name]) for name in names),
     )
     _save(directory, port)
     repository.checkout(port.tip)

@@ -27,7 +27,7 @@ from sm12x.stack.model.base import MACHINES, Base
 from sm12x.stack.model.series import Stack
 from sm12x.stack.rebase import base_draft, porting, status
 from sm12x.stack.rebase.base_draft import Release
-from sm12x.stack.rebase.porting import Carried
+from sm12x.stack.rebase.porting import PortResult
 from sm12x.stack.rebase.status import RebaseOutcome
 from sm12x.stack.worktree import tree
 
@@ -163,13 +163,13 @@ def attempt(
         recorded: what is known of patches on that release, by status.slug of their names.
         root: the checkout that the witnesses' paths are in.
 
-    Raises: as porting.carry does.
+    Raises: as porting.port does.
     """
     with tempfile.TemporaryDirectory(prefix="sm12x-check-") as scratch:
         old, new = Path(scratch) / "source", Path(scratch) / "untouched"
         tree.unpack(source, old)
         tree.unpack(target, new)
-        report = porting.carry(
+        report = porting.port(
             base,
             stack,
             old,
@@ -178,7 +178,7 @@ def attempt(
             root=root,
             label=found.sdist.name,
         )
-    return tuple(_trial(base, one, recorded) for one in report.carried)
+    return tuple(_trial(base, one, recorded) for one in report.results)
 
 
 def recorded(
@@ -231,7 +231,7 @@ def text(report: NewestReport) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _trial(base: Base, one: Carried, known: Mapping[str, str]) -> PatchTrial:
+def _trial(base: Base, one: PortResult, known: Mapping[str, str]) -> PatchTrial:
     return PatchTrial(
         base=base.version,
         patch=one.patch.name,

@@ -1,4 +1,4 @@
-"""Carrying patches to the source of another release, one on top of the other, through git.
+"""Porting patches to the source of another release, one on top of the other, through git.
 
 A patch that applies exactly is taken as it is. Otherwise git merges it file by file, with the text
 it was written for as the common ancestor; what merges without a conflict is exported anew and then
@@ -34,7 +34,7 @@ _PATCH_REF = "refs/sm12x/patch"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Carried:
+class PortResult:
     """What became of one patch's text.
 
     ``state`` is "applies", "merges" (at other lines, or into other surroundings), "present" (the
@@ -55,21 +55,21 @@ class Carried:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CarryReport:
+class PortedStack:
     """``exported`` are the patch files of the new stack, in order; ``tree`` the untouched id.
 
     ``start`` is the commit of the untouched release, ``commits`` those of the patches on their own
     release, by name; both are in the copy of the repository, where one was asked for.
     """
 
-    carried: tuple[Carried, ...]
+    results: tuple[PortResult, ...]
     exported: dict[str, bytes]
     tree: str
     start: str
     commits: dict[str, str] = field(default_factory=dict)
 
 
-def carry(
+def port(
     base: Base,
     stack: Stack,
     source: Path,
@@ -80,7 +80,7 @@ def carry(
     label: str,
     copy: Path | None = None,
     on_patch: Callable[[Patch], None] | None = None,
-) -> CarryReport:
+) -> PortedStack:
     """Try the patches of ``stack`` on ``target``, the untouched source of another release.
 
     Args:
@@ -111,14 +111,14 @@ def carry(
         untouched = fresh.write_tree()
         first = fresh.commit_tree(untouched, f"{label}\n")
         tips = _Tips(real=first, hoped=first)
-        done: list[Carried] = []
+        done: list[PortResult] = []
         for patch in stack.patches:
             if on_patch:
                 on_patch(patch)
-            # One that its own base has already has no commit, and nothing to carry.
+            # One that its own base has already has no commit, and nothing to port.
             commit = commits.get(patch.name)
             if commit is None:
-                done.append(Carried(patch=patch, state=PRESENT))
+                done.append(PortResult(patch=patch, state=PRESENT))
                 continue
             names = labels(base.version, label, patch.name)
             result, fits = _try(fresh, patch, commit, tips, done, names)
@@ -133,8 +133,8 @@ def carry(
             fresh.update_ref(f"refs/heads/{apply.BRANCH}", first)
             fresh.pack()
             shutil.copytree(fresh.git_dir, copy)
-    return CarryReport(
-        carried=tuple(done), exported=exported, tree=untouched, start=first, commits=commits
+    return PortedStack(
+        results=tuple(done), exported=exported, tree=untouched, start=first, commits=commits
     )
 
 
@@ -156,9 +156,9 @@ def _try(
     patch: Patch,
     commit: str,
     tips: _Tips,
-    before: Sequence[Carried],
+    before: Sequence[PortResult],
     names: Labels,
-) -> tuple[Carried, _Tips]:
+) -> tuple[PortResult, _Tips]:
     """The state of a patch, and the tips with it on."""
 
     def on(tip: str, tree_id: str) -> str:
@@ -174,7 +174,7 @@ def _try(
         hoped = taken
         if tips.hoped != tips.real:
             hoped = on(tips.hoped, merge.merge(git, commit, tips.hoped, names).hoped)
-        return Carried(patch=patch, state=APPLIES), _Tips(real=taken, hoped=hoped)
+        return PortResult(patch=patch, state=APPLIES), _Tips(real=taken, hoped=hoped)
     merged = merge.merge(git, commit, tips.real, names)
     best = merged
     if tips.hoped != tips.real:
@@ -183,7 +183,7 @@ def _try(
     if not merged.conflicts:
         present = merged.tree == git.tree_of(tips.real)
         state = PRESENT if present else MERGES
-        return Carried(patch=patch, state=state), _Tips(
+        return PortResult(patch=patch, state=state), _Tips(
             real=on(tips.real, merged.tree), hoped=hoped
         )
     paths = {file.path for file in patch.files}
@@ -193,7 +193,7 @@ def _try(
         if one.state in (CONFLICT, FOLLOWS) and {file.path for file in one.patch.files} & paths
     )
     return (
-        Carried(
+        PortResult(
             patch=patch,
             state=CONFLICT if best.conflicts else FOLLOWS,
             conflicts=best.conflicts,

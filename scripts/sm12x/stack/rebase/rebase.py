@@ -1,4 +1,4 @@
-"""Carrying a stack to another release: what applies, what is upstream there, what is left to do.
+"""Porting a stack to another release: what applies, what is upstream there, what is left to do.
 
 The new folder is made whole beside the place it is for and takes its name at the end: a run that
 fails or is stopped leaves nothing.
@@ -40,9 +40,9 @@ from sm12x.stack.rebase import (
 )
 from sm12x.stack.rebase.base_draft import Release
 from sm12x.stack.rebase.conflicts import PortReport
-from sm12x.stack.rebase.porting import Carried, CarryReport
+from sm12x.stack.rebase.porting import PortedStack, PortResult
 from sm12x.stack.rebase.status import RebaseOutcome
-from sm12x.stack.rebase.verdict import Need
+from sm12x.stack.rebase.verdict import PatchVerdict
 from sm12x.stack.witness import junit, witness
 from sm12x.stack.worktree import staging, tree
 
@@ -54,23 +54,23 @@ GIT = "git"
 # Runs witnesses on a tree for a base: (base, paths of witnesses, tree) -> their runs.
 RunWitnesses = Callable[[Base, Sequence[str], Path], Sequence[witness.Run]]
 # Runs the witnesses of a patch on an untouched release in between: (new base, patch, release).
-Probe = Callable[[Base, Patch, str], Need]
+Probe = Callable[[Base, Patch, str], PatchVerdict]
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fate:
+class PatchOutcome:
     """One patch on the new release. ``state`` as status.decide says it."""
 
     patch: Patch
     state: str
-    need: Need
-    carried: Carried
+    verdict: PatchVerdict
+    port: PortResult
     since: str
 
     @property
     def kept(self) -> bool:
-        return self.carried.taken and self.state in (status.NEEDED, status.UNKNOWN)
+        return self.port.taken and self.state in (status.NEEDED, status.UNKNOWN)
 
     @property
     def open(self) -> bool:
@@ -91,7 +91,7 @@ class RebaseReport:
     version: str
     folder: Path
     stack_id: str
-    fates: tuple[Fate, ...]
+    outcomes: tuple[PatchOutcome, ...]
     to_check: tuple[str, ...]
     probed: tuple[RebaseOutcome, ...] = ()
     port: PortReport | None = None
@@ -99,8 +99,8 @@ class RebaseReport:
     replaced: Path | None = None
 
     @property
-    def open(self) -> tuple[Fate, ...]:
-        return tuple(fate for fate in self.fates if fate.open)
+    def open(self) -> tuple[PatchOutcome, ...]:
+        return tuple(outcome for outcome in self.outcomes if outcome.open)
 
 
 class ConflictsLeftError(PatchConflictError):
@@ -114,14 +114,14 @@ class ConflictsLeftError(PatchConflictError):
             else ""
         )
         super().__init__(
-            f"{len(left)} of {len(report.fates)} patches of {report.source} are not in "
-            f"{report.version} yet: {', '.join(fate.patch.name for fate in left)}",
+            f"{len(left)} of {len(report.outcomes)} patches of {report.source} are not in "
+            f"{report.version} yet: {', '.join(outcome.patch.name for outcome in left)}",
             next_step=f"{where}the rest is in {report.folder}",
         )
 
 
 class WitnessesUnrunError(UnknownVerdictError):
-    """The folder is written, and nobody knows which of its patches are needed."""
+    """The folder is written, and which of its patches are needed is unknown."""
 
     def __init__(self, report: RebaseReport, cause: Sm12xError) -> None:
         super().__init__(
@@ -139,16 +139,16 @@ def quote(path: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RebaseRequest:
-    """What is to be carried where, and how.
+    """What is to be ported where, and how.
 
     Args:
         found: the release that the stack goes to.
-        source: the sdist of the base that is carried; ``target`` that of ``found``.
+        source: the sdist of the base that is ported; ``target`` that of ``found``.
         root: the checkout that the witnesses' paths are in.
         out: where the new folder goes; patches/ of the checkout, or any other folder.
         force: replace a folder that is there.
         known: what became of the patches on other releases.
-        overrides: of the new base's lock, where somebody has found out what it needs.
+        overrides: of the new base's lock, as [[override]] of base.toml has them.
         run_witnesses: None runs none.
         chosen: run only these witnesses (paths), None for all.
         make_locks: whether to resolve the new base's locks.
@@ -202,7 +202,7 @@ def rebase(asked: RebaseRequest) -> RebaseReport:
 
     Raises:
         DirtyTreeError: the new folder is there already, or is no base's.
-        StackConflictError, MessageError: as carry.carry.
+        StackConflictError, MessageError: as porting.port.
     """
     base, found = asked.base, asked.found
     staging.require_free(asked.folder, force=asked.force)
@@ -212,18 +212,20 @@ def rebase(asked: RebaseRequest) -> RebaseReport:
             next_step="name another release",
         )
     with tempfile.TemporaryDirectory(prefix="sm12x-rebase-") as scratch:
-        report, carried = _rebase(asked, Path(scratch))
-        if not any(fate.open and fate.carried.conflicts for fate in report.fates):
+        report, ported = _rebase(asked, Path(scratch))
+        if not any(outcome.open and outcome.port.conflicts for outcome in report.outcomes):
             return report
-        names = [fate.patch.name for fate in report.fates if fate.state != status.UPSTREAM]
-        names = [name for name in names if name in carried.commits]
+        names = [
+            outcome.patch.name for outcome in report.outcomes if outcome.state != status.UPSTREAM
+        ]
+        names = [name for name in names if name in ported.commits]
         try:
             asked.say("making a tree to resolve the conflicts in")
             port = conflicts.start(
                 free(asked.ports / found.version),
                 Path(scratch) / GIT,
                 asked.target,
-                carried,
+                ported,
                 names,
                 source=base.version,
                 new=bases.parse(asked.folder / "base.toml"),
@@ -246,7 +248,7 @@ def free(wanted: Path) -> Path:
     return found
 
 
-def _rebase(asked: RebaseRequest, scratch: Path) -> tuple[RebaseReport, CarryReport]:
+def _rebase(asked: RebaseRequest, scratch: Path) -> tuple[RebaseReport, PortedStack]:
     """The new folder, and what is in conflict with the repository to resolve it in."""
     base, stack, found = asked.base, asked.stack, asked.found
     with staging.fresh(asked.folder, force=asked.force, keep=asked.keep) as (folder, kept):
@@ -267,26 +269,30 @@ def _rebase(asked: RebaseRequest, scratch: Path) -> tuple[RebaseReport, CarryRep
             )
             asked = replace(asked, run_witnesses=None)
         new = bases.parse(folder / "base.toml")
-        needs = _needs(asked, new, work)
+        verdicts = _verdicts(asked, new, work)
         asked.say(f"trying {len(stack.patches)} patches")
-        carried = porting.carry(
+        ported = porting.port(
             base,
             stack,
             trees[SOURCE],
             trees[UNTOUCHED],
-            leave_out=lambda patch: needs[patch.name].state == verdict.UPSTREAM,
+            leave_out=lambda patch: verdicts[patch.name].state == verdict.UPSTREAM,
             root=asked.root,
             label=found.sdist.name,
             copy=scratch / GIT,
         )
-        fates: list[Fate] = []
+        outcomes: list[PatchOutcome] = []
         probed: list[RebaseOutcome] = []
-        for result in carried.carried:
-            fate = _fate(result, needs[result.patch.name], asked)
-            if asked.run_witnesses is not None and asked.probe is not None and fate.need.green:
-                fate = _since(fate, base, new, asked.releases, asked.probe, probed, work)
-            fates.append(fate)
-        _write(base, new, fates, carried.exported, work)
+        for result in ported.results:
+            outcome = _outcome(result, verdicts[result.patch.name], asked)
+            if (
+                asked.run_witnesses is not None
+                and asked.probe is not None
+                and outcome.verdict.green
+            ):
+                outcome = _since(outcome, base, new, asked.releases, asked.probe, probed, work)
+            outcomes.append(outcome)
+        _write(base, new, outcomes, ported.exported, work)
         identity = series.load(bases.parse(folder / "base.toml")).id
     return (
         RebaseReport(
@@ -294,30 +300,30 @@ def _rebase(asked: RebaseRequest, scratch: Path) -> tuple[RebaseReport, CarryRep
             version=found.version,
             folder=asked.folder,
             stack_id=identity,
-            fates=tuple(fates),
+            outcomes=tuple(outcomes),
             probed=tuple(probed),
             to_check=tuple(work.to_check),
             unrun=work.unrun,
             replaced=kept[0] if kept else None,
         ),
-        carried,
+        ported,
     )
 
 
-def outcomes(report: RebaseReport) -> list[RebaseOutcome]:
+def records(report: RebaseReport) -> list[RebaseOutcome]:
     """What to record of a rebase."""
     return [
         RebaseOutcome(
-            patch=fate.patch.name,
+            patch=outcome.patch.name,
             base=report.source,
             release=report.version,
-            need=fate.need.state,
-            text=fate.carried.state,
-            witness=fate.need.summary,
-            since=fate.since,
-            why=fate.need.why,
+            verdict=outcome.verdict.state,
+            text=outcome.port.state,
+            witness=outcome.verdict.summary,
+            since=outcome.since,
+            why=outcome.verdict.why,
         )
-        for fate in report.fates
+        for outcome in report.outcomes
     ] + list(report.probed)
 
 
@@ -349,7 +355,7 @@ def _draft(asked: RebaseRequest, work: _Work) -> Base:
     return new
 
 
-def _needs(asked: RebaseRequest, new: Base, work: _Work) -> Mapping[str, Need]:
+def _verdicts(asked: RebaseRequest, new: Base, work: _Work) -> Mapping[str, PatchVerdict]:
     """What the witnesses of each patch say of the untouched release."""
     trees, run_witnesses, patches = work.trees, asked.run_witnesses, asked.stack.patches
     source, earlier = (trees[side].with_name(f"{side}-witnessed") for side in (UNTOUCHED, SOURCE))
@@ -383,15 +389,17 @@ def _needs(asked: RebaseRequest, new: Base, work: _Work) -> Mapping[str, Need]:
         if work.unrun is None
         else f"its witness could not run: {work.unrun.message.splitlines()[0]}"
     )
-    found: dict[str, Need] = {}
+    found: dict[str, PatchVerdict] = {}
     for patch in patches:
         own = [runs[path] for path in patch.witnesses if path in runs]
         left = [path for path in patch.witnesses if path not in runs]
         known = [before[path] for path in patch.witnesses if path in before]
-        said = verdict.judge(own, known) if own else Need(state=verdict.UNKNOWN, why=unrun)
+        said = verdict.judge(own, known) if own else PatchVerdict(state=verdict.UNKNOWN, why=unrun)
         if left and own and said.state == verdict.UPSTREAM:
             # Half of the evidence shows the defect, and never its absence.
-            said = Need(state=verdict.UNKNOWN, green=said.green, why=f"{left[0]} was not run")
+            said = PatchVerdict(
+                state=verdict.UNKNOWN, green=said.green, why=f"{left[0]} was not run"
+            )
         # It is recorded, and the tree is in another folder each time.
         found[patch.name] = replace(said, why=said.why.replace(f"{source}/", ""))
     return found
@@ -401,51 +409,51 @@ def _control_failed(run: witness.Run) -> bool:
     return any(test.guard and test.outcome != junit.PASSED for test in run.tests)
 
 
-def _fate(carried: Carried, said: Need, asked: RebaseRequest) -> Fate:
-    state, version = status.decide(said.state, carried.state), asked.found.version
+def _outcome(ported: PortResult, said: PatchVerdict, asked: RebaseRequest) -> PatchOutcome:
+    state, version = status.decide(said.state, ported.state), asked.found.version
     first = ""
     if state == status.UPSTREAM:
         later = Version(version) > Version(asked.base.version)
-        first = status.since(carried.patch.name, version, asked.known) if later else version
-    return Fate(patch=carried.patch, state=state, need=said, carried=carried, since=first)
+        first = status.since(ported.patch.name, version, asked.known) if later else version
+    return PatchOutcome(patch=ported.patch, state=state, verdict=said, port=ported, since=first)
 
 
 def _since(
-    fate: Fate,
+    outcome: PatchOutcome,
     base: Base,
     new: Base,
     releases: Sequence[str],
     probe: Probe,
     probed: list[RebaseOutcome],
     work: _Work,
-) -> Fate:
-    """The fate with the first release that has the fix, looked for in those nobody has tried."""
-    if fate.state != status.UPSTREAM or fate.need.state != verdict.UPSTREAM:
-        return fate
-    candidates = verdict.between(releases, base.version, fate.since)
-    said: dict[str, Need] = {}
+) -> PatchOutcome:
+    """The outcome with the first release that has the fix, looked for in those not yet tried."""
+    if outcome.state != status.UPSTREAM or outcome.verdict.state != verdict.UPSTREAM:
+        return outcome
+    candidates = verdict.between(releases, base.version, outcome.since)
+    said: dict[str, PatchVerdict] = {}
 
-    def ask(version: str) -> Need:
-        said[version] = probe(new, fate.patch, version)
+    def ask(version: str) -> PatchVerdict:
+        said[version] = probe(new, outcome.patch, version)
         return said[version]
 
     try:
-        release, _ = verdict.first(candidates, fate.since, ask)
+        release, _ = verdict.first(candidates, outcome.since, ask)
     except (Sm12xError, OSError) as error:
         # One release that cannot be had is no reason to give up the rest of the run.
         have = [version for version, found in said.items() if found.state == verdict.UPSTREAM]
-        release = min([fate.since, *have], key=Version)
+        release = min([outcome.since, *have], key=Version)
         why = error.message if isinstance(error, Sm12xError) else error
         work.to_check.append(
-            f"dropped: {fate.patch.name} is upstream since {release} or earlier, not all releases "
-            f"could be tried: {why}"
+            f"dropped: {outcome.patch.name} is upstream since {release} or earlier, not all "
+            f"releases could be tried: {why}"
         )
     probed += [
         RebaseOutcome(
-            patch=fate.patch.name,
+            patch=outcome.patch.name,
             base=base.version,
             release=version,
-            need=found.state,
+            verdict=found.state,
             text="",
             witness=found.summary,
             since=release if found.state == verdict.UPSTREAM else "",
@@ -453,20 +461,24 @@ def _since(
         )
         for version, found in said.items()
     ]
-    return replace(fate, since=release)
+    return replace(outcome, since=release)
 
 
 def _write(
-    base: Base, new: Base, fates: Sequence[Fate], exported: Mapping[str, bytes], work: _Work
+    base: Base,
+    new: Base,
+    outcomes: Sequence[PatchOutcome],
+    exported: Mapping[str, bytes],
+    work: _Work,
 ) -> None:
     """Patches, series, and what is left out and why, into the new folder."""
     for name, content in exported.items():
         (work.folder / name).write_bytes(content)
     lines = series.header(base) + "".join(f"{name}\n" for name in exported)
     files.write_text(work.folder / "series", lines)
-    # What a release has, a later one has; the other way round nobody has looked.
+    # What a release has, a later one has; an earlier one was not looked at.
     later = Version(new.version) > Version(base.version)
-    tried = {status.slug(fate.patch.name) for fate in fates}
+    tried = {status.slug(outcome.patch.name) for outcome in outcomes}
     # One that has been resolved since is in the stack, and so among those that were tried.
     old = [entry for entry in base.dropped if status.slug(entry.patch) not in tried]
     if not later:
@@ -474,11 +486,15 @@ def _write(
             f"dropped: whether {entry.patch} is needed here was not looked at" for entry in old
         ]
     # Also of those in conflict: once resolved they are kept, and their witnesses are as they are.
-    red = [fate.need for fate in fates if fate.state != status.UPSTREAM and fate.need.red]
+    red = [
+        outcome.verdict
+        for outcome in outcomes
+        if outcome.state != status.UPSTREAM and outcome.verdict.red
+    ]
     text = (work.folder / "base.toml").read_text(encoding="utf-8")
     text = base_draft.amended(
         text,
-        dropped=[*(old if later else ()), *_dropped(fates, base)],
+        dropped=[*(old if later else ()), *_dropped(outcomes, base)],
         # Patches share witnesses.
         upstream=list(dict.fromkeys(name for said in red for name in said.green)),
         needed=list(dict.fromkeys(name for said in red for name in said.failing_guards)),
@@ -490,30 +506,36 @@ def _write(
             work.to_check.append(f"{name}: is that of {base.version}")
 
 
-def _dropped(fates: Sequence[Fate], base: Base) -> list[Dropped]:
+def _dropped(outcomes: Sequence[PatchOutcome], base: Base) -> list[Dropped]:
     found: list[Dropped] = []
-    for fate in fates:
-        if fate.state == status.UPSTREAM:
-            by = f"its witness: {fate.need.summary}" if fate.need.green else "all of its text"
+    for outcome in outcomes:
+        if outcome.state == status.UPSTREAM:
+            by = (
+                f"its witness: {outcome.verdict.summary}"
+                if outcome.verdict.green
+                else "all of its text"
+            )
             why = f"{by} on the untouched release; needed in {base.version}"
-        elif fate.open:
-            why = _why_open(fate)
+        elif outcome.open:
+            why = _why_open(outcome)
         else:
             continue
-        found.append(Dropped(patch=fate.patch.name, state=fate.state, since=fate.since, why=why))
+        found.append(
+            Dropped(patch=outcome.patch.name, state=outcome.state, since=outcome.since, why=why)
+        )
     return found
 
 
-def _why_open(fate: Fate) -> str:
+def _why_open(outcome: PatchOutcome) -> str:
     """Why a patch is not in the new stack, though it may be needed."""
-    carried = fate.carried
-    paths = ", ".join(conflict.path for conflict in carried.conflicts)
-    if carried.state == porting.PRESENT:
+    ported = outcome.port
+    paths = ", ".join(conflict.path for conflict in ported.conflicts)
+    if ported.state == porting.PRESENT:
         why = "its text is there, its witness is red"
-    elif carried.state == porting.FOLLOWS:
-        why = f"merges once {', '.join(carried.follows)} is in"
+    elif ported.state == porting.FOLLOWS:
+        why = f"merges once {', '.join(ported.follows)} is in"
     else:
         why = f"does not merge in {paths}"
-    if fate.state == status.UNKNOWN:
-        return f"{why}; whether it is needed is unknown: {fate.need.why}"
+    if outcome.state == status.UNKNOWN:
+        return f"{why}; whether it is needed is unknown: {outcome.verdict.why}"
     return why

@@ -1,19 +1,21 @@
 """What a release's source says of itself: torch, CUDA, native modules, third-party sources.
 
-Unknown is not empty: what cannot be read is None, and whoever uses it has to say so.
+Unknown is not empty: what cannot be read is None, and the caller has to report that.
 """
 
 from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from email import message_from_string
 from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
 
-from sm12x.core import files
+from sm12x.core import files, lockfile
 
 # Where releases keep what building for CUDA needs, the first that is there.
 _BUILD_REQUIREMENTS = ("requirements/build/cuda.txt", "requirements/build.txt")
@@ -47,7 +49,10 @@ class DeclaredSource:
 
 @dataclass(frozen=True, kw_only=True)
 class ReleaseFacts:
-    """``targets`` are the extension targets, those of other accelerators left out where it says."""
+    """``targets`` are the extension targets, those of other accelerators left out where it says.
+
+    ``extras`` are what each extra of the release brings, None where it has no metadata.
+    """
 
     build_requires: tuple[str, ...] | None
     torch: str | None
@@ -55,6 +60,7 @@ class ReleaseFacts:
     targets: tuple[str, ...]
     sources: tuple[DeclaredSource, ...]
     files: frozenset[str]
+    extras: Mapping[str, tuple[str, ...]] | None = None
 
 
 def read(tree: Path) -> ReleaseFacts:
@@ -74,6 +80,7 @@ def read(tree: Path) -> ReleaseFacts:
         targets=_targets(cmake.values()),
         sources=tuple(found for name, text in cmake.items() for found in _sources(name, text)),
         files=frozenset(str(path.relative_to(tree)) for path in tree.rglob("*") if path.is_file()),
+        extras=_extras(tree),
     )
 
 
@@ -107,6 +114,23 @@ def _build_requires(tree: Path) -> tuple[str, ...] | None:
         return tuple(tomllib.loads(text)["build-system"]["requires"]) if text else None
     except (tomllib.TOMLDecodeError, KeyError):
         return None
+
+
+def _extras(tree: Path) -> dict[str, tuple[str, ...]] | None:
+    text = _text(tree / "PKG-INFO")
+    if text is None:
+        return None
+    metadata = message_from_string(text)
+    found: dict[str, list[str]] = {name: [] for name in metadata.get_all("Provides-Extra", [])}
+    for line in metadata.get_all("Requires-Dist", []):
+        try:
+            requirement = Requirement(line)
+        except InvalidRequirement:
+            continue
+        for name, brought in found.items():
+            if lockfile.brought_by(requirement, name):
+                brought.append(str(requirement).partition(";")[0].strip())
+    return {canonicalize_name(name): tuple(brought) for name, brought in found.items()}
 
 
 def _targets(texts: Iterable[str]) -> tuple[str, ...]:

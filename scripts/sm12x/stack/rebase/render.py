@@ -15,9 +15,9 @@ from sm12x.core import text as texts
 from sm12x.stack.rebase import porting, status, verdict
 from sm12x.stack.rebase.conflicts import PortReport, Stop
 from sm12x.stack.rebase.merge import FileConflict
-from sm12x.stack.rebase.rebase import Fate, RebaseReport, quote
+from sm12x.stack.rebase.rebase import PatchOutcome, RebaseReport, quote
 from sm12x.stack.rebase.status import Cell, StatusTable
-from sm12x.stack.rebase.verdict import Need
+from sm12x.stack.rebase.verdict import PatchVerdict
 
 # Files of one name that are offered for one that is gone; __init__.py is everywhere.
 _CANDIDATES = 4
@@ -41,8 +41,8 @@ _OPEN_UNKNOWN = "UNKNOWN"
 def report(done: RebaseReport) -> str:
     """Patch by patch, then what a person has to check, then where the conflicts are."""
     lines = [f"{done.source} -> {done.version}"]
-    for fate in done.fates:
-        lines += _fate(fate)
+    for outcome in done.outcomes:
+        lines += _outcome(outcome)
     lines += ["", f"{done.folder}: stack {done.stack_id}, {_kept(done)}"]
     if done.replaced is not None:
         lines.append(f"the folder that was there is kept in {done.replaced}")
@@ -51,7 +51,7 @@ def report(done: RebaseReport) -> str:
         lines += [f"  {line}" for line in done.to_check]
     if done.port is not None:
         lines += ["", *_port(done.port)]
-    elif done.fates and not done.open and done.unrun is None:
+    elif done.outcomes and not done.open and done.unrun is None:
         lines += [f"next: {line}" for line in _next(done)]
     return "\n".join(lines) + "\n"
 
@@ -97,7 +97,7 @@ class PatchData:
     state: str
     since: str
     text: str
-    witness: Need
+    witness: PatchVerdict
     conflicts: tuple[str, ...]
     clean: tuple[str, ...]
     follows: tuple[str, ...]
@@ -126,16 +126,16 @@ class RebaseData:
             stack=done.stack_id,
             patches=tuple(
                 PatchData(
-                    patch=fate.patch.name,
-                    state=fate.state,
-                    since=fate.since,
-                    text=fate.carried.state,
-                    witness=fate.need,
-                    conflicts=tuple(conflict.path for conflict in fate.carried.conflicts),
-                    clean=fate.carried.clean,
-                    follows=fate.carried.follows,
+                    patch=outcome.patch.name,
+                    state=outcome.state,
+                    since=outcome.since,
+                    text=outcome.port.state,
+                    witness=outcome.verdict,
+                    conflicts=tuple(conflict.path for conflict in outcome.port.conflicts),
+                    clean=outcome.port.clean,
+                    follows=outcome.port.follows,
                 )
-                for fate in done.fates
+                for outcome in done.outcomes
             ),
             port=PortData.of(done.port) if done.port else None,
             replaced=done.replaced,
@@ -157,7 +157,7 @@ def table(found: StatusTable) -> str:
     if any(cell.part for row in found.rows for cell in row.cells):
         lines.append("n/m       only n of its m tests show the defect: upstream has part of it")
     if any(cell.doubt for row in found.rows for cell in row.cells):
-        lines.append("?         no witness has said whether it is needed")
+        lines.append("?         no result of a witness: whether it is needed is unknown")
     return "\n".join(lines) + "\n"
 
 
@@ -172,26 +172,26 @@ def _cell(cell: Cell) -> str:
     return f"{text}?" if cell.doubt else text
 
 
-def _fate(fate: Fate) -> list[str]:
-    since = f" since {fate.since}" if fate.since else ""
-    unknown = fate.open and fate.state == status.UNKNOWN
-    lines = [f"{fate.patch.name}: {_OPEN_UNKNOWN if unknown else _STATES[fate.state]}{since}"]
-    lines.append(f"  text     {_TEXTS[fate.carried.state]}")
-    if fate.carried.follows:
-        lines.append(f"           after {', '.join(fate.carried.follows)}")
+def _outcome(outcome: PatchOutcome) -> list[str]:
+    since = f" since {outcome.since}" if outcome.since else ""
+    unknown = outcome.open and outcome.state == status.UNKNOWN
+    lines = [f"{outcome.patch.name}: {_OPEN_UNKNOWN if unknown else _STATES[outcome.state]}{since}"]
+    lines.append(f"  text     {_TEXTS[outcome.port.state]}")
+    if outcome.port.follows:
+        lines.append(f"           after {', '.join(outcome.port.follows)}")
     # Those of a patch that is upstream are of no interest.
-    if fate.open:
-        lines += [f"           {line}" for line in _files(fate.carried.conflicts)]
-    doubt = "unknown" if fate.need.state == verdict.UNKNOWN else ""
-    lines.append(f"  witness  {', '.join(filter(None, (doubt, fate.need.summary)))}")
-    if len(fate.patch.witnesses) > 1:
-        lines += [f"           {line}" for line in _by_witness(fate.need)]
-    if fate.need.why:
-        lines.append(f"           {fate.need.why}")
+    if outcome.open:
+        lines += [f"           {line}" for line in _files(outcome.port.conflicts)]
+    doubt = "unknown" if outcome.verdict.state == verdict.UNKNOWN else ""
+    lines.append(f"  witness  {', '.join(filter(None, (doubt, outcome.verdict.summary)))}")
+    if len(outcome.patch.witnesses) > 1:
+        lines += [f"           {line}" for line in _by_witness(outcome.verdict)]
+    if outcome.verdict.why:
+        lines.append(f"           {outcome.verdict.why}")
     return lines
 
 
-def _by_witness(said: Need) -> list[str]:
+def _by_witness(said: PatchVerdict) -> list[str]:
     """How much of each witness is red: one that patches share may be red for another's sake."""
     total = Counter(name.split("::")[0] for name in (*said.red, *said.green, *said.silent))
     red = Counter(name.split("::")[0] for name in said.red)
@@ -273,7 +273,7 @@ def _move(folder: Path, version: str) -> list[str]:
 
 
 def _kept(done: RebaseReport) -> str:
-    kept = sum(fate.kept for fate in done.fates)
+    kept = sum(outcome.kept for outcome in done.outcomes)
     left = len(done.open)
-    rest = len(done.fates) - kept - left
+    rest = len(done.outcomes) - kept - left
     return f"{kept} kept, {rest} upstream, {left} to resolve"

@@ -22,7 +22,7 @@ from sm12x.stack.model.base import Base
 from sm12x.stack.rebase import porting, verdict
 
 NAME = "status.toml"
-# What verdict.Need.summary writes of a witness that is red.
+# What verdict.PatchVerdict.summary writes of a witness that is red.
 _RED = re.compile(r"^(\d+) of (\d+) red(?:, (\d+) could not run)?$")
 APPLIED = "applied"
 NEEDED = "needed"
@@ -40,14 +40,14 @@ LEGEND = {
 }
 _HEAD = (
     "# Made by `sm12x patch rebase`; do not edit. What became of the patches of a base on releases "
-    "they\n# were tried on: `need` is what the witnesses say of the untouched release, `text` what "
-    "git says.\n"
+    "they\n# were tried on: `verdict` is what the witnesses say of the untouched release, `text` "
+    "what git says.\n"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RebaseOutcome(Declared):
-    """One patch of ``base`` on ``release``. ``need`` and ``text`` as in verdict.py and porting.py.
+    """One patch of ``base`` on ``release``: ``verdict`` of verdict.py, ``text`` of porting.py.
 
     ``text`` is "" where only the witnesses were run. ``since`` is the first release known to do it
     itself, for what is upstream.
@@ -56,7 +56,7 @@ class RebaseOutcome(Declared):
     patch: str
     base: str
     release: str
-    need: Annotated[str, one_of(verdict.NEEDED, verdict.UPSTREAM, verdict.UNKNOWN)]
+    verdict: Annotated[str, one_of(verdict.NEEDED, verdict.UPSTREAM, verdict.UNKNOWN)]
     text: Annotated[str, one_of("", *porting.STATES)]
     witness: str
     since: str
@@ -64,7 +64,7 @@ class RebaseOutcome(Declared):
 
     @property
     def state(self) -> str:
-        return decide(self.need, self.text)
+        return decide(self.verdict, self.text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class StatusTable:
 def decide(needed: str, text: str) -> str:
     """What a rebase says of a patch: "needed", "upstream", "conflict", "follows" or "unknown".
 
-    A text that does not merge says nothing of a patch that nobody knows to be needed.
+    A text that does not merge says nothing of a patch that is not known to be needed.
     """
     if needed == verdict.UPSTREAM:
         return UPSTREAM
@@ -161,7 +161,7 @@ def contradictions(bases: Sequence[Base], outcomes: Sequence[RebaseOutcome]) -> 
             for o in outcomes:
                 if (
                     slug(o.patch) == slug(entry.patch)
-                    and o.need == verdict.NEEDED
+                    and o.verdict == verdict.NEEDED
                     and Version(entry.since) <= Version(o.release) <= Version(base.version)
                 ):
                     found.append(
@@ -173,17 +173,19 @@ def contradictions(bases: Sequence[Base], outcomes: Sequence[RebaseOutcome]) -> 
 
 def merged(before: RebaseOutcome, after: RebaseOutcome) -> RebaseOutcome:
     """``after``, with what only ``before`` knows."""
-    silent = after.need == verdict.UNKNOWN and (before.need != verdict.UNKNOWN or not after.witness)
-    need_from = before if silent else after
+    silent = after.verdict == verdict.UNKNOWN and (
+        before.verdict != verdict.UNKNOWN or not after.witness
+    )
+    verdict_from = before if silent else after
     return RebaseOutcome(
         patch=after.patch,
         base=after.base,
         release=after.release,
-        need=need_from.need,
+        verdict=verdict_from.verdict,
         text=after.text or before.text,
-        witness=need_from.witness,
-        since=need_from.since,
-        why=need_from.why,
+        witness=verdict_from.witness,
+        since=verdict_from.since,
+        why=verdict_from.why,
     )
 
 
@@ -193,9 +195,9 @@ def since(patch: str, release: str, outcomes: Iterable[RebaseOutcome]) -> str:
     Only as far back as every release that was tried had it.
     """
     tried = {
-        Version(o.release): o.need
+        Version(o.release): o.verdict
         for o in outcomes
-        if slug(o.patch) == slug(patch) and o.need != verdict.UNKNOWN
+        if slug(o.patch) == slug(patch) and o.verdict != verdict.UNKNOWN
     }
     first = Version(release)
     for version in sorted((v for v in tried if v < first), reverse=True):
@@ -247,7 +249,7 @@ def _cell(
     for outcome in sorted(outcomes, key=lambda o: Version(o.base), reverse=True):
         if slug(outcome.patch) == slug(name) and outcome.release == release:
             note = f"since {outcome.since}" if outcome.since else outcome.why
-            doubt = outcome.need == verdict.UNKNOWN and outcome.state != UNKNOWN
+            doubt = outcome.verdict == verdict.UNKNOWN and outcome.state != UNKNOWN
             return Cell(state=outcome.state, doubt=doubt, part=_part(outcome), note=note)
     return Cell(state=UNKNOWN)
 

@@ -53,7 +53,7 @@ _AT_LINE = re.compile(r"^\S+:\d+: (\w+)$")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Need:
+class PatchVerdict:
     """What the witnesses of a patch say of an untouched release.
 
     ``red``, ``green`` and ``silent`` are pytest ids of tests, guards aside: those that show the
@@ -114,7 +114,7 @@ def repeated(first: Run, second: Run) -> Run:
     )
 
 
-def judge(runs: Sequence[Run], own: Sequence[Run] = ()) -> Need:
+def judge(runs: Sequence[Run], own: Sequence[Run] = ()) -> PatchVerdict:
     """What ``runs`` of a patch's witnesses on an untouched release say.
 
     Args:
@@ -149,7 +149,7 @@ def judge(runs: Sequence[Run], own: Sequence[Run] = ()) -> Need:
             else:
                 silent.append(name)
                 whys.append(f"{test.name}: {_said(test)}")
-    return Need(
+    return PatchVerdict(
         state=_state(red, green, silent, runs),
         red=tuple(red),
         green=tuple(green),
@@ -224,8 +224,8 @@ def between(releases: Sequence[str], start: str, end: str) -> list[str]:
 
 
 def first(
-    candidates: Sequence[str], last: str, probe: Callable[[str], Need]
-) -> tuple[str, dict[str, Need]]:
+    candidates: Sequence[str], last: str, probe: Callable[[str], PatchVerdict]
+) -> tuple[str, dict[str, PatchVerdict]]:
     """The first of ``candidates`` that has it, ``last`` if none does, and what each probe said.
 
     Takes it that a release after one that has it has it too; one on which the witness could not run
@@ -234,7 +234,7 @@ def first(
     Args:
         candidates: releases, oldest first, all before ``last``, which has it.
     """
-    said: dict[str, Need] = {}
+    said: dict[str, PatchVerdict] = {}
     low, high = 0, len(candidates)
     while low < high:
         middle = (low + high) // 2

@@ -19,6 +19,7 @@ class Test:
     """One test: ``outcome`` is "passed", "failed", "error" (not in the test itself) or "skipped".
 
     ``said`` is the first line of what it failed with, ``detail`` the end of its report.
+    ``guard`` and ``patched_only`` are the marks of CONTRIBUTING.md.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Test:
     said: str
     detail: str
     seconds: float
+    patched_only: bool = False
 
     # Not a test class, whatever pytest thinks of the name.
     __test__ = False
@@ -62,16 +64,15 @@ def _test(case: ElementTree.Element) -> Test:
             said = (element.get("message") or "").strip().split("\n")[0]
             detail = "\n".join((element.text or "").rstrip().split("\n")[-_DETAIL:])
             break
+    marks = {item.get("name") for item in case.iter("property") if item.get("value") == "yes"}
     # "tests.witness.test_it.TestThis" -> "TestThis::name"; modules are lower case.
     classes = [part for part in (case.get("classname") or "").split(".") if part[:1].isupper()]
     return Test(
         name="::".join([*classes, case.get("name") or "?"]),
         outcome=outcome,
-        guard=any(
-            item.get("name") == "guard" and item.get("value") == "yes"
-            for item in case.iter("property")
-        ),
+        guard="guard" in marks,
         said=said,
         detail=detail,
         seconds=float(case.get("time") or 0),
+        patched_only="patched_only" in marks,
     )

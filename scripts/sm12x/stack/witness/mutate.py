@@ -237,7 +237,7 @@ class _Runner:
             try:
                 compile(mutant.text, mutant.file, "exec")
             except (SyntaxError, ValueError) as error:
-                yield _outcome(mutant, UNKNOWN, "", f"the mutated file is no Python: {error}")
+                yield _outcome(mutant, UNKNOWN, "", f"the mutated file is not Python: {error}")
                 return
         state, test, said = UNKNOWN, "", f"{mutant.patch.name} names no witness"
         with _mutated(place / mutant.file, mutant.text):

@@ -88,7 +88,7 @@ def load(base: Base) -> tuple[Mutation, ...]:
     path = base.folder / NAME
     if not path.exists():
         return ()
-    return declared.read_toml(Mutations, path, next_step="mend it, or restore it").mutations
+    return declared.read_toml(Mutations, path, next_step="correct it, or restore it").mutations
 
 
 def patch_of(stack: Stack, name: str) -> Patch | None:
@@ -158,7 +158,7 @@ def check(base: Base, stack: Stack, tree: Path | None) -> list[MessageFault]:
                 MessageFault(
                     path=path,
                     line=_line(path, number),
-                    message=f"mutation {number}: {entry.by} is no test of a witness of "
+                    message=f"mutation {number}: {entry.by} is not a test of a witness of "
                     f"{patch.name}",
                 )
             )
@@ -227,7 +227,7 @@ def _made(mutation: Mutation, patch: Patch, tree: Path) -> tuple[str, str]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
-        return "", f"{mutation.file} is no text file of the patched source"
+        return "", f"{mutation.file} is not a text file of the patched source"
     times = text.count(mutation.find) if mutation.find else 0
     if times != 1:
         return "", f"its text is {times} times in {mutation.file}, and has to be there once"

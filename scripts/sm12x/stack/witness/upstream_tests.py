@@ -125,7 +125,7 @@ class HubModel(Declared):
             try:
                 json.loads(text)
             except ValueError as error:
-                raise KeyFaultError(key, f"is no JSON: {error}") from None
+                raise KeyFaultError(key, f"is not JSON: {error}") from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,6 +33,8 @@ from sm12x.stack.worktree import apply, tree
 BASE = "base"
 PATCHED = "patched"
 SIDES = (BASE, PATCHED)
+# The outcome of a test that a tree's run does not have.
+_ABSENT = "absent"
 # The folder of the environments, in the cache.
 HOMES = "witness"
 # Seconds one pytest process may take.
@@ -63,7 +65,8 @@ class WitnessTest:
     """One test of one patch, on both trees.
 
     ``base`` and ``patched`` are its outcomes ("passed", "failed", "error", "skipped", "absent", or
-    "crashed" when pytest did not live to tell). ``reasons`` say what is not as it must be.
+    "crashed" when pytest did not live to tell). ``reasons`` say what is not as it must be: a test
+    that is marked ``patched_only`` is absent from the base.
     """
 
     patch: str
@@ -448,13 +451,26 @@ def judge(patch: str, base: Run, patched: Run, known: Witness) -> list[WitnessTe
     names = dict.fromkeys([*before, *after])
     guards = {test.name for test in (*before.values(), *after.values()) if test.guard}
     guards = (guards | upstream) - needed
-    if names.keys() <= guards:
+    one_sided = {test.name for test in after.values() if test.patched_only} - before.keys()
+    if names.keys() <= guards | one_sided:
         whole("has no test, guards aside: nothing shows that the patch is needed")
     for name in sorted((upstream | needed) - names.keys()):
         whole(f"has no test {name}, which [witness] in base.toml names")
     for name in names:
-        guard = name in guards
-        checks.append(_check(patch, base.witness, name, before.get(name), after.get(name), guard))
+        wanted = {BASE: junit.PASSED if name in guards else junit.FAILED, PATCHED: junit.PASSED}
+        if name in one_sided:
+            wanted[BASE] = _ABSENT
+        checks.append(
+            _check(
+                patch,
+                base.witness,
+                name,
+                before.get(name),
+                after.get(name),
+                guard=name in guards,
+                wanted=wanted,
+            )
+        )
     return checks
 
 
@@ -464,13 +480,14 @@ def _check(
     name: str,
     before: junit.Test | None,
     after: junit.Test | None,
+    *,
     guard: bool,
+    wanted: Mapping[str, str],
 ) -> WitnessTest:
     reasons: list[str] = []
-    wanted = {BASE: junit.PASSED if guard else junit.FAILED, PATCHED: junit.PASSED}
     detail = ""
     for side, test in ((BASE, before), (PATCHED, after)):
-        outcome = test.outcome if test else "absent"
+        outcome = test.outcome if test else _ABSENT
         if outcome == wanted[side]:
             continue
         said = f": {test.said[:200]}" if test and test.said else ""
@@ -492,8 +509,8 @@ def _check(
         witness=witness,
         test=name,
         guard=guard,
-        base=before.outcome if before else "absent",
-        patched=after.outcome if after else "absent",
+        base=before.outcome if before else _ABSENT,
+        patched=after.outcome if after else _ABSENT,
         reasons=tuple(reasons),
         detail=detail,
     )
@@ -543,6 +560,7 @@ class Job:
             env={
                 **(env or {}),
                 "SM12X_TREE": str(source),
+                "SM12X_SIDE": self._side,
                 "PYTHONPATH": str(_PLUGIN),
                 # The tree's modules are compiled once for all its witnesses.
                 "PYTHONDONTWRITEBYTECODE": None,

@@ -86,7 +86,7 @@ def new(
     Raises:
         MessageError: the message lacks what it must say. Nothing was committed or written.
         DirtyTreeError: nothing has changed, or the folder is not one that ``apply`` made.
-        BadFileError: nobody says who the author is.
+        BadFileError: no author is given or configured.
     """
     repository = export.open_repository(base, directory)
     lines = text.rstrip("\n").split("\n")
@@ -177,7 +177,9 @@ def _signature(identity: str | None) -> Signature:
     name, _, address = (identity or "").partition(" <")
     if not name.strip() or not address.rstrip("> "):
         raise BadFileError(
-            "git does not know who you are" if identity is None else f"{identity!r} is no author",
+            "git does not know who you are"
+            if identity is None
+            else f"{identity!r} is not an author",
             next_step='add --author "Name <mail@address>", or set user.name and user.email in git',
         )
     return Signature(

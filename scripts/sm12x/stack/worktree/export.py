@@ -107,7 +107,7 @@ class MessageError(FindingsError):
         super().__init__(
             f"{findings[0].path.name}:{findings[0].line}: {findings[0].message}{more}; nothing was "
             "written",
-            next_step="mend the commit's message (`git commit --amend`, `git rebase -i base`)",
+            next_step="correct the commit's message (`git commit --amend`, `git rebase -i base`)",
         )
         self.findings = tuple(findings)
 
@@ -382,7 +382,7 @@ def _series(base: Base, exported: Mapping[str, bytes]) -> str:
 def write(base: Base, exported: Mapping[str, bytes]) -> RefreshReport:
     """Make the patches and the series of a base's folder exactly ``exported``.
 
-    Files that are the same already are left alone. Killed in the middle, a second run mends it:
+    Files that are the same already are left alone. Killed in the middle, a second run corrects it:
     new files first, then the series, then the files it no longer lists. What a killed run has left
     under a temporary name goes first.
 

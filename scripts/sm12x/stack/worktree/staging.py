@@ -24,7 +24,7 @@ def require_free(target: Path, *, force: bool) -> None:
         )
     if not (target / "base.toml").is_file():
         raise DirtyTreeError(
-            f"{target} exists and is no base's folder (it has no base.toml)",
+            f"{target} exists and is not a base's folder (it has no base.toml)",
             next_step="move it away yourself",
         )
 
@@ -69,7 +69,7 @@ def fresh(
         folder = Path(name) / target.name
         folder.mkdir()
         yield folder, kept
-        # Somebody may have made it meanwhile.
+        # Another process may have made it meanwhile.
         require_free(target, force=force)
         if target.exists() and keep is not None:
             kept.append(export.copy_aside(target, keep))

@@ -234,7 +234,7 @@ def _stripped(member: tarfile.TarInfo, archive: Path) -> Iterator[tarfile.TarInf
         )
     if ".git" in PurePosixPath(rest).parts:
         raise BadFileError(
-            f"{archive} carries a git repository ({member.name!r})",
+            f"{archive} contains a git repository ({member.name!r})",
             next_step="give the .tar.gz of the release as the package index has it",
         )
     if rest:

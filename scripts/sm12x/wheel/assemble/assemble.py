@@ -60,8 +60,8 @@ def build(
     Raises:
         HashMismatchError: the official wheel is not the pinned one.
         BadFileError: source, native modules and stack are not of one build.
-        BuildFailedError: a patch cannot be carried by the official wheel, or a module compiled here
-            does not load, or offers less than the official one.
+        BuildFailedError: a patch changes a file that the official wheel lacks, or a module
+            compiled here does not load, or offers less than the official one.
     """
 
     def phase(name: str) -> None:
@@ -111,12 +111,35 @@ def build(
             )
             for each in parts.base.overrides_on(parts.machine)
         ),
+        extras=extras(parts.base),
+        sources=third_party(compiled),
     )
     phase("writing the wheel")
     target = out / wheel.name(official, parts.base.version, version, compiled)
     wheel.write(official, target, changed, made)
     declared.write_json(out / LEDGER, made)
     return target, made
+
+
+def extras(base: Base) -> tuple[ledger.ExtraEntry, ...]:
+    """The release's extras that the lock has, for the ledger."""
+    return tuple(
+        ledger.ExtraEntry(
+            name=extra.name,
+            requirement=extra.requirement,
+            license=extra.license,
+            modules=extra.modules,
+        )
+        for extra in base.extras
+    )
+
+
+def third_party(compiled: NativeRecord) -> tuple[ledger.SourceEntry, ...]:
+    """The third-party sources that modules were compiled of, for the ledger."""
+    return tuple(
+        ledger.SourceEntry(name=source.name, pin=source.pin, version=source.version)
+        for source in compiled.sources
+    )
 
 
 def _check(parts: Parts, stack: Stack, record: SourceRecord, compiled: NativeRecord) -> None:
@@ -186,16 +209,25 @@ def _ops(
             archive.extract(path, folder)
         official = _registered(parts, Path(folder), paths)
     ours = _registered(parts, parts.native, [module.path for module in compiled.modules])
-    allowed = {module.path: module.allowed_missing for module in compiled.modules}
-    made_of = {source.name: source.ops for source in parts.base.sources}
+    allowed = may_lose(parts.base, compiled)
     lost = {
-        path: torch_ops.lost(
-            path, found, official[path], {name: made_of[name] for name in allowed[path]}
-        )
+        path: torch_ops.lost(path, found, official[path], allowed[path])
         for path, found in ours.items()
         if path in official
     }
     return {**official, **ours}, lost
+
+
+def may_lose(base: Base, compiled: NativeRecord) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
+    """What each module (its path) was compiled without -> the ops that are made of that."""
+    made_of = {source.name: source.ops for source in base.sources}
+    others = {module.target: module.other_gpus for module in base.modules}
+    found: dict[str, Mapping[str, tuple[str, ...]]] = {}
+    for module in compiled.modules:
+        sources = {name: made_of[name] for name in module.allowed_missing}
+        elsewhere = {"kernels for other GPUs": ops} if (ops := others.get(module.target)) else {}
+        found[module.path] = {**sources, **elsewhere}
+    return found
 
 
 def _registered(parts: Parts, folder: Path, paths: Sequence[str]) -> Mapping[str, Registered]:

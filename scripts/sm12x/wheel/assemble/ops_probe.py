@@ -15,7 +15,7 @@ import json
 import sys
 from pathlib import Path
 
-# By name: whoever checks these types has no torch.
+# By name: mypy runs without torch.
 torch = importlib.import_module("torch")
 
 

@@ -98,7 +98,7 @@ def lost(
     """What our build of ``path`` lacks of the official one's ops and names.
 
     Args:
-        allowed: the third-party sources it was compiled without -> the ops made of each.
+        allowed: what it was compiled without, a third-party source for one -> the ops made of each.
 
     Raises:
         BuildFailedError: it lacks something that is made of none of ``allowed``.

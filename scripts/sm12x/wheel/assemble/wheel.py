@@ -273,8 +273,7 @@ def _is_shipped(official: Official, file: SourceFile) -> bool:
     if selection.is_native(file.path) or file.path.startswith(_NOT_SHIPPED):
         return False
     raise BuildFailedError(
-        f"the stack changes {file.path}, which the official wheel does not carry: "
-        "the change would be lost",
+        f"the stack changes {file.path}, which the official wheel lacks: the change would be lost",
         next_step="leave it out of the patch",
     )
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from sm12x.wheel.compile.schedule import DEFAULT_GIB, DEFAULT_SECONDS, Scheduler, Unit
 
-# The first units ask before the long ones do: nothing starts until nobody has come for a while,
+# The first units ask before the long ones do: nothing starts until no request has come for a while,
 # or some seconds have passed.
 _QUIET = 0.25
 _AT_LEAST = 3.0
@@ -122,7 +122,7 @@ class Broker:
         try:
             self._loop()
         except BaseException as error:
-            # Nobody would get a turn any more: end the launchers, and tell in the main thread.
+            # No unit would be started any more: end the launchers, and tell in the main thread.
             self._error = error
             self._listener.close()
             for client, _ in self._clients.values():

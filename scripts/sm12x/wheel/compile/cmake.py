@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 import shlex
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from sm12x.core import files, process
+from sm12x.core import files, machine, process
 from sm12x.core import text as texts
 from sm12x.core.cudaarch import CudaArch
 from sm12x.core.errors import (
@@ -41,7 +40,7 @@ _SUPPORTED = re.compile(r"^-- CUDA supported target architectures: (.*)$")
 class OnStep(Protocol):
     """Is told how many units of ``label`` are done, of how many, and how long the rest takes.
 
-    ``total`` 0 means that nobody knows yet, ``left`` is in seconds.
+    ``total`` 0 means not known yet, ``left`` is in seconds.
     """
 
     def __call__(self, label: str, done: int, total: int, left: float | None = None) -> None: ...
@@ -73,34 +72,10 @@ def inputs_hash(source: Path) -> str:
     return digest.hexdigest()
 
 
-def cores() -> int:
-    """How many processors we may use: those of our affinity, or of our control group's quota."""
-    ours = len(os.sched_getaffinity(0))
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return max(1, min(ours, math.ceil(int(quota) / int(period))))
-    except (OSError, ValueError):
-        # No limit ("max"), or control groups of another kind.
-        return ours
-
-
 def free_memory_gib() -> float:
     """Memory that can be taken, in GiB: of the machine, or of our control group if that is less."""
-    text = Path("/proc/meminfo").read_text(encoding="ascii")
-    match = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
-    free = int(match[1]) * 1024 if match else texts.GIB
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text())
-        lines = (group / "memory.stat").read_text().splitlines()
-        held = {name: int(number) for name, number in map(str.split, lines)}
-        # Files that the kernel keeps in memory while nobody needs it.
-        used -= held.get("active_file", 0) + held.get("inactive_file", 0)
-    except (OSError, ValueError):
-        # No limit ("max"), or control groups of another kind.
-        return free / texts.GIB
-    return min(free, max(limit - used, 0)) / texts.GIB
+    free = machine.available()
+    return 1.0 if free is None else free / texts.GIB
 
 
 def _tree_files(source: Path) -> list[Path]:
@@ -217,7 +192,7 @@ def _definitions(base: Base, modules: Sequence[Module], settings: Settings) -> l
     target = settings.target
     other = cross.flags(target, settings.python, settings.work) if target else []
     flags = " ".join([*_prefix_maps(base, modules, settings), *other])
-    # -I and -S: it starts once a unit, and needs nothing but the standard library.
+    # -I and -S: it starts once per unit, and needs nothing but the standard library.
     before = [settings.python, "-I", "-S", Path(launcher.__file__)]
     if own_headers(base, settings.archs):
         before += [launcher.HEADERS, settings.work / "src", base.include]

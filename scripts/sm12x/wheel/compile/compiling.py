@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sm12x.core import files, process
+from sm12x.core import files, machine, process
 from sm12x.core.errors import BuildFailedError, NoSpaceError, Sm12xError, ToolFailedError
 from sm12x.stack.model.base import Base, Module
 from sm12x.wheel.compile import cmake, launcher, schedule
@@ -73,7 +73,7 @@ def compile_modules(
     pending = {name: one for name, one in every.items() if names is None or name in names}
     memory = settings.memory_gib or cmake.free_memory_gib()
     schedule.require_memory(pending.values(), memory)
-    cores = settings.jobs or cmake.cores()
+    cores = settings.jobs or machine.cores()
     need = _UNIT_GIB * len(pending) + _JOB_GIB * min(cores, len(pending))
     files.require_space(settings.work, need, what=f"compiling {len(pending)} units")
     spare = memory - schedule.RESERVE_GIB - _LAUNCHER_GIB * len(pending)
@@ -180,7 +180,7 @@ def last_lines(log: str, count: int = _LAST_LINES) -> str:
 
 
 def _tell(log: Path, say: Callable[[str], None] | None) -> None:
-    """The whole log of a unit: that of a build in a container lies where nobody gets at it."""
+    """The whole log of a unit: in a container its file is not accessible from outside."""
     if say and log.is_file():
         for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
             say(f"    {line}")

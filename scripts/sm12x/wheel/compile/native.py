@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -41,6 +41,18 @@ class NativeModule(Declared):
 
 
 @dataclass(frozen=True, kw_only=True)
+class UsedSource(Declared):
+    """A third-party source that something was compiled of, and what base.toml ``pin``s it to.
+
+    ``version`` is what its own files say, "" where they do not: of a commit, for one.
+    """
+
+    name: str
+    pin: str
+    version: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class NativeRecord(Declared):
     """What a native build was made of; nothing in it depends on when or where it ran.
 
@@ -59,6 +71,7 @@ class NativeRecord(Declared):
     modules: tuple[NativeModule, ...]
     mode: str = "quick"
     kept: tuple[Kept, ...] = ()
+    sources: tuple[UsedSource, ...] = ()
     schema: Literal[2] = 2
 
 
@@ -70,6 +83,7 @@ def build(
     settings: cmake.Settings,
     *,
     mode: str = "quick",
+    patch_levels: Collection[str] = (),
     on_step: cmake.OnStep | None = None,
     say: Callable[[str], None] | None = None,
 ) -> NativeRecord:
@@ -78,6 +92,7 @@ def build(
     Args:
         source: the patched tree, or its CMakeLists.txt, cmake and csrc.
         mode: what ``choice`` was made for.
+        patch_levels: sources that may be of another patch level than pinned.
         on_step: is told how far it is. ``say``: is told what a user should know meanwhile.
 
     Raises:
@@ -94,9 +109,19 @@ def build(
                 f"{source} has no {name}", next_step="make it with `sm12x build source`"
             )
     there = cmake.available(base, settings.third_party)
-    for one in base.sources:
-        if one.name in there and any(one.name in module.sources for module in choice.modules):
-            third_party.require_version(one, Path(f"{settings.third_party}", one.name))
+    sources = tuple(
+        UsedSource(
+            name=one.name,
+            pin=one.pin,
+            version=third_party.require_version(
+                one,
+                Path(f"{settings.third_party}", one.name),
+                patch_level=one.name in patch_levels,
+            ),
+        )
+        for one in base.sources
+        if one.name in there and any(one.name in module.sources for module in choice.modules)
+    )
     # No symlinks in it: compilers write resolved paths, and the mapping below has to match them.
     settings = dataclasses.replace(
         settings, work=settings.work.resolve(), cuda_home=settings.cuda_home.absolute()
@@ -133,6 +158,7 @@ def build(
         ),
         mode=mode,
         kept=choice.kept,
+        sources=sources,
     )
     _publish(record, stage, out)
     return record

@@ -15,7 +15,7 @@ import shlex
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 
@@ -41,8 +41,8 @@ Say = Callable[[str], None]
 class FoundSource:
     """A source, or why there is none: then ``folder`` is None and ``reason`` a short line.
 
-    ``origin`` is "packages", "git" or "given". ``sha256`` is over the names and contents of all
-    its files; "" for one that was given.
+    ``pin`` is what base.toml asks for. ``origin`` is "packages", "git" or "given". ``sha256`` is
+    over the names and contents of all its files; "" for one that was given.
     """
 
     name: str
@@ -59,6 +59,7 @@ def collect(
     cache: Path,
     find_links: Path | None = None,
     given: Mapping[str, Path] | None = None,
+    patch_levels: Collection[str] = (),
     say: Say = lambda _: None,
 ) -> dict[str, FoundSource]:
     """Find each source of ``base`` that some module is compiled of.
@@ -66,6 +67,7 @@ def collect(
     Args:
         find_links: a folder that packages are taken from instead of the index.
         given: folders that stand for sources, by name; they are checked against the pin.
+        patch_levels: sources whose given folder may be of another patch level than pinned.
         say: is told what takes time, and what a user has to know of a given folder.
 
     Raises:
@@ -85,7 +87,8 @@ def collect(
     found: dict[str, FoundSource] = {}
     for source in base.sources:
         if given and source.name in given:
-            found[source.name] = _given(source, given[source.name], say)
+            lenient = source.name in patch_levels
+            found[source.name] = _given(source, given[source.name], say, patch_level=lenient)
         elif source.name in used:
             found[source.name] = _cached(source, cache, find_links, say)
     return found
@@ -103,13 +106,18 @@ def content_hash(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _given(source: ThirdPartySource, folder: Path, say: Say) -> FoundSource:
+def _given(
+    source: ThirdPartySource, folder: Path, say: Say, *, patch_level: bool = False
+) -> FoundSource:
     if not folder.is_dir() or not any(folder.iterdir()):
         raise BadFileError(
             f"{folder}, given for {source.name}, is not a folder with files",
             next_step=f"name a checkout of {source.name} {source.pin}",
         )
-    require_version(source, folder)
+    version = require_version(source, folder, patch_level=patch_level)
+    other = bool(version) and version != source.pin
+    if other:
+        say(f"{source.name}: {folder} is {version}; taken in place of {source.pin}, as asked for")
     for name in source.submodules:
         if not (folder / name).is_dir() or not any((folder / name).iterdir()):
             raise BadFileError(
@@ -117,7 +125,7 @@ def _given(source: ThirdPartySource, folder: Path, say: Say) -> FoundSource:
                 next_step=f"run `git -C {shlex.quote(str(folder))} submodule update --init {name}`",
             )
     commit = head(folder)
-    if commit is not None and source.commit and commit != source.commit:
+    if commit is not None and source.commit and commit != source.commit and not other:
         raise BadFileError(
             f"{folder} has commit {commit} checked out, base.toml pins {source.name} to "
             f"{source.commit}",
@@ -128,8 +136,8 @@ def _given(source: ThirdPartySource, folder: Path, say: Say) -> FoundSource:
         if edited:
             some = ", ".join(edited[:3]) + (", ..." if len(edited) > 3 else "")
             say(f"{source.name}: {len(edited)} files of {folder} are not as committed: {some}")
-    elif source.commit:
-        say(f"{source.name}: {folder} is no git checkout; taken as {source.pin} on trust")
+    elif source.commit and not other:
+        say(f"{source.name}: {folder} is not a git checkout; taken as {source.pin}, not verified")
     return FoundSource(name=source.name, pin=source.pin, folder=folder.resolve(), origin="given")
 
 
@@ -224,7 +232,7 @@ _FETCH_TIMEOUT = 1800.0
 
 _ENVIRONMENT: dict[str, str | None] = {
     # The user's own configuration counts here (proxies, mirrors by `insteadOf`), but no repository
-    # around us does, and nobody is asked for a password.
+    # around us does, and git asks for no password.
     "GIT_DIR": None,
     "GIT_WORK_TREE": None,
     "GIT_INDEX_FILE": None,
@@ -310,14 +318,32 @@ def _forget(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def require_version(source: ThirdPartySource, folder: Path) -> None:
-    """Raise BadFileError where the files in ``folder`` are of another version than pinned."""
+def require_version(source: ThirdPartySource, folder: Path, *, patch_level: bool = False) -> str:
+    """The version that the files in ``folder`` say they are; "" where they do not say.
+
+    Args:
+        patch_level: whether another patch level of the pinned minor release will do.
+
+    Raises:
+        BadFileError: they are of another version than pinned.
+    """
     version = version_of(source, folder)
-    if version and version != source.pin:
-        raise BadFileError(
-            f"{folder} is {source.name} {version}, base.toml pins {source.pin}",
-            next_step=f"name a folder with {source.name} {source.pin}",
-        )
+    if not version or version == source.pin:
+        return version
+    near = _minor(version) == _minor(source.pin)
+    if near and patch_level:
+        return version
+    step = f"name a folder with {source.name} {source.pin}"
+    if near:
+        step += f", or take this patch level with --accept-patch-level {source.name}"
+    raise BadFileError(
+        f"{folder} is {source.name} {version}, base.toml pins {source.pin}", next_step=step
+    )
+
+
+def _minor(version: str) -> str:
+    """A version without its last number: "v4.7" of "v4.7.1"."""
+    return version.rpartition(".")[0]
 
 
 def version_of(source: ThirdPartySource, folder: Path) -> str:

@@ -200,9 +200,10 @@ def flags(target: Target, python: Path, work: Path) -> list[str]:
 def _machine_headers(header: Path, target: Target) -> tuple[str, Path | None]:
     """What Debian's pyconfig.h includes for ``target``, and this machine's file that will do.
 
-    Debian has one a machine, each in a folder named after it, and only this machine's is installed.
-    Modules use the stable ABI, for which they say the same: what differs between two 64-bit Linux
-    machines concerns building Python itself. Elsewhere there is one pyconfig.h, and None here.
+    Debian has one per machine, each in a folder named after it, and only this machine's is
+    installed. Modules use the stable ABI, for which they say the same: what differs between two
+    64-bit Linux machines concerns building Python itself. Elsewhere there is one pyconfig.h, and
+    None here.
     """
     text = header.read_text(encoding="utf-8")
     names = re.findall(r"^#\s*include\s*<(\S+/pyconfig\.h)>", text, re.MULTILINE)

@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def _pretend_cuda() -> None:
-    """Tell whoever asks from now on that the platform is CUDA.
+    """Report CUDA as the platform from now on.
 
     A test file asks when it is imported, and skips itself. The release's modules, which asked
     before, go on with the platform that was chosen.

@@ -1,0 +1,73 @@
+"""Asks FlashInfer itself to build or load its modules: a program, as its settings are variables.
+
+FlashInfer reads FLASHINFER_CUDA_ARCH_LIST, FLASHINFER_WORKSPACE_BASE and CUDA_HOME while it is
+imported. The question is a JSON file, the answer another one: FlashInfer and ninja print on stdout.
+
+    python -m sm12x.wheel.flashinfer_jit build|load QUESTION ANSWER
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+BUILD, LOAD = "build", "load"
+
+
+def specs(modules: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """FlashInfer's ``JitSpec`` of each module. Raises ValueError for one that has another name."""
+    torch = importlib.import_module("torch")
+
+    def value(given: object) -> object:
+        known = getattr(torch, given, None) if isinstance(given, str) else None
+        return known if isinstance(known, torch.dtype) else given
+
+    found = []
+    for module in modules:
+        package, _, function = module["generator"].partition(":")
+        generator = getattr(importlib.import_module(package), function)
+        spec = generator(**{name: value(given) for name, given in module["arguments"].items()})
+        if spec.name != module["name"]:
+            raise ValueError(
+                f"{module['generator']} makes the module {spec.name}, not {module['name']}"
+            )
+        found.append(spec)
+    return found
+
+
+def build(modules: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Compile what is not compiled yet, all in one ninja; the library of each module."""
+    found = specs(modules)
+    core = importlib.import_module("flashinfer.jit.core")
+    core.build_jit_specs(found, verbose=True, skip_prebuilt=False)
+    return {spec.name: str(spec.jit_library_path) for spec in found}
+
+
+def load(modules: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """What keeps each module from being loaded as a server loads it, "" for one that is."""
+    answer = {}
+    for module in modules:
+        sys.stderr.write(f"loading {module['name']}\n")
+        sys.stderr.flush()
+        try:
+            (spec,) = specs([module])
+            spec.build_and_load()
+            answer[module["name"]] = ""
+        except Exception as error:
+            # Whatever FlashInfer raises is the answer.
+            answer[module["name"]] = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return answer
+
+
+def main(verb: str, question: str, answer: str) -> None:
+    asked = json.loads(Path(question).read_text(encoding="utf-8"))
+    said = {BUILD: build, LOAD: load}[verb](asked)
+    Path(answer).write_text(json.dumps(said), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,154 @@
+"""The rig of the HTTP witnesses: the release's own routes, on an engine that only pretends.
+
+Routes and error handlers are those of the tree, in one event loop with an engine that sleeps, wakes
+and keeps requests as the release's does. Nothing listens: httpx calls the application.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import os
+from argparse import Namespace
+from collections.abc import Awaitable, Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+
+# Seconds after which a request that is not answered hangs.
+PATIENCE = 2.0
+TAGS = {"weights", "kv_cache"}
+PROMPT = {"model": "m", "prompt": "a", "max_tokens": 1}
+
+
+class Engine:
+    """Stands for AsyncLLM: ``asleep`` are the tags that sleep, ``paused`` is a scheduler at rest.
+
+    A call named in ``held`` waits for that event before it does anything, one in ``failing`` fails.
+    """
+
+    def __init__(self) -> None:
+        self.asleep: set[str] = set()
+        self.paused = False
+        self.calls: list[tuple[object, ...]] = []
+        self.held: dict[str, asyncio.Event] = {}
+        self.failing: set[str] = set()
+        self.begun = asyncio.Event()
+        self._changed = asyncio.Event()
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        await self._call("sleep", level, mode)
+        self.paused = True
+        self.asleep = set(TAGS) if level else set()
+
+    async def wake_up(self, tags: list[str] | None = None) -> bool:
+        await self._call("wake_up", tags)
+        self.asleep -= set(TAGS if tags is None else tags)
+        self.paused = bool(self.asleep)
+        self._changed.set()
+        return not self.asleep
+
+    async def release_kv_cache_memory(self) -> None:
+        await self._call("release_kv_cache_memory")
+        self.asleep = {"kv_cache"}
+
+    async def is_sleeping(self) -> bool:
+        return self.paused or bool(self.asleep)
+
+    async def runs(self) -> None:
+        """Wait for what a request waits for."""
+        while self.paused or self.asleep:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _call(self, name: str, *arguments: object) -> None:
+        self.calls.append((name, *arguments))
+        self.begun.set()
+        if name in self.held:
+            await self.held[name].wait()
+        if name in self.failing:
+            raise RuntimeError(f"{name} was made to fail")
+
+
+class Server:
+    """One API server, as the release builds it, and a client of it."""
+
+    def __init__(self, engine: Engine, *flags: str) -> None:
+        from fastapi import FastAPI, HTTPException, Request
+        from fastapi.exceptions import RequestValidationError
+
+        routes = f"vllm.entrypoints.serve.{'dev.' if newer() else ''}sleep"
+        completion = importlib.import_module("vllm.entrypoints.openai.completion.api_router")
+        app = FastAPI()
+        app.state.args = arguments(*flags)
+        app.state.engine_client = engine
+        app.state.enable_server_load_tracking = False
+
+        async def create_completion(*_: object) -> Any:
+            await engine.runs()
+            protocol = importlib.import_module("vllm.entrypoints.openai.completion.protocol")
+            usage = importlib.import_module(
+                f"vllm.entrypoints.{'serve' if newer() else 'openai'}.engine.protocol"
+            ).UsageInfo()
+            return protocol.CompletionResponse(model="m", choices=[], usage=usage)
+
+        app.state.openai_serving_completion = SimpleNamespace(create_completion=create_completion)
+        # Without it 0.21.0 offers no sleep route.
+        os.environ["VLLM_SERVER_DEV_MODE"] = "1"
+        importlib.import_module(f"{routes}.api_router").attach_router(app)
+        app.include_router(completion.router)
+        http, validation = _handlers()
+        app.exception_handler(HTTPException)(http)
+        app.exception_handler(RequestValidationError)(validation)
+
+        async def failed(request: Request, error: RuntimeError) -> Any:
+            from fastapi.responses import JSONResponse
+
+            return JSONResponse({"error": str(error)}, status_code=500)
+
+        app.add_exception_handler(RuntimeError, failed)
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://server")
+
+    async def post(self, path: str, **more: Any) -> httpx.Response:
+        return await asyncio.wait_for(self.client.post(path, **more), PATIENCE)
+
+    async def ask(self) -> httpx.Response:
+        """A request for one token; hanging is a TimeoutError."""
+        return await self.post("/v1/completions", json=PROMPT)
+
+
+def newer() -> bool:
+    """Whether the tree has the layout of 0.33.0, not that of 0.21.0."""
+    return importlib.util.find_spec("vllm.entrypoints.launchers") is not None
+
+
+def _handlers() -> Sequence[Any]:
+    if newer():
+        place = "vllm.entrypoints.serve.exception_handling.handlers"
+        http = importlib.import_module(f"{place}.http").http_exception_handler
+        return http, importlib.import_module(f"{place}.validation").validation_exception_handler
+    module = importlib.import_module("vllm.entrypoints.openai.server_utils")
+    return module.http_exception_handler, module.validation_exception_handler
+
+
+def arguments(*flags: str) -> Namespace:
+    """The frontend's arguments: the engine's would look for a device."""
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    place = f"vllm.entrypoints.{'common' if newer() else 'openai'}.cli_args"
+    parser = importlib.import_module(place).FrontendArgs.add_cli_args(FlexibleArgumentParser())
+    parsed: Namespace = parser.parse_args(list(flags))
+    return parsed
+
+
+def run(test: Callable[[Engine, Server], Awaitable[None]], *flags: str) -> None:
+    """Run ``test`` with an engine and a server of it, in an event loop."""
+
+    async def both() -> None:
+        engine = Engine()
+        await test(engine, Server(engine, *flags))
+
+    asyncio.run(both())
