@@ -177,6 +177,22 @@ def test_every_page_is_linked_from_the_readme() -> None:
         assert name == "README.md" or name in linked, name
 
 
+def _modules(text: str) -> list[str]:
+    """The Python files that a page names in backquotes, but for those of a release and a user."""
+    inline = re.findall(r"`([\w./-]+\.py)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    return [one for one in inline if not one.startswith("vllm/")]
+
+
+def test_every_module_that_a_page_names_is_there() -> None:
+    root = layout.root()
+    named = [(page.name, one) for page in _markdown() for one in _modules(page.read_text())]
+    assert len(named) > 15
+    places = (root, root / "scripts", root / "scripts/sm12x")
+    gone = [(page, one) for page, one in named if not any((at / one).is_file() for at in places)]
+    assert gone == []
+    assert _modules("`deploy/docker.py` and `vllm/envs.py`") == ["deploy/docker.py"]
+
+
 def _commands(text: str) -> list[list[str]]:
     """The calls of `sm12x` in a page: code blocks, and what stands in backquotes."""
     blocks = "\n".join(re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL)).replace("\\\n", " ")
