@@ -11,7 +11,7 @@ from tests.unit.planning import flash, hardware, spark, term
 from sm12x import layout, plan
 from sm12x.core.errors import BadFileError, UsageError
 from sm12x.plan import budget as budgets
-from sm12x.plan import host
+from sm12x.plan import host, render
 from sm12x.plan.budget import DOES_NOT_FIT, FITS, UNKNOWN, Amount, budget, ceiling, floor
 
 PRO = hardware("rtx-pro-6000")
@@ -146,6 +146,34 @@ def test_sleeping_at_level_1_on_unified_memory_is_warned_of() -> None:
 
     assert any("vllm#50011" in text for text in made.warnings)
     assert any("level 1" in text for text in plan.findings(made))
+
+
+@pytest.mark.parametrize(
+    ("kv", "verdict"), [(78.07, DOES_NOT_FIT), (37.29, FITS)], ids=["died", "woke"]
+)
+def test_a_wake_maps_everything_before_the_host_copy_goes(kv: float, verdict: str) -> None:
+    """vllm#50011: on one GB10, 23.30 GiB were saved; 78.07 discarded ended it, 37.29 did not."""
+    weights = 23.30
+    server = dataclasses.replace(
+        spark(sleep=1, utilization=(kv + weights) / 121), weights=term(weights), kv=None
+    )
+    large = dataclasses.replace(GB10, memory=Amount.of(121))
+
+    found = budget(large, [server], [])
+
+    assert found.wake is not None
+    assert found.wake.low == pytest.approx(121 - kv - 2 * weights - 5 - 5)
+    assert found.verdict == verdict
+    made = plan.make(large, [server], peer=False)
+    assert made.verdict == verdict
+    assert ("wakes with" in "\n".join(plan.findings(made))) == (verdict == DOES_NOT_FIT)
+    assert ("does not fit at a wake" in render.verdict(made)) == (verdict == DOES_NOT_FIT)
+
+
+def test_no_copy_is_left_at_a_wake_on_a_card_or_from_level_2() -> None:
+    assert budget(PRO, [flash()], []).wake is None
+    assert budget(GB10, [spark(sleep=2)], []).wake is None
+    assert budget(GB10, [dataclasses.replace(spark(sleep=1), weights=None)], []).wake is None
 
 
 def test_the_page_cache_is_warned_of_where_the_checkpoint_exceeds_what_is_free() -> None:

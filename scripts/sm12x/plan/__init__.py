@@ -123,10 +123,12 @@ def _warnings(hardware: Hardware, servers: Sequence[Deployment]) -> list[str]:
         if remark:
             found.append(remark)
         if hardware.unified and server.sleep == 1:
+            wake = budgets.budget(hardware, [server], []).wake
+            lacking = f", {-wake.low:.1f} GiB more than there are," if wake and wake.low < 0 else ""
             found.append(
                 f"{server.name} sleeps at level 1: on unified memory the host copy takes the memory"
-                " that sleep frees, and a wake can take the machine down (vllm#50011): use level 2,"
-                " or stop it"
+                f" that sleep frees, and a wake, which maps everything{lacking} before that copy"
+                " goes, can take the machine down (vllm#50011): use level 2, or stop it"
             )
     return found
 
@@ -211,6 +213,11 @@ def findings(plan: Plan) -> list[str]:
             found.append(
                 f"cannot tell whether {_who(row)} fits: unknown: {names} (room for "
                 f"{row.budget.margin.low:.1f} GiB)"
+            )
+        if row.budget.margin.low >= 0 and row.budget.wake and row.budget.wake.low < 0:
+            found.append(
+                f"{_who(row)} wakes with {-row.budget.wake.low:.1f} GiB over "
+                f"{plan.hardware.memory} GiB, as the host copy goes last"
             )
         found += [
             f"{one.server} needs {-one.spare.low:.1f} GiB more than its budget for weights and KV "

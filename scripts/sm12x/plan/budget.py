@@ -144,7 +144,9 @@ class Budget:
     """``terms`` against ``memory``. ``margin.low`` is what is left at the worst end, less than 0 if
     that does not fit. ``unknown`` names terms that are neither measured nor computed; they count as
     0 in ``margin``. ``largest`` is the largest utilization, rounded down to 0.01, that fits at the
-    worst end: of the one awake server, or of all awake servers together."""
+    worst end: of the one awake server, or of all awake servers together. ``wake`` is what is left
+    on unified memory when the awake have just woken: everything is mapped again, and the host
+    copies of their weights are still there (vllm#50011); None where there are no such copies."""
 
     memory: Amount
     terms: tuple[Term, ...]
@@ -152,9 +154,12 @@ class Budget:
     margin: Amount
     inside: tuple[Inside, ...]
     largest: float
+    wake: Amount | None
 
     @shown
     def verdict(self) -> str:
+        if self.wake and self.wake.low < 0:
+            return DOES_NOT_FIT
         if self.margin.low < 0 or any(one.spare and one.spare.low < 0 for one in self.inside):
             return DOES_NOT_FIT
         return UNKNOWN if self.unknown else FITS
@@ -204,16 +209,21 @@ def budget(hardware: Hardware, awake: Sequence[Deployment], asleep: Sequence[Dep
         low=sum(term.amount.low for term in outer), high=sum(term.amount.high for term in outer)
     )
     worst, best = hardware.memory.low, hardware.memory.high
+    margin = Amount(low=worst * (1 - used) - fixed.high, high=best * (1 - used) - fixed.low)
+    copied = [server.weights.amount for server in awake if server.sleep == 1 and server.weights]
     return Budget(
         memory=hardware.memory,
         terms=(*(_share(hardware, server) for server in awake), *outer),
         unknown=tuple(unknown),
-        margin=Amount(
-            low=worst * (1 - used) - fixed.high,
-            high=best * (1 - used) - fixed.low,
-        ),
+        margin=margin,
         inside=tuple(_inside(hardware, server) for server in awake),
         largest=max(0.0, floor(1 - fixed.high / worst)),
+        wake=Amount(
+            low=margin.low - sum(one.high for one in copied),
+            high=margin.high - sum(one.low for one in copied),
+        )
+        if hardware.unified and copied
+        else None,
     )
 
 

@@ -255,7 +255,7 @@ def loading(server: Deployment, hardware: Hardware) -> str | None:
         return None
     return (
         f"while {server.name} loads, about {checkpoint:.0f} GiB stream through the page cache and "
-        f"{max(0.0, free):.0f} GiB are free of weights: boot clean, drop caches during the load or "
-        "set vm.min_free_kbytes, or load with --load-format instanttensor or "
+        f"{max(0.0, free):.0f} GiB are free of weights: boot clean, drop caches whenever MemFree "
+        "falls below 8 GiB until the server is up, or load with --load-format instanttensor or "
         "--safetensors-load-strategy prefetch"
     )

@@ -68,6 +68,8 @@ def text(plan: Plan, *, width: int = WIDTH) -> str:
         say(_bars(row.budget, letters))
         for one in row.budget.inside:
             say(f"  {inside(one)}")
+        if row.budget.wake:
+            say(f"  just after a wake, its host copy still there: {_left(row.budget.wake)}")
     if letters:
         say()
         say(_matrix(plan.rows, letters))
@@ -101,6 +103,8 @@ def verdict(plan: Plan) -> str:
         worst = next(row.budget for row in plan.needed if row.budget.unknown)
         names = ", ".join(str(term) for term in worst.unknown)
         return f"cannot tell: unknown: {names} (room for {worst.margin.low:.1f} GiB)"
+    elif margin.low >= 0 and (wake := _worst_wake(plan)) and wake.low < 0:
+        head = f"does not fit at a wake: {_left(wake)}"
     elif margin.low >= 0:
         head = "does not fit"
     elif margin.high >= 0:
@@ -108,6 +112,15 @@ def verdict(plan: Plan) -> str:
     else:
         head = f"does not fit: {_over(margin)} GiB over"
     return f"{head}; largest safe utilization {share(worst.largest)}; weakest basis: {worst.basis}"
+
+
+def _worst_wake(plan: Plan) -> Amount | None:
+    wakes = [row.budget.wake for row in plan.needed if row.budget.wake]
+    return min(wakes, key=lambda wake: wake.low, default=None)
+
+
+def _left(margin: Amount) -> str:
+    return f"{_over(margin)} GiB over" if margin.low < 0 else f"{margin} GiB to spare"
 
 
 def who(row: Row) -> str:
