@@ -429,7 +429,7 @@ def _be_the_child(output: Path, verdict: Path, test: Callable[[], None]) -> None
 def _wait(child: int, seconds: float) -> str:
     """Why a test counts as hanging; nothing where it ended."""
     start = now = time.monotonic()
-    watch = forked.Watch(child, start, _POLLING)
+    watch = forked.Watch(child, start, _POLLING, queued=True)
     while not os.waitpid(child, os.WNOHANG)[0]:
         time.sleep(0.02)
         if time.monotonic() - start > seconds:

@@ -127,10 +127,17 @@ def _killed(child: int, why: str) -> tuple[None, bytes, str]:
 class Watch:
     """Looks at the processor time of a process, its threads and its children."""
 
-    def __init__(self, process: int, now: float, share: float = _IDLE_SHARE) -> None:
-        """``share`` of a processor's time, or less, counts as waiting."""
+    def __init__(
+        self, process: int, now: float, share: float = _IDLE_SHARE, *, queued: bool = False
+    ) -> None:
+        """``share`` of a processor's time, or less, counts as waiting.
+
+        ``queued``: what it waited for a processor counts as processor time. Of processes that poll
+        much, a busy machine gives each less than they take on a quiet one.
+        """
         self._process = process
         self._share = share
+        self._queued = queued
         self._used = 0
         self._ready = True
         self._looked = self._since = now
@@ -140,14 +147,14 @@ class Watch:
 
         Ready once is what a look finds now and then of a thread that only polls.
         """
-        used, ready = _threads(self._process)
+        used, ready = _threads(self._process, queued=self._queued)
         if (ready and self._ready) or used - self._used > self._share * (now - self._looked) * 1e9:
             self._since = now
         self._used, self._ready, self._looked = used, ready, now
         return now - self._since
 
 
-def _threads(process: int) -> tuple[int, bool]:
+def _threads(process: int, *, queued: bool) -> tuple[int, bool]:
     """Nanoseconds that a process and its children have run; whether a thread of theirs is ready.
 
     A process whose children are not listed counts as ready. The time of a child that has ended is
@@ -162,7 +169,8 @@ def _threads(process: int) -> tuple[int, bool]:
         try:
             # Name in parentheses, then the state: running or ready, or waiting for a disk.
             ready |= (task / "stat").read_text().rpartition(")")[2].split()[0] in ("R", "D")
-            used += int((task / "schedstat").read_text().split()[0])
+            ran, waited, _ = (task / "schedstat").read_text().split()
+            used += int(ran) + (int(waited) if queued else 0)
             children = (task / "children").read_text().split()
         except FileNotFoundError:
             if (task / "stat").exists():
@@ -171,7 +179,7 @@ def _threads(process: int) -> tuple[int, bool]:
         except OSError:
             continue
         for child in children:
-            more, awake = _threads(int(child))
+            more, awake = _threads(int(child), queued=queued)
             used += more
             ready |= awake
     return used, ready

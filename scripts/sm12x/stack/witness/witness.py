@@ -567,6 +567,8 @@ class Job:
                 "PYTEST_ADDOPTS": None,
                 "PYTHONHOME": None,
                 "VIRTUAL_ENV": None,
+                # vLLM does not remove the sockets between its processes: they go with the report.
+                "VLLM_RPC_BASE_PATH": str(report.parent),
             },
             log=report.with_suffix(".log"),
         )
