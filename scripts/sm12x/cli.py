@@ -27,6 +27,7 @@ VERBS = {
     "bundle": "Build the image: fetch, patch, compile, audit, package.",
     "doctor": "Look at this host: driver, GPUs, engine, memory, caches, network.",
     "plan": "Say whether recipes fit in GPU and host memory, and what to cut.",
+    "verify": "Put live servers to sleep, wake them up, and judge times, memory and answers.",
     "recipe": "List, show, lint, pin, import and render recipes.",
     "overlay": "Patch the Python files of another project's image, as files to mount over its own.",
     "docs": "Write the generated parts of README.md, docs/ and nomad-examples/, or check them.",

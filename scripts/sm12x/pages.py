@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,11 +22,13 @@ from sm12x.audit.report import AuditReport
 from sm12x.core import declared
 from sm12x.core.declared import Declared
 from sm12x.core.errors import EXIT_CODES, BadFileError
+from sm12x.core.text import markdown
 from sm12x.plan import render
 from sm12x.recipes import load
 from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
 from sm12x.stack.model.patchfile import Patch
+from sm12x.verify.report import limits
 
 SUMMARIES = "summaries.toml"
 PICTURE = "machine-code.svg"
@@ -88,17 +90,6 @@ def rendered(pages: Mapping[Path, str], parts: Parts) -> dict[Path, str]:
             next_step="add `<!-- generated: NAME -->` and `<!-- end -->` where the part belongs",
         )
     return new
-
-
-def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; a pipe in a cell is escaped, a line break becomes a blank."""
-    lines = [_row(header), _row(["---"] * len(header)), *(_row(row) for row in rows)]
-    return "\n".join(lines) + "\n"
-
-
-def _row(cells: Sequence[str]) -> str:
-    clean = (" ".join(cell.split()).replace("|", "\\|") for cell in cells)
-    return "| " + " | ".join(clean) + " |"
 
 
 def _bases_table() -> str:
@@ -182,6 +173,15 @@ def _exit_codes_table() -> str:
     return markdown(
         ("exit code", "meaning"), [(str(code), text) for code, text in sorted(EXIT_CODES.items())]
     )
+
+
+def _limits_table() -> str:
+    """One row for each limit of `sm12x verify`: its option, default and meaning."""
+    rows = [
+        (f"`--{name.replace('_', '-')}`", f"{default:g}", meaning)
+        for name, default, meaning in limits()
+    ]
+    return markdown(("option", "default", "what it limits"), rows)
 
 
 def _recipes_table() -> str:
@@ -271,6 +271,7 @@ PARTS: Parts = {
     "patch-notes": patch_notes,
     "exit-codes": _exit_codes_table,
     "recipes": _recipes_table,
+    "limits": _limits_table,
     "plans": _plans_table,
     "audit": audit_table,
     "house": _house_table,

@@ -19,6 +19,7 @@ from sm12x.audit.report import AuditReport, LibraryReport, RunsReport
 from sm12x.commands import docs
 from sm12x.core import declared
 from sm12x.core.errors import EXIT_CODES, BadFileError, FindingsError
+from sm12x.core.text import markdown
 from sm12x.deploy import nomad
 from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
@@ -28,7 +29,7 @@ BLOCK = "<!-- generated: t -->\nold\n<!-- end -->\n"
 
 
 def test_a_cell_cannot_break_its_table() -> None:
-    assert pages.markdown(("a",), [("x | y\nz",)]) == "| a |\n| --- |\n| x \\| y z |\n"
+    assert markdown(("a",), [("x | y\nz",)]) == "| a |\n| --- |\n| x \\| y z |\n"
 
 
 def test_only_what_stands_between_the_marks_changes() -> None:

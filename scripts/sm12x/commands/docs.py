@@ -12,7 +12,7 @@ import click
 
 from sm12x import layout, pages
 from sm12x.commands import JsonOption
-from sm12x.core import declared, files
+from sm12x.core import declared, files, text
 from sm12x.core.errors import FindingsError
 from sm12x.deploy import nomad
 from sm12x.recipes.model import Recipe
@@ -91,7 +91,7 @@ def commands_table(root: click.Command) -> str:
             if isinstance(one, click.Argument)
         ]
         rows.append((f"`{' '.join((name, *arguments))}`", command.get_short_help_str(limit=1000)))
-    return pages.markdown(("command", "what it does"), rows)
+    return text.markdown(("command", "what it does"), rows)
 
 
 def _commands(command: click.Command, name: str) -> Iterator[tuple[str, click.Command]]:

@@ -121,6 +121,11 @@ class UnknownVerdictError(Sm12xError):
     meaning = "what was asked is unknown: the tests that would tell could not run"
 
 
+class ServerError(Sm12xError):
+    exit_code = 17
+    meaning = "a server does not answer, or not as a vLLM server with sleep mode does"
+
+
 def of_system(error: OSError) -> Sm12xError | None:
     """What the system refused, where that is about a disk or a path; None for anything else."""
     where = f"{error.filename}: " if isinstance(error.filename, str) else ""
@@ -166,6 +171,7 @@ EXIT_CODES: dict[int, str] = {
             ToolMissingError,
             BuildFailedError,
             UnknownVerdictError,
+            ServerError,
             Sm12xError,
         )
     },

@@ -130,3 +130,14 @@ def columns(rows: Iterable[Sequence[str]], *, head: Sequence[str] = (), indent: 
     for row in (*([head] if head else ()), *rows):
         made.add_row(*row)
     return textwrap.indent(draw(made, _UNBROKEN), " " * indent)
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; a pipe in a cell is escaped, a line break becomes a blank."""
+    lines = [_row(header), _row(["---"] * len(header)), *(_row(row) for row in rows)]
+    return "\n".join(lines) + "\n"
+
+
+def _row(cells: Sequence[str]) -> str:
+    clean = (" ".join(cell.split()).replace("|", "\\|") for cell in cells)
+    return "| " + " | ".join(clean) + " |"

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import textwrap
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from sm12x.core import files
-from sm12x.core.errors import ToolMissingError
+from sm12x.core import picture
 from sm12x.plan import Plan, Row, render
 from sm12x.plan.budget import (
     BUDGET,
@@ -44,9 +41,7 @@ _MOST_ROWS = 16
 
 def write(plan: Plan, path: Path) -> None:
     """Draw the plan into a PNG. Raises ToolMissingError where matplotlib is not installed."""
-    drawn = figure(plan)
-    with files.replacing(path) as temporary:
-        drawn.savefig(temporary, format="png", dpi=150, bbox_inches="tight", facecolor="white")
+    picture.write(figure(plan), path)
 
 
 def figure(plan: Plan) -> Any:
@@ -54,7 +49,7 @@ def figure(plan: Plan) -> Any:
     rows = [row for row in plan.rows if row.awake][:_MOST_ROWS]
     memory = plan.hardware.memory
     most = max([memory.high, *(row.budget.total.high for row in rows)])
-    made = _matplotlib().Figure(figsize=(10, 1.6 + 0.85 * len(rows)), layout="constrained")
+    made = picture.figure("--png", figsize=(10, 1.6 + 0.85 * len(rows)), layout="constrained")
     axes = made.add_subplot()
     seen: set[str] = set()
     for place, row in enumerate(rows):
@@ -80,16 +75,6 @@ def figure(plan: Plan) -> Any:
     axes.spines[["top", "right"]].set_visible(False)
     made.legend(loc="outside lower center", ncols=len(seen), fontsize=8, frameon=False)
     return made
-
-
-def _matplotlib() -> ModuleType:
-    try:
-        return importlib.import_module("matplotlib.figure")
-    except ImportError:
-        raise ToolMissingError(
-            "--png needs matplotlib, which is not installed",
-            next_step="pip install matplotlib, or leave --png out: the text has bars as well",
-        ) from None
 
 
 def _stack(axes: Any, place: int, row: Row, scale: float, seen: set[str]) -> None:

@@ -1,4 +1,4 @@
-"""The entry point: help, check, health, recipes, a recipe, or any command as given."""
+"""The entry point: help, check, health, recipes, verify, a recipe, or any command as given."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sm12x.runtime.check.check import check
 from sm12x.runtime.places import Places
 from sm12x.wheel import ledger as ledgers
 
-_WORDS = ("help", "check", "health", "recipes", "pair")
+_WORDS = ("help", "check", "health", "recipes", "pair", "verify")
 
 Replace = Callable[..., NoReturn]
 
@@ -61,6 +61,9 @@ def dispatch(
         arrangement, seconds = pair.members(rest, lambda word: _recipe(word, places), os.environ)
         serve.require_caches(places, os.environ)
         return pair.run(arrangement, load_seconds=seconds)
+    if first == "verify":
+        # The command of a build machine, in this Python; signals reach it as process 1.
+        replace([sys.executable, "-m", "sm12x", "verify", *rest])
     recipe = _recipe(first, places)
     if recipe is not None:
         rendered, remarks = serve.prepare(recipe, rest, os.environ)

@@ -1,0 +1,311 @@
+"""`sm12x verify`: put live servers to sleep, wake them up, and judge what comes of it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from rich.live import Live
+
+from sm12x.commands import print_json, reports
+from sm12x.core import declared, files, progress, text
+from sm12x.core.errors import (
+    INTERRUPTED,
+    BadFileError,
+    FindingsError,
+    UnknownVerdictError,
+    UsageError,
+)
+from sm12x.verify import chart, cycles, memory, render
+from sm12x.verify import client as clients
+from sm12x.verify.report import BREACH, BREACHED, UNKNOWN, Limits, VerifyReport, limits
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+_NAMES = ("A", "B")
+_JSON, _MARKDOWN, _PICTURE = ".json", ".md", ".png"
+_SUFFIXES = (_JSON, _MARKDOWN, _PICTURE)
+# Seconds between two writings of the files.
+_WRITE_EVERY = 2.0
+
+
+def _limits(command: _Command) -> _Command:
+    """An option for each limit."""
+    for name, default, meaning in reversed(list(limits())):
+        command = click.option(
+            f"--{name.replace('_', '-')}",
+            name,
+            type=click.FloatRange(0),
+            default=default,
+            show_default=True,
+            metavar="X",
+            help=f"A limit: {meaning}.",
+        )(command)
+    return command
+
+
+@click.command()
+@click.argument("urls", metavar="URL [URL]", nargs=-1)
+@click.option(
+    "--cycles",
+    "count",
+    type=click.IntRange(1),
+    default=5,
+    show_default=True,
+    help="Sleeps and wake-ups.",
+)
+@click.option(
+    "--level",
+    type=click.IntRange(1, 2),
+    default=1,
+    show_default=True,
+    help="Level of sleep; 2 loads the weights again (/collective_rpc).",
+)
+@click.option(
+    "--requests",
+    type=click.IntRange(0),
+    default=30,
+    show_default=True,
+    help="Requests before the cycles, and again after them.",
+)
+@click.option(
+    "--concurrency",
+    type=click.IntRange(1, 256),
+    default=8,
+    show_default=True,
+    help="How many of them at a time.",
+)
+@click.option(
+    "--model", "models", multiple=True, help="Model to ask; a second time for the second server."
+)
+@click.option(
+    "--gpus",
+    metavar="WHICH",
+    default=memory.AUTO,
+    show_default=True,
+    help="GPUs whose memory to look at: auto (of a server on this machine), all, none, or 0,1.",
+)
+@click.option("--random-weights", is_flag=True, help="Compare texts, and do not judge their sense.")
+@click.option("--force", is_flag=True, help="Abort requests that are at work in a server.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(1),
+    default=300.0,
+    show_default=True,
+    help="Seconds that one call may take.",
+)
+@click.option(
+    "--key-variable",
+    "variables",
+    metavar="NAME",
+    multiple=True,
+    help=f"Environment variable with the API key ({clients.KEY_VARIABLE}); a second time for the "
+    "second server.",
+)
+@click.option(
+    "--ca-file",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    envvar="REQUESTS_CA_BUNDLE",
+    help="Certificates to trust with https.",
+)
+@click.option(
+    "--save",
+    type=click.Path(path_type=Path, dir_okay=False),
+    multiple=True,
+    metavar="FILE",
+    help="Write the report: .json, .md or .png by its ending. Can be given again. What is known is "
+    "written during the run too (not .png).",
+)
+@reports("sm12x.verify.report:VerifyReport")
+@_limits
+def command(
+    urls: tuple[str, ...],
+    count: int,
+    level: int,
+    requests: int,
+    concurrency: int,
+    models: tuple[str, ...],
+    gpus: str,
+    random_weights: bool,
+    force: bool,
+    timeout: float,
+    variables: tuple[str, ...],
+    ca_file: Path | None,
+    save: tuple[Path, ...],
+    as_json: bool,
+    **chosen: float,
+) -> None:
+    """Put a live server to sleep and wake it up, again and again, and judge what comes of it.
+
+    Measures times, GPU memory awake and asleep and how it grows, and speed; compares greedy text
+    before and after; looks for garbage; sends many requests at a time. Two servers take turns on
+    their GPUs. Every server is left as it was found, awake or asleep. A sleep aborts the requests
+    that run: keep users away. The API key is taken from VLLM_API_KEY. Exit code 1: a limit was
+    exceeded.
+
+    \b
+    Example: sm12x verify http://127.0.0.1:8000 --cycles 20 --save verify.json --save verify.md
+    Example: sm12x verify http://127.0.0.1:8000 http://127.0.0.1:8001
+    """
+    servers = _servers(urls, variables, ca_file, timeout)
+    if len(models) > len(servers):
+        raise UsageError(
+            f"--model is given {len(models)} times for {text.counted(len(servers), 'server')}",
+            next_step="give it once for each server, in their order",
+        )
+    settings = cycles.Settings(
+        cycles=count,
+        level=level,
+        requests=requests,
+        concurrency=concurrency,
+        models=models,
+        random_weights=random_weights,
+        force=force,
+        limits=Limits(**chosen),
+    )
+    saved = _Files(save)
+    watch = memory.watch([server.url for server in servers], gpus)
+    with ExitStack() as stack:
+        shown = _Shown(stack)
+
+        def observe(doing: str) -> None:
+            report = run.report()
+            shown.update(report, doing)
+            saved.write(report)
+
+        run = cycles.Run(servers, settings, watch, observe=observe, tell=shown.tell)
+        error = run.run()
+    report = run.report()
+    fault = saved.write(report, last=True)
+    if as_json:
+        print_json(report)
+    else:
+        click.echo(render.text(report), nl=False)
+    for path in save:
+        click.echo(f"{path}: {'written' if fault is None else f'not written: {fault}'}", err=True)
+    _leave(report, error or fault)
+
+
+def _servers(
+    urls: Sequence[str], variables: Sequence[str], ca: Path | None, timeout: float
+) -> list[clients.Server]:
+    if not 1 <= len(urls) <= len(_NAMES):
+        raise click.UsageError(
+            f"Give the address of one server, or of two that take turns; {len(urls)} are given."
+        )
+    bases = [clients.base_url(url) for url in urls]
+    if len(set(bases)) < len(bases):
+        raise UsageError(f"both servers are {bases[0]}", next_step="give two different addresses")
+    if len(variables) > len(bases):
+        raise UsageError(
+            f"--key-variable is given {len(variables)} times for "
+            f"{text.counted(len(bases), 'server')}",
+            next_step="give it once for both servers, or once for each",
+        )
+    made = []
+    for number, (name, base) in enumerate(zip(_NAMES, bases, strict=False)):
+        variable = [*variables, *variables[-1:], clients.KEY_VARIABLE][number * bool(variables)]
+        key = os.environ.get(variable, "")
+        if variables and not key:
+            raise UsageError(
+                f"{variable} is not set", next_step="set that variable to the server's API key"
+            )
+        access = clients.Access(
+            key=clients.checked_key(key, variable),
+            variable=variable,
+            ca=str(ca) if ca else "",
+            timeout=timeout,
+        )
+        made.append(clients.Server(name, base, access))
+    return made
+
+
+class _Shown:
+    """A table that moves on a terminal; elsewhere a line for each turn."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._console = progress.stderr_console()
+        self._live: Live | None = None
+        self._turns = 0
+        if self._console.is_terminal:
+            self._live = stack.enter_context(Live(console=self._console, transient=True))
+
+    def update(self, report: VerifyReport, doing: str) -> None:
+        if self._live is not None:
+            self._live.update(render.live(report, doing))
+            return
+        done = [turn for turn in report.turns if turn.answer_seconds is not None]
+        for turn in done[self._turns :]:
+            self.tell(render.line(turn))
+        self._turns = len(done)
+
+    def tell(self, sentence: str) -> None:
+        self._console.print(sentence, markup=False, soft_wrap=True)
+
+
+class _Files:
+    """The files that the report is written to, and once more when it is whole."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = paths
+        self._next = 0.0
+        for path in paths:
+            if path.suffix not in _SUFFIXES:
+                raise UsageError(
+                    f"--save {path}: {path.suffix or 'no ending'} says no form of a report",
+                    next_step=f"end it in {text.either(_SUFFIXES)}",
+                )
+            if not os.access(path.parent, os.W_OK | os.X_OK):
+                raise BadFileError(
+                    f"--save {path}: {path.parent} is no folder that can be written",
+                    next_step="make it, or give another path",
+                )
+            if path.suffix == _PICTURE:
+                chart.require()
+
+    def write(self, report: VerifyReport, *, last: bool = False) -> OSError | None:
+        """Write them; returned is what keeps that from being done."""
+        now = time.monotonic()
+        if not last and now < self._next:
+            return None
+        try:
+            for path in self._paths:
+                if path.suffix == _JSON:
+                    files.write_text(path, declared.to_json(report))
+                elif path.suffix == _MARKDOWN:
+                    files.write_text(path, render.markdown(report))
+                elif last:
+                    chart.write(report, path)
+        except OSError as error:
+            return error
+        self._next = time.monotonic() + _WRITE_EVERY
+        return None
+
+
+def _leave(report: VerifyReport, error: BaseException | None) -> None:
+    """End as the report says. Raises what ended the run, or what the report found."""
+    if isinstance(error, KeyboardInterrupt) and report.stopped:
+        click.echo(f"interrupted at: {report.stopped.during}; {'; '.join(report.left)}", err=True)
+        raise click.exceptions.Exit(INTERRUPTED)
+    if error is not None:
+        raise error
+    bad = [one for one in report.checks if one.verdict == BREACH]
+    if report.verdict == BREACHED:
+        options = text.either(dict.fromkeys(one.option for one in bad if one.option))
+        raise FindingsError(
+            f"{text.counted(len(bad), 'check')} failed: {bad[0].server} {bad[0].check}: "
+            f"{bad[0].text}",
+            next_step="docs/verify.md says what each means"
+            + (f"; {options} set the limit" if options else ""),
+        )
+    if report.verdict == UNKNOWN:
+        raise UnknownVerdictError(
+            "whether the answers are the same after a wake-up is not known: no prompt had the same "
+            "text twice before, or none was compared",
+            next_step="run it again without other users, with 2 cycles or more",
+        )

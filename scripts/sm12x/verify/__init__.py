@@ -1,0 +1,1 @@
+"""Sleep and wake of live servers, measured and judged: times, memory, answers, speed."""

@@ -1,0 +1,467 @@
+"""One vLLM server over HTTP: what it is, sleep and wake-up, greedy answers, counters.
+
+What a server answers is not trusted: sizes and times are limited, and whatever is shown of it is
+shortened, printable, and without the API key.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import urlsplit
+
+import requests
+from prometheus_client.parser import text_string_to_metric_families
+
+from sm12x.core.errors import ServerError, UsageError
+
+KEY_VARIABLE = "VLLM_API_KEY"
+# Seconds that a connection may take, and an answer that needs no engine.
+_CONNECT, _SOON = 10.0, 30.0
+# Bytes of an answer that are read: /metrics of many engines takes a few MB.
+_MOST = 16 << 20
+_CHUNK = 1 << 10
+# Characters of a server's words in a message.
+_SHOWN = 200
+_HOST_AND_PORT = re.compile(r"[\w.-]+:\d+(/.*)?")
+# Seconds between two tries of a call that crosses another.
+_AGAIN = 0.5
+
+DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
+_AT_WORK = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+
+_NO_KEY = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
+_SLEEP_ROUTES = ("/sleep", "/wake_up", "/is_sleeping")
+_ADDRESS = "write it as http://127.0.0.1:8000, without a path of the API"
+_ROUTES = (
+    "start the server with --enable-sleep-mode --enable-sleep-routes (a stock vLLM: with "
+    "VLLM_SERVER_DEV_MODE=1), see docs/memory.md"
+)
+_LOG = "read the server's log, start it again, and repeat the command"
+
+
+def base_url(text: str) -> str:
+    """``text`` as http://HOST:PORT[/PREFIX], without /v1.
+
+    Raises:
+        UsageError: it is no address of a server.
+    """
+    given = text.strip()
+    if _HOST_AND_PORT.fullmatch(given):
+        given = f"http://{given}"
+    try:
+        parts = urlsplit(given)
+        port, host = parts.port, parts.hostname
+    except ValueError as error:
+        raise UsageError(
+            f"{_printable(text)!r} is no address: {error}", next_step=_ADDRESS
+        ) from None
+    if parts.username is not None or parts.password is not None:
+        # Not shown: it holds a password.
+        raise UsageError(
+            "an address with a user or a password in it is not taken: it would be printed",
+            next_step=f"put an API key into {KEY_VARIABLE}, and leave the address without it",
+        )
+    if parts.scheme not in ("http", "https") or not host or re.search(r"\s", given):
+        raise UsageError(f"{_printable(text)!r} is not the address of a server", next_step=_ADDRESS)
+    if parts.query or parts.fragment:
+        raise UsageError(
+            f"the address {_printable(text)!r} has a query or a fragment", next_step=_ADDRESS
+        )
+    name = f"[{host}]" if ":" in host else host
+    prefix = parts.path.rstrip("/").removesuffix("/v1")
+    return f"{parts.scheme}://{name}{f':{port}' if port is not None else ''}{prefix}"
+
+
+def checked_key(key: str, variable: str) -> str:
+    """The key without blanks around it.
+
+    Raises:
+        UsageError: it cannot stand in an HTTP header; the key is not shown.
+    """
+    found = key.strip()
+    if not (found.isascii() and found.isprintable()) or " " in found:
+        raise UsageError(
+            f"the API key in {variable} has characters that no HTTP header can have",
+            next_step=f"set {variable} to the key alone, without line breaks and quotes",
+        )
+    return found
+
+
+class CrossedError(ServerError):
+    """A call was refused because another one is in flight, and did nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What came back for ``call``, such as "POST /sleep"."""
+
+    call: str
+    status: int
+    text: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """Version and model of a server, and whether it sleeps."""
+
+    version: str
+    model: str
+    asleep: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """``tokens`` and ``ids`` of the text are None where the server does not give them."""
+
+    text: str
+    tokens: int | None
+    ids: tuple[int, ...] | None
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """How servers are reached: ``key`` is "" without one, ``ca`` a file of certificates or ""."""
+
+    key: str = ""
+    variable: str = KEY_VARIABLE
+    ca: str = ""
+    timeout: float = 300.0
+
+
+class Server:
+    """A server at ``url``, which messages call ``name``."""
+
+    def __init__(self, name: str, url: str, access: Access) -> None:
+        self.name = name
+        self.url = url
+        self.model = ""
+        self._access = access
+        self._own = threading.local()
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.url})"
+
+    def identify(self, model: str = "") -> Identity:
+        """Ask what the server is, and find that it can be verified.
+
+        Args:
+            model: the name to send requests with; "" is the first that the server has.
+
+        Raises:
+            ServerError: nothing answers, it is not vLLM, has no sleep routes, or wants a key.
+            UsageError: the server does not have ``model``.
+        """
+        version = self._version()
+        self.model = self._model(model)
+        return Identity(version=version, model=self.model, asleep=self.is_sleeping())
+
+    def is_sleeping(self) -> bool:
+        """Raises ServerError, also where there is no such route."""
+        answer = self.call("GET", "/is_sleeping", timeout=_SOON)
+        found = self._object(answer).get("is_sleeping")
+        if not isinstance(found, bool):
+            raise self._nonsense(answer, 'no {"is_sleeping": true or false}')
+        return found
+
+    def sleep(self, level: int) -> float:
+        """Put it to sleep, and return the seconds that took. Raises ServerError."""
+        return self.call("POST", f"/sleep?level={level}").seconds
+
+    def wake_up(self, tag: str = "") -> float:
+        """Wake up all of it, or what has ``tag``, and return the seconds. Raises ServerError."""
+        return self.call("POST", f"/wake_up?tags={tag}" if tag else "/wake_up").seconds
+
+    def wake_up_at_last(self, tag: str = "") -> float:
+        """``wake_up``, again and again while another call is in flight. Raises ServerError."""
+        end = time.monotonic() + self._access.timeout
+        path = f"/wake_up?tags={tag}" if tag else "/wake_up"
+        while True:
+            answer = self.send("POST", path)
+            if answer.status != HTTPStatus.CONFLICT or time.monotonic() > end:
+                return self._good(answer).seconds
+            time.sleep(_AGAIN)
+
+    def reload_weights(self) -> float:
+        """Load the weights again, between the two halves of a wake-up from level 2."""
+        body = {"method": "reload_weights"}
+        return self.call("POST", "/collective_rpc", body=body).seconds
+
+    def require_reloading(self) -> None:
+        """Raises ServerError unless ``reload_weights`` can be called."""
+        answer = self.send("GET", "/collective_rpc", timeout=_SOON)
+        if answer.status == HTTPStatus.NOT_FOUND:
+            raise ServerError(
+                f"{self} cannot load weights again, which a sleep of level 2 takes: there is no "
+                "/collective_rpc",
+                next_step="verify with --level 1, or start the server with VLLM_SERVER_DEV_MODE=1 "
+                "where only you reach its port (SECURITY.md)",
+            )
+        if answer.status != HTTPStatus.METHOD_NOT_ALLOWED:
+            self._good(answer)
+
+    def complete(self, prompt: str, tokens: int) -> Completion:
+        """The greedy continuation of ``prompt``. Raises ServerError."""
+        body = {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0,
+            # A server that does not know it does without.
+            "return_token_ids": True,
+        }
+        answer = self.call("POST", "/v1/completions", body=body)
+        found = self._object(answer)
+        try:
+            choice = found["choices"][0]
+            text = choice["text"]
+            ids = choice.get("token_ids")
+            count = (found.get("usage") or {}).get("completion_tokens")
+        except (LookupError, TypeError, AttributeError):
+            raise self._nonsense(answer, "no choices[0].text") from None
+        if not isinstance(text, str):
+            raise self._nonsense(answer, "no text in choices[0].text")
+        known = isinstance(ids, list) and all(type(one) is int for one in ids)
+        counted = type(count) is int and 0 <= count <= _MOST
+        return Completion(
+            text=text,
+            tokens=count if counted else None,
+            ids=tuple(ids) if known else None,
+            seconds=answer.seconds,
+        )
+
+    def counters(self) -> Mapping[str, float] | None:
+        """Every sample of /metrics by its name, summed over its labels; None where not seen."""
+        try:
+            answer = self.send("GET", "/metrics", timeout=_SOON)
+        except ServerError:
+            return None
+        return metrics(answer.text) if answer.status == HTTPStatus.OK else None
+
+    def at_work(self) -> int:
+        """Requests that run or wait there, as far as /metrics says."""
+        found = self.counters() or {}
+        return int(sum(found.get(name, 0) for name in _AT_WORK))
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Mapping[str, object] | None = None,
+        timeout: float | None = None,
+    ) -> Answer:
+        """``send``, and ServerError for any status but 200."""
+        return self._good(self.send(method, path, body=body, timeout=timeout))
+
+    def send(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Mapping[str, object] | None = None,
+        timeout: float | None = None,
+    ) -> Answer:
+        """Send a request, and return whatever is answered. Raises ServerError where nothing is."""
+        seconds = timeout or self._access.timeout
+        call = f"{method} {path}"
+        began = time.monotonic()
+        key = self._access.key
+        try:
+            with self._session().request(
+                method,
+                self.url + path,
+                json=body,
+                headers={
+                    "Accept-Encoding": "identity",
+                    **({"Authorization": f"Bearer {key}"} if key else {}),
+                },
+                timeout=(min(_CONNECT, seconds), seconds),
+                allow_redirects=False,
+                stream=True,
+            ) as response:
+                text = self._read(response, call, began + seconds)
+                status = response.status_code
+        except requests.RequestException as error:
+            raise self._silent(call, error, seconds) from None
+        return Answer(call=call, status=status, text=text, seconds=time.monotonic() - began)
+
+    def shown(self, text: str) -> str:
+        """A server's words as they can be printed: short, on one line, without the key."""
+        if self._access.key:
+            text = text.replace(self._access.key, "<the API key>")
+        return _printable(text)
+
+    def _session(self) -> requests.Session:
+        # One for each thread: a session is not made to be shared.
+        session: requests.Session | None = getattr(self._own, "session", None)
+        if session is None:
+            session = self._own.session = requests.Session()
+            # No proxy between here and the server that is timed, and no key of a .netrc.
+            session.trust_env = False
+            if self._access.ca:
+                session.verify = self._access.ca
+        return session
+
+    def _read(self, response: requests.Response, call: str, end: float) -> str:
+        parts, size = [], 0
+        for part in response.iter_content(_CHUNK):
+            parts.append(part)
+            size += len(part)
+            if size > _MOST or time.monotonic() > end:
+                raise ServerError(
+                    f"{self} does not come to an end of its answer to {call}", next_step=_LOG
+                )
+        return b"".join(parts).decode("utf-8", errors="replace")
+
+    def _silent(self, call: str, error: requests.RequestException, seconds: float) -> ServerError:
+        """What a request without an answer means."""
+        said = str(error)
+        if isinstance(error, requests.exceptions.SSLError):
+            return ServerError(
+                f"{self} cannot be reached by TLS: {self.shown(said)}",
+                next_step="write http:// if the server has no certificate, or give --ca-file FILE",
+            )
+        if isinstance(error, requests.ConnectTimeout):
+            return ServerError(
+                f"{self} cannot be reached: no connection within {min(_CONNECT, seconds):g} s",
+                next_step="check the address, and the firewall on the way",
+            )
+        if isinstance(error, requests.Timeout) or "timed out" in said.lower():
+            return ServerError(
+                f"{self} has not answered {call} within {seconds:g} s",
+                next_step="read the server's log; --timeout SECONDS waits for longer",
+            )
+        if "refused" in said.lower():
+            return ServerError(
+                f"{self} cannot be reached: nothing listens there",
+                next_step="check the address, and that the server has started; if it was running, "
+                "its log says why it ended",
+            )
+        if "resolution" in said or "resolve" in said.lower():
+            return ServerError(
+                f"{self} cannot be reached: the name is not known",
+                next_step="check the host's name in the address",
+            )
+        if isinstance(error, requests.exceptions.InvalidURL):
+            return ServerError(f"{self} is no address that can be used", next_step=_ADDRESS)
+        return ServerError(
+            f"{self} closed the connection, or broke off, in {call}: {self.shown(said)}",
+            next_step=_LOG,
+        )
+
+    def _good(self, answer: Answer) -> Answer:
+        """The answer, if it is one. Raises ServerError with what to do."""
+        if answer.status == HTTPStatus.OK:
+            return answer
+        said = f": {self.shown(answer.text)}" if answer.text.strip() else ""
+        with_key = f" (with the key of {self._access.variable})" if self._access.key else ""
+        refused = answer.status in _NO_KEY
+        kind = CrossedError if answer.status == HTTPStatus.CONFLICT else ServerError
+        raise kind(
+            f"{self} answers {answer.call} with {answer.status}{said}{with_key if refused else ''}",
+            next_step=self._step(answer),
+        )
+
+    def _step(self, answer: Answer) -> str:
+        """What to do about an answer that is not 200."""
+        variable = self._access.variable
+        path = answer.call.partition(" ")[2].partition("?")[0]
+        match answer.status:
+            case HTTPStatus.UNAUTHORIZED | HTTPStatus.FORBIDDEN:
+                if self._access.key:
+                    return f"correct the key in {variable}"
+                return f"set {variable} to the server's API key"
+            case HTTPStatus.NOT_FOUND if path in _SLEEP_ROUTES:
+                return _ROUTES
+            case HTTPStatus.NOT_FOUND:
+                return "check the address: it is that of the server, not of a page or a gateway"
+            case HTTPStatus.CONFLICT:
+                return "stop what else puts this server to sleep or wakes it up, and repeat"
+            case HTTPStatus.SERVICE_UNAVAILABLE:
+                return f"see whether it is asleep: curl {self.url}/is_sleeping"
+            case status if 300 <= status < 400:
+                return "give the address that it points to"
+        if path == "/wake_up":
+            return (
+                "free GPU memory (another server on these GPUs has to sleep first: give both "
+                "addresses), or read the server's log"
+            )
+        if path == "/sleep":
+            return "check that it runs with --enable-sleep-mode, and read its log"
+        return "read the server's log"
+
+    def _version(self) -> str:
+        answer = self.send("GET", "/version", timeout=_SOON)
+        if answer.status in _NO_KEY:
+            self._good(answer)
+        try:
+            version = json.loads(answer.text)["version"]
+        except (ValueError, RecursionError, LookupError, TypeError):
+            version = None
+        if answer.status != HTTPStatus.OK or not isinstance(version, str):
+            raise ServerError(
+                f"{self} is no vLLM server: GET /version is answered with {answer.status} and "
+                f"{self.shown(answer.text) or 'nothing'!r}",
+                next_step="check address and port; of a gateway, give the address of the server "
+                "behind it",
+            )
+        return self.shown(version)
+
+    def _model(self, wanted: str) -> str:
+        answer = self.call("GET", "/v1/models", timeout=_SOON)
+        listed = self._object(answer).get("data")
+        names = [
+            one["id"]
+            for one in (listed if isinstance(listed, list) else ())
+            if isinstance(one, dict) and isinstance(one.get("id"), str)
+        ]
+        if not names:
+            raise self._nonsense(answer, "no model in its list")
+        if wanted and wanted not in names:
+            raise UsageError(
+                f"{self} has no model {wanted!r}",
+                next_step=f"give --model {' or '.join(map(self.shown, names[:5]))}",
+            )
+        return wanted or names[0]
+
+    def _object(self, answer: Answer) -> dict[str, Any]:
+        try:
+            found = json.loads(answer.text)
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise self._nonsense(answer, "no JSON object")
+        return found
+
+    def _nonsense(self, answer: Answer, what: str) -> ServerError:
+        return ServerError(
+            f"{self} answers {answer.call} with {what}: {self.shown(answer.text) or 'nothing'}",
+            next_step="check that the address is that of a vLLM server, with no gateway between",
+        )
+
+
+def metrics(text: str) -> Mapping[str, float] | None:
+    """Samples in Prometheus' text format by name, summed over labels; None if it is no such."""
+    found: dict[str, float] = {}
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                found[sample.name] = found.get(sample.name, 0.0) + float(sample.value)
+    except (ValueError, IndexError, KeyError, TypeError):
+        return None
+    return found
+
+
+def _printable(text: str) -> str:
+    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}..."

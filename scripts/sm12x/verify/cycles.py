@@ -1,0 +1,619 @@
+"""The run: who is asleep, what is asked and measured when, and everything as it was at the end."""
+
+from __future__ import annotations
+
+import datetime
+import queue
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from types import FrameType
+from typing import Any, Protocol, Self
+
+from sm12x.core.errors import ServerError, Sm12xError
+from sm12x.core.text import counted
+from sm12x.verify import judge
+from sm12x.verify.client import ACCEPTED, DRAFTED, Completion, CrossedError, Identity
+from sm12x.verify.memory import Watch
+from sm12x.verify.report import (
+    AFTER,
+    BEFORE,
+    EQUAL,
+    RUNNING,
+    STOPPED,
+    AnswerReport,
+    Limits,
+    ServerReport,
+    StopReport,
+    StressReport,
+    TurnReport,
+    VerifyReport,
+)
+
+# Long enough to go on for a while. The last fills more than one block of the KV cache, of 256
+# tokens on DeepSeek V4: what a wake-up leaves in the prefix cache is read again by it.
+PROMPTS = (
+    "Once upon a time, in a small village by the sea, there lived",
+    "def fibonacci(n):\n    ",
+    "The planets of the solar system, in order of their distance from the sun, are:\n1.",
+    "".join(f"{n} squared is {n * n}. " for n in range(1, 90)),
+)
+_TOKENS, _STRESS_TOKENS = 48, 64
+# Characters of a text in a report, and different faults of a stress.
+_SHOWN, _FAULTS = 160, 3
+# A signal that comes so soon after another is the same one: of a terminal and of a wrapper.
+_SAME = 1.0
+
+
+class Interrupts:
+    """Ctrl-C, SIGTERM and SIGHUP: at once, or after a call in flight that changes a server.
+
+    A second one is never held back.
+
+    Args:
+        tell: is given a sentence when a signal is held back.
+    """
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._waiting_for = ""
+        self._first = 0.0
+        self._before: dict[int, Any] = {}
+        self.count = 0
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # What is ignored stays so: SIGHUP under nohup, SIGINT in the background of a shell.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._arrived)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+    @contextmanager
+    def held(self, what: str) -> Iterator[None]:
+        """Let ``what`` come to its end; then raise KeyboardInterrupt if a signal has come."""
+        came = self.count
+        self._waiting_for = what
+        try:
+            yield
+        finally:
+            self._waiting_for = ""
+        if self.count > came:
+            raise KeyboardInterrupt
+
+    def _arrived(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.count and now - self._first < _SAME:
+            return
+        self.count += 1
+        self._first = now
+        if self.count == 1 and self._waiting_for:
+            self._tell(
+                f"interrupted: waiting for {self._waiting_for}, so that no server is left asleep "
+                "(again: leave at once)"
+            )
+            return
+        raise KeyboardInterrupt
+
+
+class LiveServer(Protocol):
+    """What a run does with a server: client.Server, or a stand-in in a test."""
+
+    name: str
+    url: str
+
+    def identify(self, model: str = "") -> Identity: ...
+    def is_sleeping(self) -> bool: ...
+    def sleep(self, level: int) -> float: ...
+    def wake_up(self, tag: str = "") -> float: ...
+    def wake_up_at_last(self, tag: str = "") -> float: ...
+    def reload_weights(self) -> float: ...
+    def require_reloading(self) -> None: ...
+    def complete(self, prompt: str, tokens: int) -> Completion: ...
+    def counters(self) -> Mapping[str, float] | None: ...
+    def at_work(self) -> int: ...
+    def shown(self, text: str) -> str: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a run does. ``models`` are of the servers, in their order; "" is a server's first."""
+
+    cycles: int = 5
+    level: int = 1
+    requests: int = 30
+    concurrency: int = 8
+    models: tuple[str, ...] = ()
+    random_weights: bool = False
+    force: bool = False
+    limits: Limits = field(default_factory=Limits)
+
+
+class _Member:
+    """A server, and what the run knows of it.
+
+    ``asleep`` is None where a call that changes it did not end well. ``waking`` is what is left to
+    do of a wake-up that began. ``before`` are the texts of each prompt before the first sleep.
+    """
+
+    def __init__(self, server: LiveServer) -> None:
+        self.server = server
+        self.identity: Identity | None = None
+        self.asleep: bool | None = None
+        self.touched = False
+        self.waking: list[Callable[[], float]] = []
+        self.before: list[tuple[str, ...]] = []
+        self.sleeps = 0
+        self.wakes = 0
+
+    @property
+    def name(self) -> str:
+        return self.server.name
+
+    def steady(self) -> int:
+        return sum(len(set(texts)) == 1 for texts in self.before)
+
+
+class Run:
+    """One run over one server, or over two that take turns.
+
+    Args:
+        observe: is told what is being done, before each step; ``report`` has what is known.
+        tell: is given a sentence that the user must not miss.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[LiveServer],
+        settings: Settings,
+        watch: Watch,
+        *,
+        observe: Callable[[str], None] = lambda doing: None,
+        tell: Callable[[str], None] = lambda sentence: None,
+    ) -> None:
+        self._members = [_Member(server) for server in servers]
+        self._settings = settings
+        self._watch = watch
+        self._observe = observe
+        self._interrupts = Interrupts(tell)
+        self._turns: list[TurnReport] = []
+        self._stress: list[StressReport] = []
+        self._left: list[str] = []
+        self._stopped: StopReport | None = None
+        self._doing = "asking the servers"
+        self._began = time.monotonic()
+        self._begun = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self._ended = False
+
+    def run(self) -> BaseException | None:
+        """Do it all, leave every server as it was, and return what ended the run early."""
+        error: BaseException | None = None
+        with self._interrupts:
+            try:
+                self._measure()
+            # Whatever it is: the servers must not be left asleep.
+            except BaseException as caught:
+                error = caught
+                self._stopped = self._why(caught)
+            try:
+                self._restore()
+            except KeyboardInterrupt as again:
+                error = again
+                self._stopped = self._stopped or self._why(again)
+                self._left += [
+                    self._unknown(one)
+                    for one in self._members
+                    if self._changed(one) and not self._told(one)
+                ]
+        self._ended = True
+        return error
+
+    def report(self) -> VerifyReport:
+        """What is known so far."""
+        settings = self._settings
+        servers = tuple(
+            ServerReport(
+                name=one.name,
+                url=one.server.url,
+                version=one.identity.version,
+                model=one.server.shown(one.identity.model),
+                asleep_at_start=one.identity.asleep,
+                prompts=len(one.before),
+                steady=one.steady(),
+            )
+            for one in self._members
+            if one.identity
+        )
+        found = judge.checks(
+            settings.limits,
+            servers,
+            self._turns,
+            self._stress,
+            random_weights=settings.random_weights,
+            memory_unseen=self._watch.unseen,
+        )
+        verdict = judge.verdict(found) if self._ended else RUNNING
+        return VerifyReport(
+            begun=self._begun,
+            seconds=time.monotonic() - self._began,
+            verdict=STOPPED if self._stopped else verdict,
+            cycles=settings.cycles,
+            level=settings.level,
+            limits=settings.limits,
+            memory_unseen=self._watch.unseen,
+            servers=servers,
+            turns=tuple(self._turns),
+            stress=tuple(self._stress),
+            trends=judge.trends(self._turns),
+            checks=found,
+            stopped=self._stopped,
+            left=tuple(self._left),
+        )
+
+    def _why(self, error: BaseException) -> StopReport:
+        stopped = isinstance(error, KeyboardInterrupt)
+        why = "it was interrupted" if stopped else repr(error)
+        step = "run the same command again: it begins anew" if stopped else "report this defect"
+        if isinstance(error, Sm12xError):
+            why, step = error.message, error.next_step
+        return StopReport(during=self._doing, why=why, next_step=step, interrupted=stopped)
+
+    def _begin(self, doing: str) -> None:
+        self._doing = doing
+        self._show(doing)
+
+    def _show(self, doing: str) -> None:
+        # A terminal that is gone, or a full disk, must not leave a server asleep.
+        with suppress(OSError):
+            self._observe(doing)
+
+    def _measure(self) -> None:
+        self._identify()
+        first, *others = self._members
+        pairs = [(first, first)]
+        if others:
+            pairs = self._rotation()
+        elif first.asleep:
+            self._wake(first, "for the run: it was asleep")
+        for one in self._members:
+            if not one.asleep:
+                self._baseline(one)
+        self._make_room(pairs)
+        for cycle in range(1, self._settings.cycles + 1):
+            for sleeps, wakes in pairs:
+                self._turn(cycle, sleeps, wakes)
+
+    def _identify(self) -> None:
+        models = [*self._settings.models, *([""] * len(self._members))]
+        for one, model in zip(self._members, models, strict=False):
+            self._begin(f"asking {one.server}")
+            one.identity = one.server.identify(model)
+            one.asleep = one.identity.asleep
+            if self._settings.level == 2:
+                one.server.require_reloading()
+        for one in self._members:
+            busy = one.server.at_work()
+            if busy and not self._settings.force:
+                raise ServerError(
+                    f"{one.server} is at work on {counted(busy, 'request')}, which a sleep would "
+                    "abort",
+                    next_step="keep users away from it for the time of the run, or give --force",
+                )
+
+    def _rotation(self) -> list[tuple[_Member, _Member]]:
+        """The two turns of a cycle; the one that is awake sleeps first, and one is awake then."""
+        first, second = self._members
+        if first.asleep and second.asleep:
+            self._wake(first, "for the run: both were asleep")
+        if first.asleep:
+            first, second = second, first
+        return [(first, second), (second, first)]
+
+    def _make_room(self, pairs: Sequence[tuple[_Member, _Member]]) -> None:
+        """Put the second to sleep where both are awake."""
+        first, second = pairs[0]
+        if second is not first and not second.asleep:
+            before = self._watch.sample()
+            self._sleep(second, "for the run: both were awake")
+            second.sleeps = 1
+            self._watch.slept(second.name, before, self._watch.sample())
+
+    def _turn(self, cycle: int, sleeps: _Member, wakes: _Member) -> None:
+        turn = TurnReport(
+            cycle=cycle,
+            sleeps=sleeps.name,
+            wakes=wakes.name,
+            first_sleep=not sleeps.sleeps,
+            first_wake=not wakes.wakes,
+        )
+        self._turns.append(turn)
+        at = f"cycle {cycle} of {self._settings.cycles}"
+
+        def known(**what: Any) -> None:
+            self._turns[-1] = replace(self._turns[-1], **what)
+
+        before = self._watch.sample()
+        seconds = self._sleep(sleeps, at)
+        sleeps.sleeps += 1
+        asleep = self._watch.sample()
+        self._watch.slept(sleeps.name, before, asleep)
+        known(
+            sleep_seconds=seconds,
+            before=self._watch.of(sleeps.name, before),
+            asleep=self._watch.of(sleeps.name, asleep),
+        )
+        known(wake_seconds=self._wake(wakes, at))
+        wakes.wakes += 1
+        known(after=self._watch.of(sleeps.name, self._watch.sample()))
+        self._begin(f"{at}: asking {wakes.name}")
+        known(answer_seconds=wakes.server.complete(PROMPTS[0], 1).seconds)
+        if wakes.before:
+            known(answers=self._compare(wakes))
+            if cycle == self._settings.cycles:
+                self._burst(wakes, AFTER)
+        else:
+            self._baseline(wakes)
+        self._begin(f"{at}: {wakes.name} is awake")
+
+    def _baseline(self, one: _Member) -> None:
+        """Texts before, and the first requests at a time: they also take what memory they need."""
+        self._begin(f"asking {one.name} before its first sleep")
+        texts = [
+            [one.server.complete(prompt, _TOKENS).text for _ in range(2)] for prompt in PROMPTS
+        ]
+        one.before = [tuple(each) for each in texts]
+        self._burst(one, BEFORE)
+
+    def _compare(self, one: _Member) -> tuple[AnswerReport, ...]:
+        found = []
+        for number, (prompt, before) in enumerate(zip(PROMPTS, one.before, strict=True), 1):
+            answer = one.server.complete(prompt, _TOKENS)
+            verdict = judge.compared(answer.text, before)
+            wrong = judge.garbage(answer.text, answer.ids)
+            shown = "" if verdict == EQUAL and not wrong else _short(one.server, answer.text)
+            found.append(
+                AnswerReport(
+                    prompt=number,
+                    verdict=verdict,
+                    garbage=_short(one.server, wrong),
+                    text=shown,
+                )
+            )
+        return tuple(found)
+
+    def _sleep(self, one: _Member, why: str) -> float:
+        self._begin(f"{why}: {one.name} goes to sleep")
+        one.touched, one.asleep = True, None
+        with self._interrupts.held(f"the sleep of {one.name}"):
+            try:
+                seconds = one.server.sleep(self._settings.level)
+            except CrossedError:
+                # What is in flight is somebody else's, and ours to leave alone.
+                one.asleep = False
+                raise
+            one.asleep = True
+        if not one.server.is_sleeping():
+            one.asleep = False
+            raise ServerError(
+                f"{one.server} answers /sleep with 200, and is not asleep then",
+                next_step="check that nothing else wakes it up (a proxy), and read its log",
+            )
+        return seconds
+
+    def _wake(self, one: _Member, why: str) -> float:
+        self._begin(f"{why}: {one.name} wakes up")
+        one.touched, one.asleep = True, None
+        server = one.server
+        one.waking = _from_level_2(server) if self._settings.level == 2 else [server.wake_up]
+        seconds = 0.0
+        with self._interrupts.held(f"the wake-up of {one.name}"):
+            while one.waking:
+                seconds += one.waking[0]()
+                del one.waking[0]
+            one.asleep = False
+        if server.is_sleeping():
+            one.asleep = True
+            raise ServerError(
+                f"{server} answers /wake_up with 200, and is asleep then",
+                next_step="check that nothing else puts it to sleep (a proxy), and read its log",
+            )
+        return seconds
+
+    def _burst(self, one: _Member, when: str) -> None:
+        settings = self._settings
+        if not settings.requests:
+            return
+        self._begin(f"{one.name}: {settings.requests} requests, {settings.concurrency} at a time")
+        before = one.server.counters()
+        began = time.monotonic()
+        answers = _at_a_time(one.server, settings.requests, settings.concurrency)
+        seconds = time.monotonic() - began
+        drafted, accepted = _spent(before, one.server.counters())
+        good = [answer for answer in answers if isinstance(answer, Completion)]
+        wrong = [] if settings.random_weights else _garbled(good)
+        faults = [str(answer.message) for answer in answers if isinstance(answer, Sm12xError)]
+        known = [answer.tokens for answer in good]
+        times = [answer.seconds for answer in good]
+        self._stress.append(
+            StressReport(
+                server=one.name,
+                when=when,
+                requests=settings.requests,
+                failed=settings.requests - len(good),
+                garbled=len(wrong),
+                seconds=seconds,
+                # One that does not count them counts none.
+                tokens=0 if None in known else sum(filter(None, known)),
+                median_seconds=statistics.median(times) if times else None,
+                slowest_seconds=max(times, default=None),
+                drafted=drafted,
+                accepted=accepted,
+                faults=tuple(
+                    _short(one.server, said) for said in list(dict.fromkeys([*faults, *wrong]))
+                )[:_FAULTS],
+            )
+        )
+
+    def _changed(self, one: _Member) -> bool:
+        """Whether the run may have left a server otherwise than it was."""
+        return bool(
+            one.touched
+            and one.identity
+            and (one.asleep is None or one.asleep != one.identity.asleep)
+        )
+
+    def _restore(self) -> None:
+        """Leave every server as it was: first those to sleep that slept, for the memory."""
+        with self._interrupts.held("the servers to be as they were"):
+            for wanted in (True, False):
+                for one in self._members:
+                    if one.identity and one.identity.asleep is wanted and self._changed(one):
+                        self._left.append(self._put_back(one, asleep=wanted))
+        self._left += [
+            f"{one.name} is {_state(one.asleep)}, as it was"
+            for one in self._members
+            if one.touched and not self._told(one)
+        ]
+
+    def _told(self, one: _Member) -> bool:
+        """Whether the report says how a server was left."""
+        return any(said.startswith(f"{one.name} ") for said in self._left)
+
+    def _put_back(self, one: _Member, *, asleep: bool) -> str:
+        """A sentence on how it went."""
+        self._show(f"{one.name} is to be {_state(asleep)}, as it was")
+        server, level = one.server, self._settings.level
+        try:
+            # Between the halves of a wake-up from level 2 the server's word is not enough.
+            if one.asleep is None and not (one.waking and level == 2):
+                one.asleep = server.is_sleeping()
+            if one.asleep == asleep:
+                return f"{one.name} is {_state(asleep)}, as it was"
+            if asleep:
+                server.sleep(level)
+            elif level == 1:
+                server.wake_up_at_last()
+            else:
+                for step in one.waking if one.asleep is None else _from_level_2(server):
+                    step()
+            one.asleep = server.is_sleeping()
+        except Sm12xError as error:
+            return self._unknown(one, error)
+        if one.asleep != asleep:
+            return self._unknown(one)
+        return f"{one.name} is {_state(asleep)} again, as it was"
+
+    def _unknown(self, one: _Member, error: Sm12xError | None = None) -> str:
+        wanted = "sleep?level=1" if one.identity and one.identity.asleep else "wake_up"
+        why = f" ({error.message})" if error else ""
+        known = "may be asleep" if one.asleep is None else f"is {_state(one.asleep)}"
+        return (
+            f"{one.name} {known}, and was {_state(bool(one.identity and one.identity.asleep))}"
+            f"{why}: curl -X POST '{one.server.url}/{wanted}'"
+        )
+
+
+def _from_level_2(server: LiveServer) -> list[Callable[[], float]]:
+    """The calls that wake a server up whose weights are gone, in order."""
+    return [
+        lambda: server.wake_up_at_last("weights"),
+        server.reload_weights,
+        lambda: server.wake_up_at_last("kv_cache"),
+    ]
+
+
+def _state(asleep: bool | None) -> str:
+    return "asleep" if asleep else "awake"
+
+
+def _short(server: LiveServer, text: str) -> str:
+    return server.shown(text)[:_SHOWN]
+
+
+def _garbled(answers: Sequence[Completion]) -> list[str]:
+    return [wrong for one in answers if (wrong := judge.garbage(one.text, one.ids))]
+
+
+def _spent(
+    before: Mapping[str, float] | None, after: Mapping[str, float] | None
+) -> tuple[int | None, int | None]:
+    """Tokens that were drafted and accepted between two looks; None where they are not counted."""
+    if before is None or after is None or DRAFTED not in after or ACCEPTED not in after:
+        return None, None
+    found = [int(after[name] - before.get(name, 0)) for name in (DRAFTED, ACCEPTED)]
+    # Fewer than before: the server has started anew.
+    return (None, None) if min(found) < 0 else (found[0], found[1])
+
+
+class _Queue:
+    """Requests that are still to be sent, and what came of the others."""
+
+    def __init__(self, server: LiveServer, requests: int, hopeless: int) -> None:
+        self._server = server
+        self._hopeless = hopeless
+        self._numbers = iter(range(requests))
+        self._lock = threading.Lock()
+        self._good = self._bad = 0
+        self.answers: queue.SimpleQueue[Completion | Sm12xError] = queue.SimpleQueue()
+
+    def work(self) -> None:
+        """Send one after another until none is left."""
+        while (number := self._next()) is not None:
+            try:
+                self._came(self._server.complete(_question(number), _STRESS_TOKENS))
+            except Sm12xError as error:
+                self._came(error)
+            # A thread that ends without an answer would be waited for.
+            except Exception as error:
+                self._came(ServerError(repr(error), next_step="report this defect"))
+
+    def end(self) -> None:
+        """Send no more."""
+        with self._lock:
+            self._numbers = iter(())
+
+    def _next(self) -> int | None:
+        with self._lock:
+            number = next(self._numbers, None)
+            if number is not None and not self._good and self._bad >= self._hopeless:
+                self.answers.put(ServerError("not sent, for all before failed", next_step=""))
+                for _ in self._numbers:
+                    self.answers.put(ServerError("not sent, for all before failed", next_step=""))
+                return None
+            return number
+
+    def _came(self, answer: Completion | Sm12xError) -> None:
+        with self._lock:
+            if isinstance(answer, Completion):
+                self._good += 1
+            else:
+                self._bad += 1
+        self.answers.put(answer)
+
+
+def _at_a_time(
+    server: LiveServer, requests: int, concurrency: int
+) -> list[Completion | Sm12xError]:
+    """The answers to so many requests, a few at a time; KeyboardInterrupt ends it at once.
+
+    Where the first of them all fail, the rest is not sent: each would wait for its time-out.
+    """
+    work = _Queue(server, requests, min(concurrency, requests))
+    # Daemons: what a hanging server holds does not keep the program from its end.
+    for _ in range(min(concurrency, requests)):
+        threading.Thread(target=work.work, daemon=True).start()
+    try:
+        return [work.answers.get() for _ in range(requests)]
+    finally:
+        work.end()
+
+
+def _question(number: int) -> str:
+    return f"Exercise {number + 1}. Describe how one counts to {number + 11}.\nAnswer:"

@@ -1,0 +1,432 @@
+"""What was measured against the limits. Nothing here asks a server."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+from sm12x.core.text import GIB, MIB, counted, first_of
+from sm12x.verify.report import (
+    AFTER,
+    BEFORE,
+    BREACH,
+    BREACHED,
+    DIFFERS,
+    EQUAL,
+    GOOD,
+    PASSED,
+    UNKNOWN,
+    UNSEEN,
+    UNSTEADY,
+    AnswerReport,
+    CheckReport,
+    GpuUse,
+    Limits,
+    ServerReport,
+    StressReport,
+    TrendReport,
+    TurnReport,
+)
+
+ANSWERS = "answers"
+# A token that is most of so many tokens or more.
+_TOKENS, _SHARE = 8, 0.9
+# The same few characters again and again, from the first to the last: "the the the ...".
+_AGAIN = re.compile(r"(.{1,16}?)\1{7,}", re.DOTALL)
+_BANGS = "!!!!!"
+# Sleeps after the first of which a slope is made.
+_FEWEST = 3
+# A server of another GPU frees nothing here; noise of other processes is not a sleep.
+_TOUCHED = 0.02
+
+
+def garbage(text: str, ids: Sequence[int] | None = None) -> str:
+    """What shows that a model did not mean this text; "" for nothing."""
+    words = text.strip()
+    if not words:
+        return "empty"
+    if _BANGS in words:
+        return _BANGS
+    if ids is not None and len(ids) >= _TOKENS:
+        token, times = Counter(ids).most_common(1)[0]
+        if times >= _SHARE * len(ids):
+            return f"token {token} is {times} of {len(ids)} tokens"
+    found = _AGAIN.match(words)
+    # What follows the last whole repetition may be the beginning of another.
+    if found and found[1].startswith(words[found.end() :]):
+        return f"{found[1]!r} again and again"
+    return ""
+
+
+def compared(text: str, before: Sequence[str]) -> str:
+    """``equal``, ``differs``, or ``unsteady`` where the texts before differ among themselves."""
+    if text in before:
+        return EQUAL
+    return UNSTEADY if len(set(before)) > 1 else DIFFERS
+
+
+def slope(values: Sequence[float]) -> float:
+    """The slope of the line through the values by least squares, for each step; 0 of one value."""
+    middle = (len(values) - 1) / 2
+    mean = sum(values) / len(values)
+    spread = sum((n - middle) ** 2 for n in range(len(values)))
+    if not spread:
+        return 0.0
+    return sum((n - middle) * (value - mean) for n, value in enumerate(values)) / spread
+
+
+def trends(turns: Sequence[TurnReport]) -> tuple[TrendReport, ...]:
+    """The residue of each server on each GPU, without that of its first sleep.
+
+    It is what the server's processes hold, or what all hold where that was not seen each time.
+    """
+    made = []
+    for server in dict.fromkeys(turn.sleeps for turn in turns):
+        mine = [turn for turn in turns if turn.sleeps == server and turn.asleep is not None]
+        for gpu in _gpus(mine):
+            asleep = [use for turn in mine for use in turn.asleep or () if use.gpu == gpu]
+            of_server = all(use.held is not None for use in asleep)
+            sizes = [use.held if of_server else use.used for use in asleep]
+            known = [size for size in sizes if size is not None]
+            if not known or len(known) != len(sizes):
+                continue
+            later = known[1:]
+            made.append(
+                TrendReport(
+                    server=server,
+                    gpu=gpu,
+                    of_server=of_server,
+                    sleeps=len(known),
+                    last_bytes=known[-1],
+                    mib_per_cycle=slope(later) / MIB if len(later) >= _FEWEST else None,
+                )
+            )
+    return tuple(made)
+
+
+def checks(
+    limits: Limits,
+    servers: Sequence[ServerReport],
+    turns: Sequence[TurnReport],
+    stress: Sequence[StressReport],
+    *,
+    random_weights: bool,
+    memory_unseen: str,
+) -> tuple[CheckReport, ...]:
+    """Everything that is judged, as far as it was measured."""
+    made: list[CheckReport] = []
+    for server in servers:
+        name = server.name
+        made += _times(limits, name, turns)
+        made += _memory(limits, name, turns, memory_unseen, len(servers))
+        made.append(_answers(server, turns))
+        mine = [one for one in stress if one.server == name]
+        if not random_weights:
+            made.append(_garbage(name, turns, mine))
+        made += _stress(limits, name, mine)
+    return tuple(made)
+
+
+def verdict(found: Sequence[CheckReport]) -> str:
+    """``breached``; ``unknown`` where the answers could not be compared; else ``passed``."""
+    if any(one.verdict == BREACH for one in found):
+        return BREACHED
+    told = all(one.verdict == GOOD for one in found if one.check == ANSWERS)
+    return PASSED if told else UNKNOWN
+
+
+def _times(limits: Limits, name: str, turns: Sequence[TurnReport]) -> Iterator[CheckReport]:
+    sleeps = [turn for turn in turns if turn.sleeps == name]
+    swaps = [turn for turn in turns if turn.wakes == name and turn.sleeps != name]
+    yield _slowest(
+        "first sleep",
+        name,
+        [turn.sleep_seconds for turn in sleeps if turn.first_sleep],
+        limits.max_first_sleep,
+        "--max-first-sleep",
+    )
+    yield _slowest(
+        "later sleeps",
+        name,
+        [turn.sleep_seconds for turn in sleeps if not turn.first_sleep],
+        limits.max_sleep,
+        "--max-sleep",
+    )
+    yield _slowest(
+        "wake-ups",
+        name,
+        [turn.wake_seconds for turn in turns if turn.wakes == name],
+        limits.max_wake,
+        "--max-wake",
+    )
+    if swaps:
+        yield _slowest(
+            "later swaps to it",
+            name,
+            [turn.swap_seconds for turn in swaps if not turn.first_sleep],
+            limits.max_swap,
+            "--max-swap",
+        )
+
+
+def _slowest(
+    check: str, name: str, seconds: Sequence[float | None], limit: float, option: str
+) -> CheckReport:
+    known = [one for one in seconds if one is not None]
+    if not known:
+        return _unseen(check, name, "there was none", limit=limit, unit="s", option=option)
+    most = max(known)
+    many = f", slowest of {len(known)}" if len(known) > 1 else ""
+    return _judged(
+        check, name, most <= limit, f"{most:.2f} s{many}", most, limit, "s", option, most=True
+    )
+
+
+def _memory(
+    limits: Limits, name: str, turns: Sequence[TurnReport], unseen: str, servers: int
+) -> Iterator[CheckReport]:
+    mine = [turn for turn in turns if turn.sleeps == name]
+    freed = [found for turn in mine if (found := _freed(turn)) is not None]
+    option = "--min-freed"
+    why = unseen or "there was no sleep, or the driver does not say"
+    if not freed:
+        yield _unseen("freed", name, why, limit=limits.min_freed, unit="", option=option)
+    else:
+        gpu, share = min(freed, key=lambda one: one[1])
+        text = f"{share:.0%} of the memory in use on GPU {gpu}, in the sleep that freed least"
+        yield _judged(
+            "freed",
+            name,
+            share >= limits.min_freed,
+            text,
+            share,
+            limits.min_freed,
+            "",
+            option,
+            most=False,
+        )
+    gpus = _sleepers(mine)
+    own = [one for one in trends(turns) if one.server == name and one.gpu in gpus]
+    option = "--max-residue"
+    if not own:
+        yield _unseen("residue", name, why, limit=limits.max_residue, unit="GiB", option=option)
+    else:
+        largest = max(own, key=lambda trend: trend.last_bytes)
+        gib = largest.last_bytes / GIB
+        # What all processes hold is that of every server that sleeps.
+        limit = limits.max_residue * (1 if largest.of_server else servers)
+        text = f"{gib:.2f} GiB on GPU {largest.gpu}{_whose(largest)}"
+        yield _judged("residue", name, gib <= limit, text, gib, limit, "GiB", option, most=True)
+    sloped = [(one, one.mib_per_cycle) for one in own if one.mib_per_cycle is not None]
+    option = "--max-growth"
+    if not sloped:
+        reason = f"it takes {_FEWEST + 1} sleeps that are seen" if own else why
+        yield _unseen("growth", name, reason, limit=limits.max_growth, unit="MiB", option=option)
+    else:
+        worst, each = max(sloped, key=lambda pair: pair[1])
+        # From the second sleep to the last.
+        growth = each * (worst.sleeps - 2)
+        text = (
+            f"{growth:+.1f} MiB on GPU {worst.gpu} from sleep 2 to {worst.sleeps} "
+            f"({each:+.2f} MiB each){_whose(worst)}"
+        )
+        yield _judged(
+            "growth",
+            name,
+            growth <= limits.max_growth,
+            text,
+            growth,
+            limits.max_growth,
+            "MiB",
+            option,
+            most=True,
+        )
+
+
+def _whose(trend: TrendReport) -> str:
+    return "" if trend.of_server else ", of all processes"
+
+
+def _freed(turn: TurnReport) -> tuple[int, float] | None:
+    """The GPU on which the server freed least, and the share; GPUs that it is not on aside."""
+    shares = _shares(turn)
+    touched = [one for one in shares if one[1] > _TOUCHED] or shares
+    return min(touched, key=lambda one: one[1], default=None)
+
+
+def _shares(turn: TurnReport) -> list[tuple[int, float]]:
+    made = []
+    for before in turn.before or ():
+        asleep = next((use for use in turn.asleep or () if use.gpu == before.gpu), None)
+        pair = _pair(before, asleep)
+        if pair and pair[0]:
+            made.append((before.gpu, max(0.0, (pair[0] - pair[1]) / pair[0])))
+    return made
+
+
+def _pair(before: GpuUse, asleep: GpuUse | None) -> tuple[int, int] | None:
+    """Bytes before and after: of the server where both are known, else of all processes."""
+    if asleep is None:
+        return None
+    if before.held is not None and asleep.held is not None:
+        return before.held, asleep.held
+    if before.used is not None and asleep.used is not None:
+        return before.used, asleep.used
+    return None
+
+
+def _sleepers(turns: Sequence[TurnReport]) -> set[int]:
+    """The GPUs that a server is on: where a sleep freed something; all where none did."""
+    touched = {gpu for turn in turns for gpu, share in _shares(turn) if share > _TOUCHED}
+    return touched or set(_gpus(turns))
+
+
+def _gpus(turns: Sequence[TurnReport]) -> list[int]:
+    return sorted({use.gpu for turn in turns for use in turn.asleep or ()})
+
+
+def _answers(server: ServerReport, turns: Sequence[TurnReport]) -> CheckReport:
+    found = _answered(server.name, turns)
+    if not found:
+        why = "no answer after a wake-up could be compared"
+        return _unseen(ANSWERS, server.name, why)
+    bad = [one for one in found if one.verdict == DIFFERS]
+    equal = sum(one.verdict == EQUAL for one in found)
+    text = f"{equal} of {len(found)} greedy texts as before the first sleep"
+    if bad:
+        first = first_of([f"prompt {one.prompt}: {one.text!r}" for one in bad], 1)
+        return _judged(ANSWERS, server.name, False, f"{text}; {first}", len(bad), 0, "", "")
+    if not server.steady:
+        why = f"{text}; no prompt had the same text twice before"
+        return _unseen(ANSWERS, server.name, why)
+    if equal < len(found):
+        text += "; the others had several texts before"
+    return _judged(ANSWERS, server.name, True, text, 0, 0, "", "")
+
+
+def _answered(name: str, turns: Sequence[TurnReport]) -> list[AnswerReport]:
+    return [answer for turn in turns if turn.wakes == name for answer in turn.answers or ()]
+
+
+def _garbage(name: str, turns: Sequence[TurnReport], stress: Sequence[StressReport]) -> CheckReport:
+    answers = _answered(name, turns)
+    asked = len(answers) + sum(one.requests - one.failed for one in stress)
+    kinds = [one.garbage for one in answers if one.garbage]
+    found = len(kinds) + sum(one.garbled for one in stress)
+    if not asked:
+        return _unseen("garbage", name, "nothing was answered")
+    text = f"{found} of {counted(asked, 'text')}"
+    if found:
+        before = sum(one.garbled for one in stress if one.when == BEFORE)
+        said = [*kinds, *(fault for one in stress for fault in one.faults)]
+        text += f": {first_of(list(dict.fromkeys(said)), 2)}"
+        if before:
+            text += f"; {before} of them before any sleep"
+        text += " (--random-weights if the model has such)"
+    return _judged("garbage", name, not found, text, found, 0, "", "")
+
+
+def _stress(limits: Limits, name: str, stress: Sequence[StressReport]) -> Iterator[CheckReport]:
+    failed = sum(one.failed for one in stress)
+    sent = sum(one.requests for one in stress)
+    if not sent:
+        yield _unseen("requests", name, "none was sent")
+    else:
+        text = f"{failed} of {sent} failed"
+        if failed:
+            faults = [fault for one in stress if one.failed for fault in one.faults]
+            text += f": {first_of(faults, 1)}"
+        yield _judged("requests", name, not failed, text, failed, 0, "", "")
+    yield _kept(
+        "speed",
+        name,
+        stress,
+        lambda one: one.tokens_per_second,
+        limits.min_speed,
+        "--min-speed",
+        "{:.1f}",
+        "tokens/s",
+        "the requests before and after have no count of tokens",
+    )
+    if any(one.drafted for one in stress):
+        yield _kept(
+            "acceptance",
+            name,
+            stress,
+            lambda one: one.acceptance,
+            limits.min_acceptance,
+            "--min-acceptance",
+            "{:.0%}",
+            "of the drafted tokens",
+            "no token was drafted before, or after",
+        )
+
+
+def _kept(
+    check: str,
+    name: str,
+    stress: Sequence[StressReport],
+    value: Callable[[StressReport], float | None],
+    limit: float,
+    option: str,
+    form: str,
+    unit: str,
+    why: str,
+) -> CheckReport:
+    """A figure after the cycles, as a share of that before."""
+    before, after = (
+        next((value(one) for one in stress if one.when == when), None) for when in (BEFORE, AFTER)
+    )
+    if not before or after is None:
+        return _unseen(check, name, why, limit=limit, option=option)
+    share = after / before
+    text = f"{form.format(after)} {unit}, {form.format(before)} before: {share:.0%} of it"
+    return _judged(check, name, share >= limit, text, share, limit, "", option, most=False)
+
+
+def _judged(
+    check: str,
+    server: str,
+    good: bool,
+    text: str,
+    found: float,
+    limit: float,
+    unit: str,
+    option: str,
+    *,
+    most: bool = True,
+) -> CheckReport:
+    if option:
+        text += f" (at {'most' if most else 'least'} {limit:g}{f' {unit}' if unit else ''})"
+    return CheckReport(
+        check=check,
+        server=server,
+        verdict=GOOD if good else BREACH,
+        found=float(found),
+        limit=float(limit),
+        unit=unit,
+        option=option,
+        text=text,
+    )
+
+
+def _unseen(
+    check: str,
+    server: str,
+    why: str,
+    *,
+    limit: float | None = None,
+    unit: str = "",
+    option: str = "",
+) -> CheckReport:
+    return CheckReport(
+        check=check,
+        server=server,
+        verdict=UNSEEN,
+        found=None,
+        limit=limit,
+        unit=unit,
+        option=option,
+        text=why,
+    )

@@ -1,0 +1,175 @@
+"""GPU memory around a sleep: what all processes use, and what a server's processes hold.
+
+Which processes are a server's is not said anywhere: they are those whose memory falls while it
+goes to sleep. Where the driver lists no processes (in most containers), memory of all counts.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from sm12x.core.errors import UnknownVerdictError, UsageError
+from sm12x.core.text import MIB
+from sm12x.doctor import gpus, knowledge
+from sm12x.doctor.host import Host
+from sm12x.doctor.model import Gpu, Unseen
+from sm12x.verify.report import GpuUse
+
+AUTO, ALL, NONE = "auto", "all", "none"
+# A process that gives back less than this has not gone to sleep.
+_FELL = 64 * MIB
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """Bytes on each GPU: of all processes, and of each; None where the driver does not say."""
+
+    used: Mapping[int, int | None]
+    processes: Mapping[int, Mapping[int, int] | None]
+
+
+class Watch:
+    """Takes samples of the GPUs ``chosen`` (None: of all), or knows why there are none.
+
+    ``unseen`` is the reason, "" where memory is seen.
+    """
+
+    def __init__(
+        self,
+        look: Callable[[], tuple[Gpu, ...] | Unseen],
+        *,
+        chosen: frozenset[int] | None = None,
+        unseen: str = "",
+    ) -> None:
+        self._look = look
+        self._chosen = chosen
+        self._owners: dict[str, set[int]] = {}
+        self.unseen = unseen
+
+    def sample(self) -> Sample | None:
+        """What is in use now; None where it is not seen, from the first failure on."""
+        if self.unseen:
+            return None
+        found = self._look()
+        if isinstance(found, Unseen):
+            self.unseen = found.why
+            return None
+        mine = [gpu for gpu in found if self._chosen is None or gpu.index in self._chosen]
+        made = Sample(
+            used={gpu.index: gpu.memory_used for gpu in mine},
+            processes={gpu.index: _processes(gpu) for gpu in mine},
+        )
+        if not mine:
+            self.unseen = "no GPU is here"
+        elif all(used is None for used in made.used.values()) and not any(made.processes.values()):
+            self.unseen = "the driver gives neither the memory of a GPU nor that of its processes"
+        return None if self.unseen else made
+
+    def slept(self, server: str, before: Sample | None, asleep: Sample | None) -> None:
+        """Note whose memory fell while ``server`` went to sleep: its processes."""
+        if before is None or asleep is None:
+            return
+        for gpu, processes in before.processes.items():
+            later = asleep.processes.get(gpu)
+            if processes is None or later is None:
+                continue
+            fell = {pid for pid, size in processes.items() if size - later.get(pid, size) >= _FELL}
+            self._owners.setdefault(server, set()).update(fell)
+
+    def of(self, server: str, sample: Sample | None) -> tuple[GpuUse, ...] | None:
+        """The sample as it is reported, with what ``server`` holds."""
+        if sample is None:
+            return None
+        owners = self._owners.get(server, set())
+        return tuple(
+            GpuUse(gpu=gpu, used=used, held=_held(sample.processes.get(gpu), owners))
+            for gpu, used in sample.used.items()
+        )
+
+
+def watch(urls: Iterable[str], choice: str) -> Watch:
+    """A watch of the GPUs that ``choice`` says: auto, all, none, or numbers such as 0,1.
+
+    Raises:
+        UsageError: it says none of these.
+        UnknownVerdictError: GPUs are named, and cannot be seen.
+    """
+    if choice == NONE:
+        return Watch(_look, unseen="--gpus none")
+    if choice == AUTO:
+        away = [host for host in (urlsplit(url).hostname or "" for url in urls) if not here(host)]
+        if away:
+            why = f"{away[0]} is not this machine; if its GPUs are seen here, give --gpus all"
+            return Watch(_look, unseen=why)
+        made = Watch(_look)
+        made.sample()
+        return made
+    made = Watch(_look, chosen=None if choice == ALL else _numbers(choice))
+    seen = made.sample()
+    missing = sorted((made._chosen or set()) - set(seen.used)) if seen else []
+    if missing:
+        raise UnknownVerdictError(
+            f"--gpus {choice}: there is no GPU {missing[0]} here",
+            next_step="nvidia-smi lists the GPUs; --gpus none verifies without their memory",
+        )
+    if seen is None:
+        raise UnknownVerdictError(
+            f"the memory of the GPUs cannot be seen: {made.unseen}",
+            next_step="verify on the server's machine, or with --gpus none",
+        )
+    return made
+
+
+def here(host: str) -> bool:
+    """Whether ``host`` is an address of this machine."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
+    except (OSError, UnicodeError):
+        return False
+    return any(_bindable(family, address) for family, _, _, _, address in found)
+
+
+def _bindable(family: int, address: Sequence[object]) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as one:
+            one.bind((address[0], 0, *address[2:]))
+            return True
+    except OSError:
+        return False
+
+
+def _look() -> tuple[Gpu, ...] | Unseen:
+    driver, found = gpus.collect(Host(), knowledge.load())
+    if isinstance(found, Unseen):
+        return found
+    told = tuple(gpu for gpu in found if gpu.told_by in ("nvml", "nvidia-smi"))
+    if found and not told:
+        return Unseen(driver.fault or "neither NVML nor nvidia-smi answers")
+    return told
+
+
+def _processes(gpu: Gpu) -> Mapping[int, int] | None:
+    if isinstance(gpu.processes, Unseen) or not gpu.processes:
+        # A container's driver lists none, although memory is in use.
+        return None
+    found = {one.pid: one.memory for one in gpu.processes}
+    if any(size is None for size in found.values()):
+        return None
+    return {pid: size for pid, size in found.items() if size is not None}
+
+
+def _held(processes: Mapping[int, int] | None, owners: set[int]) -> int | None:
+    mine = [size for pid, size in (processes or {}).items() if pid in owners]
+    return sum(mine) if mine else None
+
+
+def _numbers(choice: str) -> frozenset[int]:
+    words = choice.split(",")
+    if not all(word.strip().isdecimal() for word in words):
+        raise UsageError(
+            f"--gpus {choice!r} names no GPUs", next_step="give auto, all, none, or 0,1,..."
+        )
+    return frozenset(int(word) for word in words)

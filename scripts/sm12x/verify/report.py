@@ -1,0 +1,234 @@
+"""What `sm12x verify` reports; data/schemas/verify-1.json is made of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
+from pydantic.fields import FieldInfo
+
+from sm12x.core.declared import Declared, one_of, shown
+
+GOOD, BREACH, UNSEEN = "ok", "breach", "not seen"
+VERDICTS = (GOOD, BREACH, UNSEEN)
+PASSED, BREACHED, UNKNOWN, STOPPED, RUNNING = "passed", "breached", "unknown", "stopped", "running"
+EQUAL, DIFFERS, UNSTEADY = "equal", "differs", "unsteady"
+BEFORE, AFTER = "before", "after"
+
+_Seconds = Annotated[float, Field(ge=0)]
+_Count = Annotated[int, Field(ge=0)]
+_Bytes = Annotated[int, Field(ge=0)]
+
+
+def _limit(description: str) -> FieldInfo:
+    made: FieldInfo = Field(ge=0, description=description)
+    return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits(Declared):
+    """What is a breach. Each field is an option of the same name; docs/verify.md lists them."""
+
+    max_first_sleep: Annotated[
+        float, _limit("seconds that the first sleep of a server in the run may take")
+    ] = 60.0
+    max_sleep: Annotated[float, _limit("seconds that any later sleep may take")] = 5.0
+    max_wake: Annotated[float, _limit("seconds that a wake-up may take")] = 5.0
+    max_swap: Annotated[
+        float, _limit("seconds that a later sleep and the other server's wake-up may take")
+    ] = 10.0
+    min_freed: Annotated[
+        float, _limit("share of its GPU memory that a server must free when it sleeps, 0 to 1")
+    ] = 0.5
+    max_residue: Annotated[
+        float, _limit("GiB on one GPU that a sleeping server may keep, its CUDA context included")
+    ] = 5.0
+    max_growth: Annotated[
+        float,
+        _limit("MiB on one GPU that the residue may grow by, from the second sleep to the last"),
+    ] = 2.0
+    min_speed: Annotated[
+        float, _limit("share of the tokens per second before the cycles that must be left after")
+    ] = 0.6
+    min_acceptance: Annotated[
+        float, _limit("share of the acceptance rate before the cycles that must be left after")
+    ] = 0.8
+
+
+def limits() -> Iterator[tuple[str, float, str]]:
+    """Name, default and meaning of each limit."""
+    hints = typing.get_type_hints(Limits, include_extras=True)
+    for field in dataclasses.fields(Limits):
+        (said,) = (one for one in hints[field.name].__metadata__ if isinstance(one, FieldInfo))
+        yield field.name, float(typing.cast(float, field.default)), str(said.description)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerReport:
+    """One server. ``steady`` counts the prompts whose greedy text was the same twice, before."""
+
+    name: str
+    url: str
+    version: str
+    model: str
+    asleep_at_start: bool
+    prompts: _Count
+    steady: _Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuUse:
+    """Bytes in use on one GPU by all processes, and by the server that the turn puts to sleep.
+
+    Each is null where the driver does not say. ``held`` is also null where no process of the GPU
+    could be told to be the server's.
+    """
+
+    gpu: Annotated[int, Field(ge=0)]
+    used: _Bytes | None
+    held: _Bytes | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerReport:
+    """Greedy text of one prompt after a wake-up, compared with the texts before.
+
+    ``unsteady``: another text than before, from a prompt that had several texts before. ``garbage``
+    says what is wrong with the text itself, "" for nothing; ``text`` is its beginning, "" where it
+    is equal and no garbage.
+    """
+
+    prompt: Annotated[int, Field(ge=1)]
+    verdict: Annotated[str, one_of(EQUAL, DIFFERS, UNSTEADY)]
+    garbage: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnReport:
+    """One server is put to sleep, then one is woken up: the same, or in a rotation the other.
+
+    ``before``, ``asleep`` and ``after`` are the GPUs before the sleep, between and after the
+    wake-up, null where memory was not seen. Times of what did not come to its end are null.
+    ``first_sleep`` and ``first_wake``: of this server, in this run. ``answers`` are of the server
+    that was woken up, null where it has none to compare with, or did not come to answer.
+    """
+
+    cycle: Annotated[int, Field(ge=1)]
+    sleeps: str
+    wakes: str
+    first_sleep: bool
+    first_wake: bool
+    sleep_seconds: _Seconds | None = None
+    wake_seconds: _Seconds | None = None
+    answer_seconds: Annotated[
+        _Seconds | None, Field(description="the first answer after the wake-up, of one token")
+    ] = None
+    before: tuple[GpuUse, ...] | None = None
+    asleep: tuple[GpuUse, ...] | None = None
+    after: tuple[GpuUse, ...] | None = None
+    answers: tuple[AnswerReport, ...] | None = None
+
+    @shown
+    def swap_seconds(self) -> float | None:
+        """Sleep and wake-up together; null unless the two are of different servers."""
+        if self.sleeps == self.wakes or self.sleep_seconds is None or self.wake_seconds is None:
+            return None
+        return self.sleep_seconds + self.wake_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class StressReport:
+    """Requests that were sent at a time, before the first cycle or after the last wake-up.
+
+    ``drafted`` and ``accepted`` are tokens of speculative decoding during it, null where /metrics
+    does not count them. ``faults`` are the first different ones of failed and garbled requests.
+    """
+
+    server: str
+    when: Annotated[str, one_of(BEFORE, AFTER)]
+    requests: _Count
+    failed: _Count
+    garbled: _Count
+    seconds: _Seconds
+    tokens: _Count
+    median_seconds: _Seconds | None
+    slowest_seconds: _Seconds | None
+    drafted: _Count | None
+    accepted: _Count | None
+    faults: tuple[str, ...]
+
+    @shown
+    def tokens_per_second(self) -> float | None:
+        return self.tokens / self.seconds if self.tokens and self.seconds else None
+
+    @shown
+    def acceptance(self) -> float | None:
+        return self.accepted / self.drafted if self.drafted and self.accepted is not None else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckReport:
+    """One thing that was judged. ``option`` changes its limit, "" for what has none."""
+
+    check: str
+    server: str
+    verdict: Annotated[str, one_of(*VERDICTS)]
+    found: float | None
+    limit: float | None
+    unit: str
+    option: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrendReport:
+    """How the residue of a server went on one GPU, from its second sleep to its last."""
+
+    server: str
+    gpu: Annotated[int, Field(ge=0)]
+    of_server: Annotated[bool, Field(description="false: memory of all processes")]
+    sleeps: _Count
+    last_bytes: _Bytes
+    mib_per_cycle: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopReport:
+    """Why the run ended before its last step, and during what."""
+
+    during: str
+    why: str
+    next_step: str
+    interrupted: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyReport:
+    """The report of `sm12x verify`, whole or as far as the run came.
+
+    ``verdict`` is ``running`` in a file that was written while the run went on, ``stopped`` where
+    it did not come to its end, and ``unknown`` where all was well that could be told, but not
+    whether the answers are the same. ``memory_unseen`` is the reason, "" where memory was seen.
+    ``left`` says how each server was left.
+    """
+
+    schema: Literal[1] = 1
+    begun: Annotated[str, Field(description="UTC, ISO 8601")]
+    seconds: _Seconds
+    verdict: Annotated[str, one_of(PASSED, BREACHED, UNKNOWN, STOPPED, RUNNING)]
+    cycles: Annotated[int, Field(ge=1, description="that were asked for")]
+    level: Annotated[int, Field(ge=1, le=2)]
+    limits: Limits
+    memory_unseen: str
+    servers: tuple[ServerReport, ...]
+    turns: tuple[TurnReport, ...]
+    stress: tuple[StressReport, ...]
+    trends: tuple[TrendReport, ...]
+    checks: tuple[CheckReport, ...]
+    stopped: StopReport | None
+    left: tuple[str, ...]
