@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -163,6 +164,13 @@ def test_a_recipe_becomes_vllm(places: Places, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(Became) as became:
         dispatch(places, "small-model", "port=2")
     assert became.value.args[0][-1] == "2"
+
+
+def test_verify_becomes_the_command_of_a_build_machine(places: Places) -> None:
+    with pytest.raises(Became) as became:
+        dispatch(places, "verify", "http://127.0.0.1:8000", "--cycles", "2")
+    words = ("-m", "sm12x", "verify", "http://127.0.0.1:8000", "--cycles", "2")
+    assert became.value.args[0] == (sys.executable, *words)
 
 
 def test_a_blocked_recipe_says_so_and_goes_on(

@@ -51,7 +51,7 @@ def help_text(ledger: Ledger, recipes: Mapping[str, Recipe], image: str) -> str:
         "  check [--json] [--quick]                     prove the image, with or without a GPU",
         "  health                                       ask the server in this container",
         "  pair RECIPE ... + RECIPE ...                 servers that take turns on the same GPUs",
-        "  verify URL [URL] [--help]                    sleep and wake live servers, and judge that",
+        "  verify URL [URL] [--help]                    sleep and wake live servers, and judge it",
         "  COMMAND ...                                  run as given: vllm serve ..., bash",
         "",
         *recipe_list(recipes),

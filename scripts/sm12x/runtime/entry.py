@@ -62,8 +62,9 @@ def dispatch(
         serve.require_caches(places, os.environ)
         return pair.run(arrangement, load_seconds=seconds)
     if first == "verify":
-        # The command of a build machine, in this Python; signals reach it as process 1.
-        replace([sys.executable, "-m", "sm12x", "verify", *rest])
+        # The command of a build machine, in this Python.
+        words = [sys.executable, "-m", "sm12x", "verify", *rest]
+        replace(words, env=serve.identity(os.environ))
     recipe = _recipe(first, places)
     if recipe is not None:
         rendered, remarks = serve.prepare(recipe, rest, os.environ)

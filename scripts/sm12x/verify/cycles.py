@@ -106,9 +106,10 @@ class Interrupts:
 class LiveServer(Protocol):
     """What a run does with a server: client.Server, or a stand-in in a test."""
 
-    name: str
-    url: str
-
+    @property
+    def name(self) -> str: ...
+    @property
+    def url(self) -> str: ...
     def identify(self, model: str = "") -> Identity: ...
     def is_sleeping(self) -> bool: ...
     def sleep(self, level: int) -> float: ...
@@ -186,6 +187,7 @@ class Run:
         self._turns: list[TurnReport] = []
         self._stress: list[StressReport] = []
         self._left: list[str] = []
+        self._not_put_back: list[str] = []
         self._stopped: StopReport | None = None
         self._doing = "asking the servers"
         self._began = time.monotonic()
@@ -212,6 +214,14 @@ class Run:
                     for one in self._members
                     if self._changed(one) and not self._told(one)
                 ]
+            if error is None and self._not_put_back:
+                error = ServerError(
+                    "the run came to its end, and a server is not as it was: "
+                    + "; ".join(self._not_put_back),
+                    next_step="call that, and read the server's log",
+                )
+                self._doing = "leaving the servers as they were"
+                self._stopped = self._why(error)
         self._ended = True
         return error
 
@@ -504,20 +514,25 @@ class Run:
                 for step in one.waking if one.asleep is None else _from_level_2(server):
                     step()
             one.asleep = server.is_sleeping()
-        except Sm12xError as error:
+        # Whatever it is: the other server is still to be put back.
+        except Exception as error:
             return self._unknown(one, error)
         if one.asleep != asleep:
             return self._unknown(one)
         return f"{one.name} is {_state(asleep)} again, as it was"
 
-    def _unknown(self, one: _Member, error: Sm12xError | None = None) -> str:
-        wanted = "sleep?level=1" if one.identity and one.identity.asleep else "wake_up"
-        why = f" ({error.message})" if error else ""
+    def _unknown(self, one: _Member, error: Exception | None = None) -> str:
+        was = bool(one.identity and one.identity.asleep)
         known = "may be asleep" if one.asleep is None else f"is {_state(one.asleep)}"
-        return (
-            f"{one.name} {known}, and was {_state(bool(one.identity and one.identity.asleep))}"
-            f"{why}: curl -X POST '{one.server.url}/{wanted}'"
+        reason = error.message if isinstance(error, Sm12xError) else repr(error)
+        because = f" ({reason})" if error else ""
+        path = "sleep?level=1" if was else "wake_up"
+        said = (
+            f"{one.name} {known}, and was {_state(was)}{because}: "
+            f"curl -X POST '{one.server.url}/{path}'"
         )
+        self._not_put_back.append(said)
+        return said
 
 
 def _from_level_2(server: LiveServer) -> list[Callable[[], float]]:

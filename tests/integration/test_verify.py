@@ -1,0 +1,439 @@
+"""`sm12x verify` as a process, against real HTTP servers that play vLLM, well and ill."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from sm12x import layout
+
+HERE = Path(__file__).parent / "vllmserver"
+KEY = "sk-very-secret-key"
+# Neither speed nor times are those of a server: the machine may be at work on other tests.
+FAST = ("--requests", "4", "--concurrency", "2", "--min-speed", "0", "--max-sleep", "60")
+QUICK = (*FAST, "--max-wake", "60", "--max-swap", "120")
+
+
+@dataclass(kw_only=True)
+class Playing:
+    """A server that plays vLLM."""
+
+    process: subprocess.Popen[str]
+    port: int
+    key: str
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def get(self, path: str) -> Any:
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        request = urllib.request.Request(self.url + path, headers=headers)  # noqa: S310
+        with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310
+            return json.load(answer)
+
+    @property
+    def asleep(self) -> bool:
+        return bool(self.get("/is_sleeping")["is_sleeping"])
+
+    def changes(self) -> list[str]:
+        calls = self.get("/calls")
+        return [call for call in calls if call.startswith("POST") and "completions" not in call]
+
+
+Play = Callable[..., Playing]
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Iterator[Play]:
+    """Starts servers: ``play(garbage_after=2)``."""
+    running: list[subprocess.Popen[str]] = []
+    (tmp_path / "gpu").mkdir()
+
+    def start(**settings: Any) -> Playing:
+        memory = tmp_path / "gpu" / f"{len(running)}.json"
+        words = [sys.executable, str(HERE / "serve.py")]
+        words.append(json.dumps({"memory": str(memory), **settings}))
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        running.append(process)
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        return Playing(process=process, port=port, key=settings.get("key", ""))
+
+    yield start
+    for process in running:
+        process.kill()
+        process.wait()
+
+
+@dataclass(kw_only=True)
+class Ended:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def report(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.out)
+        schema = json.loads((layout.data() / "schemas" / "verify-1.json").read_text())
+        jsonschema.validate(found, schema)
+        return found
+
+    def check(self, name: str, server: str = "A") -> dict[str, Any]:
+        (found,) = (
+            one for one in self.report["checks"] if one["check"] == name and one["server"] == server
+        )
+        return dict(found)
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """Of a process with one GPU, on which the servers' memory lies, and without an API key."""
+    mine = {name: value for name, value in os.environ.items() if name != "VLLM_API_KEY"}
+    paths = [str(HERE / "nvml"), str(layout.root() / "scripts")]
+    proxy = "http://127.0.0.1:1"
+    return {
+        **mine,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "FAKE_GPU": str(tmp_path / "gpu"),
+        # A proxy must not come between, nor the key of a .netrc.
+        "HTTP_PROXY": proxy,
+        "http_proxy": proxy,
+        "NO_PROXY": "",
+        "no_proxy": "",
+    }
+
+
+Verify = Callable[..., Ended]
+
+
+def started(words: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "sm12x", "verify", *words],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> Ended:
+    out, err = process.communicate(timeout=120)
+    assert "Traceback" not in err
+    assert KEY not in out + err
+    return Ended(code=process.returncode, out=out, err=err)
+
+
+@pytest.fixture
+def verify(environment: dict[str, str]) -> Verify:
+    def run(*words: str, **variables: str) -> Ended:
+        return ended(started(words, {**environment, **variables}))
+
+    return run
+
+
+def test_a_sound_server_passes_and_everything_is_written(
+    play: Play, verify: Verify, tmp_path: Path
+) -> None:
+    server = play(speculates=True, key=KEY)
+    paths = [tmp_path / f"report.{ending}" for ending in ("json", "md", "png")]
+    words = [word for path in paths for word in ("--save", str(path))]
+    found = verify(server.url, "--cycles", "4", *words, *QUICK, "--json", VLLM_API_KEY=KEY)
+    assert found.code == 0, found.err
+    report = found.report
+    assert report["verdict"] == "passed"
+    assert {one["verdict"] for one in report["checks"]} == {"ok"}
+    assert found.check("acceptance")["found"] == 1
+    assert found.check("residue")["found"] == 2
+    assert found.check("growth")["found"] == 0
+    assert report["turns"][0]["before"] == [
+        {"gpu": 0, "used": (40 << 30) + (300 << 20), "held": 40 << 30}
+    ]
+    assert json.loads(paths[0].read_text()) == report
+    assert paths[1].read_text().startswith("# sm12x verify: passed\n")
+    assert paths[2].read_bytes().startswith(b"\x89PNG")
+    assert not any(KEY.encode() in path.read_bytes() for path in paths)
+    assert server.changes() == ["POST /sleep?level=1", "POST /wake_up"] * 4
+    assert "cycle 4" in found.err
+
+
+def test_two_servers_take_turns(play: Play, verify: Verify) -> None:
+    first, second = play(), play(asleep=True)
+    found = verify(first.url, second.url, "--cycles", "2", *QUICK, "--json")
+    assert found.code == 0, found.err
+    turns = found.report["turns"]
+    assert [turn["sleeps"] + turn["wakes"] for turn in turns] == ["AB", "BA", "AB", "BA"]
+    assert all(turn["swap_seconds"] > 0 for turn in turns)
+    assert found.check("later swaps to it", "B")["verdict"] == "ok"
+    assert (first.asleep, second.asleep) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("fault", "check", "words"),
+    [
+        ({"garbage_after": 2}, "garbage", "!!!!!"),
+        ({"other_text_after": 1}, "answers", "loud"),
+        ({"leak_mib": 8}, "growth", "+16.0 MiB"),
+        ({"keeps": True}, "freed", "0%"),
+        ({"residue_gib": 7.5}, "residue", "7.50 GiB"),
+        ({"forgets_draft_after": 1, "speculates": True}, "acceptance", "5%"),
+        ({"refuse": {"completions:10": 500}}, "requests", "1 of 8 failed"),
+    ],
+)
+def test_a_fault_of_the_server_is_a_breach(
+    play: Play, verify: Verify, fault: dict[str, Any], check: str, words: str
+) -> None:
+    server = play(**fault)
+    found = verify(server.url, "--cycles", "4", *QUICK, "--json")
+    assert found.code == 1, found.err
+    assert found.report["verdict"] == "breached"
+    assert found.check(check)["verdict"] == "breach"
+    assert words in found.check(check)["text"]
+    assert "checks failed" in found.err or "1 check failed" in found.err
+    assert not server.asleep
+
+
+def test_a_slow_wake_up_is_a_breach_of_the_limit_that_was_given(play: Play, verify: Verify) -> None:
+    found = verify(play(wake_up=0.3).url, "--cycles", "1", *FAST, "--max-wake", "0.2", "--json")
+    assert found.code == 1
+    assert found.check("wake-ups")["verdict"] == "breach"
+    assert "--max-wake" in found.err
+
+
+def test_in_a_container_the_memory_of_all_is_judged(play: Play, verify: Verify) -> None:
+    found = verify(play().url, "--cycles", "1", *QUICK, "--json", FAKE_CONTAINER="1")
+    assert found.code == 0
+    assert found.report["trends"][0]["of_server"] is False
+    assert "of all processes" in found.check("residue")["text"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "said", "asleep"),
+    [
+        ({"routes": False}, "--enable-sleep-mode --enable-sleep-routes", None),
+        ({"refuse": {"wake_up:2": 500}}, "free GPU memory", False),
+        ({"refuse": {"sleep": 500}}, "check that it runs with --enable-sleep-mode", False),
+        ({"refuse": {"sleep:2": 409}}, "stop what else puts this server to sleep", False),
+        ({"refuse": {"version": 404}}, "is no vLLM server", False),
+        ({"refuse": {"completions": 503}}, "see whether it is asleep", False),
+        ({"nonsense": {"version": "<html>"}}, "is no vLLM server", False),
+        ({"nonsense": {"completions": "[1, 2"}}, "with no JSON object: [1, 2", False),
+        ({"nonsense": {"is_sleeping:1": "{}"}}, "is_sleeping", False),
+        ({"ignores_sleep": True}, "is not asleep then", False),
+        ({"busy": 3}, "is at work on 3 requests", False),
+        ({"key": KEY}, "set VLLM_API_KEY to the server's API key", False),
+    ],
+)
+def test_what_ends_a_run_says_the_next_step(
+    play: Play, verify: Verify, fault: dict[str, Any], said: str, asleep: bool | None
+) -> None:
+    server = play(**fault)
+    found = verify(server.url, "--cycles", "3", *QUICK, "--json")
+    assert found.code == 17, found.err
+    assert said in found.err
+    assert found.report["verdict"] == "stopped"
+    stopped = found.report["stopped"]
+    assert said in f"{stopped['why']} {stopped['next_step']}"
+    assert asleep is None or server.asleep is asleep
+
+
+def test_a_wrong_key_is_not_printed_even_if_the_server_does(play: Play, verify: Verify) -> None:
+    server = play(key="another-key", echoes_key=True)
+    found = verify(server.url, *QUICK, "--json", VLLM_API_KEY=KEY)
+    assert found.code == 17
+    assert "correct the key in VLLM_API_KEY" in found.err
+    assert "<the API key>" in found.err
+
+
+@pytest.mark.parametrize("die", ["sleep:2", "wake_up:2", "completions:20"])
+def test_a_server_that_dies_leaves_what_was_measured(
+    play: Play, verify: Verify, tmp_path: Path, die: str
+) -> None:
+    path = tmp_path / "x.md"
+    found = verify(play(die=die).url, "--cycles", "3", "--save", str(path), *QUICK, "--json")
+    assert found.code == 17, found.err
+    assert "closed the connection" in found.err or "nothing listens" in found.err
+    report = found.report
+    assert report["verdict"] == "stopped"
+    assert report["turns"][0]["answers"] is not None
+    assert "cycle 2 of 3" in report["stopped"]["during"]
+    assert "stopped at: cycle 2 of 3" in path.read_text()
+
+
+def test_a_server_that_hangs_is_given_up(play: Play, verify: Verify) -> None:
+    server = play(hang="wake_up:1")
+    found = verify(server.url, "--cycles", "1", "--timeout", "2", *QUICK, "--json")
+    assert found.code == 17
+    assert "has not answered POST /wake_up within 2 s" in found.err
+    assert "--timeout" in found.err
+    assert found.report["turns"][0]["sleep_seconds"] is not None
+    # The call that hangs is in flight there, so it cannot be woken up, and that is said.
+    assert f"curl -X POST '{server.url}/wake_up'" in found.report["left"][0]
+
+
+def test_requests_that_hang_are_given_up(play: Play, verify: Verify) -> None:
+    found = verify(play(hang="completions:9").url, "--timeout", "2", "--cycles", "1", *QUICK)
+    assert found.code == 1
+    assert "requests: 1 of 8 failed" in found.err
+
+
+@pytest.mark.parametrize("word", ["http://127.0.0.1:1", "http://no-such-host.invalid:8000"])
+def test_a_wrong_address(verify: Verify, word: str) -> None:
+    found = verify(word, "--json")
+    assert found.code == 17
+    assert "cannot be reached" in found.err
+    assert found.report["servers"] == []
+
+
+def test_what_does_not_speak_http(verify: Verify) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def speak() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+                    connection.close()
+
+        threading.Thread(target=speak, daemon=True).start()
+        port = listener.getsockname()[1]
+        found = verify(f"127.0.0.1:{port}")
+        assert found.code == 17
+        found = verify(f"https://127.0.0.1:{port}")
+        assert found.code == 17
+        assert "TLS" in found.err
+
+
+def test_a_key_is_not_sent_on_by_a_redirection(verify: Verify) -> None:
+    asked: list[str] = []
+
+    class Elsewhere(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(307)
+            self.send_header("Location", f"http://127.0.0.1:{port}/elsewhere")
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Elsewhere) as server:
+        port = server.server_address[1]
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        found = verify(f"http://127.0.0.1:{port}", VLLM_API_KEY=KEY)
+        server.shutdown()
+    assert found.code == 17
+    assert asked == ["/version"]
+
+
+def test_level_2_loads_the_weights_again(play: Play, verify: Verify) -> None:
+    server = play(dev=True)
+    found = verify(server.url, "--level", "2", "--cycles", "1", *QUICK, "--json")
+    assert found.code == 0, found.err
+    assert server.changes() == [
+        "POST /sleep?level=2",
+        "POST /wake_up?tags=weights",
+        "POST /collective_rpc",
+        "POST /wake_up?tags=kv_cache",
+    ]
+    found = verify(play().url, "--level", "2", "--cycles", "1", *QUICK)
+    assert found.code == 17
+    assert "VLLM_SERVER_DEV_MODE=1" in found.err
+
+
+def test_a_server_that_sleeps_at_the_start_sleeps_at_the_end(play: Play, verify: Verify) -> None:
+    server = play(asleep=True)
+    found = verify(server.url, "--cycles", "1", *QUICK)
+    assert found.code == 0, found.err
+    assert "A is asleep again, as it was" in found.out
+    assert server.asleep
+
+
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_interrupted_in_a_sleep_it_waits_and_wakes_the_server_up(
+    play: Play, environment: dict[str, str], tmp_path: Path, number: signal.Signals
+) -> None:
+    server = play(sleep=2.0)
+    path = tmp_path / "x.json"
+    process = started((server.url, "--save", str(path), *QUICK, "--json"), environment)
+    until(lambda: bool(server.changes()))
+    process.send_signal(number)
+    found = ended(process)
+    assert found.code == 130, found.err
+    assert "interrupted: waiting for the sleep of A" in found.err
+    assert server.changes() == ["POST /sleep?level=1", "POST /wake_up"]
+    assert not server.asleep
+    report = found.report
+    assert (report["verdict"], report["stopped"]["interrupted"]) == ("stopped", True)
+    assert report["stopped"]["during"] == "cycle 1 of 5: A goes to sleep"
+    assert report["left"] == ["A is awake again, as it was"]
+    assert json.loads(path.read_text()) == report
+
+
+def test_a_second_interrupt_leaves_at_once_and_says_what_may_be_asleep(
+    play: Play, environment: dict[str, str]
+) -> None:
+    server = play(hang="sleep")
+    process = started((server.url, *QUICK), environment)
+    until(lambda: bool(server.changes()))
+    process.send_signal(signal.SIGINT)
+    # Within a second it would be taken for the same one.
+    time.sleep(1.5)
+    process.send_signal(signal.SIGINT)
+    found = ended(process)
+    assert found.code == 130
+    assert f"A may be asleep, and was awake: curl -X POST '{server.url}/wake_up'" in found.err
+
+
+def test_killed_it_leaves_what_was_known(
+    play: Play, environment: dict[str, str], tmp_path: Path
+) -> None:
+    server = play(hang="sleep:2")
+    path = tmp_path / "x.json"
+    process = started((server.url, "--save", str(path), *QUICK), environment)
+
+    def written() -> bool:
+        with contextlib.suppress(OSError, ValueError):
+            return len(json.loads(path.read_text())["turns"]) >= 1
+        return False
+
+    until(lambda: server.changes().count("POST /sleep?level=1") == 2)
+    until(written)
+    process.kill()
+    process.communicate()
+    report = json.loads(path.read_text())
+    assert report["verdict"] == "running"
+
+
+def test_the_image_has_it_as_a_verb(
+    play: Play, environment: dict[str, str], tmp_path: Path
+) -> None:
+    words = [sys.executable, "-m", "sm12x.runtime", "verify", play().url, "--cycles", "1", *QUICK]
+    env = {**environment, "SM12X_IMAGE_ROOT": str(tmp_path), "SM12X_IMAGE_CACHE": str(tmp_path)}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "verdict: passed" in done.stdout

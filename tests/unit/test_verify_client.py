@@ -1,0 +1,252 @@
+"""Addresses, keys and counters of `verify`, and what an answer that is none says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import requests
+
+from sm12x.core.errors import ServerError, UsageError
+from sm12x.verify import client
+from sm12x.verify.client import Access, CrossedError, Server
+
+KEY = "sk-very-secret"
+
+
+@pytest.mark.parametrize(
+    ("given", "made"),
+    [
+        ("http://127.0.0.1:8000", "http://127.0.0.1:8000"),
+        ("http://127.0.0.1:8000/", "http://127.0.0.1:8000"),
+        ("http://127.0.0.1:8000/v1/", "http://127.0.0.1:8000"),
+        (" https://gpu.example/prefix/v1 ", "https://gpu.example/prefix"),
+        ("127.0.0.1:8000", "http://127.0.0.1:8000"),
+        ("localhost:8000/v1", "http://localhost:8000"),
+        ("http://[::1]:8000", "http://[::1]:8000"),
+        ("HTTP://Gpu:8000", "http://gpu:8000"),
+    ],
+)
+def test_an_address_is_taken_as_people_write_it(given: str, made: str) -> None:
+    assert client.base_url(given) == made
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *("", "8000", "localhost", "ftp://x:1", "http://", "http://x:notaport", "http://x:99999"),
+        *("http://x:1?a=b", "http://x:1#f", "http://x y:1", "http://[::1:8000", "/run/socket"),
+    ],
+)
+def test_what_is_no_address_is_wrong_usage(given: str) -> None:
+    with pytest.raises(UsageError, match=r"http://127\.0\.0\.1:8000"):
+        client.base_url(given)
+
+
+def test_a_password_in_an_address_is_not_shown() -> None:
+    with pytest.raises(UsageError) as refused:
+        client.base_url(f"http://me:{KEY}@x:8000")
+    assert KEY not in str(refused.value)
+    assert "VLLM_API_KEY" in str(refused.value)
+
+
+@pytest.mark.parametrize("key", ["a\nb", "schlüssel", "a b", "a\x00b"])
+def test_a_key_that_no_header_can_have_is_not_shown(key: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        client.checked_key(key, "MY_KEY")
+    assert key not in str(refused.value)
+    assert "MY_KEY" in str(refused.value)
+
+
+def test_a_key_from_a_file_may_end_in_a_line_break() -> None:
+    assert client.checked_key(f"{KEY}\n", "X") == KEY
+
+
+def test_counters_are_summed_over_engines() -> None:
+    text = (
+        "# HELP vllm:spec_decode_num_draft_tokens_total Number of draft tokens.\n"
+        "# TYPE vllm:spec_decode_num_draft_tokens_total counter\n"
+        'vllm:spec_decode_num_draft_tokens_total{engine="0"} 10.0\n'
+        'vllm:spec_decode_num_draft_tokens_total{engine="1"} 2.5e+01\n'
+        "# TYPE vllm:num_requests_running gauge\n"
+        'vllm:num_requests_running{engine="0"} 3\n'
+    )
+    found = client.metrics(text)
+    assert found is not None
+    assert found[client.DRAFTED] == 35
+    assert found["vllm:num_requests_running"] == 3
+
+
+@pytest.mark.parametrize("text", ["<html>no</html>", "a{b= 1", 'x{a="1"} one\n', '{"detail": 1}'])
+def test_what_is_no_metrics_is_not_seen(text: str) -> None:
+    assert not client.metrics(text)
+
+
+class Page:
+    """An answer of requests."""
+
+    def __init__(self, status: int, body: bytes) -> None:
+        self.status_code, self.body = status, body
+
+    def __enter__(self) -> Page:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def iter_content(self, size: int) -> Iterator[bytes]:
+        yield self.body
+
+
+Answers = dict[str, tuple[int, object] | Exception]
+
+
+@pytest.fixture
+def answering(monkeypatch: pytest.MonkeyPatch) -> Answers:
+    """What each "METHOD /path" is answered with: status and body, or what is raised."""
+    answers: Answers = {
+        "GET /version": (200, {"version": "0.21.0"}),
+        "GET /v1/models": (200, {"data": [{"id": "tiny"}, {"id": "lora"}]}),
+        "GET /is_sleeping": (200, {"is_sleeping": False}),
+    }
+
+    def request(
+        self: requests.Session, method: str, url: str, *, headers: dict[str, str], **_: Any
+    ) -> Page:
+        assert self.trust_env is False
+        assert headers["Authorization"] == f"Bearer {KEY}"
+        found = answers[f"{method} {url.removeprefix('http://x:8000').partition('?')[0]}"]
+        if isinstance(found, Exception):
+            raise found
+        status, body = found
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return Page(status, data)
+
+    monkeypatch.setattr(requests.Session, "request", request)
+    return answers
+
+
+def server() -> Server:
+    return Server("A", "http://x:8000", Access(key=KEY))
+
+
+def test_a_server_says_what_it_is(answering: Answers) -> None:
+    found = server().identify()
+    assert (found.version, found.model, found.asleep) == ("0.21.0", "tiny", False)
+    assert server().identify("lora").model == "lora"
+    with pytest.raises(UsageError, match="--model tiny or lora"):
+        server().identify("other")
+
+
+@pytest.mark.parametrize(
+    ("call", "answer", "said"),
+    [
+        ("GET /version", (200, b"<html>Welcome"), "is no vLLM server"),
+        ("GET /version", (404, {"detail": "Not Found"}), "is no vLLM server"),
+        ("GET /version", (200, {"version": 3}), "is no vLLM server"),
+        ("GET /version", (200, b"[" * 100_000), "is no vLLM server"),
+        ("GET /version", (401, {"error": KEY}), "correct the key in VLLM_API_KEY"),
+        ("GET /v1/models", (401, {"error": KEY}), "correct the key in VLLM_API_KEY"),
+        ("GET /v1/models", (200, {"data": []}), "no model in its list"),
+        ("GET /v1/models", (200, {"data": "x"}), "no model in its list"),
+        ("GET /v1/models", (200, b"\xff\xfe"), "no JSON object"),
+        ("GET /v1/models", (307, b""), "give the address that it points to"),
+        ("GET /is_sleeping", (404, {}), "--enable-sleep-mode --enable-sleep-routes"),
+        ("GET /is_sleeping", (200, {"is_sleeping": "no"}), "is_sleeping"),
+        ("GET /is_sleeping", (500, {"error": "\x1b[31mred\x1b[0m"}), "read the server's log"),
+        ("GET /version", requests.ConnectionError("Connection refused"), "nothing listens there"),
+        ("GET /version", requests.ConnectionError("Name resolution failed"), "is not known"),
+        ("GET /version", requests.ConnectTimeout("x"), "no connection within 10 s"),
+        ("GET /version", requests.ReadTimeout("x"), "has not answered GET /version within 30 s"),
+        ("GET /version", requests.exceptions.SSLError("x"), "write http://"),
+        ("GET /version", requests.ConnectionError("Remote end closed"), "closed the connection"),
+    ],
+)
+def test_each_failure_says_what_to_do_and_never_the_key(
+    answering: Answers, call: str, answer: tuple[int, object] | Exception, said: str
+) -> None:
+    answering[call] = answer
+    with pytest.raises(ServerError) as failed:
+        server().identify()
+    assert failed.value.exit_code == 17
+    assert said in str(failed.value)
+    assert KEY not in str(failed.value)
+    assert str(failed.value).isprintable()
+    assert len(str(failed.value)) < 600
+
+
+def test_without_a_key_the_variable_is_named(
+    answering: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def request(self: requests.Session, method: str, url: str, **settings: Any) -> Page:
+        assert "Authorization" not in settings["headers"]
+        return Page(401, b'{"error":"Unauthorized"}')
+
+    monkeypatch.setattr(requests.Session, "request", request)
+    with pytest.raises(ServerError, match=r"Next: set VLLM_API_KEY to the server's API key"):
+        Server("A", "http://x:8000", Access()).identify()
+
+
+def test_a_crossing_call_is_an_error_of_its_own(answering: Answers) -> None:
+    answering["POST /sleep"] = (409, {"error": {"message": "/wake_up is in flight"}})
+    with pytest.raises(CrossedError, match="/wake_up is in flight"):
+        server().sleep(1)
+
+
+def test_a_refused_wake_up_names_the_other_server(answering: Answers) -> None:
+    answering["POST /wake_up"] = (500, {"error": {"message": "block 0x7 of 9 bytes"}})
+    with pytest.raises(ServerError, match=r"block 0x7 of 9 bytes.*give both addresses"):
+        server().wake_up()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"nonsense", b"[]", b"{}", b'{"choices": []}', b'{"choices": [{}]}'),
+        *(b'{"choices": [null]}', b'{"choices": [{"text": 3}]}', b'{"choices": {"0": 1}}'),
+    ],
+)
+def test_a_completion_that_is_none_is_an_error(answering: Answers, body: bytes) -> None:
+    answering["POST /v1/completions"] = (200, body)
+    with pytest.raises(ServerError, match="POST /v1/completions with no"):
+        server().complete("x", 4)
+
+
+def test_what_a_completion_leaves_out_is_not_known(answering: Answers) -> None:
+    answering["POST /v1/completions"] = (200, {"choices": [{"text": "a"}], "usage": None})
+    found = server().complete("x", 4)
+    assert (found.text, found.tokens, found.ids) == ("a", None, None)
+    odd = {"choices": [{"text": "a", "token_ids": ["b"]}], "usage": {"completion_tokens": -1}}
+    answering["POST /v1/completions"] = (200, odd)
+    found = server().complete("x", 4)
+    assert (found.tokens, found.ids) == (None, None)
+
+
+def test_an_answer_without_end_is_cut_off(
+    answering: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def endless(self: Page, size: int) -> Iterator[bytes]:
+        while True:
+            yield b"x" * (1 << 20)
+
+    monkeypatch.setattr(Page, "iter_content", endless)
+    with pytest.raises(ServerError, match="does not come to an end"):
+        server().is_sleeping()
+
+
+def test_metrics_that_are_not_there_are_not_seen(answering: Answers) -> None:
+    answering["GET /metrics"] = (404, b"")
+    assert server().counters() is None
+    assert server().at_work() == 0
+    answering["GET /metrics"] = (200, b"vllm:num_requests_running 2\nvllm:num_requests_waiting 1\n")
+    assert server().at_work() == 3
+
+
+def test_level_2_takes_development_mode(answering: Answers) -> None:
+    answering["GET /collective_rpc"] = (405, b"")
+    server().require_reloading()
+    answering["GET /collective_rpc"] = (404, b"")
+    with pytest.raises(ServerError, match="VLLM_SERVER_DEV_MODE=1"):
+        server().require_reloading()

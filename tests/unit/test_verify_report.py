@@ -1,0 +1,171 @@
+"""The report of `verify` as text, Markdown and JSON, and the options of the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+from tests.unit.verifying import MemoryServer, gpu_of
+
+from sm12x.commands import verify
+from sm12x.commands.verify import command
+from sm12x.core import declared
+from sm12x.core.errors import BadFileError, Sm12xError, UnknownVerdictError, UsageError
+from sm12x.core.text import MIB
+from sm12x.doctor.model import Unseen
+from sm12x.verify import memory, render
+from sm12x.verify.cycles import Run, Settings
+from sm12x.verify.memory import Watch
+from sm12x.verify.report import Limits, VerifyReport, limits
+
+
+def made(*servers: MemoryServer, cycles: int = 4) -> VerifyReport:
+    settings = Settings(cycles=cycles, requests=2, limits=Limits(min_speed=0))
+    run = Run(servers, settings, Watch(gpu_of(*servers)))
+    run.run()
+    return run.report()
+
+
+def broken() -> VerifyReport:
+    """A run that ends in its second cycle with words of a server that are Markdown."""
+
+    def fail(call: str) -> None:
+        if call == "A sleep 1" and server.sleeps == 1:
+            raise Sm12xError("a|b `c` <script> *d*", next_step="mend it")
+
+    server = MemoryServer(trouble=fail)
+    return made(server)
+
+
+def test_the_text_has_every_cycle_check_and_how_servers_are_left() -> None:
+    text = render.text(made(MemoryServer(), MemoryServer(name="B", level=1)))
+    assert "A: http://127.0.0.1:800A, vLLM 0.21.0, model tiny, awake at the start" in text
+    assert "B: http://127.0.0.1:800B, vLLM 0.21.0, model tiny, asleep at the start" in text
+    assert text.count("A > B") == text.count("B > A") == 4
+    assert "ok       A wake-ups: 0.50 s, slowest of 4 (at most 5 s)" in text
+    assert "left: A is awake, as it was\nleft: B is asleep, as it was\nverdict: passed\n" in text
+    assert "2.00" in text
+
+
+def test_a_run_that_stopped_says_where_and_why() -> None:
+    text = render.text(broken())
+    assert "stopped at: cycle 2 of 4: A goes to sleep" in text
+    assert "because: a|b `c` <script> *d*" in text
+    assert "next: mend it" in text
+    assert "1 of 4 cycles" in text
+    page = render.markdown(broken())
+    assert page.startswith("# sm12x verify: STOPPED before its end\n")
+    assert r"\`c\` \<script> \*d\*" in page
+
+
+def test_a_long_run_shows_its_beginning_and_its_end() -> None:
+    report = made(MemoryServer(), cycles=60)
+    rows = render.text(report).splitlines()
+    assert any(row.startswith("...    30 more") for row in rows)
+    assert any(row.startswith("60 ") for row in rows)
+    assert not any(row.startswith("20 ") for row in rows)
+    assert "| 20 | A |" in render.markdown(report)
+
+
+@pytest.mark.parametrize("report", [made(MemoryServer(leak=MIB)), broken()])
+def test_the_json_is_as_its_schema_says(report: VerifyReport) -> None:
+    found = json.loads(declared.to_json(report))
+    schema = declared.schema(VerifyReport, "serialization")
+    jsonschema.validate(found, schema)
+    assert found["turns"][0]["swap_seconds"] is None
+    found["verdict"] = "well"
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(found, schema)
+
+
+def test_what_moves_has_breaches_and_what_is_done() -> None:
+    report = made(MemoryServer(text=lambda one, prompt: "!" * 40))
+    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
+    console.print(render.live(report, "cycle 4 of 4: A wakes up"))
+    shown = console.export_text()
+    assert "cycle 4 of 4: A wakes up" in shown
+    assert "breach   A garbage" in shown
+    assert "answers" not in shown, "only breaches"
+
+
+def test_every_limit_is_an_option() -> None:
+    names = {option for one in command.params for option in one.opts}
+    assert {f"--{name.replace('_', '-')}" for name, _, _ in limits()} <= names
+    assert all(meaning and default > 0 for _, default, meaning in limits())
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "said"),
+    [
+        ([], 2, "one server, or of two"),
+        (["http://a:1", "http://b:1", "http://c:1"], 2, "3 are given"),
+        (["http://a:1", "http://a:1/v1"], UsageError, "both servers are http://a:1"),
+        (["http://a:1", "--save", "x.txt"], UsageError, "end it in .json, .md or .png"),
+        (["http://a:1", "--save", "report"], UsageError, "no ending"),
+        (["http://a:1", "--save", "/no/such/x.md"], BadFileError, "no folder that can be written"),
+        (["http://a:1", "--gpus", "first"], UsageError, "names no GPUs"),
+        (["http://a:1", "--model", "a", "--model", "b"], UsageError, "given 2 times for 1 server"),
+        (["http://a:1", "--key-variable", "NOT_SET"], UsageError, "NOT_SET is not set"),
+        (["http://a:1", "--cycles", "0"], 2, "--cycles"),
+        (["http://a:1", "--max-wake", "-1"], 2, "--max-wake"),
+        (["http://a:1", "--level", "3"], 2, "--level"),
+    ],
+)
+def test_wrong_usage_is_told_before_anything_is_asked(
+    words: list[str], kind: int | type[Sm12xError], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NOT_SET", raising=False)
+    result = CliRunner().invoke(command, words)
+    if isinstance(kind, int):
+        assert result.exit_code == kind
+        assert said in result.output
+    else:
+        assert isinstance(result.exception, kind)
+        assert said in str(result.exception)
+
+
+def test_each_server_has_its_own_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONE", "1")
+    monkeypatch.setenv("TWO", "2")
+    monkeypatch.setenv("VLLM_API_KEY", "0")
+
+    def keys(*variables: str) -> list[str]:
+        found = verify._servers(["http://a:1", "http://b:1"], variables, None, 5.0)
+        return [server._access.key for server in found]
+
+    assert keys() == ["0", "0"]
+    assert keys("ONE") == ["1", "1"]
+    assert keys("ONE", "TWO") == ["1", "2"]
+
+
+def test_memory_is_looked_at_where_the_servers_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "here", lambda host: host == "127.0.0.1")
+    monkeypatch.setattr(memory, "_look", gpu_of(MemoryServer()))
+    assert memory.watch(["http://127.0.0.1:1"], "auto").unseen == ""
+    assert "gpu.example is not this machine" in memory.watch(["http://gpu.example"], "auto").unseen
+    assert memory.watch(["http://gpu.example"], "all").unseen == ""
+    assert memory.watch(["http://gpu.example"], "0").unseen == ""
+    assert memory.watch(["http://127.0.0.1:1"], "none").unseen == "--gpus none"
+    with pytest.raises(UnknownVerdictError, match="there is no GPU 7 here"):
+        memory.watch(["http://127.0.0.1:1"], "0,7")
+    monkeypatch.setattr(memory, "_look", lambda: Unseen("NVML: no driver"))
+    assert memory.watch(["http://127.0.0.1:1"], "auto").unseen == "NVML: no driver"
+    with pytest.raises(UnknownVerdictError, match="NVML: no driver"):
+        memory.watch(["http://127.0.0.1:1"], "all")
+
+
+def test_a_full_disk_does_not_end_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = verify._Files([tmp_path / "x.json"])
+    report = made(MemoryServer())
+    assert saved.write(report, last=True) is None
+    assert json.loads((tmp_path / "x.json").read_text())["verdict"] == "passed"
+
+    def full(path: Path, text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("sm12x.core.files.write_text", full)
+    assert isinstance(saved.write(report, last=True), OSError)

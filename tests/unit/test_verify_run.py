@@ -1,0 +1,294 @@
+"""The run of `verify` over servers in memory: what is called when, and how servers are left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+from tests.unit.verifying import MIB, MemoryServer, blind, gpu_of
+
+from sm12x.core.errors import ServerError
+from sm12x.verify.client import CrossedError
+from sm12x.verify.cycles import Interrupts, Run, Settings
+from sm12x.verify.memory import Watch
+from sm12x.verify.report import BREACHED, PASSED, STOPPED, UNKNOWN, Limits, VerifyReport
+
+# Servers in memory answer in no time that could be compared.
+UNTIMED = Limits(min_speed=0)
+SMALL = Settings(cycles=2, requests=3, concurrency=2, limits=UNTIMED)
+
+
+def run(
+    *servers: MemoryServer, settings: Settings = SMALL, watch: Watch | None = None
+) -> tuple[VerifyReport, BaseException | None]:
+    one = Run(servers, settings, watch or blind())
+    error = one.run()
+    return one.report(), error
+
+
+def changes(server: MemoryServer) -> list[str]:
+    return [call for call in server.calls if call.startswith(("sleep", "wake", "reload"))]
+
+
+def test_one_server_sleeps_and_wakes_up_so_often() -> None:
+    server = MemoryServer()
+    report, error = run(server)
+    assert (error, report.verdict, report.stopped) == (None, PASSED, None)
+    assert changes(server) == ["sleep 1", "wake_up"] * 2
+    assert [(turn.sleeps, turn.wakes) for turn in report.turns] == [("A", "A")] * 2
+    assert report.turns[0].swap_seconds is None
+    assert [(one.when, one.requests) for one in report.stress] == [("before", 3), ("after", 3)]
+    assert report.left == ("A is awake, as it was",)
+
+
+def test_level_2_loads_the_weights_between_the_halves_of_the_wake_up() -> None:
+    server = MemoryServer()
+    report, _ = run(server, settings=Settings(cycles=1, level=2, requests=0))
+    assert changes(server) == ["sleep 2", "wake_up weights", "reload_weights", "wake_up kv_cache"]
+    assert report.verdict == PASSED
+    assert report.turns[0].wake_seconds == 1.5
+
+
+@pytest.mark.parametrize("levels", [(0, 1), (1, 0), (0, 0), (1, 1)])
+def test_two_servers_take_turns_and_are_left_as_they_were(levels: tuple[int, int]) -> None:
+    servers = [
+        MemoryServer(name=name, level=level) for name, level in zip("AB", levels, strict=True)
+    ]
+
+    def one_at_a_time(call: str) -> None:
+        # Both may be awake before the first turn, and at the end if they were.
+        if "complete" in call and levels != (0, 0):
+            assert sum(not server.asleep for server in servers) == 1
+
+    for server in servers:
+        server.trouble = one_at_a_time
+    report, error = run(*servers)
+    assert (error, report.verdict) == (None, PASSED)
+    first = "B" if levels == (1, 0) else "A"
+    second = "A" if first == "B" else "B"
+    assert [turn.sleeps + turn.wakes for turn in report.turns] == [
+        first + second,
+        second + first,
+    ] * 2
+    assert tuple(int(server.asleep) for server in servers) == levels
+    assert report.turns[1].swap_seconds == 1.0
+    assert {one.server for one in report.stress if one.when == "after"} == {"A", "B"}
+
+
+def test_a_server_that_slept_is_woken_up_for_the_run_and_sleeps_after_it() -> None:
+    server = MemoryServer(level=1)
+    report, error = run(server)
+    assert error is None
+    assert server.asleep
+    assert report.servers[0].asleep_at_start
+    assert report.left == ("A is asleep again, as it was",)
+
+
+def test_after_one_rotation_nothing_is_known_of_the_one_that_slept() -> None:
+    report, _ = run(
+        MemoryServer(),
+        MemoryServer(name="B", level=1),
+        settings=Settings(cycles=1, requests=2, limits=UNTIMED),
+    )
+    assert report.verdict == UNKNOWN
+
+
+class Trouble:
+    """Raises at the nth call of all, and never again."""
+
+    def __init__(self, at: int, error: Callable[[], BaseException]) -> None:
+        self.left, self.error = at, error
+        self.raised = False
+
+    def __call__(self, call: str) -> None:
+        self.left -= 1
+        if self.left == 0 and not self.raised:
+            self.raised = True
+            raise self.error()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("levels", [(0,), (1,), (0, 1), (1, 0), (0, 0), (1, 1)])
+@pytest.mark.parametrize(
+    "error",
+    [
+        lambda: ServerError("it broke", next_step="mend it"),
+        KeyboardInterrupt,
+        lambda: ZeroDivisionError("a defect of ours"),
+    ],
+)
+def test_whatever_fails_wherever_every_server_is_left_as_it_was(
+    error: Callable[[], BaseException], levels: tuple[int, ...], level: int
+) -> None:
+    settings = Settings(cycles=2, requests=0, level=level)
+    for at in range(1, 1000):
+        trouble = Trouble(at, error)
+        servers = [
+            MemoryServer(name=name, level=one, trouble=trouble)
+            for name, one in zip("AB", levels, strict=False)
+        ]
+        report, ended = run(*servers, settings=settings)
+        if not trouble.raised:
+            break
+        known = [said.split()[0] for said in report.left if "curl" in said]
+        for server, one in zip(servers, levels, strict=True):
+            # What failed while it was put back is told with the command that does it.
+            assert server.asleep == bool(one) or server.name in known, (at, report.left)
+            assert server.asleep or not server.gone or server.name in known, (at, report.left)
+        assert ended is not None, (at, report.left)
+        assert report.verdict == STOPPED
+    else:
+        raise AssertionError("no run came to its end")
+    assert at > 15
+
+
+def test_partial_results_say_where_it_stopped() -> None:
+    def fail(call: str) -> None:
+        if call == "A wake_up" and server.wakes == 1:
+            raise ServerError("no memory", next_step="free some")
+
+    server = MemoryServer(trouble=fail)
+    report, error = run(server)
+    assert isinstance(error, ServerError)
+    assert report.verdict == STOPPED
+    assert report.stopped is not None
+    assert report.stopped.during == "cycle 2 of 2: A wakes up"
+    assert (report.stopped.why, report.stopped.next_step) == ("no memory", "free some")
+    first, second = report.turns
+    assert first.answers is not None
+    assert (second.sleep_seconds, second.wake_seconds, second.answers) == (0.5, None, None)
+    # It was tried again to leave it awake, and failed again.
+    assert "A is asleep, and was awake (no memory): curl -X POST" in report.left[0]
+
+
+def test_a_call_of_somebody_else_is_left_alone() -> None:
+    def crossed(call: str) -> None:
+        if call == "A sleep 1":
+            raise CrossedError("409", next_step="stop it")
+
+    server = MemoryServer(trouble=crossed)
+    report, error = run(server)
+    assert isinstance(error, CrossedError)
+    assert changes(server) == ["sleep 1"]
+    assert report.left == ("A is awake, as it was",)
+
+
+def test_a_server_at_work_is_left_alone_unless_forced() -> None:
+    server = MemoryServer(busy=2)
+    report, error = run(server)
+    assert isinstance(error, ServerError)
+    assert "2 requests" in error.message
+    assert changes(server) == []
+    assert report.left == ()
+    assert run(MemoryServer(busy=2), settings=Settings(cycles=1, requests=0, force=True))[1] is None
+
+
+def test_other_text_after_a_wake_up_is_a_breach() -> None:
+    server = MemoryServer(text=lambda one, prompt: f"{one.wakes > 1} {prompt[:5]}")
+    report, error = run(server)
+    assert (error, report.verdict) == (None, BREACHED)
+    assert [answer.verdict for answer in report.turns[1].answers or ()] == ["differs"] * 4
+
+
+def test_text_that_never_is_the_same_twice_cannot_be_compared() -> None:
+    server = MemoryServer(text=lambda one, prompt: f"{one.asked} {prompt[:5]}")
+    assert run(server)[0].verdict == UNKNOWN
+
+
+def test_memory_is_that_of_the_servers_own_process() -> None:
+    server = MemoryServer(leak=3 * MIB)
+    report, _ = run(server, settings=Settings(cycles=5, requests=0), watch=Watch(gpu_of(server)))
+    (trend,) = report.trends
+    assert (trend.of_server, trend.sleeps) == (True, 5)
+    assert trend.mib_per_cycle == pytest.approx(3)
+    growth = next(one for one in report.checks if one.check == "growth")
+    assert growth.verdict == "breach"
+    assert growth.found == pytest.approx(9)
+
+
+def test_in_a_rotation_each_server_has_its_own_residue() -> None:
+    servers = MemoryServer(leak=5 * MIB), MemoryServer(name="B", level=1)
+    report, _ = run(
+        *servers, settings=Settings(cycles=5, requests=0), watch=Watch(gpu_of(*servers))
+    )
+    slopes = {one.server: one.mib_per_cycle for one in report.trends}
+    assert slopes == {"A": pytest.approx(5), "B": pytest.approx(0)}
+
+
+def test_without_processes_all_memory_is_counted() -> None:
+    server = MemoryServer()
+    look = gpu_of(server, listed=False)
+    report, _ = run(server, settings=Settings(cycles=1, requests=0), watch=Watch(look))
+    (trend,) = report.trends
+    assert not trend.of_server
+    assert trend.last_bytes > server.sleeps
+
+
+def test_acceptance_is_that_of_the_requests() -> None:
+    report, _ = run(MemoryServer(speculates=True))
+    assert [one.acceptance for one in report.stress] == [0.75, 0.75]
+
+
+def test_a_server_that_fails_every_request_is_not_sent_all() -> None:
+    def broken(call: str) -> None:
+        if call == "A complete" and server.asked > 8:
+            raise ServerError("it hangs", next_step="wait")
+
+    server = MemoryServer(trouble=broken)
+    report, _ = run(server, settings=Settings(cycles=1, requests=50, concurrency=4))
+    (burst,) = report.stress
+    assert burst.failed == 50
+    assert server.asked < 8 + 4 + 4 + 2
+    assert burst.faults == ("it hangs", "not sent, for all before failed")
+
+
+def test_a_terminal_that_is_gone_does_not_leave_a_server_asleep() -> None:
+    def closed(doing: str) -> None:
+        raise BrokenPipeError
+
+    server = MemoryServer()
+    one = Run([server], SMALL, blind(), observe=closed)
+    assert one.run() is None
+    assert not server.asleep
+
+
+def test_a_signal_during_a_call_is_raised_after_it_and_the_second_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    done: list[str] = []
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def work(what: str, *signals: int) -> None:
+        with interrupts.held(what):
+            for number in signals:
+                os.kill(os.getpid(), number)
+            done.append(what)
+
+    with Interrupts(said.append) as interrupts:
+        with pytest.raises(KeyboardInterrupt):
+            # The second is the same Ctrl-C, of a wrapper.
+            work("the sleep of A", signal.SIGTERM, signal.SIGINT)
+        assert done == ["the sleep of A"]
+        assert said == [
+            "interrupted: waiting for the sleep of A, so that no server is left asleep "
+            "(again: leave at once)"
+        ]
+        now[0] += 5
+        with pytest.raises(KeyboardInterrupt):
+            work("putting it back", signal.SIGINT)
+    assert done == ["the sleep of A"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupts(lambda said: None):
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
