@@ -112,6 +112,9 @@ def test_every_limit_is_an_option() -> None:
         (["http://a:1", "--key-variable", "NOT_SET"], UsageError, "NOT_SET is not set"),
         (["http://a:1", "--cycles", "0"], 2, "--cycles"),
         (["http://a:1", "--max-wake", "-1"], 2, "--max-wake"),
+        (["http://a:1", "--max-wake", "nan"], 2, "not a finite number"),
+        (["http://a:1", "--max-wake", "inf"], 2, "not a finite number"),
+        (["http://a:1", "--min-speed", "60"], 2, "--min-speed"),
         (["http://a:1", "--level", "3"], 2, "--level"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 from tests.unit.verifying import MIB, MemoryServer, blind, gpu_of
 
 from sm12x.core.errors import ServerError
-from sm12x.verify.client import CrossedError
+from sm12x.verify.client import CrossedError, UnfitError
 from sm12x.verify.cycles import Interrupts, Run, Settings
 from sm12x.verify.memory import Watch
 from sm12x.verify.report import BREACHED, PASSED, STOPPED, UNKNOWN, Limits, VerifyReport
@@ -225,6 +225,25 @@ def test_without_processes_all_memory_is_counted() -> None:
     (trend,) = report.trends
     assert not trend.of_server
     assert trend.last_bytes > server.sleeps
+
+
+def test_a_prompt_that_is_too_long_is_left_out() -> None:
+    def short(call: str) -> None:
+        if call == "A complete" and server.asked == 7:
+            raise UnfitError("400: too long", next_step="ask less")
+
+    server = MemoryServer(trouble=short)
+    report, error = run(server)
+    assert (error, report.verdict, report.servers[0].prompts) == (None, PASSED, 3)
+    assert [answer.prompt for answer in report.turns[0].answers or ()] == [1, 2, 3]
+    report, error = run(MemoryServer(trouble=lambda call: short_of(call)))
+    assert isinstance(error, UnfitError)
+
+
+def short_of(call: str) -> None:
+    """A server that takes no prompt at all."""
+    if call.endswith("complete"):
+        raise UnfitError("400: no completions", next_step="ask another")
 
 
 def test_acceptance_is_that_of_the_requests() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -34,13 +35,23 @@ _SUFFIXES = (_JSON, _MARKDOWN, _PICTURE)
 _WRITE_EVERY = 2.0
 
 
+class _Finite(click.FloatRange):
+    """A number within bounds; ``nan`` would be within any, and JSON has no ``inf``."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
+        return number
+
+
 def _limits(command: _Command) -> _Command:
     """An option for each limit."""
     for name, default, meaning in reversed(list(limits())):
         command = click.option(
             f"--{name.replace('_', '-')}",
             name,
-            type=click.FloatRange(0),
+            type=_Finite(0, 1 if name.startswith("min_") else None),
             default=default,
             show_default=True,
             metavar="X",
@@ -94,7 +105,7 @@ def _limits(command: _Command) -> _Command:
 @click.option("--force", is_flag=True, help="Abort requests that are at work in a server.")
 @click.option(
     "--timeout",
-    type=click.FloatRange(1),
+    type=_Finite(1, 86_400),
     default=300.0,
     show_default=True,
     help="Seconds that one call may take.",
@@ -109,7 +120,7 @@ def _limits(command: _Command) -> _Command:
 )
 @click.option(
     "--ca-file",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    type=click.Path(path_type=Path, exists=True),
     envvar="REQUESTS_CA_BUNDLE",
     help="Certificates to trust with https.",
 )
@@ -184,7 +195,7 @@ def command(
     fault = saved.write(report, last=True)
     if as_json:
         print_json(report)
-    else:
+    elif report.servers:
         click.echo(render.text(report), nl=False)
     for path in save:
         click.echo(f"{path}: {'written' if fault is None else f'not written: {fault}'}", err=True)

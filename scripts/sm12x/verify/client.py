@@ -99,6 +99,16 @@ class CrossedError(ServerError):
     """A call was refused because another one is in flight, and did nothing."""
 
 
+class UnfitError(ServerError):
+    """A request was refused for what it asks: a prompt that is too long, say."""
+
+
+_KINDS: Mapping[int, type[ServerError]] = {
+    HTTPStatus.CONFLICT: CrossedError,
+    HTTPStatus.BAD_REQUEST: UnfitError,
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     """What came back for ``call``, such as "POST /sleep"."""
@@ -366,8 +376,7 @@ class Server:
         said = f": {self.shown(answer.text)}" if answer.text.strip() else ""
         with_key = f" (with the key of {self._access.variable})" if self._access.key else ""
         refused = answer.status in _NO_KEY
-        kind = CrossedError if answer.status == HTTPStatus.CONFLICT else ServerError
-        raise kind(
+        raise _KINDS.get(answer.status, ServerError)(
             f"{self} answers {answer.call} with {answer.status}{said}{with_key if refused else ''}",
             next_step=self._step(answer),
         )
@@ -383,6 +392,8 @@ class Server:
                 return f"set {variable} to the server's API key"
             case HTTPStatus.NOT_FOUND if path in _SLEEP_ROUTES:
                 return _ROUTES
+            case HTTPStatus.NOT_FOUND if path == "/v1/completions":
+                return "give a server, or with --model a model, that completes text"
             case HTTPStatus.NOT_FOUND:
                 return "check the address: it is that of the server, not of a page or a gateway"
             case HTTPStatus.CONFLICT:

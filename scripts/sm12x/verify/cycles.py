@@ -17,7 +17,14 @@ from typing import Any, Protocol, Self
 from sm12x.core.errors import ServerError, Sm12xError
 from sm12x.core.text import counted
 from sm12x.verify import judge
-from sm12x.verify.client import ACCEPTED, DRAFTED, Completion, CrossedError, Identity
+from sm12x.verify.client import (
+    ACCEPTED,
+    DRAFTED,
+    Completion,
+    CrossedError,
+    Identity,
+    UnfitError,
+)
 from sm12x.verify.memory import Watch
 from sm12x.verify.report import (
     AFTER,
@@ -141,7 +148,8 @@ class _Member:
     """A server, and what the run knows of it.
 
     ``asleep`` is None where a call that changes it did not end well. ``waking`` is what is left to
-    do of a wake-up that began. ``before`` are the texts of each prompt before the first sleep.
+    do of a wake-up that began. ``before`` are the texts before the first sleep of each prompt that
+    the server takes.
     """
 
     def __init__(self, server: LiveServer) -> None:
@@ -150,7 +158,7 @@ class _Member:
         self.asleep: bool | None = None
         self.touched = False
         self.waking: list[Callable[[], float]] = []
-        self.before: list[tuple[str, ...]] = []
+        self.before: dict[str, tuple[str, ...]] = {}
         self.sleeps = 0
         self.wakes = 0
 
@@ -159,7 +167,7 @@ class _Member:
         return self.server.name
 
     def steady(self) -> int:
-        return sum(len(set(texts)) == 1 for texts in self.before)
+        return sum(len(set(texts)) == 1 for texts in self.before.values())
 
 
 class Run:
@@ -375,22 +383,27 @@ class Run:
     def _baseline(self, one: _Member) -> None:
         """Texts before, and the first requests at a time: they also take what memory they need."""
         self._begin(f"asking {one.name} before its first sleep")
-        texts = [
-            [one.server.complete(prompt, _TOKENS).text for _ in range(2)] for prompt in PROMPTS
-        ]
-        one.before = [tuple(each) for each in texts]
+        for prompt in PROMPTS:
+            try:
+                texts = [one.server.complete(prompt, _TOKENS).text for _ in range(2)]
+            except UnfitError:
+                # Longer than the model's context; without any the fault is another one.
+                if prompt is PROMPTS[-1] and not one.before:
+                    raise
+                continue
+            one.before[prompt] = tuple(texts)
         self._burst(one, BEFORE)
 
     def _compare(self, one: _Member) -> tuple[AnswerReport, ...]:
         found = []
-        for number, (prompt, before) in enumerate(zip(PROMPTS, one.before, strict=True), 1):
+        for prompt, before in one.before.items():
             answer = one.server.complete(prompt, _TOKENS)
             verdict = judge.compared(answer.text, before)
             wrong = judge.garbage(answer.text, answer.ids)
             shown = "" if verdict == EQUAL and not wrong else _short(one.server, answer.text)
             found.append(
                 AnswerReport(
-                    prompt=number,
+                    prompt=PROMPTS.index(prompt) + 1,
                     verdict=verdict,
                     garbage=_short(one.server, wrong),
                     text=shown,

@@ -98,7 +98,8 @@ def line(turn: TurnReport) -> str:
 
 
 def _head(report: VerifyReport) -> Iterator[str]:
-    done = len({turn.cycle for turn in report.turns if turn.answer_seconds is not None})
+    turns = sum(turn.answer_seconds is not None for turn in report.turns)
+    done = turns // max(1, len(report.servers))
     yield (
         f"{report.begun}: {done} of {texts.counted(report.cycles, 'cycle')}, sleep level "
         f"{report.level}, {texts.duration(report.seconds)}"
