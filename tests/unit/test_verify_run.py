@@ -246,6 +246,21 @@ def short_of(call: str) -> None:
         raise UnfitError("400: no completions", next_step="ask another")
 
 
+@pytest.mark.parametrize("level", [0, 1])
+def test_one_server_by_two_names_is_noticed(level: int) -> None:
+    first, second = MemoryServer(level=level), MemoryServer(name="B", level=level)
+
+    def same(call: str) -> None:
+        first.level = second.level = max(first.level, second.level)
+        if "wake_up" in str(first.calls + second.calls) and level:
+            first.level = second.level = 0
+
+    first.trouble = second.trouble = same
+    _, error = run(first, second)
+    assert error is not None
+    assert "the same server" in str(error)
+
+
 def test_acceptance_is_that_of_the_requests() -> None:
     report, _ = run(MemoryServer(speculates=True))
     assert [one.acceptance for one in report.stress] == [0.75, 0.75]

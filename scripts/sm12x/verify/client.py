@@ -293,6 +293,8 @@ class Server:
                 json=body,
                 headers={
                     "Accept-Encoding": "identity",
+                    # A kept connection may be closed there just when it is used again.
+                    "Connection": "close",
                     **({"Authorization": f"Bearer {key}"} if key else {}),
                 },
                 timeout=(min(_CONNECT, seconds), seconds),

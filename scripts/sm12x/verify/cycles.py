@@ -212,16 +212,21 @@ class Run:
             except BaseException as caught:
                 error = caught
                 self._stopped = self._why(caught)
-            try:
-                self._restore()
-            except KeyboardInterrupt as again:
-                error = again
-                self._stopped = self._stopped or self._why(again)
-                self._left += [
-                    self._unknown(one)
-                    for one in self._members
-                    if self._changed(one) and not self._told(one)
-                ]
+            # The first signal may come just here; only the second one leaves at once.
+            for _ in range(2):
+                try:
+                    self._restore()
+                    break
+                except KeyboardInterrupt as again:
+                    error = again
+                    self._stopped = self._stopped or self._why(again)
+                    if self._interrupts.count > 1:
+                        break
+            self._left += [
+                self._unknown(one)
+                for one in self._members
+                if self._changed(one) and not self._told(one)
+            ]
             if error is None and self._not_put_back:
                 error = ServerError(
                     "the run came to its end, and a server is not as it was: "
@@ -288,8 +293,8 @@ class Run:
         self._show(doing)
 
     def _show(self, doing: str) -> None:
-        # A terminal that is gone, or a full disk, must not leave a server asleep.
-        with suppress(OSError):
+        # A terminal that is gone, or cannot show a letter, must not leave a server asleep.
+        with suppress(Exception):
             self._observe(doing)
 
     def _measure(self) -> None:
@@ -330,6 +335,7 @@ class Run:
         first, second = self._members
         if first.asleep and second.asleep:
             self._wake(first, "for the run: both were asleep")
+            self._require_two(second, asleep=True)
         if first.asleep:
             first, second = second, first
         return [(first, second), (second, first)]
@@ -342,6 +348,15 @@ class Run:
             self._sleep(second, "for the run: both were awake")
             second.sleeps = 1
             self._watch.slept(second.name, before, self._watch.sample())
+            self._require_two(first, asleep=False)
+
+    def _require_two(self, one: _Member, *, asleep: bool) -> None:
+        """Raise ServerError where the other's call has changed ``one`` as well."""
+        if one.server.is_sleeping() != asleep:
+            raise ServerError(
+                "both addresses lead to the same server: a call of one has changed the other",
+                next_step="give the addresses of two servers, or one address",
+            )
 
     def _turn(self, cycle: int, sleeps: _Member, wakes: _Member) -> None:
         turn = TurnReport(
@@ -497,7 +512,9 @@ class Run:
         with self._interrupts.held("the servers to be as they were"):
             for wanted in (True, False):
                 for one in self._members:
-                    if one.identity and one.identity.asleep is wanted and self._changed(one):
+                    if self._told(one) or not one.identity or not self._changed(one):
+                        continue
+                    if one.identity.asleep is wanted:
                         self._left.append(self._put_back(one, asleep=wanted))
         self._left += [
             f"{one.name} is {_state(one.asleep)}, as it was"
