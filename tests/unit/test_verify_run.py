@@ -11,7 +11,7 @@ import pytest
 from tests.unit.verifying import MIB, MemoryServer, blind, gpu_of
 
 from sm12x.core.errors import ServerError
-from sm12x.verify.client import CrossedError, UnfitError
+from sm12x.verify.client import CrossedError, GoneError, UnfitError
 from sm12x.verify.cycles import Interrupts, Run, Settings
 from sm12x.verify.memory import Watch
 from sm12x.verify.report import BREACHED, PASSED, STOPPED, UNKNOWN, Limits, VerifyReport
@@ -162,6 +162,21 @@ def test_partial_results_say_where_it_stopped() -> None:
     assert (second.sleep_seconds, second.wake_seconds, second.answers) == (0.5, None, None)
     # It was tried again to leave it awake, and failed again.
     assert "A is asleep, and was awake (no memory): curl -X POST" in report.left[0]
+
+
+def test_a_server_that_is_gone_cannot_be_put_back_and_the_other_is() -> None:
+    def dies(call: str) -> None:
+        if call.startswith("B") and second.wakes:
+            raise GoneError("nothing listens there", next_step="start it")
+
+    first, second = MemoryServer(), MemoryServer(name="B", level=1, trouble=dies)
+    report, error = run(first, second)
+    assert isinstance(error, GoneError)
+    assert not first.asleep
+    assert report.left == (
+        "B does not answer any more, and was asleep",
+        "A is awake again, as it was",
+    )
 
 
 def test_a_call_of_somebody_else_is_left_alone() -> None:

@@ -99,6 +99,10 @@ class CrossedError(ServerError):
     """A call was refused because another one is in flight, and did nothing."""
 
 
+class GoneError(ServerError):
+    """Nothing listens, or what listened broke off."""
+
+
 class UnfitError(ServerError):
     """A request was refused for what it asks: a prompt that is too long, say."""
 
@@ -354,7 +358,7 @@ class Server:
                 next_step="read the server's log; --timeout SECONDS waits for longer",
             )
         if "refused" in said.lower():
-            return ServerError(
+            return GoneError(
                 f"{self} cannot be reached: nothing listens there",
                 next_step="check the address, and that the server has started; if it was running, "
                 "its log says why it ended",
@@ -366,7 +370,7 @@ class Server:
             )
         if isinstance(error, requests.exceptions.InvalidURL):
             return ServerError(f"{self} is no address that can be used", next_step=_ADDRESS)
-        return ServerError(
+        return GoneError(
             f"{self} closed the connection, or broke off, in {call}: {self.shown(said)}",
             next_step=_LOG,
         )

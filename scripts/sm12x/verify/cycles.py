@@ -22,6 +22,7 @@ from sm12x.verify.client import (
     DRAFTED,
     Completion,
     CrossedError,
+    GoneError,
     Identity,
     UnfitError,
 )
@@ -561,6 +562,8 @@ class Run:
             f"{one.name} {known}, and was {_state(was)}{because}: "
             f"curl -X POST '{one.server.url}/{path}'"
         )
+        if isinstance(error, GoneError):
+            said = f"{one.name} does not answer any more, and was {_state(was)}"
         self._not_put_back.append(said)
         return said
 
