@@ -158,6 +158,11 @@ def test_a_server_says_what_it_is(answering: Answers) -> None:
         ("GET /is_sleeping", (500, {"error": "\x1b[31mred\x1b[0m"}), "read the server's log"),
         ("GET /version", requests.ConnectionError("Connection refused"), "nothing listens there"),
         ("GET /version", requests.ConnectionError("Name resolution failed"), "is not known"),
+        (
+            "GET /version",
+            requests.ConnectionError("Failed to establish a new connection: No route to host')"),
+            "cannot be reached: no route to host. Next",
+        ),
         ("GET /version", requests.ConnectTimeout("x"), "no connection within 10 s"),
         ("GET /version", requests.ReadTimeout("x"), "has not answered GET /version within 30 s"),
         ("GET /version", requests.exceptions.SSLError("x"), "write http://"),

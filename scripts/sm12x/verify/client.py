@@ -368,6 +368,12 @@ class Server:
                 f"{self} cannot be reached: the name is not known",
                 next_step="check the host's name in the address",
             )
+        if "establish a new connection" in said:
+            reason = said.rpartition(":")[2].strip(" )'\"")
+            return GoneError(
+                f"{self} cannot be reached: {self.shown(reason).lower()}",
+                next_step="check the address, and the network on the way",
+            )
         if isinstance(error, requests.exceptions.InvalidURL):
             return ServerError(f"{self} is no address that can be used", next_step=_ADDRESS)
         return GoneError(
