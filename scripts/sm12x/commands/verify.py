@@ -31,8 +31,8 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 _NAMES = ("A", "B")
 _JSON, _MARKDOWN, _PICTURE = ".json", ".md", ".png"
 _SUFFIXES = (_JSON, _MARKDOWN, _PICTURE)
-# Seconds between two writings of the files.
-_WRITE_EVERY = 2.0
+# Of a run's time, the share that writing the files may take: a long report is written less often.
+_WRITING = 0.05
 
 
 class _Finite(click.FloatRange):
@@ -294,7 +294,8 @@ class _Files:
                     chart.write(report, path)
         except OSError as error:
             return error
-        self._next = time.monotonic() + _WRITE_EVERY
+        taken = time.monotonic() - now
+        self._next = now + taken / _WRITING
         return None
 
 

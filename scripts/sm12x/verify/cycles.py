@@ -215,14 +215,14 @@ class Run:
                 self._stopped = self._why(caught)
             # The first signal may come just here; only the second one leaves at once.
             for _ in range(2):
+                if self._interrupts.count > 1:
+                    break
                 try:
                     self._restore()
                     break
                 except KeyboardInterrupt as again:
                     error = again
                     self._stopped = self._stopped or self._why(again)
-                    if self._interrupts.count > 1:
-                        break
             self._left += [
                 self._unknown(one)
                 for one in self._members

@@ -29,9 +29,10 @@ SETTINGS: dict[str, Any] = {
     "dev": False,
     "speculates": False,
     "busy": 0,
-    # Seconds of a sleep and of a wake-up.
-    "sleep": 0.0,
+    # Seconds of a wake-up.
     "wake_up": 0.0,
+    # A sleep lasts until there is this file.
+    "gate": "",
     "awake_gib": 40.0,
     "residue_gib": 2.0,
     # The file for the stand-in of NVML; "" without one.
@@ -203,7 +204,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.answer(404, {"detail": "Not Found"})
 
     def change(self, name: str, query: dict[str, list[str]]) -> None:
-        time.sleep(SETTINGS[name])
+        if name == "wake_up":
+            time.sleep(SETTINGS[name])
+        while name == "sleep" and SETTINGS["gate"] and not Path(SETTINGS["gate"]).exists():
+            time.sleep(0.05)
         if name == "sleep":
             ENGINE.asleep = not SETTINGS["ignores_sleep"]
             ENGINE.without_weights = query.get("level") == ["2"]
