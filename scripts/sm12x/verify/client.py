@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -160,7 +160,6 @@ class Server:
         self.url = url
         self.model = ""
         self._access = access
-        self._own = threading.local()
 
     def __str__(self) -> str:
         return f"{self.name} ({self.url})"
@@ -291,20 +290,22 @@ class Server:
         began = time.monotonic()
         key = self._access.key
         try:
-            with self._session().request(
-                method,
-                self.url + path,
-                json=body,
-                headers={
-                    "Accept-Encoding": "identity",
-                    # A kept connection may be closed there just when it is used again.
-                    "Connection": "close",
-                    **({"Authorization": f"Bearer {key}"} if key else {}),
-                },
-                timeout=(min(_CONNECT, seconds), seconds),
-                allow_redirects=False,
-                stream=True,
-            ) as response:
+            with (
+                self._session() as session,
+                session.request(
+                    method,
+                    self.url + path,
+                    json=body,
+                    headers={
+                        "Accept-Encoding": "identity",
+                        "Connection": "close",
+                        **({"Authorization": f"Bearer {key}"} if key else {}),
+                    },
+                    timeout=(min(_CONNECT, seconds), seconds),
+                    allow_redirects=False,
+                    stream=True,
+                ) as response,
+            ):
                 text = self._read(response, call, began + seconds)
                 status = response.status_code
         except requests.RequestException as error:
@@ -317,16 +318,15 @@ class Server:
             text = text.replace(self._access.key, "<the API key>")
         return _printable(text)
 
-    def _session(self) -> requests.Session:
-        # One for each thread: a session is not made to be shared.
-        session: requests.Session | None = getattr(self._own, "session", None)
-        if session is None:
-            session = self._own.session = requests.Session()
+    @contextmanager
+    def _session(self) -> Iterator[requests.Session]:
+        # One for each request: a kept connection may be closed there just when it is used again.
+        with requests.Session() as session:
             # No proxy between here and the server that is timed, and no key of a .netrc.
             session.trust_env = False
             if self._access.ca:
                 session.verify = self._access.ca
-        return session
+            yield session
 
     def _read(self, response: requests.Response, call: str, end: float) -> str:
         parts, size = [], 0
