@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -31,8 +32,9 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 _NAMES = ("A", "B")
 _JSON, _MARKDOWN, _PICTURE = ".json", ".md", ".png"
 _SUFFIXES = (_JSON, _MARKDOWN, _PICTURE)
-# Of a run's time, the share that writing the files may take: a long report is written less often.
-_WRITING = 0.05
+# Seconds of computing that writing the files may take each time. A report that takes longer is
+# written less often, so that this is no more than a share of the run's time.
+_WRITE_WITHIN, _WRITING = 0.1, 0.05
 
 
 class _Finite(click.FloatRange):
@@ -281,7 +283,7 @@ class _Files:
 
     def write(self, report: VerifyReport, *, last: bool = False) -> OSError | None:
         """Write them; returned is what keeps that from being done."""
-        now = time.monotonic()
+        now, begun = time.monotonic(), time.process_time()
         if not last and now < self._next:
             return None
         try:
@@ -294,8 +296,8 @@ class _Files:
                     chart.write(report, path)
         except OSError as error:
             return error
-        taken = time.monotonic() - now
-        self._next = now + taken / _WRITING
+        taken = time.process_time() - begun
+        self._next = now + taken / _WRITING if taken > _WRITE_WITHIN else now
         return None
 
 
@@ -303,7 +305,7 @@ def _leave(report: VerifyReport, error: BaseException | None) -> None:
     """End as the report says. Raises what ended the run, or what the report found."""
     if isinstance(error, KeyboardInterrupt) and report.stopped:
         click.echo(f"interrupted at: {report.stopped.during}; {'; '.join(report.left)}", err=True)
-        raise click.exceptions.Exit(INTERRUPTED)
+        sys.exit(INTERRUPTED)
     if error is not None:
         raise error
     bad = [one for one in report.checks if one.verdict == BREACH]
