@@ -310,12 +310,12 @@ def _leave(report: VerifyReport, error: BaseException | None) -> None:
         raise error
     bad = [one for one in report.checks if one.verdict == BREACH]
     if report.verdict == BREACHED:
-        options = text.either(dict.fromkeys(one.option for one in bad if one.option))
+        options = ", ".join(dict.fromkeys(one.option for one in bad if one.option))
         raise FindingsError(
             f"{text.counted(len(bad), 'check')} failed: {bad[0].server} {bad[0].check}: "
             f"{bad[0].text}",
             next_step="docs/verify.md says what each means"
-            + (f"; {options} set the limit" if options else ""),
+            + (f"; options for limits: {options}" if options else ""),
         )
     if report.verdict == UNKNOWN:
         raise UnknownVerdictError(

@@ -35,6 +35,8 @@ _TOKENS, _SHARE = 8, 0.9
 # The same few characters again and again, from the first to the last: "the the the ...".
 _AGAIN = re.compile(r"(.{1,16}?)\1{7,}", re.DOTALL)
 _BANGS = "!!!!!"
+# Characters of a text in the line of a check.
+_QUOTED = 40
 # Sleeps after the first of which a slope is made.
 _FEWEST = 3
 # A server of another GPU frees nothing here; noise of other processes is not a sleep.
@@ -295,7 +297,7 @@ def _answers(server: ServerReport, turns: Sequence[TurnReport]) -> CheckReport:
     equal = sum(one.verdict == EQUAL for one in found)
     text = f"{equal} of {len(found)} greedy texts as before the first sleep"
     if bad:
-        first = first_of([f"prompt {one.prompt}: {one.text!r}" for one in bad], 1)
+        first = first_of([f"prompt {one.prompt}: {one.text[:_QUOTED]!r}" for one in bad], 1)
         return _judged(ANSWERS, server.name, False, f"{text}; {first}", len(bad), 0, "", "")
     if not server.steady:
         why = f"{text}; no prompt had the same text twice before"

@@ -52,7 +52,8 @@ def text(report: VerifyReport) -> str:
         parts.append(texts.columns(map(_stress, report.stress), head=_STRESS))
     if report.trends:
         parts.append(texts.columns(_trends(report), head=_TRENDS))
-    if report.checks:
+    # Before anything was measured each of them is "not seen".
+    if report.turns or report.stress:
         parts.append("\n".join(_check(one) for one in report.checks))
     parts.append("\n".join([*_end(report), f"verdict: {_VERDICTS[report.verdict]}"]))
     return "\n\n".join(parts) + "\n"

@@ -238,7 +238,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 
 
+class Listener(http.server.ThreadingHTTPServer):
+    # A connection that finds the queue full is tried again after a second.
+    request_queue_size = 128
+
+
 if __name__ == "__main__":
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = Listener(("127.0.0.1", 0), Handler)
     print(server.server_address[1], flush=True)
     server.serve_forever()
