@@ -208,6 +208,12 @@ def test_other_text_after_a_wake_up_is_a_breach() -> None:
     assert [answer.verdict for answer in report.turns[1].answers or ()] == ["differs"] * 4
 
 
+def test_other_text_is_shown_from_where_it_parts() -> None:
+    server = MemoryServer(text=lambda one, prompt: f"{'so it went on ' * 30}{one.wakes > 0}")
+    report, _ = run(server)
+    assert (report.turns[0].answers or ())[0].text == "... it went on True"
+
+
 def test_text_that_never_is_the_same_twice_cannot_be_compared() -> None:
     server = MemoryServer(text=lambda one, prompt: f"{one.asked} {prompt[:5]}")
     assert run(server)[0].verdict == UNKNOWN

@@ -53,6 +53,8 @@ PROMPTS = (
 _TOKENS, _STRESS_TOKENS = 48, 64
 # Characters of a text in a report, and different faults of a stress.
 _SHOWN, _FAULTS = 160, 3
+# Characters before the place where two texts part.
+_TOGETHER = 12
 # A signal that comes so soon after another is the same one: of a terminal and of a wrapper.
 _SAME = 1.0
 
@@ -416,13 +418,13 @@ class Run:
             answer = one.server.complete(prompt, _TOKENS)
             verdict = judge.compared(answer.text, before)
             wrong = judge.garbage(answer.text, answer.ids)
-            shown = "" if verdict == EQUAL and not wrong else _short(one.server, answer.text)
+            shown = "" if verdict == EQUAL and not wrong else _parting(answer.text, before[0])
             found.append(
                 AnswerReport(
                     prompt=PROMPTS.index(prompt) + 1,
                     verdict=verdict,
                     garbage=_short(one.server, wrong),
-                    text=shown,
+                    text=_short(one.server, shown),
                 )
             )
         return tuple(found)
@@ -579,6 +581,14 @@ def _from_level_2(server: LiveServer) -> list[Callable[[], float]]:
 
 def _state(asleep: bool | None) -> str:
     return "asleep" if asleep else "awake"
+
+
+def _parting(text: str, before: str) -> str:
+    """The text from shortly before where it parts from the one before."""
+    pairs = enumerate(zip(text, before, strict=False))
+    same = next((n for n, (one, other) in pairs if one != other), min(len(text), len(before)))
+    start = max(0, same - _TOGETHER)
+    return f"{'...' if start else ''}{text[start:]}"
 
 
 def _short(server: LiveServer, text: str) -> str:

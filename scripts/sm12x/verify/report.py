@@ -98,8 +98,8 @@ class AnswerReport:
     """Greedy text of one prompt after a wake-up, compared with the texts before.
 
     ``unsteady``: another text than before, from a prompt that had several texts before. ``garbage``
-    says what is wrong with the text itself, "" for nothing; ``text`` is its beginning, "" where it
-    is equal and no garbage.
+    says what is wrong with the text itself, "" for nothing; ``text`` is the text from shortly
+    before where it parts from the one before, "" where it is equal and no garbage.
     """
 
     prompt: Annotated[int, Field(ge=1)]
