@@ -167,6 +167,11 @@ class Gpus:
         """The next call of the operation ends the rank's process."""
         self._write(rank, f"die-{operation}", 1)
 
+    def remember(self) -> None:
+        """Every worker says where weights are missing, as the release's own does."""
+        for rank in range(RANKS):
+            self._write(rank, "remembers", 1)
+
     def used(self) -> list[int]:
         return [int(self._read(rank, "used") or 0) for rank in range(RANKS)]
 

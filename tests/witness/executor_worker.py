@@ -11,6 +11,7 @@ call of an operation, while the worker runs elsewhere:
     rank<n>/late-<op>  seconds by which each answer to <op> is delayed
     rank<n>/hang-<op>  <op> hangs as long as the file is there
     rank<n>/die-<op>   the next call of <op> ends the worker's process
+    rank<n>/remembers  the worker says where weights are missing that it discarded
     rank<n>/batches    forward passes so far, in which data parallel ranks meet
     rank<n>/log        one line a call
 
@@ -83,6 +84,9 @@ class Device:
         folders = [self.folder.parent / f"rank{rank}" / "batches" for rank in peers]
         while any(not f.exists() or float(f.read_text() or 0) < mine for f in folders):
             time.sleep(0.002)
+
+    def remembers(self) -> bool:
+        return (self.folder / "remembers").exists()
 
     def _used(self) -> int:
         return sum(SIZES[tag] for tag in self.mapped)
@@ -169,8 +173,13 @@ class PretendWorker(WorkerBase):  # type: ignore[misc]
         # What a worker does after the allocator has woken (restore buffers, ...) may fail too.
         gpu.trip("after_wake_up")
 
+    def weights_missing(self) -> bool:
+        self.gpu.called("weights_missing")
+        return self.gpu.remembers() and self.gpu.mapped.get("weights") == GARBAGE
+
     def load_new_weights(self, value: int) -> None:
         self.gpu.need_mapped("weights")
+        self.gpu.trip("load_new_weights")
         self.gpu.mapped["weights"] = value + self.rank
 
     def weights(self) -> int | None:

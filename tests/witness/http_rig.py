@@ -75,7 +75,7 @@ class Engine:
 class Server:
     """One API server, as the release builds it, and a client of it."""
 
-    def __init__(self, engine: Engine, *flags: str) -> None:
+    def __init__(self, engine: Engine, *flags: str, development: bool = True) -> None:
         from fastapi import FastAPI, HTTPException, Request
         from fastapi.exceptions import RequestValidationError
 
@@ -95,8 +95,8 @@ class Server:
             return protocol.CompletionResponse(model="m", choices=[], usage=usage)
 
         app.state.openai_serving_completion = SimpleNamespace(create_completion=create_completion)
-        # Without it 0.21.0 offers no sleep route.
-        os.environ["VLLM_SERVER_DEV_MODE"] = "1"
+        # Without it 0.21.0 offers no sleep route, unless a flag asks for them.
+        os.environ["VLLM_SERVER_DEV_MODE"] = "1" if development else "0"
         importlib.import_module(f"{routes}.api_router").attach_router(app)
         app.include_router(completion.router)
         http, validation = _handlers()
@@ -109,6 +109,7 @@ class Server:
             return JSONResponse({"error": str(error)}, status_code=500)
 
         app.add_exception_handler(RuntimeError, failed)
+        self.gate = app.state.sleep_gate if hasattr(app.state, "sleep_gate") else None
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
         self.client = httpx.AsyncClient(transport=transport, base_url="http://server")
 
@@ -144,11 +145,16 @@ def arguments(*flags: str) -> Namespace:
     return parsed
 
 
-def run(test: Callable[[Engine, Server], Awaitable[None]], *flags: str) -> None:
+def run(
+    test: Callable[[Any, Server], Awaitable[None]],
+    *flags: str,
+    engine: type[Engine] = Engine,
+    development: bool = True,
+) -> None:
     """Run ``test`` with an engine and a server of it, in an event loop."""
 
     async def both() -> None:
-        engine = Engine()
-        await test(engine, Server(engine, *flags))
+        started = engine()
+        await test(started, Server(started, *flags, development=development))
 
     asyncio.run(both())
