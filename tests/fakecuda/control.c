@@ -136,8 +136,14 @@ void fakecuda_reset(void) {
   for (reservation *r = reservations; r != NULL; r = r->next) r->live = 0;
   for (function *f = functions; f->name != NULL; ++f) f->calls = f->fail_from = 0;
   memset(attributes, 0, sizeof attributes);
+  while (host_ranges != NULL) {
+    host_range *range = host_ranges;
+    host_ranges = range->next;
+    free(range);
+  }
   capacity = violations = traced = 0;
-  fabric_permitted = hints_ignored = 0;
+  shared_limit = shared_peak = host_taken = 0;
+  fabric_permitted = hints_ignored = capturing = 0;
   pthread_mutex_unlock(&lock);
 }
 
@@ -149,11 +155,8 @@ int fakecuda_mapped(uint64_t address, size_t size) {
 }
 
 void fakecuda_begin_work(int device, uint64_t address, size_t size) {
-  work *begun = calloc(1, sizeof *begun);
-  if (begun == NULL) abort();
   pthread_mutex_lock(&lock);
-  *begun = (work){.next = works, .device = device, .base = address, .size = size};
-  works = begun;
+  add_work((work){.device = device, .base = address, .size = size});
   pthread_mutex_unlock(&lock);
 }
 
@@ -188,6 +191,134 @@ int fakecuda_copy(uint64_t to, uint64_t from, size_t size) {
   }
   pthread_mutex_unlock(&lock);
   return result;
+}
+
+/* A copy that the stream makes later. From or to host memory that is not registered it is made at
+ * once, as the real one stages it. */
+int fakecuda_copy_async(uint64_t to, uint64_t from, size_t size, int device, const void *stream) {
+  pthread_mutex_lock(&lock);
+  int result = 0;
+  int to_device = size != 0 && is_device_range(to, size);
+  int from_device = size != 0 && is_device_range(from, size);
+  if (from_device && mapped_state(from, size) != 2) {
+    result = CUDA_ERROR_INVALID_VALUE;
+  } else if (to_device && mapped_state(to, size) != 2) {
+    result = CUDA_ERROR_INVALID_VALUE;
+  } else if (size != 0) {
+    uint64_t host = to_device ? from : to;
+    if (to_device == from_device || !is_registered(host, size)) {
+      drain_stream(stream);
+      memmove((void *)(uintptr_t)to, (const void *)(uintptr_t)from, size);
+    } else {
+      add_work((work){.device = device,
+                      .base = to_device ? to : from,
+                      .size = size,
+                      .to = to,
+                      .from = from,
+                      .stream = stream});
+    }
+  }
+  pthread_mutex_unlock(&lock);
+  return result;
+}
+
+void fakecuda_synchronize_stream(const void *stream) {
+  pthread_mutex_lock(&lock);
+  drain_stream(stream);
+  pthread_mutex_unlock(&lock);
+}
+
+/* cudaErrorHostMemoryAlreadyRegistered, cudaErrorHostMemoryNotRegistered */
+int fakecuda_register_host(uint64_t base, size_t size) {
+  pthread_mutex_lock(&lock);
+  int result = size == 0 ? CUDA_ERROR_INVALID_VALUE : 0;
+  for (host_range *r = host_ranges; r != NULL; r = r->next) {
+    if (base < r->base + r->size && r->base < base + size) result = 712;
+  }
+  if (result == 0 && !shared_room(size)) result = CUDA_ERROR_OUT_OF_MEMORY;
+  if (result == 0) {
+    host_range *made = malloc(sizeof *made);
+    if (made == NULL) abort();
+    *made = (host_range){.next = host_ranges, .base = base, .size = size};
+    host_ranges = made;
+  }
+  pthread_mutex_unlock(&lock);
+  return result;
+}
+
+int fakecuda_unregister_host(uint64_t base) {
+  pthread_mutex_lock(&lock);
+  int result = 713;
+  for (host_range **at = &host_ranges; *at != NULL; at = &(*at)->next) {
+    host_range *range = *at;
+    if (range->base != base) continue;
+    for (work *w = works; w != NULL; w = w->next) {
+      uint64_t host = w->to == w->base ? w->from : w->to;
+      if (w->to != 0 && base <= host && host < base + range->size) violations += 1;
+    }
+    *at = range->next;
+    free(range);
+    result = 0;
+    break;
+  }
+  pthread_mutex_unlock(&lock);
+  return result;
+}
+
+void fakecuda_share(uint64_t limit) {
+  pthread_mutex_lock(&lock);
+  shared_limit = limit;
+  shared_peak = 0;
+  pthread_mutex_unlock(&lock);
+}
+
+uint64_t fakecuda_shared_peak(void) {
+  pthread_mutex_lock(&lock);
+  uint64_t peak = shared_peak;
+  pthread_mutex_unlock(&lock);
+  return peak;
+}
+
+int fakecuda_take_host(uint64_t size) {
+  pthread_mutex_lock(&lock);
+  int room = shared_room(size);
+  if (room) host_taken += size;
+  pthread_mutex_unlock(&lock);
+  return room;
+}
+
+void fakecuda_give_host(uint64_t size) {
+  pthread_mutex_lock(&lock);
+  host_taken -= size;
+  pthread_mutex_unlock(&lock);
+}
+
+uint64_t fakecuda_registered_bytes(void) {
+  pthread_mutex_lock(&lock);
+  uint64_t sum = 0;
+  for (host_range *r = host_ranges; r != NULL; r = r->next) sum += r->size;
+  pthread_mutex_unlock(&lock);
+  return sum;
+}
+
+void fakecuda_capture(int on) {
+  pthread_mutex_lock(&lock);
+  capturing = on;
+  pthread_mutex_unlock(&lock);
+}
+
+int fakecuda_is_capturing(void) {
+  pthread_mutex_lock(&lock);
+  int on = capturing;
+  pthread_mutex_unlock(&lock);
+  return on;
+}
+
+int fakecuda_attribute(int attribute) {
+  pthread_mutex_lock(&lock);
+  int value = attribute >= 0 && attribute < 256 ? attributes[attribute] : 0;
+  pthread_mutex_unlock(&lock);
+  return value;
 }
 
 int fakecuda_fill(uint64_t to, int value, size_t size) {

@@ -126,6 +126,18 @@ void fakecuda_begin_work(int device, uint64_t address, size_t size);
 uint64_t fakecuda_work_in_flight(void);
 uint64_t fakecuda_violations(void);
 
+/* Bytes of host memory that are registered. */
+uint64_t fakecuda_registered_bytes(void);
+/* Whether a thread captures a CUDA graph: others may then not make unsafe calls, unless relaxed. */
+void fakecuda_capture(int on);
+
+/* From here on, memory of devices and host is one pool of so many bytes, and its peak is counted. What
+ * is registered is in it, and what is taken here (which says whether there was room). */
+void fakecuda_share(uint64_t limit);
+uint64_t fakecuda_shared_peak(void);
+int fakecuda_take_host(uint64_t size);
+void fakecuda_give_host(uint64_t size);
+
 /* Take everything back, and forget calls, failures and settings: the state after cuInit. */
 void fakecuda_reset(void);
 
@@ -134,5 +146,11 @@ int fakecuda_copy(uint64_t to, uint64_t from, size_t size);
 int fakecuda_fill(uint64_t to, int value, size_t size);
 int fakecuda_enter(const char *function);
 int fakecuda_synchronize_device(int device);
+int fakecuda_copy_async(uint64_t to, uint64_t from, size_t size, int device, const void *stream);
+void fakecuda_synchronize_stream(const void *stream);
+int fakecuda_register_host(uint64_t base, size_t size);
+int fakecuda_unregister_host(uint64_t base);
+int fakecuda_is_capturing(void);
+int fakecuda_attribute(int attribute);
 
 #endif

@@ -2,6 +2,9 @@
  * real one asks the driver for far more than a stand-in can have. */
 #include "fakecuda.h"
 
+#include <stdatomic.h>
+#include <stdio.h>
+
 #ifndef FAKECUDA_WITH_CUDA_H
 CUresult cuMemAlloc(CUdeviceptr *pointer, size_t size);
 CUresult cuMemFree(CUdeviceptr pointer);
@@ -25,8 +28,22 @@ int cudaIpcOpenMemHandle(void **pointer, ipc_handle handle, unsigned int flags);
 int cudaHostRegister(void *pointer, size_t size, unsigned int flags);
 int cudaHostUnregister(void *pointer);
 int cudaGetLastError(void);
+int cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, void *stream);
+int cudaStreamCreateWithFlags(void **stream, unsigned int flags);
+int cudaStreamSynchronize(void *stream);
+int cudaDeviceGetAttribute(int *value, int attribute, int device);
+int cudaDeviceGetPCIBusId(char *text, int size, int device);
+int cudaThreadExchangeStreamCaptureMode(int *mode);
 
 static _Thread_local int current;
+/* cudaStreamCaptureModeGlobal is a thread's mode at first, cudaStreamCaptureModeRelaxed is 2. */
+static _Thread_local int capture_mode;
+/* The device of each stream; a stream is the address of its entry. */
+static int stream_devices[1 << 16];
+static atomic_int streams;
+
+/* cudaErrorStreamCaptureUnsupported */
+static int unsafe(void) { return fakecuda_is_capturing() && capture_mode != 2 ? 900 : 0; }
 
 int cudaSetDevice(int device) {
   int result = fakecuda_enter("cudaSetDevice");
@@ -91,17 +108,69 @@ int cudaIpcOpenMemHandle(void **pointer, ipc_handle handle, unsigned int flags) 
   return result != 0 ? result : CUDA_ERROR_NOT_SUPPORTED;
 }
 
-/* All host memory is as good as pinned. */
 int cudaHostRegister(void *pointer, size_t size, unsigned int flags) {
-  (void)pointer;
-  (void)size;
-  (void)flags;
-  return fakecuda_enter("cudaHostRegister");
+  int result = fakecuda_enter("cudaHostRegister");
+  if (result == 0) result = unsafe();
+  if (result == 0 && flags > 15) result = CUDA_ERROR_INVALID_VALUE;
+  return result != 0 ? result : fakecuda_register_host((uint64_t)(uintptr_t)pointer, size);
 }
 
 int cudaHostUnregister(void *pointer) {
-  (void)pointer;
-  return fakecuda_enter("cudaHostUnregister");
+  int result = fakecuda_enter("cudaHostUnregister");
+  return result != 0 ? result : fakecuda_unregister_host((uint64_t)(uintptr_t)pointer);
+}
+
+int cudaStreamCreateWithFlags(void **stream, unsigned int flags) {
+  int result = fakecuda_enter("cudaStreamCreateWithFlags");
+  if (result == 0) result = unsafe();
+  if (result == 0 && flags > 1) result = CUDA_ERROR_INVALID_VALUE;
+  if (result != 0) return result;
+  int i = atomic_fetch_add(&streams, 1);
+  if (i >= 1 << 16) return CUDA_ERROR_OUT_OF_MEMORY;
+  stream_devices[i] = current;
+  *stream = &stream_devices[i];
+  return 0;
+}
+
+int cudaStreamSynchronize(void *stream) {
+  int result = fakecuda_enter("cudaStreamSynchronize");
+  if (result == 0) result = unsafe();
+  if (result == 0) fakecuda_synchronize_stream(stream);
+  return result;
+}
+
+int cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, void *stream) {
+  int result = fakecuda_enter("cudaMemcpyAsync");
+  if (result != 0) return result;
+  if (kind < 0 || kind > 4) return 21; /* cudaErrorInvalidMemcpyDirection */
+  if (stream == NULL) return CUDA_ERROR_INVALID_VALUE; /* the default stream: not stood in for */
+  return fakecuda_copy_async((uint64_t)(uintptr_t)to, (uint64_t)(uintptr_t)from, size,
+                             *(int *)stream, stream);
+}
+
+int cudaDeviceGetAttribute(int *value, int attribute, int device) {
+  int result = fakecuda_enter("cudaDeviceGetAttribute");
+  if (result == 0 && (device < 0 || device >= FAKECUDA_DEVICES)) result = CUDA_ERROR_INVALID_DEVICE;
+  if (result == 0) *value = fakecuda_attribute(attribute);
+  return result;
+}
+
+/* An address at which no machine has a device. */
+int cudaDeviceGetPCIBusId(char *text, int size, int device) {
+  int result = fakecuda_enter("cudaDeviceGetPCIBusId");
+  if (result == 0 && (device < 0 || device >= FAKECUDA_DEVICES)) result = CUDA_ERROR_INVALID_DEVICE;
+  if (result == 0) snprintf(text, (size_t)size, "FFFF:FF:%02X.0", 0x1f - device);
+  return result;
+}
+
+int cudaThreadExchangeStreamCaptureMode(int *mode) {
+  int result = fakecuda_enter("cudaThreadExchangeStreamCaptureMode");
+  if (result == 0) {
+    int before = capture_mode;
+    capture_mode = *mode;
+    *mode = before;
+  }
+  return result;
 }
 
 int cudaGetLastError(void) { return fakecuda_enter("cudaGetLastError"); }

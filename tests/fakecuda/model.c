@@ -17,6 +17,11 @@ physical *memories;
 reservation *reservations;
 mapping *mappings;
 work *works;
+host_range *host_ranges;
+int capturing;
+uint64_t shared_limit;
+uint64_t shared_peak;
+uint64_t host_taken;
 static CUmemGenericAllocationHandle next_id = 0x7fa0000001ull;
 uint64_t capacity;
 uint64_t violations;
@@ -57,6 +62,12 @@ function functions[MAX_FUNCTIONS] = {
     {.name = "cudaIpcOpenMemHandle"},
     {.name = "cudaHostRegister"},
     {.name = "cudaHostUnregister"},
+    {.name = "cudaMemcpyAsync"},
+    {.name = "cudaStreamCreateWithFlags"},
+    {.name = "cudaStreamSynchronize"},
+    {.name = "cudaDeviceGetAttribute"},
+    {.name = "cudaDeviceGetPCIBusId"},
+    {.name = "cudaThreadExchangeStreamCaptureMode"},
     {.name = "cudaGetLastError"},
 };
 
@@ -177,10 +188,19 @@ void drop_if_unused(physical *memory) {
   }
 }
 
+int shared_room(uint64_t size) {
+  uint64_t used = host_taken + physical_bytes(-1) + size;
+  for (host_range *r = host_ranges; r != NULL; r = r->next) used += r->size;
+  if (shared_limit != 0 && used > shared_limit) return 0;
+  if (used > shared_peak) shared_peak = used;
+  return 1;
+}
+
 CUresult create(CUmemGenericAllocationHandle *handle, uint64_t size, int device) {
   if (capacity != 0 && (size > capacity || physical_bytes(device) > capacity - size)) {
     return CUDA_ERROR_OUT_OF_MEMORY;
   }
+  if (!shared_room(size)) return CUDA_ERROR_OUT_OF_MEMORY;
   int file = memfd_create("fakecuda", MFD_CLOEXEC);
   if (file < 0) return CUDA_ERROR_OUT_OF_MEMORY;
   physical *memory = calloc(1, sizeof *memory);
@@ -300,14 +320,38 @@ CUresult set_access(uint64_t base, uint64_t size, CUmemAccess_flags flags) {
   return CUDA_SUCCESS;
 }
 
-void drain(int device) {
+void add_work(work begun) {
+  work *made = malloc(sizeof *made);
+  if (made == NULL) abort();
+  *made = begun;
+  made->next = NULL;
+  work **last = &works;
+  while (*last != NULL) last = &(*last)->next;
+  *last = made;
+}
+
+static void end_work(int device, const void *stream) {
   for (work **at = &works; *at != NULL;) {
     work *w = *at;
-    if (w->device == device) {
+    if (stream != NULL ? w->stream == stream : w->device == device) {
       *at = w->next;
+      if (w->to != 0) {
+        memmove((void *)(uintptr_t)w->to, (const void *)(uintptr_t)w->from, w->size);
+      }
       free(w);
     } else {
       at = &w->next;
     }
   }
+}
+
+void drain(int device) { end_work(device, NULL); }
+
+void drain_stream(const void *stream) { end_work(-1, stream); }
+
+int is_registered(uint64_t base, uint64_t size) {
+  for (host_range *r = host_ranges; r != NULL; r = r->next) {
+    if (r->base <= base && base + size <= r->base + r->size) return 1;
+  }
+  return 0;
 }

@@ -36,12 +36,23 @@ typedef struct mapping {
   CUmemAccess_flags access;
 } mapping;
 
+/* What a device does: until it has ended, its range must not be unmapped. */
 typedef struct work {
   struct work *next;
   int device;
   uint64_t base;
   uint64_t size;
+  uint64_t to; /* of a copy, which is made when the work ends; 0 for other work */
+  uint64_t from;
+  const void *stream; /* NULL where only the device can be waited for */
 } work;
+
+/* Host memory that is registered. */
+typedef struct host_range {
+  struct host_range *next;
+  uint64_t base;
+  uint64_t size;
+} host_range;
 
 #define MAX_FUNCTIONS 64
 typedef struct function {
@@ -56,7 +67,13 @@ extern pthread_mutex_t lock;
 extern physical *memories;
 extern reservation *reservations;
 extern mapping *mappings;
-extern work *works;
+extern work *works; /* the oldest first */
+extern host_range *host_ranges;
+extern int capturing;
+/* One pool of memory for devices and host, as on an integrated GPU; without limit where 0. */
+extern uint64_t shared_limit;
+extern uint64_t shared_peak;
+extern uint64_t host_taken; /* by other host memory than what is registered */
 extern uint64_t capacity;
 extern uint64_t violations;
 extern int attributes[256];
@@ -88,6 +105,8 @@ uint64_t physical_bytes(int device);
 /* NULL where the handle is unknown or was released. */
 physical *physical_of(CUmemGenericAllocationHandle id);
 void drop_if_unused(physical *memory);
+/* Whether the shared pool has room; notes its peak. */
+int shared_room(uint64_t size);
 CUresult create(CUmemGenericAllocationHandle *handle, uint64_t size, int device);
 
 CUresult reserve(CUdeviceptr *pointer, uint64_t size, uint64_t alignment, uint64_t avoided);
@@ -97,8 +116,12 @@ CUresult release_address(uint64_t base, uint64_t size);
 CUresult map(uint64_t base, uint64_t size, physical *memory);
 CUresult unmap(uint64_t base, uint64_t size);
 CUresult set_access(uint64_t base, uint64_t size, CUmemAccess_flags flags);
-/* End all work in flight on the device. */
+/* End all work in flight on the device, or of one stream: copies are made, in their order. */
 void drain(int device);
+void drain_stream(const void *stream);
+void add_work(work begun);
+/* Whether the whole range is registered. */
+int is_registered(uint64_t base, uint64_t size);
 
 #pragma GCC visibility pop
 

@@ -71,6 +71,12 @@ class Standin:
         self._function("begin_work", None, ctypes.c_int, u64, ctypes.c_size_t)
         self._function("set_capacity", None, u64)
         self._function("copy", ctypes.c_int, u64, u64, ctypes.c_size_t)
+        self._function("registered_bytes", u64)
+        self._function("capture", None, ctypes.c_int)
+        self._function("share", None, u64)
+        self._function("shared_peak", u64)
+        self._function("take_host", ctypes.c_int, u64)
+        self._function("give_host", None, u64)
 
     def _function(self, name: str, result: type | None, *arguments: type) -> None:
         function = getattr(self.driver, f"fakecuda_{name}")
@@ -143,6 +149,28 @@ class Standin:
 
     def work_in_flight(self) -> int:
         return int(self.driver.fakecuda_work_in_flight())
+
+    def registered(self) -> int:
+        """Bytes of host memory that are registered."""
+        return int(self.driver.fakecuda_registered_bytes())
+
+    def share(self, limit: int) -> None:
+        """One pool of so many bytes for devices and host; its peak is counted from here on."""
+        self.driver.fakecuda_share(limit)
+
+    def shared_peak(self) -> int:
+        return int(self.driver.fakecuda_shared_peak())
+
+    def take_host(self, size: int) -> bool:
+        """Take host memory of the pool; whether it had room."""
+        return bool(self.driver.fakecuda_take_host(size))
+
+    def give_host(self, size: int) -> None:
+        self.driver.fakecuda_give_host(size)
+
+    def capture(self, on: bool) -> None:
+        """Whether a CUDA graph is being captured, by a thread that is not the caller's."""
+        self.driver.fakecuda_capture(int(on))
 
     def violations(self) -> int:
         return int(self.driver.fakecuda_violations())

@@ -382,3 +382,91 @@ def test_many_threads(driver: Driver) -> None:
         thread.join()
     assert failures == []
     assert driver.fake.alive() == EMPTY
+
+
+class Host:
+    """Registered host memory, a stream, and copies on it; each call returns the runtime's code."""
+
+    def __init__(self, driver: Driver, size: int = 4096) -> None:
+        self.runtime = driver.fake.runtime
+        self.size = size
+        self.memory = ctypes.create_string_buffer(size)
+        self.address = ctypes.addressof(self.memory)
+        self.stream = ctypes.c_void_p(0)
+        assert self.runtime.cudaStreamCreateWithFlags(ctypes.byref(self.stream), 1) == 0
+
+    def register(self, size: int = 0) -> int:
+        length = ctypes.c_size_t(size or self.size)
+        return int(self.runtime.cudaHostRegister(ctypes.c_void_p(self.address), length, 1))
+
+    def unregister(self) -> int:
+        return int(self.runtime.cudaHostUnregister(ctypes.c_void_p(self.address)))
+
+    def copy(self, to: int, source: int) -> int:
+        pointers = (ctypes.c_void_p(to), ctypes.c_void_p(source), ctypes.c_size_t(self.size))
+        return int(self.runtime.cudaMemcpyAsync(*pointers, 4, self.stream))
+
+    def wait(self) -> int:
+        return int(self.runtime.cudaStreamSynchronize(self.stream))
+
+
+def test_an_asynchronous_copy_is_made_when_it_is_waited_for(driver: Driver) -> None:
+    address, _ = driver.block()
+    host = Host(driver)
+    assert host.register() == 0
+    driver.fake.write(address, b"x" * host.size)
+    assert host.copy(host.address, address) == 0
+    assert host.memory.raw == bytes(host.size), "nothing waits for the copy yet"
+    assert driver.unmap(address) == ILLEGAL_ADDRESS, "it is under way"
+    assert host.wait() == 0
+    assert host.memory.raw == b"x" * host.size
+    # Both ways, in their order.
+    host.memory.raw = b"y" * host.size
+    assert host.copy(address, host.address) == 0
+    assert host.copy(host.address, address) == 0
+    assert driver.fake.runtime.cudaDeviceSynchronize() == 0
+    assert host.memory.raw == b"y" * host.size
+    assert driver.unmap(address) == 0
+    assert host.copy(host.address, address) == INVALID_VALUE, "it is not mapped"
+
+
+def test_a_copy_of_memory_that_is_not_registered_is_made_at_once(driver: Driver) -> None:
+    address, _ = driver.block()
+    host = Host(driver)
+    driver.fake.write(address, b"x" * host.size)
+    assert host.copy(host.address, address) == 0
+    assert host.memory.raw == b"x" * host.size
+
+
+def test_host_memory_is_registered_once(driver: Driver) -> None:
+    host = Host(driver)
+    assert host.unregister() == 713
+    assert host.register() == 0
+    assert host.register(16) == 712
+    assert driver.fake.registered() == host.size
+    assert host.unregister() == 0
+    assert driver.fake.registered() == 0
+
+
+def test_a_capture_refuses_unsafe_calls_of_other_threads(driver: Driver) -> None:
+    host = Host(driver)
+    driver.fake.capture(True)
+    assert host.register() == 900
+    mode = ctypes.c_int(2)
+    assert driver.fake.runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode)) == 0
+    assert mode.value == 0
+    assert host.register() == 0
+    assert driver.fake.runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode)) == 0
+
+
+def test_one_pool_of_memory_for_devices_and_host(driver: Driver) -> None:
+    driver.fake.share(3 * GRANULARITY)
+    driver.block()
+    assert driver.fake.take_host(GRANULARITY)
+    host = Host(driver, GRANULARITY)
+    assert host.register() == 0
+    assert driver.create()[0] == OUT_OF_MEMORY
+    assert not driver.fake.take_host(1)
+    assert driver.fake.shared_peak() == 3 * GRANULARITY
+    driver.fake.give_host(GRANULARITY)
+    assert driver.create()[0] == 0
