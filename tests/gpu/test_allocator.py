@@ -244,3 +244,38 @@ def test_interrupts_of_sleep_and_wake_lose_nothing(gpu: Gpu) -> None:
             assert not wrong, f"call {attempt} of {call.__name__} lost tensors {wrong}"
         cache.fill_(1)
         assert interrupt.hits == 100, f"only {interrupt.hits} signals met {call.__name__}"
+
+
+@pytest.mark.guard
+def test_what_is_written_between_two_sleeps_comes_back(gpu: Gpu) -> None:
+    """With host copies that are kept: in place, whole, and as two halves that are exchanged."""
+    with gpu.allocator.use_memory_pool("weights"):
+        tensors = [gpu.tensor(64 * MIB, seed) for seed in range(4)]
+    for cycle in range(3):
+        gpu.allocator.sleep(("weights",))
+        gpu.allocator.wake_up()
+        for i, tensor in enumerate(tensors):
+            assert gpu.intact(tensor, i + (cycle if i == 1 else 0)), f"tensor {i}, cycle {cycle}"
+        tensors[1].add_(1)
+    half = tensors[2].numel() // 2
+    tensors[2].copy_(gpu.torch.cat((tensors[2][half:], tensors[2][:half])))
+    gpu.allocator.sleep(("weights",))
+    gpu.allocator.wake_up()
+    tensors[2].copy_(gpu.torch.cat((tensors[2][half:], tensors[2][:half])))
+    assert gpu.intact(tensors[2], 2)
+
+
+def test_a_later_sleep_copies_nothing(gpu: Gpu) -> None:
+    """By time: unmapping 4 GiB takes milliseconds, copying it a tenth of a second."""
+    with gpu.allocator.use_memory_pool("weights"):
+        tensors = [gpu.tensor(GIB // 4, seed) for seed in range(16)]
+    first = later = 0.0
+    for cycle in range(4):
+        start = time.monotonic()
+        gpu.allocator.sleep(("weights",))
+        took = time.monotonic() - start
+        gpu.allocator.wake_up()
+        first = first or took
+        later = took if cycle < 2 else min(later, took)
+    assert all(gpu.intact(tensor, seed) for seed, tensor in enumerate(tensors))
+    assert later < 0.06, f"the first sleep took {first:.3f} s, a later one {later:.3f} s"

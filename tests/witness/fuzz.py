@@ -24,6 +24,12 @@ FUNCTIONS = (
     "*", "cuMemCreate", "cuMemMap", "cuMemUnmap", "cuMemSetAccess", "cuMemRelease",
     "cuMemAddressFree", "cuMemAddressReserve", "cudaMemcpy", "cudaDeviceSynchronize",
 )  # fmt: skip
+# ... and what kept host copies take.
+MORE_FUNCTIONS = (
+    "cudaMemcpyAsync", "cudaMemcpyAsync", "cudaStreamSynchronize", "cudaHostRegister",
+    "cudaSetDevice",
+    "cudaStreamCreateWithFlags", "cudaDeviceGetPCIBusId", "cudaDeviceGetAttribute",
+)  # fmt: skip
 ERRORS = (2, 700, 999)
 MOST = 8
 
@@ -43,6 +49,9 @@ class Settings:
     operations: int
     seed: int
     rocm: bool = False
+    # Keep host copies, as the tree does, or the package for it.
+    host_copies: bool = False
+    plugin: bool = False
 
 
 @dataclass
@@ -58,6 +67,10 @@ class Fuzzer:
         self.written = 0
         if self.settings.rocm:
             self.world.use_rocm()
+        if self.settings.host_copies:
+            self.world.use_host_copies()
+        if self.settings.plugin:
+            self.world.use_plugin()
 
     # ---- the model ----
 
@@ -108,7 +121,9 @@ class Fuzzer:
         """What is done to the next call: nothing, a failing driver, an interrupt, a thread."""
         kind = self.chance.choice(("", "", "driver", "interrupt", "both", "thread"))
         if kind in ("driver", "both"):
-            function = self.chance.choice(FUNCTIONS)
+            keeps = self.settings.host_copies or self.settings.plugin
+            more = MORE_FUNCTIONS if keeps else ()
+            function = self.chance.choice(FUNCTIONS + more)
             self.world.fake.fail(
                 function,
                 nth=self.chance.randint(1, 12),
@@ -158,7 +173,8 @@ class Fuzzer:
         victim = self.blocks.pop(self.chance.randrange(len(self.blocks)))
         at = self.chance.randint(1, 4)
         size = self.chance.choice((victim.size, GRANULARITY))
-        copy = self.world.cumem.libcudart.cudaMemcpy
+        owner, name = self.world.copier
+        copy = getattr(owner, name)
         made: list[Modelled] = []
         copies: list[int] = []
 
@@ -169,21 +185,21 @@ class Fuzzer:
                 made.append(Modelled(address, size, self.world.allocator.current_tag))
                 self.write(made[0])
 
-        def and_meanwhile(to: Any, source: Any, size: int) -> None:
+        def and_meanwhile(to: Any, source: Any, size: int, *stream: Any) -> None:
             copies.append(size)
             if len(copies) == at:
                 thread = threading.Thread(target=other)
                 thread.start()
                 thread.join()
-            copy(to, source, size)
+            copy(to, source, size, *stream)
 
-        self.world.cumem.libcudart.cudaMemcpy = and_meanwhile
+        setattr(owner, name, and_meanwhile)
         try:
             call()
         except RuntimeError:
             self.counts["failures"] += 1
         finally:
-            self.world.cumem.libcudart.cudaMemcpy = copy
+            setattr(owner, name, copy)
             if len(copies) < at:
                 other()
             self.blocks += made

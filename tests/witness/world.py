@@ -15,6 +15,7 @@ import os
 import sys
 import tempfile
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,12 @@ from tests.witness import forked
 from tests.witness.native import ALLOCATOR, ROCM_ALLOCATOR, WITH_EXCEPTION
 
 MIB = 1 << 20
+GIB = 1 << 30
+# The package with the sleep-mode backend, and the name of what it has in common with the stack.
+PLUGIN = Path(__file__).resolve().parents[2] / "scripts" / "sleep-keep"
+# CU_DEVICE_ATTRIBUTE_INTEGRATED
+INTEGRATED = 18
+HOST_COPIES = "vllm.device_allocator.host_copies"
 EMPTY = Alive(handles=0, mappings=0, reservations=0, physical=0)
 # Seconds one forked case of a sweep may take; it needs milliseconds.
 CASE_LIMIT = 60.0
@@ -159,11 +166,97 @@ class World:
         self.pools_in_use: list[Pool] = []
         self._written = 0
         self._replace_in_torch()
+        # See use_host_copies.
+        self.host_memory = 64 * GIB
+        self.host_copies: Any = None
+        # So much of a block goes into its digest: a test with many cases takes less.
+        self.digested = GIB
+        # What sleep and wake_up copy with.
+        self.copier: tuple[Any, str] = (self.cumem.libcudart, "cudaMemcpy")
+        os.environ["SLEEP_MODE_HOST_COPY"] = "release"
+        self.allocator: Any = None
+        self._new_allocator()
+
+    def _new_allocator(self) -> None:
         self.cumem.CuMemAllocator.instance = None
         self.allocator = self.cumem.CuMemAllocator.get_instance()
         self.cumem.init_module(
             self.allocator.python_malloc_callback, self.allocator.python_free_callback
         )
+
+    def use_host_copies(self, setting: str = "auto") -> None:
+        """From here on, host copies are kept where the tree or the plugin can do that.
+
+        The host has ``self.host_memory`` bytes available.
+        """
+        os.environ["SLEEP_MODE_HOST_COPY"] = setting
+        self._new_allocator()
+        self.host_copies = getattr(self.allocator, "host_copies", None)
+        module: Any = sys.modules.get(HOST_COPIES)
+        if self.host_copies is None:
+            return
+        module.available_host_memory = lambda: self.host_memory
+        module.words_of = self._words
+        self.copier = (self.host_copies._runtime, "copy")
+
+    def _words(self, address: int, size: int, device: int) -> Any:
+        """The stand-in's device memory is the host's: torch computes with it on the CPU."""
+        memory = (ctypes.c_char * min(size, self.digested)).from_address(address)
+        # Its threads would wait for each other, on the cores of other tests.
+        self.torch.set_num_threads(1)
+        return self.torch.frombuffer(memory, dtype=self.torch.int32)
+
+    def use_plugin(self, setting: str = "auto") -> Any:
+        """As use_host_copies, with the sleep-mode backend of the package; the backend."""
+        os.environ["SLEEP_MODE_HOST_COPY"] = setting
+        if str(PLUGIN) not in sys.path:
+            sys.path.append(str(PLUGIN))
+        module: Any = importlib.import_module("vllm_sleep_keep.host_copies")
+        module.available_host_memory = lambda: self.host_memory
+        module.words_of = self._words
+        backend: Any = importlib.import_module("vllm_sleep_keep.backend").KeepBackend()
+        self.host_copies = backend.copies
+        self.copier = (self.host_copies._runtime, "copy")
+
+        def sleep(tags: str | tuple[str, ...]) -> None:
+            tags = (tags,) if isinstance(tags, str) else tags
+            self.host_copies.sleep(self.allocator, tags)
+
+        def wake_up(tags: list[str] | None = None) -> None:
+            self.host_copies.wake_up(self.allocator, tags)
+
+        self.allocator.sleep = sleep
+        self.allocator.wake_up = wake_up
+        return backend
+
+    def share_memory(self, limit: int) -> None:
+        """From here on the GPU is an integrated one, with ``limit`` bytes for it and the host.
+
+        PyTorch keeps pinned memory that is freed; only emptying its cache gives that back.
+        """
+        self.fake.set_attribute(INTEGRATED, 1)
+        self.fake.share(limit)
+        empty = self.torch.empty
+        cached: Counter[int] = Counter()
+
+        def counted(*size: Any, **options: Any) -> Any:
+            if options.get("device") != "cpu":
+                return empty(*size, **options)
+            if cached[size[0]]:
+                cached[size[0]] -= 1
+            elif not self.fake.take_host(size[0]):
+                raise RuntimeError("CUDA error: out of memory")
+            tensor = empty(*size, **options)
+            weakref.finalize(tensor, cached.update, [size[0]]).atexit = False
+            return tensor
+
+        def empty_host_cache() -> None:
+            for size, count in cached.items():
+                self.fake.give_host(size * count)
+            cached.clear()
+
+        self.torch.empty = counted
+        self.torch.accelerator.empty_host_cache = empty_host_cache
 
     def use_rocm(self) -> None:
         """From here on, the allocator is the one compiled for ROCm, in chunks of 2 MiB."""

@@ -1,0 +1,49 @@
+"""The backend: vLLM's own, with sleep and wake_up of `HostCopies`."""
+
+import torch
+from vllm.device_allocator import DEFERRABLE_TAGS, cumem
+from vllm.device_allocator.sleep_mode_backend import CuMemBackend
+from vllm.utils.torch_utils import PIN_MEMORY
+
+from vllm_sleep_keep.host_copies import HostCopies
+
+# What CuMemBackend offloads at each level, and weights at level 1.
+OFFLOADED = ("runtime", "cudagraph")
+
+
+class KeepBackend(CuMemBackend):  # type: ignore[misc]
+    """A CuMemBackend to vLLM: the blocks are those of its CuMemAllocator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies = HostCopies(
+            runtime_path=cumem.libcudart.lib._name,
+            # By name, each time: a test puts its own there.
+            create_and_map=lambda handle: cumem.create_and_map(handle),
+            unmap_and_release=lambda handle: cumem.unmap_and_release(handle),
+            pin_memory=PIN_MEMORY,
+            always_woken=lambda tag: tag not in DEFERRABLE_TAGS,
+        )
+
+    def prepare(self) -> None:
+        """What vLLM with a hook for it calls after the weights are loaded."""
+        self.copies.prepare(cumem.CuMemAllocator.get_instance())
+
+    def suspend(self, level: int = 1) -> None:
+        self._state = "SUSPENDED"
+        tags = ("weights", *OFFLOADED) if level == 1 else OFFLOADED
+        self.copies.sleep(cumem.CuMemAllocator.get_instance(), tags)
+
+    def resume(self, tags: list[str] | None = None) -> None:
+        self._state = "RESUMING"
+        try:
+            self.copies.wake_up(cumem.CuMemAllocator.get_instance(), tags)
+            self._state = "RUNNING"
+        finally:
+            if self._state == "RESUMING":
+                # What the call was to wake is asleep as before.
+                self._state = "SUSPENDED"
+
+    @classmethod
+    def is_supported(cls) -> bool:
+        return bool(cumem.cumem_available and torch.version.hip is None)

@@ -1,0 +1,881 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Sleep and wake_up with host copies that are kept from one sleep to the next.
+
+The first sleep copies weights to the host. A later one finds that the copy still
+holds what is on the device, and only unmaps. Nothing announces a write to
+weights: a reload, a weight transfer, LoRA or EPLB write in place, and so may any
+code. So each sleep computes a digest of every block on the device, and copies a
+block anew unless its digest is the one of the copy.
+"""
+
+import ctypes
+import gc
+import logging
+import math
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# By name: as part of a package of its own, too, this is written to vLLM's log.
+logger = logging.getLogger("vllm.device_allocator.host_copies")
+
+SETTING = "SLEEP_MODE_HOST_COPY"
+SETTINGS = ("auto", "keep", "release")
+
+MIB = 1 << 20
+GIB = 1 << 30
+HUGE_PAGE = 2 * MIB
+# Bytes of host memory that are registered in one call, and touched by one.
+REGION = GIB
+TOUCHED = 64 * MIB
+THREADS = 16
+# What "auto" leaves of the host's memory: several workers take theirs at a time.
+RESERVE = 4 * GIB
+# Copies are issued to these in turn, so that one begins while another ends.
+STREAMS = 2
+# A digest has a number for each row of so many 32-bit words, and is computed with
+# so many rows at a time: 16 MiB of them, and 32 MiB of products.
+WORDS = 4096
+ROWS = 1024
+
+MADV_HUGEPAGE = 14
+MADV_POPULATE_WRITE = 23
+EINVAL = 22
+
+
+def setting() -> str:
+    """What the environment asks for: "auto", "keep" or "release".
+
+    Raises:
+        ValueError: it asks for something else.
+
+    """
+    value = os.environ.get(SETTING, SETTINGS[0])
+    if value not in SETTINGS:
+        raise ValueError(f"{SETTING}={value}: it is one of {', '.join(SETTINGS)}")
+    return value
+
+
+# ---- the host's memory ----
+
+
+class NoHostMemoryError(RuntimeError):
+    """The host has no room for copies that stay."""
+
+
+def available_host_memory(
+    proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
+) -> int:
+    """Bytes that can be taken before the host's memory or a cgroup's limit ends.
+
+    0 where the host does not say.
+    """
+    try:
+        rooms = [_mem_available(proc / "meminfo")]
+        for line in (proc / "self" / "cgroup").read_text().splitlines():
+            rooms += _cgroup_rooms(line, cgroups)
+    except (OSError, ValueError) as error:
+        logger.warning("Cannot tell how much host memory is available: %s", error)
+        return 0
+    return max(0, min(rooms))
+
+
+def _mem_available(meminfo: Path) -> int:
+    for line in meminfo.read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    raise ValueError(f"no MemAvailable in {meminfo}")
+
+
+def _cgroup_rooms(line: str, root: Path) -> Iterator[int]:
+    """What is left under each limit of one line of /proc/self/cgroup."""
+    _, controllers, path = line.split(":", 2)
+    if controllers == "":
+        top, limit, usage, prefix = root, "memory.max", "memory.current", ""
+    elif "memory" in controllers.split(","):
+        top, prefix = root / "memory", "total_"
+        limit, usage = "memory.limit_in_bytes", "memory.usage_in_bytes"
+    else:
+        return
+    # In a container the path may be the host's. Then the top is the container's.
+    folders = [top]
+    for part in Path(path).parts[1:]:
+        if part == ".." or not (folders[-1] / part).is_dir():
+            break
+        folders.append(folders[-1] / part)
+    for folder in folders:
+        if not (folder / limit).is_file():
+            continue
+        value = (folder / limit).read_text().strip()
+        if value != "max":
+            used = int((folder / usage).read_text())
+            yield int(value) - used + _page_cache(folder / "memory.stat", prefix)
+
+
+def _page_cache(stat: Path, prefix: str) -> int:
+    """Bytes of files: the kernel drops those before a limit is reached."""
+    names = (f"{prefix}active_file", f"{prefix}inactive_file")
+    fields = (line.split() for line in stat.read_text().splitlines())
+    return sum(int(value) for name, value in fields if name in names)
+
+
+def cpus_near(bus_id: str, sys: Path = Path("/sys")) -> set[int]:
+    """The CPUs of the NUMA node of a PCI device; none where that is not known."""
+    try:
+        device = sys / "bus" / "pci" / "devices" / bus_id.lower()
+        node = int((device / "numa_node").read_text())
+        if node < 0:
+            return set()
+        cpus: set[int] = set()
+        folder = sys / "devices" / "system" / "node" / f"node{node}"
+        for part in (folder / "cpulist").read_text().strip().split(","):
+            first, _, last = part.partition("-")
+            cpus |= set(range(int(first), int(last or first) + 1))
+    except (OSError, ValueError):
+        return set()
+    return cpus & os.sched_getaffinity(0)
+
+
+def _run_on(cpus: set[int]) -> None:
+    """Run this thread on these CPUs: what it touches first is in their memory."""
+    try:
+        if cpus:
+            os.sched_setaffinity(0, cpus)
+    except OSError as error:
+        logger.debug("Cannot choose the CPUs of a thread: %s", error)
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def touch(address: int, size: int) -> None:
+    """Have the kernel give this memory its pages, without the GIL."""
+    if _libc.madvise(address, size, MADV_POPULATE_WRITE) == 0:
+        return
+    error = ctypes.get_errno()
+    if error != EINVAL:
+        raise NoHostMemoryError(f"the kernel gave no pages: {os.strerror(error)}")
+    # A kernel before 5.14.
+    ctypes.memset(address, 0, size)
+
+
+class Runtime:
+    """What copies take of libcudart, with its errors raised."""
+
+    INTEGRATED = 18
+    RELAXED = 2
+    NON_BLOCKING = 1
+    PORTABLE = 1
+    ANY_DIRECTION = 4
+
+    def __init__(self, path: str) -> None:
+        # A library object of its own: argument types are set on it.
+        self._library = ctypes.CDLL(path)
+        number, size, pointer = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
+        for name, arguments in (
+            ("cudaSetDevice", [number]),
+            ("cudaDeviceGetAttribute", [pointer, number, number]),
+            ("cudaDeviceGetPCIBusId", [pointer, number, number]),
+            ("cudaHostRegister", [pointer, size, ctypes.c_uint]),
+            ("cudaHostUnregister", [pointer]),
+            ("cudaStreamCreateWithFlags", [pointer, ctypes.c_uint]),
+            ("cudaStreamSynchronize", [pointer]),
+            ("cudaMemcpyAsync", [pointer, pointer, size, number, pointer]),
+            ("cudaThreadExchangeStreamCaptureMode", [pointer]),
+            ("cudaGetLastError", []),
+        ):
+            function = getattr(self._library, name)
+            function.restype, function.argtypes = number, arguments
+        self._library.cudaGetErrorString.restype = ctypes.c_char_p
+        self._library.cudaGetErrorString.argtypes = [number]
+
+    def call(self, name: str, *arguments: Any) -> None:
+        code = getattr(self._library, name)(*arguments)
+        if code != 0:
+            # So that no later call of PyTorch reports it.
+            self._library.cudaGetLastError()
+            text = self._library.cudaGetErrorString(code).decode()
+            raise RuntimeError(f"CUDA Error: {text} in {name}")
+
+    def begin_thread(self, device: int) -> None:
+        self.call("cudaSetDevice", device)
+        # While another thread captures a CUDA graph, calls are refused without.
+        mode = ctypes.c_int(self.RELAXED)
+        self.call("cudaThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+
+    def is_integrated(self, device: int) -> bool:
+        value = ctypes.c_int()
+        self.call(
+            "cudaDeviceGetAttribute", ctypes.byref(value), self.INTEGRATED, device
+        )
+        return value.value != 0
+
+    def bus_id(self, device: int) -> str:
+        text = ctypes.create_string_buffer(32)
+        self.call("cudaDeviceGetPCIBusId", text, len(text), device)
+        return text.value.decode()
+
+    def stream(self) -> int:
+        stream = ctypes.c_void_p()
+        self.call("cudaStreamCreateWithFlags", ctypes.byref(stream), self.NON_BLOCKING)
+        return stream.value or 0
+
+    def copy(self, to: int, source: int, size: int, stream: int) -> None:
+        """Issue a copy; it is done once the stream is waited for."""
+        self.call("cudaMemcpyAsync", to, source, size, self.ANY_DIRECTION, stream)
+
+    def wait(self, stream: int) -> None:
+        self.call("cudaStreamSynchronize", stream)
+
+    def register(self, address: int, size: int) -> None:
+        self.call("cudaHostRegister", address, size, self.PORTABLE)
+
+    def unregister(self, address: int) -> None:
+        if self._library.cudaHostUnregister(address) != 0:
+            self._library.cudaGetLastError()
+
+
+class DeviceThreads:
+    """Threads for calls that are made for a device.
+
+    The thread that asks keeps its own device: to set that again would create a
+    context where it has none yet.
+    """
+
+    def __init__(
+        self, runtime: Runtime, device: int, count: int, cpus: Iterable[int] = ()
+    ) -> None:
+        self._runtime = runtime
+        self._device = device
+        self._cpus = set(cpus)
+        self._begun = threading.local()
+        self._pool = ThreadPoolExecutor(count, "sleep-host-copies")
+
+    def __enter__(self) -> "DeviceThreads":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def start(self, call: Callable[..., Any], *arguments: Any) -> "Future[Any]":
+        return self._pool.submit(self._on_device, call, *arguments)
+
+    def _on_device(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        if not hasattr(self._begun, "yes"):
+            _run_on(self._cpus)
+            self._runtime.begin_thread(self._device)
+            self._begun.yes = True
+        return call(*arguments)
+
+
+class Region:
+    """Host memory with huge pages where there are any, registered with CUDA."""
+
+    def __init__(self, size: int, runtime: Runtime) -> None:
+        memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE)
+        start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        skipped = -start % HUGE_PAGE
+        self._runtime = runtime
+        self._tensor = torch.frombuffer(
+            memory, dtype=torch.uint8, count=size, offset=skipped
+        )
+        self.address = start + skipped
+        self.size = size
+        _libc.madvise(self.address, size, MADV_HUGEPAGE)
+        # Asked for in any case: an exception can come right after the call that
+        # registers. The process's end does the same by itself.
+        weakref.finalize(self, runtime.unregister, self.address).atexit = False
+
+    def touch(self, threads: DeviceThreads) -> list[Future[None]]:
+        end = self.address + self.size
+        # The calls hold the region: it is there for as long as they are.
+        return [
+            threads.start(self._touch, at, min(TOUCHED, end - at))
+            for at in range(self.address, end, TOUCHED)
+        ]
+
+    def _touch(self, address: int, size: int) -> None:
+        touch(address, size)
+
+    def register(self) -> None:
+        self._runtime.register(self.address, self.size)
+
+    def part(self, offset: int, size: int) -> torch.Tensor:
+        part = self._tensor[offset : offset + size]
+        # The memory is unregistered and unmapped after its last part is gone.
+        part.region = self
+        return part
+
+
+def _groups(sizes: Iterable[int]) -> Iterator[list[int]]:
+    """Sizes in their order, as many together as a region has room for."""
+    group: list[int] = []
+    for size in sizes:
+        if group and sum(group) + size > REGION:
+            yield group
+            group = []
+        group.append(size)
+    if group:
+        yield group
+
+
+def host_memory(
+    sizes: list[int], runtime: Runtime, device: int, reserve: int
+) -> list[torch.Tensor]:
+    """Registered host memory, near to the device: one tensor of bytes for each size.
+
+    Raises:
+        NoHostMemoryError: less than this and `reserve` is available.
+        RuntimeError: CUDA does not register it.
+
+    """
+    left = sum(sizes)
+    near = cpus_near(runtime.bus_id(device))
+    count = min(THREADS, len(near or os.sched_getaffinity(0)))
+    regions: list[tuple[Region, list[Future[None]], list[int]]] = []
+    registered: list[Future[None]] = []
+    with DeviceThreads(runtime, device, count, near) as threads:
+        for group in _groups(sizes):
+            # Before each region: other workers take theirs at the same time.
+            available = available_host_memory()
+            if available < left + reserve:
+                raise NoHostMemoryError(
+                    f"{left / GIB:.1f} GiB are to be taken, {available / GIB:.1f} GiB "
+                    f"are available, and {reserve / GIB:.1f} GiB are to stay so"
+                )
+            left -= sum(group)
+            region = Region(sum(group), runtime)
+            regions.append((region, region.touch(threads), group))
+            # The one before is touched, and registered while this one is touched.
+            for region, touches, _ in regions[-2:-1]:
+                _wait(touches)
+                registered.append(threads.start(region.register))
+        for region, touches, _ in regions[-1:]:
+            _wait(touches)
+            registered.append(threads.start(region.register))
+        _wait(registered)
+    return [
+        region.part(end - size, size)
+        for region, _, group in regions
+        for size, end in zip(group, accumulate(group), strict=True)
+    ]
+
+
+def _wait(futures: list[Future[None]]) -> None:
+    for future in futures:
+        future.result()
+
+
+# ---- what a block contains ----
+
+
+def words_of(address: int, size: int, device: int) -> torch.Tensor:
+    """Device memory as 32-bit words; nothing is copied."""
+
+    class Memory:
+        __cuda_array_interface__ = {  # noqa: RUF012
+            "shape": (size // 4,),
+            "typestr": "<i4",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+    return torch.as_tensor(Memory(), device=torch.device("cuda", device))
+
+
+def multipliers(device: torch.device) -> torch.Tensor:
+    """Random odd 64-bit numbers, the same in every call: one for each word of a row."""
+    generator = torch.Generator().manual_seed(0x5EED)
+    numbers = torch.randint(-(2**63), 2**63 - 1, (WORDS,), generator=generator)
+    return (numbers | 1).to(device)
+
+
+def digest(words: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """One 64-bit number for each row of words, on their device.
+
+    A number is the sum of the row's words, each times its factor, modulo 2**64. With
+    one word changed it changes for certain; otherwise two rows have the same number
+    with a probability of 2**-32 at most, also if one has the words of the other in
+    another order.
+    """
+    rows = words.view(-1, WORDS)
+    numbers = torch.empty(len(rows), dtype=torch.int64, device=words.device)
+    count = min(ROWS, len(rows))
+    products = torch.empty(count, WORDS, dtype=torch.int64, device=words.device)
+    for start in range(0, len(rows), ROWS):
+        some = rows[start : start + ROWS]
+        torch.mul(some, factors, out=products[: len(some)])
+        torch.sum(products[: len(some)], dim=1, out=numbers[start : start + ROWS])
+    return numbers
+
+
+# ---- sleep and wake_up ----
+
+
+@dataclass(eq=False)
+class Copy:
+    """The host memory of one block. `data` is the allocator's record of the block:
+    another block may get its address."""
+
+    data: Any
+    tensor: torch.Tensor
+    # Of what the memory holds; None where that is not known.
+    digest: torch.Tensor | None = None
+
+
+def _named(data: Any) -> str:
+    return f"{data.tag} block {data.handle[2]:#x} of {data.handle[1]} bytes"
+
+
+class HostCopies:
+    """The sleep and wake_up of a CuMemAllocator, with copies that are kept.
+
+    The blocks are the allocator's: `is_asleep` and `cpu_backup_tensor` of its
+    records say what is asleep, and what it is restored from. A kept copy is not
+    more than memory that may hold what a block contains.
+
+    An exception can come between any two steps (a signal, for one). So host copy
+    and state are recorded before a block is unmapped, and a copy loses its digest
+    before it is written.
+    """
+
+    def __init__(
+        self,
+        *,
+        runtime_path: str,
+        create_and_map: Callable[[Any], None],
+        unmap_and_release: Callable[[Any], None],
+        pin_memory: bool,
+        always_woken: Callable[[str], bool] = lambda tag: False,
+    ) -> None:
+        """`always_woken` tells of a tag whether each wake_up wakes it."""
+        self.setting = setting()
+        self._runtime = Runtime(runtime_path)
+        self._create_and_map = create_and_map
+        self._unmap_and_release = unmap_and_release
+        self._pin_memory = pin_memory
+        self._always_woken = always_woken
+        self._copies: dict[int, Copy] = {}
+        # Memory whose block is gone, by size, for a block that is new.
+        self._spare: dict[int, list[torch.Tensor]] = {}
+        self._streams: dict[int, list[int]] = {}
+        self._integrated: dict[int, bool] = {}
+        self._preparation: threading.Thread | None = None
+        self._warned: set[str] = set()
+
+    # -- before the first sleep --
+
+    def prepare(self, allocator: Any, tag: str = "weights") -> None:
+        """Take the host memory for the blocks of a tag, in the background."""
+        self._wait_for_preparation()
+        self._forget_freed(allocator)
+        blocks = [
+            data
+            for data in list(allocator.pointer_to_data.values())
+            if data.tag == tag and data.handle[2] not in self._copies
+        ]
+        if not blocks:
+            return
+        self._preparation = threading.Thread(
+            target=self._prepare, args=(blocks,), name="sleep-host-copies"
+        )
+        self._preparation.start()
+
+    def _prepare(self, blocks: list[Any]) -> None:
+        try:
+            self._take_memory(blocks)
+        except Exception as error:
+            # The first sleep takes it, or says why not.
+            logger.warning("Host memory for sleep was not prepared: %s", error)
+
+    def _wait_for_preparation(self) -> None:
+        if self._preparation is not None:
+            self._preparation.join()
+            self._preparation = None
+
+    # -- sleep --
+
+    def sleep(self, allocator: Any, offload_tags: tuple[str, ...]) -> None:
+        """Put every block to sleep: with a host copy, or discarded.
+
+        A block that is asleep keeps the content it went to sleep with; what it
+        still has mapped is given back. After any exception sleep goes on from
+        there, and wake_up takes it back.
+        """
+        # Blocks to offload go first: what fails for want of host memory then
+        # fails before anything is discarded.
+        blocks = sorted(
+            allocator.pointer_to_data.values(),
+            key=lambda data: data.tag not in offload_tags,
+        )
+        self._wait_for_preparation()
+        self._synchronize(blocks)
+        self._forget_freed(allocator)
+        awake = [data for data in blocks if not data.is_asleep]
+        saved = self._save(
+            allocator, [data for data in awake if data.tag in offload_tags]
+        )
+        conflict = False
+        total = backup = 0
+        for data in blocks:
+            offload = data.tag in offload_tags
+            if data.is_asleep and offload != (data.cpu_backup_tensor is not None):
+                conflict = True
+            if self._put_to_sleep(allocator, data, offload, saved):
+                total += data.handle[1]
+                backup += data.handle[1] if offload else 0
+        self._forget_discarded()
+        logger.info(
+            "Sleep freed %.2f GiB of memory: %.2f GiB have a copy in host memory, "
+            "of which %.2f GiB had it before; the rest is discarded.",
+            total / GIB,
+            backup / GIB,
+            sum(copy.data.handle[1] for copy in saved.unchanged) / GIB,
+        )
+        if conflict:
+            logger.warning(
+                "Sleep cannot change whether a block that is asleep has a host copy."
+            )
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def _put_to_sleep(
+        self, allocator: Any, data: Any, offload: bool, saved: "Saved"
+    ) -> bool:
+        """Put one block to sleep and return whether it was awake."""
+        try:
+            if not self._take_in_hand(allocator, data):
+                return False
+            was_awake = not data.is_asleep
+            if was_awake:
+                data.cpu_backup_tensor = None
+                if offload:
+                    data.cpu_backup_tensor = self._copy_of(data, saved)
+                data.is_asleep = True
+            try:
+                self._unmap_and_release(data.handle)
+            except RuntimeError:
+                # The driver refused and nothing changed: the content is there.
+                if was_awake:
+                    data.is_asleep = False
+                    data.cpu_backup_tensor = None
+                raise
+        except Exception as error:
+            raise RuntimeError(
+                f"Sleep failed at {_named(data)}: {error}. It keeps its memory; "
+                "sleep goes on from here, wake_up takes it back."
+            ) from error
+        finally:
+            allocator.in_hand = None
+        return was_awake
+
+    def _copy_of(self, data: Any, saved: "Saved") -> torch.Tensor:
+        copy = saved.copies.get(data.handle[2])
+        if copy is not None:
+            return copy.tensor
+        device, size, address = data.handle[:3]
+        if self._is_integrated(device):
+            # PyTorch would keep the memory when the copy is given up.
+            region = Region(size, self._runtime)
+            region.register()
+            tensor = region.part(0, size)
+        else:
+            tensor = torch.empty(
+                size, dtype=torch.uint8, device="cpu", pin_memory=self._pin_memory
+            )
+        stream = self._stream(device, 0)
+        self._runtime.copy(tensor.data_ptr(), address, size, stream)
+        self._runtime.wait(stream)
+        return tensor
+
+    def _save(self, allocator: Any, blocks: list[Any]) -> "Saved":
+        """Bring the kept copies of these blocks up to date."""
+        saved = Saved()
+        blocks = [data for data in blocks if self._keeps(data.handle[0])]
+        if not blocks:
+            return saved
+        digests = self._digests(allocator, blocks)
+        changed = []
+        for data in blocks:
+            copy = self._copies.get(data.handle[2])
+            now = digests.get(data.handle[2])
+            if (
+                copy is not None
+                and copy.digest is not None
+                and now is not None
+                and torch.equal(copy.digest, now)
+            ):
+                saved.copies[data.handle[2]] = copy
+                saved.unchanged.append(copy)
+            else:
+                changed.append(data)
+        try:
+            self._take_memory(
+                [data for data in changed if data.handle[2] not in self._copies]
+            )
+        except RuntimeError as error:
+            self._warn(
+                f"Sleep takes its host copies anew each time, and each takes longer: "
+                f"there is no host memory that could be kept: {error}"
+            )
+        self._copy_to_host(allocator, changed, saved)
+        for address, copy in saved.copies.items():
+            copy.digest = digests.get(address)
+        return saved
+
+    def _copy_to_host(self, allocator: Any, blocks: list[Any], saved: "Saved") -> None:
+        data = None
+        copied: dict[int, Copy] = {}
+        try:
+            for i, data in enumerate(blocks):
+                device, size, address = data.handle[:3]
+                copy = self._copies.get(address)
+                if copy is None or not self._take_in_hand(allocator, data):
+                    continue
+                copy.digest = None
+                stream = self._stream(device, i)
+                self._runtime.copy(copy.tensor.data_ptr(), address, size, stream)
+                copied[address] = copy
+            allocator.in_hand = None
+            self._wait_for_copies()
+        except Exception as error:
+            raise RuntimeError(
+                f"Sleep failed at {_named(data)}: {error}. All keep their memory."
+            ) from error
+        finally:
+            allocator.in_hand = None
+        saved.copies.update(copied)
+
+    def _digests(self, allocator: Any, blocks: list[Any]) -> dict[int, torch.Tensor]:
+        """By address; none where they cannot be computed."""
+        digests: dict[int, torch.Tensor] = {}
+        try:
+            for device in {data.handle[0] for data in blocks}:
+                group = [data for data in blocks if data.handle[0] == device]
+                digests |= self._digests_on_device(allocator, group)
+        except Exception as error:
+            # Out of memory, for one: there is no room for the products. Without a
+            # digest everything is copied, which is never wrong.
+            self._warn(f"Sleep copies also what it may have a copy of: {error}")
+            return {}
+        finally:
+            allocator.in_hand = None
+        return digests
+
+    def _digests_on_device(
+        self, allocator: Any, blocks: list[Any]
+    ) -> dict[int, torch.Tensor]:
+        factors: torch.Tensor | None = None
+        digests: dict[int, torch.Tensor] = {}
+        for data in blocks:
+            device, size, address = data.handle[:3]
+            if size % (4 * WORDS) == 0 and self._take_in_hand(allocator, data):
+                words = words_of(address, size, device)
+                if factors is None:
+                    factors = multipliers(words.device)
+                digests[address] = digest(words, factors)
+        allocator.in_hand = None
+        if not digests:
+            return {}
+        # To the host in one go.
+        lengths = [len(one) for one in digests.values()]
+        numbers = torch.cat(list(digests.values())).cpu().split(lengths)
+        return dict(zip(digests, numbers, strict=True))
+
+    # -- wake_up --
+
+    def wake_up(self, allocator: Any, tags: list[str] | None) -> None:
+        """Map what is asleep, and restore what has a host copy.
+
+        Blocks that are awake stay as they are. If a block cannot be woken, all
+        those of this call are asleep again, with their host copies, and the same
+        call can be made again.
+
+        On an integrated GPU the host copy takes memory that the next block needs.
+        A copy that is not kept is given up when its block is restored, so that no
+        more than one block is there twice; the block then stays awake.
+        """
+        gc.collect()
+        torch.cuda.empty_cache()
+        woken: list[Any] = []
+        allocator.is_waking = True
+        try:
+            # What is restored goes first: the rest is mapped during its copies.
+            for data in sorted(
+                allocator.pointer_to_data.values(),
+                key=lambda data: data.cpu_backup_tensor is None,
+            ):
+                if not data.is_asleep:
+                    # An interrupted call may have left one.
+                    data.cpu_backup_tensor = None
+                elif tags is None or data.tag in tags or self._always_woken(data.tag):
+                    woken.append(data)
+                    self._map_and_restore(allocator, data, len(woken))
+                    if data.cpu_backup_tensor is not None and self._gives_up(data):
+                        self._wait_for_copies()
+                        # In this order: an interrupt leaves it to be restored again.
+                        woken.pop()
+                        data.is_asleep = False
+                        data.cpu_backup_tensor = None
+            allocator.in_hand = None
+            self._wait_for_copies()
+        except BaseException as error:
+            self._undo_wake_up(allocator, woken)
+            if not isinstance(error, Exception) or not woken:
+                raise
+            raise RuntimeError(
+                f"Wake_up failed at {_named(woken[-1])}: {error}. What is not restored "
+                "is asleep as before; free memory and call it again."
+            ) from error
+        finally:
+            allocator.in_hand = None
+        # Only now: until all are awake, the host copies are the way back.
+        for data in woken:
+            data.is_asleep = False
+            data.cpu_backup_tensor = None
+        allocator.is_waking = False
+
+    def _map_and_restore(self, allocator: Any, data: Any, turn: int) -> None:
+        if not self._take_in_hand(allocator, data):
+            return
+        self._create_and_map(data.handle)
+        backup = data.cpu_backup_tensor
+        if backup is not None:
+            device, size, address = data.handle[:3]
+            stream = self._stream(device, turn)
+            self._runtime.copy(address, backup.data_ptr(), size, stream)
+
+    def _undo_wake_up(self, allocator: Any, woken: list[Any]) -> None:
+        """Unmap again what a failing wake_up has mapped.
+
+        A block that stays mapped, because unmapping it failed or this was
+        interrupted, is asleep all the same: the next sleep unmaps it, the next
+        wake_up copies its content anew.
+        """
+        try:
+            self._synchronize(woken)
+        except RuntimeError as error:
+            # Nothing can be under way on a device that has failed for good.
+            logger.warning("Wake_up cannot wait for the device: %s", error)
+        for data in reversed(woken):
+            if not self._take_in_hand(allocator, data):
+                continue
+            try:
+                self._unmap_and_release(data.handle)
+            except RuntimeError as error:
+                logger.warning("%s keeps its memory for now: %s", _named(data), error)
+        allocator.is_waking = False
+
+    # -- what both take --
+
+    @staticmethod
+    def _take_in_hand(allocator: Any, data: Any) -> bool:
+        """False once the block was freed. Otherwise an allocator that knows
+        `in_hand` frees it when that has changed, and not before."""
+        allocator.in_hand = data.handle[2]
+        return allocator.pointer_to_data.get(data.handle[2]) is data
+
+    @staticmethod
+    def _synchronize(blocks: Iterable[Any]) -> None:
+        """Wait for what may still use the blocks."""
+        for device in {data.handle[0] for data in blocks}:
+            torch.cuda.synchronize(device)
+
+    def _stream(self, device: int, turn: int) -> int:
+        if device not in self._streams:
+            with DeviceThreads(self._runtime, device, 1) as threads:
+                made = [threads.start(self._runtime.stream) for _ in range(STREAMS)]
+                self._streams[device] = [one.result() for one in made]
+        return self._streams[device][turn % STREAMS]
+
+    def _wait_for_copies(self) -> None:
+        for streams in self._streams.values():
+            for stream in streams:
+                self._runtime.wait(stream)
+
+    def _keeps(self, device: int) -> bool:
+        """On an integrated GPU the copies take the memory that sleep is to free."""
+        if self.setting == "auto":
+            return not self._is_integrated(device)
+        return self.setting == "keep"
+
+    def _is_integrated(self, device: int) -> bool:
+        if device not in self._integrated:
+            self._integrated[device] = self._runtime.is_integrated(device)
+        return self._integrated[device]
+
+    def _gives_up(self, data: Any) -> bool:
+        device, _, address = data.handle[:3]
+        return address not in self._copies and self._is_integrated(device)
+
+    def _take_memory(self, blocks: list[Any]) -> None:
+        """Host memory for blocks without any.
+
+        Raises:
+            RuntimeError: there is none; what there was is given to blocks.
+
+        """
+        by_device: dict[int, list[Any]] = {}
+        for data in blocks:
+            device, size, address = data.handle[:3]
+            spare = self._spare.get(size)
+            if not self._keeps(device):
+                continue
+            if spare:
+                self._copies[address] = Copy(data, spare.pop())
+            else:
+                by_device.setdefault(device, []).append(data)
+        reserve = RESERVE if self.setting == "auto" else 0
+        for device, group in by_device.items():
+            tensors = host_memory(
+                [data.handle[1] for data in group], self._runtime, device, reserve
+            )
+            for data, tensor in zip(group, tensors, strict=True):
+                self._copies[data.handle[2]] = Copy(data, tensor)
+
+    def _forget_freed(self, allocator: Any) -> None:
+        for address, copy in list(self._copies.items()):
+            if allocator.pointer_to_data.get(address) is not copy.data:
+                # In this order: an interrupt in between must not leave it in both.
+                del self._copies[address]
+                size = copy.data.handle[1]
+                self._spare.setdefault(size, []).append(copy.tensor)
+
+    def _forget_discarded(self) -> None:
+        """Give back the memory of what a sleep has discarded, and what is spare."""
+        self._spare.clear()
+        for address, copy in list(self._copies.items()):
+            if copy.data.is_asleep and copy.data.cpu_backup_tensor is None:
+                del self._copies[address]
+
+    def kept(self) -> int:
+        """Bytes of host memory that are kept."""
+        return sum(math.prod(copy.tensor.shape) for copy in self._copies.values())
+
+    def _warn(self, text: str) -> None:
+        """Once for each kind of trouble."""
+        kind = text.partition(":")[0]
+        if kind not in self._warned:
+            self._warned.add(kind)
+            logger.warning("%s", text)
+
+
+class Saved:
+    """What of a sleep's blocks has its content in a kept copy."""
+
+    def __init__(self) -> None:
+        self.copies: dict[int, Copy] = {}
+        self.unchanged: list[Copy] = []

@@ -1,0 +1,684 @@
+"""Host copies that are kept: a later sleep copies what has changed, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.fakecuda.standin import GRANULARITY
+from tests.witness.fuzz import Fuzzer, Settings, seeds
+from tests.witness.interrupt import walk
+from tests.witness.world import (
+    EMPTY,
+    GIB,
+    HOST_COPIES,
+    INTEGRATED,
+    MIB,
+    Block,
+    World,
+    expect,
+    raised,
+    sweep,
+)
+
+WORKER = "vllm.v1.worker.gpu_worker"
+OFFLOAD = ("weights",)
+EVERYTHING = ("weights", "kv_cache")
+# One row of a digest, and one of its words.
+ROW, WORD = 16 << 10, 4
+
+
+def kept(world: World, *, setting: str = "auto") -> list[Block]:
+    """Blocks that have slept and are awake, with their host copies."""
+    world.use_host_copies(setting)
+    blocks = world.blocks()
+    world.allocator.sleep(OFFLOAD)
+    world.allocator.wake_up()
+    world.expect_awake(*blocks)
+    world.fake.forget_calls()
+    return blocks
+
+
+def copies(world: World) -> int:
+    return sum(world.fake.calls(name) for name in ("cudaMemcpy", "cudaMemcpyAsync"))
+
+
+def rewritten(world: World, block: Block, change: Callable[[bytearray], None]) -> Block:
+    """The block with its bytes changed in place."""
+    data = bytearray(block.data)
+    change(data)
+    assert bytes(data) != block.data
+    new = Block(address=block.address, size=block.size, tag=block.tag, data=bytes(data))
+    world.fill(new)
+    return new
+
+
+def warned(call: Callable[[], object]) -> list[str]:
+    """The warnings that the module logs during the call."""
+    texts: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger(HOST_COPIES)
+    logger.addHandler(handler)
+    call()
+    logger.removeHandler(handler)
+    return texts
+
+
+def weights(blocks: list[Block]) -> list[Block]:
+    return [block for block in blocks if block.tag == "weights"]
+
+
+def expect_sleep_and_wake(world: World, blocks: list[Block]) -> None:
+    world.allocator.sleep(OFFLOAD)
+    world.expect_asleep(*blocks)
+    expect("physical memory asleep", world.fake.alive().physical, 0)
+    world.allocator.wake_up()
+    world.expect_awake(*blocks)
+    world.expect_alive(*blocks)
+    expect("blocks unmapped in use", world.fake.violations(), 0)
+
+
+def test_a_later_sleep_copies_nothing(world: World) -> None:
+    blocks = kept(world)
+    for _ in range(3):
+        world.fake.forget_calls()
+        world.allocator.sleep(OFFLOAD)
+        expect("copies in a later sleep", copies(world), 0)
+        world.expect_asleep(*blocks)
+        world.allocator.wake_up()
+        expect("copies in a wake_up", copies(world), len(weights(blocks)))
+        world.expect_awake(*blocks)
+        world.expect_alive(*blocks)
+    world.expect_usable(*blocks)
+
+
+def one_bit(data: bytearray) -> None:
+    data[len(data) // 2 + 7] ^= 0x80
+
+
+def last_word(data: bytearray) -> None:
+    data[-WORD:] = bytes(255 - byte for byte in data[-WORD:])
+
+
+def words_exchanged(data: bytearray) -> None:
+    """As EPLB does with what is small for each expert."""
+    data[:WORD], data[WORD : 2 * WORD] = data[WORD : 2 * WORD], data[:WORD]
+
+
+def rows_exchanged(data: bytearray) -> None:
+    """As EPLB does with experts."""
+    data[:ROW], data[ROW : 2 * ROW] = data[ROW : 2 * ROW], data[:ROW]
+
+
+def halves_exchanged(data: bytearray) -> None:
+    half = len(data) // 2
+    data[:half], data[half:] = data[half:], data[:half]
+
+
+def signs(data: bytearray) -> None:
+    """Two bf16 values of two words get another sign: what both add cancels with equal factors."""
+    for at in (3, 3 + WORD):
+        data[at] ^= 0x80
+
+
+def everything(data: bytearray) -> None:
+    data[:] = bytes(255 - byte for byte in data)
+
+
+CHANGES = {
+    change.__name__: change
+    for change in (
+        one_bit, last_word, words_exchanged, rows_exchanged, halves_exchanged, signs, everything,
+    )
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(CHANGES))
+def test_weights_changed_in_place(world: World, name: str) -> None:
+    """Between two sleeps, by no call that anybody hears of; what is unchanged is not copied."""
+    blocks = kept(world)
+    blocks[1] = rewritten(world, blocks[1], CHANGES[name])
+    world.allocator.sleep(OFFLOAD)
+    expect("copies in a sleep after one block has changed", copies(world), 1)
+    world.allocator.wake_up()
+    world.expect_awake(*blocks)
+    # ... and from now on the copy is the one of the new bytes.
+    world.fake.forget_calls()
+    world.allocator.sleep(OFFLOAD)
+    expect("copies in the sleep after that", copies(world), 0)
+    world.allocator.wake_up()
+    world.expect_awake(*blocks)
+
+
+def test_a_change_taken_back(world: World) -> None:
+    """LoRA that is merged for a while: the first copy is gone by then."""
+    blocks = kept(world)
+    before = blocks[0]
+    blocks[0] = rewritten(world, before, everything)
+    expect_sleep_and_wake(world, blocks)
+    world.fill(before)
+    blocks[0] = before
+    world.fake.forget_calls()
+    expect_sleep_and_wake(world, blocks)
+    expect("copies, the other way one of each", copies(world), 1 + len(weights(blocks)))
+
+
+def test_another_block_at_the_address(world: World) -> None:
+    """Freed and allocated anew, as a reload may do: the old copy is of another block."""
+    blocks = kept(world)
+    world.free(blocks[0])
+    blocks[0] = world.block()
+    expect_sleep_and_wake(world, blocks)
+    # One in, three out: nothing was kept of a block that is gone.
+    expect("copies", copies(world), 1 + len(weights(blocks)))
+    expect_sleep_and_wake(world, blocks)
+
+
+def test_a_level_2_sleep_gives_the_host_memory_back(world: World) -> None:
+    blocks = kept(world)
+    size = sum(block.size for block in weights(blocks))
+    expect("registered host memory", world.fake.registered(), size)
+    world.allocator.sleep(())
+    expect("registered host memory after level 2", world.fake.registered(), 0)
+    world.allocator.wake_up()
+    for block in blocks:
+        world.fill(block)
+    expect_sleep_and_wake(world, blocks)
+    expect("registered host memory", world.fake.registered(), size)
+
+
+def test_what_sleeps_with_a_copy_keeps_it_through_a_level_2_sleep(world: World) -> None:
+    blocks = kept(world)
+    world.allocator.sleep(OFFLOAD)
+    world.allocator.sleep(())
+    expect("copies", copies(world), 0)
+    world.allocator.wake_up()
+    world.expect_awake(*blocks)
+
+
+def test_host_memory_is_prepared(world: World) -> None:
+    """In the background, also while a CUDA graph is captured: the first sleep takes none."""
+    world.use_host_copies()
+    blocks = world.blocks()
+    world.fake.capture(True)
+    world.allocator.prepare_sleep()
+    world.host_copies._wait_for_preparation()
+    world.fake.capture(False)
+    size = sum(block.size for block in weights(blocks))
+    expect("registered host memory", world.fake.registered(), size)
+    world.fake.forget_calls()
+    expect_sleep_and_wake(world, blocks)
+    expect("registered by the first sleep", world.fake.calls("cudaHostRegister"), 0)
+    # A block that came later gets its own.
+    blocks.append(world.block())
+    expect_sleep_and_wake(world, blocks)
+    expect("registered for one block", world.fake.calls("cudaHostRegister"), 1)
+
+
+@pytest.mark.loads(WORKER)
+def test_the_worker_prepares_after_the_load(world: World) -> None:
+    world.use_host_copies()
+    module: Any = importlib.import_module(WORKER)
+    module.set_current_vllm_config = lambda config: contextlib.nullcontext()
+    worker: Any = module.Worker.__new__(module.Worker)
+    worker._maybe_get_memory_pool_context = lambda tag: contextlib.nullcontext()
+    worker._scoped_allocator_max_split = lambda max_split_size_mb: contextlib.nullcontext()
+    blocks: list[Block] = []
+    worker.model_runner = SimpleNamespace(load_model=lambda **o: blocks.extend(world.blocks()))
+    options = SimpleNamespace(enable_sleep_mode=True)
+    worker.vllm_config = SimpleNamespace(model_config=options)
+    worker.load_model()
+    world.host_copies._wait_for_preparation()
+    size = sum(block.size for block in weights(blocks))
+    expect("registered host memory", world.fake.registered(), size)
+
+
+def test_a_sleep_during_the_preparation(world: World) -> None:
+    world.use_host_copies()
+    blocks = world.blocks()
+    world.allocator.prepare_sleep()
+    expect_sleep_and_wake(world, blocks)
+    size = sum(block.size for block in weights(blocks))
+    expect("registered host memory", world.fake.registered(), size)
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_too_little_host_memory(world: World, prepared: bool) -> None:
+    """Then each sleep copies as before, and it is said once."""
+    world.use_host_copies()
+    blocks = world.blocks()
+    # Enough for the copies, not for what has to stay available.
+    world.host_memory = 1 << 30
+
+    def twice() -> None:
+        if prepared:
+            world.allocator.prepare_sleep()
+        for _ in range(2):
+            expect_sleep_and_wake(world, blocks)
+
+    texts = warned(twice)
+    expect("registered host memory", world.fake.registered(), 0)
+    wanted = [text for text in texts if "no host memory that could be kept" in text]
+    expect("warnings", len(wanted), 1)
+    # Once there is enough, it is taken.
+    world.host_memory = 64 << 30
+    expect_sleep_and_wake(world, blocks)
+    assert world.fake.registered() > 0, "no host memory is taken"
+
+
+def test_keep_leaves_nothing_available(world: World) -> None:
+    world.host_memory = 1 << 30
+    kept(world, setting="keep")
+    assert world.fake.registered() > 0, "no host memory is taken"
+
+
+@pytest.mark.parametrize("setting", [pytest.param("auto", marks=pytest.mark.guard), "keep"])
+def test_an_integrated_gpu(world: World, setting: str) -> None:
+    """Its memory is the host's: a copy would take what sleep frees, unless asked for."""
+    world.fake.set_attribute(INTEGRATED, 1)
+    blocks = kept(world, setting=setting)
+    wanted = sum(block.size for block in weights(blocks)) if setting == "keep" else 0
+    expect("registered host memory", world.fake.registered(), wanted)
+    expect_sleep_and_wake(world, blocks)
+
+
+@pytest.mark.guard
+def test_release_copies_each_time(world: World) -> None:
+    blocks = kept(world, setting="release")
+    expect_sleep_and_wake(world, blocks)
+    expect("copies", copies(world), 2 * len(weights(blocks)))
+    expect("registered host memory", world.fake.registered(), 0)
+
+
+def test_another_setting_is_an_error(world: World) -> None:
+    problem = raised(lambda: world.use_host_copies("always"))
+    assert isinstance(problem, ValueError), f"raised {problem!r}"
+    assert "auto, keep, release" in str(problem)
+
+
+def test_weights_are_restored_before_the_cache_is_mapped(world: World) -> None:
+    """The cache is mapped while weights are copied, and nothing waits in between."""
+    blocks = kept(world)
+    world.allocator.sleep(OFFLOAD)
+    world.fake.forget_calls()
+    world.allocator.wake_up()
+    lines = [line.split("(")[0] for line in world.fake.trace().splitlines()]
+    order = [name for name in lines if name in ("cuMemMap", "cudaMemcpyAsync")]
+    wanted = ["cuMemMap", "cudaMemcpyAsync"] * len(weights(blocks)) + ["cuMemMap"]
+    expect("maps and copies of a wake_up", order, wanted)
+    last = max(i for i, name in enumerate(lines) if name == "cuMemMap")
+    waits = [i for i, name in enumerate(lines) if "Synchronize" in name]
+    assert waits, "the wake_up waits for no copy"
+    assert min(waits) > last, "the wake_up waits before everything is mapped"
+
+
+def test_copies_go_to_several_streams(world: World) -> None:
+    world.use_host_copies()
+    blocks = [world.block() for _ in range(4)]
+    seen: list[int] = []
+    owner, name = world.copier
+    copy = getattr(owner, name)
+
+    def noted(to: int, source: int, size: int, *stream: int) -> None:
+        seen.extend(stream)
+        copy(to, source, size, *stream)
+
+    setattr(owner, name, noted)
+    expect_sleep_and_wake(world, blocks)
+    expect("streams of copies", len(set(seen)), 2)
+
+
+def test_a_digest_without_memory_copies(world: World) -> None:
+    blocks = kept(world)
+    module: Any = importlib.import_module(type(world.host_copies).__module__)
+
+    def short(*words: Any) -> Any:
+        raise RuntimeError("CUDA out of memory")
+
+    digest, module.digest = module.digest, short
+    blocks[1] = rewritten(world, blocks[1], one_bit)
+    texts = warned(lambda: expect_sleep_and_wake(world, blocks))
+    expect("warnings", [text for text in texts if "CUDA out of memory" in text], texts)
+    expect("warnings", len(texts), 1)
+    module.digest = digest
+    expect_sleep_and_wake(world, blocks)
+    world.fake.forget_calls()
+    expect_sleep_and_wake(world, blocks)
+    expect("copies, of a wake_up alone", copies(world), len(weights(blocks)))
+
+
+def test_one_memory_for_gpu_and_host(world: World) -> None:
+    """A wake_up has no more than one block twice, and leaves no host memory taken."""
+    world.use_host_copies()
+    blocks = world.blocks()
+    awake = sum(block.size for block in blocks)
+    most = max(block.size for block in blocks)
+    world.share_memory(awake + most)
+    for _ in range(3):
+        expect_sleep_and_wake(world, blocks)
+        expect("host memory of a server that is awake", world.fake.registered(), 0)
+    assert world.fake.shared_peak() <= awake + most
+
+
+def test_one_memory_of_which_another_takes_some(world: World) -> None:
+    """What is restored by then stays awake; the same call goes on from there."""
+    world.use_host_copies()
+    blocks = [world.block(tag) for tag in ("weights", "kv_cache", "weights", "kv_cache", "weights")]
+    world.share_memory(6 * GRANULARITY)
+    world.allocator.sleep(OFFLOAD)
+    taken = world.take(2 * GRANULARITY)
+    problem = raised(world.allocator.wake_up)
+    assert "kv_cache block" in str(problem), problem
+    world.expect_awake(*weights(blocks))
+    world.expect_asleep(*(block for block in blocks if block.tag == "kv_cache"))
+    world.take_back(taken)
+    world.allocator.wake_up()
+    world.expect_awake(*blocks)
+    world.expect_alive(*blocks)
+
+
+# ---- the host's memory ----
+
+
+def host(folder: Path, *, cgroup: str, files: dict[str, str]) -> tuple[Path, Path]:
+    """A /proc with 100 GiB available, and a /sys/fs/cgroup with these files."""
+    proc, cgroups = folder / "proc", folder / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text(
+        f"MemTotal: {200 * MIB} kB\nMemFree: 5 kB\nMemAvailable: {100 * MIB} kB\n"
+    )
+    (proc / "self" / "cgroup").write_text(cgroup)
+    cgroups.mkdir()
+    for name, text in files.items():
+        (cgroups / name).parent.mkdir(parents=True, exist_ok=True)
+        (cgroups / name).write_text(text)
+    return proc, cgroups
+
+
+V2 = {
+    "a/memory.max": f"{50 * GIB}\n",
+    "a/memory.current": f"{48 * GIB}\n",
+    "a/memory.stat": f"anon 7\nactive_file {GIB}\ninactive_file {2 * GIB}\nfile 9\n",
+    "a/b/memory.max": "max\n",
+}
+V1 = {
+    "memory/memory.limit_in_bytes": f"{1 << 62}\n",
+    "memory/memory.usage_in_bytes": "0\n",
+    "memory/memory.stat": "total_inactive_file 0\n",
+    "memory/a/memory.limit_in_bytes": f"{9 * GIB}\n",
+    "memory/a/memory.usage_in_bytes": f"{5 * GIB}\n",
+    "memory/a/memory.stat": f"inactive_file 5\ntotal_inactive_file {GIB}\ntotal_active_file 0\n",
+}
+HOSTS = {
+    # A limit of a group above, whose files can go.
+    "v2": ("0::/a/b\n", V2, 5),
+    # What counts is the machine's memory.
+    "no limit": ("0::/\n", {"a/memory.max": "1"}, 100),
+    "v1": ("12:cpu,memory:/a\n3:cpuset:/x\n0::/\n", V1, 5),
+    # In a container, where the path is the host's and the limit is at the top.
+    "container": ("0::/../../docker/1\n", {f"{n[2:]}": t for n, t in V2.items()}, 5),
+    "over the limit": ("0::/a\n", V2 | {"a/memory.current": f"{60 * GIB}"}, 0),
+    # What cannot be read is nothing that could be taken.
+    "not readable": ("0::/a\n", V2 | {"a/memory.current": "?"}, 0),
+}
+
+
+@pytest.mark.parametrize("name", list(HOSTS))
+def test_the_host_memory_that_is_available(world: World, name: str) -> None:
+    module: Any = importlib.import_module(HOST_COPIES)
+    cgroup, files, wanted = HOSTS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        proc, cgroups = host(Path(folder), cgroup=cgroup, files=files)
+        expect("GiB available", module.available_host_memory(proc, cgroups) // GIB, wanted)
+
+
+def test_the_cpus_of_a_device(world: World) -> None:
+    """Those of its NUMA node that this process may use; none where that is not known."""
+    module: Any = importlib.import_module(HOST_COPIES)
+    own = min(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory() as folder:
+        sys = Path(folder)
+        for bus, node in (("0000:01:00.0", "1"), ("0000:02:00.0", "-1")):
+            (sys / "bus/pci/devices" / bus).mkdir(parents=True)
+            (sys / "bus/pci/devices" / bus / "numa_node").write_text(f"{node}\n")
+        (sys / "devices/system/node/node1").mkdir(parents=True)
+        text = f"{own},70000-70002\n"
+        (sys / "devices/system/node/node1/cpulist").write_text(text)
+        expect("near the first", module.cpus_near("0000:01:00.0", sys), {own})
+        expect("near one of no node", module.cpus_near("0000:02:00.0", sys), set())
+        expect("near one that is not there", module.cpus_near("FFFF:01:00.0", sys), set())
+
+
+def test_memory_comes_in_regions(world: World) -> None:
+    """Blocks share a region up to a size, and each part is its own."""
+    world.use_host_copies()
+    module: Any = importlib.import_module(HOST_COPIES)
+    module.REGION = 4 * GRANULARITY
+    sizes = [n * GRANULARITY for n in (1, 3, 1, 5, 1)]
+    parts = module.host_memory(sizes, world.host_copies._runtime, 0, 0)
+    expect("sizes", [len(part) for part in parts], sizes)
+    expect("regions registered", world.fake.calls("cudaHostRegister"), 4)
+    expect("registered host memory", world.fake.registered(), sum(sizes))
+    for i, part in enumerate(parts):
+        part.fill_(i)
+    expect(
+        "what is in them",
+        [set(part.unique().tolist()) for part in parts],
+        [{0}, {1}, {2}, {3}, {4}],
+    )
+    expect("huge pages", [part.region.address % (2 * MIB) for part in parts], [0] * 5)
+    del parts[0], part
+    expect("with a part left", world.fake.registered(), sum(sizes))
+    parts.clear()
+    expect("with none left", world.fake.registered(), 0)
+
+
+# ---- failures, interrupts, threads ----
+
+
+def changed(world: World) -> list[Block]:
+    """Awake blocks with copies, one of which is of older bytes."""
+    blocks = kept(world)
+    blocks[3] = rewritten(world, blocks[3], words_exchanged)
+    return blocks
+
+
+def check(world: World) -> Callable[[list[Block], Exception | None], None]:
+    def after(blocks: list[Block], problem: Exception | None) -> None:
+        if problem is not None:
+            assert "out of memory" in str(problem) or "synchronize failed" in str(problem), problem
+        world.allocator.wake_up()
+        world.expect_awake(*blocks, bytes_of=OFFLOAD)
+        world.expect_alive(*blocks)
+        expect("blocks unmapped in use", world.fake.violations(), 0)
+        world.expect_usable(*blocks)
+
+    return after
+
+
+def test_every_call_of_a_first_sleep(world: World) -> None:
+    def prepare() -> list[Block]:
+        world.use_host_copies()
+        return world.blocks()
+
+    sweep(world, prepare, lambda blocks: world.allocator.sleep(OFFLOAD), check(world))
+
+
+def test_every_call_of_a_later_sleep(world: World) -> None:
+    sweep(
+        world,
+        lambda: changed(world),
+        lambda blocks: world.allocator.sleep(OFFLOAD),
+        check(world),
+    )
+
+
+def test_every_call_of_wake_up(world: World) -> None:
+    """Rolled back: all is asleep, as before, and the same call works later."""
+
+    def asleep() -> list[Block]:
+        blocks = changed(world)
+        world.allocator.sleep(OFFLOAD)
+        return blocks
+
+    def after(blocks: list[Block], problem: Exception | None) -> None:
+        if problem is not None:
+            world.expect_asleep(*blocks)
+            world.expect_alive(asleep=tuple(blocks))
+        check(world)(blocks, problem)
+
+    sweep(world, asleep, lambda blocks: world.allocator.wake_up(), after)
+
+
+def test_every_call_of_the_preparation(world: World) -> None:
+    def prepare() -> list[Block]:
+        world.use_host_copies()
+        return world.blocks()
+
+    def operate(blocks: list[Block]) -> None:
+        world.allocator.prepare_sleep()
+        world.host_copies._wait_for_preparation()
+
+    def after(blocks: list[Block], problem: Exception | None) -> None:
+        expect("what a preparation that fails raises", problem, None)
+        expect_sleep_and_wake(world, blocks)
+
+    sweep(world, prepare, operate, after)
+
+
+def two_blocks(world: World) -> list[Block]:
+    world.use_host_copies()
+    return [world.block("weights"), world.block("kv_cache")]
+
+
+def free_all(world: World, blocks: list[Block]) -> None:
+    world.expect_awake(*blocks)
+    world.expect_alive(*blocks)
+    expect("blocks unmapped in use", world.fake.violations(), 0)
+    for block in blocks:
+        world.free(block)
+    expect("what the driver holds in the end", world.fake.alive(), EMPTY)
+
+
+@pytest.mark.parametrize("call", ["first sleep", "later sleep", "wake_up"])
+def test_an_interrupt_anywhere(world: World, call: str) -> None:
+    """Then the same call goes on from there; or the other one, after new bytes were written."""
+
+    def prepare() -> list[Block]:
+        blocks = two_blocks(world)
+        if call == "first sleep":
+            world.allocator.prepare_sleep()
+            world.host_copies._wait_for_preparation()
+        else:
+            world.allocator.sleep(OFFLOAD)
+        if call == "later sleep":
+            world.allocator.wake_up()
+            blocks[0] = rewritten(world, blocks[0], everything)
+        return blocks
+
+    def operate(blocks: list[Block]) -> None:
+        if call == "wake_up":
+            world.allocator.wake_up()
+        else:
+            world.allocator.sleep(OFFLOAD)
+
+    def then_same(blocks: list[Block]) -> None:
+        operate(blocks)
+        if call != "wake_up":
+            expect("physical memory asleep", world.fake.alive().physical, 0)
+        world.allocator.wake_up()
+        free_all(world, blocks)
+
+    def then_opposite(blocks: list[Block]) -> None:
+        world.allocator.wake_up()
+        world.expect_awake(*blocks)
+        # Where an earlier sleep has kept these bytes, they are the ones it has kept.
+        blocks[0] = rewritten(world, blocks[0], everything)
+        world.allocator.sleep(OFFLOAD)
+        expect("physical memory asleep", world.fake.alive().physical, 0)
+        world.allocator.wake_up()
+        free_all(world, blocks)
+
+    world.digested = 4 * ROW
+    walk(prepare, operate, then_same, then_opposite)
+
+
+def test_an_interrupt_while_host_memory_is_taken(world: World) -> None:
+    def operate(blocks: list[Block]) -> None:
+        data = [world.allocator.pointer_to_data[block.address] for block in blocks]
+        world.host_copies._take_memory(data)
+
+    def check(blocks: list[Block]) -> None:
+        world.allocator.sleep(OFFLOAD)
+        world.allocator.wake_up()
+        free_all(world, blocks)
+        world.allocator.sleep(OFFLOAD)
+        expect("registered host memory in the end", world.fake.registered(), 0)
+
+    world.digested = 4 * ROW
+    walk(lambda: two_blocks(world), operate, check)
+
+
+@pytest.mark.parametrize("thread", [True, False])
+@pytest.mark.parametrize("call", ["sleep", "wake_up"])
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_block_freed_in_the_midst(world: World, call: str, thread: bool, victim: int) -> None:
+    """Before, in and after its own copy, with copies under way."""
+    world.use_host_copies()
+    blocks = [world.block(), world.block(), world.block()]
+    fresh: list[Block] = []
+    if call == "wake_up":
+        world.allocator.sleep(OFFLOAD)
+    owner, name = world.copier
+    copy = getattr(owner, name)
+    made: list[int] = []
+
+    def free() -> None:
+        world.free(blocks[victim])
+        fresh.append(world.block())
+
+    def and_meanwhile(to: int, source: int, size: int, *stream: int) -> None:
+        copy(to, source, size, *stream)
+        made.append(to)
+        if len(made) == 2:
+            if thread:
+                other = threading.Thread(target=free)
+                other.start()
+                other.join()
+            else:
+                free()
+
+    setattr(owner, name, and_meanwhile)
+    operate = world.allocator.wake_up if call == "wake_up" else world.allocator.sleep
+    arguments = () if call == "wake_up" else (OFFLOAD,)
+    expect("what it raised", raised(lambda: operate(*arguments)), None)
+    setattr(owner, name, copy)
+    expect("blocks unmapped in use", world.fake.violations(), 0)
+    left = [block for i, block in enumerate(blocks) if i != victim] + fresh
+    # What could not be freed at once is freed when PyTorch calls next.
+    world.free(world.block())
+    world.allocator.wake_up()
+    world.expect_awake(*left)
+    world.expect_alive(*left)
+    expect_sleep_and_wake(world, left)
+    expect_sleep_and_wake(world, left)
+    for block in left:
+        world.free(block)
+    expect("what the driver holds in the end", world.fake.alive(), EMPTY)
+
+
+@pytest.mark.parametrize("seed", seeds(3))
+def test_random_operations(world: World, seed: int) -> None:
+    Fuzzer(world, Settings(operations=200, seed=seed, host_copies=True)).run()
+    world.host_copies.sleep(world.allocator, ())
+    expect("registered host memory in the end", world.fake.registered(), 0)
