@@ -783,3 +783,27 @@ def test_a_kernel_that_does_not_fit_or_compile_is_named(
 def test_a_package_that_lists_nothing_fails(tmp_path: Path) -> None:
     (line,) = check_kernels(kernel_places(tmp_path))
     assert line.state == FAIL
+
+
+def test_the_sleep_backend_of_a_release_with_a_registry_is_compared(image: Image) -> None:
+    # GIVEN a release with sleep-mode backends, as its RECORD has it
+    site = image.places.site
+    registry = "vllm/device_allocator/sleep_mode_backend.py"
+    (site / registry).write_bytes(b"")
+    empty = base64.urlsafe_b64encode(hashlib.sha256(b"").digest()).rstrip(b"=").decode()
+    image.edit(image.record, "vllm/a.py,", f"{registry},sha256={empty},0\nvllm/a.py,")
+    # WHEN the package is missing THEN that is a fault
+    assert "one vllm-sleep-keep-*.dist-info is expected" in faults(
+        content.check(image.ledger, site)
+    )
+    # WHEN it is there THEN its files are compared
+    folder = dist(site, "vllm_sleep_keep", "0.1.0")
+    (site / "vllm_sleep_keep").mkdir()
+    (site / "vllm_sleep_keep" / "__init__.py").write_bytes(b"")
+    row = f"vllm_sleep_keep/__init__.py,sha256={empty},0\n"
+    (folder / "RECORD").write_text(f"{row}{folder.name}/RECORD,,\n")
+    assert faults(content.check(image.ledger, site)) == ""
+    (site / "vllm_sleep_keep" / "__init__.py").write_bytes(b"changed")
+    assert "vllm_sleep_keep/__init__.py" in faults(content.check(image.ledger, site))
+    # It is in no lock, and that is no fault.
+    assert check_versions(image) == ""

@@ -14,6 +14,7 @@ from sm12x.core import machine
 from sm12x.core.errors import BadFileError, UsageError
 from sm12x.recipes.model import Recipe
 from sm12x.recipes.render import Rendered, render, settings_from
+from sm12x.runtime import sleep_backend
 from sm12x.runtime.places import CACHE_VARIABLES, Places, require_temporary
 
 # How many compilers FlashInfer, and torch's extensions, run at a time.
@@ -69,15 +70,20 @@ def prepare(
         remarks.append(f"{recipe.key} cannot serve yet: {why}")
     if recipe.mods:
         remarks.append(f"{recipe.key} asks for mods that are not applied: {', '.join(recipe.mods)}")
-    rendered = render(
-        recipe,
-        settings={**inherited, **given},
-        extra=extra,
-        environ=environ,
-        # A file without our block was written for machines with one GPU each.
-        solo=recipe.sm12x is None,
-    )
-    return rendered, remarks
+
+    def rendered(*more: str) -> Rendered:
+        return render(
+            recipe,
+            settings={**inherited, **given},
+            extra=[*extra, *more],
+            environ=environ,
+            # A file without our block was written for machines with one GPU each.
+            solo=recipe.sm12x is None,
+        )
+
+    plain = rendered()
+    more = sleep_backend.arguments(plain.serve, installed=sleep_backend.is_installed())
+    return rendered(*more) if more else plain, remarks
 
 
 def require_caches(places: Places, environ: Mapping[str, str]) -> None:

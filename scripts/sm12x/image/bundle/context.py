@@ -21,7 +21,7 @@ from sm12x.wheel import flashinfer as ahead
 from sm12x.wheel.ledger import FLASHINFER_REQUEST
 
 DOCKERFILES = {"builder": "Dockerfile.builder", "bundle": "Dockerfile.bundle"}
-_PACKAGE = ("pyproject.toml", "scripts/sm12x")
+_PACKAGE = ("pyproject.toml", "scripts/sm12x", "scripts/sleep-keep")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 
 from packaging.utils import canonicalize_name
 
+from sm12x.runtime import sleep_backend
 from sm12x.runtime.check.report import FAIL, Line, failed, passed
 from sm12x.wheel.ledger import Ledger
 
@@ -65,6 +66,8 @@ def check(ledger: Ledger, site: Path) -> list[Line]:
     lines += _record("vllm", site, seen, listed=_listed(ledger))
     for extra in ledger.extras:
         lines += _record(extra.package, site, seen)
+    if sleep_backend.is_for(site):
+        lines += _record(sleep_backend.PACKAGE, site, seen)
     return lines
 
 

@@ -15,12 +15,13 @@ from packaging.version import Version
 from sm12x.core import lockfile
 from sm12x.core.errors import BadFileError
 from sm12x.core.files import sha256
+from sm12x.runtime import sleep_backend
 from sm12x.runtime.check.report import FAIL, Line, failed, noted, passed
 from sm12x.wheel.ledger import ExtraEntry, Ledger, OverrideEntry
 
 TOPIC = "versions"
-# Installed and in no lock: the wheel of this bundle, this package, and the installer.
-_OWN = ("sm12x-bundle", "vllm", "pip")
+# Installed and in no lock: the wheel of this bundle, this package and its backend, the installer.
+_OWN = ("sm12x-bundle", sleep_backend.PACKAGE, "vllm", "pip")
 REBUILD = "rebuild the image; something changed its packages after the build"
 
 

@@ -1,0 +1,90 @@
+"""The package with the sleep-mode backend, and what it has in common with the stack."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from sm12x.recipes import load
+from sm12x.runtime import serve, sleep_backend
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "scripts" / "sleep-keep"
+
+
+def added(stack: Path, name: str) -> list[str]:
+    """A file that a patch of the stack adds, as text."""
+    found: list[str] = []
+    for patch in sorted(stack.glob("*.patch")):
+        for part in patch.read_text(encoding="utf-8").split("\ndiff --git ")[1:]:
+            if part.startswith(f"a/{name} ") and "\nnew file mode " in part:
+                lines = part.partition("\n@@ ")[2].splitlines()[1:]
+                found.append("".join(f"{line[1:]}\n" for line in lines if line.startswith("+")))
+    return found
+
+
+def test_the_stack_and_the_package_have_one_implementation() -> None:
+    # GIVEN the file as a patch of 0.21.0 adds it
+    texts = added(ROOT / "patches" / "0.21.0", "vllm/device_allocator/host_copies.py")
+    # THEN it is the package's
+    own = (PACKAGE / "vllm_sleep_keep" / "host_copies.py").read_text(encoding="utf-8")
+    assert texts == [own], "copy the one to the other, and `sm12x patch refresh`"
+
+
+def test_vllm_finds_the_package() -> None:
+    # GIVEN the package's metadata
+    data = tomllib.loads((PACKAGE / "pyproject.toml").read_text(encoding="utf-8"))
+    # THEN the entry point names a function that is there
+    points = data["project"]["entry-points"]["vllm.general_plugins"]
+    module, _, function = points["sleep_keep"].partition(":")
+    text = (PACKAGE / module / "__init__.py").read_text(encoding="utf-8")
+    assert f"def {function}() -> None:" in text
+    assert data["tool"]["setuptools"]["packages"] == [module]
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (["MODEL", "--enable-sleep-mode"], ("--sleep-mode-backend", "keep")),
+        (["MODEL"], ()),
+        (["MODEL", "--enable-sleep-mode", "--sleep-mode-backend", "cumem"], ()),
+        (["MODEL", "--enable-sleep-mode", "--sleep-mode-backend=cumem"], ()),
+        # It takes effect with vLLM's own backend alone.
+        (["MODEL", "--enable-sleep-mode", "--sleep-mode-offload-cudagraph"], ()),
+        (None, ()),
+    ],
+)
+def test_the_backend_is_chosen_where_nothing_else_is(
+    given: Sequence[str] | None, wanted: tuple[str, ...]
+) -> None:
+    assert sleep_backend.arguments(given, installed=True) == wanted
+    assert sleep_backend.arguments(given, installed=False) == ()
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_recipe_that_sleeps_is_served_with_the_backend(
+    installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN an image of a release with backends, and one without
+    monkeypatch.setattr(sleep_backend, "is_installed", lambda: installed)
+    recipe = load.load(ROOT / "recipes" / "mimo-v2.5-flash-rtx-pro-6000-tp4.yaml")
+    # WHEN the recipe is prepared
+    rendered, _ = serve.prepare(recipe, ["port=8001", "--", "--seed", "3"], {})
+    # THEN the backend comes after what was given
+    last = ("--seed", "3", "--sleep-mode-backend", "keep") if installed else ("--seed", "3")
+    assert rendered.argv[-len(last) :] == last
+    assert ("--sleep-mode-backend" in rendered.argv) == installed
+
+
+def test_the_image_has_the_backend_where_the_release_has_a_registry(tmp_path: Path) -> None:
+    assert not sleep_backend.is_for(tmp_path)
+    registry = tmp_path / "vllm" / "device_allocator" / "sleep_mode_backend.py"
+    registry.parent.mkdir(parents=True)
+    registry.touch()
+    assert sleep_backend.is_for(tmp_path)
+    # The same file that the Dockerfile asks for.
+    dockerfile = (ROOT / "Dockerfile.bundle").read_text(encoding="utf-8")
+    assert registry.relative_to(tmp_path).as_posix() in dockerfile
