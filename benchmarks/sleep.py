@@ -1,0 +1,334 @@
+"""Time the allocator's sleep and wake_up on one GPU: trees and settings side by side, in one run.
+
+    PYTHONPATH=. python3 benchmarks/sleep.py --out FOLDER stock=TREE patched=PATCHED_TREE
+    PYTHONPATH=. python3 benchmarks/sleep.py --out FOLDER cumem=TREE_0330 keep=TREE_0330+plugin
+
+TREE is an unpacked release. What follows it, in any order and each after a `+`: `plugin` takes
+sleep and wake_up from scripts/sleep-keep; `auto`, `keep` or `release` is SLEEP_MODE_HOST_COPY;
+`unprepared` lets the first sleep take the host memory. Each case runs in a process of its own,
+with PyTorch, the tree's allocator and nothing else of vLLM, and checks the bytes after every
+wake_up. The bare copy is timed in that process too: the same bytes, from the same kind of host
+memory, to memory that is mapped already, in one go.
+
+FOLDER gets sleep.json and sleep.md. A case that fails is in both, with its error, and the exit
+code is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PLUGIN = ROOT / "scripts" / "sleep-keep"
+GIB = 1 << 30
+MIB = 1 << 20
+SETTINGS = ("auto", "keep", "release")
+# Seconds a case may take: the slowest first sleep that was measured takes 25.
+LIMIT = 300
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    text: str
+    name: str
+    tree: str
+    plugin: bool = False
+    setting: str = "auto"
+    prepared: bool = True
+
+
+@dataclass(kw_only=True)
+class Times:
+    """Seconds, but for ``error`` and what is in GiB. Several runs of one thing are in order."""
+
+    case: str
+    error: str = ""
+    gib: float = 0.0
+    blocks: int = 0
+    prepare: float | None = None
+    first_sleep: float | None = None
+    later_sleeps: list[float] = field(default_factory=list)
+    wakes: list[float] = field(default_factory=list)
+    # With one tensor of all written to before.
+    changed_sleep: float | None = None
+    bare_copy: float | None = None
+    host_gib_awake: float | None = None
+    device: str = ""
+    torch: str = ""
+    driver: str = ""
+
+
+def case_of(text: str) -> Case:
+    """One NAME=TREE[+WORD...] of the command line. Raises ValueError."""
+    name, equals, rest = text.partition("=")
+    tree, *words = rest.split("+")
+    if not equals or not name or not tree:
+        raise ValueError(f"{text!r} is not NAME=TREE")
+    settings = [word for word in words if word in SETTINGS]
+    unknown = [word for word in words if word not in (*SETTINGS, "plugin", "unprepared")]
+    if unknown or len(settings) > 1:
+        raise ValueError(
+            f"{text!r}: after TREE go +plugin, +unprepared and one of {', '.join(SETTINGS)}"
+        )
+    return Case(
+        text=text,
+        name=name,
+        tree=tree,
+        plugin="plugin" in words,
+        setting=settings[0] if settings else "auto",
+        prepared="unprepared" not in words,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("cases", nargs="+", metavar="NAME=TREE[+WORD...]", type=_case_argument)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
+    parser.add_argument("--gib", type=float, default=17.0, help="GiB of weights (default: 17)")
+    parser.add_argument("--tensors", type=int, default=341, help="of them (default: 341)")
+    parser.add_argument("--cycles", type=int, default=5, help="later sleeps (default: 5)")
+    # The child of one case.
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.child is not None:
+        return _child(options.cases[0], options)
+    options.out.mkdir(parents=True, exist_ok=True)
+    results: list[Times] = []
+    command = " ".join(sys.argv if arguments is None else arguments)
+    for case in options.cases:
+        sys.stdout.write(f"{case.name}: {case.tree}\n")
+        sys.stdout.flush()
+        results.append(_in_child(case, options))
+        # After each: a run that is cut off leaves what it has.
+        (options.out / "sleep.json").write_text(
+            json.dumps([asdict(result) for result in results], indent=1) + "\n"
+        )
+        (options.out / "sleep.md").write_text(report(results, command))
+    sys.stdout.write((options.out / "sleep.md").read_text())
+    return 1 if any(result.error for result in results) else 0
+
+
+def _case_argument(text: str) -> Case:
+    try:
+        return case_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _in_child(case: Case, options: argparse.Namespace) -> Times:
+    with tempfile.TemporaryDirectory() as scratch:
+        result = Path(scratch) / "times.json"
+        command = [sys.executable, str(Path(__file__).resolve()), case.text, "--out", scratch]
+        command += ["--gib", str(options.gib), "--tensors", str(options.tensors)]
+        command += ["--cycles", str(options.cycles), "--child", str(result)]
+        environment = {**os.environ, "SLEEP_MODE_HOST_COPY": case.setting}
+        environment["PYTHONPATH"] = os.pathsep.join(
+            [str(ROOT), str(PLUGIN), os.environ.get("PYTHONPATH", "")]
+        )
+        try:
+            done = subprocess.run(command, env=environment, timeout=LIMIT, check=False)
+        except subprocess.TimeoutExpired:
+            return Times(case=case.name, error=f"took more than {LIMIT} s")
+        if not result.is_file():
+            return Times(case=case.name, error=f"ended with {done.returncode}")
+        return Times(**json.loads(result.read_text()))
+
+
+def _child(case: Case, options: argparse.Namespace) -> int:
+    times = Times(case=case.name)
+    try:
+        _measure(case, options, times)
+    except Exception as error:
+        traceback.print_exc()
+        times.error = f"{type(error).__name__}: {error}"
+    options.child.write_text(json.dumps(asdict(times)))
+    # What a case leaves of a device is not to be taken apart.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _measure(case: Case, options: argparse.Namespace, times: Times) -> None:
+    from tests.gpu import rig
+
+    tree = Path(case.tree).resolve()
+    with tempfile.TemporaryDirectory() as scratch:
+        gpu = rig.load(tree, rig.compile_allocator(tree, Path(scratch)))
+    torch = gpu.torch
+    times.device = torch.cuda.get_device_name(0)
+    times.torch = torch.__version__
+    times.driver = _driver()
+    sleep, wake_up, prepare = _calls(case, gpu)
+    size = int(options.gib * GIB / options.tensors) // (2 * MIB) * (2 * MIB)
+    host_before = _available()
+    with gpu.allocator.use_memory_pool("weights"):
+        tensors = [gpu.tensor(size, seed) for seed in range(options.tensors)]
+    with gpu.allocator.use_memory_pool("kv_cache"):
+        cache = torch.zeros(4 * GIB, dtype=torch.uint8, device="cuda")
+    times.blocks = len(gpu.allocator.pointer_to_data)
+    times.gib = size * options.tensors / GIB
+    if case.prepared and prepare is not None:
+        times.prepare = _seconds(torch, prepare)
+
+    def intact() -> None:
+        for seed, tensor in enumerate(tensors):
+            _require(gpu.intact(tensor, seed), f"tensor {seed} is not what it was")
+
+    times.first_sleep = _seconds(torch, sleep)
+    times.wakes.append(_seconds(torch, wake_up))
+    intact()
+    for _ in range(options.cycles):
+        times.later_sleeps.append(_seconds(torch, sleep))
+        times.wakes.append(_seconds(torch, wake_up))
+        intact()
+    tensors[0].add_(1)
+    times.changed_sleep = _seconds(torch, sleep)
+    wake_up()
+    torch.cuda.synchronize()
+    _require(gpu.intact(tensors[0], 1), "what was written between two sleeps is lost")
+    tensors[0].sub_(1)
+    intact()
+    times.host_gib_awake = (host_before - _available()) / GIB
+    del cache
+    times.bare_copy = _bare_copy(torch, tensors)
+
+
+def _calls(
+    case: Case, gpu: Any
+) -> tuple[Callable[[], None], Callable[[], None], Callable[[], None] | None]:
+    """sleep, wake_up, and prepare, which ends when everything is prepared."""
+    if case.plugin:
+        from vllm_sleep_keep.backend import KeepBackend
+
+        backend: Any = KeepBackend()
+
+        def prepare_backend() -> None:
+            backend.prepare()
+            backend.copies._wait_for_preparation()
+
+        return (lambda: backend.suspend(1)), (lambda: backend.resume()), prepare_backend
+    copies: Any = getattr(gpu.allocator, "host_copies", None)
+
+    def prepare() -> None:
+        gpu.allocator.prepare_sleep()
+        copies._wait_for_preparation()
+
+    return (
+        (lambda: gpu.allocator.sleep(("weights",))),
+        (lambda: gpu.allocator.wake_up()),
+        None if copies is None else prepare,
+    )
+
+
+def _seconds(torch: Any, call: Callable[[], None]) -> float:
+    torch.cuda.synchronize()
+    start = time.monotonic()
+    call()
+    torch.cuda.synchronize()
+    return time.monotonic() - start
+
+
+def _bare_copy(torch: Any, tensors: list[Any]) -> float:
+    """The least of three: as many bytes, one host tensor to one device tensor that exists."""
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    host = torch.zeros(size, dtype=torch.uint8)
+    address = host.data_ptr()
+    error = torch.cuda.cudart().cudaHostRegister(address, size, 0)
+    _require(int(error) == 0, f"cudaHostRegister: {error}")
+    tensors.clear()
+    device = torch.zeros(size, dtype=torch.uint8, device="cuda")
+    runs = [_seconds(torch, lambda: device.copy_(host, non_blocking=True)) for _ in range(3)]
+    torch.cuda.cudart().cudaHostUnregister(address)
+    return min(runs)
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise RuntimeError(what)
+
+
+def _available() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _driver() -> str:
+    done = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    return done.stdout.split("\n")[0].strip()
+
+
+def report(results: Sequence[Times], command: str) -> str:
+    """A dated page: machine, versions, command, table."""
+    known = next((result for result in results if result.device), None)
+    lines = [f"# Sleep and wake of the allocator, {time.strftime('%Y-%m-%d')}", ""]
+    if known is not None:
+        lines += [
+            f"{known.device}, driver {known.driver}, {os.cpu_count()} cores, torch {known.torch}, "
+            f"Python {platform.python_version()}. {known.gib:.1f} GiB of weights.",
+            f"Command: `{command}`",
+            "",
+        ]
+    lines += [
+        "Seconds. Later sleeps and wakes are medians; in brackets the slowest. The factor is wake",
+        "by bare copy, of the same process.",
+        "",
+        "| case | blocks | prepare | first sleep | later sleep | sleep after a write | wake "
+        "| bare copy | factor | host GiB |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for result in results:
+        if result.error:
+            lines.append(f"| {result.case} | {result.error} |" + " |" * 8)
+            continue
+        factor = (
+            f"{statistics.median(result.wakes) / result.bare_copy:.2f}"
+            if result.wakes and result.bare_copy
+            else "-"
+        )
+        cells = (
+            result.case,
+            str(result.blocks),
+            _number(result.prepare),
+            _number(result.first_sleep),
+            _numbers(result.later_sleeps),
+            _number(result.changed_sleep),
+            _numbers(result.wakes),
+            _number(result.bare_copy),
+            factor,
+            "-" if result.host_gib_awake is None else f"{result.host_gib_awake:.1f}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _number(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.3f}"
+
+
+def _numbers(seconds: Sequence[float]) -> str:
+    return f"{statistics.median(seconds):.3f} ({max(seconds):.3f})" if seconds else "-"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""What the sleep benchmark takes and writes; it measures on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+from benchmarks import sleep
+
+
+def test_a_case_is_a_name_a_tree_and_words() -> None:
+    case = sleep.case_of("keep=/a/tree+plugin+keep+unprepared")
+    assert (case.name, case.tree) == ("keep", "/a/tree")
+    assert case.plugin
+    assert case.setting == "keep"
+    assert not case.prepared
+    plain = sleep.case_of("stock=../tree")
+    assert (plain.plugin, plain.setting, plain.prepared) == (False, "auto", True)
+
+
+@pytest.mark.parametrize("text", ["tree", "=tree", "a=", "a=tree+fast", "a=tree+keep+auto"])
+def test_what_is_no_case_is_an_error(text: str) -> None:
+    with pytest.raises(ValueError, match="TREE"):
+        sleep.case_of(text)
+
+
+def test_the_report_has_a_line_for_each_case() -> None:
+    # GIVEN a case that was measured and one that failed
+    measured = sleep.Times(
+        case="kept",
+        gib=17.0,
+        blocks=341,
+        prepare=1.0,
+        first_sleep=0.5,
+        later_sleeps=[0.04, 0.05, 0.06],
+        wakes=[0.36, 0.37, 0.4],
+        changed_sleep=0.05,
+        bare_copy=0.33,
+        host_gib_awake=17.0,
+        device="A GPU",
+        torch="1.2",
+        driver="3.4",
+    )
+    failed = sleep.Times(case="stock", error="ended with -6")
+    # WHEN they are reported
+    lines = sleep.report([measured, failed], "the command").splitlines()
+    # THEN both are there, with the factor of the wake
+    assert any("A GPU, driver 3.4" in line for line in lines)
+    assert "Command: `the command`" in lines
+    times = "1.000 | 0.500 | 0.050 (0.060) | 0.050 | 0.370 (0.400) | 0.330 | 1.12 | 17.0"
+    assert lines[-2] == f"| kept | 341 | {times} |"
+    assert lines[-1].startswith("| stock | ended with -6 |")
+    assert lines[-1].count("|") == lines[-2].count("|")
