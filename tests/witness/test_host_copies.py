@@ -132,7 +132,7 @@ def signs(data: bytearray) -> None:
 
 
 def everything(data: bytearray) -> None:
-    data[:] = bytes(255 - byte for byte in data)
+    data[:] = data.translate(bytes(range(255, -1, -1)))
 
 
 CHANGES = {

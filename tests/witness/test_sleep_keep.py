@@ -95,6 +95,8 @@ def test_level_2(world: World) -> None:
 @pytest.mark.guard
 def test_release_kv_cache_memory(world: World) -> None:
     backend = world.use_plugin()
+    allocators: Any = importlib.import_module("vllm.device_allocator")
+    allocators.current_platform = SimpleNamespace(is_cuda_alike=lambda: True)
     blocks = world.blocks()
     backend.discard(("kv_cache",))
     world.expect_asleep(*(b for b in blocks if b.tag == "kv_cache"))

@@ -828,7 +828,8 @@ class HostCopies:
             RuntimeError: there is none; what there was is given to blocks.
 
         """
-        by_device: dict[int, list[Any]] = {}
+        # Memory of tags apart: a sleep of level 2 gives back the one's.
+        groups: dict[tuple[int, str], list[Any]] = {}
         for data in blocks:
             device, size, address = data.handle[:3]
             spare = self._spare.get(size)
@@ -837,9 +838,9 @@ class HostCopies:
             if spare:
                 self._copies[address] = Copy(data, spare.pop())
             else:
-                by_device.setdefault(device, []).append(data)
+                groups.setdefault((device, data.tag), []).append(data)
         reserve = RESERVE if self.setting == "auto" else 0
-        for device, group in by_device.items():
+        for (device, _), group in groups.items():
             tensors = host_memory(
                 [data.handle[1] for data in group], self._runtime, device, reserve
             )
