@@ -214,7 +214,7 @@ def test_a_fault_of_the_server_is_a_breach(
 ) -> None:
     server = play(**fault)
     found = verify(server.url, "--cycles", "4", *QUICK, "--json")
-    assert found.code == 1, found.err
+    assert found.code == 1, found.err + found.out
     assert found.report["verdict"] == "breached"
     assert found.check(check)["verdict"] == "breach"
     assert words in found.check(check)["text"]
