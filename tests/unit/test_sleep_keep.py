@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from sm12x.core.errors import UsageError
 from sm12x.recipes import load
 from sm12x.runtime import serve, sleep_backend
 
@@ -60,23 +61,38 @@ def test_vllm_finds_the_package() -> None:
 def test_the_backend_is_chosen_where_nothing_else_is(
     given: Sequence[str] | None, wanted: tuple[str, ...]
 ) -> None:
-    assert sleep_backend.arguments(given, installed=True) == wanted
-    assert sleep_backend.arguments(given, installed=False) == ()
+    for setting in ("auto", "keep"):
+        assert sleep_backend.arguments(given, setting=setting, installed=True) == wanted
+        assert sleep_backend.arguments(given, setting=setting, installed=False) == ()
+    for setting in ("", "release"):
+        assert sleep_backend.arguments(given, setting=setting, installed=True) == ()
 
 
-@pytest.mark.parametrize("installed", [True, False])
+def test_a_setting_that_there_is_not_is_refused() -> None:
+    with pytest.raises(UsageError, match="SLEEP_MODE_HOST_COPY=kept"):
+        sleep_backend.arguments(["MODEL"], setting="kept", installed=False)
+
+
+@pytest.mark.parametrize(
+    ("installed", "environ", "chosen"),
+    [
+        (True, {"SLEEP_MODE_HOST_COPY": "auto"}, True),
+        (False, {"SLEEP_MODE_HOST_COPY": "auto"}, False),
+        (True, {}, False),
+    ],
+)
 def test_a_recipe_that_sleeps_is_served_with_the_backend(
-    installed: bool, monkeypatch: pytest.MonkeyPatch
+    installed: bool, environ: dict[str, str], chosen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # GIVEN an image of a release with backends, and one without
     monkeypatch.setattr(sleep_backend, "is_installed", lambda: installed)
     recipe = load.load(ROOT / "recipes" / "mimo-v2.5-flash-rtx-pro-6000-tp4.yaml")
     # WHEN the recipe is prepared
-    rendered, _ = serve.prepare(recipe, ["port=8001", "--", "--seed", "3"], {})
+    rendered, _ = serve.prepare(recipe, ["port=8001", "--", "--seed", "3"], environ)
     # THEN the backend comes after what was given
-    last = ("--seed", "3", "--sleep-mode-backend", "keep") if installed else ("--seed", "3")
+    last = ("--seed", "3", "--sleep-mode-backend", "keep") if chosen else ("--seed", "3")
     assert rendered.argv[-len(last) :] == last
-    assert ("--sleep-mode-backend" in rendered.argv) == installed
+    assert ("--sleep-mode-backend" in rendered.argv) == chosen
 
 
 def test_the_image_has_the_backend_where_the_release_has_a_registry(tmp_path: Path) -> None:

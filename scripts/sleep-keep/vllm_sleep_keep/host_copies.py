@@ -53,14 +53,14 @@ MADV_POPULATE_WRITE = 23
 EINVAL = 22
 
 
-def setting() -> str:
+def setting(default: str = "auto") -> str:
     """What the environment asks for: "auto", "keep" or "release".
 
     Raises:
         ValueError: it asks for something else.
 
     """
-    value = os.environ.get(SETTING, SETTINGS[0])
+    value = os.environ.get(SETTING, default)
     if value not in SETTINGS:
         raise ValueError(f"{SETTING}={value}: it is one of {', '.join(SETTINGS)}")
     return value

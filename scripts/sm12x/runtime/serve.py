@@ -82,7 +82,11 @@ def prepare(
         )
 
     plain = rendered()
-    more = sleep_backend.arguments(plain.serve, installed=sleep_backend.is_installed())
+    more = sleep_backend.arguments(
+        plain.serve,
+        setting={**plain.env, **environ}.get(sleep_backend.SETTING, ""),
+        installed=sleep_backend.is_installed(),
+    )
     return rendered(*more) if more else plain, remarks
 
 

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
+from sm12x.core.errors import UsageError
 from sm12x.recipes import options
 
 # scripts/sleep-keep, and the name of its backend.
 PACKAGE = "vllm-sleep-keep"
 NAME = "keep"
+SETTING = "SLEEP_MODE_HOST_COPY"
+_KEPT, _RELEASED = ("auto", "keep"), "release"
 # The release's own file with the registry of backends.
 _REGISTRY = "vllm/device_allocator/sleep_mode_backend.py"
 # With these the command has chosen: the second one takes effect with vLLM's own backend alone.
@@ -30,9 +33,21 @@ def is_installed() -> bool:
     return True
 
 
-def arguments(serve: Sequence[str] | None, *, installed: bool) -> tuple[str, ...]:
-    """What chooses the backend for ``vllm serve`` with these arguments, where nothing else does."""
+def arguments(serve: Sequence[str] | None, *, setting: str, installed: bool) -> tuple[str, ...]:
+    """What chooses the backend for ``vllm serve`` with these arguments, where nothing else does.
+
+    Args:
+        setting: SLEEP_MODE_HOST_COPY, "" where it is not set: vLLM's own backend then sleeps.
+
+    Raises:
+        UsageError: the setting is none that there is.
+    """
+    if setting not in ("", *_KEPT, _RELEASED):
+        raise UsageError(
+            f"{SETTING}={setting} is none of {', '.join(_KEPT)} and {_RELEASED}",
+            next_step=f"set one of them, or leave it out for {_RELEASED}",
+        )
     given = options.parse(list(serve or ()))
     if not installed or "enable-sleep-mode" not in given or any(name in given for name in _CHOSEN):
         return ()
-    return ("--sleep-mode-backend", NAME)
+    return ("--sleep-mode-backend", NAME) if setting in _KEPT else ()
