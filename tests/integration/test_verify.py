@@ -125,13 +125,19 @@ Verify = Callable[..., Ended]
 
 
 def started(words: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "sm12x", "verify", *words],
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    # A shell's background has SIGINT ignored, and verify leaves what is ignored so: a program that
+    # was started there, pytest too, hands that on.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-m", "sm12x", "verify", *words],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def until_said(process: subprocess.Popen[str], words: str) -> str:
