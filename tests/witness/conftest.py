@@ -21,7 +21,7 @@ from tests.witness import forked, kernels, native
 ROOT = Path(__file__).resolve().parents[2]
 # Seconds one test may take, its forked cases included; one that only waits is ended before
 # (forked.IDLE).
-TIME_LIMIT = 150
+TIME_LIMIT = 60
 # ... and where one of these settings asks for a longer run.
 LONGER = ("SM12X_CHURN_SEEDS", "SM12X_SEEDS", "SM12X_SIGNALS", "SM12X_WALK")
 LONG_LIMIT = 3600
