@@ -11,6 +11,7 @@ from vllm_sleep_keep.host_copies import HostCopies
 OFFLOADED = ("runtime", "cudagraph")
 
 
+# vLLM is not installed where types are checked: its class is Any there.
 class KeepBackend(CuMemBackend):  # type: ignore[misc]
     """A CuMemBackend to vLLM: the blocks are those of its CuMemAllocator."""
 
