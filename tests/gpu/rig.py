@@ -67,6 +67,9 @@ def load(tree: Path, library: Path) -> Gpu:
     _stub("vllm.utils.system_utils", find_loaded_library=find_loaded_library)
     # A release asks for pinned memory by this name or by the one above.
     _stub("vllm.utils.torch_utils", PIN_MEMORY=True)
+    triton = importlib.import_module("triton")
+    language = importlib.import_module("triton.language")
+    _stub("vllm.triton_utils", HAS_TRITON=True, triton=triton, tl=language)
     _stub("vllm.distributed", package=True)
     _stub("vllm.distributed.device_communicators", package=True)
     _from_tree(tree, "vllm.device_allocator")

@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
+import fcntl
 import json
 import math
 import os
@@ -31,7 +33,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,6 +104,65 @@ def make_qwen3_moe(folder: Path, layers: int) -> None:
             "norm_topk_prob": True,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
+            "torch_dtype": "bfloat16",
+        },
+    )
+
+
+def make_dense_fp8(folder: Path, layers: int) -> None:
+    """Qwen3 in FP8 with scales of blocks, as its published checkpoints; 0.2 GiB per layer."""
+    rewrite(
+        folder,
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "torch_dtype": "bfloat16",
+            "quantization_config": {
+                "quant_method": "fp8",
+                "activation_scheme": "dynamic",
+                "fmt": "e4m3",
+                "weight_block_size": [128, 128],
+            },
+        },
+    )
+
+
+def make_hybrid(folder: Path, layers: int) -> None:
+    """Qwen3-Next: three layers in four are gated DeltaNet, with states in place of a cache."""
+    rewrite(
+        folder,
+        {
+            "architectures": ["Qwen3NextForCausalLM"],
+            "model_type": "qwen3_next",
+            "hidden_size": 2048,
+            "intermediate_size": 5120,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "num_hidden_layers": layers,
+            "full_attention_interval": 4,
+            "layer_types": [
+                "full_attention" if layer % 4 == 3 else "linear_attention"
+                for layer in range(layers)
+            ],
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "partial_rotary_factor": 0.25,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "max_position_embeddings": 16384,
             "torch_dtype": "bfloat16",
         },
     )
@@ -221,6 +282,29 @@ MODELS = {
             *("--moe-backend", "triton", "--attention-backend", "TRITON_ATTN"),
         ),
         prompts=PROMPTS,
+    ),
+    # The model of the recipe `smoke`.
+    "smoke": Model(
+        make=lambda folder, layers: tiny.make(folder),
+        flags=("--load-format", "dummy", "--attention-backend", "TRITON_ATTN"),
+        prompts=PROMPTS,
+    ),
+    "dense-fp8": Model(
+        make=make_dense_fp8,
+        flags=(
+            *("--load-format", "dummy", "--max-model-len", "2048"),
+            *("--attention-backend", "TRITON_ATTN"),
+        ),
+        prompts=PROMPTS,
+    ),
+    "hybrid": Model(
+        make=make_hybrid,
+        flags=(
+            *("--load-format", "dummy", "--max-model-len", "8192", "--max-num-seqs", "8"),
+            *("--moe-backend", "triton", "--attention-backend", "TRITON_ATTN"),
+            "--no-enable-prefix-caching",
+        ),
+        prompts=LONG_PROMPTS,
     ),
     "deepseek-v4": Model(
         make=make_deepseek_v4,
@@ -471,6 +555,17 @@ def rotate(report: Report, prompts: Sequence[str], cycles: int) -> None:
     report.same(before, Answers.ask(prompts), "after the repeated wake-up")
 
 
+@contextlib.contextmanager
+def turn(lock: Path | None) -> Iterator[None]:
+    """Runs that name this file start at the same time, and are timed one after the other."""
+    if lock is None:
+        yield
+        return
+    with lock.open("a") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
@@ -479,6 +574,8 @@ def main() -> int:
     parser.add_argument("--against", type=Path, help="the report of another run of the same model")
     parser.add_argument("--graphs", action="store_true", help="CUDA graphs, without torch.compile")
     parser.add_argument("--cycles", type=int, default=3)
+    parser.add_argument("--utilization", default="0.6", help="of the GPU's memory (default: 0.6)")
+    parser.add_argument("--lock", type=Path, help="a file: runs that share a GPU take turns")
     parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="further flags")
     options = parser.parse_args()
     # So that a run that is ended takes its server along.
@@ -492,7 +589,8 @@ def main() -> int:
         words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         words += ["--model", f"{scratch}/model", "--served-model-name", "model"]
         words += ["--worker-extension-cls", "tests.gpu.probe.Probe"]
-        words += ["--port", str(PORT), "--enable-sleep-mode", "--gpu-memory-utilization", "0.6"]
+        words += ["--port", str(PORT), "--enable-sleep-mode", "--gpu-memory-utilization"]
+        words += [options.utilization]
         words += GRAPHS if options.graphs else ["--enforce-eager"]
         words += [*model.flags, *options.serve]
         began = time.monotonic()
@@ -511,7 +609,8 @@ def main() -> int:
                     return 2
                 time.sleep(0.5)
             report.step("healthy", seconds=time.monotonic() - began, held=held())
-            rotate(report, model.prompts, options.cycles)
+            with turn(options.lock):
+                rotate(report, model.prompts, options.cycles)
             if options.against and report.before:
                 other = json.loads(options.against.read_text())
                 theirs = Answers(texts=other["texts"], likelihoods=other["likelihoods"])

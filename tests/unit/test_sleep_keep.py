@@ -61,11 +61,10 @@ def test_vllm_finds_the_package() -> None:
 def test_the_backend_is_chosen_where_nothing_else_is(
     given: Sequence[str] | None, wanted: tuple[str, ...]
 ) -> None:
-    for setting in ("auto", "keep"):
+    for setting in ("", "auto", "keep"):
         assert sleep_backend.arguments(given, setting=setting, installed=True) == wanted
         assert sleep_backend.arguments(given, setting=setting, installed=False) == ()
-    for setting in ("", "release"):
-        assert sleep_backend.arguments(given, setting=setting, installed=True) == ()
+    assert sleep_backend.arguments(given, setting="release", installed=True) == ()
 
 
 def test_a_setting_that_there_is_not_is_refused() -> None:
@@ -78,7 +77,8 @@ def test_a_setting_that_there_is_not_is_refused() -> None:
     [
         (True, {"SLEEP_MODE_HOST_COPY": "auto"}, True),
         (False, {"SLEEP_MODE_HOST_COPY": "auto"}, False),
-        (True, {}, False),
+        (True, {}, True),
+        (True, {"SLEEP_MODE_HOST_COPY": "release"}, False),
     ],
 )
 def test_a_recipe_that_sleeps_is_served_with_the_backend(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import logging
 import os
@@ -17,6 +18,7 @@ import pytest
 from tests.fakecuda.standin import GRANULARITY
 from tests.witness.fuzz import Fuzzer, Settings, seeds
 from tests.witness.interrupt import walk
+from tests.witness.kernels import SM12X_SHARED, Gpu, KernelProcess
 from tests.witness.world import (
     EMPTY,
     GIB,
@@ -342,19 +344,157 @@ def test_a_digest_without_memory_copies(world: World) -> None:
     blocks = kept(world)
     module: Any = importlib.import_module(type(world.host_copies).__module__)
 
-    def short(*words: Any) -> Any:
+    def short(*block: Any) -> None:
         raise RuntimeError("CUDA out of memory")
 
-    digest, module.digest = module.digest, short
+    by_torch, module.digest_by_torch = module.digest_by_torch, short
+    world.host_copies._digest = short
     blocks[1] = rewritten(world, blocks[1], one_bit)
     texts = warned(lambda: expect_sleep_and_wake(world, blocks))
     expect("warnings", [text for text in texts if "CUDA out of memory" in text], texts)
     expect("warnings", len(texts), 1)
-    module.digest = digest
+    module.digest_by_torch = by_torch
+    world.host_copies._digest = by_torch
     expect_sleep_and_wake(world, blocks)
     world.fake.forget_calls()
     expect_sleep_and_wake(world, blocks)
     expect("copies, of a wake_up alone", copies(world), len(weights(blocks)))
+
+
+def test_a_digest_without_its_kernel(world: World) -> None:
+    """PyTorch computes it, from there on; one warning says so."""
+    blocks = kept(world)
+    calls = 0
+
+    def fails(*block: Any) -> None:
+        nonlocal calls
+        calls += 1
+        raise RuntimeError("no C compiler")
+
+    world.host_copies._digest = fails
+    blocks[1] = rewritten(world, blocks[1], one_bit)
+    texts = warned(lambda: expect_sleep_and_wake(world, blocks))
+    expect("copies, of one block and of a wake_up", copies(world), 1 + len(weights(blocks)))
+    texts += warned(lambda: expect_sleep_and_wake(world, blocks))
+    expect("warnings", [text for text in texts if "no C compiler" in text], texts)
+    expect("warnings", len(texts), 1)
+    expect("calls of the kernel", calls, 1)
+
+
+def test_a_kernel_that_is_not_compiled_is_no_failure(world: World) -> None:
+    world.use_host_copies()
+    module: Any = importlib.import_module(type(world.host_copies).__module__)
+
+    def fails(device: int) -> None:
+        raise RuntimeError("no C compiler")
+
+    module.compile_digest = fails
+    blocks = world.blocks()
+    world.allocator.prepare_sleep()
+    world.host_copies._wait_for_preparation()
+    expect(
+        "registered host memory",
+        world.fake.registered(),
+        sum(block.size for block in weights(blocks)),
+    )
+    expect_sleep_and_wake(world, blocks)
+
+
+def digests(gpu: Gpu, rows: int) -> list[bool]:
+    """Whether kernel and PyTorch agree with the definition, on Python's whole numbers."""
+    torch: Any = importlib.import_module("torch")
+    module: Any = importlib.import_module(HOST_COPIES)
+    gpu.become((12, 0))
+    words = torch.randint(-(2**31), 2**31, (rows * module.WORDS,)).to(torch.int32)
+    words[:3] = torch.tensor([-(2**31), 2**31 - 1, -1])
+    factors = module.multipliers(words.device)
+    module.words_of = lambda address, size, device: words
+    # The interpreter takes addresses of tensors only.
+    module.Words = lambda address: words
+    found = []
+    for digest in (module.digest_by_kernel, module.digest_by_torch):
+        # One number more on each side, which is not to be written to.
+        numbers = torch.full((rows + 2,), 77, dtype=torch.int64)
+        digest(words.data_ptr(), 4 * len(words), factors, numbers[1:-1])
+        found.append(numbers.tolist())
+    exact = [
+        (sum(a * b for a, b in zip(row, factors.tolist(), strict=True)) + 2**63) % 2**64 - 2**63
+        for row in words.view(rows, module.WORDS).tolist()
+    ]
+    return [numbers == [77, *exact, 77] for numbers in found]
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8, 19])
+def test_the_kernel_computes_what_is_said(interpreted: KernelProcess, rows: int) -> None:
+    assert interpreted.call(digests, rows=rows) == [True, True]
+
+
+def spills(gpu: Gpu, capability: list[int]) -> dict[str, int]:
+    torch: Any = importlib.import_module("torch")
+    module: Any = importlib.import_module(HOST_COPIES)
+    gpu.become((capability[0], capability[1]))
+    module.on_device = lambda device: contextlib.nullcontext()
+    module.compile_digest(0)
+    cache = module.digest_kernel.device_caches[gpu.index][0]
+    compiled = len(cache)
+    rows = 2 << 20 >> 14
+    words, numbers = torch.zeros(rows << 12, dtype=torch.int32), torch.zeros(rows).long()
+    module.Words = lambda address: words
+    module.digest_by_kernel(0, 2 << 20, module.multipliers(words.device), numbers)
+    (launch,) = gpu.launches
+    return {
+        **launch.resources(),
+        "programs": launch.grid[0],
+        "shared": launch.shared,
+        # What was compiled before is what is launched.
+        "compiled": compiled,
+        "compiled again": len(cache) - compiled,
+    }
+
+
+@pytest.mark.parametrize("capability", [[12, 0], [12, 1]])
+def test_the_kernel_is_compiled_before_the_first_sleep(
+    compiled: KernelProcess, capability: list[int]
+) -> None:
+    found = compiled.call(spills, capability=capability)
+    assert (found["compiled"], found["compiled again"]) == (1, 0)
+    assert (found["LOCAL"], found["STACK"]) == (0, 0)
+    assert found["programs"] == 16
+    assert found["shared"] <= SM12X_SHARED
+
+
+def test_wake_up_takes_back_what_pytorch_keeps(world: World) -> None:
+    """Only where memory is missing: to look for garbage takes longer than the rest of the call."""
+    blocks = kept(world)
+    world.allocator.sleep(OFFLOAD)
+    rest = world.fake.alive().physical
+    world.fake.set_capacity(sum(block.size for block in blocks) + rest)
+    hoard = world.take(4 * GRANULARITY)
+    emptied = 0
+
+    def empty_cache() -> None:
+        nonlocal emptied
+        emptied += 1
+        if emptied == 1:
+            world.take_back(hoard)
+
+    world.torch.cuda.empty_cache = empty_cache
+    world.allocator.wake_up()
+    world.expect_awake(*blocks)
+    expect("times PyTorch's cache was emptied", emptied, 1)
+    world.allocator.sleep(OFFLOAD)
+    emptied = 5
+    world.allocator.wake_up()
+    expect("times, of a wake_up with enough memory", emptied, 5)
+
+
+def test_later_collections_spare_what_the_first_sleep_found(world: World) -> None:
+    before = gc.get_freeze_count()
+    blocks = kept(world)
+    count = gc.get_freeze_count()
+    assert count > before
+    expect_sleep_and_wake(world, blocks)
+    expect("objects that collections spare", gc.get_freeze_count(), count)
 
 
 def test_one_memory_for_gpu_and_host(world: World) -> None:

@@ -195,16 +195,28 @@ class World:
         module: Any = sys.modules.get(HOST_COPIES)
         if self.host_copies is None:
             return
-        module.available_host_memory = lambda: self.host_memory
-        module.words_of = self._words
-        self.copier = (self.host_copies._runtime, "copy")
+        self._compute_on_cpu(module)
 
-    def _words(self, address: int, size: int, device: int) -> Any:
+    def _compute_on_cpu(self, module: Any) -> None:
         """The stand-in's device memory is the host's: torch computes with it on the CPU."""
-        memory = (ctypes.c_char * min(size, self.digested)).from_address(address)
-        # Its threads would wait for each other, on the cores of other tests.
-        self.torch.set_num_threads(1)
-        return self.torch.frombuffer(memory, dtype=self.torch.int32)
+
+        def words(address: int, size: int, device: Any) -> Any:
+            memory = (ctypes.c_char * size).from_address(address)
+            # Its threads would wait for each other, on the cores of other tests.
+            self.torch.set_num_threads(1)
+            return self.torch.frombuffer(memory, dtype=self.torch.int32)
+
+        def digest(address: int, size: int, factors: Any, numbers: Any) -> None:
+            numbers.zero_()
+            module.digest_by_torch(address, min(size, self.digested), factors, numbers)
+
+        module.available_host_memory = lambda: self.host_memory
+        module.words_of = words
+        module.device_of = lambda index: self.torch.device("cpu")
+        module.on_device = lambda device: contextlib.nullcontext()
+        module.compile_digest = lambda device: None
+        self.host_copies._digest = digest
+        self.copier = (self.host_copies._runtime, "copy")
 
     def use_plugin(self, setting: str = "auto") -> Any:
         """As use_host_copies, with the sleep-mode backend of the package; the backend."""
@@ -212,11 +224,9 @@ class World:
         if str(PLUGIN) not in sys.path:
             sys.path.append(str(PLUGIN))
         module: Any = importlib.import_module("vllm_sleep_keep.host_copies")
-        module.available_host_memory = lambda: self.host_memory
-        module.words_of = self._words
         backend: Any = importlib.import_module("vllm_sleep_keep.backend").KeepBackend()
         self.host_copies = backend.copies
-        self.copier = (self.host_copies._runtime, "copy")
+        self._compute_on_cpu(module)
 
         def sleep(tags: str | tuple[str, ...]) -> None:
             tags = (tags,) if isinstance(tags, str) else tags

@@ -13,6 +13,7 @@ from sm12x.recipes import options
 PACKAGE = "vllm-sleep-keep"
 NAME = "keep"
 SETTING = "SLEEP_MODE_HOST_COPY"
+# The first one where nothing is set.
 _KEPT, _RELEASED = ("auto", "keep"), "release"
 # The release's own file with the registry of backends.
 _REGISTRY = "vllm/device_allocator/sleep_mode_backend.py"
@@ -37,7 +38,7 @@ def arguments(serve: Sequence[str] | None, *, setting: str, installed: bool) -> 
     """What chooses the backend for ``vllm serve`` with these arguments, where nothing else does.
 
     Args:
-        setting: SLEEP_MODE_HOST_COPY, "" where it is not set: vLLM's own backend then sleeps.
+        setting: SLEEP_MODE_HOST_COPY, "" where it is not set. With "release" vLLM's own sleeps.
 
     Raises:
         UsageError: the setting is none that there is.
@@ -45,9 +46,9 @@ def arguments(serve: Sequence[str] | None, *, setting: str, installed: bool) -> 
     if setting not in ("", *_KEPT, _RELEASED):
         raise UsageError(
             f"{SETTING}={setting} is none of {', '.join(_KEPT)} and {_RELEASED}",
-            next_step=f"set one of them, or leave it out for {_RELEASED}",
+            next_step=f"set one of them, or leave it out for {_KEPT[0]}",
         )
     given = options.parse(list(serve or ()))
     if not installed or "enable-sleep-mode" not in given or any(name in given for name in _CHOSEN):
         return ()
-    return ("--sleep-mode-backend", NAME) if setting in _KEPT else ()
+    return () if setting == _RELEASED else ("--sleep-mode-backend", NAME)
