@@ -63,6 +63,14 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
   LEAVE("cuDevicePrimaryCtxRetain(device %d)", device);
 }
 
+/* PyTorch asks before it takes an allocation back: it is active, and its flags are the default. */
+CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned int *flags, int *active) {
+  if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
+  *flags = 0;
+  *active = 1;
+  return CUDA_SUCCESS;
+}
+
 CUresult cuCtxGetCurrent(CUcontext *context) {
   ENTER("cuCtxGetCurrent");
   if (result == 0) *context = current;

@@ -295,3 +295,45 @@ def test_the_digest_of_the_kernel_is_that_of_torch(gpu: Gpu) -> None:
         copies.digest_by_torch(words, factors, theirs)
         assert torch.equal(mine, theirs), f"{rows} rows"
         assert len(set(mine.tolist())) == rows
+def set_allocator(gpu: Gpu, settings: str) -> None:
+    """PyTorch reads PYTORCH_CUDA_ALLOC_CONF when it is imported, which has been."""
+    setter = getattr(gpu.torch._C, "_accelerator_setAllocatorSettings", None)
+    (setter or gpu.torch.cuda.memory._set_allocator_settings)(settings)
+
+
+def test_a_load_maps_little_more_than_it_needs(gpu: Gpu) -> None:
+    """Temporary tensors of 60 sizes, and tensors that stay, without segments that are split."""
+    set_allocator(gpu, "max_split_size_mb:20")
+    sizes = random.Random(0)  # noqa: S311
+    kept = []
+    peak = 0
+    with gpu.allocator.use_memory_pool("weights"):
+        for seed in range(60):
+            size = sizes.randrange(1331, 2048) * MIB
+            temporary = gpu.torch.empty(size, dtype=gpu.torch.uint8, device="cuda")
+            peak = max(peak, gpu.recorded())
+            temporary.fill_(seed)
+            del temporary
+            kept.append(gpu.tensor(100 * MIB, seed))
+            peak = max(peak, gpu.recorded())
+    assert peak <= 9.5 * GIB, f"{peak / GIB:.1f} GiB were mapped for 5.9 GiB"
+    assert all(gpu.intact(tensor, seed) for seed, tensor in enumerate(kept))
+    gpu.allocator.sleep(("weights",))
+    gpu.allocator.wake_up()
+    assert all(gpu.intact(tensor, seed) for seed, tensor in enumerate(kept))
+
+
+def test_out_of_memory_in_the_pool_is_tried_again_once(gpu: Gpu) -> None:
+    """What is free and three unused segments are enough together, and neither alone."""
+    with gpu.allocator.use_memory_pool("weights"):
+        kept = gpu.tensor(512 * MIB, 1)
+        unused = [gpu.tensor(900 * MIB, seed) for seed in range(3)]
+        free = gpu.free()
+        del unused
+        large = gpu.torch.empty(free + 2000 * MIB, dtype=gpu.torch.uint8, device="cuda")
+        large.fill_(7)
+        oversized(gpu)
+        del large
+        after = gpu.tensor(GIB, 2)
+    assert gpu.intact(kept, 1)
+    assert gpu.intact(after, 2)

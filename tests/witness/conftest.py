@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.witness import caching as caching_process
 from tests.witness import forked, kernels, native
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,6 +100,14 @@ def zygote(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zyg
 def world(zygote: Zygote) -> Zygote:
     """In the test's own process this is a tests.witness.world.World."""
     return zygote
+
+
+@pytest.fixture(scope="session")
+def caching(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> caching_process.Caching:
+    """Runs functions of a witness with PyTorch's own caching allocator."""
+    folder = tmp_path_factory.mktemp("caching")
+    caching_process.build(tree, folder)
+    return caching_process.Caching(tree=tree, folder=folder)
 
 
 @pytest.fixture(scope="session")

@@ -125,16 +125,18 @@ class Churn:
 
     def context(self, depth: int) -> None:
         with self.world.allocator.use_memory_pool(self.random.choice(TAGS)):
-            pool = self.world.pools_in_use[-1]
-            self.pools.append(pool)
             for _ in range(self.random.randint(1, 3)):
-                self.tensor(pool)
+                self.tensor()
             if depth > 1:
                 problem = raised(lambda: self.context(depth - 1))
                 assert problem is None or expected(problem), problem
-            self.tensor(pool)
+            self.tensor()
 
-    def tensor(self, pool: Any) -> None:
+    def tensor(self) -> None:
+        # Another one takes its place after an out-of-memory.
+        pool = self.world.pools_in_use[-1]
+        if not any(pool is known for known in self.pools):
+            self.pools.append(pool)
         held = self.held() - set(pool.segments)
         address = pool.allocate(self.world, self.random.randint(1, 2) * GRANULARITY)
         assert address not in held, f"{address:#x} is another block's"

@@ -117,6 +117,8 @@ class Pool:
 
     def __init__(self, allocator: Any, world: World) -> None:
         self.segments: dict[int, tuple[int, bool]] = {}
+        world.pools.append(weakref.ref(self))
+        self.id = (0, len(world.pools))
         # As in PyTorch, where destroying a pool while any pool is in use ends the process.
         self._finish = weakref.finalize(self, _destroy, self.segments, world)
         self._finish.atexit = False
@@ -137,11 +139,20 @@ class Pool:
         """Free a tensor: the segment stays in the pool."""
         self.segments[address] = (self.segments[address][0], False)
 
-    def snapshot(self, include_traces: bool = True) -> list[dict[str, int]]:
+    def snapshot(self, include_traces: bool = True) -> list[dict[str, Any]]:
         return [
-            {"address": address, "total_size": size, "allocated_size": size if used else 0}
+            {
+                "address": address,
+                "total_size": size,
+                "allocated_size": size if used else 0,
+                "segment_pool_id": self.id,
+                "stream": 0,
+            }
             for address, (size, used) in self.segments.items()
         ]
+
+    def use_count(self) -> int:
+        return 1
 
 
 def _destroy(segments: dict[int, tuple[int, bool]], world: World) -> None:
@@ -164,6 +175,7 @@ class World:
         self.with_exception = loaded.with_exception
         self.problems: list[str] = []
         self.pools_in_use: list[Pool] = []
+        self.pools: list[weakref.ref[Pool]] = []
         self._written = 0
         self._replace_in_torch()
         # See use_host_copies.
@@ -288,11 +300,35 @@ class World:
         cuda.mem_get_info = lambda device=None: self.memory()
         cuda.memory.MemPool = lambda allocator=None: Pool(allocator, self)
         cuda.memory.use_mem_pool = self._use_pool
+        # What a pool that is in use is replaced with; see caching.py for PyTorch's own.
+        cuda.is_current_stream_capturing = lambda: False
+        cuda.memory_snapshot = self._snapshot
+        functions = self.torch._C
+        functions._cuda_beginAllocateCurrentThreadToPool = self._begin_pool
+        functions._cuda_endAllocateToPool = self._end_pool
+        functions._cuda_releasePool = lambda device, pool_id: None
         accelerator = self.torch.accelerator
         accelerator.synchronize = self.synchronize
         accelerator.empty_cache = lambda: None
         # Through torch.cuda, where a test puts its own.
         accelerator.get_memory_info = lambda device=None: cuda.mem_get_info()
+
+    def _snapshot(self, pool_id: Any = None, include_traces: bool = True) -> list[dict[str, Any]]:
+        alive = [pool for reference in self.pools if (pool := reference()) is not None]
+        return [segment for pool in alive for segment in pool.snapshot()]
+
+    def _begin_pool(self, device: int, pool_id: tuple[int, int]) -> None:
+        pool = self.pools[pool_id[1] - 1]()
+        assert pool is not None
+        if pool in self.pools_in_use:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        self.pools_in_use.append(pool)
+
+    def _end_pool(self, device: int, pool_id: tuple[int, int]) -> None:
+        pool = self.pools[pool_id[1] - 1]()
+        if pool is None or pool not in self.pools_in_use:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.pools_in_use.remove(pool)
 
     @contextlib.contextmanager
     def _use_pool(self, pool: Pool, device: Any = None) -> Iterator[None]:
