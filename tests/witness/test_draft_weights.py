@@ -28,7 +28,7 @@ class Draft(Weights):
     def __init__(self, world: World, runner: str = "drafter") -> None:
         super().__init__(world)
         # No driver has these tensors, so they say that they are on a GPU.
-        self.on_gpu = type("OnGpu", (self.torch.nn.Parameter,), {"is_cpu": False})
+        self.on_gpu: Any = type("OnGpu", (self.torch.nn.Parameter,), {"is_cpu": False})
         self.draft = self.torch.nn.Module()
         self.head = self.add("head", self.matrix_at(self.weights[2], 8192))
         # Another parameter over the same memory, as tied weights have.
@@ -75,7 +75,7 @@ class Draft(Weights):
 
     def expect_draft(self, value: float) -> None:
         found = {name: set(tensor.flatten().tolist()) for name, tensor in self.own.items()}
-        expect("the draft's weights", found, dict.fromkeys(self.own, {value}))
+        expect("the draft's weights", found, {key: {value} for key in self.own})
 
     def kept(self) -> set[str]:
         """The names of what is kept on the host."""

@@ -17,7 +17,7 @@ class Pooled(Weights):
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        self.on_gpu = type("OnGpu", (self.torch.nn.Parameter,), {"is_cpu": False})
+        self.on_gpu: Any = type("OnGpu", (self.torch.nn.Parameter,), {"is_cpu": False})
         for name in ("up", "down"):
             self.register(name, self.model.get_parameter(name).data)
         cache = next(block for block in self.blocks if block.tag == "kv_cache")
