@@ -143,10 +143,7 @@ def test_a_quantized_cache_is_cleared(world: World) -> None:
 @pytest.mark.guard
 def test_another_cache_is_not_written_to(world: World) -> None:
     rig = Scaled(world, dtype="auto")
-    rig.worker.sleep(level=2)
-    rig.worker.wake_up(["weights"])
-    rig.worker.wake_up(["kv_cache"])
     for cache in rig.caches:
         cache.fill_(9)
-    rig.worker.wake_up()
+    rig.runner.post_kv_cache_wake_up()
     expect("bytes in the caches", [int(cache[0]) for cache in rig.caches], [9, 9, 9])
