@@ -94,8 +94,8 @@ def test_a_draft_has_its_weights_after_a_deep_sleep(
         world.expect_alive(asleep=tuple(rig.blocks))
         rig.worker.wake_up(tags)
         rig.worker.reload_weights()
-        rig.worker.wake_up()
         rig.expect_draft(5.0)
+        rig.worker.wake_up()
     expect("kept while awake", rig.kept(), set())
 
 
