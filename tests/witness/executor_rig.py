@@ -332,6 +332,10 @@ class Engines:
 
         return self._loop.run_until_complete(ask_all())
 
+    def ask_client(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the client, as vLLM's server does."""
+        return self._loop.run_until_complete(getattr(self.client, method)(*arguments))
+
     def report(self) -> list[dict[str, Any]]:
         """What the client says is asleep on each rank of all engines."""
         found: list[dict[str, Any]]

@@ -181,6 +181,13 @@ class PretendWorker(WorkerBase):  # type: ignore[misc]
         self.gpu.called("weights_missing")
         return self.gpu.remembers() and self.gpu.mapped.get("weights") == GARBAGE
 
+    def discard(self, tags: tuple[str, ...]) -> None:
+        gpu = self.gpu
+        gpu.called("discard", ",".join(tags))
+        gpu.trip("discard")
+        for tag in set(tags) & set(gpu.mapped):
+            gpu.unmap(tag)
+
     def sleep_report(self) -> dict[str, Any] | None:
         self.gpu.called("sleep_report")
         self.gpu.trip("sleep_report")
