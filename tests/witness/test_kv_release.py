@@ -60,8 +60,12 @@ def test_a_call_can_release_the_cache_alone(mode: str) -> None:
 
 @pytest.mark.parametrize(
     ("level", "given", "released"),
-    [(None, (1, "abort", ALONE), {"kv_cache"}), (1, (1, "abort", ALONE), {"kv_cache"})]
-    + [(0, (0, "abort"), set()), (2, (2, "abort"), TAGS)],
+    [
+        (None, (1, "abort", ALONE), {"kv_cache"}),
+        (1, (1, "abort", ALONE), {"kv_cache"}),
+        (0, (0, "abort"), set()),
+        (2, (2, "abort"), TAGS),
+    ],
 )
 @isolated(LIMIT)
 def test_the_setting_is_of_level_1(
@@ -112,9 +116,9 @@ def test_what_cannot_be_released_alone_is_refused(params: dict[str, Any]) -> Non
 @isolated(LIMIT)
 def test_another_setting_is_refused() -> None:
     for wrong in ("weights", "", "kv"):
-        with contextlib.redirect_stderr(io.StringIO()) as said:
-            with pytest.raises(SystemExit):
-                arguments("--sleep-mode-release", wrong)
+        said = io.StringIO()
+        with contextlib.redirect_stderr(said), pytest.raises(SystemExit):
+            arguments("--sleep-mode-release", wrong)
         assert "kv_cache" in said.getvalue()
 
 
