@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -139,10 +140,9 @@ def test_a_report_that_cannot_be_had_fails_no_call(trouble: str) -> None:
             engine.failing = {"sleep_report"}
         elif trouble == "hangs":
             engine.held["sleep_report"] = asyncio.Event()
-            import importlib
-
             place = f"vllm.entrypoints.serve.{'dev.' if newer() else ''}sleep.ranks"
-            importlib.import_module(place).PATIENCE = 0.2
+            module: Any = importlib.import_module(place)
+            module.PATIENCE = 0.2
         answer = await server.post("/sleep", params={"level": 1})
         assert answer.status_code == 200
         assert answer.json() == {"status": "sleeping", "level": 1}
