@@ -170,6 +170,21 @@ def test_a_wake_maps_everything_before_the_host_copy_goes(kv: float, verdict: st
     assert ("does not fit at a wake" in render.verdict(made)) == (verdict == DOES_NOT_FIT)
 
 
+def test_weights_that_stay_are_copied_nowhere() -> None:
+    # GIVEN a server whose sleep releases the KV cache alone; its weights are in its residue
+    keeps = dataclasses.replace(spark(sleep=1), name="peer", keeps_weights=True, residue=term(77))
+    awake = spark(utilization=0.30)
+    # THEN the budget has them once, a wake maps nothing twice, and nothing is warned of
+    found = budget(GB10, [awake], [keeps])
+    assert [(one.name, one.of) for one in found.terms if one.of == "peer"] == [
+        ("sleep residue", "peer")
+    ]
+    assert budget(GB10, [keeps], []).wake is None
+    assert host.need([dataclasses.replace(flash(), keeps_weights=True)], PRO).copies == Amount.of(0)
+    made = plan.make(GB10, [keeps], peer=False)
+    assert not any("vllm#50011" in text for text in made.warnings)
+
+
 def test_no_copy_is_left_at_a_wake_on_a_card_or_from_level_2() -> None:
     assert budget(PRO, [flash()], []).wake is None
     assert budget(GB10, [spark(sleep=2)], []).wake is None

@@ -269,3 +269,24 @@ def test_the_last_utilization_of_a_command_counts() -> None:
 
     assert server.share(server.flag(words, "--gpu-memory-utilization"), "x") == 0.6
     assert server.share(None, "x") == server.DEFAULT_UTILIZATION
+
+
+def test_a_recipe_whose_sleep_keeps_the_weights_holds_them_while_it_sleeps(tmp_path: Path) -> None:
+    # GIVEN a recipe that sleeps at level 1, with and without the setting
+    text = (layout.recipes() / f"{FLASH}.yaml").read_text(encoding="utf-8")
+    assert text.count("    --enable-sleep-mode \\\n") == 1
+    recipe = tmp_path / "mine.yaml"
+    option = "    --enable-sleep-mode --sleep-mode-release kv_cache \\\n"
+    text = text.replace("    --enable-sleep-mode \\\n", option)
+    recipe.write_text(text, encoding="utf-8")
+    # WHEN both are read
+    copies = server.from_recipe(load.load(layout.recipes() / f"{FLASH}.yaml"))
+    keeps = server.from_recipe(load.load(recipe))
+    # THEN what the one has on the host the other keeps on the GPU
+    assert copies.copies_weights
+    assert not keeps.copies_weights
+    assert copies.residue is not None
+    assert copies.weights is not None
+    assert keeps.residue is not None
+    assert keeps.residue.amount == copies.residue.amount + copies.weights.amount
+    assert "--sleep-mode-release" in keeps.residue.source

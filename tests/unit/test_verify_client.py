@@ -241,6 +241,52 @@ def test_an_answer_without_end_is_cut_off(
         server().is_sleeping()
 
 
+RANK = {
+    "dp_rank": 1,
+    "pp_rank": 0,
+    "tp_rank": 3,
+    "rank": 3,
+    "asleep_bytes": {"weights": 60, "kv_cache": 30},
+    "awake_bytes": {},
+    "host_copy_bytes": 61,
+}
+
+
+def test_what_a_server_says_of_its_ranks(answering: Answers) -> None:
+    # GIVEN a server that says nothing, as a stock one
+    assert server().ranks() is None
+    # WHEN one says it, and something that is new
+    said = {"is_sleeping": True, "ranks": [{**RANK, "new": 1}, {**RANK, "tp_rank": 4}]}
+    answering["GET /is_sleeping"] = (200, said)
+    # THEN it is taken, and whether it sleeps is read as before
+    first, second = server().ranks() or ()
+    assert (first.dp, first.pp, first.tp, second.tp) == (1, 0, 3, 4)
+    assert first.asleep == {"weights": 60, "kv_cache": 30}
+    assert (first.awake, first.host_copies) == ({}, 61)
+    assert server().is_sleeping()
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [None, [], {}, "two", [None], [{}], [[1]], [{**RANK, "tp_rank": "3"}]]
+    + [[{**RANK, key: value}] for key in ("asleep_bytes", "awake_bytes") for value in (3, None)]
+    + [[{**RANK, "asleep_bytes": {"weights": size}}] for size in (-1, 1.5, True, None, "1")]
+    + [[{**RANK, "host_copy_bytes": None}], [RANK, {**RANK, "dp_rank": -1}]],
+)
+def test_ranks_in_another_form_are_none(answering: Answers, ranks: object) -> None:
+    answering["GET /is_sleeping"] = (200, {"is_sleeping": True, "ranks": ranks})
+    assert server().ranks() is None
+    assert server().is_sleeping()
+
+
+@pytest.mark.parametrize("answer", [(503, b"no"), (200, b"[]"), (200, b"{"), (404, b"")])
+def test_ranks_that_cannot_be_asked_for_end_no_run(
+    answering: Answers, answer: tuple[int, object]
+) -> None:
+    answering["GET /is_sleeping"] = answer
+    assert server().ranks() is None
+
+
 def test_metrics_that_are_not_there_are_not_seen(answering: Answers) -> None:
     answering["GET /metrics"] = (404, b"")
     assert server().counters() is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -10,11 +11,20 @@ from collections.abc import Callable
 import pytest
 from tests.unit.verifying import MIB, MemoryServer, blind, gpu_of
 
+from sm12x.core import declared
 from sm12x.core.errors import ServerError
 from sm12x.verify.client import CrossedError, GoneError, UnfitError
 from sm12x.verify.cycles import Interrupts, Run, Settings
 from sm12x.verify.memory import Watch
-from sm12x.verify.report import BREACHED, PASSED, STOPPED, UNKNOWN, Limits, VerifyReport
+from sm12x.verify.report import (
+    BREACHED,
+    PASSED,
+    STOPPED,
+    UNKNOWN,
+    Limits,
+    RankUse,
+    VerifyReport,
+)
 
 # Servers in memory answer in no time that could be compared.
 UNTIMED = Limits(min_speed=0)
@@ -42,6 +52,15 @@ def test_one_server_sleeps_and_wakes_up_so_often() -> None:
     assert report.turns[0].swap_seconds is None
     assert [(one.when, one.requests) for one in report.stress] == [("before", 3), ("after", 3)]
     assert report.left == ("A is awake, as it was",)
+
+
+def test_what_the_sleeping_server_says_of_its_ranks_is_reported() -> None:
+    said = (RankUse(dp=0, pp=0, tp=1, asleep={"weights": 7}, awake={}, host_copies=7),)
+    servers = [MemoryServer(name="A", says=said), MemoryServer(name="B", level=1)]
+    report, _ = run(*servers, settings=Settings(cycles=1, requests=0))
+    assert [(turn.sleeps, turn.ranks) for turn in report.turns] == [("A", said), ("B", None)]
+    # It is in the JSON, and takes no part in the verdict.
+    assert json.loads(declared.to_json(report))["turns"][0]["ranks"][0]["asleep"] == {"weights": 7}
 
 
 def test_level_2_loads_the_weights_between_the_halves_of_the_wake_up() -> None:

@@ -9,6 +9,7 @@ from sm12x.core.errors import ServerError
 from sm12x.doctor.model import Gpu, GpuProcess, Unseen
 from sm12x.verify.client import ACCEPTED, DRAFTED, Completion, Identity
 from sm12x.verify.memory import Watch
+from sm12x.verify.report import RankUse
 
 GIB, MIB = 1024**3, 1024**2
 
@@ -36,6 +37,7 @@ class MemoryServer:
     wakes: int = 0
     asked: int = 0
     calls: list[str] = field(default_factory=list)
+    says: tuple[RankUse, ...] | None = None
 
     @property
     def url(self) -> str:
@@ -62,6 +64,9 @@ class MemoryServer:
     def is_sleeping(self) -> bool:
         self._call("is_sleeping")
         return self.asleep
+
+    def ranks(self) -> tuple[RankUse, ...] | None:
+        return self.says
 
     def sleep(self, level: int) -> float:
         self._call(f"sleep {level}")

@@ -172,6 +172,10 @@ class Gpus:
         for rank in range(RANKS):
             self._write(rank, "remembers", 1)
 
+    def silence(self, rank: int) -> None:
+        """The rank's worker does not know what is asleep."""
+        self._write(rank, "silent", 1)
+
     def used(self) -> list[int]:
         return [int(self._read(rank, "used") or 0) for rank in range(RANKS)]
 
@@ -327,6 +331,16 @@ class Engines:
             return await asyncio.gather(*calls, return_exceptions=True)
 
         return self._loop.run_until_complete(ask_all())
+
+    def ask_client(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the client, as vLLM's server does."""
+        return self._loop.run_until_complete(getattr(self.client, method)(*arguments))
+
+    def report(self) -> list[dict[str, Any]]:
+        """What the client says is asleep on each rank of all engines."""
+        found: list[dict[str, Any]]
+        found = self._loop.run_until_complete(self.client.sleep_report_async())
+        return found
 
     def generates(self, name: str, *, engine: int, seconds: float = 5.0) -> bool:
         """Whether this engine answers a request."""

@@ -12,6 +12,7 @@ call of an operation, while the worker runs elsewhere:
     rank<n>/hang-<op>  <op> hangs as long as the file is there
     rank<n>/die-<op>   the next call of <op> ends the worker's process
     rank<n>/remembers  the worker says where weights are missing that it discarded
+    rank<n>/silent     the worker does not know what is asleep
     rank<n>/batches    forward passes so far, in which data parallel ranks meet
     rank<n>/log        one line a call
 
@@ -87,6 +88,9 @@ class Device:
 
     def remembers(self) -> bool:
         return (self.folder / "remembers").exists()
+
+    def silent(self) -> bool:
+        return (self.folder / "silent").exists()
 
     def _used(self) -> int:
         return sum(SIZES[tag] for tag in self.mapped)
@@ -176,6 +180,25 @@ class PretendWorker(WorkerBase):  # type: ignore[misc]
     def weights_missing(self) -> bool:
         self.gpu.called("weights_missing")
         return self.gpu.remembers() and self.gpu.mapped.get("weights") == GARBAGE
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        gpu = self.gpu
+        gpu.called("discard", ",".join(tags))
+        gpu.trip("discard")
+        for tag in set(tags) & set(gpu.mapped):
+            gpu.unmap(tag)
+
+    def sleep_report(self) -> dict[str, Any] | None:
+        self.gpu.called("sleep_report")
+        self.gpu.trip("sleep_report")
+        if self.gpu.silent():
+            return None
+        asleep = {tag: size for tag, size in SIZES.items() if tag not in self.gpu.mapped}
+        return {
+            "dp_rank": self.parallel_config.data_parallel_index,
+            "rank": self.rank,
+            "asleep_bytes": asleep,
+        }
 
     def load_new_weights(self, value: int) -> None:
         self.gpu.need_mapped("weights")

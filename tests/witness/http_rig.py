@@ -38,10 +38,15 @@ class Engine:
         self.begun = asyncio.Event()
         self._changed = asyncio.Event()
 
-    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        await self._call("sleep", level, mode)
+    async def sleep(
+        self, level: int = 1, mode: str = "abort", tags: list[str] | None = None
+    ) -> None:
+        await self._call("sleep", level, mode, *([tags] if tags else []))
         self.paused = True
-        self.asleep = set(TAGS) if level else set()
+        if tags:
+            self.asleep |= set(tags)
+        else:
+            self.asleep = set(TAGS) if level else set()
 
     async def wake_up(self, tags: list[str] | None = None) -> bool:
         await self._call("wake_up", tags)

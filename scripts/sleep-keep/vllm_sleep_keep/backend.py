@@ -45,6 +45,13 @@ class KeepBackend(CuMemBackend):  # type: ignore[misc]
                 # What the call was to wake is asleep as before.
                 self._state = "SUSPENDED"
 
+    def kept_on_host(self) -> list[torch.Tensor]:
+        """Host memory that is held while blocks are awake, too, for vLLM's report."""
+        kept = [copy.tensor for copy in list(self.copies._copies.values())]
+        for spare in list(self.copies._spare.values()):
+            kept += spare
+        return kept
+
     @classmethod
     def is_supported(cls) -> bool:
         return bool(cumem.cumem_available and torch.version.hip is None)

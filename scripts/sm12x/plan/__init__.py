@@ -122,7 +122,7 @@ def _warnings(hardware: Hardware, servers: Sequence[Deployment]) -> list[str]:
         remark = host.loading(server, hardware)
         if remark:
             found.append(remark)
-        if hardware.unified and server.sleep == 1:
+        if hardware.unified and server.copies_weights:
             wake = budgets.budget(hardware, [server], []).wake
             lacking = f", {-wake.low:.1f} GiB more than there are," if wake and wake.low < 0 else ""
             found.append(
@@ -130,6 +130,9 @@ def _warnings(hardware: Hardware, servers: Sequence[Deployment]) -> list[str]:
                 f" that sleep frees, and a wake, which maps everything{lacking} before that copy"
                 " goes, can take the machine down (vllm#50011): use level 2, or stop it; "
                 "the stack restores block by block, which no GB10 has run yet"
+                " goes, can take the machine down (vllm#50011): use level 2, stop it, or "
+                "leave its weights where they are (--sleep-mode-release kv_cache); "
+                "SLEEP_MODE_HOST_COPY=auto restores block by block, which no GB10 has run yet"
             )
     return found
 

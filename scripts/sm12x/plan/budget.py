@@ -104,7 +104,8 @@ class States:
 class Deployment:
     """One deployment as the planner sees it; the terms are of one GPU, None where not known.
 
-    ``gpus`` counts the GPUs on each of ``machines``. ``sleep`` is the level, 0 for never.
+    ``gpus`` counts the GPUs on each of ``machines``. ``sleep`` is the level, 0 for never. Where it
+    ``keeps_weights``, level 1 releases the KV cache alone, and the weights are in ``residue``.
     ``states`` is None for a model that is no hybrid, or that is not known to be one.
     """
 
@@ -118,6 +119,12 @@ class Deployment:
     outside: Term | None
     residue: Term | None
     states: States | None = None
+    keeps_weights: bool = False
+
+    @property
+    def copies_weights(self) -> bool:
+        """Whether its sleep copies the weights to the host."""
+        return self.sleep == 1 and not self.keeps_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +207,7 @@ def budget(hardware: Hardware, awake: Sequence[Deployment], asleep: Sequence[Dep
         take(server.outside, OUTSIDE, server)
     for server in asleep:
         take(server.residue, RESIDUE, server)
-        if hardware.unified and server.sleep == 1:
+        if hardware.unified and server.copies_weights:
             take(server.weights, COPY, server)
     if hardware.system:
         outer.append(hardware.system)
@@ -210,7 +217,7 @@ def budget(hardware: Hardware, awake: Sequence[Deployment], asleep: Sequence[Dep
     )
     worst, best = hardware.memory.low, hardware.memory.high
     margin = Amount(low=worst * (1 - used) - fixed.high, high=best * (1 - used) - fixed.low)
-    copied = [server.weights.amount for server in awake if server.sleep == 1 and server.weights]
+    copied = [server.weights.amount for server in awake if server.copies_weights and server.weights]
     return Budget(
         memory=hardware.memory,
         terms=(*(_share(hardware, server) for server in awake), *outer),
@@ -308,7 +315,7 @@ def cuts(
     over = -found.margin.low
     for server in asleep:
         held = server.residue.amount.high if server.residue else 0.0
-        if hardware.unified and server.sleep == 1 and server.weights:
+        if hardware.unified and server.copies_weights and server.weights:
             held += server.weights.amount.high
         if over > 0 and held > 0:
             enough = "" if held >= over else ", which is not enough alone"

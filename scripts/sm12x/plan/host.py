@@ -230,7 +230,7 @@ def need(asleep: Sequence[Deployment], hardware: Hardware) -> HostNeed:
 
     On unified memory this is 0: the copies are terms of the budget itself.
     """
-    copying = [server for server in asleep if server.sleep == 1] if not hardware.unified else []
+    copying = [server for server in asleep if server.copies_weights and not hardware.unified]
     total: Amount | None = Amount.of(0.0)
     for server in copying:
         if server.weights is None or total is None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from sm12x.core.errors import UsageError
 from sm12x.core.text import perhaps
-from sm12x.plan.budget import KV, OUTSIDE, RESIDUE, WEIGHTS, Amount, Deployment, Term
+from sm12x.plan.budget import BASES, KV, OUTSIDE, RESIDUE, WEIGHTS, Amount, Deployment, Term
 from sm12x.recipes import load, render
 from sm12x.recipes.model import Memory, MemoryTerm, Recipe
 
@@ -20,17 +21,22 @@ def from_recipe(recipe: Recipe, *, utilization: float | None = None) -> Deployme
     """Raises UsageError if its utilization is no share, BadFileError if it cannot be rendered."""
     block = recipe.sm12x
     memory = block.memory if block else Memory()
-    given = flag(arguments(recipe), "--gpu-memory-utilization")
+    words = arguments(recipe)
+    given = flag(words, "--gpu-memory-utilization")
+    level = block.sleep.level if block else 0
+    keeps_weights = level == 1 and flag(words, "--sleep-mode-release") == "kv_cache"
+    weights, residue = _term(WEIGHTS, memory.weights), _term(RESIDUE, memory.sleep_residue)
     return Deployment(
         name=recipe.key,
         utilization=utilization if utilization is not None else share(given, recipe.key),
         gpus=block.gpus if block else 1,
         machines=block.machines if block else 1,
-        sleep=block.sleep.level if block else 0,
-        weights=_term(WEIGHTS, memory.weights),
+        sleep=level,
+        weights=weights,
         kv=_term(KV, memory.kv),
         outside=_term(OUTSIDE, memory.outside),
-        residue=_term(RESIDUE, memory.sleep_residue),
+        residue=_with_weights(residue, weights) if keeps_weights else residue,
+        keeps_weights=keeps_weights,
     )
 
 
@@ -77,6 +83,18 @@ def share(text: str | None, where: str) -> float:
             next_step="give a share of the GPU's memory such as 0.70",
         )
     return value
+
+
+def _with_weights(residue: Term | None, weights: Term | None) -> Term | None:
+    """What a sleep of the KV cache alone leaves; None where one of the two is not known."""
+    if residue is None or weights is None:
+        return None
+    return replace(
+        residue,
+        amount=residue.amount + weights.amount,
+        basis=max(residue.basis, weights.basis, key=BASES.index),
+        source=f"{residue.source}; the weights stay (--sleep-mode-release kv_cache)",
+    )
 
 
 def _term(name: str, given: MemoryTerm | None) -> Term | None:

@@ -20,6 +20,7 @@ import requests
 from prometheus_client.parser import text_string_to_metric_families
 
 from sm12x.core.errors import ServerError, UsageError
+from sm12x.verify.report import RankUse
 
 KEY_VARIABLE = "VLLM_API_KEY"
 # Seconds that a connection may take, and an answer that needs no engine.
@@ -185,6 +186,14 @@ class Server:
         if not isinstance(found, bool):
             raise self._nonsense(answer, 'no {"is_sleeping": true or false}')
         return found
+
+    def ranks(self) -> tuple[RankUse, ...] | None:
+        """What is asleep on each rank; None where the server does not say, or in another way."""
+        try:
+            found = self._object(self.call("GET", "/is_sleeping", timeout=_SOON)).get("ranks")
+            return tuple(map(_rank, found)) if isinstance(found, list) and found else None
+        except (ServerError, LookupError, TypeError, ValueError):
+            return None
 
     def sleep(self, level: int) -> float:
         """Put it to sleep, and return the seconds that took. Raises ServerError."""
@@ -471,6 +480,30 @@ class Server:
             f"{self} answers {answer.call} with {what}: {self.shown(answer.text) or 'nothing'}",
             next_step="check that the address is that of a vLLM server, with no gateway between",
         )
+
+
+def _rank(said: Any) -> RankUse:
+    """Raises LookupError, TypeError or ValueError for anything but the report of one rank."""
+    return RankUse(
+        dp=_count(said["dp_rank"]),
+        pp=_count(said["pp_rank"]),
+        tp=_count(said["tp_rank"]),
+        asleep=_tags(said["asleep_bytes"]),
+        awake=_tags(said["awake_bytes"]),
+        host_copies=_count(said["host_copy_bytes"]),
+    )
+
+
+def _tags(said: Any) -> dict[str, int]:
+    if not isinstance(said, dict):
+        raise TypeError
+    return {_printable(str(tag)): _count(size) for tag, size in said.items()}
+
+
+def _count(said: Any) -> int:
+    if type(said) is not int or said < 0:
+        raise ValueError
+    return said
 
 
 def metrics(text: str) -> Mapping[str, float] | None:

@@ -35,6 +35,7 @@ from sm12x.verify.report import (
     STOPPED,
     AnswerReport,
     Limits,
+    RankUse,
     ServerReport,
     StopReport,
     StressReport,
@@ -122,6 +123,7 @@ class LiveServer(Protocol):
     def url(self) -> str: ...
     def identify(self, model: str = "") -> Identity: ...
     def is_sleeping(self) -> bool: ...
+    def ranks(self) -> tuple[RankUse, ...] | None: ...
     def sleep(self, level: int) -> float: ...
     def wake_up(self, tag: str = "") -> float: ...
     def wake_up_at_last(self, tag: str = "") -> float: ...
@@ -384,6 +386,7 @@ class Run:
             sleep_seconds=seconds,
             before=self._watch.of(sleeps.name, before),
             asleep=self._watch.of(sleeps.name, asleep),
+            ranks=sleeps.server.ranks(),
         )
         known(wake_seconds=self._wake(wakes, at))
         wakes.wakes += 1

@@ -94,6 +94,21 @@ class GpuUse:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankUse:
+    """Bytes of one rank's GPU memory by tag while its server sleeps, and of its copies on the host.
+
+    ``dp``, ``pp`` and ``tp`` are its ranks in data, pipeline and tensor parallel groups.
+    """
+
+    dp: _Count
+    pp: _Count
+    tp: _Count
+    asleep: dict[str, _Bytes]
+    awake: dict[str, _Bytes]
+    host_copies: _Bytes
+
+
+@dataclass(frozen=True, kw_only=True)
 class AnswerReport:
     """Greedy text of one prompt after a wake-up, compared with the texts before.
 
@@ -114,6 +129,7 @@ class TurnReport:
 
     ``before``, ``asleep`` and ``after`` are the GPUs before the sleep, between and after the
     wake-up, null where memory was not seen. Times of what did not come to its end are null.
+    ``ranks`` is what the server says of its ranks while it sleeps, null where it does not say.
     ``first_sleep`` and ``first_wake``: of this server, in this run. ``answers`` are of the server
     that was woken up, null where it has none to compare with, or did not come to answer.
     """
@@ -131,6 +147,7 @@ class TurnReport:
     before: tuple[GpuUse, ...] | None = None
     asleep: tuple[GpuUse, ...] | None = None
     after: tuple[GpuUse, ...] | None = None
+    ranks: tuple[RankUse, ...] | None = None
     answers: tuple[AnswerReport, ...] | None = None
 
     @shown
