@@ -295,6 +295,8 @@ def test_the_digest_of_the_kernel_is_that_of_torch(gpu: Gpu) -> None:
         copies.digest_by_torch(words, factors, theirs)
         assert torch.equal(mine, theirs), f"{rows} rows"
         assert len(set(mine.tolist())) == rows
+
+
 def set_allocator(gpu: Gpu, settings: str) -> None:
     """PyTorch reads PYTORCH_CUDA_ALLOC_CONF when it is imported, which has been."""
     setter = getattr(gpu.torch._C, "_accelerator_setAllocatorSettings", None)

@@ -128,11 +128,9 @@ def _warnings(hardware: Hardware, servers: Sequence[Deployment]) -> list[str]:
             found.append(
                 f"{server.name} sleeps at level 1: on unified memory the host copy takes the memory"
                 f" that sleep frees, and a wake, which maps everything{lacking} before that copy"
-                " goes, can take the machine down (vllm#50011): use level 2, or stop it; "
-                "the stack restores block by block, which no GB10 has run yet"
                 " goes, can take the machine down (vllm#50011): use level 2, stop it, or "
                 "leave its weights where they are (--sleep-mode-release kv_cache); "
-                "SLEEP_MODE_HOST_COPY=auto restores block by block, which no GB10 has run yet"
+                "the stack restores block by block, which no GB10 has run yet"
             )
     return found
 
