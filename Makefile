@@ -32,7 +32,7 @@ base-image: $(STAMP) ## make the base image with debootstrap where none can be p
 test: lint test-unit test-witness test-upstream test-integration ## every test that needs no GPU
 
 test-unit: $(STAMP) ## unit tests: no process, no network, under 30 s
-	@$(BIN)/pytest tests/unit
+	@$(BIN)/pytest -n auto --maxprocesses 4 tests/unit
 
 test-witness: $(STAMP) ## each patch's witness: red on the untouched base, green on the patched one
 	@sh scripts/make-tools.sh $(BIN)/python

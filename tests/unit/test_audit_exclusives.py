@@ -258,7 +258,8 @@ def test_text_and_json_name_the_places(tmp_path: Path) -> None:
     jsonschema.validate(document, schema)
     (entry,) = document["libraries"]
     assert entry["store_exclusives"] == {"total": 1, "untested": ["0xc"]}
-    assert "1 of 1, at 0xc" in render.text(found)
+    # A line breaks where the path of the folder is long.
+    assert "1 of 1, at 0xc" in " ".join(render.text(found).split())
 
     corrected = audited(tmp_path, built(*CORRECTED))
     document = json.loads(declared.to_json(report.document(corrected)))

@@ -263,8 +263,10 @@ class Deep(Engine):
         # An answer that is given when the event is set.
         self.late: tuple[asyncio.Event, bool] | None = None
 
-    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        await super().sleep(level, mode)
+    async def sleep(
+        self, level: int = 1, mode: str = "abort", tags: list[str] | None = None
+    ) -> None:
+        await super().sleep(level, mode, tags)
         self.missing |= level == 2
 
     async def wake_up(self, tags: list[str] | None = None) -> bool:
