@@ -67,9 +67,7 @@ def load(tree: Path, library: Path) -> Gpu:
     _stub("vllm.utils.system_utils", find_loaded_library=find_loaded_library)
     # A release asks for pinned memory by this name or by the one above.
     _stub("vllm.utils.torch_utils", PIN_MEMORY=True)
-    triton = importlib.import_module("triton")
-    language = importlib.import_module("triton.language")
-    _stub("vllm.triton_utils", HAS_TRITON=True, triton=triton, tl=language)
+    _stub_triton()
     _stub("vllm.distributed", package=True)
     _stub("vllm.distributed.device_communicators", package=True)
     _from_tree(tree, "vllm.device_allocator")
@@ -83,6 +81,17 @@ def load(tree: Path, library: Path) -> Gpu:
     cumem = _from_tree(tree, "vllm.device_allocator.cumem")
     assert cumem.cumem_available
     return Gpu(torch, cumem)
+
+
+def _stub_triton() -> None:
+    found = importlib.util.find_spec("triton") is not None
+    # As vLLM's own without it: kernels are defined, and not launched.
+    triton: Any = types.SimpleNamespace(jit=lambda kernel: kernel)
+    language: Any = types.SimpleNamespace(constexpr=None)
+    if found:
+        triton = importlib.import_module("triton")
+        language = importlib.import_module("triton.language")
+    _stub("vllm.triton_utils", HAS_TRITON=found, triton=triton, tl=language)
 
 
 def _global_driver() -> None:
