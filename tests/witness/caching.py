@@ -117,6 +117,8 @@ class Rig(rig.Gpu):
 def main() -> None:
     tree, folder, file, function = sys.argv[1:]
     code = 1
+    # Kept copies copy with libcudart, which is the real one here.
+    os.environ["SLEEP_MODE_HOST_COPY"] = "release"
     try:
         fake = standin.Standin(Path(folder))
         fake.initialize()
