@@ -16,37 +16,30 @@ the exit code is 1.
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import os
 import platform
 import random
-import subprocess
 import sys
-import tempfile
 import time
-import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-GIB = 1 << 30
-MIB = 1 << 20
+from benchmarks import cases
+from benchmarks.cases import GIB, MIB
+
 CAP = 20
 KEEPER = 100 * MIB
 SMALLEST, LARGEST = 1331, 2048
-# Seconds a case may take; it needs about fifteen, most of them for importing torch.
-LIMIT = 300
 
 
 @dataclass(kw_only=True)
-class Case:
+class Case(cases.Measured):
     name: str
     tree: str
     # max_split_size_mb; 0 is without.
     cap: int
-    error: str = ""
     mapped_peak_gib: float | None = None
     used_peak_gib: float | None = None
     live_gib: float | None = None
@@ -71,83 +64,44 @@ def sizes(rounds: int) -> list[int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("trees", nargs="+", metavar="NAME=TREE", type=_tree_argument)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
+    parser = cases.parser(__doc__)
+    parser.add_argument("trees", nargs="+", metavar="NAME=TREE", type=cases.argument(tree_of))
     parser.add_argument("--rounds", type=int, default=60, help="of the load (default: 60)")
-    # The child of one case.
+    # Of the child of one case.
     parser.add_argument("--cap", type=int, default=CAP, help=argparse.SUPPRESS)
-    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    every = [
+        Case(name=name, tree=tree, cap=cap) for cap in (CAP, 0) for name, tree in options.trees
+    ]
     if options.child is not None:
-        name, tree = options.trees[0]
-        return _child(Case(name=name, tree=tree, cap=options.cap), options)
-    options.out.mkdir(parents=True, exist_ok=True)
-    results: list[Case] = []
+        every[0].cap = options.cap
+        cases.measure(options.child, every[0], lambda case: _measure(case, options.rounds))
     command = " ".join(sys.argv if arguments is None else arguments)
-    for cap in (CAP, 0):
-        for name, tree in options.trees:
-            sys.stdout.write(f"{name}: {tree}, max_split_size_mb {cap or 'not set'}\n")
-            sys.stdout.flush()
-            results.append(_in_child(Case(name=name, tree=tree, cap=cap), options))
-            # After each: a run that is cut off leaves what it has.
-            (options.out / "load_churn.json").write_text(
-                json.dumps([asdict(result) for result in results], indent=1) + "\n"
+    return cases.run_all(
+        "load_churn",
+        options.out,
+        [
+            (
+                f"{case.name}: {case.tree}, max_split_size_mb {case.cap or 'not set'}",
+                functools.partial(_in_child, case, options.rounds),
             )
-            (options.out / "load_churn.md").write_text(report(results, command))
-    sys.stdout.write((options.out / "load_churn.md").read_text())
-    return 1 if any(result.error for result in results) else 0
+            for case in every
+        ],
+        lambda results: report(results, command),
+    )
 
 
-def _tree_argument(text: str) -> tuple[str, str]:
-    try:
-        return tree_of(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _in_child(case: Case, options: argparse.Namespace) -> Case:
-    with tempfile.TemporaryDirectory() as scratch:
-        result = Path(scratch) / "case.json"
-        command = [sys.executable, str(Path(__file__).resolve()), f"{case.name}={case.tree}"]
-        command += ["--out", scratch, "--rounds", str(options.rounds), "--cap", str(case.cap)]
-        command += ["--child", str(result)]
-        # What this process was started with is not what the case is.
-        environment = {k: v for k, v in os.environ.items() if not k.endswith("_ALLOC_CONF")}
-        if case.cap:
-            environment["PYTORCH_CUDA_ALLOC_CONF"] = f"max_split_size_mb:{case.cap}"
-        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        try:
-            done = subprocess.run(command, env=environment, timeout=LIMIT, check=False)
-        except subprocess.TimeoutExpired:
-            case.error = f"took more than {LIMIT} s"
-            return case
-        if not result.is_file():
-            case.error = f"ended with {done.returncode}"
-            return case
-        return Case(**json.loads(result.read_text()))
-
-
-def _child(case: Case, options: argparse.Namespace) -> int:
-    try:
-        _measure(case, options.rounds)
-    except Exception as error:
-        traceback.print_exc()
-        case.error = f"{type(error).__name__}: {error}"
-    options.child.write_text(json.dumps(asdict(case)))
-    # What a case leaves of a device is not to be taken apart.
-    sys.stdout.flush()
-    os._exit(0)
+def _in_child(case: Case, rounds: int) -> Case:
+    # What this process was started with is not what the case is.
+    environment = {k: v for k, v in os.environ.items() if not k.endswith("_ALLOC_CONF")}
+    if case.cap:
+        environment["PYTORCH_CUDA_ALLOC_CONF"] = f"max_split_size_mb:{case.cap}"
+    words = [f"{case.name}={case.tree}", "--rounds", str(rounds), "--cap", str(case.cap)]
+    return cases.in_child(__file__, words, case, environment=environment)
 
 
 def _measure(case: Case, rounds: int) -> None:
-    from tests.gpu import rig
-
-    tree = Path(case.tree).resolve()
-    with tempfile.TemporaryDirectory() as scratch:
-        gpu = rig.load(tree, rig.compile_allocator(tree, Path(scratch)))
+    gpu = cases.load_tree(case.tree)
     torch = gpu.torch
     case.device = torch.cuda.get_device_name(0)
     case.torch = torch.__version__

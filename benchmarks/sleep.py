@@ -17,27 +17,23 @@ code is 1.
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import os
 import platform
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-PLUGIN = ROOT / "scripts" / "sleep-keep"
-GIB = 1 << 30
-MIB = 1 << 20
+from benchmarks import cases
+from benchmarks.cases import GIB, MIB
+
+PLUGIN = cases.ROOT / "scripts" / "sleep-keep"
 SETTINGS = ("auto", "keep", "release")
-# Seconds a case may take: the slowest first sleep that was measured takes 25.
-LIMIT = 300
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +47,10 @@ class Case:
 
 
 @dataclass(kw_only=True)
-class Times:
-    """Seconds, but for ``error`` and what is in GiB. Several runs of one thing are in order."""
+class Times(cases.Measured):
+    """Seconds, but for what is in GiB. Several runs of one thing are in order."""
 
     case: str
-    error: str = ""
     gib: float = 0.0
     blocks: int = 0
     prepare: float | None = None
@@ -94,80 +89,45 @@ def case_of(text: str) -> Case:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = cases.parser(__doc__)
+    parser.add_argument(
+        "cases", nargs="+", metavar="NAME=TREE[+WORD...]", type=cases.argument(case_of)
     )
-    parser.add_argument("cases", nargs="+", metavar="NAME=TREE[+WORD...]", type=_case_argument)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--gib", type=float, default=17.0, help="GiB of weights (default: 17)")
     parser.add_argument("--tensors", type=int, default=341, help="of them (default: 341)")
     parser.add_argument("--cycles", type=int, default=5, help="later sleeps (default: 5)")
-    # The child of one case.
-    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child is not None:
-        return _child(options.cases[0], options)
-    options.out.mkdir(parents=True, exist_ok=True)
-    results: list[Times] = []
-    command = " ".join(sys.argv if arguments is None else arguments)
-    for case in options.cases:
-        sys.stdout.write(f"{case.name}: {case.tree}\n")
-        sys.stdout.flush()
-        results.append(_in_child(case, options))
-        # After each: a run that is cut off leaves what it has.
-        (options.out / "sleep.json").write_text(
-            json.dumps([asdict(result) for result in results], indent=1) + "\n"
+        (case,) = options.cases
+        cases.measure(
+            options.child, Times(case=case.name), functools.partial(_measure, case, options)
         )
-        (options.out / "sleep.md").write_text(report(results, command))
-    sys.stdout.write((options.out / "sleep.md").read_text())
-    return 1 if any(result.error for result in results) else 0
-
-
-def _case_argument(text: str) -> Case:
-    try:
-        return case_of(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    command = " ".join(sys.argv if arguments is None else arguments)
+    return cases.run_all(
+        "sleep",
+        options.out,
+        [
+            (f"{case.name}: {case.tree}", functools.partial(_in_child, case, options))
+            for case in options.cases
+        ],
+        lambda results: report(results, command),
+    )
 
 
 def _in_child(case: Case, options: argparse.Namespace) -> Times:
-    with tempfile.TemporaryDirectory() as scratch:
-        result = Path(scratch) / "times.json"
-        command = [sys.executable, str(Path(__file__).resolve()), case.text, "--out", scratch]
-        command += ["--gib", str(options.gib), "--tensors", str(options.tensors)]
-        command += ["--cycles", str(options.cycles), "--child", str(result)]
-        environment = {**os.environ, "SLEEP_MODE_HOST_COPY": case.setting}
-        environment["PYTHONPATH"] = os.pathsep.join(
-            [str(ROOT), str(PLUGIN), os.environ.get("PYTHONPATH", "")]
-        )
-        try:
-            done = subprocess.run(command, env=environment, timeout=LIMIT, check=False)
-        except subprocess.TimeoutExpired:
-            return Times(case=case.name, error=f"took more than {LIMIT} s")
-        if not result.is_file():
-            return Times(case=case.name, error=f"ended with {done.returncode}")
-        return Times(**json.loads(result.read_text()))
-
-
-def _child(case: Case, options: argparse.Namespace) -> int:
-    times = Times(case=case.name)
-    try:
-        _measure(case, options, times)
-    except Exception as error:
-        traceback.print_exc()
-        times.error = f"{type(error).__name__}: {error}"
-    options.child.write_text(json.dumps(asdict(times)))
-    # What a case leaves of a device is not to be taken apart.
-    sys.stdout.flush()
-    os._exit(0)
+    words = [case.text, "--gib", str(options.gib), "--tensors", str(options.tensors)]
+    words += ["--cycles", str(options.cycles)]
+    return cases.in_child(
+        __file__,
+        words,
+        Times(case=case.name),
+        environment={**os.environ, "SLEEP_MODE_HOST_COPY": case.setting},
+        path=[PLUGIN],
+    )
 
 
 def _measure(case: Case, options: argparse.Namespace, times: Times) -> None:
-    from tests.gpu import rig
-
-    tree = Path(case.tree).resolve()
-    with tempfile.TemporaryDirectory() as scratch:
-        gpu = rig.load(tree, rig.compile_allocator(tree, Path(scratch)))
+    gpu = cases.load_tree(case.tree)
     torch = gpu.torch
     times.device = torch.cuda.get_device_name(0)
     times.torch = torch.__version__
