@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from tests.witness import caching as caching_process
-from tests.witness import forked, kernels, native
+from tests.witness import executor_rig, forked, kernels, native
 
 ROOT = Path(__file__).resolve().parents[2]
 # Seconds one test may take, its forked cases included; one that only waits is ended before
@@ -100,6 +100,18 @@ def zygote(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zyg
 def world(zygote: Zygote) -> Zygote:
     """In the test's own process this is a tests.witness.world.World."""
     return zygote
+
+
+@pytest.fixture(scope="session")
+def vllm_executor() -> None:
+    """Imports vLLM's executor, engine and server, once for all tests, which fork."""
+    executor_rig.prepare()
+
+
+@pytest.fixture
+def gpus(vllm_executor: None, tmp_path: Path) -> executor_rig.Gpus:
+    """The pretended GPUs that the executors and engines of a test share."""
+    return executor_rig.Gpus(tmp_path / "gpus")
 
 
 @pytest.fixture(scope="session")

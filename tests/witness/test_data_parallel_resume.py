@@ -7,7 +7,6 @@ do.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,15 +21,7 @@ AWAKE = [FULL] * RANKS
 # A peer that holds this much leaves no room for the weights.
 MOST = rig.CAPACITY - 20
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _prepared() -> None:
-    rig.prepare()
-
-
-@pytest.fixture
-def gpus(tmp_path: Path) -> Gpus:
-    return Gpus(tmp_path / "gpus")
+pytestmark = pytest.mark.usefixtures("vllm_executor")
 
 
 def succeeds(answers: list[Any]) -> bool:

@@ -11,7 +11,6 @@ import os
 import random
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,15 +26,7 @@ LIMIT = 60 + 4 * STEPS
 OPERATIONS = ("sleep", "wake_up", "after_wake_up")
 TAGS = (None, None, ["weights"], ["kv_cache"], ["weights", "kv_cache"], ["nonsense"])
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _prepared() -> None:
-    rig.prepare()
-
-
-@pytest.fixture
-def gpus(tmp_path: Path) -> Gpus:
-    return Gpus(tmp_path / "gpus")
+pytestmark = pytest.mark.usefixtures("vllm_executor")
 
 
 class Faults:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from pathlib import Path
 
 import pytest
 from tests.witness import executor_rig as rig
@@ -14,15 +13,7 @@ rig.use_tree()
 
 LIMIT = 40
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _prepared() -> None:
-    rig.prepare()
-
-
-@pytest.fixture
-def gpus(tmp_path: Path) -> Gpus:
-    return Gpus(tmp_path / "gpus")
+pytestmark = pytest.mark.usefixtures("vllm_executor")
 
 
 def echoes(value: str) -> list[tuple[int, str]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,15 +27,7 @@ SOME = rig.CAPACITY - rig.FULL + 1
 # What the newer release does too, unless it takes the late reply of a rank for another one's.
 UPSTREAM = (pytest.mark.patched_only,) if newer() else ()
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _prepared() -> None:
-    rig.prepare()
-
-
-@pytest.fixture
-def gpus(tmp_path: Path) -> Gpus:
-    return Gpus(tmp_path / "gpus")
+pytestmark = pytest.mark.usefixtures("vllm_executor")
 
 
 # -- HTTP ---------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,15 +22,11 @@ AWAKE = [FULL] * RANKS
 LOAD = ("collective_rpc", "load_new_weights", None, (5,))
 RELOAD = "reload_weights"
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _prepared() -> None:
-    rig.prepare()
+pytestmark = pytest.mark.usefixtures("vllm_executor")
 
 
 @pytest.fixture
-def gpus(tmp_path: Path) -> Gpus:
-    gpus = Gpus(tmp_path / "gpus")
+def gpus(gpus: Gpus) -> Gpus:
     gpus.remember()
     return gpus
 

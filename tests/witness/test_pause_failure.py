@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from tests.witness import executor_rig as rig
 from tests.witness.executor_rig import RANKS, Gpus, isolated
@@ -12,15 +10,7 @@ rig.use_tree()
 
 LIMIT = 40
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _prepared() -> None:
-    rig.prepare()
-
-
-@pytest.fixture
-def gpus(tmp_path: Path) -> Gpus:
-    return Gpus(tmp_path / "gpus")
+pytestmark = pytest.mark.usefixtures("vllm_executor")
 
 
 @isolated(LIMIT)

@@ -13,10 +13,7 @@ executor_rig.use_tree()
 
 LIMIT = 40
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _prepared() -> None:
-    executor_rig.prepare()
+pytestmark = pytest.mark.usefixtures("vllm_executor")
 
 
 @pytest.mark.parametrize("tags", [["bogus"], ["weights", "kvcache"], [""], ["Weights"]])

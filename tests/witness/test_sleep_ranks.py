@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,15 +24,7 @@ RELEASE = "release_kv_cache_memory"
 # What the newer release answers too.
 UPSTREAM = (pytest.mark.guard,) if newer() else ()
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _prepared() -> None:
-    rig.prepare()
-
-
-@pytest.fixture
-def gpus(tmp_path: Path) -> Gpus:
-    return Gpus(tmp_path / "gpus")
+pytestmark = pytest.mark.usefixtures("vllm_executor")
 
 
 # -- HTTP ---------------------------------------------------------------------------------------

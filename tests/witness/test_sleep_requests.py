@@ -16,10 +16,7 @@ executor_rig.use_tree()
 LIMIT = 40
 SETTING = "--sleep-mode-requests"
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _prepared() -> None:
-    executor_rig.prepare()
+pytestmark = pytest.mark.usefixtures("vllm_executor")
 
 
 async def refused(server: Server) -> None:

@@ -22,10 +22,7 @@ SLEEP = {"/sleep", "/wake_up", "/is_sleeping"}
 DANGEROUS = {"/collective_rpc", "/reset_prefix_cache", "/server_info"}
 CALLS = (("GET", "/is_sleeping"), ("POST", "/sleep"), ("POST", "/wake_up"))
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _prepared() -> None:
-    executor_rig.prepare()
+pytestmark = pytest.mark.usefixtures("vllm_executor")
 
 
 def built(*flags: str, development: bool = False) -> Any:
