@@ -19,7 +19,8 @@ class Test:
     """One test: ``outcome`` is "passed", "failed", "error" (not in the test itself) or "skipped".
 
     ``said`` is the first line of what it failed with, ``detail`` the end of its report.
-    ``guard`` and ``patched_only`` are the marks of CONTRIBUTING.md.
+    ``guard`` and ``patched_only`` are the marks of CONTRIBUTING.md. ``module`` is its file, as a
+    dotted name from pytest's root.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Test:
     detail: str
     seconds: float
     patched_only: bool = False
+    module: str = ""
 
     # Not a test class, whatever pytest thinks of the name.
     __test__ = False
@@ -45,13 +47,13 @@ def read(path: Path) -> tuple[Test, ...]:
         root = ElementTree.parse(path).getroot()  # noqa: S314
     except (OSError, ElementTree.ParseError) as error:
         raise ValueError(f"{path.name}: {error}") from None
-    found: dict[str, Test] = {}
+    found: dict[tuple[str, str], Test] = {}
     for case in root.iter("testcase"):
         test = _test(case)
-        known = found.get(test.name)
+        known = found.get((test.module, test.name))
         # A test that failed and whose teardown failed as well is two cases: the error counts.
         if known is None or test.outcome == ERROR:
-            found[test.name] = test
+            found[test.module, test.name] = test
     return tuple(found.values())
 
 
@@ -66,9 +68,13 @@ def _test(case: ElementTree.Element) -> Test:
             break
     marks = {item.get("name") for item in case.iter("property") if item.get("value") == "yes"}
     # "tests.witness.test_it.TestThis" -> "TestThis::name"; modules are lower case.
-    classes = [part for part in (case.get("classname") or "").split(".") if part[:1].isupper()]
+    parts = (case.get("classname") or "").split(".")
+    classes = [part for part in parts if part[:1].isupper()]
+    name = case.get("name") or "?"
     return Test(
-        name="::".join([*classes, case.get("name") or "?"]),
+        name="::".join([*classes, name]),
+        # A file that cannot be collected is a case without a class, and its module is the name.
+        module=".".join(part for part in parts if part not in classes) or name,
         outcome=outcome,
         guard="guard" in marks,
         said=said,

@@ -257,7 +257,7 @@ class _Runner:
         """None while a pytest runs ``target`` on ``source``, then what it gave."""
         self.reports += 1
         job = witness.Job(
-            target,
+            (target,),
             _MUTANT,
             source,
             self.folder / f"{self.reports}.xml",
@@ -271,7 +271,7 @@ class _Runner:
                 yield None
         finally:
             job.process.stop()
-        yield found
+        yield found[0]
 
     def _copy(self, number: int) -> Path:
         """A tree of hard links to the patched one, for one job to mutate."""

@@ -48,6 +48,10 @@ _OTHER = re.compile(r"^([^-]+)-(x86_64|aarch64)-([a-z]+)-[0-9a-f]{12}$")
 _FULL = re.compile("No space left on device|Disk quota exceeded|os error 28")
 # Seconds between two looks at the running ones.
 _POLL = 0.1
+# What loads torch and vLLM for a witness takes longer than most of its tests: those of one rig
+# share a pytest, this many at most, so that there is work for every processor to the end.
+_RIGS = ("executor_rig", "kernels", "world")
+_SHARE = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,6 +364,7 @@ def run(
             seconds=seconds,
             jobs=jobs,
             on_run=on_run,
+            alone=base.witness.first,
         )
     return WitnessReport(
         base_version=base.version,
@@ -382,36 +387,92 @@ def run_on(
     seconds: float = TIME_LIMIT,
     jobs: int = 2,
     on_run: Callable[[str, str], None] | None = None,
+    alone: Sequence[str] = (),
 ) -> dict[tuple[str, str], Run]:
-    """Run ``witnesses`` on the source in each of ``trees``, side -> folder; see ``run``."""
+    """Run ``witnesses`` on the source in each of ``trees``, side -> folder; see ``run``.
+
+    Those of one rig share a process, but for those ``alone``. Where it crashes or hangs, each of
+    them is run again in one of its own.
+    """
     if shutil.which(str(python)) is None:
         raise ToolMissingError(
             f"{python} is not an executable",
             next_step="give the Python of an environment that has pytest and torch",
         )
-    waiting = [(path, side) for path in witnesses for side in trees]
-    running: dict[tuple[str, str], Job] = {}
+    waiting = [(paths, side) for paths in _shares(witnesses, alone, root) for side in trees]
+    running: list[Job] = []
     runs: dict[tuple[str, str], Run] = {}
     with tempfile.TemporaryDirectory(prefix="sm12x-witness-") as name:
+        started = 0
+        compiled = Path(name) / "compiled"
+        compiled.mkdir()
         try:
             while waiting or running:
                 if waiting and len(running) < jobs:
-                    path, side = waiting.pop(0)
+                    paths, side = waiting.pop(0)
                     if on_run:
-                        on_run(path, side)
-                    report = Path(name) / f"{len(runs) + len(running)}-{side}.xml"
-                    running[path, side] = Job(path, side, trees[side], report, python, root)
+                        for path in paths:
+                            on_run(path, side)
+                    started += 1
+                    report = Path(name) / f"{started}-{side}.xml"
+                    running.append(
+                        Job(
+                            paths,
+                            side,
+                            trees[side],
+                            report,
+                            python,
+                            root,
+                            env={"SM12X_WITNESS_COMPILED": str(compiled)},
+                        )
+                    )
                     continue
-                for key, job in list(running.items()):
+                for job in list(running):
                     done = job.result(seconds)
-                    if done is not None:
-                        runs[key] = done
-                        del running[key]
+                    if done is None:
+                        continue
+                    running.remove(job)
+                    if len(done) > 1 and any(run.problem for run in done):
+                        # One of them has ended the pytest of all.
+                        waiting += [((run.witness,), run.side) for run in done]
+                    else:
+                        runs |= {(run.witness, run.side): run for run in done}
                 time.sleep(_POLL)
         finally:
-            for job in running.values():
+            for job in running:
                 job.process.stop()
     return runs
+
+
+def _shares(witnesses: Sequence[str], alone: Sequence[str], root: Path) -> list[tuple[str, ...]]:
+    """The witnesses that share a pytest: of one rig, in order; those ``alone`` have their own."""
+    shares: list[list[str]] = []
+    last: dict[str, list[str]] = {}
+    for path in witnesses:
+        rig = "" if path in alone else _rig(root / path)
+        if rig and rig in last and len(last[rig]) < _SHARE:
+            last[rig].append(path)
+            continue
+        last[rig] = [path]
+        shares.append(last[rig])
+    return [tuple(share) for share in shares]
+
+
+def _rig(witness: Path) -> str:
+    """The one of _RIGS that a witness imports, "" for none."""
+    try:
+        text = witness.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        # Pytest says what is wrong with it.
+        return ""
+    return next(
+        (
+            rig
+            for rig in _RIGS
+            if re.search(rf"^from tests\.witness\b.*\b{rig}\b", text, re.MULTILINE)
+        ),
+        "",
+    )
 
 
 def judge(patch: str, base: Run, patched: Run, known: Witness) -> list[WitnessTest]:
@@ -517,11 +578,11 @@ def _check(
 
 
 class Job:
-    """One pytest process, running; ``arguments`` and ``env`` are given to it as well."""
+    """A pytest of ``witnesses``, running; ``arguments`` and ``env`` are given to it as well."""
 
     def __init__(
         self,
-        witness: str,
+        witnesses: Sequence[str],
         side: str,
         source: Path,
         report: Path,
@@ -531,7 +592,7 @@ class Job:
         arguments: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
     ) -> None:
-        self._witness = witness
+        self._witnesses = tuple(witnesses)
         self._side = side
         self._report = report
         self._start = time.monotonic()
@@ -540,8 +601,10 @@ class Job:
                 python,
                 "-m",
                 "pytest",
-                witness,
+                *witnesses,
                 "-q",
+                # One that cannot be collected is no reason not to run the others.
+                "--continue-on-collection-errors",
                 f"--junitxml={report}",
                 "-p",
                 "sm12x_witness_plugin",
@@ -573,14 +636,18 @@ class Job:
             log=report.with_suffix(".log"),
         )
 
-    def result(self, seconds: float) -> Run | None:
-        """What the run gave; None while it goes on and has not used up ``seconds``."""
+    def result(self, seconds: float) -> tuple[Run, ...] | None:
+        """What the run gave, by witness; None while it goes on.
+
+        It has ``seconds`` for each of its witnesses.
+        """
         code = self.process.poll()
         if code is None:
-            if time.monotonic() - self._start < seconds:
+            limit = seconds * len(self._witnesses)
+            if time.monotonic() - self._start < limit:
                 return None
             self.process.stop()
-            return self._ended(f"pytest did not finish in {seconds:g} s and was killed")
+            return self._ended(f"pytest did not finish in {limit:g} s and was killed")
         # What a test has left behind must not go on beside the next run.
         self.process.stop()
         if code < 0:
@@ -592,13 +659,28 @@ class Job:
             tests = junit.read(self._report)
         except ValueError:
             return self._ended(f"pytest ended with {code}")
-        return Run(witness=self._witness, side=self._side, tests=tests, problem="")
-
-    def _ended(self, problem: str) -> Run:
-        tail = self.process.log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:]
-        return Run(
-            witness=self._witness, side=self._side, tests=(), problem="\n".join([problem, *tail])
+        return tuple(
+            Run(
+                witness=witness,
+                side=self._side,
+                tests=tuple(test for test in tests if test.module == _module(witness)),
+                problem="",
+            )
+            for witness in self._witnesses
         )
+
+    def _ended(self, problem: str) -> tuple[Run, ...]:
+        tail = self.process.log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:]
+        said = "\n".join([problem, *tail])
+        return tuple(
+            Run(witness=witness, side=self._side, tests=(), problem=said)
+            for witness in self._witnesses
+        )
+
+
+def _module(witness: str) -> str:
+    """The module of a witness: "tests/witness/test_x.py::test_y" -> "tests.witness.test_x"."""
+    return witness.partition("::")[0].removesuffix(".py").replace("/", ".")
 
 
 def _tree(side: str) -> str:
