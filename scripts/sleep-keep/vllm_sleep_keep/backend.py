@@ -47,10 +47,7 @@ class KeepBackend(CuMemBackend):  # type: ignore[misc]
 
     def kept_on_host(self) -> list[torch.Tensor]:
         """Host memory that is held while blocks are awake, too, for vLLM's report."""
-        kept = [copy.tensor for copy in list(self.copies._copies.values())]
-        for spare in list(self.copies._spare.values()):
-            kept += spare
-        return kept
+        return self.copies.held()
 
     @classmethod
     def is_supported(cls) -> bool:

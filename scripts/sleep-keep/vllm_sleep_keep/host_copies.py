@@ -13,7 +13,6 @@ import contextlib
 import ctypes
 import gc
 import logging
-import math
 import mmap
 import os
 import threading
@@ -576,6 +575,7 @@ class HostCopies:
     def prepare(self, allocator: Any, tag: str = "weights") -> None:
         """Take the host memory for the blocks of a tag, in the background."""
         self._wait_for_preparation()
+        gc.collect()
         self._freeze()
         self._forget_freed(allocator)
         blocks = [
@@ -657,13 +657,13 @@ class HostCopies:
         self._freeze()
 
     def _freeze(self) -> None:
-        """Spare later collections what is there now: all of it takes 75 ms each time.
+        """Once garbage is collected: spare later collections what is there now.
 
-        vLLM does the same in the process of the engine, but not in its workers.
+        All of it takes 75 ms each time. vLLM does the same in the process of the
+        engine, but not in its workers.
         """
         if not self._frozen:
             self._frozen = True
-            gc.collect()
             gc.freeze()
 
     def _put_to_sleep(
@@ -992,9 +992,13 @@ class HostCopies:
             if copy.data.is_asleep and copy.data.cpu_backup_tensor is None:
                 del self._copies[address]
 
-    def kept(self) -> int:
-        """Bytes of host memory that are kept."""
-        return sum(math.prod(copy.tensor.shape) for copy in self._copies.values())
+    def held(self) -> list[torch.Tensor]:
+        """The host memory that is held, whether blocks are asleep or awake."""
+        # Copies of what another thread may change meanwhile.
+        held = [copy.tensor for copy in list(self._copies.values())]
+        for spare in list(self._spare.values()):
+            held += spare
+        return held
 
     def _warn(self, text: str) -> None:
         """Once for each kind of trouble."""
