@@ -129,6 +129,63 @@ def test_x():
     assert not mark.exists()
 
 
+SHARED = """from tests.witness import world
+import os, pathlib
+TREE = pathlib.Path(os.environ["SM12X_TREE"])
+def note(name):
+    with (TREE / "said").open("a") as file:
+        file.write(f"{name} {os.getpid()}\\n")
+"""
+
+
+def _shared(world: World, tree: Path, *texts: str) -> tuple[list[witness.Run], list[list[str]]]:
+    """The runs of witnesses of one rig, and what they noted: name and process."""
+    tree.mkdir()
+    folder = world.root / "tests" / "witness"
+    (folder / "world.py").touch()
+    names = [f"tests/witness/test_{number}.py" for number in range(len(texts))]
+    for name, text in zip(names, texts, strict=True):
+        (world.root / name).write_text(SHARED + text)
+    runs = witness.run_on({"base": tree}, names, python=Path(sys.executable), root=world.root)
+    noted = [line.split() for line in (tree / "said").read_text().splitlines()]
+    return [runs[name, "base"] for name in names], noted
+
+
+def test_witnesses_of_one_rig_share_a_process(world: World, tmp_path: Path) -> None:
+    runs, noted = _shared(
+        world,
+        tmp_path / "tree",
+        "def test_x(): note('a'); assert False",
+        "def test_x(): note('b')",
+        "raise OSError",
+    )
+    assert [[(test.name, test.outcome) for test in run.tests] for run in runs] == [
+        [("test_x", "failed")],
+        [("test_x", "passed")],
+        [("tests.witness.test_2", "error")],
+    ]
+    assert [name for name, _ in noted] == ["a", "b"]
+    assert len({process for _, process in noted}) == 1
+
+
+@pytest.mark.parametrize("end", ["os._exit(0)", "os._exit(3)", "os.abort()"])
+def test_one_that_ends_the_process_of_all_leaves_the_others_theirs(
+    world: World, tmp_path: Path, end: str
+) -> None:
+    runs, noted = _shared(
+        world,
+        tmp_path / "tree",
+        "def test_x(): note('a')",
+        f"def test_x(): {end}",
+        "def test_x(): note('b'); assert False",
+    )
+    assert [bool(run.problem) for run in runs] == [False, True, False]
+    assert [[test.outcome for test in run.tests] for run in runs] == [["passed"], [], ["failed"]]
+    # The first in the process of all, then each in its own.
+    assert sorted(name for name, _ in noted) == ["a", "a", "b"]
+    assert len({process for _, process in noted}) == 3
+
+
 def test_an_interpreter_that_is_not_there_is_named(world: World) -> None:
     stack = series.load(world.base)
     with pytest.raises(ToolMissingError, match="nowhere/python is not an executable"):

@@ -147,6 +147,13 @@ def test_a_junit_file_is_read(tmp_path: Path) -> None:
         ("tests.witness.test_it", "skipped", False, "s"),
     ]
     assert [test.name for test in tests if test.patched_only] == ["test_s"]
+    assert {test.module for test in tests} == {"tests.witness.test_it"}
+    # The same name in two files is two tests.
+    path.write_text(JUNIT.replace('test_it" name="test_s"', 'test_other" name="test_c"'))
+    assert [(test.module, test.outcome) for test in junit.read(path) if test.name == "test_c"] == [
+        ("tests.witness.test_other", "passed"),
+        ("tests.witness.test_it", "error"),
+    ]
     path.write_text(JUNIT[:200])
     with pytest.raises(ValueError, match=r"x\.xml"):
         junit.read(path)
