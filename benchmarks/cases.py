@@ -60,19 +60,19 @@ def argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
 def run_all(
     name: str,
     out: Path,
-    results: Iterable[tuple[str, Callable[[], R]]],
+    runs: Iterable[tuple[str, Callable[[], R]]],
     report: Callable[[Sequence[R]], str],
 ) -> int:
     """Run the cases in order; the exit code is 1 if one of them failed.
 
     Args:
         name: of the files in ``out``, NAME.json and NAME.md.
-        results: of each case what is printed before it, and what runs it.
+        runs: of each case what is printed before it, and what runs it.
         report: the text of NAME.md.
     """
     out.mkdir(parents=True, exist_ok=True)
     known: list[R] = []
-    for title, run in results:
+    for title, run in runs:
         sys.stdout.write(f"{title}\n")
         sys.stdout.flush()
         known.append(run())

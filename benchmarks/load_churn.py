@@ -70,11 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Of the child of one case.
     parser.add_argument("--cap", type=int, default=CAP, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    every = [
-        Case(name=name, tree=tree, cap=cap) for cap in (CAP, 0) for name, tree in options.trees
-    ]
+    caps = (CAP, 0) if options.child is None else (options.cap,)
+    every = [Case(name=name, tree=tree, cap=cap) for cap in caps for name, tree in options.trees]
     if options.child is not None:
-        every[0].cap = options.cap
         cases.measure(options.child, every[0], lambda case: _measure(case, options.rounds))
     command = " ".join(sys.argv if arguments is None else arguments)
     return cases.run_all(
