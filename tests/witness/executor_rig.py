@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import functools
 import json
 import os
@@ -40,11 +41,14 @@ FULL = sum(SIZES.values())
 GARBAGE = -1
 TOKEN = 7
 DEVICES = "SM12X_WITNESS_DEVICES"
-# Seconds for which a test and all its processes may wait: more than any time limit that it sets.
-# Every process of vLLM's polls its queues meanwhile.
-IDLE = 10.0
+# Seconds for which a test and all its processes may wait and print nothing: more than any time
+# limit that it sets, and than the 8 s for which vLLM's executor waits for workers to end, then for
+# SIGTERM to end them. Every process of vLLM's polls its queues meanwhile.
+IDLE = 15.0
 _POLLING = 0.3
 _LOOK = 0.5
+# Frames of the test's stack that the failure of a hanging one shows.
+_FRAMES = 8
 
 P = ParamSpec("P")
 
@@ -74,6 +78,8 @@ def use_tree() -> None:
         VLLM_NO_USAGE_STATS="1",
         VLLM_PLUGINS="",
         VLLM_WORKER_MULTIPROC_METHOD="fork",
+        # As long as 0.21.0 waits, which has no such setting; 5 s in 0.33.0.
+        VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS="4",
     )
     # vLLM prints the whole configuration when an engine starts.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -132,6 +138,12 @@ def prepare() -> None:
     import vllm.v1.engine.coordinator
     import vllm.v1.engine.core_client
     import vllm.v1.executor.multiproc_executor  # noqa: F401
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    # A reader whose notification was lost looks at its queue again after this time, 5 s in the
+    # release: both ways, a call may wait twice as long.
+    if hasattr(shm_broadcast, "SHM_READER_RECHECK_INTERVAL_MS"):
+        shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = 500
 
     _vllm_config()
     _vllm_config(ENGINES)
@@ -412,7 +424,9 @@ def isolated(seconds: float) -> Callable[[Callable[P, None]], Callable[P, None]]
                 child = os.fork()
                 if child == 0:
                     _be_the_child(output, verdict, functools.partial(test, *args, **kwargs))
-                hung = _wait(child, seconds)
+                hung = _wait(child, seconds, output)
+                if hung:
+                    hung += _where(child, output)
                 _end_session(child, reaped=not hung)
                 print(output.read_text(errors="replace"))
                 if hung:
@@ -434,6 +448,8 @@ def _be_the_child(output: Path, verdict: Path, test: Callable[[], None]) -> None
     # pytest's capturing replaced these; what vLLM prints must reach the file.
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    # The workers and the engine core inherit it.
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr)
     said = ""
     try:
         test()
@@ -445,9 +461,10 @@ def _be_the_child(output: Path, verdict: Path, test: Callable[[], None]) -> None
     os._exit(0)
 
 
-def _wait(child: int, seconds: float) -> str:
+def _wait(child: int, seconds: float, output: Path) -> str:
     """Why a test counts as hanging; nothing where it ended."""
-    start = now = time.monotonic()
+    start = now = printed = time.monotonic()
+    size = 0
     watch = forked.Watch(child, start, _POLLING, queued=True)
     while not os.waitpid(child, os.WNOHANG)[0]:
         time.sleep(0.02)
@@ -455,9 +472,28 @@ def _wait(child: int, seconds: float) -> str:
             return f"not over after {seconds:g} s"
         if time.monotonic() - now > _LOOK:
             now = time.monotonic()
-            if watch.waits(now) > IDLE:
+            if output.exists() and output.stat().st_size > size:
+                size, printed = output.stat().st_size, now
+            if min(watch.waits(now), now - printed) > IDLE:
                 return f"not over, and nothing done for {IDLE:g} s"
     return ""
+
+
+def _where(leader: int, output: Path) -> str:
+    """What a test that hangs printed last, and its stack; those of its processes are printed."""
+    printed = output.read_text(errors="replace")
+    os.kill(leader, signal.SIGUSR1)
+    time.sleep(0.5)
+    stacks = output.read_text(errors="replace")[len(printed) :]
+    for pid in _running(leader):
+        # A resource tracker is a new program, which the signal would end.
+        if pid != leader and "resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_text():
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGUSR1)
+    time.sleep(0.5)
+    # The handler runs in the main thread, which the dump calls the current one.
+    frames = stacks.partition("Current thread")[2].splitlines()[1 : _FRAMES + 1]
+    return "\n".join(["", *printed.splitlines()[-4:], *frames])
 
 
 def _end_session(leader: int, *, reaped: bool) -> None:
