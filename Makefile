@@ -36,7 +36,9 @@ test-unit: $(STAMP) ## unit tests: no process, no network, under 30 s
 
 test-witness: $(STAMP) ## each patch's witness: red on the untouched base, green on the patched one
 	@sh scripts/make-tools.sh $(BIN)/python
-	@set -e; for base in $(EACH); do $(BIN)/sm12x patch witness --base $$base --jobs 3 $(ARGS); done
+	@set -e; for base in $(EACH); do \
+		$(BIN)/sm12x patch check --base $$base; \
+		$(BIN)/sm12x patch witness --base $$base --jobs 3 $(ARGS); done
 
 test-upstream: $(STAMP) ## the release's own unit tests: none may be worse with the stack
 	@set -e; for base in $(EACH); do $(BIN)/sm12x patch upstream-tests --base $$base $(ARGS); done
