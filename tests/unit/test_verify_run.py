@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -340,7 +339,7 @@ def test_a_signal_during_a_call_is_raised_after_it_and_the_second_at_once(
     def work(what: str, *signals: int) -> None:
         with interrupts.held(what):
             for number in signals:
-                os.kill(os.getpid(), number)
+                signal.raise_signal(number)
             done.append(what)
 
     with Interrupts(said.append) as interrupts:
