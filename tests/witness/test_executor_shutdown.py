@@ -13,18 +13,26 @@ from tests.witness.executor_rig import RANKS, Gpus, isolated
 rig.use_tree()
 
 LIMIT = 60
+MEETING = 3.0
 
 pytestmark = pytest.mark.usefixtures("vllm_executor")
 
 
 class Cancels:
-    """Which threads are at the socket that cancels a queue's reader, each for 0.2 s."""
+    """Which threads are at the socket that cancels a queue's reader.
+
+    The first of all stays there until another thread comes to the same queue, for at most
+    ``MEETING`` seconds after the second shutdown was called. No other waits: two threads that go
+    from queue to queue in step would never meet.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
         self.began = threading.Event()
+        self.called = threading.Event()
         self.together: list[tuple[str, ...]] = []
+        self._met = threading.Event()
         self._at: dict[Any, list[str]] = {}
         self._lock = threading.Lock()
         self._cancel = SpinCondition.cancel
@@ -34,13 +42,17 @@ class Cancels:
         with self._lock:
             at = self._at.setdefault(queue, [])
             at.append(threading.current_thread().name)
-            if len(at) > 1:
+            alone = len(at) == 1
+            if not alone:
                 self.together.append(tuple(at))
-        self.began.set()
-        time.sleep(0.2)
+                self._met.set()
+            first = not self.began.is_set()
+            self.began.set()
         try:
+            if first and self.called.wait(LIMIT):
+                self._met.wait(MEETING)
             # A second thread would now and then wait in it for ever.
-            if len(at) == 1:
+            if alone:
                 self._cancel(queue)
         finally:
             with self._lock:
@@ -56,6 +68,7 @@ def test_two_threads_that_shut_down_do_not_use_a_queue_at_the_same_time(
         executor.workers[1].proc.kill()
         # The thread that watches the workers has ended them, and is at the first queue.
         assert cancels.began.wait(20)
+        cancels.called.set()
         executor.shutdown()
     assert not cancels.together
 
