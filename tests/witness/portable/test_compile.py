@@ -1,6 +1,7 @@
 """Every configuration of the DeepGEMM replacements compiles for SM12x without a GPU."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from portable_mla.compile import (
 )
 from triton.backends.compiler import GPUTarget
 
+# Per block (opt-in) of compute capability 9.0, in bytes.
+HOPPER_SHARED_MEMORY = 232448
 MODULES = (indexer_logits, block_fp8_einsum, hc_prenorm)
 CONFIGURATIONS = [c for module in MODULES for c in module.configurations()]
 # Bytes of stack frame per thread: a few registers spilled outside of the main loop
@@ -28,14 +31,36 @@ SPILL_BOUND = 64
 def test_sm12x(configuration: KernelConfiguration) -> None:
     for capability in (120, 121):
         compiled = compile_for(configuration, capability)
-        assert 0 < compiled.shared_memory <= SM12X_SHARED_MEMORY
+        assert compiled.shared_memory <= SM12X_SHARED_MEMORY
         assert 0 < compiled.registers <= 255
         assert compiled.spill_bytes <= SPILL_BOUND
+        if "hc_prenorm_divide" in configuration.name:
+            # Two terms of each value: no product, and nothing to share.
+            assert "mma.sync" not in compiled.ptx
+            continue
+        assert compiled.shared_memory > 0
         assert "mma.sync" in compiled.ptx
         if capability == 120:
             counts = compiled.tensor_core_instructions()
             wanted = "HMMA" if "hc_prenorm" in configuration.name else "QMMA"
             assert counts.get(wanted, 0) > 0
+
+
+@pytest.mark.parametrize(
+    "configuration",
+    [c for module in MODULES for c in module.configurations(HOPPER_SHARED_MEMORY)],
+    ids=lambda c: c.name,
+)
+def test_hopper(configuration: KernelConfiguration) -> None:
+    """On 9.0 each product is awaited in its own iteration.
+
+    Triton 3.6 gives an operand that is also read into registers no more buffers of shared
+    memory than loads are ahead: a product that runs on reads what the next load writes.
+    """
+    compiled = compile_for(configuration, 90)
+    assert compiled.shared_memory <= HOPPER_SHARED_MEMORY
+    assert compiled.spill_bytes <= SPILL_BOUND
+    assert set(re.findall(r"wgmma\.wait_group\.sync\.aligned\s+(\d+)", compiled.ptx)) <= {"0"}
 
 
 def test_names_are_unique() -> None:
@@ -109,7 +134,7 @@ def launched_specializations() -> set[Specialization]:
         for module, names in (
             (indexer_logits, ("_mqa_logits_kernel", "_paged_mqa_logits_kernel")),
             (block_fp8_einsum, ("_einsum_kernel", "_einsum_sliced_kernel")),
-            (hc_prenorm, ("_prenorm_kernel",)),
+            (hc_prenorm, ("_prenorm_kernel", "_divide_kernel")),
         ):
             for name in names:
                 patched.setattr(module, name, Recorder(getattr(module, name)))

@@ -11,6 +11,7 @@ from portable_mla.hc_prenorm import PrenormTile, tf32_hc_prenorm_gemm
 # TF32 keeps 10 bits of the mantissa of fn; the interpreter multiplies in fp32.
 TOLERANCE = 1e-3
 SQRSUM_TOLERANCE = 1e-5
+HOPPER_SHARED_MEMORY = 232448
 TILES = hc_prenorm._tiles(SM12X_SHARED_MEMORY)
 
 
@@ -43,10 +44,27 @@ def case(
     return x, normal(outputs, depth, generator=generator)
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("tile", sorted({*TILES, *hc_prenorm._tiles(HOPPER_SHARED_MEMORY)}), ids=str)
 @pytest.mark.parametrize("num_split", [1, 3])
 def test_every_tile(tile: PrenormTile, num_split: int) -> None:
-    check(*case(tile.tokens + 1, 448, seed=num_split), num_split, tile)
+    check(*case(tile.tokens + 1, 7 * tile.depth, seed=num_split), num_split, tile)
+
+
+@pytest.mark.parametrize("outputs", [1, 16, 17, 24, 64])
+def test_outputs_of_divided_tiles(outputs: int) -> None:
+    """Rows past the last output are zero, and neither term of an output is another's."""
+    (tile,) = [tile for tile in TILES if tile.divided]
+    check(*case(5, 192, outputs, seed=outputs), 2, tile)
+
+
+def test_both_terms_count() -> None:
+    """fn keeps 16 bits of its mantissa: one term alone has 8."""
+    x = torch.ones(1, 64).bfloat16()
+    fn = torch.full((2, 64), 1 + 2.0**-14, device=DEVICE)
+    for tile in TILES:
+        out = torch.empty((1, 1, 2), device=DEVICE)
+        tf32_hc_prenorm_gemm(x.to(DEVICE), fn, out, torch.empty((1, 1), device=DEVICE), 1, tile)
+        assert (out - 64 * (1 + 2.0**-14)).abs().max() < 64 * 2.0**-17
 
 
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 65, 130])
@@ -119,10 +137,15 @@ def test_no_tokens() -> None:
 
 
 def test_tile_choice() -> None:
-    for tokens in (1, 16, 17, 64, 1000, 8192, 32768):
-        tile = hc_prenorm._tile(tokens, SM12X_SHARED_MEMORY)
-        assert tile in TILES
-        assert tile.tokens == (16 if tokens <= 16 else 64)
+    for tokens in (1, 16, 17, 64, 511, 512, 1000, 8192, 32768):
+        for memory in (SM12X_SHARED_MEMORY, HOPPER_SHARED_MEMORY):
+            for depth in (192, 256):
+                tile = hc_prenorm._tile(tokens, depth, memory)
+                assert tile in hc_prenorm._tiles(memory)
+                assert depth % tile.depth == 0
+                assert tile.tokens == (16 if tokens <= 16 else 64)
+                assert tile.divided == (tokens >= 512)
+    assert hc_prenorm._tile(512, 256, HOPPER_SHARED_MEMORY).depth == 128
 
 
 @pytest.mark.parametrize(
