@@ -468,6 +468,15 @@ def compare(answers: Answers, other: Answers) -> list[dict[str, Any]]:
     return found
 
 
+def earlier(path: Path, prompts: int) -> Answers:
+    """The answers in the report of another run; ends this one where a prompt has none."""
+    report = json.loads(path.read_text())
+    answers = Answers(texts=report.get("texts", []), likelihoods=report.get("likelihoods", []))
+    if {len(answers.texts), len(answers.likelihoods)} != {prompts}:
+        sys.exit(f"{path} has {len(answers.texts)} texts of {prompts} prompts: run it again")
+    return answers
+
+
 def held() -> dict[str, int]:
     """MiB that the first worker holds, by what; see tests/gpu/probe.py."""
     status, text, _ = call("POST", "/collective_rpc", {"method": "memory_held"})
@@ -581,9 +590,10 @@ def main() -> int:
     # So that a run that is ended takes its server along.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     report = Report()
+    model = MODELS[options.model]
+    theirs = earlier(options.against, len(model.prompts)) if options.against else None
     against: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
-        model = MODELS[options.model]
         model.make(Path(scratch) / "model", options.layers)
         log = options.out.with_suffix(".log")
         words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
@@ -611,14 +621,14 @@ def main() -> int:
             report.step("healthy", seconds=time.monotonic() - began, held=held())
             with turn(options.lock):
                 rotate(report, model.prompts, options.cycles)
-            if options.against and report.before:
-                other = json.loads(options.against.read_text())
-                theirs = Answers(texts=other["texts"], likelihoods=other["likelihoods"])
+            if theirs and report.before:
                 against = compare(report.before.answers, theirs)
                 print(json.dumps({"against": against}))
             report.finished = True
         finally:
-            os.killpg(server.pid, signal.SIGKILL)
+            # A server that ended by itself, and whose processes have too, is no group any more.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)
             server.wait()
             result: dict[str, Any] = {"finished": report.finished, "wrong": report.wrong}
             if report.before:

@@ -13,6 +13,7 @@ TOLERANCE = 1e-3
 SQRSUM_TOLERANCE = 1e-5
 HOPPER_SHARED_MEMORY = 232448
 TILES = hc_prenorm._tiles(SM12X_SHARED_MEMORY)
+ALL_TILES = sorted({*TILES, *hc_prenorm._tiles(HOPPER_SHARED_MEMORY)})
 
 
 def check(
@@ -44,7 +45,7 @@ def case(
     return x, normal(outputs, depth, generator=generator)
 
 
-@pytest.mark.parametrize("tile", sorted({*TILES, *hc_prenorm._tiles(HOPPER_SHARED_MEMORY)}), ids=str)
+@pytest.mark.parametrize("tile", ALL_TILES, ids=str)
 @pytest.mark.parametrize("num_split", [1, 3])
 def test_every_tile(tile: PrenormTile, num_split: int) -> None:
     check(*case(tile.tokens + 1, 7 * tile.depth, seed=num_split), num_split, tile)
