@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from tests.witness import portable_tests
-from tests.witness.deepseek_v4 import LAYER, Batch, prepare
+from tests.witness.deepseek_v4 import LAYER, SWA, WINDOW, Batch, prepare
 from tests.witness.kernels import SM12X_SHARED, SM90_SHARED, Gpu, KernelProcess
 
 PORTABLE = "vllm.v1.attention.backends.mla.portable"
@@ -79,6 +79,40 @@ def reserved(gpu: Gpu, ratio: int) -> list[int]:
     module.get_forward_context = lambda: SimpleNamespace(attn_metadata=found)
     layer.forward(batch.q, batch.q, batch.positions, batch.torch.empty_like(batch.q))
     return [before, manager._workspace_size_bytes(manager._current_workspaces[0])]
+
+
+def outside(gpu: Gpu, decodes: int, prefills: int) -> list[int]:
+    """Loads of the prefill metadata, and lanes whose address is in none of its tensors."""
+    numpy: Any = importlib.import_module("numpy")
+    torch: Any = importlib.import_module("torch")
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    prepare()
+    gpu.become((12, 0))
+    module: Any = importlib.import_module(SWA)
+    kind = module.DeepseekSparseSWAMetadataBuilder
+    builder = kind.__new__(kind)
+    builder.window_size = WINDOW
+    requests = decodes + prefills
+    starts = torch.arange(requests + 1, dtype=torch.int32) * 3
+    lens = torch.arange(requests, dtype=torch.int32) * 50 + 3
+    spans = [(t.data_ptr(), t.data_ptr() + t.numel() * 4) for t in (starts, lens)]
+    original = interpreter.InterpreterBuilder.create_masked_load
+    counts = [0, 0]
+
+    def load(self: Any, pointers: Any, *rest: Any) -> Any:
+        at = pointers.data.astype(numpy.uint64)
+        inside = numpy.zeros(at.shape, dtype=bool)
+        for first, last in spans:
+            inside |= (at >= first) & (at < last)
+        counts[0] += 1
+        counts[1] += int((~inside).sum())
+        return original(self, pointers, *rest)
+
+    interpreter.InterpreterBuilder.create_masked_load = load
+    found = builder._build_deepseek_v4_metadata(decodes, prefills, lens, starts)
+    wanted = [3 + min(50 * i, WINDOW - 1) for i in range(decodes, requests)]
+    assert found["prefill_gather_lens"].tolist() == wanted
+    return counts
 
 
 # ---- what runs where Triton compiles ----
@@ -182,6 +216,16 @@ def test_decode_and_prefill_in_one_step(interpreted: KernelProcess, ratio: int) 
         errors, ratio=ratio, decodes=[[200, 3], [90, 3]], prefills=[[400, 6], [0, 5]]
     )
     assert max(found) <= TOLERANCE, found
+
+
+@pytest.mark.parametrize("prefills", [3, 5])
+def test_prefill_metadata_reads_no_request_that_is_not_there(
+    interpreted: KernelProcess, prefills: int
+) -> None:
+    """On SM12x a masked load of such an address can end the process."""
+    loads, lanes = interpreted.call(outside, decodes=2, prefills=prefills)
+    assert loads == 3
+    assert lanes == 0
 
 
 def test_chunks_of_queries(interpreted: KernelProcess) -> None:
