@@ -229,7 +229,7 @@ def test_the_index_says_when_the_files_of_a_folder_came_out(
 
     monkeypatch.setattr(listing, "of_index", none)
     assert patchrebase._listed("vllm", tmp_path, locks=True) == (here,)
-    assert "nothing says when vllm came out: no answer" in capsys.readouterr().err
+    assert "the release date of vllm is not known: no answer" in capsys.readouterr().err
 
 
 def test_the_day_of_a_release_is_the_index_s_the_one_given_or_the_one_kept(base: Base) -> None:

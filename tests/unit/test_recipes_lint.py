@@ -375,7 +375,7 @@ def test_import_writes_a_new_file_only(tmp_path: Path) -> None:
     path, output = write(tmp_path, THEIRS), tmp_path / "mine.yaml"
     assert "fill in the sm12x block" in run("import", str(path), "--output", str(output))
     assert output.read_text() == run("import", str(path))
-    with pytest.raises(UsageError, match="is there already"):
+    with pytest.raises(UsageError, match="exists already"):
         run("import", str(path), "--output", str(output))
 
 
