@@ -1,6 +1,6 @@
 # Builds the patched wheel: packages -> toolchain -> source -> native -> wheel -> audit -> out.
 # `sm12x bundle` stages the context, so that each stage sees only what it depends on; editing one
-# patch rebuilds from `source` on, and `native` only if what is compiled has changed.
+# patch rebuilds from `source` on, and `native` only if compiled files have changed.
 #
 # No heredocs, no `COPY --link` and no `# syntax=` line: BuildKit of docker 20.10, podman and
 # buildah must read it, and a syntax line would pull an image.
@@ -35,7 +35,8 @@ RUN --mount=type=bind,source=with-host.sh,target=/run/build/with-host.sh \
 COPY build.lock /opt/build.lock
 # The cache mount is another file system: uv cannot link from it.
 ENV UV_LINK_MODE=copy
-# --no-deps: the lock is resolved, and may replace what a package asks for ([[override]] in base.toml).
+# --no-deps: the lock is resolved, and may replace a package's requirement ([[override]] in
+# base.toml).
 RUN --mount=type=bind,source=with-host.sh,target=/run/build/with-host.sh \
     --mount=type=secret,id=ca,mode=0444,required=false \
     --mount=type=secret,id=env,mode=0444,required=false \
@@ -66,9 +67,10 @@ COPY patches /sm12x/patches
 RUN --mount=type=bind,source=sources,target=/run/build/sources \
     python -m sm12x build source --base "${BASE}" --sdist /run/build/sources/*.tar.gz --out /src
 
-# ---- For another machine: its compiler, its packages to link with, and a CUDA_HOME of both. For this
-# one nothing. nvcc and the release's CMake run here, at full speed; no program of the other machine
-# does. Its apt caches are its own: an image of the other machine can hold the others for long.
+# ---- For another machine: its compiler, its packages to link with, and a CUDA_HOME of both. Empty
+# for this machine. nvcc and the release's CMake run here, at full speed; no program of the other
+# machine runs. This stage has its own apt caches: building the other machine's image can lock the
+# shared ones for long.
 FROM toolchain AS tools
 ARG BASE
 ARG CROSS
@@ -94,10 +96,11 @@ RUN --mount=type=bind,source=with-host.sh,target=/run/build/with-host.sh \
            --site-packages "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"; \
     fi
 
-# ---- What is compiled: in quick mode what the stack changes in C++, in full mode every module. Only
-# what a compiler reads is copied, so that this stage stays cached when a patch changes nothing but
-# Python. The work folder and the compiler's cache outlive a build that failed or was interrupted:
-# the next one compiles what is left, and after an edit only the units that read the edited file.
+# ---- The native modules: in quick mode those that the stack changes in C++, in full mode every
+# module. Only files that a compiler reads are copied, so that this stage stays cached when a patch
+# changes only Python. The work folder and the compiler's cache outlive a build that failed or was
+# interrupted: the next one compiles the remaining units, and after an edit only the units that read
+# the edited file.
 FROM tools AS native
 ARG BASE
 ARG MACHINE
@@ -109,14 +112,15 @@ COPY --from=source /src.native.json /src.native.json
 COPY --from=source /src/CMakeLists.txt /src/CMakeLists.txt
 COPY --from=source /src/cmake /src/cmake
 COPY --from=source /src/csrc /src/csrc
-# DEPEND: what a unit reads, the compiler itself tells; without it each miss is preprocessed first.
+# DEPEND: ccache takes a unit's dependencies from the compiler; without it each miss is preprocessed
+# first.
 ENV CCACHE_DIR=/root/.cache/ccache \
     CCACHE_MAXSIZE=10G \
     CCACHE_DEPEND=1
-# buildah does not look into bind mounts for its cache: what is in third_party is named by its hash.
-# A work folder is named by all that ninja, which goes by dates, would not notice; only builds of the
-# same name wait for each other. Others that nothing has gone on in for two weeks are removed.
-# AGAIN: nothing that an earlier build left is used, not even the compiler's cache.
+# buildah's cache key does not cover bind mounts: the hash of third_party's content does. The name
+# of a work folder covers every change that ninja, which compares dates, would miss; only builds
+# with the same name wait for each other. Work folders unused for two weeks are removed. AGAIN: the
+# build uses no result of an earlier build, not even the compiler's cache.
 ARG THIRD_PARTY_SHA256
 ARG NATIVE_KEY
 ARG AGAIN
@@ -135,7 +139,7 @@ RUN --mount=type=bind,source=third_party,target=/run/build/third_party \
          --third-party /run/build/third_party --source /src --cuda-home /opt/cuda \
          --arch-list "${ARCH_LIST}" --work "${NATIVE_WORK}" --out /native
 
-# ---- The wheel with its ledger, and the audit of what it holds.
+# ---- The wheel with its ledger, and the audit of the wheel.
 FROM toolchain AS wheel
 ARG BASE
 ARG MACHINE

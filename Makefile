@@ -1,11 +1,11 @@
 # `make help` lists the targets. Every target sets up its own Python environment first.
 # The one place that names the default base.
 BASE ?= $(shell cat patches/default)
-# What checks a base does so for every one there is, unless BASE is given.
+# Targets that check a base run for every base, unless BASE is given.
 EACH := $(if $(filter file,$(origin BASE)),$(patsubst patches/%/base.toml,%,$(wildcard patches/*/base.toml)),$(BASE))
-# quick, full, or auto: full where it takes under 20 minutes on this machine.
+# quick, full, or auto: full where a full build takes under 20 minutes on this machine.
 BUILD ?= auto
-# Such as linux/arm64; empty for this machine's.
+# Such as linux/arm64; empty for this machine's platform.
 PLATFORM ?=
 ARGS ?=
 PYTHON ?= python3
@@ -40,7 +40,7 @@ test-witness: $(STAMP) ## each patch's witness: red on the untouched base, green
 		$(BIN)/sm12x patch check --base $$base; \
 		$(BIN)/sm12x patch witness --base $$base --jobs 3 $(ARGS); done
 
-test-upstream: $(STAMP) ## the release's own unit tests: none may be worse with the stack
+test-upstream: $(STAMP) ## the release's own unit tests: the stack may make none worse
 	@set -e; for base in $(EACH); do $(BIN)/sm12x patch upstream-tests --base $$base $(ARGS); done
 
 test-mutations: $(STAMP) ## edits of patched lines: each has to turn a witness red (minutes)
@@ -51,7 +51,7 @@ test-integration: $(STAMP) ## tests that run real git, real wheels, real compile
 	@sh scripts/make-tools.sh $(BIN)/python
 	@$(BIN)/pytest -n 2 --dist loadgroup tests/integration
 
-test-image: $(STAMP) ## tests of the image that `make bundle` left
+test-image: $(STAMP) ## tests of the image that `make bundle` has built
 	@BASE=$(BASE) $(BIN)/pytest -n 2 tests/image
 
 test-nomad: $(STAMP) ## the Nomad specifications, under a Nomad built here, with the bundle's image
@@ -65,13 +65,13 @@ lint: $(STAMP) ## ruff, mypy --strict, hadolint, generated files
 	@set -e; for base in $(EACH); do $(BIN)/sm12x patch check --base $$base --messages-only; done
 	@$(BIN)/sm12x docs --check
 
-lock: $(STAMP) ## make the locked requirements of BASE anew
+lock: $(STAMP) ## make the locked requirements of BASE again
 	@$(BIN)/sm12x lock --base $(BASE)
 
 lock-check: $(STAMP) ## fail if the locked requirements of a base are not what `make lock` makes
 	@set -e; for base in $(EACH); do $(BIN)/sm12x lock --base $$base --check; done
 
-lock-dev: $(STAMP) ## make the locks of the development and the witness tools anew
+lock-dev: $(STAMP) ## make the locks of the development and the witness tools again
 	@$(BIN)/uv pip compile scripts/requirements-dev.in --universal --python-version 3.11 \
 	  --generate-hashes --custom-compile-command "make lock-dev" -q -o scripts/requirements-dev.lock
 	@$(BIN)/uv pip compile tests/witness/requirements.in --universal --python-version 3.11 \
@@ -85,5 +85,5 @@ lock-dev: $(STAMP) ## make the locks of the development and the witness tools an
 docs: $(STAMP) ## write the generated parts of README.md, docs/ and nomad-examples/
 	@$(BIN)/sm12x docs
 
-clean: ## remove what make made in the checkout (the download cache stays)
+clean: ## remove make's output from the checkout (the download cache stays)
 	rm -rf $(VENV) dist build

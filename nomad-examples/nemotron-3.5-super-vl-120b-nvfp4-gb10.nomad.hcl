@@ -8,7 +8,7 @@
 #   nomad job run -var image=IMAGE FILE
 #   nomad job run -var image=IMAGE -var gpus=0 -var args=check FILE
 #
-# The second needs no GPU: the image proves itself, and the job ends.
+# The second needs no GPU: it checks the image, and the job ends.
 #
 # The client block of the agent has, with NVIDIA's device plugin:
 #   host_network "private" { cidr = "10.0.0.0/8" }       what servers may bind to

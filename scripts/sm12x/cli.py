@@ -18,9 +18,9 @@ from sm12x.core.errors import EXIT_CODES, INTERRUPTED, Sm12xError, of_system
 # verb -> one line for `sm12x --help`; the command object is `command` in sm12x.commands.<verb>.
 VERBS = {
     "patch": "List, check, apply, refresh, add, drop or rebase the patches of a base.",
-    "base": "Show how the patches stand on each release.",
+    "base": "Show the state of the patches on each release.",
     "fetch": "Fetch the sources of a base by name, version and sha256.",
-    "cache": "List what the cache holds for the witnesses, and clear what nothing uses.",
+    "cache": "List the witnesses' environments in the cache, and delete unused ones.",
     "lock": "Make or check the locked requirements of a base.",
     "build": "The steps of a build, one at a time, as the builder image runs them.",
     "audit": "Show what machine code each library holds and how it runs on 12.0 and 12.1.",
@@ -97,7 +97,7 @@ def main() -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except OSError as refused:
-        # Steps name what they foresee themselves; a disk fills and a path is closed anywhere.
+        # Steps report the failures that they expect; a full disk can occur in any of them.
         known = of_system(refused)
         if known is None:
             raise

@@ -23,7 +23,7 @@ def cache() -> Path:
 
 
 def replaced() -> Path:
-    """Copies of what was replaced because of a --force."""
+    """Copies of folders that a --force replaced."""
     return cache() / "replaced"
 
 
@@ -44,7 +44,7 @@ def recipes() -> Path:
 
 
 def release() -> str:
-    """The release of vLLM at hand: the default base of a checkout, in an image that of its vLLM.
+    """The release of vLLM here: a checkout's default base, or the version of an image's vLLM.
 
     "" where neither is known.
     """

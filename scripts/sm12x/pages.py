@@ -61,8 +61,8 @@ def rendered(pages: Mapping[Path, str], parts: Parts) -> dict[Path, str]:
     """The text of every page with its generated parts made again.
 
     Raises:
-        BadFileError: a page names an unknown part, or one that there is no data for; a part that
-            there is data for stands in no page.
+        BadFileError: a page names an unknown part or a part without data, or no page has a part
+            that has data.
     """
     made = {name: make() for name, make in parts.items()}
     seen: set[str] = set()

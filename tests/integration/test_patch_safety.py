@@ -113,7 +113,7 @@ def test_a_head_that_is_not_the_branch_is_refused(world: World, spoil: tuple[str
 def test_a_bisection_and_a_row_of_picks_are_unfinished(world: World) -> None:
     directory = world.applied("spoilt")
     (directory / ".git/sequencer").mkdir()
-    with pytest.raises(DirtyTreeError, match="in the middle of something"):
+    with pytest.raises(DirtyTreeError, match="is unfinished"):
         world.refresh(directory)
 
 

@@ -121,7 +121,7 @@ def _merge(directory: Path) -> None:
     [
         (lambda d: (d / "tiny/a.py").write_text("x"), r"1 uncommitted changes \(tiny/a.py\)"),
         (lambda d: (d / "left.txt").write_text("x"), r"uncommitted changes \(left.txt\)"),
-        (lambda d: (d / ".git/rebase-merge").mkdir(), "in the middle of something"),
+        (lambda d: (d / ".git/rebase-merge").mkdir(), "is unfinished"),
         (lambda d: git(d, "tag", "-f", "base", "HEAD"), "is not the untouched source"),
         (_orphan, "does not descend from the commit tagged base"),
         (_merge, "holds a merge"),
@@ -315,7 +315,7 @@ def test_a_tree_that_is_patched_or_half_patched_is_told_apart(stacked: World) ->
     assert snapshot(directory) == before
     edited = stacked.fresh("edited")
     (edited / "run.sh").write_text("x")
-    with pytest.raises(DirtyTreeError, match="which files differ is not known without its sdist"):
+    with pytest.raises(DirtyTreeError, match="without its sdist the differing files are not known"):
         apply(base, stack, edited)
 
 

@@ -248,13 +248,17 @@ def test_in_a_container_the_memory_of_all_is_judged(play: Play, verify: Verify) 
         ({"routes": False}, "--enable-sleep-mode --enable-sleep-routes", None),
         ({"refuse": {"wake_up:2": 500}}, "free GPU memory", False),
         ({"refuse": {"sleep": 500}}, "check that it runs with --enable-sleep-mode", False),
-        ({"refuse": {"sleep:2": 409}}, "stop what else puts this server to sleep", False),
+        (
+            {"refuse": {"sleep:2": 409}},
+            "stop the program that also puts this server to sleep",
+            False,
+        ),
         ({"refuse": {"version": 404}}, "is no vLLM server", False),
         ({"refuse": {"completions": 503}}, "see whether it is asleep", False),
         ({"nonsense": {"version": "<html>"}}, "is no vLLM server", False),
         ({"nonsense": {"completions": "[1, 2"}}, "with no JSON object: [1, 2", False),
         ({"nonsense": {"is_sleeping:1": "{}"}}, "is_sleeping", False),
-        ({"ignores_sleep": True}, "is not asleep then", False),
+        ({"ignores_sleep": True}, "is not asleep afterwards", False),
         ({"busy": 3}, "is at work on 3 requests", False),
         ({"key": KEY}, "set VLLM_API_KEY to the server's API key", False),
     ],
@@ -421,7 +425,7 @@ def test_a_second_interrupt_leaves_at_once_and_says_what_may_be_asleep(
     process = started((server.url, *QUICK), environment)
     until(lambda: bool(server.changes()))
     process.send_signal(signal.SIGINT)
-    said = until_said(process, "(again: leave at once)")
+    said = until_said(process, "(interrupt again to leave at once)")
     # Within a second it would be taken for the same one.
     time.sleep(1.5)
     process.send_signal(signal.SIGINT)

@@ -350,7 +350,7 @@ def test_only_the_pinned_sdist_is_unpacked(stacked: Base, tmp_path: Path) -> Non
 def test_a_folder_of_the_users_is_not_replaced(stacked: Base, sdist: Path, tmp_path: Path) -> None:
     (tmp_path / "tree").mkdir()
     (tmp_path / "tree" / "mine").write_text("x")
-    with pytest.raises(BadFileError, match="was not finished by this command"):
+    with pytest.raises(BadFileError, match="has no record of this command"):
         patched.prepare(stacked, sdist, tmp_path / "tree")
     assert (tmp_path / "tree" / "mine").is_file()
 

@@ -124,7 +124,7 @@ def test_what_runs_on_the_other_machines_is_said(target: str, key: str) -> None:
 
 def test_a_cluster_without_a_way_to_find_each_other_says_so(tmp_path: Path) -> None:
     text = OURS.replace("gpus: 4", "gpus: 4\n  machines: 3")
-    assert "each of the 2 other machines the recipe does not say" in render(
+    assert "The recipe does not say what to run on each of the 2 other machines" in render(
         "compose", load.load(write(tmp_path, text))
     )
 

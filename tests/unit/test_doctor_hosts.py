@@ -29,7 +29,7 @@ def test_a_sound_workstation(tmp_path: Path) -> None:
     assert "40 native, 20 through PTX, 2 not at all" in found["gpu.code"][0].seen
     assert "GPU 0-3" in found["gpu.code"][0].seen
     assert "open kernel modules" in found["driver.loaded"][0].seen
-    assert "120.0 GiB of weights a GPU" in found["memory.host"][0].seen
+    assert "120.0 GiB of weights per GPU" in found["memory.host"][0].seen
     assert severity(found, "kernel.iommu") == OK
 
 
@@ -54,7 +54,7 @@ def test_processes_own_less_than_is_used(tmp_path: Path) -> None:
     )
     found = findings(machine)["gpu.leftover"]
     assert found[0].severity == WARN
-    assert "70.0 GiB more belong to none" in found[0].seen
+    assert "70.0 GiB more belong to no process" in found[0].seen
 
 
 def test_in_a_container_other_processes_are_hidden(tmp_path: Path) -> None:

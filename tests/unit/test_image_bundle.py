@@ -191,7 +191,7 @@ def test_the_summary_says_where_what_full_mode_needs_comes_from() -> None:
 
 def test_the_summary_names_a_source_of_another_patch_level() -> None:
     source = SourceEntry(name="cutlass", pin="v4.7.1", version="v4.7.0")
-    line = "Compiled with cutlass v4.7.0 in place of v4.7.1, as was accepted"
+    line = "Compiled with cutlass v4.7.0 in place of v4.7.1 (--accept-patch-level)"
     assert line not in summary.modules(LEDGER)
     assert line in summary.modules(dataclasses.replace(LEDGER, sources=(source,))).splitlines()
 

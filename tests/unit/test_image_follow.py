@@ -88,7 +88,7 @@ def test_buildah() -> None:
 
 
 def test_a_silent_failure_has_a_reason_too() -> None:
-    assert Follower(lambda _: None).reason == "it said nothing"
+    assert Follower(lambda _: None).reason == "it printed nothing"
     assert _follow("something odd\n")[0].reason == "something odd"
     killed = (
         "[1/1] STEP 1/9: FROM x AS work\nold words\n[1/1] STEP 2/9: RUN make\n--> 30f37abe95b5\n"

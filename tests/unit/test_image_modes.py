@@ -211,13 +211,13 @@ def test_what_a_full_build_says_before_it_starts(
     how, said = _settle(monkeypatch, tmp_path)
     assert said.lines[:4] == [
         "build mode full: as asked for; for the other: make bundle BUILD=quick",
-        "a newer base is there: make bundle BASE=9.9.9",
+        "there is a newer base: make bundle BASE=9.9.9",
         "third-party sources ...",
         "cutlass: from packages",
     ]
     kept = "vllm/_C.abi3.so stays the official one (qutlass: its host is not reachable)"
     assert kept in said.lines
-    told = "or do without the 6 ops made of qutlass with --allow-missing qutlass"
+    told = "or leave out the 6 ops made of qutlass with --allow-missing qutlass"
     assert said.lines[-1] == told
     assert list(how.third_party) == ["third_party/cutlass/a.h"]
     without, _ = _settle(monkeypatch, tmp_path, allowed=("qutlass",))

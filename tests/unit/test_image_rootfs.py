@@ -96,7 +96,9 @@ def test_one_made_before_is_used_again() -> None:
 def test_an_image_of_the_users_own_is_taken_as_it_is() -> None:
     found, _ = _resolve(Fake("mine:1"), override="mine:1")
     assert found == BaseImage(reference="mine:1", digest=DIGEST, origin="mine:1")
-    with pytest.raises(BuildFailedError, match="nowhere:1 is neither here nor can it be pulled"):
+    with pytest.raises(
+        BuildFailedError, match="nowhere:1 is not in the engine and cannot be pulled"
+    ):
         _resolve(Fake(), override="nowhere:1")
 
 

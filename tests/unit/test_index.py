@@ -255,7 +255,7 @@ def test_an_index_with_another_hash_is_not_even_asked_for_the_file(
     ("listing", "said"),
     [
         (lambda: Reply(404), "has no project Pkg"),
-        (lambda: page(name="pkg-2.0.tar.gz"), "has no such file among the 1 of Pkg"),
+        (lambda: page(name="pkg-2.0.tar.gz"), "has no such file among its 1 files of Pkg"),
         (lambda: Reply(403), "answers 403 Forbidden"),
         (lambda: Reply(200, b"<svg/>", Content_Type="image/svg"), "does not answer as a package"),
         (

@@ -167,7 +167,7 @@ def test_each_contradiction_is_one_finding(base: bases.Base) -> None:
     assert f"Python {base.python}" in line
     name = base.locks["aarch64"].build_from_sdist[0]
     assert found(closure=good.closure.replace(f"\n{name}==", "\nother==")) == [
-        f"requirements-aarch64.lock: {name} is to be built from its sdist but not there"
+        f"requirements-aarch64.lock: {name} must be built from its sdist, but is missing"
     ]
 
 
@@ -196,7 +196,7 @@ def test_extras_are_asked_for_and_must_be_in_the_lock() -> None:
         assert f"\n# With its extra b12x ({extra.requirement}, Apache-2.0).\n" in head
         assert extra.name not in build_head
         assert good.closure.count(pin) == 1
-        for new, found in (("\nb12x==1.5.0 \\\n", "1.5.0"), ("\nother==1 \\\n", "not there")):
+        for new, found in (("\nb12x==1.5.0 \\\n", "1.5.0"), ("\nother==1 \\\n", "missing")):
             bad = replace(good, closure=good.closure.replace(pin, new))
             assert lock.verify(base, machine, bad) == [
                 f"requirements-{machine}.lock: b12x is {found}, base.toml's extra b12x is "

@@ -139,7 +139,7 @@ def test_a_pair_is_planned_as_its_two_recipes() -> None:
     result = run("rotation-pair-rtx-pro-6000-tp4", "--outside", "22")
 
     assert f"A = {FLASH}" in result.output
-    assert "who can be awake together" in result.output
+    assert "servers that can be awake together" in result.output
 
 
 def test_a_checkpoint_replaces_the_recipe_s_figures(tmp_path: Path) -> None:

@@ -288,10 +288,10 @@ def test_globs(path: str, glob: str, fits: bool) -> None:
     [
         ({"b12x": ("b12x==1.5.1",)}, "b12x==1.5.1", ""),
         ({"b12x": ("b12x==1.6",)}, "b12x==1.6", "license and modules are those of b12x==1.5.1"),
-        ({"b12x": ("b12x>=1.6",)}, "b12x==1.5.1", "it brings no one pin; b12x==1.5.1 is kept"),
-        ({"b12x": ("b12x==1.6", "c==1")}, "b12x==1.5.1", "it brings no one pin"),
-        ({"b12x": ()}, "b12x==1.5.1", "it brings no one pin"),
-        (None, "b12x==1.5.1", "its metadata is not there; b12x==1.5.1 is kept"),
+        ({"b12x": ("b12x>=1.6",)}, "b12x==1.5.1", "it has no single pin; b12x==1.5.1 is kept"),
+        ({"b12x": ("b12x==1.6", "c==1")}, "b12x==1.5.1", "it has no single pin"),
+        ({"b12x": ()}, "b12x==1.5.1", "it has no single pin"),
+        (None, "b12x==1.5.1", "its metadata is missing; b12x==1.5.1 is kept"),
         ({"other": ()}, None, "the release no longer has it; left out"),
     ],
 )

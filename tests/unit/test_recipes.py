@@ -134,7 +134,7 @@ sm12x:
         ("gpus: 1", "gpus: 1\n  pair: [a]", "20: sm12x.pair names 1 recipes, not two"),
         ("gpus: 1", "gpus: 1\n  machines: 0", "20: sm12x.machines is 0"),
         ("gpus: 1", "gpus: 1\n  memory: {wieghts: {}}", "20: .*wieghts is not .* weights"),
-        ("gpus: 1", "gpus: 1\n  memory: {kv: {gib: [2, 1]}}", "20: sm12x.memory.kv.gib is not"),
+        ("gpus: 1", "gpus: 1\n  memory: {kv: {gib: [2, 1]}}", "20: sm12x.memory.kv.gib is neither"),
         (
             "gpus: 1",
             "gpus: 1\n  memory: {kv: {gib: 1, basis: guessed, source: x}}",
@@ -313,7 +313,7 @@ LAUGHS = "a0: &a0 x\n" + "".join(
         ),
         (
             f"{MINIMAL}{BLOCK}  memory:\n    kv: {{gib: .inf, basis: measured, source: x}}\n",
-            ":25: sm12x.memory.kv.gib is not a finite number",
+            ":25: sm12x.memory.kv.gib is neither a finite number",
         ),
         (
             f"{MINIMAL}{BLOCK}  memory:\n    kv: {{gib: 1, low: 1, basis: measured, source: x}}\n",
@@ -321,7 +321,7 @@ LAUGHS = "a0: &a0 x\n" + "".join(
         ),
         (
             f"{MINIMAL}{BLOCK}  memory:\n    kv: {{gib: {10**400}, basis: measured, source: x}}\n",
-            ":25: sm12x.memory.kv.gib is not a finite number",
+            ":25: sm12x.memory.kv.gib is neither a finite number",
         ),
         # The lines are those of the one that counts.
         (f"{MINIMAL}{BLOCK}sm12x:\n  gpus: 1\n", ":24: sm12x.hardware is missing"),

@@ -114,11 +114,15 @@ def test_a_recipe_without_faults_has_no_findings(tmp_path: Path) -> None:
         ("[rtx-pro-6000]", "[gb10]", "15: error: a GB10 has one GPU, not 4"),
         ("[rtx-pro-6000]", "[gb10]", "16: warning: on GB10 a level-1 copy takes the same memory"),
         ("model: some", "solo_only: true\nmodel: some", ""),
-        ("model: some", "cluster_only: true\nmodel: some", "3: error: cluster_only, but for one"),
+        (
+            "model: some",
+            "cluster_only: true\nmodel: some",
+            "3: error: cluster_only, but the block has one",
+        ),
         ("{level: 1}", "{level: 2}", ""),
         ("--distributed", "--gpu-memory-utilization 85 --distributed", "is 85, not a share"),
         ("--distributed", "--gpu-memory-utilization 9g --distributed", "warning: gpu_memory_util"),
-        ("--distributed", "--api-key abc --distributed", "warning: --api-key stands in the file"),
+        ("--distributed", "--api-key abc --distributed", "warning: --api-key is in the file"),
         (":0.21.0-01234567", "", "5: warning: container has no tag and no digest"),
         (":0.21.0-01234567", ":latest", "5: warning: container has the tag 'latest'"),
         (":0.21.0-01234567", "@sha256:12", ""),
@@ -375,7 +379,7 @@ def test_import_writes_a_new_file_only(tmp_path: Path) -> None:
     path, output = write(tmp_path, THEIRS), tmp_path / "mine.yaml"
     assert "fill in the sm12x block" in run("import", str(path), "--output", str(output))
     assert output.read_text() == run("import", str(path))
-    with pytest.raises(UsageError, match="is there already"):
+    with pytest.raises(UsageError, match="exists already"):
         run("import", str(path), "--output", str(output))
 
 
@@ -452,7 +456,7 @@ def test_a_variable_that_vllm_does_not_know_is_a_warning(
         (1, "0", "127.0.0.1", "", ""),
         (1, "1", "127.0.0.1", "", ""),
         (1, "0", "0.0.0.0", "", "warning: --enable-sleep-routes opens /sleep and /wake_up on 0."),  # noqa: S104 - no server
-        (1, "0", "10.0.0.1", "--api-key k", "warning: --api-key stands in the file"),
+        (1, "0", "10.0.0.1", "--api-key k", "warning: --api-key is in the file"),
         (2, "0", "127.0.0.1", "", "error: after a level-2 sleep the weights are reloaded"),
         (2, "1", "127.0.0.1", "", ""),
     ],

@@ -152,7 +152,7 @@ def test_a_server_says_what_it_is(answering: Answers) -> None:
         ("GET /v1/models", (200, {"data": []}), "no model in its list"),
         ("GET /v1/models", (200, {"data": "x"}), "no model in its list"),
         ("GET /v1/models", (200, b"\xff\xfe"), "no JSON object"),
-        ("GET /v1/models", (307, b""), "give the address that it points to"),
+        ("GET /v1/models", (307, b""), "give the address that the redirect points to"),
         ("GET /is_sleeping", (404, {}), "--enable-sleep-mode --enable-sleep-routes"),
         ("GET /is_sleeping", (200, {"is_sleeping": "no"}), "is_sleeping"),
         ("GET /is_sleeping", (500, {"error": "\x1b[31mred\x1b[0m"}), "read the server's log"),
@@ -237,7 +237,7 @@ def test_an_answer_without_end_is_cut_off(
             yield b"x" * (1 << 20)
 
     monkeypatch.setattr(Page, "iter_content", endless)
-    with pytest.raises(ServerError, match="does not come to an end"):
+    with pytest.raises(ServerError, match="does not finish its answer"):
         server().is_sleeping()
 
 

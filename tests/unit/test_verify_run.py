@@ -349,7 +349,7 @@ def test_a_signal_during_a_call_is_raised_after_it_and_the_second_at_once(
         assert done == ["the sleep of A"]
         assert said == [
             "interrupted: waiting for the sleep of A, so that no server is left asleep "
-            "(again: leave at once)"
+            "(interrupt again to leave at once)"
         ]
         now[0] += 5
         with pytest.raises(KeyboardInterrupt):

@@ -227,7 +227,7 @@ def test_auto_is_quick_without_what_most_code_is_made_of(base: Base) -> None:
     )
     quick = _decide(made, "auto")
     assert (quick.mode, quick.reason) == (
-        "quick", "a full build would leave most code as it is: both lacks b"
+        "quick", "a full build would not compile most of the code: both lacks b"
     )  # fmt: skip
     assert _decide(made, "full").mode == "full"
     all_there = selection.decide(made, cores=2, memory_gib=22, available={name, "b"}, wanted="auto")

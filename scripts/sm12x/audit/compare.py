@@ -1,8 +1,7 @@
 """Two audit reports side by side: what a build changed for each library, as a table and a picture.
 
-The picture is bars of translation units, as an SVG without background and script. Its colours can
-be read on white and on black; where the reader's system says which of the two it shows, text takes
-the matching colour.
+The picture is bars of translation units, as an SVG without background and script. Its colours are
+readable on white and on black; text follows the reader's colour scheme (prefers-color-scheme).
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def load(path: Path) -> AuditReport:
 class Change:
     """A library before and after. Keys: "size" in bytes, and "<verdict> <device>" in units.
 
-    A library that one report does not have counts as nothing in it.
+    A library that is missing from one report counts as 0 there.
     """
 
     path: str
@@ -140,7 +139,7 @@ _BAR_HEIGHT, _LINE, _GAP = 13, 17, 9
 def svg(before: AuditReport, after: AuditReport, *, title: str, made_by: str) -> str:
     """The picture of two reports as ``compare.load`` returns them.
 
-    One panel serves both devices where every library runs alike on them, else each has its own.
+    Both devices share a panel where every library runs alike on them, else each has its own.
 
     Args:
         title: the heading; the devices of a panel are added to it.

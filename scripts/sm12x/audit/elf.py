@@ -38,8 +38,8 @@ _SYMBOL = struct.Struct("<I2xH16x")
 @dataclass(frozen=True, kw_only=True)
 class DeviceCode:
     """``machine`` is that of the host code; ``shared`` is whether the file can be loaded or run (a
-    library or a program, not an object file); ``unloadable`` says why it cannot all the same.
-    ``stores`` are the store-exclusives of AArch64 host code."""
+    library or a program, not an object file); ``unloadable`` is the reason why such a file cannot
+    be loaded. ``stores`` are the store-exclusives of AArch64 host code."""
 
     machine: str
     shared: bool
@@ -85,7 +85,7 @@ def _stores(data: Buffer, listed: Iterable[Section]) -> tuple[ExclusiveStores, t
 
 
 def _damaged(data: Buffer, error: Exception) -> FoundCode:
-    """What there is without the headers, so that a report does not call the file empty."""
+    """The code that is found without the headers, so that a report does not call the file empty."""
     what = f"{type(error).__name__} {error}".strip()
     found = sections.collect(data, ())
     return replace(found, faults=(f"the ELF headers are damaged: {what}", *found.faults))
@@ -94,13 +94,13 @@ def _damaged(data: Buffer, error: Exception) -> FoundCode:
 def _sections(elf: ELFFile) -> Iterator[Section]:
     number = elf.num_sections()
     if not 0 < number < _MAX_SECTIONS:
-        # Their names are all that says which fat binaries are loaded.
+        # Only the section names tell which fat binaries are loaded.
         raise ValueError(f"it has {number} section headers")
     names = elf.get_section(elf.get_shstrndx())
     if names["sh_type"] != "SHT_STRTAB" or names.name not in sections.NAME_TABLES:
         raise ValueError(f"its section names are in {names.name!r}, a {names['sh_type']}")
     for section in elf.iter_sections():
-        # pyelftools reads a name that the table does not hold from wherever that is.
+        # pyelftools does not check that a name's offset is inside the table.
         if section["sh_name"] >= names["sh_size"]:
             raise ValueError("a section's name is not in the table of names")
         yield Section(
@@ -149,7 +149,7 @@ def _seen_through(data: Buffer, unit: FatContainer) -> FatContainer:
 
 
 def _empty(data: Buffer, entry: CodePiece) -> bool:
-    """Whether nothing of a cubin goes to a device: it has no kernel, no function, no variable."""
+    """Whether a cubin has nothing to load on a device: no kernel, no function, no variable."""
     if max(entry.size, entry.whole) > _HOLLOW_BYTES:
         return False
     code = _unpacked(bytes(data[entry.offset : entry.offset + entry.size]), entry)
@@ -162,7 +162,7 @@ def _empty(data: Buffer, entry: CodePiece) -> bool:
 
 
 def _unpacked(code: bytes, entry: CodePiece) -> bytes:
-    """The code of an entry of known, small size; b"" where it is not what it says."""
+    """The code of an entry of known, small size; b"" where it does not match its header."""
     if entry.packed == "zstd":
         try:
             # Not the whole of `code`: it is padded. The size bounds what is unpacked.

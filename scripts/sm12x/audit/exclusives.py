@@ -13,9 +13,9 @@ register", "Compare and branch", "Data processing - immediate" and so on. Which 
 keeps is in the Procedure Call Standard for the Arm 64-bit Architecture (AAPCS64), "General-purpose
 Registers".
 
-What is not known to leave the status alone counts as a read of it: an instruction that is not
-decoded here, a branch to an address that is not. So a finding is a store whose status is dead on
-every path, and a fault in this decoder hides a finding sooner than it makes one up.
+An instruction that is not decoded here, or a branch to an unknown address, counts as a read of the
+status. So a finding is a store whose status is dead on every path, and a fault in this decoder is
+more likely to hide a finding than to invent one.
 """
 
 from __future__ import annotations

@@ -50,11 +50,11 @@ _SECTION = struct.Struct("<4xIQ8xQQ24x")
 # Attributes of 4 bytes: form, name, value (u16), which in form 4 is how many bytes follow.
 _NV_COMPAT, _COMPAT_SPECIFIC, _COMPAT_SIZED = 0x70000086, 9, 4
 _ELF64_LITTLE = ELF_MAGIC + b"\x02\x01\x01"
-# How a container begins of which nothing else says that it is one: with version and header size.
+# The first bytes of a container outside known sections: magic, version and header size.
 _STRAY = struct.pack("<IHH", MAGIC, 1, _CONTAINER.size)
 # Containers start on 8-byte boundaries; linkers pad with zeros.
 _ALIGN = 8
-# A damaged file must not fill the report: what follows the first faults says nothing new.
+# A damaged file must not fill the report: only its first faults are listed.
 _MAX_FAULTS = 20
 # cuFFT has 24,000 in one library. Each costs memory, which a file of empty ones would use up.
 MAX_ENTRIES = 500_000
@@ -88,7 +88,7 @@ class FatContainer:
     """One translation unit's code. ``offset`` is in the file, in bytes.
 
     ``hollow``: it has no kernel and no variable, as the container that `nvcc -shared` adds when
-    there was nothing to link for the device. Nothing of it is ever called.
+    there was nothing to link for the device. It is never called.
     """
 
     offset: int
@@ -141,11 +141,11 @@ def parse(data: Buffer, start: int, size: int) -> Parsed:
 def search(
     data: Buffer, taken: Iterable[tuple[int, int]], instructions: Iterable[tuple[int, int]] = ()
 ) -> Parsed:
-    """Find fat binaries and cubins anywhere in ``data`` but in the ``taken`` ranges.
+    """Find fat binaries and cubins in ``data`` outside the ``taken`` ranges.
 
     Libraries that load code themselves keep it in sections of any name, each container or cubin
-    by itself. ``taken`` and ``instructions`` are (start, end) in bytes. What is damaged is in
-    ``faults``, but not where the host's ``instructions`` are: code that writes fat binaries has the
+    by itself. ``taken`` and ``instructions`` are (start, end) in bytes. Damaged ones are in
+    ``faults``, except inside the host's ``instructions``: code that writes fat binaries has the
     first bytes of one as a constant.
     """
     containers: list[FatContainer] = []
@@ -279,7 +279,7 @@ def cubin_sections(data: Buffer, offset: int, end: int) -> Iterator[tuple[int, i
 
 
 def _says_specific(data: Buffer, offset: int, size: int) -> bool:
-    """Whether `.nv.compat` says so: ptxas 13.5 marks small cubins of sm_120a there alone."""
+    """Whether `.nv.compat` marks it so: ptxas 13.5 marks small cubins of sm_120a only there."""
     end = offset + size
     for kind, _, place, length in cubin_sections(data, offset, end):
         at, stop = offset + place, min(offset + place + length, end)

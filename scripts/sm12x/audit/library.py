@@ -13,14 +13,14 @@ from sm12x.audit.fatbin import Buffer, CodePiece, FatContainer
 from sm12x.audit.model import Audit, LibraryAudit
 from sm12x.core.cudaarch import CudaArch
 
-# What has to be looked at whatever its first bytes are; .so also with a version behind it.
+# Suffixes of files to read whatever their first bytes are; .so also with a version after it.
 _NAME = re.compile(r"(\.so(\.\d+)*|\.cubin|\.fatbin|\.ptx|\.o|\.a)$")
 # A linker script (libc.so, libm.a) has a library's name and is text.
 _LINKER_SCRIPT = re.compile(rb"\s*(/\*|GROUP|INPUT|OUTPUT_FORMAT)")
 _ARCHIVE, _THIN = b"!<arch>\n", b"!<thin>\n"
-# How many first bytes tell what a file is.
+# How many first bytes identify the kind of a file.
 HEAD_BYTES = 8
-# An archive in an archive is nothing that ar makes.
+# ar does not make archives in archives.
 _MAX_DEPTH = 2
 _MAX_MEMBERS = 100_000
 _AR_HEADER = 60
@@ -78,9 +78,9 @@ def may_be(path: str, head: bytes) -> bool:
 def audit(path: str, data: Buffer, *, alone: bool = False) -> LibraryAudit | None:
     """Audit the bytes of one file.
 
-    None for what is no library and holds no device code: linker scripts, object files and archives
-    of host code, unless asked for ``alone``. A name that promises code on a file of another kind is
-    a fault, not a reason to pass it over.
+    None for a file that is not a library and holds no device code (linker scripts, object files and
+    archives of host code), unless asked for ``alone``. A file whose name promises code and whose
+    content is of another kind is a fault; it is not skipped.
     """
     code = _read(path, data, 0)
     if code is None:
@@ -103,7 +103,7 @@ def audit(path: str, data: Buffer, *, alone: bool = False) -> LibraryAudit | Non
 
 
 def unreadable(path: str, size: int, why: str) -> LibraryAudit:
-    """The entry for a library whose bytes could not be had."""
+    """The entry for a library whose bytes could not be read."""
     return LibraryAudit(path=path, sha256="", size=size, machine="", faults=(why,))
 
 

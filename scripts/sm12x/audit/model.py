@@ -1,4 +1,4 @@
-"""What an audit found, and what it means for a device. Nothing here reads a file."""
+"""The findings of an audit, and the verdict for a device. Nothing here reads a file."""
 
 from __future__ import annotations
 
@@ -157,8 +157,8 @@ class LibraryAudit:
     def unknown(self) -> tuple[str, ...]:
         """All that could not be read: faults of the file, then damaged entries.
 
-        An entry of a kind that is not known here counts only where its unit has nothing else:
-        beside cubins and PTX it changes no verdict, or that unit's alone.
+        An entry of an unknown kind counts only where its unit has no other entry: beside cubins and
+        PTX it changes no verdict, or only that unit's.
         """
         odd = Counter(
             f"{entry.note} ({entry.arch.sm})"
@@ -177,7 +177,7 @@ class LibraryAudit:
         return self._verdicts(self.loaded, device)
 
     def embedded_on(self, device: Device) -> Mapping[str, int]:
-        """As ``units_on``, of what the library loads itself alone."""
+        """As ``units_on``, but only of the pieces that the library loads itself."""
         return self._verdicts(self.embedded, device)
 
     def _verdicts(self, units: tuple[FatContainer, ...], device: Device) -> Mapping[str, int]:

@@ -45,8 +45,8 @@ _UNREAD = _WORDS[UNKNOWN]
 # Addresses that a finding names.
 _FEW = 3
 EMBEDDED = (
-    "it holds pieces of code that it picks among and loads itself: those for other GPUs are left "
-    "out of the judgement, and whether there is one for each of its kernels is not known"
+    "it holds pieces of code that it picks among and loads itself: those for other GPUs are not "
+    "judged, and it is not known whether each of its kernels has one for this device"
 )
 
 
@@ -120,7 +120,7 @@ class Policy(Declared):
 
     @property
     def asks_a_ledger(self) -> bool:
-        """Whether some of it is for what was compiled here, which only a ledger tells."""
+        """Whether it has rules for libraries compiled here, which only a ledger names."""
         return any(rule.compiled for rule in self.rules)
 
 
@@ -128,7 +128,7 @@ class Policy(Declared):
 class Offender(Declared):
     """A library that does not meet the policy on one device ("" for both), and why.
 
-    ``about_units``: all that is against it is how some of its units would run.
+    ``about_units``: the only objection is how some of its units would run.
     """
 
     path: str
@@ -143,7 +143,7 @@ class Offender(Declared):
 
 @dataclass(frozen=True, kw_only=True)
 class Accepted(Declared):
-    """Libraries that are not native throughout and pass all the same, and why."""
+    """Libraries that pass although not all of their units are native, and the reason."""
 
     reason: str
     paths: tuple[str, ...]
@@ -151,7 +151,7 @@ class Accepted(Declared):
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """``unasked``: rules for what was compiled here were passed over, for there was no ledger."""
+    """``unasked``: rules for libraries compiled here did not apply, as there was no ledger."""
 
     policy: str
     offenders: tuple[Offender, ...]
@@ -176,8 +176,8 @@ def judge(
         audit: what was found.
         policy: the rules.
         devices: what to judge for.
-        compiled: what was compiled here, as a ledger names it: path in the wheel -> sha256. An
-            image has the paths below some folder. None: no ledger was there to ask.
+        compiled: the libraries compiled here, from a ledger: path in the wheel -> sha256. An image
+            has the paths below some folder. None: there is no ledger.
     """
     offenders: list[Offender] = []
     accepted: dict[str, list[str]] = {}
@@ -199,7 +199,7 @@ def judge(
                 offenders.append(Offender(path=library.path, device=str(device), message=message))
                 continue
             rule = policy.rules[number]
-            # Why it has no verdict, or can have none, is said already.
+            # The reason for a missing verdict is in the findings already.
             told = library.unknown or library.unloadable
             faults = () if told else tuple(_faults(library, device, rule))
             offenders.extend(
@@ -263,7 +263,7 @@ def _registered(library: LibraryAudit, device: Device) -> dict[str, int]:
 
 
 def _reasons(library: LibraryAudit, device: Device, rule: Rule) -> list[str]:
-    """Why it passes though not all of it is native."""
+    """The reason why it passes although some of its units are not native."""
     reasons = []
     if any(number for word, number in _registered(library, device).items() if word != NATIVE):
         reasons.append(rule.reason)
@@ -281,7 +281,7 @@ def _faults(library: LibraryAudit, device: Device, rule: Rule) -> list[str]:
         for verdict, number in registered.items()
         if number and verdict not in rule.units
     ]
-    # The library picks what fits: a piece for another GPU is no fault where others fit.
+    # The library picks a piece that fits: one for another GPU is no fault if others fit.
     embedded = library.embedded_on(device)
     number = sum(embedded.values())
     fitting = {word for word, times in embedded.items() if times} - {NONE, UNKNOWN}

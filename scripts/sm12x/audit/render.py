@@ -33,7 +33,7 @@ WIDTH = texts.WIDTH
 _LISTED = 12
 # Columns of PTX, and findings, beyond which they are summed up.
 _PTX_COLUMNS, _FINDINGS = 5, 40
-# Names that stand for many of a kind.
+# How many names are listed before the rest is only counted.
 _FEW = 3
 # Files that are nothing but code: a package of them has thousands in one folder.
 _BARE = (".cubin", ".fatbin", ".ptx")

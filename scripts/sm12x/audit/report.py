@@ -75,7 +75,7 @@ class LibraryReport(Declared):
     path: str
     sha256: Annotated[
         str,
-        Field(pattern=r"^([0-9a-f]{64})?$", description="Empty when the bytes could not be had."),
+        Field(pattern=r"^([0-9a-f]{64})?$", description="Empty when the bytes could not be read."),
     ]
     size: Annotated[int, Field(ge=0, description="Bytes.")]
     machine: Annotated[
@@ -105,8 +105,9 @@ class LibraryReport(Declared):
 
 @dataclass(frozen=True, kw_only=True)
 class JudgementReport(Declared):
-    """What the policy says. ``unasked``: there was no ledger, and the policy has rules for what was
-    compiled here. ``accepted`` is what is not native throughout and passes all the same.
+    """What the policy says. ``unasked``: there was no ledger, and the policy has rules for
+    libraries compiled here. ``accepted`` are the libraries that are not native throughout and still
+    pass.
     """
 
     name: str

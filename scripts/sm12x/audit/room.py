@@ -1,4 +1,4 @@
-"""The memory in which a packed library is read: the library's size, and no more than is free."""
+"""The memory that a packed library is read into: its size, within the free memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BLOCK = 1 << 20
 
 
 class Share:
-    """Memory that threads take and give back: together never more than the largest one alone."""
+    """A memory budget for threads: together they never hold more than the largest library."""
 
     def __init__(self) -> None:
         self._largest = 0
@@ -25,7 +25,7 @@ class Share:
 
     @contextmanager
     def taken(self, size: int) -> Iterator[None]:
-        """Wait until ``size`` bytes are to be had."""
+        """Wait until ``size`` bytes of the budget are free."""
         with self._changed:
             self._changed.wait_for(lambda: not self._used or self._used + size <= self._largest)
             self._used += size
@@ -61,7 +61,7 @@ def unpacked(handle: IO[bytes], head: bytes, size: int, name: str) -> Iterator[m
             if not block:
                 raise EOFError(f"{data.tell()} of {size} bytes are there")
             data.write(block)
-        # What checks the whole, a zip's CRC for one, does so at the end.
+        # Read to the end, where a zip checks its CRC.
         handle.read(1)
         yield data
 

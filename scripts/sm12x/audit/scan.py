@@ -27,7 +27,7 @@ from sm12x.core.errors import BadFileError, NoEngineError
 
 # inflate and sha256 release the interpreter lock.
 _THREADS = min(4, os.cpu_count() or 1)
-# What the largest wheels unpack to is a tenth of this; what is made to fill a machine, a lot more.
+# Ten times what the largest wheels unpack to, and far below a file made to exhaust a machine.
 MAX_UNPACKED = 64 * 1024**3
 # NotImplementedError: a compression this Python lacks; RuntimeError: an encrypted member; EOFError:
 # a member that ends too soon.
@@ -74,7 +74,7 @@ def scan(path: Path) -> Audit:
     """Audit a file of code, a folder, a wheel (or any other zip) or an image's tar archive.
 
     Raises:
-        BadFileError: there is no such file, it is none of these, or the archive is damaged or
+        BadFileError: there is no such file, it is none of these kinds, or the archive is damaged or
             claims to unpack to more than ``MAX_UNPACKED`` bytes.
         NoSpaceError: one of the libraries does not fit in the memory that is free.
     """
@@ -82,7 +82,7 @@ def scan(path: Path) -> Audit:
 
 
 def plan(path: Path) -> ScanPlan:
-    """List what there is to read under ``path``. Raises as ``scan`` does."""
+    """List the files to read under ``path``. Raises as ``scan`` does."""
     if not path.exists():
         raise BadFileError(
             f"{path} does not exist",
@@ -93,8 +93,8 @@ def plan(path: Path) -> ScanPlan:
             return _folder(path)
         if not stat.S_ISREG(path.stat().st_mode):
             raise BadFileError(
-                f"{path} is not a regular file: an audit reads from more than one place of it",
-                next_step="write what it yields to a file, and name that file",
+                f"{path} is not a regular file: an audit needs random access to it",
+                next_step="write its content to a file, and name that file",
             )
         with path.open("rb") as handle:
             head = handle.read(library.HEAD_BYTES)
@@ -112,12 +112,12 @@ def plan(path: Path) -> ScanPlan:
         ) from None
     raise BadFileError(
         f"{path} is neither a file of code, a folder, a wheel nor an image archive",
-        next_step="check that it is whole and what `file` says it is",
+        next_step="check that it is complete, and its type with `file`",
     )
 
 
 def run(plan: ScanPlan, *, on_progress: Callable[[int], None] | None = None) -> Audit:
-    """Read what was planned, telling ``on_progress`` the bytes of each file that is done."""
+    """Read the planned files, and pass the bytes of each finished file to ``on_progress``."""
     if plan.archive:
         return tars.archive(plan.archive, on_progress=on_progress)
     # The largest first: started last, it would leave the other cores with nothing to do.
@@ -135,10 +135,10 @@ def run(plan: ScanPlan, *, on_progress: Callable[[int], None] | None = None) -> 
     try:
         found = list(pool.map(one, order))
     except RuntimeError as error:
-        # What a file's reading raises is in its entry: this is a thread that could not be started.
+        # An error while reading a file is in its entry: this one is a thread that did not start.
         raise room.no_memory(f"{plan.subject}: {error}") from None
     finally:
-        # Whatever ends this, an error or Ctrl-C, must not wait for thousands of files.
+        # An error or Ctrl-C must not wait for thousands of files.
         pool.shutdown(wait=True, cancel_futures=True)
         if plan.zip:
             plan.zip.close()
@@ -210,7 +210,7 @@ def _wheel(path: Path) -> ScanPlan:
         raise BadFileError(
             f"{path} claims to unpack to {total / 1024**3:.0f} GiB; more than "
             f"{MAX_UNPACKED / 1024**3:.0f} GiB is not a wheel",
-            next_step="unpack what is wanted of it into a folder, and audit that",
+            next_step="unpack the parts to audit into a folder, and audit that folder",
         )
     return ScanPlan(
         subject=path.name,
@@ -229,7 +229,7 @@ _REFERENCE = re.compile(r"[a-z0-9][\w.:/-]*(@sha256:[0-9a-f]{64})?", re.ASCII)
 
 
 def looks_like_image(name: str) -> bool:
-    """Whether a name for which there is no file can be an image's."""
+    """Whether a name that is no file can be the name of an image."""
     return bool(_REFERENCE.fullmatch(name)) and not name.endswith((".whl", ".so", ".tar", ".zip"))
 
 
@@ -240,7 +240,7 @@ def image(name: str, *, on_progress: Callable[[int], None] | None = None) -> Aud
 
     Raises:
         NoEngineError: no engine is installed.
-        BadFileError: none of them has the image; the message says what each answered.
+        BadFileError: no engine has the image; the message has each engine's answer.
         ToolFailedError: the engine failed in between.
     """
     prefix, _, rest = name.partition(":")
@@ -248,7 +248,7 @@ def image(name: str, *, on_progress: Callable[[int], None] | None = None) -> Aud
     programs = [engine for engine in chosen if process.which(engine)]
     if not programs:
         raise NoEngineError(
-            f"{name} is no file, and to look for an image there is no {' or '.join(chosen)}",
+            f"{name} is no file, and there is no {' or '.join(chosen)} to look for an image with",
             next_step="check the path, or install an engine",
         )
     answers: list[str] = []

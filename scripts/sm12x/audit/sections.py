@@ -1,8 +1,8 @@
 """The device code in the sections of a 64-bit little-endian ELF file, with the standard library.
 
-An image has only what the release depends on, which pyelftools is not part of; `check` reads the
-machine code of the image's own files through this. The audit of a wheel takes the sections from
-pyelftools (`elf`), so a module that both read alike has been read by two readers.
+An image has only the release's dependencies, without pyelftools; `check` reads the machine code of
+the image's own files through this module. The audit of a wheel takes the sections from pyelftools
+(`elf`), so a module on which both agree has been read by two independent readers.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def instructions(found: Iterable[Section]) -> Iterator[CodeRange]:
 
 
 def collect(data: Buffer, found: Iterable[Section]) -> FoundCode:
-    """The device code in these sections, and what is anywhere else in the file.
+    """The device code in these sections and elsewhere in the file.
 
     Damage never raises: it is in ``faults``.
     """

@@ -1,7 +1,7 @@
 """The libraries in a container image: a `save` archive, an OCI archive or an exported file system.
 
 Layers are read from the lowest up, as streams; a later layer replaces, hides or removes what an
-earlier one has. A library is held in memory while it is read, nothing else is.
+earlier one has. Only the library that is being read is held in memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DAMAGE = (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError, zsta
 
 @dataclass(kw_only=True)
 class _Layer:
-    """What one tar holds: libraries, every other path it sets, and what it takes away."""
+    """The content of one tar: libraries, every other path it sets, and the paths it removes."""
 
     libraries: dict[str, LibraryAudit] = field(default_factory=dict)
     others: set[str] = field(default_factory=set)
@@ -123,12 +123,12 @@ def _oci_layers(outer: tarfile.TarFile, index: Any, path: Path) -> list[str]:
     seen: set[str] = set()
     while manifests:
         name = _blob(manifests.pop(0))
-        # An index can name itself, or one that names it.
+        # Indexes can name each other in a circle.
         if name in seen:
             continue
         seen.add(name)
         content = _json(outer, name)
-        # An index may name indexes, one manifest a platform.
+        # An index may name indexes, with one manifest per platform.
         manifests.extend(content.get("manifests", []))
         layers = content.get("layers", [])
         # Attestations are manifests too; their layers are documents.
@@ -199,7 +199,7 @@ def _member(tar: tarfile.TarFile, info: tarfile.TarInfo, path: str) -> LibraryAu
 def _apply(merged: dict[str, LibraryAudit], layer: _Layer) -> None:
     """Put a layer over what the lower ones hold."""
     gone = layer.others | layer.removed
-    # A folder that was removed, emptied, or became a file or link takes all in it along.
+    # All files below a folder that was removed, emptied or replaced by a file or link are gone.
     emptied = gone | layer.emptied
     for path in list(merged):
         if path in gone or path in layer.folders or not emptied.isdisjoint(_parents(path)):

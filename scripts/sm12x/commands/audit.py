@@ -38,21 +38,21 @@ _METADATA_BYTES = 65536
     multiple=True,
     envvar="SM12X_AUDIT_DEVICES",
     metavar="CC",
-    help="Device to judge for; can be given again. Default: 12.0 and 12.1.",
+    help="Device to judge for; can be repeated. Default: 12.0 and 12.1.",
 )
 @click.option(
     "--policy",
     "policy_file",
     type=click.Path(path_type=Path),
-    help="Policy to judge by. Default: that of the base, else data/policies/default.toml.",
+    help="Policy to judge by. Default: the base's policy, else data/policies/default.toml.",
 )
 @click.option("--base", "version", help="Base whose policy to judge by. Default: the wheel's.")
 @click.option(
     "--ledger",
     "ledger_file",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    help="Ledger that says what was compiled here, which the policy may ask more of. Default: that "
-    "in the wheel or folder.",
+    help="Ledger that names the libraries compiled here, for which a policy may have stricter "
+    "rules. Default: the one in the wheel or folder.",
 )
 @reports(report.AuditReport)
 @click.option(
@@ -82,7 +82,7 @@ def command(
     if output is not None and not output.parent.is_dir():
         raise BadFileError(
             f"--output {output}: there is no folder {output.parent}",
-            next_step="make that folder, or name a file in one that is there",
+            next_step="make that folder, or name a file in an existing folder",
         )
     try:
         _report(subject, devices, policy_file, version, ledger_file, as_json, output)
@@ -157,10 +157,10 @@ def _policy_file(subject: str, given: Path | None, version: str | None) -> Path:
 
 
 def _release(path: Path) -> str | None:
-    """The release of vLLM that a wheel, or a folder one was unpacked in, says it is of.
+    """The vLLM release that the metadata of a wheel, packed or unpacked, names.
 
-    By its metadata: a file's name can be anything. None for anything else, damaged
-    wheels included: reading them says what is wrong.
+    The file name does not count, as it can be anything. None for any other path, and for a damaged
+    wheel: the audit reports the damage.
     """
     metadata: list[str] = []
     try:

@@ -1,4 +1,4 @@
-"""`sm12x base`: the releases a stack is kept for, and how the patches stand on others."""
+"""`sm12x base`: the releases a stack is kept for, and the state of the patches on others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sm12x.stack.rebase.newest import NewestReport, PatchTrial
 
 @click.group()
 def command() -> None:
-    """Show how the patches stand on each release, and which is the newest.
+    """Show the state of the patches on each release, and which release is the newest.
 
     Example: sm12x base status
     """
@@ -46,7 +46,10 @@ def status_command(as_json: bool) -> None:
     else:
         click.echo(render.table(found), nl=False)
     for line in status.contradictions(known, recorded):
-        say(f"warning: {line}; run `sm12x patch rebase` there again, or correct the [[dropped]]")
+        say(
+            f"warning: {line}; run `sm12x patch rebase` for that release again, or correct its "
+            "[[dropped]] entry"
+        )
 
 
 @command.command("check")
@@ -55,8 +58,8 @@ def status_command(as_json: bool) -> None:
     "sources",
     multiple=True,
     metavar="BASE",
-    help="Try the patches of this base; can be given again. Default: of every base, where the "
-    "newest release is none.",
+    help="Try the patches of this base; can be repeated. Default: those of every base, unless the "
+    "newest release is a base.",
 )
 @click.option(
     "--find-links",
@@ -99,7 +102,7 @@ def check_command(sources: tuple[str, ...], find_links: Path | None, as_json: bo
 def _next(report: NewestReport) -> str:
     last = report.last
     if last.behind <= report.allowed and not last.default:
-        return f"name {last.version} in patches/default once it is shown"
+        return f"write {last.version} into patches/default once recipes and a GPU run show it works"
     return f"`sm12x patch rebase {report.newest} --from {last.version}`"
 
 

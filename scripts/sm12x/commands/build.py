@@ -87,7 +87,7 @@ def toolchain(
     if cross.needed(machine):
         if target_packages is None:
             raise UsageError(
-                f"a toolkit for {machine} links with packages for {machine}, none were named",
+                f"a toolkit for {machine} links with packages for {machine}, and none are named",
                 next_step="unpack them with `sm12x build packages`, and name them with "
                 "--target-packages",
             )
@@ -108,9 +108,10 @@ def toolchain(
 @click.option("--out", type=FOLDER, required=True, help="Where to unpack them (1 GB).")
 @click.option("--find-links", type=EXISTING_FOLDER, help="A folder of wheels to take as well.")
 def packages(version: str, machine: str, out: Path, find_links: Path | None) -> None:
-    """Unpack what modules for another machine are linked with: torch and CUDA's libraries.
+    """Unpack the packages to link another machine's modules with: torch and CUDA's libraries.
 
-    Out of that machine's build lock, by hash. `sm12x build toolchain` takes the folder.
+    They are those of that machine's build lock, verified by hash. `sm12x build toolchain` takes the
+    folder.
 
     \b
     Example:
@@ -133,7 +134,7 @@ def packages(version: str, machine: str, out: Path, find_links: Path | None) -> 
 @click.option("--out", type=FILE, required=True, help="The library to make, a libcuda.so.1.")
 @reports(StubReport)
 def stand_in(cuda_home: Path, out: Path, as_json: bool) -> None:
-    """Make a library that stands in for libcuda where there is no driver.
+    """Make the stand-in libcuda, for machines without a driver.
 
     With its folder in LD_LIBRARY_PATH, vLLM's native modules load without a GPU. Every call in it
     fails as on a machine without a device.
@@ -156,7 +157,7 @@ def stand_in(cuda_home: Path, out: Path, as_json: bool) -> None:
 @click.option(
     "--request", "path", type=EXISTING_FILE, required=True, help="What to compile, as JSON."
 )
-@click.option("--work", type=FOLDER, required=True, help="Where the build goes on from.")
+@click.option("--work", type=FOLDER, required=True, help="Work folder, kept between runs.")
 @click.option("--out", type=FOLDER, required=True, help="Where aot/ and flashinfer.json go.")
 @reports("sm12x.wheel.flashinfer:Record")
 def flashinfer(path: Path, work: Path, out: Path, as_json: bool) -> None:
@@ -190,7 +191,7 @@ def flashinfer(path: Path, work: Path, out: Path, as_json: bool) -> None:
 def requirements() -> None:
     """Check that the packages installed here fit together, as `pip check` does.
 
-    What the ledger in the installed wheel says that the lock replaces is printed, and no fault.
+    A requirement that the lock replaces, by the ledger in the wheel, is printed and is no fault.
 
     Example: sm12x build requirements
     """
@@ -265,7 +266,7 @@ def source(version: str, sdist: Path, out: Path, as_json: bool) -> None:
     type=click.Choice(["quick", "full"]),
     default="quick",
     show_default=True,
-    help="quick: what the stack touches, if it is cheap; full: every module.",
+    help="quick: modules that the stack changes and that compile quickly; full: every module.",
 )
 @click.option(
     "--third-party",
@@ -285,9 +286,9 @@ def source(version: str, sdist: Path, out: Path, as_json: bool) -> None:
     multiple=True,
     envvar="SM12X_ALLOW_MISSING",
     metavar="NAME",
-    help="A third-party source to do without: its ops will be missing. Can be repeated.",
+    help="A third-party source that may be missing, with the ops made of it. Can be repeated.",
 )
-@click.option("--work", type=FOLDER, help="Where the build goes on from. Default: OUT.work.")
+@click.option("--work", type=FOLDER, help="Work folder, kept between runs. Default: OUT.work.")
 @click.option(
     "--python",
     type=EXISTING_FILE,
@@ -313,8 +314,8 @@ def native(
 ) -> None:
     """Compile the native modules with the release's own CMake.
 
-    A module of which a third-party source is not there stays the official one. As many units at a
-    time as cores and memory allow. Logs are in OUT.work/logs.
+    A module that lacks one of its third-party sources stays the official one. Cores and memory
+    limit how many units compile at a time. Logs are in OUT.work/logs.
 
     \b
     Example:

@@ -23,14 +23,14 @@ from sm12x.stack.model import base as bases
 from sm12x.wheel import ledger as ledgers
 from sm12x.wheel import selection
 
-# Off a terminal a long phase says where it is once in so many seconds.
+# Without a terminal a long phase prints its progress at this interval, in seconds.
 _EVERY = 60.0
 # How wide a bar of units is, in characters.
 _BAR = 20
 
 
 class _Report:
-    """Phases and remarks on stderr; on a terminal the step a phase is at, in one moving line."""
+    """Phases and remarks on stderr; on a terminal, the current step in one moving line."""
 
     def __init__(self, *, quiet: bool) -> None:
         self._console = progress.stderr_console()
@@ -52,12 +52,12 @@ class _Report:
         self.say(f"{label}: {time.monotonic() - start:.1f} s")
 
 
-# What wakes the ticker; another one in tests, that does not go by the clock.
+# Paces the ticker; tests replace it with one that does not depend on the clock.
 _Ended = threading.Event
 
 
 class _Ticker:
-    """Says every _EVERY seconds what was noted last: a step of ten minutes notes itself once."""
+    """Prints the latest note every _EVERY seconds: a step of ten minutes makes one note."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -106,9 +106,9 @@ def with_bar(text: str) -> str:
     default=selection.AUTO,
     show_default=True,
     metavar="quick|full|auto",
-    help="quick: the official wheel, patched, with what the stack changes in C++ and is quick to "
-    "compile; full: every native module compiled here; auto: full where that takes under 20 "
-    "minutes on this machine.",
+    help="quick: the official wheel, patched, with the C++ modules that the stack changes and that "
+    "compile quickly; full: every native module compiled here; auto: full where that takes under "
+    "20 minutes on this machine.",
 )
 @click.option(
     "--source",
@@ -129,13 +129,13 @@ def with_bar(text: str) -> str:
     "--allow-missing",
     multiple=True,
     metavar="NAME",
-    help="A third-party source that a full build may do without: its ops will be missing.",
+    help="A third-party source that may be missing in a full build, with the ops made of it.",
 )
 @click.option(
     "--flashinfer/--no-flashinfer",
     default=None,
-    help="Compile FlashInfer's modules that the recipes need ahead of time, so that no server's "
-    "first start does. Default: in full mode.",
+    help="Compile the FlashInfer modules that the recipes need ahead of time, not at a server's "
+    "first start. Default: in full mode.",
 )
 @click.option(
     "--platform",
@@ -165,7 +165,7 @@ def with_bar(text: str) -> str:
 @click.option(
     "--twice",
     is_flag=True,
-    help="Compile and make the wheel a second time, from nothing, and compare: the same bytes.",
+    help="Build the wheel a second time without caches, and fail unless the bytes are the same.",
 )
 @click.option("--no-image", is_flag=True, help="Stop at the wheel, the ledger and the audit.")
 @reports(summary.BundleReport)

@@ -1,4 +1,4 @@
-"""`sm12x cache`: what tests have installed, how large it is, and how it goes away."""
+"""`sm12x cache`: list and delete the environments that tests have installed."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def list_command(as_json: bool) -> None:
 
 
 @command.command("clear")
-@click.option("--all", "everything", is_flag=True, help="Those that a base uses as well.")
-@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+@click.option("--all", "everything", is_flag=True, help="Also those that a base uses.")
+@click.option("--dry-run", is_flag=True, help="Delete nothing; list what would be deleted.")
 @reports(list[Environment])
 def clear_command(everything: bool, dry_run: bool, as_json: bool) -> None:
-    """Delete the environments that no lock in patches/ names any more, and what killed runs left.
+    """Delete environments that match no lock in patches/, and what killed runs left.
 
-    What is needed again is installed again. Files that uv's own cache holds as well are freed by
-    `uv cache clean`.
+    A deleted environment is installed again when it is needed. `uv cache clean` frees the files
+    that uv's own cache shares with it.
 
     Example: sm12x cache clear --all
     """
@@ -71,7 +71,8 @@ def _found() -> list[Environment]:
         except BadFileError as error:
             # Its environment would count as one that nothing uses.
             raise BadFileError(
-                f"what {version} uses is not known: {error.message}", next_step=error.next_step
+                f"which environment {version} uses is not known: {error.message}",
+                next_step=error.next_step,
             ) from None
     return witness.environments(known, root=layout.root(), cache=layout.cache())
 

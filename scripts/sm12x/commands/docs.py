@@ -1,4 +1,4 @@
-"""`sm12x docs`: committed files made from others: parts of pages, a picture, Nomad's, schemas."""
+"""`sm12x docs`: the generated files: parts of pages, a picture, Nomad specifications, schemas."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def command(ctx: click.Context, check: bool) -> None:
 
 
 def made(root: click.Command) -> dict[Path, str]:
-    """Every generated file and its text; "" for one that is there and that nothing makes.
+    """Every generated file and its text; "" for an existing file that is no longer generated.
 
     ``root`` is the command `sm12x`, whose verbs are one of the parts.
     """

@@ -1,4 +1,4 @@
-"""`sm12x doctor`: what on this host will stop a server, or spoil what it says."""
+"""`sm12x doctor`: what on this host stops a server or corrupts its output."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _COLOURS = {BAD: "red", WARN: "yellow", UNKNOWN: "magenta", INFO: "cyan", OK: "g
     "caches",
     multiple=True,
     type=click.Path(path_type=Path, file_okay=False),
-    help="A folder that is mounted at /cache in the image; can be given again.",
+    help="A folder that is mounted at /cache in the image; can be repeated.",
 )
 @reports(report.DoctorReport)
 @click.option("--explain", "check", metavar="ID", help="Explain one check.")
@@ -44,12 +44,12 @@ def command(
     as_json: bool,
     check: str | None,
 ) -> None:
-    """Look at this host as a server's home, and change nothing.
+    """Check whether this host can run a server, and change nothing.
 
     Compares driver, GPUs, container engine, memory, caches, network and kernel with what the image
     and (with RECIPE) a deployment need. Every finding has its reason, its source and the commands
-    that correct it. What could not be seen is said, with the reason: it is not taken for well. The
-    exit status is 1 when a finding is bad.
+    that correct it. A fact that cannot be read is listed with the reason, and does not count as ok.
+    The exit status is 1 when a finding is bad.
 
     Example: sm12x doctor --image vllm-sm12x:0.21.0 deepseek-v4-flash-rtx-pro-6000-tp4
     """

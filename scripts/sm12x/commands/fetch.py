@@ -44,8 +44,8 @@ class FetchReport:
 def command(version: str, machine: str, find_links: Path | None, as_json: bool) -> None:
     """Fetch the sdist and the official wheel of a base by name, version and sha256.
 
-    What is in the cache already is verified again and not fetched. An interrupted transfer
-    resumes. The index address and the CA are those of pip and uv.
+    Files in the cache are verified again and not fetched. An interrupted transfer resumes. The
+    index address and the CA are those of pip and uv.
 
     Example: sm12x fetch --base 0.21.0 --machine aarch64
     """

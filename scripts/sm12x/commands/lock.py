@@ -18,14 +18,14 @@ from sm12x.stack.model.base import Base
 @click.option(
     "--machine",
     type=click.Choice(bases.MACHINES),
-    help="Only this machine's locks; else those of every machine in base.toml.",
+    help="Only this machine's locks. Default: those of every machine in base.toml.",
 )
 @click.option("--check", is_flag=True, help="Write nothing; exit 1 if a file is not up to date.")
 def command(version: str, machine: str | None, check: bool) -> None:
     """Make the locked requirements of a base, or check the committed ones.
 
     Resolves as of the day of the release, for every machine from any machine. --check prints how
-    the committed files differ from what would be made, and what in them contradicts base.toml.
+    the committed files differ from new ones, and where they contradict base.toml.
 
     Example: sm12x lock --base 0.21.0 --check
     """

@@ -21,7 +21,7 @@ from sm12x.stack.model import series
     type=click.Path(path_type=Path, file_okay=False),
     default=Path("sm12x-overlay"),
     show_default=True,
-    help="Folder for the patched files; one that this wrote before is written anew.",
+    help="Folder for the patched files; an earlier overlay there is replaced.",
 )
 @click.option(
     "--base", "version", metavar="VERSION", help="Default: the release that the image has."
@@ -31,8 +31,8 @@ from sm12x.stack.model import series
 def command(image: str, out: Path, version: str | None, engine: str | None, as_json: bool) -> None:
     """Patch the Python files of IMAGE, and print the lines that mount them over its own.
 
-    The files come out of the image itself, and the patches apply to them strictly. What the stack
-    corrects in native code stays as it is in IMAGE: only `sm12x bundle` changes that.
+    The files are copied from the image, and the patches apply to them strictly. Native code of
+    IMAGE stays unpatched: only `sm12x bundle` compiles it.
 
     Example: sm12x overlay vllm/vllm-openai:v0.21.0 --out /srv/overlay
     """
@@ -50,7 +50,10 @@ def command(image: str, out: Path, version: str | None, engine: str | None, as_j
         click.echo(f"{image} has every Python patch of stack {stack.id} in it: nothing to mount")
         return
     for name, paths in made.halves.items():
-        say(f"{name}: its Python part alone; {', '.join(paths)} is native code of the image")
+        say(
+            f"{name}: only its Python part; {', '.join(paths)} is native code, which the image "
+            f"keeps"
+        )
     written = overlay.write(made, installed, stack, image, out)
     if as_json:
         print_json(written)

@@ -121,8 +121,8 @@ def check_command(
 ) -> None:
     """Lint the stack, apply it to the untouched sdist, and export it again.
 
-    Fails if a message lacks what it must say, if a patch does not apply exactly, or if the export
-    is not byte for byte the files that were applied. Everything found is listed.
+    Fails if a message lacks a required part, if a patch does not apply exactly, or if the export is
+    not byte for byte the files that were applied. Every fault is listed.
 
     Example: sm12x patch check --messages-only
     """

@@ -47,9 +47,7 @@ from sm12x.stack.worktree.export import MessageError
     type=click.Path(path_type=Path, file_okay=False),
     help="Where to write the folder VERSION; by default patches/ of the checkout.",
 )
-@click.option(
-    "--force", is_flag=True, help="Replace the folder if it is there; a copy of it is kept."
-)
+@click.option("--force", is_flag=True, help="Replace an existing folder; a copy of it is kept.")
 @click.option(
     "--witness",
     "chosen_witnesses",
@@ -83,7 +81,7 @@ from sm12x.stack.worktree.export import MessageError
     "--released",
     type=click.DateTime(["%Y-%m-%d"]),
     metavar="DATE",
-    help="The day of the release, where the index does not say: locks have nothing newer.",
+    help="The release date, where the index has none: locks contain nothing newer.",
 )
 @reports(render.RebaseData)
 def rebase_command(
@@ -103,12 +101,13 @@ def rebase_command(
 ) -> None:
     """Port a base's stack to the release VERSION, and write the folder of a new base.
 
-    Each patch's witness is run on the untouched release: where it is green, the fix is upstream
-    and the patch is left out; releases in between are tried to say since when. The others are
-    applied, or merged by git where their surroundings have changed. What git cannot merge is left
-    in a work tree, with conflict markers, for `sm12x patch continue` (exit code 11); where the
-    witnesses could not run, what is needed is unknown (16). base.toml is drafted from index and
-    source; what a person has to check is listed.
+    Each patch's witness is run on the untouched release: where it is green, the fix is upstream and
+    the patch is left out; the releases in between are tried to find the first one with the fix. The
+    other patches are applied, or merged by git where the lines around them have changed. What git
+    cannot merge is left in a work tree, with conflict markers, for `sm12x patch continue` (exit
+    code 11); where the witnesses could not run, it is unknown which patches are needed (16).
+    base.toml is drafted from the index and the source, and the report lists what a person has to
+    check.
 
     Example: sm12x patch rebase VERSION --from BASE
     """
@@ -118,7 +117,7 @@ def rebase_command(
     patches = layout.patches()
     target = out or patches
     for left in staging.sweep(target, version):
-        say(f"removed {left}, which a killed run has left")
+        say(f"removed {left}, left by a killed run")
     staging.require_free(target / version, force=force)
     staging.require_writable(target)
     project = base.sdist.name.rpartition("-")[0]
@@ -166,14 +165,13 @@ def rebase_command(
 
 @click.command("continue")
 @DIRECTORY
-@click.option("--skip", is_flag=True, help="Leave the patch that is in conflict out.")
+@click.option("--skip", is_flag=True, help="Leave out the patch that is in conflict.")
 @reports(render.PortData)
 def continue_command(directory: Path, skip: bool, as_json: bool) -> None:
-    """Go on with the patches that `sm12x patch rebase` has left in DIR to be resolved.
+    """Continue a rebase in DIR after you have resolved the conflicts of a patch.
 
-    The patch whose conflicts were in the files is committed with its message, and the others are
-    merged until the next conflict (exit code 11). At the end all are exported into the folder of
-    the new base.
+    The resolved patch is committed with its message, and the remaining patches are merged until the
+    next conflict (exit code 11). At the end all are exported into the folder of the new base.
 
     Example: sm12x patch continue DIR
     """
@@ -196,7 +194,7 @@ def continue_command(directory: Path, skip: bool, as_json: bool) -> None:
 
 
 def _record(path: Path, report: RebaseReport) -> None:
-    """Add the outcome to the record; a line on stderr where that cannot be written."""
+    """Add the outcome to the record; print a line on stderr if the record cannot be written."""
     try:
         stacks = {v: series.read(bases.load(v))[0] for v in bases.versions()}
         known = {v: names for v, names in stacks.items() if v == report.source}
@@ -221,7 +219,7 @@ def _listed(
     try:
         return listing.completed(here, listing.of_index(project))
     except Sm12xError as error:
-        say(f"nothing says when {project} came out: {error.message}")
+        say(f"the release date of {project} is not known: {error.message}")
         return here
 
 
@@ -288,7 +286,7 @@ def _prober(
         with tempfile.TemporaryDirectory(prefix="sm12x-probe-") as name:
             source = Path(name) / "source"
             tree.unpack(archive, source)
-            say(f"{patch.name}: is it in {version} already?")
+            say(f"{patch.name}: checking whether {version} has the fix")
             return verdict.judge(run(new, patch.witnesses, source))
 
     return probe

@@ -58,8 +58,8 @@ def witness_command(
 ) -> None:
     """Run the patches' witnesses: red on the untouched base, green on the patched one.
 
-    NAME is a patch's file name or number; without one, all are run. A test that is neither, or
-    that is green on the base and no guard, fails the run. Needs a C++ compiler, no GPU.
+    NAME is a patch's file name or number; without one, all are run. The run fails on any other
+    outcome, and on a test that is green on the base and not a guard. Needs a C++ compiler, no GPU.
 
     Example: sm12x patch witness 0001
     """
@@ -89,7 +89,7 @@ def witness_command(
     if report.failed:
         raise FindingsError(
             f"{report.failed} of {len(report.checks)} checks failed",
-            next_step="see what failed above, and what pytest said of it",
+            next_step="see the failed checks above, with pytest's output",
         )
 
 
@@ -100,7 +100,8 @@ def witness_command(
     "--auto",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Instead of the mutations that are kept: N for each patch, out of the lines that it adds.",
+    help="Instead of the mutations in mutations.toml: N derived ones per patch, from the lines it "
+    "adds.",
 )
 @click.option("--seed", default=0, show_default=True, help="Which N are chosen.")
 @click.option(
@@ -127,10 +128,10 @@ def mutate_command(
     """Mutate lines of the patched source, and see whether the patch's witnesses turn red.
 
     A mutation is an entry of mutations.toml of the base: a text of the patched source and what
-    replaces it. One that every witness of its patch survives fails the run, and so does one whose
-    text is not there (stale) or that could not be judged. With --auto lines are left out or negated
-    by a rule instead, and a survivor is for you to judge: a line without a witness, or one that
-    makes no difference. NAME is a patch's file name or number; without one, all are run.
+    replaces it. The run fails if a mutation survives every witness of its patch, if its text is not
+    in the source (stale), or if it could not be judged. With --auto a rule leaves out or negates
+    lines instead; judge each survivor yourself: a line without a witness, or one that makes no
+    difference. NAME is a patch's file name or number; without one, all are run.
 
     Example: sm12x patch mutate 0001
     """
@@ -165,7 +166,7 @@ def mutate_command(
     bad = len(report.outcomes) - report.count(mutate.KILLED) + len(report.findings)
     raise FindingsError(
         f"{bad} mutations turned no witness red",
-        next_step="write the test that asks for the line, or remove the line; where the text is "
+        next_step="write a test that fails without the line, or remove the line; if the text is "
         f"stale, correct {mutations.NAME} of the base",
     )
 
@@ -267,7 +268,7 @@ def _refuse(plan: UpstreamPlan, *, worse: int) -> None:
     if worse:
         raise FindingsError(
             f"{worse} tests of the release are worse on the patched source",
-            next_step="correct the patches: what the tests rely on has to stay as it is",
+            next_step="correct the patches: they must keep the behaviour that these tests check",
         )
     if plan.faults:
         raise FindingsError(

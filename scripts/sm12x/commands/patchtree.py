@@ -39,8 +39,8 @@ from sm12x.stack.worktree import apply as applying
 @click.option(
     "--up-to",
     metavar="NAME",
-    help="Apply the patches up to this one (file name or number; 0 for none) and not the others, "
-    "which a refresh leaves in the series as they are.",
+    help="Apply the patches up to this one (file name or number; 0 for none). A refresh leaves the "
+    "later ones in the series unchanged.",
 )
 @FIND_LINKS
 @reports(applying.ApplyReport)
@@ -105,14 +105,14 @@ def apply_command(
 @click.option(
     "--force",
     is_flag=True,
-    help="Also where the patches have changed since DIR was made; a copy of them is kept.",
+    help="Export even if the patches have changed since DIR was made; a copy of them is kept.",
 )
 @reports(export.RefreshReport)
 def refresh_command(directory: Path, version: str | None, force: bool, as_json: bool) -> None:
     """Export the commits of DIR, made by `sm12x patch apply`, back into the base's patches.
 
     Commits added, dropped or reordered with git change the series accordingly. Refused if the
-    patches are not those that DIR was made from: what has changed there since would be undone.
+    patches have changed since DIR was made: the export would undo those changes.
 
     Example: sm12x patch refresh ../vllm
     """
@@ -137,14 +137,14 @@ def refresh_command(directory: Path, version: str | None, force: bool, as_json: 
 @click.option(
     "--body-file",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="The same, from a file.",
+    help="The body, from a file.",
 )
 @click.option(
     "--upstream",
     multiple=True,
     help="Thread and state: 'owner/repo#1 (open)', or 'none (why)'. May be repeated.",
 )
-@click.option("--drop-when", help="What has to happen for the patch to go.")
+@click.option("--drop-when", help="The condition for dropping the patch.")
 @click.option(
     "--witness",
     "witnesses",
@@ -156,7 +156,7 @@ def refresh_command(directory: Path, version: str | None, force: bool, as_json: 
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     help="Take message and author from this patch of another base.",
 )
-@click.option("--author", help='"Name <mail>"; by default who git says you are.')
+@click.option("--author", help='"Name <mail>"; by default git\'s own setting.')
 @reports(add_drop.NewReport)
 def new_command(
     directory: Path,
@@ -184,7 +184,9 @@ def new_command(
     model: Patch | None = None
     if like is not None:
         if any((subject, body, body_file, upstream, drop_when, witnesses)):
-            raise click.UsageError("--like brings the whole message: give no other part of it.")
+            raise click.UsageError(
+                "--like takes the whole message from PATCH: leave out the options for its parts."
+            )
         model = patchfile.parse(like)
         text, author = model.message, author or f"{model.author.name} <{model.author.email}>"
     else:
@@ -206,7 +208,7 @@ def new_command(
         quoted = shlex.quote(str(directory))
         say(
             f"warning: {like.name} changes {', '.join(report.missing)} as well, and {report.name} "
-            f"does not: if it has to, edit {directory}, `git -C {quoted} commit --all --amend`, "
+            f"does not: if it must, edit {directory}, `git -C {quoted} commit --all --amend`, "
             f"`sm12x patch refresh --base {base.version} {quoted}`"
         )
     if as_json:
@@ -225,7 +227,7 @@ def new_command(
 def drop_command(name: str, version: str | None, find_links: Path | None, as_json: bool) -> None:
     """Take the patch NAME (file name or number) out of the series, if the rest still applies.
 
-    What follows it is renumbered, and exported anew where its lines moved.
+    The later patches are renumbered, and exported again where their lines moved.
 
     Example: sm12x patch drop 0002
     """
@@ -248,7 +250,7 @@ def drop_command(name: str, version: str | None, find_links: Path | None, as_jso
     click.echo(f"dropped {report.dropped}")
     click.echo(render.refreshed(report.refresh, relative(str(base.folder))), nl=False)
     for orphan in report.orphans:
-        click.echo(f"{orphan} is the witness of no patch any more")
+        click.echo(f"{orphan} is no longer the witness of any patch")
 
 
 def _message(

@@ -20,10 +20,9 @@ from sm12x.plan.kvcache import KV_DTYPES
 from sm12x.recipes import load
 from sm12x.recipes.model import Recipe
 
-# vLLM reads so many tokens per step where a server's command does not say: on GPUs of at least
-# 70 GiB, and on smaller ones.
+# vLLM's default for the tokens of one step: on GPUs of at least 70 GiB, and on smaller ones.
 _CHUNKS = (8192, 2048)
-# ... and takes so many sequences; GB10 counts with the smaller ones on 0.33.0.
+# ... and for the sequences; on 0.33.0 GB10 counts as a smaller GPU.
 _SEQUENCES = (1024, 256)
 _LARGE_GPU = 70
 _DIFFERS = 0.1
@@ -38,7 +37,7 @@ _DIFFERS = 0.1
 @click.option(
     "--utilization", metavar="X", help="--gpu-memory-utilization to try instead of the recipe's."
 )
-@click.option("--alone", is_flag=True, help="Without a sleeping peer beside a recipe that sleeps.")
+@click.option("--alone", is_flag=True, help="Plan a recipe that sleeps without a sleeping peer.")
 @click.option(
     "--checkpoint",
     "folder",
@@ -79,8 +78,8 @@ def command(
     """Say whether recipes fit in GPU and host memory, with what margin, and what to cut.
 
     Several recipes take turns on the same GPUs: the plan says which may be awake together. One
-    recipe that sleeps is planned beside a sleeping peer like itself. Without a recipe, a line for
-    each that there is. Exit code 1: it does not fit, or a term that matters is not known.
+    recipe that sleeps is planned beside a sleeping peer like itself. Without a recipe, one line for
+    each recipe. Exit code 1: a plan does not fit, or a term that matters is not known.
 
     \b
     Example: sm12x plan deepseek-v4-flash-rtx-pro-6000-tp4 --utilization 0.85
@@ -185,7 +184,7 @@ def _from_checkpoint(
     tried: float | None,
     model: dict[str, Any],
 ) -> tuple[Deployment, list[str]]:
-    """The one server with the weights and the KV cache of the checkpoint, and remarks on them."""
+    """The server with the checkpoint's weights and KV cache, and remarks on them."""
     if len(servers) > 1:
         raise UsageError(
             "--checkpoint is the model of one server, and several are planned",

@@ -32,7 +32,7 @@ from sm12x.wheel import ledger as ledgers
 
 
 class _WithWords(click.Command):
-    """Options of ours stand before or after RECIPE; `--` and what follows it belong to vLLM."""
+    """sm12x's options stand before or after RECIPE; `--` and the words after it belong to vLLM."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         at = args.index("--") if "--" in args else len(args)
@@ -98,7 +98,7 @@ def command() -> None:
 @command.command("list")
 @reports(RecipeList)
 def list_(as_json: bool) -> None:
-    """List the recipes with what they need and how far they can be trusted.
+    """List the recipes with the hardware that they need and their status.
 
     Example: sm12x recipe list
     """
@@ -157,12 +157,12 @@ def show(name: str, as_json: bool) -> None:
 @command.command("lint")
 @click.argument("names", metavar="[RECIPE]...", nargs=-1)
 @reports(LintReport)
-@click.option("--strict", is_flag=True, help="Let warnings fail too.")
+@click.option("--strict", is_flag=True, help="Treat warnings as errors.")
 def lint_(names: tuple[str, ...], as_json: bool, strict: bool) -> None:
     """Check recipes: schema, conflicts between flags, memory plan, pins, vLLM's own parser.
 
-    Without a name, all of recipes/. Exit code 1 when there is an error. Where vLLM is not
-    installed its parser cannot be asked: the last line says how the image does it.
+    Without a name, all of recipes/. Exit code 1 when there is an error. Without vLLM installed its
+    parser does not run: the last line has the command that runs it in the image.
 
     Example: sm12x recipe lint recipes/smoke.yaml
     """
@@ -197,7 +197,7 @@ def lint_(names: tuple[str, ...], as_json: bool, strict: bool) -> None:
         for finding in found:
             click.echo(str(finding))
         click.echo(f"{len(paths)} recipes: {len(errors)} errors, {len(warnings)} warnings")
-        click.echo(f"vLLM's own parser: {said}" + ("" if asked else f"; {how} asks it"))
+        click.echo(f"vLLM's own parser: {said}" + ("" if asked else f"; {how} runs it"))
     if errors or (strict and warnings):
         raise FindingsError(
             f"{len(errors)} errors and {len(warnings)} warnings in {len(paths)} recipes",
@@ -206,7 +206,7 @@ def lint_(names: tuple[str, ...], as_json: bool, strict: bool) -> None:
 
 
 def _memory(recipe: Recipe) -> list[LintFinding]:
-    """What the memory plan says; what it cannot tell is a warning."""
+    """The findings of the memory plan; a plan that cannot tell is a warning."""
     line = recipe.lines.get("sm12x.memory") or recipe.lines.get("sm12x") or 1
     try:
         said = plan.check(recipe)
@@ -248,7 +248,7 @@ def _parser(recipes: dict[str, Recipe]) -> list[LintFinding]:
 @click.option("--model-revision", default="", metavar="COMMIT", help="40 hex digits.")
 @click.option("--container-digest", default="", metavar="DIGEST", help="sha256:...")
 def pin(name: str, model_revision: str, container_digest: str) -> None:
-    """Write a model's commit and an image's digest into a recipe; all else in it stays.
+    """Write a model's commit and an image's digest into a recipe; the rest of the file stays.
 
     A pinned commit is given to vLLM as --revision when the recipe runs.
 
@@ -268,7 +268,7 @@ def pin(name: str, model_revision: str, container_digest: str) -> None:
     help="Write there instead of printing.",
 )
 def import_(file: Path, output: Path | None) -> None:
-    """Take a recipe of eugr's runner or of sparkrun as it is and add an sm12x block to fill in.
+    """Copy a recipe of eugr's runner or of sparkrun and append an sm12x block to fill in.
 
     Example: sm12x recipe import their.yaml --output recipes/mine.yaml
     """
@@ -277,7 +277,7 @@ def import_(file: Path, output: Path | None) -> None:
         click.echo(text, nl=False)
         return
     if output.exists():
-        raise UsageError(f"{output} is there already", next_step="name another file")
+        raise UsageError(f"{output} exists already", next_step="name another file")
     files.write_text(output, text)
     quoted = shlex.quote(str(output))
     click.echo(f"{output}: fill in the sm12x block, then `sm12x recipe lint {quoted}`")
@@ -297,13 +297,16 @@ _OF_PAIRS = ("nomad", "llama-swap")
 
 @command.command(cls=_WithWords)
 @click.option("--to", "target", type=click.Choice(list(TARGETS)), required=True)
-@click.option("--image", default="", help="Default: the recipe's container; for ours, its tag.")
+@click.option(
+    "--image", default="", help="Default: the recipe's container; for the bundle's image, its tag."
+)
 @click.argument("name", metavar="RECIPE")
 @click.argument("words", metavar="[KEY=VALUE]... [-- ARG...]", nargs=-1, type=click.UNPROCESSED)
 def render(target: str, image: str, name: str, words: tuple[str, ...]) -> None:
-    """Print a recipe as a text that runs it.
+    """Print a recipe as a command or a file that runs it.
 
-    KEY=VALUE changes a setting; what follows -- goes to vLLM, where the last word wins.
+    KEY=VALUE changes a setting; the words after -- go to vLLM, where the last of equal options
+    counts.
 
     Example: sm12x recipe render smoke port=8001 --to compose -- --seed 3
     """
@@ -349,7 +352,8 @@ def _image(recipe: Recipe) -> str:
 def _tag() -> str:
     """The tag of the image that `make bundle` makes here, or of the image this runs in.
 
-    "" where neither is known. The stack's id goes by the bytes of the patches: none is parsed.
+    "" where neither is known. The stack's id is computed from the bytes of the patches, without
+    parsing them.
     """
     if layout.patches().is_dir():
         version = bases.default()

@@ -1,4 +1,4 @@
-"""`sm12x verify`: put live servers to sleep, wake them up, and judge what comes of it."""
+"""`sm12x verify`: put live servers to sleep, wake them up, and check times, memory, answers."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 _NAMES = ("A", "B")
 _JSON, _MARKDOWN, _PICTURE = ".json", ".md", ".png"
 _SUFFIXES = (_JSON, _MARKDOWN, _PICTURE)
-# Seconds of computing that writing the files may take each time. A report that takes longer is
-# written less often, so that this is no more than a share of the run's time.
+# CPU seconds that writing the files may take each time. A report that takes longer is written less
+# often, so that writing stays a small share of the run's time.
 _WRITE_WITHIN, _WRITING = 0.1, 0.05
 
 
@@ -101,10 +101,13 @@ def _limits(command: _Command) -> _Command:
     metavar="WHICH",
     default=memory.AUTO,
     show_default=True,
-    help="GPUs whose memory to look at: auto (of a server on this machine), all, none, or 0,1.",
+    help="GPUs whose memory to measure: auto (if the server is on this machine), all, none, or "
+    "0,1.",
 )
-@click.option("--random-weights", is_flag=True, help="Compare texts, and do not judge their sense.")
-@click.option("--force", is_flag=True, help="Abort requests that are at work in a server.")
+@click.option(
+    "--random-weights", is_flag=True, help="Compare texts, but do not check them for garbage."
+)
+@click.option("--force", is_flag=True, help="Abort the requests that a server is working on.")
 @click.option(
     "--timeout",
     type=_Finite(1, 86_400),
@@ -131,8 +134,8 @@ def _limits(command: _Command) -> _Command:
     type=click.Path(path_type=Path, dir_okay=False),
     multiple=True,
     metavar="FILE",
-    help="Write the report: .json, .md or .png by its ending. Can be given again. What is known is "
-    "written during the run too (not .png).",
+    help="Write the report: .json, .md or .png by its suffix. Can be repeated. .json and .md are "
+    "also updated during the run.",
 )
 @reports("sm12x.verify.report:VerifyReport")
 @_limits
@@ -153,7 +156,7 @@ def command(
     as_json: bool,
     **chosen: float,
 ) -> None:
-    """Put a live server to sleep and wake it up, again and again, and judge what comes of it.
+    """Put a live server to sleep and wake it up repeatedly, and check times, memory and answers.
 
     Measures times, GPU memory awake and asleep and how it grows, and speed; compares greedy text
     before and after; looks for garbage; sends many requests at a time. Two servers take turns on
@@ -262,7 +265,7 @@ class _Shown:
 
 
 class _Files:
-    """The files that the report is written to, and once more when it is whole."""
+    """The files that the report is written to, during the run and at its end."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
@@ -270,19 +273,19 @@ class _Files:
         for path in paths:
             if path.suffix not in _SUFFIXES:
                 raise UsageError(
-                    f"--save {path}: {path.suffix or 'no ending'} says no form of a report",
+                    f"--save {path}: the suffix {path.suffix!r} is not that of a report",
                     next_step=f"end it in {text.either(_SUFFIXES)}",
                 )
             if not os.access(path.parent, os.W_OK | os.X_OK):
                 raise BadFileError(
-                    f"--save {path}: {path.parent} is no folder that can be written",
+                    f"--save {path}: {path.parent} is not a writable folder",
                     next_step="make it, or give another path",
                 )
             if path.suffix == _PICTURE:
                 chart.require()
 
     def write(self, report: VerifyReport, *, last: bool = False) -> OSError | None:
-        """Write them; returned is what keeps that from being done."""
+        """Write the files; returns the error if one cannot be written."""
         now, begun = time.monotonic(), time.process_time()
         if not last and now < self._next:
             return None
@@ -319,7 +322,7 @@ def _leave(report: VerifyReport, error: BaseException | None) -> None:
         )
     if report.verdict == UNKNOWN:
         raise UnknownVerdictError(
-            "whether the answers are the same after a wake-up is not known: no prompt had the same "
-            "text twice before, or none was compared",
+            "the answers after a wake-up could not be compared: no prompt had the same text twice "
+            "before the first sleep, or none was compared",
             next_step="run it again without other users, with 2 cycles or more",
         )

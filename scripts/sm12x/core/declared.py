@@ -126,7 +126,7 @@ def ends(value: object) -> tuple[float, float]:
         numbers = []
     good = len(numbers) in (1, 2) and 0 <= numbers[0] <= numbers[-1] < float("inf")
     if not good or len(numbers) != len(found) or any(isinstance(end, bool) for end in found):
-        raise ValueError("is not a finite number from 0 on, nor [low, high]")
+        raise ValueError("is neither a finite number of at least 0 nor [low, high]")
     return numbers[0], numbers[-1]
 
 
@@ -171,7 +171,7 @@ def read_toml(
 
     Raises:
         BadFileError: the file cannot be read or does not parse, or a key is missing, unknown or of
-            another type; the first fault is told, and how many more there are.
+          another type; the message has the first fault and the number of further ones.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -216,7 +216,7 @@ def parse_json(kind: type[T], text: str, path: Path, *, next_step: str, what: st
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """Something wrong in a file: the path of a key in it, and what is to be said, path included."""
+    """A fault in a file: the path of the key, and the text of the fault, path included."""
 
     where: tuple[str | int, ...]
     text: str
@@ -236,9 +236,9 @@ def convert(kind: type[T], raw: object, path: Path, *, text: str = "", next_step
 
 
 def check(kind: type[T], raw: object) -> tuple[T | None, list[Fault]]:
-    """``raw`` as the dataclass ``kind``, or None and all that is wrong with it.
+    """``raw`` as the dataclass ``kind``, or None and every fault of it.
 
-    What ``__post_init__`` says of a table is among it once its fields have no faults.
+    The faults that ``__post_init__`` raises for a table are included once its fields have none.
     """
     try:
         # Through JSON: a list is read as a tuple, and still no number as a string.
@@ -276,7 +276,7 @@ def write_json(path: Path, value: object) -> None:
 class _Schema(GenerateJsonSchema):
     """Without titles that repeat the names of keys, and without null for what is left out.
 
-    What is written has every key, but those that are left out where they are empty, and no other.
+    A written file has every declared key except those left out when empty, and no other key.
     """
 
     def field_title_should_be_set(self, schema: Any) -> bool:
@@ -362,7 +362,7 @@ def _line(text: str, where: list[Any]) -> int | None:
         if header := _HEADER.fullmatch(line):
             names = tuple("".join(parts) for parts in _PART.findall(header[2]))
             if header[1] == "[[":
-                # What is within begins anew.
+                # A nested table starts a new search.
                 counts = {key: n for key, n in counts.items() if key[:-1][: len(names)] != names}
                 counts[names] = counts.get(names, -1) + 1
             table = []

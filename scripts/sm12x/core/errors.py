@@ -30,7 +30,7 @@ class Sm12xError(Exception):
     """
 
     exit_code = 20
-    meaning = "failed for a reason that has no code of its own"
+    meaning = "any failure without an exit code of its own"
 
     def __init__(self, message: str, *, next_step: str) -> None:
         super().__init__(message)
@@ -83,7 +83,7 @@ class NoEngineError(Sm12xError):
 
 class EngineNotRunningError(Sm12xError):
     exit_code = 9
-    meaning = "the container engine is there but does not answer"
+    meaning = "the container engine is installed but does not answer"
 
 
 class BadArchitectureError(Sm12xError):
@@ -118,33 +118,33 @@ class BuildFailedError(Sm12xError):
 
 class UnknownVerdictError(Sm12xError):
     exit_code = 16
-    meaning = "what was asked is unknown: the tests that would tell could not run"
+    meaning = "the result is unknown: the tests or comparisons that decide it could not run"
 
 
 class ServerError(Sm12xError):
     exit_code = 17
-    meaning = "a server does not answer, or not as a vLLM server with sleep mode does"
+    meaning = "a server does not answer, or its answer is not that of a vLLM server with sleep mode"
 
 
 def of_system(error: OSError) -> Sm12xError | None:
-    """What the system refused, where that is about a disk or a path; None for anything else."""
+    """The error for a failed access to a disk or a path; None for any other ``OSError``."""
     where = f"{error.filename}: " if isinstance(error.filename, str) else ""
     message = f"{where}{(error.strerror or str(error)).lower()}"
     number = error.errno
     if number is None:
-        # Copying a folder gathers what went wrong with its files, as text.
+        # Copying a folder collects the errors of its files, as text.
         said = _ERRNO.search(str(error))
         number = int(said[1]) if said else None
         where, message = "a copy: ", str(error)[:_SAID]
     if number in DISK_FULL:
         return NoSpaceError(message, next_step="free space there, and run the same command again")
-    # What the tempfile module says after it has tried to write in every folder it knows.
+    # The message of the tempfile module when none of its folders can be written.
     if number == errno.ENOENT and "usable temporary directory" in (error.strerror or ""):
         return NoSpaceError(
             message, next_step="free space there, or set TMPDIR to a folder that can be written"
         )
     if number in _OF_A_PATH and where:
-        return BadFileError(message, next_step="check that path, and who may read and write there")
+        return BadFileError(message, next_step="check that path and its permissions")
     return None
 
 

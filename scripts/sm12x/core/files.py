@@ -15,7 +15,7 @@ from pathlib import Path
 from sm12x.core.errors import BadFileError, DirtyTreeError, NoSpaceError, Sm12xError
 from sm12x.core.text import GIB
 
-# The date of files that must not look new to a tool that goes by dates: 2000-01-01, in seconds.
+# The date of files that must look old to a tool that compares dates: 2000-01-01, in seconds.
 DATE = 946684800
 
 
@@ -58,7 +58,7 @@ def replacing_folder(out: Path, marker: str) -> Iterator[Path]:
     """
     if out.exists() and not (out / marker).is_file() and any(out.iterdir()):
         raise BadFileError(
-            f"{out} is there and was not made by this command",
+            f"{out} exists and was not made by this command",
             next_step="name a new folder, or remove that one",
         )
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -75,10 +75,10 @@ def replacing_folder(out: Path, marker: str) -> Iterator[Path]:
 
 @contextmanager
 def locked(folder: Path, refused: Sm12xError | None = None) -> Iterator[None]:
-    """Hold ``folder`` against other processes that ask for it; the system lets go if we are killed.
+    """Lock ``folder`` against other processes; the kernel releases the lock if this one is killed.
 
     Raises:
-        DirtyTreeError: another process has it; ``refused`` instead, where that is given.
+        DirtyTreeError: another process holds the lock; ``refused`` instead, where it is given.
     """
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -90,7 +90,7 @@ def locked(folder: Path, refused: Sm12xError | None = None) -> Iterator[None]:
                 next_step="wait until it has ended, and run this again",
             ) from None
         except OSError:
-            # A file system without locks: as before there were any.
+            # A file system without locks: go on without one.
             pass
         yield
     finally:
@@ -98,7 +98,7 @@ def locked(folder: Path, refused: Sm12xError | None = None) -> Iterator[None]:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process has ``folder``, see ``locked``."""
+    """Whether a process holds the lock of ``folder``; see ``locked``."""
     try:
         with locked(folder):
             return False
@@ -113,7 +113,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def existing(folder: Path) -> Path:
-    """``folder``, or the lowest folder above it that there is."""
+    """``folder``, or the nearest folder above it that exists."""
     while not folder.exists():
         folder = folder.parent
     return folder

@@ -24,7 +24,7 @@ _IDENTITY = "sm12x <sm12x@localhost>"
 _FIXED_DATE = "946684800 +0000"
 
 _SETTINGS = {
-    # Bytes are bytes: no conversion, whatever .gitattributes or the machine say.
+    # No conversion of content, whatever .gitattributes or the machine's settings say.
     "core.autocrlf": "false",
     "core.safecrlf": "false",
     "core.attributesFile": os.devnull,
@@ -37,7 +37,7 @@ _SETTINGS = {
     "commit.gpgSign": "false",
     "tag.gpgSign": "false",
     "gc.auto": "0",
-    # Scratch objects are read once: neither compressing nor flushing them pays.
+    # Scratch objects are read once: compressing or flushing them would only cost time.
     "core.looseCompression": "0",
     "core.fsync": "none",
     "advice.detachedHead": "false",
@@ -63,7 +63,7 @@ class TreeFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Offset:
-    """A hunk that git would have moved: hunk ``number`` of ``path``, by ``lines`` lines."""
+    """A hunk that applies only at another line: hunk ``number`` of ``path``, by ``lines`` lines."""
 
     path: str
     number: int
@@ -92,7 +92,7 @@ class Signature:
 class Repository:
     """A repository whose parts are named outright, so that none is looked for or guessed.
 
-    ``work_tree`` may be any folder; nothing is written into it but by ``checkout``.
+    ``work_tree`` may be any folder; only ``checkout`` writes into it.
     """
 
     git_dir: Path
@@ -347,7 +347,7 @@ def _run(
     stdin: str | bytes | None = None,
     check: bool = True,
 ) -> Completed:
-    """process.run, with a full disk told apart from all else: it is no answer to a question."""
+    """process.run, but a full disk raises NoSpaceError even without ``check``."""
     done = process.run(words, cwd=cwd, env=env, stdin=stdin, check=False)
     if done.returncode != 0:
         lines = done.stderr.splitlines()
@@ -393,7 +393,7 @@ def parse_apply(stderr: str, returncode: int) -> GitApplied:
 
 
 def isolation() -> dict[str, str | None]:
-    """Environment that keeps git from the machine's and the user's configuration."""
+    """An environment in which git reads no configuration of the machine or the user."""
     # A caller's own variables (a hook's GIT_DIR, GIT_INDEX_FILE ...) would point git elsewhere.
     inherited: Iterator[str] = (name for name in os.environ if name.startswith("GIT_"))
     return {
@@ -410,7 +410,7 @@ def isolation() -> dict[str, str | None]:
 
 
 def user_identity(folder: Path) -> str | None:
-    """Who the user says they are, "Name <mail>", from git's usual places; None if nowhere."""
+    """The user's identity, "Name <mail>", from git's configuration; None where none is set."""
     done = process.run(["git", "config", "--get", "user.name"], cwd=folder, check=False)
     mail = process.run(["git", "config", "--get", "user.email"], cwd=folder, check=False)
     name = os.environ.get("GIT_AUTHOR_NAME") or done.stdout.strip()

@@ -139,7 +139,7 @@ def _locate(project: str, name: str, sha256: str) -> download.Remote:
         package = next((one for one in answer.page.packages if one.filename == name), None)
         if package is None:
             count = len(answer.page.packages)
-            seen.append(f"{answer.shown} has no such file among the {count} of {project}")
+            seen.append(f"{answer.shown} has no such file among its {count} files of {project}")
             continue
         digest = package.digests.get("sha256", sha256)
         if digest == sha256:
@@ -150,8 +150,8 @@ def _locate(project: str, name: str, sha256: str) -> download.Remote:
         raise HashMismatchError(
             f"the package index lists {name} with sha256 {other}, expected {sha256}; "
             "nothing was fetched",
-            next_step="check the pin; if it is right, the index serves another file: ask who runs "
-            "it",
+            next_step="check the pin; if it is right, the index serves another file: ask its "
+            "operator",
         )
     raise FetchError(f"{name} cannot be fetched: {'; '.join(seen)}", next_step=download.OFFLINE)
 
@@ -167,10 +167,11 @@ class Answer:
 
 
 def answers(project: str, name: str, seen: list[str]) -> Iterator[Answer]:
-    """The answer of each index that has ``project``, in order; of the others ``seen`` says so.
+    """The answer of each index that has ``project``, in order; ``seen`` gets a line for each other.
 
     Raises:
-        FetchError: one does not answer, or not as an index; ``name`` is what is looked for.
+        FetchError: an index does not answer, or is no package index; ``name`` is the file to look
+          for.
         BadFileError: the CA bundle that the settings name does not exist.
     """
     config = pipconfig.load()
@@ -205,7 +206,7 @@ def _download(
     download.transfer(remote, part, name, on_progress)
     got = files.sha256(part)
     if got != sha256 and resumed:
-        # What an earlier run left may have been the bad half: once more, whole.
+        # The part left by an earlier run may be the damaged one: fetch the whole file once more.
         os.truncate(part, 0)
         download.transfer(remote, part, name, on_progress)
         got = files.sha256(part)

@@ -1,4 +1,4 @@
-"""What a package index, or a folder of files, has of a project: names, hashes, upload times."""
+"""The files of a project on a package index or in a folder: names, hashes, upload times."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def of_folder(project: str, folder: Path) -> tuple[ListedFile, ...]:
 def completed(
     here: tuple[ListedFile, ...], known: tuple[ListedFile, ...]
 ) -> tuple[ListedFile, ...]:
-    """The files of a folder with what an index knows of them: when they came out, further wheels.
+    """The files of a folder, with upload times and further wheels from the index.
 
     A file that has the name of one of the index and another sha256 is not taken for it.
     """

@@ -78,10 +78,10 @@ def parse(text: str, *, where: str = "lock file") -> Lockfile:
 
 
 def restrict(text: str, names: Iterable[str], *, where: str = "lock file") -> str:
-    """The lock of ``names`` and of all that these need, directly or not.
+    """The lock of ``names`` and of their direct and indirect requirements.
 
-    What needs what is read from the ``# via`` comments. They do not tell extras apart, so a
-    package's optional needs come along when the whole lock has them.
+    What needs what is read from the ``# via`` comments. These comments do not tell extras apart, so
+    a package's optional requirements are included where the whole lock has them.
 
     Raises BadFileError if a name is not in the lock.
     """
@@ -108,7 +108,7 @@ def restrict(text: str, names: Iterable[str], *, where: str = "lock file") -> st
 
 
 def brought_by(requirement: Requirement, extra: str) -> bool:
-    """Whether a package has the requirement with that extra of it, and not without."""
+    """Whether a package has the requirement only when that extra is asked for."""
     marker = requirement.marker
     if marker is None:
         return False

@@ -23,7 +23,7 @@ _COMPILER_GIB, _UNIFIED_COMPILER_GIB = 4.0, 8.0
 
 
 def compiler_gib(*, unified: bool) -> float:
-    """GiB that one compiler of CUDA kernels is counted with."""
+    """GiB to reserve for one compiler of CUDA kernels."""
     return _UNIFIED_COMPILER_GIB if unified else _COMPILER_GIB
 
 
@@ -38,12 +38,12 @@ def compilers(*, cores: int, available: int, unified: bool) -> int:
 
 
 def fitting(*, cores: int, available: int, each_gib: float) -> int:
-    """How many processes of ``each_gib`` GiB fit in ``available`` bytes, at most one a core."""
+    """How many processes of ``each_gib`` GiB fit in ``available`` bytes, at most one per core."""
     return max(1, min(cores, int(available / GIB / each_gib)))
 
 
 def cores(root: Path = Path("/")) -> int:
-    """How many processors we may use: those of our affinity, or of our control group's quota."""
+    """The number of processors for this process, by CPU affinity and control group quota."""
     ours = len(os.sched_getaffinity(0))
     groups = root / "sys/fs/cgroup"
     quota, period = (*_words(groups / "cpu.max"), "", "")[:2]

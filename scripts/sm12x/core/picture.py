@@ -17,7 +17,8 @@ def figure(option: str, **settings: Any) -> Any:
     except ImportError:
         raise ToolMissingError(
             f"{option} needs matplotlib, which is not installed",
-            next_step="pip install matplotlib, or leave the picture out: the text has it as well",
+            next_step="pip install matplotlib, or leave the picture out: the text report has the "
+            "same figures",
         ) from None
     return module.Figure(**settings)
 

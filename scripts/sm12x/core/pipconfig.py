@@ -1,7 +1,7 @@
 """Where the user's package clients get packages from: index addresses and the CA bundle.
 
-Companies put a mirror and a CA of their own into pip's or uv's settings; users who have done that
-once should not have to tell us again. Environment variables win over pip's files, as in pip.
+Companies put a mirror and a CA of their own into pip's or uv's settings; users should not have to
+repeat these settings here. Environment variables win over pip's files, as in pip.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PipConfig:
     def uv_environment(self) -> dict[str, str]:
         """Variables that make uv, which does not read pip's files, use the same settings."""
         found: dict[str, str] = {}
-        # Where nothing was set up, uv's own file may still say something.
+        # Without such settings uv's own file may still have some.
         if self.indexes[0] != PYPI_SIMPLE_ENDPOINT:
             found["UV_DEFAULT_INDEX"] = self.indexes[0]
         if len(self.indexes) > 1:
@@ -113,7 +113,7 @@ def _pip_files(env: Mapping[str, str]) -> dict[str, tuple[str, str]]:
             reason = " ".join(str(error).split())
             raise BadFileError(
                 f"{path} cannot be read: {reason}",
-                next_step="correct that file, or set PIP_CONFIG_FILE=/dev/null to go without",
+                next_step="correct that file, or set PIP_CONFIG_FILE=/dev/null to ignore it",
             ) from None
         for section in ("global", "install", "download"):
             if parser.has_section(section):

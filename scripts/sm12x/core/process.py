@@ -19,8 +19,8 @@ from typing import IO, NoReturn
 from sm12x.core.errors import ToolFailedError, ToolMissingError
 
 _TAIL_LINES = 20
-_NEXT_STEP = "read the lines above; the command can be repeated by hand"
-# What a program gets to end in that was asked to. docker's client waits for its daemon to give up a
+_NEXT_STEP = "read the lines above; repeat the command by hand to see all of its output"
+# Seconds that a program has to end after SIGTERM. docker's client waits for its daemon to give up a
 # step, for minutes on a slow disk; debootstrap takes its mounts away, which must not be cut short.
 GRACE_SECONDS = 90.0
 
@@ -66,8 +66,8 @@ def run(
         stdin=subprocess.DEVNULL if data is None else subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        # What may have to be killed must be killable with all that it has started: a grandchild
-        # that holds the pipes open would keep us waiting for ever.
+        # With a timeout the program has its own process group, so that a kill reaches grandchildren
+        # too: one that holds the pipes open would block this process.
         start_new_session=timeout is not None,
     ) as process:
         try:
@@ -94,10 +94,10 @@ def run(
 
 
 class Background:
-    """A process that runs beside us, with all it starts in a group that can be stopped at once.
+    """A background process in a process group of its own, which ``stop`` ends as a whole.
 
-    Its output goes to ``log``, or where ours goes without one. The caller must ``stop`` it,
-    whatever happens in between.
+    Its output goes to ``log``, else to this process's own output. The caller must call ``stop`` on
+    every path.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Background:
         cwd: Path | None = None,
         env: Mapping[str, str | None] | None = None,
     ) -> None:
-        # What is shown is not kept: there is nothing to read then.
+        # Output that is shown is not kept: the log to read is then empty.
         self.log = log or Path(os.devnull)
         with log.open("wb") if log else nullcontext() as handle:
             self._process = subprocess.Popen(
@@ -126,12 +126,12 @@ class Background:
         return self._process.poll()
 
     def terminate(self) -> None:
-        """Ask it and all that it started to end (SIGTERM); ``stop`` is for those that do not."""
+        """Send SIGTERM to the process group; ``stop`` kills what does not end."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGTERM)
 
     def stop(self) -> None:
-        """Kill it and all that it started; what has ended already is left alone."""
+        """Kill the process group, unless it has ended already."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -157,7 +157,7 @@ def stream(
     handle: IO[str] | None = None
     if log is not None:
         log.parent.mkdir(parents=True, exist_ok=True)
-        # Line by line: who follows a long step in its log must not be pages behind.
+        # Line-buffered, so that a reader of the log sees a long step's output at once.
         handle = log.open("a", buffering=1, encoding="utf-8")
     try:
         if handle:
@@ -235,7 +235,7 @@ def reading(
             while process.stdout.read(1 << 20):
                 pass
         except Exception as error:
-            # One that is still writing was not the cause; one that failed may yet have to exit.
+            # A writer that still runs was not the cause; one that failed may need a moment to exit.
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=1)
             if process.returncode:
@@ -298,7 +298,7 @@ def _failed(
 
 
 def failed(done: Completed) -> ToolFailedError:
-    """The error that ``run`` raises with ``check``, for a process that has been let fail."""
+    """The error that ``run`` raises with ``check``, for a process that ran without it."""
     lines = (done.stderr or done.stdout).splitlines()
     return _failed(done.argv, done.returncode, lines, _NEXT_STEP)
 

@@ -96,13 +96,13 @@ class Steps(Protocol):
 # What follows it in a line off a terminal is how far a step is; the reader of the output of such a
 # step (a container engine's, say) can show it in one moving line.
 MARK = "progress: "
-# Off a terminal at most one line in so many seconds.
+# Without a terminal at most one line per this many seconds.
 _EVERY = 10.0
 
 
 @contextmanager
 def steps() -> Iterator[Steps]:
-    """A bar for each label that reports; off a terminal a line as it begins, then now and then."""
+    """A bar for each label that reports; without a terminal, a line now and then."""
     console = stderr_console()
     columns = [
         TextColumn("{task.description}"),

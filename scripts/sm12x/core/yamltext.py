@@ -46,7 +46,7 @@ def parse(text: str) -> Yaml:
 
 
 class _Reader:
-    # Aliases of aliases can stand for more values than there is memory.
+    # Nested aliases can expand to more values than fit in memory.
     MOST = 100_000
 
     def __init__(self) -> None:

@@ -1,1 +1,1 @@
-"""Renders recipes for what runs them: pure functions from a recipe to a text."""
+"""Renders recipes for docker, compose, shells, llama-swap and Nomad; pure functions."""

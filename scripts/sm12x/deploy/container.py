@@ -1,4 +1,4 @@
-"""What a recipe needs from a container engine, whatever the engine's own words for it are."""
+"""What a recipe needs from a container engine, independent of the engine's syntax."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sm12x.recipes.render import Rendered, render
 # The image of a bundle. Its entry point takes a recipe's name; any other image is given a command.
 BUNDLE = "vllm-sm12x"
 CACHE = "sm12x-cache:/cache"
-# What differs from machine to machine and has no place in a recipe: the adapters and addresses.
+# Variables that differ from machine to machine, and so are not in a recipe: adapters, addresses.
 _MACHINE = (
     "NCCL_IB_HCA",
     "NCCL_IB_GID_INDEX",
@@ -103,14 +103,14 @@ def require_known_cluster(recipe: Recipe) -> None:
     if recipe.cluster_only and not (recipe.sm12x and recipe.sm12x.machines > 1):
         raise UsageError(
             f"{recipe.key} is for several machines (cluster_only), and no sm12x block says how "
-            "many: what runs on the others is not known",
+            "many: what to run on the other machines is not known",
             next_step="start it with the runner of that cluster, or `sm12x recipe import "
             f"{shlex.quote(str(recipe.path))}` and fill in machines",
         )
 
 
 def others(recipe: Recipe) -> list[str]:
-    """What has to run on the other machines of a recipe that is started on one alone, in lines.
+    """Lines on what to run on the other machines of a recipe that is started on one machine.
 
     Empty for a recipe for one machine, and for one with a container of its own for each.
     """
@@ -126,8 +126,8 @@ def others(recipe: Recipe) -> list[str]:
             f"  on {rest}: ray start --address FIRST:6379 --block",
         ]
     return [
-        f"This is for the first of {machines} machines. What runs on {rest} the recipe does not "
-        "say: it has neither Ray nor a setting node_rank."
+        f"This is for the first of {machines} machines. The recipe does not say what to run on "
+        f"{rest}: it has neither Ray nor a setting node_rank."
     ]
 
 
@@ -260,7 +260,7 @@ def _command_line(
 def header(
     recipe: Recipe, target: str, settings: Mapping[str, str], extra: Sequence[str]
 ) -> list[str]:
-    """The comment a text starts with: what made it, what it is, and what keeps it from serving."""
+    """A text's first comment: the command that made it, the recipe, why it cannot serve yet."""
     lines = [
         f"# Made by `{_command_line(recipe, target, settings, extra)}`.",
         f"# {recipe.description or recipe.name}",

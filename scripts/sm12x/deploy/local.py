@@ -41,7 +41,7 @@ def docker(recipe: Recipe, *, image: str, settings: Mapping[str, str], extra: Se
 
 
 def docker_command(part: Container) -> str:
-    """One `docker run`, an option group a line."""
+    """One `docker run`, one option group per line."""
     # TP workers share tensors through /dev/shm, where docker gives 64 MiB.
     lines = [f"docker run --rm --name {part.name} --gpus {part.gpus or 'all'} --ipc host"]
     if part.rdma:
@@ -63,7 +63,7 @@ def _quote_volume(volume: str) -> str:
 
 
 def shell(recipe: Recipe, *, image: str, settings: Mapping[str, str], extra: Sequence[str]) -> str:
-    """A script that becomes the server; ``image`` does not matter to it.
+    """A script that becomes the server; ``image`` is not used.
 
     Raises:
         UsageError: a setting that the recipe does not have.
@@ -219,6 +219,6 @@ def _model(
         "cmd": text + "\n",
         "cmdStop": f"docker stop --time 120 {part.name}",
         "proxy": "http://127.0.0.1:${PORT}",
-        # What the clients ask for is what the server calls itself.
+        # Clients have to ask for the server's own name of the model.
         "checkEndpoint": "/health",
     }

@@ -3,11 +3,11 @@
 The text is data/nomad.hcl.jinja; here are the values that it is filled with.
 
 The same text runs on a machine with no GPU with `-var gpus=0 -var args=check`: the job is then a
-batch job that asks for no device, and ends when the image has proved itself.
+batch job that asks for no device, and ends when the check of the image is done.
 
 A pair is one task. Nomad gives a device to one task only, so neither two jobs nor two tasks of a
 group can hold the same GPUs; one container with both servers can, and Nomad still knows which GPUs
-are taken. Pinning by UUID is no way out: with a constraint on `${device.ids}` Nomad 1.10 gives a
+are taken. Pinning by UUID does not help: with a constraint on `${device.ids}` Nomad 1.10 gives a
 task fewer GPUs than it asks for, or none, when one of them is taken.
 """
 
@@ -41,7 +41,7 @@ _MINUTES = {"pull": 20, "load": 15, "spare": 5}
 _UID = 1000
 # Where an image that others made, which runs as root, keeps what it compiles.
 _ROOT_CACHE = "/root/.cache"
-# Stands in a rendered command for the address that only Nomad knows.
+# Placeholder in a rendered command for the address that only Nomad knows.
 _ADDRESS = "nomad-address"
 
 
@@ -104,7 +104,7 @@ def render(
     ports = _ports(recipe, given)
     machines = recipe.sm12x.machines if recipe.sm12x else 1
     shipped = recipe.path.resolve().parent == layout.recipes().resolve()
-    # What the image's entry point is told: the recipe's name, or the file that the job brings.
+    # The argument of the image's entry point: the recipe's name, or the file in the job.
     words = [recipe.key if shipped else f"/local/{recipe.path.name}"]
     words += [f"{key}={value}" for key, value in given.items()]
     text = "" if shipped else recipe.path.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What a host has that a server on SM12x depends on. Everything here only reads.
+"""Checks of a host for a server on SM12x. Everything here only reads.
 
 ``collect`` reads facts (under a root folder, so that tests can give a tree of their own),
 ``checks`` are pure functions from facts to findings, ``render`` and ``report`` put them into words

@@ -1,4 +1,4 @@
-"""Caches of compiled code: where they are, when they were written, and by another build or not."""
+"""Caches of compiled code: place, time of writing, and whether another build wrote them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def collect(
 ) -> tuple[tuple[Cache, ...], tuple[Unseen, ...]]:
     """Every cache that holds a file: this user's, the docker volume's, and those of ``folders``.
 
-    The second part is what is there, or may be, and cannot be read.
+    The second part lists caches that exist, or may exist, and cannot be read.
     """
     found: list[Cache] = []
     hidden: dict[str, Unseen] = {}
@@ -129,7 +129,7 @@ def stale(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
         return findings or [nothing]
     if isinstance(image, Unseen) or built is None:
         places = ", ".join(str(cache.path) for cache in facts.caches)
-        seen = f"could not see whether they are the image's, its build time is not known: {places}"
+        seen = f"could not tell whether they fit the image, whose build time is unknown: {places}"
         return [*findings, known.finding(name, UNKNOWN, seen, fix=(_wipe(facts.caches),))]
     return [*findings, *(_compare(cache, image, built, known) for cache in facts.caches)]
 

@@ -1,4 +1,4 @@
-"""All checks of a host, and the order of what they find. Each is a pure function of the facts."""
+"""All checks of a host, and the order of their findings. Each is a pure function of the facts."""
 
 from __future__ import annotations
 

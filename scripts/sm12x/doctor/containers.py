@@ -21,7 +21,7 @@ from sm12x.doctor.model import (
     Unseen,
 )
 
-# How to ask each. `podman info` would make its storage folders, so it is not used.
+# The command that queries each. Not `podman info`, which would make its storage folders.
 ENGINES = {
     "docker": ("docker", "info", "--format", "{{json .}}"),
     "podman": ("podman", "version", "--format", "json"),
@@ -90,7 +90,7 @@ def engines(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     name = "engine.present"
     found = facts.containers.engines
     if not found:
-        # Inside a container, or where the image's files run as they are, none is needed.
+        # Inside a container, or where the image's files run without an engine, none is needed.
         where = f" (this is inside a container: {facts.machine.container})"
         seen = f"no docker or podman on PATH{where if facts.machine.container else ''}"
         fix = ("sudo apt install docker.io",)

@@ -1,4 +1,4 @@
-"""The driver: does it answer, is it new enough, has it made trouble.
+"""Checks of the driver: does it answer, is it new enough, are there errors or known faults.
 
 And the kernel: settings that stop GPUs or RDMA from reaching memory.
 """
@@ -11,7 +11,7 @@ from sm12x.core.text import counted, ranges, size
 from sm12x.doctor.knowledge import Knowledge
 from sm12x.doctor.model import BAD, INFO, OK, UNKNOWN, WARN, Diagnosis, HostFacts, Unseen
 
-# The image's CUDA where no ledger says it.
+# The image's CUDA version where no ledger has it.
 _TOOLKIT = "13"
 _LINES = 3
 
@@ -49,7 +49,11 @@ def version(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     needed = next((entry for entry in known.requirements if entry.toolkit == major), None)
     whose = f"the image's CUDA {toolkit}" if toolkit else f"CUDA {major} (assumed)"
     if needed is None:
-        return [known.finding(name, UNKNOWN, f"could not see what {whose} needs: not in the data")]
+        return [
+            known.finding(
+                name, UNKNOWN, f"could not tell which driver {whose} needs: not in the data"
+            )
+        ]
     found = facts.driver.version
     if isinstance(found, Unseen):
         seen = f"could not see the driver's version: {found.why}; {whose} needs {needed.driver}"
@@ -66,7 +70,7 @@ def trouble(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     name = "driver.trouble"
     found = facts.driver.version
     if isinstance(found, Unseen):
-        seen = "could not compare with reported trouble: the driver's version is not known"
+        seen = "could not compare with reported faults: the driver's version is not known"
         return [known.finding(name, UNKNOWN, seen)]
     kernel = facts.machine.kernel
     about = [
@@ -104,11 +108,11 @@ def log(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
         return [known.finding(name, UNKNOWN, seen, fix=("sudo dmesg | grep NVRM",))]
     if facts.log:
         last = "; ".join(facts.log[-_LINES:])
-        seen = f"{counted(len(facts.log), 'line')} of trouble since boot, the last: {last}"
+        seen = f"{counted(len(facts.log), 'line')} about driver faults since boot, the last: {last}"
         return [known.finding(name, WARN, seen, fix=("sudo dmesg | grep NVRM", "sudo reboot"))]
     if not facts.seen_gpus:
         return []
-    return [known.finding(name, OK, "no trouble of the driver since boot")]
+    return [known.finding(name, OK, "no driver faults since boot")]
 
 
 def _version(facts: HostFacts) -> str:

@@ -1,6 +1,6 @@
-"""Driver and GPUs: NVML first, then nvidia-smi, then what the kernel shows without either.
+"""Driver and GPUs: from NVML, else from nvidia-smi, else from the kernel.
 
-And what that means: whether the image runs on them, and what they still hold.
+And the checks of them: whether the image runs on them, and the memory they still hold.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _QUERY = "index,name,pci.bus_id,compute_cap,memory.total,memory.used,driver_vers
 _LOAD = "index,utilization.gpu,power.draw"
 _MISSING = "is not installed"
 _VERSION = re.compile(r"\b(\d{3}\.\d+(?:\.\d+)?)\b")
-# What the kernel says when the driver or its firmware is in trouble.
+# Kernel messages about faults of the driver or its firmware.
 _TROUBLE = re.compile(r"NVRM:.*(Xid|NV_ERR_NO_MEMORY|heartbeat timed out|GPU is probably locked)")
 
 
@@ -143,7 +143,7 @@ def _nvml_load(nvml: Any, handle: Any) -> tuple[int | None, float | None]:
 
 
 def _nvml_memory(nvml: Any, handle: Any) -> tuple[int | None, int | None]:
-    # The second version counts what the driver reserves for itself apart from what is used.
+    # Version 2 of the struct counts the driver's own reserve apart from used memory.
     for arguments in ((handle, getattr(nvml, "nvmlMemory_v2", 0)), (handle,)):
         try:
             found = nvml.nvmlDeviceGetMemoryInfo(*arguments)
@@ -317,7 +317,7 @@ def _decoded(text: str | bytes) -> str:
     return text.decode() if isinstance(text, bytes) else text
 
 
-# What Linux itself accounts for in /proc/meminfo; what is missing from the total is a driver's.
+# Fields of /proc/meminfo that add up to Linux's own use; the rest of the total is a driver's.
 _ACCOUNTED = (
     "MemFree",
     "Buffers",
@@ -351,7 +351,7 @@ def present(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
         elif first.capability in DEVICES:
             findings.append(known.finding(name, OK, seen))
         else:
-            seen += ": not one of the GPUs the stack is for"
+            seen += ": the stack is not for this GPU"
             findings.append(known.finding(name, WARN, seen))
     return findings
 
@@ -398,7 +398,9 @@ def leftover(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
         if gpu.unified:
             findings.append(_unified_leftover(facts, gpu, known))
         elif gpu.memory_used is None:
-            seen = f"could not see what {gpu} holds: the driver was not asked or does not say"
+            seen = (
+                f"could not see the memory used on {gpu}: the driver was not asked, or gives none"
+            )
             findings.append(known.finding("gpu.leftover", UNKNOWN, seen))
         elif gpu.memory_used <= known.thresholds.leftover_gib * GIB:
             empty.append(gpu)
@@ -446,7 +448,7 @@ def _code(image: Image, device: Device, which: str, known: Knowledge) -> Diagnos
         return known.finding(name, WARN, seen, fix=audit)
     if counted[NATIVE] == 0:
         return known.finding(name, WARN, f"{which}: {unit} {told}", fix=audit)
-    accepted = "; what cannot run is for other GPUs" if counted[NONE] and image.passed else ""
+    accepted = "; units without code are for other GPUs" if counted[NONE] and image.passed else ""
     seen = f"{which}: {unit} {told}{accepted}"
     return known.finding(name, INFO if counted[PTX] else OK, seen)
 
@@ -479,7 +481,7 @@ def _leftover(facts: HostFacts, gpu: Gpu, used: int, known: Knowledge) -> Diagno
         rest = used - sum(filter(None, owned))
         if rest <= known.thresholds.leftover_gib * GIB:
             return known.finding(name, INFO, f"{gpu}: {size(used)} in use by {who}", fix=holders)
-        seen = f"{gpu}: {who} own {size(used - rest)}, {size(rest)} more belong to none"
+        seen = f"{gpu}: {who} own {size(used - rest)}, {size(rest)} more belong to no process"
         return known.finding(name, WARN, seen, fix=holders)
     if facts.machine.container:
         seen = (
@@ -495,7 +497,7 @@ def _unified_leftover(facts: HostFacts, gpu: Gpu, known: Knowledge) -> Diagnosis
     name = "gpu.leftover"
     info = facts.memory.info
     if isinstance(info, Unseen):
-        return known.finding(name, UNKNOWN, f"could not see what {gpu} holds: {info.why}")
+        return known.finding(name, UNKNOWN, f"could not see the memory used on {gpu}: {info.why}")
     driver = info["MemTotal"] - sum(info.get(entry, 0) for entry in _ACCOUNTED)
     processes = () if isinstance(gpu.processes, Unseen) else gpu.processes
     owned = sum(process.memory or 0 for process in processes)
@@ -514,7 +516,7 @@ def _unified_leftover(facts: HostFacts, gpu: Gpu, known: Knowledge) -> Diagnosis
 
 
 def stuck(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
-    """GPUs that are busy and draw next to nothing: a kernel that waits for what does not come."""
+    """GPUs that are busy at almost no power: a kernel waits for data that does not come."""
     findings = []
     for gpu in facts.seen_gpus:
         model = known.model_of_name(gpu.name)

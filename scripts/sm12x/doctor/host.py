@@ -1,4 +1,4 @@
-"""The one door to the machine: files below a root, programs, the NVML library."""
+"""All access to the machine: files below a root, programs, the NVML library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of the image: the audit of its wheel, and the ledger beside it."""
+"""The facts about the image: the audit of its wheel, and the ledger beside it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def find(
     if host.exists(_INSIDE):
         return _inside(host.path(_INSIDE))
     if others:
-        return Unseen(f"{dist} has bundles for {others[0]} alone, and this is {machine}")
+        return Unseen(f"{dist} has bundles only for {others[0]}, and this machine is {machine}")
     return Unseen(f"no bundle was built here: {dist} has no audit")
 
 
@@ -70,7 +70,7 @@ def read(audit: Path) -> Image:
         audit=audit,
         stack_id=ledger.stack_id if ledger else "",
         machine=ledger.machine if ledger else _machine(libraries),
-        # The first file of a build: whatever the image compiles is younger.
+        # The first file of a build: all code that the image compiles is newer.
         built=beside.stat().st_mtime if ledger else None,
         libraries=libraries,
         passed=policy.passed if policy else None,
@@ -113,7 +113,7 @@ def _subjects(ledger: Ledger) -> tuple[str, ...]:
 
 
 def _judged(entry: LibraryEntry) -> ImageLibrary:
-    # What runs in part natively has code for the device.
+    # A library that runs partly natively has code for the device.
     units = {
         device: {NATIVE if verdict == MIXED else verdict: 1}
         for device, verdict in ((SM120, entry.sm120), (SM121, entry.sm121))

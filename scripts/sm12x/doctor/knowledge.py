@@ -66,7 +66,7 @@ class Trouble(Declared):
 
 @dataclass(frozen=True, kw_only=True)
 class KnownCheck(Declared):
-    """What a kind of finding is about.
+    """A kind of finding.
 
     ``cured_by`` are subjects of patches: an image that has one of them needs no such finding.
     """
@@ -79,7 +79,7 @@ class KnownCheck(Declared):
 
 @dataclass(frozen=True, kw_only=True)
 class Thresholds(Declared):
-    """From where on something is a finding; doctor.toml has the reasons."""
+    """Thresholds of findings; doctor.toml has the reasons."""
 
     leftover_gib: float
     unified_leftover_gib: float

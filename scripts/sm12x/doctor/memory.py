@@ -1,6 +1,6 @@
-"""Memory of the machine: what is there, what limits it, how it is handed out.
+"""Checks of the machine's memory: amount, limits, and kernel settings.
 
-And whether it does: for copies of sleeping models, for RDMA, for workers, and on GB10 for all.
+For host copies of sleeping models, RDMA, workers' shared memory, and GB10's unified memory.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def host_copies(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
         parts.append(f"{size(swapped)} swapped out")
     gpus = len(facts.seen_gpus)
     if gpus and not facts.unified:
-        parts.append(f"room for {size(available(facts) / gpus)} of weights a GPU at level 1")
+        parts.append(f"room for {size(available(facts) / gpus)} of weights per GPU at level 1")
     severity = UNKNOWN if isinstance(limit, Unseen) else INFO
     return [known.finding(name, severity, "; ".join(parts), fix=("sm12x plan RECIPE",))]
 

@@ -1,4 +1,4 @@
-"""Facts about a host, and findings about the facts. Nothing here reads anything.
+"""Facts about a host, and findings about the facts. Nothing here reads the host.
 
 A fact that could not be read is an ``Unseen``, never an empty value: "no process uses the GPU" and
 "the processes cannot be listed" lead to opposite advice.
@@ -118,7 +118,7 @@ class HostMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineAnswer:
-    """``answer`` is what the engine says of itself, or why it does not answer."""
+    """``answer`` is the engine's description of itself, or why it does not answer."""
 
     name: str
     program: Path
@@ -196,7 +196,7 @@ class Network:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageLibrary:
-    """A library of the image: what it is compiled for, and its translation units by device."""
+    """A library of the image: its targets, and its translation units by device."""
 
     path: str
     machine: str
@@ -208,7 +208,8 @@ class ImageLibrary:
 
 @dataclass(frozen=True, kw_only=True)
 class Image:
-    """What the host is compared with. ``built`` is seconds since the epoch, None if not known.
+    """The image that the host is compared with. ``built`` is seconds since the epoch, None if not
+    known.
 
     ``offenders`` are the sentences of the audit's policy; ``passed`` is None where none judged.
     ``versions`` are those of its dependencies ("cuda-toolkit" -> "13.0.2"), ``patches`` the

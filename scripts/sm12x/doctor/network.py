@@ -1,4 +1,4 @@
-"""Two machines: RDMA ports and the variables that tell NCCL which to use, and what is wrong."""
+"""Checks for two machines: RDMA ports, and the variables that tell NCCL which to use."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def plain(text: str, severity: str) -> str:
 def text(
     facts: HostFacts, findings: Sequence[Diagnosis], *, width: int = WIDTH, paint: _Paint = plain
 ) -> str:
-    """First the findings that need a hand, with reason and commands; then a line for each other."""
+    """The findings that need action, with reason and commands; then a line per other finding."""
     width = max(width, _NARROWEST)
     parts = [_head(facts, findings, width)]
     full = [finding for finding in findings if finding.severity in _IN_FULL]
@@ -60,7 +60,7 @@ def text(
 def explain(
     name: str, check: KnownCheck, findings: Sequence[Diagnosis], *, width: int = WIDTH
 ) -> str:
-    """All about one check, and what was found here."""
+    """The description of one check, and its findings here."""
     width = max(width, _NARROWEST)
     lines = [f"{name}: {check.title}", "", texts.paragraph(check.why, width)]
     if check.sources:

@@ -15,7 +15,7 @@ from sm12x.doctor.model import SEVERITIES, Diagnosis, Gpu, HostFacts, Unseen
 
 @dataclass(frozen=True, kw_only=True)
 class MachineReport(Declared):
-    """``container`` is what shows that this runs inside one, null on a host. ``driver`` is null
+    """``container`` is the evidence that this runs inside one, null on a host. ``driver`` is null
     where it could not be seen, ``unified_memory`` where the GPUs could not.
     """
 
@@ -28,7 +28,8 @@ class MachineReport(Declared):
 
 @dataclass(frozen=True, kw_only=True)
 class GpuReport(Declared):
-    """``hardware`` is the name that recipes use. Memory is in bytes, null where it is not said."""
+    """``hardware`` is the name that recipes use. Memory is in bytes, null where the driver does not
+    report it."""
 
     index: Annotated[int, Field(ge=0)]
     name: str
@@ -67,7 +68,7 @@ class DoctorReport(Declared):
 
 
 def document(facts: HostFacts, findings: Sequence[Diagnosis]) -> DoctorReport:
-    """The report of what was found."""
+    """The report of the findings."""
     counted = Counter(finding.severity for finding in findings)
     image = facts.image
     return DoctorReport(

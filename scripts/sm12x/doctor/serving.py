@@ -1,6 +1,6 @@
 """How a server will start and run here: variables of this shell, NCCL's library, the image.
 
-And what goes wrong by it: hangs, crashes at start, kernels that are not used.
+Their faults are hangs, crashes at start, and kernels that are not used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sm12x.doctor.model import (
     Unseen,
 )
 
-# Read by PyTorch, FlashInfer's compiler and vLLM; each decides about a check.
+# Variables of PyTorch, FlashInfer's compiler and vLLM; each affects a check.
 _VARIABLES = (
     "FLASHINFER_CUBIN_DIR",
     "HF_HUB_OFFLINE",
@@ -46,7 +46,7 @@ _NCCL = "libnccl.so.2"
 _SITES = ("/opt/venv/lib", "/usr/local/lib", "/usr/lib")
 _SYSTEM = ("/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib")
 _IN_SITE = "nvidia/nccl/lib"
-# What the library itself prints at start with NCCL_DEBUG=VERSION.
+# The text that the library prints at start with NCCL_DEBUG=VERSION.
 _VERSION = re.compile(rb"NCCL version (\d+\.\d+\.\d+)")
 _EM_AARCH64 = (183).to_bytes(2, "little")
 _MACHINE = slice(18, 20)
@@ -162,7 +162,7 @@ def _stores(data: mmap.mmap) -> ExclusiveStores | Unseen:
 
 
 def expandable(environment: Mapping[str, str]) -> str:
-    """The variable that turns expandable segments on, as it is set; "" where none does."""
+    """The variable that turns expandable segments on, with its value; "" without one."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         value = environment.get(name, "")
         settings = {
@@ -175,7 +175,7 @@ def expandable(environment: Mapping[str, str]) -> str:
 
 
 def nccl_sound(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
-    """NCCL's own code, and where there is none what the image's ledger names."""
+    """NCCL's own code, else its version in the image's ledger."""
     name = "net.nccl"
     if facts.machine.name != "aarch64":
         return []

@@ -1,7 +1,7 @@
 """Patches an image that others made, without building one: its own Python files, patched, to mount.
 
 The files are taken out of the image that will run. The Python part of the stack is applied to them
-strictly: no other file is ever put in their place, and what does not fit is refused.
+strictly: a patch that does not apply is an error, and no file of another origin is mounted.
 
 An overlay is less than a bundle: where a patch has a native part too, the image keeps its own. On
 the stand-in driver 8 of the 70 tests of the allocator and the worker are green untouched, 37 with
@@ -35,7 +35,7 @@ PACKAGE = "vllm"
 RECORD = "overlay.json"
 # Where an image that runs as root keeps what it compiles; read-only containers need it mounted.
 _ROOT_CACHE = "/root/.cache"
-# The package is found, not imported: importing vllm takes long, and fails without a driver.
+# The package is located, not imported: importing vllm takes long, and fails without a driver.
 _LOOK = """
 import base64, importlib.metadata, importlib.util, json, os, pathlib, sys
 spec = importlib.util.find_spec("vllm")
@@ -71,7 +71,7 @@ class InstalledTree:
 
 @dataclass(frozen=True, kw_only=True)
 class Overlay:
-    """``files`` are the patched ones by path; ``done`` had the whole stack in them already.
+    """``files`` are the patched ones by path; ``done`` are files that had the whole stack already.
 
     ``halves`` names the patches whose native part an overlay cannot bring, with the files of it.
     """
@@ -109,7 +109,7 @@ def python_files(stack: Stack) -> tuple[str, ...]:
 
 
 def look(engine: Engine, image: str, paths: Sequence[str] = ()) -> InstalledTree:
-    """Ask the image's own Python for its vLLM, and for these files of it.
+    """Ask the image's own Python for the version and place of its vLLM, and for these files of it.
 
     Raises:
         ToolFailedError: the image cannot be run, or has no Python with vllm.
@@ -138,7 +138,7 @@ def look(engine: Engine, image: str, paths: Sequence[str] = ()) -> InstalledTree
         )
     except (ValueError, KeyError, IndexError, TypeError):
         raise ToolFailedError(
-            f"{image} did not say where its vLLM is, but {done[-200:]!r}",
+            f"{image} printed no report of its vLLM, but {done[-200:]!r}",
             next_step="give an image whose python3 has vLLM installed",
         ) from None
 
@@ -202,7 +202,7 @@ def write(
     """Write the patched files and what they were made from under ``out``, whole or not at all.
 
     Raises:
-        UsageError: ``out`` is there and is not an overlay that this wrote before.
+        UsageError: ``out`` exists and is not an overlay of an earlier run.
     """
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / RECORD).is_file())):
         raise UsageError(

@@ -117,7 +117,8 @@ def _warnings(hardware: Hardware, servers: Sequence[Deployment]) -> list[str]:
         if most is not None and default is not None and default > most:
             found.append(
                 f"{server.name} is a hybrid model: without --max-num-seqs vLLM takes {default}, "
-                f"there are states for {most} at most, and it does not start: set --max-num-seqs"
+                f"but the states of {most} sequences at most fit, so it does not start: set "
+                "--max-num-seqs"
             )
         remark = host.loading(server, hardware)
         if remark:
@@ -127,10 +128,10 @@ def _warnings(hardware: Hardware, servers: Sequence[Deployment]) -> list[str]:
             lacking = f", {-wake.low:.1f} GiB more than there are," if wake and wake.low < 0 else ""
             found.append(
                 f"{server.name} sleeps at level 1: on unified memory the host copy takes the memory"
-                f" that sleep frees, and a wake, which maps everything{lacking} before that copy"
-                " goes, can take the machine down (vllm#50011): use level 2, stop it, or "
-                "leave its weights where they are (--sleep-mode-release kv_cache); "
-                "the stack restores block by block, which no GB10 has run yet"
+                f" that sleep frees, and a wake, which maps everything{lacking} before that copy "
+                "is freed, can crash the machine (vllm#50011): use level 2, stop it, or leave its "
+                "weights on the GPU (--sleep-mode-release kv_cache); the stack restores block by "
+                "block, which no GB10 has run yet"
             )
     return found
 
@@ -203,7 +204,7 @@ def check(recipe: Recipe) -> list[str]:
 
 
 def findings(plan: Plan) -> list[str]:
-    """Why a plan does not fit or cannot tell, and what is harmful; empty if it fits."""
+    """Why a plan does not fit or cannot tell, and harmful settings; empty if it fits."""
     found: list[str] = []
     for row in plan.needed:
         if row.budget.margin.low < 0:
@@ -219,7 +220,7 @@ def findings(plan: Plan) -> list[str]:
         if row.budget.margin.low >= 0 and row.budget.wake and row.budget.wake.low < 0:
             found.append(
                 f"{_who(row)} wakes with {-row.budget.wake.low:.1f} GiB over "
-                f"{plan.hardware.memory} GiB, as the host copy goes last"
+                f"{plan.hardware.memory} GiB, as the host copy is freed last"
             )
         found += [
             f"{one.server} needs {-one.spare.low:.1f} GiB more than its budget for weights and KV "
@@ -246,7 +247,7 @@ MOST = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One way to have the servers: who is awake, asleep, or stopped (because it cannot sleep)."""
+    """One combination of servers: those awake, asleep, or stopped (because they cannot sleep)."""
 
     awake: tuple[str, ...]
     asleep: tuple[str, ...]

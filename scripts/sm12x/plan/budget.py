@@ -1,4 +1,4 @@
-"""The memory budget of one GPU: what is awake on it, and what its sleeping peers leave behind.
+"""The memory budget of one GPU: its awake servers, and the residue of its sleeping peers.
 
     utilization x memory + outside + residue of every sleeping peer <= memory
 
@@ -129,10 +129,11 @@ class Deployment:
 
 @dataclass(frozen=True, kw_only=True)
 class Inside:
-    """What one awake server must place inside its own budget. ``spare`` is the room left over.
+    """The terms that one awake server must fit into its budget. ``spare`` is the room left over.
 
-    Of a range of KV cache the lower end must go in: vLLM takes what is left, up to the upper end
-    and beyond, and makes requests wait where it is short. ``least`` is the smallest utilization,
+    Of a range of KV cache the lower end must fit: vLLM uses all memory that is left, up to the
+    upper end and beyond, and queues requests where the cache is too small. ``least`` is the
+    smallest utilization,
     rounded up to 0.01, that holds weights and that much KV cache. ``most_sequences`` is the largest
     --max-num-seqs of a hybrid model for which there can be states, activations left out.
     """
@@ -173,7 +174,7 @@ class Budget:
 
     @shown
     def total(self) -> Amount:
-        """What the terms come to, at the smaller and the larger memory of the hardware."""
+        """The sum of the terms, at the smaller and the larger memory of the hardware."""
         return Amount(
             low=sum(term.amount.low for term in self.terms),
             high=sum(term.amount.high for term in self.terms),
@@ -268,7 +269,7 @@ def most_sequences(hardware: Hardware, server: Deployment) -> int | None:
 
 
 def floor(share: float) -> float:
-    """Rounded down to 0.01, but for the last bits that a division leaves."""
+    """Rounded down to 0.01, except for the rounding error of a division."""
     return math.floor(share * 100 + 1e-9) / 100
 
 

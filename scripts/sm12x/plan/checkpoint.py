@@ -1,8 +1,8 @@
 """Reads a checkpoint: config.json, the index of its files, and their headers where they are there.
 
 The index names every tensor and the size of all of them together; only the headers of the files
-say the size of each. With them what TP splits and what it repeats is told apart tensor by tensor,
-without them it is estimated from the config.
+say the size of each. With the headers each tensor is known to be split or repeated by TP; without
+them that is estimated from the config.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ def kv_term(
         amount=Amount(low=low, high=high),
         basis="estimated",
         source=f"{checkpoint.folder.name}: {layout.attention}, {layout.token_bytes / 1024:.2f} KiB "
-        f"a token ({copies}), {sequences} x {length} tokens, {kv_dtype}",
+        f"per token ({copies}), {sequences} x {length} tokens, {kv_dtype}",
     )
 
 

@@ -1,4 +1,4 @@
-"""The machine around the GPUs: its kinds, what this one is, and the host memory sleep needs."""
+"""The machine around the GPUs: the known kinds, this machine, and the host memory for sleep."""
 
 from __future__ import annotations
 

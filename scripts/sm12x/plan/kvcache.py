@@ -1,8 +1,8 @@
 """The size of the KV cache on one GPU, from a model's config.json, laid out as vLLM lays it out.
 
 vLLM hands out memory in blocks of one size. Layers of one kind that keep the same tokens share a
-block table; a block holds some tokens of as many layers as the smallest kind has. So a model's need
-is a number of blocks per sequence times the bytes of a block, and that is what is computed here.
+block table; a block holds some tokens of as many layers as the smallest kind has. So a model needs
+a number of blocks per sequence times the bytes of a block; this module computes that product.
 Source of every formula: vLLM 0.21's v1/kv_cache_interface.py (bytes of a page) and
 v1/core/kv_cache_utils.py (how layers are grouped into blocks), unless a docstring names another.
 """
@@ -51,7 +51,7 @@ class Layers:
 class Group:
     """Layers that share ``tables`` block tables; a block holds ``block_tokens`` of their tokens.
 
-    ``block_tokens`` is 0 for recurrent layers, which take one block a sequence and table.
+    ``block_tokens`` is 0 for recurrent layers, which take one block per sequence and table.
     """
 
     layers: Layers
@@ -61,8 +61,8 @@ class Group:
     def blocks(self, tokens: int, chunk: int = 0) -> int:
         """Blocks of one sequence of ``tokens``, ``chunk`` of them in the step under way.
 
-        A window may start inside a block, hence the one more; while a prompt is read, a window
-        layer keeps the whole chunk as well.
+        A window may start inside a block, hence the extra block; while a prompt is read, a window
+        layer also keeps the whole chunk.
         """
         if self.block_tokens == 0:
             return self.tables
@@ -96,7 +96,7 @@ class Layout:
 
     @property
     def recurrent(self) -> bool:
-        """Whether it keeps recurrent states: each sequence takes one block for those of a table.
+        """Whether it keeps recurrent states: a sequence takes one block per table for them.
 
         vLLM captures full CUDA graphs only where it has a block for each of --max-num-seqs, and
         does not start where it has fewer (config/compilation.py, vllm#49064).

@@ -44,7 +44,7 @@ HEADER = (
 )
 _BAR = 40
 _ORDER = (BUDGET, WEIGHTS, KV, OUTSIDE, RESIDUE, COPY, SYSTEM)
-# What stands in the text for the names of several servers, which are long.
+# Letters that stand for the names of several servers, which are long.
 _LETTERS = "ABCDEF"
 
 
@@ -69,7 +69,9 @@ def text(plan: Plan, *, width: int = WIDTH) -> str:
         for one in row.budget.inside:
             say(f"  {inside(one)}")
         if row.budget.wake:
-            say(f"  just after a wake, its host copy still there: {_left(row.budget.wake)}")
+            say(
+                f"  just after a wake, with its host copy still allocated: {_left(row.budget.wake)}"
+            )
     if letters:
         say()
         say(_matrix(plan.rows, letters))
@@ -124,7 +126,7 @@ def _left(margin: Amount) -> str:
 
 
 def who(row: Row) -> str:
-    """`awake a; asleep b; stopped c`, leaving out who is none."""
+    """`awake a; asleep b; stopped c`, without empty groups."""
     return _who(row, {})
 
 
@@ -243,7 +245,7 @@ def _label(term: Term | Unknown, letters: Mapping[str, str]) -> str:
 
 
 def _matrix(rows: Iterable[Row], letters: Mapping[str, str]) -> Table:
-    title = "who can be awake together"
+    title = "servers that can be awake together"
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
     for name in ("awake", "asleep", "stopped", "GiB per GPU", "margin", "host copies", "verdict"):
         table.add_column(name)

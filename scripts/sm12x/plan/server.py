@@ -86,7 +86,7 @@ def share(text: str | None, where: str) -> float:
 
 
 def _with_weights(residue: Term | None, weights: Term | None) -> Term | None:
-    """What a sleep of the KV cache alone leaves; None where one of the two is not known."""
+    """Residue plus weights after a sleep of the KV cache alone; None where one is not known."""
     if residue is None or weights is None:
         return None
     return replace(

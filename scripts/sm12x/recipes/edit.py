@@ -1,4 +1,4 @@
-"""Changes recipe files without touching what else stands in them: pins and imports."""
+"""Edits recipe files in place (pins, imports); all other bytes stay."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def pin(path: Path, *, revision: str = "", digest: str = "") -> Recipe:
     return load.load(path)
 
 
-# What `recipe import` appends. Whatever is not known has to be filled in by who knows it.
+# The block that `recipe import` appends. The user fills in the values that are not known.
 _BLOCK = """
-# What this format cannot say otherwise. Guessed from the recipe: check each line.
+# Facts that the format has no other key for. Guessed from the recipe: check each line.
 sm12x:
   # One or more of rtx-pro-6000, rtx-5090, gb10, any.
   hardware: [{hardware}]

@@ -1,4 +1,4 @@
-"""What is wrong with a recipe, beyond what its schema can say.
+"""Faults of a recipe that its schema cannot express.
 
 Three parts need more than the file and live elsewhere: vLLM's own argument parser (the image's
 `check`), the memory plan (`sm12x.plan`), and the printing (`sm12x recipe lint`).
@@ -19,7 +19,7 @@ from sm12x.recipes.model import Block, Recipe
 from sm12x.recipes.render import Rendered, render
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
-# Tags that name another image tomorrow.
+# Tags that may name another image later.
 _FLOATING = ("latest", "nightly", "main", "master", "dev", "edge", "stable")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -104,7 +104,7 @@ class _Rules:
             self.add(
                 "container",
                 WARNING,
-                f"container has {what} and no digest: another image may come tomorrow; "
+                f"container has {what} and no digest: the tag may later name another image; "
                 "`sm12x recipe pin` writes one",
             )
         if self.words is None:
@@ -115,7 +115,7 @@ class _Rules:
             self.add(
                 "model",
                 WARNING,
-                f"{served} has no model_revision: another commit may come tomorrow; "
+                f"{served} has no model_revision: the branch may later be at another commit; "
                 "`sm12x recipe pin` writes one",
             )
         if recipe.model and served and recipe.model != served:
@@ -179,8 +179,8 @@ class _Rules:
                 self.add(
                     "command",
                     WARNING,
-                    f"--{name} stands in the file for all to read: give it with -e VLLM_API_KEY or "
-                    "HF_TOKEN",
+                    f"--{name} is in the file for every reader to see: give it with -e "
+                    "VLLM_API_KEY or HF_TOKEN",
                 )
 
     def sleep(self) -> None:
@@ -211,8 +211,8 @@ class _Rules:
             self.add(
                 "env",
                 ERROR,
-                "after a level-2 sleep the weights are reloaded with /collective_rpc, and env has "
-                "no VLLM_SERVER_DEV_MODE: without it there is none",
+                "after a level-2 sleep the weights are reloaded with /collective_rpc, which needs "
+                "VLLM_SERVER_DEV_MODE, and env does not set that",
             )
         if sleep.level == 2 and "speculative-config" in self.options:
             self.add(
@@ -224,8 +224,8 @@ class _Rules:
             self.add(
                 "sm12x.sleep",
                 WARNING,
-                "on GB10 a level-1 copy takes the same memory again, and a wake can take the host "
-                "down (vllm#50011, #57629, #55206)",
+                "on GB10 a level-1 copy takes the same memory again, and a wake can crash the host "
+                "(vllm#50011, #57629, #55206)",
             )
 
     def parallel(self) -> None:
@@ -263,9 +263,11 @@ class _Rules:
         assert self.block  # noqa: S101 - asked before
         several = self.block.machines > 1
         if several and self.recipe.solo_only:
-            self.add("solo_only", ERROR, f"solo_only, but for {self.block.machines} machines")
+            self.add(
+                "solo_only", ERROR, f"solo_only, but the block has {self.block.machines} machines"
+            )
         if self.recipe.cluster_only and not several:
-            self.add("cluster_only", ERROR, "cluster_only, but for one machine")
+            self.add("cluster_only", ERROR, "cluster_only, but the block has one machine")
         if "gb10" in self.block.hardware and self.block.gpus > 1:
             self.add("sm12x.gpus", ERROR, f"a GB10 has one GPU, not {self.block.gpus}")
 

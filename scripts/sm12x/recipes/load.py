@@ -69,7 +69,7 @@ def inspect(path: Path) -> tuple[Recipe | None, list[Fault]]:
     given: dict[str, Any] = text.data
     theirs = sparkrun.translate(given, path.stem) if sparkrun.is_theirs(given) else None
     if theirs and theirs.faults:
-        # What else its keys would be faulted for says nothing about the file.
+        # Further faults of its keys would say nothing about the file.
         faults_there = [(text.line((key,)), said) for key, said in theirs.faults]
         return None, [Fault(path=path, line=line, text=said) for line, said in faults_there]
     if theirs:
@@ -103,7 +103,7 @@ def inspect(path: Path) -> tuple[Recipe | None, list[Fault]]:
 
 
 def _command_faults(top: Mapping[str, object]) -> list[str]:
-    """What the command asks for and the defaults do not have."""
+    """Names that the command uses and the defaults do not have."""
     command, defaults = top.get("command"), top.get("defaults") or {}
     if not isinstance(command, str) or not isinstance(defaults, dict):
         return []

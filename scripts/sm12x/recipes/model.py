@@ -32,7 +32,7 @@ STATES = ("verified", "reported", "untested")
 BASES = ("measured", "reported", "estimated")
 # The level of a recipe that must stay awake, as it stands in the file.
 _NEVER = "never"
-# Keys that forks of eugr's runner know, and that are of no use here.
+# Keys of forks of eugr's runner that have no effect here.
 THEIRS = ("model_required_files", "benchmark", "launch")
 
 
@@ -87,7 +87,7 @@ def _pair(value: tuple[str, ...]) -> tuple[str, ...]:
     return value
 
 
-# A key without a value is as one that is not there.
+# A key without a value counts as absent.
 _or_empty = BeforeValidator(lambda value: {} if value is None else value)
 
 
@@ -137,9 +137,9 @@ _Term = Annotated[MemoryTerm | None, NotNull()]
 
 @dataclass(frozen=True, kw_only=True)
 class Memory(Declared):
-    """What a server takes, in GiB on each GPU; on GB10 of each machine.
+    """The memory terms of a server, in GiB on each GPU; on GB10 of each machine.
 
-    What is neither measured nor computed is left out.
+    Terms that are neither measured nor computed are left out.
     """
 
     weights: Annotated[_Term, Field(description="Inside vLLM's budget.")] = None
@@ -177,7 +177,7 @@ class Sleep(Declared):
 
 @dataclass(frozen=True, kw_only=True)
 class Status(Declared):
-    """How far a recipe can be trusted."""
+    """The evidence for a recipe."""
 
     state: Annotated[
         str,
@@ -231,7 +231,7 @@ class Status(Declared):
 
 @dataclass(frozen=True, kw_only=True)
 class Block(Declared):
-    """What the format cannot say otherwise."""
+    """Facts that the format has no other key for."""
 
     hardware: Annotated[
         tuple[Annotated[str, one_of(*_HARDWARE)], ...],
@@ -313,7 +313,7 @@ class Recipe(Declared):
         """Why it cannot serve with the stack of ``release`` yet; "" where nothing says so."""
         return self.sm12x.status.blocked_on(release) if self.sm12x else ""
 
-    # Runners ignore what they do not know, and so do we.
+    # Unknown keys are ignored, as runners ignore them.
     __pydantic_config__: ClassVar[ConfigDict] = {
         **Declared.__pydantic_config__,
         "extra": "ignore",

@@ -53,7 +53,7 @@ def number(options: Mapping[str, str], name: str, default: int = 1) -> int | Non
 
 
 def is_public(host: str) -> bool:
-    """Whether others than this machine can reach a server told to listen on ``host``.
+    """Whether other machines can reach a server that listens on ``host``.
 
     vLLM listens on every address when it is given none.
     """

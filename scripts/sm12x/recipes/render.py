@@ -23,7 +23,7 @@ _RESERVED = (
     "SM12X_HEALTH_URL",
 )
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
-# What only a shell can do. A command with none of it is run directly, so that it gets signals.
+# Syntax that needs a shell. A command without any is run directly, so that it gets signals.
 _SHELL = re.compile(r"[;&|<>()$`*?~]|\n\s*\S")
 # First words that are no programs: a shell's own commands, and its `NAME=value`.
 _BUILTINS = frozenset(
@@ -123,7 +123,7 @@ def render(
 
 
 def _revision(recipe: Recipe, command: str) -> tuple[str, ...]:
-    """What makes a pinned revision take effect, where the command does not name one itself."""
+    """The arguments that apply a pinned revision, where the command names none itself."""
     if not recipe.model_revision or "revision" in options.parse(command.split()):
         return ()
     return ("--revision", recipe.model_revision) if "vllm serve" in command else ()

@@ -19,7 +19,7 @@ VERSION = "2"
 _RUNTIMES = ("vllm", "vllm-distributed", "vllm-ray", "eugr-vllm")
 # Keys of version 1 that mean the same there.
 _SAME = ("model", "model_revision", "env", "mods", "build_args", "sm12x", "container")
-# Keys that inform people, or that are taken over below.
+# Keys that only inform people, or that are handled below.
 _READ = (
     *("recipe_version", "name", "runtime", "runtime_version", "command", "defaults", "metadata"),
     *("mode", "min_nodes", "max_nodes", "solo_only", "cluster_only", "benchmark"),

@@ -1,4 +1,4 @@
-"""What the image says about itself."""
+"""The image's description of itself: help, recipes, docker commands."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def help_text(ledger: Ledger, recipes: Mapping[str, Recipe], image: str) -> str:
         "What it can do",
         "  RECIPE [key=value ...] [-- vLLM arguments]   serve a model",
         "  recipes [RECIPE]                             the recipes, or one with its settings",
-        "  check [--json] [--quick]                     prove the image, with or without a GPU",
+        "  check [--json] [--quick]                     check the image, with or without a GPU",
         "  health                                       ask the server in this container",
         "  pair RECIPE ... + RECIPE ...                 servers that take turns on the same GPUs",
-        "  verify URL [URL] [--help]                    sleep and wake live servers, and judge it",
+        "  verify URL [URL] [--help]                    test sleep and wake-up of live servers",
         "  COMMAND ...                                  run as given: vllm serve ..., bash",
         "",
         *recipe_list(recipes),
@@ -68,7 +68,7 @@ def help_text(ledger: Ledger, recipes: Mapping[str, Recipe], image: str) -> str:
 
 
 def _compiled(ledger: Ledger) -> list[str]:
-    """What was compiled for this image, and what it was compiled without."""
+    """The modules compiled for this image, and the ops that it lacks."""
     entries = [entry for entry in ledger.libraries if entry.origin == "compiled"]
     names = ", ".join(PurePosixPath(entry.path).name for entry in entries)
     lines = [f"  code   compiled for {ledger.arch_list}: {names}"] if entries else []
@@ -94,7 +94,7 @@ def _machine_code(kinds: Sequence[str]) -> str:
 
 
 def recipe_list(recipes: Mapping[str, Recipe]) -> list[str]:
-    """One line per recipe, and one more for what keeps it from serving."""
+    """One line per recipe, and one more for the reason why it cannot serve yet."""
     lines = ["Recipes"]
     for key, recipe in recipes.items():
         state = f" [{recipe.sm12x.status.state}]" if recipe.sm12x else ""

@@ -39,7 +39,7 @@ def main() -> NoReturn:
 def dispatch(
     arguments: Sequence[str], places: Places, *, replace: Replace = process.replace
 ) -> int:
-    """Do what the words after the image's name ask for, and return the exit status.
+    """Run the command after the image's name, and return the exit status.
 
     Raises:
         UsageError: a word that is no recipe, no verb and no program.

@@ -2,9 +2,10 @@
 
 /health decides. In vLLM it answers from the API server without asking the engine: 200 as long as
 the engine has not died, also while it sleeps and in the middle of a slow /sleep (pinning host
-memory for the weights can take 20 s and more). /is_sleeping asks the engine, which is deaf during
-such a change, so no answer to it is a change under way, never a death. It is asked second, to say
-which state the server is in, and to overrule a /health that is red only because of sleep.
+memory for the weights can take 20 s and more). /is_sleeping asks the engine, which does not answer
+during such a change: no answer means that a change is in progress, not that the engine has died. It
+is asked second, to tell the state of the server, and to overrule a failing /health of a server that
+is only asleep.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def find(commands: Iterable[Sequence[str]]) -> Listener | None:
 
 
 def check(server: Listener | None, get: _Get) -> Verdict:
-    """Ask a server how it is. None, no server, is healthy: the container runs something else."""
+    """The health of a server. None, no server, is healthy: the container runs something else."""
     if server is None:
         return Verdict(code=HEALTHY, text="no vLLM server runs here: nothing to check")
     try:
@@ -113,7 +114,7 @@ def check(server: Listener | None, get: _Get) -> Verdict:
 
 
 def _asleep(server: Listener, get: _Get) -> bool | None:
-    """None when it cannot be told: no sleep routes, or the engine is busy changing state."""
+    """None where it is not known: no sleep routes, or the engine is changing its state."""
     try:
         status, body = get(server, "/is_sleeping", SLEEP_SECONDS)
         if status != http.client.OK:
@@ -167,7 +168,7 @@ def request(server: Listener, method: str, path: str, seconds: float) -> tuple[i
     if server.socket_path:
         connection = _UnixConnection(server.socket_path, seconds)
     elif server.tls:
-        # Its certificate is for the name the world knows, not for the loopback address.
+        # Its certificate is for its public name, not for the loopback address.
         unchecked = ssl._create_unverified_context()  # noqa: S323
         connection = http.client.HTTPSConnection(
             server.host, server.port, timeout=seconds, context=unchecked

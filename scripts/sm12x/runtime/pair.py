@@ -2,7 +2,7 @@
 
 The last is started first, loaded and put to sleep, and so on to the first, which stays awake: a
 server that starts takes its memory while the others hold only their residue. When one ends, all
-end, for a proxy that still finds the others would wake them into a half of the arrangement.
+end: otherwise a proxy would go on waking the remaining servers of a broken pair.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def members(
             raise UsageError(
                 f"{recipe.key} never sleeps", next_step="name two recipes that sleep: `recipes`"
             )
-        # The pair's own SM12X_ settings are not those of its members.
+        # SM12X_ variables of the pair do not apply to its members.
         own = {name: value for name, value in environ.items() if not name.startswith("SM12X_")}
         rendered, _ = serve.prepare(recipe, group[1:], own)
         arguments = rendered.serve

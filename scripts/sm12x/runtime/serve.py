@@ -116,14 +116,14 @@ def compilers(environ: Mapping[str, str]) -> dict[str, str]:
     free = machine.available()
     if environ.get(_JOBS) or free is None:
         return {}
-    # The GPUs for which this is made share the memory where the processor is an AArch64.
+    # SM12x GPUs share the host's memory where the processor is AArch64.
     unified = platform.machine() == "aarch64"
     jobs = machine.compilers(cores=machine.cores(), available=free, unified=unified)
     return {_JOBS: str(jobs)}
 
 
 def remark(jobs: Mapping[str, str]) -> str:
-    """What to say about what ``compilers`` gave."""
+    """The remark on the variable that ``compilers`` set."""
     return (
         f"{_JOBS}={jobs[_JOBS]}: compilers at a time in the first start, by cores and free memory; "
         f"-e {_JOBS}=N changes it"

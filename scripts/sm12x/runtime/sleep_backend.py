@@ -17,7 +17,7 @@ SETTING = "SLEEP_MODE_HOST_COPY"
 _KEPT, _RELEASED = ("auto", "keep"), "release"
 # The release's own file with the registry of backends.
 _REGISTRY = "vllm/device_allocator/sleep_mode_backend.py"
-# With these the command has chosen: the second one takes effect with vLLM's own backend alone.
+# Options that choose a backend: the second one takes effect only with vLLM's own backend.
 _CHOSEN = ("sleep-mode-backend", "sleep-mode-offload-cudagraph")
 
 
@@ -35,13 +35,13 @@ def is_installed() -> bool:
 
 
 def arguments(serve: Sequence[str] | None, *, setting: str, installed: bool) -> tuple[str, ...]:
-    """What chooses the backend for ``vllm serve`` with these arguments, where nothing else does.
+    """The option that chooses the backend for ``vllm serve``, unless these arguments choose one.
 
     Args:
         setting: SLEEP_MODE_HOST_COPY, "" where it is not set. With "release" vLLM's own sleeps.
 
     Raises:
-        UsageError: the setting is none that there is.
+        UsageError: the setting has an unknown value.
     """
     if setting not in ("", *_KEPT, _RELEASED):
         raise UsageError(

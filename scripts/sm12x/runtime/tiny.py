@@ -2,7 +2,7 @@
 
 A config.json and a tokenizer, no weights: `vllm serve DIR --load-format dummy` makes those up. Two
 layers start in seconds; the text that comes out is noise, the same for the same request at
-temperature 0. Everything that lies between a client and a GPU is real.
+temperature 0. All code between a client and a GPU is the real one.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The patch stack of a base: its data, its patches in mail form, and what is done with them."""
+"""The patch stack of a base: its data, its patch files, and the operations on them."""

@@ -1,8 +1,9 @@
 """The locked requirements of a base: made with uv, and checked against base.toml.
 
-Two files per machine. The closure is what the release needs to run, as its makers could have had it
-on the day of the release. The build lock is what the builder needs on top of a compiler; where
-both have a package they have the same version, so that what is compiled meets what it runs with.
+Two files per machine. The closure has the packages that the release needs to run, in versions that
+existed on its release day. The build lock has the packages that the builder needs besides a
+compiler; a package in both locks has the same version, so that modules run with the libraries that
+they were compiled against.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def release_requirement(base: Base) -> str:
 
 
 def resolve(base: Base, machine: str, requirements: Iterable[str]) -> dict[str, str]:
-    """What ``requirements`` resolve to on ``machine`` as of the base's day, name -> version.
+    """The versions of ``requirements`` on ``machine`` at the release date: name -> version.
 
     Raises as ``make`` does.
     """
@@ -126,20 +127,20 @@ def heads(base: Base, machine: str) -> tuple[str, str]:
 
 
 def _own_requirements() -> list[str]:
-    """What pyproject.toml says that sm12x needs on a build machine."""
+    """The requirements of sm12x on a build machine, from pyproject.toml."""
     path = layout.root() / "pyproject.toml"
     try:
         project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
         return [*project["dependencies"], *project["optional-dependencies"]["build"]]
     except (OSError, tomllib.TOMLDecodeError, KeyError) as error:
         raise BadFileError(
-            f"{path} does not give sm12x's own requirements: {error!r}",
-            next_step="run from a whole checkout",
+            f"{path} does not have sm12x's own requirements: {error!r}",
+            next_step="run from a complete checkout",
         ) from None
 
 
 def verify(base: Base, machine: str, locks: Locks) -> list[str]:
-    """What in ``locks`` contradicts base.toml, one line each; needs no network."""
+    """Contradictions between ``locks`` and base.toml, one line each; needs no network."""
     closure_name, build_name = base.lock_path(machine).name, base.build_lock_path(machine).name
     closure = lockfile.parse(locks.closure, where=closure_name)
     build = lockfile.parse(locks.build, where=build_name)
@@ -163,12 +164,12 @@ def verify(base: Base, machine: str, locks: Locks) -> list[str]:
             locked = lock.versions.get(package)
             if locked != version:
                 findings.append(
-                    f"{name}: {package} is {locked or 'not there'}, base.toml says {version}"
+                    f"{name}: {package} is {locked or 'missing'}, base.toml says {version}"
                 )
     if RELEASE in closure.versions:
         findings.append(f"{closure_name}: {RELEASE} must not be listed")
     findings += [
-        f"{closure_name}: {name} is to be built from its sdist but not there"
+        f"{closure_name}: {name} must be built from its sdist, but is missing"
         for name in spec.build_from_sdist
         if name not in closure.versions
     ]
@@ -176,7 +177,7 @@ def verify(base: Base, machine: str, locks: Locks) -> list[str]:
         found = closure.versions.get(extra.package)
         if found is None or not Requirement(extra.requirement).specifier.contains(found):
             findings.append(
-                f"{closure_name}: {extra.package} is {found or 'not there'}, base.toml's extra "
+                f"{closure_name}: {extra.package} is {found or 'missing'}, base.toml's extra "
                 f"{extra.name} is {extra.requirement}"
             )
     for override in base.overrides_on(machine):
@@ -199,7 +200,7 @@ def verify(base: Base, machine: str, locks: Locks) -> list[str]:
 
 
 def difference(path: Path, committed: str, made: str) -> str:
-    """A unified diff from the committed file to what would be made; "" if they are the same."""
+    """A unified diff from the committed file to a new one; "" if they are the same."""
     label = path.relative_to(layout.root()) if path.is_relative_to(layout.root()) else path
     return "".join(
         difflib.unified_diff(
@@ -219,7 +220,7 @@ def _compile(
     leave_out: str | None = None,
     constraint: tuple[str, str] | None = None,
 ) -> str:
-    """Run `uv pip compile` in a folder of its own, so that no path of this machine gets in."""
+    """Run `uv pip compile` in a folder of its own, so that the lock has no path of this machine."""
     spec = spec_of(base, machine)
     overrides = base.overrides_on(machine)
     end = base.released + datetime.timedelta(days=1)
@@ -267,7 +268,7 @@ def find_uv() -> str:
 
 
 def uv_error(stderr: str, *, what: str) -> Sm12xError:
-    """The error in what uv said, in one line."""
+    """The error in uv's output, in one line."""
     said = stderr[stderr.rfind("error:") :] if "error:" in stderr else stderr
     address = re.search(r"Failed to fetch:? [`']?(\S+?)[`']?(?=\s|$)", said)
     if address:

@@ -22,7 +22,7 @@ _STATES = {
 
 
 def stack(stack: Stack, version: str) -> str:
-    """The patches one by one: what each is, and what its trailers say."""
+    """The patches one by one: subject, trailers and changed files."""
     lines = [f"stack {stack.id} of {version}, {len(stack.patches)} patches"]
     for patch in stack.patches:
         lines += [
@@ -38,7 +38,7 @@ def stack(stack: Stack, version: str) -> str:
 
 
 def applied(report: ApplyReport) -> str:
-    """Every patch and what became of it; for one that failed, where and both texts."""
+    """The outcome of every patch; for one that failed, the place and both texts."""
     lines: list[str] = []
     for result in report.results:
         lines.append(f"{result.name}: {_STATES[result.state]}")
@@ -47,7 +47,7 @@ def applied(report: ApplyReport) -> str:
 
 
 def refreshed(report: RefreshReport, folder: str) -> str:
-    """What a refresh did to the folder."""
+    """The effect of a refresh on the folder."""
     kinds = (
         ("new", report.added),
         ("rewritten", report.rewritten),
@@ -55,7 +55,7 @@ def refreshed(report: RefreshReport, folder: str) -> str:
     )
     lines = [f"{kind}: {name}" for kind, names in kinds for name in names]
     if report.kept is not None:
-        lines.append(f"the patches that were there are kept in {report.kept}")
+        lines.append(f"a copy of the replaced patches is in {report.kept}")
     lines.append(f"{len(report.unchanged)} unchanged; {folder} is now stack {report.stack_id}")
     return "\n".join(lines) + "\n"
 
@@ -66,7 +66,7 @@ _COLOURS = {"passed": "green", "failed": "red", "absent": "-"}
 def witnessed(report: WitnessReport) -> str:
     """Red and green by patch and test; the cases of one test that went alike share a line.
 
-    What failed stands at the end once more, with what pytest said: a log is often cut to its end.
+    Failures are repeated at the end, with pytest's output: logs are often cut to their end.
     """
     lines: list[str] = []
     place = ("", "")
@@ -125,8 +125,8 @@ def _failure(result: PatchResult) -> list[str]:
         lines += [f"  git: {said}" for said in result.said]
     if result.state == "offset":
         lines.append(
-            "  the text is there, at other lines: strict apply does not guess that it is the right "
-            "one. Compare, then export the patch anew with `sm12x patch refresh`"
+            "  the text is at other lines, and strict apply does not guess that it is the right "
+            "one. Compare, then export the patch again with `sm12x patch refresh`"
         )
     return lines
 
@@ -166,7 +166,7 @@ def _quoted(text: Sequence[str], start: int, other: Sequence[str]) -> list[str]:
 
 
 def upstream_listed(plan: UpstreamPlan, suite: Suite) -> str:
-    """Which tests belong to which changed file, and which cannot run here, and why."""
+    """The tests of each changed file, and those that cannot run here, with the reasons."""
     lines: list[str] = []
     for file in plan.touched:
         lines.append(file.path)
@@ -185,7 +185,7 @@ def upstream_listed(plan: UpstreamPlan, suite: Suite) -> str:
 
 
 def upstream_report(report: Report) -> str:
-    """What became of the tests: first what is not green on both trees, then the counts."""
+    """The outcomes of the tests: first those not green on both trees, then the counts."""
     lines: list[str] = []
     unexplained = [result for result in report.of(upstream_tests.NOT_GREEN) if not result.why]
     explained = [result for result in report.of(upstream_tests.NOT_GREEN) if result.why]

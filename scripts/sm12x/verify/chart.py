@@ -1,4 +1,4 @@
-"""The report as a picture: times of each turn, and below them what a sleeping server keeps."""
+"""The report as a picture: times of each turn, and below them the residue of sleeping servers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""One vLLM server over HTTP: what it is, sleep and wake-up, greedy answers, counters.
+"""One vLLM server over HTTP: version and model, sleep and wake-up, greedy answers, counters.
 
-What a server answers is not trusted: sizes and times are limited, and whatever is shown of it is
-shortened, printable, and without the API key.
+A server's answers are not trusted: sizes and times are limited, and quoted text is shortened,
+printable, and without the API key.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class CrossedError(ServerError):
 
 
 class GoneError(ServerError):
-    """Nothing listens, or what listened broke off."""
+    """Nothing listens at the address, or the server closed the connection."""
 
 
 class UnfitError(ServerError):
@@ -116,7 +116,7 @@ _KINDS: Mapping[int, type[ServerError]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What came back for ``call``, such as "POST /sleep"."""
+    """The answer to ``call``, such as "POST /sleep"."""
 
     call: str
     status: int
@@ -145,7 +145,7 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """How servers are reached: ``key`` is "" without one, ``ca`` a file of certificates or ""."""
+    """Access to servers: ``key`` is "" without one, ``ca`` a file of certificates or ""."""
 
     key: str = ""
     variable: str = KEY_VARIABLE
@@ -166,7 +166,7 @@ class Server:
         return f"{self.name} ({self.url})"
 
     def identify(self, model: str = "") -> Identity:
-        """Ask what the server is, and find that it can be verified.
+        """Ask for version, model and state, and check that the server can be verified.
 
         Args:
             model: the name to send requests with; "" is the first that the server has.
@@ -188,7 +188,7 @@ class Server:
         return found
 
     def ranks(self) -> tuple[RankUse, ...] | None:
-        """What is asleep on each rank; None where the server does not say, or in another way."""
+        """The bytes asleep on each rank; None without a report in the known format."""
         try:
             found = self._object(self.call("GET", "/is_sleeping", timeout=_SOON)).get("ranks")
             return tuple(map(_rank, found)) if isinstance(found, list) and found else None
@@ -200,7 +200,7 @@ class Server:
         return self.call("POST", f"/sleep?level={level}").seconds
 
     def wake_up(self, tag: str = "") -> float:
-        """Wake up all of it, or what has ``tag``, and return the seconds. Raises ServerError."""
+        """Wake it up, all tags or one ``tag``, and return the seconds. Raises ServerError."""
         return self.call("POST", f"/wake_up?tags={tag}" if tag else "/wake_up").seconds
 
     def wake_up_at_last(self, tag: str = "") -> float:
@@ -214,7 +214,7 @@ class Server:
             time.sleep(_AGAIN)
 
     def reload_weights(self) -> float:
-        """Load the weights again, between the two halves of a wake-up from level 2."""
+        """Load the weights again, between the two calls of a wake-up from level 2."""
         body = {"method": "reload_weights"}
         return self.call("POST", "/collective_rpc", body=body).seconds
 
@@ -238,7 +238,7 @@ class Server:
             "prompt": prompt,
             "max_tokens": tokens,
             "temperature": 0,
-            # A server that does not know it does without.
+            # A server that does not know this key ignores it.
             "return_token_ids": True,
         }
         answer = self.call("POST", "/v1/completions", body=body)
@@ -293,7 +293,7 @@ class Server:
         body: Mapping[str, object] | None = None,
         timeout: float | None = None,
     ) -> Answer:
-        """Send a request, and return whatever is answered. Raises ServerError where nothing is."""
+        """Send a request, and return any answer. Raises ServerError without one."""
         seconds = timeout or self._access.timeout
         call = f"{method} {path}"
         began = time.monotonic()
@@ -322,14 +322,14 @@ class Server:
         return Answer(call=call, status=status, text=text, seconds=time.monotonic() - began)
 
     def shown(self, text: str) -> str:
-        """A server's words as they can be printed: short, on one line, without the key."""
+        """A server's text, made printable: short, on one line, without the key."""
         if self._access.key:
             text = text.replace(self._access.key, "<the API key>")
         return _printable(text)
 
     @contextmanager
     def _session(self) -> Iterator[requests.Session]:
-        # One for each request: a kept connection may be closed there just when it is used again.
+        # A connection per request: the server may close a kept one just as it is used again.
         with requests.Session() as session:
             # No proxy between here and the server that is timed, and no key of a .netrc.
             session.trust_env = False
@@ -343,13 +343,11 @@ class Server:
             parts.append(part)
             size += len(part)
             if size > _MOST or time.monotonic() > end:
-                raise ServerError(
-                    f"{self} does not come to an end of its answer to {call}", next_step=_LOG
-                )
+                raise ServerError(f"{self} does not finish its answer to {call}", next_step=_LOG)
         return b"".join(parts).decode("utf-8", errors="replace")
 
     def _silent(self, call: str, error: requests.RequestException, seconds: float) -> ServerError:
-        """What a request without an answer means."""
+        """The error for a request without an answer."""
         said = str(error)
         if isinstance(error, requests.exceptions.SSLError):
             return ServerError(
@@ -384,14 +382,14 @@ class Server:
                 next_step="check the address, and the network on the way",
             )
         if isinstance(error, requests.exceptions.InvalidURL):
-            return ServerError(f"{self} is no address that can be used", next_step=_ADDRESS)
+            return ServerError(f"{self} is not a usable address", next_step=_ADDRESS)
         return GoneError(
-            f"{self} closed the connection, or broke off, in {call}: {self.shown(said)}",
+            f"{self} closed the connection during {call}: {self.shown(said)}",
             next_step=_LOG,
         )
 
     def _good(self, answer: Answer) -> Answer:
-        """The answer, if it is one. Raises ServerError with what to do."""
+        """The answer, if its status is 200. Raises ServerError with the next step."""
         if answer.status == HTTPStatus.OK:
             return answer
         said = f": {self.shown(answer.text)}" if answer.text.strip() else ""
@@ -403,7 +401,7 @@ class Server:
         )
 
     def _step(self, answer: Answer) -> str:
-        """What to do about an answer that is not 200."""
+        """The next step for an answer that is not 200."""
         variable = self._access.variable
         path = answer.call.partition(" ")[2].partition("?")[0]
         match answer.status:
@@ -418,11 +416,13 @@ class Server:
             case HTTPStatus.NOT_FOUND:
                 return "check the address: it is that of the server, not of a page or a gateway"
             case HTTPStatus.CONFLICT:
-                return "stop what else puts this server to sleep or wakes it up, and repeat"
+                return (
+                    "stop the program that also puts this server to sleep or wakes it, and repeat"
+                )
             case HTTPStatus.SERVICE_UNAVAILABLE:
                 return f"see whether it is asleep: curl {self.url}/is_sleeping"
             case status if 300 <= status < 400:
-                return "give the address that it points to"
+                return "give the address that the redirect points to"
         if path == "/wake_up":
             return (
                 "free GPU memory (another server on these GPUs has to sleep first: give both "

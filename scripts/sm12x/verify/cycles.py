@@ -1,4 +1,4 @@
-"""The run: who is asleep, what is asked and measured when, and everything as it was at the end."""
+"""The run: sleeps and wake-ups, requests, measurements, and restoring the servers at the end."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ from sm12x.verify.report import (
     VerifyReport,
 )
 
-# Long enough to go on for a while. The last fills more than one block of the KV cache, of 256
-# tokens on DeepSeek V4: what a wake-up leaves in the prefix cache is read again by it.
+# Prompts with long answers. The last one fills more than one block of the KV cache (256 tokens on
+# DeepSeek V4), so that it reads any stale prefix cache after a wake-up.
 PROMPTS = (
     "Once upon a time, in a small village by the sea, there lived",
     "def fibonacci(n):\n    ",
@@ -54,9 +54,9 @@ PROMPTS = (
 _TOKENS, _STRESS_TOKENS = 48, 64
 # Characters of a text in a report, and different faults of a stress.
 _SHOWN, _FAULTS = 160, 3
-# Characters before the place where two texts part.
+# Characters to show before the first difference of two texts.
 _TOGETHER = 12
-# A signal that comes so soon after another is the same one: of a terminal and of a wrapper.
+# Seconds within which a second signal counts as the same one, from terminal and wrapper.
 _SAME = 1.0
 
 
@@ -78,7 +78,7 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            # What is ignored stays so: SIGHUP under nohup, SIGINT in the background of a shell.
+            # Ignored signals stay ignored: SIGHUP under nohup, SIGINT in the background of a shell.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._arrived)
         return self
@@ -89,7 +89,7 @@ class Interrupts:
 
     @contextmanager
     def held(self, what: str) -> Iterator[None]:
-        """Let ``what`` come to its end; then raise KeyboardInterrupt if a signal has come."""
+        """Let ``what`` finish; then raise KeyboardInterrupt if a signal has come."""
         came = self.count
         self._waiting_for = what
         try:
@@ -108,14 +108,14 @@ class Interrupts:
         if self.count == 1 and self._waiting_for:
             self._tell(
                 f"interrupted: waiting for {self._waiting_for}, so that no server is left asleep "
-                "(again: leave at once)"
+                "(interrupt again to leave at once)"
             )
             return
         raise KeyboardInterrupt
 
 
 class LiveServer(Protocol):
-    """What a run does with a server: client.Server, or a stand-in in a test."""
+    """The methods of a server that a run calls: client.Server, or a fake in a test."""
 
     @property
     def name(self) -> str: ...
@@ -137,7 +137,7 @@ class LiveServer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a run does. ``models`` are of the servers, in their order; "" is a server's first."""
+    """The options of a run. ``models``: one per server, in order; "" is a server's first model."""
 
     cycles: int = 5
     level: int = 1
@@ -150,11 +150,11 @@ class Settings:
 
 
 class _Member:
-    """A server, and what the run knows of it.
+    """A server, and its state in the run.
 
-    ``asleep`` is None where a call that changes it did not end well. ``waking`` is what is left to
-    do of a wake-up that began. ``before`` are the texts before the first sleep of each prompt that
-    the server takes.
+    ``asleep`` is None after a failed call that changes it. ``waking`` are the remaining calls of a
+    started wake-up. ``before`` are the texts before the first sleep of each prompt that the server
+    takes.
     """
 
     def __init__(self, server: LiveServer) -> None:
@@ -208,12 +208,12 @@ class Run:
         self._ended = False
 
     def run(self) -> BaseException | None:
-        """Do it all, leave every server as it was, and return what ended the run early."""
+        """Run all steps, restore every server, and return the error that ended the run early."""
         error: BaseException | None = None
         with self._interrupts:
             try:
                 self._measure()
-            # Whatever it is: the servers must not be left asleep.
+            # On any error: the servers must not be left asleep.
             except BaseException as caught:
                 error = caught
                 self._stopped = self._why(caught)
@@ -234,17 +234,17 @@ class Run:
             ]
             if error is None and self._not_put_back:
                 error = ServerError(
-                    "the run came to its end, and a server is not as it was: "
+                    "the run is complete, but a server is not in its state from before the run: "
                     + "; ".join(self._not_put_back),
-                    next_step="call that, and read the server's log",
+                    next_step="run that command, and read the server's log",
                 )
-                self._doing = "leaving the servers as they were"
+                self._doing = "restoring the servers' state"
                 self._stopped = self._why(error)
         self._ended = True
         return error
 
     def report(self) -> VerifyReport:
-        """What is known so far."""
+        """The report so far."""
         settings = self._settings
         servers = tuple(
             ServerReport(
@@ -356,10 +356,11 @@ class Run:
             self._require_two(first, asleep=False)
 
     def _require_two(self, one: _Member, *, asleep: bool) -> None:
-        """Raise ServerError where the other's call has changed ``one`` as well."""
+        """Raise ServerError if a call to the other server has changed ``one`` as well."""
         if one.server.is_sleeping() != asleep:
             raise ServerError(
-                "both addresses lead to the same server: a call of one has changed the other",
+                "both addresses lead to the same server: a call to one has changed the state of "
+                "the other",
                 next_step="give the addresses of two servers, or one address",
             )
 
@@ -402,7 +403,7 @@ class Run:
         self._begin(f"{at}: {wakes.name} is awake")
 
     def _baseline(self, one: _Member) -> None:
-        """Texts before, and the first requests at a time: they also take what memory they need."""
+        """Texts and concurrent requests before the first sleep; they also warm up memory."""
         self._begin(f"asking {one.name} before its first sleep")
         for prompt in PROMPTS:
             try:
@@ -439,14 +440,14 @@ class Run:
             try:
                 seconds = one.server.sleep(self._settings.level)
             except CrossedError:
-                # What is in flight is somebody else's, and ours to leave alone.
+                # Another client's call is in flight, which is left alone.
                 one.asleep = False
                 raise
             one.asleep = True
         if not one.server.is_sleeping():
             one.asleep = False
             raise ServerError(
-                f"{one.server} answers /sleep with 200, and is not asleep then",
+                f"{one.server} answers /sleep with 200, and is not asleep afterwards",
                 next_step="check that nothing else wakes it up (a proxy), and read its log",
             )
         return seconds
@@ -465,7 +466,7 @@ class Run:
         if server.is_sleeping():
             one.asleep = True
             raise ServerError(
-                f"{server} answers /wake_up with 200, and is asleep then",
+                f"{server} answers /wake_up with 200, and is asleep afterwards",
                 next_step="check that nothing else puts it to sleep (a proxy), and read its log",
             )
         return seconds
@@ -506,7 +507,7 @@ class Run:
         )
 
     def _changed(self, one: _Member) -> bool:
-        """Whether the run may have left a server otherwise than it was."""
+        """Whether the run may have changed a server's state."""
         return bool(
             one.touched
             and one.identity
@@ -514,8 +515,8 @@ class Run:
         )
 
     def _restore(self) -> None:
-        """Leave every server as it was: first those to sleep that slept, for the memory."""
-        with self._interrupts.held("the servers to be as they were"):
+        """Restore every server's state: first those that slept, to free the memory."""
+        with self._interrupts.held("the servers' state to be restored"):
             for wanted in (True, False):
                 for one in self._members:
                     if self._told(one) or not one.identity or not self._changed(one):
@@ -529,15 +530,15 @@ class Run:
         ]
 
     def _told(self, one: _Member) -> bool:
-        """Whether the report says how a server was left."""
+        """Whether the report has a server's final state."""
         return any(said.startswith(f"{one.name} ") for said in self._left)
 
     def _put_back(self, one: _Member, *, asleep: bool) -> str:
-        """A sentence on how it went."""
-        self._show(f"{one.name} is to be {_state(asleep)}, as it was")
+        """A sentence on the result."""
+        self._show(f"restoring {one.name}: it was {_state(asleep)} before the run")
         server, level = one.server, self._settings.level
         try:
-            # Between the halves of a wake-up from level 2 the server's word is not enough.
+            # Between the two calls of a wake-up from level 2, /is_sleeping is not enough.
             if one.asleep is None and not (one.waking and level == 2):
                 one.asleep = server.is_sleeping()
             if one.asleep == asleep:
@@ -550,7 +551,7 @@ class Run:
                 for step in one.waking if one.asleep is None else _from_level_2(server):
                     step()
             one.asleep = server.is_sleeping()
-        # Whatever it is: the other server is still to be put back.
+        # On any error: the other server must still be restored.
         except Exception as error:
             return self._unknown(one, error)
         if one.asleep != asleep:
@@ -574,7 +575,7 @@ class Run:
 
 
 def _from_level_2(server: LiveServer) -> list[Callable[[], float]]:
-    """The calls that wake a server up whose weights are gone, in order."""
+    """The calls, in order, that wake up a server without its weights."""
     return [
         lambda: server.wake_up_at_last("weights"),
         server.reload_weights,
@@ -587,7 +588,7 @@ def _state(asleep: bool | None) -> str:
 
 
 def _parting(text: str, before: str) -> str:
-    """The text from shortly before where it parts from the one before."""
+    """The text from shortly before its first difference."""
     pairs = enumerate(zip(text, before, strict=False))
     same = next((n for n, (one, other) in pairs if one != other), min(len(text), len(before)))
     start = max(0, same - _TOGETHER)
@@ -605,7 +606,7 @@ def _garbled(answers: Sequence[Completion]) -> list[str]:
 def _spent(
     before: Mapping[str, float] | None, after: Mapping[str, float] | None
 ) -> tuple[int | None, int | None]:
-    """Tokens that were drafted and accepted between two looks; None where they are not counted."""
+    """Tokens drafted and accepted between two readings; None where they are not counted."""
     if before is None or after is None or DRAFTED not in after or ACCEPTED not in after:
         return None, None
     found = [int(after[name] - before.get(name, 0)) for name in (DRAFTED, ACCEPTED)]
@@ -614,7 +615,7 @@ def _spent(
 
 
 class _Queue:
-    """Requests that are still to be sent, and what came of the others."""
+    """The requests still to send, and the answers so far."""
 
     def __init__(self, server: LiveServer, requests: int, hopeless: int) -> None:
         self._server = server

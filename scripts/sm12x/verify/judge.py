@@ -1,4 +1,4 @@
-"""What was measured against the limits. Nothing here asks a server."""
+"""Compares measurements with the limits. Nothing here calls a server."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ _BANGS = "!!!!!"
 _QUOTED = 40
 # Sleeps after the first of which a slope is made.
 _FEWEST = 3
-# A server of another GPU frees nothing here; noise of other processes is not a sleep.
+# A server on another GPU frees nothing here; small changes by other processes are no sleep.
 _TOUCHED = 0.02
 
 
 def garbage(text: str, ids: Sequence[int] | None = None) -> str:
-    """What shows that a model did not mean this text; "" for nothing."""
+    """The evidence that a text is garbage; "" without any."""
     words = text.strip()
     if not words:
         return "empty"
@@ -55,7 +55,7 @@ def garbage(text: str, ids: Sequence[int] | None = None) -> str:
         if times >= _SHARE * len(ids):
             return f"token {token} is {times} of {len(ids)} tokens"
     found = _AGAIN.match(words)
-    # What follows the last whole repetition may be the beginning of another.
+    # The rest after the last whole repetition may be the beginning of another.
     if found and found[1].startswith(words[found.end() :]):
         return f"{found[1]!r} again and again"
     return ""
@@ -81,7 +81,7 @@ def slope(values: Sequence[float]) -> float:
 def trends(turns: Sequence[TurnReport]) -> tuple[TrendReport, ...]:
     """The residue of each server on each GPU, without that of its first sleep.
 
-    It is what the server's processes hold, or what all hold where that was not seen each time.
+    It is the memory of the server's processes, or of all where that was not seen each time.
     """
     made = []
     for server in dict.fromkeys(turn.sleeps for turn in turns):
@@ -116,7 +116,7 @@ def checks(
     random_weights: bool,
     memory_unseen: str,
 ) -> tuple[CheckReport, ...]:
-    """Everything that is judged, as far as it was measured."""
+    """All checks, as far as there are measurements."""
     made: list[CheckReport] = []
     for server in servers:
         name = server.name
@@ -216,7 +216,7 @@ def _memory(
     else:
         largest = max(own, key=lambda trend: trend.last_bytes)
         gib = largest.last_bytes / GIB
-        # What all processes hold is that of every server that sleeps.
+        # The memory of all processes includes that of every sleeping server.
         limit = limits.max_residue * (1 if largest.of_server else servers)
         text = f"{gib:.2f} GiB on GPU {largest.gpu}{_whose(largest)}"
         yield _judged("residue", name, gib <= limit, text, gib, limit, "GiB", option, most=True)

@@ -1,7 +1,7 @@
-"""GPU memory around a sleep: what all processes use, and what a server's processes hold.
+"""GPU memory around a sleep: of all processes, and of a server's processes.
 
-Which processes are a server's is not said anywhere: they are those whose memory falls while it
-goes to sleep. Where the driver lists no processes (in most containers), memory of all counts.
+No interface tells which processes are a server's: they are those whose memory falls while it goes
+to sleep. Where the driver lists no processes (in most containers), memory of all counts.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Watch:
         return None if self.unseen else made
 
     def slept(self, server: str, before: Sample | None, asleep: Sample | None) -> None:
-        """Note whose memory fell while ``server`` went to sleep: its processes."""
+        """Note the processes whose memory fell while ``server`` went to sleep: they are its own."""
         if before is None or asleep is None:
             return
         for gpu, processes in before.processes.items():
@@ -91,10 +91,10 @@ class Watch:
 
 
 def watch(urls: Iterable[str], choice: str) -> Watch:
-    """A watch of the GPUs that ``choice`` says: auto, all, none, or numbers such as 0,1.
+    """A watch of the GPUs in ``choice``: auto, all, none, or numbers such as 0,1.
 
     Raises:
-        UsageError: it says none of these.
+        UsageError: ``choice`` is none of these.
         UnknownVerdictError: GPUs are named, and cannot be seen.
     """
     if choice == NONE:

@@ -1,4 +1,4 @@
-"""The report as text for a terminal, as Markdown, and as what moves while the run goes on."""
+"""The report as text for a terminal, as Markdown, and as a live table during the run."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _TRENDS = ("server", "GPU", "asleep GiB", "MiB per cycle", "memory of")
 _VERDICTS = {
     PASSED: "passed",
     BREACHED: "BREACHED",
-    UNKNOWN: "cannot tell: whether the answers are the same is not known",
+    UNKNOWN: "cannot tell: the answers could not be compared",
     STOPPED: "STOPPED before its end",
-    RUNNING: "still running, or killed: this is what was known when it was written",
+    RUNNING: "still running, or killed: this is the state at the last write",
 }
 
 
@@ -80,7 +80,7 @@ def markdown(report: VerifyReport) -> str:
 
 
 def live(report: VerifyReport, doing: str) -> RenderableType:
-    """What moves: the last turns, breaches so far, and what is being done."""
+    """The live table: the last turns, breaches so far, and the current step."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in (*_HEAD, _TEXTS):
         table.add_column(name, no_wrap=True)
@@ -93,7 +93,7 @@ def live(report: VerifyReport, doing: str) -> RenderableType:
 
 
 def line(turn: TurnReport) -> str:
-    """One turn in one line, for what is no terminal."""
+    """One turn in one line, for output that is not a terminal."""
     named = zip((*_HEAD, _TEXTS), _turn(turn), strict=True)
     return ", ".join(f"{name} {value}" for name, value in named if value not in ("", "-"))
 
@@ -155,7 +155,7 @@ def _texts(turn: TurnReport) -> str:
 
 
 def _most(uses: Sequence[GpuUse] | None) -> str:
-    """GiB on the GPU where it is most: of the server if known, else of all processes."""
+    """GiB on the GPU with the most: of the server if known, else of all processes."""
     known = [
         size
         for use in uses or ()

@@ -1,4 +1,4 @@
-"""What `sm12x verify` reports; data/schemas/verify-1.json is made of it."""
+"""The report of `sm12x verify`; data/schemas/verify-1.json is made from it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _limit(description: str) -> FieldInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits(Declared):
-    """What is a breach. Each field is an option of the same name; docs/verify.md lists them."""
+    """The limits. Each field is an option of the same name; docs/verify.md lists them."""
 
     max_first_sleep: Annotated[
         float, _limit("seconds that the first sleep of a server in the run may take")
@@ -128,10 +128,10 @@ class TurnReport:
     """One server is put to sleep, then one is woken up: the same, or in a rotation the other.
 
     ``before``, ``asleep`` and ``after`` are the GPUs before the sleep, between and after the
-    wake-up, null where memory was not seen. Times of what did not come to its end are null.
-    ``ranks`` is what the server says of its ranks while it sleeps, null where it does not say.
-    ``first_sleep`` and ``first_wake``: of this server, in this run. ``answers`` are of the server
-    that was woken up, null where it has none to compare with, or did not come to answer.
+    wake-up, null where memory was not seen. Times of unfinished steps are null. ``ranks`` is what
+    the server says of its ranks while it sleeps, null where it does not say. ``first_sleep`` and
+    ``first_wake``: of this server, in this run. ``answers`` are of the server that was woken up,
+    null where it has none to compare with, or gave no answer.
     """
 
     cycle: Annotated[int, Field(ge=1)]
@@ -190,7 +190,7 @@ class StressReport:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckReport:
-    """One thing that was judged. ``option`` changes its limit, "" for what has none."""
+    """The result of one check. ``option`` changes its limit, "" for a check without one."""
 
     check: str
     server: str
@@ -204,7 +204,7 @@ class CheckReport:
 
 @dataclass(frozen=True, kw_only=True)
 class TrendReport:
-    """How the residue of a server went on one GPU, from its second sleep to its last."""
+    """The growth of a server's residue on one GPU, from its second sleep to its last."""
 
     server: str
     gpu: Annotated[int, Field(ge=0)]
@@ -226,19 +226,19 @@ class StopReport:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyReport:
-    """The report of `sm12x verify`, whole or as far as the run came.
+    """The report of `sm12x verify`, complete or partial.
 
     ``verdict`` is ``running`` in a file that was written while the run went on, ``stopped`` where
-    it did not come to its end, and ``unknown`` where all was well that could be told, but not
-    whether the answers are the same. ``memory_unseen`` is the reason, "" where memory was seen.
-    ``left`` says how each server was left.
+    it ended early, and ``unknown`` where no limit was exceeded but the answers could not be
+    compared. ``memory_unseen`` is the reason, "" where memory was seen. ``left`` has each server's
+    final state.
     """
 
     schema: Literal[1] = 1
     begun: Annotated[str, Field(description="UTC, ISO 8601")]
     seconds: _Seconds
     verdict: Annotated[str, one_of(PASSED, BREACHED, UNKNOWN, STOPPED, RUNNING)]
-    cycles: Annotated[int, Field(ge=1, description="that were asked for")]
+    cycles: Annotated[int, Field(ge=1, description="the requested number of cycles")]
     level: Annotated[int, Field(ge=1, le=2)]
     limits: Limits
     memory_unseen: str

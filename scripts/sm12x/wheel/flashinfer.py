@@ -1,4 +1,4 @@
-"""FlashInfer's CUDA modules, compiled ahead of time: without them a server's first start does it.
+"""FlashInfer's CUDA modules, compiled ahead of time instead of at a server's first start.
 
 FlashInfer compiles a module at its first use, unless ``data/aot/NAME/NAME.so`` of its package is
 there (flashinfer/jit/env.py, FLASHINFER_AOT_DIR; jit/core.py, JitSpec). What goes there is made
@@ -29,7 +29,7 @@ from sm12x.wheel.ledger import FLASHINFER_RECORD
 
 # Where FlashInfer looks, below the folder that packages are installed in.
 FOLDER = PurePosixPath("flashinfer/data/aot")
-# What of the closure decides about the bytes: FlashInfer, its runtime, torch, the compiler.
+# Packages of the closure that determine the bytes: FlashInfer, its runtime, torch, the compiler.
 MADE_OF = ("apache-tvm-ffi", "flashinfer-python", "ninja", "nvidia-cuda-nvcc", "torch")
 # One cubin for all of SM12x. FlashInfer itself compiles for 12.0f where CUDA is 12.9 or newer.
 _FAMILY = CudaArch(major=12, minor=0, suffix="f")
@@ -38,8 +38,8 @@ _NEXT = "read the compiler's message above; build without it: ARGS=--no-flashinf
 
 @dataclass(frozen=True, kw_only=True)
 class Request(Declared):
-    """What to compile. ``arch_list`` is as FlashInfer reads it; ``key`` names the work folder: in
-    it is all that decides about the result and that FlashInfer's build does not see.
+    """What to compile. ``arch_list`` is as FlashInfer reads it; ``key`` names the work folder: it
+    covers every input that FlashInfer's build does not check itself.
     """
 
     arch_list: str
@@ -106,7 +106,7 @@ def build(
     # ninja runs in another folder.
     place = work.absolute() / request.key
     place.mkdir(parents=True, exist_ok=True)
-    # What was not used for long is removed by this date.
+    # Work folders are removed by this date, after long disuse.
     os.utime(place)
     finished = {module.name: _finished(place, module) for module in request.modules}
     missing = [module for module in request.modules if not finished[module.name].is_file()]
@@ -145,10 +145,10 @@ def ask(
     env: dict[str, str | None],
     on_line: Callable[[str], None] | None = None,
 ) -> dict[str, str]:
-    """What FlashInfer in a process of its own says of each module (``flashinfer_jit``).
+    """FlashInfer's answer for each module, from a process of its own (``flashinfer_jit``).
 
     Raises:
-        ToolFailedError: it did not live to tell; with its last lines.
+        ToolFailedError: the process died; with its last lines.
     """
     question, answer = scratch / f"{verb}.json", scratch / f"{verb}-answer.json"
     question.write_text(json.dumps([asdict(module) for module in modules]), encoding="utf-8")
@@ -213,7 +213,7 @@ def _library(module: FlashInferModule, path: Path, arch_list: str) -> Library:
 
 
 def _problem(found: LibraryAudit, arch_list: str) -> str:
-    """What is wrong with a module's machine code, "" for nothing."""
+    """The fault of a module's machine code, "" without one."""
     if found.unknown:
         return f"has machine code that cannot be read: {'; '.join(found.unknown)}"
     asked = cudaarch.parse_list(arch_list)

@@ -1,4 +1,4 @@
-"""Asks FlashInfer itself to build or load its modules: a program, as its settings are variables.
+"""Builds or loads modules by FlashInfer itself; a program, as its settings are variables.
 
 FlashInfer reads FLASHINFER_CUDA_ARCH_LIST, FLASHINFER_WORKSPACE_BASE and CUDA_HOME while it is
 imported. The question is a JSON file, the answer another one: FlashInfer and ninja print on stdout.
@@ -48,7 +48,7 @@ def build(modules: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def load(modules: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """What keeps each module from being loaded as a server loads it, "" for one that is."""
+    """The error of loading each module as a server loads it, "" for one that loads."""
     answer = {}
     for module in modules:
         sys.stderr.write(f"loading {module['name']}\n")

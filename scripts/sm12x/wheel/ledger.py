@@ -1,4 +1,4 @@
-"""The ledger: the JSON in every wheel and image that says what it is made of.
+"""The ledger: the JSON in every wheel and image that lists its contents and their origin.
 
 Nothing in it depends on when or where it was written: the wheel that carries it is reproducible.
 """
@@ -16,8 +16,8 @@ from sm12x.core import declared
 from sm12x.core.declared import Declared
 from sm12x.core.errors import BadFileError
 
-# What of FlashInfer was asked to be compiled ahead of time, beside the ledger of a bundle that has
-# any; and what was compiled, beside that of the image. Here, for the doctor has few libraries.
+# The request for FlashInfer's modules, beside a bundle's ledger if it has any; and the record of
+# the compiled ones, beside the image's. Defined here, as the doctor has few libraries.
 FLASHINFER_REQUEST, FLASHINFER_RECORD = "flashinfer-request.json", "flashinfer.json"
 # Inside the wheel, under the .dist-info folder.
 NAME = "sm12x-ledger.json"
@@ -61,14 +61,14 @@ class FileEntry(Declared):
 class LibraryEntry(Declared):
     """One shared library: its machine code, and the torch ops it registers.
 
-    ``origin`` is "official" or "compiled"; ``reason`` says why one that was asked for is official
-    all the same. Sizes are in bytes, ``official_size`` 0 where the official wheel has no such file.
+    ``origin`` is "official" or "compiled"; ``reason`` says why a requested module is still the
+    official one. Sizes are in bytes, ``official_size`` 0 where the official wheel has no such file.
     ``cubins`` and ``ptx`` count the code by architecture ("12.0a", "8.0"). ``sm120`` and ``sm121``
     are "native", "mixed", "ptx", "none", "host" (no device code) or "unknown". ``ops`` are full
-    names with overload; none are listed for a library that is for another Python than the
-    ledger's. ``ops_by`` says how they were found: "loaded", or "read" out of the file on another
-    machine, which finds no namespaces and not all ops. ``lost`` are those of the official library
-    that it was allowed to lack.
+    names with overload; none are listed for a library that is for another Python than the ledger's.
+    ``ops_by`` says how they were found: "loaded", or "read" out of the file on another machine,
+    which finds no namespaces and not all ops. ``lost`` are those of the official library that it
+    was allowed to lack.
     """
 
     path: str
@@ -176,7 +176,7 @@ class Ledger(Declared):
 
 
 def is_program(path: str) -> bool:
-    """Whether a file of machine code is run, and not loaded: a release may ship programs too."""
+    """Whether a file of machine code is a program; a release may ship some beside libraries."""
     return ".so" not in PurePosixPath(path).name
 
 

@@ -1,4 +1,4 @@
-"""What the loader is told by a shared library: what it needs, and where it would look."""
+"""The dynamic section of a shared library: the libraries it needs, and their search path."""
 
 from __future__ import annotations
 

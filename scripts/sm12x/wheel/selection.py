@@ -1,6 +1,6 @@
-"""Which native modules a stack touches, which of all are compiled, and how long that takes.
+"""The native modules that a stack touches, those to compile, and the expected time.
 
-Whether the full build is worth its time here goes by base.toml's costs, cores and memory.
+Costs in base.toml, cores and memory decide whether a full build is worth its time here.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from sm12x.stack.model.base import Base, Module, ThirdPartySource
 from sm12x.stack.model.series import Stack
 from sm12x.wheel.compile import schedule
 
-# Where native code and its build description live in the tree. A change anywhere here must reach
-# a compiled module, or it would be in the ledger and not in the image.
+# Where native code and its build description live in the tree. A change below these paths must
+# reach a compiled module; otherwise the ledger would name a change that the image lacks.
 _NATIVE_FOLDERS = ("csrc/", "cmake/")
 _NATIVE_FILES = ("CMakeLists.txt",)
 
@@ -39,7 +39,7 @@ class Kept(Declared):
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleChoice:
-    """What is compiled, and what is kept. ``allowed`` are sources to do without (by target)."""
+    """The modules to compile and to keep. ``allowed``: sources that may be missing, by target."""
 
     modules: tuple[Module, ...]
     kept: tuple[Kept, ...]
@@ -47,7 +47,7 @@ class ModuleChoice:
 
 
 def is_native(path: str) -> bool:
-    """Whether ``path`` (relative to the source tree) is compiled, or says how to compile."""
+    """Whether ``path`` (relative to the source tree) is native source or its build description."""
     return path in _NATIVE_FILES or path.startswith(_NATIVE_FOLDERS)
 
 
@@ -121,7 +121,7 @@ def choose(
     for name in allowed:
         if not require_source(base, name).ops:
             raise UsageError(
-                f"nothing that {base.version} makes of {name} can be compiled without it",
+                f"no module that {base.version} makes of {name} can be compiled without it",
                 next_step=f"leave {name} out of --allow-missing: the official module is kept",
             )
     compiled: list[Module] = []
@@ -131,13 +131,13 @@ def choose(
         if mode == "quick" and module.target not in targets:
             continue
         if mode == "quick" and not module.quick:
-            reason = "the stack touches it, and quick mode does not compile it"
+            reason = "the stack changes it, and quick mode does not compile it"
             kept.append(Kept(target=module.target, path=module.path, reason=reason))
             continue
         gone = tuple(name for name in module.sources if name not in available)
         needed = tuple(name for name in gone if name not in allowed)
         if needed:
-            reason = f"{' and '.join(needed)} not found, and what is made of it would be lost"
+            reason = f"{' and '.join(needed)} not found, and the ops made of it would be lost"
             entry = Kept(target=module.target, path=module.path, reason=reason, missing=needed)
             kept.append(entry)
             continue
@@ -150,8 +150,8 @@ def choose(
 def for_stack(base: Base, stack: Stack) -> tuple[Module, ...]:
     """The modules that a stack makes necessary to compile. Raises as ``touched`` does.
 
-    By what the patches name, before anything is unpacked; a patch that the base already has counts
-    here and is not compiled later.
+    Computed from the paths in the patches, before anything is unpacked; so a patch that the base
+    already has counts here, although it is not compiled later.
     """
     return touched(base, sorted({file.path for patch in stack.patches for file in patch.files}))
 
@@ -220,7 +220,7 @@ def decide(
             for kept in choice.kept
             if {*absent} & {*kept.missing}
         )
-        reason = f"a full build would leave most code as it is: {those}"
+        reason = f"a full build would not compile most of the code: {those}"
     elif minutes >= LIMIT_MINUTES:
         limit = f"auto takes it where that is under {LIMIT_MINUTES:.0f}"
         reason = f"the full build would take {figures}; {limit}"
@@ -233,8 +233,8 @@ def decide(
 @dataclass(frozen=True, kw_only=True)
 class FullStep:
     """``modules`` (paths in the wheel) that a full build compiles beyond quick mode's, where it has
-    ``sources`` that are not sure to be had; together with all before it takes ``minutes``. Of those
-    in ``given_only`` neither a package nor a repository is known.
+    ``sources`` whose availability is uncertain; together with all earlier steps this takes
+    ``minutes``. For those in ``given_only`` neither a package nor a repository is known.
     """
 
     minutes: float
@@ -245,7 +245,7 @@ class FullStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """What a full build would add on this machine: with what is sure to be had, then with all.
+    """What a full build would add on this machine: with the certain sources, then with all.
 
     ``figures`` is the first step's time in words; ``against`` why auto would not take it, "" where
     time alone decides.

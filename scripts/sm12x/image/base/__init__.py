@@ -1,1 +1,1 @@
-"""What an image stands on: its root file system, its platform, the host's network settings."""
+"""The base of an image build: root filesystem, platform, the host's network settings."""

@@ -1,4 +1,4 @@
-"""What a build needs of the host's network settings: CA bundle, proxies, indexes, Debian mirror.
+"""The host's network settings for a build: CA bundle, proxies, indexes, Debian mirror.
 
 Users who have set these for pip, uv or apt should not have to set them again for containers. They
 go into a build as secrets: files mounted for one step, in no layer, no label and no cache key.
@@ -150,7 +150,7 @@ def debian_mirrors(one_line: str, deb822: str) -> tuple[str | None, str | None]:
 
 
 def apt_settings(dump: str) -> dict[str, str]:
-    """Proxies and their like out of `apt-config dump`."""
+    """Proxies, timeouts and retries from the output of `apt-config dump`."""
     pattern = r'(?m)^(Acquire::(?:https?::(?:Proxy|Timeout)[^ ]*|Retries)) "([^"]+)";$'
     return dict(re.findall(pattern, dump))
 

@@ -1,8 +1,8 @@
-"""What an image is built for, and what that takes on this machine.
+"""The platform that an image is built for, and what building it needs on this machine.
 
 The wheel of another machine is compiled here by a cross compiler, at full speed and by the steps
-that CI tries; of the image itself only installing is left, which runs that machine's programs: by
-the kernel, through an emulator that it was told of.
+that CI tries; only installing packages into the image runs that machine's programs, through an
+emulator that is registered with the kernel.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Platforms:
         return _PLATFORMS[self.platform].debian if self.crossing else ""
 
     def install_args(self) -> dict[str, str]:
-        """What Dockerfile.bundle is told besides, so that emulating takes minutes and not an hour.
+        """More build arguments of Dockerfile.bundle: emulation then takes minutes, not an hour.
 
         A static uv of this machine runs beside the other's programs: it unpacks the packages.
         The image compiles its bytecode at start.
@@ -73,14 +73,14 @@ class Platforms:
 
     @property
     def suffix(self) -> str:
-        """Keeps what is made for another machine apart from what is made for this one."""
+        """A suffix of names that keeps builds for another machine apart from those for this one."""
         return f"-{self.debian}" if self.crossing else ""
 
 
 def choose(
     base: Base, asked: str | None, *, image: bool = True, binfmt: Path = _BINFMT
 ) -> Platforms:
-    """What to build for ``asked``, a platform's name; None is this machine's.
+    """The target of a build for the platform ``asked``; None is this machine's.
 
     Args:
         image: whether an image will be made, and not only the wheel.
@@ -117,7 +117,7 @@ def _require_emulator(name: str, binfmt: Path) -> None:
     kind = _PLATFORMS[name]
     install = (
         "install one, such as with `apt-get install qemu-user-static binfmt-support` on Debian and "
-        f"Ubuntu, or build on a machine that is {kind.machine}; the wheel alone takes none: "
+        f"Ubuntu, or build on a machine that is {kind.machine}; the wheel alone needs no emulator: "
         "--no-image"
     )
     what = f"an image for {name} is installed by {kind.machine} programs, and this kernel"
@@ -134,7 +134,7 @@ def _require_emulator(name: str, binfmt: Path) -> None:
         (interpreter, *_) = [*_values(texts[0], "interpreter"), "an emulator"]
         raise BadArchitectureError(
             f"{what} starts {interpreter} for these, which a container does not have: the handler "
-            "lacks flag F, which opens it beforehand",
+            "lacks flag F, which opens the emulator at registration",
             next_step=install,
         )
 

@@ -18,7 +18,7 @@ from sm12x.image.engine import engines
 from sm12x.image.engine.engine import LOCAL_BASE, Engine, OnLine
 from sm12x.stack.model.base import ImageBase
 
-# The root file system and the image made of it, for a moment side by side.
+# GiB for the root file system and the image made of it, which exist side by side for a moment.
 _GIB_NEEDED = 0.6
 
 _ROOTFS_LABEL = "sm12x.rootfs.sha256"
@@ -66,7 +66,7 @@ def resolve(
     say: Callable[[str], None],
     on_line: OnLine,
 ) -> BaseImage:
-    """The base image, there and ready: ``override``, else the pinned one, else one made here.
+    """The base image in the engine: ``override``, else the pinned one, else one made here.
 
     Raises BuildFailedError when it can neither be pulled nor made.
     """
@@ -108,9 +108,9 @@ def make(
 ) -> BaseImage:
     """Make `sm12x-base:<suite>` with debootstrap and hand it to the engine.
 
-    For another machine debootstrap runs that one's programs, through the kernel's emulator.
+    For another machine, debootstrap runs that machine's programs through the kernel's emulator.
 
-    Raises BuildFailedError when debootstrap cannot be had or fails.
+    Raises BuildFailedError when debootstrap cannot be installed or fails.
     """
     next_step = (
         "give an image of Debian 13 that the engine has with --base-image, or as root install "
@@ -129,7 +129,7 @@ def make(
     if process.which("debootstrap") is None:
         raise BuildFailedError("debootstrap is not installed", next_step=next_step)
     local = _name(spec, wanted)
-    # Beside nothing of the user's: a root file system must lie where device nodes may be made.
+    # Not in a folder of the user's: a root file system needs a disk that allows device nodes.
     with TemporaryDirectory(prefix="sm12x-base-", dir="/var/tmp") as folder:
         files.require_space(Path(folder), _GIB_NEEDED, what="making the base image")
         root = Path(folder) / "root"
@@ -147,7 +147,7 @@ def _name(spec: ImageBase, wanted: Platforms) -> str:
 
 
 def _names(spec: ImageBase, wanted: Platforms) -> tuple[str, str]:
-    """The name of one made here, and that of the pinned one once it is pulled."""
+    """The local names of a base image made here, and of the pinned one after its pull."""
     local = _name(spec, wanted)
     digest = spec.base.partition("@")[2].partition(":")[2]
     return local, f"{local}-{(digest or 'latest')[:12]}"
@@ -159,7 +159,7 @@ def _given(engine: Engine, reference: str, wanted: Platforms) -> BaseImage:
             engine.pull(reference, wanted.platform)
         except ToolFailedError as error:
             raise BuildFailedError(
-                f"the base image {reference} is neither here nor can it be pulled: "
+                f"the base image {reference} is not in the engine and cannot be pulled: "
                 f"{error.message.rstrip().splitlines()[-1].strip()}",
                 next_step="check the name, or leave out --base-image",
             ) from None
@@ -179,7 +179,7 @@ def _prefixed(digest: str) -> str:
 
 
 def _missing() -> list[str]:
-    """The packages that making a base image takes and that are not installed."""
+    """The packages that making a base image needs and that are not installed."""
     found = {
         "debootstrap": process.which("debootstrap") is not None,
         # Ubuntu's debootstrap comes without Debian's keys.
@@ -196,7 +196,7 @@ def _debootstrap(
         words.append(f"--arch={wanted.debian}")
     if _KEYRING.is_file():
         words.append(f"--keyring={_KEYRING}")
-    # Releases are bootstrapped alike; an older debootstrap has no script of that name yet.
+    # All releases use the same script; an older debootstrap has no link of that name yet.
     script = [] if (_SCRIPTS / suite).exists() else [_SCRIPTS / "sid"]
     # Without a mirror debootstrap takes the public one; "" says so where a script follows.
     mirror = [host.mirror] if host.mirror else [""] if script else []
@@ -211,7 +211,7 @@ def _debootstrap(
 
 
 def _slim(root: Path, suite: str, host: HostConfig) -> None:
-    """Leave out what no container needs, and name the public archive as the source."""
+    """Remove files that no container needs, and name the public archive as the source."""
     for name in _DROP:
         for path in (root / name).iterdir():
             if path.is_dir() and not path.is_symlink():

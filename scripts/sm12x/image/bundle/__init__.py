@@ -1,1 +1,1 @@
-"""From a base to an image: what is decided, fetched, compiled and packed, and the record of it."""
+"""From a base to an image: decide, fetch, compile, package, and record the result."""

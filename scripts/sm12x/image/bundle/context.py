@@ -1,6 +1,6 @@
 """The build contexts: small folders with exactly what the stages of a Dockerfile copy.
 
-Sorted by what changes together, so that a stage's cache key holds nothing it does not use.
+Files that change together are staged together, so that a stage's cache key has only its inputs.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Context:
             else:
                 shutil.copyfile(source, target)
             target.chmod(0o644)
-            # ninja goes by dates, and compiles what reads a header that it thinks new.
+            # ninja compares dates, and recompiles each unit that reads a newer header.
             os.utime(target, (files.DATE, files.DATE))
         for name, source in self.large.items():
             target = folder / name
@@ -69,14 +69,14 @@ class Context:
 
 
 def builder_files(base: Base, machine: str, *, here: str) -> dict[str, Path | str]:
-    """What Dockerfile.builder copies, but for the release's archives.
+    """The files that Dockerfile.builder copies, except the release's archives.
 
     ``here`` is the machine it runs on, ``machine`` the one it compiles for.
     """
     folder = f"patches/{base.version}"
     other = base.build_lock_path(machine)
     stack = [base.series_path, base.lock_path(machine), *sorted(base.folder.glob("*.patch"))]
-    # Not what only tests read: a change of it would build the wheel anew.
+    # Without files that only tests read: a change of one would rebuild the wheel.
     data = [base.folder / name for name in ("base.toml", "audit-policy.toml")]
     return {
         **_installer(base.build_lock_path(here)),
@@ -91,7 +91,7 @@ def builder_files(base: Base, machine: str, *, here: str) -> dict[str, Path | st
 
 
 def bundle_files(base: Base, machine: str, *, flashinfer: str) -> dict[str, Path | str]:
-    """What Dockerfile.bundle copies, but for what the builder makes.
+    """The files that Dockerfile.bundle copies, except the builder's output.
 
     ``flashinfer`` is the list of architectures for which FlashInfer's modules are compiled ahead of
     time, as TORCH_CUDA_ARCH_LIST has them; "" for none.
@@ -150,7 +150,7 @@ def bundle(
 
 
 def inputs_digest(base: Base, machine: str, *, here: str, choices: Mapping[str, str]) -> str:
-    """A sha256, in hex, over all that a bundle is made of.
+    """A sha256, in hex, over all inputs of a bundle.
 
     The release's archives are in it through their pins in base.toml. ``choices`` are the options
     that matter: architectures, mode, third-party sources, base image, engine, and "flashinfer": for
@@ -201,7 +201,7 @@ def locked_hashes(lock: str) -> frozenset[str]:
 
 
 def _installer(lock: Path) -> dict[str, Path | str]:
-    """What installs packages inside: the wrapper, and uv as the builder's lock pins it."""
+    """Files for installing packages in a build: the wrapper, and the builder lock's pin of uv."""
     _require(lock)
     return {
         "with-host.sh": layout.data() / "image" / "with-host.sh",
@@ -210,7 +210,7 @@ def _installer(lock: Path) -> dict[str, Path | str]:
 
 
 def _sdist_requirements(base: Base, machine: str) -> str:
-    """The lock of what builds the packages that have no wheel there, "" where all have one."""
+    """The lock of the build requirements of packages without a wheel; "" where all have wheels."""
     spec = base.locks[machine]
     if not spec.build_from_sdist:
         return ""
@@ -227,7 +227,7 @@ def _extras(base: Base, machine: str) -> str:
 
 
 def flashinfer_request(base: Base, machine: str, arch_list: str) -> ahead.Request:
-    """What of FlashInfer to compile for ``arch_list``, nothing where it is empty."""
+    """The FlashInfer modules to compile for ``arch_list``; none where it is empty."""
     lock = lockfile.read(base.lock_path(machine))
     return ahead.Request(
         arch_list=ahead.targets(arch_list),
@@ -264,7 +264,7 @@ def _require(*paths: Path) -> None:
     for path in paths:
         if not path.is_file():
             raise BadFileError(
-                f"{path} is missing, and the image is made with it",
+                f"{path} is missing, and the image needs it",
                 next_step="restore it, such as with `git checkout`, or make it with `make lock`",
             )
 

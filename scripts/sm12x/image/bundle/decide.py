@@ -1,4 +1,4 @@
-"""The first step of a bundle: check what was asked for, and decide all that is left open."""
+"""The first step of a bundle: check the request, and decide everything that it leaves open."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from sm12x.wheel.toolchain import arch as archs
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What was asked for. None stands for the base's own choice, or the first engine that can.
+    """The request. None stands for the base's own choice, or for the first engine that can build.
 
     ``build`` is "quick", "full" or "auto". ``sources`` are words NAME=DIR: third-party sources that
-    are taken from a folder; ``patch_levels`` names those of which another patch level will do,
-    ``allow_missing`` those to do without. ``platform`` is such as "linux/arm64". ``flashinfer``:
-    FlashInfer's modules are compiled ahead of time; None leaves it to the mode. ``twice``: the
-    wheel is built a second time, and has to be the same bytes.
+    are taken from a folder; ``patch_levels`` names sources whose patch level may differ from the
+    pin, ``allow_missing`` sources that may be missing. ``platform`` is such as "linux/arm64".
+    ``flashinfer``: FlashInfer's modules are compiled ahead of time; None leaves it to the mode.
+    ``twice``: the wheel is built a second time, and has to be the same bytes.
     """
 
     version: str
@@ -68,11 +68,11 @@ class Timings:
 
 @dataclass(frozen=True, kw_only=True)
 class BuildPlan:
-    """All that the other steps go by.
+    """The decisions that the other steps use.
 
     ``image`` is the base image of what is made, ``builder`` that of the builder: the same one
-    unless the wheel is for another machine. ``inputs`` is a sha256 over all that the bundle is made
-    of; ``there`` is the record of the bundle that is in ``folder``, made of whatever it was.
+    unless the wheel is for another machine. ``inputs`` is a sha256 over all inputs of the bundle;
+    ``there`` is the record of the bundle that is already in ``folder``, whatever its inputs were.
     ``flashinfer`` are the architectures that FlashInfer's modules are compiled for ahead of time,
     as TORCH_CUDA_ARCH_LIST has them; "" where they are not.
     """
@@ -106,7 +106,7 @@ class BuildPlan:
         return preflight.work_folder(self.base)
 
     def made_before(self) -> Record | None:
-        """The record of an earlier run with the same inputs, if all it names is still there."""
+        """The record of an earlier run with the same inputs, if its files and image still exist."""
         known = self.there
         if known is None or known.inputs != self.inputs or not record.is_whole(self.folder, known):
             return None
@@ -118,7 +118,7 @@ class BuildPlan:
         return known if there else None
 
     def require_room(self) -> None:
-        """Check disk and memory for what is left to do. Raises NoSpaceError."""
+        """Check disk and memory for the remaining steps. Raises NoSpaceError."""
         preflight.require_room(
             self.base,
             self.engine,
@@ -146,7 +146,7 @@ class BuildPlan:
 
 @contextmanager
 def decided(options: Options, report: Reporter) -> Iterator[BuildPlan]:
-    """Check what was asked for and decide the rest; no second bundle of the base runs meanwhile.
+    """Check the request and decide the rest; a lock keeps out a second bundle of the base.
 
     Raises:
         Sm12xError: of the kind that says what is wrong.
@@ -165,7 +165,7 @@ def decided(options: Options, report: Reporter) -> Iterator[BuildPlan]:
     )
     there = record.read(folder_of(base, wanted))
     made = there.mode if there else ""
-    # Before the mode: what that takes is looked for on the network, for nothing without an engine.
+    # Before the mode, whose sources are looked up on the network: useless without an engine.
     engine = engines.find(options.engine, say=report.say)
     report.say(f"engine: {engine.description}")
     mode = modes.settle(base, request, targets, made, find_links=options.find_links, report=report)

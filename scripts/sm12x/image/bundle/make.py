@@ -35,7 +35,7 @@ class ReleaseFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class Wheel:
-    """The patched wheel in dist/, and what it was made of."""
+    """The patched wheel in dist/, and its inputs."""
 
     path: Path
     sha256: str
@@ -73,7 +73,7 @@ def fetch(plan: BuildPlan) -> ReleaseFiles:
 
 
 def _build_wheel(plan: BuildPlan, release: ReleaseFiles) -> Wheel:
-    """Build the wheel, its ledger and its audit in the builder; they take the place in dist/.
+    """Build the wheel, its ledger and its audit in the builder, and move them to dist/.
 
     Raises:
         BuildFailedError: the builder failed, or a second build gave other bytes.
@@ -155,7 +155,7 @@ def image_tags(version: str, stack_id: str, mode: str, suffix: str = "") -> tupl
 
 
 def _require_same_again(plan: BuildPlan, release: ReleaseFiles, wheel: Path) -> None:
-    """Nothing of the first build is used: no layer from `native` on, no work folder."""
+    """The second build uses nothing of the first: no layer from `native` on, no work folder."""
     with TemporaryDirectory(dir=plan.work, prefix=preflight.CONTEXT_PREFIX) as folder:
         _run_builder(plan, release, Path(folder), again="again")
         same = files.sha256(record.one_wheel(Path(folder))) == files.sha256(wheel)
@@ -246,7 +246,7 @@ class Bundle:
 
 
 def run(options: Options, report: Reporter) -> Bundle:
-    """Make wheel and image, or find them made.
+    """Make wheel and image, or find existing ones.
 
     Raises:
         Sm12xError: of the kind that says what is wrong; nothing half made is left under its name.

@@ -1,4 +1,4 @@
-"""In which mode a bundle is built, and the third-party sources that takes."""
+"""The build mode of a bundle, and the third-party sources that it needs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ NO_SOURCES = ThirdParty(found={}, missing={})
 
 @dataclass(frozen=True, kw_only=True)
 class ModeRequest:
-    """What was asked for: a mode or "auto", folders of sources, sources to do without.
+    """The request: a mode or "auto", folders of sources, sources that may be missing.
 
     ``patch_levels`` are those of ``given`` that may be of another patch level than pinned.
     """
@@ -61,11 +61,10 @@ class ModeRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class BuildMode:
-    """The mode and what it takes. ``third_party``: files of sources, by their place in the context.
+    """The mode and its sources. ``third_party``: files of sources, by their place in the context.
 
-    ``allowed`` are the sources that are done without: not there, and allowed to be missing;
-    ``patch_levels`` those that may be of another patch level than pinned.
-    ``offer`` is what full mode would add, None in full mode.
+    ``allowed`` are the missing sources that may be missing; ``patch_levels`` those that may be of
+    another patch level than pinned. ``offer`` is what full mode would add, None in full mode.
     """
 
     name: str
@@ -79,7 +78,7 @@ class BuildMode:
     def key(self, base: Base, machine: str, arch_list: str) -> str:
         """Names the work folder that an interrupted compilation goes on in.
 
-        In it is what ninja cannot see a change of: it goes by the dates of files, and a compiler, a
+        The name covers what ninja cannot see a change of: ninja compares dates, and a compiler, a
         header or a third-party source of another version can have older ones.
         """
         parts = (
@@ -129,12 +128,13 @@ def settle(
     find_links: Path | None,
     report: Reporter,
 ) -> BuildMode:
-    """Decide the mode, say which and why, and find the sources it takes.
+    """Decide the mode, report it with the reason, and find its sources.
 
     Args:
         targets: what is compiled for.
-        made: the mode of the bundle that is there, "" without one. One of full mode is not decided
-            against for the memory that other programs have at the moment: it may be all made.
+        made: the mode of the bundle that is there, "" without one. After a bundle of full mode,
+            memory that other programs hold at the moment does not exclude full mode: nothing may be
+            left to compile.
 
     Raises:
         BadArchitectureError: a full build needs more of the architectures.
@@ -168,7 +168,7 @@ def settle(
     report.say(first_line(decision))
     newest = bases.versions()[-1]
     if newest != base.version:
-        report.say(f"a newer base is there: make bundle BASE={newest}")
+        report.say(f"there is a newer base: make bundle BASE={newest}")
     if decision.mode == "quick":
         if request.given or request.allowed:
             report.say(
@@ -194,12 +194,12 @@ def settle(
         why = "; ".join(f"{name}: {sources.missing.get(name, '')}" for name in kept.missing)
         report.say(f"{kept.path} stays the official one ({why})")
     if choice.kept:
-        report.say("give a source that is missing with --source NAME=DIR")
+        report.say("name the folder of a missing source with --source NAME=DIR")
     lacking = {name for kept in choice.kept for name in kept.missing}
     for source in base.sources:
         if source.name in lacking and source.ops:
             report.say(
-                f"or do without the {len(source.ops)} ops made of {source.name} with "
+                f"or leave out the {len(source.ops)} ops made of {source.name} with "
                 f"--allow-missing {source.name}"
             )
     return BuildMode(
@@ -224,9 +224,9 @@ def flashinfer(
     if not base.flashinfer:
         against = f"base {base.version} lists none of FlashInfer's modules"
     elif wanted.crossing:
-        against = "FlashInfer's build makes code for the machine that it runs on alone"
+        against = "FlashInfer's build makes code only for the machine that it runs on"
     elif not image:
-        against = "FlashInfer's modules are part of the image, and none is made"
+        against = "FlashInfer's modules are part of the image, and no image is made"
     if against and asked:
         raise UsageError(
             f"--flashinfer: {against}",
@@ -285,11 +285,11 @@ def decide(
     allowed: tuple[str, ...],
     collect: Collect,
 ) -> Decision:
-    """The mode. ``collect`` is called only where the sources that can be had make the difference.
+    """The mode. ``collect`` is called only where the available sources change the decision.
 
     Which modules a full build compiles, and so how long it takes, depends on the sources; looking
-    for them takes a network, and a user is told the decision first. Sure are those
-    that are ``given`` and those that come as packages, as the release itself does.
+    for them needs a network, and a user is told the decision first. Sources that are ``given``, and
+    those that come as packages like the release itself, are certain.
 
     Raises:
         NoSpaceError: a full build is wanted, and does not fit in the memory.
@@ -311,7 +311,7 @@ def decide(
     sure = _sure(base, given)
     least = with_(sure)
     bare = selection.choose(base, (), mode="full", available=sure, allowed=allowed).modules
-    # Quick for want of anything to compile says nothing of what some sources would change.
+    # "Quick, as nothing can be compiled" does not tell what further sources would change.
     if most.mode == least.mode and any(not module.quick for module in bare):
         return most
     with progress.spinner("looking for third-party sources"):
@@ -320,12 +320,12 @@ def decide(
 
 
 def _sure(base: Base, given: Iterable[str]) -> set[str]:
-    """The sources that are had without a git host: those given, and those of packages."""
+    """The sources that need no git host: those given, and those of packages."""
     return {*given, *(source.name for source in base.sources if source.packages)}
 
 
 def first_line(decision: Decision) -> str:
-    """What a bundle says first of its mode: which, why, and how to have the other."""
+    """The first line of a bundle: the mode, the reason, and the command for the other mode."""
     other = "full" if decision.mode == "quick" else "quick"
     return (
         f"build mode {decision.mode}: {decision.reason}; for the other: make bundle BUILD={other}"
@@ -364,11 +364,11 @@ def staged(sources: ThirdParty) -> dict[str, Path]:
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """All files below ``folder``, behind linked folders too, but for git's own."""
+    """All files below ``folder``, behind linked folders too, without git's own."""
     found: list[Path] = []
     seen: set[str] = set()
     for root, folders, names in os.walk(folder, followlinks=True):
-        # A link to a folder above would go round for ever.
+        # A link to a parent folder would make an endless loop.
         real = os.path.realpath(root)
         folders[:] = [] if real in seen else [name for name in folders if name != ".git"]
         if real not in seen:

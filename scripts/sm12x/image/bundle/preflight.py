@@ -1,4 +1,4 @@
-"""What is checked before a bundle starts: machine, disk, memory, and that it runs alone."""
+"""Checks before a bundle starts: machine, disk, memory, and that no other bundle runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sm12x.image.base.platforms import Platforms
 from sm12x.image.engine.engine import Engine
 from sm12x.stack.model.base import Base, Module
 
-# A phase that is repeated writes its last layers anew.
+# A phase that is repeated writes its last layers again.
 _AGAIN_GIB = 2.0
 CONTEXT_PREFIX = "context-"
 # The audit and the install of the closure; a module's compilation may need more.
@@ -41,7 +41,7 @@ class Meter:
     """What each phase of a build has put on the disk of an engine, over runs that were interrupted.
 
     A file in the work folder: phase -> GiB spent, or that were free when it began where the run was
-    killed. Unreadable, it counts as absent: the whole figure is asked for again.
+    killed. An unreadable file counts as absent: the whole figure is required again.
     """
 
     def __init__(self, base: Base, engine: Engine, wanted: Platforms) -> None:
@@ -58,7 +58,7 @@ class Meter:
         self.path.unlink(missing_ok=True)
 
     def rest(self, phase: str, gib: float) -> float:
-        """What ``phase`` still takes of its ``gib``: at least what its last layers do."""
+        """GiB that ``phase`` still needs of its ``gib``: at least those of its last layers."""
         entry = self._phases.get(phase)
         if entry is None:
             return gib
@@ -95,7 +95,7 @@ class Meter:
 
     def _write(self, phase: str, entry: dict[str, float]) -> None:
         self._phases[phase] = entry
-        # A full disk is reported by who filled it.
+        # The phase that filled the disk reports it.
         with suppress(OSError):
             files.write_text(self.path, json.dumps(self._phases) + "\n")
 
@@ -110,7 +110,7 @@ def require_room(
     flashinfer: bool,
     image: bool = True,
 ) -> None:
-    """Raise NoSpaceError before anything starts if disk or memory will not do.
+    """Raise NoSpaceError before anything starts if disk or memory is too small.
 
     ``modules`` are what will be compiled, and with ``flashinfer`` FlashInfer's; without ``image``
     the build stops at the wheel.
@@ -119,7 +119,7 @@ def require_room(
     full = any(not module.quick for module in modules)
     needed = needs(base, engine, wanted, meter, full=full, flashinfer=flashinfer, image=image)
     _require_disk(needed, engine.name)
-    # Of a build that was begun, what is left to compile asks for its memory itself.
+    # A continued build checks the memory for the remaining units itself.
     peaks = [module.peak_gib for module in modules]
     peaks += [module.peak_gib for module in base.flashinfer if flashinfer]
     units = [] if meter.begun else peaks
@@ -142,7 +142,7 @@ def needs(
     flashinfer: bool,
     image: bool,
 ) -> list[DiskNeed]:
-    """What the rest of a bundle takes, by folder; those of an engine elsewhere are left out."""
+    """The remaining steps' disk needs by folder, without those of an engine elsewhere."""
     disk = base.disk
     found: list[DiskNeed] = []
 
@@ -192,7 +192,7 @@ def _on_one_disk(one: Path, other: Path) -> bool:
 
 
 def _require_disk(needed: Sequence[DiskNeed], engine: str) -> None:
-    """Raise NoSpaceError if a file system has less than what all that lies on it takes."""
+    """Raise NoSpaceError if a file system has less room than the sum of the needs on it."""
     systems: dict[int, list[DiskNeed]] = {}
     for need in needed:
         systems.setdefault(files.device(need.folder), []).append(need)
@@ -202,7 +202,7 @@ def _require_disk(needed: Sequence[DiskNeed], engine: str) -> None:
         if free >= gib:
             continue
         largest = max(group, key=lambda need: need.gib)
-        # What would not help is left out, unless it is all there is.
+        # Remedies that would not help are left out, unless there are no others.
         tall = [need for need in group if need.gib >= min(gib - free, largest.gib)]
         tall.sort(key=lambda need: -need.gib)
         remedies = dict.fromkeys(need.remedy for need in tall)

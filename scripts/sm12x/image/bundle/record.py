@@ -1,4 +1,4 @@
-"""dist/<version>/: what a bundle leaves there, and the record that says it is whole."""
+"""dist/<version>/: the files of a finished bundle, and the record that it is complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `sm12x bundle` ends with: the text for a person, and what its JSON holds."""
+"""The summary at the end of `sm12x bundle`: as text, and as JSON."""
 
 from __future__ import annotations
 
@@ -122,9 +122,9 @@ def modules(ledger: Ledger) -> str:
     for reason, paths in kept.items():
         lines.append(_wrapped(f"{', '.join(paths)}: {reason}", indent=2))
     if ledger.allowed_missing:
-        lines.append(f"Compiled without {', '.join(ledger.allowed_missing)}, as was allowed")
+        lines.append(f"Compiled without {', '.join(ledger.allowed_missing)} (--allow-missing)")
     if ledger.replaced:
-        lines.append(f"Compiled with {', '.join(ledger.replaced)}, as was accepted")
+        lines.append(f"Compiled with {', '.join(ledger.replaced)} (--accept-patch-level)")
     for entry in compiled:
         if entry.lost:
             what = f"{entry.path} lacks {texts.counted(len(entry.lost), 'op')}"
@@ -132,7 +132,7 @@ def modules(ledger: Ledger) -> str:
     idle = [patch.name for patch in ledger.patches if patch.native.startswith("not ")]
     if idle:
         remedy = "compiled by make bundle BUILD=full" if ledger.mode == "quick" else "see above"
-        lines.append(f"Not in effect, or in part, in native code ({remedy})")
+        lines.append(f"Patches whose native code is not in effect, or only in part ({remedy})")
         lines += [f"  {name}" for name in idle]
     return "\n".join(lines)
 
@@ -185,14 +185,14 @@ def _full(offer: Offer, record: Record, audit: AuditReport) -> str:
             said = f"on {device} {ptx} of their units go through PTX now, {none} not at all"
             lines += [_wrapped(said)] if ptx or none else []
     if offer.against:
-        lines.append(_wrapped(f"auto does not take it here: {offer.against}", indent=2))
+        lines.append(_wrapped(f"auto does not choose full mode here: {offer.against}", indent=2))
     other = f" BASE={record.version}" if record.version != bases.default() else ""
     lines.append(f"  make bundle{other} BUILD=full")
     return "\n".join(lines)
 
 
 def _flashinfer(record: Record) -> str:
-    """Whether a server's first start compiles kernels, and how not to."""
+    """Whether a server's first start compiles kernels, and how to avoid that."""
     wanted = bases.load(record.version).flashinfer
     if not wanted or not record.tags:
         return ""
@@ -258,7 +258,7 @@ def _next(record: Record, engine: Engine, recipes: Sequence[str], folder: Path) 
     image = record.tags[0]
     lines = [
         "Next",
-        "  prove the image, no GPU needed:",
+        "  check the image, no GPU needed:",
         f"    {engine.run_hint(image, 'check')}",
     ]
     lines += ["  see its recipes:", f"    {engine.run_hint(image)}"]

@@ -1,1 +1,1 @@
-"""Container engines: which there are, what each is asked, and what it prints."""
+"""Container engines: finding one, its commands, and its output."""

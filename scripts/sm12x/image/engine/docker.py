@@ -12,7 +12,7 @@ _CONTAINERD = Path("/var/lib/containerd")
 
 
 class Docker(Engine):
-    """``buildx`` says whether the client has the plugin; without it BuildKit is asked for."""
+    """``buildx``: whether the client has that plugin; else DOCKER_BUILDKIT asks for BuildKit."""
 
     name = "docker"
     id_format = "{{.Id}}"

@@ -1,4 +1,4 @@
-"""What a container engine can be asked to do, whichever program does it."""
+"""The interface of a container engine."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ class Engine(ABC):
         return text if done.returncode == 0 and text not in ("", "<no value>", "null") else None
 
     id_format: str
-    # While a layer is written: how often it lies in ``storage`` and in the folder of
-    # ``package_cache`` besides the copy that stays.
+    # While a layer is written: how many further copies of it are in ``storage`` and in the folder
+    # of ``package_cache``.
     copies_in_storage = 0
     copies_in_cache = 0
 
@@ -158,10 +158,10 @@ class Engine(ABC):
     @property
     @abstractmethod
     def more_room(self) -> str:
-        """What makes room in ``storage``, or moves it to another disk."""
+        """A sentence on how to free room in ``storage``, or move it to another disk."""
 
     def package_cache(self) -> Path | None:
-        """The folder of what steps of a build keep between builds (`--mount=type=cache`)."""
+        """The folder of the caches that build steps keep between builds (`--mount=type=cache`)."""
         return self.storage()
 
     @abstractmethod

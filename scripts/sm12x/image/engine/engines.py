@@ -1,4 +1,4 @@
-"""Which container engines are there, what each can do, and which one to take."""
+"""Finding the installed container engines, probing each, and choosing one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sm12x.image.engine.engine import Engine
 
 # In the order they are taken.
 NAMES = ("docker", "podman", "buildah")
-# What an engine that answers at all answers in; podman looks through its storage first.
+# Seconds for an engine to answer; podman looks through its storage first.
 PROBE_SECONDS = 15.0
 # Where docker's client looks for its daemon unless it is told otherwise.
 _DOCKER_SOCKETS = ("unix:///var/run/docker.sock", "unix:///run/docker.sock")
@@ -40,7 +40,7 @@ _APT = ("-o", "DPkg::Lock::Timeout=120", "-o", "Acquire::http::Timeout=30")
 
 @dataclass(frozen=True, kw_only=True)
 class EngineHost:
-    """What an advice has to fit: who is here, what installs programs, what starts daemons.
+    """The facts that advice depends on: user, package installer, how daemons are started.
 
     ``installer`` is a key of _INSTALLERS, "" for none of them; ``dockerd`` whether docker's daemon
     is installed, ``docker_script`` whether `service` can start it; ``mounts`` whether this process
@@ -117,7 +117,7 @@ def _has_user_namespaces() -> bool:
 
 
 def _user() -> str:
-    """The name of who runs this: `$USER` would be another's where root reads it."""
+    """The name of this user: `$USER` in advice that root runs would be another user's."""
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
@@ -151,7 +151,7 @@ class EngineChoice:
 def probe_all(wanted: str | None = None, machine: EngineHost | None = None) -> Iterator[Probe]:
     """Ask each docker, podman and buildah on PATH, or those named ``wanted``, what it can do.
 
-    The next one is asked when the next probe is: who needs one engine asks no other.
+    Probes are lazy: a caller that needs one engine probes no other.
     """
     machine = machine or EngineHost.here()
     kinds: dict[str, Callable[[Path, EngineHost], Probe]] = {
@@ -227,7 +227,7 @@ def find(wanted: str | None, *, say: Callable[[str], None], may_install: bool = 
         and may_install
         and wanted in (None, "buildah")
         and machine.can_install
-        # Of no use to a process that may not mount.
+        # buildah is of no use to a process that may not mount.
         and machine.mounts
     ):
         why = "".join(f" ({probe.program}: {probe.why})" for probe in probes)
@@ -290,7 +290,7 @@ def install(packages: Sequence[str], *, say: Callable[[str], None]) -> None:
 
 
 def _ask(*argv: str | Path, env: Mapping[str, str] | None = None) -> Completed:
-    """What a program answers. One that hangs or cannot be run has failed, and stderr says so."""
+    """A program's answer. One that hangs or cannot be run has failed; ``stderr`` has the reason."""
     try:
         return process.run(argv, env=env, check=False, timeout=PROBE_SECONDS)
     except ToolFailedError:
@@ -330,7 +330,7 @@ def _probe_docker(program: Path, machine: EngineHost) -> Probe:
 
 
 def _docker_down(program: Path, said: str, endpoint: str, machine: EngineHost) -> Probe:
-    """What keeps docker's client from its daemon.
+    """The reason why docker's client does not reach its daemon.
 
     Args:
         said: what `docker version` wrote to stderr.

@@ -1,4 +1,4 @@
-"""Reads what an engine prints while it builds: which stage it is at, and what went wrong."""
+"""Parses an engine's output during a build: the current stage, and the error."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _STAMP = re.compile(r"^[\d.]+ ")
 _STEP = re.compile(r"(?:\[(?P<stage>\d+)/\d+\] )?STEP (?P<step>\d+)/(?P<steps>\d+): (?P<text>.*)")
 _FROM_AS = re.compile(r"FROM \S+ AS (?P<name>\S+)", re.IGNORECASE)
 
-# What buildah and BuildKit quote of a step that failed says no more than its exit status.
+# buildah's and BuildKit's own lines about a failed step add only its exit status.
 _QUOTED = re.compile(r"building at STEP|failed to solve|executor failed running", re.IGNORECASE)
 _ERROR = re.compile(r"^(?:error|fatal|E|ERROR)\b:? ?", re.IGNORECASE)
 _OURS = re.compile(r"error: (?!building at STEP)")
@@ -52,8 +52,8 @@ class Stage:
 
 
 class Follower:
-    """Fed with an engine's lines; ``on_step`` is told each step as it starts, in one line, and how
-    far it is when it says so.
+    """Reads an engine's lines; ``on_step`` gets a line for each step at its start, and for progress
+    within it.
 
     ``no_space`` is whether a disk was full, ``exit_code`` the status of the step that failed, 0
     where none did.
@@ -96,21 +96,23 @@ class Follower:
 
     @property
     def reason(self) -> str:
-        """The most telling of what was printed, for an error message: more than one line where a
-        step of ours quoted the program that failed."""
+        """The most informative output, for an error message: more than one line where a step of
+        sm12x quoted the failed program."""
         if self._ours:
             return self._ours.partition(_NEXT)[0]
         if self._errors:
-            # What the engine adds after a command's own words tells less.
+            # The engine's own lines after a command's output tell less.
             plain = [text for text in self._errors if not _QUOTED.search(text)]
             return _ERROR.sub("", (plain or self._errors)[-1], count=1)
         if self._said:
             return self._said[-1]
-        return f"it ended without an error message in {self._at}" if self._at else "it said nothing"
+        return (
+            f"it ended without an error message in {self._at}" if self._at else "it printed nothing"
+        )
 
     @property
     def next_step(self) -> str:
-        """What the step that failed said to do about it, "" where it said nothing."""
+        """The next step in the failed step's error, "" without one."""
         return self._ours.partition(_NEXT)[2].rstrip(".")
 
     def _buildkit(self, number: str, rest: str) -> None:
@@ -156,7 +158,7 @@ class Follower:
             # BuildKit names a step again when another one has spoken in between.
             return
         self._at = at
-        # What an earlier step said is not why this one failed.
+        # Output of an earlier step is not the reason for this failure.
         self._said = []
         self._on_step(self._at)
 
@@ -196,7 +198,7 @@ class Follower:
 def failure(
     engine: Engine, dockerfile: str, follower: Follower, log: Path, *, rest_gib: float
 ) -> Sm12xError:
-    """The error for a build that an engine gave up.
+    """The error for a failed build.
 
     ``follower`` has read all that was printed, which is in ``log``; ``rest_gib`` is what the bundle
     still takes in the engine's storage.

@@ -1,1 +1,1 @@
-"""`check`: proves an image without a GPU: packages, files, machine code, kernels, toolchain."""
+"""`check`: verifies an image without a GPU: packages, files, machine code, kernels, toolchain."""

@@ -1,4 +1,4 @@
-"""`check`: proves the image without a GPU."""
+"""`check`: verifies the image without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does what compiles at run time work?
+"""Do the compilers that run at run time work?
 
 The toolchain that FlashInfer and DeepGEMM use; and Triton, on the kernels that the stack adds,
 which have to fit the shared memory of SM12x.
@@ -19,7 +19,7 @@ from sm12x.runtime.places import Places
 
 TOPIC = "compiler"
 _ARCHITECTURES = ("sm_120", "sm_121")
-REBUILD = "rebuild the image: its compiler, headers or libraries are not whole"
+REBUILD = "rebuild the image: its compiler, headers or libraries are incomplete"
 
 # A kernel with the headers such code includes (half precision, CCCL), and a driver call, so that
 # the link needs cudart and the stub of libcuda as theirs does.
@@ -93,7 +93,7 @@ _CAPABILITIES = (120, 121)
 # "Technical Specifications per Compute Capability").
 _SHARED_MEMORY = 101376
 _KERNELS_REBUILD = (
-    "rebuild the image with the stack as it is; on a changed kernel, choose smaller tiles"
+    "rebuild the image with the unchanged stack; if you changed a kernel, choose smaller tiles"
 )
 
 

@@ -17,7 +17,7 @@ from sm12x.wheel.ledger import Ledger
 
 TOPIC = "files"
 REBUILD = "pull or rebuild the image; nothing should write to its packages"
-# The origin of a file of the release that the stack takes out.
+# The origin of a file of the release that the stack removes.
 _REMOVED = "removed"
 # What packages share: `..` leads to scripts and headers, __pycache__ has modules without a folder.
 _SHARED = ("..", "__pycache__")
@@ -109,7 +109,11 @@ def _record(
         lines.append(failed(TOPIC, f"{name} is in the ledger and not in RECORD", REBUILD))
     if any(line.state == FAIL for line in lines):
         return lines
-    return [passed(TOPIC, f"RECORD of {package} agrees with {len(entries)} files, none besides")]
+    return [
+        passed(
+            TOPIC, f"RECORD of {package} agrees with {len(entries)} files, and there are no others"
+        )
+    ]
 
 
 def _tops(package: str, names: Iterable[str]) -> list[str]:

@@ -127,12 +127,14 @@ def check_modules(ledger: Ledger, places: Places, driver: LoadedDriver, ask: Ask
         which = "the real libcuda" if driver.path else "the stand-in libcuda"
         lines.append(passed(topic, f"{number} native modules load with {which}"))
     if foreign:
-        lines.append(noted(topic, f"{len(foreign)} are for other Pythons and were left alone"))
+        lines.append(
+            noted(topic, f"{counted(len(foreign), 'module')} for other Pythons not loaded")
+        )
     return [*lines, *_operators(ledger, answer["ops"])]
 
 
 def check_extras(ledger: Ledger, driver: LoadedDriver, ask: Ask) -> list[Line]:
-    """Import what the release uses of each extra: it goes on without, or fails at a first call."""
+    """Import each extra's modules: vLLM skips one that fails, or fails at its first call."""
     topic = "extras"
     lines = []
     for extra in ledger.extras:
@@ -157,7 +159,7 @@ def _operators(ledger: Ledger, registered: Sequence[str]) -> list[Line]:
     topic = "operators"
     # "ns::name.overload"; a ledger entry without an overload asks for any of that name.
     names = {*registered, *(name.partition(".")[0] for name in registered)}
-    # What was read out of a file has no namespace.
+    # Ops that were read from a file have no namespace.
     bare = {name.rpartition("::")[2] for name in names}
     lines = []
     for library in ledger.libraries:
@@ -182,7 +184,7 @@ def _operators(ledger: Ledger, registered: Sequence[str]) -> list[Line]:
         lines.append(passed(topic, f"all {total} operators of the official wheel are registered"))
         if any(library.ops_by == "read" for library in ledger.libraries):
             lines.append(
-                noted(topic, "that list was read out of the files: compared without namespaces")
+                noted(topic, "the ledger's list was read from files: compared without namespaces")
             )
     return lines
 
@@ -190,8 +192,8 @@ def _operators(ledger: Ledger, registered: Sequence[str]) -> list[Line]:
 def check_arguments(recipes: Mapping[str, Recipe], driver: LoadedDriver, ask: Ask) -> list[Line]:
     """Give every recipe's command to the release's own parser (about 20 s).
 
-    A recipe that says that it cannot serve on this release may have arguments of another one: what
-    the parser says of it is noted, and is no fault of the image.
+    A recipe that is blocked on this release may have arguments of another release: the parser's
+    answer is noted, and is no fault of the image.
     """
     topic = "recipes"
     lines, commands, env = [], {}, {}
@@ -218,7 +220,9 @@ def check_arguments(recipes: Mapping[str, Recipe], driver: LoadedDriver, ask: As
         strange = [*faults, *answer["warnings"][key]]
         if strange and recipes[key].blocked_on(release):
             said = "; ".join(strange)
-            lines.append(noted(topic, f"{key} cannot serve on {release} and is not for it: {said}"))
+            lines.append(
+                noted(topic, f"{key} is blocked on {release}, whose parser reports: {said}")
+            )
             continue
         lines += [warned(topic, f"{key}: {text}") for text in answer["warnings"][key]]
         if faults:

@@ -117,7 +117,7 @@ def first_there(names: Sequence[str]) -> Any:
 def arguments(commands: dict[str, list[str]], env: dict[str, list[str]]) -> dict[str, Any]:
     """Give each command to the release's own parser, and look up each VLLM_ variable.
 
-    A variable that the release does not know is a warning, as it is to the release itself.
+    A variable that the release does not know is a warning, as in the release itself.
 
     The platform is put in place before anything asks for it: without a GPU the release would
     find none, and refuse to say what its device is.
@@ -232,8 +232,7 @@ def main() -> None:
     with os.fdopen(answer_to, "w", encoding="utf-8") as handle:
         json.dump(answer, handle)
         handle.flush()
-    # Libraries that were only loaded to be looked at need not run their teardown: against a
-    # stand-in driver some of them abort in it.
+    # Skip the teardown of the loaded libraries: with a stand-in driver some of them abort in it.
     os._exit(0)
 
 

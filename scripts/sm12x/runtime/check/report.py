@@ -10,7 +10,7 @@ from sm12x.core import declared
 
 PASS = "pass"  # noqa: S105 - a verdict
 FAIL = "fail"
-# Works, and is probably not what was meant.
+# Works, but probably not as intended.
 WARN = "warn"
 # Neither good nor bad, but the reader should know.
 NOTE = "note"

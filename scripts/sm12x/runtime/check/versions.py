@@ -86,7 +86,7 @@ def locked(path: Path) -> dict[str, str]:
 def check(ledger: Ledger, lock: Path, present: Mapping[str, Distribution]) -> list[Line]:
     """Compare what is installed with the lock and with the ledger."""
     lines = []
-    # The lock pins the release; what is installed is this bundle's build of it.
+    # The lock pins the release; the installed wheel is this bundle's build of it.
     pins: dict[str, str] = {name: pin for name, pin in locked(lock).items() if name != "vllm"}
     named: dict[str, str] = {
         canonicalize_name(name): text for name, text in ledger.dependencies.items()
@@ -113,7 +113,9 @@ def check(ledger: Ledger, lock: Path, present: Mapping[str, Distribution]) -> li
             failed(TOPIC, f"vllm is {version}, the ledger says {ledger.wheel_version}", REBUILD)
         )
     if all(line.state != "fail" for line in lines):
-        lines.append(passed(TOPIC, f"{len(expected)} packages are as locked, none besides"))
+        lines.append(
+            passed(TOPIC, f"{len(expected)} packages are as locked, and there are no others")
+        )
     lines += _extras(ledger.extras, present)
     return [*lines, *requirements(present.values(), ledger.overrides, ledger.extras)]
 

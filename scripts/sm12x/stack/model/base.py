@@ -41,8 +41,8 @@ class Sdist(PinnedFile):
 class Toolchain(Declared):
     """``not_full`` says why `auto` never takes a full build of this release, "" where it may.
 
-    ``auto_needs`` names the third-party sources without which it does not take one either: most of
-    the modules with code for GPUs are made of them.
+    ``auto_needs`` names third-party sources that most modules with GPU code are made of; without
+    them `auto` takes no full build either.
     """
 
     torch: str
@@ -81,7 +81,7 @@ class Module(Declared):
 
 @dataclass(frozen=True, kw_only=True)
 class UnitCost(Declared):
-    """What one file costs to compile: seconds of CPU, GiB at its peak; for those that match.
+    """The cost of compiling a matching file: seconds of CPU, GiB at its peak.
 
     ``match`` is a glob of the file's path, from its end: "marlin/*bfloat16*.cu".
     """
@@ -112,9 +112,9 @@ class SourceText(Declared):
 class ThirdPartySource(Declared):
     """A third-party source the release's CMake declares; ``override`` is the variable it reads.
 
-    ``stand_in`` are the files, empty ones, that configuring asks for where nothing of the source
-    is compiled. ``ops`` are the torch ops that are made of it (``namespace::name``): a module
-    compiled without the source may lack those, and no others.
+    ``stand_in`` are empty files that CMake's configuration needs where the source is not compiled.
+    ``ops`` are the torch ops that are made of it (``namespace::name``): a module compiled without
+    the source may lack those, and no others.
 
     A source that is compiled comes out of ``packages``, with the generated ``texts`` beside them,
     or out of git: ``commit`` of the repository ``git``, with those ``submodules``. ``defines`` are
@@ -143,7 +143,7 @@ class ImageBase(Declared):
 
 @dataclass(frozen=True, kw_only=True)
 class Disk(Declared):
-    """What a bundle takes on disk, in GiB, measured.
+    """The disk space of a bundle, in GiB, measured.
 
     ``builder_gib`` and ``image_gib`` are the layers that building the wheel and building the image
     leave in the engine's storage, ``builder_layer_gib`` and ``image_layer_gib`` the largest of
@@ -169,7 +169,7 @@ class Disk(Declared):
 class LockSpec(Declared):
     """``platform`` as uv names it; ``build_from_sdist`` lists what has no wheel there.
 
-    ``sdist_requires`` is what building those needs besides ``toolchain.build_requires``.
+    ``sdist_requires`` are their build requirements besides ``toolchain.build_requires``.
     """
 
     platform: str
@@ -267,12 +267,12 @@ class FlashInferModule(Declared):
 
 @dataclass(frozen=True, kw_only=True)
 class Witness(Declared):
-    """What the witnesses need: names out of the base's lock, and what they weigh to download.
+    """The witnesses' packages: names from the base's lock, and their download size.
 
-    ``upstream`` names the tests (tests/witness/test_x.py::test_y) that show a defect which this
-    release does not have any more: they pass on it untouched, and have to. ``needed`` names those
-    that other releases pass untouched, and this one does not. ``first`` are the witnesses
-    (tests/witness/test_x.py) that take longest, so that the others run beside them.
+    ``upstream`` names the tests (tests/witness/test_x.py::test_y) of a defect that this release no
+    longer has: they must pass on the untouched release. ``needed`` names tests that other untouched
+    releases pass and this one fails. ``first`` are the witnesses (tests/witness/test_x.py) that
+    take longest: they start first.
     """
 
     packages: tuple[str, ...]
@@ -364,7 +364,7 @@ class Base(Declared):
 
 
 def default() -> str:
-    """The base that is built where none is named; patches/default says it, to the Makefile too.
+    """The default base, from patches/default, which the Makefile reads too.
 
     Raises:
         BadFileError: there is no such file, or it names no base.
@@ -380,7 +380,7 @@ def default() -> str:
         raise BadFileError(
             f"{path} names {version!r}, and there is no such base: "
             f"{', '.join(versions()) or 'none'}",
-            next_step="write one of those into it",
+            next_step="write one of these versions into it",
         )
     return version
 

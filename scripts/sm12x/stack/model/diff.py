@@ -1,6 +1,6 @@
-"""Unified diffs as git writes them: files and hunks, and how a hunk stands to a file's text.
+"""Unified diffs as git writes them: files, hunks, and whether a hunk fits a file's text.
 
-git itself decides whether a patch applies; this only explains its answer.
+git itself decides whether a patch applies; this module only explains the result.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class PatchedFile:
 
 @dataclass(frozen=True, kw_only=True)
 class HunkState:
-    """How a hunk stands to a text.
+    """The result of comparing a hunk with a text.
 
     ``state`` is "applies", "offset" (the text stands ``moved`` lines further down), "in base" (what
     it would leave is already there) or "conflict"; ``start`` is the line, from 1, where ``has``,
@@ -131,7 +131,7 @@ def parse(lines: Sequence[str], *, first_line: int = 1) -> tuple[PatchedFile, ..
             elif line.strip():
                 raise DiffError(first_line + at, f"is not part of a diff: {line[:60]!r}")
             at += 1
-        # An empty file that comes or goes, and a change of mode, have no hunk.
+        # An added or removed empty file, and a change of mode, have no hunk.
         if not path or (blobs is None and not modes) or not (hunks or modes):
             raise DiffError(first_line + start, "a file's diff has no index line or no hunk")
         if _leads_out(path):
@@ -144,7 +144,7 @@ def parse(lines: Sequence[str], *, first_line: int = 1) -> tuple[PatchedFile, ..
 
 
 def locate(hunk: Hunk, text: Sequence[str] | None) -> HunkState:
-    """Say how ``hunk`` stands to the lines of a file (None: there is no such file)."""
+    """Compare ``hunk`` with the lines of a file (None: there is no such file)."""
     if text is None:
         applies = not hunk.expects
         return HunkState(hunk=hunk, state="applies" if applies else "conflict")
@@ -254,7 +254,7 @@ def _nearest_match(text: Sequence[str], wanted: Sequence[str], start: int) -> in
 
 
 def _most_alike(text: Sequence[str], wanted: Sequence[str], start: int) -> int:
-    """Where, line by line, the most of ``wanted`` stands; the nearest of equals."""
+    """The place where most lines of ``wanted`` match; the nearest of equals."""
 
     def score(at: int) -> tuple[int, int]:
         pairs = zip(wanted, text[at : at + len(wanted)], strict=False)

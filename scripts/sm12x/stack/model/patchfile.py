@@ -1,4 +1,4 @@
-"""A patch in mail form: reading one, and what its message must say.
+"""A patch file (`git format-patch`): reading one, and the required parts of its message.
 
 A message gives the reason for the patch in its body, and four trailers that a check can read:
 
@@ -28,7 +28,7 @@ from sm12x.stack.model.diff import PatchedFile
 
 _SUBJECT_WIDTH = 72
 _BODY_WIDTH = 100
-# Fewer words cannot say both what was wrong and why this fixes it.
+# Fewer words cannot state both the defect and why the patch fixes it.
 _BODY_WORDS = 20
 _TRAILERS = ("Upstream", "Drop-when", "Witness")
 # May be given more than once: several threads, several tests.
@@ -131,7 +131,7 @@ def parse(path: Path) -> Patch:
 
 
 def examine(path: Path, *, root: Path | None = None) -> tuple[Patch | None, list[MessageFault]]:
-    """Read a patch file and list all that is wrong with it.
+    """Read a patch file and list all its faults.
 
     Args:
         root: the checkout; when given, the witness's path must exist in it.
@@ -230,7 +230,7 @@ def split(subject: str, lines: Sequence[str], *, first_line: int) -> Message:
                     key=last.key, value=f"{last.value} {line.strip()}", line=last.line
                 )
             else:
-                # A paragraph that only begins like a trailer.
+                # A paragraph whose first line only looks like a trailer.
                 trailers = []
                 break
     if trailers:
@@ -247,7 +247,7 @@ def split(subject: str, lines: Sequence[str], *, first_line: int) -> Message:
 
 
 def lint(message: Message, *, subject_line: int, root: Path | None) -> list[tuple[int, str]]:
-    """Everything wrong with a message, as (line, what)."""
+    """The faults of a message, as (line, text)."""
     found: list[tuple[int, str]] = []
     if len(message.subject) > _SUBJECT_WIDTH:
         found.append((subject_line, f"the subject is longer than {_SUBJECT_WIDTH} characters"))

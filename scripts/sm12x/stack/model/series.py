@@ -103,7 +103,7 @@ def load(base: Base) -> Stack:
 
 
 def check(base: Base, *, root: Path | None) -> list[MessageFault]:
-    """Everything wrong with the series, the folder and the messages; empty when all is well.
+    """All faults of the series, the folder and the messages; empty when there are none.
 
     Args:
         root: the checkout that the witnesses' paths are in.
@@ -138,7 +138,7 @@ def _line_of(path: Path, text: str) -> int:
 
 
 def read(base: Base) -> tuple[list[str], list[MessageFault]]:
-    """The names the series lists, and where it and the folder disagree."""
+    """The names in the series, and its differences from the folder."""
     path = base.series_path
     try:
         lines = path.read_bytes().decode().split("\n")

@@ -1,1 +1,1 @@
-"""A stack on another release: what merges, what is upstream, what is left to do."""
+"""Porting a stack to another release: patches that merge, are upstream, or need a person."""

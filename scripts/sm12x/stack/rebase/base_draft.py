@@ -1,6 +1,6 @@
-"""Drafting base.toml for another release: the old one, with what index and source say instead.
+"""Drafting base.toml for another release: the old one, updated from the index and the source.
 
-Nothing is guessed: what neither says is kept from the old base and listed as still to be checked.
+Nothing is guessed: a value in neither is kept from the old base and listed as still to be checked.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LASTING = (
     *("text", "version_file", "defines"),
 )
 
-# What begins every base.toml.
+# The first line of every base.toml.
 _HEAD = "# Everything that is specific to vLLM {}. Nothing under scripts/ names a release."
 # How wide a list may be before it is written over several lines.
 _WIDTH = 100
@@ -46,7 +46,8 @@ _WIDTH = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Release:
-    """The files of one release, as the index lists them; ``given`` is its day where it does not."""
+    """The files of one release, as the index lists them; ``given`` is the release date where the
+    index has none."""
 
     version: str
     sdist: ListedFile
@@ -65,7 +66,7 @@ class Release:
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """base.toml of the new release, and what a person has to look at before it is committed."""
+    """base.toml of the new release, and the values that a person must check before a commit."""
 
     values: TOMLDocument
     to_check: tuple[str, ...]
@@ -113,7 +114,7 @@ def draft(
 
     Args:
         source: what the untouched source of the release says.
-        before: what that of ``base`` says: only what has changed is worth a look.
+        before: what that of ``base`` says: only changed values need a check.
         tree: its git tree id.
         torch_cuda: the CUDA toolkit that the release's torch asks for, where that is known.
         overrides: what the new base's lock is made with instead of the release's own requirements.
@@ -138,7 +139,7 @@ def draft(
             del values["wheel"][machine]
             check.append(f"wheel.{machine}: the release has no such wheel")
     if not values["wheel"]:
-        # Its header was in those of its tables.
+        # The headers of its tables had it too.
         values["wheel"] = tomlkit.table()
     for machine in base.locks:
         # Where there is none at all, the folder that was looked into has the sdist alone.
@@ -152,7 +153,7 @@ def draft(
     _auto_needs(values["toolchain"], {str(entry["name"]) for entry in values["source"]})
     _extras(values, source, check)
     values.pop("dropped", None)
-    # Those of the old base are for what its release asked for.
+    # The old base's overrides are for the requirements of its own release.
     values.pop("override", None)
     if overrides:
         values["override"] = _tables(_written(override) for override in overrides)
@@ -181,7 +182,7 @@ def amended(
     """The text of a drafted base.toml with more filled in.
 
     Args:
-        dropped: what the stack leaves out.
+        dropped: the patches that the stack leaves out.
         upstream: pytest ids of the kept patches' tests that the untouched release passes.
         needed: those of guards that it fails.
         packages: what the witnesses install.
@@ -206,7 +207,7 @@ def amended(
 def without_dropped(text: str, subjects: Container[str]) -> str:
     """The text of a base.toml without the [[dropped]] of patches that are in the stack.
 
-    All else stays as it is written, comments included.
+    The rest of the text stays unchanged, comments included.
 
     Args:
         subjects: the patches' file names without their numbers.
@@ -232,11 +233,11 @@ def without_dropped(text: str, subjects: Container[str]) -> str:
 def witness_packages(
     packages: Sequence[str], old: Lockfile, new: Lockfile, *, torch: Iterable[str] = ()
 ) -> tuple[list[str], list[str]]:
-    """What the witnesses install out of the new lock, and what to look at.
+    """The witnesses' packages in the new lock, and notes on what to check.
 
-    What the old list has and the new lock still has; of what only the new lock has, the
-    dependencies of any of these; and the CUDA libraries among what ``torch`` asks for, since which
-    of them it loads at import changes from one to the next.
+    These are the packages of the old list that the new lock still has, their dependencies that only
+    the new lock has, and the CUDA libraries in ``torch``'s requirements, since the set that torch
+    loads at import changes from release to release.
     """
     names = new.versions
     kept = [name for name in packages if name in names]
@@ -286,7 +287,7 @@ def _tables(entries: Iterable[dict[str, Any]]) -> AoT:
 
 
 def _written(override: Override) -> dict[str, Any]:
-    """An override without what it need not say."""
+    """An override without its optional keys where they have default values."""
     plain = Override(requirement="", instead_of="", why="")
     return {key: value for key, value in asdict(override).items() if value != getattr(plain, key)}
 
@@ -341,7 +342,7 @@ def _toolchain(
     if source.build_requires is None:
         check.append("toolchain.build_requires: not found in the source; the old ones are kept")
         return
-    # Those that this base chose out of its release's list, as the new release has them.
+    # The requirements that this base took from its release's list, in the new release's versions.
     known = {_name(text): text for text in source.build_requires}
     old = [_name(text) for text in base.toolchain.build_requires]
     tools["build_requires"] = _list(
@@ -362,7 +363,7 @@ def _toolchain(
 
 
 def _auto_needs(tools: Any, names: Container[str]) -> None:
-    """Name no source that the release no longer has."""
+    """Remove names of sources that the release no longer has."""
     old = [str(name) for name in tools.get("auto_needs", ())]
     kept = [name for name in old if name in names]
     if not kept:
@@ -391,7 +392,7 @@ def _modules(modules: AoT, source: ReleaseFacts, before: ReleaseFacts, check: li
 
 
 def _extras(values: Any, source: ReleaseFacts, check: list[str]) -> None:
-    """Keep the extras that the release still has, with what it makes of them."""
+    """Keep the extras that the release still has, with its new pins."""
     for entry in list(values.get("extra", ())):
         name, old = entry["name"], str(entry["requirement"])
         brought = () if source.extras is None else source.extras.get(name)
@@ -399,7 +400,7 @@ def _extras(values: Any, source: ReleaseFacts, check: list[str]) -> None:
             check.append(f"extra {name}: the release no longer has it; left out")
             values["extra"].remove(entry)
         elif len(brought) != 1 or release_facts.pinned(_name(brought[0]), brought) is None:
-            what = "its metadata is not there" if source.extras is None else "it brings no one pin"
+            what = "its metadata is missing" if source.extras is None else "it has no single pin"
             check.append(f"extra {name}: {what}; {old} is kept")
         elif brought[0] != old:
             entry["requirement"] = brought[0]
@@ -426,7 +427,7 @@ def _sources(sources: AoT, found: ReleaseFacts, check: list[str]) -> None:
             "stand_in": [],
         }
         sources.append(_table(added))
-        check.append(f"source {name}: new; see what its stand-in needs ({now.file})")
+        check.append(f"source {name}: new; find the files that its stand-in needs ({now.file})")
         _ambiguous(name, now, check)
 
 

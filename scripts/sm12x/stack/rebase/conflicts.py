@@ -2,10 +2,10 @@
 
 The tree is a repository like one that `sm12x patch apply` makes: the untouched release tagged
 "base", and a commit for each patch that is in. A patch that git cannot merge stops the port with
-its conflicts in the files, as `git rebase` does; `continue_` commits what a person made of them and
-goes on. At the end the patches are exported into the folder of the new base.
+its conflicts in the files, as `git rebase` does; `continue_` commits the resolved files and goes
+on. At the end the patches are exported into the folder of the new base.
 
-A run may be killed at any point: what was begun is noted in .git before it is done.
+A run may be killed at any point: each step is noted in .git before it starts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DONE = "done"
 PRESENT = "present"
 SKIPPED = "skipped"
 _MIDDLE = "======="
-# A commit of what was in the tree when a stopped run was taken up again.
+# A commit of the files that were in the tree when a stopped run was continued.
 _STOPPED = "refs/sm12x/stopped"
 
 
@@ -61,7 +61,8 @@ class Stop(Declared):
 
 @dataclass(frozen=True, kw_only=True)
 class Port(Declared):
-    """How far a port is. ``stack`` is the id of what is in ``folder``; ``tip`` the last commit."""
+    """A port's progress. ``stack`` is the id of the stack in ``folder``; ``tip`` the last
+    commit."""
 
     source: str
     version: str
@@ -78,7 +79,7 @@ class Port(Declared):
 
 @dataclass(frozen=True, kw_only=True)
 class PortReport:
-    """Where a port stands now. ``refresh`` is of the export at the end, None before.
+    """The state of a port after a call. ``refresh`` is of the export at the end, None before.
 
     ``saved`` is a commit of the files that were in the tree when a stopped run was taken up.
     """
@@ -171,7 +172,7 @@ def continue_(directory: Path, *, root: Path | None, skip: bool = False) -> Port
             saved = _set_back(repository, port)
             port = replace(port, stop=None)
         elif port.stop is not None and skip:
-            # Also what was committed on it.
+            # Commits that were made on it too.
             _set_back(repository, port)
             port = _settled(port, port.stop.name, SKIPPED, port.tip)
         elif port.stop is not None:
@@ -217,8 +218,8 @@ def _committed(directory: Path, repository: Repository, port: Port, stop: Stop) 
         resolved = repository.write_tree()
     if resolved == repository.tree_of(port.tip):
         raise DirtyTreeError(
-            f"nothing of {stop.name} is in {directory}",
-            next_step=f"put it in, or leave the patch out with `--skip`, then {again}",
+            f"no change of {stop.name} is in {directory}",
+            next_step=f"make its changes there, or leave the patch out with `--skip`, then {again}",
         )
     commit = _commit(repository, step, resolved, port.tip)
     repository.update_ref("HEAD", commit)
@@ -241,17 +242,18 @@ def _require_resolved(directory: Path, stop: Stop, again: str) -> None:
     rejects = [name for name in stop.rejects if (directory / name).exists()]
     if rejects:
         raise DirtyTreeError(
-            f"{directory} still has what of {stop.name} had no place: {', '.join(rejects)}",
-            next_step=f"bring it to where it belongs, delete these files, then {again}",
+            f"{directory} still has hunks of {stop.name} that could not be placed: "
+            f"{', '.join(rejects)}",
+            next_step=f"put these hunks into the right files, delete the .rej files, then {again}",
         )
 
 
 def _advance(directory: Path, repository: Repository, port: Port) -> PortReport:
-    """Port what waits until a conflict, or to the end."""
+    """Port the remaining patches until a conflict, or to the end."""
     for step in port.steps:
         if step.state != WAITING:
             continue
-        # From here on the tree is not a person's work until the stop is ready.
+        # From here until the stop is ready, the tree has no edits of the user.
         port = replace(port, stop=Stop(name=step.name))
         _save(directory, port)
         names = porting.labels(port.source, port.label, step.name)
@@ -322,8 +324,8 @@ def _finished(directory: Path, repository: Repository, port: Port, root: Path | 
     now = series.load(new).id if _loads(new) else ""
     if now not in (port.stack, made) and not export.in_between(new, repository):
         raise DirtyTreeError(
-            f"{new.folder} is stack {now or 'no more'}, and the port began with {port.stack}: what "
-            "has changed there since would be undone",
+            f"{new.folder} is now {f'stack {now}' if now else 'no readable stack'}, and the port "
+            f"began with {port.stack}: later changes there would be undone",
             next_step=f"move that folder away and run `sm12x patch rebase {port.version}` again; "
             f"the resolved patches are commits in {directory}",
         )
@@ -361,7 +363,7 @@ def _settled(port: Port, name: str, state: str, tip: str) -> Port:
 
 
 def _set_back(repository: Repository, port: Port) -> str:
-    """Make the tree what it was before the patch in conflict; a commit of what it held."""
+    """Set the tree back to before the patch in conflict; returns a commit of its files."""
     saved = ""
     if repository.status():
         repository.run("add", "--all", ".")

@@ -1,4 +1,4 @@
-"""The locks of a drafted base, and what its witnesses install out of one of them."""
+"""The locks of a drafted base, and its witnesses' packages from one of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def closure_of_torch(new: Base) -> dict[str, str]:
     try:
         return lock.resolve(new, next(iter(new.locks)), [f"torch=={new.toolchain.torch}"])
     except Sm12xError:
-        # Making the locks meets the same, and says it.
+        # Making the locks fails for the same reason, and reports it.
         return {}
 
 
@@ -32,7 +32,7 @@ def make(
 ) -> tuple[str, ...]:
     """Write the locks of ``new`` into its folder; the machines that have one.
 
-    What keeps one machine's from being made is added to ``to_check``, and keeps no other's.
+    A failure for one machine is added to ``to_check``; the other machines' locks are still made.
 
     Args:
         base: whose witnesses' packages are looked for in the new lock.
@@ -53,8 +53,8 @@ def make(
         made.append(name)
     if len(made) < len(new.locks):
         to_check.append(
-            "lock: for what cannot be had add an [[override]] to base.toml, and run this again "
-            "with --force: it keeps them"
+            "lock: for a package that cannot be installed add an [[override]] to base.toml, and "
+            "run this again with --force, which keeps the overrides"
         )
     chosen = machine if machine in made else next(iter(made), None)
     if chosen is not None and base.lock_path(chosen).is_file():

@@ -1,7 +1,8 @@
 """Merging one commit of a stack onto another release, file by file, through git.
 
-The text that the patch was written for is the common ancestor. What git merges is taken; a file
-that it cannot merge is left with ordinary conflict markers, for a person to resolve.
+The text that the patch was written for is the common ancestor. A merge without conflicts is
+accepted; a file that git cannot merge is left with ordinary conflict markers, for a person to
+resolve.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _CANDIDATES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Labels:
-    """What the three sides of a conflict are called after its markers."""
+    """The labels of a conflict's three sides, after its markers."""
 
     ours: str
     base: str
@@ -52,10 +53,10 @@ class FileConflict(Declared):
 class Merge:
     """The outcome of one patch on one tree.
 
-    ``tree`` is the tree with all that merged, and the old text of what did not; ``hoped`` the one
-    in which every conflict is decided for the patch. ``marked`` are the files with their markers
-    and their modes, ``stages`` the blobs of ancestor, ours and theirs; ``rejected`` what of the
-    patch could not be put anywhere, as a diff, by path. ``clean`` are the paths that merged.
+    ``tree`` has the merged files, and the old text of the others; in ``hoped`` every conflict is
+    decided for the patch. ``marked`` are the files with their markers and their modes, ``stages``
+    the blobs of ancestor, ours and theirs; ``rejected`` the hunks that could not be placed, as a
+    diff, by path. ``clean`` are the paths that merged.
     """
 
     tree: str
@@ -113,7 +114,7 @@ def unresolved(text: bytes, markers: Sequence[str]) -> int:
 
 
 class _Work:
-    """What is found out about one file after the other. ``taken`` and ``decided`` are for stage."""
+    """The results, collected file by file. ``taken`` and ``decided`` are for ``stage``."""
 
     def __init__(self, git: Repository, labels: Labels, now: Mapping[str, TreeFile]) -> None:
         self._git = git

@@ -1,7 +1,7 @@
-"""How far the bases are behind the newest release, and what their patches would do on that one.
+"""How many releases the bases are behind the newest one, and whether their patches apply to it.
 
-A patch is tried as a rebase tries it, but nothing is written and no witness runs: what git says of
-its text, not whether its defect is still there.
+A patch is tried as in a rebase, but nothing is written and no witness runs: the result tells
+whether its text merges, not whether its defect still exists.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class BaseAge:
 class PatchTrial:
     """One patch of ``base`` on the newest release. ``text`` is one of porting.STATES.
 
-    ``recorded`` is what is known of it there by status.LEGEND, from a base or from an earlier
-    rebase with witnesses, "" where nothing is. ``conflicts`` are paths, ``follows`` patches.
+    ``recorded`` is its state there (a key of status.LEGEND) from a base or from an earlier rebase
+    with witnesses, "" where there is none. ``conflicts`` are paths, ``follows`` patches.
     """
 
     base: str
@@ -184,7 +184,7 @@ def attempt(
 def recorded(
     release: str, known: Sequence[Base], outcomes: Sequence[RebaseOutcome]
 ) -> dict[str, str]:
-    """What is known of each patch on ``release``, by status.slug of its name."""
+    """The recorded state of each patch on ``release``, by status.slug of its name."""
     found = status.table(known, outcomes)
     if release not in found.releases:
         return {}
@@ -220,7 +220,7 @@ def text(report: NewestReport) -> str:
     lines += ["", texts.columns(rows, head=head).rstrip(), ""]
     used = {trial.text for trial in report.trials}
     lines += [f"{word:9} {meaning}" for word, meaning in _LEGEND.items() if word in used]
-    lines.append("recorded  what a base, or a rebase with witnesses, says of it there; - nothing")
+    lines.append("recorded  its state there, from a base or from a rebase with witnesses; - none")
     open_ = [trial for trial in report.trials if trial.conflicts or trial.follows]
     if open_:
         lines += ["", "in conflict:"]

@@ -35,7 +35,7 @@ _PATCH_REF = "refs/sm12x/patch"
 
 @dataclass(frozen=True, kw_only=True)
 class PortResult:
-    """What became of one patch's text.
+    """The outcome for one patch's text.
 
     ``state`` is "applies", "merges" (at other lines, or into other surroundings), "present" (the
     release has all of it), "follows" (it merges once the patches in ``follows``, which are in
@@ -85,7 +85,7 @@ def port(
 
     Args:
         source: the untouched source of ``base``.
-        leave_out: patches that the new stack does not want; their text is looked at all the same.
+        leave_out: patches that the new stack leaves out; their text is tried as well.
         root: the checkout that the witnesses' paths are in.
         label: what to call the new release in the texts of a conflict.
         copy: where to put the repository, for those in conflict to be resolved in; made only if
@@ -115,7 +115,7 @@ def port(
         for patch in stack.patches:
             if on_patch:
                 on_patch(patch)
-            # One that its own base has already has no commit, and nothing to port.
+            # A patch that its own base has already has no commit to port.
             commit = commits.get(patch.name)
             if commit is None:
                 done.append(PortResult(patch=patch, state=PRESENT))

@@ -1,4 +1,4 @@
-"""Porting a stack to another release: what applies, what is upstream there, what is left to do.
+"""Porting a stack to another release: patches that apply, are upstream, or need a person.
 
 The new folder is made whole beside the place it is for and takes its name at the end: a run that
 fails or is stopped leaves nothing.
@@ -74,17 +74,17 @@ class PatchOutcome:
 
     @property
     def open(self) -> bool:
-        """Whether it is left to a person: not in the new stack, and not known to be upstream."""
+        """Whether a person must resolve it: not in the new stack, and not known to be upstream."""
         return not self.kept and self.state != status.UPSTREAM
 
 
 @dataclass(frozen=True, kw_only=True)
 class RebaseReport:
-    """``folder`` is the new base's; ``stack_id`` of what is in it. ``to_check`` is for a person.
+    """``folder`` is the new base's, ``stack_id`` that of its patches; ``to_check`` is for a person.
 
-    ``probed`` is what was found out about releases in between. ``port`` is where the patches in
-    conflict can be resolved, None where there are none. ``unrun`` says why no witness could run,
-    None where they did or were not to. ``replaced`` is a copy of the folder that was there.
+    ``probed`` are the results on the releases in between. ``port`` is where the patches in conflict
+    can be resolved, None where there are none. ``unrun`` says why no witness could run, None where
+    they did or were not to. ``replaced`` is a copy of the folder that was there.
     """
 
     source: str
@@ -121,11 +121,11 @@ class ConflictsLeftError(PatchConflictError):
 
 
 class WitnessesUnrunError(UnknownVerdictError):
-    """The folder is written, and which of its patches are needed is unknown."""
+    """The folder is written, but it is unknown which of its patches are needed."""
 
     def __init__(self, report: RebaseReport, cause: Sm12xError) -> None:
         super().__init__(
-            f"whether {report.version} needs the patches of {report.source} is unknown, its "
+            f"it is unknown whether {report.version} needs the patches of {report.source}: its "
             f"witnesses could not run: {cause.message}",
             next_step=f"{cause.next_step}; then run this again with --force, or with --python of "
             "an environment that has pytest and torch",
@@ -139,7 +139,7 @@ def quote(path: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RebaseRequest:
-    """What is to be ported where, and how.
+    """The request: the stack, the release to port it to, and options.
 
     Args:
         found: the release that the stack goes to.
@@ -147,14 +147,14 @@ class RebaseRequest:
         root: the checkout that the witnesses' paths are in.
         out: where the new folder goes; patches/ of the checkout, or any other folder.
         force: replace a folder that is there.
-        known: what became of the patches on other releases.
+        known: the recorded outcomes of the patches on other releases.
         overrides: of the new base's lock, as [[override]] of base.toml has them.
         run_witnesses: None runs none.
         chosen: run only these witnesses (paths), None for all.
         make_locks: whether to resolve the new base's locks.
         lock_needed: whether ``run_witnesses`` needs them.
         releases: all there are; those in between are probed to say since when a fix is upstream.
-        probe: None leaves it at what is known already.
+        probe: None probes none and uses only recorded outcomes.
         say: told what is being done.
         ports: the folder in which a tree is made where patches are left to be resolved.
         keep: the folder for a copy of the one that is replaced.
@@ -188,7 +188,7 @@ class RebaseRequest:
 
 @dataclass(kw_only=True)
 class _Work:
-    """What the steps find out one after the other."""
+    """The results of the steps, filled in one after the other."""
 
     folder: Path
     trees: Mapping[str, Path] = field(default_factory=dict)
@@ -198,7 +198,7 @@ class _Work:
 
 
 def rebase(asked: RebaseRequest) -> RebaseReport:
-    """Write the folder of the release, with as much of the stack as belongs there.
+    """Write the folder of the release, with every patch that it needs and that merges.
 
     Raises:
         DirtyTreeError: the new folder is there already, or is no base's.
@@ -232,7 +232,7 @@ def rebase(asked: RebaseRequest) -> RebaseReport:
                 label=found.sdist.name,
             )
         except (Sm12xError, OSError) as error:
-            # What took an hour is in the folder; a tree can be made again.
+            # The folder has the results of up to an hour; the tree can be made again.
             why = error.message if isinstance(error, Sm12xError) else error
             line = f"conflicts: no tree to resolve them in could be made in {asked.ports}: {why}"
             return replace(report, to_check=(*report.to_check, line))
@@ -311,7 +311,7 @@ def _rebase(asked: RebaseRequest, scratch: Path) -> tuple[RebaseReport, PortedSt
 
 
 def records(report: RebaseReport) -> list[RebaseOutcome]:
-    """What to record of a rebase."""
+    """The outcomes to record in patches/status.toml."""
     return [
         RebaseOutcome(
             patch=outcome.patch.name,
@@ -328,7 +328,7 @@ def records(report: RebaseReport) -> list[RebaseOutcome]:
 
 
 def _draft(asked: RebaseRequest, work: _Work) -> Base:
-    asked.say("reading what the release says of itself")
+    asked.say("reading the release's own metadata and build files")
     trees = work.trees
     said, before = release_facts.read(trees[UNTOUCHED]), release_facts.read(trees[SOURCE])
     identity = tree.tree_id(trees[UNTOUCHED])
@@ -356,7 +356,7 @@ def _draft(asked: RebaseRequest, work: _Work) -> Base:
 
 
 def _verdicts(asked: RebaseRequest, new: Base, work: _Work) -> Mapping[str, PatchVerdict]:
-    """What the witnesses of each patch say of the untouched release."""
+    """The verdict of each patch's witnesses on the untouched release."""
     trees, run_witnesses, patches = work.trees, asked.run_witnesses, asked.stack.patches
     source, earlier = (trees[side].with_name(f"{side}-witnessed") for side in (UNTOUCHED, SOURCE))
     wanted = list(dict.fromkeys(path for patch in patches for path in patch.witnesses))
@@ -396,7 +396,7 @@ def _verdicts(asked: RebaseRequest, new: Base, work: _Work) -> Mapping[str, Patc
         known = [before[path] for path in patch.witnesses if path in before]
         said = verdict.judge(own, known) if own else PatchVerdict(state=verdict.UNKNOWN, why=unrun)
         if left and own and said.state == verdict.UPSTREAM:
-            # Half of the evidence shows the defect, and never its absence.
+            # With some of the witnesses only the defect can be shown, not its absence.
             said = PatchVerdict(
                 state=verdict.UNKNOWN, green=said.green, why=f"{left[0]} was not run"
             )
@@ -471,21 +471,21 @@ def _write(
     exported: Mapping[str, bytes],
     work: _Work,
 ) -> None:
-    """Patches, series, and what is left out and why, into the new folder."""
+    """Write patches, series and the [[dropped]] entries into the new folder."""
     for name, content in exported.items():
         (work.folder / name).write_bytes(content)
     lines = series.header(base) + "".join(f"{name}\n" for name in exported)
     files.write_text(work.folder / "series", lines)
-    # What a release has, a later one has; an earlier one was not looked at.
+    # A later release has the fixes of an earlier one; an earlier release was not checked.
     later = Version(new.version) > Version(base.version)
     tried = {status.slug(outcome.patch.name) for outcome in outcomes}
     # One that has been resolved since is in the stack, and so among those that were tried.
     old = [entry for entry in base.dropped if status.slug(entry.patch) not in tried]
     if not later:
         work.to_check += [
-            f"dropped: whether {entry.patch} is needed here was not looked at" for entry in old
+            f"dropped: whether {entry.patch} is needed here was not checked" for entry in old
         ]
-    # Also of those in conflict: once resolved they are kept, and their witnesses are as they are.
+    # Also of patches in conflict: once resolved they are in the stack, with the same witnesses.
     red = [
         outcome.verdict
         for outcome in outcomes

@@ -1,6 +1,6 @@
-"""What a release's source says of itself: torch, CUDA, native modules, third-party sources.
+"""Facts from a release's source: torch, CUDA, native modules, third-party sources.
 
-Unknown is not empty: what cannot be read is None, and the caller has to report that.
+Unknown is not empty: a fact that cannot be read is None, and the caller must report it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 
 from sm12x.core import files, lockfile
 
-# Where releases keep what building for CUDA needs, the first that is there.
+# Files with a release's build requirements for CUDA; the first that exists counts.
 _BUILD_REQUIREMENTS = ("requirements/build/cuda.txt", "requirements/build.txt")
 _DOCKERFILE = Path("docker/Dockerfile")
 _CMAKE = ("CMakeLists.txt", "cmake/external_projects/*.cmake")
@@ -49,7 +49,8 @@ class DeclaredSource:
 
 @dataclass(frozen=True, kw_only=True)
 class ReleaseFacts:
-    """``targets`` are the extension targets, those of other accelerators left out where it says.
+    """``targets`` are the extension targets, without those that CMake marks as for other
+    accelerators.
 
     ``extras`` are what each extra of the release brings, None where it has no metadata.
     """
@@ -64,7 +65,7 @@ class ReleaseFacts:
 
 
 def read(tree: Path) -> ReleaseFacts:
-    """Read what can be read of the untouched source in ``tree``."""
+    """Read the facts that the untouched source in ``tree`` has."""
     requires = _build_requires(tree)
     docker = _text(tree / _DOCKERFILE)
     cuda = _DOCKER_CUDA.search(docker) if docker else None
@@ -145,7 +146,7 @@ def _targets(texts: Iterable[str]) -> tuple[str, ...]:
 
 def _sources(name: str, text: str) -> list[DeclaredSource]:
     overrides = list(dict.fromkeys(_OVERRIDE.findall(text)))
-    # One source a file is how releases do it; in CMakeLists.txt itself there is CUTLASS alone.
+    # Releases have one source per file; CMakeLists.txt itself has only CUTLASS.
     if len(overrides) != 1:
         return [DeclaredSource(override=o, pins=(), git="", file=name) for o in overrides]
     values: dict[str, list[str]] = {}

@@ -39,13 +39,13 @@ _OPEN_UNKNOWN = "UNKNOWN"
 
 
 def report(done: RebaseReport) -> str:
-    """Patch by patch, then what a person has to check, then where the conflicts are."""
+    """Patch by patch, then the values that a person must check, then the conflicts."""
     lines = [f"{done.source} -> {done.version}"]
     for outcome in done.outcomes:
         lines += _outcome(outcome)
     lines += ["", f"{done.folder}: stack {done.stack_id}, {_kept(done)}"]
     if done.replaced is not None:
-        lines.append(f"the folder that was there is kept in {done.replaced}")
+        lines.append(f"a copy of the replaced folder is in {done.replaced}")
     if done.to_check:
         lines += ["to be checked before it is committed:"]
         lines += [f"  {line}" for line in done.to_check]
@@ -57,7 +57,7 @@ def report(done: RebaseReport) -> str:
 
 
 def ported(done: PortReport) -> str:
-    """Where a port stands: the next conflict, or that it is done, and what to run next."""
+    """The state of a port: the next conflict, or that it is done, and the next command."""
     return "\n".join(_port(done)) + "\n"
 
 
@@ -91,7 +91,7 @@ class PortData:
 
 @dataclass(frozen=True, kw_only=True)
 class PatchData:
-    """One patch on the new release: ``text`` says how it applies, ``witness`` who needs it."""
+    """One patch on the new release: ``text``: how it applies; ``witness``: whether it is needed."""
 
     patch: str
     state: str
@@ -145,7 +145,7 @@ class RebaseData:
 
 
 def table(found: StatusTable) -> str:
-    """Patch by release, and what the words mean."""
+    """The table of patches by release, with a legend."""
     if not found.rows:
         return "no base lists a patch\n"
     head = ["patch", *found.releases]
@@ -192,7 +192,7 @@ def _outcome(outcome: PatchOutcome) -> list[str]:
 
 
 def _by_witness(said: PatchVerdict) -> list[str]:
-    """How much of each witness is red: one that patches share may be red for another's sake."""
+    """How much of each witness is red: a shared witness may be red because of another patch."""
     total = Counter(name.split("::")[0] for name in (*said.red, *said.green, *said.silent))
     red = Counter(name.split("::")[0] for name in said.red)
     return [f"{path}: {red[path]} of {count}" for path, count in total.items()]
@@ -219,7 +219,7 @@ def _port(done: PortReport) -> list[str]:
     lines: list[str] = []
     if done.saved:
         lines.append(
-            f"the last run was stopped; the tree is set back, what was in it is commit {done.saved}"
+            f"the last run was stopped; the tree is set back, its files are in commit {done.saved}"
         )
     if port.stop is not None:
         return lines + _stop(done, port.stop)

@@ -1,4 +1,4 @@
-"""What became of each patch on each release: patches/status.toml, and the table made of it.
+"""The outcome of each patch on each release: patches/status.toml, and the table made from it.
 
 `sm12x patch rebase` records its outcomes there, also those of releases no base is kept for.
 """
@@ -22,7 +22,7 @@ from sm12x.stack.model.base import Base
 from sm12x.stack.rebase import porting, verdict
 
 NAME = "status.toml"
-# What verdict.PatchVerdict.summary writes of a witness that is red.
+# The text of verdict.PatchVerdict.summary for a red witness.
 _RED = re.compile(r"^(\d+) of (\d+) red(?:, (\d+) could not run)?$")
 APPLIED = "applied"
 NEEDED = "needed"
@@ -101,14 +101,14 @@ class StatusTable:
 
 
 def decide(needed: str, text: str) -> str:
-    """What a rebase says of a patch: "needed", "upstream", "conflict", "follows" or "unknown".
+    """A patch's outcome in a rebase: "needed", "upstream", "conflict", "follows" or "unknown".
 
     A text that does not merge says nothing of a patch that is not known to be needed.
     """
     if needed == verdict.UPSTREAM:
         return UPSTREAM
     if text == porting.PRESENT:
-        # All of its text is there: red all the same means that it is not enough there.
+        # The release has all of its text: a red witness means that the text alone does not fix it.
         return CONFLICT if needed == verdict.NEEDED else UPSTREAM
     if needed == verdict.UNKNOWN:
         return UNKNOWN
@@ -132,7 +132,7 @@ def record(
 ) -> None:
     """Add outcomes; each takes the place of an older one of its patch, base and release.
 
-    One that cannot tell whether a patch is needed does not displace what a witness has said before.
+    An outcome without a verdict of a witness does not replace one that has it.
 
     Args:
         stacks: the patches of each base there is: outcomes of others of its patches are dropped.
@@ -152,7 +152,7 @@ def record(
 
 
 def contradictions(bases: Sequence[Base], outcomes: Sequence[RebaseOutcome]) -> list[str]:
-    """Where a base says since when a patch is upstream, and a witness has said otherwise since."""
+    """Where a base has "upstream since", and a witness has shown the defect in a later release."""
     found: list[str] = []
     for base in bases:
         for entry in base.dropped:
@@ -258,6 +258,6 @@ def _part(outcome: RebaseOutcome) -> str:
     match = _RED.match(outcome.witness)
     if match is None:
         return ""
-    # What could not run is no sign that upstream has a part.
+    # A test that could not run does not mean that upstream has a part of the fix.
     total = int(match[2]) - int(match[3] or 0)
     return f"{match[1]}/{total}" if 0 < int(match[1]) < total else ""

@@ -1,8 +1,8 @@
 """Whether a release still has the defect a patch is for, by the patch's witnesses.
 
 A witness that is green on the untouched release says that the fix is there; one that is red says
-that the defect is. A test that breaks before it gets to look (a module that was renamed, a header
-that moved, a control that fails) says neither, and is told apart from a red one here.
+that the defect is. A test that breaks before its check (a module that was renamed, a header that
+moved, a control that fails) says neither, and does not count as red.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NEEDED = "needed"
 UPSTREAM = "upstream"
 UNKNOWN = "unknown"
 
-# What a test ends with that meets other code than it was written for, rather than the defect.
+# Exceptions of a test that met other code than it was written for, not the defect.
 _STRANGE = frozenset(
     {
         "AttributeError",
@@ -41,13 +41,12 @@ _RAISED = re.compile(r"^(?:E +)?(?:\w+\.)*(\w+(?:Error|Exception|Failed|Interrup
 _HANGS = re.compile(
     r"^(?:Failed: )?hangs: no end(?: after (?P<limit>\d+) s|, and nothing done for \S+ s)$"
 )
-# Seconds that the witnesses' conftest gives a test. Whatever works that long may be on a busy
-# machine; what has only waited is a deadlock on any.
+# Seconds that the witnesses' conftest gives a test. A test that computes for that long may be on a
+# busy machine; one that only waits is a deadlock.
 _PATIENCE = 60
-# Of those, what the defect itself may end in, and does where the release that the patch is for ends
-# in the same.
+# Those of them that the defect itself can cause: it did if the patch's own release fails alike.
 _EITHER = _STRANGE - {"ImportError", "ModuleNotFoundError", "NameError", "SyntaxError"}
-# Where the system has placed something: another place in each run.
+# Memory addresses, which differ in each run.
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}\b|\b\d{11,}\b")
 _AT_LINE = re.compile(r"^\S+:\d+: (\w+)$")
 
@@ -57,8 +56,8 @@ class PatchVerdict:
     """What the witnesses of a patch say of an untouched release.
 
     ``red``, ``green`` and ``silent`` are pytest ids of tests, guards aside: those that show the
-    defect, those that do not, and those that did not get to look. ``why`` is the reason where
-    ``state`` is "unknown", and what speaks against it elsewhere.
+    defect, those that do not, and those that broke before their check. ``why`` is the reason where
+    ``state`` is "unknown", else any evidence against ``state``.
     """
 
     state: str
@@ -81,7 +80,7 @@ class PatchVerdict:
 
 
 def without_addresses(text: str) -> str:
-    """``text`` with every address replaced: what is recorded must be the same in each run."""
+    """``text`` with every address replaced: a record must be the same in each run."""
     return _ADDRESS.sub("ADDRESS", text)
 
 
@@ -97,7 +96,7 @@ def doubtful(runs: Sequence[Run]) -> bool:
 def repeated(first: Run, second: Run) -> Run:
     """``first``, with the outcome of ``second`` for the controls that failed once and not again.
 
-    A control that depends on where the system places an address says nothing by failing once.
+    One failure of a control that depends on a memory address is no evidence.
     """
     again = {test.name: test for test in second.tests}
     return replace(
@@ -115,7 +114,7 @@ def repeated(first: Run, second: Run) -> Run:
 
 
 def judge(runs: Sequence[Run], own: Sequence[Run] = ()) -> PatchVerdict:
-    """What ``runs`` of a patch's witnesses on an untouched release say.
+    """The verdict of ``runs`` of a patch's witnesses on an untouched release.
 
     Args:
         own: the runs of the same witnesses on the untouched release that the patch was made for,
@@ -129,7 +128,7 @@ def judge(runs: Sequence[Run], own: Sequence[Run] = ()) -> PatchVerdict:
     whys: list[str] = []
     for run in runs:
         if run.problem:
-            # The first line says what happened, the last what pytest said of it.
+            # The first line is what happened, the last one is pytest's message.
             said = [line for line in run.problem.split("\n") if line.strip()]
             whys.append(f"{run.witness}: {'; '.join(dict.fromkeys((said[0], said[-1])))}")
         for test in run.tests:
@@ -189,7 +188,7 @@ def _state(
 
 
 def strange(test: Test) -> bool:
-    """Whether a failed test met something else than the defect it looks for."""
+    """Whether a test failed for another reason than the defect that it checks."""
     for line in (test.said, *test.detail.split("\n")):
         match = _HANGS.match(line.strip())
         if match:
@@ -226,13 +225,13 @@ def between(releases: Sequence[str], start: str, end: str) -> list[str]:
 def first(
     candidates: Sequence[str], last: str, probe: Callable[[str], PatchVerdict]
 ) -> tuple[str, dict[str, PatchVerdict]]:
-    """The first of ``candidates`` that has it, ``last`` if none does, and what each probe said.
+    """The first of ``candidates`` with the fix, else ``last``, and the result of each probe.
 
-    Takes it that a release after one that has it has it too; one on which the witness could not run
-    counts as not having it.
+    Assumes that every release after one with the fix has it too; a release on which the witness
+    could not run counts as one without it.
 
     Args:
-        candidates: releases, oldest first, all before ``last``, which has it.
+        candidates: releases, oldest first, all before ``last``, which has the fix.
     """
     said: dict[str, PatchVerdict] = {}
     low, high = 0, len(candidates)

@@ -1,4 +1,4 @@
-"""What pytest's junit file says of each test."""
+"""The outcome of each test, from pytest's junit file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run the witnesses on mutated sources: what survives is a line that no test asks for."""
+"""Run the witnesses on mutated sources: a mutation that survives shows a line without a test."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _COMPILED = "SM12X_WITNESS_COMPILED"
 
 @dataclass(frozen=True, kw_only=True)
 class MutantOutcome:
-    """What became of a mutant. ``test`` turned red by it; ``said`` is what it, or pytest, said."""
+    """The outcome of a mutant. ``test`` turned red by it; ``said`` is its or pytest's message."""
 
     patch: str
     file: str
@@ -130,7 +130,7 @@ def run(
 
 
 def targets(base: Base, mutant: Mutant) -> list[str]:
-    """What is asked about a mutant, in order: its own test, then the patch's witnesses."""
+    """The tests to run on a mutant, in order: its own test, then the patch's witnesses."""
     slow_last = sorted(mutant.patch.witnesses, key=lambda path: path in base.witness.first)
     return [*([mutant.by] if mutant.by else []), *slow_last]
 
@@ -200,7 +200,7 @@ class _Runner:
         return [outcomes[number] for number in range(len(mutants))]
 
     def confirmed(self, outcomes: Sequence[MutantOutcome]) -> list[MutantOutcome]:
-        """``outcomes``, where a test that is red without a mutation counts for nothing."""
+        """``outcomes``, without kills by a test that is red without a mutation too."""
         by_file: dict[str, list[str]] = {}
         for outcome in outcomes:
             if outcome.state == KILLED:
@@ -282,7 +282,7 @@ class _Runner:
 
 @contextmanager
 def _mutated(path: Path, text: str) -> Iterator[None]:
-    """The file with another text, and as it was afterwards."""
+    """Replace the file's text, and restore the file afterwards."""
     kept = path.with_name(f"{path.name}.unmutated")
     mode = path.stat().st_mode
     # By a rename: the file is a hard link of the other trees'.
@@ -298,7 +298,7 @@ def _mutated(path: Path, text: str) -> Iterator[None]:
 
 
 def _forget(path: Path) -> None:
-    """Remove a module's bytecode: it is taken for that of any text of the same second and size."""
+    """Remove a module's bytecode: Python checks only the source's size and its time in seconds."""
     for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
         compiled.unlink()
 
@@ -316,7 +316,7 @@ def _outcome(mutant: Mutant, state: str, test: str, said: str) -> MutantOutcome:
 
 
 def text(report: MutationReport) -> str:
-    """The outcomes by patch, for people: a survivor and what could not be told are marked."""
+    """The outcomes by patch, as text: survivors and unknown outcomes are marked."""
     lines: list[str] = []
     place = ""
     for outcome in report.outcomes:

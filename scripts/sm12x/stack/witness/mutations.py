@@ -1,8 +1,8 @@
 """Mutations: edits of the patched source that must turn a witness red, each for a line that counts.
 
 Those that are kept are data, ``mutations.toml`` in the folder of a base; others are derived from
-the lines that a patch adds. Here is which there are and what each makes of a file; mutate.py runs
-the witnesses on them.
+the lines that a patch adds. This module reads and derives them and makes the mutated text;
+mutate.py runs the witnesses.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def kept(base: Base, stack: Stack, tree: Path) -> tuple[list[Mutant], list[Messa
 
 
 def check(base: Base, stack: Stack, tree: Path | None) -> list[MessageFault]:
-    """What is wrong with the mutations of ``base``: a patch without one, or one that is stale.
+    """Faults of the mutations of ``base``: a patch without one, or one that is stale.
 
     A base that keeps none yet has nothing to check; those of this repository have to keep them.
 
@@ -178,8 +178,8 @@ def check(base: Base, stack: Stack, tree: Path | None) -> list[MessageFault]:
 def derived(stack: Stack, base_tree: Path, patched: Path, *, count: int, seed: int) -> list[Mutant]:
     """Up to ``count`` mutations of each patch, chosen by ``seed``, of the lines that it adds.
 
-    A statement is left out, or a condition negated. The line is the patch's whose diff adds it;
-    one that a later patch changes again is that one's.
+    A statement is left out, or a condition negated. A line belongs to the patch whose diff adds it,
+    and to the later patch if that changes it again.
     """
     chosen: list[Mutant] = []
     owners: dict[Path, dict[str, Patch]] = {}
@@ -210,7 +210,7 @@ def derived(stack: Stack, base_tree: Path, patched: Path, *, count: int, seed: i
                     )
                 )
     for name, mutants in made.items():
-        # The same choice for a patch whatever the others are.
+        # A patch's choice does not depend on the other patches.
         draw = random.Random(f"{seed} {name}")  # noqa: S311 - nothing is kept secret by it
         chosen += sorted(
             draw.sample(mutants, min(count, len(mutants))),
@@ -230,7 +230,7 @@ def _made(mutation: Mutation, patch: Patch, tree: Path) -> tuple[str, str]:
         return "", f"{mutation.file} is not a text file of the patched source"
     times = text.count(mutation.find) if mutation.find else 0
     if times != 1:
-        return "", f"its text is {times} times in {mutation.file}, and has to be there once"
+        return "", f"its text is {times} times in {mutation.file}, and must be there once"
     if mutation.find == mutation.replace:
         return "", "it replaces the text by itself"
     return text.replace(mutation.find, mutation.replace), ""

@@ -32,7 +32,7 @@ TEST_LIMIT = 90
 FILE_LIMIT = 600
 # Seconds that importing the release may take, before the first test.
 _START_LIMIT = 600
-# What the release's tests import besides the release's own closure, with hashes.
+# Packages that the release's tests import and its closure lacks, with hashes.
 _TOOLS_LOCK = Path("tests/witness/upstream.lock")
 _PLUGIN = Path(__file__).resolve().parent / "pytest_plugin"
 _TAIL = 20
@@ -98,7 +98,7 @@ def run(
     on_file: Callable[[str, str], None] | None = None,
     on_alone: Callable[[int], None] | None = None,
 ) -> Report:
-    """Run the release's tests of what ``stack`` changes on both trees; see ``upstreamtests``.
+    """Run the release's tests of the files that ``stack`` changes on both trees.
 
     Args:
         archive: the sdist of the base.
@@ -169,7 +169,7 @@ def _judged(
         if on_alone:
             on_alone(len(tests))
         ids = [f"{file}::{test}" for file, test in tests]
-        # One tree after the other: what the two fight over cannot differ then.
+        # One tree after the other: they cannot compete for a resource then.
         alone = {
             f"{side} {target}": found
             for side in SIDES
@@ -274,7 +274,7 @@ class _Runner:
                 "PYTEST_ADDOPTS": None,
                 "PYTEST_PLUGINS": None,
                 "VIRTUAL_ENV": None,
-                # Neither the machine's models, nor its devices, nor the network.
+                # Without the machine's models, its devices and the network.
                 "HOME": str(scratch),
                 "TMPDIR": str(scratch),
                 "XDG_CACHE_HOME": str(scratch),
@@ -336,7 +336,7 @@ class _Batch:
         return time.monotonic() > self._last + seconds + _START_LIMIT / 10
 
     def read(self) -> list[str]:
-        """Take what was answered since the last time; the targets that this was about."""
+        """Read the new answers; returns the targets that they are about."""
         try:
             lines = self.answers.read_text(encoding="utf-8").split("\n")[:-1]
         except OSError:
@@ -349,17 +349,17 @@ class _Batch:
         return fresh
 
     def close(self, log: Path) -> None:
-        """After the process: what was not answered was not run.
+        """After the process has ended: a target without an answer was not run.
 
         Raises:
-            Sm12xError: not even the first target was: the environment is at fault, not a test.
+            Sm12xError: no target was run: the environment is at fault, not a test.
         """
         if self.targets and not self.runs:
             raise Sm12xError(
                 f"the process that runs the tests on the {self.side} tree ended before the first; "
                 f"its last lines:\n{_tail(log)}\n",
-                next_step="see what it says; an environment that is not whole is made anew if its "
-                "folder under the cache's witness/ is removed",
+                next_step="read these lines; to make an incomplete environment again, remove its "
+                "folder under witness/ in the cache",
             )
         for target in self.targets:
             self.runs.setdefault(

@@ -1,4 +1,4 @@
-"""The release's own unit tests: which of them belong to a stack, and what their outcomes say.
+"""The release's own unit tests: those that belong to a stack, and verdicts on their outcomes.
 
 The sdist holds the release's tests. Those that name a module which the stack changes are run on the
 untouched and on the patched source, and none may be worse on the patched one. Which of them cannot
@@ -95,7 +95,7 @@ class Cannot(Declared):
 
 @dataclass(frozen=True, kw_only=True)
 class UpstreamSource(Declared):
-    """What the module names of the tests do not say: of the files that match the globs ``paths``.
+    """Test files that do not name the modules of the files that match the globs ``paths``.
 
     ``tests`` are test files that belong to them without naming their module; ``why`` says why there
     is none.
@@ -130,7 +130,7 @@ class HubModel(Declared):
 
 @dataclass(frozen=True, kw_only=True)
 class UpstreamEnvironment(Declared):
-    """What the tests run in.
+    """The environment of the tests.
 
     ``packages`` are names of the base's lock that the tests import and the witnesses do not;
     ``platform`` ("module:Class") is what vLLM is told it runs on; ``empty`` are native modules that
@@ -170,7 +170,7 @@ class Touched:
 
 @dataclass(frozen=True, kw_only=True)
 class UpstreamPlan:
-    """What is run. ``faults`` is what the data and the release's tests disagree in."""
+    """What is run. ``faults`` are the contradictions between the data and the release's tests."""
 
     touched: tuple[Touched, ...]
     files: tuple[str, ...]
@@ -178,7 +178,7 @@ class UpstreamPlan:
     faults: tuple[str, ...]
 
     def narrowed(self, names: Sequence[str]) -> UpstreamPlan:
-        """Only what ``names`` stand for: test files, or changed files and so their tests.
+        """Only the tests of ``names``: test files, or changed files.
 
         Raises:
             BadFileError: a name is neither.
@@ -279,7 +279,7 @@ class Modules:
     def of(self, dotted: str) -> str:
         """The module that ``dotted`` names: itself, or the one it is an attribute of; "" if none.
 
-        What a package only passes on belongs to the module it comes from: vllm.v1.executor.Executor
+        A name that a package re-exports belongs to its original module: vllm.v1.executor.Executor
         is of vllm.v1.executor.abstract.
         """
         parts = dotted.split(".")
@@ -342,7 +342,7 @@ def plan(suite: Suite, stack: Stack, tree: Path) -> UpstreamPlan:
     wanted = {name for path in paths if (name := _module_name(path))}
     modules = Modules(tree)
     by_module: dict[str, list[str]] = {}
-    # Any way to name a module, or what its package passes on of it, has the package's name in it.
+    # Every reference to a module, or to a re-export of its package, contains the package's name.
     hints = {
         path.split("/")[-2] if path.endswith("/__init__.py") else name.rpartition(".")[0]
         for path in paths
@@ -415,7 +415,7 @@ def outcome(run: FileRun | None, name: str) -> str:
         # What pytest-timeout ends a test with.
         hung = test.outcome == junit.FAILED and test.said.startswith("Failed: Timeout (>")
         return HUNG if hung else test.outcome
-    # What did not end says nothing of the tests that it would have run.
+    # A run that did not end says nothing about its remaining tests.
     return run.problem or ABSENT
 
 
@@ -531,5 +531,5 @@ def _parse(path: Path) -> ast.Module:
     try:
         return ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
-        # Whatever it is a test of, pytest will say that it cannot be read.
+        # Not read here: pytest reports the file that it cannot read.
         return ast.Module(body=[], type_ignores=[])

@@ -48,8 +48,8 @@ _OTHER = re.compile(r"^([^-]+)-(x86_64|aarch64)-([a-z]+)-[0-9a-f]{12}$")
 _FULL = re.compile("No space left on device|Disk quota exceeded|os error 28")
 # Seconds between two looks at the running ones.
 _POLL = 0.1
-# What loads torch and vLLM for a witness takes longer than most of its tests: those of one rig
-# share a pytest, this many at most, so that there is work for every processor to the end.
+# Loading torch and vLLM takes longer than most tests of a witness: witnesses of one rig share a
+# pytest, at most this many, so that every processor has work to the end.
 _RIGS = ("executor_rig", "kernels", "world")
 _SHARE = 5
 
@@ -69,7 +69,7 @@ class WitnessTest:
     """One test of one patch, on both trees.
 
     ``base`` and ``patched`` are its outcomes ("passed", "failed", "error", "skipped", "absent", or
-    "crashed" when pytest did not live to tell). ``reasons`` say what is not as it must be: a test
+    "crashed" when pytest did not live to tell). ``reasons`` are the violations of the rule: a test
     that is marked ``patched_only`` is absent from the base.
     """
 
@@ -174,7 +174,7 @@ def install(
     Args:
         wanted: the lock that is installed.
         commands: those that make the folder they are given; the last one takes a lock.
-        what: whom the packages are for: "the witnesses".
+        what: the user of the packages in messages: "the witnesses".
         mib: how much may have to be downloaded.
 
     Raises:
@@ -204,12 +204,12 @@ def install(
 
 
 def _installing(base: Base, words: Sequence[str], what: str) -> None:
-    """Run uv; a full disk is told apart from a package that this Python cannot have."""
+    """Run uv; a full disk raises another error than a package that does not fit this Python."""
     try:
         process.run(
             words,
             env={**pipconfig.load().uv_environment(), "UV_PYTHON_DOWNLOADS": "never"},
-            next_step="see what uv says above; a package that needs another Python than "
+            next_step="read uv's message above; a package that needs another Python than "
             f"{platform.python_version()} (the release is for {base.python}) needs --python of an "
             "environment that has pytest and torch",
         )
@@ -251,7 +251,7 @@ def environments(
     if not homes.is_dir():
         return []
     folders = [path for path in sorted(homes.iterdir()) if path.is_dir()]
-    # What other tests of a base have installed: their newest is taken to be the one in use.
+    # Environments of other tests of a base: the newest one counts as in use.
     newest: dict[tuple[str, ...], Path] = {}
     for path in sorted(folders, key=lambda path: path.stat().st_mtime):
         match = _OTHER.match(path.name)
@@ -270,7 +270,7 @@ def environments(
 
 def remove(environment: Environment) -> None:
     """Delete an environment; a run that is using it fails."""
-    # Under another name first: what is half deleted must not be taken for whole.
+    # Under another name first: a half deleted folder must not count as a complete one.
     aside = environment.path.with_name(f".{environment.path.name}.removed")
     if environment.path.name.startswith("."):
         aside = environment.path
@@ -300,7 +300,7 @@ def home_name(base: Base, wanted: str, machine: str, kind: str = "") -> str:
 
 
 def requirements(base: Base, *, machine: str, root: Path) -> str:
-    """What the witnesses' environment is made of, as a requirements file with hashes."""
+    """The packages of the witnesses' environment, as a requirements file with hashes."""
     told = f"{base.folder / 'base.toml'}: witness.packages"
     return pinned(base, base.witness.packages, root / _TOOLS_LOCK, told, machine)
 
@@ -648,7 +648,7 @@ class Job:
                 return None
             self.process.stop()
             return self._ended(f"pytest did not finish in {limit:g} s and was killed")
-        # What a test has left behind must not go on beside the next run.
+        # Processes that a test has left must not run beside the next pytest.
         self.process.stop()
         if code < 0:
             return self._ended(f"pytest was ended by signal {-code}")

@@ -21,7 +21,7 @@ from sm12x.stack.worktree.export import MessageError, RefreshReport
 
 @dataclass(frozen=True, kw_only=True)
 class NewReport:
-    """The new patch's file name, the files it changes, and what became of the folder.
+    """The new patch's file name, the files it changes, and the effect on the base's folder.
 
     ``missing`` are files of the patch it was made like that it does not change.
     """
@@ -56,7 +56,7 @@ def message(
 def missing(model: Patch, changed: Sequence[str]) -> tuple[str, ...]:
     """Files of ``model`` that are not among ``changed``, and that none of their name is there for.
 
-    `git apply --reject` leaves nothing behind of what it cannot find a file for.
+    `git apply --reject` leaves no .rej file for a file that it cannot find.
     """
     old = {file.path for file in model.files}
     moved = {PurePosixPath(path).name for path in changed if path not in old}
@@ -99,7 +99,8 @@ def new(
     left = [line[3:] for line in changes if line.endswith(".rej")]
     if left:
         raise DirtyTreeError(
-            f"{directory} still has what `git apply --reject` could not apply: {', '.join(left)}",
+            f"{directory} still has hunks that `git apply --reject` could not apply: "
+            f"{', '.join(left)}",
             next_step="put those hunks in by hand, delete the .rej files, and run this again",
         )
     if not changes:
@@ -110,7 +111,7 @@ def new(
         )
     who = _signature(author or git.user_identity(directory))
     head = repository.resolve("HEAD")
-    # What .gitignore names (compiled files, caches) is no part of a patch.
+    # Ignored files (.gitignore: compiled files, caches) are not part of a patch.
     repository.run("add", "--all", ".")
     commit = repository.commit_tree(repository.write_tree(), text, parent=head, author=who)
     repository.update_ref("HEAD", commit)
@@ -150,7 +151,7 @@ def drop(base: Base, stack: Stack, name: str, archive: Path, *, root: Path) -> D
         tree.unpack(archive, source)
         with tree.scratch(source) as repository:
             start = apply.commit_base(base, rest, repository, source, archive)
-            # Lines move when a patch goes; what is exported then has the new ones.
+            # Lines move when a patch is dropped; the export has the new line numbers.
             report, tip = apply.try_stack(base, rest, repository, start, accept_offset=True)
             if not report.ok:
                 raise apply.StackConflictError(report)

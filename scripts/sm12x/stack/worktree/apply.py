@@ -50,7 +50,7 @@ REST_KEY = "sm12x.rest"
 
 @dataclass(frozen=True, kw_only=True)
 class RefusedFile:
-    """A file a patch does not fit: how each hunk stands to it, and what git said of it."""
+    """A file that a patch does not fit: the state of each hunk, and git's message."""
 
     path: str
     hunks: tuple[HunkState, ...]
@@ -59,7 +59,7 @@ class RefusedFile:
 
 @dataclass(frozen=True, kw_only=True)
 class PatchResult:
-    """What became of one patch.
+    """The outcome of one patch.
 
     ``state`` is "applied", "upstream" (the base has it already; nothing was done), "offset" (it
     would apply at other lines, which is not accepted) or "conflict". ``follows`` names patches that
@@ -96,7 +96,7 @@ class ApplyReport:
 
 
 class StackConflictError(PatchConflictError):
-    """One patch or more did not apply; ``report`` says what became of each."""
+    """At least one patch did not apply; ``report`` has the outcome of each."""
 
     def __init__(self, report: ApplyReport) -> None:
         failed = [result for result in report.results if not result.ok]
@@ -109,9 +109,9 @@ class StackConflictError(PatchConflictError):
             f"{len(failed)} of {len(report.results)} patches of {report.base_version} do not "
             f"apply; the first is {first.name} ({first.state}{where}); nothing was changed",
             next_step=f"`sm12x patch apply --base {version} --unpack NEW_DIR --up-to {before}` "
-            "makes a tree with the patches before it: do there what it did, then `sm12x patch new "
-            f"--base {version} NEW_DIR --like patches/{version}/{first.name}` puts that in its "
-            "place",
+            "makes a tree with the patches before it: make its change there, then `sm12x patch new "
+            f"--base {version} NEW_DIR --like patches/{version}/{first.name}` puts the new patch "
+            "in its place",
         )
         self.report = report
 
@@ -132,7 +132,7 @@ def apply(
         rest: the names of patches at its end that are not to be applied; with ``repository`` it
             notes them, and a refresh leaves them in the series.
         repository: leave ``directory`` as a git repository with a commit tagged "base" and one
-            commit a patch, to edit and to refresh from; otherwise only the files change.
+            commit per patch, to edit and to refresh from; otherwise only the files change.
         archive: the sdist, where it is at hand, to name the files of a tree that was edited.
         on_patch: called before each patch is tried.
 
@@ -140,7 +140,7 @@ def apply(
         DirtyTreeError: ``directory`` is not the untouched source. Nothing is changed.
         StackConflictError: a patch does not apply. Nothing is changed.
         NoSpaceError, BadFileError: a file could not be written. Nothing is changed.
-        HalfAppliedError: and what had been changed could not be put back.
+        HalfAppliedError: as above, and the changed files could not be restored.
     """
     try:
         return _apply(base, stack, directory, repository, archive, on_patch, rest)
@@ -163,8 +163,8 @@ def _apply(
         commit = commit_base(base, stack, git, directory, archive)
         if repository and (directory / ".git").exists():
             raise DirtyTreeError(
-                f"{directory} is a git repository already, and would be made one",
-                next_step="add --no-repository to leave it as it is, or remove its .git",
+                f"{directory} is a git repository already, and this command would make a new one",
+                next_step="add --no-repository to keep that repository, or remove its .git",
             )
         report, tip = try_stack(base, stack, git, commit, on_patch=on_patch)
         if not report.ok:
@@ -287,7 +287,7 @@ def _putting(
     later, or is interrupted, every file is put back by a rename, which needs no room.
 
     Raises:
-        HalfAppliedError: that failed, and what had been changed could not be put back.
+        HalfAppliedError: that failed, and the changed files could not be restored.
     """
     entries = git.index_entries()
     fresh = scratch / "fresh"
@@ -300,7 +300,7 @@ def _putting(
             placing.swap(path, stays=path in entries)
         yield
     except BaseException as error:
-        # Ctrl-C included: a tree that is neither the one nor the other is of no use.
+        # Also on Ctrl-C: a tree between the two states is of no use.
         left = placing.undo()
         if left:
             raise HalfAppliedError(directory, left, error) from error
@@ -311,8 +311,8 @@ def _putting(
 class _Placing:
     """Files that take the place of others, all of them or none.
 
-    What is done is noted before it is done: an interrupt may come between any two lines.
-    ``token`` is in the name of every temporary file, and in no other's.
+    Each change is noted before it is made: an interrupt may come between any two lines. ``token``
+    is in the name of every temporary file, and in no other's.
     """
 
     def __init__(self, directory: Path, *, token: str) -> None:
@@ -342,7 +342,7 @@ class _Placing:
             staged.chmod(_mode(now.stat().st_mode, mode))
 
     def swap(self, path: str, *, stays: bool) -> None:
-        """Put the staged file in its place, or remove the target; what was there is kept."""
+        """Put the staged file in its place, or remove the target; the old file is kept aside."""
         target = self._directory / path
         there = os.path.lexists(target)
         self._touched[path] = there
@@ -367,7 +367,7 @@ class _Placing:
             try:
                 _insisting(lambda path=path, there=there: self._back(path, there))  # type: ignore[misc]
             except OSError:
-                # The others have to be tried all the same.
+                # Go on with the other files.
                 left.append(path)
         _insisting(self.sweep)
         for folder in reversed(self._made):
@@ -409,7 +409,7 @@ def _insisting(step: Callable[[], None]) -> None:
 
 
 def _refused(error: OSError, directory: Path) -> Sm12xError:
-    """What the system refused while nothing had changed yet, or all of it was put back."""
+    """The error for a failed write before any change, or after every file was restored."""
     known = of_system(error)
     if isinstance(known, NoSpaceError):
         return NoSpaceError(
@@ -419,20 +419,20 @@ def _refused(error: OSError, directory: Path) -> Sm12xError:
     why = known.message if known else str(error)
     return BadFileError(
         f"{why}; nothing was changed in {directory}",
-        next_step="see who may write in that folder, or unpack the sdist in another one "
+        next_step="check the permissions of that folder, or unpack the sdist in another one "
         "(`sm12x patch apply --unpack NEW_DIR`)",
     )
 
 
 class HalfAppliedError(DirtyTreeError):
-    """The folder is neither untouched nor patched: what had been changed could not be put back."""
+    """The folder is neither untouched nor patched: its changed files could not be restored."""
 
     def __init__(self, directory: Path, left: Sequence[str], cause: BaseException) -> None:
         said = str(cause) or type(cause).__name__
         named = ", ".join(left[:_NAMED])
         more = f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
         super().__init__(
-            f"{directory} is half applied: after `{said}` these could not be put back: "
+            f"{directory} is half applied: after `{said}` these files could not be restored: "
             f"{named}{more}",
             next_step="delete that folder and unpack the sdist in another one (`sm12x patch apply "
             "--unpack NEW_DIR`)",

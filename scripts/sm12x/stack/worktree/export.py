@@ -22,7 +22,7 @@ from sm12x.stack.model.series import Stack
 from sm12x.stack.worktree import apply, tree
 from sm12x.stack.worktree.apply import ApplyReport
 
-# Everything a version of git or a setting could make different is said outright.
+# Every default that depends on git's version or settings is set explicitly.
 _FORMAT = (
     # The commit's id changes with every rebase; the patch does not.
     "--zero-commit",
@@ -71,21 +71,21 @@ _SETTINGS = (
     "-c",
     "log.mailmap=false",
 )
-# Left in .git while git is in the middle of something: HEAD is not the whole stack then.
+# Left in .git during an unfinished git operation: HEAD is not the whole stack then.
 _UNFINISHED = (
     *("rebase-merge", "rebase-apply", "sequencer"),
     *("MERGE_HEAD", "CHERRY_PICK_HEAD", "REVERT_HEAD"),
 )
-# In .git while the base's folder is being written: what each of its files was and will be, so that
-# a folder that a killed run has left in between is known as such.
+# In .git while the base's folder is being written: the old and new content of its files, by which
+# the next run recognises a folder that a killed run left half written.
 _JOURNAL = "sm12x-refresh.json"
-# In .git while patches are being ported to this tree: see stack/resolve.py.
+# In .git while patches are being ported to this tree: see stack/rebase/conflicts.py.
 PORT = "sm12x-port.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RefreshReport:
-    """What became of the files of a base's folder, by name, and the stack id afterwards.
+    """The outcome for each file of a base's folder, by name, and the new stack id.
 
     ``kept`` is the folder with a copy of the patches that were there before, where they were not
     those that the tree was made from; None where nothing had to be kept.
@@ -100,7 +100,7 @@ class RefreshReport:
 
 
 class MessageError(FindingsError):
-    """Commits that cannot be exported; ``findings`` lists all that is wrong with them."""
+    """Commits that cannot be exported; ``findings`` lists all their faults."""
 
     def __init__(self, findings: Sequence[MessageFault]) -> None:
         more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
@@ -120,7 +120,7 @@ def open_repository(base: Base, directory: Path, *, current: bool = True) -> Rep
 
     Raises:
         DirtyTreeError: there is none, it is of another base or of another state of the stack, HEAD
-            is not its branch, or git is in the middle of something.
+            is not its branch, or a git operation is unfinished.
         BadFileError: the base's folder cannot be read as a stack.
     """
     tree.require_directory(directory)
@@ -151,12 +151,12 @@ def open_repository(base: Base, directory: Path, *, current: bool = True) -> Rep
 
 
 def require_quiet(repository: Repository, directory: Path) -> None:
-    """Raise DirtyTreeError unless HEAD is the branch of the stack, and git is not in the middle."""
+    """Raise DirtyTreeError unless HEAD is the stack's branch and no git operation is unfinished."""
     for name in _UNFINISHED:
         if (repository.git_dir / name).exists():
             raise DirtyTreeError(
-                f"git is in the middle of something in {directory} ({name} is there)",
-                next_step="finish it or give it up (`git rebase --continue`, `--abort`)",
+                f"a git operation in {directory} is unfinished ({name} exists)",
+                next_step="finish or abort it (`git rebase --continue`, `--abort`)",
             )
     head = repository.run("symbolic-ref", "-q", "HEAD", check=False).stdout.strip()
     if head == f"refs/heads/{apply.BRANCH}":
@@ -164,8 +164,8 @@ def require_quiet(repository: Repository, directory: Path) -> None:
     where = f"on {head.removeprefix('refs/heads/')}" if head else "detached"
     quoted = shlex.quote(str(directory))
     raise DirtyTreeError(
-        f"HEAD of {directory} is {where}, not on the branch {apply.BRANCH}, which is what is "
-        "exported: patches that only the branch has would be removed",
+        f"HEAD of {directory} is {where}, not on the branch {apply.BRANCH}, which is the one to "
+        "export: patches that only the branch has would be removed",
         next_step=f"`git -C {quoted} switch {apply.BRANCH}`, or to export what is checked out: "
         f"`git -C {quoted} switch -C {apply.BRANCH}`",
     )
@@ -185,7 +185,7 @@ def _require_current(base: Base, repository: Repository, directory: Path) -> Non
     quoted = shlex.quote(str(directory))
     raise DirtyTreeError(
         f"{directory} was made from the stack {made_from or 'of an unknown state'}, and "
-        f"{base.folder} is now stack {now}: an export would undo what has changed there since",
+        f"{base.folder} is now stack {now}: an export would undo the changes made there since",
         next_step=f"`sm12x patch apply --base {base.version} --unpack NEW_DIR`, then bring your "
         f"commits there (`git -C NEW_DIR fetch {quoted} {apply.BRANCH}`, `git -C NEW_DIR "
         "cherry-pick ...`); or `sm12x patch refresh --force`, which keeps a copy of the patches it "
@@ -226,7 +226,7 @@ def refresh(
 
     Args:
         root: the checkout that the witnesses' paths are in.
-        keep: a folder for a copy of what is there, if that is not what ``directory`` was made from;
+        keep: a folder for a copy of the present patches, if ``directory`` was not made from them;
             None refuses to replace it.
 
     Raises:
@@ -291,7 +291,7 @@ def replaced(
 
 
 def _settle(repository: Repository, stack_id: str, rest: Sequence[str]) -> None:
-    """Note in a tree's repository the stack it stands for now, and what is not applied there."""
+    """Note in a tree's repository its stack id, and the patches that are not applied there."""
     repository.run("config", "--local", "--unset-all", apply.REST_KEY, check=False)
     for name in rest:
         repository.run("config", "--local", "--add", apply.REST_KEY, name)
@@ -382,9 +382,9 @@ def _series(base: Base, exported: Mapping[str, bytes]) -> str:
 def write(base: Base, exported: Mapping[str, bytes]) -> RefreshReport:
     """Make the patches and the series of a base's folder exactly ``exported``.
 
-    Files that are the same already are left alone. Killed in the middle, a second run corrects it:
-    new files first, then the series, then the files it no longer lists. What a killed run has left
-    under a temporary name goes first.
+    Unchanged files are left alone. A second run repairs the folder after a kill: new files are
+    written first, then the series, then files that it no longer lists are removed. Before that,
+    temporary files of a killed run are removed.
 
     Raises:
         DirtyTreeError: another process is writing there.

@@ -35,7 +35,7 @@ def require_writable(parent: Path) -> None:
         existing = parent.absolute()
         while not existing.exists():
             existing = existing.parent
-        # Tried, not asked: root may write anywhere, except where nothing can be written.
+        # Tests by writing: permissions do not tell whether root can write there.
         with tempfile.TemporaryDirectory(dir=existing, prefix=".sm12x-"):
             pass
     except OSError as error:
@@ -49,10 +49,10 @@ def require_writable(parent: Path) -> None:
 def fresh(
     target: Path, *, force: bool, keep: Path | None = None
 ) -> Iterator[tuple[Path, list[Path]]]:
-    """A folder to fill that becomes ``target`` if the block succeeds, and vanishes otherwise.
+    """A folder to fill that becomes ``target`` if the block succeeds, and is deleted otherwise.
 
-    Yields the folder, and a list that holds the copy of the one it replaces once it has; what
-    killed runs have left for the same target is removed.
+    Yields the folder, and a list that holds the copy of the one it replaces once it has; remains of
+    killed runs for the same target are removed.
 
     Args:
         keep: the folder under which that copy is made.
@@ -86,7 +86,7 @@ def fresh(
 
 
 def leftovers(parent: Path) -> list[Path]:
-    """What killed runs have left in ``parent`` beside the bases' folders."""
+    """The remains of killed runs in ``parent``, beside the bases' folders."""
     return [
         path
         for path in sorted(parent.glob(".*"))
@@ -96,7 +96,7 @@ def leftovers(parent: Path) -> list[Path]:
 
 
 def sweep(parent: Path, name: str) -> list[Path]:
-    """Remove what killed runs have left in ``parent`` for the folder ``name``; a base goes back.
+    """Remove remains of killed runs in ``parent`` for the folder ``name``; a base is restored.
 
     A folder in which a process is working stays.
     """

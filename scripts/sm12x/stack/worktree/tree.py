@@ -192,16 +192,16 @@ def explain(
             next_step=f"undo that, or {fresh}",
         )
     return DirtyTreeError(
-        f"{directory} is not the untouched {name} {base.version}; which files differ is not known "
-        "without its sdist",
-        next_step=f"`sm12x fetch --base {base.version}` to be told, or {fresh}",
+        f"{directory} is not the untouched {name} {base.version}; without its sdist the differing "
+        "files are not known",
+        next_step=f"`sm12x fetch --base {base.version}` to list them, or {fresh}",
     )
 
 
 def _progress(stack: Stack, has: Mapping[str, TreeFile]) -> tuple[list[str], list[str], list[str]]:
-    """Of the files the stack changes: fully patched, patched part of the way, untouched.
+    """The files the stack changes, in three lists: fully patched, partly patched, untouched.
 
-    A file that is in none of the states it goes through counts in none: it was edited.
+    A file that matches no state of the stack was edited, and is in none of the three lists.
     """
     states: dict[str, list[str]] = {}
     for patch in stack.patches:

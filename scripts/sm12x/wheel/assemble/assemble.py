@@ -33,7 +33,7 @@ LEDGER = "ledger.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What the wheel is made of. ``python`` and its ``purelib`` have the build requirements."""
+    """The inputs of the wheel. ``python`` and its ``purelib`` have the build requirements."""
 
     base: Base
     machine: str
@@ -159,8 +159,8 @@ def _check(parts: Parts, stack: Stack, record: SourceRecord, compiled: NativeRec
         )
     if record.base_version != base.version or record.stack_id != stack.id:
         raise BadFileError(
-            f"{parts.source} is {record.base_version} with stack {record.stack_id}, "
-            f"wanted is {base.version} with stack {stack.id}",
+            f"{parts.source} is {record.base_version} with stack {record.stack_id}, but "
+            f"{base.version} with stack {stack.id} is needed",
             next_step="make it again with `sm12x build source`",
         )
     sources.verify(parts.source, record.files)
@@ -197,7 +197,7 @@ def _audit(parts: Parts) -> Mapping[str, LibraryAudit]:
 def _ops(
     parts: Parts, compiled: NativeRecord, audits: Mapping[str, LibraryAudit]
 ) -> tuple[Mapping[str, Registered], Mapping[str, tuple[str, ...]]]:
-    """What every library registers, and what of the official one's ours was allowed to lose."""
+    """The ops of every library, and the official library's ops that ours may lack."""
     python = parts.base.python
     with (
         tempfile.TemporaryDirectory(prefix="sm12x-official-") as folder,
@@ -219,7 +219,7 @@ def _ops(
 
 
 def may_lose(base: Base, compiled: NativeRecord) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
-    """What each module (its path) was compiled without -> the ops that are made of that."""
+    """For each module (its path): the sources it was compiled without -> the ops made of them."""
     made_of = {source.name: source.ops for source in base.sources}
     others = {module.target: module.other_gpus for module in base.modules}
     found: dict[str, Mapping[str, tuple[str, ...]]] = {}
@@ -231,7 +231,7 @@ def may_lose(base: Base, compiled: NativeRecord) -> Mapping[str, Mapping[str, tu
 
 
 def _registered(parts: Parts, folder: Path, paths: Sequence[str]) -> Mapping[str, Registered]:
-    """By loading the libraries where this machine can, else as far as their files say."""
+    """By loading the libraries where this machine can, else by reading their files."""
     if parts.machine == platform.machine():
         return torch_ops.find(folder, paths, python=parts.python, purelib=parts.purelib)
     return {path: torch_ops.read(folder / path) for path in paths}

@@ -1,8 +1,8 @@
 """Which torch ops the native modules register, found by loading them without a GPU.
 
-Those of another machine are read: an op that was given a schema has that text in the file; one that
-was registered by its function alone has not, and which namespace an op goes into is in code. So
-reading finds fewer than loading does, each without its namespace, and never one that is not there.
+Modules of another machine are read: an op registered with a schema has that text in the file; one
+registered by its function alone does not, and the namespace is only in code. So reading finds fewer
+ops than loading, each without its namespace, but never a wrong one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FOR_ONE_PYTHON = re.compile(r"\.cpython-(\d)(\d+)-[\w-]+\.so$")
 @dataclass(frozen=True, kw_only=True)
 class Registered:
     """``ops`` are full names with overload (``_C::silu_and_mul``); ``names`` what a Python module
-    offers besides. ``by`` is "loaded", or "read" (see ``opsread``): then no op has its namespace.
+    offers besides. ``by`` is "loaded", or "read" from the file: then no op has its namespace.
     """
 
     ops: tuple[str, ...]
@@ -77,7 +77,7 @@ def find(
         except ToolFailedError as error:
             raise BuildFailedError(
                 f"the process that loads the native modules died: {error.message}",
-                next_step="load them one by one to find which one does it",
+                next_step="load them one by one to find the one that crashes",
             ) from None
     found = json.loads(done.stdout.splitlines()[-1])
     for path, result in found.items():
@@ -95,10 +95,10 @@ def find(
 def lost(
     path: str, ours: Registered, official: Registered, allowed: Mapping[str, Sequence[str]]
 ) -> tuple[str, ...]:
-    """What our build of ``path`` lacks of the official one's ops and names.
+    """The official module's ops and names that our build of ``path`` lacks.
 
     Args:
-        allowed: what it was compiled without, a third-party source for one -> the ops made of each.
+        allowed: what it was compiled without, such as a third-party source -> the ops made of each.
 
     Raises:
         BuildFailedError: it lacks something that is made of none of ``allowed``.
@@ -114,7 +114,7 @@ def lost(
         raise BuildFailedError(
             f"{path} as compiled here lacks {len(unexplained)} of the official one's "
             f"{len(official.ops)} ops: {', '.join(unexplained[:3])}{more}{without}",
-            next_step="see in the compile log which sources CMake left out, and why",
+            next_step="find the sources that CMake left out in the compile log",
         )
     return tuple(missing)
 
@@ -133,7 +133,7 @@ _METHOD_FLAGS = range(1, 0x400)
 
 
 def read(path: Path) -> Registered:
-    """What the library's file says: ops as `name` or `name.overload`, and a module's functions.
+    """Reads the library's file: ops as `name` or `name.overload`, and a module's functions.
 
     Raises BadFileError when it is not a shared library.
     """

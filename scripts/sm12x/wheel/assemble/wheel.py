@@ -1,9 +1,9 @@
 """The wheel: the official one with the stack's Python files and the modules compiled here.
 
-Unchanged members are copied as they are, still compressed: compressing 550 MB of machine code again
-would take most of a minute, and its bytes would depend on the zlib of the machine. ``zipfile`` has
-no call for this; what is used of it here beyond its documented interface has not changed since
-Python 3.5, and typeshed lists it.
+Unchanged members are copied in compressed form: compressing 550 MB of machine code again would take
+most of a minute, and its bytes would depend on the zlib of the machine. ``zipfile`` has no call for
+this; what is used of it here beyond its documented interface has not changed since Python 3.5, and
+typeshed lists it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sm12x.wheel import selection
 from sm12x.wheel.compile.native import NativeRecord
 from sm12x.wheel.source.patched import SourceFile, SourceRecord
 
-# What a patch may change without it having to reach the wheel.
+# Paths that a patch may change although they are not in the wheel.
 _NOT_SHIPPED = ("tests/", "docs/", "benchmarks/", "examples/", ".github/", ".buildkite/")
 
 _VERSION_LINE = re.compile(rb"^Version: .*$", re.MULTILINE)
@@ -46,7 +46,7 @@ _MANYLINUX = re.compile(r"manylinux_(\d+)_(\d+)_(\w+)")
 
 @dataclass(frozen=True, kw_only=True)
 class Official:
-    """The release's own wheel: its file names, and what of its name ours keeps."""
+    """The release's own wheel: its file names, and the parts of its name that ours keeps."""
 
     path: Path
     members: frozenset[str]
@@ -107,7 +107,7 @@ def changes(
     native: NativeRecord,
     version: str,
 ) -> list[Change]:
-    """All that our wheel has other than the official one, in order of path.
+    """The files in which our wheel differs from the official one, in order of path.
 
     Raises:
         BuildFailedError: a patched file is in the official wheel with another text than in the
@@ -180,7 +180,7 @@ def write(
     dist_info = f"{target.name.split('-')[0]}-{version}.dist-info"
     platform = target.name.removesuffix(".whl").rpartition("-")[2]
     by_path = {change.path: change for change in changed}
-    # A zip must date its members; the earliest date it can hold says nothing of when this ran.
+    # A zip must date its members; the earliest possible date keeps the bytes reproducible.
     date = (1980, 1, 1, 0, 0, 0)
     with files.replacing(target) as temporary, zipfile.ZipFile(official.path) as source:
         rows = _record(source.read(f"{official.dist_info}/RECORD"))
@@ -232,7 +232,7 @@ def _wheel_file(text: str, platform: str) -> str:
     """WHEEL for the platform of the file's name.
 
     The official one says `linux_x86_64` in a file called manylinux: its name was changed after it
-    was made. Installers go by the name; here both say the same.
+    was made. Installers use the name; here both agree.
     """
     lines: list[str] = []
     for line in text.splitlines():
@@ -262,7 +262,7 @@ def version_module(text: str, version: str) -> str:
         raise BuildFailedError(
             "_version.py of the official wheel is not as setuptools-scm writes it: "
             "the version cannot be put in",
-            next_step="see what the release writes there and teach build/wheel.py",
+            next_step="compare the release's file with _MODULE_VERSION in wheel/assemble/wheel.py",
         )
     return text
 

@@ -1,8 +1,8 @@
-"""Gives each unit its turn, and hears what it cost.
+"""Tells each unit when to start, and receives its cost.
 
-ninja starts the launchers of all units at once; each connects here and waits. So it is the
-scheduler, not ninja, that knows all that is left, and orders it by length and memory. The broker
-runs in a thread of its own, and touches the scheduler in no other.
+ninja starts the launchers of all units at once; each connects here and waits. So the scheduler, not
+ninja, knows all remaining units, and orders them by length and memory. The broker runs in a thread
+of its own, and touches the scheduler in no other.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 
 from sm12x.wheel.compile.schedule import DEFAULT_GIB, DEFAULT_SECONDS, Scheduler, Unit
 
-# The first units ask before the long ones do: nothing starts until no request has come for a while,
-# or some seconds have passed.
+# Short units may connect before long ones: nothing starts until no request has come for a while, or
+# some seconds have passed.
 _QUIET = 0.25
 _AT_LEAST = 3.0
-# Who waits is told now and then how long the units that run have been at it.
+# Seconds between two ticks, which report how long the running units have taken.
 _TICK = 10.0
 
 
@@ -47,7 +47,7 @@ class CompilerRun:
 
     @property
     def again(self) -> bool:
-        """Whether it is run once more: it was killed, but had others beside it."""
+        """Whether it is run once more: it was killed while other units ran."""
         return self.killed and not self.alone
 
     @property
@@ -63,7 +63,7 @@ _OnTick = Callable[[Mapping[str, float]], None]
 class Broker:
     """A context: between its two ends units get their turns. ``address`` is its socket.
 
-    After a unit has failed none is started; what runs goes on to its end.
+    After a unit has failed no further one starts; running units finish.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Broker:
         except OSError:
             data = b""
         if not data:
-            # Ended: it was done, or it was killed together with ninja.
+            # The launcher has ended: the unit is done, or it was killed together with ninja.
             self._drop(ticket)
             return
         buffer += data

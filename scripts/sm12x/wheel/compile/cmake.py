@@ -31,14 +31,14 @@ from sm12x.stack.model.base import Base, Module, ThirdPartySource
 from sm12x.wheel.compile import launcher
 from sm12x.wheel.toolchain import arch, cross
 
-# What the release's CMake reads of the source tree.
+# The parts of the source tree that the release's CMake reads.
 TREE = ("CMakeLists.txt", "cmake", "csrc")
 
 _SUPPORTED = re.compile(r"^-- CUDA supported target architectures: (.*)$")
 
 
 class OnStep(Protocol):
-    """Is told how many units of ``label`` are done, of how many, and how long the rest takes.
+    """Called with the finished and total number of units of ``label``, and the remaining time.
 
     ``total`` 0 means not known yet, ``left`` is in seconds.
     """
@@ -48,7 +48,7 @@ class OnStep(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How to build. ``jobs`` 0 is all cores, ``memory_gib`` 0 what is free; ``python`` has torch.
+    """Build settings. ``jobs`` 0 is all cores, ``memory_gib`` 0 what is free; ``python`` has torch.
 
     ``third_party`` has the real third-party sources, each in a folder of its name. ``target`` is
     the other machine that ``cuda_home`` compiles for, None for this one.
@@ -65,7 +65,8 @@ class Settings:
 
 
 def inputs_hash(source: Path) -> str:
-    """A sha256 over the names and contents of what the release's CMake reads in ``source``."""
+    """A sha256 over names and contents of the files that the release's CMake reads in
+    ``source``."""
     digest = hashlib.sha256()
     for path in _tree_files(source):
         digest.update(f"{path.relative_to(source).as_posix()} {files.sha256(path)}\n".encode())
@@ -89,8 +90,8 @@ def _tree_files(source: Path) -> list[Path]:
 def sync(source: Path, target: Path) -> None:
     """Make the build's copy equal to ``source``, touching only files that differ.
 
-    ninja goes by times, so an untouched file is not compiled again. Files that CMake generated in
-    the copy stay: it remembers having made them.
+    ninja compares times, so an untouched file is not compiled again. Files that CMake generated in
+    the copy stay: its cache says that they exist.
     """
     manifest = target.with_name(f"{target.name}.files")
     wanted = {path.relative_to(source).as_posix(): path for path in _tree_files(source)}
@@ -141,7 +142,7 @@ def configure(
     log = work / "logs" / "configure.log"
     known = json.loads(stamp.read_text(encoding="utf-8")) if stamp.is_file() else {}
     if known.get("key") != key:
-        # CMake keeps compilers and paths of an earlier run in its cache, whatever it is told.
+        # CMake keeps compilers and paths of an earlier run in its cache, whatever its arguments.
         stamp.unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
         known = {}
@@ -166,7 +167,7 @@ def configure(
 
 
 def _description_hash(source: Path) -> str:
-    """Over what is read while configuring: CMake's own files, and the scripts that make sources.
+    """A hash over the files read while configuring: CMake's own, and scripts that make sources.
 
     ninja does not know of the scripts; CMake runs them only when it runs itself.
     """

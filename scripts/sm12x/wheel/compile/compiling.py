@@ -1,4 +1,4 @@
-"""Compiles all units of the modules, by ninja, each in its turn; and says how far it is."""
+"""Compiles all units of the modules with ninja, in the scheduler's order; reports progress."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sm12x.wheel.compile import cmake, launcher, schedule
 from sm12x.wheel.compile.broker import Broker, CompilerRun
 from sm12x.wheel.compile.schedule import Scheduler, Unit
 
-# Of a failed unit's log, the last of what the compiler said.
+# Lines of a failed unit's log to show, from its end.
 _LAST_LINES = 15
 # A launcher that waits for its turn.
 _LAUNCHER_GIB = 0.007
@@ -111,7 +111,7 @@ def compile_modules(
             next_step=f"read {logs / 'ninja.log'}; repeat it with `{again}`",
         ) from None
     if run.left:
-        # What ninja found to be done already, once it had run CMake.
+        # Units that ninja found finished, once it had run CMake.
         run.left.clear()
         run.show()
     return dict(Counter(one.target for one in every.values()))
@@ -119,7 +119,7 @@ def compile_modules(
 
 @dataclass(kw_only=True)
 class _Run:
-    """What is left, and what was heard. The broker's thread calls ``take`` and ``tick``."""
+    """The remaining units, and the results. The broker's thread calls ``take`` and ``tick``."""
 
     every: int
     left: dict[str, Unit]
@@ -165,15 +165,15 @@ class _Run:
     def _rest(self, one: Unit) -> float:
         """Seconds that a unit still takes.
 
-        By how those so far compare to what they were expected to take: another processor, or a
-        compiler cache that has them. One that takes longer than that is taken to be nearly done.
+        Scaled by the actual to the expected time of the finished units: the processor may differ,
+        or a compiler cache may have them. A unit that exceeds its estimate counts as nearly done.
         """
         whole = one.cpu_seconds * self._taken / self._expected
         return max(whole - self._elapsed.get(one.name, 0.0), whole / 10)
 
 
 def last_lines(log: str, count: int = _LAST_LINES) -> str:
-    """The last ``count`` lines that say something, indented; without the command at the top."""
+    """The last ``count`` non-empty lines, indented; without the command at the top."""
     lines = [line.rstrip() for line in log.splitlines()]
     said = [line for line in lines if line and not line.startswith("+ cd ")]
     return "\n".join(f"    {line}" for line in said[-count:])

@@ -1,8 +1,8 @@
-"""Stands before the compiler: waits for its turn, keeps a log, measures what it cost.
+"""Wraps the compiler: waits for its turn, keeps a log, measures the cost.
 
 CMake calls it once for each unit, as its compiler launcher, so it starts as fast as Python can: it
-imports nothing of this package and runs under `python -I -S`. Whose turn it is says the broker (see
-broker.py) that listens on the socket of the environment; without one it becomes the compiler.
+imports nothing of this package and runs under `python -I -S`. The broker (broker.py), on the socket
+that the environment names, tells when to start; without a broker it becomes the compiler.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _MAP = "-Xcompiler=-ffile-prefix-map="
 
 
 def log_path(folder: Path, unit: str) -> Path:
-    """The log of a unit: its object's path, less what CMake adds."""
+    """The log of a unit: its object's path, without the parts that CMake adds."""
     parts = [part.removesuffix(".dir") for part in f"{unit}.log".split("/")]
     return folder.joinpath(*(part for part in parts if part not in ("", "..", "CMakeFiles")))
 
 
 def with_fixed_name(argv: list[str]) -> list[str]:
-    """The words of nvcc, and those that make its names for local kernels the same in any build.
+    """nvcc's arguments, plus those that make its names for local kernels reproducible.
 
-    They hold a hash of the source's path, which only the front end can be told otherwise; it is
-    told what the prefix maps among ``argv`` make of the path. In a unit of nothing but templates
-    and local functions they also hold the compiler's process id, unless there is a seed.
+    These names hold a hash of the source's path, which only an option of the front end changes: it
+    gets the path as the prefix maps in ``argv`` rewrite it. In a unit of nothing but templates and
+    local functions they also hold the compiler's process id, unless there is a seed.
     """
     source = _following(argv, "-c")
     if source is None or _following(argv, "-x") != "cu":
@@ -61,7 +61,7 @@ def with_fixed_name(argv: list[str]) -> list[str]:
 
 
 def with_headers(argv: list[str]) -> list[str]:
-    """The compiler's words, less those for us; a CUDA unit of the folder gets its headers first.
+    """The compiler's arguments; a CUDA unit of the folder gets the base's headers first.
 
     They stand before every ``-I``, and so before every ``-isystem``. A third party's sources are
     not in the folder: they have what they were written for.

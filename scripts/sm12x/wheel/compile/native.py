@@ -1,4 +1,4 @@
-"""Native modules: compiled by the release's CMake, checked, and put down with a record."""
+"""Native modules: compiled by the release's CMake, checked, and written with a record."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class NativeModule(Declared):
 
 @dataclass(frozen=True, kw_only=True)
 class UsedSource(Declared):
-    """A third-party source that something was compiled of, and what base.toml ``pin``s it to.
+    """A third-party source of a compiled module, and its ``pin`` in base.toml.
 
     ``version`` is what its own files say, "" where they do not: of a commit, for one.
     """
@@ -54,7 +54,7 @@ class UsedSource(Declared):
 
 @dataclass(frozen=True, kw_only=True)
 class NativeRecord(Declared):
-    """What a native build was made of; nothing in it depends on when or where it ran.
+    """The inputs and results of a native build, independent of time and place.
 
     ``inputs`` is a hash over all that was read of the source tree. ``arch_list`` is what was asked
     for, ``cmake_archs`` what the release's CMake made of it ("" when nothing was compiled).
@@ -97,7 +97,7 @@ def build(
 
     Raises:
         BadArchitectureError: a full build needs more of the architectures.
-        BuildFailedError: a module does not compile, or what came out is not fit for a wheel.
+        BuildFailedError: a module does not compile, or a compiled module cannot go into a wheel.
         NoSpaceError: the largest unit needs more memory than there is.
         BadFileError: ``source`` is not a source tree; a third-party source is not where named, or
             not of the pinned version.
@@ -174,14 +174,14 @@ def read(folder: Path) -> NativeRecord:
 def _require_all(
     base: Base, modules: tuple[Module, ...], settings: cmake.Settings, taken: str
 ) -> None:
-    """Raise before anything is compiled for architectures that CMake left out without a word.
+    """Raise, before anything is compiled, if CMake silently left out an architecture.
 
     ``taken`` is what CMake said; modules of quick mode have no device code.
     """
     try:
         said = cudaarch.parse_list(taken)
     except ValueError:
-        # A form of its own: the audit of what comes out will tell.
+        # An unknown spelling: the audit of the compiled modules checks the result.
         return
     lost = [
         str(one)
@@ -192,7 +192,7 @@ def _require_all(
         raise BuildFailedError(
             f"CMake of {base.version} leaves out {' and '.join(lost)}: it would compile for "
             f"{taken or 'nothing'} alone",
-            next_step="build in quick mode, or for those it takes with --arch-list",
+            next_step="build in quick mode, or give only supported ones with --arch-list",
         )
 
 
@@ -216,7 +216,7 @@ def _describe(module: Module, stage: Path, units: int, without: tuple[str, ...])
 
 
 def _publish(record: NativeRecord, stage: Path, out: Path) -> None:
-    """Put the modules in ``out``; the record goes last, and first away, so it never lies."""
+    """Put the modules in ``out``. The old record is deleted first and the new one written last."""
     (out / RECORD).unlink(missing_ok=True)
     wanted = {module.path for module in record.modules}
     if out.is_dir():

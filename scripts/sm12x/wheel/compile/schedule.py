@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from sm12x.core.errors import NoSpaceError
 from sm12x.stack.model.base import Base
 
-# What a unit costs that base.toml says nothing of: one with torch's headers.
+# The cost of a unit without an entry in base.toml: one with torch's headers.
 DEFAULT_SECONDS = 60.0
 DEFAULT_GIB = 3.1
-# What the system itself and the linker take beside the compilers.
+# GiB for the system and the linker, beside the compilers.
 RESERVE_GIB = 1.0
 
 
@@ -65,10 +65,10 @@ class _Waiting:
 
 @dataclass(kw_only=True)
 class Scheduler:
-    """Says which of the units that wait may start. Knows no process and no clock.
+    """Decides which waiting units may start. Knows no process and no clock.
 
-    The heaviest goes first. While it does not fit, nothing lighter passes it: it would wait for
-    ever where small units keep coming. A unit that has to be alone goes before all others.
+    The heaviest goes first. While it does not fit, nothing lighter passes it: otherwise it would
+    wait for ever while small units keep coming. A unit that has to be alone goes before all others.
     """
 
     cores: int
@@ -127,7 +127,7 @@ class Scheduler:
 
 
 def weight(seconds: float, gib: float, *, cores: int, memory_gib: float) -> float:
-    """How much of the machine a unit takes: its time by its share of cores or memory.
+    """The share of the machine that a unit takes: its time x its share of cores or memory.
 
     Of the two shares the larger counts: that one runs out first.
     """

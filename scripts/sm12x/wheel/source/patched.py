@@ -1,9 +1,9 @@
 """The patched source: the release's sdist, unpacked, verified, with the stack on it.
 
 Beside the tree two records are written. ``<tree>.json`` names every file the stack changed, with
-the hash it had in the release and the one it has now. ``<tree>.native.json`` holds only what
-concerns native code, so that an edit of a Python patch leaves it as it is, and with it every cached
-step that reads no more than it.
+the hash it had in the release and the one it has now. ``<tree>.native.json`` has only native code,
+so that an edit of a Python patch does not change it, nor invalidate the cached build steps that
+read only this file.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SourceRecord(Declared):
 
 @dataclass(frozen=True, kw_only=True)
 class TouchedRecord(Declared):
-    """What of the native code the stack touches: source files, and the modules made of them."""
+    """The native code that the stack touches: source files, and the modules made of them."""
 
     base_version: str
     sdist_sha256: str
@@ -84,8 +84,8 @@ def _touched_path(directory: Path) -> Path:
 def prepare(base: Base, sdist: Path, out: Path) -> tuple[SourceRecord, bool]:
     """Make ``out`` the patched source of ``base``.
 
-    Returns the record, and whether anything was done: a tree that is already what is asked for is
-    left alone.
+    Returns the record, and whether anything was done: an existing tree with the same inputs is left
+    alone.
 
     Raises:
         HashMismatchError: ``sdist`` is not the pinned one.
@@ -125,8 +125,9 @@ def prepare(base: Base, sdist: Path, out: Path) -> tuple[SourceRecord, bool]:
             files=tuple(file for file in record.files if selection.is_native(file.path)),
             targets=tuple(module.target for module in modules),
         )
-        # Old out of the way, records, tree: killed anywhere in between, the next run finds no tree
-        # and makes it again. A tree with the record of another one is never there.
+        # Order: move the old tree away, write the records, move the new tree in. After a kill in
+        # between the next run finds no tree and makes it again; a tree never has the record of
+        # another one.
         if out.exists():
             out.rename(made.with_name(f"{made.name}.old"))
         declared.write_json(_touched_path(out), native)
@@ -161,7 +162,7 @@ def verify(directory: Path, entries: Iterable[SourceFile]) -> None:
 def _previous(out: Path) -> SourceRecord | None:
     if not _record_path(out).is_file():
         raise BadFileError(
-            f"{out} is not empty and was not finished by this command",
+            f"{out} is not empty and has no record of this command",
             next_step="name a new folder, or remove that one",
         )
     try:

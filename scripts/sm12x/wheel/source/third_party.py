@@ -1,8 +1,8 @@
 """The third-party sources that are compiled: out of packages, out of git, or as given.
 
-What is collected lies in the cache as ``third_party/<name>-<pin>-<key>``, the key being of all that
-base.toml says of it; beside it, ``.sha256`` is a hash over the names and contents of its files.
-Git gives one commit as files: fetched alone, verified, without its history.
+A collected source is in the cache as ``third_party/<name>-<pin>-<key>``, with a key over its entry
+in base.toml; beside it, ``.sha256`` is a hash over the names and contents of its files. Git gives
+one commit as files: fetched alone, verified, without its history.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def collect(
         find_links: a folder that packages are taken from instead of the index.
         given: folders that stand for sources, by name; they are checked against the pin.
         patch_levels: sources whose given folder may be of another patch level than pinned.
-        say: is told what takes time, and what a user has to know of a given folder.
+        say: called with a line on slow steps and on facts about a given folder.
 
     Raises:
         UsageError: ``given`` names no source of the base.
@@ -135,7 +135,7 @@ def _given(
         edited = changed(folder)
         if edited:
             some = ", ".join(edited[:3]) + (", ..." if len(edited) > 3 else "")
-            say(f"{source.name}: {len(edited)} files of {folder} are not as committed: {some}")
+            say(f"{source.name}: {len(edited)} files of {folder} differ from the commit: {some}")
     elif source.commit and not other:
         say(f"{source.name}: {folder} is not a git checkout; taken as {source.pin}, not verified")
     return FoundSource(name=source.name, pin=source.pin, folder=folder.resolve(), origin="given")
@@ -163,7 +163,7 @@ def _cached(
             return FoundSource(
                 name=source.name, pin=source.pin, folder=folder, origin=origin, sha256=digest
             )
-        say(f"{source.name}: {folder} was changed since it was collected; made anew")
+        say(f"{source.name}: {folder} was changed since it was collected; collecting it again")
     folder.parent.mkdir(parents=True, exist_ok=True)
     files.require_space(folder.parent, _SPACE_GIB, what=f"unpacking {source.name}")
     made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
@@ -176,7 +176,8 @@ def _cached(
         require_version(source, made)
         digest = content_hash(made)
         _age(made)
-        # The folder goes first and comes last: a hash never stands for another folder's files.
+        # The old folder is removed first and the new one moved in last: a hash never describes
+        # another folder.
         shutil.rmtree(folder, ignore_errors=True)
         files.write_text(stamp, f"{digest}\n")
         made.rename(folder)
@@ -191,7 +192,8 @@ def _cached(
 
 
 def _age(folder: Path) -> None:
-    """Date every file to one day: ninja goes by dates, and what is collected anew is not new."""
+    """Give every file the same date: ninja compares dates, and a repeated collection is not
+    newer."""
     for path in folder.rglob("*"):
         os.utime(path, (files.DATE, files.DATE), follow_symlinks=False)
 
@@ -319,7 +321,7 @@ def _forget(path: Path) -> None:
 
 
 def require_version(source: ThirdPartySource, folder: Path, *, patch_level: bool = False) -> str:
-    """The version that the files in ``folder`` say they are; "" where they do not say.
+    """The version in the files of ``folder``; "" where they have none.
 
     Args:
         patch_level: whether another patch level of the pinned minor release will do.
@@ -347,7 +349,7 @@ def _minor(version: str) -> str:
 
 
 def version_of(source: ThirdPartySource, folder: Path) -> str:
-    """The version that the files in ``folder`` say they are, as base.toml pins it; "" if unsaid.
+    """The version in the files of ``folder``, written as base.toml's pin; "" where they have none.
 
     Raises:
         BadFileError: the file that says it is not there, or does not.

@@ -1,7 +1,7 @@
-"""Whether a `TORCH_CUDA_ARCH_LIST` can be used for SM12x, and what was meant where it cannot.
+"""Checks a `TORCH_CUDA_ARCH_LIST` for SM12x, and suggests the probable one where it is wrong.
 
-nvcc and the release's CMake take many strings that give an image which does not run, or not fast,
-on a 12.0 or 12.1 device, without a word. They are refused here instead.
+nvcc and the release's CMake accept, without a warning, many strings for which the image does not
+run, or runs slowly, on a 12.0 or 12.1 device. This module refuses them.
 """
 
 from __future__ import annotations
@@ -45,10 +45,9 @@ def validate(text: str, *, default: str) -> tuple[CudaArch, ...]:
 
 
 def require_complete(archs: Iterable[CudaArch]) -> None:
-    """Raise BadArchitectureError for what a full build of a release's modules needs more of.
+    """Raise BadArchitectureError for a list that a full build of a release's modules cannot use.
 
-    Plain 12.0 is enough for the modules of quick mode; of Marlin a release compiles for it what
-    goes through PTX of 8.0.
+    Plain 12.0 is enough for the modules of quick mode; for Marlin it gives only PTX of 8.0.
     """
     if any((one.major, one.suffix) == (12, "") for one in archs):
         raise BadArchitectureError(

@@ -1,4 +1,4 @@
-"""Compiling for another machine: its compiler, its libraries, and what CMake is told of both.
+"""Compiling for another machine: its compiler, its libraries, and CMake's arguments for both.
 
 nvcc runs on this machine and makes host code for the other by that one's g++. What is linked with
 (torch, cudart, nvrtc) are the other machine's own packages, unpacked in a folder and never run.
@@ -18,7 +18,7 @@ from sm12x.core.errors import BadArchitectureError, BadFileError, ToolMissingErr
 # In a CUDA_HOME for another machine: which one, and where its packages are.
 MARKER = "cross.json"
 
-# What is unpacked for the other machine, out of its lock: what the release's CMake links with.
+# Packages of the other machine's lock to unpack: those that the release's CMake links with.
 PACKAGES = ("torch", "nvidia-cuda-runtime", "nvidia-cuda-nvrtc")
 
 
@@ -100,7 +100,7 @@ def libraries(target: Target, toolkit: str) -> Path:
 
 
 def write_marker(target: Target, cuda_home: Path) -> None:
-    """Make ``cuda_home`` one for ``target``, for those who are given nothing but its folder."""
+    """Mark ``cuda_home`` as one for ``target``, for callers that get only its folder."""
     text = json.dumps({"machine": target.machine, "packages": str(target.packages)}, indent=1)
     files.write_text(cuda_home / MARKER, f"{text}\n")
     folder = cuda_home / "targets"
@@ -110,7 +110,7 @@ def write_marker(target: Target, cuda_home: Path) -> None:
 
 
 def find(cuda_home: Path, machine: str) -> Target | None:
-    """What ``cuda_home`` compiles for, None for this machine.
+    """The target of ``cuda_home``, None for this machine.
 
     Raises:
         BadFileError: it compiles for another machine than ``machine``.
@@ -140,7 +140,7 @@ def find(cuda_home: Path, machine: str) -> Target | None:
 
 
 def definitions(target: Target, work: Path) -> list[str]:
-    """What CMake is told besides: the toolchain file, made in ``work``, and torch's own modules.
+    """More arguments of CMake: the toolchain file, made in ``work``, and torch's CMake modules.
 
     Raises ToolMissingError when there is no compiler for the target.
     """
@@ -176,8 +176,8 @@ def _toolchain_file(target: Target, *, c: Path, cxx: Path) -> str:
 
 
 def variables(cuda_home: Path) -> dict[str, str]:
-    """What the configure step is to find in its environment."""
-    # torch's FindCUDA, when it crosses machines, goes by this and nothing else.
+    """Variables for the configure step."""
+    # torch's FindCUDA uses only this variable when it crosses machines.
     return {"CUDA_TOOLKIT_ROOT": str(cuda_home)}
 
 
@@ -198,7 +198,7 @@ def flags(target: Target, python: Path, work: Path) -> list[str]:
 
 
 def _machine_headers(header: Path, target: Target) -> tuple[str, Path | None]:
-    """What Debian's pyconfig.h includes for ``target``, and this machine's file that will do.
+    """The file that Debian's pyconfig.h includes for ``target``, and this machine's substitute.
 
     Debian has one per machine, each in a folder named after it, and only this machine's is
     installed. Modules use the stable ABI, for which they say the same: what differs between two

@@ -1,6 +1,6 @@
 """Another machine's packages, unpacked to link with: never installed, never run.
 
-Apart from ``cross``, which also runs where no package can be fetched.
+Separate from ``cross``, which also runs without a package index.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def nvcc_version(cuda_home: Path) -> str:
     match = _RELEASE.search(process.run([nvcc, "--version"]).stdout)
     if match is None:
         raise BadFileError(
-            f"{nvcc} does not tell its version", next_step="install the toolkit anew"
+            f"the version of {nvcc} could not be read", next_step="install the toolkit anew"
         )
     return match[1]
 
@@ -155,7 +155,7 @@ def _probe(cuda_home: Path, target: cross.Target | None) -> None:
         libraries = ["-lcudart", "-lcuda"]
         if target:
             libraries += ["-ccbin", str(target.compiler())]
-        # Of another machine's packages only what the release links with may be there.
+        # Of another machine's packages only those that the release links with may exist.
         if (cuda_home / "lib64" / "libcublas.so").exists():
             libraries += ["-DWITH_CUBLAS", "-lcublas"]
         done = process.run([str(word) for word in (*argv, *libraries)], check=False)

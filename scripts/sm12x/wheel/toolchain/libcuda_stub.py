@@ -1,7 +1,7 @@
 """A library that stands in for libcuda: generated from ``cuda.h``, compiled by the C compiler.
 
 The driver's library comes with a driver, so a machine without a GPU has none, and no package on
-the index carries one. One generated file serves two ends: linking (an empty stub will not do:
+the index carries one. One generated file has two uses: linking (an empty stub will not do:
 ``--as-needed`` drops a libcuda that defines nothing, and the module then fails to load) and loading
 (a module that needs libcuda can be imported and asked what it registers).
 
@@ -39,7 +39,7 @@ _VERSION = re.compile(r"^[ \t]*#[ \t]*define[ \t]+CUDA_VERSION[ \t]+(\d+)", re.M
 
 @dataclass(frozen=True, kw_only=True)
 class DriverApi:
-    """What ``cuda.h`` says of libcuda.
+    """The API of libcuda, from ``cuda.h``.
 
     ``version`` as cuDriverGetVersion gives it (13000 is 13.0). ``symbols`` are the exported names,
     sorted. ``current`` maps a name to the versioned one that today's callers get. ``errors`` maps
