@@ -116,7 +116,7 @@ def _report(
             width = min(shutil.get_terminal_size().columns, _WIDEST)
         text = render.text(audit, judgement, devices, width=width)
     if output:
-        files.write_text(output, text)
+        files.write_output(output, text)
     else:
         click.echo(text, nl=False)
     if not judgement.passed:
