@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,6 +55,31 @@ def test_what_is_not_understood_keeps_its_traceback(monkeypatch: pytest.MonkeyPa
     with pytest.raises(OSError, match="Input/output"):
         cli.main()
     assert isinstance(cli.root, click.Command)
+
+
+@pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
+def test_a_closed_stream_is_the_null_device(
+    monkeypatch: pytest.MonkeyPatch, closed: tuple[int, ...]
+) -> None:
+    """With the process's own streams: kept aside, closed as a shell's `>&-` does, put back."""
+    streams = sys.stdin, sys.stdout, sys.stderr
+    kept = [os.dup(number) for number in range(3)]
+    made = []
+    try:
+        for number in closed:
+            os.close(number)
+            monkeypatch.setattr(sys, ("stdin", "stdout", "stderr")[number], None)
+        cli.open_streams()
+        null = Path(os.devnull).stat().st_rdev
+        made = [os.fstat(number).st_rdev == null for number in closed]
+        made += [stream is not None for stream in (sys.stdin, sys.stdout, sys.stderr)]
+        print("to the null device", flush=True)
+    finally:
+        for number, copy in enumerate(kept):
+            os.dup2(copy, number)
+            os.close(copy)
+        sys.stdin, sys.stdout, sys.stderr = streams
+    assert all(made)
 
 
 @pytest.mark.parametrize("given", ["environment", "option"])
