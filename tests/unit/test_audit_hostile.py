@@ -481,6 +481,10 @@ def test_strange_names_in_a_wheel_are_names(tmp_path: Path) -> None:
     path = wheel(tmp_path / "a.whl", dict(members_of(names)))
     assert len(scan.scan(path).libraries) == len(names)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a.whl"]
+    # Absolute and relative paths have no folder in common.
+    done = CliRunner().invoke(verb.command, [str(path)])
+    assert done.exception is None or not isinstance(done.exception, ValueError)
+    assert "/a.so" in done.output
 
 
 # ---- archives
