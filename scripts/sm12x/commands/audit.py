@@ -145,6 +145,12 @@ def _compiled(subject: str, given: Path | None) -> dict[str, str] | None:
 
 def _policy_file(subject: str, given: Path | None, version: str | None) -> Path:
     if given is not None:
+        if not given.is_file():
+            raise BadFileError(
+                f"--policy {given}: there is no such file",
+                next_step=f"check that path; {layout.data() / 'policies' / 'default.toml'} shows "
+                "the layout of a policy",
+            )
         return given
     if version is not None:
         return bases.load(version).folder / "audit-policy.toml"
