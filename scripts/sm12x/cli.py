@@ -76,7 +76,24 @@ def _terminated(signum: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
+def open_streams() -> None:
+    """Give the null device to a standard stream that the caller has closed (`>&-`).
+
+    Python has None for it, which has no `isatty` and no `flush`; and the next file that is opened,
+    an audited one or git's, gets its number, to which programs that are called would print.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The lowest number that is free: this one, for those below it are open.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
+
+
 def main() -> NoReturn:
+    open_streams()
     # `docker stop` and CI runners send SIGTERM: clean up as for Ctrl-C.
     signal.signal(signal.SIGTERM, _terminated)
     try:

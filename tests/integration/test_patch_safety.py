@@ -433,6 +433,22 @@ def test_a_full_disk_is_no_conflict_and_no_traceback(
     assert {0, 7} <= seen
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
+def test_a_folder_that_was_unpacked_for_nothing_goes_again(
+    tmp_path: Path, error: BaseException
+) -> None:
+    """GIVEN an apply that is stopped after its unpack THEN the same command can be run again."""
+    directory = tmp_path / "tree"
+    (directory / "folder").mkdir(parents=True)
+    with pytest.raises((KeyboardInterrupt, OSError)), tree.removed_on_failure(directory):
+        raise error
+    assert list(tmp_path.iterdir()) == []
+    directory.mkdir()
+    with tree.removed_on_failure(directory):
+        pass
+    assert directory.is_dir()
+
+
 # A tree up to a patch
 
 
@@ -446,6 +462,8 @@ def test_a_patch_that_does_not_apply_has_a_tree_to_be_mended_in(world: World) ->
     failed = _sm12x("patch", "apply", "--unpack", world.work / "whole", *links)
     assert failed.returncode == 11
     assert "--up-to 0001-Correct-ten.patch" in failed.stderr
+    # The same command can be run again.
+    assert not (world.work / "whole").exists()
     directory = world.work / "up to"
     done = _sm12x("patch", "apply", "--unpack", directory, "--up-to", "1", *links)
     assert done.returncode == 0, done.stderr

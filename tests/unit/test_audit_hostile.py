@@ -35,6 +35,7 @@ from tests.unit.test_audit_read import (
 )
 
 from sm12x.audit import elf, fatbin, policy, room, scan
+from sm12x.audit import library as audit_library
 from sm12x.audit.model import SM120, UNKNOWN, LibraryAudit
 from sm12x.commands import audit as verb
 from sm12x.core.errors import BadFileError, NoSpaceError, Sm12xError
@@ -235,6 +236,62 @@ def test_fat_binaries_in_each_other_are_not_walked_again_and_again(
     assert walked < 10_000
 
 
+def headers_of(data: bytes, number: int) -> bytes:
+    """The library with its second section header ``number`` times, as that many sections."""
+    (headers,) = struct.unpack_from("<Q", data, 40)
+    first, second, *rest = [data[at : at + 64] for at in range(headers, len(data), 64)]
+    made = bytearray(data[:headers] + first + second * number + b"".join(rest))
+    struct.pack_into("<HH", made, 60, 1 + number + len(rest), number + len(rest))
+    return bytes(made)
+
+
+def test_sections_over_the_same_bytes_are_a_fault_and_read_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    walked = 0
+    real = fatbin._entry
+
+    def counted(*words: object) -> object:
+        nonlocal walked
+        walked += 1
+        return real(*words)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(fatbin, "_entry", counted)
+    data = library({".nv_fatbin": container(*[entry(CUBIN, 120)] * 100)})
+    assert not elf.read(data).found.faults
+    walked = 0
+    found = elf.read(headers_of(data, 2000)).found
+    assert walked == 100
+    assert len(found.units) == 1
+    assert 0 < len(found.faults) <= fatbin.MAX_FAULTS
+    assert found.faults[0] == ".nv_fatbin at 0x40 overlaps another section of code"
+
+
+def test_the_limit_on_pieces_is_for_a_whole_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fatbin, "MAX_ENTRIES", 150)
+    data = container(*[entry(CUBIN, 120)] * 100)
+    both = elf.read(library({".nv_fatbin": data, "__nv_relfatbin": data})).found
+    assert sum(len(unit.entries) for unit in (*both.units, *both.relocatable)) <= 150
+    assert any("more than 150 pieces" in fault for fault in both.faults)
+    member = library({".nv_fatbin": data})
+    packed = audit_library.audit("a.a", archived({f"{n}.o": member for n in range(9)}))
+    assert packed is not None
+    assert len(packed.units) == 2
+    assert packed.faults == ("more than 150 pieces of code: the members from 2.o on were not read",)
+
+
+def test_long_matches_of_lz4_are_copied_at_once() -> None:
+    """Byte by byte, a library of 5 MB took a minute: each of its entries unpacks to 16 KiB."""
+    rest = 16384 - len(stub()) - 19
+    # Literals, then one match at distance 1.
+    more = len(stub()) - 15
+    packed = b"\xff" + b"\xff" * (more // 255) + bytes([more % 255]) + stub() + b"\1\0"
+    packed += b"\xff" * (rest // 255) + bytes([rest % 255])
+    assert elf._lz4(packed, 16384) == stub() + stub()[-1:] * (16384 - len(stub()))
+    # "abc" and a match of 9 at distance 3, which repeats what it copies; one of 4 at distance 12.
+    assert elf._lz4(b"\x35abc\3\0\x00\x0c\0", 16) == b"abc" * 4 + b"abca"
+
+
 def test_a_section_that_unpacks_without_end_is_not_unpacked(tmp_path: Path) -> None:
     """SHF_COMPRESSED, which pyelftools would follow, on the names and on the symbols."""
     packed = struct.pack("<IIQQ", 1, 0, 1 << 40, 1) + zlib.compress(b"\0" * (1 << 26))
@@ -424,6 +481,10 @@ def test_strange_names_in_a_wheel_are_names(tmp_path: Path) -> None:
     path = wheel(tmp_path / "a.whl", dict(members_of(names)))
     assert len(scan.scan(path).libraries) == len(names)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a.whl"]
+    # Absolute and relative paths have no folder in common.
+    done = CliRunner().invoke(verb.command, [str(path)])
+    assert done.exception is None or not isinstance(done.exception, ValueError)
+    assert "/a.so" in done.output
 
 
 # ---- archives

@@ -6,15 +6,19 @@ import errno
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 import sm12x
 from sm12x import cli
-from sm12x.core.errors import of_system
+from sm12x.commands import audit, build
+from sm12x.core.errors import BadFileError, of_system
 
 
 def fail(error: OSError) -> Callable[..., None]:
@@ -54,6 +58,31 @@ def test_what_is_not_understood_keeps_its_traceback(monkeypatch: pytest.MonkeyPa
     with pytest.raises(OSError, match="Input/output"):
         cli.main()
     assert isinstance(cli.root, click.Command)
+
+
+@pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
+def test_a_closed_stream_is_the_null_device(
+    monkeypatch: pytest.MonkeyPatch, closed: tuple[int, ...]
+) -> None:
+    """With the process's own streams: kept aside, closed as a shell's `>&-` does, put back."""
+    streams = sys.stdin, sys.stdout, sys.stderr
+    kept = [os.dup(number) for number in range(3)]
+    made = []
+    try:
+        for number in closed:
+            os.close(number)
+            monkeypatch.setattr(sys, ("stdin", "stdout", "stderr")[number], None)
+        cli.open_streams()
+        null = Path(os.devnull).stat().st_rdev
+        made = [os.fstat(number).st_rdev == null for number in closed]
+        made += [stream is not None for stream in (sys.stdin, sys.stdout, sys.stderr)]
+        print("to the null device", flush=True)
+    finally:
+        for number, copy in enumerate(kept):
+            os.dup2(copy, number)
+            os.close(copy)
+        sys.stdin, sys.stdout, sys.stderr = streams
+    assert all(made)
 
 
 @pytest.mark.parametrize("given", ["environment", "option"])
@@ -110,3 +139,22 @@ def test_no_folder_for_temporary_files_is_a_full_disk() -> None:
     known = of_system(FileNotFoundError(errno.ENOENT, text))
     assert known is not None
     assert known.exit_code == 7
+
+
+def test_packages_are_not_checked_where_vllm_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def missing(name: str) -> metadata.Distribution:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "distribution", missing)
+    done = CliRunner().invoke(build.command, ["requirements"])
+    assert isinstance(done.exception, BadFileError)
+    assert "vllm is not installed in" in str(done.exception)
+    assert "Next: run this with the Python of the image" in str(done.exception)
+
+
+def test_a_policy_that_is_not_there_is_a_path_to_check(tmp_path: Path) -> None:
+    done = CliRunner().invoke(audit.command, [str(tmp_path), "--policy", str(tmp_path / "no.toml")])
+    assert isinstance(done.exception, BadFileError)
+    assert "no.toml: there is no such file. Next: check that path" in str(done.exception)

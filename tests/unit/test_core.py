@@ -50,6 +50,26 @@ def test_a_failed_write_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_an_output_that_is_no_file_is_written_to_and_stays(tmp_path: Path) -> None:
+    plain, link, pipe = tmp_path / "plain", tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to("plain")
+    files.write_output(link, "report")
+    assert link.is_symlink()
+    assert plain.read_text() == "report"
+    os.mkfifo(pipe)
+    # Both ways at once: a pipe that is opened to be written to waits for a reader.
+    reader = os.open(pipe, os.O_RDWR)
+    try:
+        files.write_output(pipe, "report")
+        assert os.read(reader, 64) == b"report"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+    files.write_output(plain, "other")
+    assert plain.read_text() == "other"
+    assert sorted(tmp_path.iterdir()) == [link, pipe, plain]
+
+
 def test_every_error_has_a_code_of_its_own() -> None:
     kinds: list[type[errors.Sm12xError]] = [
         errors.Sm12xError,

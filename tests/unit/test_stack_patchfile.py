@@ -139,6 +139,7 @@ def test_an_unreported_defect_may_say_so(tmp_path: Path) -> None:
         (GOOD.replace("index 4", "rename from x\nindex 4"), "23: renames and copies"),
         (GOOD.replace("--- a/x.py", "--- x.py"), "24: path 'x.py' has no a/ or b/"),
         (GOOD[: GOOD.index("index 4")] + "Binary files differ\n", "binary files cannot"),
+        (GOOD.replace("index 4", "new file mode 160000\nindex 4"), "23: a submodule cannot"),
     ],
 )
 def test_what_is_no_patch_is_told_by_line(tmp_path: Path, text: str | bytes, said: str) -> None:

@@ -91,6 +91,14 @@ def test_a_missing_series_is_an_error(base: Base) -> None:
     assert series.header(base) == ""
 
 
+@pytest.mark.parametrize("name", ["series", WHERE])
+def test_a_pipe_is_refused_and_not_waited_for(base: Base, name: str) -> None:
+    (base.folder / name).unlink()
+    os.mkfifo(base.folder / name)
+    with pytest.raises(BadFileError, match=r"regular file|no such file"):
+        series.load(base)
+
+
 def test_check_lists_everything(base: Base) -> None:
     wrong = "0001-Another-name.patch"
     (base.folder / WHERE).rename(base.folder / wrong)

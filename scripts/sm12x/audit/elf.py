@@ -198,8 +198,10 @@ def _lz4(code: bytes, size: int) -> bytes:
             match, at = length(at + 2, token & 15)
             if not 0 < distance <= len(out) or len(out) + match + 4 > size:
                 return b""
-            for _ in range(match + 4):
-                out.append(out[-distance])
+            # A match longer than its distance repeats what it copies.
+            start = len(out) - distance
+            piece = out[start : start + match + 4]
+            out += (piece * ((match + 4) // distance + 1))[: match + 4]
     except IndexError:
         return b""
     return bytes(out) if len(out) == size else b""

@@ -55,7 +55,7 @@ _STRAY = struct.pack("<IHH", MAGIC, 1, _CONTAINER.size)
 # Containers start on 8-byte boundaries; linkers pad with zeros.
 _ALIGN = 8
 # A damaged file must not fill the report: only its first faults are listed.
-_MAX_FAULTS = 20
+MAX_FAULTS = 20
 # cuFFT has 24,000 in one library. Each costs memory, which a file of empty ones would use up.
 MAX_ENTRIES = 500_000
 # One of each architecture: far fewer than this.
@@ -104,12 +104,16 @@ class Parsed:
     faults: tuple[str, ...]
 
 
-def parse(data: Buffer, start: int, size: int) -> Parsed:
+def parse(data: Buffer, start: int, size: int, *, room: int | None = None) -> Parsed:
     """Read the containers in ``data[start : start + size]``.
 
     Damage never raises: what could not be read is in ``faults``, and reading goes on at the next
     container if there is one.
+
+    Args:
+        room: how many containers and entries there may be; ``MAX_ENTRIES`` where it is not given.
     """
+    room = MAX_ENTRIES if room is None else room
     end = min(start + size, len(data))
     containers: list[FatContainer] = []
     faults: list[str] = []
@@ -117,21 +121,21 @@ def parse(data: Buffer, start: int, size: int) -> Parsed:
     if end < start + size:
         faults.append(f"the section ends at {start + size:#x}, the file at {len(data):#x}")
     offset = start
-    while offset < end and len(faults) < _MAX_FAULTS:
+    while offset < end and len(faults) < MAX_FAULTS:
         if data[offset : offset + 4] != MAGIC_BYTES:
             following = _next_container(data, offset, end, start)
             if _any_byte(data, offset, following):
                 faults.append(f"{following - offset} bytes at {offset:#x} are not a fat binary")
             offset = following
             continue
-        container, after, fault = _container(data, offset, end, MAX_ENTRIES - read)
+        container, after, fault = _container(data, offset, end, room - read)
         if container is not None:
             containers.append(container)
             read += 1 + len(container.entries)
         if fault:
             faults.append(fault)
             after = _next_container(data, offset + _CONTAINER.size, end, start)
-        if read >= MAX_ENTRIES:
+        if read >= room:
             faults.append(_too_many(after))
             break
         offset = after
@@ -170,7 +174,7 @@ def search(
                 containers.extend([container] if container and container.entries else [])
             if read >= MAX_ENTRIES:
                 faults.append(_too_many(found))
-            if len(faults) >= _MAX_FAULTS or read >= MAX_ENTRIES:
+            if len(faults) >= MAX_FAULTS or read >= MAX_ENTRIES:
                 return Parsed(containers=tuple(containers), faults=tuple(faults))
     return Parsed(containers=tuple(containers), faults=tuple(faults))
 

@@ -165,10 +165,16 @@ def _archive(data: Buffer, depth: int) -> _Code:
     lists: tuple[list[FatContainer], ...] = ([], [], [])
     stores: list[tuple[str, ExclusiveStores]] = []
     faults: list[str] = []
+    pieces = 0
     try:
         for number, (name, start, size) in enumerate(_members(data)):
             if number == _MAX_MEMBERS:
                 raise ValueError(f"it has more than {_MAX_MEMBERS} members")
+            if pieces > fatbin.MAX_ENTRIES:
+                raise ValueError(
+                    f"more than {fatbin.MAX_ENTRIES} pieces of code: the members from {name} on "
+                    "were not read"
+                )
             if not may_be(name, bytes(data[start : start + HEAD_BYTES])):
                 continue
             # pyelftools and the offsets in a member begin at its own first byte.
@@ -180,6 +186,7 @@ def _archive(data: Buffer, depth: int) -> _Code:
                 lists, (member.units, member.relocatable, member.embedded), strict=True
             ):
                 all_ += of_it
+                pieces += sum(1 + len(unit.entries) for unit in of_it)
             stores.append((name, member.stores))
             faults += (f"{name}: {fault}" for fault in member.faults[: _MAX_FAULTS - len(faults)])
     except ValueError as error:

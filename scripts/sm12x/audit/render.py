@@ -193,7 +193,10 @@ def _ptx_heading(target: str, devices: Sequence[Device]) -> str:
 
 def _common_folder(rows: Sequence[_Row]) -> str:
     """The folder that holds all of them, "" if none does: leaves room for the rest of the path."""
-    common = posixpath.commonpath([posixpath.dirname(row.path) for row in rows])
+    folders = [posixpath.dirname(row.path) for row in rows]
+    # A zip may hold "/a.so" beside "b.so".
+    mixed = len({posixpath.isabs(folder) for folder in folders}) > 1
+    common = "" if mixed else posixpath.commonpath(folders)
     return f"{common.rstrip('/')}/" if common else ""
 
 

@@ -7,6 +7,7 @@ the image's own files through this module. The audit of a wheel takes the sectio
 
 from __future__ import annotations
 
+import bisect
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -106,16 +107,27 @@ def collect(data: Buffer, found: Iterable[Section]) -> FoundCode:
     faults: list[str] = []
     # The file's own headers begin like a cubin's where it is one.
     taken, instructions = [(0, len(_MAGIC))], []
-    records = 0
+    apart: list[tuple[int, int]] = []
+    records = pieces = 0
     for section in found:
         extent = (section.offset, section.offset + section.size)
-        if section.name in containers and section.kind == _NOT_IN_FILE:
+        if section.name in containers and len(faults) >= fatbin.MAX_FAULTS:
+            # Nor are they searched for code below.
+            taken.append(extent)
+        elif section.name in containers and section.kind == _NOT_IN_FILE:
             faults.append(f"{section.name} has been taken out of the file")
+        elif section.name in containers and _overlaps(extent, apart):
+            # Read once for each section, a small file would have any number of units.
+            faults.append(f"{section.name} at {section.offset:#x} overlaps another section of code")
         elif section.name in containers:
-            parsed = fatbin.parse(data, section.offset, section.size)
+            room = fatbin.MAX_ENTRIES - pieces
+            parsed = fatbin.parse(data, section.offset, section.size, room=room)
             containers[section.name].extend(parsed.containers)
+            pieces += sum(1 + len(container.entries) for container in parsed.containers)
             faults.extend(f"{section.name}: {fault}" for fault in parsed.faults)
             taken.append(extent)
+            if section.size:
+                bisect.insort(apart, extent)
         elif section.name == _REGISTERED:
             records += section.size // _RECORD_BYTES
         elif section.executable:
@@ -130,6 +142,14 @@ def collect(data: Buffer, found: Iterable[Section]) -> FoundCode:
         embedded=elsewhere.containers,
         faults=(*faults, *elsewhere.faults),
     )
+
+
+def _overlaps(extent: tuple[int, int], apart: list[tuple[int, int]]) -> bool:
+    """Whether a range has a byte in common with one of ``apart``, which are in order."""
+    start, end = extent
+    at = bisect.bisect_left(apart, extent)
+    after = at < len(apart) and apart[at][0] < end
+    return start < end and (after or (at > 0 and start < apart[at - 1][1]))
 
 
 def audit(path: str, data: Buffer) -> LibraryAudit:

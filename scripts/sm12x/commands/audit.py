@@ -116,7 +116,7 @@ def _report(
             width = min(shutil.get_terminal_size().columns, _WIDEST)
         text = render.text(audit, judgement, devices, width=width)
     if output:
-        files.write_text(output, text)
+        files.write_output(output, text)
     else:
         click.echo(text, nl=False)
     if not judgement.passed:
@@ -145,6 +145,12 @@ def _compiled(subject: str, given: Path | None) -> dict[str, str] | None:
 
 def _policy_file(subject: str, given: Path | None, version: str | None) -> Path:
     if given is not None:
+        if not given.is_file():
+            raise BadFileError(
+                f"--policy {given}: there is no such file",
+                next_step=f"check that path; {layout.data() / 'policies' / 'default.toml'} shows "
+                "the layout of a policy",
+            )
         return given
     if version is not None:
         return bases.load(version).folder / "audit-policy.toml"

@@ -15,7 +15,7 @@ from click.core import ParameterSource
 
 from sm12x.commands import print_json, reports
 from sm12x.core import text
-from sm12x.core.errors import FindingsError, UsageError
+from sm12x.core.errors import BadFileError, FindingsError, UsageError
 from sm12x.wheel import selection
 
 # The steps import what they need themselves: some, such as `stand-in`, also run in the runtime
@@ -198,7 +198,13 @@ def requirements() -> None:
     from sm12x.runtime.check import report, versions
     from sm12x.wheel import ledger
 
-    release = metadata.distribution("vllm")
+    try:
+        release = metadata.distribution("vllm")
+    except metadata.PackageNotFoundError:
+        raise BadFileError(
+            f"vllm is not installed in {sys.prefix}, so there is nothing to check",
+            next_step="run this with the Python of the image, or of an environment with the wheel",
+        ) from None
     folder = Path(str(release.locate_file("")))
     made = ledger.parse(release.read_text(ledger.NAME) or "{}", folder)
     present = versions.installed(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from contextlib import nullcontext
 from pathlib import Path
 
 import click
@@ -70,7 +71,10 @@ def apply_command(
         with progress.spinner(f"unpacking {base.sdist.name}"):
             tree.unpack(archive, directory)
     try:
-        with progress.bar("patches", len(stack.patches) - len(rest)) as advance:
+        with (
+            tree.removed_on_failure(directory) if unpack else nullcontext(),
+            progress.bar("patches", len(stack.patches) - len(rest)) as advance,
+        ):
             report = applying.apply(
                 base,
                 stack,

@@ -112,6 +112,19 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
+def write_output(path: Path, text: str) -> None:
+    """Write ``text`` to a path that a user names: a file is replaced whole or not at all.
+
+    A device, a pipe and what a link names are written to: as root, a rename would put a file in the
+    place of /dev/null or /dev/stdout.
+    """
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        with path.open("w", encoding="utf-8") as handle:
+            handle.write(text)
+    else:
+        write_text(path, text)
+
+
 def existing(folder: Path) -> Path:
     """``folder``, or the nearest folder above it that exists."""
     while not folder.exists():

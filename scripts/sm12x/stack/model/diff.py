@@ -126,6 +126,8 @@ def parse(lines: Sequence[str], *, first_line: int = 1) -> tuple[PatchedFile, ..
                 raise DiffError(first_line + at, "renames and copies are to be written out in full")
             elif line.startswith(("Binary files", "GIT binary patch")):
                 raise DiffError(first_line + at, "binary files cannot be patched")
+            elif line.startswith(("new file mode 160000", "new mode 160000")):
+                raise DiffError(first_line + at, "a submodule cannot be patched in: it has no text")
             elif line.startswith(("new file mode", "deleted file mode", "old mode", "new mode")):
                 modes = True
             elif line.strip():

@@ -143,6 +143,9 @@ def examine(path: Path, *, root: Path | None = None) -> tuple[Patch | None, list
     def fault(line: int, message: str) -> tuple[None, list[MessageFault]]:
         return None, [MessageFault(path=path, line=line, message=message)]
 
+    if path.exists() and not path.is_file():
+        # A pipe would be waited for without end.
+        return fault(1, "is not a regular file")
     try:
         raw = path.read_bytes()
     except OSError as error:

@@ -140,6 +140,8 @@ def _line_of(path: Path, text: str) -> int:
 def read(base: Base) -> tuple[list[str], list[MessageFault]]:
     """The names in the series, and its differences from the folder."""
     path = base.series_path
+    if path.exists() and not path.is_file():
+        return [], [MessageFault(path=path, line=1, message="is not a regular file")]
     try:
         lines = path.read_bytes().decode().split("\n")
     except (OSError, UnicodeDecodeError) as error:

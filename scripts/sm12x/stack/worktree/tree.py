@@ -7,7 +7,7 @@ import tarfile
 import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -73,6 +73,26 @@ def unpack(archive: Path, directory: Path) -> None:
         if directory.exists():
             directory.rmdir()
         fresh.rename(directory)
+
+
+@contextmanager
+def removed_on_failure(directory: Path) -> Iterator[None]:
+    """Remove ``directory``, which ``unpack`` has made, if the block fails or is interrupted.
+
+    Otherwise the same command could not be run again: the folder would be there already.
+    """
+    try:
+        yield
+    except BaseException:
+        # Out of its place first: a second interrupt must not leave half of it there.
+        with (
+            suppress(OSError),
+            tempfile.TemporaryDirectory(
+                dir=directory.parent, prefix=f".{directory.name}.", ignore_cleanup_errors=True
+            ) as name,
+        ):
+            directory.rename(Path(name) / "tree")
+        raise
 
 
 def listing(archive: Path) -> dict[str, TreeFile]:
