@@ -126,6 +126,12 @@ class PretendWorker(WorkerBase):  # type: ignore[misc]
     def get_supported_kv_cache_layouts(self) -> list[str]:
         return ["LBNHC"]
 
+    def add_lora(self, lora_request: Any) -> bool:
+        self.gpu.called("add_lora")
+        # The slots of adapters sleep with the weights.
+        self.gpu.need_mapped("weights")
+        return True
+
     def synchronize_device(self) -> None:
         self.gpu.called("synchronize_device")
 
