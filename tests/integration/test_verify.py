@@ -306,6 +306,16 @@ def test_a_server_that_hangs_is_given_up(play: Play, verify: Verify) -> None:
     assert f"curl -X POST '{server.url}/wake_up'" in found.report["left"][0]
 
 
+def test_an_answer_that_comes_byte_by_byte_is_given_up(play: Play, verify: Verify) -> None:
+    server = play(drip="sleep:1")
+    began = time.monotonic()
+    found = verify(server.url, "--cycles", "1", "--timeout", "2", *QUICK, "--json")
+    assert time.monotonic() - began < 60
+    assert found.code == 17
+    assert "has not answered POST /sleep?level=1 within 2 s" in found.err
+    assert not server.asleep
+
+
 def test_requests_that_hang_are_given_up(play: Play, verify: Verify) -> None:
     found = verify(play(hang="completions:9").url, "--timeout", "2", "--cycles", "1", *QUICK)
     assert found.code == 1

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import re
+import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -18,6 +20,9 @@ from urllib.parse import urlsplit
 
 import requests
 from prometheus_client.parser import text_string_to_metric_families
+from requests.adapters import HTTPAdapter
+from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
+from urllib3.connection import HTTPConnection, HTTPSConnection
 
 from sm12x.core.errors import ServerError, UsageError
 from sm12x.verify.report import RankUse
@@ -151,6 +156,60 @@ class Access:
     variable: str = KEY_VARIABLE
     ca: str = ""
     timeout: float = 300.0
+
+
+class _Limited(HTTPAdapter):
+    """Shuts its connections when so many ``seconds`` have passed, whatever arrives on them.
+
+    The time-out of a socket begins anew with every byte: a gateway that sends a blank now and then
+    to keep a connection open would never come to its end.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._sockets: list[socket.socket] = []
+        self._over = False
+        self._timer = threading.Timer(seconds, self._end)
+        self._timer.daemon = True
+        super().__init__()
+        self._timer.start()
+
+    def init_poolmanager(self, *args: Any, **settings: Any) -> None:
+        super().init_poolmanager(*args, **settings)
+        keep = self._keep
+
+        class Plain(HTTPConnection):
+            def connect(self) -> None:
+                super().connect()
+                keep(self.sock)
+
+        class Tls(HTTPSConnection):
+            def connect(self) -> None:
+                super().connect()
+                keep(self.sock)
+
+        class PlainPool(HTTPConnectionPool):
+            ConnectionCls = Plain
+
+        class TlsPool(HTTPSConnectionPool):
+            ConnectionCls = Tls
+
+        self.poolmanager.pool_classes_by_scheme = {"http": PlainPool, "https": TlsPool}
+
+    def close(self) -> None:
+        self._timer.cancel()
+        super().close()
+
+    def _keep(self, made: Any) -> None:
+        self._sockets.append(made)
+        if self._over:
+            self._end()
+
+    def _end(self) -> None:
+        self._over = True
+        for one in self._sockets:
+            with suppress(OSError):
+                # Past SSLSocket's own, which is not for a second thread.
+                socket.socket.shutdown(one, socket.SHUT_RDWR)
 
 
 class Server:
@@ -297,10 +356,11 @@ class Server:
         seconds = timeout or self._access.timeout
         call = f"{method} {path}"
         began = time.monotonic()
+        end = began + seconds
         key = self._access.key
         try:
             with (
-                self._session() as session,
+                self._session(seconds) as session,
                 session.request(
                     method,
                     self.url + path,
@@ -315,10 +375,15 @@ class Server:
                     stream=True,
                 ) as response,
             ):
-                text = self._read(response, call, began + seconds)
+                text = self._read(response, call)
                 status = response.status_code
         except requests.RequestException as error:
+            if time.monotonic() >= end and not isinstance(error, requests.ConnectTimeout):
+                raise self._late(call, seconds) from None
             raise self._silent(call, error, seconds) from None
+        # Where no length was announced, the end of the connection is that of the answer.
+        if time.monotonic() >= end:
+            raise self._late(call, seconds)
         return Answer(call=call, status=status, text=text, seconds=time.monotonic() - began)
 
     def shown(self, text: str) -> str:
@@ -328,21 +393,24 @@ class Server:
         return _printable(text)
 
     @contextmanager
-    def _session(self) -> Iterator[requests.Session]:
+    def _session(self, seconds: float) -> Iterator[requests.Session]:
         # One for each request: a kept connection may be closed there just when it is used again.
         with requests.Session() as session:
+            limited = _Limited(seconds)
+            session.mount("http://", limited)
+            session.mount("https://", limited)
             # No proxy between here and the server that is timed, and no key of a .netrc.
             session.trust_env = False
             if self._access.ca:
                 session.verify = self._access.ca
             yield session
 
-    def _read(self, response: requests.Response, call: str, end: float) -> str:
+    def _read(self, response: requests.Response, call: str) -> str:
         parts, size = [], 0
         for part in response.iter_content(_CHUNK):
             parts.append(part)
             size += len(part)
-            if size > _MOST or time.monotonic() > end:
+            if size > _MOST:
                 raise ServerError(
                     f"{self} does not come to an end of its answer to {call}", next_step=_LOG
                 )
@@ -362,10 +430,7 @@ class Server:
                 next_step="check the address, and the firewall on the way",
             )
         if isinstance(error, requests.Timeout) or "timed out" in said.lower():
-            return ServerError(
-                f"{self} has not answered {call} within {seconds:g} s",
-                next_step="read the server's log; --timeout SECONDS waits for longer",
-            )
+            return self._late(call, seconds)
         if "refused" in said.lower():
             return GoneError(
                 f"{self} cannot be reached: nothing listens there",
@@ -388,6 +453,12 @@ class Server:
         return GoneError(
             f"{self} closed the connection, or broke off, in {call}: {self.shown(said)}",
             next_step=_LOG,
+        )
+
+    def _late(self, call: str, seconds: float) -> ServerError:
+        return ServerError(
+            f"{self} has not answered {call} within {seconds:g} s",
+            next_step="read the server's log; --timeout SECONDS waits for longer",
         )
 
     def _good(self, answer: Answer) -> Answer:

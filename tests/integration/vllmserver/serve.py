@@ -8,6 +8,7 @@ which call of it: "die": "wake_up:2" ends the process in the second wake-up.
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import os
@@ -40,6 +41,8 @@ SETTINGS: dict[str, Any] = {
     # Faults.
     "die": "",
     "hang": "",
+    # Answers with a byte now and then, and no end.
+    "drip": "",
     "refuse": {},
     "nonsense": {},
     "leak_mib": 0.0,
@@ -128,6 +131,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
+    def drip(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "1000000")
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            while True:
+                self.wfile.write(b" ")
+                time.sleep(0.2)
+
     def refused(self, name: str) -> bool:
         """Whether a fault, or a missing key, has answered."""
         ENGINE.calls.append(f"{self.command} {self.path}")
@@ -136,6 +148,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             os._exit(1)
         if SETTINGS["hang"] in (name, nth):
             time.sleep(600)
+        if SETTINGS["drip"] in (name, nth):
+            self.drip()
+            return True
         for each in (name, nth):
             if each in SETTINGS["nonsense"]:
                 self.answer(200, SETTINGS["nonsense"][each])
