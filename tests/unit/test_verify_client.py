@@ -79,6 +79,12 @@ def test_counters_are_summed_over_engines() -> None:
     assert found["vllm:num_requests_running"] == 3
 
 
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "1e999"])
+def test_a_counter_that_is_no_finite_number_is_not_seen(value: str) -> None:
+    text = f"vllm:num_requests_running {value}\nvllm:num_requests_waiting 2\n"
+    assert client.metrics(text) == {"vllm:num_requests_waiting": 2}
+
+
 @pytest.mark.parametrize("text", ["<html>no</html>", "a{b= 1", 'x{a="1"} one\n', '{"detail": 1}'])
 def test_what_is_no_metrics_is_not_seen(text: str) -> None:
     assert not client.metrics(text)
@@ -293,6 +299,15 @@ def test_metrics_that_are_not_there_are_not_seen(answering: Answers) -> None:
     assert server().at_work() == 0
     answering["GET /metrics"] = (200, b"vllm:num_requests_running 2\nvllm:num_requests_waiting 1\n")
     assert server().at_work() == 3
+
+
+@pytest.mark.parametrize(("running", "busy"), [("NaN", 2), ("+Inf", 2), ("-3", 2), ("1", 3)])
+def test_requests_at_work_are_counted_as_far_as_they_are_known(
+    answering: Answers, running: str, busy: int
+) -> None:
+    text = f"vllm:num_requests_running {running}\nvllm:num_requests_waiting 2\n"
+    answering["GET /metrics"] = (200, text.encode())
+    assert server().at_work() == busy
 
 
 def test_level_2_takes_development_mode(answering: Answers) -> None:

@@ -7,6 +7,7 @@ shortened, printable, and without the API key.
 from __future__ import annotations
 
 import json
+import math
 import re
 import socket
 import threading
@@ -331,7 +332,7 @@ class Server:
     def at_work(self) -> int:
         """Requests that run or wait there, as far as /metrics says."""
         found = self.counters() or {}
-        return int(sum(found.get(name, 0) for name in _AT_WORK))
+        return int(sum(max(0.0, found.get(name, 0)) for name in _AT_WORK))
 
     def call(
         self,
@@ -578,7 +579,10 @@ def _count(said: Any) -> int:
 
 
 def metrics(text: str) -> Mapping[str, float] | None:
-    """Samples in Prometheus' text format by name, summed over labels; None if it is no such."""
+    """Samples in Prometheus' text format by name, summed over labels; None if it is no such.
+
+    What is not a finite number, as NaN of a collector that failed, is left out.
+    """
     found: dict[str, float] = {}
     try:
         for family in text_string_to_metric_families(text):
@@ -586,7 +590,7 @@ def metrics(text: str) -> Mapping[str, float] | None:
                 found[sample.name] = found.get(sample.name, 0.0) + float(sample.value)
     except (ValueError, IndexError, KeyError, TypeError):
         return None
-    return found
+    return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
 def _printable(text: str) -> str:
