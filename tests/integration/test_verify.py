@@ -306,6 +306,15 @@ def test_a_server_that_hangs_is_given_up(play: Play, verify: Verify) -> None:
     assert f"curl -X POST '{server.url}/wake_up'" in found.report["left"][0]
 
 
+def test_a_sleep_that_ends_after_the_time_out_is_waited_for(play: Play, verify: Verify) -> None:
+    server = play(sleep=4.0)
+    found = verify(server.url, "--cycles", "1", "--timeout", "3", *QUICK, "--json")
+    assert found.code == 17
+    assert "has not answered POST /sleep?level=1 within 3 s" in found.err
+    assert found.report["left"] == ["A is awake again, as it was"]
+    assert not server.asleep
+
+
 def test_an_answer_that_comes_byte_by_byte_is_given_up(play: Play, verify: Verify) -> None:
     server = play(drip="sleep:1")
     began = time.monotonic()

@@ -110,6 +110,10 @@ class GoneError(ServerError):
     """Nothing listens, or what listened broke off."""
 
 
+class LateError(ServerError):
+    """No answer came in time, to here or to a gateway: the call may still be in flight there."""
+
+
 class UnfitError(ServerError):
     """A request was refused for what it asks: a prompt that is too long, say."""
 
@@ -117,6 +121,8 @@ class UnfitError(ServerError):
 _KINDS: Mapping[int, type[ServerError]] = {
     HTTPStatus.CONFLICT: CrossedError,
     HTTPStatus.BAD_REQUEST: UnfitError,
+    HTTPStatus.BAD_GATEWAY: LateError,
+    HTTPStatus.GATEWAY_TIMEOUT: LateError,
 }
 
 
@@ -259,19 +265,17 @@ class Server:
         """Put it to sleep, and return the seconds that took. Raises ServerError."""
         return self.call("POST", f"/sleep?level={level}").seconds
 
+    def sleep_at_last(self, level: int) -> float:
+        """``sleep``, again and again while another call is in flight. Raises ServerError."""
+        return self._at_last(f"/sleep?level={level}")
+
     def wake_up(self, tag: str = "") -> float:
         """Wake up all of it, or what has ``tag``, and return the seconds. Raises ServerError."""
         return self.call("POST", f"/wake_up?tags={tag}" if tag else "/wake_up").seconds
 
     def wake_up_at_last(self, tag: str = "") -> float:
         """``wake_up``, again and again while another call is in flight. Raises ServerError."""
-        end = time.monotonic() + self._access.timeout
-        path = f"/wake_up?tags={tag}" if tag else "/wake_up"
-        while True:
-            answer = self.send("POST", path)
-            if answer.status != HTTPStatus.CONFLICT or time.monotonic() > end:
-                return self._good(answer).seconds
-            time.sleep(_AGAIN)
+        return self._at_last(f"/wake_up?tags={tag}" if tag else "/wake_up")
 
     def reload_weights(self) -> float:
         """Load the weights again, between the two halves of a wake-up from level 2."""
@@ -393,6 +397,14 @@ class Server:
             text = text.replace(self._access.key, "<the API key>")
         return _printable(text)
 
+    def _at_last(self, path: str) -> float:
+        end = time.monotonic() + self._access.timeout
+        while True:
+            answer = self.send("POST", path)
+            if answer.status != HTTPStatus.CONFLICT or time.monotonic() > end:
+                return self._good(answer).seconds
+            time.sleep(_AGAIN)
+
     @contextmanager
     def _session(self, seconds: float) -> Iterator[requests.Session]:
         # One for each request: a kept connection may be closed there just when it is used again.
@@ -456,8 +468,8 @@ class Server:
             next_step=_LOG,
         )
 
-    def _late(self, call: str, seconds: float) -> ServerError:
-        return ServerError(
+    def _late(self, call: str, seconds: float) -> LateError:
+        return LateError(
             f"{self} has not answered {call} within {seconds:g} s",
             next_step="read the server's log; --timeout SECONDS waits for longer",
         )
@@ -493,6 +505,8 @@ class Server:
                 return "stop what else puts this server to sleep or wakes it up, and repeat"
             case HTTPStatus.SERVICE_UNAVAILABLE:
                 return f"see whether it is asleep: curl {self.url}/is_sleeping"
+            case HTTPStatus.BAD_GATEWAY | HTTPStatus.GATEWAY_TIMEOUT:
+                return "give the address of the server behind the gateway, or read its log"
             case status if 300 <= status < 400:
                 return "give the address that it points to"
         if path == "/wake_up":

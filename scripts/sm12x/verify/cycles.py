@@ -24,6 +24,7 @@ from sm12x.verify.client import (
     CrossedError,
     GoneError,
     Identity,
+    LateError,
     UnfitError,
 )
 from sm12x.verify.memory import Watch
@@ -125,6 +126,7 @@ class LiveServer(Protocol):
     def is_sleeping(self) -> bool: ...
     def ranks(self) -> tuple[RankUse, ...] | None: ...
     def sleep(self, level: int) -> float: ...
+    def sleep_at_last(self, level: int) -> float: ...
     def wake_up(self, tag: str = "") -> float: ...
     def wake_up_at_last(self, tag: str = "") -> float: ...
     def reload_weights(self) -> float: ...
@@ -152,9 +154,10 @@ class Settings:
 class _Member:
     """A server, and what the run knows of it.
 
-    ``asleep`` is None where a call that changes it did not end well. ``waking`` is what is left to
-    do of a wake-up that began. ``before`` are the texts before the first sleep of each prompt that
-    the server takes.
+    ``asleep`` is None where a call that changes it did not end well; ``unanswered`` is that such a
+    call got no answer, and may still be in flight there. ``waking`` is what is left to do of a
+    wake-up that began. ``before`` are the texts before the first sleep of each prompt that the
+    server takes.
     """
 
     def __init__(self, server: LiveServer) -> None:
@@ -162,6 +165,7 @@ class _Member:
         self.identity: Identity | None = None
         self.asleep: bool | None = None
         self.touched = False
+        self.unanswered = False
         self.waking: list[Callable[[], float]] = []
         self.before: dict[str, tuple[str, ...]] = {}
         self.sleeps = 0
@@ -442,9 +446,13 @@ class Run:
                 # What is in flight is somebody else's, and ours to leave alone.
                 one.asleep = False
                 raise
+            except (LateError, GoneError):
+                one.unanswered = True
+                raise
             one.asleep = True
         if not one.server.is_sleeping():
-            one.asleep = False
+            # One of the two answers is wrong; which one is asked again at the end.
+            one.asleep = None
             raise ServerError(
                 f"{one.server} answers /sleep with 200, and is not asleep then",
                 next_step="check that nothing else wakes it up (a proxy), and read its log",
@@ -458,9 +466,13 @@ class Run:
         one.waking = _from_level_2(server) if self._settings.level == 2 else [server.wake_up]
         seconds = 0.0
         with self._interrupts.held(f"the wake-up of {one.name}"):
-            while one.waking:
-                seconds += one.waking[0]()
-                del one.waking[0]
+            try:
+                while one.waking:
+                    seconds += one.waking[0]()
+                    del one.waking[0]
+            except (LateError, GoneError):
+                one.unanswered = True
+                raise
             one.asleep = False
         if server.is_sleeping():
             one.asleep = True
@@ -537,17 +549,18 @@ class Run:
         self._show(f"{one.name} is to be {_state(asleep)}, as it was")
         server, level = one.server, self._settings.level
         try:
-            # Between the halves of a wake-up from level 2 the server's word is not enough.
-            if one.asleep is None and not (one.waking and level == 2):
+            # Between the halves of a wake-up from level 2 the server's word is not enough, and not
+            # while a call may be in flight there: it says what is so before that call ends.
+            if one.asleep is None and not one.unanswered and not (one.waking and level == 2):
                 one.asleep = server.is_sleeping()
             if one.asleep == asleep:
                 return f"{one.name} is {_state(asleep)}, as it was"
             if asleep:
-                server.sleep(level)
+                server.sleep_at_last(level)
             elif level == 1:
                 server.wake_up_at_last()
             else:
-                for step in one.waking if one.asleep is None else _from_level_2(server):
+                for step in one.waking or _from_level_2(server):
                     step()
             one.asleep = server.is_sleeping()
         # Whatever it is: the other server is still to be put back.

@@ -32,6 +32,8 @@ SETTINGS: dict[str, Any] = {
     "busy": 0,
     # Seconds of a wake-up.
     "wake_up": 0.0,
+    # And of a sleep.
+    "sleep": 0.0,
     # A sleep lasts until there is this file.
     "gate": "",
     "awake_gib": 40.0,
@@ -219,8 +221,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.answer(404, {"detail": "Not Found"})
 
     def change(self, name: str, query: dict[str, list[str]]) -> None:
-        if name == "wake_up":
-            time.sleep(SETTINGS[name])
+        time.sleep(SETTINGS[name])
         while name == "sleep" and SETTINGS["gate"] and not Path(SETTINGS["gate"]).exists():
             time.sleep(0.05)
         if name == "sleep":
