@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from http.client import HTTPException
 from typing import Any
 
 import pytest
@@ -173,6 +174,8 @@ def test_a_server_says_what_it_is(answering: Answers) -> None:
         ("GET /version", requests.ReadTimeout("x"), "has not answered GET /version within 30 s"),
         ("GET /version", requests.exceptions.SSLError("x"), "write http://"),
         ("GET /version", requests.ConnectionError("Remote end closed"), "closed the connection"),
+        ("GET /version", ValueError("read length must be non-negative"), "broke off"),
+        ("GET /version", HTTPException("got more than 100 headers"), "broke off"),
     ],
 )
 def test_each_failure_says_what_to_do_and_never_the_key(

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
+from http.client import HTTPException
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -24,6 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from requests.adapters import HTTPAdapter
 from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.exceptions import HTTPError
 
 from sm12x.core.errors import ServerError, UsageError
 from sm12x.verify.report import RankUse
@@ -382,7 +384,8 @@ class Server:
             ):
                 text = self._read(response, call)
                 status = response.status_code
-        except requests.RequestException as error:
+        # ValueError and HTTPException: what http.client makes of a malformed chunk, for one.
+        except (OSError, ValueError, HTTPError, HTTPException) as error:
             if time.monotonic() >= end and not isinstance(error, requests.ConnectTimeout):
                 raise self._late(call, seconds) from None
             raise self._silent(call, error, seconds) from None
@@ -429,7 +432,7 @@ class Server:
                 )
         return b"".join(parts).decode("utf-8", errors="replace")
 
-    def _silent(self, call: str, error: requests.RequestException, seconds: float) -> ServerError:
+    def _silent(self, call: str, error: Exception, seconds: float) -> ServerError:
         """What a request without an answer means."""
         said = str(error)
         if isinstance(error, requests.exceptions.SSLError):
