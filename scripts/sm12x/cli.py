@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
@@ -54,6 +54,15 @@ class Verbs(click.Group):
             ctx.fail(f"No such verb {args[0]!r}{texts.perhaps(args[0], VERBS)}.")
         return super().resolve_command(ctx, args)
 
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            # `sm12x ... | head`: the reader left; not an error, and nothing more to write. click
+            # would end with 1, which means that a check has found something.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(0)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Verbs"):
             formatter.write_dl(list(VERBS.items()))
@@ -92,10 +101,6 @@ def main() -> NoReturn:
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted: run the same command again to resume", err=True)
         sys.exit(INTERRUPTED)
-    except BrokenPipeError:
-        # `sm12x ... | head`: the reader left; not an error, and nothing more to write.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
     except OSError as refused:
         # Steps name what they foresee themselves; a disk fills and a path is closed anywhere.
         known = of_system(refused)

@@ -228,6 +228,26 @@ def test_a_fault_of_the_server_is_a_breach(
     assert not server.asleep
 
 
+@pytest.mark.parametrize(("fault", "code"), [({}, 0), ({"other_text_after": 1}, 1)])
+def test_a_reader_that_left_does_not_change_the_verdict(
+    play: Play, environment: dict[str, str], fault: dict[str, Any], code: int
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    words = [play(**fault).url, "--cycles", "1", *QUICK]
+    with os.fdopen(writing, "w") as closed:
+        done = subprocess.run(
+            [sys.executable, "-m", "sm12x", "verify", *words],
+            env=environment,
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_slow_wake_up_is_a_breach_of_the_limit_that_was_given(play: Play, verify: Verify) -> None:
     found = verify(play(wake_up=0.3).url, "--cycles", "1", *FAST, "--max-wake", "0.2", "--json")
     assert found.code == 1

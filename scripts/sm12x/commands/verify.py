@@ -197,10 +197,14 @@ def command(
         error = run.run()
     report = run.report()
     faults = saved.write(report, last=True)
-    if as_json:
-        print_json(report)
-    elif report.servers:
-        click.echo(render.text(report), nl=False)
+    try:
+        if as_json:
+            print_json(report)
+        elif report.servers:
+            click.echo(render.text(report), nl=False)
+    except BrokenPipeError:
+        # The reader left; the exit code still has the verdict.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     for path in save:
         fault = faults.get(path)
         said = f"not written: {fault.strerror or fault}" if fault else "written"
