@@ -62,7 +62,7 @@ def dispatch(
     if first == "check":
         return _check(rest, places)
     if first == "health":
-        verdict = health.check(health.server_here(), health.get_http)
+        verdict = health.here()
         click.echo(verdict.text)
         return verdict.code
     if first == "recipes":
