@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import requests
+from urllib3.exceptions import LocationParseError
 
 from sm12x.core.errors import ServerError, UsageError
 from sm12x.verify import client
@@ -96,6 +97,11 @@ class Page:
 
     def __init__(self, status: int, body: bytes) -> None:
         self.status_code, self.body = status, body
+        self.headers: dict[str, str] = {}
+        if status == 307:
+            self.headers = {"Location": f"https://y/\n{KEY}"}
+        if status == 429:
+            self.headers = {"Retry-After": "7"}
 
     def __enter__(self) -> Page:
         return self
@@ -159,7 +165,11 @@ def test_a_server_says_what_it_is(answering: Answers) -> None:
         ("GET /v1/models", (200, {"data": []}), "no model in its list"),
         ("GET /v1/models", (200, {"data": "x"}), "no model in its list"),
         ("GET /v1/models", (200, b"\xff\xfe"), "no JSON object"),
-        ("GET /v1/models", (307, b""), "give the address that it points to"),
+        ("GET /v1/models", (307, b""), "give the address that it points to, https://y/"),
+        ("GET /version", (307, b""), "give the address that it points to, https://y/"),
+        ("GET /version", (503, b"loading"), "wait until the server has started"),
+        ("GET /v1/models", (429, b"slow"), "wait 7 s, and repeat"),
+        ("GET /version", LocationParseError("a..b"), "is no address that can be used"),
         ("GET /is_sleeping", (404, {}), "--enable-sleep-mode --enable-sleep-routes"),
         ("GET /is_sleeping", (200, {"is_sleeping": "no"}), "is_sleeping"),
         ("GET /is_sleeping", (500, {"error": "\x1b[31mred\x1b[0m"}), "read the server's log"),

@@ -25,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from requests.adapters import HTTPAdapter
 from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.connection import HTTPConnection, HTTPSConnection
-from urllib3.exceptions import HTTPError
+from urllib3.exceptions import HTTPError, LocationParseError
 
 from sm12x.core.errors import ServerError, UsageError
 from sm12x.verify.report import RankUse
@@ -47,12 +47,17 @@ ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 _AT_WORK = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
 _NO_KEY = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
+# Of any server or gateway, vLLM or not: what to do follows from the status.
+_TELLING = (*_NO_KEY, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 _SLEEP_ROUTES = ("/sleep", "/wake_up", "/is_sleeping")
 _ADDRESS = "write it as http://127.0.0.1:8000, without a path of the API"
 _ROUTES = (
     "start the server with --enable-sleep-mode --enable-sleep-routes (a stock vLLM: with "
     "VLLM_SERVER_DEV_MODE=1), see docs/memory.md"
 )
+# The first call of a run, and what to do where its answer is no HTTP.
+_FIRST = "GET /version"
+_NO_HTTP = "check address and port, and http or https; if it is a vLLM server, read its log"
 _LOG = "read the server's log, start it again, and repeat the command"
 
 
@@ -130,12 +135,17 @@ _KINDS: Mapping[int, type[ServerError]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What came back for ``call``, such as "POST /sleep"."""
+    """What came back for ``call``, such as "POST /sleep".
+
+    ``moved`` is the header Location, ``after`` Retry-After; "" without them.
+    """
 
     call: str
     status: int
     text: str
     seconds: float
+    moved: str = ""
+    after: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -384,6 +394,8 @@ class Server:
             ):
                 text = self._read(response, call)
                 status = response.status_code
+                moved = response.headers.get("Location", "")
+                after = response.headers.get("Retry-After", "")
         # ValueError and HTTPException: what http.client makes of a malformed chunk, for one.
         except (OSError, ValueError, HTTPError, HTTPException) as error:
             if time.monotonic() >= end and not isinstance(error, requests.ConnectTimeout):
@@ -392,7 +404,14 @@ class Server:
         # Where no length was announced, the end of the connection is that of the answer.
         if time.monotonic() >= end:
             raise self._late(call, seconds)
-        return Answer(call=call, status=status, text=text, seconds=time.monotonic() - began)
+        return Answer(
+            call=call,
+            status=status,
+            text=text,
+            seconds=time.monotonic() - began,
+            moved=moved,
+            after=after,
+        )
 
     def shown(self, text: str) -> str:
         """A server's words as they can be printed: short, on one line, without the key."""
@@ -464,11 +483,11 @@ class Server:
                 f"{self} cannot be reached: {self.shown(reason).lower()}",
                 next_step="check the address, and the network on the way",
             )
-        if isinstance(error, requests.exceptions.InvalidURL):
+        if isinstance(error, (requests.exceptions.InvalidURL, LocationParseError)):
             return ServerError(f"{self} is no address that can be used", next_step=_ADDRESS)
         return GoneError(
             f"{self} closed the connection, or broke off, in {call}: {self.shown(said)}",
-            next_step=_LOG,
+            next_step=_NO_HTTP if call == _FIRST else _LOG,
         )
 
     def _late(self, call: str, seconds: float) -> LateError:
@@ -506,12 +525,18 @@ class Server:
                 return "check the address: it is that of the server, not of a page or a gateway"
             case HTTPStatus.CONFLICT:
                 return "stop what else puts this server to sleep or wakes it up, and repeat"
-            case HTTPStatus.SERVICE_UNAVAILABLE:
+            case HTTPStatus.TOO_MANY_REQUESTS:
+                wait = f"wait {self.shown(answer.after)} s" if answer.after.isdecimal() else "wait"
+                return f"{wait}, and repeat, or give the address of the server behind the gateway"
+            case HTTPStatus.SERVICE_UNAVAILABLE if path == "/v1/completions":
                 return f"see whether it is asleep: curl {self.url}/is_sleeping"
+            case HTTPStatus.SERVICE_UNAVAILABLE if path == "/version":
+                return "wait until the server has started, or read the log of the gateway before it"
             case HTTPStatus.BAD_GATEWAY | HTTPStatus.GATEWAY_TIMEOUT:
                 return "give the address of the server behind the gateway, or read its log"
             case status if 300 <= status < 400:
-                return "give the address that it points to"
+                to = f", {self.shown(answer.moved)}" if answer.moved else ""
+                return f"give the address that it points to{to}"
         if path == "/wake_up":
             return (
                 "free GPU memory (another server on these GPUs has to sleep first: give both "
@@ -522,8 +547,8 @@ class Server:
         return "read the server's log"
 
     def _version(self) -> str:
-        answer = self.send("GET", "/version", timeout=_SOON)
-        if answer.status in _NO_KEY:
+        answer = self.send(*_FIRST.split(), timeout=_SOON)
+        if answer.status in _TELLING or 300 <= answer.status < 400:
             self._good(answer)
         try:
             version = json.loads(answer.text)["version"]
