@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
@@ -53,6 +53,15 @@ class Verbs(click.Group):
         if args and not args[0].startswith("-") and args[0] not in VERBS:
             ctx.fail(f"No such verb {args[0]!r}{texts.perhaps(args[0], VERBS)}.")
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            # `sm12x ... | head`: the reader left; not an error, and nothing more to write. click
+            # would end with 1, which means that a check has found something.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(0)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Verbs"):
@@ -109,10 +118,6 @@ def main() -> NoReturn:
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted: run the same command again to resume", err=True)
         sys.exit(INTERRUPTED)
-    except BrokenPipeError:
-        # `sm12x ... | head`: the reader left; not an error, and nothing more to write.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
     except OSError as refused:
         # Steps report the failures that they expect; a full disk can occur in any of them.
         known = of_system(refused)

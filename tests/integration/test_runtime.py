@@ -238,6 +238,45 @@ def test_a_wrong_word_is_one_line_and_exit_2() -> None:
     assert done.stderr.count("\n") == 1
 
 
+def test_what_the_system_refuses_is_one_line(tmp_path: Path) -> None:
+    program = tmp_path / "for-another-machine"
+    program.write_bytes(b"\x7fELF of another kind")
+    program.chmod(0o755)
+    (tmp_path / "recipes").mkdir()
+    env = {**os.environ, "SM12X_IMAGE_ROOT": str(tmp_path)}
+    words = [sys.executable, "-m", "sm12x.runtime"]
+    for word, code, said in (
+        (str(program), 13, "cannot be started: exec format error"),
+        ("n" * 300, 4, "file name too long"),
+    ):
+        done = subprocess.run([*words, word], env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == code
+        assert said in done.stderr
+        assert done.stderr.count("\n") == 1
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*words, "recipes"],
+            env=env,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert (done.returncode, done.stderr.count("\n")) == (7, 1)
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as closed:
+        done = subprocess.run(
+            [*words, "recipes"],
+            env=env,
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_check_without_a_ledger_is_one_line(tmp_path: Path) -> None:
     done = process.run(
         [sys.executable, "-m", "sm12x.runtime", "check"],

@@ -228,6 +228,26 @@ def test_a_fault_of_the_server_is_a_breach(
     assert not server.asleep
 
 
+@pytest.mark.parametrize(("fault", "code"), [({}, 0), ({"other_text_after": 1}, 1)])
+def test_a_reader_that_left_does_not_change_the_verdict(
+    play: Play, environment: dict[str, str], fault: dict[str, Any], code: int
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    words = [play(**fault).url, "--cycles", "1", *QUICK]
+    with os.fdopen(writing, "w") as closed:
+        done = subprocess.run(
+            [sys.executable, "-m", "sm12x", "verify", *words],
+            env=environment,
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_slow_wake_up_is_a_breach_of_the_limit_that_was_given(play: Play, verify: Verify) -> None:
     found = verify(play(wake_up=0.3).url, "--cycles", "1", *FAST, "--max-wake", "0.2", "--json")
     assert found.code == 1
@@ -308,6 +328,25 @@ def test_a_server_that_hangs_is_given_up(play: Play, verify: Verify) -> None:
     assert found.report["turns"][0]["sleep_seconds"] is not None
     # The call that hangs is in flight there, so it cannot be woken up, and that is said.
     assert f"curl -X POST '{server.url}/wake_up'" in found.report["left"][0]
+
+
+def test_a_sleep_that_ends_after_the_time_out_is_waited_for(play: Play, verify: Verify) -> None:
+    server = play(sleep=4.0)
+    found = verify(server.url, "--cycles", "1", "--timeout", "3", *QUICK, "--json")
+    assert found.code == 17
+    assert "has not answered POST /sleep?level=1 within 3 s" in found.err
+    assert found.report["left"] == ["A is awake again, as it was"]
+    assert not server.asleep
+
+
+def test_an_answer_that_comes_byte_by_byte_is_given_up(play: Play, verify: Verify) -> None:
+    server = play(drip="sleep:1")
+    began = time.monotonic()
+    found = verify(server.url, "--cycles", "1", "--timeout", "2", *QUICK, "--json")
+    assert time.monotonic() - began < 60
+    assert found.code == 17
+    assert "has not answered POST /sleep?level=1 within 2 s" in found.err
+    assert not server.asleep
 
 
 def test_requests_that_hang_are_given_up(play: Play, verify: Verify) -> None:

@@ -39,6 +39,8 @@ def verdict(healthy: Answer, sleeping: Answer) -> tuple[int, str]:
         # The engine is deaf in the middle of /sleep and /wake_up.
         ((200, b""), TimeoutError(), HEALTHY, "answers"),
         ((200, b""), (200, b"not json"), HEALTHY, "answers"),
+        ((200, b""), (200, b'{"is_sleeping": "false"}'), HEALTHY, "answers"),
+        (UnicodeError("label empty or too long"), AWAKE, UNHEALTHY, "does not answer"),
         ((503, b""), (500, b""), UNHEALTHY, "says 503"),
         (ConnectionRefusedError(), AWAKE, UNHEALTHY, "is loading, or cannot start"),
         (TimeoutError(), AWAKE, UNHEALTHY, "does not answer"),
@@ -61,6 +63,8 @@ def test_a_container_that_runs_something_else_is_healthy() -> None:
         ("/v/python /v/bin/vllm serve m", SERVER),
         ("vllm serve m --port 1 --port=2", Listener(host="127.0.0.1", port=2)),
         ("vllm serve m --host 0.0.0.0", SERVER),
+        ("vllm serve m --port \u00b2", SERVER),
+        ("vllm serve m --port 65536", SERVER),
         ("vllm serve m --host 10.0.0.2", Listener(host="10.0.0.2", port=8000)),
         ("vllm serve m --ssl_certfile c", Listener(host="127.0.0.1", port=8000, tls=True)),
         ("vllm serve m --api-key k", Listener(host="127.0.0.1", port=8000, key="k")),
@@ -87,6 +91,32 @@ def test_vllm_port_is_not_the_http_port(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_url_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SM12X_HEALTH_URL", "https://h:4")
     assert health.server_here() == Listener(host="h", port=4, tls=True)
+
+
+@pytest.mark.parametrize(
+    "url", ["localhost:9", "http://h:99999", "http://[::1", "ftp://h", "http://"]
+)
+def test_a_url_that_is_none_is_named(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SM12X_HEALTH_URL", url)
+    found = health.here()
+    assert found.code == UNHEALTHY
+    assert f"SM12X_HEALTH_URL={url} is no address" in found.text
+
+
+@pytest.mark.parametrize("key", ["sk-1\n", "sk-\u20ac"])
+def test_a_key_that_no_header_can_have_is_not_sent(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[dict[str, str]] = []
+
+    def request(_: object, method: str, path: str, *, headers: dict[str, str]) -> None:
+        sent.append(headers)
+        raise ConnectionRefusedError
+
+    monkeypatch.setenv("VLLM_API_KEY", key)
+    monkeypatch.setattr(http.client.HTTPConnection, "request", request)
+    assert health.check(SERVER, health.get_http).code == UNHEALTHY
+    assert sent == [{}]
 
 
 def test_processes_are_read_oldest_first(tmp_path: Path) -> None:

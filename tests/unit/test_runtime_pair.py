@@ -47,6 +47,9 @@ def test_the_pair_that_ships_is_the_pair_it_names() -> None:
         ((FIRST, "+", "nothing"), "there is no recipe 'nothing'"),
         ((FIRST, "+", "smoke"), "smoke never sleeps"),
         (("--load-seconds", "soon", FIRST), "a number of seconds"),
+        (("--load-seconds", "\u00b2", FIRST), "a number of seconds"),
+        ((FIRST, "port=abc", "+", SECOND), "on port 'abc', which is none"),
+        ((FIRST, "port=99999", "+", SECOND), "on port '99999', which is none"),
         ((FIRST, "prot=1", "+", SECOND), "perhaps you meant port"),
     ],
 )
@@ -130,11 +133,27 @@ def test_each_server_compiles_within_the_memory_that_is_left(
     assert [child.env.get("MAX_JOBS") for child in Child.started] == [jobs, "2" if jobs else None]
 
 
+@pytest.mark.parametrize(
+    ("status", "body", "said"),
+    [
+        (200, b'{"is_sleeping": false}', "/is_sleeping answers false"),
+        (200, b'{"is_sleeping": false, "note": "true"}', "/is_sleeping answers false"),
+        (200, b"a true story", "/is_sleeping answers no true or false"),
+        (401, b"who?", r"/sleep says 401: who\?. Next: set VLLM_API_KEY"),
+    ],
+)
 def test_a_server_that_does_not_sleep_ends_the_pair(
-    arrangement: Sequence[pair.PairMember], monkeypatch: pytest.MonkeyPatch
+    arrangement: Sequence[pair.PairMember],
+    monkeypatch: pytest.MonkeyPatch,
+    status: int,
+    body: bytes,
+    said: str,
 ) -> None:
-    monkeypatch.setattr(health, "request", lambda *_: (200, b'{"is_sleeping": false}'))
-    with pytest.raises(ToolFailedError, match="did not go to sleep: /is_sleeping answers false"):
+    def request(server: object, method: str, path: str, _: float) -> tuple[int, bytes]:
+        return (200 if path == "/health" else status), body
+
+    monkeypatch.setattr(health, "request", request)
+    with pytest.raises(ToolFailedError, match=f"did not go to sleep: {said}"):
         pair.run(arrangement, load_seconds=1)
     assert [child.code for child in Child.started] == [-15]
 

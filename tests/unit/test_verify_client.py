@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from http.client import HTTPException
 from typing import Any
 
 import pytest
 import requests
+from urllib3.exceptions import LocationParseError
 
 from sm12x.core.errors import ServerError, UsageError
 from sm12x.verify import client
@@ -79,6 +81,12 @@ def test_counters_are_summed_over_engines() -> None:
     assert found["vllm:num_requests_running"] == 3
 
 
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "1e999"])
+def test_a_counter_that_is_no_finite_number_is_not_seen(value: str) -> None:
+    text = f"vllm:num_requests_running {value}\nvllm:num_requests_waiting 2\n"
+    assert client.metrics(text) == {"vllm:num_requests_waiting": 2}
+
+
 @pytest.mark.parametrize("text", ["<html>no</html>", "a{b= 1", 'x{a="1"} one\n', '{"detail": 1}'])
 def test_what_is_no_metrics_is_not_seen(text: str) -> None:
     assert not client.metrics(text)
@@ -89,6 +97,11 @@ class Page:
 
     def __init__(self, status: int, body: bytes) -> None:
         self.status_code, self.body = status, body
+        self.headers: dict[str, str] = {}
+        if status == 307:
+            self.headers = {"Location": f"https://y/\n{KEY}"}
+        if status == 429:
+            self.headers = {"Retry-After": "7"}
 
     def __enter__(self) -> Page:
         return self
@@ -152,7 +165,11 @@ def test_a_server_says_what_it_is(answering: Answers) -> None:
         ("GET /v1/models", (200, {"data": []}), "no model in its list"),
         ("GET /v1/models", (200, {"data": "x"}), "no model in its list"),
         ("GET /v1/models", (200, b"\xff\xfe"), "no JSON object"),
-        ("GET /v1/models", (307, b""), "give the address that the redirect points to"),
+        ("GET /v1/models", (307, b""), "give the address that the redirect points to, https://y/"),
+        ("GET /version", (307, b""), "give the address that the redirect points to, https://y/"),
+        ("GET /version", (503, b"loading"), "wait until the server has started"),
+        ("GET /v1/models", (429, b"slow"), "wait 7 s, and repeat"),
+        ("GET /version", LocationParseError("a..b"), "is not a usable address"),
         ("GET /is_sleeping", (404, {}), "--enable-sleep-mode --enable-sleep-routes"),
         ("GET /is_sleeping", (200, {"is_sleeping": "no"}), "is_sleeping"),
         ("GET /is_sleeping", (500, {"error": "\x1b[31mred\x1b[0m"}), "read the server's log"),
@@ -167,6 +184,8 @@ def test_a_server_says_what_it_is(answering: Answers) -> None:
         ("GET /version", requests.ReadTimeout("x"), "has not answered GET /version within 30 s"),
         ("GET /version", requests.exceptions.SSLError("x"), "write http://"),
         ("GET /version", requests.ConnectionError("Remote end closed"), "closed the connection"),
+        ("GET /version", ValueError("read length must be non-negative"), "closed the connection"),
+        ("GET /version", HTTPException("got more than 100 headers"), "closed the connection"),
     ],
 )
 def test_each_failure_says_what_to_do_and_never_the_key(
@@ -293,6 +312,15 @@ def test_metrics_that_are_not_there_are_not_seen(answering: Answers) -> None:
     assert server().at_work() == 0
     answering["GET /metrics"] = (200, b"vllm:num_requests_running 2\nvllm:num_requests_waiting 1\n")
     assert server().at_work() == 3
+
+
+@pytest.mark.parametrize(("running", "busy"), [("NaN", 2), ("+Inf", 2), ("-3", 2), ("1", 3)])
+def test_requests_at_work_are_counted_as_far_as_they_are_known(
+    answering: Answers, running: str, busy: int
+) -> None:
+    text = f"vllm:num_requests_running {running}\nvllm:num_requests_waiting 2\n"
+    answering["GET /metrics"] = (200, text.encode())
+    assert server().at_work() == busy
 
 
 def test_level_2_takes_development_mode(answering: Answers) -> None:

@@ -14,7 +14,13 @@ from tests.unit.verifying import MemoryServer, gpu_of
 from sm12x.commands import verify
 from sm12x.commands.verify import command
 from sm12x.core import declared
-from sm12x.core.errors import BadFileError, Sm12xError, UnknownVerdictError, UsageError
+from sm12x.core.errors import (
+    BadFileError,
+    NoSpaceError,
+    Sm12xError,
+    UnknownVerdictError,
+    UsageError,
+)
 from sm12x.core.text import MIB
 from sm12x.doctor.model import Unseen
 from sm12x.verify import memory, render
@@ -164,11 +170,25 @@ def test_memory_is_looked_at_where_the_servers_are(monkeypatch: pytest.MonkeyPat
 def test_a_full_disk_does_not_end_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = verify._Files([tmp_path / "x.json"])
     report = made(MemoryServer())
-    assert saved.write(report, last=True) is None
+    assert saved.write(report, last=True) == {}
     assert json.loads((tmp_path / "x.json").read_text())["verdict"] == "passed"
 
     def full(path: Path, text: str) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("sm12x.core.files.write_text", full)
-    assert isinstance(saved.write(report, last=True), OSError)
+    faults = saved.write(report, last=True)
+    assert list(faults) == [tmp_path / "x.json"]
+    (error,) = map(verify._not_written, faults.items())
+    assert isinstance(error, NoSpaceError)
+    assert f"{tmp_path}/x.json: no space left on device" in str(error)
+
+
+def test_a_file_that_cannot_be_written_does_not_keep_the_others(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{'n' * 300}.json", tmp_path / "x.json", tmp_path / "x.md"]
+    faults = verify._Files(paths).write(made(MemoryServer()), last=True)
+    assert list(faults) == paths[:1]
+    assert all(path.is_file() for path in paths[1:])
+    (error,) = map(verify._not_written, faults.items())
+    assert isinstance(error, BadFileError)
+    assert f"{'n' * 300}.json: file name too long" in str(error)

@@ -12,7 +12,7 @@ from tests.unit.verifying import MIB, MemoryServer, blind, gpu_of
 
 from sm12x.core import declared
 from sm12x.core.errors import ServerError
-from sm12x.verify.client import CrossedError, GoneError, UnfitError
+from sm12x.verify.client import CrossedError, GoneError, LateError, UnfitError
 from sm12x.verify.cycles import Interrupts, Run, Settings
 from sm12x.verify.memory import Watch
 from sm12x.verify.report import (
@@ -195,6 +195,47 @@ def test_a_server_that_is_gone_cannot_be_put_back_and_the_other_is() -> None:
         "B does not answer any more, and was asleep",
         "A is awake again, as it was",
     )
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("error", [LateError, GoneError])
+def test_a_call_that_got_no_answer_is_followed_by_its_opposite(
+    error: type[ServerError], level: int
+) -> None:
+    """The server falls asleep later, and says until then that it is awake."""
+
+    def late(call: str) -> None:
+        if call == f"A sleep {level}":
+            server.gone = level == 2
+            raise error("no answer", next_step="wait")
+
+    server = MemoryServer(trouble=late)
+    report, _ = run(server, settings=Settings(cycles=1, requests=0, level=level))
+    opposite = {1: ["wake_up"], 2: ["wake_up weights", "reload_weights", "wake_up kv_cache"]}
+    assert changes(server) == [f"sleep {level}", *opposite[level]]
+    assert report.left == ("A is awake again, as it was",)
+
+    def late_wake(call: str) -> None:
+        if call.startswith("A wake_up"):
+            raise error("no answer", next_step="wait")
+
+    server = MemoryServer(level=1, trouble=late_wake)
+    report, _ = run(server)
+    assert changes(server) == ["wake_up", "sleep 1"]
+    assert report.left == ("A is asleep again, as it was",)
+
+
+def test_a_server_that_once_denies_its_sleep_is_woken_up() -> None:
+    class Denies(MemoryServer):
+        def is_sleeping(self) -> bool:
+            return super().is_sleeping() and self.calls.count("is_sleeping") > 1
+
+    server = Denies()
+    report, error = run(server)
+    assert isinstance(error, ServerError)
+    assert "is not asleep afterwards" in error.message
+    assert not server.asleep
+    assert report.left == ("A is awake again, as it was",)
 
 
 def test_a_call_of_somebody_else_is_left_alone() -> None:

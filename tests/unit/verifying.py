@@ -75,6 +75,9 @@ class MemoryServer:
         self.sleeps += 1
         return self.seconds
 
+    def sleep_at_last(self, level: int) -> float:
+        return self.sleep(level)
+
     def wake_up(self, tag: str = "") -> float:
         self._call(f"wake_up {tag}".strip())
         if tag != "weights":

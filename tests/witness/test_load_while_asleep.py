@@ -45,7 +45,7 @@ class Transfer:
 
 
 def test_no_update_begins_or_goes_on_while_weights_are_asleep(world: World) -> None:
-    weights = Weights(world)
+    weights: Any = Weights(world)
     weights.worker.weight_transfer_engine = Transfer(weights)
     weights.worker._check_weight_transfer_engine = lambda: None
     weights.worker.device = "cpu"

@@ -26,7 +26,7 @@ class Adapters(Rig):
         torch = self.torch
         slots = self.slots(self.weights[0])
 
-        class Layer(layers.BaseLayerWithLoRA):  # type: ignore[misc,name-defined]
+        class Layer(layers.BaseLayerWithLoRA):  # type: ignore[misc]
             def __init__(self) -> None:
                 super().__init__()
                 self.lora_a_stacked = (slots,)

@@ -6,10 +6,6 @@ each connection: /sleep and /wake_up of one client reach different ones.
 
 from __future__ import annotations
 
-import asyncio
-import importlib
-from typing import Any
-
 import pytest
 from tests.witness import executor_rig
 from tests.witness.executor_rig import isolated
@@ -22,8 +18,7 @@ LIMIT = 40
 pytestmark = pytest.mark.usefixtures("vllm_executor")
 
 
-# A server that knows of discarded weights asks anyway.
-@pytest.mark.parametrize("level", [1, pytest.param(2, marks=pytest.mark.guard)])
+@pytest.mark.parametrize("level", [1, 2])
 @isolated(LIMIT)
 def test_a_server_notices_that_another_woke_the_engine(level: int) -> None:
     async def test(engine: Engine, first: Server) -> None:
@@ -64,27 +59,3 @@ def test_engines_that_differ_refuse_and_the_call_keeps_its_error() -> None:
         assert (await server.ask()).status_code == 200
 
     run(test, engine=Differing)
-
-
-@isolated(LIMIT)
-def test_one_engine_asleep_is_a_sleeping_server() -> None:
-    """Data parallel engines of a dense model sleep each by itself."""
-    client: Any = importlib.import_module("vllm.v1.engine.core_client").DPLBAsyncMPClient
-
-    async def ask() -> object:
-        one = client.__new__(client)
-        # So that nothing of a client that was never started is taken down.
-        one._finalizer = None
-        one.core_engines = [b"0", b"1"]
-
-        async def call(method: str, *_: object, engine: bytes) -> bool:
-            return engine == b"1"
-
-        one._call_utility_async = call
-        try:
-            return await one.is_sleeping_async()
-        except RuntimeError as error:
-            # 0.33.0 says that they differ.
-            return "different is_sleeping results" in str(error)
-
-    assert asyncio.run(ask()) is True

@@ -20,8 +20,10 @@ from sm12x.core.errors import (
     INTERRUPTED,
     BadFileError,
     FindingsError,
+    Sm12xError,
     UnknownVerdictError,
     UsageError,
+    of_system,
 )
 from sm12x.verify import chart, cycles, memory, render
 from sm12x.verify import client as clients
@@ -197,14 +199,20 @@ def command(
         run = cycles.Run(servers, settings, watch, observe=observe, tell=shown.tell)
         error = run.run()
     report = run.report()
-    fault = saved.write(report, last=True)
-    if as_json:
-        print_json(report)
-    elif report.servers:
-        click.echo(render.text(report), nl=False)
+    faults = saved.write(report, last=True)
+    try:
+        if as_json:
+            print_json(report)
+        elif report.servers:
+            click.echo(render.text(report), nl=False)
+    except BrokenPipeError:
+        # The reader left; the exit code still has the verdict.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     for path in save:
-        click.echo(f"{path}: {'written' if fault is None else f'not written: {fault}'}", err=True)
-    _leave(report, error or fault)
+        fault = faults.get(path)
+        said = f"not written: {fault.strerror or fault}" if fault else "written"
+        click.echo(f"{path}: {said}", err=True)
+    _leave(report, error or next(map(_not_written, faults.items()), None))
 
 
 def _servers(
@@ -284,30 +292,41 @@ class _Files:
             if path.suffix == _PICTURE:
                 chart.require()
 
-    def write(self, report: VerifyReport, *, last: bool = False) -> OSError | None:
-        """Write the files; returns the error if one cannot be written."""
+    def write(self, report: VerifyReport, *, last: bool = False) -> dict[Path, OSError]:
+        """Write the files; returns the error of each file that cannot be written."""
         now, begun = time.monotonic(), time.process_time()
         if not last and now < self._next:
-            return None
-        try:
-            for path in self._paths:
+            return {}
+        faults = {}
+        for path in self._paths:
+            try:
                 if path.suffix == _JSON:
                     files.write_text(path, declared.to_json(report))
                 elif path.suffix == _MARKDOWN:
                     files.write_text(path, render.markdown(report))
                 elif last:
                     chart.write(report, path)
-        except OSError as error:
-            return error
+            except OSError as error:
+                faults[path] = error
         taken = time.process_time() - begun
         self._next = now + taken / _WRITING if taken > _WRITE_WITHIN else now
-        return None
+        return faults
+
+
+def _not_written(found: tuple[Path, OSError]) -> Sm12xError:
+    """The fault of a file by the name that was given, not by that of a temporary file."""
+    path, error = found
+    named = of_system(OSError(error.errno, error.strerror or str(error), str(path)))
+    return named or BadFileError(
+        f"{path} cannot be written: {error}", next_step="give another path"
+    )
 
 
 def _leave(report: VerifyReport, error: BaseException | None) -> None:
     """End as the report says. Raises what ended the run, or what the report found."""
     if isinstance(error, KeyboardInterrupt) and report.stopped:
-        click.echo(f"interrupted at: {report.stopped.during}; {'; '.join(report.left)}", err=True)
+        said = [f"interrupted at: {report.stopped.during}", *report.left]
+        click.echo("; ".join(said), err=True)
         sys.exit(INTERRUPTED)
     if error is not None:
         raise error

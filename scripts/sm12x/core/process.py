@@ -203,11 +203,18 @@ def replace(argv: Sequence[str | Path], *, env: Mapping[str, str] | None = None)
 
     Raises:
         ToolMissingError: ``argv[0]`` is not an executable.
+        ToolFailedError: the system does not start it: it is for another machine, say.
     """
     words = _words(argv)
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execvpe(words[0], words, {**os.environ, **(env or {})})  # noqa: S606 - no shell is wanted
+    try:
+        os.execvpe(words[0], words, {**os.environ, **(env or {})})  # noqa: S606 - no shell is wanted
+    except OSError as error:
+        raise ToolFailedError(
+            f"`{words[0]}` cannot be started: {(error.strerror or str(error)).lower()}",
+            next_step="it has to be a program for this machine, or a script that begins with #!",
+        ) from None
 
 
 @contextmanager

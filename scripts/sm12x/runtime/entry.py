@@ -11,7 +11,7 @@ from typing import NoReturn
 import click
 
 from sm12x.core import process, text
-from sm12x.core.errors import INTERRUPTED, FindingsError, Sm12xError, UsageError
+from sm12x.core.errors import INTERRUPTED, FindingsError, Sm12xError, UsageError, of_system
 from sm12x.recipes import load
 from sm12x.recipes.model import Recipe
 from sm12x.runtime import about, health, pair, serve
@@ -33,6 +33,16 @@ def main() -> NoReturn:
         code = error.exit_code
     except KeyboardInterrupt:
         code = INTERRUPTED
+    except BrokenPipeError:
+        # `docker run IMAGE recipes | head`: the reader left, and nothing is left to write.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except OSError as refused:
+        known = of_system(refused)
+        if known is None:
+            raise
+        click.echo(f"error: {known}", err=True)
+        code = known.exit_code
     sys.exit(code)
 
 
@@ -52,7 +62,7 @@ def dispatch(
     if first == "check":
         return _check(rest, places)
     if first == "health":
-        verdict = health.check(health.server_here(), health.get_http)
+        verdict = health.here()
         click.echo(verdict.text)
         return verdict.code
     if first == "recipes":

@@ -29,6 +29,8 @@ HEALTH_SECONDS = 5.0
 SLEEP_SECONDS = 2.0
 # vLLM's default.
 PORT = 8000
+_LAST_PORT = 65535
+_URL = "SM12X_HEALTH_URL"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,12 +86,29 @@ def find(commands: Iterable[Sequence[str]]) -> Listener | None:
         port = given.get("port", "")
         return Listener(
             host=host,
-            port=int(port) if port.isdigit() else PORT,
+            port=int(port) if is_port(port) else PORT,
             tls="ssl-certfile" in given,
             socket_path=given.get("uds", ""),
             key=given.get("api-key", ""),
         )
     return None
+
+
+def is_port(text: str) -> bool:
+    return text.isdecimal() and len(text) <= len(str(_LAST_PORT)) and 0 < int(text) <= _LAST_PORT
+
+
+def here() -> Verdict:
+    """``check`` of the server of this container."""
+    try:
+        server = server_here()
+    except ValueError as error:
+        return Verdict(
+            code=UNHEALTHY,
+            text=f"{_URL}={os.environ[_URL]} is no address of a server ({error}): write it as "
+            "http://127.0.0.1:8000, or leave it out for the `vllm serve` that runs here",
+        )
+    return check(server, get_http)
 
 
 def check(server: Listener | None, get: _Get) -> Verdict:
@@ -102,9 +121,10 @@ def check(server: Listener | None, get: _Get) -> Verdict:
         return Verdict(
             code=UNHEALTHY, text=f"{server} is not open: the server is loading, or cannot start"
         )
-    except (OSError, http.client.HTTPException) as error:
+    # ValueError: a host whose name cannot be one.
+    except (OSError, http.client.HTTPException, ValueError) as error:
         return Verdict(code=UNHEALTHY, text=f"{server}/health does not answer: {error!r}")
-    asleep = _asleep(server, get)
+    asleep = is_sleeping(server, get, SLEEP_SECONDS)
     if asleep:
         return Verdict(code=HEALTHY, text=f"{server} sleeps")
     if status == http.client.OK:
@@ -113,14 +133,14 @@ def check(server: Listener | None, get: _Get) -> Verdict:
     return Verdict(code=UNHEALTHY, text=f"{server}/health says {status}: the engine has died")
 
 
-def _asleep(server: Listener, get: _Get) -> bool | None:
+def is_sleeping(server: Listener, get: _Get, seconds: float) -> bool | None:
     """None where it is not known: no sleep routes, or the engine is changing its state."""
     try:
-        status, body = get(server, "/is_sleeping", SLEEP_SECONDS)
+        status, body = get(server, "/is_sleeping", seconds)
         if status != http.client.OK:
             return None
-        answer = json.loads(body)
-        return bool(answer["is_sleeping"])
+        answer = json.loads(body)["is_sleeping"]
+        return answer if isinstance(answer, bool) else None
     except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
         return None
 
@@ -141,12 +161,18 @@ def running(proc: Path = Path("/proc")) -> list[list[str]]:
 
 
 def server_here() -> Listener | None:
-    """The server to ask: SM12X_HEALTH_URL, else the `vllm serve` that runs here."""
-    url = os.environ.get("SM12X_HEALTH_URL", "")
+    """The server to ask: SM12X_HEALTH_URL, else the `vllm serve` that runs here.
+
+    Raises:
+        ValueError: the variable has no address of a server.
+    """
+    url = os.environ.get(_URL, "")
     if url:
         parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("no http:// or no host")
         return Listener(
-            host=parts.hostname or "127.0.0.1",
+            host=parts.hostname,
             port=parts.port or PORT,
             tls=parts.scheme == "https",
         )
@@ -164,6 +190,9 @@ def request(server: Listener, method: str, path: str, seconds: float) -> tuple[i
     With its key, or that of VLLM_API_KEY: the sleep routes may ask for one.
     """
     key = server.key or os.environ.get("VLLM_API_KEY", "")
+    if not (key.isascii() and key.isprintable()):
+        # No header can have it, so no server can be asked with it.
+        key = ""
     connection: http.client.HTTPConnection
     if server.socket_path:
         connection = _UnixConnection(server.socket_path, seconds)

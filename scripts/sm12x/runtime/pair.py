@@ -20,6 +20,7 @@ import click
 
 from sm12x.core import process
 from sm12x.core.errors import ToolFailedError, UsageError
+from sm12x.recipes import options
 from sm12x.recipes.model import Recipe
 from sm12x.recipes.render import Rendered
 from sm12x.runtime import health, serve
@@ -57,7 +58,7 @@ def members(
     """
     rest, seconds = list(words), 3600.0
     if rest[:1] == ["--load-seconds"]:
-        if len(rest) < 2 or not rest[1].isdigit():
+        if len(rest) < 2 or not rest[1].isdecimal():
             raise UsageError("--load-seconds needs a number of seconds", next_step=_USAGE)
         seconds, rest = float(rest[1]), rest[2:]
     found: list[PairMember] = []
@@ -78,6 +79,12 @@ def members(
         if server is None:
             raise UsageError(
                 f"{recipe.key} does not run `vllm serve`", next_step="name recipes that do"
+            )
+        port = options.parse(arguments or ()).get("port", "")
+        if port and not health.is_port(port):
+            raise UsageError(
+                f"{recipe.key} is to listen on port {port!r}, which is none",
+                next_step="give port=N, from 1 to 65535",
             )
         found.append(PairMember(key=recipe.key, rendered=rendered, server=server, level=level))
     ports = [member.server.port for member in found]
@@ -161,7 +168,8 @@ def _wait_awake(
         if time.monotonic() > end:
             raise ToolFailedError(
                 f"{member.key} did not answer on {member.server} within {seconds:g} s",
-                next_step="read its lines above, or give load_seconds=N",
+                next_step="read its lines above, or give --load-seconds N after pair (of a recipe "
+                "that is a pair, load_seconds=N)",
             )
         time.sleep(_PAUSE)
 
@@ -175,21 +183,26 @@ def _answers(server: health.Listener) -> bool:
 
 def _put_to_sleep(member: PairMember) -> None:
     """Raises ToolFailedError unless the server says that it sleeps."""
-    why = ""
+    why, step = "", "its recipe needs --enable-sleep-mode and --enable-sleep-routes"
     try:
         status, body = health.request(
             member.server, "POST", f"/sleep?level={member.level}", SLEEP_SECONDS
         )
         if status != http.client.OK:
             why = f"/sleep says {status}: {body[:200].decode(errors='replace')}"
-        elif b"true" not in health.get_http(member.server, "/is_sleeping", SLEEP_SECONDS)[1]:
-            why = "/is_sleeping answers false after /sleep"
+            if status == http.client.UNAUTHORIZED:
+                step = "set VLLM_API_KEY to the key that its recipe gives it"
+        else:
+            asleep = health.is_sleeping(member.server, health.get_http, SLEEP_SECONDS)
+            if not asleep:
+                said = "no true or false" if asleep is None else "false"
+                why = f"/is_sleeping answers {said} after /sleep"
     except (OSError, http.client.HTTPException) as error:
         why = f"/sleep does not answer: {error!r}"
     if why:
         raise ToolFailedError(
             f"{member.key} did not go to sleep: {why}",
-            next_step="its recipe needs --enable-sleep-mode and --enable-sleep-routes",
+            next_step=step,
         )
     click.echo(f"pair: {member.key} sleeps", err=True)
 

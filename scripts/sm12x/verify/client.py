@@ -7,17 +7,25 @@ printable, and without the API key.
 from __future__ import annotations
 
 import json
+import math
 import re
+import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
+from http.client import HTTPException
 from typing import Any
 from urllib.parse import urlsplit
 
 import requests
 from prometheus_client.parser import text_string_to_metric_families
+from requests.adapters import HTTPAdapter
+from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
+from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.exceptions import HTTPError, LocationParseError
 
 from sm12x.core.errors import ServerError, UsageError
 from sm12x.verify.report import RankUse
@@ -39,12 +47,17 @@ ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 _AT_WORK = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
 _NO_KEY = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
+# Of any server or gateway, vLLM or not: what to do follows from the status.
+_TELLING = (*_NO_KEY, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 _SLEEP_ROUTES = ("/sleep", "/wake_up", "/is_sleeping")
 _ADDRESS = "write it as http://127.0.0.1:8000, without a path of the API"
 _ROUTES = (
     "start the server with --enable-sleep-mode --enable-sleep-routes (a stock vLLM: with "
     "VLLM_SERVER_DEV_MODE=1), see docs/memory.md"
 )
+# The first call of a run, and what to do where its answer is no HTTP.
+_FIRST = "GET /version"
+_NO_HTTP = "check address and port, and http or https; if it is a vLLM server, read its log"
 _LOG = "read the server's log, start it again, and repeat the command"
 
 
@@ -104,6 +117,10 @@ class GoneError(ServerError):
     """Nothing listens at the address, or the server closed the connection."""
 
 
+class LateError(ServerError):
+    """No answer came in time, from the server or its gateway: the call may still be in progress."""
+
+
 class UnfitError(ServerError):
     """A request was refused for what it asks: a prompt that is too long, say."""
 
@@ -111,17 +128,24 @@ class UnfitError(ServerError):
 _KINDS: Mapping[int, type[ServerError]] = {
     HTTPStatus.CONFLICT: CrossedError,
     HTTPStatus.BAD_REQUEST: UnfitError,
+    HTTPStatus.BAD_GATEWAY: LateError,
+    HTTPStatus.GATEWAY_TIMEOUT: LateError,
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The answer to ``call``, such as "POST /sleep"."""
+    """The answer to ``call``, such as "POST /sleep".
+
+    ``moved`` is the header Location, ``after`` the header Retry-After; "" without them.
+    """
 
     call: str
     status: int
     text: str
     seconds: float
+    moved: str = ""
+    after: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +175,60 @@ class Access:
     variable: str = KEY_VARIABLE
     ca: str = ""
     timeout: float = 300.0
+
+
+class _Limited(HTTPAdapter):
+    """Shuts its connections when so many ``seconds`` have passed, whatever arrives on them.
+
+    The time-out of a socket begins anew with every byte: a gateway that sends a blank now and then
+    to keep a connection open would never come to its end.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._sockets: list[socket.socket] = []
+        self._over = False
+        self._timer = threading.Timer(seconds, self._end)
+        self._timer.daemon = True
+        super().__init__()
+        self._timer.start()
+
+    def init_poolmanager(self, *args: Any, **settings: Any) -> None:
+        super().init_poolmanager(*args, **settings)
+        keep = self._keep
+
+        class Plain(HTTPConnection):
+            def connect(self) -> None:
+                super().connect()
+                keep(self.sock)
+
+        class Tls(HTTPSConnection):
+            def connect(self) -> None:
+                super().connect()
+                keep(self.sock)
+
+        class PlainPool(HTTPConnectionPool):
+            ConnectionCls = Plain
+
+        class TlsPool(HTTPSConnectionPool):
+            ConnectionCls = Tls
+
+        self.poolmanager.pool_classes_by_scheme = {"http": PlainPool, "https": TlsPool}
+
+    def close(self) -> None:
+        self._timer.cancel()
+        super().close()
+
+    def _keep(self, made: Any) -> None:
+        self._sockets.append(made)
+        if self._over:
+            self._end()
+
+    def _end(self) -> None:
+        self._over = True
+        for one in self._sockets:
+            with suppress(OSError):
+                # Past SSLSocket's own, which is not for a second thread.
+                socket.socket.shutdown(one, socket.SHUT_RDWR)
 
 
 class Server:
@@ -199,19 +277,17 @@ class Server:
         """Put it to sleep, and return the seconds that took. Raises ServerError."""
         return self.call("POST", f"/sleep?level={level}").seconds
 
+    def sleep_at_last(self, level: int) -> float:
+        """``sleep``, again and again while another call is in flight. Raises ServerError."""
+        return self._at_last(f"/sleep?level={level}")
+
     def wake_up(self, tag: str = "") -> float:
         """Wake it up, all tags or one ``tag``, and return the seconds. Raises ServerError."""
         return self.call("POST", f"/wake_up?tags={tag}" if tag else "/wake_up").seconds
 
     def wake_up_at_last(self, tag: str = "") -> float:
         """``wake_up``, again and again while another call is in flight. Raises ServerError."""
-        end = time.monotonic() + self._access.timeout
-        path = f"/wake_up?tags={tag}" if tag else "/wake_up"
-        while True:
-            answer = self.send("POST", path)
-            if answer.status != HTTPStatus.CONFLICT or time.monotonic() > end:
-                return self._good(answer).seconds
-            time.sleep(_AGAIN)
+        return self._at_last(f"/wake_up?tags={tag}" if tag else "/wake_up")
 
     def reload_weights(self) -> float:
         """Load the weights again, between the two calls of a wake-up from level 2."""
@@ -272,7 +348,7 @@ class Server:
     def at_work(self) -> int:
         """Requests that run or wait there, as far as /metrics says."""
         found = self.counters() or {}
-        return int(sum(found.get(name, 0) for name in _AT_WORK))
+        return int(sum(max(0.0, found.get(name, 0)) for name in _AT_WORK))
 
     def call(
         self,
@@ -297,10 +373,11 @@ class Server:
         seconds = timeout or self._access.timeout
         call = f"{method} {path}"
         began = time.monotonic()
+        end = began + seconds
         key = self._access.key
         try:
             with (
-                self._session() as session,
+                self._session(seconds) as session,
                 session.request(
                     method,
                     self.url + path,
@@ -315,11 +392,26 @@ class Server:
                     stream=True,
                 ) as response,
             ):
-                text = self._read(response, call, began + seconds)
+                text = self._read(response, call)
                 status = response.status_code
-        except requests.RequestException as error:
+                moved = response.headers.get("Location", "")
+                after = response.headers.get("Retry-After", "")
+        # ValueError and HTTPException: what http.client makes of a malformed chunk, for one.
+        except (OSError, ValueError, HTTPError, HTTPException) as error:
+            if time.monotonic() >= end and not isinstance(error, requests.ConnectTimeout):
+                raise self._late(call, seconds) from None
             raise self._silent(call, error, seconds) from None
-        return Answer(call=call, status=status, text=text, seconds=time.monotonic() - began)
+        # Where no length was announced, the end of the connection is that of the answer.
+        if time.monotonic() >= end:
+            raise self._late(call, seconds)
+        return Answer(
+            call=call,
+            status=status,
+            text=text,
+            seconds=time.monotonic() - began,
+            moved=moved,
+            after=after,
+        )
 
     def shown(self, text: str) -> str:
         """A server's text, made printable: short, on one line, without the key."""
@@ -327,26 +419,37 @@ class Server:
             text = text.replace(self._access.key, "<the API key>")
         return _printable(text)
 
+    def _at_last(self, path: str) -> float:
+        end = time.monotonic() + self._access.timeout
+        while True:
+            answer = self.send("POST", path)
+            if answer.status != HTTPStatus.CONFLICT or time.monotonic() > end:
+                return self._good(answer).seconds
+            time.sleep(_AGAIN)
+
     @contextmanager
-    def _session(self) -> Iterator[requests.Session]:
+    def _session(self, seconds: float) -> Iterator[requests.Session]:
         # A connection per request: the server may close a kept one just as it is used again.
         with requests.Session() as session:
+            limited = _Limited(seconds)
+            session.mount("http://", limited)
+            session.mount("https://", limited)
             # No proxy between here and the server that is timed, and no key of a .netrc.
             session.trust_env = False
             if self._access.ca:
                 session.verify = self._access.ca
             yield session
 
-    def _read(self, response: requests.Response, call: str, end: float) -> str:
+    def _read(self, response: requests.Response, call: str) -> str:
         parts, size = [], 0
         for part in response.iter_content(_CHUNK):
             parts.append(part)
             size += len(part)
-            if size > _MOST or time.monotonic() > end:
+            if size > _MOST:
                 raise ServerError(f"{self} does not finish its answer to {call}", next_step=_LOG)
         return b"".join(parts).decode("utf-8", errors="replace")
 
-    def _silent(self, call: str, error: requests.RequestException, seconds: float) -> ServerError:
+    def _silent(self, call: str, error: Exception, seconds: float) -> ServerError:
         """The error for a request without an answer."""
         said = str(error)
         if isinstance(error, requests.exceptions.SSLError):
@@ -360,10 +463,7 @@ class Server:
                 next_step="check the address, and the firewall on the way",
             )
         if isinstance(error, requests.Timeout) or "timed out" in said.lower():
-            return ServerError(
-                f"{self} has not answered {call} within {seconds:g} s",
-                next_step="read the server's log; --timeout SECONDS waits for longer",
-            )
+            return self._late(call, seconds)
         if "refused" in said.lower():
             return GoneError(
                 f"{self} cannot be reached: nothing listens there",
@@ -381,11 +481,17 @@ class Server:
                 f"{self} cannot be reached: {self.shown(reason).lower()}",
                 next_step="check the address, and the network on the way",
             )
-        if isinstance(error, requests.exceptions.InvalidURL):
+        if isinstance(error, (requests.exceptions.InvalidURL, LocationParseError)):
             return ServerError(f"{self} is not a usable address", next_step=_ADDRESS)
         return GoneError(
             f"{self} closed the connection during {call}: {self.shown(said)}",
-            next_step=_LOG,
+            next_step=_NO_HTTP if call == _FIRST else _LOG,
+        )
+
+    def _late(self, call: str, seconds: float) -> LateError:
+        return LateError(
+            f"{self} has not answered {call} within {seconds:g} s",
+            next_step="read the server's log; --timeout SECONDS waits for longer",
         )
 
     def _good(self, answer: Answer) -> Answer:
@@ -419,10 +525,18 @@ class Server:
                 return (
                     "stop the program that also puts this server to sleep or wakes it, and repeat"
                 )
-            case HTTPStatus.SERVICE_UNAVAILABLE:
+            case HTTPStatus.TOO_MANY_REQUESTS:
+                wait = f"wait {self.shown(answer.after)} s" if answer.after.isdecimal() else "wait"
+                return f"{wait}, and repeat, or give the address of the server behind the gateway"
+            case HTTPStatus.SERVICE_UNAVAILABLE if path == "/v1/completions":
                 return f"see whether it is asleep: curl {self.url}/is_sleeping"
+            case HTTPStatus.SERVICE_UNAVAILABLE if path == "/version":
+                return "wait until the server has started, or read the log of the gateway before it"
+            case HTTPStatus.BAD_GATEWAY | HTTPStatus.GATEWAY_TIMEOUT:
+                return "give the address of the server behind the gateway, or read its log"
             case status if 300 <= status < 400:
-                return "give the address that the redirect points to"
+                to = f", {self.shown(answer.moved)}" if answer.moved else ""
+                return f"give the address that the redirect points to{to}"
         if path == "/wake_up":
             return (
                 "free GPU memory (another server on these GPUs has to sleep first: give both "
@@ -433,8 +547,8 @@ class Server:
         return "read the server's log"
 
     def _version(self) -> str:
-        answer = self.send("GET", "/version", timeout=_SOON)
-        if answer.status in _NO_KEY:
+        answer = self.send(*_FIRST.split(), timeout=_SOON)
+        if answer.status in _TELLING or 300 <= answer.status < 400:
             self._good(answer)
         try:
             version = json.loads(answer.text)["version"]
@@ -507,7 +621,10 @@ def _count(said: Any) -> int:
 
 
 def metrics(text: str) -> Mapping[str, float] | None:
-    """Samples in Prometheus' text format by name, summed over labels; None if it is no such."""
+    """Samples in Prometheus' text format by name, summed over labels; None if it is no such.
+
+    What is not a finite number, as NaN of a collector that failed, is left out.
+    """
     found: dict[str, float] = {}
     try:
         for family in text_string_to_metric_families(text):
@@ -515,7 +632,7 @@ def metrics(text: str) -> Mapping[str, float] | None:
                 found[sample.name] = found.get(sample.name, 0.0) + float(sample.value)
     except (ValueError, IndexError, KeyError, TypeError):
         return None
-    return found
+    return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
 def _printable(text: str) -> str:

@@ -24,6 +24,7 @@ from sm12x.verify.client import (
     CrossedError,
     GoneError,
     Identity,
+    LateError,
     UnfitError,
 )
 from sm12x.verify.memory import Watch
@@ -125,6 +126,7 @@ class LiveServer(Protocol):
     def is_sleeping(self) -> bool: ...
     def ranks(self) -> tuple[RankUse, ...] | None: ...
     def sleep(self, level: int) -> float: ...
+    def sleep_at_last(self, level: int) -> float: ...
     def wake_up(self, tag: str = "") -> float: ...
     def wake_up_at_last(self, tag: str = "") -> float: ...
     def reload_weights(self) -> float: ...
@@ -152,7 +154,8 @@ class Settings:
 class _Member:
     """A server, and its state in the run.
 
-    ``asleep`` is None after a failed call that changes it. ``waking`` are the remaining calls of a
+    ``asleep`` is None after a failed call that changes it. ``unanswered``: such a call got no
+    answer, and may still be in progress on the server. ``waking`` are the remaining calls of a
     started wake-up. ``before`` are the texts before the first sleep of each prompt that the server
     takes.
     """
@@ -162,6 +165,7 @@ class _Member:
         self.identity: Identity | None = None
         self.asleep: bool | None = None
         self.touched = False
+        self.unanswered = False
         self.waking: list[Callable[[], float]] = []
         self.before: dict[str, tuple[str, ...]] = {}
         self.sleeps = 0
@@ -443,9 +447,13 @@ class Run:
                 # Another client's call is in flight, which is left alone.
                 one.asleep = False
                 raise
+            except (LateError, GoneError):
+                one.unanswered = True
+                raise
             one.asleep = True
         if not one.server.is_sleeping():
-            one.asleep = False
+            # One of the two answers is wrong; which one is asked again at the end.
+            one.asleep = None
             raise ServerError(
                 f"{one.server} answers /sleep with 200, and is not asleep afterwards",
                 next_step="check that nothing else wakes it up (a proxy), and read its log",
@@ -459,9 +467,13 @@ class Run:
         one.waking = _from_level_2(server) if self._settings.level == 2 else [server.wake_up]
         seconds = 0.0
         with self._interrupts.held(f"the wake-up of {one.name}"):
-            while one.waking:
-                seconds += one.waking[0]()
-                del one.waking[0]
+            try:
+                while one.waking:
+                    seconds += one.waking[0]()
+                    del one.waking[0]
+            except (LateError, GoneError):
+                one.unanswered = True
+                raise
             one.asleep = False
         if server.is_sleeping():
             one.asleep = True
@@ -538,17 +550,18 @@ class Run:
         self._show(f"restoring {one.name}: it was {_state(asleep)} before the run")
         server, level = one.server, self._settings.level
         try:
-            # Between the two calls of a wake-up from level 2, /is_sleeping is not enough.
-            if one.asleep is None and not (one.waking and level == 2):
+            # /is_sleeping is not enough between the two calls of a wake-up from level 2, nor while
+            # a call may be in progress on the server: it gives the state before that call ends.
+            if one.asleep is None and not one.unanswered and not (one.waking and level == 2):
                 one.asleep = server.is_sleeping()
             if one.asleep == asleep:
                 return f"{one.name} is {_state(asleep)}, as it was"
             if asleep:
-                server.sleep(level)
+                server.sleep_at_last(level)
             elif level == 1:
                 server.wake_up_at_last()
             else:
-                for step in one.waking if one.asleep is None else _from_level_2(server):
+                for step in one.waking or _from_level_2(server):
                     step()
             one.asleep = server.is_sleeping()
         # On any error: the other server must still be restored.

@@ -349,7 +349,7 @@ def _stress(limits: Limits, name: str, stress: Sequence[StressReport]) -> Iterat
         "--min-speed",
         "{:.1f}",
         "tokens/s",
-        "the requests before and after have no count of tokens",
+        "it takes requests before and after that count their tokens",
     )
     if any(one.drafted for one in stress):
         yield _kept(

@@ -8,6 +8,7 @@ which call of it: "die": "wake_up:2" ends the process in the second wake-up.
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import os
@@ -31,6 +32,8 @@ SETTINGS: dict[str, Any] = {
     "busy": 0,
     # Seconds of a wake-up.
     "wake_up": 0.0,
+    # And of a sleep.
+    "sleep": 0.0,
     # A sleep lasts until there is this file.
     "gate": "",
     "awake_gib": 40.0,
@@ -40,6 +43,8 @@ SETTINGS: dict[str, Any] = {
     # Faults.
     "die": "",
     "hang": "",
+    # Answers with a byte now and then, and no end.
+    "drip": "",
     "refuse": {},
     "nonsense": {},
     "leak_mib": 0.0,
@@ -128,6 +133,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
+    def drip(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "1000000")
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            while True:
+                self.wfile.write(b" ")
+                time.sleep(0.2)
+
     def refused(self, name: str) -> bool:
         """Whether a fault, or a missing key, has answered."""
         ENGINE.calls.append(f"{self.command} {self.path}")
@@ -136,6 +150,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             os._exit(1)
         if SETTINGS["hang"] in (name, nth):
             time.sleep(600)
+        if SETTINGS["drip"] in (name, nth):
+            self.drip()
+            return True
         for each in (name, nth):
             if each in SETTINGS["nonsense"]:
                 self.answer(200, SETTINGS["nonsense"][each])
@@ -204,8 +221,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.answer(404, {"detail": "Not Found"})
 
     def change(self, name: str, query: dict[str, list[str]]) -> None:
-        if name == "wake_up":
-            time.sleep(SETTINGS[name])
+        time.sleep(SETTINGS[name])
         while name == "sleep" and SETTINGS["gate"] and not Path(SETTINGS["gate"]).exists():
             time.sleep(0.05)
         if name == "sleep":
