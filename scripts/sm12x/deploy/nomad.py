@@ -161,11 +161,6 @@ def render_overlay(
             f"{recipe.key} is not one `vllm serve` on one machine, as an overlay needs",
             next_step="take the bundle's image for it: --to nomad",
         )
-    if strange := [name for name in made.env if not hcl.is_name(name)]:
-        raise UsageError(
-            f"{recipe.path}: Nomad takes no variable {strange[0]!r} in env",
-            next_step="rename it to letters, digits and _",
-        )
     words = [hcl.Hcl(hcl.quoted(word).replace(_ADDRESS, "${NOMAD_IP_http}")) for word in made.argv]
     # The port is a variable here: the command has it as text, and the last one counts.
     for at in range(len(words) - 1, 0, -1):

@@ -32,6 +32,7 @@ STATES = ("verified", "reported", "untested")
 BASES = ("measured", "reported", "estimated")
 # The level of a recipe that must stay awake, as it stands in the file.
 _NEVER = "never"
+_VARIABLE_NAME = "[A-Za-z_][A-Za-z0-9_]*"
 # Keys that forks of eugr's runner know, and that are of no use here.
 THEIRS = ("model_required_files", "benchmark", "launch")
 
@@ -58,7 +59,16 @@ def _variable(value: object) -> object:
     text = str(value)
     if "`" in text or "$(" in text:
         raise KeyFaultError("", "runs a command: only $NAME is expanded")
+    if "\0" in text:
+        raise KeyFaultError("", "holds a NUL, which no variable can")
     return text
+
+
+def _variable_name(value: str) -> str:
+    # It stands unquoted in `export NAME=...` and `-e NAME=...`.
+    if not re.fullmatch(_VARIABLE_NAME, value):
+        raise KeyFaultError("", "is not a variable's name: letters, digits and _ make one")
+    return value
 
 
 def _version(value: object) -> object:
@@ -294,9 +304,16 @@ class Recipe(Declared):
         Field(description="The settings and their values; strings are allowed."),
     ] = field(default_factory=dict)
     env: Annotated[
-        dict[str, Annotated[str, BeforeValidator(_variable)]],
+        dict[
+            Annotated[str, AfterValidator(_variable_name)],
+            Annotated[str, BeforeValidator(_variable)],
+        ],
         _or_empty,
-        in_file(type=["object", "null"], additionalProperties={"type": _SCALARS}),
+        in_file(
+            type=["object", "null"],
+            propertyNames={"pattern": f"^{_VARIABLE_NAME}$"},
+            additionalProperties={"type": _SCALARS},
+        ),
         Field(description="Variables of the container; $NAME is put in there."),
     ] = field(default_factory=dict)
     mods: Annotated[_Words, Field(description="Of eugr's runner; not applied here.")] = ()
