@@ -167,3 +167,18 @@ def test_a_description_of_several_lines_stays_a_comment(target: str, tmp_path: P
     assert first.startswith("# Made by `sm12x recipe render")
     assert first.endswith("'a b'`.")
     assert second.split() == ["#", "a", "rm", "-rf", "x", "b"]
+
+
+@pytest.mark.parametrize("target", ["docker", "llama-swap"])
+def test_image_port_and_name_are_words_of_their_own(target: str, tmp_path: Path) -> None:
+    path = tmp_path / "my; recipe.yaml"
+    path.write_text((layout.recipes() / "smoke.yaml").read_text())
+    settings = {"port": "80 0", "host": "::"} if target == "docker" else {}
+    text = render(target, load.load(path), settings, image="a b; id")
+    if target == "llama-swap":
+        (model,) = yaml.safe_load(text)["models"].values()
+        text = model["cmd"]
+    words = shlex.split(text, comments=True)
+    assert words[words.index("--name") + 1] == "my-recipe"
+    assert "a b; id" in words
+    assert target == "llama-swap" or words[words.index("-p") + 1] == "80 0:80 0"

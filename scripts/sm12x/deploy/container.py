@@ -87,7 +87,7 @@ def containers(
                     extra=(*extra, *(("--headless",) if rank else ())),
                     shipped=shipped,
                 ),
-                name=f"{recipe.key}-{rank}",
+                name=f"{_name(recipe)}-{rank}",
                 rank=rank,
             )
             for rank in range(block.machines)
@@ -188,7 +188,7 @@ def _container(
     if pair:
         port = ""
     return Container(
-        name=recipe.key,
+        name=_name(recipe),
         image=image,
         words=words,
         gpus=block.gpus if block else 0,
@@ -201,6 +201,11 @@ def _container(
         passed=(*token, *(_MACHINE if cluster else ())),
         rdma=cluster,
     )
+
+
+def _name(recipe: Recipe) -> str:
+    """The recipe's name as far as engines take it for a container."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", recipe.key).lstrip("_.-") or "recipe"
 
 
 def live(recipe: Recipe, *, settings: Mapping[str, str], extra: Sequence[str]) -> Rendered:

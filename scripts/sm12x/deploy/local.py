@@ -47,11 +47,13 @@ def docker_command(part: Container) -> str:
     if part.rdma:
         # RoCE registers memory with the adapter, which counts as locked.
         lines.append("--device /dev/infiniband --ulimit memlock=-1")
-    lines.append("--network host" if part.host_network else f"-p {part.port}:{part.port}")
+    lines.append(
+        "--network host" if part.host_network else f"-p {shlex.quote(f'{part.port}:{part.port}')}"
+    )
     lines += [f"-v {_quote_volume(volume)}" for volume in part.volumes]
     lines += [f"-e {name}" for name in part.passed]
     lines += [f"-e {name}={shlex.quote(value)}" for name, value in part.env.items()]
-    lines.append(" ".join([part.image, *map(shlex.quote, part.words)]))
+    lines.append(shlex.join([part.image, *part.words]))
     return " \\\n  ".join(lines)
 
 

@@ -33,6 +33,7 @@ BASES = ("measured", "reported", "estimated")
 # The level of a recipe that must stay awake, as it stands in the file.
 _NEVER = "never"
 _VARIABLE_NAME = "[A-Za-z_][A-Za-z0-9_]*"
+_IMAGE = r"[A-Za-z0-9][^\s\x00-\x1f]*"
 # Keys that forks of eugr's runner know, and that are of no use here.
 THEIRS = ("model_required_files", "benchmark", "launch")
 
@@ -68,6 +69,13 @@ def _variable_name(value: str) -> str:
     # It stands unquoted in `export NAME=...` and `-e NAME=...`.
     if not re.fullmatch(_VARIABLE_NAME, value):
         raise KeyFaultError("", "is not a variable's name: letters, digits and _ make one")
+    return value
+
+
+def _image(value: str) -> str:
+    # An engine would read it as its own option, or as an image and words for it.
+    if not re.fullmatch(_IMAGE, value):
+        raise KeyFaultError("", f"is {value!r}, which names no image")
     return value
 
 
@@ -282,7 +290,9 @@ class Recipe(Declared):
         Field(description="The format's version."),
     ]
     name: Annotated[str, Field(description="What lists show.")]
-    container: Annotated[str, Field(description="The image, with a digest where it matters.")]
+    container: Annotated[
+        str, AfterValidator(_image), Field(description="The image, with a digest where it matters.")
+    ]
     command: Annotated[
         str,
         Field(
