@@ -182,3 +182,18 @@ def test_image_port_and_name_are_words_of_their_own(target: str, tmp_path: Path)
     assert words[words.index("--name") + 1] == "my-recipe"
     assert "a b; id" in words
     assert target == "llama-swap" or words[words.index("-p") + 1] == "80 0:80 0"
+
+
+@pytest.mark.parametrize("word", ["1e6", "-1E+5", "2.5e-3", "0o17", "010", "1:30", "yes", "$A"])
+def test_every_word_of_a_compose_file_is_a_text(word: str) -> None:
+    text = render("compose", recipe("smoke"), extra=("--x", word))
+    line = text.split("- --x\n")[1].split("\n")[0].strip()
+    assert line == ("- $$A" if word == "$A" else f"- '{word}'")
+
+
+def test_compose_puts_nothing_into_paths(tmp_path: Path) -> None:
+    path = tmp_path / "a${HOME}" / "mine.yaml"
+    path.parent.mkdir()
+    path.write_text((layout.recipes() / "smoke.yaml").read_text())
+    (service,) = yaml.safe_load(render("compose", load.load(path)))["services"].values()
+    assert [f"{path}:/recipes/mine.yaml:ro".replace("$", "$$")] == service["volumes"][1:]

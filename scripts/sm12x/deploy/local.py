@@ -116,7 +116,7 @@ def compose(
 def _service(part: Container) -> dict[str, object]:
     """One service, as compose wants it."""
     found: dict[str, object] = {
-        "image": part.image,
+        "image": _literal(part.image),
         "command": [_literal(word) for word in part.words],
         # TP workers share tensors through /dev/shm, where docker gives 64 MiB.
         "ipc": "host",
@@ -124,8 +124,8 @@ def _service(part: Container) -> dict[str, object]:
     if part.host_network:
         found["network_mode"] = "host"
     else:
-        found["ports"] = [f"{part.port}:{part.port}"]
-    found["volumes"] = list(part.volumes)
+        found["ports"] = [_literal(f"{part.port}:{part.port}")]
+    found["volumes"] = [_literal(volume) for volume in part.volumes]
     environment = [*part.passed, *(f"{name}={_literal(part.env[name])}" for name in part.env)]
     if environment:
         found["environment"] = environment
