@@ -257,3 +257,14 @@ def test_an_overlay_finds_address_and_port_in_either_form(tmp_path: Path) -> Non
     )
     assert '"--host=${NOMAD_IP_http}"' in text
     assert '"--port=${NOMAD_PORT_http}"' in text
+
+
+def test_a_setting_the_recipe_does_not_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no setting 'prot'; perhaps you meant port"):
+        nomad.render(recipe(tmp_path), settings={"prot": "1"})
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "99999"])
+def test_a_port_that_there_is_not_is_refused(tmp_path: Path, port: str) -> None:
+    with pytest.raises(UsageError, match="from 1 to 65535"):
+        nomad.render(recipe(tmp_path), settings={"port": port})

@@ -31,6 +31,7 @@ from sm12x.deploy.container import model_folder, uses_ray
 from sm12x.recipes import load
 from sm12x.recipes.model import Block, Recipe
 from sm12x.recipes.render import render as rendered_command
+from sm12x.recipes.render import require_settings
 
 # What NVIDIA's device plugin reports as `memory`, less what differs from card to card. GB10 is not
 # here: NVML reports no memory for it, so a constraint on it would never be met.
@@ -101,6 +102,7 @@ def render(
         UsageError: Nomad cannot run this recipe.
     """
     given = dict(settings or {})
+    require_settings(recipe, given)
     ports = _ports(recipe, given)
     machines = recipe.sm12x.machines if recipe.sm12x else 1
     shipped = recipe.path.resolve().parent == layout.recipes().resolve()
@@ -298,9 +300,9 @@ def _ports(recipe: Recipe, settings: Mapping[str, str]) -> list[Port]:
     found = []
     for key, service in zip(_port_settings(recipe), pair or (recipe.key,), strict=True):
         number = settings.get(key, str(recipe.defaults[key]))
-        if not re.fullmatch(r"[0-9]{1,5}", number):
+        if not re.fullmatch(r"[0-9]{1,5}", number) or not 0 < int(number) < 1 << 16:
             raise UsageError(
-                f"{recipe.key} has {key} {number!r}, and Nomad's ports are numbers",
+                f"{recipe.key} has {key} {number!r}, and Nomad's ports are numbers from 1 to 65535",
                 next_step=f"give it one: {key}=8000",
             )
         label = key.removesuffix("_port") if pair else "http"

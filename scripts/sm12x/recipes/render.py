@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sm12x.core.errors import BadFileError, UsageError
@@ -95,18 +95,7 @@ def render(
         UsageError: a setting that the recipe does not have.
         BadFileError: the command cannot be filled in.
     """
-    try:
-        asked = set(template_fields(recipe.command))
-    except ValueError as error:
-        raise _unfit(recipe, str(error)) from None
-    for key in settings:
-        if key not in recipe.defaults and key not in asked and key not in recipe.env:
-            known = [*recipe.defaults, *recipe.env]
-            raise UsageError(
-                f"{recipe.key} has no setting {key!r}{perhaps(key, known)}",
-                next_step=f"its settings are {', '.join(known) or 'none'}; "
-                "give vLLM's own arguments after --",
-            )
+    require_settings(recipe, settings)
     values: dict[str, object] = {**recipe.defaults}
     if solo and "tensor_parallel" in values:
         values["tensor_parallel"] = 1
@@ -120,6 +109,22 @@ def render(
         env[name] = settings[name] if name in settings else _expand(value, {**environ, **env})
     pinned = _revision(recipe, text)
     return Rendered(argv=_argv(recipe, text, (*pinned, *extra), solo=solo), env=env)
+
+
+def require_settings(recipe: Recipe, settings: Iterable[str]) -> None:
+    """Raise UsageError for a name that is no setting of the recipe, and none of its `env`."""
+    try:
+        asked = set(template_fields(recipe.command))
+    except ValueError as error:
+        raise _unfit(recipe, str(error)) from None
+    for key in settings:
+        if key not in recipe.defaults and key not in asked and key not in recipe.env:
+            known = [*recipe.defaults, *recipe.env]
+            raise UsageError(
+                f"{recipe.key} has no setting {key!r}{perhaps(key, known)}",
+                next_step=f"its settings are {', '.join(known) or 'none'}; "
+                "give vLLM's own arguments after --",
+            )
 
 
 def _revision(recipe: Recipe, command: str) -> tuple[str, ...]:
