@@ -197,3 +197,19 @@ def test_compose_puts_nothing_into_paths(tmp_path: Path) -> None:
     path.write_text((layout.recipes() / "smoke.yaml").read_text())
     (service,) = yaml.safe_load(render("compose", load.load(path)))["services"].values()
     assert [f"{path}:/recipes/mine.yaml:ro".replace("$", "$$")] == service["volumes"][1:]
+
+
+@pytest.mark.parametrize("extra", [("--port", "1", "--port", "8001"), ("--port=8001",)])
+def test_the_port_that_counts_is_published(extra: tuple[str, ...]) -> None:
+    assert "-p 8001:8001 " in render("docker", recipe("smoke"), {"host": "::"}, extra=extra)
+    text = render("docker", recipe("smoke"), {"host": "::"}, extra=("--host", "127.0.0.1"))
+    assert "--network host " in text
+
+
+@pytest.mark.parametrize("word", ["--port=1", "--host=::"])
+def test_an_address_that_another_program_gives_is_not_overridden(word: str) -> None:
+    with pytest.raises(UsageError, match="after -- overrides that"):
+        render("llama-swap", recipe("smoke"), extra=(word,))
+    for made in (nomad.render, nomad.render_overlay):
+        with pytest.raises(UsageError, match="after -- overrides that"):
+            made(recipe("qwen3.6-27b-nvfp4-rtx-pro-6000"), extra=(word,))

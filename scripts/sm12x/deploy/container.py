@@ -109,6 +109,18 @@ def require_known_cluster(recipe: Recipe) -> None:
         )
 
 
+def require_own_address(recipe: Recipe, extra: Sequence[str], target: str) -> None:
+    """Raise UsageError where ``extra`` names the address that ``target`` gives to the server."""
+    for name in ("host", "port"):
+        if name in options.parse(extra):
+            raise UsageError(
+                f"{recipe.key} gets its {name} from {target}, and --{name} after -- overrides that",
+                next_step="give the port as a setting, port=8001"
+                if name == "port"
+                else "leave it out",
+            )
+
+
 def others(recipe: Recipe) -> list[str]:
     """What has to run on the other machines of a recipe that is started on one alone, in lines.
 
@@ -183,8 +195,9 @@ def _container(
         words, env = ("bash", "-c", script(rendered)), {}
     else:
         words, env = rendered.argv, rendered.env
-    host = settings.get("host", str(recipe.defaults.get("host", "")))
-    port = settings.get("port", str(recipe.defaults.get("port", "")))
+    # Of two equal arguments vLLM takes the last one.
+    last = {**recipe.defaults, **settings, **options.parse(extra)}
+    host, port = str(last.get("host", "")), str(last.get("port", ""))
     if pair:
         port = ""
     return Container(

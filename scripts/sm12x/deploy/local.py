@@ -20,6 +20,7 @@ from sm12x.deploy.container import (
     live,
     quote_live,
     require_known_cluster,
+    require_own_address,
     script,
 )
 from sm12x.recipes.model import Recipe
@@ -207,6 +208,7 @@ def _model(
             f"{recipe.key} has no setting port, and llama-swap chooses the port",
             next_step="give port in the recipe's defaults and use {port} in its command",
         )
+    require_own_address(recipe, extra, "llama-swap")
     given = {**settings, "port": _PORT}
     if "host" in recipe.defaults:
         # Only llama-swap is to reach it.

@@ -27,7 +27,7 @@ import jinja2
 from sm12x import layout
 from sm12x.core.errors import UsageError
 from sm12x.deploy import hcl
-from sm12x.deploy.container import model_folder, uses_ray
+from sm12x.deploy.container import model_folder, require_own_address, uses_ray
 from sm12x.recipes import load
 from sm12x.recipes.model import Block, Recipe
 from sm12x.recipes.render import render as rendered_command
@@ -103,6 +103,7 @@ def render(
     """
     given = dict(settings or {})
     require_settings(recipe, given)
+    require_own_address(recipe, extra, "Nomad")
     ports = _ports(recipe, given)
     machines = recipe.sm12x.machines if recipe.sm12x else 1
     shipped = recipe.path.resolve().parent == layout.recipes().resolve()
@@ -154,6 +155,7 @@ def render_overlay(
         UsageError: Nomad cannot run this recipe, or it is not one `vllm serve` of one machine.
     """
     given = dict(settings or {})
+    require_own_address(recipe, extra, "Nomad")
     ports = _ports(recipe, given)
     made = rendered_command(
         recipe, settings={**given, "host": _ADDRESS}, extra=extra, environ={}, solo=False
