@@ -214,7 +214,7 @@ def _from_checkpoint(
         block=block,
     )
     # Without CUDA graphs vLLM starts with fewer blocks than sequences.
-    if "--enforce-eager" in words:
+    if any(word.replace("_", "-") == "--enforce-eager" for word in words):
         states = None
     kv = checkpoint.kv_term(
         read,
