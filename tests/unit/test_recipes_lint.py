@@ -501,3 +501,23 @@ def test_the_release_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (installed / "METADATA").write_text("Name: vllm\nVersion: 0.33.0+sm12x.01234567\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert layout.release() == "0.33.0"
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("32768", 32768),
+        ("32k", 32000),
+        ("32K", 32768),
+        ("1M", 1 << 20),
+        ("25.6k", 25600),
+        ("25.6K", None),
+        ("auto", None),
+        ("-1", None),
+        ("\u00b2", None),
+        ("9" * 5000, None),
+    ],
+)
+def test_a_number_is_read_as_vllm_reads_it(text: str, number: int | None) -> None:
+    assert options.integer(text) == number
+    assert options.number({"tensor-parallel-size": text}, "tensor-parallel-size") == number

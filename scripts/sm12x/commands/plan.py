@@ -17,7 +17,7 @@ from sm12x.core.errors import FindingsError, UsageError
 from sm12x.plan import chart, checkpoint, host, render, server
 from sm12x.plan.budget import DOES_NOT_FIT, FITS, OUTSIDE, Amount, Deployment, Hardware, Term
 from sm12x.plan.kvcache import KV_DTYPES
-from sm12x.recipes import load
+from sm12x.recipes import load, options
 from sm12x.recipes.model import Recipe
 
 # vLLM reads so many tokens per step where a server's command does not say: on GPUs of at least
@@ -199,7 +199,7 @@ def _from_checkpoint(
     def setting(name: str, option: str, default: int | None) -> int | None:
         given = model[name]
         found = server.flag(words, option)
-        return given or (int(found) if found and found.isdigit() else default)
+        return given or options.integer(found or "") or default
 
     large = hardware.memory.low >= _LARGE_GPU
     weights = checkpoint.weights_term(read, tp=tp)
