@@ -109,7 +109,7 @@ def weights(checkpoint: Checkpoint, *, tp: int) -> Weights:
     if checkpoint.tensors is None:
         whole = min(float(checkpoint.total), _whole_estimate(config, tp))
         return Weights(split=(checkpoint.total - whole) / tp, whole=whole, draft=0.0, exact=False)
-    layers = number(config, "num_hidden_layers", "n_layer")
+    layers = modelconfig.layers(config)
     repeat = min(tp, max(1, tp // _kv_heads(config)))
     split = whole = draft = 0.0
     for name, size in checkpoint.tensors.items():
@@ -154,19 +154,20 @@ def _whole_estimate(config: Config, tp: int) -> float:
     indexer its own; DeepSeek V4 also its compressors (bf16) and hyper-connections (fp32). Routers
     are bf16.
     """
-    layers = number(config, "num_hidden_layers", "n_layer")
+    layers = modelconfig.layers(config)
     hidden = number(config, "hidden_size", "n_embd")
-    quantized = str(config.get("quantization_config", {}).get("quant_method", "")) == "fp8"
+    quantization = config.get("quantization_config")
+    quantized = isinstance(quantization, dict) and quantization.get("quant_method") == "fp8"
     size = 1 if quantized else 2
     experts = number(config, "n_routed_experts", "num_experts", "num_local_experts", default=0)
     query = number(config, "q_lora_rank", default=0)
     index = number(config, "index_head_dim", default=0)
     keys = number(config, "index_n_heads", default=0)
     total = layers * hidden * experts * 2.0
-    ratios = config.get("compress_ratios")
-    if ratios:
+    if config.get("compress_ratios"):
+        ratios = modelconfig.compress_ratios(config)
         head = number(config, "head_dim")
-        four, wide = list(ratios[:layers]).count(4), list(ratios[:layers]).count(128)
+        four, wide = ratios.count(4), ratios.count(128)
         total += layers * hidden * (query + head) * size
         total += hidden * 2.0 * (four * 4 * (head + index) + wide * 2 * head)
         total += four * (query * keys * index * size + hidden * keys * 2.0)
