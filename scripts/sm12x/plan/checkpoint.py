@@ -27,6 +27,8 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 # safetensors allows no longer header; a longer one is not such a file.
 _MAX_HEADER = 100_000_000
+# More bytes than any checkpoint has.
+_LARGEST = 1 << 60
 # Linear layers that vLLM keeps whole on every rank: MLA's down projections, the sparse indexer, the
 # compressors and hyper-connections of DeepSeek V4, expert routers, and every norm.
 _WHOLE = re.compile(
@@ -34,7 +36,7 @@ _WHOLE = re.compile(
     r"|\bhc_|_hc\b|attn_sink|mlp\.gate\.|ffn\.gate\.|router|\.mixer\.(A|D|dt_bias)\b"
 )
 _KV = re.compile(r"\.(k_proj|v_proj)\.")
-_LAYER = re.compile(r"\blayers\.(\d+)\.")
+_LAYER = re.compile(r"\blayers\.([0-9]{1,9})\.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +80,14 @@ def read(folder: Path) -> Checkpoint:
                 next_step="fetch the index that belongs to the checkpoint",
             )
         tensors = _headers(folder, sorted({str(name) for name in files.values()}))
-        total = index.get("metadata", {}).get("total_size")
+        metadata = index.get("metadata")
+        total = metadata.get("total_size") if isinstance(metadata, dict) else None
         if tensors is not None:
             total = sum(tensors.values())
-        if not isinstance(total, int) or total <= 0:
+        if not isinstance(total, int) or isinstance(total, bool) or not 0 < total <= _LARGEST:
             raise BadFileError(
-                f"{folder / _INDEX} has no metadata.total_size, and the files are not all there",
+                f"{folder / _INDEX} has no metadata.total_size in bytes, and the files are not all "
+                "there",
                 next_step="fetch the checkpoint's files, or an index with its size",
             )
         names = tuple(sorted(files))
@@ -201,13 +205,24 @@ def _headers(folder: Path, names: list[str]) -> dict[str, int] | None:
     found: dict[str, int] = {}
     for name in names:
         path = folder / name
-        if not path.is_file():
+        try:
+            if not path.is_file():
+                return None
+        except (OSError, ValueError):
+            # A name that no file can have.
             return None
         for tensor, described in _header(path).items():
             if tensor != "__metadata__":
-                first, last = described["data_offsets"]
-                found[tensor] = int(last) - int(first)
+                found[tensor] = _size(described, f"{path}: {tensor}")
     return found
+
+
+def _size(described: object, where: str) -> int:
+    offsets = described.get("data_offsets") if isinstance(described, dict) else None
+    match offsets:
+        case [int(first), int(last)] if 0 <= first <= last <= _LARGEST:
+            return last - first
+    raise BadFileError(f"{where} has no data_offsets", next_step="fetch it again")
 
 
 def _header(path: Path) -> dict[str, Any]:
@@ -218,7 +233,7 @@ def _header(path: Path) -> dict[str, Any]:
             if length > _MAX_HEADER:
                 raise ValueError(f"a header of {length} bytes")
             header = json.loads(handle.read(length))
-    except (OSError, struct.error, ValueError) as error:
+    except (OSError, struct.error, ValueError, RecursionError) as error:
         raise BadFileError(
             f"{path} is not a safetensors file: {error}", next_step="fetch it again"
         ) from None
@@ -236,6 +251,9 @@ def _json(path: Path, wanted: str) -> dict[str, Any]:
         raise BadFileError(
             f"{path}:{error.lineno}: not JSON: {error.msg}", next_step=f"give {wanted}"
         ) from None
+    except (ValueError, RecursionError) as error:
+        # A number of too many digits, or too many tables in each other.
+        raise BadFileError(f"{path} cannot be read: {error}", next_step=f"give {wanted}") from None
     if not isinstance(found, dict):
         raise BadFileError(f"{path} is not a table of keys", next_step=f"give {wanted}")
     return found
