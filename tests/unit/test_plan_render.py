@@ -296,3 +296,9 @@ def test_a_recipe_whose_sleep_keeps_the_weights_holds_them_while_it_sleeps(tmp_p
 def test_an_option_is_found_however_its_words_are_joined(word: str) -> None:
     assert server.flag(("vllm", word, "0.5"), "--gpu-memory-utilization") == "0.5"
     assert server.flag(("vllm", f"{word}=0.5"), "--gpu-memory-utilization") == "0.5"
+
+
+@pytest.mark.parametrize("option", ["--outside", "--ram"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "1e999"])
+def test_a_size_that_is_none_is_wrong_usage(option: str, value: str) -> None:
+    assert run(FLASH, option, value).exit_code == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shlex
 import shutil
 from pathlib import Path
@@ -29,12 +30,27 @@ _LARGE_GPU = 70
 _DIFFERS = 0.1
 
 
+class _Gib(click.FloatRange):
+    """GiB: a number from 0 on that is finite. `nan` is in every range of click's."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        found = float(super().convert(value, param, ctx))
+        if not math.isfinite(found):
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
+        return found
+
+
 @click.command()
 @click.argument("names", metavar="[RECIPE]...", nargs=-1)
 @click.option("--hardware", "kind", metavar="KIND", help="rtx-pro-6000, rtx-5090 or gb10.")
 @click.option("--here", is_flag=True, help="The GPUs and the memory of this machine (NVML).")
 @click.option("--gpus", type=click.IntRange(1), help="GPUs in the machine.")
-@click.option("--ram", type=click.FloatRange(0), metavar="GIB", help="Host memory of the machine.")
+@click.option("--ram", type=_Gib(), metavar="GIB", help="Host memory of the machine.")
 @click.option(
     "--utilization", metavar="X", help="--gpu-memory-utilization to try instead of the recipe's."
 )
@@ -55,9 +71,7 @@ _DIFFERS = 0.1
 )
 @click.option("--kv-dtype", type=click.Choice(KV_DTYPES), help="--kv-cache-dtype.")
 @click.option("--block-size", "block", type=click.IntRange(1), help="--block-size.")
-@click.option(
-    "--outside", type=click.FloatRange(0), metavar="GIB", help="Outside vLLM's budget, on one GPU."
-)
+@click.option("--outside", type=_Gib(), metavar="GIB", help="Outside vLLM's budget, on one GPU.")
 @reports(planning.Plan | dict[str, planning.Plan])
 @click.option(
     "--png", type=click.Path(path_type=Path, dir_okay=False), help="Draw the plan into this file."
