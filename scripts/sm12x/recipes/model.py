@@ -34,6 +34,8 @@ BASES = ("measured", "reported", "estimated")
 _NEVER = "never"
 _VARIABLE_NAME = "[A-Za-z_][A-Za-z0-9_]*"
 _IMAGE = r"[A-Za-z0-9][^\s\x00-\x1f]*"
+# With `.yaml` it is a file's name.
+_LONGEST_NAME = 200
 # Keys that forks of eugr's runner know, and that are of no use here.
 THEIRS = ("model_required_files", "benchmark", "launch")
 
@@ -102,6 +104,9 @@ def _date(value: object) -> object:
 def _pair(value: tuple[str, ...]) -> tuple[str, ...]:
     if len(value) not in (0, 2):
         raise KeyFaultError("", f"names {len(value)} recipes, not two")
+    for name in value:
+        if not name or "/" in name or not name.isprintable() or len(name) > _LONGEST_NAME:
+            raise KeyFaultError("", f"has {name[:40]!r}, not the name of a recipe beside this one")
     return value
 
 
