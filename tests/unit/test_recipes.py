@@ -141,6 +141,8 @@ sm12x:
         ("gpus: 1", "gpus: 1\n  pair: [../a, b]", "20: sm12x.pair has '../a', not the name"),
         ("gpus: 1", 'gpus: 1\n  pair: ["a\\0", b]', "20: sm12x.pair has"),
         ("gpus: 1", f"gpus: 1\n  pair: [{'a' * 300}, b]", "20: sm12x.pair has"),
+        ("gpus: 1", f"gpus: {10**400}", "19: sm12x.gpus"),
+        ("gpus: 1", "gpus: 1\n  machines: 1000000000", "20: sm12x.machines is 1000000000"),
         ("gpus: 1", "gpus: 1\n  machines: 0", "20: sm12x.machines is 0"),
         ("gpus: 1", "gpus: 1\n  memory: {wieghts: {}}", "20: .*wieghts is not .* weights"),
         ("gpus: 1", "gpus: 1\n  memory: {kv: {gib: [2, 1]}}", "20: sm12x.memory.kv.gib is not"),

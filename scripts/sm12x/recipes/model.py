@@ -260,8 +260,9 @@ class Block(Declared):
         tuple[Annotated[str, one_of(*_HARDWARE)], ...],
         Field(min_length=1, description="What it runs on."),
     ]
-    gpus: Annotated[int, Field(ge=1, description="GPUs of each machine.")]
-    machines: Annotated[int, Field(ge=1)] = 1
+    # The ends are beyond any deployment: each machine has a text of its own.
+    gpus: Annotated[int, Field(ge=1, le=1024, description="GPUs of each machine.")]
+    machines: Annotated[int, Field(ge=1, le=1024)] = 1
     memory: Annotated[Memory, _or_empty] = field(default_factory=Memory)
     sleep: Sleep
     status: Status
