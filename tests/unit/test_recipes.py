@@ -361,3 +361,10 @@ def test_a_date_is_the_text_that_stands_there(tmp_path: Path) -> None:
     assert one.sm12x is not None
     assert one.sm12x.status.date == "2026-05-16"
     assert one.defaults["port"] == "2026-05-16 10:00"
+
+
+@pytest.mark.parametrize("field", ["{port[0]}", "{port.x}", "{port:>9999999}", "{port:x>{port}d}"])
+def test_a_field_that_cannot_be_filled_in_is_a_fault(tmp_path: Path, field: str) -> None:
+    one = recipe(tmp_path, MINIMAL.replace("{port}", field))
+    with pytest.raises(BadFileError, match="the command cannot be filled in"):
+        rendered(one, settings={"port": "x"} if field.endswith("d}") else {})

@@ -22,6 +22,8 @@ _RESERVED = (
     "SM12X_IMAGE_CACHE",
     "SM12X_HEALTH_URL",
 )
+# Characters of a command line; Linux takes a word of 128 KiB and 2 MiB of words.
+_LONGEST = 1 << 21
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 # What only a shell can do. A command with none of it is run directly, so that it gets signals.
 _SHELL = re.compile(r"[;&|<>()$`*?~]|\n\s*\S")
@@ -102,8 +104,11 @@ def render(
     values |= settings
     try:
         text = recipe.command.format(**values)
-    except (KeyError, IndexError, ValueError, AttributeError) as error:
+    except (LookupError, ValueError, AttributeError, TypeError, MemoryError) as error:
         raise _unfit(recipe, f"{type(error).__name__}: {error}") from None
+    if len(text) > _LONGEST:
+        # A width such as {port:>99999999}; the system takes no such word.
+        raise _unfit(recipe, f"it has {len(text)} characters")
     env: dict[str, str] = {}
     for name, value in recipe.env.items():
         env[name] = settings[name] if name in settings else _expand(value, {**environ, **env})
