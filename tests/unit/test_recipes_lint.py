@@ -367,8 +367,16 @@ def test_an_unknown_recipe_lists_the_near_ones() -> None:
     with pytest.raises(UsageError, match="there is no recipe 'deepseek-v4-flash-rtx'") as error:
         run("show", "deepseek-v4-flash-rtx")
     assert "deepseek-v4-flash-rtx-pro-6000-tp4" in error.value.next_step
-    with pytest.raises(UsageError, match="there is no file"):
-        run("show", "no/such.yaml")
+
+
+@pytest.mark.parametrize("action", ["show", "lint"])
+def test_a_path_without_a_file_is_said_to_be_one(action: str, tmp_path: Path) -> None:
+    loop = tmp_path / "loop.yaml"
+    loop.symlink_to(loop)
+    cases = ((tmp_path / "no.yaml", "does not"), (tmp_path, "is no"), (loop, "is no"))
+    for path, what in cases:
+        with pytest.raises(BadFileError, match=f"{path} {what}"):
+            run(action, str(path))
 
 
 def test_import_writes_a_new_file_only(tmp_path: Path) -> None:
