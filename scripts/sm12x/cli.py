@@ -34,6 +34,10 @@ VERBS = {
 }
 
 
+class ReaderGoneError(Exception):
+    """Nothing reads what is printed any more. click would end by itself, with exit code 1."""
+
+
 class Verbs(click.Group):
     """Imports a verb's module only when it is called, so that --help stays fast."""
 
@@ -53,6 +57,12 @@ class Verbs(click.Group):
         if args and not args[0].startswith("-") and args[0] not in VERBS:
             ctx.fail(f"No such verb {args[0]!r}{texts.perhaps(args[0], VERBS)}.")
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise ReaderGoneError from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Verbs"):
@@ -92,7 +102,7 @@ def main() -> NoReturn:
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted: run the same command again to resume", err=True)
         sys.exit(INTERRUPTED)
-    except BrokenPipeError:
+    except (ReaderGoneError, BrokenPipeError):
         # `sm12x ... | head`: the reader left; not an error, and nothing more to write.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)

@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -110,3 +111,16 @@ def test_no_folder_for_temporary_files_is_a_full_disk() -> None:
     known = of_system(FileNotFoundError(errno.ENOENT, text))
     assert known is not None
     assert known.exit_code == 7
+
+
+def test_a_reader_that_left_is_not_left_to_click(monkeypatch: pytest.MonkeyPatch) -> None:
+    def left(*words: object, **settings: object) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr("click.echo", left)
+    monkeypatch.setattr("sys.argv", ["sm12x", "recipe", "show", "smoke"])
+    monkeypatch.setattr(os, "dup2", lambda *handles: None)
+    monkeypatch.setattr(signal, "signal", lambda *settings: None)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 0
