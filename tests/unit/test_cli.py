@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from importlib import metadata
@@ -158,3 +159,16 @@ def test_a_policy_that_is_not_there_is_a_path_to_check(tmp_path: Path) -> None:
     done = CliRunner().invoke(audit.command, [str(tmp_path), "--policy", str(tmp_path / "no.toml")])
     assert isinstance(done.exception, BadFileError)
     assert "no.toml: there is no such file. Next: check that path" in str(done.exception)
+
+
+def test_a_reader_that_left_is_not_left_to_click(monkeypatch: pytest.MonkeyPatch) -> None:
+    def left(*words: object, **settings: object) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr("click.echo", left)
+    monkeypatch.setattr("sys.argv", ["sm12x", "recipe", "show", "smoke"])
+    monkeypatch.setattr(os, "dup2", lambda *handles: None)
+    monkeypatch.setattr(signal, "signal", lambda *settings: None)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 0

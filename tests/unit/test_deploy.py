@@ -167,3 +167,49 @@ def test_a_description_of_several_lines_stays_a_comment(target: str, tmp_path: P
     assert first.startswith("# Made by `sm12x recipe render")
     assert first.endswith("'a b'`.")
     assert second.split() == ["#", "a", "rm", "-rf", "x", "b"]
+
+
+@pytest.mark.parametrize("target", ["docker", "llama-swap"])
+def test_image_port_and_name_are_words_of_their_own(target: str, tmp_path: Path) -> None:
+    path = tmp_path / "my; recipe.yaml"
+    path.write_text((layout.recipes() / "smoke.yaml").read_text())
+    settings = {"port": "80 0", "host": "::"} if target == "docker" else {}
+    text = render(target, load.load(path), settings, image="a b; id")
+    if target == "llama-swap":
+        (model,) = yaml.safe_load(text)["models"].values()
+        text = model["cmd"]
+    words = shlex.split(text, comments=True)
+    assert words[words.index("--name") + 1] == "my-recipe"
+    assert "a b; id" in words
+    assert target == "llama-swap" or words[words.index("-p") + 1] == "80 0:80 0"
+
+
+@pytest.mark.parametrize("word", ["1e6", "-1E+5", "2.5e-3", "0o17", "010", "1:30", "yes", "$A"])
+def test_every_word_of_a_compose_file_is_a_text(word: str) -> None:
+    text = render("compose", recipe("smoke"), extra=("--x", word))
+    line = text.split("- --x\n")[1].split("\n")[0].strip()
+    assert line == ("- $$A" if word == "$A" else f"- '{word}'")
+
+
+def test_compose_puts_nothing_into_paths(tmp_path: Path) -> None:
+    path = tmp_path / "a${HOME}" / "mine.yaml"
+    path.parent.mkdir()
+    path.write_text((layout.recipes() / "smoke.yaml").read_text())
+    (service,) = yaml.safe_load(render("compose", load.load(path)))["services"].values()
+    assert [f"{path}:/recipes/mine.yaml:ro".replace("$", "$$")] == service["volumes"][1:]
+
+
+@pytest.mark.parametrize("extra", [("--port", "1", "--port", "8001"), ("--port=8001",)])
+def test_the_port_that_counts_is_published(extra: tuple[str, ...]) -> None:
+    assert "-p 8001:8001 " in render("docker", recipe("smoke"), {"host": "::"}, extra=extra)
+    text = render("docker", recipe("smoke"), {"host": "::"}, extra=("--host", "127.0.0.1"))
+    assert "--network host " in text
+
+
+@pytest.mark.parametrize("word", ["--port=1", "--host=::"])
+def test_an_address_that_another_program_gives_is_not_overridden(word: str) -> None:
+    with pytest.raises(UsageError, match="after -- overrides that"):
+        render("llama-swap", recipe("smoke"), extra=(word,))
+    for made in (nomad.render, nomad.render_overlay):
+        with pytest.raises(UsageError, match="after -- overrides that"):
+            made(recipe("qwen3.6-27b-nvfp4-rtx-pro-6000"), extra=(word,))

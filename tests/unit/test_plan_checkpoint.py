@@ -144,3 +144,69 @@ def test_a_spoilt_checkpoint_is_one_error(
 
     with pytest.raises(BadFileError, match=said):
         checkpoint.read(tmp_path)
+
+
+def test_a_key_that_is_null_is_as_one_left_out(tmp_path: Path) -> None:
+    plain = checkpoint.weights(index_only(tmp_path, SMALL, GIB), tp=2)
+    null = {**SMALL, "quantization_config": None, "layer_types": None, "num_experts": None}
+    assert checkpoint.weights(index_only(tmp_path, null, GIB), tp=2) == plain
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_hidden_layers": 0},
+        {"num_hidden_layers": 10**12},
+        {"num_attention_heads": 0},
+        {"num_key_value_heads": 0},
+        {"num_key_value_heads": "2"},
+        {"num_key_value_heads": [2, 2]},
+        {"head_dim": -64},
+        {"head_dim": 10**30},
+        {"layer_types": ["full_attention"]},
+        {"layer_types": {"a": 1}},
+        {"layer_types": ["mlp", "mlp"]},
+        {"hybrid_override_pattern": 5},
+        {"hybrid_layer_pattern": [1]},
+        {"full_attention_interval": "4"},
+        {"sliding_window": 128, "sliding_window_pattern": -1},
+        {"compress_ratios": 5},
+        {"compress_ratios": ["x", "x"]},
+        {"compress_ratios": [[4], [4]]},
+        {"compress_ratios": [4]},
+    ],
+    ids=str,
+)
+def test_a_config_with_a_strange_value_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    found = index_only(tmp_path, {**SMALL, **wrong}, GIB)
+    with pytest.raises(BadFileError, match=f"{[*wrong][-1]}|layers"):
+        checkpoint.kv_term(found, tp=2, kv_dtype="auto", tokens=1, sequences=1, chunk=1)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, f'{{"a": {"9" * 5000}}}'], ids=["deep", "long"])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_json_that_python_cannot_hold_is_refused(tmp_path: Path, name: str, text: str) -> None:
+    index_only(tmp_path, SMALL, GIB)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(BadFileError, match=name):
+        checkpoint.read(tmp_path)
+
+
+@pytest.mark.parametrize("metadata", [None, [], {"total_size": True}, {"total_size": 10**400}])
+def test_an_index_without_a_size_is_refused(tmp_path: Path, metadata: object) -> None:
+    index_only(tmp_path, SMALL, GIB)
+    text = json.dumps({"metadata": metadata, "weight_map": {"a": "a\0b"}})
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(BadFileError, match="total_size"):
+        checkpoint.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "described", [1, {}, *({"data_offsets": one} for one in (None, [5, 1], ["x", "y"], [0, 1, 2]))]
+)
+def test_a_tensor_without_a_size_is_refused(tmp_path: Path, described: object) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    text = json.dumps({"a": described}).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    with pytest.raises(BadFileError, match="a has no data_offsets"):
+        checkpoint.read(tmp_path)

@@ -290,3 +290,15 @@ def test_a_recipe_whose_sleep_keeps_the_weights_holds_them_while_it_sleeps(tmp_p
     assert keeps.residue is not None
     assert keeps.residue.amount == copies.residue.amount + copies.weights.amount
     assert "--sleep-mode-release" in keeps.residue.source
+
+
+@pytest.mark.parametrize("word", ["--gpu_memory_utilization", "--gpu-memory_utilization"])
+def test_an_option_is_found_however_its_words_are_joined(word: str) -> None:
+    assert server.flag(("vllm", word, "0.5"), "--gpu-memory-utilization") == "0.5"
+    assert server.flag(("vllm", f"{word}=0.5"), "--gpu-memory-utilization") == "0.5"
+
+
+@pytest.mark.parametrize("option", ["--outside", "--ram"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "1e999"])
+def test_a_size_that_is_none_is_wrong_usage(option: str, value: str) -> None:
+    assert run(FLASH, option, value).exit_code == 2

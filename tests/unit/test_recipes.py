@@ -101,6 +101,12 @@ def test_settings_come_from_the_environment(tmp_path: Path) -> None:
         ("{port}", "{port", "11: command is not a str.format template"),
         ("$BASE/one", "[true]", "9: env.HERE is not a string or number: put it in quotes"),
         ("$BASE/one", "$(id)", "9: env.HERE runs a command"),
+        ("some-image", '"a; id"', "3: container is 'a; id', which names no image"),
+        ("some-image", "--privileged", "3: container is '--privileged'"),
+        ("some-image", '""', "3: container is ''"),
+        ("  HERE:", "  A B; id:", "9: env.A B; id is not a variable's name"),
+        ("  HERE:", "  A.B:", "9: env.A.B is not a variable's name"),
+        ("$BASE/one", '"\\0"', "9: env.HERE holds a NUL"),
         ("name: Small", "name: [Small", "small.yaml:3: is not YAML"),
         ("name: Small", "name: 3", "2: name has the wrong type"),
         ("  port: 8000", "  port: [8000]", "5: defaults.port is not a string, number or truth"),
@@ -132,6 +138,11 @@ sm12x:
         ("[gb10]", "[]", "18: sm12x.hardware has 0 items"),
         ("  gpus: 1\n", "", "17: sm12x.gpus is missing"),
         ("gpus: 1", "gpus: 1\n  pair: [a]", "20: sm12x.pair names 1 recipes, not two"),
+        ("gpus: 1", "gpus: 1\n  pair: [../a, b]", "20: sm12x.pair has '../a', not the name"),
+        ("gpus: 1", 'gpus: 1\n  pair: ["a\\0", b]', "20: sm12x.pair has"),
+        ("gpus: 1", f"gpus: 1\n  pair: [{'a' * 300}, b]", "20: sm12x.pair has"),
+        ("gpus: 1", f"gpus: {10**400}", "19: sm12x.gpus"),
+        ("gpus: 1", "gpus: 1\n  machines: 1000000000", "20: sm12x.machines is 1000000000"),
         ("gpus: 1", "gpus: 1\n  machines: 0", "20: sm12x.machines is 0"),
         ("gpus: 1", "gpus: 1\n  memory: {wieghts: {}}", "20: .*wieghts is not .* weights"),
         ("gpus: 1", "gpus: 1\n  memory: {kv: {gib: [2, 1]}}", "20: sm12x.memory.kv.gib is neither"),
@@ -350,3 +361,10 @@ def test_a_date_is_the_text_that_stands_there(tmp_path: Path) -> None:
     assert one.sm12x is not None
     assert one.sm12x.status.date == "2026-05-16"
     assert one.defaults["port"] == "2026-05-16 10:00"
+
+
+@pytest.mark.parametrize("field", ["{port[0]}", "{port.x}", "{port:>9999999}", "{port:x>{port}d}"])
+def test_a_field_that_cannot_be_filled_in_is_a_fault(tmp_path: Path, field: str) -> None:
+    one = recipe(tmp_path, MINIMAL.replace("{port}", field))
+    with pytest.raises(BadFileError, match="the command cannot be filled in"):
+        rendered(one, settings={"port": "x"} if field.endswith("d}") else {})

@@ -371,8 +371,16 @@ def test_an_unknown_recipe_lists_the_near_ones() -> None:
     with pytest.raises(UsageError, match="there is no recipe 'deepseek-v4-flash-rtx'") as error:
         run("show", "deepseek-v4-flash-rtx")
     assert "deepseek-v4-flash-rtx-pro-6000-tp4" in error.value.next_step
-    with pytest.raises(UsageError, match="there is no file"):
-        run("show", "no/such.yaml")
+
+
+@pytest.mark.parametrize("action", ["show", "lint"])
+def test_a_path_without_a_file_is_said_to_be_one(action: str, tmp_path: Path) -> None:
+    loop = tmp_path / "loop.yaml"
+    loop.symlink_to(loop)
+    cases = ((tmp_path / "no.yaml", "does not"), (tmp_path, "is no"), (loop, "is no"))
+    for path, what in cases:
+        with pytest.raises(BadFileError, match=f"{path} {what}"):
+            run(action, str(path))
 
 
 def test_import_writes_a_new_file_only(tmp_path: Path) -> None:
@@ -505,3 +513,23 @@ def test_the_release_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (installed / "METADATA").write_text("Name: vllm\nVersion: 0.33.0+sm12x.01234567\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert layout.release() == "0.33.0"
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("32768", 32768),
+        ("32k", 32000),
+        ("32K", 32768),
+        ("1M", 1 << 20),
+        ("25.6k", 25600),
+        ("25.6K", None),
+        ("auto", None),
+        ("-1", None),
+        ("\u00b2", None),
+        ("9" * 5000, None),
+    ],
+)
+def test_a_number_is_read_as_vllm_reads_it(text: str, number: int | None) -> None:
+    assert options.integer(text) == number
+    assert options.number({"tensor-parallel-size": text}, "tensor-parallel-size") == number

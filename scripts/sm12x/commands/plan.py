@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shlex
 import shutil
 from pathlib import Path
@@ -17,7 +18,7 @@ from sm12x.core.errors import FindingsError, UsageError
 from sm12x.plan import chart, checkpoint, host, render, server
 from sm12x.plan.budget import DOES_NOT_FIT, FITS, OUTSIDE, Amount, Deployment, Hardware, Term
 from sm12x.plan.kvcache import KV_DTYPES
-from sm12x.recipes import load
+from sm12x.recipes import load, options
 from sm12x.recipes.model import Recipe
 
 # vLLM's default for the tokens of one step: on GPUs of at least 70 GiB, and on smaller ones.
@@ -28,12 +29,27 @@ _LARGE_GPU = 70
 _DIFFERS = 0.1
 
 
+class _Gib(click.FloatRange):
+    """GiB: a number from 0 on that is finite. `nan` is in every range of click's."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        found = float(super().convert(value, param, ctx))
+        if not math.isfinite(found):
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
+        return found
+
+
 @click.command()
 @click.argument("names", metavar="[RECIPE]...", nargs=-1)
 @click.option("--hardware", "kind", metavar="KIND", help="rtx-pro-6000, rtx-5090 or gb10.")
 @click.option("--here", is_flag=True, help="The GPUs and the memory of this machine (NVML).")
 @click.option("--gpus", type=click.IntRange(1), help="GPUs in the machine.")
-@click.option("--ram", type=click.FloatRange(0), metavar="GIB", help="Host memory of the machine.")
+@click.option("--ram", type=_Gib(), metavar="GIB", help="Host memory of the machine.")
 @click.option(
     "--utilization", metavar="X", help="--gpu-memory-utilization to try instead of the recipe's."
 )
@@ -54,9 +70,7 @@ _DIFFERS = 0.1
 )
 @click.option("--kv-dtype", type=click.Choice(KV_DTYPES), help="--kv-cache-dtype.")
 @click.option("--block-size", "block", type=click.IntRange(1), help="--block-size.")
-@click.option(
-    "--outside", type=click.FloatRange(0), metavar="GIB", help="Outside vLLM's budget, on one GPU."
-)
+@click.option("--outside", type=_Gib(), metavar="GIB", help="Outside vLLM's budget, on one GPU.")
 @reports(planning.Plan | dict[str, planning.Plan])
 @click.option(
     "--png", type=click.Path(path_type=Path, dir_okay=False), help="Draw the plan into this file."
@@ -198,7 +212,7 @@ def _from_checkpoint(
     def setting(name: str, option: str, default: int | None) -> int | None:
         given = model[name]
         found = server.flag(words, option)
-        return given or (int(found) if found and found.isdigit() else default)
+        return given or options.integer(found or "") or default
 
     large = hardware.memory.low >= _LARGE_GPU
     weights = checkpoint.weights_term(read, tp=tp)
@@ -213,7 +227,7 @@ def _from_checkpoint(
         block=block,
     )
     # Without CUDA graphs vLLM starts with fewer blocks than sequences.
-    if "--enforce-eager" in words:
+    if any(word.replace("_", "-") == "--enforce-eager" for word in words):
         states = None
     kv = checkpoint.kv_term(
         read,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import os
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -328,11 +329,17 @@ def _recipe(name: str) -> Recipe:
 
 
 def _path(name: str) -> Path:
-    """The file that a word names. Raises UsageError that lists the near ones."""
+    """The file that a word names.
+
+    Raises:
+        BadFileError: it is a path, and no file is there.
+        UsageError: it is a name that no recipe has; the near ones are listed.
+    """
     if name.endswith((".yaml", ".yml")) or "/" in name:
         if Path(name).is_file():
             return Path(name)
-        raise UsageError(f"there is no file {name}", next_step="`sm12x recipe list` has the names")
+        what = "is no file" if os.path.lexists(name) else "does not exist"
+        raise BadFileError(f"{name} {what}", next_step="`sm12x recipe list` has the names")
     path = layout.recipes() / f"{name}.yaml"
     if path.is_file():
         return path

@@ -5,6 +5,7 @@ Apart from core/declared.py: a bare host that runs the doctor may lack PyYAML.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -125,6 +126,13 @@ def _text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
 
 
 _Dumper.add_representer(str, _text)
+# Readers of YAML 1.2 take `1e6` for a float and `0o17` for an integer; PyYAML, which decides by
+# YAML 1.1, would leave such a text without quotes.
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|0o[0-7]+)$"),
+    list("-+.0123456789"),
+)
 
 
 def dump(content: dict[str, object]) -> str:

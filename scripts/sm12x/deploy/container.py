@@ -87,7 +87,7 @@ def containers(
                     extra=(*extra, *(("--headless",) if rank else ())),
                     shipped=shipped,
                 ),
-                name=f"{recipe.key}-{rank}",
+                name=f"{_name(recipe)}-{rank}",
                 rank=rank,
             )
             for rank in range(block.machines)
@@ -107,6 +107,18 @@ def require_known_cluster(recipe: Recipe) -> None:
             next_step="start it with the runner of that cluster, or `sm12x recipe import "
             f"{shlex.quote(str(recipe.path))}` and fill in machines",
         )
+
+
+def require_own_address(recipe: Recipe, extra: Sequence[str], target: str) -> None:
+    """Raise UsageError where ``extra`` names the address that ``target`` gives to the server."""
+    for name in ("host", "port"):
+        if name in options.parse(extra):
+            raise UsageError(
+                f"{recipe.key} gets its {name} from {target}, and --{name} after -- overrides that",
+                next_step="give the port as a setting, port=8001"
+                if name == "port"
+                else "leave it out",
+            )
 
 
 def others(recipe: Recipe) -> list[str]:
@@ -183,12 +195,13 @@ def _container(
         words, env = ("bash", "-c", script(rendered)), {}
     else:
         words, env = rendered.argv, rendered.env
-    host = settings.get("host", str(recipe.defaults.get("host", "")))
-    port = settings.get("port", str(recipe.defaults.get("port", "")))
+    # Of two equal arguments vLLM takes the last one.
+    last = {**recipe.defaults, **settings, **options.parse(extra)}
+    host, port = str(last.get("host", "")), str(last.get("port", ""))
     if pair:
         port = ""
     return Container(
-        name=recipe.key,
+        name=_name(recipe),
         image=image,
         words=words,
         gpus=block.gpus if block else 0,
@@ -201,6 +214,11 @@ def _container(
         passed=(*token, *(_MACHINE if cluster else ())),
         rdma=cluster,
     )
+
+
+def _name(recipe: Recipe) -> str:
+    """The recipe's name as far as engines take it for a container."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", recipe.key).lstrip("_.-") or "recipe"
 
 
 def live(recipe: Recipe, *, settings: Mapping[str, str], extra: Sequence[str]) -> Rendered:

@@ -20,6 +20,7 @@ from sm12x.deploy.container import (
     live,
     quote_live,
     require_known_cluster,
+    require_own_address,
     script,
 )
 from sm12x.recipes.model import Recipe
@@ -47,11 +48,13 @@ def docker_command(part: Container) -> str:
     if part.rdma:
         # RoCE registers memory with the adapter, which counts as locked.
         lines.append("--device /dev/infiniband --ulimit memlock=-1")
-    lines.append("--network host" if part.host_network else f"-p {part.port}:{part.port}")
+    lines.append(
+        "--network host" if part.host_network else f"-p {shlex.quote(f'{part.port}:{part.port}')}"
+    )
     lines += [f"-v {_quote_volume(volume)}" for volume in part.volumes]
     lines += [f"-e {name}" for name in part.passed]
     lines += [f"-e {name}={shlex.quote(value)}" for name, value in part.env.items()]
-    lines.append(" ".join([part.image, *map(shlex.quote, part.words)]))
+    lines.append(shlex.join([part.image, *part.words]))
     return " \\\n  ".join(lines)
 
 
@@ -114,7 +117,7 @@ def compose(
 def _service(part: Container) -> dict[str, object]:
     """One service, as compose wants it."""
     found: dict[str, object] = {
-        "image": part.image,
+        "image": _literal(part.image),
         "command": [_literal(word) for word in part.words],
         # TP workers share tensors through /dev/shm, where docker gives 64 MiB.
         "ipc": "host",
@@ -122,8 +125,8 @@ def _service(part: Container) -> dict[str, object]:
     if part.host_network:
         found["network_mode"] = "host"
     else:
-        found["ports"] = [f"{part.port}:{part.port}"]
-    found["volumes"] = list(part.volumes)
+        found["ports"] = [_literal(f"{part.port}:{part.port}")]
+    found["volumes"] = [_literal(volume) for volume in part.volumes]
     environment = [*part.passed, *(f"{name}={_literal(part.env[name])}" for name in part.env)]
     if environment:
         found["environment"] = environment
@@ -205,6 +208,7 @@ def _model(
             f"{recipe.key} has no setting port, and llama-swap chooses the port",
             next_step="give port in the recipe's defaults and use {port} in its command",
         )
+    require_own_address(recipe, extra, "llama-swap")
     given = {**settings, "port": _PORT}
     if "host" in recipe.defaults:
         # Only llama-swap is to reach it.

@@ -27,10 +27,11 @@ import jinja2
 from sm12x import layout
 from sm12x.core.errors import UsageError
 from sm12x.deploy import hcl
-from sm12x.deploy.container import model_folder, uses_ray
+from sm12x.deploy.container import model_folder, require_own_address, uses_ray
 from sm12x.recipes import load
 from sm12x.recipes.model import Block, Recipe
 from sm12x.recipes.render import render as rendered_command
+from sm12x.recipes.render import require_settings
 
 # What NVIDIA's device plugin reports as `memory`, less what differs from card to card. GB10 is not
 # here: NVML reports no memory for it, so a constraint on it would never be met.
@@ -101,6 +102,8 @@ def render(
         UsageError: Nomad cannot run this recipe.
     """
     given = dict(settings or {})
+    require_settings(recipe, given)
+    require_own_address(recipe, extra, "Nomad")
     ports = _ports(recipe, given)
     machines = recipe.sm12x.machines if recipe.sm12x else 1
     shipped = recipe.path.resolve().parent == layout.recipes().resolve()
@@ -152,6 +155,7 @@ def render_overlay(
         UsageError: Nomad cannot run this recipe, or it is not one `vllm serve` of one machine.
     """
     given = dict(settings or {})
+    require_own_address(recipe, extra, "Nomad")
     ports = _ports(recipe, given)
     made = rendered_command(
         recipe, settings={**given, "host": _ADDRESS}, extra=extra, environ={}, solo=False
@@ -160,11 +164,6 @@ def render_overlay(
         raise UsageError(
             f"{recipe.key} is not one `vllm serve` on one machine, as an overlay needs",
             next_step="take the bundle's image for it: --to nomad",
-        )
-    if strange := [name for name in made.env if not hcl.is_name(name)]:
-        raise UsageError(
-            f"{recipe.path}: Nomad takes no variable {strange[0]!r} in env",
-            next_step="rename it to letters, digits and _",
         )
     words = [hcl.Hcl(hcl.quoted(word).replace(_ADDRESS, "${NOMAD_IP_http}")) for word in made.argv]
     # The port is a variable here: the command has it as text, and the last one counts.
@@ -303,9 +302,9 @@ def _ports(recipe: Recipe, settings: Mapping[str, str]) -> list[Port]:
     found = []
     for key, service in zip(_port_settings(recipe), pair or (recipe.key,), strict=True):
         number = settings.get(key, str(recipe.defaults[key]))
-        if not re.fullmatch(r"[0-9]{1,5}", number):
+        if not re.fullmatch(r"[0-9]{1,5}", number) or not 0 < int(number) < 1 << 16:
             raise UsageError(
-                f"{recipe.key} has {key} {number!r}, and Nomad's ports are numbers",
+                f"{recipe.key} has {key} {number!r}, and Nomad's ports are numbers from 1 to 65535",
                 next_step=f"give it one: {key}=8000",
             )
         label = key.removesuffix("_port") if pair else "http"

@@ -27,6 +27,8 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 # safetensors allows no longer header; a longer one is not such a file.
 _MAX_HEADER = 100_000_000
+# More bytes than any checkpoint has.
+_LARGEST = 1 << 60
 # Linear layers that vLLM keeps whole on every rank: MLA's down projections, the sparse indexer, the
 # compressors and hyper-connections of DeepSeek V4, expert routers, and every norm.
 _WHOLE = re.compile(
@@ -34,7 +36,7 @@ _WHOLE = re.compile(
     r"|\bhc_|_hc\b|attn_sink|mlp\.gate\.|ffn\.gate\.|router|\.mixer\.(A|D|dt_bias)\b"
 )
 _KV = re.compile(r"\.(k_proj|v_proj)\.")
-_LAYER = re.compile(r"\blayers\.(\d+)\.")
+_LAYER = re.compile(r"\blayers\.([0-9]{1,9})\.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +80,14 @@ def read(folder: Path) -> Checkpoint:
                 next_step="fetch the index that belongs to the checkpoint",
             )
         tensors = _headers(folder, sorted({str(name) for name in files.values()}))
-        total = index.get("metadata", {}).get("total_size")
+        metadata = index.get("metadata")
+        total = metadata.get("total_size") if isinstance(metadata, dict) else None
         if tensors is not None:
             total = sum(tensors.values())
-        if not isinstance(total, int) or total <= 0:
+        if not isinstance(total, int) or isinstance(total, bool) or not 0 < total <= _LARGEST:
             raise BadFileError(
-                f"{folder / _INDEX} has no metadata.total_size, and the files are not all there",
+                f"{folder / _INDEX} has no metadata.total_size in bytes, and the files are not all "
+                "there",
                 next_step="fetch the checkpoint's files, or an index with its size",
             )
         names = tuple(sorted(files))
@@ -109,7 +113,7 @@ def weights(checkpoint: Checkpoint, *, tp: int) -> Weights:
     if checkpoint.tensors is None:
         whole = min(float(checkpoint.total), _whole_estimate(config, tp))
         return Weights(split=(checkpoint.total - whole) / tp, whole=whole, draft=0.0, exact=False)
-    layers = number(config, "num_hidden_layers", "n_layer")
+    layers = modelconfig.layers(config)
     repeat = min(tp, max(1, tp // _kv_heads(config)))
     split = whole = draft = 0.0
     for name, size in checkpoint.tensors.items():
@@ -154,19 +158,20 @@ def _whole_estimate(config: Config, tp: int) -> float:
     indexer its own; DeepSeek V4 also its compressors (bf16) and hyper-connections (fp32). Routers
     are bf16.
     """
-    layers = number(config, "num_hidden_layers", "n_layer")
+    layers = modelconfig.layers(config)
     hidden = number(config, "hidden_size", "n_embd")
-    quantized = str(config.get("quantization_config", {}).get("quant_method", "")) == "fp8"
+    quantization = config.get("quantization_config")
+    quantized = isinstance(quantization, dict) and quantization.get("quant_method") == "fp8"
     size = 1 if quantized else 2
     experts = number(config, "n_routed_experts", "num_experts", "num_local_experts", default=0)
     query = number(config, "q_lora_rank", default=0)
     index = number(config, "index_head_dim", default=0)
     keys = number(config, "index_n_heads", default=0)
     total = layers * hidden * experts * 2.0
-    ratios = config.get("compress_ratios")
-    if ratios:
+    if config.get("compress_ratios"):
+        ratios = modelconfig.compress_ratios(config)
         head = number(config, "head_dim")
-        four, wide = list(ratios[:layers]).count(4), list(ratios[:layers]).count(128)
+        four, wide = ratios.count(4), ratios.count(128)
         total += layers * hidden * (query + head) * size
         total += hidden * 2.0 * (four * 4 * (head + index) + wide * 2 * head)
         total += four * (query * keys * index * size + hidden * keys * 2.0)
@@ -200,13 +205,24 @@ def _headers(folder: Path, names: list[str]) -> dict[str, int] | None:
     found: dict[str, int] = {}
     for name in names:
         path = folder / name
-        if not path.is_file():
+        try:
+            if not path.is_file():
+                return None
+        except (OSError, ValueError):
+            # A name that no file can have.
             return None
         for tensor, described in _header(path).items():
             if tensor != "__metadata__":
-                first, last = described["data_offsets"]
-                found[tensor] = int(last) - int(first)
+                found[tensor] = _size(described, f"{path}: {tensor}")
     return found
+
+
+def _size(described: object, where: str) -> int:
+    offsets = described.get("data_offsets") if isinstance(described, dict) else None
+    match offsets:
+        case [int(first), int(last)] if 0 <= first <= last <= _LARGEST:
+            return last - first
+    raise BadFileError(f"{where} has no data_offsets", next_step="fetch it again")
 
 
 def _header(path: Path) -> dict[str, Any]:
@@ -217,7 +233,7 @@ def _header(path: Path) -> dict[str, Any]:
             if length > _MAX_HEADER:
                 raise ValueError(f"a header of {length} bytes")
             header = json.loads(handle.read(length))
-    except (OSError, struct.error, ValueError) as error:
+    except (OSError, struct.error, ValueError, RecursionError) as error:
         raise BadFileError(
             f"{path} is not a safetensors file: {error}", next_step="fetch it again"
         ) from None
@@ -235,6 +251,9 @@ def _json(path: Path, wanted: str) -> dict[str, Any]:
         raise BadFileError(
             f"{path}:{error.lineno}: not JSON: {error.msg}", next_step=f"give {wanted}"
         ) from None
+    except (ValueError, RecursionError) as error:
+        # A number of too many digits, or too many tables in each other.
+        raise BadFileError(f"{path} cannot be read: {error}", next_step=f"give {wanted}") from None
     if not isinstance(found, dict):
         raise BadFileError(f"{path} is not a table of keys", next_step=f"give {wanted}")
     return found

@@ -17,6 +17,9 @@ _FULL = {"full_attention", "attention", "global_attention", "full", "*"}
 _WINDOW = {"sliding_attention", "sliding_window", "local_attention", "swa"}
 _STATE = {"linear_attention", "mamba", "mamba2", "M"}
 _NONE = {"mlp", "moe", "-", "E"}
+# Beyond any model: larger numbers would only fill memory, or no float.
+_LARGEST = 1 << 40
+_MOST_LAYERS = 10_000
 _SPARSE_MLA_BYTES = 656
 # DeepSeek's KV cache blocks where the base's attention asks for them.
 _V4_BLOCK = 256
@@ -35,17 +38,58 @@ def text(config: Config) -> Config:
 
 
 def number(config: Config, *names: str, default: int | None = None) -> int:
-    """The first of ``names`` that the config has. Raises BadFileError if it has none of them."""
+    """The first of ``names`` that the config has; one that is null is not there.
+
+    Raises BadFileError if it has none of them, or one that is no size: a whole number from 1 on,
+    or from 0 on where ``default`` is 0.
+    """
     for name in names:
         value = config.get(name)
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
+        if value is None:
+            continue
+        least = 0 if default == 0 else 1
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if not whole or not least <= value <= _LARGEST:
+            raise _unfit(f"{name} is {_shown(value)}, not a whole number from {least} on")
+        return int(value)
     if default is None:
-        raise BadFileError(
-            f"config.json has no {' or '.join(names)}",
-            next_step="check that it is the model's own, not a processor's or an adapter's",
-        )
+        raise _unfit(f"it has no {' or '.join(names)}")
     return default
+
+
+def layers(config: Config) -> int:
+    """The number of layers. Raises BadFileError if there is none, or more than any model has."""
+    count = number(config, "num_hidden_layers", "n_layer")
+    if count > _MOST_LAYERS:
+        raise _unfit(f"it has {count} layers")
+    return count
+
+
+def listed(config: Config, name: str) -> list[Any]:
+    """What a list has for each layer, draft layers left out; a string is one of letters.
+
+    Raises BadFileError if it is no list, or one for fewer layers.
+    """
+    value, count = config[name], layers(config)
+    if not isinstance(value, list | str):
+        raise _unfit(f"{name} is {_shown(value)}, not a list")
+    if len(value) < count:
+        raise _unfit(f"{name} has {len(value)} entries for {count} layers")
+    return list(value[:count])
+
+
+def _unfit(why: str) -> BadFileError:
+    return BadFileError(
+        f"config.json: {why}",
+        next_step="check that it is the model's own, not a processor's or an adapter's",
+    )
+
+
+def _shown(value: object) -> str:
+    text = repr(value) if isinstance(value, str | float | bool | None) else type(value).__name__
+    if isinstance(value, int) and not isinstance(value, bool):
+        text = str(value) if abs(value) < 1 << 64 else "too large"
+    return text if len(text) < 40 else f"{text[:36]} ..."
 
 
 def layout(config: Config, *, tp: int, kv_dtype: str = "auto", block: int | None = None) -> Layout:
@@ -80,17 +124,18 @@ def dtype(config: Config) -> str:
     )
 
 
+def compress_ratios(config: Config) -> list[int]:
+    """DeepSeek V4's ratio of every layer. Raises BadFileError for one that is not known."""
+    # Pure window layers say null, 0 or 1.
+    found = [ratio or 0 for ratio in listed(config, "compress_ratios")]
+    unknown = [ratio for ratio in found if ratio not in (0, 1, 4, 128)]
+    if unknown:
+        raise _unfit(f"compress_ratios has {_shown(unknown[0])}, not 0, 1, 4 or 128")
+    return found
+
+
 def _compressed(config: Config, kv_dtype: str, block: int | None) -> Layout:
-    count = number(config, "num_hidden_layers")
-    # The list goes on with the draft layers; pure window layers say 0 or 1.
-    ratios = tuple(int(ratio or 0) for ratio in config["compress_ratios"][:count])
-    unknown = sorted(set(ratios) - {0, 1, 4, 128})
-    if unknown or len(ratios) < count:
-        raise BadFileError(
-            f"compress_ratios has {len(ratios)} entries for {count} layers"
-            + (f" and ratios {unknown}" if unknown else ""),
-            next_step="expected are 0, 1, 4 or 128 for every layer",
-        )
+    ratios = tuple(compress_ratios(config))
     return kvcache.compressed(
         ratios=ratios,
         window=number(config, "sliding_window"),
@@ -109,18 +154,18 @@ def _latent(config: Config, kv_dtype: str, block: int) -> Layout:
     656 bytes (512 e4m3, 16 of scales, 64 bf16), and in every layer an index entry of 128 fp8 values
     and one fp32 scale for 128 of them.
     """
-    count = number(config, "num_hidden_layers")
+    count = layers(config)
     values = number(config, "kv_lora_rank") + number(config, "qk_rope_head_dim")
     size = kvcache.value_bytes(kv_dtype, dtype(config))
     sparse = config.get("index_topk") is not None
     entry = Fraction(_SPARSE_MLA_BYTES) if sparse and size == 1 else size * values
-    layers = [Layers(name="latent", count=count, token_bytes=entry)]
+    kinds = [Layers(name="latent", count=count, token_bytes=entry)]
     if sparse:
         index = number(config, "index_head_dim", default=128)
-        layers.append(
+        kinds.append(
             Layers(name="index", count=count, token_bytes=Fraction(index + 4 * index // 128))
         )
-    return kvcache.paged("sparse MLA" if sparse else "MLA", layers, block=block, replicated=True)
+    return kvcache.paged("sparse MLA" if sparse else "MLA", kinds, block=block, replicated=True)
 
 
 def _grouped(config: Config, tp: int, heads: int, kv_dtype: str, block: int) -> Layout:
@@ -139,9 +184,11 @@ def _grouped(config: Config, tp: int, heads: int, kv_dtype: str, block: int) -> 
     swa_head = number(config, "swa_head_dim", default=head)
     swa_value = number(config, "swa_v_head_dim", default=number(config, "v_head_dim", default=head))
     window = number(config, "sliding_window", "sliding_window_size", default=0)
-    layers = [Layers(name="full attention", count=kinds.count("full"), token_bytes=token)]
+    if not {*kinds} - {"none"}:
+        raise _unfit("none of its layers has a KV cache")
+    found = [Layers(name="full attention", count=kinds.count("full"), token_bytes=token)]
     if "window" in kinds:
-        layers.append(
+        found.append(
             Layers(
                 name=f"window of {window}",
                 count=kinds.count("window"),
@@ -150,7 +197,7 @@ def _grouped(config: Config, tp: int, heads: int, kv_dtype: str, block: int) -> 
             )
         )
     if "state" in kinds:
-        layers.append(
+        found.append(
             Layers(
                 name="recurrent state",
                 count=kinds.count("state"),
@@ -164,7 +211,7 @@ def _grouped(config: Config, tp: int, heads: int, kv_dtype: str, block: int) -> 
     if len({*kinds} - {"none"}) > 1:
         others = {"window": "sliding window", "state": "recurrent"}
         name = " + ".join([name, *(others[kind] for kind in ("window", "state") if kind in kinds)])
-    return kvcache.paged(name, layers, block=block, remarks=tuple(remarks))
+    return kvcache.paged(name, found, block=block, remarks=tuple(remarks))
 
 
 def _per_rank(heads: int, tp: int) -> int:
@@ -184,21 +231,19 @@ def kinds_of(config: Config) -> list[str]:
     full (full_attention_interval: recurrent between; sliding_window_pattern: windows between), or
     one window for all layers.
     """
-    count = number(config, "num_hidden_layers", "n_layer")
-    names = config.get("layer_types") or config.get("layers_block_type")
-    if not names and config.get("hybrid_override_pattern"):
-        names = list(config["hybrid_override_pattern"])
-    if names:
-        return [_kind(str(name)) for name in names[:count]]
+    count = layers(config)
+    for key in ("layer_types", "layers_block_type", "hybrid_override_pattern"):
+        if config.get(key):
+            return [_kind(str(name)) for name in listed(config, key)]
     if config.get("hybrid_layer_pattern"):
-        return ["window" if flag else "full" for flag in config["hybrid_layer_pattern"][:count]]
-    every = config.get("full_attention_interval")
+        return ["window" if flag else "full" for flag in listed(config, "hybrid_layer_pattern")]
+    every = number(config, "full_attention_interval", default=0)
     if every:
         return ["state" if (layer + 1) % every else "full" for layer in range(count)]
     if not config.get("sliding_window") or config.get("use_sliding_window") is False:
         return ["full"] * count
-    every = config.get("sliding_window_pattern")
-    if isinstance(every, int):
+    every = number(config, "sliding_window_pattern", default=0)
+    if every:
         return ["window" if (layer + 1) % every else "full" for layer in range(count)]
     # Qwen2: windows from that layer on.
     first = number(config, "max_window_layers", default=0)

@@ -59,13 +59,19 @@ def arguments(recipe: Recipe) -> tuple[str, ...]:
 
 
 def flag(words: Sequence[str], name: str) -> str | None:
-    """The value of an option, `--name value` or `--name=value`; the last one wins, as in vLLM."""
+    """The value of an option, `--name value` or `--name=value`; the last one wins, as in vLLM.
+
+    vLLM takes `_` for `-` in names.
+    """
     found = None
     for index, word in enumerate(words):
-        if word == name and index + 1 < len(words):
+        option, equals, value = word.partition("=")
+        if option.replace("_", "-") != name:
+            continue
+        if equals:
+            found = value
+        elif index + 1 < len(words):
             found = words[index + 1]
-        elif word.startswith(f"{name}="):
-            found = word.partition("=")[2]
     return found
 
 

@@ -32,6 +32,10 @@ STATES = ("verified", "reported", "untested")
 BASES = ("measured", "reported", "estimated")
 # The level of a recipe that must stay awake, as it stands in the file.
 _NEVER = "never"
+_VARIABLE_NAME = "[A-Za-z_][A-Za-z0-9_]*"
+_IMAGE = r"[A-Za-z0-9][^\s\x00-\x1f]*"
+# With `.yaml` appended it must still be a valid file name.
+_LONGEST_NAME = 200
 # Keys of forks of eugr's runner that have no effect here.
 THEIRS = ("model_required_files", "benchmark", "launch")
 
@@ -58,7 +62,23 @@ def _variable(value: object) -> object:
     text = str(value)
     if "`" in text or "$(" in text:
         raise KeyFaultError("", "runs a command: only $NAME is expanded")
+    if "\0" in text:
+        raise KeyFaultError("", "holds a NUL, which no variable can")
     return text
+
+
+def _variable_name(value: str) -> str:
+    # It stands unquoted in `export NAME=...` and `-e NAME=...`.
+    if not re.fullmatch(_VARIABLE_NAME, value):
+        raise KeyFaultError("", "is not a variable's name: letters, digits and _ make one")
+    return value
+
+
+def _image(value: str) -> str:
+    # An engine would read it as its own option, or as an image and words for it.
+    if not re.fullmatch(_IMAGE, value):
+        raise KeyFaultError("", f"is {value!r}, which names no image")
+    return value
 
 
 def _version(value: object) -> object:
@@ -84,6 +104,9 @@ def _date(value: object) -> object:
 def _pair(value: tuple[str, ...]) -> tuple[str, ...]:
     if len(value) not in (0, 2):
         raise KeyFaultError("", f"names {len(value)} recipes, not two")
+    for name in value:
+        if not name or "/" in name or not name.isprintable() or len(name) > _LONGEST_NAME:
+            raise KeyFaultError("", f"has {name[:40]!r}, not the name of a recipe beside this one")
     return value
 
 
@@ -237,8 +260,9 @@ class Block(Declared):
         tuple[Annotated[str, one_of(*_HARDWARE)], ...],
         Field(min_length=1, description="What it runs on."),
     ]
-    gpus: Annotated[int, Field(ge=1, description="GPUs of each machine.")]
-    machines: Annotated[int, Field(ge=1)] = 1
+    # The ends are beyond any deployment: each machine has a text of its own.
+    gpus: Annotated[int, Field(ge=1, le=1024, description="GPUs of each machine.")]
+    machines: Annotated[int, Field(ge=1, le=1024)] = 1
     memory: Annotated[Memory, _or_empty] = field(default_factory=Memory)
     sleep: Sleep
     status: Status
@@ -272,7 +296,9 @@ class Recipe(Declared):
         Field(description="The format's version."),
     ]
     name: Annotated[str, Field(description="What lists show.")]
-    container: Annotated[str, Field(description="The image, with a digest where it matters.")]
+    container: Annotated[
+        str, AfterValidator(_image), Field(description="The image, with a digest where it matters.")
+    ]
     command: Annotated[
         str,
         Field(
@@ -294,9 +320,16 @@ class Recipe(Declared):
         Field(description="The settings and their values; strings are allowed."),
     ] = field(default_factory=dict)
     env: Annotated[
-        dict[str, Annotated[str, BeforeValidator(_variable)]],
+        dict[
+            Annotated[str, AfterValidator(_variable_name)],
+            Annotated[str, BeforeValidator(_variable)],
+        ],
         _or_empty,
-        in_file(type=["object", "null"], additionalProperties={"type": _SCALARS}),
+        in_file(
+            type=["object", "null"],
+            propertyNames={"pattern": f"^{_VARIABLE_NAME}$"},
+            additionalProperties={"type": _SCALARS},
+        ),
         Field(description="Variables of the container; $NAME is put in there."),
     ] = field(default_factory=dict)
     mods: Annotated[_Words, Field(description="Of eugr's runner; not applied here.")] = ()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 
 # The short forms that recipes use.
 _SHORT = {
@@ -12,6 +14,12 @@ _SHORT = {
     "-n": "nnodes",
     "-r": "node-rank",
     "-q": "quantization",
+}
+# human_readable_int of vLLM's engine/arg_utils.py.
+_FACTORS = {
+    "": 1,
+    **{unit: 1000**power for power, unit in enumerate("kmgt", start=1)},
+    **{unit: 1024**power for power, unit in enumerate("KMGT", start=1)},
 }
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _TRUE = ("1", "true", "yes")
@@ -49,7 +57,15 @@ def number(options: Mapping[str, str], name: str, default: int = 1) -> int | Non
     text = options.get(name, "")
     if not text:
         return default
-    return int(text) if text.isdigit() else None
+    return integer(text)
+
+
+def integer(text: str) -> int | None:
+    """A whole number as vLLM reads one, `32768`, `32k` (1000) or `32K` (1024); None for others."""
+    found = re.fullmatch(r"([0-9]{1,18})([kmgtKMGT]?)", text) or re.fullmatch(
+        r"([0-9]{1,18}\.[0-9]{1,9})([kmgt])", text
+    )
+    return int(Decimal(found[1]) * _FACTORS[found[2]]) if found else None
 
 
 def is_public(host: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sm12x.core.errors import BadFileError, UsageError
@@ -22,6 +22,8 @@ _RESERVED = (
     "SM12X_IMAGE_CACHE",
     "SM12X_HEALTH_URL",
 )
+# Characters of a command line; Linux takes a word of 128 KiB and 2 MiB of words.
+_LONGEST = 1 << 21
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 # Syntax that needs a shell. A command without any is run directly, so that it gets signals.
 _SHELL = re.compile(r"[;&|<>()$`*?~]|\n\s*\S")
@@ -95,6 +97,27 @@ def render(
         UsageError: a setting that the recipe does not have.
         BadFileError: the command cannot be filled in.
     """
+    require_settings(recipe, settings)
+    values: dict[str, object] = {**recipe.defaults}
+    if solo and "tensor_parallel" in values:
+        values["tensor_parallel"] = 1
+    values |= settings
+    try:
+        text = recipe.command.format(**values)
+    except (LookupError, ValueError, AttributeError, TypeError, MemoryError) as error:
+        raise _unfit(recipe, f"{type(error).__name__}: {error}") from None
+    if len(text) > _LONGEST:
+        # A width such as {port:>99999999}; the system takes no such word.
+        raise _unfit(recipe, f"it has {len(text)} characters")
+    env: dict[str, str] = {}
+    for name, value in recipe.env.items():
+        env[name] = settings[name] if name in settings else _expand(value, {**environ, **env})
+    pinned = _revision(recipe, text)
+    return Rendered(argv=_argv(recipe, text, (*pinned, *extra), solo=solo), env=env)
+
+
+def require_settings(recipe: Recipe, settings: Iterable[str]) -> None:
+    """Raise UsageError for a name that is no setting of the recipe, and none of its `env`."""
     try:
         asked = set(template_fields(recipe.command))
     except ValueError as error:
@@ -107,19 +130,6 @@ def render(
                 next_step=f"its settings are {', '.join(known) or 'none'}; "
                 "give vLLM's own arguments after --",
             )
-    values: dict[str, object] = {**recipe.defaults}
-    if solo and "tensor_parallel" in values:
-        values["tensor_parallel"] = 1
-    values |= settings
-    try:
-        text = recipe.command.format(**values)
-    except (KeyError, IndexError, ValueError, AttributeError) as error:
-        raise _unfit(recipe, f"{type(error).__name__}: {error}") from None
-    env: dict[str, str] = {}
-    for name, value in recipe.env.items():
-        env[name] = settings[name] if name in settings else _expand(value, {**environ, **env})
-    pinned = _revision(recipe, text)
-    return Rendered(argv=_argv(recipe, text, (*pinned, *extra), solo=solo), env=env)
 
 
 def _revision(recipe: Recipe, command: str) -> tuple[str, ...]:
