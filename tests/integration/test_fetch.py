@@ -212,7 +212,7 @@ def test_no_such_file_and_nobody_there(checkout: Checkout) -> None:
     checkout.server.files.clear()
     code, _, err = checkout.run()
     assert code == 6
-    assert "has no such file among the 0 of vllm" in err
+    assert "has no such file among its 0 files of vllm" in err
 
     checkout.server.shutdown()
     checkout.server.server_close()

@@ -374,7 +374,7 @@ def test_a_given_checkout_is_the_pinned_commit_or_refused(
     assert (found.folder, found.origin, said) == (mine, "given", [])
     (mine / "thing.h").write_text("mine\n")
     third_party.collect(_with(source), cache=tmp_path / "cache", given=given, say=said.append)
-    assert said == [f"thing: 1 files of {mine} are not as committed: thing.h"]
+    assert said == [f"thing: 1 files of {mine} differ from the commit: thing.h"]
 
 
 CUTLASS_VERSION = "".join(
