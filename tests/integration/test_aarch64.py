@@ -201,7 +201,8 @@ def test_a_toolkit_of_one_machine_is_not_taken_for_another(
     assert len(said.splitlines()) == 1
     purelib = cmake.purelib(python)
     words = ["--site-packages", str(purelib), "--machine", MACHINE, "--out", str(tmp_path / "out")]
-    assert "links with packages for aarch64, none are named" in sm12x("toolchain", *words, code=2)
+    said = sm12x("toolchain", *words, code=2)
+    assert "links with packages for aarch64, and none are named" in said
     assert not (tmp_path / "out").exists()
 
 

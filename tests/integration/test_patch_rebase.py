@@ -498,7 +498,9 @@ def test_force_keeps_what_it_replaces_and_says_where(world: World) -> None:
     before = snapshot(folder)
     done = _rebase(world, "2.0", "--no-witness", "--force")
     assert done.returncode == 0, done.stderr
-    (line,) = [one for one in done.stdout.splitlines() if "a copy of the replaced folder is in " in one]
+    (line,) = [
+        one for one in done.stdout.splitlines() if "a copy of the replaced folder is in " in one
+    ]
     assert snapshot(Path(line.rpartition("a copy of the replaced folder is in ")[2])) == before
 
 
