@@ -24,7 +24,6 @@ HEAD_BYTES = 8
 _MAX_DEPTH = 2
 _MAX_MEMBERS = 100_000
 _AR_HEADER = 60
-_MAX_FAULTS = 20
 _VERSION = re.compile(rb"^[ \t]*\.version[ \t]", re.MULTILINE)
 _TARGET = re.compile(rb"^[ \t]*\.target[ \t]+sm_(\d{2,3})([af]?)\b", re.MULTILINE)
 
@@ -188,7 +187,9 @@ def _archive(data: Buffer, depth: int) -> _Code:
                 all_ += of_it
                 pieces += sum(1 + len(unit.entries) for unit in of_it)
             stores.append((name, member.stores))
-            faults += (f"{name}: {fault}" for fault in member.faults[: _MAX_FAULTS - len(faults)])
+            faults += (
+                f"{name}: {fault}" for fault in member.faults[: fatbin.MAX_FAULTS - len(faults)]
+            )
     except ValueError as error:
         faults.append(str(error))
     units, relocatable, embedded = map(tuple, lists)

@@ -15,7 +15,7 @@ _SHORT = {
     "-r": "node-rank",
     "-q": "quantization",
 }
-# human_readable_int of vLLM's engine/arg_utils.py.
+# human_readable_int of vLLM's utils/argparse_utils.py.
 _FACTORS = {
     "": 1,
     **{unit: 1000**power for power, unit in enumerate("kmgt", start=1)},
