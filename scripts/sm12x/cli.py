@@ -60,7 +60,7 @@ class Verbs(click.Group):
         except BrokenPipeError:
             # `sm12x ... | head`: the reader left; not an error, and nothing more to write. click
             # would end with 1, which means that a check has found something.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            texts.discard_stdout()
             sys.exit(0)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

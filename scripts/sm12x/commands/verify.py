@@ -207,7 +207,7 @@ def command(
             click.echo(render.text(report), nl=False)
     except BrokenPipeError:
         # The reader left; the exit code still has the verdict.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        text.discard_stdout()
     for path in save:
         fault = faults.get(path)
         said = f"not written: {fault.strerror or fault}" if fault else "written"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import io
+import os
+import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -141,3 +143,8 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def _row(cells: Sequence[str]) -> str:
     clean = (" ".join(cell.split()).replace("|", "\\|") for cell in cells)
     return "| " + " | ".join(clean) + " |"
+
+
+def discard_stdout() -> None:
+    """Send what is still to be printed nowhere: the reader left (`sm12x ... | head`)."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -28,7 +28,7 @@ from sm12x import layout
 from sm12x.core.errors import UsageError
 from sm12x.deploy import hcl
 from sm12x.deploy.container import model_folder, require_own_address, uses_ray
-from sm12x.recipes import load
+from sm12x.recipes import load, options
 from sm12x.recipes.model import Block, Recipe
 from sm12x.recipes.render import render as rendered_command
 from sm12x.recipes.render import require_settings
@@ -302,7 +302,7 @@ def _ports(recipe: Recipe, settings: Mapping[str, str]) -> list[Port]:
     found = []
     for key, service in zip(_port_settings(recipe), pair or (recipe.key,), strict=True):
         number = settings.get(key, str(recipe.defaults[key]))
-        if not re.fullmatch(r"[0-9]{1,5}", number) or not 0 < int(number) < 1 << 16:
+        if not options.is_port(number):
             raise UsageError(
                 f"{recipe.key} has {key} {number!r}, and Nomad's ports are numbers from 1 to 65535",
                 next_step=f"give it one: {key}=8000",

@@ -68,6 +68,11 @@ def integer(text: str) -> int | None:
     return int(Decimal(found[1]) * _FACTORS[found[2]]) if found else None
 
 
+def is_port(text: str) -> bool:
+    """Whether a setting is the number of a port, from 1 to 65535."""
+    return bool(re.fullmatch(r"[0-9]{1,5}", text)) and 0 < int(text) < 1 << 16
+
+
 def is_public(host: str) -> bool:
     """Whether other machines can reach a server that listens on ``host``.
 

@@ -35,7 +35,7 @@ def main() -> NoReturn:
         code = INTERRUPTED
     except BrokenPipeError:
         # `docker run IMAGE recipes | head`: the reader left, and nothing is left to write.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        text.discard_stdout()
         code = 0
     except OSError as refused:
         known = of_system(refused)

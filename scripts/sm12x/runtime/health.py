@@ -29,7 +29,6 @@ HEALTH_SECONDS = 5.0
 SLEEP_SECONDS = 2.0
 # vLLM's default.
 PORT = 8000
-_LAST_PORT = 65535
 _URL = "SM12X_HEALTH_URL"
 
 
@@ -86,16 +85,12 @@ def find(commands: Iterable[Sequence[str]]) -> Listener | None:
         port = given.get("port", "")
         return Listener(
             host=host,
-            port=int(port) if is_port(port) else PORT,
+            port=int(port) if options.is_port(port) else PORT,
             tls="ssl-certfile" in given,
             socket_path=given.get("uds", ""),
             key=given.get("api-key", ""),
         )
     return None
-
-
-def is_port(text: str) -> bool:
-    return text.isdecimal() and len(text) <= len(str(_LAST_PORT)) and 0 < int(text) <= _LAST_PORT
 
 
 def here() -> Verdict:

@@ -81,7 +81,7 @@ def members(
                 f"{recipe.key} does not run `vllm serve`", next_step="name recipes that do"
             )
         port = options.parse(arguments or ()).get("port", "")
-        if port and not health.is_port(port):
+        if port and not options.is_port(port):
             raise UsageError(
                 f"{recipe.key} is to listen on port {port!r}, which is none",
                 next_step="give port=N, from 1 to 65535",
