@@ -46,9 +46,9 @@ ADDRESS = f"http://127.0.0.1:{PORT}"
 GPU = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
 MIB = 1 << 20
 # Seconds until the server must answer; DeepSeek V4's other kernels are compiled at the first start.
-START_LIMIT = 420
-# Seconds for any other call; a first sleep takes 14.
-CALL_LIMIT = 60
+START_LIMIT = 540
+# Seconds for any other call; a first sleep takes 14, and a first prompt may compile kernels.
+CALL_LIMIT = 240
 # Names what a wake-up failed at, as the allocator's errors do.
 NAMES_BLOCK = re.compile(r"block 0x[0-9a-f]+ of \d+ bytes")
 # Log probabilities that are no further apart than this are the same.
@@ -61,6 +61,7 @@ LONG_PROMPTS = tuple(
     "".join(f"{n} squared is {n * n}. " for n in range(first, first + count))
     for first, count in ((1, 4), (5, 40), (50, 250))
 )
+# What the server is started with, unless the environment says otherwise.
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
     # Without these FlashInfer compiles kernels for minutes.
@@ -587,8 +588,8 @@ def main() -> int:
     parser.add_argument("--lock", type=Path, help="a file: runs that share a GPU take turns")
     parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="further flags")
     options = parser.parse_args()
-    # So that a run that is ended takes its server along.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    if call("GET", "/health")[0]:
+        sys.exit(f"another server answers at {ADDRESS}: stop it, or name another SM12X_TEST_PORT")
     report = Report()
     model = MODELS[options.model]
     theirs = earlier(options.against, len(model.prompts)) if options.against else None
@@ -609,9 +610,16 @@ def main() -> int:
                 words,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, **ENVIRONMENT},
+                env={**ENVIRONMENT, **os.environ},
                 start_new_session=True,
             )
+
+        # So that a run that is ended takes its server along, and no thread waits for an answer.
+        def end(*_: object) -> None:
+            os.killpg(server.pid, signal.SIGKILL)
+            sys.exit(143)
+
+        signal.signal(signal.SIGTERM, end)
         try:
             while call("GET", "/health")[0] != 200:
                 if server.poll() is not None or time.monotonic() - began > START_LIMIT:

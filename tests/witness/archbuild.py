@@ -1,7 +1,8 @@
 """Configures the release's own CUDA build, tells what it compiles for what, and compiles units.
 
 Nothing is fetched: the toolkit is made of the environment's packages, CUTLASS is the one that
-FlashInfer carries, and of the other sources of third parties there are empty files by their names.
+FlashInfer carries, FlashAttention is a small project of the same build rules, and of the other
+sources of third parties there are empty files by their names.
 """
 
 from __future__ import annotations
@@ -39,6 +40,32 @@ set(CUTLASS_DIR ${CMAKE_CURRENT_SOURCE_DIR} CACHE PATH "")
 set(CUTLASS_INCLUDE_DIR ${CUTLASS_DIR}/include CACHE PATH "")
 set(CUTLASS_TOOLS_UTIL_INCLUDE_DIR ${CUTLASS_DIR}/tools/util/include CACHE PATH "")
 """
+# As FlashAttention's: functions of vLLM's names, which know no target of SM12x and replace vLLM's,
+# and flags for each source. One source is named by its full path, as a glob gives it.
+_FLASH_ATTENTION = """\
+cmake_minimum_required(VERSION 3.26)
+project(flash_attention LANGUAGES CXX CUDA)
+function(cuda_archs_loose_intersection OUT SOURCES TARGETS)
+  set(${OUT})
+  foreach(target ${TARGETS})
+    if(NOT target VERSION_LESS 8.0)
+      set(${OUT} "8.0+PTX")
+    endif()
+  endforeach()
+  set(${OUT} ${${OUT}} PARENT_SCOPE)
+endfunction()
+set(sources ${CMAKE_CURRENT_SOURCE_DIR}/forward.cu split.cu)
+cuda_archs_loose_intersection(archs "8.0+PTX" "${CUDA_ARCHS}")
+if(archs)
+  foreach(code sm_80 compute_80)
+    set(flag -gencode arch=compute_80,code=${code})
+    set_property(SOURCE ${sources} APPEND PROPERTY
+      COMPILE_OPTIONS "$<$<COMPILE_LANGUAGE:CUDA>:${flag}>")
+  endforeach()
+endif()
+add_library(_vllm_fa2_C MODULE interface.cpp ${sources})
+"""
+_FLASH_ATTENTION_FILES = ("forward.cu", "split.cu", "interface.cpp")
 # Newer releases refuse GCC before 13: DeepGEMM's and DeepSelect's host code needs it. None of that
 # is compiled here.
 _OLD_GCC = """\
@@ -185,6 +212,10 @@ class Rig:
         for path in (site / "flashinfer" / "data" / "cutlass").iterdir():
             (cutlass / path.name).symlink_to(path)
         (cutlass / "CMakeLists.txt").write_text(_CUTLASS, encoding="utf-8")
+        attention = Path(found["VLLM_FLASH_ATTN_SRC_DIR"])
+        (attention / "CMakeLists.txt").write_text(_FLASH_ATTENTION, encoding="utf-8")
+        for name in _FLASH_ATTENTION_FILES:
+            (attention / name).touch()
         return found
 
     def _configure(self, tree: Path, archs: str, folder: Path) -> Build:

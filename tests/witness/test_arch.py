@@ -97,8 +97,7 @@ def configured(rig: Rig, archs: str) -> Build:
 @pytest.mark.parametrize(("build", "codes"), SM12X.items(), indirect=["build"], ids=list(SM12X))
 def test_every_unit_has_native_code(build: Build, codes: set[str]) -> None:
     declared = tomllib.loads((release() / "base.toml").read_text())["module"]
-    # FlashAttention has a build of its own, of which nothing is here.
-    modules = {module["target"] for module in declared if module["sources"]} - {"_vllm_fa2_C"}
+    modules = {module["target"] for module in declared if module["sources"]}
     assert modules == {unit.module for unit in build.units}
     short = [unit for unit in build.units if set(unit.codes) != codes]
     assert not short, "\n".join([f"with other code than {codes}:", *lines(short)])
