@@ -363,7 +363,7 @@ def call(method: str, path: str, body: dict[str, Any] | None = None) -> tuple[in
         return 0, str(error), time.monotonic() - began
 
 
-def complete(prompt: str, **settings: Any) -> tuple[int, dict[str, Any]]:
+def complete(prompt: str | list[int], **settings: Any) -> tuple[int, dict[str, Any]]:
     """HTTP status and the first choice of one greedy completion."""
     body = {"model": "model", "prompt": prompt, "temperature": 0, **settings}
     status, text, _ = call("POST", "/v1/completions", body)
@@ -388,6 +388,30 @@ def likelihoods(prompts: Sequence[str]) -> list[list[float]]:
         _, choice = complete(prompt, max_tokens=1, prompt_logprobs=0)
         ranks = (choice.get("prompt_logprobs") or [])[1:]
         found.append([next(iter(token.values()))["logprob"] for token in ranks])
+    return found
+
+
+def rescored(prompts: Sequence[str]) -> list[float]:
+    """Of each prompt, how far the log probability of a generated token is, at most, from what it
+    is when prompt and answer are read as one prompt: decode kernels, with the tokens of a draft
+    where there is one, against prefill kernels. Infinite where the server gives no token ids.
+    """
+    found: list[float] = []
+    for prompt in prompts:
+        _, choice = complete(prompt, max_tokens=48, logprobs=0, return_token_ids=True)
+        before, tokens = choice.get("prompt_token_ids"), choice.get("token_ids")
+        decoded = (choice.get("logprobs") or {}).get("token_logprobs")
+        if not before or not tokens or not decoded:
+            found.append(math.inf)
+            continue
+        _, whole = complete([*before, *tokens], max_tokens=1, prompt_logprobs=0)
+        ranks = (whole.get("prompt_logprobs") or [])[-len(tokens) :]
+        read = [
+            rank.get(str(token), {}).get("logprob", math.inf)
+            for rank, token in zip(ranks, tokens, strict=False)
+        ]
+        gaps = (abs(a - b) for a, b in zip(decoded, read, strict=False))
+        found.append(max(gaps, default=math.inf))
     return found
 
 
@@ -493,6 +517,7 @@ class Report:
         self.steps: list[dict[str, Any]] = []
         self.wrong: list[str] = []
         self.before: Before | None = None
+        self.rescored: list[float] = []
         # False: the run was ended before its last step, so an empty `wrong` says nothing.
         self.finished = False
 
@@ -529,6 +554,8 @@ def rotate(report: Report, prompts: Sequence[str], cycles: int) -> None:
     before = Before.ask(prompts)
     report.before = before
     report.step("awake", held=held())
+    report.rescored = rescored(prompts)
+    print(json.dumps({"rescored": report.rescored}))
     burst(prompts)
     report.step("eight requests at a time", held=held())
     texts = before.answers.texts
@@ -643,7 +670,7 @@ def main() -> int:
                 answers = report.before.answers
                 result |= {"texts": answers.texts, "likelihoods": answers.likelihoods}
                 result |= {"steady": report.before.steady, "noise": report.before.noise}
-            result |= {"against": against, "steps": report.steps}
+            result |= {"against": against, "rescored": report.rescored, "steps": report.steps}
             options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({"wrong": report.wrong}))
     return 1 if report.wrong else 0
