@@ -78,9 +78,11 @@ class Engine:
 
 
 class Server:
-    """One API server, as the release builds it, and a client of it."""
+    """One API server of ``servers``, as the release builds it, and a client of it."""
 
-    def __init__(self, engine: Engine, *flags: str, development: bool = True) -> None:
+    def __init__(
+        self, engine: Engine, *flags: str, development: bool = True, servers: int = 1
+    ) -> None:
         from fastapi import FastAPI, HTTPException, Request
         from fastapi.exceptions import RequestValidationError
 
@@ -88,6 +90,8 @@ class Server:
         completion = importlib.import_module("vllm.entrypoints.openai.completion.api_router")
         app = FastAPI()
         app.state.args = arguments(*flags)
+        # The engine's option, not one of those.
+        app.state.args.api_server_count = servers
         app.state.engine_client = engine
         app.state.enable_server_load_tracking = False
 
