@@ -249,7 +249,7 @@ def test_the_readme_names_its_two_commands_and_stays_short() -> None:
     commands = re.findall(r"^make ([a-z-]+)", text, flags=re.MULTILINE)
     assert commands[:2] == ["bundle", "test"]
     run = (layout.root() / ".ci" / "run").read_text()
-    assert all(re.search(rf"^make {name}\b", run, flags=re.MULTILINE) for name in commands[:2])
+    assert all(re.search(rf"^\s*make {name}\b", run, flags=re.MULTILINE) for name in commands[:2])
 
 
 def test_every_exit_code_every_patch_and_every_verb_is_described() -> None:
