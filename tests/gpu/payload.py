@@ -28,6 +28,7 @@ from packaging.utils import canonicalize_name
 
 from sm12x import layout
 from sm12x.core import index, lockfile
+from sm12x.stack import lock
 from sm12x.stack.model import base as bases
 
 PART = "55M"
@@ -101,7 +102,7 @@ def wanted(base: bases.Base, have: Iterable[str]) -> list[str]:
 def install(requirements: Iterable[str], folder: Path, python: str) -> None:
     """Install exactly these requirements, from wheels, for an x86_64 host."""
     words = [
-        *(f"{layout.root() / '.venv' / 'bin' / 'uv'}", "pip", "install", "--quiet", "--no-deps"),
+        *(lock.find_uv(), "pip", "install", "--quiet", "--no-deps"),
         *("--target", f"{folder}", "--python-version", python),
         *("--python-platform", "x86_64-manylinux_2_39", *requirements),
     ]
@@ -148,6 +149,9 @@ def main() -> int:
     wheels = sorted(layout.dist(base.version).glob("*.whl"))
     if len(wheels) != 1:
         sys.exit(f"make bundle BASE={base.version} ARGS=--no-image first")
+    zstd = shutil.which("zstd")
+    if not zstd:
+        sys.exit("the host is given this machine's zstd, and there is none: install it")
     if options.out.exists():
         sys.exit(f"{options.out} is there already: name another folder")
     tree = options.out / "tree"
@@ -165,26 +169,24 @@ def main() -> int:
     official = index.fetch("vllm", pinned.name, pinned.sha256, cache=layout.cache())
     added = untouched(base, wheels[0], official, tree / "untouched")
     (tree / "added.txt").write_text("".join(f"{name}\n" for name in added), "utf-8")
-    pack(tree, options.out)
+    pack(tree, options.out, zstd)
     return 0
 
 
-def pack(tree: Path, out: Path) -> None:
-    """Make ``tree`` parts of one archive, with `unpack.sh` and the zstd that it calls."""
+def pack(tree: Path, out: Path, zstd: str) -> None:
+    """Make ``tree`` parts of one archive, with `unpack.sh` and the ``zstd`` that it calls."""
     words = ["tar", "-C", f"{tree}", "-cf", "-", *sorted(path.name for path in tree.iterdir())]
     with subprocess.Popen(words, stdout=subprocess.PIPE) as tar:
-        zstd = ["zstd", "-q", "-10", "--long=27", "-T0", "-o", f"{out / 'packed'}"]
-        subprocess.run(zstd, stdin=tar.stdout, check=True)
+        words = [zstd, "-q", "-10", "--long=27", "-T0", "-o", f"{out / 'packed'}"]
+        subprocess.run(words, stdin=tar.stdout, check=True)
     if tar.returncode:
         sys.exit(f"tar ended with {tar.returncode}")
     words = ["split", "-b", PART, "-d", "-a", "2", f"{out / 'packed'}", f"{out / 'part.'}"]
     subprocess.run(words, check=True)
     (out / "packed").unlink()
     shutil.rmtree(tree)
-    program = shutil.which("zstd")
-    assert program
-    shutil.copy(program, out)
-    listed = subprocess.run(["ldd", program], check=True, stdout=subprocess.PIPE, text=True).stdout
+    shutil.copy(zstd, out)
+    listed = subprocess.run(["ldd", zstd], check=True, stdout=subprocess.PIPE, text=True).stdout
     for library in re.findall(r"=> (\S*/lib(?:z|lz4|lzma)\.so\S*)", listed):
         shutil.copy(library, out)
     (out / "unpack.sh").write_text(UNPACK, "utf-8")

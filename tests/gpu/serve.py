@@ -615,6 +615,8 @@ def main() -> int:
     parser.add_argument("--lock", type=Path, help="a file: runs that share a GPU take turns")
     parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="further flags")
     options = parser.parse_args()
+    # So that a run that is ended cleans up, and takes its server along once there is one.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if call("GET", "/health")[0]:
         sys.exit(f"another server answers at {ADDRESS}: stop it, or name another SM12X_TEST_PORT")
     report = Report()
@@ -641,9 +643,14 @@ def main() -> int:
                 start_new_session=True,
             )
 
-        # So that a run that is ended takes its server along, and no thread waits for an answer.
+        def stop() -> None:
+            # A server that ended by itself, and whose processes have too, is no group any more.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)
+
+        # At once, so that no thread waits for an answer.
         def end(*_: object) -> None:
-            os.killpg(server.pid, signal.SIGKILL)
+            stop()
             sys.exit(143)
 
         signal.signal(signal.SIGTERM, end)
@@ -661,9 +668,7 @@ def main() -> int:
                 print(json.dumps({"against": against}))
             report.finished = True
         finally:
-            # A server that ended by itself, and whose processes have too, is no group any more.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(server.pid, signal.SIGKILL)
+            stop()
             server.wait()
             result: dict[str, Any] = {"finished": report.finished, "wrong": report.wrong}
             if report.before:
