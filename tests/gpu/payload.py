@@ -10,7 +10,8 @@ line. On the host, with all parts in one folder:
 
 leaves TARGET/stack and TARGET/stock, hard-linked: the packages of the base's lock that the host
 lacks and vLLM, as bundled and with the release's own Python and allocator. Either is used as
-PYTHONPATH. FlashAttention 2's module is left out for its size; importing vLLM needs one of 2 and 3.
+PYTHONPATH, or both by tests.gpu.walk. FlashAttention 2's module is left out for its size; importing
+vLLM needs one of 2 and 3.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ cp -al stack stock
   rm -f "stock/$path"
   cp "untouched/$path" "stock/$path"
 done
+touch unpacked
 """
 
 

@@ -5,9 +5,9 @@ mixture-of-experts model on the first visible GPU. Another process then takes so
 that a wake-up must fail, and gives it back. Printed and written as JSON: the times, the memory in
 use after each step, and `wrong`. `wrong` is empty where answers are the same before and after, a
 refused wake-up leaves no more in use than a sleeping server, and the same wake-up works once there
-is memory. Answers are the same where greedy text is, of every prompt whose text is the same twice
-without a sleep, and where the log probabilities of a prompt's tokens are no further apart than
-twice what they are without a sleep.
+is memory. Answers are the same where greedy text is, of every prompt whose text and log
+probabilities are the same twice without a sleep, and where the log probabilities of a prompt's
+tokens are no further apart than twice what they are without a sleep.
 
 `--against REPORT` compares with an earlier run, of another attention kernel, say: where greedy text
 parts, and how far the log probabilities of the prompts' tokens are from each other.
@@ -448,11 +448,17 @@ class Before:
     noise: list[float]
 
     @classmethod
-    def ask(cls, prompts: Sequence[str]) -> Before:
-        first, again = Answers.ask(prompts), Answers.ask(prompts)
+    def of(cls, first: Answers, again: Answers) -> Before:
+        """What two rounds of the same prompts tell. Where log probabilities are not the same
+        twice, a text that is has been so by chance, and may be another one the third time.
+        """
+        noise = first.distances(again)
         # Texts end at the first prompt that gets none.
-        same = [first.texts[n : n + 1] == again.texts[n : n + 1] != [] for n in range(len(prompts))]
-        return cls(answers=first, steady=same, noise=first.distances(again))
+        same = [
+            first.texts[n : n + 1] == again.texts[n : n + 1] != [] and distance <= EXACT
+            for n, distance in enumerate(noise)
+        ]
+        return cls(answers=first, steady=same, noise=noise)
 
     def differences(self, now: Answers) -> list[str]:
         """What of the answers is not the same any more; empty where all is."""
@@ -551,7 +557,7 @@ class Report:
 
 def rotate(report: Report, prompts: Sequence[str], cycles: int) -> None:
     """Cycles of sleep and wake, then a wake-up that another process is in the way of."""
-    before = Before.ask(prompts)
+    before = Before.of(Answers.ask(prompts), Answers.ask(prompts))
     report.before = before
     report.step("awake", held=held())
     report.rescored = rescored(prompts)

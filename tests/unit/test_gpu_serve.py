@@ -37,3 +37,16 @@ def test_a_server_that_does_not_answer_is_different() -> None:
     found = before(steady=False).differences(silent)
     assert len(found) == 3
     assert silent.distances(silent) == [math.inf, math.inf]
+
+
+def test_a_text_is_steady_only_where_log_probabilities_are() -> None:
+    first = Answers(texts=["one", "two", "three"], likelihoods=[[-1.0], [-2.0], [-3.0]])
+    again = Answers(texts=["one", "two", "four"], likelihoods=[[-1.0], [-2.2], [-3.0]])
+    seen = Before.of(first, again)
+    assert seen.steady == [True, False, False]
+    assert seen.noise == pytest.approx([0.0, 0.2, 0.0])
+    assert Before.of(first, Answers(texts=["one"], likelihoods=[[-1.0], [-2.0], []])).steady == [
+        True,
+        False,
+        False,
+    ]

@@ -1,0 +1,342 @@
+"""Every GPU run of one or more bases, on all GPUs of a host: python -m tests.gpu.walk --help
+
+    python -m tests.gpu.walk 0.21.0=TARGET 0.33.0=TARGET --out DIR
+
+TARGET is where `unpack.sh` of tests.gpu.payload puts a base; a run starts once its TARGET is
+unpacked, so one base can be sent while another runs. The runs are in the order below: those that
+compile kernels first, those that read another run's report after it. A run gets GPUs, a port and a
+process group of its own. DIR gets NAME.json and NAME.txt of each run, NAME.log of a server, and
+walk.json with the exit code and the seconds of each.
+
+Exit code 1 where a run failed, took too long or could not start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+# Written by unpack.sh when all of a base is there.
+UNPACKED = "unpacked"
+# The release's Python without DeepGEMM and FlashMLA, made here.
+ABSENT = "absent"
+LEFT_OUT = ("vllm/third_party/deep_gemm", "vllm/third_party/flashmla", "vllm/_flashmla*.so")
+OPS = "{tree}/vllm/v1/attention/ops"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One command. ``{tree}`` and ``{out}`` in ``words`` and ``path`` are the packages' folder and
+    the folder of the reports; ``after`` names runs that must have ended, well or not.
+    """
+
+    base: str
+    name: str
+    words: tuple[str, ...]
+    tree: str = "stack"
+    gpus: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)
+    path: tuple[str, ...] = ("{tree}",)
+    after: tuple[str, ...] = ()
+    limit: int = 500
+
+
+def serve(
+    base: str,
+    name: str,
+    model: str,
+    *flags: str,
+    tree: str = "stack",
+    gpus: int = 1,
+    environment: Mapping[str, str] | None = None,
+    against: str = "",
+    limit: int = 500,
+) -> Run:
+    """A run of tests.gpu.serve. ``flags`` are its own and, after --serve, the server's."""
+    words = ["-m", "tests.gpu.serve", "--model", model, "--out", f"{{out}}/{name}.json"]
+    if against:
+        words += ["--against", f"{{out}}/{against}.json"]
+    # A warm-up of DeepGEMM compiles for minutes what these models do not call.
+    settings = {"VLLM_DEEP_GEMM_WARMUP": "skip", **(environment or {})}
+    return Run(
+        base=base,
+        name=name,
+        words=(*words, *flags),
+        tree=tree,
+        gpus=gpus,
+        environment=settings,
+        after=(against,) if against else (),
+        limit=limit,
+    )
+
+
+V4 = ("deepseek-v4", "--cycles", "1")
+PORTABLE, STOCK = {"VLLM_TRITON_MLA_SPARSE": "1"}, {"VLLM_TRITON_MLA_SPARSE": "0"}
+KEEP = ("--sleep-mode-backend", "keep")
+TP2, PP2 = ("--tensor-parallel-size", "2"), ("--pipeline-parallel-size", "2")
+
+
+def draft(tokens: int) -> tuple[str, str]:
+    return "--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": tokens})
+
+
+def measured(name: str, *words: str, path: tuple[str, ...] = ("{tree}",), limit: int = 200) -> Run:
+    """A benchmark of the portable kernels of 0.21.0."""
+    out = ("--out", f"{{out}}/{name}.json")
+    return Run(base="0.21.0", name=name, words=(*words, *out), path=path, limit=limit)
+
+
+RANDOM = ("-m", "tests.gpu.sparse_mla_random", "{tree}")
+RUNS = (
+    # Compiles for five minutes before it is healthy, and for four more at its first prompts.
+    serve("0.21.0", "portable", *V4, environment=PORTABLE, limit=800),
+    measured("sparse-mla", "benchmarks/sparse_mla.py", "{tree}", "--flashmla", "{tree}",
+             "--random", "150"),
+    measured("deepgemm", "benchmarks/portable_deepgemm.py", "--no-sweep",
+             path=(OPS, "{tree}/vllm/third_party")),
+    measured("random", *RANDOM, "--shapes", "10000"),
+    Run(base="0.21.0", name="sanitizer",
+        words=("compute-sanitizer", "--error-exitcode", "9", sys.executable, *RANDOM,
+               "--out", "{out}/sanitizer.json", "--first", "20000", "--shapes", "60",
+               "--step", "1")),
+    serve("0.21.0", "stock", *V4, environment=STOCK, limit=800),
+    serve("0.21.0", "mtp", *V4, "--serve", *draft(2), environment=PORTABLE, against="portable"),
+    serve("0.21.0", "absent", *V4, "--graphs", "--serve", "--enable-prefix-caching", tree=ABSENT,
+          environment=PORTABLE, against="portable"),
+    serve("0.21.0", "tp2", *V4, "--serve", *TP2, gpus=2, environment=PORTABLE, against="portable"),
+    serve("0.21.0", "pp2", *V4, "--serve", *PP2, gpus=2, environment=PORTABLE, against="portable"),
+    serve("0.33.0", "33-v4", *V4, "--serve", *KEEP, limit=800),
+    serve("0.33.0", "33-hybrid", "hybrid", "--serve", *KEEP),
+    serve("0.33.0", "33-moe", "qwen3-moe", "--serve", *KEEP),
+    serve("0.33.0", "33-dense", "dense-fp8", "--serve", *KEEP),
+    serve("0.33.0", "33-smoke", "smoke", "--serve", *KEEP),
+    serve("0.33.0", "33-hybrid-stock", "hybrid", tree="stock", against="33-hybrid"),
+    serve("0.33.0", "33-moe-stock", "qwen3-moe", tree="stock", against="33-moe"),
+    serve("0.33.0", "33-dense-stock", "dense-fp8", tree="stock", against="33-dense"),
+    serve("0.33.0", "33-smoke-stock", "smoke", tree="stock", against="33-smoke"),
+    serve("0.33.0", "33-v4-stock", *V4, tree="stock", against="33-v4", limit=800),
+    # FlashInfer's all-reduce compiles for minutes.
+    serve("0.33.0", "33-tp2", "qwen3-moe", "--serve", *TP2, *KEEP, gpus=2,
+          environment={"VLLM_ALLREDUCE_USE_FLASHINFER": "0"}, against="33-moe"),
+)  # fmt: skip
+
+
+def next_run(
+    waiting: Sequence[Run],
+    *,
+    free: int,
+    pending: Collection[str],
+    there: Collection[tuple[str, str]],
+) -> Run | None:
+    """The run to start now, if any.
+
+    Runs keep their order, but one whose packages are not there yet, or that comes after a run that
+    has not ended, lets those behind it pass. One that waits for more GPUs does not: it would wait
+    for as long as there are small ones.
+
+    Args:
+        free: GPUs that no run has.
+        pending: names of runs that wait or run.
+        there: bases and trees that can be used.
+    """
+    for run in waiting:
+        if (run.base, run.tree) not in there or {*run.after} & {*pending}:
+            continue
+        return run if run.gpus <= free else None
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """``code`` is the exit code, None of a run that could not start."""
+
+    code: int | None = None
+    seconds: float = 0.0
+
+
+class Started:
+    """A run under way: its process, its GPUs, and since when."""
+
+    def __init__(self, run: Run, tree: Path, out: Path, gpus: Sequence[int], number: int) -> None:
+        def filled(words: Sequence[str]) -> list[str]:
+            return [word.replace("{tree}", f"{tree}").replace("{out}", f"{out}") for word in words]
+
+        self.run, self.gpus = run, tuple(gpus)
+        path = [f"{ROOT}", f"{ROOT / 'scripts'}", *filled(run.path)]
+        words = filled(run.words)
+        if words[0] == "-m" or words[0].endswith(".py"):
+            words = [sys.executable, *words]
+        # Ports of servers and of their engines, far from each other.
+        ports = {"SM12X_TEST_PORT": f"{8200 + number}", "VLLM_PORT": f"{20000 + 200 * number}"}
+        own = {"PYTHONPATH": ":".join(path), "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+        self._began = time.monotonic()
+        with (out / f"{run.name}.txt").open("w") as text:
+            self._process = subprocess.Popen(
+                words,
+                cwd=ROOT,
+                env={**os.environ, **run.environment, **ports, **own},
+                stdout=text,
+                stderr=text,
+                start_new_session=True,
+            )
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    def ended(self) -> int | None:
+        """The exit code, None while it runs. A run that is over its time is ended."""
+        if self._process.poll() is None and self.seconds > self.run.limit:
+            self.stop()
+        return self._process.poll()
+
+    def stop(self) -> None:
+        """End the run; its own process ends the server and writes the report."""
+        self._process.terminate()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+def without_libraries(target: Path) -> None:
+    """Make TARGET/absent, hard-linked, in one step."""
+    staged = target / f"{ABSENT}.part"
+    shutil.rmtree(staged, ignore_errors=True)
+    shutil.copytree(target / "stack", staged, copy_function=os.link, symlinks=True)
+    for pattern in LEFT_OUT:
+        for path in [*staged.glob(pattern)]:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    staged.rename(target / ABSENT)
+
+
+def usable(targets: Mapping[str, Path], runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
+    """The bases and trees of ``runs`` that are there; makes the one that is made here."""
+    for base, tree in {(run.base, run.tree) for run in runs}:
+        target = targets[base]
+        if not (target / UNPACKED).is_file():
+            continue
+        if tree == ABSENT and not (target / ABSENT).is_dir():
+            without_libraries(target)
+        if (target / tree).is_dir():
+            yield base, tree
+
+
+def walk(
+    runs: Sequence[Run], targets: Mapping[str, Path], out: Path, *, gpus: int, patience: float
+) -> dict[str, Result]:
+    """Start the runs as GPUs become free.
+
+    Args:
+        patience: seconds to wait for packages that are not there, while nothing runs.
+
+    Returns:
+        What became of each run, by name.
+    """
+    results = {run.name: Result() for run in runs}
+    waiting, running, free = [*runs], list[Started](), [*range(gpus)]
+    idle = time.monotonic()
+    try:
+        while waiting or running:
+            for started in [*running]:
+                code = started.ended()
+                if code is None:
+                    continue
+                running.remove(started)
+                free = sorted([*free, *started.gpus])
+                seconds = round(started.seconds, 1)
+                results[started.run.name] = Result(code=code, seconds=seconds)
+                print(f"{started.run.name}: exit code {code} after {seconds} s", flush=True)
+                write(results, out)
+            pending = {run.name for run in (*waiting, *(started.run for started in running))}
+            there = set(usable(targets, waiting))
+            run = next_run(waiting, free=len(free), pending=pending, there=there)
+            if run:
+                waiting.remove(run)
+                taken, free = free[: run.gpus], free[run.gpus :]
+                tree = targets[run.base] / run.tree
+                number = len(runs) - len(waiting)
+                running.append(Started(run, tree, out, taken, number))
+                print(f"{run.name}: started on GPU {', '.join(map(str, taken))}", flush=True)
+                continue
+            if running:
+                idle = time.monotonic()
+            elif time.monotonic() - idle > patience:
+                break
+            time.sleep(0.5)
+    finally:
+        for started in running:
+            started.stop()
+        write(results, out)
+    return results
+
+
+def write(results: Mapping[str, Result], out: Path) -> None:
+    told = {name: asdict(result) for name, result in results.items()}
+    (out / "walk.json").write_text(json.dumps(told, indent=1) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("target", nargs="+", metavar="BASE=TARGET", help="a base, unpacked")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--gpus", type=int, default=2, help="of the host (default: 2)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these runs alone")
+    parser.add_argument("--skip", nargs="+", default=[], metavar="NAME", help="all runs but these")
+    parser.add_argument(
+        "--patience", type=float, default=0, metavar="S", help="seconds to wait for packages"
+    )
+    options = parser.parse_args()
+    targets: dict[str, Path] = {}
+    for word in options.target:
+        base, _, folder = word.partition("=")
+        if base not in {run.base for run in RUNS} or not folder:
+            parser.error(
+                f"{word!r} is not BASE=TARGET with a base of {sorted({r.base for r in RUNS})}"
+            )
+        targets[base] = Path(folder).resolve()
+    unknown = {*options.only, *options.skip} - {run.name for run in RUNS}
+    if unknown:
+        parser.error(f"no run is called {', '.join(sorted(unknown))}")
+    runs = [
+        run
+        for run in RUNS
+        if run.base in targets
+        and run.name not in options.skip
+        and (not options.only or run.name in options.only)
+    ]
+    too_large = [run.name for run in runs if run.gpus > options.gpus]
+    runs = [run for run in runs if run.gpus <= options.gpus]
+    options.out.mkdir(parents=True, exist_ok=True)
+    out = options.out.resolve()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    results = walk(runs, targets, out, gpus=options.gpus, patience=options.patience)
+    for name in too_large:
+        print(f"{name}: not run, needs more GPUs than --gpus")
+    wrong = [name for name, result in results.items() if result.code != 0]
+    for name in wrong:
+        code = results[name].code
+        print(
+            f"{name}: " + ("not run, no packages" if code is None else f"failed, {out}/{name}.txt")
+        )
+    print(f"{len(results) - len(wrong)} of {len(results) + len(too_large)} runs passed")
+    return 1 if wrong or too_large else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
