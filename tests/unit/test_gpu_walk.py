@@ -25,6 +25,7 @@ def run(name: str, *, gpus: int = 1, after: tuple[str, ...] = (), tree: str = "s
         ([run("a", tree="stock"), run("b")], 1, set(), "b"),
         # A small run does not pass a large one.
         ([run("a", gpus=2), run("b")], 1, set(), None),
+        ([run("a", gpus=2), run("b"), run("c", gpus=0)], 1, set(), "c"),
         ([run("a", gpus=2), run("b")], 2, set(), "a"),
         ([], 2, set(), None),
     ],
