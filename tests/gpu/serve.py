@@ -598,6 +598,60 @@ def rotate(report: Report, prompts: Sequence[str], cycles: int) -> None:
     report.same(before, Answers.ask(prompts), "after the repeated wake-up")
 
 
+def command(
+    folder: Path, model: Model, *, port: int, utilization: str, graphs: bool, flags: Sequence[str]
+) -> list[str]:
+    """What starts a server of the model in ``folder``, with sleep mode."""
+    return [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", f"{folder}", "--served-model-name", "model"),
+        *("--worker-extension-cls", "tests.gpu.probe.Probe"),
+        *("--port", f"{port}", "--enable-sleep-mode", "--gpu-memory-utilization", utilization),
+        *(GRAPHS if graphs else ["--enforce-eager"]),
+        *model.flags,
+        *flags,
+    ]
+
+
+class Process:
+    """A server's processes, and the file of what they print."""
+
+    def __init__(self, words: Sequence[str], log: Path) -> None:
+        self._log = log
+        with log.open("w") as output:
+            self._process = subprocess.Popen(
+                words,
+                stdout=output,
+                stderr=output,
+                env={**ENVIRONMENT, **os.environ},
+                start_new_session=True,
+            )
+
+    def healthy(self, is_up: Callable[[], bool]) -> float | None:
+        """The seconds until the server answers, None where it does not: its last words are printed.
+
+        Args:
+            is_up: whether it answers now.
+        """
+        began = time.monotonic()
+        while not is_up():
+            if self._process.poll() is not None or time.monotonic() - began > START_LIMIT:
+                print(self._log.read_text()[-4000:])
+                return None
+            time.sleep(0.5)
+        return time.monotonic() - began
+
+    def kill(self) -> None:
+        """SIGKILL to all of them, at once: no thread waits for an answer."""
+        # A server that ended by itself, and whose processes have too, is no group any more.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def stop(self) -> None:
+        self.kill()
+        self._process.wait()
+
+
 @contextlib.contextmanager
 def turn(lock: Path | None) -> Iterator[None]:
     """Runs that name this file start at the same time, and are timed one after the other."""
@@ -631,42 +685,26 @@ def main() -> int:
     against: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         model.make(Path(scratch) / "model", options.layers)
-        log = options.out.with_suffix(".log")
-        words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        words += ["--model", f"{scratch}/model", "--served-model-name", "model"]
-        words += ["--worker-extension-cls", "tests.gpu.probe.Probe"]
-        words += ["--port", str(PORT), "--enable-sleep-mode", "--gpu-memory-utilization"]
-        words += [options.utilization]
-        words += GRAPHS if options.graphs else ["--enforce-eager"]
-        words += [*model.flags, *options.serve]
-        began = time.monotonic()
-        with log.open("w") as output:
-            server = subprocess.Popen(
-                words,
-                stdout=output,
-                stderr=output,
-                env={**ENVIRONMENT, **os.environ},
-                start_new_session=True,
-            )
+        words = command(
+            Path(scratch) / "model",
+            model,
+            port=PORT,
+            utilization=options.utilization,
+            graphs=options.graphs,
+            flags=options.serve,
+        )
+        server = Process(words, options.out.with_suffix(".log"))
 
-        def stop() -> None:
-            # A server that ended by itself, and whose processes have too, is no group any more.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(server.pid, signal.SIGKILL)
-
-        # At once, so that no thread waits for an answer.
         def end(*_: object) -> None:
-            stop()
+            server.kill()
             sys.exit(143)
 
         signal.signal(signal.SIGTERM, end)
         try:
-            while call("GET", "/health")[0] != 200:
-                if server.poll() is not None or time.monotonic() - began > START_LIMIT:
-                    print(log.read_text()[-4000:])
-                    return 2
-                time.sleep(0.5)
-            report.step("healthy", seconds=time.monotonic() - began, held=held())
+            seconds = server.healthy(lambda: call("GET", "/health")[0] == 200)
+            if seconds is None:
+                return 2
+            report.step("healthy", seconds=seconds, held=held())
             with turn(options.lock):
                 rotate(report, model.prompts, options.cycles)
             if theirs and report.before:
@@ -674,8 +712,7 @@ def main() -> int:
                 print(json.dumps({"against": against}))
             report.finished = True
         finally:
-            stop()
-            server.wait()
+            server.stop()
             result: dict[str, Any] = {"finished": report.finished, "wrong": report.wrong}
             if report.before:
                 answers = report.before.answers

@@ -132,6 +132,12 @@ RUNS = (
     serve("0.33.0", "33-dense-stock", "dense-fp8", tree="stock", against="33-dense"),
     serve("0.33.0", "33-smoke-stock", "smoke", tree="stock", against="33-smoke"),
     serve("0.33.0", "33-v4-stock", *V4, tree="stock", against="33-v4", limit=800),
+    Run(base="0.33.0", name="33-rotate", gpus=2, limit=600,
+        words=("-m", "tests.gpu.rotate", "--cycles", "50", "--out", "{out}/33-rotate.json",
+               "--serve", *TP2, *KEEP),
+        environment={"VLLM_ALLREDUCE_USE_FLASHINFER": "0"}),
+    Run(base="0.21.0", name="rotate", limit=600,
+        words=("-m", "tests.gpu.rotate", "--cycles", "20", "--out", "{out}/rotate.json")),
     # A start that compiles FlashInfer's sampling, and one that finds it compiled.
     Run(base="0.33.0", name="33-aot-build", gpus=0, limit=600,
         words=("-m", "tests.gpu.aot", "{target}", "--base", "0.33.0",

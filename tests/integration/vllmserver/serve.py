@@ -22,7 +22,11 @@ from urllib.parse import parse_qs, urlsplit
 GIB, MIB = 1 << 30, 1 << 20
 SETTINGS: dict[str, Any] = {
     "key": "",
+    # 0: any free one.
+    "port": 0,
     "model": "tiny",
+    # What its texts begin with.
+    "says": "",
     "version": "0.21.0",
     "asleep": False,
     # Which routes there are: of sleep mode, and of development mode.
@@ -112,7 +116,7 @@ class Engine:
             return ""
         if SETTINGS["garbage_after"] and woken >= SETTINGS["garbage_after"]:
             return "!" * 48
-        words = f"as in {prompt[-12:]!r}, one by one, and then the sea was quiet"
+        words = f"{SETTINGS['says']}as in {prompt[-12:]!r}, one by one, and then the sea was quiet"
         if SETTINGS["other_text_after"] and woken >= SETTINGS["other_text_after"]:
             words = words.replace("quiet", "loud")
         return f"{words} {time.monotonic_ns()}" if SETTINGS["unsteady"] else words
@@ -176,7 +180,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return
         if self.refused(name):
             return
-        if name == "version":
+        if name == "health":
+            self.answer(200, "")
+        elif name == "version":
             self.answer(200, {"version": SETTINGS["version"]})
         elif name == "models":
             self.answer(200, {"object": "list", "data": [{"id": SETTINGS["model"]}]})
@@ -260,6 +266,6 @@ class Listener(http.server.ThreadingHTTPServer):
 
 
 if __name__ == "__main__":
-    server = Listener(("127.0.0.1", 0), Handler)
+    server = Listener(("127.0.0.1", SETTINGS["port"]), Handler)
     print(server.server_address[1], flush=True)
     server.serve_forever()

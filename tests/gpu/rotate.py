@@ -1,0 +1,217 @@
+"""Two servers that take turns on the same GPUs, and the end of either of them:
+
+    python -m tests.gpu.rotate --out REPORT
+
+Two random models of one kind, one with fewer layers, are served on the visible GPUs, each with its
+share of them while the other sleeps. `sm12x verify URL URL` lets them take turns; REPORT gets its
+report as `verify`. Then the server that sleeps is killed (SIGKILL): the other must go on as before.
+It is started again, takes its turn and is killed while it is awake: the one that sleeps must wake
+up and answer as before. `wrong` says what was not so.
+
+Exit code 1 where something is wrong, 2 where a server did not start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.gpu import serve
+
+from sm12x.core.errors import ServerError
+from sm12x.verify.client import Access, Server
+
+# The second model has so many layers fewer.
+FEWER = 2
+TOKENS = 48
+# Seconds in which the driver takes back what a killed process held.
+GRACE = 20.0
+# MiB that an answer's buffers may add.
+SLACK = 64
+
+
+class StartError(Exception):
+    """A server did not start; its last words are printed."""
+
+
+@dataclass(kw_only=True)
+class Member:
+    """One server, with what it is started with and its answers before anything happened to it."""
+
+    name: str
+    words: list[str]
+    port: int
+    log: Path
+    prompts: Sequence[str]
+    process: serve.Process | None = None
+    texts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        access = Access(timeout=serve.CALL_LIMIT)
+        self.server = Server(self.name, f"http://127.0.0.1:{self.port}", access)
+
+    def start(self) -> float:
+        """Seconds until it answers. Raises StartError."""
+        self.process = serve.Process(self.words, self.log)
+        seconds = self.process.healthy(self._is_up)
+        if seconds is None:
+            raise StartError(self.name)
+        self.server.identify()
+        return seconds
+
+    def ask(self) -> tuple[str, ...]:
+        """The greedy text of each prompt. Raises ServerError."""
+        return tuple(self.server.complete(prompt, TOKENS).text for prompt in self.prompts)
+
+    def kill(self) -> None:
+        if self.process:
+            self.process.stop()
+            self.process = None
+
+    def _is_up(self) -> bool:
+        try:
+            return self.server.send("GET", "/health", timeout=5).status == 200
+        except ServerError:
+            return False
+
+
+class Report:
+    """What was seen, step by step, and what of it is wrong."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, Any]] = []
+        self.wrong: list[str] = []
+        self.verify: dict[str, Any] = {}
+        self.finished = False
+
+    def step(self, name: str, seconds: float) -> int:
+        memory = serve.used()
+        self.steps.append({"step": name, "seconds": round(seconds, 3), "used_mib": memory})
+        print(json.dumps(self.steps[-1]), flush=True)
+        return memory
+
+    def expect(self, right: bool, problem: str) -> None:
+        if not right:
+            self.wrong.append(problem)
+            print(json.dumps({"wrong": problem}), flush=True)
+
+
+def settle(most: int) -> None:
+    """Wait until no more than ``most`` MiB are in use, for GRACE seconds at most."""
+    end = time.monotonic() + GRACE
+    while serve.used() > most and time.monotonic() < end:
+        time.sleep(0.5)
+
+
+def verify(first: Member, second: Member, cycles: int, out: Path) -> tuple[int, dict[str, Any]]:
+    """Exit code and report of `sm12x verify` with both, turn by turn."""
+    path = out.with_suffix(".verify.json")
+    words = [sys.executable, "-m", "sm12x", "verify", second.server.url, first.server.url]
+    words += ["--cycles", f"{cycles}", "--random-weights", "--save", f"{path}"]
+    words += ["--save", f"{out.with_suffix('.verify.md')}"]
+    done = subprocess.run(words, check=False)
+    return done.returncode, json.loads(path.read_text()) if path.is_file() else {}
+
+
+def run(report: Report, first: Member, second: Member, cycles: int, out: Path) -> None:
+    """Both servers' turns and ends. Raises StartError, and ServerError where one fails a call."""
+    report.step(f"{first.name} started", first.start())
+    first.texts = first.ask()
+    report.expect(first.ask() == first.texts, f"{first.name} answers differently without a sleep")
+    asleep = report.step(f"{first.name} asleep", first.server.sleep(1))
+    report.step(f"{second.name} started", second.start())
+    second.texts = second.ask()
+    report.expect(second.texts != first.texts, "both models answer alike: nothing tells them apart")
+
+    code, report.verify = verify(first, second, cycles, out)
+    report.expect(code == 0, f"`sm12x verify` ends with {code}")
+    report.expect(
+        second.ask() == second.texts, f"{second.name} answers differently after the turns"
+    )
+    awake = report.step("after the turns", 0)
+
+    first.kill()
+    settle(awake - 1)
+    left = report.step(f"{first.name} killed asleep", 0)
+    report.expect(left < awake, f"nothing is given back of {first.name}'s {asleep} MiB")
+    report.expect(
+        second.ask() == second.texts, f"{second.name} answers differently: peer killed asleep"
+    )
+
+    slept = report.step(f"{second.name} asleep", second.server.sleep(1))
+    report.step(f"{first.name} started again", first.start())
+    report.expect(first.ask() == first.texts, f"{first.name} answers differently: started again")
+    first.kill()
+    settle(slept + SLACK)
+    left = report.step(f"{first.name} killed awake", 0)
+    report.expect(left <= slept + SLACK, f"{left - slept} MiB more in use than before it started")
+    report.step(f"{second.name} awake", second.server.wake_up())
+    report.expect(
+        second.ask() == second.texts, f"{second.name} answers differently: peer killed awake"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="REPORT")
+    parser.add_argument("--model", choices=serve.MODELS, default="qwen3-moe")
+    parser.add_argument("--layers", type=int, default=14, help="of the first (default: 14)")
+    parser.add_argument("--cycles", type=int, default=10)
+    parser.add_argument("--utilization", default="0.6", help="of the GPUs' memory (default: 0.6)")
+    parser.add_argument("--graphs", action="store_true", help="CUDA graphs, without torch.compile")
+    parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="further flags")
+    options = parser.parse_args()
+    if options.layers <= FEWER:
+        parser.error(f"--layers takes more than {FEWER}")
+    model = serve.MODELS[options.model]
+    report = Report()
+    with tempfile.TemporaryDirectory() as scratch:
+        members = []
+        for number, layers in enumerate((options.layers, options.layers - FEWER)):
+            name = f"{options.model} of {layers} layers"
+            folder = Path(scratch) / f"{number}"
+            model.make(folder, layers)
+            port = serve.PORT + 50 * number
+            words = serve.command(
+                folder,
+                model,
+                port=port,
+                utilization=options.utilization,
+                graphs=options.graphs,
+                flags=options.serve,
+            )
+            log = options.out.with_suffix(f".{number}.log")
+            members.append(
+                Member(name=name, words=words, port=port, log=log, prompts=model.prompts)
+            )
+        first, second = members
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        try:
+            run(report, first, second, options.cycles, options.out)
+            report.finished = True
+        except StartError:
+            return 2
+        except ServerError as error:
+            report.expect(False, f"{error}")
+        finally:
+            for member in members:
+                member.kill()
+            result = {"finished": report.finished, "wrong": report.wrong, "steps": report.steps}
+            options.out.write_text(json.dumps({**result, "verify": report.verify}, indent=1) + "\n")
+    print(json.dumps({"wrong": report.wrong}))
+    return 1 if report.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
