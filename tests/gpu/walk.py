@@ -296,7 +296,8 @@ def walk(
                 tree = targets[run.base] / run.tree
                 number = len(runs) - len(waiting)
                 running.append(Started(run, tree, out, taken, number))
-                print(f"{run.name}: started on GPU {', '.join(map(str, taken))}", flush=True)
+                where = f"on GPU {', '.join(map(str, taken))}" if taken else "beside the others"
+                print(f"{run.name}: started {where}", flush=True)
                 continue
             if running:
                 idle = time.monotonic()
