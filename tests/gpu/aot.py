@@ -10,12 +10,13 @@ TARGET/aot starts without compiling it; tests.gpu.walk runs one of each. Needs t
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import tempfile
 from pathlib import Path
 
-from sm12x.core import cudaarch, declared
+from tests.gpu import walk
+
+from sm12x.core import declared
 from sm12x.stack.model import base as bases
 from sm12x.wheel import flashinfer
 
@@ -28,14 +29,11 @@ def compile_into(target: Path, base: bases.Base, arch_list: str) -> flashinfer.R
     request = flashinfer.Request(
         arch_list=flashinfer.targets(arch_list), key="walk", modules=modules
     )
-    staged = target / "aot.part"
-    shutil.rmtree(staged, ignore_errors=True)
     with tempfile.TemporaryDirectory() as scratch:
         made = Path(scratch) / "made"
         record = flashinfer.build(request, made, Path(scratch) / "work", on_line=print)
-        shutil.copytree(target / "stack", staged, copy_function=os.link, symlinks=True)
-        shutil.copytree(made / "aot", staged / flashinfer.FOLDER, dirs_exist_ok=True)
-    staged.rename(target / "aot")
+        with walk.variant(target, "aot") as staged:
+            shutil.copytree(made / "aot", staged / flashinfer.FOLDER, dirs_exist_ok=True)
     return record
 
 
@@ -48,7 +46,6 @@ def main() -> None:
     parser.add_argument("--arch-list", default="9.0a;12.0a;12.1a", help="default: %(default)s")
     parser.add_argument("--out", type=Path, required=True, metavar="REPORT")
     options = parser.parse_args()
-    cudaarch.parse_list(options.arch_list)
     record = compile_into(options.target.resolve(), bases.load(options.base), options.arch_list)
     declared.write_json(options.out, record)
 

@@ -27,6 +27,7 @@ from typing import Any
 
 from tests.gpu import serve
 
+from sm12x.core import process
 from sm12x.core.errors import ServerError
 from sm12x.verify.client import Access, Server
 
@@ -35,8 +36,6 @@ FEWER = 2
 TOKENS = 48
 # Seconds in which the driver takes back what a killed process held.
 GRACE = 20.0
-# MiB that an answer's buffers may add.
-SLACK = 64
 
 
 class StartError(Exception):
@@ -52,7 +51,7 @@ class Member:
     port: int
     log: Path
     prompts: Sequence[str]
-    process: serve.Process | None = None
+    process: process.Background | None = None
     texts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -61,8 +60,8 @@ class Member:
 
     def start(self) -> float:
         """Seconds until it answers. Raises StartError."""
-        self.process = serve.Process(self.words, self.log)
-        seconds = self.process.healthy(self._is_up)
+        self.process = serve.start(self.words, self.log)
+        seconds = serve.healthy(self.process, self._is_up)
         if seconds is None:
             raise StartError(self.name)
         self.server.identify()
@@ -84,25 +83,15 @@ class Member:
             return False
 
 
-class Report:
-    """What was seen, step by step, and what of it is wrong."""
+class Report(serve.Steps):
+    """The steps of both servers, and the report of `sm12x verify`."""
 
     def __init__(self) -> None:
-        self.steps: list[dict[str, Any]] = []
-        self.wrong: list[str] = []
+        super().__init__()
         self.verify: dict[str, Any] = {}
-        self.finished = False
 
-    def step(self, name: str, seconds: float) -> int:
-        memory = serve.used()
-        self.steps.append({"step": name, "seconds": round(seconds, 3), "used_mib": memory})
-        print(json.dumps(self.steps[-1]), flush=True)
-        return memory
-
-    def expect(self, right: bool, problem: str) -> None:
-        if not right:
-            self.wrong.append(problem)
-            print(json.dumps({"wrong": problem}), flush=True)
+    def same(self, member: Member, when: str) -> None:
+        self.expect(member.ask() == member.texts, f"{member.name} answers differently {when}")
 
 
 def settle(most: int) -> None:
@@ -124,40 +113,36 @@ def verify(first: Member, second: Member, cycles: int, out: Path) -> tuple[int, 
 
 def run(report: Report, first: Member, second: Member, cycles: int, out: Path) -> None:
     """Both servers' turns and ends. Raises StartError, and ServerError where one fails a call."""
-    report.step(f"{first.name} started", first.start())
+    report.add(f"{first.name} started", first.start())
     first.texts = first.ask()
-    report.expect(first.ask() == first.texts, f"{first.name} answers differently without a sleep")
-    asleep = report.step(f"{first.name} asleep", first.server.sleep(1))
-    report.step(f"{second.name} started", second.start())
+    report.same(first, "without a sleep")
+    asleep = report.add(f"{first.name} asleep", first.server.sleep(1))
+    report.add(f"{second.name} started", second.start())
     second.texts = second.ask()
     report.expect(second.texts != first.texts, "both models answer alike: nothing tells them apart")
 
     code, report.verify = verify(first, second, cycles, out)
     report.expect(code == 0, f"`sm12x verify` ends with {code}")
-    report.expect(
-        second.ask() == second.texts, f"{second.name} answers differently after the turns"
-    )
-    awake = report.step("after the turns", 0)
+    report.same(second, "after the turns")
+    awake = report.add("after the turns", 0)
 
     first.kill()
     settle(awake - 1)
-    left = report.step(f"{first.name} killed asleep", 0)
+    left = report.add(f"{first.name} killed asleep", 0)
     report.expect(left < awake, f"nothing is given back of {first.name}'s {asleep} MiB")
-    report.expect(
-        second.ask() == second.texts, f"{second.name} answers differently: peer killed asleep"
-    )
+    report.same(second, "with its peer killed asleep")
 
-    slept = report.step(f"{second.name} asleep", second.server.sleep(1))
-    report.step(f"{first.name} started again", first.start())
-    report.expect(first.ask() == first.texts, f"{first.name} answers differently: started again")
+    slept = report.add(f"{second.name} asleep", second.server.sleep(1))
+    report.add(f"{first.name} started again", first.start())
+    report.same(first, "started again")
     first.kill()
-    settle(slept + SLACK)
-    left = report.step(f"{first.name} killed awake", 0)
-    report.expect(left <= slept + SLACK, f"{left - slept} MiB more in use than before it started")
-    report.step(f"{second.name} awake", second.server.wake_up())
+    settle(slept + serve.SLACK)
+    left = report.add(f"{first.name} killed awake", 0)
     report.expect(
-        second.ask() == second.texts, f"{second.name} answers differently: peer killed awake"
+        left <= slept + serve.SLACK, f"{left - slept} MiB more in use than before it started"
     )
+    report.add(f"{second.name} awake", second.server.wake_up())
+    report.same(second, "with its peer killed awake")
 
 
 def main() -> int:

@@ -38,6 +38,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sm12x.core import process
 from sm12x.runtime import tiny
 
 # Two runs at a time, each on a GPU of its own, take two ports.
@@ -516,16 +517,35 @@ def held() -> dict[str, int]:
     return {name: size // MIB for name, size in json.loads(text)["results"][0].items()}
 
 
-class Report:
-    """What was seen, step by step."""
+class Steps:
+    """What was seen, step by step, and what of it is wrong."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, Any]] = []
         self.wrong: list[str] = []
-        self.before: Before | None = None
-        self.rescored: list[float] = []
         # False: the run was ended before its last step, so an empty `wrong` says nothing.
         self.finished = False
+
+    def add(self, name: str, seconds: float, **seen: Any) -> int:
+        """Record and print a step; returns the MiB in use after it."""
+        memory = used()
+        self.steps.append({"step": name, "seconds": round(seconds, 3), "used_mib": memory, **seen})
+        print(json.dumps(self.steps[-1]), flush=True)
+        return memory
+
+    def expect(self, right: bool, problem: str) -> None:
+        if not right:
+            self.wrong.append(problem)
+            print(json.dumps({"wrong": problem}), flush=True)
+
+
+class Report(Steps):
+    """The steps of one server, and its answers before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: Before | None = None
+        self.rescored: list[float] = []
 
     def step(
         self,
@@ -536,19 +556,8 @@ class Report:
         error: str = "",
         held: dict[str, int] | None = None,
     ) -> int:
-        memory = used()
-        self.steps.append(
-            {"step": name, "status": status, "seconds": round(seconds, 3), "used_mib": memory}
-            | ({"error": error[:600]} if error else {})
-            | ({"worker_mib": held} if held else {})
-        )
-        print(json.dumps(self.steps[-1]), flush=True)
-        return memory
-
-    def expect(self, right: bool, problem: str) -> None:
-        if not right:
-            self.wrong.append(problem)
-            print(json.dumps({"wrong": problem}), flush=True)
+        more = ({"error": error[:600]} if error else {}) | ({"worker_mib": held} if held else {})
+        return self.add(name, seconds, status=status, **more)
 
     def same(self, before: Before, now: Answers, when: str) -> None:
         for difference in before.differences(now):
@@ -613,43 +622,24 @@ def command(
     ]
 
 
-class Process:
-    """A server's processes, and the file of what they print."""
+def start(words: Sequence[str], log: Path) -> process.Background:
+    """A server whose output goes to ``log``; the environment goes before ``ENVIRONMENT``."""
+    return process.Background(words, log=log, env={**ENVIRONMENT, **os.environ})
 
-    def __init__(self, words: Sequence[str], log: Path) -> None:
-        self._log = log
-        with log.open("w") as output:
-            self._process = subprocess.Popen(
-                words,
-                stdout=output,
-                stderr=output,
-                env={**ENVIRONMENT, **os.environ},
-                start_new_session=True,
-            )
 
-    def healthy(self, is_up: Callable[[], bool]) -> float | None:
-        """The seconds until the server answers, None where it does not: its last words are printed.
+def healthy(server: process.Background, is_up: Callable[[], bool]) -> float | None:
+    """The seconds until the server answers, None where it does not: its last words are printed.
 
-        Args:
-            is_up: whether it answers now.
-        """
-        began = time.monotonic()
-        while not is_up():
-            if self._process.poll() is not None or time.monotonic() - began > START_LIMIT:
-                print(self._log.read_text()[-4000:])
-                return None
-            time.sleep(0.5)
-        return time.monotonic() - began
-
-    def kill(self) -> None:
-        """SIGKILL to all of them, at once: no thread waits for an answer."""
-        # A server that ended by itself, and whose processes have too, is no group any more.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-
-    def stop(self) -> None:
-        self.kill()
-        self._process.wait()
+    Args:
+        is_up: whether it answers now.
+    """
+    began = time.monotonic()
+    while not is_up():
+        if server.poll() is not None or time.monotonic() - began > START_LIMIT:
+            print(server.log.read_text()[-4000:])
+            return None
+        time.sleep(0.5)
+    return time.monotonic() - began
 
 
 @contextlib.contextmanager
@@ -693,15 +683,16 @@ def main() -> int:
             graphs=options.graphs,
             flags=options.serve,
         )
-        server = Process(words, options.out.with_suffix(".log"))
+        server = start(words, options.out.with_suffix(".log"))
 
+        # At once, so that no thread waits for an answer.
         def end(*_: object) -> None:
             server.kill()
             sys.exit(143)
 
         signal.signal(signal.SIGTERM, end)
         try:
-            seconds = server.healthy(lambda: call("GET", "/health")[0] == 200)
+            seconds = healthy(server, lambda: call("GET", "/health")[0] == 200)
             if seconds is None:
                 return 2
             report.step("healthy", seconds=seconds, held=held())

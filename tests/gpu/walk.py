@@ -19,12 +19,13 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+from sm12x.core import process
 
 ROOT = Path(__file__).resolve().parents[2]
 # Written by unpack.sh when all of a base is there.
@@ -32,6 +33,8 @@ UNPACKED = "unpacked"
 # The release's Python without DeepGEMM and FlashMLA, made here.
 ABSENT = "absent"
 LEFT_OUT = ("vllm/third_party/deep_gemm", "vllm/third_party/flashmla", "vllm/_flashmla*.so")
+# Seconds in which a run that is ended ends its server and writes its report.
+GRACE = 20.0
 OPS = "{tree}/vllm/v1/attention/ops"
 
 
@@ -207,15 +210,12 @@ class Started:
         own = {"PYTHONPATH": ":".join(path), "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
         settings = zip(run.environment, filled([*run.environment.values()]), strict=True)
         self._began = time.monotonic()
-        with (out / f"{run.name}.txt").open("w") as text:
-            self._process = subprocess.Popen(
-                words,
-                cwd=ROOT,
-                env={**os.environ, **dict(settings), **ports, **own},
-                stdout=text,
-                stderr=text,
-                start_new_session=True,
-            )
+        self.process = process.Background(
+            words,
+            log=out / f"{run.name}.txt",
+            cwd=ROOT,
+            env={**dict(settings), **ports, **own},
+        )
 
     @property
     def seconds(self) -> float:
@@ -223,30 +223,27 @@ class Started:
 
     def ended(self) -> int | None:
         """The exit code, None while it runs. A run that is over its time is ended."""
-        if self._process.poll() is None and self.seconds > self.run.limit:
-            self.stop()
-        return self._process.poll()
+        if self.process.poll() is None and self.seconds > self.run.limit:
+            process.end_all([self.process], GRACE)
+        return self.process.poll()
 
-    def stop(self) -> None:
-        """End the run; its own process ends the server and writes the report."""
-        self._process.terminate()
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+
+@contextlib.contextmanager
+def variant(target: Path, name: str) -> Iterator[Path]:
+    """Yield a copy of TARGET/stack by hard links, which is TARGET/NAME once the block succeeds."""
+    staged = target / f"{name}.part"
+    shutil.rmtree(staged, ignore_errors=True)
+    shutil.copytree(target / "stack", staged, copy_function=os.link, symlinks=True)
+    yield staged
+    staged.rename(target / name)
 
 
 def without_libraries(target: Path) -> None:
-    """Make TARGET/absent, hard-linked, in one step."""
-    staged = target / f"{ABSENT}.part"
-    shutil.rmtree(staged, ignore_errors=True)
-    shutil.copytree(target / "stack", staged, copy_function=os.link, symlinks=True)
-    for pattern in LEFT_OUT:
-        for path in [*staged.glob(pattern)]:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    staged.rename(target / ABSENT)
+    """Make TARGET/absent."""
+    with variant(target, ABSENT) as staged:
+        for pattern in LEFT_OUT:
+            for path in [*staged.glob(pattern)]:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def usable(targets: Mapping[str, Path], runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
@@ -305,8 +302,7 @@ def walk(
                 break
             time.sleep(0.5)
     finally:
-        for started in running:
-            started.stop()
+        process.end_all([started.process for started in running], GRACE)
         write(results, out)
     return results
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -130,11 +131,26 @@ class Background:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGTERM)
 
-    def stop(self) -> None:
-        """Kill the process group, unless it has ended already."""
+    def kill(self) -> None:
+        """Send SIGKILL to the process group and do not wait, as a signal handler must not."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+
+    def stop(self) -> None:
+        """Kill the process group, unless it has ended already."""
+        self.kill()
         self._process.wait()
+
+
+def end_all(children: Sequence[Background], grace: float) -> None:
+    """SIGTERM to all of them, and after ``grace`` seconds SIGKILL to those that go on."""
+    for child in children:
+        child.terminate()
+    end = time.monotonic() + grace
+    while time.monotonic() < end and any(child.poll() is None for child in children):
+        time.sleep(0.1)
+    for child in children:
+        child.stop()
 
 
 def stream(

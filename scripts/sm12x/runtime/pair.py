@@ -118,7 +118,7 @@ def run(arrangement: Sequence[PairMember], *, load_seconds: float) -> int:
     signal.signal(signal.SIGINT, _stop)
     with ExitStack() as stack:
         running: list[tuple[PairMember, process.Background]] = []
-        stack.callback(_end, running)
+        stack.callback(lambda: process.end_all([child for _, child in running], _GRACE))
         try:
             for member in reversed(arrangement):
                 click.echo(f"pair: starting {member.key} on {member.server}", err=True)
@@ -205,13 +205,3 @@ def _put_to_sleep(member: PairMember) -> None:
             next_step=step,
         )
     click.echo(f"pair: {member.key} sleeps", err=True)
-
-
-def _end(running: Sequence[tuple[PairMember, process.Background]]) -> None:
-    for _, child in running:
-        child.terminate()
-    end = time.monotonic() + _GRACE
-    while time.monotonic() < end and any(child.poll() is None for _, child in running):
-        time.sleep(0.1)
-    for _, child in running:
-        child.stop()

@@ -15,4 +15,5 @@ settings = json.loads(os.environ.get("SM12X_TEST_SERVERS", "{}")).get(folder, {}
 memory = Path(os.environ["SM12X_TEST_MEMORY"]) / f"{port}.json"
 settings = {"model": "model", "memory": f"{memory}", "says": folder, **settings, "port": port}
 player = Path(__file__).parents[4] / "serve.py"
+# The same process, as the one that started it kills that one.
 os.execv(sys.executable, [sys.executable, f"{player}", json.dumps(settings)])  # noqa: S606
