@@ -46,10 +46,11 @@ TAKEN = {
     "annotated-doc", "anthropic", "apache-tvm-ffi", "flashinfer-python", "gguf", "tilelang",
     "z3-solver",
 }  # fmt: skip
-# Where the lock's torch is not the host's.
+# Where the lock's torch is not the host's. FlashInfer's gated DeltaNet is in CuTe DSL there.
 WITH_TORCH = {
-    "huggingface-hub", "nvidia-nccl-cu13", "safetensors", "tokenizers", "torch", "torchvision",
-    "transformers", "triton",
+    "huggingface-hub", "nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base",
+    "nvidia-cutlass-dsl-libs-core", "nvidia-cutlass-dsl-libs-cu13", "nvidia-nccl-cu13",
+    "safetensors", "tokenizers", "torch", "torchvision", "transformers", "triton",
 }  # fmt: skip
 # What building audits and modules on the host takes (`sm12x build native`, `sm12x audit`).
 TOOLS = ("beautifulsoup4", "mailbits", "pyelftools", "pypi-simple", "soupsieve", "zstandard")
@@ -158,7 +159,13 @@ def main() -> int:
         sys.exit(f"{options.out} is there already: name another folder")
     tree = options.out / "tree"
     stack = tree / "stack"
-    install([*wanted(base, options.have.read_text().splitlines()), *TOOLS], stack, options.python)
+    requirements = wanted(base, options.have.read_text().splitlines())
+    # As in the image, extras last: FlashInfer has a b12x/__init__.py too.
+    names = {extra.package for extra in base.extras}
+    extras = [one for one in requirements if one.partition("==")[0] in names]
+    install([*({*requirements} - {*extras}), *TOOLS], stack, options.python)
+    if extras:
+        install(extras, stack, options.python)
     with zipfile.ZipFile(wheels[0]) as archive:
         archive.extractall(stack)
     # A release with a registry of sleep-mode backends. setuptools builds in the source's folder.
