@@ -77,6 +77,8 @@ if [ -d stack/torch ]; then
   done
   [ ! -d "$site/cusparselt" ] || ln -s "$site/cusparselt" stack/
 fi
+# Or the first start does it on one core. Some templates are no Python.
+python3 -m compileall -q -j 0 stack > /dev/null 2>&1 || true
 cp -al stack stock
 (cd stock && xargs -r rm -f < ../added.txt && rm -rf vllm_sleep_keep*)
 (cd untouched && find . -type f) | while read -r path; do
@@ -87,8 +89,8 @@ touch unpacked
 """
 
 
-def wanted(base: bases.Base, have: Iterable[str]) -> list[str]:
-    """The requirements out of the lock that the host is to be given.
+def wanted(base: bases.Base, have: Iterable[str]) -> tuple[list[str], list[str]]:
+    """The requirements out of the lock that the host is to be given, and those of the extras.
 
     Args:
         have: names of packages that the host has, in any spelling.
@@ -99,7 +101,12 @@ def wanted(base: bases.Base, have: Iterable[str]) -> list[str]:
     taken |= TAKEN & pins.keys()
     if not pins["torch"].startswith(HOST_TORCH):
         taken |= WITH_TORCH & pins.keys()
-    return [f"{name}=={pins[name]}" for name in sorted(taken)]
+    extras = {extra.package for extra in base.extras}
+
+    def pinned(names: Iterable[str]) -> list[str]:
+        return [f"{name}=={pins[name]}" for name in sorted(names)]
+
+    return pinned(taken - extras), pinned(taken & extras)
 
 
 def install(requirements: Iterable[str], folder: Path, python: str) -> None:
@@ -159,11 +166,9 @@ def main() -> int:
         sys.exit(f"{options.out} is there already: name another folder")
     tree = options.out / "tree"
     stack = tree / "stack"
-    requirements = wanted(base, options.have.read_text().splitlines())
+    closure, extras = wanted(base, options.have.read_text().splitlines())
     # As in the image, extras last: FlashInfer has a b12x/__init__.py too.
-    names = {extra.package for extra in base.extras}
-    extras = [one for one in requirements if one.partition("==")[0] in names]
-    install([*({*requirements} - {*extras}), *TOOLS], stack, options.python)
+    install([*closure, *TOOLS], stack, options.python)
     if extras:
         install(extras, stack, options.python)
     with zipfile.ZipFile(wheels[0]) as archive:

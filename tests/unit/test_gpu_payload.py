@@ -1,0 +1,75 @@
+"""What tests.gpu.payload takes of a lock, and where tests.gpu.native puts what it compiled."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from tests.gpu import native, payload
+
+from sm12x.stack.model import base as bases
+from sm12x.wheel.assemble import torch_ops
+from sm12x.wheel.compile import native as compiling
+
+HAVE = ["NumPy", "torch", "tilelang", "apache_tvm_ffi"]
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {one.partition("==")[0] for one in requirements}
+
+
+@pytest.mark.parametrize("version", bases.versions())
+def test_what_a_host_is_given(version: str) -> None:
+    base = bases.load(version)
+    closure, extras = payload.wanted(base, HAVE)
+    assert "numpy" not in names(closure)
+    assert names(extras) == {extra.package for extra in base.extras}
+    assert not names(extras) & names(closure)
+    # What the host has in a version that does not do.
+    assert "apache-tvm-ffi" in names(closure)
+
+
+def test_a_host_with_another_torch_is_given_what_fits_to_it() -> None:
+    closure, extras = payload.wanted(bases.load("0.33.0"), HAVE)
+    assert {"torch", "triton", "nvidia-nccl-cu13", "nvidia-cutlass-dsl"} <= names(closure)
+    assert names(extras) == {"b12x"}
+    closure, _ = payload.wanted(bases.load("0.21.0"), HAVE)
+    assert not {"torch", "nvidia-nccl-cu13", "nvidia-cutlass-dsl"} & names(closure)
+
+
+def test_a_compiled_module_replaces_the_bundle_s_in_a_copy_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = bases.load("0.21.0")
+    (module,) = (one for one in base.modules if one.target == "_vllm_fa2_C")
+    official = tmp_path / "stack" / module.path
+    official.parent.mkdir(parents=True)
+    official.write_bytes(b"official")
+    (tmp_path / "stack" / "kept.py").write_text("kept")
+    (tmp_path / "third-party" / "flash-attention").mkdir(parents=True)
+    (tmp_path / "third-party" / "qutlass").mkdir()
+    asked: dict[str, object] = {}
+
+    def build(
+        base: bases.Base, source: Path, out: Path, choice: object, *rest: object, **_: object
+    ) -> compiling.NativeRecord:
+        asked.update(source=source, sources=base.modules[0].sources)
+        (out / module.path).parent.mkdir(parents=True)
+        (out / module.path).write_bytes(b"compiled")
+        return compiling.NativeRecord(
+            base_version=base.version, inputs="", arch_list="", cmake_archs="", compiler="",
+            nvcc="", modules=(),
+        )  # fmt: skip
+
+    monkeypatch.setattr(compiling, "build", build)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: None)
+    monkeypatch.setattr(torch_ops, "read", lambda _: torch_ops.Registered(ops=("fwd",), names=()))
+    report = native.compile_into(
+        tmp_path, base, module.target, "9.0a;12.0a;12.1a", Path("/usr/local/cuda")
+    )
+    assert report.ops == ("fwd",)
+    assert asked == {"source": tmp_path / "source", "sources": ("flash-attention", "qutlass")}
+    assert (tmp_path / "native" / module.path).read_bytes() == b"compiled"
+    assert (tmp_path / "native" / "kept.py").samefile(tmp_path / "stack" / "kept.py")
+    assert official.read_bytes() == b"official"
