@@ -205,6 +205,9 @@ job "qwen3-6-27b-nvfp4-rtx-pro-6000" {
         TRITON_CACHE_DIR        = "/root/.cache/triton"
         TORCHINDUCTOR_CACHE_DIR = "/root/.cache/inductor"
         DG_JIT_CACHE_DIR        = "/root/.cache/deep_gemm"
+        TILELANG_CACHE_DIR      = "/root/.cache/tilelang"
+        TVM_FFI_CACHE_DIR       = "/root/.cache/tvm_ffi"
+        CUTE_DSL_CACHE_DIR      = "/root/.cache/cute_dsl"
         CUDA_CACHE_PATH         = "/root/.cache/nv"
         # Written below; the Hugging Face client takes an empty file as no token.
         HF_TOKEN_PATH = "${NOMAD_SECRETS_DIR}/hf_token"

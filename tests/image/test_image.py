@@ -14,6 +14,7 @@ from sm12x.core import process
 from sm12x.core.process import Completed
 from sm12x.image.bundle.record import Record
 from sm12x.image.engine.engine import Engine
+from sm12x.runtime.places import CACHE_VARIABLES
 from sm12x.stack.model.base import Base
 from sm12x.wheel.ledger import Ledger
 
@@ -76,6 +77,32 @@ def test_it_runs_as_a_normal_user_and_as_any_other(docker_run: Run) -> None:
         "sh", "-c", "touch /cache/x && id -u", options=("--user", "12345", "--read-only")
     )
     assert (any_user.returncode, any_user.stdout) == (0, "12345\n"), any_user.stderr
+
+
+def test_what_is_compiled_at_a_start_outlives_the_container(docker_run: Run) -> None:
+    """Each compiler of the closure is asked: a name that it does not read would be set in vain."""
+    ask = """
+import json, os, pathlib
+from cutlass.base_dsl import cache_helpers
+from tilelang.env import env
+from triton import knobs
+from flashinfer.jit import env as flashinfer
+print(json.dumps([str(path) for path in (
+    cache_helpers.default_generated_ir_path, env.TILELANG_CACHE_DIR, env.TILELANG_TMP_DIR,
+    knobs.cache.dir, flashinfer.FLASHINFER_WORKSPACE_DIR, os.environ["CUDA_CACHE_PATH"],
+)]))
+"""
+    done = docker_run("python", "-c", ask)
+    assert done.returncode == 0, done.stderr
+    folders = json.loads(done.stdout.splitlines()[-1])
+    assert [folder for folder in folders if not folder.startswith("/cache/")] == []
+    environment = docker_run("env").stdout.splitlines()
+    lost = [
+        name
+        for name in CACHE_VARIABLES
+        if not any(line.startswith(f"{name}=/cache/") for line in environment)
+    ]
+    assert lost == []
 
 
 def test_a_mistyped_recipe_names_the_near_one(docker_run: Run) -> None:

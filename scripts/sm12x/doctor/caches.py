@@ -34,6 +34,7 @@ _VOLUME = {
     "inductor": "inductor",
     "flashinfer": "flashinfer",
     "deep_gemm": "deep_gemm",
+    "tilelang": "tilelang",
 }
 _VOLUME_NAME = "sm12x-cache"
 _FLASHINFER = re.compile(r"(?:^|/)flashinfer/(\d+\.\d+[^/]*)/")
@@ -69,6 +70,7 @@ def _places(
         ("inductor", env.get("TORCHINDUCTOR_CACHE_DIR") or f"/tmp/torchinductor_{host.user}"),  # noqa: S108
         ("flashinfer", f"{base}/.cache/flashinfer"),
         ("deep_gemm", env.get("DG_JIT_CACHE_DIR") or f"{home}/.deep_gemm"),
+        ("tilelang", env.get("TILELANG_CACHE_DIR") or f"{home}/.tilelang/cache"),
     ):
         yield kind, host.path(place)
     for folder in (*folders, *_volumes(host, containers)):

@@ -20,6 +20,11 @@ CACHE_VARIABLES = (
     "TRITON_CACHE_DIR",
     "TORCHINDUCTOR_CACHE_DIR",
     "DG_JIT_CACHE_DIR",
+    "TILELANG_CACHE_DIR",
+    "TVM_FFI_CACHE_DIR",
+    "CUTE_DSL_CACHE_DIR",
+    # What the driver compiles from PTX.
+    "CUDA_CACHE_PATH",
     "XDG_CACHE_HOME",
 )
 
