@@ -70,12 +70,12 @@ def compile_into(
         record = native.build(
             base, target / "source", made, choice, settings, mode="full", say=print
         )
-        # The base's own policy asks for every module.
-        words = [sys.executable, "-m", "sm12x", "audit", f"{made}"]
-        subprocess.run(words, check=True)
         with walk.variant(target, "native") as staged:
             (staged / module.path).unlink(missing_ok=True)
             shutil.copy(made / module.path, staged / module.path)
+        # The base's own policy asks for every module.
+        words = [sys.executable, "-m", "sm12x", "audit", f"{made}"]
+        subprocess.run(words, check=True)
         ops = torch_ops.read(made / module.path).ops
     return Report(seconds=round(time.monotonic() - began, 1), ops=ops, record=record)
 
