@@ -77,8 +77,6 @@ if [ -d stack/torch ]; then
   done
   [ ! -d "$site/cusparselt" ] || ln -s "$site/cusparselt" stack/
 fi
-# Or the first start does it on one core. Some templates are no Python.
-python3 -m compileall -q -j 0 stack > /dev/null 2>&1 || true
 cp -al stack stock
 (cd stock && xargs -r rm -f < ../added.txt && rm -rf vllm_sleep_keep*)
 (cd untouched && find . -type f) | while read -r path; do

@@ -347,7 +347,7 @@ def main() -> int:
     unknown = {*options.only, *options.skip} - {*known}
     if unknown:
         parser.error(f"no run is called {', '.join(sorted(unknown))}")
-    chosen = [known[name] for name in options.only] or RUNS
+    chosen = [known[name] for name in dict.fromkeys(options.only)] or RUNS
     runs = [run for run in chosen if run.base in targets and run.name not in options.skip]
     too_large = [run.name for run in runs if run.gpus > options.gpus]
     runs = [run for run in runs if run.gpus <= options.gpus]

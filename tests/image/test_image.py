@@ -80,9 +80,9 @@ def test_it_runs_as_a_normal_user_and_as_any_other(docker_run: Run) -> None:
 
 
 def test_what_is_compiled_at_a_start_outlives_the_container(docker_run: Run) -> None:
-    """Each compiler of the closure is asked: a name that it does not read would be set in vain."""
+    """Compilers are asked for their folders: a name that none reads would be set in vain."""
     ask = """
-import json, os, pathlib
+import json, os
 from cutlass.base_dsl import cache_helpers
 from tilelang.env import env
 from triton import knobs
