@@ -62,6 +62,13 @@ UNUSED = (
     "triton/backends/amd", "triton/backends/nvidia/lib/cupti", "vllm/vllm-rs",
     "triton/backends/nvidia/lib/cupti-blackwell", "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so",
 )  # fmt: skip
+# The CuTe DSL is found through a .pth file, which Python reads of a site folder only.
+SITE = """\
+import pathlib
+import site
+
+site.addsitedir(str(pathlib.Path(__file__).parent))
+"""
 UNPACK = """\
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
@@ -177,6 +184,7 @@ def main() -> int:
         install([f"{keep}"], stack, options.python)
         shutil.rmtree(keep)
     trim(stack)
+    (stack / "sitecustomize.py").write_text(SITE, "utf-8")
     pinned = base.wheels["x86_64"]
     official = index.fetch("vllm", pinned.name, pinned.sha256, cache=layout.cache())
     added = untouched(base, wheels[0], official, tree / "untouched")

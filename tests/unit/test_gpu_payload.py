@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,17 @@ def test_a_host_with_another_torch_is_given_what_fits_to_it() -> None:
     assert names(extras) == {"b12x"}
     closure, _ = payload.wanted(bases.load("0.21.0"), HAVE)
     assert not {"torch", "nvidia-nccl-cu13", "nvidia-cutlass-dsl"} & names(closure)
+
+
+def test_packages_that_a_pth_file_names_are_found_on_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, f"{tmp_path}"])
+    (tmp_path / "dsl" / "packages").mkdir(parents=True)
+    (tmp_path / "dsl.pth").write_text("dsl/packages\n")
+    (tmp_path / "sitecustomize.py").write_text(payload.SITE)
+    runpy.run_path(f"{tmp_path / 'sitecustomize.py'}")
+    assert f"{tmp_path / 'dsl' / 'packages'}" in sys.path
 
 
 def test_a_compiled_module_replaces_the_bundle_s_in_a_copy_alone(
