@@ -153,26 +153,6 @@ def spinner(label: str) -> Iterator[None]:
         yield
 
 
-class Phases:
-    """Numbered phases of a long command: ``[2/6] native modules``, then how long each took."""
-
-    def __init__(self, total: int, *, quiet: bool = False) -> None:
-        self._total = total
-        self._number = 0
-        self._console = Console(stderr=True, highlight=False, quiet=quiet, markup=False)
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def phase(self, label: str) -> Iterator[None]:
-        self._number += 1
-        head = f"[{self._number}/{self._total}] {label}"
-        self._console.print(head)
-        start = time.monotonic()
-        yield
-        self.seconds[label] = time.monotonic() - start
-        self._console.print(f"{head}: {self.seconds[label]:.1f} s")
-
-
 class Reporter(Protocol):
     """Remarks, and phases of the work."""
 

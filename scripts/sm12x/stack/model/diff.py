@@ -70,10 +70,6 @@ class PatchedFile:
     def added(self) -> bool:
         return self.old_blob != "" and not self.old_blob.strip("0")
 
-    @property
-    def deleted(self) -> bool:
-        return self.new_blob != "" and not self.new_blob.strip("0")
-
 
 @dataclass(frozen=True, kw_only=True)
 class HunkState:
