@@ -161,6 +161,7 @@ def test_a_key_that_is_null_is_as_one_left_out(tmp_path: Path) -> None:
         {"num_key_value_heads": 0},
         {"num_key_value_heads": "2"},
         {"num_key_value_heads": [2, 2]},
+        {"hidden_size": 1},
         {"head_dim": -64},
         {"head_dim": 10**30},
         {"layer_types": ["full_attention"]},

@@ -176,7 +176,7 @@ def _grouped(config: Config, tp: int, heads: int, kv_dtype: str, block: int) -> 
     kinds = kinds_of(config)
     size = kvcache.value_bytes(kv_dtype, dtype(config))
     shared = number(config, "num_key_value_heads", "num_kv_heads", "n_head_kv", default=heads)
-    head = number(config, "head_dim", default=number(config, "hidden_size", "n_embd") // heads)
+    head = _head_size(config, heads)
     local = _per_rank(shared, tp)
     token = size * local * (head + number(config, "v_head_dim", default=head))
     # MiMo-V2 gives its window layers heads of their own.
@@ -212,6 +212,15 @@ def _grouped(config: Config, tp: int, heads: int, kv_dtype: str, block: int) -> 
         others = {"window": "sliding window", "state": "recurrent"}
         name = " + ".join([name, *(others[kind] for kind in ("window", "state") if kind in kinds)])
     return kvcache.paged(name, found, block=block, remarks=tuple(remarks))
+
+
+def _head_size(config: Config, heads: int) -> int:
+    if config.get("head_dim") is not None:
+        return number(config, "head_dim")
+    hidden = number(config, "hidden_size", "n_embd")
+    if hidden < heads:
+        raise _unfit(f"hidden_size is {hidden}, less than its {heads} heads")
+    return hidden // heads
 
 
 def _per_rank(heads: int, tp: int) -> int:
