@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from fractions import Fraction
 from typing import Any
 
@@ -297,3 +298,46 @@ def test_layers_of_one_kind_share_one_table() -> None:
 
     assert found.gib(tokens=32, sequences=1) * GIB == 32 * 4 * 10
     assert found.gib(tokens=33, sequences=1) * GIB == 48 * 4 * 10
+
+
+STRANGE: tuple[object, ...] = (
+    None,
+    0,
+    -1,
+    1,
+    3,
+    10**30,
+    1e300,
+    0.5,
+    True,
+    "",
+    "12",
+    "auto",
+    [],
+    [4],
+    [None],
+    {},
+)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_config_ends_in_anything_but_a_layout_or_an_error(seed: int) -> None:
+    draw = random.Random(seed)  # noqa: S311 - reproducible, not secret
+    models = [model for name, model in globals().items() if name.isupper() and _is_model(model)]
+    laid_out = 0
+    for _ in range(1000):
+        config = dict(draw.choice(models))
+        for _ in range(draw.randint(1, 3)):
+            config[draw.choice([*config])] = draw.choice(STRANGE)
+        try:
+            layout = modelconfig.layout(config, tp=draw.choice((1, 2, 4)), kv_dtype="fp8")
+            size = layout.gib(tokens=8192, sequences=3)
+        except (BadFileError, UsageError):
+            continue
+        laid_out += 1
+        assert 0 < size < float("inf")
+    assert laid_out > 50
+
+
+def _is_model(value: object) -> bool:
+    return isinstance(value, dict) and "num_hidden_layers" in value
