@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from tests.unit import doctorhost as fake
 from tests.unit.doctorhost import BUILT, GIB, Machine, findings, rtx_pro, severity, workstation
 
 from sm12x.core import declared
+from sm12x.doctor import checks, knowledge, render, report
 from sm12x.doctor.model import BAD, INFO, OK, UNKNOWN, WARN, Unseen
 from sm12x.wheel.ledger import LibraryEntry
 
@@ -333,3 +336,32 @@ def test_a_log_that_may_not_be_read(tmp_path: Path) -> None:
     found = findings(machine)["driver.log"]
     assert found[0].severity == UNKNOWN
     assert found[0].seen.startswith("could not see the kernel log")
+
+
+STRANGE = (
+    "", "-1", "x", "a:b", "0-", "[", "null", "5", "[]", "9" * 5000, "MemTotal: 5",
+    "Max locked memory  max", "::", "0::", "a\tb\n\t\t",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("kind", [workstation, fake.spark])
+def test_damaged_files_and_answers_are_findings(
+    tmp_path: Path, kind: Callable[[Path], Machine], seed: int
+) -> None:
+    draw = random.Random(seed)  # noqa: S311 - reproducible, not secret
+    for number in range(10):
+        machine = kind(tmp_path / f"{number}")
+        machine.answers |= {"nvidia-smi": "", "docker ps": "", "docker volume": ""}
+        for texts in (machine.files, machine.answers):
+            for name in draw.sample([*texts], 3):
+                text = texts[name]
+                at = draw.randint(0, len(text))
+                texts[name] = text[:at] + draw.choice(STRANGE) + text[at + draw.randint(0, 9) :]
+                if draw.random() < 0.5:
+                    texts[name] = draw.choice(STRANGE)
+        facts = fake.facts(machine)
+        found = checks.run(facts, knowledge.load())
+        assert found
+        assert render.text(facts, found)
+        declared.to_json(report.document(facts, found))

@@ -52,8 +52,10 @@ def _answer(host: Host, name: str) -> Mapping[str, object] | Unseen:
     if isinstance(done, Unseen):
         return done
     try:
-        found: dict[str, object] = json.loads(done.stdout)
+        found = json.loads(done.stdout)
     except ValueError:
+        found = None
+    if not isinstance(found, dict):
         return Unseen(f"`{' '.join(ENGINES[name][:2])}` does not answer in JSON")
     errors = found.get("ServerErrors")
     return Unseen(str(errors[0]).rstrip(".")) if isinstance(errors, list) and errors else found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,7 +78,11 @@ class Host:
         found = self.text(absolute)
         if isinstance(found, Unseen):
             return found
-        return int(found) if found.isdecimal() else Unseen(f"{absolute} says {found!r}")
+        return (
+            int(found)
+            if re.fullmatch(r"[0-9]{1,20}", found)
+            else Unseen(f"{absolute} says {found!r}")
+        )
 
     def names(self, absolute: str | Path) -> tuple[str, ...]:
         """The names in a folder, sorted; none where there is no such folder."""

@@ -14,7 +14,7 @@ from sm12x.doctor.knowledge import Knowledge
 from sm12x.doctor.model import INFO, OK, UNKNOWN, WARN, Diagnosis, HostFacts, HostMemory, Unseen
 
 KIB = 1024
-_MEMLOCK = re.compile(r"^Max locked memory\s+(\S+)", re.MULTILINE)
+_MEMLOCK = re.compile(r"^Max locked memory\s+(unlimited|\d{1,20})\b", re.MULTILINE | re.ASCII)
 # cgroup version 1 writes "no limit" as the largest multiple of a page.
 _NO_LIMIT = 1 << 62
 
@@ -40,7 +40,7 @@ def meminfo(text: str | Unseen) -> dict[str, int] | Unseen:
     if isinstance(text, Unseen):
         return text
     found: dict[str, int] = {}
-    for name, number, unit in re.findall(r"(?m)^([\w()]+):\s+(\d+)(?: (kB))?$", text):
+    for name, number, unit in re.findall(r"(?m)^([\w()]+):\s+([0-9]{1,20})(?: (kB))?$", text):
         found[name] = int(number) * (KIB if unit else 1)
     return found if "MemTotal" in found else Unseen("/proc/meminfo has no MemTotal")
 
@@ -53,7 +53,7 @@ def _cgroup(host: Host) -> tuple[int | Unseen | None, int]:
     tightest: int | None = None
     used = 0
     for line in text.splitlines():
-        number, controllers, group = line.split(":", 2)
+        number, controllers, group = [*line.split(":", 2), "", ""][:3]
         if number == "0":
             mount, names = PurePosixPath("/sys/fs/cgroup"), ("memory.max", "memory.current")
         elif "memory" in controllers.split(","):

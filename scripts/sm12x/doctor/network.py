@@ -46,7 +46,7 @@ def _port(host: Host, device: str, port: int) -> RdmaPort:
 
 def _gids(host: Host, folder: str) -> tuple[Gid, ...]:
     gids = []
-    for name in sorted(host.names(f"{folder}/gids"), key=lambda text: int(text)):
+    for name in sorted(filter(str.isdecimal, host.names(f"{folder}/gids")), key=int):
         address = _word(host, f"{folder}/gids/{name}")
         if address and address != _EMPTY_GID:
             kind = _word(host, f"{folder}/gid_attrs/types/{name}")

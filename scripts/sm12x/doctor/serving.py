@@ -105,10 +105,10 @@ def count(online: str) -> int | Unseen:
     """How many a list of ranges names: "0-15,32-47" is 32."""
     total = 0
     for part in online.split(","):
-        first, dash, last = part.partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
+        found = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", part)
+        if found is None:
             return Unseen(f"/sys/devices/system/cpu/online says {online!r}")
-        total += int(last or first) - int(first) + 1
+        total += int(found[2] or found[1]) - int(found[1]) + 1
     return total
 
 
