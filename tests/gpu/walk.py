@@ -133,6 +133,11 @@ RUNS = (
     serve("0.21.0", "native", "dense-fp8", "--cycles", "1", "--serve",
           "--attention-backend", "FLASH_ATTN", "--attention-config.flash_attn_version", "2",
           tree="native"),
+    # Every module of the release, for SM12x alone: audits and ops.
+    Run(base="0.21.0", name="full-build", gpus=0, limit=1700,
+        words=("-m", "tests.gpu.native", "{target}", "--base", "0.21.0", "--into", "full",
+               "--arch-list", "12.0a;12.1a", "--out", "{out}/full-build.json"),
+        after=("native-build", "sparse-mla", "deepgemm", "random", "sanitizer")),
     serve("0.33.0", "33-v4", *V4, "--serve", *KEEP, limit=800),
     serve("0.33.0", "33-hybrid", "hybrid", "--serve", *KEEP),
     serve("0.33.0", "33-moe", "qwen3-moe", "--serve", *KEEP),

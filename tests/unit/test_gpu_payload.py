@@ -75,11 +75,16 @@ def test_a_compiled_module_replaces_the_bundle_s_in_a_copy_alone(
         )  # fmt: skip
 
     monkeypatch.setattr(compiling, "build", build)
-    monkeypatch.setattr(torch_ops, "read", lambda _: torch_ops.Registered(ops=("fwd",), names=()))
-    report = native.compile_into(
-        tmp_path, base, module.target, "9.0a;12.0a;12.1a", Path("/usr/local/cuda")
+    ops = {b"official": ("bwd", "fwd"), b"compiled": ("fwd",)}
+    monkeypatch.setattr(
+        torch_ops,
+        "read",
+        lambda path: torch_ops.Registered(ops=ops[path.read_bytes()], names=()),
     )
-    assert report.ops == ("fwd",)
+    report = native.compile_into(
+        tmp_path, base, [module.target], "9.0a;12.0a;12.1a", Path("/usr/local/cuda")
+    )
+    assert report.modules == {module.path: native.ModuleOps(ops=("fwd",), lost=("bwd",))}
     assert asked == {"source": tmp_path / "source", "sources": ("flash-attention", "qutlass")}
     assert (tmp_path / "native" / module.path).read_bytes() == b"compiled"
     assert (tmp_path / "native" / "kept.py").samefile(tmp_path / "stack" / "kept.py")
