@@ -76,6 +76,7 @@ def test_a_kept_patch_is_not_dropped_as_well(base: Base) -> None:
         (f"{WHERE}\n# late\n", "series:2: comments belong above the first patch"),
         (f"sub/{WHERE}\n", "series:1: .* is not the name of a .patch file of this folder"),
         ("README\n", "series:1: .* is not the name of a .patch file"),
+        ("0001-a\0b.patch\n", "series:1: .* is not the name of a .patch file"),
     ],
 )
 def test_a_malformed_series_is_told_by_line(base: Base, text: str, said: str) -> None:

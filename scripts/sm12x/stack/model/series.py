@@ -63,7 +63,7 @@ def read_id(folder: Path) -> str:
         lines = (folder / "series").read_text(encoding="utf-8").splitlines()
         names = [line for line in lines if line and not line.startswith("#")]
         return _id((name, files.sha256(folder / name)) for name in names)
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise BadFileError(
             f"the stack of {folder.name} cannot be read: {error}",
             next_step=f"`sm12x patch check --base {folder.name} --messages-only` lists all faults",
@@ -163,7 +163,7 @@ def read(base: Base) -> tuple[list[str], list[MessageFault]]:
                 fault(number, "is empty")
         elif line != line.strip():
             fault(number, f"{line!r} has blanks or a carriage return around the name")
-        elif "/" in line or not line.endswith(".patch"):
+        elif "/" in line or not line.isprintable() or not line.endswith(".patch"):
             fault(number, f"{line!r} is not the name of a .patch file of this folder")
         elif line in names:
             fault(number, f"{line} is listed twice")
