@@ -350,6 +350,7 @@ def test_damaged_files_and_answers_are_findings(
     tmp_path: Path, kind: Callable[[Path], Machine], seed: int
 ) -> None:
     draw = random.Random(seed)  # noqa: S311 - reproducible, not secret
+    known = knowledge.load()
     for number in range(10):
         machine = kind(tmp_path / f"{number}")
         machine.answers |= {"nvidia-smi": "", "docker ps": "", "docker volume": ""}
@@ -361,7 +362,7 @@ def test_damaged_files_and_answers_are_findings(
                 if draw.random() < 0.5:
                     texts[name] = draw.choice(STRANGE)
         facts = fake.facts(machine)
-        found = checks.run(facts, knowledge.load())
+        found = checks.run(facts, known)
         assert found
         assert render.text(facts, found)
         declared.to_json(report.document(facts, found))

@@ -12,7 +12,8 @@ import pytest
 import sm12x
 
 PACKAGE = Path(sm12x.__file__).parent
-# From the ground up. A folder imports only from those before it, and from itself.
+# From the ground up, as in docs/architecture.md. A folder imports from lower floors, and from its
+# own floor where that makes no circle.
 FLOORS = (
     ("core", "layout"),
     ("audit", "recipes", "stack"),

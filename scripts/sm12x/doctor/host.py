@@ -78,11 +78,9 @@ class Host:
         found = self.text(absolute)
         if isinstance(found, Unseen):
             return found
-        return (
-            int(found)
-            if re.fullmatch(r"[0-9]{1,20}", found)
-            else Unseen(f"{absolute} says {found!r}")
-        )
+        if not re.fullmatch(r"[0-9]{1,20}", found):
+            return Unseen(f"{absolute} says {found!r}")
+        return int(found)
 
     def names(self, absolute: str | Path) -> tuple[str, ...]:
         """The names in a folder, sorted; none where there is no such folder."""

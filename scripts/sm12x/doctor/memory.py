@@ -53,7 +53,8 @@ def _cgroup(host: Host) -> tuple[int | Unseen | None, int]:
     tightest: int | None = None
     used = 0
     for line in text.splitlines():
-        number, controllers, group = [*line.split(":", 2), "", ""][:3]
+        number, _, rest = line.partition(":")
+        controllers, _, group = rest.partition(":")
         if number == "0":
             mount, names = PurePosixPath("/sys/fs/cgroup"), ("memory.max", "memory.current")
         elif "memory" in controllers.split(","):
