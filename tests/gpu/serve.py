@@ -84,7 +84,13 @@ def rewrite(folder: Path, changed: dict[str, Any]) -> None:
     """The model of the recipe `smoke` with another configuration."""
     tiny.make(folder)
     path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changed, indent=1))
+    config = {**json.loads(path.read_text()), "tie_word_embeddings": False, **changed}
+    path.write_text(json.dumps(config, indent=1))
+
+
+def draw(module: str, folder: Path) -> None:
+    """Write weights in a process of its own: this one takes no memory of the GPU."""
+    subprocess.run([sys.executable, "-m", f"tests.gpu.{module}", str(folder)], check=True)
 
 
 def make_qwen3_moe(folder: Path, layers: int) -> None:
@@ -109,6 +115,7 @@ def make_qwen3_moe(folder: Path, layers: int) -> None:
             "torch_dtype": "bfloat16",
         },
     )
+    draw("checkpoint", folder)
 
 
 def make_dense_fp8(folder: Path, layers: int) -> None:
@@ -131,6 +138,7 @@ def make_dense_fp8(folder: Path, layers: int) -> None:
             },
         },
     )
+    draw("checkpoint", folder)
 
 
 def make_hybrid(folder: Path, layers: int) -> None:
@@ -168,6 +176,7 @@ def make_hybrid(folder: Path, layers: int) -> None:
             "torch_dtype": "bfloat16",
         },
     )
+    draw("checkpoint", folder)
 
 
 def make_glm_5(folder: Path, layers: int) -> None:
@@ -262,9 +271,7 @@ def make_mimo_v2(folder: Path, layers: int) -> None:
 
 
 def make_deepseek_v4(folder: Path, layers: int) -> None:
-    """In a process of its own: this one takes no memory of the GPU."""
-    words = [sys.executable, "-m", "tests.gpu.deepseek_v4", str(folder)]
-    subprocess.run(words, check=True)
+    draw("deepseek_v4", folder)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,10 +287,10 @@ MODELS = {
     "qwen3-moe": Model(
         make=make_qwen3_moe,
         flags=(
-            *("--load-format", "dummy", "--max-model-len", "2048"),
-            *("--moe-backend", "triton", "--attention-backend", "TRITON_ATTN"),
+            *("--max-model-len", "2048", "--moe-backend", "triton"),
+            *("--attention-backend", "TRITON_ATTN"),
         ),
-        prompts=PROMPTS,
+        prompts=LONG_PROMPTS[:2],
     ),
     # The model of the recipe `smoke`.
     "smoke": Model(
@@ -293,18 +300,14 @@ MODELS = {
     ),
     "dense-fp8": Model(
         make=make_dense_fp8,
-        flags=(
-            *("--load-format", "dummy", "--max-model-len", "2048"),
-            *("--attention-backend", "TRITON_ATTN"),
-        ),
-        prompts=PROMPTS,
+        flags=("--max-model-len", "2048", "--attention-backend", "TRITON_ATTN"),
+        prompts=LONG_PROMPTS[:2],
     ),
     "hybrid": Model(
         make=make_hybrid,
         flags=(
-            *("--load-format", "dummy", "--max-model-len", "8192", "--max-num-seqs", "8"),
+            *("--max-model-len", "8192", "--max-num-seqs", "8", "--no-enable-prefix-caching"),
             *("--moe-backend", "triton", "--attention-backend", "TRITON_ATTN"),
-            "--no-enable-prefix-caching",
         ),
         prompts=LONG_PROMPTS,
     ),
