@@ -157,20 +157,33 @@ OFFER = Offer(
 )
 
 
+ENGINE = Docker(Path("/usr/bin/docker"), "20.10", buildx=False)
+
+
 @pytest.mark.parametrize("unchanged", [False, True])
-def test_the_summary(unchanged: bool) -> None:
+def test_the_summary(unchanged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bases, "default", lambda: RECORD.version)
     got = summary.text(
         RECORD,
         LEDGER,
         AUDIT,
         Path("dist/0.21.0"),
-        Docker(Path("/usr/bin/docker"), "20.10", buildx=False),
+        ENGINE,
         ["deepseek-v4-flash-rtx-pro-6000-tp4"],
         unchanged=unchanged,
         offer=None if unchanged else OFFER,
     )
     name = "summary-unchanged.txt" if unchanged else "summary.txt"
     assert got == (DATA / name).read_text()
+
+
+def test_the_summary_names_a_base_that_is_not_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bases, "default", lambda: "0.33.0")
+    got = summary.text(
+        RECORD, LEDGER, AUDIT, Path("dist"), ENGINE, [], unchanged=False, offer=OFFER
+    )
+    assert "make bundle BASE=0.21.0 BUILD=full" in got
+    assert "make bundle BASE=0.21.0 ARGS=--flashinfer" in got
 
 
 def test_the_summary_says_where_what_full_mode_needs_comes_from() -> None:
@@ -180,7 +193,7 @@ def test_the_summary_says_where_what_full_mode_needs_comes_from() -> None:
         LEDGER,
         AUDIT,
         Path("dist/0.21.0"),
-        Docker(Path("/usr/bin/docker"), "20.10", buildx=False),
+        ENGINE,
         [],
         unchanged=False,
         offer=dataclasses.replace(OFFER, steps=(step,)),

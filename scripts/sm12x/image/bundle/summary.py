@@ -186,9 +186,14 @@ def _full(offer: Offer, record: Record, audit: AuditReport) -> str:
             lines += [_wrapped(said)] if ptx or none else []
     if offer.against:
         lines.append(_wrapped(f"auto does not choose full mode here: {offer.against}", indent=2))
-    other = f" BASE={record.version}" if record.version != bases.default() else ""
-    lines.append(f"  make bundle{other} BUILD=full")
+    lines.append(f"  {_bundle(record, 'BUILD=full')}")
     return "\n".join(lines)
+
+
+def _bundle(record: Record, words: str) -> str:
+    """The command for another bundle of this base."""
+    base = f"BASE={record.version} " if record.version != bases.default() else ""
+    return f"make bundle {base}{words}"
 
 
 def _flashinfer(record: Record) -> str:
@@ -200,11 +205,10 @@ def _flashinfer(record: Record) -> str:
     if record.flashinfer:
         return f"FlashInfer: {count} compiled ahead of time for {ahead.targets(record.flashinfer)}"
     seconds = texts.duration(sum(module.cpu_seconds for module in wanted))
-    other = f"BASE={record.version} " if record.version != bases.default() else ""
     return (
         f"FlashInfer: {count} that recipes need can be compiled ahead of time ({seconds} of CPU);\n"
         "  else the first start of a server compiles what it uses\n"
-        f"  make bundle {other}ARGS=--flashinfer"
+        f"  {_bundle(record, 'ARGS=--flashinfer')}"
     )
 
 
