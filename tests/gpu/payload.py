@@ -12,6 +12,9 @@ leaves TARGET/stack and TARGET/stock, hard-linked: the packages of the base's lo
 lacks and vLLM, as bundled and with the release's own Python and allocator. Either is used as
 PYTHONPATH, or both by tests.gpu.walk. FlashAttention 2's module is left out for its size; importing
 vLLM needs one of 2 and 3.
+
+With --source, given once for each third-party source as to `sm12x bundle`, TARGET/source and
+TARGET/third-party are what tests.gpu.native compiles there.
 """
 
 from __future__ import annotations
@@ -22,15 +25,18 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from packaging.utils import canonicalize_name
 
 from sm12x import layout
 from sm12x.core import index, lockfile
+from sm12x.core.errors import Sm12xError
+from sm12x.image.bundle import modes
 from sm12x.stack import lock
 from sm12x.stack.model import base as bases
+from sm12x.wheel.source import patched, third_party
 
 PART = "55M"
 # The host's torch; where the lock's is another one, it comes along.
@@ -62,6 +68,9 @@ UNUSED = (
     "triton/backends/amd", "triton/backends/nvidia/lib/cupti", "vllm/vllm-rs",
     "triton/backends/nvidia/lib/cupti-blackwell", "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so",
 )  # fmt: skip
+# Of the release's source, what its CMake reads; of a third-party source, what no unit includes.
+NATIVE = ("CMakeLists.txt", "cmake", "csrc")
+NOT_INCLUDED = shutil.ignore_patterns(".git", "docs", "media", "test", "tests", "*.pdf", "*.png")
 # The CuTe DSL is found through a .pth file, which Python reads of a site folder only.
 SITE = """\
 import pathlib
@@ -153,11 +162,30 @@ def untouched(base: bases.Base, wheel: Path, official: Path, folder: Path) -> tu
     return tuple(n for n in mine if n.startswith("vllm/") and n not in others)
 
 
+def add_sources(base: bases.Base, given: Mapping[str, Path], tree: Path) -> None:
+    """Put the release's native source, patched, and the third-party sources into ``tree``."""
+    cache = layout.cache()
+    sdist = index.fetch("vllm", base.sdist.name, base.sdist.sha256, cache=cache)
+    made = tree / "made"
+    patched.prepare(base, sdist, made / "source")
+    for name in NATIVE:
+        (tree / "source").mkdir(exist_ok=True)
+        (made / "source" / name).rename(tree / "source" / name)
+    shutil.rmtree(made)
+    for source in third_party.collect(base, cache=cache, given=given, say=print).values():
+        if source.folder:
+            folder = tree / "third-party" / source.name
+            shutil.copytree(source.folder, folder, ignore=NOT_INCLUDED, symlinks=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--base", required=True, choices=bases.versions())
     parser.add_argument("--have", type=Path, required=True, help="the host's packages, one a line")
     parser.add_argument("--python", default="3.12", help="the host's Python (default: 3.12)")
+    parser.add_argument(
+        "--source", action="append", default=[], metavar="NAME=DIR", help="a third-party source"
+    )
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     base = bases.load(options.base)
@@ -169,6 +197,10 @@ def main() -> int:
         sys.exit("the host is given this machine's zstd, and there is none: install it")
     if options.out.exists():
         sys.exit(f"{options.out} is there already: name another folder")
+    try:
+        given = modes.parse_given(base, options.source)
+    except Sm12xError as error:
+        parser.error(error.message)
     tree = options.out / "tree"
     stack = tree / "stack"
     closure, extras = wanted(base, options.have.read_text().splitlines())
@@ -189,6 +221,8 @@ def main() -> int:
     official = index.fetch("vllm", pinned.name, pinned.sha256, cache=layout.cache())
     added = untouched(base, wheels[0], official, tree / "untouched")
     (tree / "added.txt").write_text("".join(f"{name}\n" for name in added), "utf-8")
+    if given:
+        add_sources(base, given, tree)
     pack(tree, options.out, zstd)
     return 0
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import tarfile
 from dataclasses import asdict
 from pathlib import Path
 
@@ -48,3 +51,46 @@ def test_every_run_gets_a_result(tmp_path: Path) -> None:
         name: asdict(result) for name, result in results.items()
     }
     assert "0,1 820" in (out / "both.txt").read_text()
+
+
+WALK = """\
+import pathlib
+import sys
+
+out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
+(out / "first.json").write_text("{}")
+(out / "first.txt").write_text("a line")
+print("walked", *sys.argv[1:])
+"""
+
+
+def test_a_walk_goes_on_between_commands(tmp_path: Path) -> None:
+    """The checkout that it was started from is gone meanwhile."""
+    gpu = tmp_path / "checkout" / "tests" / "gpu"
+    gpu.mkdir(parents=True)
+    script = shutil.copy(Path(__file__).parents[1] / "gpu" / "lease.sh", gpu)
+    (gpu / "walk.py").write_text(WALK)
+    carried, parts, out = tmp_path / "carried", tmp_path / "parts", tmp_path / "out"
+
+    def lease(*words: object) -> str:
+        done = subprocess.run(
+            ["sh", *map(str, (script, *words))], check=True, stdout=subprocess.PIPE, text=True
+        )
+        return done.stdout
+
+    for name in ("part.00", "part.01"):
+        carried.mkdir(exist_ok=True)
+        (carried / name).touch()
+        lease("keep", carried, parts)
+    assert {path.name for path in parts.iterdir()} == {"part.00", "part.01"}
+    (parts / "unpack.sh").write_text('mkdir "$1" && touch "$1/unpacked"\n')
+    lease("unpack", parts, tmp_path / "target")
+    assert (tmp_path / "target" / UNPACKED).is_file()
+    assert not parts.exists()
+    lease("start", out, "0.33.0=T", "--gpus", "1")
+    script = shutil.copy(script, tmp_path)
+    shutil.rmtree(tmp_path / "checkout")
+    reports = tmp_path / "reports.tar.gz"
+    assert lease("watch", out, 60, reports) == f"walked 0.33.0=T --gpus 1 --out {out}\n"
+    with tarfile.open(reports) as archive:
+        assert {Path(name).name for name in archive.getnames()} >= {"first.json", "first.txt"}

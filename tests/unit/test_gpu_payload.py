@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from tests.gpu import native, payload
 
+from sm12x.core import index
 from sm12x.stack.model import base as bases
 from sm12x.wheel.assemble import torch_ops
 from sm12x.wheel.compile import native as compiling
+from sm12x.wheel.source import patched, third_party
 
 HAVE = ["NumPy", "torch", "tilelang", "apache_tvm_ffi"]
 
@@ -89,3 +91,37 @@ def test_a_compiled_module_replaces_the_bundle_s_in_a_copy_alone(
     assert (tmp_path / "native" / module.path).read_bytes() == b"compiled"
     assert (tmp_path / "native" / "kept.py").samefile(tmp_path / "stack" / "kept.py")
     assert official.read_bytes() == b"official"
+
+
+def test_sources_are_packed_without_what_no_unit_includes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = bases.load("0.21.0")
+    given = tmp_path / "checkout"
+    for name in ("csrc/cutlass/include/x.h", "csrc/cutlass/docs/x.md", ".git/HEAD", "csrc/x.cu"):
+        (given / name).parent.mkdir(parents=True, exist_ok=True)
+        (given / name).touch()
+
+    def prepare(of: bases.Base, sdist: Path, out: Path) -> None:
+        for name in ("CMakeLists.txt", "cmake/utils.cmake", "csrc/y.cu", "vllm/config.py"):
+            (out / name).parent.mkdir(parents=True, exist_ok=True)
+            (out / name).touch()
+
+    def collect(of: bases.Base, **options: object) -> dict[str, third_party.FoundSource]:
+        absent = third_party.FoundSource(name="qutlass", pin="1", folder=None)
+        found = third_party.FoundSource(name="flash-attention", pin="2", folder=given)
+        return {one.name: one for one in (absent, found)}
+
+    monkeypatch.setattr(index, "fetch", lambda *names, **options: tmp_path / "sdist")
+    monkeypatch.setattr(patched, "prepare", prepare)
+    monkeypatch.setattr(third_party, "collect", collect)
+    tree = tmp_path / "tree"
+    payload.add_sources(base, {"flash-attention": given}, tree)
+    packed = {path.relative_to(tree).as_posix() for path in tree.rglob("*") if path.is_file()}
+    assert packed == {
+        "source/CMakeLists.txt",
+        "source/cmake/utils.cmake",
+        "source/csrc/y.cu",
+        "third-party/flash-attention/csrc/cutlass/include/x.h",
+        "third-party/flash-attention/csrc/x.cu",
+    }
