@@ -49,7 +49,7 @@ variable "port" {
 
 variable "host_network" {
   type        = string
-  description = "The client's host_network to bind to. Never a public one: the endpoints for sleep and RPC ask for no key."
+  description = "The client's host_network to bind to. Never a public one: without VLLM_API_KEY the sleep routes ask for no key."
   default     = "private"
 }
 
