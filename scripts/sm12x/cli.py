@@ -19,7 +19,7 @@ from sm12x.core.errors import EXIT_CODES, INTERRUPTED, Sm12xError, of_system
 VERBS = {
     "patch": "List, check, apply, refresh, add, drop or rebase the patches of a base.",
     "base": "Show the state of the patches on each release.",
-    "fetch": "Fetch the sources of a base by name, version and sha256.",
+    "fetch": "Fetch the sdist and the official wheel of a base, and verify their sha256.",
     "cache": "List the witnesses' environments in the cache, and delete unused ones.",
     "lock": "Make or check the locked requirements of a base.",
     "build": "The steps of a build, one at a time, as the builder image runs them.",

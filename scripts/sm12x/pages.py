@@ -247,7 +247,7 @@ def audit_picture() -> str:
     return compare.svg(*audits, title=title, made_by="sm12x docs")
 
 
-def _house_table() -> str:
+def _package_table() -> str:
     """One row for each folder of the package: the first sentence of its docstring, its modules."""
     package = Path(__file__).parent
     rows = []
@@ -274,5 +274,5 @@ PARTS: Parts = {
     "limits": _limits_table,
     "plans": _plans_table,
     "audit": audit_table,
-    "house": _house_table,
+    "packages": _package_table,
 }

@@ -396,7 +396,7 @@ def test_the_ledger_says_what_was_compiled_here(tmp_path: Path, origin: str, pas
         assert isinstance(done.exception, FindingsError) is not passes
     alone = call(bare, "--policy", rule)
     assert alone.exit_code == 0
-    assert "No ledger is with it" in alone.output
+    assert "--ledger FILE" in alone.output
     beside.write_text(ledger_of(origin, "0" * 64))
     other = call(bare, "--policy", rule, "--ledger", beside)
     assert ("belongs to another build" in other.output) is not passes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -161,10 +162,10 @@ def test_one_file_names_the_default_base(monkeypatch: pytest.MonkeyPatch, tmp_pa
     (tmp_path / "1.2.3").mkdir()
     (tmp_path / "1.2.3" / "base.toml").touch()
     monkeypatch.setattr(layout, "patches", lambda: tmp_path)
-    with pytest.raises(BadFileError, match="write the version of a base into it"):
+    with pytest.raises(BadFileError, match=re.escape(f"{tmp_path / 'default'}")):
         base.default()
     (tmp_path / "default").write_text("9.9.9\n")
-    with pytest.raises(BadFileError, match=r"names '9\.9\.9', and there is no such base: 1\.2\.3"):
+    with pytest.raises(BadFileError, match=r"9\.9\.9.*1\.2\.3"):
         base.default()
     (tmp_path / "default").write_text("1.2.3\n")
     assert base.default() == "1.2.3"

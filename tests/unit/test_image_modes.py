@@ -71,8 +71,7 @@ def test_sources_are_looked_for_only_where_they_decide(
 def test_the_first_line_says_how_to_have_the_other() -> None:
     quick = Decision(mode="quick", minutes=69.0, reason="a full build takes about 69 minutes")
     assert modes.first_line(quick) == (
-        "build mode quick: a full build takes about 69 minutes; "
-        "for the other: make bundle BUILD=full"
+        "build mode quick: a full build takes about 69 minutes; full mode: make bundle BUILD=full"
     )
 
 
@@ -210,7 +209,7 @@ def test_what_a_full_build_says_before_it_starts(
     (tmp_path / "a.h").write_text("a")
     how, said = _settle(monkeypatch, tmp_path)
     assert said.lines[:4] == [
-        "build mode full: as asked for; for the other: make bundle BUILD=quick",
+        "build mode full: as asked for; quick mode: make bundle BUILD=quick",
         "there is a newer base: make bundle BASE=9.9.9",
         "third-party sources ...",
         "cutlass: from packages",

@@ -59,7 +59,7 @@ def test_a_part_without_data_has_no_block() -> None:
 
 
 def test_what_is_committed_is_up_to_date() -> None:
-    for path, text in docs.made(cli.root).items():
+    for path, text in docs.generated_files(cli.root).items():
         assert path.read_text(encoding="utf-8") == text, path
 
 

@@ -245,7 +245,7 @@ def test_a_model_without_states_has_no_largest_max_num_seqs(tmp_path: Path) -> N
         ([FLASH, "--utilization", "85"], UsageError, "'85' is not"),
         ([FLASH, "--utilization", "x"], UsageError, "'x' is not"),
         ([FLASH, "--gpus", "2"], FindingsError, "needs 4 GPUs, there are 2"),
-        ([FLASH, "--ram", "128"], FindingsError, "cut host copies: 136.0-"),
+        ([FLASH, "--ram", "128"], FindingsError, "cut: host copies: 136.0-"),
         ([FLASH, "--gpus", "2"], FindingsError, "a machine with as many GPUs"),
     ],
 )

@@ -75,7 +75,7 @@ class MemoryServer:
         self.sleeps += 1
         return self.seconds
 
-    def sleep_at_last(self, level: int) -> float:
+    def sleep_with_retry(self, level: int) -> float:
         return self.sleep(level)
 
     def wake_up(self, tag: str = "") -> float:
@@ -85,7 +85,7 @@ class MemoryServer:
             self.wakes += 1
         return self.seconds
 
-    def wake_up_at_last(self, tag: str = "") -> float:
+    def wake_up_with_retry(self, tag: str = "") -> float:
         return self.wake_up(tag)
 
     def reload_weights(self) -> float:

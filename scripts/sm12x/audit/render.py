@@ -121,7 +121,7 @@ def text(
         )
     own = [entry.path for entry in shown if entry.embedded]
     if own:
-        told = "Picks among pieces of code and loads them itself, each counted as a unit"
+        told = "Code that the library selects and loads itself, each piece counted as a unit"
         parts.append(_sentence(f"{told}: {texts.first_of(own, _LISTED)}", width))
     if judgement is not None:
         parts.append(_judged(judgement, width))
@@ -271,7 +271,7 @@ def _judged(judgement: Judgement, width: int) -> str:
         lines = [f"Policy `{judgement.policy}`: passed."]
     if judgement.unasked:
         told = (
-            "No ledger is with it: every library counts as the official one (--ledger names one)."
+            "No ledger was found: every library is judged as an official one (give --ledger FILE)."
         )
         lines.append(_sentence(told, width))
     if judgement.accepted:

@@ -31,7 +31,7 @@ def reports(kind: Any) -> Callable[[_Command], _Command]:
     A text is module and name, "sm12x.wheel.compile.native:NativeRecord", of what is imported only
     where it is needed.
     """
-    text = "Print JSON (data/schemas has what it holds)."
+    text = "Print JSON; its schema is in sm12x/data/schemas."
     return click.option("--json", "as_json", cls=JsonOption, kind=kind, is_flag=True, help=text)
 
 

@@ -105,7 +105,7 @@ def _report(
     if not audit.libraries:
         raise BadFileError(
             f"{subject} holds no library and no device code",
-            next_step="check that it is the right one",
+            next_step="name a wheel, folder or image that has shared libraries",
         )
     judgement = policy.judge(audit, rules, devices, compiled=compiled)
     if as_json:

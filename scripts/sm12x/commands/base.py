@@ -32,7 +32,7 @@ def command() -> None:
 @command.command("status")
 @reports(dict[str, dict[str, status.Cell]])
 def status_command(as_json: bool) -> None:
-    """Print patch by release: needed, applied, upstream, conflict, or unknown.
+    """Print patch by release: applied, needed, upstream, conflict, follows or unknown.
 
     Covers the bases in patches/ and the releases that `sm12x patch rebase` was run for.
 
@@ -47,8 +47,8 @@ def status_command(as_json: bool) -> None:
         click.echo(render.table(found), nl=False)
     for line in status.contradictions(known, recorded):
         say(
-            f"warning: {line}; run `sm12x patch rebase` for that release again, or correct its "
-            "[[dropped]] entry"
+            f"warning: {line}; run `sm12x patch rebase` for that release again, or correct the "
+            "[[dropped]] entry of that base"
         )
 
 

@@ -227,7 +227,7 @@ def command(
     text = summary.text(
         made.record,
         ledgers.read(made.folder / record.LEDGER),
-        audits.read(made.folder / record.AUDIT, next_step="remove dist/ and build again"),
+        audits.read(made.folder / record.AUDIT, next_step=f"remove {made.folder} and build again"),
         made.folder,
         made.engine,
         _servable(made.record.version),

@@ -33,7 +33,7 @@ def command(ctx: click.Context, check: bool) -> None:
     Example: sm12x docs --check
     """
     stale = []
-    for path, new in made(ctx.find_root().command).items():
+    for path, new in generated_files(ctx.find_root().command).items():
         name = path.relative_to(layout.root())
         old = path.read_text(encoding="utf-8") if path.is_file() else ""
         if old == new:
@@ -56,7 +56,7 @@ def command(ctx: click.Context, check: bool) -> None:
         raise FindingsError(f"out of date: {', '.join(stale)}", next_step="make docs")
 
 
-def made(root: click.Command) -> dict[Path, str]:
+def generated_files(root: click.Command) -> dict[Path, str]:
     """Every generated file and its text; "" for an existing file that is no longer generated.
 
     ``root`` is the command `sm12x`, whose verbs are one of the parts.

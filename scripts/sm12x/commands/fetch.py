@@ -33,7 +33,7 @@ class FetchReport:
     type=click.Choice(bases.MACHINES),
     default="x86_64",
     show_default=True,
-    help="Which official wheel.",
+    help="Machine of the official wheel.",
 )
 @click.option(
     "--find-links",

@@ -24,7 +24,10 @@ from sm12x.stack.model import series
     help="Folder for the patched files; an earlier overlay there is replaced.",
 )
 @click.option(
-    "--base", "version", metavar="VERSION", help="Default: the release that the image has."
+    "--base",
+    "version",
+    metavar="VERSION",
+    help="Base whose patches to apply. Default: the release in the image.",
 )
 @click.option("--engine", type=click.Choice(engines.NAMES), help="The engine that has the image.")
 @reports(overlay.OverlayRecord)

@@ -65,7 +65,7 @@ class CheckReport:
 def command() -> None:
     """List, check, apply, refresh, add, drop or rebase the patches of a base.
 
-    Example: sm12x patch apply --unpack ../vllm
+    Example: sm12x patch apply --base 0.21.0 --unpack ../vllm
     """
 
 
@@ -86,7 +86,7 @@ command.add_command(patchrebase.continue_command)
 def list_command(version: str | None, as_json: bool) -> None:
     """Show the patches of a base in order, with their upstream state.
 
-    Example: sm12x patch list --json
+    Example: sm12x patch list --base 0.21.0 --json
     """
     base = chosen(version)
     stack = series.load(base)
@@ -124,7 +124,7 @@ def check_command(
     Fails if a message lacks a required part, if a patch does not apply exactly, or if the export is
     not byte for byte the files that were applied. Every fault is listed.
 
-    Example: sm12x patch check --messages-only
+    Example: sm12x patch check --base 0.21.0 --messages-only
     """
     base = chosen(version)
     findings = series.check(base, root=layout.root())

@@ -31,7 +31,7 @@ JOBS = click.option(
     type=click.IntRange(min=1),
     default=2,
     show_default=True,
-    help="How many run at a time; each may take 2 GiB of memory.",
+    help="Pytest processes at a time; each may take 2 GiB of memory.",
 )
 BASE = click.option(
     "--base",

@@ -42,7 +42,7 @@ from sm12x.stack.witness.upstream_tests import Cannot, UpstreamPlan
     default=witness.TIME_LIMIT,
     show_default=True,
     metavar="SECONDS",
-    help="For one witness on one tree.",
+    help="Limit for one witness on one tree.",
 )
 @JOBS
 @FIND_LINKS
@@ -61,7 +61,7 @@ def witness_command(
     NAME is a patch's file name or number; without one, all are run. The run fails on any other
     outcome, and on a test that is green on the base and not a guard. Needs a C++ compiler, no GPU.
 
-    Example: sm12x patch witness 0001
+    Example: sm12x patch witness --base 0.21.0 0001
     """
     base = chosen(version)
     stack = series.load(base)
@@ -103,14 +103,14 @@ def witness_command(
     help="Instead of the mutations in mutations.toml: N derived ones per patch, from the lines it "
     "adds.",
 )
-@click.option("--seed", default=0, show_default=True, help="Which N are chosen.")
+@click.option("--seed", default=0, show_default=True, help="Seed that selects the N mutations.")
 @click.option(
     "--time-limit",
     type=click.FloatRange(min=1),
     default=mutate.TIME_LIMIT,
     show_default=True,
     metavar="SECONDS",
-    help="For one witness on one mutation.",
+    help="Limit for one witness on one mutation.",
 )
 @JOBS
 @FIND_LINKS
@@ -133,7 +133,7 @@ def mutate_command(
     lines instead; judge each survivor yourself: a line without a witness, or one that makes no
     difference. NAME is a patch's file name or number; without one, all are run.
 
-    Example: sm12x patch mutate 0001
+    Example: sm12x patch mutate --base 0.21.0 0001
     """
     base = chosen(version)
     stack = series.load(base)
@@ -195,7 +195,7 @@ class UpstreamList(UpstreamPlan):
     default=upstream_run.TEST_LIMIT,
     show_default=True,
     metavar="SECONDS",
-    help="For one test on one tree.",
+    help="Limit for one test on one tree.",
 )
 @click.option(
     "--file-limit",
@@ -203,7 +203,7 @@ class UpstreamList(UpstreamPlan):
     default=upstream_run.FILE_LIMIT,
     show_default=True,
     metavar="SECONDS",
-    help="For one test file on one tree.",
+    help="Limit for one test file on one tree.",
 )
 @FIND_LINKS
 @reports(UpstreamList | upstream_tests.Report)
@@ -223,7 +223,7 @@ def upstream_command(
     without one, all are run. Which tests cannot run here, and why, is in upstream-tests.toml of the
     base. Needs no GPU.
 
-    Example: sm12x patch upstream-tests vllm/v1/engine/core.py
+    Example: sm12x patch upstream-tests --base 0.21.0 vllm/v1/engine/core.py
     """
     base = chosen(version)
     stack = series.load(base)

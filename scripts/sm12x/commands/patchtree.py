@@ -60,7 +60,7 @@ def apply_command(
     git repository with the untouched source as the commit tagged `base` and one commit per patch,
     so that patches can be edited with git and exported with `sm12x patch refresh DIR`.
 
-    Example: sm12x patch apply --unpack ../vllm
+    Example: sm12x patch apply --base 0.21.0 --unpack ../vllm
     """
     base = chosen(version)
     stack = series.load(base)
@@ -118,7 +118,7 @@ def refresh_command(directory: Path, version: str | None, force: bool, as_json: 
     Commits added, dropped or reordered with git change the series accordingly. Refused if the
     patches have changed since DIR was made: the export would undo those changes.
 
-    Example: sm12x patch refresh ../vllm
+    Example: sm12x patch refresh --base 0.21.0 ../vllm
     """
     base = chosen(version)
     keep = layout.replaced() if force else None
@@ -158,7 +158,7 @@ def refresh_command(directory: Path, version: str | None, force: bool, as_json: 
 @click.option(
     "--like",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="Take message and author from this patch of another base.",
+    help="Take message and author from this patch file, and replace it if it is of this base.",
 )
 @click.option("--author", help='"Name <mail>"; by default git\'s own setting.')
 @reports(add_drop.NewReport)
@@ -181,7 +181,7 @@ def new_command(
     there, and the commit is exported.
 
     \b
-    Example: sm12x patch new ../vllm --subject "Reset the error state on entry" \\
+    Example: sm12x patch new --base 0.21.0 ../vllm --subject "Reset the error state on entry" \\
         --body-file why.txt --upstream "vllm-project/vllm#35489 (closed, never merged)" \\
         --drop-when "the release resets it itself" --witness tests/witness/test_reset.py
     """
@@ -233,7 +233,7 @@ def drop_command(name: str, version: str | None, find_links: Path | None, as_jso
 
     The later patches are renumbered, and exported again where their lines moved.
 
-    Example: sm12x patch drop 0002
+    Example: sm12x patch drop --base 0.21.0 0002
     """
     base = chosen(version)
     stack = series.load(base)

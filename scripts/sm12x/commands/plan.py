@@ -58,19 +58,24 @@ class _Gib(click.FloatRange):
     "--checkpoint",
     "folder",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Compute weights and KV cache from the config.json and the index there.",
+    help="Folder of a checkpoint: its config.json and index give weights and KV cache.",
 )
 @click.option("--tp", type=click.IntRange(1), help="GPUs the checkpoint is split over.")
 @click.option("--max-model-len", "tokens", type=click.IntRange(1), help="Tokens of a sequence.")
 @click.option(
-    "--max-num-seqs", "sequences", type=click.IntRange(1), help="Sequences of that length (1)."
+    "--max-num-seqs",
+    "sequences",
+    type=click.IntRange(1),
+    help="Sequences of --max-model-len tokens each (default: 1).",
 )
 @click.option(
     "--max-num-batched-tokens", "chunk", type=click.IntRange(1), help="Tokens a step reads."
 )
-@click.option("--kv-dtype", type=click.Choice(KV_DTYPES), help="--kv-cache-dtype.")
-@click.option("--block-size", "block", type=click.IntRange(1), help="--block-size.")
-@click.option("--outside", type=_Gib(), metavar="GIB", help="Outside vLLM's budget, on one GPU.")
+@click.option("--kv-dtype", type=click.Choice(KV_DTYPES), help="vLLM's --kv-cache-dtype.")
+@click.option("--block-size", "block", type=click.IntRange(1), help="vLLM's --block-size.")
+@click.option(
+    "--outside", type=_Gib(), metavar="GIB", help="Memory outside vLLM's budget, on one GPU."
+)
 @reports(planning.Plan | dict[str, planning.Plan])
 @click.option(
     "--png", type=click.Path(path_type=Path, dir_okay=False), help="Draw the plan into this file."
@@ -93,7 +98,8 @@ def command(
 
     Several recipes take turns on the same GPUs: the plan says which may be awake together. One
     recipe that sleeps is planned beside a sleeping peer like itself. Without a recipe, one line for
-    each recipe. Exit code 1: a plan does not fit, or a term that matters is not known.
+    each recipe. Exit code 1: a plan does not fit or, of a recipe that is named, cannot be decided.
+    --alone, --outside and --png need a RECIPE or --checkpoint.
 
     \b
     Example: sm12x plan deepseek-v4-flash-rtx-pro-6000-tp4 --utilization 0.85
@@ -146,10 +152,12 @@ def command(
 
 def _next_step(plan: planning.Plan) -> str:
     if plan.cuts:
-        return f"cut {plan.cuts[0]}"
+        return f"apply the first cut: {plan.cuts[0]}"
     if plan.too_few:
         return "plan for a machine with as many GPUs, or a recipe for fewer"
-    return "measure it (nvidia-smi while it serves, less the budget), or plan with --outside GIB"
+    if any(row.budget.wake and row.budget.wake.low < 0 for row in plan.rows):
+        return "sleep at level 2, or keep the weights: --sleep-mode-release kv_cache"
+    return "measure the unknown terms and put them in the recipe; outside the budget: --outside GIB"
 
 
 def _hardware(kind: str | None, here: bool, gpus: int | None, ram: float | None) -> Hardware | None:

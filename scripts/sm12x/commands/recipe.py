@@ -297,9 +297,13 @@ _OF_PAIRS = ("nomad", "llama-swap")
 
 
 @command.command(cls=_WithWords)
-@click.option("--to", "target", type=click.Choice(list(TARGETS)), required=True)
 @click.option(
-    "--image", default="", help="Default: the recipe's container; for the bundle's image, its tag."
+    "--to", "target", type=click.Choice(list(TARGETS)), required=True, help="What to render for."
+)
+@click.option(
+    "--image",
+    default="",
+    help="Image to run. Default: the recipe's container; for the bundle's image, its tag.",
 )
 @click.argument("name", metavar="RECIPE")
 @click.argument("words", metavar="[KEY=VALUE]... [-- ARG...]", nargs=-1, type=click.UNPROCESSED)

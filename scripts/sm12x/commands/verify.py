@@ -72,7 +72,7 @@ def _limits(command: _Command) -> _Command:
     type=click.IntRange(1),
     default=5,
     show_default=True,
-    help="Sleeps and wake-ups.",
+    help="Number of cycles, each a sleep and a wake-up.",
 )
 @click.option(
     "--level",
@@ -93,7 +93,7 @@ def _limits(command: _Command) -> _Command:
     type=click.IntRange(1, 256),
     default=8,
     show_default=True,
-    help="How many of them at a time.",
+    help="Requests in flight at a time.",
 )
 @click.option(
     "--model", "models", multiple=True, help="Model to ask; a second time for the second server."

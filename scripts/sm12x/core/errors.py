@@ -137,7 +137,10 @@ def of_system(error: OSError) -> Sm12xError | None:
         number = int(said[1]) if said else None
         where, message = "a copy: ", str(error)[:_SAID]
     if number in DISK_FULL:
-        return NoSpaceError(message, next_step="free space there, and run the same command again")
+        place = "there" if where else "on the disks of the checkout, SM12X_CACHE and TMPDIR"
+        return NoSpaceError(
+            message, next_step=f"free space {place}, and run the same command again"
+        )
     # The message of the tempfile module when none of its folders can be written.
     if number == errno.ENOENT and "usable temporary directory" in (error.strerror or ""):
         return NoSpaceError(

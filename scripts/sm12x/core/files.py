@@ -142,13 +142,19 @@ def free_gib(folder: Path) -> float:
     return shutil.disk_usage(existing(folder)).free / GIB
 
 
-def require_space(folder: Path, gib: float, *, what: str) -> None:
-    """Raise NoSpaceError unless the file system of ``folder`` has ``gib`` GiB free."""
+_MOVE_CACHE = "set SM12X_CACHE to a folder on another disk"
+
+
+def require_space(folder: Path, gib: float, *, what: str, move: str = _MOVE_CACHE) -> None:
+    """Raise NoSpaceError unless the file system of ``folder`` has ``gib`` GiB free.
+
+    ``move`` says how the step is given another disk.
+    """
     free = free_gib(folder)
     if free < gib:
         raise NoSpaceError(
             f"{what} needs {gib:.1f} GiB under {folder}, {free:.1f} GiB are free",
-            next_step=f"free {gib - free:.1f} GiB there, or point the step at another disk",
+            next_step=f"free {gib - free:.1f} GiB there, or {move}",
         )
 
 

@@ -274,5 +274,6 @@ def _storage_error(error: OSError, final: Path) -> Sm12xError:
         )
     return BadFileError(
         f"{error.filename or final} cannot be used: {error.strerror or error}",
-        next_step="set SM12X_CACHE to a folder that you can write",
+        next_step="check the permissions of that path, or set SM12X_CACHE to a folder that you can "
+        "write",
     )

@@ -15,6 +15,10 @@ from sm12x.core.errors import BadFileError
 _PIN = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*)(\[[^]]*\])?==(?P<version>[^\s;\\]+)")
 _HASH = re.compile(r"--hash=(\w+:[0-9a-f]+)")
 _VIA = re.compile(r"^\s+# +via\b")
+_NEXT = (
+    "restore it with git, or write it anew with `make lock BASE=VERSION` (that of test tools: "
+    "`make lock-dev`)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +54,7 @@ def read(path: Path) -> Lockfile:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise BadFileError(f"{path} cannot be read: {error}", next_step="run `make lock`") from None
+        raise BadFileError(f"{path} cannot be read: {error}", next_step=_NEXT) from None
     return parse(text, where=str(path))
 
 
@@ -142,5 +146,5 @@ def _pin(lines: list[str]) -> Pin:
 def _not_a_pin(where: str, number: int, line: str) -> BadFileError:
     return BadFileError(
         f"{where}:{number}: {line.strip()!r} is not a pinned requirement",
-        next_step="run `make lock` to write the file anew",
+        next_step=_NEXT,
     )

@@ -64,7 +64,7 @@ def unfit(recipe: Recipe) -> str:
     if recipe.cluster_only and machines == 1:
         return "it is for several machines (cluster_only), and no sm12x block says how many"
     if not re.fullmatch(r"[A-Za-z0-9._-]+", recipe.key):
-        return f"a job cannot have the name {recipe.key!r}: letters, digits, ., _ and - make one"
+        return f"a job cannot have the name {recipe.key!r}: it may have letters, digits, ., _, -"
     needs = ["host", "master_addr", "node_rank"] if machines > 1 else ["host"]
     pair = recipe.sm12x.pair if recipe.sm12x else ()
     found = _port_settings(recipe)
@@ -296,7 +296,7 @@ def _ports(recipe: Recipe, settings: Mapping[str, str]) -> list[Port]:
     if why:
         raise UsageError(
             f"{recipe.key} cannot run under Nomad: {why}",
-            next_step="take another recipe, or give it that in its defaults and its command",
+            next_step="correct that in the recipe file, or take another recipe",
         )
     pair = recipe.sm12x.pair if recipe.sm12x else ()
     found = []
@@ -381,5 +381,5 @@ def examples(recipes: Mapping[str, Recipe]) -> dict[str, str]:
 
 
 def load_examples(folder: Path) -> dict[str, str]:
-    """``rendered`` of the recipes in a folder. Raises BadFileError as ``load_all`` does."""
+    """``examples`` of the recipes in a folder. Raises BadFileError as ``load_all`` does."""
     return examples(load.load_all(folder))

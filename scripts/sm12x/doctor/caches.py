@@ -131,7 +131,9 @@ def stale(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
         return findings or [nothing]
     if isinstance(image, Unseen) or built is None:
         places = ", ".join(str(cache.path) for cache in facts.caches)
-        seen = f"could not tell whether they fit the image, whose build time is unknown: {places}"
+        seen = (
+            f"the image's build time is unknown, so these caches may be of another build: {places}"
+        )
         return [*findings, known.finding(name, UNKNOWN, seen, fix=(_wipe(facts.caches),))]
     return [*findings, *(_compare(cache, image, built, known) for cache in facts.caches)]
 

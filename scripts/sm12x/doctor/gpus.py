@@ -362,7 +362,7 @@ def image_known(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     if isinstance(image, Unseen):
         fix = (
             "sm12x bundle",
-            "sm12x audit IMAGE --json --output audit.json && sm12x doctor --audit audit.json",
+            "sm12x audit IMAGE --json --output audit.json; sm12x doctor --audit audit.json",
         )
         seen = f"could not see how the image was compiled: {image.why}"
         return [known.finding(name, UNKNOWN, seen, fix=fix)]
@@ -433,7 +433,10 @@ def _code(image: Image, device: Device, which: str, known: Knowledge) -> Diagnos
     told = f"{counted[NATIVE]} native, {counted[PTX]} through PTX, {counted[NONE]} not at all"
     by_unit = device in DEVICES and not image.by_library
     unit = "translation units" if by_unit else "libraries"
-    audit = (f"sm12x audit {shlex.quote(image.name)} --arch {device}",)
+    # The wheel that an audit of dist/ names lies beside it.
+    is_wheel = image.name.endswith(".whl")
+    subject = str(image.audit.with_name(image.name)) if is_wheel else image.name
+    audit = (f"sm12x audit {shlex.quote(subject)} --arch {device}",)
     if counted[NATIVE] + counted[PTX] == 0:
         return known.finding(name, BAD, f"{which} cannot run the image: {unit} {told}", fix=audit)
     if image.offenders.get(device):

@@ -49,7 +49,8 @@ def _utilization(recipe: Recipe, facts: HostFacts, known: Knowledge) -> list[Dia
     seen = (
         f"{recipe.key} takes --gpu-memory-utilization {given} of unified memory, more than {most}"
     )
-    fix = (f"sm12x recipe render {shlex.quote(recipe.key)} gpu_memory_utilization={most}",)
+    name = shlex.quote(recipe.key)
+    fix = (f"sm12x recipe render --to docker {name} gpu_memory_utilization={most}",)
     return [known.finding("recipe.utilization", WARN, seen, fix=fix)]
 
 

@@ -1,4 +1,4 @@
-"""The findings as text for a person. No library is needed beyond Python's own."""
+"""The findings as text for a person, without rich, which a bare host may lack."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _NARROWEST = 60
 _IN_FULL = (BAD, WARN)
 _WORDS = {BAD: "bad", WARN: "warn", UNKNOWN: "?", INFO: "info", OK: "ok"}
 _COUNTED = {
-    BAD: "bad",
-    WARN: "to look at",
-    UNKNOWN: "could not be seen",
-    INFO: "to know",
+    BAD: "failed",
+    WARN: "warnings",
+    UNKNOWN: "unknown",
+    INFO: "notes",
     OK: "ok",
 }
 
@@ -73,7 +73,7 @@ def explain(
             lines += ["  sources", *texts.bullets(finding.sources, width, indent=4)]
         lines += [f"  $ {command}" for command in finding.fix]
     if not findings:
-        lines += ["", "Nothing here concerns it."]
+        lines += ["", "This check has no finding on this host."]
     return "\n".join(lines) + "\n"
 
 

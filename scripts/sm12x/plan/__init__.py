@@ -128,10 +128,10 @@ def _warnings(hardware: Hardware, servers: Sequence[Deployment]) -> list[str]:
             lacking = f", {-wake.low:.1f} GiB more than there are," if wake and wake.low < 0 else ""
             found.append(
                 f"{server.name} sleeps at level 1: on unified memory the host copy takes the memory"
-                f" that sleep frees, and a wake, which maps everything{lacking} before that copy "
-                "is freed, can crash the machine (vllm#50011): use level 2, stop it, or leave its "
-                "weights on the GPU (--sleep-mode-release kv_cache); the stack restores block by "
-                "block, which no GB10 has run yet"
+                f" that sleep frees. A wake-up maps everything{lacking} before that copy is freed, "
+                "and can crash the machine (vllm#50011): use level 2, stop the server, or keep its "
+                "weights on the GPU (--sleep-mode-release kv_cache). The stack restores block by "
+                "block; that has not run on a GB10 yet"
             )
     return found
 
@@ -228,7 +228,9 @@ def findings(plan: Plan) -> list[str]:
             for one in row.budget.inside
             if one.spare and one.spare.low < 0
         ]
-    found += [f"needs {one.gpus} GPUs, there are {plan.hardware.gpus}" for one in plan.too_few]
+    found += [
+        f"{one.name} needs {one.gpus} GPUs, there are {plan.hardware.gpus}" for one in plan.too_few
+    ]
     if plan.host.verdict == DOES_NOT_FIT:
         found.append(f"host copies need {plan.host.copies} GiB, there are {plan.host.ram:.0f} GiB")
     found += [f"cut: {text}" for text in plan.cuts]

@@ -96,7 +96,7 @@ def _stack(axes: Any, place: int, row: Row, scale: float, seen: set[str]) -> Non
                 )
             seen.add(part.name)
             left += part.amount.high
-    less = " less ?" if row.budget.unknown else ""
+    less = " - ?" if row.budget.unknown else ""
     axes.annotate(
         f"{render.signed(row.budget.margin)} GiB{less}\n{row.verdict}",
         (max(left, row.budget.memory.high), place),

@@ -149,7 +149,7 @@ def inside(one: Inside) -> str:
         parts.append(
             f"{one.spare} for activations and more KV cache"
             if one.spare.low >= 0
-            else f"{-one.spare.low:.1f} too many"
+            else f"{-one.spare.low:.1f} GiB over the budget"
         )
     least = f"; utilization {share(one.least)} at least" if one.least else ""
     most = ""

@@ -129,7 +129,9 @@ class _Rules:
             names = ", ".join(self.recipe.not_applied)
             self.add(self.recipe.not_applied[0], WARNING, f"{names}: of sparkrun, not applied here")
         if self.words is None and not (self.block and self.block.pair):
-            self.add("command", NOTE, "the command is not `vllm serve`: its arguments are its own")
+            self.add(
+                "command", NOTE, "the command is not `vllm serve`: its arguments are not checked"
+            )
         for release in self.block.status.blocked if self.block else ():
             known = [folder.name for folder in layout.patches().glob("*/")]
             if known and release and release not in known:
@@ -290,4 +292,8 @@ class _Rules:
             members.append(member.sm12x)
         places = {(one.gpus, one.machines) for one in members}
         if len(places) > 1 or (members and places != {(self.block.gpus, self.block.machines)}):
-            self.add("sm12x.pair", ERROR, "the two and the pair do not have the same GPUs")
+            self.add(
+                "sm12x.pair",
+                ERROR,
+                "both recipes and this one must have the same gpus and machines",
+            )

@@ -70,7 +70,7 @@ def _variable(value: object) -> object:
 def _variable_name(value: str) -> str:
     # It stands unquoted in `export NAME=...` and `-e NAME=...`.
     if not re.fullmatch(_VARIABLE_NAME, value):
-        raise KeyFaultError("", "is not a variable's name: letters, digits and _ make one")
+        raise KeyFaultError("", "is not a variable's name: it takes letters, digits and _ only")
     return value
 
 

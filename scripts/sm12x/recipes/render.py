@@ -108,7 +108,7 @@ def render(
         raise _unfit(recipe, f"{type(error).__name__}: {error}") from None
     if len(text) > _LONGEST:
         # A width such as {port:>99999999}; the system takes no such word.
-        raise _unfit(recipe, f"it has {len(text)} characters")
+        raise _unfit(recipe, f"it has {len(text)} characters, more than {_LONGEST}")
     env: dict[str, str] = {}
     for name, value in recipe.env.items():
         env[name] = settings[name] if name in settings else _expand(value, {**environ, **env})
@@ -155,7 +155,7 @@ def _argv(recipe: Recipe, text: str, extra: tuple[str, ...], *, solo: bool) -> t
         # What is run directly is the process already.
         words = words[1:]
     if not words:
-        raise _unfit(recipe, "it is empty")
+        raise _unfit(recipe, "it is empty, without `vllm serve`")
     if words[0] in _BUILTINS or _ASSIGNMENT.match(words[0]):
         return ("bash", "-c", " ".join((joined, *map(shlex.quote, extra))))
     return (*words, *extra)
@@ -180,5 +180,5 @@ def _expand(value: str, environ: Mapping[str, str]) -> str:
 def _unfit(recipe: Recipe, why: str) -> BadFileError:
     return BadFileError(
         f"{recipe.path}: the command cannot be filled in: {why}",
-        next_step="give every {name} of the command in defaults, and double the braces of JSON",
+        next_step="correct the command: each {name} needs a default, braces of JSON are doubled",
     )

@@ -1,1 +1,1 @@
-"""What runs inside the image: the entry point, the proof, the health check."""
+"""What runs inside the image: the entry point, `check`, the health check."""

@@ -1,4 +1,4 @@
-"""The entry point: help, check, health, recipes, verify, a recipe, or any command as given."""
+"""The entry point: help, check, health, recipes, pair, verify, a recipe, or any other command."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def make(folder: Path) -> None:
 def main(arguments: list[str]) -> int:
     try:
         if len(arguments) != 1:
-            raise UsageError("one folder is expected", next_step="tiny DIR")
+            raise UsageError("one folder is expected", next_step="python -m sm12x.runtime.tiny DIR")
         make(Path(arguments[0]))
     except Sm12xError as error:
         sys.stderr.write(f"error: {error}\n")

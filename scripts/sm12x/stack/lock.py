@@ -263,7 +263,7 @@ def find_uv() -> str:
         return uv.find_uv_bin()
     except FileNotFoundError:
         raise ToolMissingError(
-            "uv is not installed beside this Python", next_step="run `make lock`, which sets it up"
+            "uv is not installed beside this Python", next_step="install it there: pip install uv"
         ) from None
 
 

@@ -125,8 +125,8 @@ def _failure(result: PatchResult) -> list[str]:
         lines += [f"  git: {said}" for said in result.said]
     if result.state == "offset":
         lines.append(
-            "  the text is at other lines, and strict apply does not guess that it is the right "
-            "one. Compare, then export the patch again with `sm12x patch refresh`"
+            "  the text is at other lines, and strict apply accepts no offset: compare both texts, "
+            "then make the patch again with the commands in the error below"
         )
     return lines
 

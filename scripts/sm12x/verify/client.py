@@ -277,17 +277,17 @@ class Server:
         """Put it to sleep, and return the seconds that took. Raises ServerError."""
         return self.call("POST", f"/sleep?level={level}").seconds
 
-    def sleep_at_last(self, level: int) -> float:
+    def sleep_with_retry(self, level: int) -> float:
         """``sleep``, again and again while another call is in flight. Raises ServerError."""
-        return self._at_last(f"/sleep?level={level}")
+        return self._with_retry(f"/sleep?level={level}")
 
     def wake_up(self, tag: str = "") -> float:
         """Wake it up, all tags or one ``tag``, and return the seconds. Raises ServerError."""
         return self.call("POST", f"/wake_up?tags={tag}" if tag else "/wake_up").seconds
 
-    def wake_up_at_last(self, tag: str = "") -> float:
+    def wake_up_with_retry(self, tag: str = "") -> float:
         """``wake_up``, again and again while another call is in flight. Raises ServerError."""
-        return self._at_last(f"/wake_up?tags={tag}" if tag else "/wake_up")
+        return self._with_retry(f"/wake_up?tags={tag}" if tag else "/wake_up")
 
     def reload_weights(self) -> float:
         """Load the weights again, between the two calls of a wake-up from level 2."""
@@ -419,7 +419,7 @@ class Server:
             text = text.replace(self._access.key, "<the API key>")
         return _printable(text)
 
-    def _at_last(self, path: str) -> float:
+    def _with_retry(self, path: str) -> float:
         end = time.monotonic() + self._access.timeout
         while True:
             answer = self.send("POST", path)
@@ -518,7 +518,7 @@ class Server:
             case HTTPStatus.NOT_FOUND if path in _SLEEP_ROUTES:
                 return _ROUTES
             case HTTPStatus.NOT_FOUND if path == "/v1/completions":
-                return "give a server, or with --model a model, that completes text"
+                return "name a model that generates text with --model, or another server"
             case HTTPStatus.NOT_FOUND:
                 return "check the address: it is that of the server, not of a page or a gateway"
             case HTTPStatus.CONFLICT:

@@ -126,9 +126,9 @@ class LiveServer(Protocol):
     def is_sleeping(self) -> bool: ...
     def ranks(self) -> tuple[RankUse, ...] | None: ...
     def sleep(self, level: int) -> float: ...
-    def sleep_at_last(self, level: int) -> float: ...
+    def sleep_with_retry(self, level: int) -> float: ...
     def wake_up(self, tag: str = "") -> float: ...
-    def wake_up_at_last(self, tag: str = "") -> float: ...
+    def wake_up_with_retry(self, tag: str = "") -> float: ...
     def reload_weights(self) -> float: ...
     def require_reloading(self) -> None: ...
     def complete(self, prompt: str, tokens: int) -> Completion: ...
@@ -557,9 +557,9 @@ class Run:
             if one.asleep == asleep:
                 return f"{one.name} is {_state(asleep)}, as it was"
             if asleep:
-                server.sleep_at_last(level)
+                server.sleep_with_retry(level)
             elif level == 1:
-                server.wake_up_at_last()
+                server.wake_up_with_retry()
             else:
                 for step in one.waking or _from_level_2(server):
                     step()
@@ -590,9 +590,9 @@ class Run:
 def _from_level_2(server: LiveServer) -> list[Callable[[], float]]:
     """The calls, in order, that wake up a server without its weights."""
     return [
-        lambda: server.wake_up_at_last("weights"),
+        lambda: server.wake_up_with_retry("weights"),
         server.reload_weights,
-        lambda: server.wake_up_at_last("kv_cache"),
+        lambda: server.wake_up_with_retry("kv_cache"),
     ]
 
 
@@ -630,9 +630,9 @@ def _spent(
 class _Queue:
     """The requests still to send, and the answers so far."""
 
-    def __init__(self, server: LiveServer, requests: int, hopeless: int) -> None:
+    def __init__(self, server: LiveServer, requests: int, give_up_after: int) -> None:
         self._server = server
-        self._hopeless = hopeless
+        self._give_up_after = give_up_after
         self._numbers = iter(range(requests))
         self._lock = threading.Lock()
         self._good = self._bad = 0
@@ -657,10 +657,14 @@ class _Queue:
     def _next(self) -> int | None:
         with self._lock:
             number = next(self._numbers, None)
-            if number is not None and not self._good and self._bad >= self._hopeless:
-                self.answers.put(ServerError("not sent, for all before failed", next_step=""))
+            if number is not None and not self._good and self._bad >= self._give_up_after:
+                self.answers.put(
+                    ServerError("not sent: all requests before it failed", next_step="")
+                )
                 for _ in self._numbers:
-                    self.answers.put(ServerError("not sent, for all before failed", next_step=""))
+                    self.answers.put(
+                        ServerError("not sent: all requests before it failed", next_step="")
+                    )
                 return None
             return number
 

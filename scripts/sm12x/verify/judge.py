@@ -223,7 +223,7 @@ def _memory(
     sloped = [(one, one.mib_per_cycle) for one in own if one.mib_per_cycle is not None]
     option = "--max-growth"
     if not sloped:
-        reason = f"it takes {_FEWEST + 1} sleeps that are seen" if own else why
+        reason = f"needs {_FEWEST + 1} sleeps with a memory reading" if own else why
         yield _unseen("growth", name, reason, limit=limits.max_growth, unit="MiB", option=option)
     else:
         worst, each = max(sloped, key=lambda pair: pair[1])
@@ -349,7 +349,7 @@ def _stress(limits: Limits, name: str, stress: Sequence[StressReport]) -> Iterat
         "--min-speed",
         "{:.1f}",
         "tokens/s",
-        "it takes requests before and after that count their tokens",
+        "needs requests with token counts before and after the cycles",
     )
     if any(one.drafted for one in stress):
         yield _kept(

@@ -33,7 +33,7 @@ FOLDER = PurePosixPath("flashinfer/data/aot")
 MADE_OF = ("apache-tvm-ffi", "flashinfer-python", "ninja", "nvidia-cuda-nvcc", "torch")
 # One cubin for all of SM12x. FlashInfer itself compiles for 12.0f where CUDA is 12.9 or newer.
 _FAMILY = CudaArch(major=12, minor=0, suffix="f")
-_NEXT = "read the compiler's message above; build without it: ARGS=--no-flashinfer"
+_NEXT = "read the compiler's message above; or build the bundle with --no-flashinfer"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -120,7 +120,7 @@ def _require_emulator(name: str, binfmt: Path) -> None:
         f"Ubuntu, or build on a machine that is {kind.machine}; the wheel alone needs no emulator: "
         "--no-image"
     )
-    what = f"an image for {name} is installed by {kind.machine} programs, and this kernel"
+    what = f"building an image for {name} runs {kind.machine} programs, and this kernel"
     if not (binfmt / "register").exists():
         raise BadArchitectureError(
             f"{what} has no emulators set up ({binfmt} is not mounted)",

@@ -113,8 +113,8 @@ def make(
     Raises BuildFailedError when debootstrap cannot be installed or fails.
     """
     next_step = (
-        "give an image of Debian 13 that the engine has with --base-image, or as root install "
-        "debootstrap and debian-archive-keyring and run it again"
+        "name an image of Debian 13 that the engine has (--base-image), or run this as root with "
+        "debootstrap and debian-archive-keyring installed"
     )
     if os.geteuid() != 0:
         raise BuildFailedError(
@@ -131,7 +131,12 @@ def make(
     local = _name(spec, wanted)
     # Not in a folder of the user's: a root file system needs a disk that allows device nodes.
     with TemporaryDirectory(prefix="sm12x-base-", dir="/var/tmp") as folder:
-        files.require_space(Path(folder), _GIB_NEEDED, what="making the base image")
+        files.require_space(
+            Path(folder),
+            _GIB_NEEDED,
+            what="making the base image",
+            move="mount a larger disk on /var/tmp",
+        )
         root = Path(folder) / "root"
         _debootstrap(spec.suite, root, host, wanted, on_line, next_step)
         _slim(root, spec.suite, host)

@@ -190,7 +190,7 @@ def uv_requirement(lock: str) -> str:
     if match is None:
         raise BadFileError(
             "the lock of the build requirements has no entry for uv with hashes",
-            next_step="make it with `make lock`",
+            next_step="make it with `make lock BASE=VERSION`",
         )
     return match[0] + "\n"
 
@@ -265,7 +265,7 @@ def _require(*paths: Path) -> None:
         if not path.is_file():
             raise BadFileError(
                 f"{path} is missing, and the image needs it",
-                next_step="restore it, such as with `git checkout`, or make it with `make lock`",
+                next_step="restore it with git, or make it with `make lock BASE=VERSION`",
             )
 
 

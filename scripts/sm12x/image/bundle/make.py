@@ -162,7 +162,7 @@ def _require_same_again(plan: BuildPlan, release: ReleaseFiles, wheel: Path) -> 
     if not same:
         raise BuildFailedError(
             f"{wheel.name} was built twice, and the two are not the same bytes",
-            next_step="compare native.json of both in the builder's log, and report it",
+            next_step=f"report it, with the log {plan.work / 'builder.log'}",
         )
     plan.report.say(f"built twice, the same bytes: {wheel.name}")
 

@@ -327,9 +327,7 @@ def _sure(base: Base, given: Iterable[str]) -> set[str]:
 def first_line(decision: Decision) -> str:
     """The first line of a bundle: the mode, the reason, and the command for the other mode."""
     other = "full" if decision.mode == "quick" else "quick"
-    return (
-        f"build mode {decision.mode}: {decision.reason}; for the other: make bundle BUILD={other}"
-    )
+    return f"build mode {decision.mode}: {decision.reason}; {other} mode: make bundle BUILD={other}"
 
 
 def choose(base: Base, mode: str, sources: ThirdParty, allowed: Iterable[str]) -> ModuleChoice:

@@ -178,11 +178,12 @@ def needs(
         written = min(largest, own * share) if meter.is_done(phase) else largest
         layers = max(layers, stays + engine.copies_in_storage * written)
         packages = max(packages, cached + engine.copies_in_cache * written)
-    moved = engine.more_room if cache == storage else "TMPDIR names another folder for them"
+    moved = engine.more_room if cache == storage else "set TMPDIR to a folder on another disk"
     need(f"layers of {engine.name}", storage, layers, engine.more_room)
     cache_holds = "packages and layers in the making" if engine.copies_in_cache else "packages"
     need(cache_holds, cache, packages, moved)
-    need("sources", layout.cache(), disk.sources_gib, "SM12X_CACHE names another folder for them")
+    elsewhere = "set SM12X_CACHE to a folder on another disk"
+    need("sources", layout.cache(), disk.sources_gib, elsewhere)
     need("wheel and contexts", layout.dist(base.version), disk.dist_gib, "move the checkout")
     return found
 

@@ -100,6 +100,6 @@ def one_wheel(folder: Path) -> Path:
     if len(found) != 1:
         raise BuildFailedError(
             f"the builder left {len(found)} wheels instead of one",
-            next_step="read build/ for the builder's log, and report it",
+            next_step="read build/VERSION/builder.log, and report it with that log",
         )
     return found[0]

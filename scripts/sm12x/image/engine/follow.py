@@ -205,7 +205,7 @@ def failure(
     """
     if follower.no_space:
         return NoSpaceError(
-            f"the disk of {engine.name} is full ({engine.storage()})",
+            f"the disk of {engine.name} is full ({engine.storage() or 'of the remote daemon'})",
             next_step=f"free about {rest_gib:.0f} GiB there ({engine.more_room}), and run the same "
             "command again: it resumes",
         )

@@ -201,7 +201,7 @@ def check_arguments(recipes: Mapping[str, Recipe], driver: LoadedDriver, ask: As
         rendered = render(recipe, settings={}, environ={}, solo=recipe.sm12x is None)
         if rendered.serve is None:
             lines.append(
-                noted(topic, f"{key} does not run `vllm serve`: its arguments are its own")
+                noted(topic, f"{key} does not run `vllm serve`: its arguments are not checked")
             )
             continue
         commands[key] = list(rendered.serve)

@@ -137,7 +137,10 @@ def _extras(extras: Iterable[ExtraEntry], present: Mapping[str, Distribution]) -
             if canonicalize_name(wanted.name) == extra.package
             and lockfile.brought_by(wanted, extra.name)
         ]
-        if not any(_wish(wanted) == _wish(Requirement(extra.requirement)) for wanted in brought):
+        if not any(
+            _name_and_specifier(wanted) == _name_and_specifier(Requirement(extra.requirement))
+            for wanted in brought
+        ):
             asked = ", ".join(map(str, brought)) or "nothing of it"
             lines.append(
                 failed(
@@ -187,7 +190,7 @@ def requirements(
     the same has not been looked at.
     """
     replaced = {
-        (canonicalize_name(each.of), _wish(Requirement(each.instead_of))): each
+        (canonicalize_name(each.of), _name_and_specifier(Requirement(each.instead_of))): each
         for each in overrides
     }
     chosen = ("", *(extra.name for extra in extras))
@@ -206,7 +209,7 @@ def requirements(
             if version is not None and wanted.specifier.contains(version, prereleases=True):
                 continue
             said = f"{package.name} requires {wanted}, found {version}"
-            known = replaced.get((canonicalize_name(package.name), _wish(wanted)))
+            known = replaced.get((canonicalize_name(package.name), _name_and_specifier(wanted)))
             if known and version and Requirement(known.requirement).specifier.contains(version):
                 lines.append(noted(TOPIC, f"{said}, as the lock says: {known.why}"))
             else:
@@ -216,6 +219,6 @@ def requirements(
     return lines
 
 
-def _wish(requirement: Requirement) -> tuple[str, str]:
+def _name_and_specifier(requirement: Requirement) -> tuple[str, str]:
     """Name and versions, without the marker that says where it holds."""
     return canonicalize_name(requirement.name), str(requirement.specifier)

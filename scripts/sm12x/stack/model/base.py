@@ -262,7 +262,7 @@ class FlashInferModule(Declared):
         if not re.fullmatch(r"[a-z_][\w.]*:[a-z_]\w*", self.generator):
             raise KeyFaultError("generator", f"is {self.generator!r}, not package.module:function")
         if self.peak_gib <= 0 or self.cpu_seconds <= 0:
-            raise KeyFaultError("cpu_seconds", "and peak_gib are more than 0")
+            raise KeyFaultError("cpu_seconds", "and peak_gib must be more than 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -378,8 +378,7 @@ def default() -> str:
         ) from None
     if version not in versions():
         raise BadFileError(
-            f"{path} names {version!r}, and there is no such base: "
-            f"{', '.join(versions()) or 'none'}",
+            f"{path} names {version!r}, which is no base; bases: {', '.join(versions()) or 'none'}",
             next_step="write one of these versions into it",
         )
     return version
@@ -402,10 +401,10 @@ def load(version: str) -> Base:
     if not (folder / "base.toml").is_file():
         known = versions()
         near = text.near(version, known, cutoff=0.3)
-        hint = f"perhaps you meant {near}" if near else "add patches/<version>/base.toml"
+        make = f"make it with `sm12x patch rebase {version} --from BASE`"
         raise UnknownBaseError(
             f"there is no base {version}; known bases: {', '.join(known) or 'none'}",
-            next_step=hint,
+            next_step=f"perhaps you meant {near}" if near else make,
         )
     return parse(folder / "base.toml")
 

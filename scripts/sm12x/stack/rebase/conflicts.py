@@ -40,7 +40,10 @@ _STOPPED = "refs/sm12x/stopped"
 
 @dataclass(frozen=True, kw_only=True)
 class PortStep(Declared):
-    """A patch of the old base, by file name; ``commit`` has it there. ``state`` as above."""
+    """A patch of the old base, by file name; ``commit`` has it there.
+
+    ``state`` is WAITING, DONE, PRESENT or SKIPPED.
+    """
 
     name: str
     commit: str
@@ -326,8 +329,9 @@ def _finished(directory: Path, repository: Repository, port: Port, root: Path | 
         raise DirtyTreeError(
             f"{new.folder} is now {f'stack {now}' if now else 'no readable stack'}, and the port "
             f"began with {port.stack}: later changes there would be undone",
-            next_step=f"move that folder away and run `sm12x patch rebase {port.version}` again; "
-            f"the resolved patches are commits in {directory}",
+            next_step="move that folder away and run `sm12x patch rebase "
+            f"{port.version} --from {port.source}` again; the resolved patches are commits in "
+            f"{directory}",
         )
     report = export.replaced(new, repository, exported, rest=())
     resolved = {step.name.partition("-")[2] for step in port.steps if step.state == DONE}

@@ -53,14 +53,14 @@ class FileConflict(Declared):
 class Merge:
     """The outcome of one patch on one tree.
 
-    ``tree`` has the merged files, and the old text of the others; in ``hoped`` every conflict is
+    ``tree`` has the merged files, and the old text of the others; in ``favoured`` every conflict is
     decided for the patch. ``marked`` are the files with their markers and their modes, ``stages``
     the blobs of ancestor, ours and theirs; ``rejected`` the hunks that could not be placed, as a
     diff, by path. ``clean`` are the paths that merged.
     """
 
     tree: str
-    hoped: str
+    favoured: str
     conflicts: tuple[FileConflict, ...]
     clean: tuple[str, ...]
     marked: Mapping[str, tuple[str, bytes]]
@@ -84,11 +84,11 @@ def merge(git: Repository, commit: str, tip: str, labels: Labels) -> Merge:
     git.stage(work.taken)
     tree = git.write_tree()
     git.stage(work.decided)
-    hoped = git.write_tree()
+    favoured = git.write_tree()
     git.read_tree(tree)
     return Merge(
         tree=tree,
-        hoped=hoped,
+        favoured=favoured,
         conflicts=tuple(work.conflicts),
         clean=tuple(dict.fromkeys(work.clean)),
         marked=work.marked,
@@ -179,8 +179,8 @@ class _Work:
                 self.clean.append(path)
                 return
         else:
-            hoped, _ = self._three_way(texts, favour=True)
-            self.decided[path] = (mode, git.store(hoped))
+            favoured, _ = self._three_way(texts, favour=True)
+            self.decided[path] = (mode, git.store(favoured))
             self.marked[path] = (mode, merged)
             self.stages[path] = (blobs[0] if before else "", blobs[1], blobs[2])
         self.conflicts.append(

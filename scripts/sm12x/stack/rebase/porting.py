@@ -110,7 +110,7 @@ def port(
         fresh.add_all()
         untouched = fresh.write_tree()
         first = fresh.commit_tree(untouched, f"{label}\n")
-        tips = _Tips(real=first, hoped=first)
+        tips = _Tips(real=first, favoured=first)
         done: list[PortResult] = []
         for patch in stack.patches:
             if on_patch:
@@ -148,7 +148,7 @@ class _Tips:
     """Commits: with the patches that merge, and with all, their conflicts decided for them."""
 
     real: str
-    hoped: str
+    favoured: str
 
 
 def _try(
@@ -171,20 +171,20 @@ def _try(
     if exact.ok and not exact.offsets:
         git.apply_cached(patch.content())
         taken = on(tips.real, git.write_tree())
-        hoped = taken
-        if tips.hoped != tips.real:
-            hoped = on(tips.hoped, merge.merge(git, commit, tips.hoped, names).hoped)
-        return PortResult(patch=patch, state=APPLIES), _Tips(real=taken, hoped=hoped)
+        favoured = taken
+        if tips.favoured != tips.real:
+            favoured = on(tips.favoured, merge.merge(git, commit, tips.favoured, names).favoured)
+        return PortResult(patch=patch, state=APPLIES), _Tips(real=taken, favoured=favoured)
     merged = merge.merge(git, commit, tips.real, names)
     best = merged
-    if tips.hoped != tips.real:
-        best = merge.merge(git, commit, tips.hoped, names)
-    hoped = on(tips.hoped, best.hoped)
+    if tips.favoured != tips.real:
+        best = merge.merge(git, commit, tips.favoured, names)
+    favoured = on(tips.favoured, best.favoured)
     if not merged.conflicts:
         present = merged.tree == git.tree_of(tips.real)
         state = PRESENT if present else MERGES
         return PortResult(patch=patch, state=state), _Tips(
-            real=on(tips.real, merged.tree), hoped=hoped
+            real=on(tips.real, merged.tree), favoured=favoured
         )
     paths = {file.path for file in patch.files}
     earlier = tuple(
@@ -200,5 +200,5 @@ def _try(
             clean=best.clean,
             follows=earlier,
         ),
-        _Tips(real=tips.real, hoped=hoped),
+        _Tips(real=tips.real, favoured=favoured),
     )

@@ -265,7 +265,8 @@ def _rebase(asked: RebaseRequest, scratch: Path) -> tuple[RebaseReport, PortedSt
         if asked.run_witnesses is not None and asked.lock_needed and here not in locked:
             work.unrun = BadFileError(
                 f"there is no lock for {here}",
-                next_step="see the line `lock.` above, and add an [[override]] to base.toml",
+                next_step=f"see the line `lock.{here}` above; add an [[override]] to "
+                f"{asked.folder / 'base.toml'}",
             )
             asked = replace(asked, run_witnesses=None)
         new = bases.parse(folder / "base.toml")

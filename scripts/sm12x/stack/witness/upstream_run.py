@@ -358,8 +358,8 @@ class _Batch:
             raise Sm12xError(
                 f"the process that runs the tests on the {self.side} tree ended before the first; "
                 f"its last lines:\n{_tail(log)}\n",
-                next_step="read these lines; to make an incomplete environment again, remove its "
-                "folder under witness/ in the cache",
+                next_step="read these lines; `sm12x cache clear --all` deletes an incomplete "
+                "environment",
             )
         for target in self.targets:
             self.runs.setdefault(

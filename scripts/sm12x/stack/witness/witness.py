@@ -692,5 +692,5 @@ def _uv() -> str:
         return uv.find_uv_bin()
     except FileNotFoundError:
         raise ToolMissingError(
-            "uv is not installed beside this Python", next_step="run `make test`, which sets it up"
+            "uv is not installed beside this Python", next_step="install it there: pip install uv"
         ) from None

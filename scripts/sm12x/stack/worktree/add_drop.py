@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import tempfile
 import time
 from collections.abc import Sequence
@@ -94,7 +95,11 @@ def new(
     faults = patchfile.lint(parts, subject_line=1, root=root)
     if faults:
         where = Path("message")
-        raise MessageError([MessageFault(path=where, line=n, message=said) for n, said in faults])
+        raise MessageError(
+            [MessageFault(path=where, line=n, message=said) for n, said in faults],
+            next_step="correct --subject, --body or a trailer's option, and run this again",
+        )
+    quoted = shlex.quote(str(directory))
     changes = repository.status()
     left = [line[3:] for line in changes if line.endswith(".rej")]
     if left:
@@ -107,7 +112,7 @@ def new(
         raise DirtyTreeError(
             f"nothing has changed in {directory} since its last commit",
             next_step="edit the files there, then run this again; commits already made are "
-            "exported by `sm12x patch refresh`",
+            f"exported by `sm12x patch refresh --base {base.version} {quoted}`",
         )
     who = _signature(author or git.user_identity(directory))
     head = repository.resolve("HEAD")

@@ -365,11 +365,11 @@ class _Placing:
         left: list[str] = []
         for path, there in reversed(self._touched.items()):
             try:
-                _insisting(lambda path=path, there=there: self._back(path, there))  # type: ignore[misc]
+                _retry_if_interrupted(lambda path=path, there=there: self._back(path, there))  # type: ignore[misc]
             except OSError:
                 # Go on with the other files.
                 left.append(path)
-        _insisting(self.sweep)
+        _retry_if_interrupted(self.sweep)
         for folder in reversed(self._made):
             with suppress(OSError):
                 folder.rmdir()
@@ -400,7 +400,7 @@ def _same(one: Path, other: Path) -> bool:
     return os.path.lexists(other) and one.lstat().st_ino == other.lstat().st_ino
 
 
-def _insisting(step: Callable[[], None]) -> None:
+def _retry_if_interrupted(step: Callable[[], None]) -> None:
     """Run ``step``, and again if a second Ctrl-C comes in its middle."""
     try:
         step()
@@ -420,7 +420,7 @@ def _refused(error: OSError, directory: Path) -> Sm12xError:
     return BadFileError(
         f"{why}; nothing was changed in {directory}",
         next_step="check the permissions of that folder, or unpack the sdist in another one "
-        "(`sm12x patch apply --unpack NEW_DIR`)",
+        "(`sm12x patch apply --base VERSION --unpack NEW_DIR`)",
     )
 
 
@@ -435,7 +435,7 @@ class HalfAppliedError(DirtyTreeError):
             f"{directory} is half applied: after `{said}` these files could not be restored: "
             f"{named}{more}",
             next_step="delete that folder and unpack the sdist in another one (`sm12x patch apply "
-            "--unpack NEW_DIR`)",
+            "--base VERSION --unpack NEW_DIR`)",
         )
         self.left = tuple(left)
 

@@ -102,12 +102,17 @@ class RefreshReport:
 class MessageError(FindingsError):
     """Commits that cannot be exported; ``findings`` lists all their faults."""
 
-    def __init__(self, findings: Sequence[MessageFault]) -> None:
+    def __init__(
+        self,
+        findings: Sequence[MessageFault],
+        *,
+        next_step: str = "correct the commit (`git commit --amend`, `git rebase -i base`)",
+    ) -> None:
         more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
         super().__init__(
             f"{findings[0].path.name}:{findings[0].line}: {findings[0].message}{more}; nothing was "
             "written",
-            next_step="correct the commit's message (`git commit --amend`, `git rebase -i base`)",
+            next_step=next_step,
         )
         self.findings = tuple(findings)
 
@@ -188,8 +193,8 @@ def _require_current(base: Base, repository: Repository, directory: Path) -> Non
         f"{base.folder} is now stack {now}: an export would undo the changes made there since",
         next_step=f"`sm12x patch apply --base {base.version} --unpack NEW_DIR`, then bring your "
         f"commits there (`git -C NEW_DIR fetch {quoted} {apply.BRANCH}`, `git -C NEW_DIR "
-        "cherry-pick ...`); or `sm12x patch refresh --force`, which keeps a copy of the patches it "
-        "replaces",
+        f"cherry-pick ...`); or `sm12x patch refresh --force --base {base.version} {quoted}`, "
+        "which keeps a copy of the patches it replaces",
     )
 
 
@@ -314,8 +319,9 @@ def _with_rest(base: Base, repository: Repository, exported: dict[str, bytes]) -
             again = sorted(base.folder.glob(f"[0-9]*-{tail}"))
             if not again:
                 raise BadFileError(
-                    f"{path} is not there: the tree was made without it, and would lose it",
-                    next_step="restore it with git",
+                    f"{path} is missing: the tree was made without this patch, and the export "
+                    "would drop it",
+                    next_step=f"restore the file: git checkout -- {shlex.quote(str(path))}",
                 )
             path = again[0]
         name = f"{len(exported) + 1:04d}-{tail}"

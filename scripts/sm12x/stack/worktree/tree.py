@@ -183,7 +183,7 @@ def explain(
         has: the files of ``directory``.
         archive: the sdist, where it is at hand: with it every differing file can be named.
     """
-    fresh = "unpack the sdist anew and work on that copy (`sm12x patch apply --unpack NEW_DIR`)"
+    fresh = f"work on a new copy (`sm12x patch apply --base {base.version} --unpack NEW_DIR`)"
     name = base.sdist.name.split("-")[0]
     found = version_of(directory)
     if found is None:

@@ -223,7 +223,8 @@ def metadata(text: bytes, version: str) -> bytes:
     head, count = _VERSION_LINE.subn(f"Version: {version}".encode(), head)
     if count != 1:
         raise BadFileError(
-            f"METADATA of the official wheel has {count} Version lines", next_step="fetch it again"
+            f"METADATA of the official wheel has {count} Version lines",
+            next_step="report it: this release's wheel has another layout",
         )
     return head + blank + body
 
@@ -339,7 +340,7 @@ class Rewriter:
         if fields[0] != b"PK\x03\x04" or info.flag_bits & _ENCRYPTED:
             raise BadFileError(
                 f"{self._source.filename}: {info.filename} cannot be copied",
-                next_step="fetch the file again",
+                next_step="check the disk with that file, or report it",
             )
         reader.seek(fields[9] + fields[10], 1)
         taken = copy.copy(info)
@@ -376,6 +377,9 @@ def _copy(reader: IO[bytes], writer: IO[bytes], size: int) -> None:
     while size:
         block = reader.read(min(size, _BLOCK))
         if not block:
-            raise BadFileError("the zip ends in the middle", next_step="fetch the file again")
+            raise BadFileError(
+                f"{getattr(reader, 'name', 'the wheel')} ends in the middle",
+                next_step="check the disk with that file, or report it",
+            )
         writer.write(block)
         size -= len(block)

@@ -75,7 +75,12 @@ def compile_modules(
     schedule.require_memory(pending.values(), memory)
     cores = settings.jobs or machine.cores()
     need = _UNIT_GIB * len(pending) + _JOB_GIB * min(cores, len(pending))
-    files.require_space(settings.work, need, what=f"compiling {len(pending)} units")
+    files.require_space(
+        settings.work,
+        need,
+        what=f"compiling {len(pending)} units",
+        move="name a folder on another disk with --work",
+    )
     spare = memory - schedule.RESERVE_GIB - _LAUNCHER_GIB * len(pending)
     room = max(spare, *(one.peak_gib for one in pending.values()), 0.0)
     run = _Run(

@@ -155,7 +155,8 @@ def verify(directory: Path, entries: Iterable[SourceFile]) -> None:
         if _sha256(directory / file.path) != file.sha256:
             raise BadFileError(
                 f"{directory / file.path} was changed after the stack was applied",
-                next_step="run `sm12x build source` again, or `sm12x patch refresh` to keep it",
+                next_step="run `sm12x build source` again; make lasting changes in a tree of "
+                "`sm12x patch apply`",
             )
 
 

@@ -94,7 +94,8 @@ def libraries(target: Target, toolkit: str) -> Path:
             raise BadFileError(
                 f"{target.packages} is not where packages for {target.machine} are unpacked: "
                 f"{path.relative_to(target.packages)} is not there",
-                next_step=f"unpack them with `sm12x build packages --machine {target.machine}`",
+                next_step="unpack them: "
+                f"`sm12x build packages --machine {target.machine} --base VERSION --out DIR`",
             )
     return folder
 

@@ -24,7 +24,7 @@ def lock(base: Base, machine: str) -> str:
     if len(kept) != len(cross.PACKAGES):
         raise BadFileError(
             f"{path} does not have all of {', '.join(cross.PACKAGES)}",
-            next_step="make it with `make lock`",
+            next_step=f"make it with `make lock BASE={base.version}`",
         )
     return f"# What is linked with for {machine}.\n{whole.head}{''.join(kept)}"
 
