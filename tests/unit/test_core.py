@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sm12x.core import cudaarch, errors, files, machine
+from sm12x.core import cudaarch, errors, files, machine, picture
 
 
 @pytest.mark.parametrize(
@@ -68,6 +68,25 @@ def test_an_output_that_is_no_file_is_written_to_and_stays(tmp_path: Path) -> No
     files.write_output(plain, "other")
     assert plain.read_text() == "other"
     assert sorted(tmp_path.iterdir()) == [link, pipe, plain]
+
+
+def test_a_picture_leaves_a_link_and_what_is_no_file_in_place(tmp_path: Path) -> None:
+    class Drawn:
+        def savefig(self, path: Path, **settings: object) -> None:
+            path.write_bytes(b"a picture")
+
+    pipe, link = tmp_path / "pipe", tmp_path / "link.png"
+    os.mkfifo(pipe)
+    link.symlink_to("pipe")
+    reader = os.open(pipe, os.O_RDWR)
+    try:
+        for path in (pipe, link):
+            picture.write(Drawn(), path)
+            assert os.read(reader, 64) == b"a picture"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+    assert link.is_symlink()
 
 
 def test_every_error_has_a_code_of_its_own() -> None:

@@ -301,9 +301,9 @@ class _Files:
         for path in self._paths:
             try:
                 if path.suffix == _JSON:
-                    files.write_text(path, declared.to_json(report))
+                    files.write_output(path, declared.to_json(report))
                 elif path.suffix == _MARKDOWN:
-                    files.write_text(path, render.markdown(report))
+                    files.write_output(path, render.markdown(report))
                 elif last:
                     chart.write(report, path)
             except OSError as error:

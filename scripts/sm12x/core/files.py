@@ -112,17 +112,28 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def write_output(path: Path, text: str) -> None:
-    """Write ``text`` to a path that a user names: a file is replaced whole or not at all.
+@contextmanager
+def writing(path: Path) -> Iterator[Path]:
+    """As ``replacing``, for a path that a user names.
 
     A device, a pipe and what a link names are written to: as root, a rename would put a file in the
     place of /dev/null or /dev/stdout.
     """
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        with path.open("w", encoding="utf-8") as handle:
-            handle.write(text)
-    else:
-        write_text(path, text)
+    if not path.is_symlink() and (path.is_file() or not path.exists()):
+        with replacing(path) as temporary:
+            yield temporary
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        temporary = Path(folder) / path.name
+        yield temporary
+        with temporary.open("rb") as made, path.open("wb") as target:
+            shutil.copyfileobj(made, target)
+
+
+def write_output(path: Path, text: str) -> None:
+    """Write ``text`` (UTF-8) to a path that a user names; see ``writing``."""
+    with writing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def existing(folder: Path) -> Path:

@@ -25,5 +25,5 @@ def figure(option: str, **settings: Any) -> Any:
 
 def write(drawn: Any, path: Path) -> None:
     """Write a figure as a PNG, whole or not at all."""
-    with files.replacing(path) as temporary:
+    with files.writing(path) as temporary:
         drawn.savefig(temporary, format="png", dpi=150, bbox_inches="tight", facecolor="white")
