@@ -40,3 +40,11 @@ def print_json(report: object) -> None:
     options = click.get_current_context().command.params
     kind = next(one.kind for one in options if isinstance(one, JsonOption))
     click.echo(declared.to_json(report, kind), nl=False)
+
+
+def emit(as_json: bool, report: object, text: str) -> None:
+    """Print ``report`` as JSON where that is asked for, and as ``text`` otherwise."""
+    if as_json:
+        print_json(report)
+    else:
+        click.echo(text, nl=False)

@@ -8,7 +8,7 @@ import click
 from packaging.version import Version
 
 from sm12x import layout
-from sm12x.commands import print_json, reports
+from sm12x.commands import emit, reports
 from sm12x.commands.patchoptions import fetch, give_way, say
 from sm12x.core import listing, progress
 from sm12x.core import text as texts
@@ -41,10 +41,7 @@ def status_command(as_json: bool) -> None:
     known = [bases.load(version) for version in bases.versions()]
     recorded = status.read(layout.patches() / status.NAME)
     found = status.table(known, recorded)
-    if as_json:
-        print_json(render.table_data(found))
-    else:
-        click.echo(render.table(found), nl=False)
+    emit(as_json, render.table_data(found), render.table(found))
     for line in status.contradictions(known, recorded):
         say(
             f"warning: {line}; run `sm12x patch rebase` for that release again, or correct the "
@@ -86,10 +83,7 @@ def check_command(sources: tuple[str, ...], find_links: Path | None, as_json: bo
         chosen = known
     trials = _attempts(chosen, known, found, find_links)
     report = newest.compare(listed, found, known, default=default, project=project, trials=trials)
-    if as_json:
-        print_json(report)
-    else:
-        click.echo(newest.text(report), nl=False)
+    emit(as_json, report, newest.text(report))
     if not report.current:
         behind = texts.counted(report.default.behind, "release")
         raise FindingsError(

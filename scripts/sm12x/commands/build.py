@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
-from sm12x.commands import print_json, reports
+from sm12x.commands import emit, print_json, reports
 from sm12x.core import text
 from sm12x.core.errors import BadFileError, FindingsError, UsageError
 from sm12x.wheel import selection
@@ -93,12 +93,11 @@ def toolchain(
             )
         target = cross.Target(machine=machine, packages=target_packages.absolute())
     made = step.assemble(site_packages, out, target=target)
-    if as_json:
-        print_json(replace(made, path=out))
-        return
-    click.echo(
+    emit(
+        as_json,
+        replace(made, path=out),
         f"{made.path}: nvcc {made.nvcc}, {made.libraries} libraries of {made.package}, "
-        f"a stub of libcuda with {made.driver_symbols} symbols; compiles and links"
+        f"a stub of libcuda with {made.driver_symbols} symbols; compiles and links\n",
     )
 
 
@@ -146,11 +145,9 @@ def stand_in(cuda_home: Path, out: Path, as_json: bool) -> None:
     from sm12x.wheel.toolchain import libcuda_stub
 
     api = libcuda_stub.build(cuda_home / "include", out)
-    if as_json:
-        print_json(StubReport(path=out, version=api.version, symbols=len(api.symbols)))
-        return
+    report = StubReport(path=out, version=api.version, symbols=len(api.symbols))
     major, minor = divmod(api.version, 1000)
-    click.echo(f"{out}: {len(api.symbols)} symbols of CUDA {major}.{minor // 10}")
+    emit(as_json, report, f"{out}: {report.symbols} symbols of CUDA {major}.{minor // 10}\n")
 
 
 @command.command()
@@ -177,13 +174,12 @@ def flashinfer(path: Path, work: Path, out: Path, as_json: bool) -> None:
         step.Request, path, next_step="make it with `sm12x bundle --flashinfer`"
     )
     made = step.build(request, out, work, on_line=lambda line: click.echo(line, err=True))
-    if as_json:
-        print_json(made)
-        return
     size = sum(library.size for library in made.libraries)
-    click.echo(
+    emit(
+        as_json,
+        made,
         f"{out}: {text.counted(len(made.libraries), 'module')} of FlashInfer for "
-        f"{made.arch_list or 'no architecture'}, {text.size(size)}"
+        f"{made.arch_list or 'no architecture'}, {text.size(size)}\n",
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from sm12x import layout
-from sm12x.commands import print_json, reports
+from sm12x.commands import emit, reports
 from sm12x.core import index
 from sm12x.core.errors import BadFileError
 from sm12x.stack.model import base as bases
@@ -61,7 +61,5 @@ def command(version: str, machine: str, find_links: Path | None, as_json: bool) 
         )
         for pinned in (base.sdist, base.wheels[machine])
     )
-    if as_json:
-        print_json(FetchReport(base=base.version, machine=machine, sdist=sdist, wheel=wheel))
-    else:
-        click.echo(f"{sdist}\n{wheel}")
+    report = FetchReport(base=base.version, machine=machine, sdist=sdist, wheel=wheel)
+    emit(as_json, report, f"{sdist}\n{wheel}\n")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from sm12x.commands import print_json, reports
+from sm12x.commands import emit, reports
 from sm12x.core import progress
 from sm12x.image import overlay
 from sm12x.image.engine import engines
@@ -58,14 +58,12 @@ def command(image: str, out: Path, version: str | None, engine: str | None, as_j
             f"keeps"
         )
     written = overlay.write(made, installed, stack, image, out)
-    if as_json:
-        print_json(written)
-        return
     docker, nomad = overlay.volume_lines(made, installed, out)
-    click.echo(
+    emit(
+        as_json,
+        written,
         f"{len(made.files)} files of vLLM {installed.version} patched with stack {stack.id} "
         f"under {out}\n\ndocker run, before the image's name:\n{docker}\n"
         f"Nomad, for a specification rendered with --to nomad-overlay, or in a task's config:\n"
         f"{nomad}",
-        nl=False,
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from sm12x import layout
-from sm12x.commands import print_json, reports
+from sm12x.commands import emit, reports
 from sm12x.commands.patchoptions import (
     DIRECTORY,
     chosen,
@@ -151,10 +151,7 @@ def rebase_command(
         keep=layout.replaced(),
     )
     report = rebase.rebase(asked)
-    if as_json:
-        print_json(render.RebaseData.of(report))
-    else:
-        click.echo(render.report(report), nl=False)
+    emit(as_json, render.RebaseData.of(report), render.report(report))
     if not no_record:
         _record(recorded, report)
     if report.unrun is not None:
@@ -180,10 +177,7 @@ def continue_command(directory: Path, skip: bool, as_json: bool) -> None:
     except MessageError as error:
         print_findings(error)
         raise
-    if as_json:
-        print_json(render.PortData.of(report))
-    else:
-        click.echo(render.ported(report), nl=False)
+    emit(as_json, render.PortData.of(report), render.ported(report))
     stop = report.port.stop
     if stop is not None:
         raise PatchConflictError(

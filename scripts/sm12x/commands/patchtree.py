@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from sm12x import layout
-from sm12x.commands import print_json, reports
+from sm12x.commands import emit, print_json, reports
 from sm12x.commands.patchoptions import (
     BASE,
     DIRECTORY,
@@ -85,10 +85,7 @@ def apply_command(
                 rest=rest,
             )
     except applying.StackConflictError as error:
-        if as_json:
-            print_json(error.report)
-        else:
-            click.echo(render.applied(error.report), nl=False)
+        emit(as_json, error.report, render.applied(error.report))
         raise
     if as_json:
         print_json(report)
@@ -127,10 +124,7 @@ def refresh_command(directory: Path, version: str | None, force: bool, as_json: 
     except export.MessageError as error:
         print_findings(error)
         raise
-    if as_json:
-        print_json(report)
-    else:
-        click.echo(render.refreshed(report, relative(str(base.folder))), nl=False)
+    emit(as_json, report, render.refreshed(report, relative(str(base.folder))))
 
 
 @click.command("new")
