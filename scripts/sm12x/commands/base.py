@@ -8,8 +8,8 @@ import click
 from packaging.version import Version
 
 from sm12x import layout
-from sm12x.commands import emit, reports
-from sm12x.commands.patchoptions import fetch, give_way, say
+from sm12x.commands import emit, find_links_option, reports, say
+from sm12x.commands.patchoptions import fetch, give_way
 from sm12x.core import listing, progress
 from sm12x.core import text as texts
 from sm12x.core.errors import FindingsError
@@ -58,11 +58,7 @@ def status_command(as_json: bool) -> None:
     help="Try the patches of this base; can be repeated. Default: those of every base, unless the "
     "newest release is a base.",
 )
-@click.option(
-    "--find-links",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Take the releases from this folder and use no network.",
-)
+@find_links_option(help="Take the releases from this folder and use no network.")
 @reports(NewestReport)
 def check_command(sources: tuple[str, ...], find_links: Path | None, as_json: bool) -> None:
     """Compare the newest release on the package index with the bases, and try the patches on it.

@@ -13,9 +13,10 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
-from sm12x.commands import emit, print_json, reports
-from sm12x.core import text
+from sm12x.commands import emit, find_links_option, print_json, reports, say
+from sm12x.core import progress, text
 from sm12x.core.errors import BadFileError, FindingsError, UsageError
+from sm12x.stack.model import base as bases
 from sm12x.wheel import selection
 
 # The steps import what they need themselves: some, such as `stand-in`, also run in the runtime
@@ -30,6 +31,11 @@ _machine = click.option(
     "--machine",
     default=platform.machine,
     help="x86_64 or aarch64. Default: this machine.",
+)
+_python = click.option(
+    "--python",
+    type=EXISTING_FILE,
+    help="A Python that has the build requirements. Default: the one running this.",
 )
 _base = click.option("--base", "version", required=True, help="The vLLM release, such as 0.21.0.")
 
@@ -105,7 +111,7 @@ def toolchain(
 @_base
 @_machine
 @click.option("--out", type=FOLDER, required=True, help="Where to unpack them (1 GB).")
-@click.option("--find-links", type=EXISTING_FOLDER, help="A folder of wheels to take as well.")
+@find_links_option(help="A folder of wheels to take as well.")
 def packages(version: str, machine: str, out: Path, find_links: Path | None) -> None:
     """Unpack the packages to link another machine's modules with: torch and CUDA's libraries.
 
@@ -116,9 +122,7 @@ def packages(version: str, machine: str, out: Path, find_links: Path | None) -> 
     Example:
       sm12x build packages --base 0.21.0 --machine aarch64 --out target
     """
-    from sm12x.core import progress
     from sm12x.stack import lock
-    from sm12x.stack.model import base as bases
     from sm12x.wheel.toolchain import cross, cross_packages
 
     base = bases.load(version)
@@ -173,7 +177,7 @@ def flashinfer(path: Path, work: Path, out: Path, as_json: bool) -> None:
     request = declared.read_json(
         step.Request, path, next_step="make it with `sm12x bundle --flashinfer`"
     )
-    made = step.build(request, out, work, on_line=lambda line: click.echo(line, err=True))
+    made = step.build(request, out, work, on_line=say)
     size = sum(library.size for library in made.libraries)
     emit(
         as_json,
@@ -227,8 +231,6 @@ def source(version: str, sdist: Path, out: Path, as_json: bool) -> None:
     Example:
       sm12x build source --base 0.21.0 --sdist vllm-0.21.0.tar.gz --out src
     """
-    from sm12x.core import progress
-    from sm12x.stack.model import base as bases
     from sm12x.wheel.source import patched as step
 
     base = bases.load(version)
@@ -291,11 +293,7 @@ def source(version: str, sdist: Path, out: Path, as_json: bool) -> None:
     help="A third-party source that may be missing, with the ops made of it. Can be repeated.",
 )
 @click.option("--work", type=FOLDER, help="Work folder, kept between runs. Default: OUT.work.")
-@click.option(
-    "--python",
-    type=EXISTING_FILE,
-    help="A Python that has the build requirements. Default: the one running this.",
-)
+@_python
 @reports("sm12x.wheel.compile.native:NativeRecord")
 def native(
     version: str,
@@ -324,8 +322,6 @@ def native(
       sm12x build native --base 0.21.0 --source src \\
         --cuda-home /opt/cuda --out native
     """
-    from sm12x.core import progress
-    from sm12x.stack.model import base as bases
     from sm12x.wheel.compile import cmake
     from sm12x.wheel.compile import native as step
     from sm12x.wheel.source import patched as sources
@@ -336,7 +332,7 @@ def native(
     given_by = click.get_current_context().get_parameter_source("arch_list")
     if given_by is ParameterSource.ENVIRONMENT and arch_list != default:
         # CUDA images often set it for their own device, so the user may not know of the list.
-        click.echo(f"targets from TORCH_CUDA_ARCH_LIST: {arch_list} (unset: {default})", err=True)
+        say(f"targets from TORCH_CUDA_ARCH_LIST: {arch_list} (unset: {default})")
     settings = cmake.Settings(
         cuda_home=cuda_home,
         work=work or out.with_name(f"{out.name}.work"),
@@ -358,10 +354,6 @@ def native(
         allowed=allow_missing,
     )
     start = time.monotonic()
-
-    def say(text: str) -> None:
-        click.echo(text, err=True)
-
     with progress.steps() as advance:
         record = step.build(
             base,
@@ -394,11 +386,7 @@ def native(
 @click.option("--source", type=EXISTING_FOLDER, required=True, help="The patched source.")
 @click.option("--native", type=EXISTING_FOLDER, required=True, help="The compiled modules.")
 @click.option("--out", type=FOLDER, required=True, help="Where the wheel and ledger.json go.")
-@click.option(
-    "--python",
-    type=EXISTING_FILE,
-    help="A Python that has the build requirements. Default: the one running this.",
-)
+@_python
 @reports("sm12x.wheel.assemble.assemble:WheelReport")
 def wheel(
     version: str,
@@ -417,8 +405,6 @@ def wheel(
       sm12x build wheel --base 0.21.0 --source src --native native \\
         --official vllm-0.21.0-1-cp38-abi3-manylinux_2_24_x86_64.whl --out dist
     """
-    from sm12x.core import progress
-    from sm12x.stack.model import base as bases
     from sm12x.wheel.assemble import assemble
     from sm12x.wheel.compile import cmake
 

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import click
@@ -15,7 +14,7 @@ from rich.markup import escape
 
 from sm12x import layout
 from sm12x.audit import report as audits
-from sm12x.commands import print_json, reports
+from sm12x.commands import find_links_option, print_json, reports
 from sm12x.core import progress
 from sm12x.image.bundle import decide, make, record, summary
 from sm12x.image.engine import engines
@@ -157,10 +156,8 @@ def with_bar(text: str) -> str:
     is_flag=True,
     help="Only make the base image, with debootstrap, and stop.",
 )
-@click.option(
-    "--find-links",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Take the release's files from this folder, and wheels of the locks that are in it.",
+@find_links_option(
+    help="Take the release's files from this folder, and wheels of the locks that are in it."
 )
 @click.option(
     "--twice",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from sm12x.commands import emit, reports
+from sm12x.commands import emit, reports, say
 from sm12x.core import progress
 from sm12x.image import overlay
 from sm12x.image.engine import engines
@@ -39,10 +39,6 @@ def command(image: str, out: Path, version: str | None, engine: str | None, as_j
 
     Example: sm12x overlay vllm/vllm-openai:v0.21.0 --out /srv/overlay
     """
-
-    def say(text: str) -> None:
-        click.echo(text, err=True)
-
     runner = engines.find(engine, say=say, may_install=False)
     with progress.spinner(f"looking into {image}"):
         release = version or overlay.look(runner, image).release

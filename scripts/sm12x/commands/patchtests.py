@@ -10,16 +10,8 @@ from pathlib import Path
 import click
 
 from sm12x import layout
-from sm12x.commands import emit, reports
-from sm12x.commands.patchoptions import (
-    BASE,
-    FIND_LINKS,
-    JOBS,
-    chosen,
-    fetch,
-    named,
-    say,
-)
+from sm12x.commands import emit, reports, say
+from sm12x.commands.patchoptions import BASE, FIND_LINKS, JOBS, chosen, fetch, named
 from sm12x.core import progress
 from sm12x.core.errors import FindingsError
 from sm12x.stack import render

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from sm12x import layout
-from sm12x.commands import emit, print_json, reports
+from sm12x.commands import emit, print_json, reports, say
 from sm12x.commands.patchoptions import (
     BASE,
     DIRECTORY,
@@ -19,7 +19,6 @@ from sm12x.commands.patchoptions import (
     fetch,
     print_findings,
     relative,
-    say,
 )
 from sm12x.core import progress
 from sm12x.core.errors import BadFileError
