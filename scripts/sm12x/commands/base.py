@@ -41,7 +41,8 @@ def status_command(as_json: bool) -> None:
     known = [bases.load(version) for version in bases.versions()]
     recorded = status.read(layout.patches() / status.NAME)
     found = status.table(known, recorded)
-    emit(as_json, render.table_data(found), render.table(found))
+    cells = {row.patch: dict(zip(found.releases, row.cells, strict=True)) for row in found.rows}
+    emit(as_json, cells, render.table(found))
     for line in status.contradictions(known, recorded):
         say(
             f"warning: {line}; run `sm12x patch rebase` for that release again, or correct the "

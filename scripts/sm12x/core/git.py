@@ -202,11 +202,10 @@ class Repository:
     def message(self, commit: str) -> str:
         return self.run("log", "-1", "--format=%B", commit).stdout
 
-    def author(self, commit: str) -> tuple[str, str, str]:
-        """Name, address and date (git's raw form) of a commit's author."""
+    def author(self, commit: str) -> Signature:
         out = self.run("log", "-1", "--format=%an%x00%ae%x00%ad", "--date=raw", commit).stdout
-        name, address, date = out.rstrip("\n").split("\0")
-        return name, address, date
+        name, email, date = out.rstrip("\n").split("\0")
+        return Signature(name=name, email=email, date=date)
 
     # Files
 
