@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -158,15 +159,10 @@ def refresh_command(directory: Path, version: str | None, force: bool, as_json: 
 def new_command(
     directory: Path,
     version: str | None,
-    subject: str | None,
-    body: str | None,
-    body_file: Path | None,
-    upstream: tuple[str, ...],
-    drop_when: str | None,
-    witnesses: tuple[str, ...],
     like: Path | None,
     author: str | None,
     as_json: bool,
+    **parts: Any,
 ) -> None:
     """Make all changes in DIR a patch at the end of the series.
 
@@ -180,14 +176,14 @@ def new_command(
     """
     model: Patch | None = None
     if like is not None:
-        if any((subject, body, body_file, upstream, drop_when, witnesses)):
+        if any(parts.values()):
             raise click.UsageError(
                 "--like takes the whole message from PATCH: leave out the options for its parts."
             )
         model = patchfile.parse(like)
         text, author = model.message, author or f"{model.author.name} <{model.author.email}>"
     else:
-        text = _message(subject, body, body_file, upstream, drop_when, witnesses)
+        text = _message(**parts)
     base = chosen(version)
     try:
         report = add_drop.new(
