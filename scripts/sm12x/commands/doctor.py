@@ -94,16 +94,8 @@ def _findings(facts: HostFacts, known: knowledge.Knowledge, recipe: str | None) 
     from sm12x.doctor import recipe as recipes
     from sm12x.recipes import load
 
-    path = Path(recipe)
-    if not path.is_file():
-        names = [found.stem for found in sorted(layout.recipes().glob("*.yaml"))]
-        if recipe not in names:
-            hint = text.near(recipe, names) or f"one of {', '.join(names)}"
-            raise UsageError(
-                f"there is no recipe {recipe!r}", next_step=f"write {hint}, or the path of a file"
-            )
-        path = layout.recipes() / f"{recipe}.yaml"
-    return checks.ordered([*findings, *recipes.needs(load.load(path), facts, known)])
+    asked = load.load(load.find(recipe))
+    return checks.ordered([*findings, *recipes.needs(asked, facts, known)])
 
 
 def _paint(text: str, severity: str) -> str:

@@ -99,9 +99,7 @@ def command(
     if not names and folder is None:
         _overview(chosen, tried, gpus, ram, as_json)
         return
-    recipes = [
-        one for name in names for one in server.members(server.named(name, layout.recipes()))
-    ]
+    recipes = [one for name in names for one in server.members(load.load(load.find(name)))]
     hardware = chosen or _sized(planning.hardware_of(recipes, host.kinds()), gpus, ram)
     servers = [server.from_recipe(one, utilization=tried) for one in recipes]
     remarks: list[str] = []
