@@ -22,10 +22,10 @@ from sm12x.wheel import selection
 # The steps import what they need themselves: some, such as `stand-in`, also run in the runtime
 # image, which does not have the packages that the other steps use.
 
-FOLDER = click.Path(file_okay=False, path_type=Path)
-EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
-EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-FILE = click.Path(dir_okay=False, path_type=Path)
+_FOLDER = click.Path(file_okay=False, path_type=Path)
+_EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+_EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_FILE = click.Path(dir_okay=False, path_type=Path)
 
 _machine = click.option(
     "--machine",
@@ -34,7 +34,7 @@ _machine = click.option(
 )
 _python = click.option(
     "--python",
-    type=EXISTING_FILE,
+    type=_EXISTING_FILE,
     help="A Python that has the build requirements. Default: the one running this.",
 )
 _base = click.option("--base", "version", required=True, help="The vLLM release, such as 0.21.0.")
@@ -64,15 +64,15 @@ def command() -> None:
 @command.command()
 @click.option(
     "--site-packages",
-    type=EXISTING_FOLDER,
+    type=_EXISTING_FOLDER,
     required=True,
     help="Where the packages of the CUDA toolkit are installed.",
 )
-@click.option("--out", type=FOLDER, required=True, help="The CUDA_HOME to make.")
+@click.option("--out", type=_FOLDER, required=True, help="The CUDA_HOME to make.")
 @_machine
 @click.option(
     "--target-packages",
-    type=EXISTING_FOLDER,
+    type=_EXISTING_FOLDER,
     help="For another machine: where `sm12x build packages` unpacked that one's packages.",
 )
 @reports("sm12x.wheel.toolchain.cuda_home:CudaHome")
@@ -110,7 +110,7 @@ def toolchain(
 @command.command()
 @_base
 @_machine
-@click.option("--out", type=FOLDER, required=True, help="Where to unpack them (1 GB).")
+@click.option("--out", type=_FOLDER, required=True, help="Where to unpack them (1 GB).")
 @find_links_option(help="A folder of wheels to take as well.")
 def packages(version: str, machine: str, out: Path, find_links: Path | None) -> None:
     """Unpack the packages to link another machine's modules with: torch and CUDA's libraries.
@@ -133,8 +133,8 @@ def packages(version: str, machine: str, out: Path, find_links: Path | None) -> 
 
 
 @command.command("stand-in")
-@click.option("--cuda-home", type=EXISTING_FOLDER, required=True, help="Where include/cuda.h is.")
-@click.option("--out", type=FILE, required=True, help="The library to make, a libcuda.so.1.")
+@click.option("--cuda-home", type=_EXISTING_FOLDER, required=True, help="Where include/cuda.h is.")
+@click.option("--out", type=_FILE, required=True, help="The library to make, a libcuda.so.1.")
 @reports(StubReport)
 def stand_in(cuda_home: Path, out: Path, as_json: bool) -> None:
     """Make the stand-in libcuda, for machines without a driver.
@@ -156,10 +156,10 @@ def stand_in(cuda_home: Path, out: Path, as_json: bool) -> None:
 
 @command.command()
 @click.option(
-    "--request", "path", type=EXISTING_FILE, required=True, help="What to compile, as JSON."
+    "--request", "path", type=_EXISTING_FILE, required=True, help="What to compile, as JSON."
 )
-@click.option("--work", type=FOLDER, required=True, help="Work folder, kept between runs.")
-@click.option("--out", type=FOLDER, required=True, help="Where aot/ and flashinfer.json go.")
+@click.option("--work", type=_FOLDER, required=True, help="Work folder, kept between runs.")
+@click.option("--out", type=_FOLDER, required=True, help="Where aot/ and flashinfer.json go.")
 @reports("sm12x.wheel.flashinfer:Record")
 def flashinfer(path: Path, work: Path, out: Path, as_json: bool) -> None:
     """Compile modules of the installed FlashInfer ahead of time, with its own build.
@@ -219,8 +219,8 @@ def requirements() -> None:
 
 @command.command()
 @_base
-@click.option("--sdist", type=EXISTING_FILE, required=True, help="The release's sdist.")
-@click.option("--out", type=FOLDER, required=True, help="The folder of the patched source.")
+@click.option("--sdist", type=_EXISTING_FILE, required=True, help="The release's sdist.")
+@click.option("--out", type=_FOLDER, required=True, help="The folder of the patched source.")
 @reports("sm12x.wheel.source.patched:SourceReport")
 def source(version: str, sdist: Path, out: Path, as_json: bool) -> None:
     """Unpack the sdist, verify it, and apply the stack.
@@ -249,9 +249,9 @@ def source(version: str, sdist: Path, out: Path, as_json: bool) -> None:
 
 @command.command()
 @_base
-@click.option("--source", type=EXISTING_FOLDER, required=True, help="The patched source.")
-@click.option("--cuda-home", type=EXISTING_FOLDER, required=True, help="The CUDA toolkit.")
-@click.option("--out", type=FOLDER, required=True, help="Where the modules and native.json go.")
+@click.option("--source", type=_EXISTING_FOLDER, required=True, help="The patched source.")
+@click.option("--cuda-home", type=_EXISTING_FOLDER, required=True, help="The CUDA toolkit.")
+@click.option("--out", type=_FOLDER, required=True, help="Where the modules and native.json go.")
 @_machine
 @click.option(
     "--arch-list",
@@ -274,7 +274,7 @@ def source(version: str, sdist: Path, out: Path, as_json: bool) -> None:
 )
 @click.option(
     "--third-party",
-    type=EXISTING_FOLDER,
+    type=_EXISTING_FOLDER,
     help="The third-party sources, each in a folder of its name.",
 )
 @click.option(
@@ -292,7 +292,7 @@ def source(version: str, sdist: Path, out: Path, as_json: bool) -> None:
     metavar="NAME",
     help="A third-party source that may be missing, with the ops made of it. Can be repeated.",
 )
-@click.option("--work", type=FOLDER, help="Work folder, kept between runs. Default: OUT.work.")
+@click.option("--work", type=_FOLDER, help="Work folder, kept between runs. Default: OUT.work.")
 @_python
 @reports("sm12x.wheel.compile.native:NativeRecord")
 def native(
@@ -382,10 +382,10 @@ def native(
 @command.command()
 @_base
 @_machine
-@click.option("--official", type=EXISTING_FILE, required=True, help="The release's own wheel.")
-@click.option("--source", type=EXISTING_FOLDER, required=True, help="The patched source.")
-@click.option("--native", type=EXISTING_FOLDER, required=True, help="The compiled modules.")
-@click.option("--out", type=FOLDER, required=True, help="Where the wheel and ledger.json go.")
+@click.option("--official", type=_EXISTING_FILE, required=True, help="The release's own wheel.")
+@click.option("--source", type=_EXISTING_FOLDER, required=True, help="The patched source.")
+@click.option("--native", type=_EXISTING_FOLDER, required=True, help="The compiled modules.")
+@click.option("--out", type=_FOLDER, required=True, help="Where the wheel and ledger.json go.")
 @_python
 @reports("sm12x.wheel.assemble.assemble:WheelReport")
 def wheel(

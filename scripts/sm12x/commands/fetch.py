@@ -13,7 +13,7 @@ from sm12x.core import index
 from sm12x.core.errors import BadFileError
 from sm12x.stack.model import base as bases
 
-PROJECT = "vllm"
+_PROJECT = "vllm"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ def command(version: str, machine: str, find_links: Path | None, as_json: bool) 
         )
     sdist, wheel = (
         index.fetch_shown(
-            PROJECT, pinned.name, pinned.sha256, cache=layout.cache(), find_links=find_links
+            _PROJECT, pinned.name, pinned.sha256, cache=layout.cache(), find_links=find_links
         )
         for pinned in (base.sdist, base.wheels[machine])
     )

@@ -283,7 +283,7 @@ def import_(file: Path, output: Path | None) -> None:
     click.echo(f"{output}: fill in the sm12x block, then `sm12x recipe lint {quoted}`")
 
 
-TARGETS: dict[str, Callable[..., str]] = {
+_TARGETS: dict[str, Callable[..., str]] = {
     "docker": local.docker,
     "compose": local.compose,
     "nomad": nomad.render,
@@ -297,7 +297,7 @@ _OF_PAIRS = ("nomad", "llama-swap")
 
 @command.command(cls=_WithWords)
 @click.option(
-    "--to", "target", type=click.Choice(list(TARGETS)), required=True, help="What to render for."
+    "--to", "target", type=click.Choice(list(_TARGETS)), required=True, help="What to render for."
 )
 @click.option(
     "--image",
@@ -318,7 +318,7 @@ def render(target: str, image: str, name: str, words: tuple[str, ...]) -> None:
     settings, extra = serve.split(words)
     image = image or _image(recipe)
     peers = {"peers": load.pair(recipe)} if target in _OF_PAIRS else {}
-    text = TARGETS[target](recipe, image=image, settings=settings, extra=extra, **peers)
+    text = _TARGETS[target](recipe, image=image, settings=settings, extra=extra, **peers)
     click.echo(text, nl=False)
 
 

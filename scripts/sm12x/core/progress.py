@@ -101,7 +101,7 @@ def steps() -> Iterator[Steps]:
                     console.print(label, markup=False, soft_wrap=True)
             if left is None and 0 < done < total:
                 left = (now - begun[label]) / done * (total - done)
-            count = counted(done, total, left) if total else ""
+            count = _counted(done, total, left) if total else ""
             progress.update(tasks[label], completed=done, total=total or None, count=count)
             due = now - said[label] >= _EVERY
             if due and count and not console.is_terminal:
@@ -111,7 +111,7 @@ def steps() -> Iterator[Steps]:
         yield step
 
 
-def counted(done: int, total: int, left: float | None) -> str:
+def _counted(done: int, total: int, left: float | None) -> str:
     """ "37 of 110, about 12 min left"."""
     if left is None or done >= total:
         return f"{done} of {total}"
