@@ -41,7 +41,7 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z`])")
 _PREAMBLE = "What was wrong."
 
 # What makes the text of a part; "" where there is no data for it.
-Parts = Mapping[str, Callable[[], str]]
+_Parts = Mapping[str, Callable[[], str]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ def paths() -> list[Path]:
     return [layout.root() / "README.md", *sorted((layout.root() / "docs").glob("*.md"))]
 
 
-def rendered(pages: Mapping[Path, str], parts: Parts) -> dict[Path, str]:
+def rendered(pages: Mapping[Path, str], parts: _Parts) -> dict[Path, str]:
     """The text of every page with its generated parts made again.
 
     Raises:
@@ -265,7 +265,7 @@ def _package_table() -> str:
     return markdown(("folder", "what it holds", "modules"), rows)
 
 
-PARTS: Parts = {
+PARTS: _Parts = {
     "bases": _bases_table,
     "patches": _patches_table,
     "patch-notes": patch_notes,

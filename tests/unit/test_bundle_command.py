@@ -45,7 +45,7 @@ def test_off_a_terminal_a_long_phase_says_now_and_then_where_it_is(
 
     monkeypatch.setattr(bundle, "_Ended", type("E", (threading.Event,), {"wait": waits}))
     monkeypatch.setattr(bundle._Report, "say", tells)
-    report = bundle._Report(quiet=False)
+    report = bundle._Report()
     with report.phase("wheel") as step:
         step("compile: 1 of 28")
         step("compile: 9 of 28")

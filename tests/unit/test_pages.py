@@ -71,7 +71,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "docs").mkdir()
     monkeypatch.setattr(pages, "PARTS", {"t": lambda: "new\n"})
     monkeypatch.setattr(docs, "commands_table", lambda root: "")
-    monkeypatch.setattr(nomad, "load_examples", lambda folder: {"a.nomad.hcl": "job\n"})
+    monkeypatch.setattr(nomad, "examples", lambda recipes: {"a.nomad.hcl": "job\n"})
     monkeypatch.setattr(pages, "audit_picture", lambda: "<svg/>\n")
     (tmp_path / "data" / "schemas").mkdir(parents=True)
     monkeypatch.setattr(layout, "data", lambda: tmp_path / "data")

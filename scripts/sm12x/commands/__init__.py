@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import pkgutil
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -11,6 +14,23 @@ import click
 from sm12x.core import declared
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+find_links_option = partial(
+    click.option,
+    "--find-links",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+)
+
+
+class Finite(click.FloatRange):
+    """A number within bounds; ``nan`` would be within any, and JSON has no ``inf``."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
+        return number
 
 
 class JsonOption(click.Option):
@@ -40,3 +60,16 @@ def print_json(report: object) -> None:
     options = click.get_current_context().command.params
     kind = next(one.kind for one in options if isinstance(one, JsonOption))
     click.echo(declared.to_json(report, kind), nl=False)
+
+
+def say(text: str) -> None:
+    """Print a line on stderr about what is being done."""
+    click.echo(text, err=True)
+
+
+def emit(as_json: bool, report: object, text: str) -> None:
+    """Print ``report`` as JSON where that is asked for, and as ``text`` otherwise."""
+    if as_json:
+        print_json(report)
+    else:
+        click.echo(text, nl=False)

@@ -8,8 +8,8 @@ import click
 from packaging.version import Version
 
 from sm12x import layout
-from sm12x.commands import print_json, reports
-from sm12x.commands.patchoptions import fetch, give_way, say
+from sm12x.commands import emit, find_links_option, reports, say
+from sm12x.commands.patchoptions import fetch, give_way
 from sm12x.core import listing, progress
 from sm12x.core import text as texts
 from sm12x.core.errors import FindingsError
@@ -41,10 +41,8 @@ def status_command(as_json: bool) -> None:
     known = [bases.load(version) for version in bases.versions()]
     recorded = status.read(layout.patches() / status.NAME)
     found = status.table(known, recorded)
-    if as_json:
-        print_json(render.table_data(found))
-    else:
-        click.echo(render.table(found), nl=False)
+    cells = {row.patch: dict(zip(found.releases, row.cells, strict=True)) for row in found.rows}
+    emit(as_json, cells, render.table(found))
     for line in status.contradictions(known, recorded):
         say(
             f"warning: {line}; run `sm12x patch rebase` for that release again, or correct the "
@@ -61,11 +59,7 @@ def status_command(as_json: bool) -> None:
     help="Try the patches of this base; can be repeated. Default: those of every base, unless the "
     "newest release is a base.",
 )
-@click.option(
-    "--find-links",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Take the releases from this folder and use no network.",
-)
+@find_links_option(help="Take the releases from this folder and use no network.")
 @reports(NewestReport)
 def check_command(sources: tuple[str, ...], find_links: Path | None, as_json: bool) -> None:
     """Compare the newest release on the package index with the bases, and try the patches on it.
@@ -86,10 +80,7 @@ def check_command(sources: tuple[str, ...], find_links: Path | None, as_json: bo
         chosen = known
     trials = _attempts(chosen, known, found, find_links)
     report = newest.compare(listed, found, known, default=default, project=project, trials=trials)
-    if as_json:
-        print_json(report)
-    else:
-        click.echo(newest.text(report), nl=False)
+    emit(as_json, report, newest.text(report))
     if not report.current:
         behind = texts.counted(report.default.behind, "release")
         raise FindingsError(

@@ -13,23 +13,29 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
-from sm12x.commands import print_json, reports
-from sm12x.core import text
+from sm12x.commands import emit, find_links_option, print_json, reports, say
+from sm12x.core import progress, text
 from sm12x.core.errors import BadFileError, FindingsError, UsageError
+from sm12x.stack.model import base as bases
 from sm12x.wheel import selection
 
 # The steps import what they need themselves: some, such as `stand-in`, also run in the runtime
 # image, which does not have the packages that the other steps use.
 
-FOLDER = click.Path(file_okay=False, path_type=Path)
-EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
-EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-FILE = click.Path(dir_okay=False, path_type=Path)
+_FOLDER = click.Path(file_okay=False, path_type=Path)
+_EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+_EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_FILE = click.Path(dir_okay=False, path_type=Path)
 
 _machine = click.option(
     "--machine",
     default=platform.machine,
     help="x86_64 or aarch64. Default: this machine.",
+)
+_python = click.option(
+    "--python",
+    type=_EXISTING_FILE,
+    help="A Python that has the build requirements. Default: the one running this.",
 )
 _base = click.option("--base", "version", required=True, help="The vLLM release, such as 0.21.0.")
 
@@ -58,15 +64,15 @@ def command() -> None:
 @command.command()
 @click.option(
     "--site-packages",
-    type=EXISTING_FOLDER,
+    type=_EXISTING_FOLDER,
     required=True,
     help="Where the packages of the CUDA toolkit are installed.",
 )
-@click.option("--out", type=FOLDER, required=True, help="The CUDA_HOME to make.")
+@click.option("--out", type=_FOLDER, required=True, help="The CUDA_HOME to make.")
 @_machine
 @click.option(
     "--target-packages",
-    type=EXISTING_FOLDER,
+    type=_EXISTING_FOLDER,
     help="For another machine: where `sm12x build packages` unpacked that one's packages.",
 )
 @reports("sm12x.wheel.toolchain.cuda_home:CudaHome")
@@ -93,20 +99,19 @@ def toolchain(
             )
         target = cross.Target(machine=machine, packages=target_packages.absolute())
     made = step.assemble(site_packages, out, target=target)
-    if as_json:
-        print_json(replace(made, path=out))
-        return
-    click.echo(
+    emit(
+        as_json,
+        replace(made, path=out),
         f"{made.path}: nvcc {made.nvcc}, {made.libraries} libraries of {made.package}, "
-        f"a stub of libcuda with {made.driver_symbols} symbols; compiles and links"
+        f"a stub of libcuda with {made.driver_symbols} symbols; compiles and links\n",
     )
 
 
 @command.command()
 @_base
 @_machine
-@click.option("--out", type=FOLDER, required=True, help="Where to unpack them (1 GB).")
-@click.option("--find-links", type=EXISTING_FOLDER, help="A folder of wheels to take as well.")
+@click.option("--out", type=_FOLDER, required=True, help="Where to unpack them (1 GB).")
+@find_links_option(help="A folder of wheels to take as well.")
 def packages(version: str, machine: str, out: Path, find_links: Path | None) -> None:
     """Unpack the packages to link another machine's modules with: torch and CUDA's libraries.
 
@@ -117,9 +122,7 @@ def packages(version: str, machine: str, out: Path, find_links: Path | None) -> 
     Example:
       sm12x build packages --base 0.21.0 --machine aarch64 --out target
     """
-    from sm12x.core import progress
     from sm12x.stack import lock
-    from sm12x.stack.model import base as bases
     from sm12x.wheel.toolchain import cross, cross_packages
 
     base = bases.load(version)
@@ -130,8 +133,8 @@ def packages(version: str, machine: str, out: Path, find_links: Path | None) -> 
 
 
 @command.command("stand-in")
-@click.option("--cuda-home", type=EXISTING_FOLDER, required=True, help="Where include/cuda.h is.")
-@click.option("--out", type=FILE, required=True, help="The library to make, a libcuda.so.1.")
+@click.option("--cuda-home", type=_EXISTING_FOLDER, required=True, help="Where include/cuda.h is.")
+@click.option("--out", type=_FILE, required=True, help="The library to make, a libcuda.so.1.")
 @reports(StubReport)
 def stand_in(cuda_home: Path, out: Path, as_json: bool) -> None:
     """Make the stand-in libcuda, for machines without a driver.
@@ -146,19 +149,17 @@ def stand_in(cuda_home: Path, out: Path, as_json: bool) -> None:
     from sm12x.wheel.toolchain import libcuda_stub
 
     api = libcuda_stub.build(cuda_home / "include", out)
-    if as_json:
-        print_json(StubReport(path=out, version=api.version, symbols=len(api.symbols)))
-        return
+    report = StubReport(path=out, version=api.version, symbols=len(api.symbols))
     major, minor = divmod(api.version, 1000)
-    click.echo(f"{out}: {len(api.symbols)} symbols of CUDA {major}.{minor // 10}")
+    emit(as_json, report, f"{out}: {report.symbols} symbols of CUDA {major}.{minor // 10}\n")
 
 
 @command.command()
 @click.option(
-    "--request", "path", type=EXISTING_FILE, required=True, help="What to compile, as JSON."
+    "--request", "path", type=_EXISTING_FILE, required=True, help="What to compile, as JSON."
 )
-@click.option("--work", type=FOLDER, required=True, help="Work folder, kept between runs.")
-@click.option("--out", type=FOLDER, required=True, help="Where aot/ and flashinfer.json go.")
+@click.option("--work", type=_FOLDER, required=True, help="Work folder, kept between runs.")
+@click.option("--out", type=_FOLDER, required=True, help="Where aot/ and flashinfer.json go.")
 @reports("sm12x.wheel.flashinfer:Record")
 def flashinfer(path: Path, work: Path, out: Path, as_json: bool) -> None:
     """Compile modules of the installed FlashInfer ahead of time, with its own build.
@@ -176,14 +177,13 @@ def flashinfer(path: Path, work: Path, out: Path, as_json: bool) -> None:
     request = declared.read_json(
         step.Request, path, next_step="make it with `sm12x bundle --flashinfer`"
     )
-    made = step.build(request, out, work, on_line=lambda line: click.echo(line, err=True))
-    if as_json:
-        print_json(made)
-        return
+    made = step.build(request, out, work, on_line=say)
     size = sum(library.size for library in made.libraries)
-    click.echo(
+    emit(
+        as_json,
+        made,
         f"{out}: {text.counted(len(made.libraries), 'module')} of FlashInfer for "
-        f"{made.arch_list or 'no architecture'}, {text.size(size)}"
+        f"{made.arch_list or 'no architecture'}, {text.size(size)}\n",
     )
 
 
@@ -219,8 +219,8 @@ def requirements() -> None:
 
 @command.command()
 @_base
-@click.option("--sdist", type=EXISTING_FILE, required=True, help="The release's sdist.")
-@click.option("--out", type=FOLDER, required=True, help="The folder of the patched source.")
+@click.option("--sdist", type=_EXISTING_FILE, required=True, help="The release's sdist.")
+@click.option("--out", type=_FOLDER, required=True, help="The folder of the patched source.")
 @reports("sm12x.wheel.source.patched:SourceReport")
 def source(version: str, sdist: Path, out: Path, as_json: bool) -> None:
     """Unpack the sdist, verify it, and apply the stack.
@@ -231,8 +231,6 @@ def source(version: str, sdist: Path, out: Path, as_json: bool) -> None:
     Example:
       sm12x build source --base 0.21.0 --sdist vllm-0.21.0.tar.gz --out src
     """
-    from sm12x.core import progress
-    from sm12x.stack.model import base as bases
     from sm12x.wheel.source import patched as step
 
     base = bases.load(version)
@@ -251,9 +249,9 @@ def source(version: str, sdist: Path, out: Path, as_json: bool) -> None:
 
 @command.command()
 @_base
-@click.option("--source", type=EXISTING_FOLDER, required=True, help="The patched source.")
-@click.option("--cuda-home", type=EXISTING_FOLDER, required=True, help="The CUDA toolkit.")
-@click.option("--out", type=FOLDER, required=True, help="Where the modules and native.json go.")
+@click.option("--source", type=_EXISTING_FOLDER, required=True, help="The patched source.")
+@click.option("--cuda-home", type=_EXISTING_FOLDER, required=True, help="The CUDA toolkit.")
+@click.option("--out", type=_FOLDER, required=True, help="Where the modules and native.json go.")
 @_machine
 @click.option(
     "--arch-list",
@@ -276,7 +274,7 @@ def source(version: str, sdist: Path, out: Path, as_json: bool) -> None:
 )
 @click.option(
     "--third-party",
-    type=EXISTING_FOLDER,
+    type=_EXISTING_FOLDER,
     help="The third-party sources, each in a folder of its name.",
 )
 @click.option(
@@ -294,12 +292,8 @@ def source(version: str, sdist: Path, out: Path, as_json: bool) -> None:
     metavar="NAME",
     help="A third-party source that may be missing, with the ops made of it. Can be repeated.",
 )
-@click.option("--work", type=FOLDER, help="Work folder, kept between runs. Default: OUT.work.")
-@click.option(
-    "--python",
-    type=EXISTING_FILE,
-    help="A Python that has the build requirements. Default: the one running this.",
-)
+@click.option("--work", type=_FOLDER, help="Work folder, kept between runs. Default: OUT.work.")
+@_python
 @reports("sm12x.wheel.compile.native:NativeRecord")
 def native(
     version: str,
@@ -328,8 +322,6 @@ def native(
       sm12x build native --base 0.21.0 --source src \\
         --cuda-home /opt/cuda --out native
     """
-    from sm12x.core import progress
-    from sm12x.stack.model import base as bases
     from sm12x.wheel.compile import cmake
     from sm12x.wheel.compile import native as step
     from sm12x.wheel.source import patched as sources
@@ -340,7 +332,7 @@ def native(
     given_by = click.get_current_context().get_parameter_source("arch_list")
     if given_by is ParameterSource.ENVIRONMENT and arch_list != default:
         # CUDA images often set it for their own device, so the user may not know of the list.
-        click.echo(f"targets from TORCH_CUDA_ARCH_LIST: {arch_list} (unset: {default})", err=True)
+        say(f"targets from TORCH_CUDA_ARCH_LIST: {arch_list} (unset: {default})")
     settings = cmake.Settings(
         cuda_home=cuda_home,
         work=work or out.with_name(f"{out.name}.work"),
@@ -362,10 +354,6 @@ def native(
         allowed=allow_missing,
     )
     start = time.monotonic()
-
-    def say(text: str) -> None:
-        click.echo(text, err=True)
-
     with progress.steps() as advance:
         record = step.build(
             base,
@@ -394,15 +382,11 @@ def native(
 @command.command()
 @_base
 @_machine
-@click.option("--official", type=EXISTING_FILE, required=True, help="The release's own wheel.")
-@click.option("--source", type=EXISTING_FOLDER, required=True, help="The patched source.")
-@click.option("--native", type=EXISTING_FOLDER, required=True, help="The compiled modules.")
-@click.option("--out", type=FOLDER, required=True, help="Where the wheel and ledger.json go.")
-@click.option(
-    "--python",
-    type=EXISTING_FILE,
-    help="A Python that has the build requirements. Default: the one running this.",
-)
+@click.option("--official", type=_EXISTING_FILE, required=True, help="The release's own wheel.")
+@click.option("--source", type=_EXISTING_FOLDER, required=True, help="The patched source.")
+@click.option("--native", type=_EXISTING_FOLDER, required=True, help="The compiled modules.")
+@click.option("--out", type=_FOLDER, required=True, help="Where the wheel and ledger.json go.")
+@_python
 @reports("sm12x.wheel.assemble.assemble:WheelReport")
 def wheel(
     version: str,
@@ -421,8 +405,6 @@ def wheel(
       sm12x build wheel --base 0.21.0 --source src --native native \\
         --official vllm-0.21.0-1-cp38-abi3-manylinux_2_24_x86_64.whl --out dist
     """
-    from sm12x.core import progress
-    from sm12x.stack.model import base as bases
     from sm12x.wheel.assemble import assemble
     from sm12x.wheel.compile import cmake
 

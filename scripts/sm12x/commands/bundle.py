@@ -7,14 +7,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from typing import Any
 
 import click
 from rich.markup import escape
 
 from sm12x import layout
 from sm12x.audit import report as audits
-from sm12x.commands import print_json, reports
+from sm12x.commands import find_links_option, print_json, reports
 from sm12x.core import progress
 from sm12x.image.bundle import decide, make, record, summary
 from sm12x.image.engine import engines
@@ -32,9 +32,8 @@ _BAR = 20
 class _Report:
     """Phases and remarks on stderr; on a terminal, the current step in one moving line."""
 
-    def __init__(self, *, quiet: bool) -> None:
+    def __init__(self) -> None:
         self._console = progress.stderr_console()
-        self._console.quiet = quiet
 
     def say(self, text: str) -> None:
         self._console.print(escape(text), soft_wrap=True)
@@ -157,10 +156,8 @@ def with_bar(text: str) -> str:
     is_flag=True,
     help="Only make the base image, with debootstrap, and stop.",
 )
-@click.option(
-    "--find-links",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Take the release's files from this folder, and wheels of the locks that are in it.",
+@find_links_option(
+    help="Take the release's files from this folder, and wheels of the locks that are in it."
 )
 @click.option(
     "--twice",
@@ -170,21 +167,7 @@ def with_bar(text: str) -> str:
 @click.option("--no-image", is_flag=True, help="Stop at the wheel, the ledger and the audit.")
 @reports(summary.BundleReport)
 def command(
-    version: str | None,
-    arch_list: str | None,
-    build: str,
-    sources: tuple[str, ...],
-    patch_levels: tuple[str, ...],
-    allow_missing: tuple[str, ...],
-    flashinfer: bool | None,
-    platform: str | None,
-    engine: str | None,
-    base_image: str | None,
-    base_image_only: bool,
-    find_links: Path | None,
-    twice: bool,
-    no_image: bool,
-    as_json: bool,
+    version: str | None, base_image_only: bool, no_image: bool, as_json: bool, **given: Any
 ) -> None:
     """Build the image: fetch, patch, compile, audit, package.
 
@@ -196,22 +179,8 @@ def command(
       sm12x bundle --base 0.21.0 --engine buildah
       sm12x bundle --base 0.21.0 --build full --source qutlass=../qutlass
     """
-    options = decide.Options(
-        version=version or bases.default(),
-        arch_list=arch_list,
-        platform=platform,
-        build=build,
-        sources=sources,
-        patch_levels=patch_levels,
-        allow_missing=allow_missing,
-        flashinfer=flashinfer,
-        engine=engine,
-        base_image=base_image,
-        find_links=find_links,
-        image=not no_image,
-        twice=twice,
-    )
-    report = _Report(quiet=False)
+    options = decide.Options(version=version or bases.default(), image=not no_image, **given)
+    report = _Report()
     if base_image_only:
         root, engine_used = decide.make_base_image(options, report)
         click.echo(f"{root.reference}  {root.digest}  ({engine_used.description})")

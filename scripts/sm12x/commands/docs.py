@@ -15,6 +15,7 @@ from sm12x.commands import JsonOption
 from sm12x.core import declared, files, text
 from sm12x.core.errors import FindingsError
 from sm12x.deploy import nomad
+from sm12x.recipes import load
 from sm12x.recipes.model import Recipe
 from sm12x.runtime.check.report import CheckReport
 
@@ -63,7 +64,7 @@ def generated_files(root: click.Command) -> dict[Path, str]:
     """
     folder, schemas = layout.root() / "nomad-examples", layout.data() / "schemas"
     leftover = dict.fromkeys([*folder.glob(f"*{nomad.SUFFIX}"), *schemas.glob("*.json")], "")
-    specs = nomad.load_examples(layout.recipes())
+    specs = nomad.examples(load.load_all(layout.recipes()))
     texts = {path: path.read_text(encoding="utf-8") for path in pages.paths()}
     return {
         **pages.rendered(texts, {**pages.PARTS, "commands": lambda: commands_table(root)}),

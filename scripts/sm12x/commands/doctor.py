@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from sm12x import layout
-from sm12x.commands import print_json, reports
+from sm12x.commands import emit, reports
 from sm12x.core import text
 from sm12x.core.errors import FindingsError, UsageError
 from sm12x.doctor import checks, collect, knowledge, render, report
@@ -75,10 +75,8 @@ def command(
         mine = [finding for finding in findings if finding.id == check]
         click.echo(render.explain(check, known.checks[check], mine, width=width), nl=False)
         return
-    if as_json:
-        print_json(report.document(facts, findings))
-    else:
-        click.echo(render.text(facts, findings, width=width, paint=_paint), nl=False)
+    shown = render.text(facts, findings, width=width, paint=_paint)
+    emit(as_json, report.document(facts, findings), shown)
     bad = [finding.id for finding in findings if finding.severity == BAD]
     if bad:
         raise FindingsError(
@@ -96,16 +94,8 @@ def _findings(facts: HostFacts, known: knowledge.Knowledge, recipe: str | None) 
     from sm12x.doctor import recipe as recipes
     from sm12x.recipes import load
 
-    path = Path(recipe)
-    if not path.is_file():
-        names = [found.stem for found in sorted(layout.recipes().glob("*.yaml"))]
-        if recipe not in names:
-            hint = text.near(recipe, names) or f"one of {', '.join(names)}"
-            raise UsageError(
-                f"there is no recipe {recipe!r}", next_step=f"write {hint}, or the path of a file"
-            )
-        path = layout.recipes() / f"{recipe}.yaml"
-    return checks.ordered([*findings, *recipes.needs(load.load(path), facts, known)])
+    asked = load.load(load.find(recipe))
+    return checks.ordered([*findings, *recipes.needs(asked, facts, known)])
 
 
 def _paint(text: str, severity: str) -> str:

@@ -8,12 +8,12 @@ from pathlib import Path
 import click
 
 from sm12x import layout
-from sm12x.commands import print_json, reports
+from sm12x.commands import emit, find_links_option, reports
 from sm12x.core import index
 from sm12x.core.errors import BadFileError
 from sm12x.stack.model import base as bases
 
-PROJECT = "vllm"
+_PROJECT = "vllm"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +35,7 @@ class FetchReport:
     show_default=True,
     help="Machine of the official wheel.",
 )
-@click.option(
-    "--find-links",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Take the files from this folder and use no network.",
-)
+@find_links_option(help="Take the files from this folder and use no network.")
 @reports(FetchReport)
 def command(version: str, machine: str, find_links: Path | None, as_json: bool) -> None:
     """Fetch the sdist and the official wheel of a base by name, version and sha256.
@@ -57,11 +53,9 @@ def command(version: str, machine: str, find_links: Path | None, as_json: bool) 
         )
     sdist, wheel = (
         index.fetch_shown(
-            PROJECT, pinned.name, pinned.sha256, cache=layout.cache(), find_links=find_links
+            _PROJECT, pinned.name, pinned.sha256, cache=layout.cache(), find_links=find_links
         )
         for pinned in (base.sdist, base.wheels[machine])
     )
-    if as_json:
-        print_json(FetchReport(base=base.version, machine=machine, sdist=sdist, wheel=wheel))
-    else:
-        click.echo(f"{sdist}\n{wheel}")
+    report = FetchReport(base=base.version, machine=machine, sdist=sdist, wheel=wheel)
+    emit(as_json, report, f"{sdist}\n{wheel}\n")

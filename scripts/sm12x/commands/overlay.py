@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from sm12x.commands import print_json, reports
+from sm12x.commands import emit, reports, say
 from sm12x.core import progress
 from sm12x.image import overlay
 from sm12x.image.engine import engines
@@ -39,10 +39,6 @@ def command(image: str, out: Path, version: str | None, engine: str | None, as_j
 
     Example: sm12x overlay vllm/vllm-openai:v0.21.0 --out /srv/overlay
     """
-
-    def say(text: str) -> None:
-        click.echo(text, err=True)
-
     runner = engines.find(engine, say=say, may_install=False)
     with progress.spinner(f"looking into {image}"):
         release = version or overlay.look(runner, image).release
@@ -58,14 +54,12 @@ def command(image: str, out: Path, version: str | None, engine: str | None, as_j
             f"keeps"
         )
     written = overlay.write(made, installed, stack, image, out)
-    if as_json:
-        print_json(written)
-        return
     docker, nomad = overlay.volume_lines(made, installed, out)
-    click.echo(
+    emit(
+        as_json,
+        written,
         f"{len(made.files)} files of vLLM {installed.version} patched with stack {stack.id} "
         f"under {out}\n\ndocker run, before the image's name:\n{docker}\n"
         f"Nomad, for a specification rendered with --to nomad-overlay, or in a task's config:\n"
         f"{nomad}",
-        nl=False,
     )

@@ -9,15 +9,8 @@ from pathlib import Path
 import click
 
 from sm12x import layout
-from sm12x.commands import patchrebase, patchtests, patchtree, print_json, reports
-from sm12x.commands.patchoptions import (
-    BASE,
-    FIND_LINKS,
-    chosen,
-    fetch,
-    relative,
-    say,
-)
+from sm12x.commands import patchrebase, patchtests, patchtree, print_json, reports, say
+from sm12x.commands.patchoptions import BASE, FIND_LINKS, chosen, fetch, relative
 from sm12x.core import progress
 from sm12x.core.errors import BadFileError, FindingsError
 from sm12x.stack import render

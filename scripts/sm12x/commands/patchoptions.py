@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
 
 import click
 
 from sm12x import layout
+from sm12x.commands import find_links_option
 from sm12x.core import index
 from sm12x.core.errors import UnknownBaseError
 from sm12x.stack.model import base as bases
@@ -19,13 +19,8 @@ from sm12x.stack.rebase.base_draft import Release
 from sm12x.stack.worktree.export import MessageError
 
 _NICE = 10
-_Command = TypeVar("_Command", bound=Callable[..., Any])
 
-FIND_LINKS = click.option(
-    "--find-links",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Take the sdist from this folder and use no network.",
-)
+FIND_LINKS = find_links_option(help="Take the sdist from this folder and use no network.")
 JOBS = click.option(
     "--jobs",
     type=click.IntRange(min=1),
@@ -81,11 +76,6 @@ def fetch(release: Base | Release, find_links: Path | None) -> Path:
 def cached(base: Base) -> Path | None:
     """The sdist, if it has been fetched before: it lets an error name the files that differ."""
     return index.cached(base.sdist.name, base.sdist.sha256, cache=layout.cache())
-
-
-def say(text: str) -> None:
-    """A line on stderr about what is being done."""
-    click.echo(text, err=True)
 
 
 def print_findings(error: MessageError) -> None:

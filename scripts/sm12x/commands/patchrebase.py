@@ -11,15 +11,8 @@ from pathlib import Path
 import click
 
 from sm12x import layout
-from sm12x.commands import print_json, reports
-from sm12x.commands.patchoptions import (
-    DIRECTORY,
-    chosen,
-    fetch,
-    give_way,
-    print_findings,
-    say,
-)
+from sm12x.commands import emit, find_links_option, reports, say
+from sm12x.commands.patchoptions import DIRECTORY, JOBS, chosen, fetch, give_way, print_findings
 from sm12x.core import listing, progress
 from sm12x.core.errors import BadFileError, PatchConflictError, Sm12xError
 from sm12x.stack.model import base as bases
@@ -64,18 +57,10 @@ from sm12x.stack.worktree.export import MessageError
     type=click.Path(path_type=Path),
     help="Interpreter with pytest and torch; by default one is set up from the new lock.",
 )
-@click.option(
-    "--jobs",
-    type=click.IntRange(min=1),
-    default=2,
-    show_default=True,
-    help="How many witnesses run at a time; each may take 2 GiB of memory.",
-)
+@JOBS
 @click.option("--no-record", is_flag=True, help="Do not record the outcome in patches/status.toml.")
-@click.option(
-    "--find-links",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Take the sdists from this folder. Locks and the witnesses' packages need the index.",
+@find_links_option(
+    help="Take the sdists from this folder. Locks and the witnesses' packages need the index."
 )
 @click.option(
     "--released",
@@ -151,10 +136,7 @@ def rebase_command(
         keep=layout.replaced(),
     )
     report = rebase.rebase(asked)
-    if as_json:
-        print_json(render.RebaseData.of(report))
-    else:
-        click.echo(render.report(report), nl=False)
+    emit(as_json, render.RebaseData.of(report), render.report(report))
     if not no_record:
         _record(recorded, report)
     if report.unrun is not None:
@@ -180,10 +162,7 @@ def continue_command(directory: Path, skip: bool, as_json: bool) -> None:
     except MessageError as error:
         print_findings(error)
         raise
-    if as_json:
-        print_json(render.PortData.of(report))
-    else:
-        click.echo(render.ported(report), nl=False)
+    emit(as_json, render.PortData.of(report), render.ported(report))
     stop = report.port.stop
     if stop is not None:
         raise PatchConflictError(

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import click
 
 from sm12x import layout
-from sm12x.commands import print_json, reports
-from sm12x.commands.patchoptions import (
-    BASE,
-    FIND_LINKS,
-    JOBS,
-    chosen,
-    fetch,
-    named,
-    say,
-)
+from sm12x.commands import emit, reports, say
+from sm12x.commands.patchoptions import BASE, FIND_LINKS, JOBS, chosen, fetch, named
 from sm12x.core import progress
 from sm12x.core.errors import FindingsError
 from sm12x.stack import render
@@ -26,6 +19,8 @@ from sm12x.stack.model import series
 from sm12x.stack.witness import mutate, mutations, upstream_run, upstream_tests, witness
 from sm12x.stack.witness.mutate import MutantOutcome
 from sm12x.stack.witness.upstream_tests import Cannot, UpstreamPlan
+
+_limit = partial(click.option, type=click.FloatRange(min=1), show_default=True, metavar="SECONDS")
 
 
 @click.command("witness")
@@ -36,14 +31,7 @@ from sm12x.stack.witness.upstream_tests import Cannot, UpstreamPlan
     type=click.Path(path_type=Path),
     help="Interpreter with pytest and torch; by default one is set up from the base's lock.",
 )
-@click.option(
-    "--time-limit",
-    type=click.FloatRange(min=1),
-    default=witness.TIME_LIMIT,
-    show_default=True,
-    metavar="SECONDS",
-    help="Limit for one witness on one tree.",
-)
+@_limit("--time-limit", default=witness.TIME_LIMIT, help="Limit for one witness on one tree.")
 @JOBS
 @FIND_LINKS
 @reports(witness.WitnessReport)
@@ -82,10 +70,7 @@ def witness_command(
         jobs=jobs,
         on_run=lambda path, side: say(f"{path} on the {side} tree"),
     )
-    if as_json:
-        print_json(report)
-    else:
-        click.echo(render.witnessed(report), nl=False)
+    emit(as_json, report, render.witnessed(report))
     if report.failed:
         raise FindingsError(
             f"{report.failed} of {len(report.checks)} checks failed",
@@ -104,14 +89,7 @@ def witness_command(
     "adds.",
 )
 @click.option("--seed", default=0, show_default=True, help="Seed that selects the N mutations.")
-@click.option(
-    "--time-limit",
-    type=click.FloatRange(min=1),
-    default=mutate.TIME_LIMIT,
-    show_default=True,
-    metavar="SECONDS",
-    help="Limit for one witness on one mutation.",
-)
+@_limit("--time-limit", default=mutate.TIME_LIMIT, help="Limit for one witness on one mutation.")
 @JOBS
 @FIND_LINKS
 @reports(mutate.MutationReport)
@@ -157,10 +135,7 @@ def mutate_command(
         jobs=jobs,
         on_outcome=_said,
     )
-    if as_json:
-        print_json(report)
-    else:
-        click.echo(mutate.text(report), nl=False)
+    emit(as_json, report, mutate.text(report))
     if auto or report.ok:
         return
     bad = len(report.outcomes) - report.count(mutate.KILLED) + len(report.findings)
@@ -189,21 +164,9 @@ class UpstreamList(UpstreamPlan):
 @click.option(
     "--list", "list_only", is_flag=True, help="Only list the tests, and which cannot run here."
 )
-@click.option(
-    "--test-limit",
-    type=click.FloatRange(min=1),
-    default=upstream_run.TEST_LIMIT,
-    show_default=True,
-    metavar="SECONDS",
-    help="Limit for one test on one tree.",
-)
-@click.option(
-    "--file-limit",
-    type=click.FloatRange(min=1),
-    default=upstream_run.FILE_LIMIT,
-    show_default=True,
-    metavar="SECONDS",
-    help="Limit for one test file on one tree.",
+@_limit("--test-limit", default=upstream_run.TEST_LIMIT, help="Limit for one test on one tree.")
+@_limit(
+    "--file-limit", default=upstream_run.FILE_LIMIT, help="Limit for one test file on one tree."
 )
 @FIND_LINKS
 @reports(UpstreamList | upstream_tests.Report)
@@ -231,10 +194,8 @@ def upstream_command(
     archive = fetch(base, find_links)
     if list_only:
         plan = upstream_run.listed(suite, stack, archive=archive, only=names)
-        if as_json:
-            print_json(UpstreamList(base=base.version, cannot=suite.cannot, **vars(plan)))
-        else:
-            click.echo(render.upstream_listed(plan, suite), nl=False)
+        listed = UpstreamList(base=base.version, cannot=suite.cannot, **vars(plan))
+        emit(as_json, listed, render.upstream_listed(plan, suite))
         _refuse(plan, worse=0)
         return
     root = layout.root()
@@ -256,10 +217,7 @@ def upstream_command(
         on_file=lambda path, side: say(f"{path} on the {side} tree"),
         on_alone=lambda count: say(f"{count} tests differ and are run again, alone"),
     )
-    if as_json:
-        print_json(report)
-    else:
-        click.echo(render.upstream_report(report), nl=False)
+    emit(as_json, report, render.upstream_report(report))
     _refuse(report.plan, worse=len(report.of(upstream_tests.WORSE)))
 
 

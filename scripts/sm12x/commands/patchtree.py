@@ -5,11 +5,12 @@ from __future__ import annotations
 import shlex
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import click
 
 from sm12x import layout
-from sm12x.commands import print_json, reports
+from sm12x.commands import emit, print_json, reports, say
 from sm12x.commands.patchoptions import (
     BASE,
     DIRECTORY,
@@ -19,7 +20,6 @@ from sm12x.commands.patchoptions import (
     fetch,
     print_findings,
     relative,
-    say,
 )
 from sm12x.core import progress
 from sm12x.core.errors import BadFileError
@@ -85,10 +85,7 @@ def apply_command(
                 rest=rest,
             )
     except applying.StackConflictError as error:
-        if as_json:
-            print_json(error.report)
-        else:
-            click.echo(render.applied(error.report), nl=False)
+        emit(as_json, error.report, render.applied(error.report))
         raise
     if as_json:
         print_json(report)
@@ -127,10 +124,7 @@ def refresh_command(directory: Path, version: str | None, force: bool, as_json: 
     except export.MessageError as error:
         print_findings(error)
         raise
-    if as_json:
-        print_json(report)
-    else:
-        click.echo(render.refreshed(report, relative(str(base.folder))), nl=False)
+    emit(as_json, report, render.refreshed(report, relative(str(base.folder))))
 
 
 @click.command("new")
@@ -165,15 +159,10 @@ def refresh_command(directory: Path, version: str | None, force: bool, as_json: 
 def new_command(
     directory: Path,
     version: str | None,
-    subject: str | None,
-    body: str | None,
-    body_file: Path | None,
-    upstream: tuple[str, ...],
-    drop_when: str | None,
-    witnesses: tuple[str, ...],
     like: Path | None,
     author: str | None,
     as_json: bool,
+    **parts: Any,
 ) -> None:
     """Make all changes in DIR a patch at the end of the series.
 
@@ -187,14 +176,14 @@ def new_command(
     """
     model: Patch | None = None
     if like is not None:
-        if any((subject, body, body_file, upstream, drop_when, witnesses)):
+        if any(parts.values()):
             raise click.UsageError(
                 "--like takes the whole message from PATCH: leave out the options for its parts."
             )
         model = patchfile.parse(like)
         text, author = model.message, author or f"{model.author.name} <{model.author.email}>"
     else:
-        text = _message(subject, body, body_file, upstream, drop_when, witnesses)
+        text = _message(**parts)
     base = chosen(version)
     try:
         report = add_drop.new(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import shlex
 import shutil
 from pathlib import Path
@@ -13,7 +12,7 @@ import click
 
 from sm12x import layout
 from sm12x import plan as planning
-from sm12x.commands import print_json, reports
+from sm12x.commands import Finite, print_json, reports
 from sm12x.core.errors import FindingsError, UsageError
 from sm12x.plan import chart, checkpoint, host, render, server
 from sm12x.plan.budget import DOES_NOT_FIT, FITS, OUTSIDE, Amount, Deployment, Hardware, Term
@@ -29,27 +28,12 @@ _LARGE_GPU = 70
 _DIFFERS = 0.1
 
 
-class _Gib(click.FloatRange):
-    """GiB: a number from 0 on that is finite. `nan` is in every range of click's."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        found = float(super().convert(value, param, ctx))
-        if not math.isfinite(found):
-            self.fail(f"{value!r} is not a finite number.", param, ctx)
-        return found
-
-
 @click.command()
 @click.argument("names", metavar="[RECIPE]...", nargs=-1)
 @click.option("--hardware", "kind", metavar="KIND", help="rtx-pro-6000, rtx-5090 or gb10.")
 @click.option("--here", is_flag=True, help="The GPUs and the memory of this machine (NVML).")
 @click.option("--gpus", type=click.IntRange(1), help="GPUs in the machine.")
-@click.option("--ram", type=_Gib(), metavar="GIB", help="Host memory of the machine.")
+@click.option("--ram", type=Finite(0), metavar="GIB", help="Host memory of the machine.")
 @click.option(
     "--utilization", metavar="X", help="--gpu-memory-utilization to try instead of the recipe's."
 )
@@ -74,7 +58,7 @@ class _Gib(click.FloatRange):
 @click.option("--kv-dtype", type=click.Choice(KV_DTYPES), help="vLLM's --kv-cache-dtype.")
 @click.option("--block-size", "block", type=click.IntRange(1), help="vLLM's --block-size.")
 @click.option(
-    "--outside", type=_Gib(), metavar="GIB", help="Memory outside vLLM's budget, on one GPU."
+    "--outside", type=Finite(0), metavar="GIB", help="Memory outside vLLM's budget, on one GPU."
 )
 @reports(planning.Plan | dict[str, planning.Plan])
 @click.option(
@@ -115,9 +99,7 @@ def command(
     if not names and folder is None:
         _overview(chosen, tried, gpus, ram, as_json)
         return
-    recipes = [
-        one for name in names for one in server.members(server.named(name, layout.recipes()))
-    ]
+    recipes = [one for name in names for one in server.members(load.load(load.find(name)))]
     hardware = chosen or _sized(planning.hardware_of(recipes, host.kinds()), gpus, ram)
     servers = [server.from_recipe(one, utilization=tried) for one in recipes]
     remarks: list[str] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import os
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import click
 
 from sm12x import layout, plan
 from sm12x.commands import print_json, reports
-from sm12x.core import files, text
+from sm12x.core import files
 from sm12x.core.errors import BadFileError, FindingsError, Sm12xError, UsageError
 from sm12x.core.progress import spinner
 from sm12x.deploy import local, nomad
@@ -148,7 +147,7 @@ def show(name: str, as_json: bool) -> None:
 
     Example: sm12x recipe show deepseek-v4-flash-rtx-pro-6000-tp4
     """
-    recipe = _recipe(name)
+    recipe = load.load(load.find(name))
     if as_json:
         print_json(ShownRecipe(**vars(recipe)))
         return
@@ -167,7 +166,7 @@ def lint_(names: tuple[str, ...], as_json: bool, strict: bool) -> None:
 
     Example: sm12x recipe lint recipes/smoke.yaml
     """
-    paths = [_path(name) for name in names] or sorted(layout.recipes().glob("*.yaml"))
+    paths = [load.find(name) for name in names] or sorted(layout.recipes().glob("*.yaml"))
     if not paths:
         raise BadFileError(
             f"{layout.recipes()} holds no recipe", next_step="name the files to check"
@@ -255,7 +254,7 @@ def pin(name: str, model_revision: str, container_digest: str) -> None:
 
     Example: sm12x recipe pin my.yaml --model-revision 0123456789abcdef0123456789abcdef01234567
     """
-    path = _path(name)
+    path = load.find(name)
     recipe = edit.pin(path, revision=model_revision, digest=container_digest)
     click.echo(f"{path}: container {recipe.container}")
     click.echo(f"{path}: model_revision {recipe.model_revision or 'none'}")
@@ -284,7 +283,7 @@ def import_(file: Path, output: Path | None) -> None:
     click.echo(f"{output}: fill in the sm12x block, then `sm12x recipe lint {quoted}`")
 
 
-TARGETS: dict[str, Callable[..., str]] = {
+_TARGETS: dict[str, Callable[..., str]] = {
     "docker": local.docker,
     "compose": local.compose,
     "nomad": nomad.render,
@@ -298,7 +297,7 @@ _OF_PAIRS = ("nomad", "llama-swap")
 
 @command.command(cls=_WithWords)
 @click.option(
-    "--to", "target", type=click.Choice(list(TARGETS)), required=True, help="What to render for."
+    "--to", "target", type=click.Choice(list(_TARGETS)), required=True, help="What to render for."
 )
 @click.option(
     "--image",
@@ -315,44 +314,12 @@ def render(target: str, image: str, name: str, words: tuple[str, ...]) -> None:
 
     Example: sm12x recipe render smoke port=8001 --to compose -- --seed 3
     """
-    recipe = _recipe(name)
+    recipe = load.load(load.find(name))
     settings, extra = serve.split(words)
     image = image or _image(recipe)
-    peers = {"peers": _peers(recipe)} if target in _OF_PAIRS else {}
-    text = TARGETS[target](recipe, image=image, settings=settings, extra=extra, **peers)
+    peers = {"peers": load.pair(recipe)} if target in _OF_PAIRS else {}
+    text = _TARGETS[target](recipe, image=image, settings=settings, extra=extra, **peers)
     click.echo(text, nl=False)
-
-
-def _peers(recipe: Recipe) -> list[Recipe]:
-    names = recipe.sm12x.pair if recipe.sm12x else ()
-    return [load.load(recipe.path.with_name(f"{name}.yaml")) for name in names]
-
-
-def _recipe(name: str) -> Recipe:
-    return load.load(_path(name))
-
-
-def _path(name: str) -> Path:
-    """The file that a word names.
-
-    Raises:
-        BadFileError: it is a path, and no file is there.
-        UsageError: it is a name that no recipe has; the near ones are listed.
-    """
-    if name.endswith((".yaml", ".yml")) or "/" in name:
-        if Path(name).is_file():
-            return Path(name)
-        what = "is no file" if os.path.lexists(name) else "does not exist"
-        raise BadFileError(f"{name} {what}", next_step="`sm12x recipe list` has the names")
-    path = layout.recipes() / f"{name}.yaml"
-    if path.is_file():
-        return path
-    known = [path.stem for path in layout.recipes().glob("*.yaml")]
-    near = text.near(name, known, cutoff=0.5, shown=3)
-    raise UsageError(
-        f"there is no recipe {name!r}",
-        next_step=f"perhaps you meant {near}" if near else "`sm12x recipe list` has the names",
-    )
 
 
 def _image(recipe: Recipe) -> str:

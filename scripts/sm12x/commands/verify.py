@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
@@ -14,7 +13,7 @@ from typing import Any, TypeVar
 import click
 from rich.live import Live
 
-from sm12x.commands import print_json, reports
+from sm12x.commands import Finite, print_json, reports
 from sm12x.core import declared, files, progress, text
 from sm12x.core.errors import (
     INTERRUPTED,
@@ -39,23 +38,13 @@ _SUFFIXES = (_JSON, _MARKDOWN, _PICTURE)
 _WRITE_WITHIN, _WRITING = 0.1, 0.05
 
 
-class _Finite(click.FloatRange):
-    """A number within bounds; ``nan`` would be within any, and JSON has no ``inf``."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        number = super().convert(value, param, ctx)
-        if not math.isfinite(number):
-            self.fail(f"{value!r} is not a finite number.", param, ctx)
-        return number
-
-
 def _limits(command: _Command) -> _Command:
     """An option for each limit."""
     for name, default, meaning in reversed(list(limits())):
         command = click.option(
             f"--{name.replace('_', '-')}",
             name,
-            type=_Finite(0, 1 if name.startswith("min_") else None),
+            type=Finite(0, 1 if name.startswith("min_") else None),
             default=default,
             show_default=True,
             metavar="X",
@@ -112,7 +101,7 @@ def _limits(command: _Command) -> _Command:
 @click.option("--force", is_flag=True, help="Abort the requests that a server is working on.")
 @click.option(
     "--timeout",
-    type=_Finite(1, 86_400),
+    type=Finite(1, 86_400),
     default=300.0,
     show_default=True,
     help="Seconds that one call may take.",

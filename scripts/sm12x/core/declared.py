@@ -33,7 +33,7 @@ from sm12x.core import files
 from sm12x.core.errors import BadFileError
 from sm12x.core.text import perhaps
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 _UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
 
@@ -161,8 +161,8 @@ class KeyFaultError(ValueError):
 
 
 def read_toml(
-    kind: type[T], path: Path, *, given: Mapping[str, object] | None = None, next_step: str
-) -> T:
+    kind: type[_T], path: Path, *, given: Mapping[str, object] | None = None, next_step: str
+) -> _T:
     """Read a TOML file into the dataclass ``kind``.
 
     Args:
@@ -184,10 +184,10 @@ def read_toml(
         raise BadFileError(
             f"{_at(path, _line(text, mine[:1]))}: {mine[0]} is not a known key", next_step=next_step
         )
-    return convert(kind, {**raw, **given}, path, text=text, next_step=next_step)
+    return _convert(kind, {**raw, **given}, path, text=text, next_step=next_step)
 
 
-def read_json(kind: type[T], path: Path, *, next_step: str, what: str = "") -> T:
+def read_json(kind: type[_T], path: Path, *, next_step: str, what: str = "") -> _T:
     """Read a JSON file into the dataclass ``kind``; raises as ``read_toml``."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -196,13 +196,13 @@ def read_json(kind: type[T], path: Path, *, next_step: str, what: str = "") -> T
     return parse_json(kind, text, path, next_step=next_step, what=what)
 
 
-def parse_json(kind: type[T], text: str, path: Path, *, next_step: str, what: str = "") -> T:
+def parse_json(kind: type[_T], text: str, path: Path, *, next_step: str, what: str = "") -> _T:
     """Read the JSON ``text``, which comes out of ``path``; raises as ``read_toml``.
 
     ``what`` names what the file should be, where any file may have been given.
     """
     try:
-        return convert(kind, json.loads(text), path, next_step=next_step)
+        return _convert(kind, json.loads(text), path, next_step=next_step)
     except BadFileError as error:
         if not what:
             raise
@@ -222,7 +222,7 @@ class Fault:
     text: str
 
 
-def convert(kind: type[T], raw: object, path: Path, *, text: str = "", next_step: str) -> T:
+def _convert(kind: type[_T], raw: object, path: Path, *, text: str = "", next_step: str) -> _T:
     """``raw``, which is what ``path`` holds, as the dataclass ``kind``; raises as ``read_toml``.
 
     ``text`` is the file's, if it is TOML: a fault is looked up in it.
@@ -235,7 +235,7 @@ def convert(kind: type[T], raw: object, path: Path, *, text: str = "", next_step
     raise BadFileError(said, next_step=next_step)
 
 
-def check(kind: type[T], raw: object) -> tuple[T | None, list[Fault]]:
+def check(kind: type[_T], raw: object) -> tuple[_T | None, list[Fault]]:
     """``raw`` as the dataclass ``kind``, or None and every fault of it.
 
     The faults that ``__post_init__`` raises for a table are included once its fields have none.

@@ -153,30 +153,11 @@ def of_system(error: OSError) -> Sm12xError | None:
 
 INTERRUPTED = 130
 
+# Those above: other modules only derive from them, and keep the exit codes.
+_KINDS: tuple[type[Sm12xError], ...] = (*Sm12xError.__subclasses__(), Sm12xError)
+
 EXIT_CODES: dict[int, str] = {
     0: "done",
-    **{
-        kind.exit_code: kind.meaning
-        for kind in (
-            FindingsError,
-            UsageError,
-            UnknownBaseError,
-            BadFileError,
-            HashMismatchError,
-            FetchError,
-            NoSpaceError,
-            NoEngineError,
-            EngineNotRunningError,
-            BadArchitectureError,
-            PatchConflictError,
-            DirtyTreeError,
-            ToolFailedError,
-            ToolMissingError,
-            BuildFailedError,
-            UnknownVerdictError,
-            ServerError,
-            Sm12xError,
-        )
-    },
+    **{kind.exit_code: kind.meaning for kind in _KINDS},
     INTERRUPTED: "interrupted (Ctrl-C or SIGTERM); run the same command again to resume",
 }

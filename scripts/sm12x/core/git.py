@@ -107,7 +107,7 @@ class Repository:
         _run(
             words,
             env={
-                **isolation(),
+                **_isolation(),
                 "GIT_DIR": str(repository.git_dir),
                 "GIT_WORK_TREE": str(repository.work_tree),
             },
@@ -131,7 +131,7 @@ class Repository:
             ["git", *settings, *words],
             cwd=self.work_tree,
             env={
-                **isolation(),
+                **_isolation(),
                 "GIT_DIR": str(self.git_dir),
                 "GIT_WORK_TREE": str(self.work_tree),
                 **(env or {}),
@@ -202,11 +202,10 @@ class Repository:
     def message(self, commit: str) -> str:
         return self.run("log", "-1", "--format=%B", commit).stdout
 
-    def author(self, commit: str) -> tuple[str, str, str]:
-        """Name, address and date (git's raw form) of a commit's author."""
+    def author(self, commit: str) -> Signature:
         out = self.run("log", "-1", "--format=%an%x00%ae%x00%ad", "--date=raw", commit).stdout
-        name, address, date = out.rstrip("\n").split("\0")
-        return name, address, date
+        name, email, date = out.rstrip("\n").split("\0")
+        return Signature(name=name, email=email, date=date)
 
     # Files
 
@@ -392,7 +391,7 @@ def parse_apply(stderr: str, returncode: int) -> GitApplied:
     return GitApplied(ok=returncode == 0, offsets=tuple(offsets), errors=tuple(errors))
 
 
-def isolation() -> dict[str, str | None]:
+def _isolation() -> dict[str, str | None]:
     """An environment in which git reads no configuration of the machine or the user."""
     # A caller's own variables (a hook's GIT_DIR, GIT_INDEX_FILE ...) would point git elsewhere.
     inherited: Iterator[str] = (name for name in os.environ if name.startswith("GIT_"))

@@ -175,7 +175,7 @@ def answers(project: str, name: str, seen: list[str]) -> Iterator[Answer]:
         BadFileError: the CA bundle that the settings name does not exist.
     """
     config = pipconfig.load()
-    check_ca(config)
+    _check_ca(config)
     with download.session(config) as web:
         for address in config.indexes:
             shown = pipconfig.without_credentials(address)
@@ -241,7 +241,7 @@ def _take(folder: Path, name: str, sha256: str, part: Path, on_progress: OnProgr
         )
 
 
-def check_ca(config: pipconfig.PipConfig) -> None:
+def _check_ca(config: pipconfig.PipConfig) -> None:
     """Raise BadFileError if the settings name a CA bundle that does not exist."""
     # requests reports this as an OSError without the name of the setting.
     if config.ca_bundle is not None and not config.ca_bundle.exists():

@@ -21,6 +21,7 @@ from sm12x.core.errors import ToolFailedError, ToolMissingError
 
 _TAIL_LINES = 20
 _NEXT_STEP = "read the lines above; repeat the command by hand to see all of its output"
+_READING = "repeat the command by hand to see what it says"
 # Seconds that a program has to end after SIGTERM. docker's client waits for its daemon to give up a
 # step, for minutes on a slow disk; debootstrap takes its mounts away, which must not be cut short.
 GRACE_SECONDS = 90.0
@@ -156,7 +157,6 @@ def end_all(children: Sequence[Background], grace: float) -> None:
 def stream(
     argv: Sequence[str | Path],
     *,
-    cwd: Path | None = None,
     env: Mapping[str, str | None] | None = None,
     on_line: Callable[[str], None] | None = None,
     log: Path | None = None,
@@ -180,7 +180,6 @@ def stream(
             handle.write(f"+ {shlex.join(words)}\n")
         process = subprocess.Popen(
             words,
-            cwd=cwd,
             env=_environment(env),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -234,11 +233,7 @@ def replace(argv: Sequence[str | Path], *, env: Mapping[str, str] | None = None)
 
 
 @contextmanager
-def reading(
-    argv: Sequence[str | Path],
-    *,
-    next_step: str = "repeat the command by hand to see what it says",
-) -> Iterator[IO[bytes]]:
+def reading(argv: Sequence[str | Path]) -> Iterator[IO[bytes]]:
     """Yield the stdout of ``argv`` as it comes, for output too large to keep.
 
     Raises:
@@ -262,14 +257,14 @@ def reading(
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=1)
             if process.returncode:
-                raise _failed(words, process.returncode, _lines(errors), next_step) from error
+                raise _failed(words, process.returncode, _lines(errors), _READING) from error
             raise
         finally:
             process.stdout.close()
             process.terminate()
             process.wait()
         if process.returncode > 0:
-            raise _failed(words, process.returncode, _lines(errors), next_step)
+            raise _failed(words, process.returncode, _lines(errors), _READING)
 
 
 def _lines(handle: IO[bytes]) -> list[str]:

@@ -12,6 +12,7 @@ from rich.progress import (
     BarColumn,
     DownloadColumn,
     Progress,
+    ProgressColumn,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
@@ -19,68 +20,44 @@ from rich.progress import (
 )
 
 
-class Advance(Protocol):
-    """Moves a bar on by ``amount`` (bytes or items)."""
-
-    def __call__(self, amount: int) -> None: ...
-
-
 def stderr_console() -> Console:
     return Console(stderr=True, highlight=False)
 
 
 @contextmanager
-def bar(label: str, total: int, *, unit: str = "items") -> Iterator[Advance]:
-    """A bar of ``total`` bytes (``unit="bytes"``) or items; nothing off a terminal."""
+def _bar(
+    label: str, total: int | None, *columns: ProgressColumn
+) -> Iterator[tuple[Progress, TaskID]]:
+    """A bar with ``columns`` after it; nothing off a terminal."""
     console = stderr_console()
-    columns = [TextColumn("{task.description}"), BarColumn()]
-    if unit == "bytes":
-        progress = Progress(
-            *columns,
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            console=console,
-            disable=not console.is_terminal,
-            transient=True,
-        )
-    else:
-        progress = Progress(
-            *columns,
-            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-            TimeElapsedColumn(),
-            console=console,
-            disable=not console.is_terminal,
-            transient=True,
-        )
-    with progress:
-        task = progress.add_task(label, total=total)
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        *columns,
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+    ) as progress:
+        yield progress, progress.add_task(label, total=total)
 
-        def advance(amount: int) -> None:
-            progress.advance(task, amount)
 
-        yield advance
+@contextmanager
+def bar(label: str, total: int, *, unit: str = "items") -> Iterator[Callable[[int], None]]:
+    """A bar of ``total`` bytes (``unit="bytes"``) or items, moved on by calling with an amount."""
+    columns: tuple[ProgressColumn, ...] = (
+        (DownloadColumn(), TransferSpeedColumn())
+        if unit == "bytes"
+        else (TextColumn("{task.completed:.0f}/{task.total:.0f}"), TimeElapsedColumn())
+    )
+    with _bar(label, total, *columns) as (progress, task):
+        yield lambda amount: progress.advance(task, amount)
 
 
 @contextmanager
 def transfer(label: str) -> Iterator[Callable[[int, int | None], None]]:
     """A bar for a download, moved by calling with (bytes there, whole size or None)."""
-    console = stderr_console()
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        console=console,
-        disable=not console.is_terminal,
-        transient=True,
-    )
-    with progress:
-        task = progress.add_task(label, total=None)
-
-        def moved(done: int, total: int | None) -> None:
-            progress.update(task, completed=done, total=total)
-
-        yield moved
+    with _bar(label, None, DownloadColumn(), TransferSpeedColumn()) as (progress, task):
+        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 class Steps(Protocol):
@@ -124,7 +101,7 @@ def steps() -> Iterator[Steps]:
                     console.print(label, markup=False, soft_wrap=True)
             if left is None and 0 < done < total:
                 left = (now - begun[label]) / done * (total - done)
-            count = counted(done, total, left) if total else ""
+            count = _counted(done, total, left) if total else ""
             progress.update(tasks[label], completed=done, total=total or None, count=count)
             due = now - said[label] >= _EVERY
             if due and count and not console.is_terminal:
@@ -134,7 +111,7 @@ def steps() -> Iterator[Steps]:
         yield step
 
 
-def counted(done: int, total: int, left: float | None) -> str:
+def _counted(done: int, total: int, left: float | None) -> str:
     """ "37 of 110, about 12 min left"."""
     if left is None or done >= total:
         return f"{done} of {total}"

@@ -68,9 +68,9 @@ def near(word: str, known: Iterable[str], *, cutoff: float = 0.6, shown: int = 1
     return either(difflib.get_close_matches(word, others, n=shown, cutoff=cutoff))
 
 
-def perhaps(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+def perhaps(word: str, known: Iterable[str]) -> str:
     """ "; perhaps you meant X", or "" when nothing is close."""
-    found = near(word, known, cutoff=cutoff)
+    found = near(word, known)
     return f"; perhaps you meant {found}" if found else ""
 
 

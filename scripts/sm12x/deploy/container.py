@@ -172,8 +172,8 @@ def _container(
     cluster = bool(block and block.machines > 1)
     volumes = [CACHE] if ours else ["~/.cache/huggingface:/root/.cache/huggingface"]
     # The two of a pair are started with their own settings.
-    pair = block.pair if block else ()
-    served = [load.load(recipe.path.with_name(f"{name}.yaml")) for name in pair] or [recipe]
+    pair = load.pair(recipe)
+    served = pair or [recipe]
     for one in served:
         folder = model_folder(one, settings)
         mount = f"{folder}:{folder}:ro"

@@ -19,7 +19,6 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -28,7 +27,7 @@ from sm12x import layout
 from sm12x.core.errors import UsageError
 from sm12x.deploy import hcl
 from sm12x.deploy.container import model_folder, require_own_address, uses_ray
-from sm12x.recipes import load, options
+from sm12x.recipes import options
 from sm12x.recipes.model import Block, Recipe
 from sm12x.recipes.render import render as rendered_command
 from sm12x.recipes.render import require_settings
@@ -378,8 +377,3 @@ def examples(recipes: Mapping[str, Recipe]) -> dict[str, str]:
     if _OVERLAID in recipes:
         found[f"{_OVERLAID}-overlay{SUFFIX}"] = render_overlay(recipes[_OVERLAID])
     return found
-
-
-def load_examples(folder: Path) -> dict[str, str]:
-    """``examples`` of the recipes in a folder. Raises BadFileError as ``load_all`` does."""
-    return examples(load.load_all(folder))

@@ -5,10 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from sm12x.core.errors import UsageError
-from sm12x.core.text import perhaps
 from sm12x.plan.budget import BASES, KV, OUTSIDE, RESIDUE, WEIGHTS, Amount, Deployment, Term
 from sm12x.recipes import load, render
 from sm12x.recipes.model import Memory, MemoryTerm, Recipe
@@ -42,9 +40,7 @@ def from_recipe(recipe: Recipe, *, utilization: float | None = None) -> Deployme
 
 def members(recipe: Recipe) -> tuple[Recipe, ...]:
     """The recipe, or the two that take turns if it is a pair. Raises BadFileError."""
-    if recipe.sm12x is None or not recipe.sm12x.pair:
-        return (recipe,)
-    return tuple(load.load(recipe.path.parent / f"{key}.yaml") for key in recipe.sm12x.pair)
+    return tuple(load.pair(recipe)) or (recipe,)
 
 
 def arguments(recipe: Recipe) -> tuple[str, ...]:
@@ -111,19 +107,4 @@ def _term(name: str, given: MemoryTerm | None) -> Term | None:
         amount=Amount(low=given.low, high=given.gib),
         basis=given.basis,
         source=" ".join(given.source.split()),
-    )
-
-
-def named(path_or_key: str, folder: Path) -> Recipe:
-    """A recipe by key or by path. Raises UsageError with the near names of the folder."""
-    path = Path(path_or_key)
-    if path.suffix in (".yaml", ".yml") or path.is_file():
-        return load.load(path)
-    found = folder / f"{path_or_key}.yaml"
-    if found.is_file():
-        return load.load(found)
-    known = sorted(one.stem for one in folder.glob("*.yaml"))
-    raise UsageError(
-        f"no recipe {path_or_key!r}{perhaps(path_or_key, known)}",
-        next_step=f"the recipes are {', '.join(known) or 'none'}; or give a file's path",
     )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import string
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from sm12x import layout
 from sm12x.core import declared, yamltext
-from sm12x.core.errors import BadFileError
-from sm12x.core.text import perhaps
+from sm12x.core.errors import BadFileError, UsageError
+from sm12x.core.text import near, perhaps
 from sm12x.recipes import sparkrun
 from sm12x.recipes.model import THEIRS, Recipe
 
@@ -45,6 +47,35 @@ def load(path: Path) -> Recipe:
 def load_all(folder: Path) -> dict[str, Recipe]:
     """The recipes of a folder by key, in order of their names. Raises as ``load`` does."""
     return {path.stem: load(path) for path in sorted(folder.glob("*.yaml"))}
+
+
+def pair(recipe: Recipe) -> list[Recipe]:
+    """The two recipes that take turns, none where it is no pair. Raises as ``load`` does."""
+    names = recipe.sm12x.pair if recipe.sm12x else ()
+    return [load(recipe.path.with_name(f"{name}.yaml")) for name in names]
+
+
+def find(word: str) -> Path:
+    """The file that a word names: a recipe of ``layout.recipes()``, or any other by its path.
+
+    Raises:
+        BadFileError: it is a path, and no file is there.
+        UsageError: it is a name that no recipe has; the near ones are listed.
+    """
+    path = layout.recipes() / f"{word}.yaml"
+    is_path = word.endswith((".yaml", ".yml")) or "/" in word
+    if not is_path and path.is_file():
+        return path
+    if Path(word).is_file():
+        return Path(word)
+    step = "`sm12x recipe list` has the names"
+    if is_path:
+        what = "is no file" if os.path.lexists(word) else "does not exist"
+        raise BadFileError(f"{word} {what}", next_step=step)
+    names = [found.stem for found in path.parent.glob("*.yaml")]
+    if others := near(word, names, cutoff=0.5, shown=3):
+        step = f"perhaps you meant {others}"
+    raise UsageError(f"there is no recipe {word!r}", next_step=step)
 
 
 def template_fields(template: str) -> list[str]:

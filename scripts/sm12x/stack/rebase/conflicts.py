@@ -19,7 +19,7 @@ from pathlib import Path
 from sm12x.core import declared, files
 from sm12x.core.declared import Declared
 from sm12x.core.errors import BadFileError, DirtyTreeError
-from sm12x.core.git import Repository, Signature
+from sm12x.core.git import Repository
 from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
 from sm12x.stack.model.base import Base
@@ -379,10 +379,9 @@ def _set_back(repository: Repository, port: Port) -> str:
 
 
 def _commit(repository: Repository, step: PortStep, tree_id: str, parent: str) -> str:
-    name, email, date = repository.author(step.commit)
-    who = Signature(name=name, email=email, date=date)
     message = repository.message(step.commit).rstrip("\n") + "\n"
-    return repository.commit_tree(tree_id, message, parent=parent, author=who)
+    author = repository.author(step.commit)
+    return repository.commit_tree(tree_id, message, parent=parent, author=author)
 
 
 def _repository(directory: Path) -> Repository:

@@ -161,11 +161,6 @@ def table(found: StatusTable) -> str:
     return "\n".join(lines) + "\n"
 
 
-def table_data(found: StatusTable) -> dict[str, dict[str, Cell]]:
-    """The table for --json: patch -> release -> state, doubt and note."""
-    return {row.patch: dict(zip(found.releases, row.cells, strict=True)) for row in found.rows}
-
-
 def _cell(cell: Cell) -> str:
     """Such as "needed", "needed 6/10" where only so many tests are red, "conflict?"."""
     text = f"{cell.state} {cell.part}" if cell.part else cell.state
