@@ -78,7 +78,7 @@ def test_a_picture_leaves_a_link_and_what_is_no_file_in_place(tmp_path: Path) ->
     pipe, link = tmp_path / "pipe", tmp_path / "link.png"
     os.mkfifo(pipe)
     link.symlink_to("pipe")
-    reader = os.open(pipe, os.O_RDWR)
+    reader = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
     try:
         for path in (pipe, link):
             picture.write(Drawn(), path)
