@@ -11,7 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from sm12x.audit.report import AuditReport, JudgementReport, LibraryReport, RunsReport
+from sm12x.audit.policy import Judgement
+from sm12x.audit.report import AuditReport, LibraryReport, RunsReport
 from sm12x.core import declared
 from sm12x.core.process import Completed
 from sm12x.doctor import checks, collect, knowledge
@@ -219,7 +220,7 @@ def bundle(folder: Path, *, machine: str = "x86_64", **units: int) -> Path:
         kind="wheel",
         devices=("12.0", "12.1"),
         libraries=(library,),
-        policy=JudgementReport(name="default", passed=True, offenders=(), accepted=()),
+        policy=Judgement(name="default", passed=True, offenders=(), accepted=()),
     )
     declared.write_json(folder / "audit.json", audit)
     versions = {"cuda-toolkit": "13.0.2", "flashinfer-python": "0.6.8.post1"}

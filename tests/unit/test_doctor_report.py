@@ -208,7 +208,7 @@ def test_a_finding_about_no_device_is_about_each(tmp_path: Path) -> None:
     """A library that could not be read is found on both, and the audit is no bad file."""
     path = tmp_path / "audit.json"
     offender = Offender(path="a.so", device="", message="could not be read")
-    judgement = Judgement(policy="p", offenders=(offender,), accepted=())
+    judgement = Judgement(name="p", passed=False, offenders=(offender,), accepted=())
     audit = Audit(subject="x", kind="wheel", libraries=())
     declared.write_json(path, audits.document(audit, judgement))
     assert sorted(map(str, image.read(path).offenders)) == ["12.0", "12.1"]

@@ -19,7 +19,7 @@ from sm12x.audit.model import (
     Device,
     LibraryAudit,
 )
-from sm12x.audit.policy import Accepted, Judgement, Offender
+from sm12x.audit.policy import Judgement
 from sm12x.core import declared
 from sm12x.core.declared import Declared, one_of, unless_empty
 
@@ -104,20 +104,6 @@ class LibraryReport(Declared):
 
 
 @dataclass(frozen=True, kw_only=True)
-class JudgementReport(Declared):
-    """What the policy says. ``unasked``: there was no ledger, and the policy has rules for
-    libraries compiled here. ``accepted`` are the libraries that are not native throughout and still
-    pass.
-    """
-
-    name: str
-    passed: bool
-    unasked: bool = False
-    offenders: tuple[Offender, ...]
-    accepted: tuple[Accepted, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class AuditReport(Declared):
     """The report of `sm12x audit --json`. ``policy`` is null when nothing was judged."""
 
@@ -126,7 +112,7 @@ class AuditReport(Declared):
     kind: Annotated[str, one_of("file", "directory", "wheel", "image")]
     devices: Annotated[tuple[_DeviceName, ...], Field(min_length=1)]
     libraries: tuple[LibraryReport, ...]
-    policy: JudgementReport | None
+    policy: Judgement | None
 
 
 def document(
@@ -138,15 +124,7 @@ def document(
         kind=audit.kind,
         devices=tuple(map(str, devices)),
         libraries=tuple(_library(library, devices) for library in audit.libraries),
-        policy=None
-        if judgement is None
-        else JudgementReport(
-            name=judgement.policy,
-            passed=judgement.passed,
-            unasked=judgement.unasked,
-            offenders=judgement.offenders,
-            accepted=judgement.accepted,
-        ),
+        policy=judgement,
     )
 
 

@@ -129,7 +129,7 @@ def _report(
             else "where a finding is acceptable, state it and its reason in a policy (--policy)"
         )
         raise FindingsError(
-            f"{audit.subject} does not meet the policy `{judgement.policy}`: "
+            f"{audit.subject} does not meet the policy `{judgement.name}`: "
             f"{texts.first_of(offenders, 6)}",
             next_step=f"the report with each reason {where}; {step}",
         )
