@@ -204,14 +204,11 @@ def _grouped(config: Config, tp: int, heads: int, kv_dtype: str, block: int) -> 
                 state_bytes=_state_bytes(config, tp),
             )
         )
-    remarks = []
-    if tp > shared and tp % shared == 0:
-        remarks.append(f"{shared} KV heads on {tp} GPUs: each head lies on {tp // shared}")
     name = "MHA" if shared == heads else "GQA"
     if len({*kinds} - {"none"}) > 1:
         others = {"window": "sliding window", "state": "recurrent"}
         name = " + ".join([name, *(others[kind] for kind in ("window", "state") if kind in kinds)])
-    return kvcache.paged(name, found, block=block, remarks=tuple(remarks))
+    return kvcache.paged(name, found, block=block)
 
 
 def _head_size(config: Config, heads: int) -> int:
