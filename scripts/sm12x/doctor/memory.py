@@ -8,12 +8,11 @@ from __future__ import annotations
 import re
 from pathlib import PurePosixPath
 
-from sm12x.core.text import GIB, size
+from sm12x.core.text import GIB, KIB, size
 from sm12x.doctor.host import Host
 from sm12x.doctor.knowledge import Knowledge
 from sm12x.doctor.model import INFO, OK, UNKNOWN, WARN, Diagnosis, HostFacts, HostMemory, Unseen
 
-KIB = 1024
 _MEMLOCK = re.compile(r"^Max locked memory\s+(unlimited|\d{1,20})\b", re.MULTILINE | re.ASCII)
 # cgroup version 1 writes "no limit" as the largest multiple of a page.
 _NO_LIMIT = 1 << 62
