@@ -233,7 +233,7 @@ def looks_like_image(name: str) -> bool:
     return bool(_REFERENCE.fullmatch(name)) and not name.endswith((".whl", ".so", ".tar", ".zip"))
 
 
-def image(name: str, *, on_progress: Callable[[int], None] | None = None) -> Audit:
+def image(name: str) -> Audit:
     """Audit the image ``name``; "podman:NAME" and the like ask one engine only.
 
     Nothing is pulled or started: a container is created, exported as a stream and removed.
@@ -257,7 +257,7 @@ def image(name: str, *, on_progress: Callable[[int], None] | None = None) -> Aud
         asked = process.run([engine, *kind, image], check=False)
         if asked.returncode == 0:
             read = _mounted if engine == "buildah" else _exported
-            return read(engine, image, on_progress)
+            return read(engine, image)
         said = asked.stderr.strip().splitlines()
         answers.append(f"{engine}: {said[-1] if said else f'exit status {asked.returncode}'}")
     raise BadFileError(
@@ -266,24 +266,24 @@ def image(name: str, *, on_progress: Callable[[int], None] | None = None) -> Aud
     )
 
 
-def _exported(engine: str, image: str, on_progress: Callable[[int], None] | None) -> Audit:
+def _exported(engine: str, image: str) -> Audit:
     # The command is never run, but an image without one cannot be created from.
     created = process.run([engine, "create", image, "true"])
     container = created.stdout.strip().splitlines()[-1]
     try:
         with process.reading([engine, "export", container]) as stream:
-            return tars.file_system(stream, image, on_progress=on_progress)
+            return tars.file_system(stream, image)
     finally:
         process.run([engine, "rm", "--force", container], check=False)
 
 
-def _mounted(engine: str, image: str, on_progress: Callable[[int], None] | None) -> Audit:
+def _mounted(engine: str, image: str) -> Audit:
     """buildah cannot export to a stream; it can show the file system as a folder."""
     step = "run it as root, or inside `buildah unshare`"
     container = process.run([engine, "from", "--pull=never", image]).stdout.strip()
     try:
         folder = process.run([engine, "mount", container], next_step=step).stdout.strip()
-        found = run(plan(Path(folder)), on_progress=on_progress)
+        found = run(plan(Path(folder)))
         return Audit(subject=image, kind="image", libraries=found.libraries)
     finally:
         process.run([engine, "rm", container], check=False)

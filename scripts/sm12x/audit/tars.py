@@ -79,14 +79,14 @@ def archive(path: Path, *, on_progress: OnProgress | None = None) -> Audit:
     return library.assemble(path.name, "image", merged.values())
 
 
-def file_system(stream: IO[bytes], subject: str, *, on_progress: OnProgress | None = None) -> Audit:
+def file_system(stream: IO[bytes], subject: str) -> Audit:
     """Audit the tar of a whole file system, as `docker export` writes it, from a stream.
 
     Raises:
         BadFileError: the tar is damaged or cut off.
     """
     try:
-        layer = _read(_counted(stream, on_progress))
+        layer = _read(stream)
     except _DAMAGE as error:
         raise _damaged(subject, error) from None
     return library.assemble(subject, "image", layer.libraries.values())

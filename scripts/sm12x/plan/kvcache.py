@@ -260,8 +260,8 @@ def _least_padding(counts: list[int], *, least: int) -> int:
     )
 
 
-def _pad(size: int, to: int = 576) -> int:
-    return _ceil(size, to) * to
+def _pad(size: int) -> int:
+    return _ceil(size, 576) * 576
 
 
 def _ceil(number: int | Fraction, by: int | Fraction) -> int:

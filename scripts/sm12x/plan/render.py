@@ -191,12 +191,12 @@ def bar(amount: Amount, scale: float, columns: int = _BAR) -> str:
     return "█" * low + "▒" * (high - low)
 
 
-def _columns(*, width: int | None = None) -> Table:
+def _columns() -> Table:
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
     for _ in range(3):
         table.add_column(no_wrap=True)
     table.columns[1].justify = "right"
-    table.add_column(overflow="fold", width=width)
+    table.add_column(overflow="fold")
     return table
 
 
