@@ -1,17 +1,27 @@
-"""One file: decide whether it can hold device code, and audit its bytes."""
+"""One file: decide whether it can hold device code, and audit its bytes.
+
+A packed one is read into memory of its size, within the free memory.
+"""
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import mmap
 import re
+import threading
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import IO
 
 from sm12x.audit import elf, exclusives, fatbin
 from sm12x.audit.exclusives import NO_STORES, ExclusiveStores
 from sm12x.audit.fatbin import Buffer, CodePiece, FatContainer
 from sm12x.audit.model import Audit, LibraryAudit
+from sm12x.core import machine, text
 from sm12x.core.cudaarch import CudaArch
+from sm12x.core.errors import NoSpaceError
 
 # Suffixes of files to read whatever their first bytes are; .so also with a version after it.
 _NAME = re.compile(r"(\.so(\.\d+)*|\.cubin|\.fatbin|\.ptx|\.o|\.a)$")
@@ -24,6 +34,7 @@ HEAD_BYTES = 8
 _MAX_DEPTH = 2
 _MAX_MEMBERS = 100_000
 _AR_HEADER = 60
+_BLOCK = 1 << 20
 _VERSION = re.compile(rb"^[ \t]*\.version[ \t]", re.MULTILINE)
 _TARGET = re.compile(rb"^[ \t]*\.target[ \t]+sm_(\d{2,3})([af]?)\b", re.MULTILINE)
 
@@ -193,7 +204,7 @@ def _archive(data: Buffer, depth: int) -> _Code:
     except ValueError as error:
         faults.append(str(error))
     units, relocatable, embedded = map(tuple, lists)
-    host = [machine for machine in machines if machine not in ("", "cuda")]
+    host = [each for each in machines if each not in ("", "cuda")]
     return _Code(
         machine=next(iter(host or machines), ""),
         units=units,
@@ -212,10 +223,10 @@ def _members(data: Buffer) -> Iterator[tuple[str, int, int]]:
     names, at = b"", len(_ARCHIVE)
     while at < len(data):
         header = bytes(data[at : at + _AR_HEADER])
-        text = header[48:58].strip()
-        if len(header) < _AR_HEADER or header[58:] != b"`\n" or not text.isdigit():
+        length = header[48:58].strip()
+        if len(header) < _AR_HEADER or header[58:] != b"`\n" or not length.isdigit():
             raise ValueError(f"the archive's member at {at:#x} is damaged")
-        name, start, size = header[:16].rstrip(), at + _AR_HEADER, int(text)
+        name, start, size = header[:16].rstrip(), at + _AR_HEADER, int(length)
         if start + size > len(data):
             raise ValueError(f"the archive's member at {at:#x} is cut off")
         at = start + size + size % 2
@@ -230,3 +241,72 @@ def _members(data: Buffer) -> Iterator[tuple[str, int, int]]:
         elif name.startswith(b"/") and name[1:].isdigit():
             name = names[int(name[1:]) :].partition(b"\n")[0]
         yield name.rstrip(b"/\0").decode("utf-8", "replace"), start, size
+
+
+class Share:
+    """A memory budget for threads: together they never hold more than the largest library."""
+
+    def __init__(self) -> None:
+        self._largest = 0
+        self._used = 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def taken(self, size: int) -> Iterator[None]:
+        """Wait until ``size`` bytes of the budget are free."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._used or self._used + size <= self._largest)
+            self._used += size
+            self._largest = max(self._largest, size)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._used -= size
+                self._changed.notify_all()
+
+
+@contextmanager
+def unpacked(handle: IO[bytes], head: bytes, size: int, name: str) -> Iterator[mmap.mmap]:
+    """All of a stream, of which ``head`` is read already, in memory: ``size`` bytes in one place.
+
+    Raises:
+        NoSpaceError: there is not so much memory.
+        EOFError: the stream ends before.
+    """
+    free = available()
+    if size > free:
+        raise no_memory(f"{name} unpacks to {text.size(size)}, {text.size(free)} are free")
+    try:
+        data = mmap.mmap(-1, size)
+    except (OSError, OverflowError, ValueError):
+        raise no_memory(f"{name} unpacks to {text.size(size)}") from None
+    # Pages go back to the system at once, which a heap would keep.
+    with data:
+        data.write(head[:size])
+        while data.tell() < size:
+            block = handle.read(min(_BLOCK, size - data.tell()))
+            if not block:
+                raise EOFError(f"{data.tell()} of {size} bytes are there")
+            data.write(block)
+        # Read to the end, where a zip checks its CRC.
+        handle.read(1)
+        yield data
+
+
+def no_memory(what: str) -> NoSpaceError:
+    return NoSpaceError(
+        f"{what}: not enough memory",
+        next_step="free memory, raise the limit it runs under, or audit its files one by one",
+    )
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether the system refused memory, and nothing is wrong with the file."""
+    return isinstance(error, OSError) and error.errno == errno.ENOMEM
+
+
+def available() -> int:
+    """Bytes that can be had without swapping; no bound where the system does not say."""
+    free = machine.available()
+    return 1 << 62 if free is None else free

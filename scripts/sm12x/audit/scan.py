@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from sm12x.audit import library, room, tars
+from sm12x.audit import library, tars
 from sm12x.audit.model import Audit, LibraryAudit
 from sm12x.core import process
 from sm12x.core.errors import BadFileError, NoEngineError
@@ -122,7 +122,7 @@ def run(plan: ScanPlan, *, on_progress: Callable[[int], None] | None = None) -> 
         return tars.archive(plan.archive, on_progress=on_progress)
     # The largest first: started last, it would leave the other cores with nothing to do.
     order = sorted(plan.members, key=lambda member: -member.size)
-    share = room.Share()
+    share = library.Share()
 
     def one(member: ArchiveMember) -> LibraryAudit | None:
         try:
@@ -136,7 +136,7 @@ def run(plan: ScanPlan, *, on_progress: Callable[[int], None] | None = None) -> 
         found = list(pool.map(one, order))
     except RuntimeError as error:
         # An error while reading a file is in its entry: this one is a thread that did not start.
-        raise room.no_memory(f"{plan.subject}: {error}") from None
+        raise library.no_memory(f"{plan.subject}: {error}") from None
     finally:
         # An error or Ctrl-C must not wait for thousands of files.
         pool.shutdown(wait=True, cancel_futures=True)
@@ -147,7 +147,7 @@ def run(plan: ScanPlan, *, on_progress: Callable[[int], None] | None = None) -> 
     )
 
 
-def _audit(member: ArchiveMember, share: room.Share, *, alone: bool) -> LibraryAudit | None:
+def _audit(member: ArchiveMember, share: library.Share, *, alone: bool) -> LibraryAudit | None:
     try:
         with member.open() as handle:
             head = handle.read(library.HEAD_BYTES)
@@ -159,8 +159,8 @@ def _audit(member: ArchiveMember, share: room.Share, *, alone: bool) -> LibraryA
             with share.taken(member.size), _data(handle, head, member) as data:
                 return library.audit(member.path, data, alone=alone)
     except _DAMAGE as error:
-        if room.is_refusal(error):
-            raise room.no_memory(member.path) from None
+        if library.is_refusal(error):
+            raise library.no_memory(member.path) from None
         why = "read" if member.on_disk else "unpacked"
         reason = getattr(error, "strerror", None) or error
         return library.unreadable(member.path, member.size, f"it cannot be {why}: {reason}")
@@ -171,7 +171,7 @@ def _data(
 ) -> AbstractContextManager[mmap.mmap]:
     if member.on_disk:
         return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
-    return room.unpacked(handle, head, member.size, member.path)
+    return library.unpacked(handle, head, member.size, member.path)
 
 
 def _folder(folder: Path) -> ScanPlan:

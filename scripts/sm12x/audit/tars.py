@@ -19,7 +19,7 @@ from typing import IO, Any
 
 import zstandard
 
-from sm12x.audit import library, room
+from sm12x.audit import library
 from sm12x.audit.model import Audit, LibraryAudit
 from sm12x.core.errors import BadFileError, Sm12xError
 
@@ -93,8 +93,8 @@ def file_system(stream: IO[bytes], subject: str) -> Audit:
 
 
 def _damaged(subject: str, error: Exception) -> Sm12xError:
-    if room.is_refusal(error):
-        return room.no_memory(subject)
+    if library.is_refusal(error):
+        return library.no_memory(subject)
     return BadFileError(
         f"{subject} cannot be read as an image: {error}",
         next_step="save or export the image again",
@@ -192,7 +192,7 @@ def _member(tar: tarfile.TarFile, info: tarfile.TarInfo, path: str) -> LibraryAu
         return None
     if not info.size:
         return library.unreadable(path, 0, "it is empty")
-    with room.unpacked(handle, head, info.size, path) as data:
+    with library.unpacked(handle, head, info.size, path) as data:
         return library.audit(path, data)
 
 

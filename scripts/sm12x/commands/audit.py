@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from sm12x import layout
-from sm12x.audit import policy, render, report, room, scan
+from sm12x.audit import library, policy, render, report, scan
 from sm12x.audit.model import DEVICES, Audit, Device
 from sm12x.commands import reports
 from sm12x.core import declared, files, progress
@@ -87,7 +87,7 @@ def command(
     try:
         _report(subject, devices, policy_file, version, ledger_file, as_json, output)
     except MemoryError:
-        raise room.no_memory(subject) from None
+        raise library.no_memory(subject) from None
 
 
 def _report(
