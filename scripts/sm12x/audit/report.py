@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from sm12x.audit.exclusives import NO_STORES, ExclusiveStores
 from sm12x.audit.model import (
     DEVICES,
     HOST,
@@ -52,23 +53,6 @@ class RunsReport(Declared):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoresReport(Declared):
-    """The store-exclusives of aarch64 host code."""
-
-    total: Annotated[int, Field(ge=1)]
-    untested: Annotated[
-        tuple[Annotated[str, Field(pattern=r"^(.*:)?0x[0-9a-f]+$")], ...],
-        Field(
-            description="Addresses of those whose status no instruction reads: a store that failed "
-            "counts as done; in an archive with the member's name before."
-        ),
-    ]
-
-    def __bool__(self) -> bool:
-        return self.total > 0
-
-
-@dataclass(frozen=True, kw_only=True)
 class LibraryReport(Declared):
     """One file of code. ``runs`` is by device."""
 
@@ -98,8 +82,8 @@ class LibraryReport(Declared):
         ),
     ] = ""
     store_exclusives: Annotated[
-        StoresReport, unless_empty, Field(description="Absent where there are none.")
-    ] = field(default_factory=lambda: StoresReport(total=0, untested=()))
+        ExclusiveStores, unless_empty, Field(description="Absent where there are none.")
+    ] = field(default_factory=lambda: NO_STORES)
     runs: Mapping[_DeviceName, RunsReport]
 
 
@@ -144,7 +128,7 @@ def _library(library: LibraryAudit, devices: Sequence[Device]) -> LibraryReport:
         lto=library.lto,
         unknown=library.unknown,
         unloadable=library.unloadable,
-        store_exclusives=StoresReport(total=library.stores.total, untested=library.stores.untested),
+        store_exclusives=library.stores,
         runs={
             str(device): RunsReport(
                 verdict=library.verdict(device),
