@@ -15,7 +15,7 @@ from sm12x.audit.policy import Judgement
 from sm12x.audit.report import AuditReport, LibraryReport, RunsReport
 from sm12x.core import declared
 from sm12x.core.process import Completed
-from sm12x.doctor import checks, collect, knowledge
+from sm12x.doctor import examine, knowledge
 from sm12x.doctor.host import Host
 from sm12x.doctor.model import Diagnosis, HostFacts, Unseen
 from sm12x.wheel.ledger import Ledger
@@ -167,7 +167,7 @@ def docker(**more: object) -> dict[str, str]:
 
 
 def facts(machine: Machine, audit: Path | None = None, caches: Sequence[Path] = ()) -> HostFacts:
-    return collect.facts(
+    return examine.facts(
         machine.host(),
         knowledge.load(),
         audit=audit,
@@ -182,7 +182,7 @@ def findings(
 ) -> dict[str, list[Diagnosis]]:
     """What was found, by check."""
     found: dict[str, list[Diagnosis]] = {}
-    for finding in checks.run(facts(machine, audit, caches), knowledge.load()):
+    for finding in examine.run(facts(machine, audit, caches), knowledge.load()):
         found.setdefault(finding.id, []).append(finding)
     return found
 
