@@ -23,7 +23,7 @@ from sm12x.audit import library
 from sm12x.audit.model import Audit, LibraryAudit
 from sm12x.core.errors import BadFileError, Sm12xError
 
-OnProgress = Callable[[int], None]
+_OnProgress = Callable[[int], None]
 
 # A file `.wh.NAME` in a layer removes NAME; `.wh..wh..opq` empties its folder (OCI image spec,
 # "Whiteouts").
@@ -52,7 +52,7 @@ def is_tar(path: Path) -> bool:
         return False
 
 
-def archive(path: Path, *, on_progress: OnProgress | None = None) -> Audit:
+def archive(path: Path, *, on_progress: _OnProgress | None = None) -> Audit:
     """Audit a tar file: `docker save`, an OCI archive, or the tar of a file system.
 
     Raises:
@@ -231,7 +231,7 @@ def _unpacked(handle: IO[bytes]) -> Iterator[IO[bytes]]:
 class _Counting:
     """A binary file that tells how far it has been read."""
 
-    def __init__(self, handle: IO[bytes], on_progress: OnProgress) -> None:
+    def __init__(self, handle: IO[bytes], on_progress: _OnProgress) -> None:
         self._handle = handle
         self._on_progress = on_progress
 
@@ -244,6 +244,6 @@ class _Counting:
         return getattr(self._handle, name)
 
 
-def _counted(handle: IO[bytes], on_progress: OnProgress | None) -> IO[bytes]:
+def _counted(handle: IO[bytes], on_progress: _OnProgress | None) -> IO[bytes]:
     # All of IO but `read` goes through __getattr__, which a type checker cannot see.
     return handle if on_progress is None else _Counting(handle, on_progress)  # type: ignore[return-value]

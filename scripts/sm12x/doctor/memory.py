@@ -22,7 +22,7 @@ def collect(host: Host) -> HostMemory:
     limit, used = _cgroup(host)
     min_free = host.number("/proc/sys/vm/min_free_kbytes")
     return HostMemory(
-        info=meminfo(host.text("/proc/meminfo")),
+        info=_meminfo(host.text("/proc/meminfo")),
         cgroup_limit=limit,
         cgroup_used=used,
         memlock=_memlock(host, "self"),
@@ -34,7 +34,7 @@ def collect(host: Host) -> HostMemory:
     )
 
 
-def meminfo(text: str | Unseen) -> dict[str, int] | Unseen:
+def _meminfo(text: str | Unseen) -> dict[str, int] | Unseen:
     """/proc/meminfo in bytes; entries without a unit are counts and are left as they are."""
     if isinstance(text, Unseen):
         return text

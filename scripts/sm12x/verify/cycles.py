@@ -46,7 +46,7 @@ from sm12x.verify.report import (
 
 # Prompts with long answers. The last one fills more than one block of the KV cache (256 tokens on
 # DeepSeek V4), so that it reads any stale prefix cache after a wake-up.
-PROMPTS = (
+_PROMPTS = (
     "Once upon a time, in a small village by the sea, there lived",
     "def fibonacci(n):\n    ",
     "The planets of the solar system, in order of their distance from the sun, are:\n1.",
@@ -375,7 +375,7 @@ class Run:
         wakes.wakes += 1
         known(after=self._watch.of(sleeps.name, self._watch.sample()))
         self._begin(f"{at}: asking {wakes.name}")
-        known(answer_seconds=wakes.server.complete(PROMPTS[0], 1).seconds)
+        known(answer_seconds=wakes.server.complete(_PROMPTS[0], 1).seconds)
         if wakes.before:
             known(answers=self._compare(wakes))
             if cycle == self._settings.cycles:
@@ -387,12 +387,12 @@ class Run:
     def _baseline(self, one: _Member) -> None:
         """Texts and concurrent requests before the first sleep; they also warm up memory."""
         self._begin(f"asking {one.name} before its first sleep")
-        for prompt in PROMPTS:
+        for prompt in _PROMPTS:
             try:
                 texts = [one.server.complete(prompt, _TOKENS).text for _ in range(2)]
             except UnfitError:
                 # Longer than the model's context; without any the fault is another one.
-                if prompt is PROMPTS[-1] and not one.before:
+                if prompt is _PROMPTS[-1] and not one.before:
                     raise
                 continue
             one.before[prompt] = tuple(texts)
@@ -407,7 +407,7 @@ class Run:
             shown = "" if verdict == EQUAL and not wrong else _parting(answer.text, before[0])
             found.append(
                 AnswerReport(
-                    prompt=PROMPTS.index(prompt) + 1,
+                    prompt=_PROMPTS.index(prompt) + 1,
                     verdict=verdict,
                     garbage=_short(one.server, wrong),
                     text=_short(one.server, shown),

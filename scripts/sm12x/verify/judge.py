@@ -30,7 +30,7 @@ from sm12x.verify.report import (
     TurnReport,
 )
 
-ANSWERS = "answers"
+_ANSWERS = "answers"
 # A token that is most of so many tokens or more.
 _TOKENS, _SHARE = 8, 0.9
 # The same few characters again and again, from the first to the last: "the the the ...".
@@ -172,7 +172,7 @@ def verdict(found: Sequence[CheckReport]) -> str:
     """``breached``; ``unknown`` where the answers could not be compared; else ``passed``."""
     if any(one.verdict == BREACH for one in found):
         return BREACHED
-    told = all(one.verdict == GOOD for one in found if one.check == ANSWERS)
+    told = all(one.verdict == GOOD for one in found if one.check == _ANSWERS)
     return PASSED if told else UNKNOWN
 
 
@@ -289,7 +289,7 @@ def _gpus(turns: Sequence[TurnReport]) -> list[int]:
 
 
 def _answers(server: ServerReport, turns: Sequence[TurnReport]) -> CheckReport:
-    check = _Check(ANSWERS, server.name)
+    check = _Check(_ANSWERS, server.name)
     found = _answered(server.name, turns)
     if not found:
         return check.unseen("no answer after a wake-up could be compared")
