@@ -11,10 +11,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from sm12x.audit.report import AuditReport, JudgementReport, LibraryReport, RunsReport
+from sm12x.audit.policy import Judgement
+from sm12x.audit.report import AuditReport, LibraryReport, RunsReport
 from sm12x.core import declared
 from sm12x.core.process import Completed
-from sm12x.doctor import checks, collect, knowledge
+from sm12x.doctor import examine, knowledge
 from sm12x.doctor.host import Host
 from sm12x.doctor.model import Diagnosis, HostFacts, Unseen
 from sm12x.wheel.ledger import Ledger
@@ -166,7 +167,7 @@ def docker(**more: object) -> dict[str, str]:
 
 
 def facts(machine: Machine, audit: Path | None = None, caches: Sequence[Path] = ()) -> HostFacts:
-    return collect.facts(
+    return examine.facts(
         machine.host(),
         knowledge.load(),
         audit=audit,
@@ -181,7 +182,7 @@ def findings(
 ) -> dict[str, list[Diagnosis]]:
     """What was found, by check."""
     found: dict[str, list[Diagnosis]] = {}
-    for finding in checks.run(facts(machine, audit, caches), knowledge.load()):
+    for finding in examine.run(facts(machine, audit, caches), knowledge.load()):
         found.setdefault(finding.id, []).append(finding)
     return found
 
@@ -219,7 +220,7 @@ def bundle(folder: Path, *, machine: str = "x86_64", **units: int) -> Path:
         kind="wheel",
         devices=("12.0", "12.1"),
         libraries=(library,),
-        policy=JudgementReport(name="default", passed=True, offenders=(), accepted=()),
+        policy=Judgement(name="default", passed=True, offenders=(), accepted=()),
     )
     declared.write_json(folder / "audit.json", audit)
     versions = {"cuda-toolkit": "13.0.2", "flashinfer-python": "0.6.8.post1"}

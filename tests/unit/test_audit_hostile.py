@@ -34,7 +34,7 @@ from tests.unit.test_audit_read import (
     tar,
 )
 
-from sm12x.audit import elf, fatbin, policy, room, scan
+from sm12x.audit import elf, fatbin, policy, scan
 from sm12x.audit import library as audit_library
 from sm12x.audit.model import SM120, UNKNOWN, LibraryAudit
 from sm12x.commands import audit as verb
@@ -364,7 +364,7 @@ def test_a_member_of_another_size_than_it_claims_is_unknown(tmp_path: Path, size
 def test_a_library_larger_than_the_memory_is_no_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "available", lambda: 10_000)
+    monkeypatch.setattr(audit_library, "available", lambda: 10_000)
     with pytest.raises(NoSpaceError):
         scan.scan(wheel(tmp_path / "a.whl", {"a.so": KERNELS.read_bytes()}))
     (tmp_path / "a.tar").write_bytes(tar({"a.so": KERNELS.read_bytes()}))
@@ -422,7 +422,7 @@ def test_together_the_libraries_take_the_memory_of_the_largest(
 ) -> None:
     held: list[int] = []
     most = 0
-    real = room.unpacked
+    real = audit_library.unpacked
 
     class Held:
         def __init__(self, *words: object) -> None:
@@ -439,7 +439,7 @@ def test_together_the_libraries_take_the_memory_of_the_largest(
             held.remove(self.size)
             return self.inner.__exit__(*reason)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(room, "unpacked", Held)
+    monkeypatch.setattr(audit_library, "unpacked", Held)
     padding = [b"\0" * (number << 16) for number in range(12)]
     members = {f"{len(pad)}.so": KERNELS.read_bytes() + pad for pad in padding}
     assert len(scan.scan(wheel(tmp_path / "a.whl", members)).libraries) == 12

@@ -14,7 +14,7 @@ from tests.unit import doctorhost as fake
 from tests.unit.doctorhost import BUILT, GIB, Machine, findings, rtx_pro, severity, workstation
 
 from sm12x.core import declared
-from sm12x.doctor import checks, knowledge, render, report
+from sm12x.doctor import examine, knowledge, render, report
 from sm12x.doctor.model import BAD, INFO, OK, UNKNOWN, WARN, Unseen
 from sm12x.wheel.ledger import LibraryEntry
 
@@ -362,7 +362,7 @@ def test_damaged_files_and_answers_are_findings(
                 if draw.random() < 0.5:
                     texts[name] = draw.choice(STRANGE)
         facts = fake.facts(machine)
-        found = checks.run(facts, known)
+        found = examine.run(facts, known)
         assert found
         assert render.text(facts, found)
         declared.to_json(report.document(facts, found))

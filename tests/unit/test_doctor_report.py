@@ -19,7 +19,7 @@ from sm12x.audit.model import Audit
 from sm12x.audit.policy import Judgement, Offender
 from sm12x.core import declared, files
 from sm12x.core.errors import BadFileError
-from sm12x.doctor import checks, image, knowledge, render, report
+from sm12x.doctor import examine, image, knowledge, render, report
 from sm12x.doctor import recipe as recipes
 from sm12x.doctor.model import BAD, OK, SEVERITIES, UNKNOWN, WARN, Image, Unseen
 from sm12x.recipes import load
@@ -45,7 +45,7 @@ def bad_machine(root: Path) -> Machine:
 @pytest.mark.parametrize("width", [80, 120])
 def test_text_keeps_to_the_width(tmp_path: Path, width: int) -> None:
     facts = replace(fake.facts(bad_machine(tmp_path)), image=Unseen("no bundle was built here"))
-    findings = checks.run(facts, knowledge.load())
+    findings = examine.run(facts, knowledge.load())
     assert {finding.severity for finding in findings} == set(SEVERITIES)
 
     text = render.text(facts, findings, width=width)
@@ -60,7 +60,7 @@ def test_json_follows_its_schema(tmp_path: Path) -> None:
     audit = fake.bundle(tmp_path / "dist")
     for machine in (bad_machine(tmp_path / "a"), Machine(root=tmp_path / "b")):
         facts = fake.facts(machine, audit)
-        findings = checks.run(facts, knowledge.load())
+        findings = examine.run(facts, knowledge.load())
         document = json.loads(declared.to_json(report.document(facts, findings)))
         jsonschema.validate(document, schema)
         assert sum(document["summary"].values()) == len(findings)
@@ -105,7 +105,7 @@ def test_a_report_needs_driver_and_kernel() -> None:
 def test_explain_tells_reason_source_and_what_was_found(tmp_path: Path) -> None:
     facts = fake.facts(bad_machine(tmp_path))
     known = knowledge.load()
-    mine = [each for each in checks.run(facts, known) if each.id == "gpu.leftover"]
+    mine = [each for each in examine.run(facts, known) if each.id == "gpu.leftover"]
     text = render.explain("gpu.leftover", known.checks["gpu.leftover"], mine, width=80)
     assert text.startswith("gpu.leftover: GPU memory that no process owns\n")
     assert "NVIDIA/open-gpu-kernel-modules#1200" in text
@@ -208,7 +208,7 @@ def test_a_finding_about_no_device_is_about_each(tmp_path: Path) -> None:
     """A library that could not be read is found on both, and the audit is no bad file."""
     path = tmp_path / "audit.json"
     offender = Offender(path="a.so", device="", message="could not be read")
-    judgement = Judgement(policy="p", offenders=(offender,), accepted=())
+    judgement = Judgement(name="p", passed=False, offenders=(offender,), accepted=())
     audit = Audit(subject="x", kind="wheel", libraries=())
     declared.write_json(path, audits.document(audit, judgement))
     assert sorted(map(str, image.read(path).offenders)) == ["12.0", "12.1"]

@@ -19,7 +19,7 @@ from sm12x.core import declared
 from sm12x.core.errors import FindingsError, Sm12xError, ToolMissingError, UsageError
 from sm12x.plan import chart, render, server
 from sm12x.plan.budget import Amount
-from sm12x.recipes import load
+from sm12x.recipes import load, options
 
 DATA = Path(__file__).parent / "data"
 PRO = dataclasses.replace(hardware("rtx-pro-6000"), gpus=4, ram=256.0)
@@ -267,7 +267,7 @@ def test_options_that_do_not_go_together_are_refused(words: list[str]) -> None:
 def test_the_last_utilization_of_a_command_counts() -> None:
     words = ("vllm", "serve", "--gpu-memory-utilization", "0.5", "--gpu-memory-utilization=0.6")
 
-    assert server.share(server.flag(words, "--gpu-memory-utilization"), "x") == 0.6
+    assert server.share(options.parse(words)["gpu-memory-utilization"], "x") == 0.6
     assert server.share(None, "x") == server.DEFAULT_UTILIZATION
 
 
@@ -294,8 +294,8 @@ def test_a_recipe_whose_sleep_keeps_the_weights_holds_them_while_it_sleeps(tmp_p
 
 @pytest.mark.parametrize("word", ["--gpu_memory_utilization", "--gpu-memory_utilization"])
 def test_an_option_is_found_however_its_words_are_joined(word: str) -> None:
-    assert server.flag(("vllm", word, "0.5"), "--gpu-memory-utilization") == "0.5"
-    assert server.flag(("vllm", f"{word}=0.5"), "--gpu-memory-utilization") == "0.5"
+    assert options.parse(("vllm", word, "0.5")) == {"gpu-memory-utilization": "0.5"}
+    assert options.parse(("vllm", f"{word}=0.5")) == {"gpu-memory-utilization": "0.5"}
 
 
 @pytest.mark.parametrize("option", ["--outside", "--ram"])

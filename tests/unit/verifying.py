@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from sm12x.core.errors import ServerError
 from sm12x.doctor.model import Gpu, GpuProcess, Unseen
-from sm12x.verify.client import ACCEPTED, DRAFTED, Completion, Identity
+from sm12x.verify.client import ACCEPTED, DRAFTED, Completion, Identity, Server
 from sm12x.verify.memory import Watch
 from sm12x.verify.report import RankUse
 
@@ -15,7 +15,7 @@ GIB, MIB = 1024**3, 1024**2
 
 
 @dataclass(kw_only=True)
-class MemoryServer:
+class MemoryServer(Server):
     """A server with sleep mode. ``trouble`` is called before each call that the run makes.
 
     ``level`` is that of its sleep, 0 while it is awake; ``gone`` are weights that a wake-up alone
@@ -39,12 +39,8 @@ class MemoryServer:
     calls: list[str] = field(default_factory=list)
     says: tuple[RankUse, ...] | None = None
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:800{self.name}"
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.url})"
+    def __post_init__(self) -> None:
+        self.url = f"http://127.0.0.1:800{self.name}"
 
     @property
     def asleep(self) -> bool:

@@ -35,7 +35,7 @@ def load(path: Path) -> AuditReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class _Change:
     """A library before and after. Keys: "size" in bytes, and "<verdict> <device>" in units.
 
     A library that is missing from one report counts as 0 there.
@@ -46,16 +46,16 @@ class Change:
     after: Counter[str]
 
 
-def changes(before: AuditReport, after: AuditReport) -> list[Change]:
+def _changes(before: AuditReport, after: AuditReport) -> list[_Change]:
     """Each library with device code in either report, by path, then the sums as "all"."""
     old, new = ({one.path: one for one in side.libraries} for side in (before, after))
     found = []
-    total = Change(path="all", before=Counter(), after=Counter())
+    total = _Change(path="all", before=Counter(), after=Counter())
     for path in sorted({*old, *new}):
         pair = (old.get(path), new.get(path))
         if not any(library and sum(library.runs[_ON_120].units.values()) for library in pair):
             continue
-        change = Change(path=path, before=_counts(pair[0]), after=_counts(pair[1]))
+        change = _Change(path=path, before=_counts(pair[0]), after=_counts(pair[1]))
         total.before.update(change.before)
         total.after.update(change.after)
         found.append(change)
@@ -63,11 +63,11 @@ def changes(before: AuditReport, after: AuditReport) -> list[Change]:
 
 
 def rows(before: AuditReport, after: AuditReport) -> list[tuple[str, ...]]:
-    """One row for each entry of ``changes``, in translation units.
+    """One row for each entry of ``_changes``, in translation units.
 
     Units that run differently on the two devices are shown for both, 12.0 first.
     """
-    *libraries, total = changes(before, after)
+    *libraries, total = _changes(before, after)
     found = [(f"`{one.path}`", *_cells(one.before, one.after)) for one in libraries]
     return [*found, (total.path, *_cells(total.before, total.after))]
 
@@ -145,7 +145,7 @@ def svg(before: AuditReport, after: AuditReport, *, title: str, made_by: str) ->
         title: the heading; the devices of a panel are added to it.
         made_by: the command that writes the file, for its first line.
     """
-    found = changes(before, after)
+    found = _changes(before, after)
     devices = ("12.0", "12.1")
     alike = all(_units(side, "12.0") == _units(side, "12.1") for side in _sides(found))
     panels = [(devices[0], " and ".join(devices))] if alike else [(one, one) for one in devices]
@@ -180,7 +180,7 @@ def svg(before: AuditReport, after: AuditReport, *, title: str, made_by: str) ->
     )
 
 
-def _rows(found: list[Change], device: str, top: int) -> Iterator[tuple[list[str], int]]:
+def _rows(found: list[_Change], device: str, top: int) -> Iterator[tuple[list[str], int]]:
     """Each row's elements and its height; the last one, of the sums, has no bars."""
     *libraries, total = found
     largest = max((sum(_units(side, device)) for side in _sides(libraries)), default=1)
@@ -227,7 +227,7 @@ def _units(counts: Counter[str], device: str) -> tuple[int, ...]:
     )
 
 
-def _sides(found: list[Change]) -> Iterator[Counter[str]]:
+def _sides(found: list[_Change]) -> Iterator[Counter[str]]:
     for one in found:
         yield one.before
         yield one.after

@@ -24,8 +24,12 @@ import re
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
 
 from sm12x.audit.fatbin import Buffer
+from sm12x.core.declared import Declared
 
 # Instructions to look at in one file, and behind one store. Of 692 libraries in the wheels that the
 # two aarch64 locks name, the one with the most has 4,847 stores, nearly all beside their test.
@@ -58,18 +62,23 @@ class CodeRange:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExclusiveStores:
-    """The store-exclusives of one file.
+class ExclusiveStores(Declared):
+    """The store-exclusives of aarch64 host code."""
 
-    ``untested`` has the address of each whose status no instruction reads, as "0x9391c"; in an
-    archive with the member's name before it.
-    """
+    total: Annotated[int, Field(ge=1)]
+    untested: Annotated[
+        tuple[Annotated[str, Field(pattern=r"^(.*:)?0x[0-9a-f]+$")], ...],
+        Field(
+            description="Addresses of those whose status no instruction reads: a store that failed "
+            "counts as done; in an archive with the member's name before."
+        ),
+    ]
 
-    total: int = 0
-    untested: tuple[str, ...] = ()
+    def __bool__(self) -> bool:
+        return self.total > 0
 
 
-NO_STORES = ExclusiveStores()
+NO_STORES = ExclusiveStores(total=0, untested=())
 
 
 def scan(data: Buffer, ranges: Iterable[CodeRange]) -> ExclusiveStores:

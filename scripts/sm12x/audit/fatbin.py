@@ -179,10 +179,9 @@ def search(
     return Parsed(containers=tuple(containers), faults=tuple(faults))
 
 
-def cubin(data: Buffer, offset: int = 0, end: int | None = None) -> FatContainer:
+def cubin(data: Buffer) -> FatContainer:
     """The unit that a cubin outside a container is. Raises ValueError for anything else."""
-    end = len(data) if end is None else end
-    found, _, fault = _bare_cubin(data, offset, end, 1)
+    found, _, fault = _bare_cubin(data, 0, len(data), 1)
     if found is None:
         raise ValueError(fault or "it is not a 64-bit cubin")
     return found

@@ -1,17 +1,28 @@
-"""One file: decide whether it can hold device code, and audit its bytes."""
+"""One file: decide whether it can hold device code, and audit its bytes.
+
+A packed one is read into memory of its size, within the free memory.
+"""
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import mmap
 import re
+import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import IO
 
 from sm12x.audit import elf, exclusives, fatbin
-from sm12x.audit.exclusives import NO_STORES, ExclusiveStores
+from sm12x.audit.exclusives import ExclusiveStores
 from sm12x.audit.fatbin import Buffer, CodePiece, FatContainer
 from sm12x.audit.model import Audit, LibraryAudit
+from sm12x.core import machine, text
 from sm12x.core.cudaarch import CudaArch
+from sm12x.core.errors import NoSpaceError
 
 # Suffixes of files to read whatever their first bytes are; .so also with a version after it.
 _NAME = re.compile(r"(\.so(\.\d+)*|\.cubin|\.fatbin|\.ptx|\.o|\.a)$")
@@ -24,25 +35,13 @@ HEAD_BYTES = 8
 _MAX_DEPTH = 2
 _MAX_MEMBERS = 100_000
 _AR_HEADER = 60
+_BLOCK = 1 << 20
 _VERSION = re.compile(rb"^[ \t]*\.version[ \t]", re.MULTILINE)
 _TARGET = re.compile(rb"^[ \t]*\.target[ \t]+sm_(\d{2,3})([af]?)\b", re.MULTILINE)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Code:
-    """What the bytes of one file hold. ``machine`` is of the host code, "cuda" where there is none.
-
-    ``loads`` is whether it is listed where it holds no device code: a library or a program.
-    """
-
-    machine: str = ""
-    loads: bool = False
-    units: tuple[FatContainer, ...] = ()
-    relocatable: tuple[FatContainer, ...] = ()
-    embedded: tuple[FatContainer, ...] = ()
-    unloadable: str = ""
-    stores: ExclusiveStores = NO_STORES
-    faults: tuple[str, ...] = ()
+# What the bytes of one file hold, whatever its name.
+_code = partial(LibraryAudit, path="", sha256="", size=0, machine="")
 
 
 def assemble(subject: str, kind: str, libraries: Iterable[LibraryAudit]) -> Audit:
@@ -81,24 +80,14 @@ def audit(path: str, data: Buffer, *, alone: bool = False) -> LibraryAudit | Non
     archives of host code), unless asked for ``alone``. A file whose name promises code and whose
     content is of another kind is a fault; it is not skipped.
     """
-    code = _read(path, data, 0)
-    if code is None:
+    read = _read(path, data, 0)
+    if read is None:
         return None
+    code, loads = read
     holds = code.units or code.relocatable or code.embedded or code.stores.untested or code.faults
-    if not (alone or code.loads or holds):
+    if not (alone or loads or holds):
         return None
-    return LibraryAudit(
-        path=path,
-        sha256=hashlib.sha256(data).hexdigest(),
-        size=len(data),
-        machine=code.machine,
-        units=code.units,
-        relocatable=code.relocatable,
-        embedded=code.embedded,
-        unloadable=code.unloadable,
-        stores=code.stores,
-        faults=code.faults,
-    )
+    return replace(code, path=path, sha256=hashlib.sha256(data).hexdigest(), size=len(data))
 
 
 def unreadable(path: str, size: int, why: str) -> LibraryAudit:
@@ -106,15 +95,15 @@ def unreadable(path: str, size: int, why: str) -> LibraryAudit:
     return LibraryAudit(path=path, sha256="", size=size, machine="", faults=(why,))
 
 
-def _read(path: str, data: Buffer, depth: int) -> _Code | None:
+def _read(path: str, data: Buffer, depth: int) -> tuple[LibraryAudit, bool] | None:
+    """The code, and whether it is listed without device code too: a library or a program."""
     head = bytes(data[:64])
     if head.startswith(fatbin.ELF_MAGIC):
         if head[18:20] == fatbin.EM_CUDA.to_bytes(2, "little"):
-            return _cubin(data)
+            return _cubin(data), False
         code = elf.read(data)
-        return _Code(
+        found = _code(
             machine=code.machine,
-            loads=code.shared,
             units=code.found.units,
             relocatable=code.found.relocatable,
             embedded=code.found.embedded,
@@ -122,44 +111,45 @@ def _read(path: str, data: Buffer, depth: int) -> _Code | None:
             stores=code.stores,
             faults=code.found.faults,
         )
+        return found, code.shared
     if head.startswith(fatbin.MAGIC_BYTES):
         parsed = fatbin.parse(data, 0, len(data))
-        return _Code(machine="cuda", units=parsed.containers, faults=parsed.faults)
+        return _code(machine="cuda", units=parsed.containers, faults=parsed.faults), False
     if head.startswith(_ARCHIVE):
-        return _archive(data, depth)
+        return _archive(data, depth), False
     if head.startswith(_THIN):
-        return _Code(faults=("it is a thin archive: its members are other files",))
+        return _code(faults=("it is a thin archive: its members are other files",)), False
     if path.endswith(".ptx"):
-        return _ptx(data)
+        return _ptx(data), False
     if _LINKER_SCRIPT.match(head):
         return None
     wanted = {".fatbin": "a fat binary", ".a": "an archive"}.get(path[path.rfind(".") :])
-    return _Code(faults=(f"it is not {wanted or 'an ELF file'}",))
+    return _code(faults=(f"it is not {wanted or 'an ELF file'}",)), False
 
 
-def _cubin(data: Buffer) -> _Code:
+def _cubin(data: Buffer) -> LibraryAudit:
     try:
-        return _Code(machine="cuda", units=(fatbin.cubin(data),))
+        return _code(machine="cuda", units=(fatbin.cubin(data),))
     except ValueError as error:
-        return _Code(machine="cuda", faults=(str(error),))
+        return _code(machine="cuda", faults=(str(error),))
 
 
-def _ptx(data: Buffer) -> _Code:
+def _ptx(data: Buffer) -> LibraryAudit:
     """PTX as text: one `.version`, one `.target` (PTX ISA, "PTX Module Directives")."""
     version = _VERSION.search(data)
     target = _TARGET.search(data, version.end()) if version else None
     if target is None:
-        return _Code(machine="cuda", faults=("no .version and .target of PTX are in it",))
+        return _code(machine="cuda", faults=("no .version and .target of PTX are in it",))
     number = int(target[1])
     arch = CudaArch(major=number // 10, minor=number % 10, suffix=target[2].decode())
     entry = CodePiece(kind="ptx", arch=arch, size=len(data), whole=len(data))
-    return _Code(machine="cuda", units=(FatContainer(offset=0, entries=(entry,)),))
+    return _code(machine="cuda", units=(FatContainer(offset=0, entries=(entry,)),))
 
 
-def _archive(data: Buffer, depth: int) -> _Code:
+def _archive(data: Buffer, depth: int) -> LibraryAudit:
     """The members of an `ar` archive together, as the linker would take all of them."""
     if depth == _MAX_DEPTH:
-        return _Code(faults=(f"archives in archives, more than {_MAX_DEPTH} deep",))
+        return _code(faults=(f"archives in archives, more than {_MAX_DEPTH} deep",))
     machines: list[str] = []
     lists: tuple[list[FatContainer], ...] = ([], [], [])
     stores: list[tuple[str, ExclusiveStores]] = []
@@ -177,9 +167,10 @@ def _archive(data: Buffer, depth: int) -> _Code:
             if not may_be(name, bytes(data[start : start + HEAD_BYTES])):
                 continue
             # pyelftools and the offsets in a member begin at its own first byte.
-            member = _read(name, bytes(data[start : start + size]), depth + 1)
-            if member is None:
+            read = _read(name, bytes(data[start : start + size]), depth + 1)
+            if read is None:
                 continue
+            member, _ = read
             machines.append(member.machine)
             for all_, of_it in zip(
                 lists, (member.units, member.relocatable, member.embedded), strict=True
@@ -193,8 +184,8 @@ def _archive(data: Buffer, depth: int) -> _Code:
     except ValueError as error:
         faults.append(str(error))
     units, relocatable, embedded = map(tuple, lists)
-    host = [machine for machine in machines if machine not in ("", "cuda")]
-    return _Code(
+    host = [each for each in machines if each not in ("", "cuda")]
+    return _code(
         machine=next(iter(host or machines), ""),
         units=units,
         relocatable=relocatable,
@@ -212,10 +203,10 @@ def _members(data: Buffer) -> Iterator[tuple[str, int, int]]:
     names, at = b"", len(_ARCHIVE)
     while at < len(data):
         header = bytes(data[at : at + _AR_HEADER])
-        text = header[48:58].strip()
-        if len(header) < _AR_HEADER or header[58:] != b"`\n" or not text.isdigit():
+        length = header[48:58].strip()
+        if len(header) < _AR_HEADER or header[58:] != b"`\n" or not length.isdigit():
             raise ValueError(f"the archive's member at {at:#x} is damaged")
-        name, start, size = header[:16].rstrip(), at + _AR_HEADER, int(text)
+        name, start, size = header[:16].rstrip(), at + _AR_HEADER, int(length)
         if start + size > len(data):
             raise ValueError(f"the archive's member at {at:#x} is cut off")
         at = start + size + size % 2
@@ -230,3 +221,72 @@ def _members(data: Buffer) -> Iterator[tuple[str, int, int]]:
         elif name.startswith(b"/") and name[1:].isdigit():
             name = names[int(name[1:]) :].partition(b"\n")[0]
         yield name.rstrip(b"/\0").decode("utf-8", "replace"), start, size
+
+
+class Share:
+    """A memory budget for threads: together they never hold more than the largest library."""
+
+    def __init__(self) -> None:
+        self._largest = 0
+        self._used = 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def taken(self, size: int) -> Iterator[None]:
+        """Wait until ``size`` bytes of the budget are free."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._used or self._used + size <= self._largest)
+            self._used += size
+            self._largest = max(self._largest, size)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._used -= size
+                self._changed.notify_all()
+
+
+@contextmanager
+def unpacked(handle: IO[bytes], head: bytes, size: int, name: str) -> Iterator[mmap.mmap]:
+    """All of a stream, of which ``head`` is read already, in memory: ``size`` bytes in one place.
+
+    Raises:
+        NoSpaceError: there is not so much memory.
+        EOFError: the stream ends before.
+    """
+    free = available()
+    if size > free:
+        raise no_memory(f"{name} unpacks to {text.size(size)}, {text.size(free)} are free")
+    try:
+        data = mmap.mmap(-1, size)
+    except (OSError, OverflowError, ValueError):
+        raise no_memory(f"{name} unpacks to {text.size(size)}") from None
+    # Pages go back to the system at once, which a heap would keep.
+    with data:
+        data.write(head[:size])
+        while data.tell() < size:
+            block = handle.read(min(_BLOCK, size - data.tell()))
+            if not block:
+                raise EOFError(f"{data.tell()} of {size} bytes are there")
+            data.write(block)
+        # Read to the end, where a zip checks its CRC.
+        handle.read(1)
+        yield data
+
+
+def no_memory(what: str) -> NoSpaceError:
+    return NoSpaceError(
+        f"{what}: not enough memory",
+        next_step="free memory, raise the limit it runs under, or audit its files one by one",
+    )
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether the system refused memory, and nothing is wrong with the file."""
+    return isinstance(error, OSError) and error.errno == errno.ENOMEM
+
+
+def available() -> int:
+    """Bytes that can be had without swapping; no bound where the system does not say."""
+    free = machine.available()
+    return 1 << 62 if free is None else free

@@ -150,17 +150,17 @@ class Accepted(Declared):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judgement:
-    """``unasked``: rules for libraries compiled here did not apply, as there was no ledger."""
+class Judgement(Declared):
+    """What the policy says. ``unasked``: there was no ledger, and the policy has rules for
+    libraries compiled here. ``accepted`` are the libraries that are not native throughout and still
+    pass.
+    """
 
-    policy: str
+    name: str
+    passed: bool
+    unasked: bool = False
     offenders: tuple[Offender, ...]
     accepted: tuple[Accepted, ...]
-    unasked: bool = False
-
-    @property
-    def passed(self) -> bool:
-        return not self.offenders
 
 
 def judge(
@@ -219,12 +219,13 @@ def judge(
             message = "is not there, and the policy requires it"
             offenders.append(Offender(path=" or ".join(rule.match), device="", message=message))
     return Judgement(
-        policy=policy.name,
+        name=policy.name,
+        passed=not offenders,
+        unasked=compiled is None and policy.asks_a_ledger,
         offenders=tuple(offenders),
         accepted=tuple(
             Accepted(reason=reason, paths=tuple(paths)) for reason, paths in accepted.items()
         ),
-        unasked=compiled is None and policy.asks_a_ledger,
     )
 
 

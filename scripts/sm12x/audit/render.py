@@ -263,12 +263,12 @@ def _meaning(libraries: Sequence[LibraryAudit], devices: Sequence[Device], width
 def _judged(judgement: Judgement, width: int) -> str:
     if judgement.offenders:
         number = texts.counted(len(judgement.offenders), "finding")
-        lines = [f"Policy `{judgement.policy}`: not met, {number}:"]
+        lines = [f"Policy `{judgement.name}`: not met, {number}:"]
         lines += texts.bullets(_findings(judgement), width)
         if any(offender.about_units for offender in judgement.offenders):
             lines.append(_sentence(_NO_FAILURE, width))
     else:
-        lines = [f"Policy `{judgement.policy}`: passed."]
+        lines = [f"Policy `{judgement.name}`: passed."]
     if judgement.unasked:
         told = (
             "No ledger was found: every library is judged as an official one (give --ledger FILE)."

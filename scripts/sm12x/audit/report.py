@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from sm12x.audit.exclusives import NO_STORES, ExclusiveStores
 from sm12x.audit.model import (
     DEVICES,
     HOST,
@@ -19,7 +20,7 @@ from sm12x.audit.model import (
     Device,
     LibraryAudit,
 )
-from sm12x.audit.policy import Accepted, Judgement, Offender
+from sm12x.audit.policy import Judgement
 from sm12x.core import declared
 from sm12x.core.declared import Declared, one_of, unless_empty
 
@@ -52,23 +53,6 @@ class RunsReport(Declared):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoresReport(Declared):
-    """The store-exclusives of aarch64 host code."""
-
-    total: Annotated[int, Field(ge=1)]
-    untested: Annotated[
-        tuple[Annotated[str, Field(pattern=r"^(.*:)?0x[0-9a-f]+$")], ...],
-        Field(
-            description="Addresses of those whose status no instruction reads: a store that failed "
-            "counts as done; in an archive with the member's name before."
-        ),
-    ]
-
-    def __bool__(self) -> bool:
-        return self.total > 0
-
-
-@dataclass(frozen=True, kw_only=True)
 class LibraryReport(Declared):
     """One file of code. ``runs`` is by device."""
 
@@ -98,23 +82,9 @@ class LibraryReport(Declared):
         ),
     ] = ""
     store_exclusives: Annotated[
-        StoresReport, unless_empty, Field(description="Absent where there are none.")
-    ] = field(default_factory=lambda: StoresReport(total=0, untested=()))
+        ExclusiveStores, unless_empty, Field(description="Absent where there are none.")
+    ] = field(default_factory=lambda: NO_STORES)
     runs: Mapping[_DeviceName, RunsReport]
-
-
-@dataclass(frozen=True, kw_only=True)
-class JudgementReport(Declared):
-    """What the policy says. ``unasked``: there was no ledger, and the policy has rules for
-    libraries compiled here. ``accepted`` are the libraries that are not native throughout and still
-    pass.
-    """
-
-    name: str
-    passed: bool
-    unasked: bool = False
-    offenders: tuple[Offender, ...]
-    accepted: tuple[Accepted, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +96,7 @@ class AuditReport(Declared):
     kind: Annotated[str, one_of("file", "directory", "wheel", "image")]
     devices: Annotated[tuple[_DeviceName, ...], Field(min_length=1)]
     libraries: tuple[LibraryReport, ...]
-    policy: JudgementReport | None
+    policy: Judgement | None
 
 
 def document(
@@ -138,15 +108,7 @@ def document(
         kind=audit.kind,
         devices=tuple(map(str, devices)),
         libraries=tuple(_library(library, devices) for library in audit.libraries),
-        policy=None
-        if judgement is None
-        else JudgementReport(
-            name=judgement.policy,
-            passed=judgement.passed,
-            unasked=judgement.unasked,
-            offenders=judgement.offenders,
-            accepted=judgement.accepted,
-        ),
+        policy=judgement,
     )
 
 
@@ -166,7 +128,7 @@ def _library(library: LibraryAudit, devices: Sequence[Device]) -> LibraryReport:
         lto=library.lto,
         unknown=library.unknown,
         unloadable=library.unloadable,
-        store_exclusives=StoresReport(total=library.stores.total, untested=library.stores.untested),
+        store_exclusives=library.stores,
         runs={
             str(device): RunsReport(
                 verdict=library.verdict(device),

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from sm12x.audit import library, room, tars
+from sm12x.audit import library, tars
 from sm12x.audit.model import Audit, LibraryAudit
 from sm12x.core import process
 from sm12x.core.errors import BadFileError, NoEngineError
@@ -122,7 +122,7 @@ def run(plan: ScanPlan, *, on_progress: Callable[[int], None] | None = None) -> 
         return tars.archive(plan.archive, on_progress=on_progress)
     # The largest first: started last, it would leave the other cores with nothing to do.
     order = sorted(plan.members, key=lambda member: -member.size)
-    share = room.Share()
+    share = library.Share()
 
     def one(member: ArchiveMember) -> LibraryAudit | None:
         try:
@@ -136,7 +136,7 @@ def run(plan: ScanPlan, *, on_progress: Callable[[int], None] | None = None) -> 
         found = list(pool.map(one, order))
     except RuntimeError as error:
         # An error while reading a file is in its entry: this one is a thread that did not start.
-        raise room.no_memory(f"{plan.subject}: {error}") from None
+        raise library.no_memory(f"{plan.subject}: {error}") from None
     finally:
         # An error or Ctrl-C must not wait for thousands of files.
         pool.shutdown(wait=True, cancel_futures=True)
@@ -147,7 +147,7 @@ def run(plan: ScanPlan, *, on_progress: Callable[[int], None] | None = None) -> 
     )
 
 
-def _audit(member: ArchiveMember, share: room.Share, *, alone: bool) -> LibraryAudit | None:
+def _audit(member: ArchiveMember, share: library.Share, *, alone: bool) -> LibraryAudit | None:
     try:
         with member.open() as handle:
             head = handle.read(library.HEAD_BYTES)
@@ -159,8 +159,8 @@ def _audit(member: ArchiveMember, share: room.Share, *, alone: bool) -> LibraryA
             with share.taken(member.size), _data(handle, head, member) as data:
                 return library.audit(member.path, data, alone=alone)
     except _DAMAGE as error:
-        if room.is_refusal(error):
-            raise room.no_memory(member.path) from None
+        if library.is_refusal(error):
+            raise library.no_memory(member.path) from None
         why = "read" if member.on_disk else "unpacked"
         reason = getattr(error, "strerror", None) or error
         return library.unreadable(member.path, member.size, f"it cannot be {why}: {reason}")
@@ -171,7 +171,7 @@ def _data(
 ) -> AbstractContextManager[mmap.mmap]:
     if member.on_disk:
         return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
-    return room.unpacked(handle, head, member.size, member.path)
+    return library.unpacked(handle, head, member.size, member.path)
 
 
 def _folder(folder: Path) -> ScanPlan:
@@ -233,7 +233,7 @@ def looks_like_image(name: str) -> bool:
     return bool(_REFERENCE.fullmatch(name)) and not name.endswith((".whl", ".so", ".tar", ".zip"))
 
 
-def image(name: str, *, on_progress: Callable[[int], None] | None = None) -> Audit:
+def image(name: str) -> Audit:
     """Audit the image ``name``; "podman:NAME" and the like ask one engine only.
 
     Nothing is pulled or started: a container is created, exported as a stream and removed.
@@ -257,7 +257,7 @@ def image(name: str, *, on_progress: Callable[[int], None] | None = None) -> Aud
         asked = process.run([engine, *kind, image], check=False)
         if asked.returncode == 0:
             read = _mounted if engine == "buildah" else _exported
-            return read(engine, image, on_progress)
+            return read(engine, image)
         said = asked.stderr.strip().splitlines()
         answers.append(f"{engine}: {said[-1] if said else f'exit status {asked.returncode}'}")
     raise BadFileError(
@@ -266,24 +266,24 @@ def image(name: str, *, on_progress: Callable[[int], None] | None = None) -> Aud
     )
 
 
-def _exported(engine: str, image: str, on_progress: Callable[[int], None] | None) -> Audit:
+def _exported(engine: str, image: str) -> Audit:
     # The command is never run, but an image without one cannot be created from.
     created = process.run([engine, "create", image, "true"])
     container = created.stdout.strip().splitlines()[-1]
     try:
         with process.reading([engine, "export", container]) as stream:
-            return tars.file_system(stream, image, on_progress=on_progress)
+            return tars.file_system(stream, image)
     finally:
         process.run([engine, "rm", "--force", container], check=False)
 
 
-def _mounted(engine: str, image: str, on_progress: Callable[[int], None] | None) -> Audit:
+def _mounted(engine: str, image: str) -> Audit:
     """buildah cannot export to a stream; it can show the file system as a folder."""
     step = "run it as root, or inside `buildah unshare`"
     container = process.run([engine, "from", "--pull=never", image]).stdout.strip()
     try:
         folder = process.run([engine, "mount", container], next_step=step).stdout.strip()
-        found = run(plan(Path(folder)), on_progress=on_progress)
+        found = run(plan(Path(folder)))
         return Audit(subject=image, kind="image", libraries=found.libraries)
     finally:
         process.run([engine, "rm", container], check=False)

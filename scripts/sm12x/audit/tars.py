@@ -19,11 +19,11 @@ from typing import IO, Any
 
 import zstandard
 
-from sm12x.audit import library, room
+from sm12x.audit import library
 from sm12x.audit.model import Audit, LibraryAudit
 from sm12x.core.errors import BadFileError, Sm12xError
 
-OnProgress = Callable[[int], None]
+_OnProgress = Callable[[int], None]
 
 # A file `.wh.NAME` in a layer removes NAME; `.wh..wh..opq` empties its folder (OCI image spec,
 # "Whiteouts").
@@ -52,7 +52,7 @@ def is_tar(path: Path) -> bool:
         return False
 
 
-def archive(path: Path, *, on_progress: OnProgress | None = None) -> Audit:
+def archive(path: Path, *, on_progress: _OnProgress | None = None) -> Audit:
     """Audit a tar file: `docker save`, an OCI archive, or the tar of a file system.
 
     Raises:
@@ -79,22 +79,22 @@ def archive(path: Path, *, on_progress: OnProgress | None = None) -> Audit:
     return library.assemble(path.name, "image", merged.values())
 
 
-def file_system(stream: IO[bytes], subject: str, *, on_progress: OnProgress | None = None) -> Audit:
+def file_system(stream: IO[bytes], subject: str) -> Audit:
     """Audit the tar of a whole file system, as `docker export` writes it, from a stream.
 
     Raises:
         BadFileError: the tar is damaged or cut off.
     """
     try:
-        layer = _read(_counted(stream, on_progress))
+        layer = _read(stream)
     except _DAMAGE as error:
         raise _damaged(subject, error) from None
     return library.assemble(subject, "image", layer.libraries.values())
 
 
 def _damaged(subject: str, error: Exception) -> Sm12xError:
-    if room.is_refusal(error):
-        return room.no_memory(subject)
+    if library.is_refusal(error):
+        return library.no_memory(subject)
     return BadFileError(
         f"{subject} cannot be read as an image: {error}",
         next_step="save or export the image again",
@@ -192,7 +192,7 @@ def _member(tar: tarfile.TarFile, info: tarfile.TarInfo, path: str) -> LibraryAu
         return None
     if not info.size:
         return library.unreadable(path, 0, "it is empty")
-    with room.unpacked(handle, head, info.size, path) as data:
+    with library.unpacked(handle, head, info.size, path) as data:
         return library.audit(path, data)
 
 
@@ -231,7 +231,7 @@ def _unpacked(handle: IO[bytes]) -> Iterator[IO[bytes]]:
 class _Counting:
     """A binary file that tells how far it has been read."""
 
-    def __init__(self, handle: IO[bytes], on_progress: OnProgress) -> None:
+    def __init__(self, handle: IO[bytes], on_progress: _OnProgress) -> None:
         self._handle = handle
         self._on_progress = on_progress
 
@@ -244,6 +244,6 @@ class _Counting:
         return getattr(self._handle, name)
 
 
-def _counted(handle: IO[bytes], on_progress: OnProgress | None) -> IO[bytes]:
+def _counted(handle: IO[bytes], on_progress: _OnProgress | None) -> IO[bytes]:
     # All of IO but `read` goes through __getattr__, which a type checker cannot see.
     return handle if on_progress is None else _Counting(handle, on_progress)  # type: ignore[return-value]

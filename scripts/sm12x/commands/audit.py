@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from sm12x import layout
-from sm12x.audit import policy, render, report, room, scan
+from sm12x.audit import library, policy, render, report, scan
 from sm12x.audit.model import DEVICES, Audit, Device
 from sm12x.commands import reports
 from sm12x.core import declared, files, progress
@@ -115,12 +115,12 @@ def command(
                 else "where a finding is acceptable, state it and its reason in a policy (--policy)"
             )
             raise FindingsError(
-                f"{audit.subject} does not meet the policy `{judgement.policy}`: "
+                f"{audit.subject} does not meet the policy `{judgement.name}`: "
                 f"{texts.first_of(offenders, 6)}",
                 next_step=f"the report with each reason {where}; {step}",
             )
     except MemoryError:
-        raise room.no_memory(subject) from None
+        raise library.no_memory(subject) from None
 
 
 def _compiled(subject: str, given: Path | None) -> dict[str, str] | None:

@@ -11,7 +11,7 @@ from sm12x import layout
 from sm12x.commands import emit, reports
 from sm12x.core import text
 from sm12x.core.errors import FindingsError, UsageError
-from sm12x.doctor import checks, collect, knowledge, render, report
+from sm12x.doctor import examine, knowledge, render, report
 from sm12x.doctor.host import Host
 from sm12x.doctor.model import BAD, INFO, OK, UNKNOWN, WARN, Diagnosis, HostFacts
 
@@ -61,7 +61,7 @@ def command(
     if check is not None and check not in known.checks:
         hint = text.near(check, known.checks) or f"one of {', '.join(known.checks)}"
         raise UsageError(f"there is no check {check!r}", next_step=f"write {hint}")
-    facts = collect.facts(
+    facts = examine.facts(
         Host(),
         known,
         audit=audit,
@@ -87,7 +87,7 @@ def command(
 
 
 def _findings(facts: HostFacts, known: knowledge.Knowledge, recipe: str | None) -> list[Diagnosis]:
-    findings = checks.run(facts, known)
+    findings = examine.run(facts, known)
     if recipe is None:
         return findings
     # Reading recipes needs PyYAML, which a bare host may not have.
@@ -95,7 +95,7 @@ def _findings(facts: HostFacts, known: knowledge.Knowledge, recipe: str | None) 
     from sm12x.recipes import load
 
     asked = load.load(load.find(recipe))
-    return checks.ordered([*findings, *recipes.needs(asked, facts, known)])
+    return examine.ordered([*findings, *recipes.needs(asked, facts, known)])
 
 
 def _paint(text: str, severity: str) -> str:

@@ -195,20 +195,18 @@ def _from_checkpoint(
             next_step="plan the one recipe with --checkpoint, and put the figures in its file",
         )
     read = checkpoint.read(folder)
-    words = server.arguments(recipes[0]) if recipes else ()
+    given = options.parse(server.arguments(recipes[0]) if recipes else ())
     base = servers[0] if servers else None
     tp = model["tp"] or (base.gpus * base.machines if base else 1)
 
     def setting(name: str, option: str, default: int | None) -> int | None:
-        given = model[name]
-        found = server.flag(words, option)
-        return given or options.integer(found or "") or default
+        return model[name] or options.integer(given.get(option, "")) or default
 
     large = hardware.memory.low >= _LARGE_GPU
     weights = checkpoint.weights_term(read, tp=tp)
-    kv_dtype = model["kv_dtype"] or server.flag(words, "--kv-cache-dtype") or "auto"
-    sequences = setting("sequences", "--max-num-seqs", None)
-    block = setting("block", "--block-size", None)
+    kv_dtype = model["kv_dtype"] or given.get("kv-cache-dtype") or "auto"
+    sequences = setting("sequences", "max-num-seqs", None)
+    block = setting("block", "block-size", None)
     states = checkpoint.states(
         read,
         tp=tp,
@@ -217,16 +215,15 @@ def _from_checkpoint(
         block=block,
     )
     # Without CUDA graphs vLLM starts with fewer blocks than sequences.
-    if any(word.replace("_", "-") == "--enforce-eager" for word in words):
+    if "enforce-eager" in given:
         states = None
     kv = checkpoint.kv_term(
         read,
         tp=tp,
         kv_dtype=kv_dtype,
-        tokens=setting("tokens", "--max-model-len", None),
+        tokens=setting("tokens", "max-model-len", None),
         sequences=sequences or 1,
-        chunk=setting("chunk", "--max-num-batched-tokens", _CHUNKS[0] if large else _CHUNKS[1])
-        or 0,
+        chunk=setting("chunk", "max-num-batched-tokens", _CHUNKS[0] if large else _CHUNKS[1]) or 0,
         block=block,
     )
     if base is None:

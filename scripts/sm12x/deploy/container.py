@@ -16,7 +16,7 @@ from sm12x.recipes.render import Rendered, render
 
 # The image of a bundle. Its entry point takes a recipe's name; any other image is given a command.
 BUNDLE = "vllm-sm12x"
-CACHE = "sm12x-cache:/cache"
+_CACHE = "sm12x-cache:/cache"
 # Variables that differ from machine to machine, and so are not in a recipe: adapters, addresses.
 _MACHINE = (
     "NCCL_IB_HCA",
@@ -121,7 +121,7 @@ def require_own_address(recipe: Recipe, extra: Sequence[str], target: str) -> No
             )
 
 
-def others(recipe: Recipe) -> list[str]:
+def _others(recipe: Recipe) -> list[str]:
     """Lines on what to run on the other machines of a recipe that is started on one machine.
 
     Empty for a recipe for one machine, and for one with a container of its own for each.
@@ -170,7 +170,7 @@ def _container(
     image = image or recipe.container
     ours = PurePosixPath(image).name.partition(":")[0].partition("@")[0] == BUNDLE
     cluster = bool(block and block.machines > 1)
-    volumes = [CACHE] if ours else ["~/.cache/huggingface:/root/.cache/huggingface"]
+    volumes = [_CACHE] if ours else ["~/.cache/huggingface:/root/.cache/huggingface"]
     # The two of a pair are started with their own settings.
     pair = load.pair(recipe)
     served = pair or [recipe]
@@ -241,7 +241,7 @@ def script(rendered: Rendered) -> str:
     if rendered.argv[:2] == ("bash", "-c"):
         lines.append(rendered.argv[2])
     else:
-        lines.append("exec " + join(rendered.argv))
+        lines.append("exec " + _join(rendered.argv))
     return "\n".join(lines)
 
 
@@ -252,7 +252,7 @@ def quote_live(value: str) -> str:
     return '"' + re.sub(r'(["\\`])', r"\\\1", value) + '"'
 
 
-def join(words: Sequence[str], indent: str = "  ") -> str:
+def _join(words: Sequence[str], indent: str = "  ") -> str:
     """A command line with each option and its values on a line of its own."""
     lines: list[str] = []
     for word in words:
@@ -287,6 +287,6 @@ def header(
         lines.append(f"# Cannot serve yet: {why}.")
     if recipe.mods:
         lines.append(f"# Asks for mods that are not applied: {', '.join(recipe.mods)}.")
-    lines += [f"# {line}" for line in others(recipe)]
+    lines += [f"# {line}" for line in _others(recipe)]
     # A text of several lines would end its comment.
     return [" ".join(line.splitlines()) for line in lines]

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 
 _INDENT = "  "
-WIDTH = 100
+_WIDTH = 100
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
@@ -29,14 +29,14 @@ def expression(value: object) -> str:
     return str(value)
 
 
-def escaped(text: str) -> str:
+def _escaped(text: str) -> str:
     """``text`` with HCL's own template marks made literal."""
     return text.replace("${", "$${").replace("%{", "%%{")
 
 
 def inside(text: str) -> Hcl:
     """``text`` as it stands between the quotes of a string, taken literally."""
-    return Hcl(escaped("".join(_ESCAPES.get(char, char) for char in text)))
+    return Hcl(_escaped("".join(_ESCAPES.get(char, char) for char in text)))
 
 
 def quoted(text: str) -> Hcl:
@@ -65,7 +65,7 @@ def listed(words: Sequence[object]) -> Hcl:
     """A list: on one line if it is short, else one word per line."""
     texts = [expression(word) for word in words]
     line = f"[{', '.join(texts)}]"
-    if len(line) <= WIDTH - 20:
+    if len(line) <= _WIDTH - 20:
         return Hcl(line)
     return Hcl("\n".join(("[", *(f"{_INDENT}{text}," for text in texts), "]")))
 
@@ -97,8 +97,8 @@ def comment(text: str) -> Hcl:
     """``text`` as comments at the left margin, one paragraph, wrapped."""
     # One that fits keeps its blanks; a line break would end the comment.
     text = re.sub(r"[\r\n\v\f\x85\u2028\u2029]+", " ", text.strip())
-    fits = len(text) <= WIDTH - 2
-    parts = [text] if fits else textwrap.wrap(text, WIDTH - 2, break_on_hyphens=False)
+    fits = len(text) <= _WIDTH - 2
+    parts = [text] if fits else textwrap.wrap(text, _WIDTH - 2, break_on_hyphens=False)
     return Hcl("\n".join(f"# {part}".rstrip() for part in parts))
 
 
@@ -109,6 +109,6 @@ def heredoc(text: str, indent: int) -> Hcl:
         end += "_"
     lines = [
         " " * (indent + len(_INDENT)) + line if line else ""
-        for line in escaped(text).rstrip("\n").split("\n")
+        for line in _escaped(text).rstrip("\n").split("\n")
     ]
     return Hcl("\n".join((f"<<-{end}", *lines, " " * indent + end)))

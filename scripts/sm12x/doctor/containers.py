@@ -22,7 +22,7 @@ from sm12x.doctor.model import (
 )
 
 # The command that queries each. Not `podman info`, which would make its storage folders.
-ENGINES = {
+_ENGINES = {
     "docker": ("docker", "info", "--format", "{{json .}}"),
     "podman": ("podman", "version", "--format", "json"),
 }
@@ -35,7 +35,7 @@ _LIBRARY = re.compile(r"libcuda\.so\.(\d+\.\d+(?:\.\d+)?)")
 
 def collect(host: Host) -> Containers:
     engines = []
-    for name in ENGINES:
+    for name in _ENGINES:
         program = host.which(name)
         if program is not None:
             engines.append(EngineAnswer(name=name, program=program, answer=_answer(host, name)))
@@ -48,7 +48,7 @@ def collect(host: Host) -> Containers:
 
 
 def _answer(host: Host, name: str) -> Mapping[str, object] | Unseen:
-    done = host.ask(ENGINES[name])
+    done = host.ask(_ENGINES[name])
     if isinstance(done, Unseen):
         return done
     try:
@@ -56,7 +56,7 @@ def _answer(host: Host, name: str) -> Mapping[str, object] | Unseen:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        return Unseen(f"`{' '.join(ENGINES[name][:2])}` does not answer in JSON")
+        return Unseen(f"`{' '.join(_ENGINES[name][:2])}` does not answer in JSON")
     errors = found.get("ServerErrors")
     return Unseen(str(errors[0]).rstrip(".")) if isinstance(errors, list) and errors else found
 

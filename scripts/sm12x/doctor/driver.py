@@ -5,10 +5,8 @@ And the kernel: settings that stop GPUs or RDMA from reaching memory.
 
 from __future__ import annotations
 
-import re
-
 from sm12x.core.text import counted, ranges, size
-from sm12x.doctor.knowledge import Knowledge
+from sm12x.doctor.knowledge import Knowledge, numbers
 from sm12x.doctor.model import BAD, INFO, OK, UNKNOWN, WARN, Diagnosis, HostFacts, Unseen
 
 # The image's CUDA version where no ledger has it.
@@ -58,7 +56,7 @@ def version(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     if isinstance(found, Unseen):
         seen = f"could not see the driver's version: {found.why}; {whose} needs {needed.driver}"
         return [known.finding(name, UNKNOWN, seen, sources=(needed.source,))]
-    if _numbers(found) < _numbers(needed.driver):
+    if numbers(found) < numbers(needed.driver):
         seen = f"driver {found} is older than {needed.driver}, which {whose} needs"
         fix = (f"sudo apt install nvidia-driver-{needed.driver}-open && sudo reboot",)
         return [known.finding(name, BAD, seen, fix=fix, sources=(needed.source,))]
@@ -118,10 +116,6 @@ def log(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
 def _version(facts: HostFacts) -> str:
     found = facts.driver.version
     return "of unknown version" if isinstance(found, Unseen) else found
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", text))
 
 
 _TRANSLATES = ("DMA", "DMA-FQ")

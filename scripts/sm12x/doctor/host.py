@@ -18,7 +18,7 @@ from sm12x.doctor.model import Unseen
 _ANSWER_WITHIN = 20
 
 
-def ask(argv: Sequence[str]) -> process.Completed | Unseen:
+def _ask(argv: Sequence[str]) -> process.Completed | Unseen:
     """Run a program that only reports. Unseen when it is missing, hangs or fails."""
     try:
         done = process.run(argv, check=False, timeout=_ANSWER_WITHIN, env={"LC_ALL": "C"})
@@ -52,7 +52,7 @@ class Host:
     home: str = field(default_factory=lambda: str(Path("~").expanduser()))
     env: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     user: str = field(default_factory=lambda: _user())
-    ask: Callable[[Sequence[str]], process.Completed | Unseen] = ask
+    ask: Callable[[Sequence[str]], process.Completed | Unseen] = _ask
     which: Callable[[str], Path | None] = process.which
     nvml: Callable[[], Any] = _import_nvml
     size_of: Callable[[Path], int] = _file_system_size

@@ -16,7 +16,7 @@ from sm12x.doctor.model import Image, ImageLibrary, Unseen
 from sm12x.wheel import ledger as ledgers
 from sm12x.wheel.ledger import Ledger, LibraryEntry
 
-AUDIT, LEDGER = "audit.json", "ledger.json"
+_AUDIT, _LEDGER = "audit.json", "ledger.json"
 # Where the image itself keeps its ledger.
 _INSIDE = "/opt/sm12x/ledger.json"
 _NEXT = "build the bundle again, or write an audit with `sm12x audit PATH|IMAGE --json`"
@@ -39,7 +39,7 @@ def find(
     if image is not None:
         return _of_image(host, image, dist)
     others = []
-    for path in sorted(dist.glob(f"*/{AUDIT}"), key=lambda one: one.stat().st_mtime, reverse=True):
+    for path in sorted(dist.glob(f"*/{_AUDIT}"), key=lambda one: one.stat().st_mtime, reverse=True):
         found = read(path)
         if found.machine in ("", machine):
             return found
@@ -54,7 +54,7 @@ def find(
 def read(audit: Path) -> Image:
     """Read an audit of `sm12x audit --json`, and the ledger beside it when there is one."""
     report = audits.read(audit, next_step=_NEXT)
-    beside = audit.with_name(LEDGER)
+    beside = audit.with_name(_LEDGER)
     ledger = ledgers.read(beside) if beside.is_file() else None
     policy = report.policy
     libraries = tuple(map(_library, report.libraries))
@@ -136,9 +136,9 @@ def _of_image(host: Host, image: str, dist: Path) -> Image | Unseen:
     ledger = labels.get("sm12x.ledger.sha256")
     if not ledger:
         return Unseen(f"{image} has no sm12x.ledger.sha256 label: not a bundle of this project")
-    for path in sorted(dist.glob(f"*/{LEDGER}")):
+    for path in sorted(dist.glob(f"*/{_LEDGER}")):
         if files.sha256(path) == ledger:
-            return read(path.with_name(AUDIT))
+            return read(path.with_name(_AUDIT))
     return Unseen(
         f"{dist} holds no audit of {image} (stack {labels.get('sm12x.stack')}, "
         f"{labels.get('sm12x.mode')} mode, ledger {ledger[:12]})"

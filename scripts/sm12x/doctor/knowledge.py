@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,6 +136,11 @@ def load(path: Path | None = None) -> Knowledge:
     """Read the data. Raises BadFileError when it is not what this version expects."""
     path = path or layout.data() / "doctor.toml"
     return declared.read_toml(Knowledge, path, next_step="restore the file, or reinstall sm12x")
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """The numbers in a version, to compare it by."""
+    return tuple(int(part) for part in re.findall(r"\d+", version))
 
 
 def _matches(version: str, patterns: tuple[str, ...]) -> bool:

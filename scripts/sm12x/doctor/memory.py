@@ -8,12 +8,11 @@ from __future__ import annotations
 import re
 from pathlib import PurePosixPath
 
-from sm12x.core.text import GIB, size
+from sm12x.core.text import GIB, KIB, size
 from sm12x.doctor.host import Host
 from sm12x.doctor.knowledge import Knowledge
 from sm12x.doctor.model import INFO, OK, UNKNOWN, WARN, Diagnosis, HostFacts, HostMemory, Unseen
 
-KIB = 1024
 _MEMLOCK = re.compile(r"^Max locked memory\s+(unlimited|\d{1,20})\b", re.MULTILINE | re.ASCII)
 # cgroup version 1 writes "no limit" as the largest multiple of a page.
 _NO_LIMIT = 1 << 62
@@ -23,7 +22,7 @@ def collect(host: Host) -> HostMemory:
     limit, used = _cgroup(host)
     min_free = host.number("/proc/sys/vm/min_free_kbytes")
     return HostMemory(
-        info=meminfo(host.text("/proc/meminfo")),
+        info=_meminfo(host.text("/proc/meminfo")),
         cgroup_limit=limit,
         cgroup_used=used,
         memlock=_memlock(host, "self"),
@@ -35,7 +34,7 @@ def collect(host: Host) -> HostMemory:
     )
 
 
-def meminfo(text: str | Unseen) -> dict[str, int] | Unseen:
+def _meminfo(text: str | Unseen) -> dict[str, int] | Unseen:
     """/proc/meminfo in bytes; entries without a unit are counts and are left as they are."""
     if isinstance(text, Unseen):
         return text

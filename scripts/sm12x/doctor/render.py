@@ -37,12 +37,12 @@ _COUNTED = {
 _Paint = Callable[[str, str], str]
 
 
-def plain(text: str, severity: str) -> str:
+def _plain(text: str, severity: str) -> str:
     return text
 
 
 def text(
-    facts: HostFacts, findings: Sequence[Diagnosis], *, width: int = WIDTH, paint: _Paint = plain
+    facts: HostFacts, findings: Sequence[Diagnosis], *, width: int = WIDTH, paint: _Paint = _plain
 ) -> str:
     """The findings that need action, with reason and commands; then a line per other finding."""
     width = max(width, _NARROWEST)

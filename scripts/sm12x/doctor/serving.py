@@ -16,7 +16,7 @@ from sm12x.audit.exclusives import ExclusiveStores
 from sm12x.core.machine import compiler_gib, compilers
 from sm12x.core.text import first_of, size
 from sm12x.doctor.host import Host
-from sm12x.doctor.knowledge import Knowledge
+from sm12x.doctor.knowledge import Knowledge, numbers
 from sm12x.doctor.memory import available
 from sm12x.doctor.model import (
     BAD,
@@ -30,6 +30,7 @@ from sm12x.doctor.model import (
     NcclLibrary,
     Unseen,
 )
+from sm12x.recipes.options import is_true
 
 # Variables of PyTorch, FlashInfer's compiler and vLLM; each affects a check.
 _VARIABLES = (
@@ -54,7 +55,6 @@ _MACHINE = slice(18, 20)
 _EVERYWHERE, _UP = "00000000", 1
 _IPV6_EVERYWHERE = "0" * 32
 _NCCL_PACKAGE = "nvidia-nccl-cu13"
-_TRUE = ("1", "true", "yes")
 _FAMILY = 12
 # Addresses of one library that are named.
 _FEW = 3
@@ -184,7 +184,7 @@ def nccl_sound(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     version = _versions(facts).get(_NCCL_PACKAGE, "")
     if not version:
         return []
-    sound = _numbers(version) >= _numbers(known.thresholds.nccl_aarch64)
+    sound = numbers(version) >= numbers(known.thresholds.nccl_aarch64)
     seen = f"the image has NCCL {version} by its ledger"
     if sound:
         return [known.finding(name, OK, seen)]
@@ -234,13 +234,13 @@ def offline(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
         return []
     if not _has_family(facts) or cured(facts, name, known):
         return []
-    if _is_true(facts.environment.get("VLLM_HAS_FLASHINFER_CUBIN", "")):
+    if is_true(facts.environment.get("VLLM_HAS_FLASHINFER_CUBIN", "")):
         return [known.finding(name, OK, "VLLM_HAS_FLASHINFER_CUBIN is set: no server is asked")]
     fix = ("docker run -e VLLM_HAS_FLASHINFER_CUBIN=1 ...",)
     signs = [
         f"{variable}={facts.environment[variable]}"
         for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-        if _is_true(facts.environment.get(variable, ""))
+        if is_true(facts.environment.get(variable, ""))
     ]
     if facts.routed is False:
         signs.append("no default route")
@@ -294,11 +294,3 @@ def cured(facts: HostFacts, check: str, known: Knowledge) -> bool:
     image = facts.image
     patches = image.patches if isinstance(image, Image) else ()
     return bool(set(patches) & set(known.checks[check].cured_by))
-
-
-def _is_true(text: str) -> bool:
-    return text.strip().lower() in _TRUE
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", text))

@@ -244,7 +244,7 @@ def _who(row: Row) -> str:
 
 
 # Every subset is a row: 64 at most.
-MOST = 6
+_MOST = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,10 +277,10 @@ def combine(hardware: Hardware, servers: Sequence[Deployment]) -> tuple[Row, ...
     During a swap the one that was awake is asleep before the next one wakes, so all that can sleep
     have their host copies at once.
     """
-    if len(servers) > MOST:
+    if len(servers) > _MOST:
         raise UsageError(
             f"{len(servers)} recipes on the same GPUs have too many combinations",
-            next_step=f"plan {MOST} at most together",
+            next_step=f"plan {_MOST} at most together",
         )
     found = []
     for size in range(len(servers) + 1):

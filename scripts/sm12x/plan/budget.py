@@ -183,10 +183,10 @@ class Budget:
     @shown
     def basis(self) -> str:
         """The weakest basis among the terms."""
-        return weakest([term.basis for term in self.terms])
+        return _weakest([term.basis for term in self.terms])
 
 
-def weakest(bases: Sequence[str]) -> str:
+def _weakest(bases: Sequence[str]) -> str:
     return max(bases, key=BASES.index, default=BASES[0])
 
 

@@ -41,10 +41,10 @@ _MOST_ROWS = 16
 
 def write(plan: Plan, path: Path) -> None:
     """Draw the plan into a PNG. Raises ToolMissingError where matplotlib is not installed."""
-    picture.write(figure(plan), path)
+    picture.write(_figure(plan), path)
 
 
-def figure(plan: Plan) -> Any:
+def _figure(plan: Plan) -> Any:
     """The picture as a matplotlib figure. Raises ToolMissingError."""
     rows = [row for row in plan.rows if row.awake][:_MOST_ROWS]
     memory = plan.hardware.memory

@@ -22,7 +22,7 @@ from sm12x.plan import modelconfig
 from sm12x.plan.budget import KV, WEIGHTS, Amount, States, Term
 from sm12x.plan.modelconfig import Config, number
 
-CONFIG = "config.json"
+_CONFIG = "config.json"
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 # safetensors allows no longer header; a longer one is not such a file.
@@ -70,7 +70,7 @@ class Weights:
 
 def read(folder: Path) -> Checkpoint:
     """Read a checkpoint's folder. Raises BadFileError that names the file."""
-    config = _json(folder / CONFIG, "the folder of a checkpoint as its repository has it")
+    config = _json(folder / _CONFIG, "the folder of a checkpoint as its repository has it")
     if (folder / _INDEX).is_file():
         index = _json(folder / _INDEX, "the index that belongs to the checkpoint")
         files = index.get("weight_map")

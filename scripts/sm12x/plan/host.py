@@ -94,20 +94,10 @@ def kinds(path: Path | None = None) -> dict[str, Hardware]:
     return {
         key: Hardware(
             key=key,
-            name=kind.name,
-            capability=kind.capability,
-            memory=kind.memory,
-            basis=kind.basis,
-            source=kind.source,
-            unified=kind.unified,
-            system=Term(
-                name=SYSTEM,
-                amount=kind.system.amount,
-                basis=kind.system.basis,
-                source=kind.system.source,
-            )
-            if kind.system
-            else None,
+            **{
+                **vars(kind),
+                "system": kind.system and Term(name=SYSTEM, **vars(kind.system)),
+            },
         )
         for key, kind in found.items()
     }

@@ -81,7 +81,6 @@ class Layout:
     groups: tuple[Group, ...]
     block_bytes: int
     replicated: bool
-    remarks: tuple[str, ...] = ()
 
     @property
     def token_bytes(self) -> float:
@@ -102,17 +101,6 @@ class Layout:
         does not start where it has fewer (config/compilation.py, vllm#49064).
         """
         return any(group.layers.state_bytes for group in self.groups)
-
-    @property
-    def sequence_bytes(self) -> float:
-        """Bytes of one sequence that do not grow with it: full windows and recurrent states."""
-        return float(
-            sum(
-                group.layers.count
-                * (group.layers.state_bytes + group.layers.token_bytes * (group.layers.window or 0))
-                for group in self.groups
-            )
-        )
 
     def gib(self, *, tokens: int, sequences: int, chunk: int = 0) -> float:
         """GiB on one GPU for ``sequences`` of ``tokens`` each, ``chunk`` tokens being read in.
@@ -141,7 +129,6 @@ def paged(
     *,
     block: int = DEFAULT_BLOCK,
     replicated: bool = False,
-    remarks: tuple[str, ...] = (),
 ) -> Layout:
     """Lay out layers as vLLM does for every model but DeepSeek V4.
 
@@ -162,7 +149,6 @@ def paged(
             groups=(groups[0], *(_free(group) for group in groups[1:])),
             block_bytes=int(total),
             replicated=replicated,
-            remarks=remarks,
         )
     states = max((kind.state_bytes for kind in kinds), default=0)
     if states and caching:
@@ -182,7 +168,6 @@ def paged(
         ),
         block_bytes=int(size * page),
         replicated=replicated,
-        remarks=remarks,
     )
 
 
@@ -275,8 +260,8 @@ def _least_padding(counts: list[int], *, least: int) -> int:
     )
 
 
-def _pad(size: int, to: int = 576) -> int:
-    return _ceil(size, to) * to
+def _pad(size: int) -> int:
+    return _ceil(size, 576) * 576
 
 
 def _ceil(number: int | Fraction, by: int | Fraction) -> int:

@@ -65,7 +65,7 @@ def layers(config: Config) -> int:
     return count
 
 
-def listed(config: Config, name: str) -> list[Any]:
+def _listed(config: Config, name: str) -> list[Any]:
     """What a list has for each layer, draft layers left out; a string is one of letters.
 
     Raises BadFileError if it is no list, or one for fewer layers.
@@ -118,7 +118,7 @@ def layout(config: Config, *, tp: int, kv_dtype: str = "auto", block: int | None
     return _grouped(config, tp, heads, kv_dtype, block or DEFAULT_BLOCK)
 
 
-def dtype(config: Config) -> str:
+def _dtype(config: Config) -> str:
     return str(config.get("torch_dtype") or config.get("dtype") or "bfloat16").removeprefix(
         "torch."
     )
@@ -127,7 +127,7 @@ def dtype(config: Config) -> str:
 def compress_ratios(config: Config) -> list[int]:
     """DeepSeek V4's ratio of every layer. Raises BadFileError for one that is not known."""
     # Pure window layers say null, 0 or 1.
-    found = [ratio or 0 for ratio in listed(config, "compress_ratios")]
+    found = [ratio or 0 for ratio in _listed(config, "compress_ratios")]
     unknown = [ratio for ratio in found if ratio not in (0, 1, 4, 128)]
     if unknown:
         raise _unfit(f"compress_ratios has {_shown(unknown[0])}, not 0, 1, 4 or 128")
@@ -156,7 +156,7 @@ def _latent(config: Config, kv_dtype: str, block: int) -> Layout:
     """
     count = layers(config)
     values = number(config, "kv_lora_rank") + number(config, "qk_rope_head_dim")
-    size = kvcache.value_bytes(kv_dtype, dtype(config))
+    size = kvcache.value_bytes(kv_dtype, _dtype(config))
     sparse = config.get("index_topk") is not None
     entry = Fraction(_SPARSE_MLA_BYTES) if sparse and size == 1 else size * values
     kinds = [Layers(name="latent", count=count, token_bytes=entry)]
@@ -174,7 +174,7 @@ def _grouped(config: Config, tp: int, heads: int, kv_dtype: str, block: int) -> 
     KV heads are split over the ranks, and repeated where there are more ranks than heads.
     """
     kinds = kinds_of(config)
-    size = kvcache.value_bytes(kv_dtype, dtype(config))
+    size = kvcache.value_bytes(kv_dtype, _dtype(config))
     shared = number(config, "num_key_value_heads", "num_kv_heads", "n_head_kv", default=heads)
     head = _head_size(config, heads)
     local = _per_rank(shared, tp)
@@ -204,14 +204,11 @@ def _grouped(config: Config, tp: int, heads: int, kv_dtype: str, block: int) -> 
                 state_bytes=_state_bytes(config, tp),
             )
         )
-    remarks = []
-    if tp > shared and tp % shared == 0:
-        remarks.append(f"{shared} KV heads on {tp} GPUs: each head lies on {tp // shared}")
     name = "MHA" if shared == heads else "GQA"
     if len({*kinds} - {"none"}) > 1:
         others = {"window": "sliding window", "state": "recurrent"}
         name = " + ".join([name, *(others[kind] for kind in ("window", "state") if kind in kinds)])
-    return kvcache.paged(name, found, block=block, remarks=tuple(remarks))
+    return kvcache.paged(name, found, block=block)
 
 
 def _head_size(config: Config, heads: int) -> int:
@@ -243,9 +240,9 @@ def kinds_of(config: Config) -> list[str]:
     count = layers(config)
     for key in ("layer_types", "layers_block_type", "hybrid_override_pattern"):
         if config.get(key):
-            return [_kind(str(name)) for name in listed(config, key)]
+            return [_kind(str(name)) for name in _listed(config, key)]
     if config.get("hybrid_layer_pattern"):
-        return ["window" if flag else "full" for flag in listed(config, "hybrid_layer_pattern")]
+        return ["window" if flag else "full" for flag in _listed(config, "hybrid_layer_pattern")]
     every = number(config, "full_attention_interval", default=0)
     if every:
         return ["state" if (layer + 1) % every else "full" for layer in range(count)]
@@ -275,7 +272,7 @@ def _state_bytes(config: Config, tp: int) -> int:
     Gated DeltaNet and Mamba2 keep the last (kernel - 1) inputs of a convolution in the model's
     dtype, and a matrix per head. vLLM's model_executor/layers/mamba/mamba_utils.py.
     """
-    plain = kvcache.value_bytes("auto", dtype(config))
+    plain = kvcache.value_bytes("auto", _dtype(config))
     if config.get("linear_num_value_heads"):
         values = number(config, "linear_num_value_heads")
         keys = number(config, "linear_num_key_heads")

@@ -29,7 +29,7 @@ from sm12x.plan.budget import (
 )
 from sm12x.plan.host import HostNeed
 
-WIDTH = 100
+_WIDTH = 100
 OVERVIEW = 190
 HEADER = (
     "recipe",
@@ -48,7 +48,7 @@ _ORDER = (BUDGET, WEIGHTS, KV, OUTSIDE, RESIDUE, COPY, SYSTEM)
 _LETTERS = "ABCDEF"
 
 
-def text(plan: Plan, *, width: int = WIDTH) -> str:
+def text(plan: Plan, *, width: int = _WIDTH) -> str:
     """The whole plan: verdict, bars, combinations, host memory, sources, cuts and warnings."""
     page = texts.Page(width)
     say = page.add
@@ -67,7 +67,7 @@ def text(plan: Plan, *, width: int = WIDTH) -> str:
         say(_who(row, letters))
         say(_bars(row.budget, letters))
         for one in row.budget.inside:
-            say(f"  {inside(one)}")
+            say(f"  {_inside(one)}")
         if row.budget.wake:
             say(
                 f"  just after a wake, with its host copy still allocated: {_left(row.budget.wake)}"
@@ -113,7 +113,7 @@ def verdict(plan: Plan) -> str:
         head = f"does not fit at the worst end: {_over(margin)} GiB over"
     else:
         head = f"does not fit: {_over(margin)} GiB over"
-    return f"{head}; largest safe utilization {share(worst.largest)}; weakest basis: {worst.basis}"
+    return f"{head}; largest safe utilization {_share(worst.largest)}; weakest basis: {worst.basis}"
 
 
 def _worst_wake(plan: Plan) -> Amount | None:
@@ -139,7 +139,7 @@ def _names(names: Iterable[str], letters: Mapping[str, str]) -> str:
     return ", ".join(letters.get(name, name) for name in names)
 
 
-def inside(one: Inside) -> str:
+def _inside(one: Inside) -> str:
     """What an awake server has to place inside its budget."""
     if one.weights is None:
         return f"inside the {one.budget} GiB: weights not known"
@@ -151,7 +151,7 @@ def inside(one: Inside) -> str:
             if one.spare.low >= 0
             else f"{-one.spare.low:.1f} GiB over the budget"
         )
-    least = f"; utilization {share(one.least)} at least" if one.least else ""
+    least = f"; utilization {_share(one.least)} at least" if one.least else ""
     most = ""
     if one.most_sequences is not None:
         most = f"; states of {one.most_sequences} sequences (--max-num-seqs) at most"
@@ -191,12 +191,12 @@ def bar(amount: Amount, scale: float, columns: int = _BAR) -> str:
     return "█" * low + "▒" * (high - low)
 
 
-def _columns(*, width: int | None = None) -> Table:
+def _columns() -> Table:
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
     for _ in range(3):
         table.add_column(no_wrap=True)
     table.columns[1].justify = "right"
-    table.add_column(overflow="fold", width=width)
+    table.add_column(overflow="fold")
     return table
 
 
@@ -278,17 +278,17 @@ def summary(plan: Plan, name: str) -> tuple[str, ...]:
     return (
         name,
         f"{count} x {plan.hardware.key}",
-        " / ".join(share(server.utilization) for server in plan.servers),
+        " / ".join(_share(server.utilization) for server in plan.servers),
         f"{worst.total}{' + ?' if worst.unknown else ''} of {worst.memory}",
         f"{signed(worst.margin)}{' - ?' if worst.unknown else ''}",
-        "?" if unknown else share(worst.largest),
+        "?" if unknown else _share(worst.largest),
         copies,
         "unknown" if unknown else worst.basis,
         said,
     )
 
 
-def share(value: float) -> str:
+def _share(value: float) -> str:
     """A utilization with two digits, or as many as it was given with."""
     return max(f"{value:.2f}", f"{value:g}", key=len)
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
 from dataclasses import replace
 
 from sm12x.core.errors import UsageError
 from sm12x.plan.budget import BASES, KV, OUTSIDE, RESIDUE, WEIGHTS, Amount, Deployment, Term
-from sm12x.recipes import load, render
+from sm12x.recipes import load, options, render
 from sm12x.recipes.model import Memory, MemoryTerm, Recipe
 
 # What vLLM takes where a command names none.
@@ -19,14 +18,15 @@ def from_recipe(recipe: Recipe, *, utilization: float | None = None) -> Deployme
     """Raises UsageError if its utilization is no share, BadFileError if it cannot be rendered."""
     block = recipe.sm12x
     memory = block.memory if block else Memory()
-    words = arguments(recipe)
-    given = flag(words, "--gpu-memory-utilization")
+    given = options.parse(arguments(recipe))
     level = block.sleep.level if block else 0
-    keeps_weights = level == 1 and flag(words, "--sleep-mode-release") == "kv_cache"
+    keeps_weights = level == 1 and given.get("sleep-mode-release") == "kv_cache"
     weights, residue = _term(WEIGHTS, memory.weights), _term(RESIDUE, memory.sleep_residue)
     return Deployment(
         name=recipe.key,
-        utilization=utilization if utilization is not None else share(given, recipe.key),
+        utilization=share(given.get("gpu-memory-utilization"), recipe.key)
+        if utilization is None
+        else utilization,
         gpus=block.gpus if block else 1,
         machines=block.machines if block else 1,
         sleep=level,
@@ -52,23 +52,6 @@ def arguments(recipe: Recipe) -> tuple[str, ...]:
         return tuple(shlex.split(rendered.argv[2].replace("\n", " ")))
     except ValueError:
         return ()
-
-
-def flag(words: Sequence[str], name: str) -> str | None:
-    """The value of an option, `--name value` or `--name=value`; the last one wins, as in vLLM.
-
-    vLLM takes `_` for `-` in names.
-    """
-    found = None
-    for index, word in enumerate(words):
-        option, equals, value = word.partition("=")
-        if option.replace("_", "-") != name:
-            continue
-        if equals:
-            found = value
-        elif index + 1 < len(words):
-            found = words[index + 1]
-    return found
 
 
 def share(text: str | None, where: str) -> float:

@@ -27,9 +27,9 @@ RECIPE_VERSION = "1"
 _HARDWARE = ("rtx-pro-6000", "rtx-5090", "gb10", "any")
 # verified: run by this project on that hardware, on a date, with evidence. reported: run by others,
 # the source says by whom. untested: written from documents, no known run.
-STATES = ("verified", "reported", "untested")
+_STATES = ("verified", "reported", "untested")
 # measured: by this project. reported: by others. estimated: computed, the source says from what.
-BASES = ("measured", "reported", "estimated")
+_BASES = ("measured", "reported", "estimated")
 # The level of a recipe that must stay awake, as it stands in the file.
 _NEVER = "never"
 _VARIABLE_NAME = "[A-Za-z_][A-Za-z0-9_]*"
@@ -136,7 +136,7 @@ class MemoryTerm(Declared):
     # the lower end then, and equal to ``gib`` otherwise.
     gib: Annotated[float, in_file(**declared.ENDS), Field(description="GiB, or [low, high].")]
     low: Annotated[float, NotInFile()]
-    basis: Annotated[str, one_of(*BASES), Field(description="By this project; others; computed.")]
+    basis: Annotated[str, one_of(*_BASES), Field(description="By this project; others; computed.")]
     source: Annotated[
         _Text, Field(min_length=1, description="Where the figure is from, or computed from what.")
     ]
@@ -204,7 +204,7 @@ class Status(Declared):
 
     state: Annotated[
         str,
-        one_of(*STATES),
+        one_of(*_STATES),
         Field(description="Run by this project; run by others; no known run."),
     ]
     source: Annotated[

@@ -14,7 +14,7 @@ from typing import Any
 
 from sm12x.recipes.model import RECIPE_VERSION
 
-VERSION = "2"
+_VERSION = "2"
 # Runtimes of sparkrun that are `vllm serve`; the others are other engines.
 _RUNTIMES = ("vllm", "vllm-distributed", "vllm-ray", "eugr-vllm")
 # Keys of version 1 that mean the same there.
@@ -48,7 +48,7 @@ class Translation:
 def is_theirs(top: Mapping[str, Any]) -> bool:
     """Whether a file is of version 2: sparkrun takes one without a version for that."""
     if "recipe_version" in top:
-        return str(top["recipe_version"]) == VERSION
+        return str(top["recipe_version"]) == _VERSION
     return "runtime" in top
 
 

@@ -10,7 +10,7 @@ from sm12x.core import picture
 from sm12x.core.text import GIB
 from sm12x.verify.report import TurnReport, VerifyReport
 
-OPTION = "--save FILE.png"
+_OPTION = "--save FILE.png"
 # Colours that stay apart for the colour-blind (Okabe and Ito).
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 _TIMES: tuple[tuple[str, str, Callable[[TurnReport], float | None]], ...] = (
@@ -23,19 +23,19 @@ _TIMES: tuple[tuple[str, str, Callable[[TurnReport], float | None]], ...] = (
 
 def require() -> None:
     """Raise ToolMissingError where no picture can be drawn."""
-    picture.figure(OPTION)
+    picture.figure(_OPTION)
 
 
 def write(report: VerifyReport, path: Path) -> None:
     """Draw the report into a PNG. Raises ToolMissingError where matplotlib is not installed."""
-    picture.write(figure(report), path)
+    picture.write(_figure(report), path)
 
 
-def figure(report: VerifyReport) -> Any:
+def _figure(report: VerifyReport) -> Any:
     """The picture as a matplotlib figure. Raises ToolMissingError."""
     series = _residue(report)
     rows = 2 if series else 1
-    made = picture.figure(OPTION, figsize=(10, 1 + 3.2 * rows), layout="constrained")
+    made = picture.figure(_OPTION, figsize=(10, 1 + 3.2 * rows), layout="constrained")
     times = made.add_subplot(rows, 1, 1)
     for (name, marker, value), colour in zip(_TIMES, _COLOURS, strict=False):
         _line(times, [value(turn) for turn in report.turns], name, marker, colour)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from sm12x.core.errors import ServerError, Sm12xError
 from sm12x.core.text import counted
@@ -25,6 +25,7 @@ from sm12x.verify.client import (
     GoneError,
     Identity,
     LateError,
+    Server,
     UnfitError,
 )
 from sm12x.verify.memory import Watch
@@ -36,7 +37,6 @@ from sm12x.verify.report import (
     STOPPED,
     AnswerReport,
     Limits,
-    RankUse,
     ServerReport,
     StopReport,
     StressReport,
@@ -46,7 +46,7 @@ from sm12x.verify.report import (
 
 # Prompts with long answers. The last one fills more than one block of the KV cache (256 tokens on
 # DeepSeek V4), so that it reads any stale prefix cache after a wake-up.
-PROMPTS = (
+_PROMPTS = (
     "Once upon a time, in a small village by the sea, there lived",
     "def fibonacci(n):\n    ",
     "The planets of the solar system, in order of their distance from the sun, are:\n1.",
@@ -115,28 +115,6 @@ class Interrupts:
         raise KeyboardInterrupt
 
 
-class LiveServer(Protocol):
-    """The methods of a server that a run calls: client.Server, or a fake in a test."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def url(self) -> str: ...
-    def identify(self, model: str = "") -> Identity: ...
-    def is_sleeping(self) -> bool: ...
-    def ranks(self) -> tuple[RankUse, ...] | None: ...
-    def sleep(self, level: int) -> float: ...
-    def sleep_with_retry(self, level: int) -> float: ...
-    def wake_up(self, tag: str = "") -> float: ...
-    def wake_up_with_retry(self, tag: str = "") -> float: ...
-    def reload_weights(self) -> float: ...
-    def require_reloading(self) -> None: ...
-    def complete(self, prompt: str, tokens: int) -> Completion: ...
-    def counters(self) -> Mapping[str, float] | None: ...
-    def at_work(self) -> int: ...
-    def shown(self, text: str) -> str: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The options of a run. ``models``: one per server, in order; "" is a server's first model."""
@@ -160,7 +138,7 @@ class _Member:
     takes.
     """
 
-    def __init__(self, server: LiveServer) -> None:
+    def __init__(self, server: Server) -> None:
         self.server = server
         self.identity: Identity | None = None
         self.asleep: bool | None = None
@@ -189,7 +167,7 @@ class Run:
 
     def __init__(
         self,
-        servers: Sequence[LiveServer],
+        servers: Sequence[Server],
         settings: Settings,
         watch: Watch,
         *,
@@ -397,7 +375,7 @@ class Run:
         wakes.wakes += 1
         known(after=self._watch.of(sleeps.name, self._watch.sample()))
         self._begin(f"{at}: asking {wakes.name}")
-        known(answer_seconds=wakes.server.complete(PROMPTS[0], 1).seconds)
+        known(answer_seconds=wakes.server.complete(_PROMPTS[0], 1).seconds)
         if wakes.before:
             known(answers=self._compare(wakes))
             if cycle == self._settings.cycles:
@@ -409,12 +387,12 @@ class Run:
     def _baseline(self, one: _Member) -> None:
         """Texts and concurrent requests before the first sleep; they also warm up memory."""
         self._begin(f"asking {one.name} before its first sleep")
-        for prompt in PROMPTS:
+        for prompt in _PROMPTS:
             try:
                 texts = [one.server.complete(prompt, _TOKENS).text for _ in range(2)]
             except UnfitError:
                 # Longer than the model's context; without any the fault is another one.
-                if prompt is PROMPTS[-1] and not one.before:
+                if prompt is _PROMPTS[-1] and not one.before:
                     raise
                 continue
             one.before[prompt] = tuple(texts)
@@ -429,7 +407,7 @@ class Run:
             shown = "" if verdict == EQUAL and not wrong else _parting(answer.text, before[0])
             found.append(
                 AnswerReport(
-                    prompt=PROMPTS.index(prompt) + 1,
+                    prompt=_PROMPTS.index(prompt) + 1,
                     verdict=verdict,
                     garbage=_short(one.server, wrong),
                     text=_short(one.server, shown),
@@ -587,7 +565,7 @@ class Run:
         return said
 
 
-def _from_level_2(server: LiveServer) -> list[Callable[[], float]]:
+def _from_level_2(server: Server) -> list[Callable[[], float]]:
     """The calls, in order, that wake up a server without its weights."""
     return [
         lambda: server.wake_up_with_retry("weights"),
@@ -608,7 +586,7 @@ def _parting(text: str, before: str) -> str:
     return f"{'...' if start else ''}{text[start:]}"
 
 
-def _short(server: LiveServer, text: str) -> str:
+def _short(server: Server, text: str) -> str:
     return server.shown(text)[:_SHOWN]
 
 
@@ -630,7 +608,7 @@ def _spent(
 class _Queue:
     """The requests still to send, and the answers so far."""
 
-    def __init__(self, server: LiveServer, requests: int, give_up_after: int) -> None:
+    def __init__(self, server: Server, requests: int, give_up_after: int) -> None:
         self._server = server
         self._give_up_after = give_up_after
         self._numbers = iter(range(requests))
@@ -677,9 +655,7 @@ class _Queue:
         self.answers.put(answer)
 
 
-def _at_a_time(
-    server: LiveServer, requests: int, concurrency: int
-) -> list[Completion | Sm12xError]:
+def _at_a_time(server: Server, requests: int, concurrency: int) -> list[Completion | Sm12xError]:
     """The answers to so many requests, a few at a time; KeyboardInterrupt ends it at once.
 
     Where the first of them all fail, the rest is not sent: each would wait for its time-out.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from sm12x.core.text import GIB, MIB, counted, first_of
 from sm12x.verify.report import (
@@ -29,7 +30,7 @@ from sm12x.verify.report import (
     TurnReport,
 )
 
-ANSWERS = "answers"
+_ANSWERS = "answers"
 # A token that is most of so many tokens or more.
 _TOKENS, _SHARE = 8, 0.9
 # The same few characters again and again, from the first to the last: "the the the ...".
@@ -41,6 +42,43 @@ _QUOTED = 40
 _FEWEST = 3
 # A server on another GPU frees nothing here; small changes by other processes are no sleep.
 _TOUCHED = 0.02
+
+
+@dataclass(frozen=True)
+class _Check:
+    """What a server is checked for: a value of ``limit`` at most, or at least where not ``most``.
+
+    ``option`` changes the limit, "" for a check without one.
+    """
+
+    check: str
+    server: str
+    limit: float = 0
+    unit: str = ""
+    option: str = ""
+    most: bool = True
+
+    def found(self, value: float, text: str) -> CheckReport:
+        good = value <= self.limit if self.most else value >= self.limit
+        if self.option:
+            unit = f" {self.unit}" if self.unit else ""
+            text += f" (at {'most' if self.most else 'least'} {self.limit:g}{unit})"
+        return self._report(GOOD if good else BREACH, float(value), text)
+
+    def unseen(self, why: str) -> CheckReport:
+        return self._report(UNSEEN, None, why)
+
+    def _report(self, verdict: str, found: float | None, text: str) -> CheckReport:
+        return CheckReport(
+            check=self.check,
+            server=self.server,
+            verdict=verdict,
+            found=found,
+            limit=None if found is None and not self.option else float(self.limit),
+            unit=self.unit,
+            option=self.option,
+            text=text,
+        )
 
 
 def garbage(text: str, ids: Sequence[int] | None = None) -> str:
@@ -134,7 +172,7 @@ def verdict(found: Sequence[CheckReport]) -> str:
     """``breached``; ``unknown`` where the answers could not be compared; else ``passed``."""
     if any(one.verdict == BREACH for one in found):
         return BREACHED
-    told = all(one.verdict == GOOD for one in found if one.check == ANSWERS)
+    told = all(one.verdict == GOOD for one in found if one.check == _ANSWERS)
     return PASSED if told else UNKNOWN
 
 
@@ -142,47 +180,30 @@ def _times(limits: Limits, name: str, turns: Sequence[TurnReport]) -> Iterator[C
     sleeps = [turn for turn in turns if turn.sleeps == name]
     swaps = [turn for turn in turns if turn.wakes == name and turn.sleeps != name]
     yield _slowest(
-        "first sleep",
-        name,
+        _Check("first sleep", name, limits.max_first_sleep, "s", "--max-first-sleep"),
         [turn.sleep_seconds for turn in sleeps if turn.first_sleep],
-        limits.max_first_sleep,
-        "--max-first-sleep",
     )
     yield _slowest(
-        "later sleeps",
-        name,
+        _Check("later sleeps", name, limits.max_sleep, "s", "--max-sleep"),
         [turn.sleep_seconds for turn in sleeps if not turn.first_sleep],
-        limits.max_sleep,
-        "--max-sleep",
     )
     yield _slowest(
-        "wake-ups",
-        name,
+        _Check("wake-ups", name, limits.max_wake, "s", "--max-wake"),
         [turn.wake_seconds for turn in turns if turn.wakes == name],
-        limits.max_wake,
-        "--max-wake",
     )
     if swaps:
         yield _slowest(
-            "later swaps to it",
-            name,
+            _Check("later swaps to it", name, limits.max_swap, "s", "--max-swap"),
             [turn.swap_seconds for turn in swaps if not turn.first_sleep],
-            limits.max_swap,
-            "--max-swap",
         )
 
 
-def _slowest(
-    check: str, name: str, seconds: Sequence[float | None], limit: float, option: str
-) -> CheckReport:
+def _slowest(check: _Check, seconds: Sequence[float | None]) -> CheckReport:
     known = [one for one in seconds if one is not None]
     if not known:
-        return _unseen(check, name, "there was none", limit=limit, unit="s", option=option)
-    most = max(known)
+        return check.unseen("there was none")
     many = f", slowest of {len(known)}" if len(known) > 1 else ""
-    return _judged(
-        check, name, most <= limit, f"{most:.2f} s{many}", most, limit, "s", option, most=True
-    )
+    return check.found(max(known), f"{max(known):.2f} s{many}")
 
 
 def _memory(
@@ -190,41 +211,30 @@ def _memory(
 ) -> Iterator[CheckReport]:
     mine = [turn for turn in turns if turn.sleeps == name]
     freed = [found for turn in mine if (found := _freed(turn)) is not None]
-    option = "--min-freed"
     why = unseen or "there was no sleep, or the driver does not say"
+    check = _Check("freed", name, limits.min_freed, "", "--min-freed", most=False)
     if not freed:
-        yield _unseen("freed", name, why, limit=limits.min_freed, unit="", option=option)
+        yield check.unseen(why)
     else:
         gpu, share = min(freed, key=lambda one: one[1])
         text = f"{share:.0%} of the memory in use on GPU {gpu}, in the sleep that freed least"
-        yield _judged(
-            "freed",
-            name,
-            share >= limits.min_freed,
-            text,
-            share,
-            limits.min_freed,
-            "",
-            option,
-            most=False,
-        )
+        yield check.found(share, text)
     gpus = _sleepers(mine)
     own = [one for one in trends(turns) if one.server == name and one.gpu in gpus]
-    option = "--max-residue"
+    check = _Check("residue", name, limits.max_residue, "GiB", "--max-residue")
     if not own:
-        yield _unseen("residue", name, why, limit=limits.max_residue, unit="GiB", option=option)
+        yield check.unseen(why)
     else:
         largest = max(own, key=lambda trend: trend.last_bytes)
         gib = largest.last_bytes / GIB
         # The memory of all processes includes that of every sleeping server.
-        limit = limits.max_residue * (1 if largest.of_server else servers)
-        text = f"{gib:.2f} GiB on GPU {largest.gpu}{_whose(largest)}"
-        yield _judged("residue", name, gib <= limit, text, gib, limit, "GiB", option, most=True)
+        if not largest.of_server:
+            check = replace(check, limit=limits.max_residue * servers)
+        yield check.found(gib, f"{gib:.2f} GiB on GPU {largest.gpu}{_whose(largest)}")
     sloped = [(one, one.mib_per_cycle) for one in own if one.mib_per_cycle is not None]
-    option = "--max-growth"
+    check = _Check("growth", name, limits.max_growth, "MiB", "--max-growth")
     if not sloped:
-        reason = f"needs {_FEWEST + 1} sleeps with a memory reading" if own else why
-        yield _unseen("growth", name, reason, limit=limits.max_growth, unit="MiB", option=option)
+        yield check.unseen(f"needs {_FEWEST + 1} sleeps with a memory reading" if own else why)
     else:
         worst, each = max(sloped, key=lambda pair: pair[1])
         # From the second sleep to the last.
@@ -233,17 +243,7 @@ def _memory(
             f"{growth:+.1f} MiB on GPU {worst.gpu} from sleep 2 to {worst.sleeps} "
             f"({each:+.2f} MiB each){_whose(worst)}"
         )
-        yield _judged(
-            "growth",
-            name,
-            growth <= limits.max_growth,
-            text,
-            growth,
-            limits.max_growth,
-            "MiB",
-            option,
-            most=True,
-        )
+        yield check.found(growth, text)
 
 
 def _whose(trend: TrendReport) -> str:
@@ -289,22 +289,21 @@ def _gpus(turns: Sequence[TurnReport]) -> list[int]:
 
 
 def _answers(server: ServerReport, turns: Sequence[TurnReport]) -> CheckReport:
+    check = _Check(_ANSWERS, server.name)
     found = _answered(server.name, turns)
     if not found:
-        why = "no answer after a wake-up could be compared"
-        return _unseen(ANSWERS, server.name, why)
+        return check.unseen("no answer after a wake-up could be compared")
     bad = [one for one in found if one.verdict == DIFFERS]
     equal = sum(one.verdict == EQUAL for one in found)
     text = f"{equal} of {len(found)} greedy texts as before the first sleep"
     if bad:
         first = first_of([f"prompt {one.prompt}: {one.text[:_QUOTED]!r}" for one in bad], 1)
-        return _judged(ANSWERS, server.name, False, f"{text}; {first}", len(bad), 0, "", "")
+        return check.found(len(bad), f"{text}; {first}")
     if not server.steady:
-        why = f"{text}; no prompt had the same text twice before"
-        return _unseen(ANSWERS, server.name, why)
+        return check.unseen(f"{text}; no prompt had the same text twice before")
     if equal < len(found):
         text += "; the others had several texts before"
-    return _judged(ANSWERS, server.name, True, text, 0, 0, "", "")
+    return check.found(0, text)
 
 
 def _answered(name: str, turns: Sequence[TurnReport]) -> list[AnswerReport]:
@@ -316,8 +315,9 @@ def _garbage(name: str, turns: Sequence[TurnReport], stress: Sequence[StressRepo
     asked = len(answers) + sum(one.requests - one.failed for one in stress)
     kinds = [one.garbage for one in answers if one.garbage]
     found = len(kinds) + sum(one.garbled for one in stress)
+    check = _Check("garbage", name)
     if not asked:
-        return _unseen("garbage", name, "nothing was answered")
+        return check.unseen("nothing was answered")
     text = f"{found} of {counted(asked, 'text')}"
     if found:
         before = sum(one.garbled for one in stress if one.when == BEFORE)
@@ -326,39 +326,34 @@ def _garbage(name: str, turns: Sequence[TurnReport], stress: Sequence[StressRepo
         if before:
             text += f"; {before} of them before any sleep"
         text += " (--random-weights if the model has such)"
-    return _judged("garbage", name, not found, text, found, 0, "", "")
+    return check.found(found, text)
 
 
 def _stress(limits: Limits, name: str, stress: Sequence[StressReport]) -> Iterator[CheckReport]:
     failed = sum(one.failed for one in stress)
     sent = sum(one.requests for one in stress)
+    check = _Check("requests", name)
     if not sent:
-        yield _unseen("requests", name, "none was sent")
+        yield check.unseen("none was sent")
     else:
         text = f"{failed} of {sent} failed"
         if failed:
             faults = [fault for one in stress if one.failed for fault in one.faults]
             text += f": {first_of(faults, 1)}"
-        yield _judged("requests", name, not failed, text, failed, 0, "", "")
+        yield check.found(failed, text)
     yield _kept(
-        "speed",
-        name,
+        _Check("speed", name, limits.min_speed, "", "--min-speed", most=False),
         stress,
         lambda one: one.tokens_per_second,
-        limits.min_speed,
-        "--min-speed",
         "{:.1f}",
         "tokens/s",
         "needs requests with token counts before and after the cycles",
     )
     if any(one.drafted for one in stress):
         yield _kept(
-            "acceptance",
-            name,
+            _Check("acceptance", name, limits.min_acceptance, "", "--min-acceptance", most=False),
             stress,
             lambda one: one.acceptance,
-            limits.min_acceptance,
-            "--min-acceptance",
             "{:.0%}",
             "of the drafted tokens",
             "no token was drafted before, or after",
@@ -366,12 +361,9 @@ def _stress(limits: Limits, name: str, stress: Sequence[StressReport]) -> Iterat
 
 
 def _kept(
-    check: str,
-    name: str,
+    check: _Check,
     stress: Sequence[StressReport],
     value: Callable[[StressReport], float | None],
-    limit: float,
-    option: str,
     form: str,
     unit: str,
     why: str,
@@ -381,54 +373,7 @@ def _kept(
         next((value(one) for one in stress if one.when == when), None) for when in (BEFORE, AFTER)
     )
     if not before or after is None:
-        return _unseen(check, name, why, limit=limit, option=option)
+        return check.unseen(why)
     share = after / before
     text = f"{form.format(after)} {unit}, {form.format(before)} before: {share:.0%} of it"
-    return _judged(check, name, share >= limit, text, share, limit, "", option, most=False)
-
-
-def _judged(
-    check: str,
-    server: str,
-    good: bool,
-    text: str,
-    found: float,
-    limit: float,
-    unit: str,
-    option: str,
-    *,
-    most: bool = True,
-) -> CheckReport:
-    if option:
-        text += f" (at {'most' if most else 'least'} {limit:g}{f' {unit}' if unit else ''})"
-    return CheckReport(
-        check=check,
-        server=server,
-        verdict=GOOD if good else BREACH,
-        found=float(found),
-        limit=float(limit),
-        unit=unit,
-        option=option,
-        text=text,
-    )
-
-
-def _unseen(
-    check: str,
-    server: str,
-    why: str,
-    *,
-    limit: float | None = None,
-    unit: str = "",
-    option: str = "",
-) -> CheckReport:
-    return CheckReport(
-        check=check,
-        server=server,
-        verdict=UNSEEN,
-        found=None,
-        limit=limit,
-        unit=unit,
-        option=option,
-        text=why,
-    )
+    return check.found(share, text)

@@ -18,7 +18,7 @@ from sm12x.doctor.host import Host
 from sm12x.doctor.model import Gpu, Unseen
 from sm12x.verify.report import GpuUse
 
-AUTO, ALL, NONE = "auto", "all", "none"
+AUTO, _ALL, _NONE = "auto", "all", "none"
 # A process that gives back less than this has not gone to sleep.
 _FELL = 64 * MIB
 
@@ -97,7 +97,7 @@ def watch(urls: Iterable[str], choice: str) -> Watch:
         UsageError: ``choice`` is none of these.
         UnknownVerdictError: GPUs are named, and cannot be seen.
     """
-    if choice == NONE:
+    if choice == _NONE:
         return Watch(_look, unseen="--gpus none")
     if choice == AUTO:
         away = [host for host in (urlsplit(url).hostname or "" for url in urls) if not here(host)]
@@ -107,7 +107,7 @@ def watch(urls: Iterable[str], choice: str) -> Watch:
         made = Watch(_look)
         made.sample()
         return made
-    made = Watch(_look, chosen=None if choice == ALL else _numbers(choice))
+    made = Watch(_look, chosen=None if choice == _ALL else _numbers(choice))
     seen = made.sample()
     missing = sorted((made._chosen or set()) - set(seen.used)) if seen else []
     if missing:

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from sm12x.core.declared import Declared, one_of, shown
 
 GOOD, BREACH, UNSEEN = "ok", "breach", "not seen"
-VERDICTS = (GOOD, BREACH, UNSEEN)
+_VERDICTS = (GOOD, BREACH, UNSEEN)
 PASSED, BREACHED, UNKNOWN, STOPPED, RUNNING = "passed", "breached", "unknown", "stopped", "running"
 EQUAL, DIFFERS, UNSTEADY = "equal", "differs", "unsteady"
 BEFORE, AFTER = "before", "after"
@@ -194,7 +194,7 @@ class CheckReport:
 
     check: str
     server: str
-    verdict: Annotated[str, one_of(*VERDICTS)]
+    verdict: Annotated[str, one_of(*_VERDICTS)]
     found: float | None
     limit: float | None
     unit: str

@@ -1,18 +1,52 @@
-"""All facts about a host, in one go. Nothing is written and nothing is changed."""
+"""All facts about a host, read in one go, and all checks, each a pure function of the facts.
+
+Nothing is written and nothing is changed.
+"""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from sm12x.doctor import caches, containers, gpus, image, memory, network, serving
+from sm12x.doctor import caches, containers, driver, gpus, image, memory, network, serving
 from sm12x.doctor.host import Host
 from sm12x.doctor.knowledge import Knowledge
-from sm12x.doctor.model import HostFacts, HostMachine, Unseen
+from sm12x.doctor.model import SEVERITIES, Diagnosis, HostFacts, HostMachine, Unseen
 
 _MARKS = {"/.dockerenv": "docker", "/run/.containerenv": "podman"}
 _GROUPS = ("docker", "kubepods", "containerd", "libpod", "lxc")
+
+_CHECKS: tuple[Callable[[HostFacts, Knowledge], list[Diagnosis]], ...] = (
+    driver.answers,
+    driver.version,
+    driver.trouble,
+    driver.log,
+    gpus.present,
+    gpus.image_known,
+    gpus.code,
+    gpus.leftover,
+    gpus.unified,
+    gpus.stuck,
+    serving.offline,
+    containers.engines,
+    containers.gpu_access,
+    containers.cdi,
+    memory.host_copies,
+    memory.huge_pages,
+    memory.locked,
+    memory.shared,
+    memory.page_cache,
+    memory.reclaim,
+    caches.stale,
+    serving.compiling,
+    network.rdma,
+    network.variables,
+    serving.nccl_sound,
+    serving.segments,
+    driver.iommu,
+    driver.handover,
+)
 
 
 def facts(
@@ -28,13 +62,13 @@ def facts(
 
     Raises BadFileError when the audit that was named cannot be read.
     """
-    here = machine(host)
-    driver, found = gpus.collect(host, known)
+    here = _machine(host)
+    gpu_driver, found = gpus.collect(host, known)
     engines = containers.collect(host)
     compiled, hidden = caches.collect(host, engines, cache_folders)
     return HostFacts(
         machine=here,
-        driver=driver,
+        driver=gpu_driver,
         gpus=found,
         log=gpus.log(host),
         memory=memory.collect(host),
@@ -49,7 +83,7 @@ def facts(
     )
 
 
-def machine(host: Host) -> HostMachine:
+def _machine(host: Host) -> HostMachine:
     kernel = host.text("/proc/sys/kernel/osrelease")
     name = host.text("/proc/sys/kernel/arch")
     return HostMachine(
@@ -70,3 +104,12 @@ def _container(host: Host) -> str:
     if isinstance(group, Unseen):
         return ""
     return next((kind for kind in _GROUPS if kind in group), "")
+
+
+def run(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
+    """Every check, the worst findings first, in the order of ``_CHECKS`` otherwise."""
+    return ordered([finding for check in _CHECKS for finding in check(facts, known)])
+
+
+def ordered(findings: list[Diagnosis]) -> list[Diagnosis]:
+    return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
