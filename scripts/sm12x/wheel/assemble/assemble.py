@@ -112,7 +112,7 @@ def build(
             for each in parts.base.overrides_on(parts.machine)
         ),
         extras=extras(parts.base),
-        sources=third_party(compiled),
+        sources=compiled.sources,
     )
     phase("writing the wheel")
     target = out / wheel.name(official, parts.base.version, version, compiled)
@@ -131,14 +131,6 @@ def extras(base: Base) -> tuple[ledger.ExtraEntry, ...]:
             modules=extra.modules,
         )
         for extra in base.extras
-    )
-
-
-def third_party(compiled: NativeRecord) -> tuple[ledger.SourceEntry, ...]:
-    """The third-party sources that modules were compiled of, for the ledger."""
-    return tuple(
-        ledger.SourceEntry(name=source.name, pin=source.pin, version=source.version)
-        for source in compiled.sources
     )
 
 

@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from sm12x.core import files, machine, process
 from sm12x.core import text as texts
@@ -31,19 +31,14 @@ from sm12x.stack.model.base import Base, Module, ThirdPartySource
 from sm12x.wheel.compile import launcher
 from sm12x.wheel.toolchain import arch, cross
 
+if TYPE_CHECKING:
+    # The environment of the witnesses, which use this module, does not have rich.
+    from sm12x.core.progress import Steps
+
 # The parts of the source tree that the release's CMake reads.
 TREE = ("CMakeLists.txt", "cmake", "csrc")
 
 _SUPPORTED = re.compile(r"^-- CUDA supported target architectures: (.*)$")
-
-
-class OnStep(Protocol):
-    """Called with the finished and total number of units of ``label``, and the remaining time.
-
-    ``total`` 0 means not known yet, ``left`` is in seconds.
-    """
-
-    def __call__(self, label: str, done: int, total: int, left: float | None = None) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +116,7 @@ def variables(base: Base, modules: Sequence[Module], settings: Settings) -> dict
 
 
 def configure(
-    base: Base, modules: Sequence[Module], settings: Settings, on_step: OnStep | None
+    base: Base, modules: Sequence[Module], settings: Settings, on_step: Steps | None
 ) -> str:
     """Run CMake unless it already ran with the same words. Returns the architectures it took."""
     work = settings.work

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from sm12x.core import files, machine, process
 from sm12x.core.errors import BuildFailedError, NoSpaceError, Sm12xError, ToolFailedError
+from sm12x.core.progress import Steps
 from sm12x.stack.model.base import Base, Module
 from sm12x.wheel.compile import cmake, launcher, schedule
 from sm12x.wheel.compile.broker import Broker, CompilerRun
@@ -59,7 +60,7 @@ def compile_modules(
     modules: Sequence[Module],
     settings: cmake.Settings,
     *,
-    on_step: cmake.OnStep | None = None,
+    on_step: Steps | None = None,
     say: Callable[[str], None] | None = None,
 ) -> dict[str, int]:
     """Compile and link ``modules``. Returns of how many units each is made.
@@ -131,7 +132,7 @@ class _Run:
     cores: int
     memory_gib: float
     results: Path
-    on_step: cmake.OnStep | None
+    on_step: Steps | None
     say: Callable[[str], None] | None
     failed: list[CompilerRun] = field(default_factory=list)
     _expected: float = 60.0

@@ -13,9 +13,11 @@ from typing import Literal
 from sm12x.core import cudaarch, declared, files, process
 from sm12x.core.declared import Declared
 from sm12x.core.errors import BadFileError, BuildFailedError
+from sm12x.core.progress import Steps
 from sm12x.stack.model.base import Base, Module
 from sm12x.wheel import library
 from sm12x.wheel.compile import cmake, compiling
+from sm12x.wheel.ledger import SourceEntry
 from sm12x.wheel.selection import Kept, ModuleChoice
 from sm12x.wheel.source import third_party
 from sm12x.wheel.toolchain import arch, cross, cuda_home
@@ -41,18 +43,6 @@ class NativeModule(Declared):
 
 
 @dataclass(frozen=True, kw_only=True)
-class UsedSource(Declared):
-    """A third-party source of a compiled module, and its ``pin`` in base.toml.
-
-    ``version`` is what its own files say, "" where they do not: of a commit, for one.
-    """
-
-    name: str
-    pin: str
-    version: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class NativeRecord(Declared):
     """The inputs and results of a native build, independent of time and place.
 
@@ -71,7 +61,7 @@ class NativeRecord(Declared):
     modules: tuple[NativeModule, ...]
     mode: str = "quick"
     kept: tuple[Kept, ...] = ()
-    sources: tuple[UsedSource, ...] = ()
+    sources: tuple[SourceEntry, ...] = ()
     schema: Literal[2] = 2
 
 
@@ -84,7 +74,7 @@ def build(
     *,
     mode: str = "quick",
     patch_levels: Collection[str] = (),
-    on_step: cmake.OnStep | None = None,
+    on_step: Steps | None = None,
     say: Callable[[str], None] | None = None,
 ) -> NativeRecord:
     """Compile the modules of ``choice`` into ``out``, and write the record beside them.
@@ -110,7 +100,7 @@ def build(
             )
     there = cmake.available(base, settings.third_party)
     sources = tuple(
-        UsedSource(
+        SourceEntry(
             name=one.name,
             pin=one.pin,
             version=third_party.require_version(
