@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sm12x import layout
-from sm12x.core import files
+from sm12x.core import files, machine
 from sm12x.core.errors import BuildFailedError, NoSpaceError
+from sm12x.core.text import GIB
 from sm12x.image.base import platforms
 from sm12x.image.base.host_settings import SECRETS_PREFIX
 from sm12x.image.base.platforms import Platforms
@@ -124,10 +125,10 @@ def require_room(
     peaks += [module.peak_gib for module in base.flashinfer if flashinfer]
     units = [] if meter.begun else peaks
     peak = max([_MEMORY_GIB, *units])
-    free = memory_gib(Path("/proc/meminfo"))
-    if free is not None and free < peak:
+    free = machine.available()
+    if free is not None and free < peak * GIB:
         raise NoSpaceError(
-            f"the build needs {peak:.1f} GiB of memory, {free:.1f} GiB are free",
+            f"the build needs {peak:.1f} GiB of memory, {free / GIB:.1f} GiB are free",
             next_step="stop something, or build on a machine with more memory",
         )
 
@@ -218,17 +219,6 @@ def _require_disk(needed: Sequence[DiskNeed], engine: str) -> None:
 def work_folder(base: Base) -> Path:
     """Logs, contexts and the lock of a bundle in the making."""
     return layout.root() / "build" / base.version
-
-
-def memory_gib(meminfo: Path) -> float | None:
-    """GiB of memory that can be had without swapping; None where the system does not say."""
-    try:
-        for line in meminfo.read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) / 1024**2
-    except OSError:
-        return None
-    return None
 
 
 @contextmanager
