@@ -16,7 +16,7 @@ from sm12x.core import declared
 from sm12x.core.errors import BadFileError, BuildFailedError, ToolFailedError, UsageError
 from sm12x.image.base.platforms import Platforms
 from sm12x.image.bundle import context, modes
-from sm12x.runtime.check import precompiled
+from sm12x.runtime.check import machinecode
 from sm12x.runtime.check.native import LoadedDriver
 from sm12x.runtime.check.report import FAIL, NOTE, PASS
 from sm12x.runtime.places import Places
@@ -250,7 +250,7 @@ def image(builder: Builder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def states(image: Image, scratch: Path) -> list[str]:
-    return [line.state for line in precompiled.check(image.places, DRIVER, scratch)]
+    return [line.state for line in machinecode.check_flashinfer(image.places, DRIVER, scratch)]
 
 
 def test_whole_modules_pass(image: Image, tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_a_module_that_flashinfer_would_compile_is_found_for_each_device(
     image: Image, tmp_path: Path
 ) -> None:
     image.answers["b"] = "MissingJITCacheError: ..."
-    lines = precompiled.check(image.places, DRIVER, tmp_path)
+    lines = machinecode.check_flashinfer(image.places, DRIVER, tmp_path)
     assert [line.state for line in lines] == [FAIL, FAIL]
     assert all("b" in line.text and "MissingJITCacheError" in line.text for line in lines)
     assert {device for device in ("12.0f", "12.1a") for line in lines if device in line.text}
