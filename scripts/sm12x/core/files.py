@@ -125,6 +125,23 @@ def write_output(path: Path, text: str) -> None:
         write_text(path, text)
 
 
+def link(source: str | Path, target: str | Path) -> None:
+    """Make ``target`` a hard link to ``source``, or a copy with its date where that cannot be."""
+    try:
+        os.link(source, target)
+    except OSError:
+        # Another file system, or one without hard links.
+        shutil.copy2(source, target)
+
+
+def kernel_text(path: Path) -> str:
+    """The text of a file in /proc or /sys, "" where it cannot be read."""
+    try:
+        return path.read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
 def existing(folder: Path) -> Path:
     """``folder``, or the nearest folder above it that exists."""
     while not folder.exists():

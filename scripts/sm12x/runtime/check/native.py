@@ -14,7 +14,7 @@ from sm12x import layout
 from sm12x.core import process
 from sm12x.core.errors import ToolFailedError
 from sm12x.core.files import sha256
-from sm12x.core.text import counted
+from sm12x.core.text import counted, first_of
 from sm12x.recipes.model import Recipe
 from sm12x.recipes.render import render
 from sm12x.runtime.check.report import FAIL, Line, Topic
@@ -163,11 +163,10 @@ def _operators(ledger: Ledger, registered: Sequence[str]) -> list[Line]:
         known = bare if library.ops_by == "read" else names
         lost = [name for name in library.ops if name not in known]
         if lost:
-            more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
             lines.append(
                 topic.failed(
                     f"{library.path} registers {len(library.ops) - len(lost)} of the official "
-                    f"wheel's {len(library.ops)} operators; lost: {', '.join(lost[:5])}{more}"
+                    f"wheel's {len(library.ops)} operators; lost: {first_of(lost, 5)}"
                 )
             )
     total = sum(len(library.ops) for library in ledger.libraries)

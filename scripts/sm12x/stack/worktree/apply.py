@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from sm12x.core import text as texts
 from sm12x.core.errors import (
     DISK_FULL,
     BadFileError,
@@ -142,50 +143,39 @@ def apply(
         NoSpaceError, BadFileError: a file could not be written. Nothing is changed.
         HalfAppliedError: as above, and the changed files could not be restored.
     """
-    try:
-        return _apply(base, stack, directory, repository, archive, on_patch, rest)
-    except OSError as error:
-        raise _refused(error, directory) from error
-
-
-def _apply(
-    base: Base,
-    stack: Stack,
-    directory: Path,
-    repository: bool,
-    archive: Path | None,
-    on_patch: Callable[[Patch], None] | None,
-    rest: Sequence[str],
-) -> ApplyReport:
     whole = stack
     stack = Stack(patches=tuple(patch for patch in whole.patches if patch.name not in rest))
-    with tree.scratch(directory) as git:
-        commit = commit_base(base, stack, git, directory, archive)
-        if repository and (directory / ".git").exists():
-            raise DirtyTreeError(
-                f"{directory} is a git repository already, and this command would make a new one",
-                next_step="add --no-repository to keep that repository, or remove its .git",
-            )
-        report, tip = try_stack(base, stack, git, commit, on_patch=on_patch)
-        if not report.ok:
-            raise StackConflictError(report)
-        with tempfile.TemporaryDirectory(prefix="sm12x-apply-") as name:
-            git.read_tree(tip)
-            if repository:
-                with (
-                    _repository_for(
-                        git, base, report, directory, commit, tip, whole, rest
-                    ) as hidden,
-                    _putting(git, Path(name), directory, report.changed),
-                ):
-                    hidden.rename(directory / ".git")
-                left = Repository(git_dir=directory / ".git", work_tree=directory)
-                # Files are the same; only their times are not known to the index yet.
-                with suppress(NoSpaceError):
-                    left.run("update-index", "-q", "--refresh", check=False)
-            else:
-                with _putting(git, Path(name), directory, report.changed):
-                    pass
+    try:
+        with tree.scratch(directory) as git:
+            commit = commit_base(base, stack, git, directory, archive)
+            if repository and (directory / ".git").exists():
+                raise DirtyTreeError(
+                    f"{directory} is a git repository already, and this command would make a "
+                    "new one",
+                    next_step="add --no-repository to keep that repository, or remove its .git",
+                )
+            report, tip = try_stack(base, stack, git, commit, on_patch=on_patch)
+            if not report.ok:
+                raise StackConflictError(report)
+            with tempfile.TemporaryDirectory(prefix="sm12x-apply-") as name:
+                git.read_tree(tip)
+                if repository:
+                    with (
+                        _repository_for(
+                            git, base, report, directory, commit, tip, whole, rest
+                        ) as hidden,
+                        _putting(git, Path(name), directory, report.changed),
+                    ):
+                        hidden.rename(directory / ".git")
+                    left = Repository(git_dir=directory / ".git", work_tree=directory)
+                    # Files are the same; only their times are not known to the index yet.
+                    with suppress(NoSpaceError):
+                        left.run("update-index", "-q", "--refresh", check=False)
+                else:
+                    with _putting(git, Path(name), directory, report.changed):
+                        pass
+    except OSError as error:
+        raise _refused(error, directory) from error
     return report
 
 
@@ -429,11 +419,9 @@ class HalfAppliedError(DirtyTreeError):
 
     def __init__(self, directory: Path, left: Sequence[str], cause: BaseException) -> None:
         said = str(cause) or type(cause).__name__
-        named = ", ".join(left[:_NAMED])
-        more = f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
         super().__init__(
             f"{directory} is half applied: after `{said}` these files could not be restored: "
-            f"{named}{more}",
+            f"{texts.first_of(left, _NAMED)}",
             next_step="delete that folder and unpack the sdist in another one (`sm12x patch apply "
             "--base VERSION --unpack NEW_DIR`)",
         )

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from sm12x.core import text as texts
 from sm12x.core.errors import DISK_FULL, BadFileError, DirtyTreeError, NoSpaceError
 from sm12x.core.git import Repository, TreeFile
 from sm12x.stack.model.base import Base
@@ -30,7 +31,9 @@ class Difference:
 
     def __str__(self) -> str:
         kinds = (("edited", self.edited), ("missing", self.missing), ("extra", self.extra))
-        return "; ".join(f"{kind}: {_some(paths)}" for kind, paths in kinds if paths)
+        return "; ".join(
+            f"{kind}: {texts.first_of(paths, _NAMED)}" for kind, paths in kinds if paths
+        )
 
 
 def unpack(archive: Path, directory: Path) -> None:
@@ -201,9 +204,9 @@ def explain(
             f"{directory} has the whole stack {stack.id} applied already", next_step=fresh
         )
     if patched or half:
-        parts = [f"patched: {_some([*patched, *half])}"]
+        parts = [f"patched: {texts.first_of([*patched, *half], _NAMED)}"]
         if untouched:
-            parts.append(f"not patched: {_some(untouched)}")
+            parts.append(f"not patched: {texts.first_of(untouched, _NAMED)}")
         return DirtyTreeError(f"{directory} is half applied ({'; '.join(parts)})", next_step=fresh)
     if archive is not None:
         difference = compare(has, listing(archive))
@@ -261,8 +264,3 @@ def _stripped(member: tarfile.TarInfo, archive: Path) -> Iterator[tarfile.TarInf
         # A hard link names its target from the top of the archive.
         link = member.linkname.partition("/")[2] if member.islnk() else member.linkname
         yield member.replace(name=rest, linkname=link, deep=False)
-
-
-def _some(paths: list[str] | tuple[str, ...]) -> str:
-    named = ", ".join(paths[:_NAMED])
-    return f"{named} and {len(paths) - _NAMED} more" if len(paths) > _NAMED else named

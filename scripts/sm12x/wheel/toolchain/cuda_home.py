@@ -6,7 +6,6 @@ when a server starts.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import tempfile
@@ -126,13 +125,7 @@ def nvcc_version(cuda_home: Path) -> str:
 def _copy_tools(source: Path, target: Path) -> None:
     # nvcc looks for its libraries from where it lies itself: through a link it would look in the
     # package, which has lib but no lib64. A hard link lies here, and costs no second 111 MB.
-    def place(src: str, dst: str) -> None:
-        try:
-            os.link(src, dst)
-        except OSError:
-            shutil.copy2(src, dst)
-
-    shutil.copytree(source, target, copy_function=place)
+    shutil.copytree(source, target, copy_function=files.link)
 
 
 def _link_libraries(source: Path, target: Path) -> int:
