@@ -19,10 +19,9 @@ from sm12x.commands.patchoptions import (
     say,
 )
 from sm12x.core import progress
-from sm12x.core.errors import BadFileError, FindingsError
+from sm12x.core.errors import FindingsError
 from sm12x.stack import render
 from sm12x.stack.model import series
-from sm12x.stack.model.base import Base
 from sm12x.stack.model.patchfile import MessageFault
 from sm12x.stack.witness import mutations
 from sm12x.stack.worktree import apply as applying
@@ -132,10 +131,10 @@ def check_command(
         say(f"warning: {left} was left by a killed run; it can be deleted")
     report: applying.ApplyReport | None = None
     conflict: applying.StackConflictError | None = None
-    if messages_only and _readable(base):
+    if messages_only and series.is_readable(base):
         findings += mutations.check(base, series.load(base), None)
     # What cannot be read cannot be applied; the findings say so.
-    if not messages_only and _readable(base):
+    if not messages_only and series.is_readable(base):
         archive = fetch(base, find_links)
         stack = series.load(base)
         with tempfile.TemporaryDirectory(prefix="sm12x-check-") as folder:
@@ -168,11 +167,3 @@ def check_command(
         stack = series.load(base)
         what = "messages and series are in order" if messages_only else "applies, and round-trips"
         click.echo(f"stack {stack.id} of {base.version}: {len(stack.patches)} patches, {what}")
-
-
-def _readable(base: Base) -> bool:
-    try:
-        series.load(base)
-    except BadFileError:
-        return False
-    return True

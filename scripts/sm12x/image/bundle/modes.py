@@ -16,6 +16,7 @@ from sm12x.core.cudaarch import CudaArch
 from sm12x.core.errors import BadFileError, UsageError
 from sm12x.core.progress import Reporter
 from sm12x.image.base.platforms import Platforms
+from sm12x.image.bundle.context import Context
 from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
 from sm12x.stack.model.base import Base
@@ -208,7 +209,7 @@ def settle(
         allowed=allowed,
         patch_levels=request.patch_levels,
         third_party=files_of,
-        third_party_sha256=digest(files_of),
+        third_party_sha256=Context(files=files_of, large={}).digest() if files_of else "",
     )
 
 
@@ -373,13 +374,3 @@ def _files_of(folder: Path) -> list[Path]:
             found += [path for name in names if (path := Path(root, name)).is_file()]
         seen.add(real)
     return sorted(path for path in found if path.name != ".git")
-
-
-def digest(staged_files: Mapping[str, Path]) -> str:
-    """A sha256, in hex, over names and contents; "" without any."""
-    if not staged_files:
-        return ""
-    total = hashlib.sha256()
-    for name, path in sorted(staged_files.items()):
-        total.update(f"{name}\0{files.sha256(path)}\n".encode())
-    return total.hexdigest()

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from sm12x.core import declared, files
 from sm12x.core.declared import Declared
-from sm12x.core.errors import BadFileError, DirtyTreeError
+from sm12x.core.errors import DirtyTreeError
 from sm12x.core.git import Repository, Signature
 from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
@@ -324,7 +324,7 @@ def _finished(directory: Path, repository: Repository, port: Port, root: Path | 
         )
     exported = export.export(repository, start, head, root=root)
     made = series.Stack.id_of(exported)
-    now = series.load(new).id if _loads(new) else ""
+    now = series.load(new).id if series.is_readable(new) else ""
     if now not in (port.stack, made) and not export.in_between(new, repository):
         raise DirtyTreeError(
             f"{new.folder} is now {f'stack {now}' if now else 'no readable stack'}, and the port "
@@ -351,14 +351,6 @@ def _folder(port: Port) -> Base:
     if (port.folder / "base.toml").is_file():
         return bases.parse(port.folder / "base.toml")
     return bases.load(port.version)
-
-
-def _loads(base: Base) -> bool:
-    try:
-        series.load(base)
-    except BadFileError:
-        return False
-    return True
 
 
 def _settled(port: Port, name: str, state: str, tip: str) -> Port:
