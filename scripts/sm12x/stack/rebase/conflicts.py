@@ -116,23 +116,16 @@ def start(
     tree.unpack(archive, directory)
     shutil.move(git_dir, directory / ".git")
     repository = _repository(directory)
-    # That of the scratch repository.
-    repository.run("config", "--local", "--unset-all", "core.worktree", check=False)
-    for key, value in (
-        ("core.autocrlf", "false"),
-        ("core.bare", "false"),
-        ("sm12x.base", new.version),
-        (apply.STACK_KEY, series.load(new).id),
-        # The user's own git shows the ancestor as well.
-        ("merge.conflictStyle", "diff3"),
-    ):
-        repository.config(key, value)
+    stack_id = series.load(new).id
+    apply.own(repository, new.version, stack_id)
+    # The user's own git shows the ancestor as well.
+    repository.config("merge.conflictStyle", "diff3")
     port = Port(
         source=source,
         version=new.version,
         label=label,
         folder=new.folder.absolute(),
-        stack=series.load(new).id,
+        stack=stack_id,
         tip=ported.start,
         steps=tuple(PortStep(name=name, commit=ported.commits[name]) for name in names),
     )

@@ -437,6 +437,17 @@ def _mode(now: int, wanted: str) -> int:
     return permissions & ~0o111
 
 
+def own(repository: Repository, version: str, stack_id: str) -> None:
+    """Make a scratch repository that of a folder, with the settings of one that has a stack."""
+    # Where the scratch tree is; the folder may be moved.
+    repository.run("config", "--local", "--unset-all", "core.worktree", check=False)
+    # The user's own git works here: it must not convert line ends either.
+    repository.config("core.autocrlf", "false")
+    repository.config("core.bare", "false")
+    repository.config("sm12x.base", version)
+    repository.config(STACK_KEY, stack_id)
+
+
 @contextmanager
 def _repository_for(
     git: Repository,
@@ -451,13 +462,7 @@ def _repository_for(
     """A copy of the scratch repository inside ``directory``, for the block to rename to .git."""
     git.update_ref(f"refs/heads/{BRANCH}", tip)
     git.update_ref(f"refs/tags/{BASE_TAG}", commit)
-    # Where it is now; the folder may be moved.
-    git.run("config", "--local", "--unset-all", "core.worktree", check=False)
-    # The user's own git works here: it must not convert line ends either.
-    git.config("core.autocrlf", "false")
-    git.config("core.bare", "false")
-    git.config("sm12x.base", base.version)
-    git.config(STACK_KEY, whole.id)
+    own(git, base.version, whole.id)
     for name in rest:
         git.run("config", "--local", "--add", REST_KEY, name)
     for result in report.results:
