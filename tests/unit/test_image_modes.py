@@ -53,7 +53,7 @@ def test_sources_are_looked_for_only_where_they_decide(
     def decide(base: Base, *, available: set[str], **given: object) -> Decision:
         assert given == {"cores": 2, "memory_gib": 20.0, "wanted": "auto", "allowed": ()}
         chosen = "full" if available in full_with else "quick"
-        return Decision(mode=chosen, minutes=33.0, reason="a reason")
+        return Decision(mode=chosen, reason="a reason")
 
     calls: list[None] = []
 
@@ -69,7 +69,7 @@ def test_sources_are_looked_for_only_where_they_decide(
 
 
 def test_the_first_line_says_how_to_have_the_other() -> None:
-    quick = Decision(mode="quick", minutes=69.0, reason="a full build takes about 69 minutes")
+    quick = Decision(mode="quick", reason="a full build takes about 69 minutes")
     assert modes.first_line(quick) == (
         "build mode quick: a full build takes about 69 minutes; full mode: make bundle BUILD=full"
     )

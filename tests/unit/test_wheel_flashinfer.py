@@ -332,10 +332,8 @@ def test_where_they_cannot_be_made_asking_for_them_is_an_error(
 def test_a_full_build_counts_them(base: Base) -> None:
     def minutes(cores: int, *modules: FlashInferModule) -> float:
         given = dataclasses.replace(base, flashinfer=modules)
-        decision = selection.decide(
-            given, cores=cores, memory_gib=24.0, available=[], wanted="full"
-        )
-        return decision.minutes
+        others = selection.choose(given, (), mode="full").modules
+        return selection.full_minutes(given, others, cores=cores, memory_gib=24.0)
 
     none, some = minutes(2), minutes(2, module("a", cpu_seconds=1200.0, peak_gib=3.0))
     assert 9.9 < some - none < 10.1

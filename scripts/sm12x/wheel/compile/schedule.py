@@ -111,9 +111,6 @@ class Scheduler:
     def waiting(self) -> list[int]:
         return list(self._waiting)
 
-    def running(self) -> list[Unit]:
-        return [entry.unit for entry in self._running.values()]
-
     def _weight(self, unit: Unit) -> float:
         return weight(unit.cpu_seconds, unit.peak_gib, cores=self.cores, memory_gib=self.memory_gib)
 
