@@ -204,8 +204,8 @@ def test_the_newest_base_s_patch_tells_of_a_release() -> None:
         _outcome("0.40.0", verdict.NEEDED, base="0.9.0"),
         _outcome("0.40.0", verdict.UPSTREAM, base="0.33.0", since="0.40.0"),
     ]
-    (row,) = status.table([], outcomes).rows
-    assert [cell.state for cell in row.cells] == [status.UPSTREAM]
+    (row,) = status.table([], outcomes).rows.values()
+    assert [cell.state for cell in row] == [status.UPSTREAM]
 
 
 @pytest.mark.parametrize(

@@ -190,9 +190,9 @@ def recorded(
         return {}
     at = found.releases.index(release)
     return {
-        status.slug(row.patch): row.cells[at].state
-        for row in found.rows
-        if row.cells[at].state != status.UNKNOWN
+        status.slug(name): row[at].state
+        for name, row in found.rows.items()
+        if row[at].state != status.UNKNOWN
     }
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -89,15 +89,11 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StatusRow:
-    patch: str
-    cells: tuple[Cell, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class StatusTable:
+    """``rows`` has, by patch, a cell for each of the ``releases``."""
+
     releases: tuple[str, ...]
-    rows: tuple[StatusRow, ...]
+    rows: Mapping[str, tuple[Cell, ...]]
 
 
 def decide(needed: str, text: str) -> str:
@@ -172,21 +168,12 @@ def contradictions(bases: Sequence[Base], outcomes: Sequence[RebaseOutcome]) -> 
 
 
 def merged(before: RebaseOutcome, after: RebaseOutcome) -> RebaseOutcome:
-    """``after``, with what only ``before`` knows."""
+    """``after``, with what only ``before`` knows, an outcome of the same base and release."""
     silent = after.verdict == verdict.UNKNOWN and (
         before.verdict != verdict.UNKNOWN or not after.witness
     )
-    verdict_from = before if silent else after
-    return RebaseOutcome(
-        patch=after.patch,
-        base=after.base,
-        release=after.release,
-        verdict=verdict_from.verdict,
-        text=after.text or before.text,
-        witness=verdict_from.witness,
-        since=verdict_from.since,
-        why=verdict_from.why,
-    )
+    said = before if silent else after
+    return replace(said, patch=after.patch, text=after.text or before.text)
 
 
 def since(patch: str, release: str, outcomes: Iterable[RebaseOutcome]) -> str:
@@ -218,17 +205,13 @@ def table(bases: Sequence[Base], outcomes: Sequence[RebaseOutcome]) -> StatusTab
             names.setdefault(slug(name), name)
     for outcome in outcomes:
         names.setdefault(slug(outcome.patch), outcome.patch)
-    rows = [
-        StatusRow(
-            patch=name,
-            cells=tuple(
-                _cell(name, release, by_release.get(release), stacks, outcomes)
-                for release in releases
-            ),
+    rows = {
+        name: tuple(
+            _cell(name, release, by_release.get(release), stacks, outcomes) for release in releases
         )
         for name in names.values()
-    ]
-    return StatusTable(releases=tuple(releases), rows=tuple(rows))
+    }
+    return StatusTable(releases=tuple(releases), rows=rows)
 
 
 def _cell(
