@@ -14,7 +14,7 @@ import click
 from click.core import ParameterSource
 
 from sm12x.commands import print_json, reports
-from sm12x.core import text
+from sm12x.core import cudaarch, text
 from sm12x.core.errors import BadFileError, FindingsError, UsageError
 from sm12x.wheel import selection
 
@@ -333,7 +333,7 @@ def native(
     from sm12x.wheel.compile import cmake
     from sm12x.wheel.compile import native as step
     from sm12x.wheel.source import patched as sources
-    from sm12x.wheel.toolchain import arch, cross
+    from sm12x.wheel.toolchain import cross
 
     base = bases.load(version)
     default = base.toolchain.arch_list
@@ -346,7 +346,7 @@ def native(
         work=work or out.with_name(f"{out.name}.work"),
         # Not resolved: a virtual environment's python is a link, and knows its packages by it.
         python=(python or Path(sys.executable)).absolute(),
-        archs=arch.validate(default if arch_list is None else arch_list, default=default),
+        archs=cudaarch.validate(default if arch_list is None else arch_list, default=default),
         jobs=jobs or 0,
         memory_gib=memory or 0.0,
         third_party=third_party,

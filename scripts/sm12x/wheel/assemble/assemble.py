@@ -19,7 +19,7 @@ from sm12x.core.errors import BadFileError, HashMismatchError
 from sm12x.stack.model import series
 from sm12x.stack.model.base import Base
 from sm12x.stack.model.series import Stack
-from sm12x.wheel import ledger, library, selection
+from sm12x.wheel import ledger, selection
 from sm12x.wheel.assemble import torch_ops, wheel
 from sm12x.wheel.assemble.torch_ops import Registered
 from sm12x.wheel.compile import cmake, native
@@ -171,7 +171,7 @@ def _check(parts: Parts, stack: Stack, record: SourceRecord, compiled: NativeRec
                 f"{path} is not what {native.RECORD} says",
                 next_step="make it again with `sm12x build native`",
             )
-        machine = library.read(path).machine
+        machine = native.dynamic(path).machine
         if machine != parts.machine:
             raise BadFileError(
                 f"{path} is for {machine}, the wheel is for {parts.machine}",
