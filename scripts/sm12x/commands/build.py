@@ -120,12 +120,12 @@ def packages(version: str, machine: str, out: Path, find_links: Path | None) -> 
     from sm12x.core import progress
     from sm12x.stack import lock
     from sm12x.stack.model import base as bases
-    from sm12x.wheel.toolchain import cross, cross_packages
+    from sm12x.wheel.toolchain import cross
 
     base = bases.load(version)
     lock.spec_of(base, machine)
     with progress.spinner(f"packages for {machine}"):
-        done = cross_packages.unpack(base, machine, out, uv=lock.find_uv(), find_links=find_links)
+        done = cross.unpack(base, machine, out, uv=lock.find_uv(), find_links=find_links)
     click.echo(f"{out} {'made' if done else 'unchanged'}: {', '.join(cross.PACKAGES)}")
 
 
