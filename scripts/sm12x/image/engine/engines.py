@@ -13,7 +13,7 @@ from pathlib import Path
 from sm12x.core import process
 from sm12x.core.errors import EngineNotRunningError, NoEngineError, ToolFailedError
 from sm12x.core.process import Completed
-from sm12x.image.engine.buildah import SYS_ADMIN, Buildah, Podman, has_capability, needs_chroot
+from sm12x.image.engine.buildah import SYS_ADMIN, Bud, Buildah, Podman, has_capability, needs_chroot
 from sm12x.image.engine.docker import Docker
 from sm12x.image.engine.engine import Engine
 
@@ -367,7 +367,7 @@ def _docker_down(program: Path, said: str, endpoint: str, machine: EngineHost) -
     )
 
 
-def _probe_bud(name: str, kind: type[Buildah], program: Path, machine: EngineHost) -> Probe:
+def _probe_bud(name: str, kind: type[Bud], program: Path, machine: EngineHost) -> Probe:
     probe = partial(Probe, name=name, program=program)
     usage = _ask(program, "build", "--help")
     if usage.returncode == 124:
