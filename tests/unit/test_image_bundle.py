@@ -394,7 +394,7 @@ def _require(
 ) -> None:
     modules = base.modules if full else base.modules[:1]
     meter = preflight.Meter(base, engine, HERE)
-    preflight.require_room(base, engine, modules, HERE, meter, flashinfer=flashinfer, image=image)
+    preflight.require_room(meter, modules, flashinfer=flashinfer, image=image)
 
 
 def test_what_lies_on_one_disk_is_added_up(monkeypatch: pytest.MonkeyPatch, base: Base) -> None:

@@ -120,24 +120,17 @@ class BuildPlan:
     def require_room(self) -> None:
         """Check disk and memory for the remaining steps. Raises NoSpaceError."""
         preflight.require_room(
-            self.base,
-            self.engine,
-            self.mode.choice.modules,
-            self.platforms,
             self.meter,
+            self.mode.choice.modules,
             flashinfer=bool(self.flashinfer),
             image=self.options.image,
         )
 
     def rest_gib(self) -> float:
         """GiB that the rest of the bundle takes on the disks that it uses."""
-        full = any(not module.quick for module in self.mode.choice.modules)
         rest = preflight.needs(
-            self.base,
-            self.engine,
-            self.platforms,
             self.meter,
-            full=full,
+            self.mode.choice.modules,
             flashinfer=bool(self.flashinfer),
             image=self.options.image,
         )
@@ -176,9 +169,8 @@ def decided(options: Options, report: Reporter) -> Iterator[BuildPlan]:
         if not rootfs.is_there(base.image, engine, wanted, override=options.base_image):
             meter.forget()
         if there is None:
-            modules = mode.choice.modules
             preflight.require_room(
-                base, engine, modules, wanted, meter, flashinfer=ahead, image=options.image
+                meter, mode.choice.modules, flashinfer=ahead, image=options.image
             )
         host = host_settings.collect(base.image.suite)
         timings = Timings()

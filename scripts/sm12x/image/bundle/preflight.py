@@ -46,6 +46,7 @@ class Meter:
     """
 
     def __init__(self, base: Base, engine: Engine, wanted: Platforms) -> None:
+        self.base, self.engine, self.wanted = base, engine, wanted
         self.path = work_folder(base) / f"spent-{engine.name}{wanted.suffix}.json"
         self.storage = engine.storage()
         self._phases: dict[str, dict[str, float]] = {}
@@ -101,25 +102,15 @@ class Meter:
             files.write_text(self.path, json.dumps(self._phases) + "\n")
 
 
-def require_room(
-    base: Base,
-    engine: Engine,
-    modules: Sequence[Module],
-    wanted: Platforms,
-    meter: Meter,
-    *,
-    flashinfer: bool,
-    image: bool = True,
-) -> None:
+def require_room(meter: Meter, modules: Sequence[Module], *, flashinfer: bool, image: bool) -> None:
     """Raise NoSpaceError before anything starts if disk or memory is too small.
 
     ``modules`` are what will be compiled, and with ``flashinfer`` FlashInfer's; without ``image``
     the build stops at the wheel.
     """
+    base = meter.base
     work_folder(base).mkdir(parents=True, exist_ok=True)
-    full = any(not module.quick for module in modules)
-    needed = needs(base, engine, wanted, meter, full=full, flashinfer=flashinfer, image=image)
-    _require_disk(needed, engine.name)
+    _require_disk(needs(meter, modules, flashinfer=flashinfer, image=image), meter.engine.name)
     # A continued build checks the memory for the remaining units itself.
     peaks = [module.peak_gib for module in modules]
     peaks += [module.peak_gib for module in base.flashinfer if flashinfer]
@@ -134,16 +125,10 @@ def require_room(
 
 
 def needs(
-    base: Base,
-    engine: Engine,
-    wanted: Platforms,
-    meter: Meter,
-    *,
-    full: bool,
-    flashinfer: bool,
-    image: bool,
+    meter: Meter, modules: Sequence[Module], *, flashinfer: bool, image: bool
 ) -> list[DiskNeed]:
     """The remaining steps' disk needs by folder, without those of an engine elsewhere."""
+    base, engine = meter.base, meter.engine
     disk = base.disk
     found: list[DiskNeed] = []
 
@@ -154,8 +139,8 @@ def needs(
     storage, cache = engine.storage(), engine.package_cache()
     # What a phase has spent was seen on the storage's disk, where both may lie.
     together = storage is not None and cache is not None and _on_one_disk(storage, cache)
-    cross = platforms.CROSS_GIB if wanted.crossing else 0.0
-    objects = disk.objects_gib if full else 0.0
+    cross = platforms.CROSS_GIB if meter.wanted.crossing else 0.0
+    objects = disk.objects_gib if any(not module.quick for module in modules) else 0.0
     phases = [
         (
             WHEEL,
