@@ -21,7 +21,7 @@ from sm12x.wheel.compile import schedule
 _NATIVE_FOLDERS = ("csrc/", "cmake/")
 _NATIVE_FILES = ("CMakeLists.txt",)
 
-MODES = ("quick", "full")
+_MODES = ("quick", "full")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ def is_native(path: str) -> bool:
     return path in _NATIVE_FILES or path.startswith(_NATIVE_FOLDERS)
 
 
-def takes(module: Module, path: str) -> bool:
+def _takes(module: Module, path: str) -> bool:
     """Whether a change of ``path`` makes a rebuild of ``module`` necessary.
 
     ``*`` in a glob matches within a folder, ``**`` across folders.
@@ -67,14 +67,14 @@ def touched(base: Base, paths: Iterable[str]) -> tuple[Module, ...]:
     """
     native = [path for path in paths if is_native(path)]
     for path in native:
-        if not any(takes(module, path) for module in base.modules):
+        if not any(_takes(module, path) for module in base.modules):
             known = ", ".join(module.target for module in base.modules)
             raise BuildFailedError(
                 f"the stack changes {path}, which belongs to no native module of {base.version} "
                 f"(known: {known}): the change would not be in the wheel",
                 next_step=f"describe its module in {base.folder / 'base.toml'} or drop the change",
             )
-    return tuple(module for module in base.modules if any(takes(module, path) for path in native))
+    return tuple(module for module in base.modules if any(_takes(module, path) for path in native))
 
 
 def require_source(base: Base, name: str) -> ThirdPartySource:
@@ -157,7 +157,7 @@ def for_stack(base: Base, stack: Stack) -> tuple[Module, ...]:
 
 
 AUTO = "auto"
-WANTED = (*MODES, AUTO)
+WANTED = (*_MODES, AUTO)
 # In auto mode a full build is expected to take less than so many minutes.
 LIMIT_MINUTES = 20.0
 # Configuring, linking, and what runs beside the compilers.

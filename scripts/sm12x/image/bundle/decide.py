@@ -53,7 +53,7 @@ class Options:
 
 
 @dataclass(kw_only=True)
-class Timings:
+class _Timings:
     """Seconds of each step, and each stage of a Dockerfile as the engine reported it."""
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class BuildPlan:
     inputs: str
     there: Record | None
     report: Reporter
-    timings: Timings
+    timings: _Timings
 
     @property
     def folder(self) -> Path:
@@ -173,12 +173,12 @@ def decided(options: Options, report: Reporter) -> Iterator[BuildPlan]:
                 meter, mode.choice.modules, flashinfer=ahead, image=options.image
             )
         host = host_settings.collect(base.image.suite)
-        timings = Timings()
+        timings = _Timings()
         with timings.step("base image"):
-            image = base_image(base, engine, host, options.base_image, wanted, report)
+            image = _base_image(base, engine, host, options.base_image, wanted, report)
             builder = image
             if wanted.crossing:
-                builder = base_image(base, engine, host, None, wanted.native, report)
+                builder = _base_image(base, engine, host, None, wanted.native, report)
         choices = {
             "arch_list": cudaarch.to_text(targets),
             "mode": mode.name,
@@ -213,7 +213,7 @@ def folder_of(base: Base, wanted: Platforms) -> Path:
     return layout.dist(f"{base.version}{wanted.suffix}")
 
 
-def base_image(
+def _base_image(
     base: Base,
     engine: Engine,
     host: HostConfig,

@@ -25,7 +25,7 @@ from sm12x.wheel.compile import cmake
 from sm12x.wheel.selection import AUTO, WANTED, Decision, ModuleChoice, Offer
 from sm12x.wheel.source import third_party
 
-Collect = Callable[[], Mapping[str, third_party.FoundSource]]
+_Collect = Callable[[], Mapping[str, third_party.FoundSource]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,7 +283,7 @@ def decide(
     memory_gib: float,
     given: Iterable[str],
     allowed: tuple[str, ...],
-    collect: Collect,
+    collect: _Collect,
 ) -> Decision:
     """The mode. ``collect`` is called only where the available sources change the decision.
 

@@ -29,7 +29,7 @@ WHEEL, IMAGE = "wheel", "image"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiskNeed:
+class _DiskNeed:
     """``gib`` GiB for ``what``, below ``folder``; ``remedy`` moves it to another disk."""
 
     what: str
@@ -126,15 +126,15 @@ def require_room(meter: Meter, modules: Sequence[Module], *, flashinfer: bool, i
 
 def needs(
     meter: Meter, modules: Sequence[Module], *, flashinfer: bool, image: bool
-) -> list[DiskNeed]:
+) -> list[_DiskNeed]:
     """The remaining steps' disk needs by folder, without those of an engine elsewhere."""
     base, engine = meter.base, meter.engine
     disk = base.disk
-    found: list[DiskNeed] = []
+    found: list[_DiskNeed] = []
 
     def need(what: str, folder: Path | None, gib: float, remedy: str) -> None:
         if folder is not None:
-            found.append(DiskNeed(what=what, folder=folder, gib=gib, remedy=remedy))
+            found.append(_DiskNeed(what=what, folder=folder, gib=gib, remedy=remedy))
 
     storage, cache = engine.storage(), engine.package_cache()
     # What a phase has spent was seen on the storage's disk, where both may lie.
@@ -178,9 +178,9 @@ def _on_one_disk(one: Path, other: Path) -> bool:
     return files.device(one) == files.device(other)
 
 
-def _require_disk(needed: Sequence[DiskNeed], engine: str) -> None:
+def _require_disk(needed: Sequence[_DiskNeed], engine: str) -> None:
     """Raise NoSpaceError if a file system has less room than the sum of the needs on it."""
-    systems: dict[int, list[DiskNeed]] = {}
+    systems: dict[int, list[_DiskNeed]] = {}
     for need in needed:
         systems.setdefault(files.device(need.folder), []).append(need)
     for group in systems.values():

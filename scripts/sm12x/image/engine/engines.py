@@ -20,7 +20,7 @@ from sm12x.image.engine.engine import Engine
 # In the order they are taken.
 NAMES = ("docker", "podman", "buildah")
 # Seconds for an engine to answer; podman looks through its storage first.
-PROBE_SECONDS = 15.0
+_PROBE_SECONDS = 15.0
 # Where docker's client looks for its daemon unless it is told otherwise.
 _DOCKER_SOCKETS = ("unix:///var/run/docker.sock", "unix:///run/docker.sock")
 # Program that installs packages -> what it is given before their names.
@@ -293,9 +293,9 @@ def install(packages: Sequence[str], *, say: Callable[[str], None]) -> None:
 def _ask(*argv: str | Path, env: Mapping[str, str] | None = None) -> Completed:
     """A program's answer. One that hangs or cannot be run has failed; ``stderr`` has the reason."""
     try:
-        return process.run(argv, env=env, check=False, timeout=PROBE_SECONDS)
+        return process.run(argv, env=env, check=False, timeout=_PROBE_SECONDS)
     except ToolFailedError:
-        why = f"no answer in {PROBE_SECONDS:.0f} s"
+        why = f"no answer in {_PROBE_SECONDS:.0f} s"
     except OSError as error:
         why = f"cannot be run: {(error.strerror or str(error)).lower()}"
     return Completed(argv=tuple(map(str, argv)), returncode=124, stdout="", stderr=why)

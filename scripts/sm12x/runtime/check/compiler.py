@@ -22,7 +22,7 @@ TOPIC = Topic("compiler", "rebuild the image: its compiler, headers or libraries
 
 # A kernel with the headers such code includes (half precision, CCCL), and a driver call, so that
 # the link needs cudart and the stub of libcuda as theirs does.
-SOURCE = """\
+_SOURCE = """\
 #include <cuda.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -45,7 +45,7 @@ extern "C" int run(const __half* in, float* out) {
 
 
 def check(places: Places, scratch: Path) -> list[Line]:
-    """Compile and link ``SOURCE`` for each architecture as the user we are (about 15 s)."""
+    """Compile and link ``_SOURCE`` for each architecture as the user we are (about 15 s)."""
     nvcc = places.cuda_home / "bin" / "nvcc"
     lines = []
     for tool in ("gcc", "g++", "ninja"):
@@ -55,7 +55,7 @@ def check(places: Places, scratch: Path) -> list[Line]:
     if lines:
         return lines
     source, built = scratch / "probe.cu", scratch / "probe.so"
-    source.write_text(SOURCE, encoding="utf-8")
+    source.write_text(_SOURCE, encoding="utf-8")
     try:
         # The stub is for the linker alone: without it in RUNPATH the real driver is found.
         process.run(

@@ -23,7 +23,7 @@ from sm12x.wheel.ledger import Ledger, is_program
 
 REBUILD = "rebuild the image with `make bundle`, and read the audit of its wheel"
 # A probe imports torch and vLLM: 20 s from a cold disk, over ten minutes under qemu-user.
-PROBE_SECONDS = 3600
+_PROBE_SECONDS = 3600
 
 # A probe: its kind, its question and variables to set for it -> its answer.
 Ask = Callable[[str, object, Mapping[str, str | None]], Any]
@@ -55,7 +55,7 @@ def prober(scratch: Path) -> Ask:
             [sys.executable, "-m", "sm12x.runtime.check.probe", kind],
             env={**base, **env},
             stdin=json.dumps(question),
-            timeout=PROBE_SECONDS,
+            timeout=_PROBE_SECONDS,
             next_step=REBUILD,
         )
         return json.loads(done.stdout)

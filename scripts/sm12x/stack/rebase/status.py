@@ -24,14 +24,14 @@ from sm12x.stack.rebase import porting, verdict
 NAME = "status.toml"
 # The text of verdict.PatchVerdict.summary for a red witness.
 _RED = re.compile(r"^(\d+) of (\d+) red(?:, (\d+) could not run)?$")
-APPLIED = "applied"
+_APPLIED = "applied"
 NEEDED = "needed"
 UPSTREAM = "upstream"
 CONFLICT = "conflict"
 FOLLOWS = "follows"
 UNKNOWN = "unknown"
 LEGEND = {
-    APPLIED: "in the stack of that base",
+    _APPLIED: "in the stack of that base",
     NEEDED: "the defect is there, and no stack is kept for that release",
     UPSTREAM: "the release does it itself",
     CONFLICT: "needed, and to be written anew for that release",
@@ -137,7 +137,7 @@ def record(
     for outcome in fresh:
         key = (outcome.base, outcome.release, slug(outcome.patch))
         before = known.get(key)
-        known[key] = merged(before, outcome) if before else outcome
+        known[key] = _merged(before, outcome) if before else outcome
     kept = {base: {slug(name) for name in names} for base, names in (stacks or {}).items()}
     ordered = sorted(
         (o for o in known.values() if o.base not in kept or slug(o.patch) in kept[o.base]),
@@ -167,7 +167,7 @@ def contradictions(bases: Sequence[Base], outcomes: Sequence[RebaseOutcome]) -> 
     return found
 
 
-def merged(before: RebaseOutcome, after: RebaseOutcome) -> RebaseOutcome:
+def _merged(before: RebaseOutcome, after: RebaseOutcome) -> RebaseOutcome:
     """``after``, with what only ``before`` knows, an outcome of the same base and release."""
     silent = after.verdict == verdict.UNKNOWN and (
         before.verdict != verdict.UNKNOWN or not after.witness
@@ -223,7 +223,7 @@ def _cell(
 ) -> Cell:
     if base is not None:
         if slug(name) in map(slug, stacks[base.version]):
-            return Cell(state=APPLIED)
+            return Cell(state=_APPLIED)
         for entry in base.dropped:
             if slug(entry.patch) == slug(name):
                 note = f"since {entry.since}" if entry.since else entry.why

@@ -33,8 +33,8 @@ from sm12x.stack.worktree import tree
 
 APPLIED = "applied"
 UPSTREAM = "upstream"
-OFFSET = "offset"
-CONFLICT = "conflict"
+_OFFSET = "offset"
+_CONFLICT = "conflict"
 # The commit of the untouched source in a folder that `apply` made a repository of.
 BASE_TAG = "base"
 BRANCH = "stack"
@@ -242,7 +242,7 @@ def _try(
     return PatchResult(
         name=patch.name,
         subject=patch.subject,
-        state=OFFSET if forward.ok else CONFLICT,
+        state=_OFFSET if forward.ok else _CONFLICT,
         files=files,
         conflicts=_conflicts(patch, git, forward),
         follows=tuple(

@@ -28,7 +28,7 @@ from sm12x.wheel.ledger import Ledger
 from sm12x.wheel.source import patched as sources
 from sm12x.wheel.source.patched import SourceRecord
 
-LEDGER = "ledger.json"
+_LEDGER = "ledger.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ def build(
     phase("writing the wheel")
     target = out / wheel.name(official, parts.base.version, version, compiled)
     wheel.write(official, target, changed, made)
-    declared.write_json(out / LEDGER, made)
+    declared.write_json(out / _LEDGER, made)
     return target, made
 
 

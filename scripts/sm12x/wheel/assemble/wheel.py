@@ -186,7 +186,7 @@ def write(
         zipfile.ZipFile(official.path) as source,
         zipfile.ZipFile(temporary, "w") as archive,
     ):
-        out = Rewriter(source, archive, date)
+        out = _Rewriter(source, archive, date)
         rows = _record(source.read(f"{official.dist_info}/RECORD"))
         record: list[tuple[str, str, str]] = []
 
@@ -199,7 +199,7 @@ def write(
             if folder == official.dist_info:
                 path = f"{dist_info}/{rest}"
                 if rest == "METADATA":
-                    put(path, metadata(source.read(info), version))
+                    put(path, _metadata(source.read(info), version))
                 elif rest == "WHEEL":
                     put(path, _wheel_file(source.read(info).decode(), platform).encode())
                 elif rest != "RECORD":
@@ -220,7 +220,7 @@ def write(
         out.write(f"{dist_info}/RECORD", _record_text(record, dist_info))
 
 
-def metadata(text: bytes, version: str) -> bytes:
+def _metadata(text: bytes, version: str) -> bytes:
     """METADATA with another version. Raises BadFileError when it has not exactly one."""
     head, blank, body = text.partition(b"\n\n")
     head, count = _VERSION_LINE.subn(f"Version: {version}".encode(), head)
@@ -322,13 +322,13 @@ _SIZES_FOLLOW = 0x08
 _ENCRYPTED = 0x01
 _BLOCK = 1 << 20
 
-Date = tuple[int, int, int, int, int, int]
+_Date = tuple[int, int, int, int, int, int]
 
 
-class Rewriter:
+class _Rewriter:
     """Takes members from ``source`` and new ones into a new zip, in the order of the calls."""
 
-    def __init__(self, source: zipfile.ZipFile, target: zipfile.ZipFile, date: Date) -> None:
+    def __init__(self, source: zipfile.ZipFile, target: zipfile.ZipFile, date: _Date) -> None:
         self._source = source
         self._target = target
         self._date = date

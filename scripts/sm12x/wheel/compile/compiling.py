@@ -33,7 +33,7 @@ _REGENERATES = "Re-running CMake"
 _NO_SPACE = re.compile(r"No space left on device|Disk quota exceeded")
 
 
-def units(base: Base, modules: Sequence[Module], settings: cmake.Settings) -> dict[str, Unit]:
+def _units(base: Base, modules: Sequence[Module], settings: cmake.Settings) -> dict[str, Unit]:
     """All units of ``modules``, by the name of their object, as CMake has configured them."""
     build = settings.work / "build"
     text = (build / "compile_commands.json").read_text(encoding="utf-8")
@@ -69,7 +69,7 @@ def compile_modules(
         NoSpaceError: the largest unit takes more memory, or all more disk, than there is.
         BuildFailedError: a unit does not compile, or a module does not link.
     """
-    every = units(base, modules, settings)
+    every = _units(base, modules, settings)
     names = _pending(modules, settings)
     pending = {name: one for name, one in every.items() if names is None or name in names}
     memory = settings.memory_gib or cmake.free_memory_gib()
