@@ -24,7 +24,7 @@ from sm12x.core import index, lockfile
 from sm12x.stack import lock
 from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
-from sm12x.wheel import library, selection
+from sm12x.wheel import selection
 from sm12x.wheel.assemble import torch_ops
 from sm12x.wheel.compile import cmake, native
 from sm12x.wheel.toolchain import cross
@@ -116,7 +116,7 @@ def test_the_release_is_compiled_for_the_other_machine(modules: Path, folder: Pa
     assert record.compiler.startswith("aarch64-linux-gnu-g++ ")
     for module in record.modules:
         path = modules / module.path
-        found = library.read(path)
+        found = native.dynamic(path)
         assert found.machine == MACHINE
         assert found.runpath == ""
         if module.path == ALLOCATOR:

@@ -13,7 +13,7 @@ import pytest
 from sm12x import layout
 from sm12x.audit.report import AuditReport, LibraryReport, RunsReport
 from sm12x.commands import build
-from sm12x.core import declared, files
+from sm12x.core import declared, files, machine
 from sm12x.core.errors import (
     BadArchitectureError,
     BadFileError,
@@ -23,6 +23,7 @@ from sm12x.core.errors import (
     UnknownBaseError,
     UsageError,
 )
+from sm12x.core.text import GIB
 from sm12x.image.base import platforms
 from sm12x.image.bundle import context, decide, make, modes, preflight, record, summary
 from sm12x.image.engine import engines
@@ -377,7 +378,7 @@ DISK = Disk(
 @pytest.fixture
 def base(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Base:
     monkeypatch.setattr(preflight, "work_folder", lambda base: tmp_path / base.version)
-    monkeypatch.setattr(preflight, "memory_gib", lambda path: 64.0)
+    monkeypatch.setattr(machine, "available", lambda: 64 * GIB)
     monkeypatch.setattr(layout, "cache", lambda: Path("/home/me/.cache/sm12x"))
     monkeypatch.setattr(layout, "dist", lambda version: Path("/home/me/sm12x/dist") / version)
     return dataclasses.replace(bases.load("0.21.0"), disk=DISK)
@@ -393,7 +394,7 @@ def _require(
 ) -> None:
     modules = base.modules if full else base.modules[:1]
     meter = preflight.Meter(base, engine, HERE)
-    preflight.require_room(base, engine, modules, HERE, meter, flashinfer=flashinfer, image=image)
+    preflight.require_room(meter, modules, flashinfer=flashinfer, image=image)
 
 
 def test_what_lies_on_one_disk_is_added_up(monkeypatch: pytest.MonkeyPatch, base: Base) -> None:
@@ -522,23 +523,16 @@ def test_memory_is_checked_before_a_build_is_begun(
 ) -> None:
     Disks(monkeypatch, **{"": 99.0})
     engine = Store(Path("/var/lib/docker"))
-    monkeypatch.setattr(preflight, "memory_gib", lambda path: 0.5)
+    monkeypatch.setattr(machine, "available", lambda: GIB // 2)
     with pytest.raises(NoSpaceError, match=r"needs 2\.0 GiB of memory, 0\.5 GiB are free"):
         _require(base, engine)
-    monkeypatch.setattr(preflight, "memory_gib", lambda path: 4.0)
+    monkeypatch.setattr(machine, "available", lambda: 4 * GIB)
     with pytest.raises(NoSpaceError, match=r"needs 8\.9 GiB of memory, 4\.0 GiB are free"):
         _require(base, engine, full=True)
     with preflight.Meter(base, engine, HERE).measuring(preflight.WHEEL):
         pass
     # Begun: what is left to compile may be little.
     _require(base, engine, full=True)
-
-
-def test_available_memory(tmp_path: Path) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal: 9 kB\nMemAvailable:    2097152 kB\n")
-    assert preflight.memory_gib(meminfo) == 2.0
-    assert preflight.memory_gib(tmp_path / "nowhere") is None
 
 
 def test_two_bundles_of_a_checkout_do_not_run_at_once(

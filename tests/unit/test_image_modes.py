@@ -53,7 +53,7 @@ def test_sources_are_looked_for_only_where_they_decide(
     def decide(base: Base, *, available: set[str], **given: object) -> Decision:
         assert given == {"cores": 2, "memory_gib": 20.0, "wanted": "auto", "allowed": ()}
         chosen = "full" if available in full_with else "quick"
-        return Decision(mode=chosen, minutes=33.0, reason="a reason")
+        return Decision(mode=chosen, reason="a reason")
 
     calls: list[None] = []
 
@@ -69,7 +69,7 @@ def test_sources_are_looked_for_only_where_they_decide(
 
 
 def test_the_first_line_says_how_to_have_the_other() -> None:
-    quick = Decision(mode="quick", minutes=69.0, reason="a full build takes about 69 minutes")
+    quick = Decision(mode="quick", reason="a full build takes about 69 minutes")
     assert modes.first_line(quick) == (
         "build mode quick: a full build takes about 69 minutes; full mode: make bundle BUILD=full"
     )
@@ -112,12 +112,11 @@ def test_sources_are_staged_without_their_history_and_named_by_their_content(
     assert sources.missing == {"qutlass": "its host is not reachable"}
     staged = modes.staged(sources)
     assert list(staged) == ["third_party/cutlass/b.h", "third_party/cutlass/include/a.h"]
-    first = modes.digest(staged)
-    (folder / "include" / "a.h").write_text("b")
-    assert modes.digest(staged) != first
-    assert modes.digest({}) == ""
-
     made = context.Context(files={}, large=staged, folders=("links", "third_party"))
+    first = made.digest()
+    (folder / "include" / "a.h").write_text("b")
+    assert made.digest() != first
+
     made.write(tmp_path / "context")
     assert (tmp_path / "context" / "third_party" / "cutlass" / "b.h").read_text() == "b"
     context.Context(files={}, large={}, folders=("third_party",)).write(tmp_path / "quick")

@@ -204,8 +204,8 @@ def test_the_newest_base_s_patch_tells_of_a_release() -> None:
         _outcome("0.40.0", verdict.NEEDED, base="0.9.0"),
         _outcome("0.40.0", verdict.UPSTREAM, base="0.33.0", since="0.40.0"),
     ]
-    (row,) = status.table([], outcomes).rows
-    assert [cell.state for cell in row.cells] == [status.UPSTREAM]
+    (row,) = status.table([], outcomes).rows.values()
+    assert [cell.state for cell in row] == [status.UPSTREAM]
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_the_table_is_what_folders_and_records_say(tmp_path: Path) -> None:
         "unknown   not tried, or its witness could not run\n"
         "n/m       only n of its m tests show the defect: upstream has part of it\n"
     )
-    assert table.rows[0].cells[table.releases.index("2.0")].note == "since 1.5"
+    assert table.rows["0001-A.patch"][table.releases.index("2.0")].note == "since 1.5"
     assert render.table(status.table([], [])) == "no base lists a patch\n"
     assert series.read(one)[1] != []  # the patches themselves are not there, and need not be
 

@@ -22,7 +22,7 @@ from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
 from sm12x.stack.model.base import Base, Dropped
 from sm12x.stack.model.series import Patch
-from sm12x.stack.rebase import base_draft, locks, porting, rebase, status, verdict
+from sm12x.stack.rebase import base_draft, porting, rebase, status, verdict
 from sm12x.stack.rebase.porting import PortResult
 from sm12x.stack.rebase.rebase import PatchOutcome
 from sm12x.stack.rebase.verdict import PatchVerdict
@@ -195,7 +195,7 @@ def test_a_lock_that_fails_keeps_no_other_from_being_made(
     (tmp_path / "base.toml").write_text((base.folder / "base.toml").read_text())
     new = dataclasses.replace(base, folder=tmp_path)
     check: list[str] = []
-    found = locks.make(base, new, {}, check, lambda text: None, machine=failing)
+    found = rebase.write_locks(base, new, {}, check, lambda text: None, machine=failing)
     assert found == (made,)
     assert new.lock_path(made).is_file()
     assert not new.lock_path(failing).exists()
@@ -206,7 +206,10 @@ def test_a_lock_that_fails_keeps_no_other_from_being_made(
     # The witnesses' packages are those that the lock which was made has.
     packages = tomllib.loads((tmp_path / "base.toml").read_text())["witness"]["packages"]
     assert set(packages) <= {"numpy", "torch"}
-    assert locks.make(base, dataclasses.replace(new, locks={}), {}, [], lambda text: None) == ()
+    assert (
+        rebase.write_locks(base, dataclasses.replace(new, locks={}), {}, [], lambda text: None)
+        == ()
+    )
 
 
 # The command

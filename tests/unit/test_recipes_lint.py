@@ -20,7 +20,7 @@ from sm12x.core.errors import BadFileError, FindingsError, UsageError
 from sm12x.recipes import edit, lint, load, options
 from sm12x.recipes.model import Recipe, Status
 from sm12x.runtime.check import native
-from sm12x.runtime.check.report import Line, warned
+from sm12x.runtime.check.report import Line, Topic
 from sm12x.stack.model import base as bases
 from sm12x.stack.model import patchfile, series
 
@@ -448,7 +448,11 @@ def test_a_variable_that_vllm_does_not_know_is_a_warning(
 ) -> None:
     def arguments(recipes: dict[str, Recipe], *_: object) -> list[Line]:
         (key,) = recipes
-        return [warned("recipes", f"{key}: VLLM_SERVER_DEV_MODE is no variable of this release")]
+        return [
+            Topic("recipes", "").warned(
+                f"{key}: VLLM_SERVER_DEV_MODE is no variable of this release"
+            )
+        ]
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(native, "check_driver", lambda *_: (None, []))

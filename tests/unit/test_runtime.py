@@ -22,7 +22,6 @@ from sm12x.runtime.check import (
     content,
     machinecode,
     native,
-    precompiled,
     versions,
 )
 from sm12x.runtime.check.report import Line
@@ -370,7 +369,7 @@ def test_a_quick_check_compiles_nothing(places: Places, monkeypatch: pytest.Monk
         (content, "check"),
         (machinecode, "check"),
         (native, "check_modules"),
-        (precompiled, "check"),
+        (machinecode, "check_flashinfer"),
         (native, "check_arguments"),
         (compiler, "check"),
         (compiler, "check_kernels"),
@@ -380,7 +379,7 @@ def test_a_quick_check_compiles_nothing(places: Places, monkeypatch: pytest.Monk
     monkeypatch.setattr(native, "check_driver", lambda *_: (driver, []))
     monkeypatch.setattr(check, "_ldconfig", lambda: "")
     whole = ["versions.check", "content.check", "machinecode.check"]
-    whole += ["native.check_modules", "precompiled.check", "native.check_arguments"]
+    whole += ["native.check_modules", "machinecode.check_flashinfer", "native.check_arguments"]
     assert dispatch(places, "check", "--quick") == 0
     assert asked == whole
     asked.clear()

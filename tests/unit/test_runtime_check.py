@@ -723,7 +723,7 @@ def test_an_image_without_recipes_is_found(image: Image) -> None:
 
 
 def test_the_report_says_what_failed_and_what_next() -> None:
-    lines = [report.passed("a", "fine"), report.failed("b", "broken", "correct it")]
+    lines = [report.Topic("a", "").passed("fine"), report.Topic("b", "correct it").failed("broken")]
     assert report.as_text(lines) == (
         "a\n  pass  fine\nb\n  fail  broken\n        next: correct it\n"
         "check: FAILED, 1 passed, 1 failed"

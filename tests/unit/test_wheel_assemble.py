@@ -9,8 +9,8 @@ import pytest
 from sm12x.stack.model import base as bases
 from sm12x.wheel import selection
 from sm12x.wheel.assemble import assemble
-from sm12x.wheel.compile.native import NativeModule, NativeRecord, UsedSource
-from sm12x.wheel.ledger import ExtraEntry, SourceEntry
+from sm12x.wheel.compile.native import NativeModule, NativeRecord
+from sm12x.wheel.ledger import ExtraEntry
 
 BASE = bases.load("0.21.0")
 PATHS = {module.target: module.path for module in BASE.modules}
@@ -56,7 +56,7 @@ def test_whether_a_patch_is_in_effect_in_native_code(
     assert assemble.native_state(BASE, paths, record) == state
 
 
-def test_the_ledger_names_extras_and_third_party_sources() -> None:
+def test_the_ledger_names_extras() -> None:
     base = bases.load("0.33.0")
     (extra,) = base.extras
     assert assemble.extras(base) == (
@@ -65,11 +65,6 @@ def test_the_ledger_names_extras_and_third_party_sources() -> None:
         ),
     )
     assert assemble.extras(BASE) == ()
-    used = (UsedSource(name="cutlass", pin="v4.7.1", version="v4.7.0"),)
-    record = replace(_compiled("full"), sources=used)
-    assert assemble.third_party(record) == (
-        SourceEntry(name="cutlass", pin="v4.7.1", version="v4.7.0"),
-    )
 
 
 def test_what_a_module_may_lose() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from sm12x.core.errors import BadArchitectureError, BadFileError, ToolMissingError
 from sm12x.stack.model import base as bases
-from sm12x.wheel.toolchain import cross, cross_packages
+from sm12x.wheel.toolchain import cross
 
 
 @pytest.fixture(autouse=True)
@@ -127,7 +127,7 @@ def test_debians_python_headers_serve_another_machine(
 def test_the_lock_of_another_machine_has_what_is_linked_with(version: str) -> None:
     base = bases.load(version)
     for machine in (name for name in base.wheels if name != "x86_64"):
-        text = cross_packages.lock(base, machine)
+        text = cross.lock(base, machine)
         assert [line for line in text.splitlines() if "==" in line and line[0] not in "# "] == [
             line
             for line in base.build_lock_path(machine).read_text().splitlines()
@@ -140,12 +140,12 @@ def test_unpacked_packages_are_found_again_and_nothing_else_is_replaced(tmp_path
     base = bases.load(bases.versions()[0])
     out = tmp_path / "target"
     out.mkdir()
-    (out / "target.lock").write_text(cross_packages.lock(base, "aarch64"))
+    (out / "target.lock").write_text(cross.lock(base, "aarch64"))
     # No process is started: conftest would fail it.
-    assert cross_packages.unpack(base, "aarch64", out, uv="uv") is False
+    assert cross.unpack(base, "aarch64", out, uv="uv") is False
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "file").touch()
     with pytest.raises(BadFileError, match="was not made by this command"):
-        cross_packages.unpack(base, "aarch64", mine, uv="uv")
+        cross.unpack(base, "aarch64", mine, uv="uv")
     assert json.dumps([path.name for path in mine.iterdir()]) == '["file"]'

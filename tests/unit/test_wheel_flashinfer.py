@@ -16,7 +16,7 @@ from sm12x.core import declared
 from sm12x.core.errors import BadFileError, BuildFailedError, ToolFailedError, UsageError
 from sm12x.image.base.platforms import Platforms
 from sm12x.image.bundle import context, modes
-from sm12x.runtime.check import precompiled
+from sm12x.runtime.check import machinecode
 from sm12x.runtime.check.native import LoadedDriver
 from sm12x.runtime.check.report import FAIL, NOTE, PASS
 from sm12x.runtime.places import Places
@@ -250,7 +250,7 @@ def image(builder: Builder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def states(image: Image, scratch: Path) -> list[str]:
-    return [line.state for line in precompiled.check(image.places, DRIVER, scratch)]
+    return [line.state for line in machinecode.check_flashinfer(image.places, DRIVER, scratch)]
 
 
 def test_whole_modules_pass(image: Image, tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_a_module_that_flashinfer_would_compile_is_found_for_each_device(
     image: Image, tmp_path: Path
 ) -> None:
     image.answers["b"] = "MissingJITCacheError: ..."
-    lines = precompiled.check(image.places, DRIVER, tmp_path)
+    lines = machinecode.check_flashinfer(image.places, DRIVER, tmp_path)
     assert [line.state for line in lines] == [FAIL, FAIL]
     assert all("b" in line.text and "MissingJITCacheError" in line.text for line in lines)
     assert {device for device in ("12.0f", "12.1a") for line in lines if device in line.text}
@@ -332,10 +332,8 @@ def test_where_they_cannot_be_made_asking_for_them_is_an_error(
 def test_a_full_build_counts_them(base: Base) -> None:
     def minutes(cores: int, *modules: FlashInferModule) -> float:
         given = dataclasses.replace(base, flashinfer=modules)
-        decision = selection.decide(
-            given, cores=cores, memory_gib=24.0, available=[], wanted="full"
-        )
-        return decision.minutes
+        others = selection.choose(given, (), mode="full").modules
+        return selection.full_minutes(given, others, cores=cores, memory_gib=24.0)
 
     none, some = minutes(2), minutes(2, module("a", cpu_seconds=1200.0, peak_gib=3.0))
     assert 9.9 < some - none < 10.1

@@ -41,7 +41,9 @@ def status_command(as_json: bool) -> None:
     known = [bases.load(version) for version in bases.versions()]
     recorded = status.read(layout.patches() / status.NAME)
     found = status.table(known, recorded)
-    cells = {row.patch: dict(zip(found.releases, row.cells, strict=True)) for row in found.rows}
+    cells = {
+        patch: dict(zip(found.releases, row, strict=True)) for patch, row in found.rows.items()
+    }
     emit(as_json, cells, render.table(found))
     for line in status.contradictions(known, recorded):
         say(

@@ -12,10 +12,9 @@ from sm12x import layout
 from sm12x.commands import patchrebase, patchtests, patchtree, print_json, reports, say
 from sm12x.commands.patchoptions import BASE, FIND_LINKS, chosen, fetch, relative
 from sm12x.core import progress
-from sm12x.core.errors import BadFileError, FindingsError
+from sm12x.core.errors import FindingsError
 from sm12x.stack import render
 from sm12x.stack.model import series
-from sm12x.stack.model.base import Base
 from sm12x.stack.model.patchfile import MessageFault
 from sm12x.stack.witness import mutations
 from sm12x.stack.worktree import apply as applying
@@ -125,10 +124,10 @@ def check_command(
         say(f"warning: {left} was left by a killed run; it can be deleted")
     report: applying.ApplyReport | None = None
     conflict: applying.StackConflictError | None = None
-    if messages_only and _readable(base):
+    if messages_only and series.is_readable(base):
         findings += mutations.check(base, series.load(base), None)
     # What cannot be read cannot be applied; the findings say so.
-    if not messages_only and _readable(base):
+    if not messages_only and series.is_readable(base):
         archive = fetch(base, find_links)
         stack = series.load(base)
         with tempfile.TemporaryDirectory(prefix="sm12x-check-") as folder:
@@ -161,11 +160,3 @@ def check_command(
         stack = series.load(base)
         what = "messages and series are in order" if messages_only else "applies, and round-trips"
         click.echo(f"stack {stack.id} of {base.version}: {len(stack.patches)} patches, {what}")
-
-
-def _readable(base: Base) -> bool:
-    try:
-        series.load(base)
-    except BadFileError:
-        return False
-    return True

@@ -136,6 +136,23 @@ def write_output(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
+def link(source: str | Path, target: str | Path) -> None:
+    """Make ``target`` a hard link to ``source``, or a copy with its date where that cannot be."""
+    try:
+        os.link(source, target)
+    except OSError:
+        # Another file system, or one without hard links.
+        shutil.copy2(source, target)
+
+
+def kernel_text(path: Path) -> str:
+    """The text of a file in /proc or /sys, "" where it cannot be read."""
+    try:
+        return path.read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
 def existing(folder: Path) -> Path:
     """``folder``, or the nearest folder above it that exists."""
     while not folder.exists():

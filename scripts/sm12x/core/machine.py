@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from sm12x.core.files import kernel_text
 from sm12x.core.text import GIB
 
 # Of memory.stat, in control groups of version 2 and 1: the kernel's page cache, which it gives up
@@ -65,7 +66,7 @@ def available(root: Path = Path("/")) -> int | None:
 
 
 def _free(root: Path) -> Iterator[int]:
-    for words in map(str.split, _text(root / "proc/meminfo").splitlines()):
+    for words in map(str.split, kernel_text(root / "proc/meminfo").splitlines()):
         if words[:1] == ["MemAvailable:"]:
             yield int(words[1]) * 1024
     groups = root / "sys/fs/cgroup"
@@ -73,19 +74,12 @@ def _free(root: Path) -> Iterator[int]:
         (groups, "memory.max", "memory.current"),
         (groups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
     ):
-        most, now = _text(folder / limit).strip(), _text(folder / used).strip()
+        most, now = kernel_text(folder / limit).strip(), kernel_text(folder / used).strip()
         if most.isdecimal() and now.isdecimal() and int(most) < _NO_LIMIT:
-            stat = map(str.split, _text(folder / "memory.stat").splitlines())
+            stat = map(str.split, kernel_text(folder / "memory.stat").splitlines())
             kept = sum(int(words[1]) for words in stat if words[:1] and words[0] in _KEPT_FILES)
             yield max(int(most) - int(now) + kept, 0)
 
 
 def _words(path: Path) -> tuple[str, ...]:
-    return tuple(_text(path).split())
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii")
-    except (OSError, UnicodeDecodeError):
-        return ""
+    return tuple(kernel_text(path).split())

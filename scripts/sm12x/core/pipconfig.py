@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
-from pypi_simple import PYPI_SIMPLE_ENDPOINT
-
 from sm12x.core.errors import BadFileError
 
+# That of pypi_simple, a package that the environment of the witnesses does not have.
+PYPI_SIMPLE_ENDPOINT = "https://pypi.org/simple/"
 SYSTEM_FILE = Path("/etc/pip.conf")
 # requests itself reads the first two, and lets them win over what a session is told: so must we.
 _CA_VARIABLES = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "PIP_CERT", "SSL_CERT_FILE")

@@ -217,7 +217,7 @@ def write(
         stack=stack.id,
         files={
             path: OverlayFile(
-                mount=target(installed, path),
+                mount=_target(installed, path),
                 image_sha256=hashlib.sha256(installed.files.get(path, b"")).hexdigest(),
                 sha256=hashlib.sha256(content).hexdigest(),
             )
@@ -229,7 +229,7 @@ def write(
     return record
 
 
-def target(installed: InstalledTree, path: str) -> str:
+def _target(installed: InstalledTree, path: str) -> str:
     """Where a file is mounted in the image."""
     return f"{installed.top}/{path}"
 
@@ -237,11 +237,11 @@ def target(installed: InstalledTree, path: str) -> str:
 def volume_lines(overlay: Overlay, installed: InstalledTree, out: Path) -> tuple[str, str]:
     """The options of `docker run`, and Nomad's variable and docker-driver lines, for an overlay."""
     where = out.resolve()
-    binds = [f"{where / path}:{target(installed, path)}:ro" for path in overlay.files]
+    binds = [f"{where / path}:{_target(installed, path)}:ro" for path in overlay.files]
     cache = [f"sm12x-rootcache:{_ROOT_CACHE}"] if installed.root else []
     docker = " \\\n  ".join(f"-v {shlex.quote(bind)}" for bind in [*binds, *cache])
     pairs = ", ".join(
-        f"{hcl.quoted(target(installed, path))} = {hcl.quoted(str(where / path))}"
+        f"{hcl.quoted(_target(installed, path))} = {hcl.quoted(str(where / path))}"
         for path in overlay.files
     )
     volumes = hcl.rows([("volumes", binds)])

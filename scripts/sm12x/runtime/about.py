@@ -63,7 +63,7 @@ def help_text(ledger: Ledger, recipes: Mapping[str, Recipe], image: str) -> str:
         if recipe.blocked_on(layout.release()):
             lines.append(f"  docker run --rm {image} recipes {recipe.key}")
         else:
-            lines += ["  " + line for line in command(recipe, image)]
+            lines += ["  " + line for line in _command(recipe, image)]
     return "\n".join(lines)
 
 
@@ -127,11 +127,11 @@ def recipe_text(recipe: Recipe, image: str) -> str:
     lines.append("  settings (key=value, or SM12X_<KEY> in the environment)")
     lines += [f"    {key}={value}" for key, value in recipe.defaults.items()]
     lines += [f"    {key}={value}" for key, value in recipe.env.items()]
-    lines += ["  run", *["    " + line for line in command(recipe, image)]]
+    lines += ["  run", *["    " + line for line in _command(recipe, image)]]
     return "\n".join(lines)
 
 
-def command(recipe: Recipe, image: str) -> list[str]:
+def _command(recipe: Recipe, image: str) -> list[str]:
     """The `docker run` of a recipe, one option group per line; one command per machine."""
     first = {"master_addr": "FIRST"} if "master_addr" in recipe.defaults else {}
     parts = containers(recipe, image=image, settings=first, extra=(), shipped=True)

@@ -22,7 +22,7 @@ from sm12x.wheel import ledger as ledgers
 
 _WORDS = ("help", "check", "health", "recipes", "pair", "verify")
 
-Replace = Callable[..., NoReturn]
+_Replace = Callable[..., NoReturn]
 
 
 def main() -> NoReturn:
@@ -47,7 +47,7 @@ def main() -> NoReturn:
 
 
 def dispatch(
-    arguments: Sequence[str], places: Places, *, replace: Replace = process.replace
+    arguments: Sequence[str], places: Places, *, replace: _Replace = process.replace
 ) -> int:
     """Run the command after the image's name, and return the exit status.
 

@@ -28,7 +28,7 @@ UNHEALTHY = 1
 HEALTH_SECONDS = 5.0
 SLEEP_SECONDS = 2.0
 # vLLM's default.
-PORT = 8000
+_PORT = 8000
 _URL = "SM12X_HEALTH_URL"
 
 
@@ -85,7 +85,7 @@ def find(commands: Iterable[Sequence[str]]) -> Listener | None:
         port = given.get("port", "")
         return Listener(
             host=host,
-            port=int(port) if options.is_port(port) else PORT,
+            port=int(port) if options.is_port(port) else _PORT,
             tls="ssl-certfile" in given,
             socket_path=given.get("uds", ""),
             key=given.get("api-key", ""),
@@ -168,7 +168,7 @@ def server_here() -> Listener | None:
             raise ValueError("no http:// or no host")
         return Listener(
             host=parts.hostname,
-            port=parts.port or PORT,
+            port=parts.port or _PORT,
             tls=parts.scheme == "https",
         )
     return find(running())

@@ -30,7 +30,7 @@ _PAUSE = 2.0
 # Seconds a server has to end by itself: vLLM stops its workers then.
 _GRACE = 30.0
 # Seconds a first sleep may take: pinning host memory is slow.
-SLEEP_SECONDS = 300.0
+_SLEEP_SECONDS = 300.0
 _USAGE = "pair [--load-seconds N] RECIPE [key=value ...] + RECIPE [key=value ...]"
 
 
@@ -186,14 +186,14 @@ def _put_to_sleep(member: PairMember) -> None:
     why, step = "", "its recipe needs --enable-sleep-mode and --enable-sleep-routes"
     try:
         status, body = health.request(
-            member.server, "POST", f"/sleep?level={member.level}", SLEEP_SECONDS
+            member.server, "POST", f"/sleep?level={member.level}", _SLEEP_SECONDS
         )
         if status != http.client.OK:
             why = f"/sleep says {status}: {body[:200].decode(errors='replace')}"
             if status == http.client.UNAUTHORIZED:
                 step = "set VLLM_API_KEY to the key that its recipe gives it"
         else:
-            asleep = health.is_sleeping(member.server, health.get_http, SLEEP_SECONDS)
+            asleep = health.is_sleeping(member.server, health.get_http, _SLEEP_SECONDS)
             if not asleep:
                 said = "no true or false" if asleep is None else "false"
                 why = f"/is_sleeping answers {said} after /sleep"

@@ -11,7 +11,7 @@ from sm12x.recipes import options
 
 # scripts/sleep-keep, and the name of its backend.
 PACKAGE = "vllm-sleep-keep"
-NAME = "keep"
+_NAME = "keep"
 SETTING = "SLEEP_MODE_HOST_COPY"
 # The first one where nothing is set.
 _KEPT, _RELEASED = ("auto", "keep"), "release"
@@ -51,4 +51,4 @@ def arguments(serve: Sequence[str] | None, *, setting: str, installed: bool) -> 
     given = options.parse(list(serve or ()))
     if not installed or "enable-sleep-mode" not in given or any(name in given for name in _CHOSEN):
         return ()
-    return () if setting == _RELEASED else ("--sleep-mode-backend", NAME)
+    return () if setting == _RELEASED else ("--sleep-mode-backend", _NAME)

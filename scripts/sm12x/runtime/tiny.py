@@ -23,7 +23,7 @@ _CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 # Tokens. Enough for a chat, and a KV cache of 2 KiB per token stays small.
-CONTEXT = 4096
+_CONTEXT = 4096
 
 
 def files() -> dict[str, object]:
@@ -45,7 +45,7 @@ def files() -> dict[str, object]:
         # A width that every attention kernel has.
         "head_dim": 64,
         "attention_bias": False,
-        "max_position_embeddings": CONTEXT,
+        "max_position_embeddings": _CONTEXT,
         "rms_norm_eps": 1e-06,
         "rope_theta": 10000.0,
         "tie_word_embeddings": True,
@@ -98,7 +98,7 @@ def files() -> dict[str, object]:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<|im_end|>",
         "pad_token": "<|endoftext|>",
-        "model_max_length": CONTEXT,
+        "model_max_length": _CONTEXT,
         "clean_up_tokenization_spaces": False,
         "chat_template": _CHAT_TEMPLATE,
     }

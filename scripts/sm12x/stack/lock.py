@@ -32,7 +32,7 @@ from sm12x.core.errors import (
 )
 from sm12x.stack.model.base import Base, LockSpec
 
-RELEASE = "vllm"
+_RELEASE = "vllm"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ def make(base: Base, machine: str) -> Locks:
         base,
         machine,
         [release_requirement(base), base.toolchain.cuda_requirement],
-        leave_out=RELEASE,
+        leave_out=_RELEASE,
     )
     build = build_head + _compile(
         base,
@@ -75,7 +75,7 @@ def make(base: Base, machine: str) -> Locks:
 def release_requirement(base: Base) -> str:
     """The release with its extras: ``vllm==0.21.0``, ``vllm[b12x]==0.33.0``."""
     names = ",".join(extra.name for extra in base.extras)
-    return f"{RELEASE}[{names}]=={base.version}" if names else f"{RELEASE}=={base.version}"
+    return f"{_RELEASE}[{names}]=={base.version}" if names else f"{_RELEASE}=={base.version}"
 
 
 def resolve(base: Base, machine: str, requirements: Iterable[str]) -> dict[str, str]:
@@ -118,10 +118,10 @@ def heads(base: Base, machine: str) -> tuple[str, str]:
     )
     replaced = "".join(f"# {override}.\n" for override in base.overrides_on(machine))
     return (
-        f"{made}# All that {RELEASE} {base.version} needs, and the CUDA toolkit.\n{extras}{fits}"
-        f"# {RELEASE}=={base.version} itself is not listed: the wheel made here takes its place.\n"
+        f"{made}# All that {_RELEASE} {base.version} needs, and the CUDA toolkit.\n{extras}{fits}"
+        f"# {_RELEASE}=={base.version} itself is not listed: the wheel made here takes its place.\n"
         f"{replaced}{wheels_only}\n",
-        f"{made}# What building {RELEASE} {base.version} needs, the CUDA toolkit, and what sm12x "
+        f"{made}# What building {_RELEASE} {base.version} needs, the CUDA toolkit, and what sm12x "
         f"itself needs.\n{fits}--only-binary :all:\n\n",
     )
 
@@ -166,8 +166,8 @@ def verify(base: Base, machine: str, locks: Locks) -> list[str]:
                 findings.append(
                     f"{name}: {package} is {locked or 'missing'}, base.toml says {version}"
                 )
-    if RELEASE in closure.versions:
-        findings.append(f"{closure_name}: {RELEASE} must not be listed")
+    if _RELEASE in closure.versions:
+        findings.append(f"{closure_name}: {_RELEASE} must not be listed")
     findings += [
         f"{closure_name}: {name} must be built from its sdist, but is missing"
         for name in spec.build_from_sdist

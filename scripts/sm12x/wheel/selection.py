@@ -21,7 +21,7 @@ from sm12x.wheel.compile import schedule
 _NATIVE_FOLDERS = ("csrc/", "cmake/")
 _NATIVE_FILES = ("CMakeLists.txt",)
 
-MODES = ("quick", "full")
+_MODES = ("quick", "full")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ def is_native(path: str) -> bool:
     return path in _NATIVE_FILES or path.startswith(_NATIVE_FOLDERS)
 
 
-def takes(module: Module, path: str) -> bool:
+def _takes(module: Module, path: str) -> bool:
     """Whether a change of ``path`` makes a rebuild of ``module`` necessary.
 
     ``*`` in a glob matches within a folder, ``**`` across folders.
@@ -67,14 +67,14 @@ def touched(base: Base, paths: Iterable[str]) -> tuple[Module, ...]:
     """
     native = [path for path in paths if is_native(path)]
     for path in native:
-        if not any(takes(module, path) for module in base.modules):
+        if not any(_takes(module, path) for module in base.modules):
             known = ", ".join(module.target for module in base.modules)
             raise BuildFailedError(
                 f"the stack changes {path}, which belongs to no native module of {base.version} "
                 f"(known: {known}): the change would not be in the wheel",
                 next_step=f"describe its module in {base.folder / 'base.toml'} or drop the change",
             )
-    return tuple(module for module in base.modules if any(takes(module, path) for path in native))
+    return tuple(module for module in base.modules if any(_takes(module, path) for path in native))
 
 
 def require_source(base: Base, name: str) -> ThirdPartySource:
@@ -157,7 +157,7 @@ def for_stack(base: Base, stack: Stack) -> tuple[Module, ...]:
 
 
 AUTO = "auto"
-WANTED = (*MODES, AUTO)
+WANTED = (*_MODES, AUTO)
 # In auto mode a full build is expected to take less than so many minutes.
 LIMIT_MINUTES = 20.0
 # Configuring, linking, and what runs beside the compilers.
@@ -166,10 +166,9 @@ _FIXED_SECONDS = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """``minutes`` is what compiling is expected to take in ``mode``; ``reason`` one short line."""
+    """The mode of a build; ``reason`` is one short line."""
 
     mode: str
-    minutes: float
     reason: str
 
 
@@ -194,21 +193,21 @@ def decide(
         UsageError: ``allowed`` names no source of the base.
     """
     if wanted == "quick":
-        return Decision(mode="quick", minutes=_quick_minutes(base), reason="as asked for")
+        return Decision(mode="quick", reason="as asked for")
     choice = choose(base, (), mode="full", available=available, allowed=allowed)
-    minutes = _full_minutes(base, choice.modules, cores=cores, memory_gib=memory_gib)
+    minutes = full_minutes(base, choice.modules, cores=cores, memory_gib=memory_gib)
     peak = max((module.peak_gib for module in choice.modules), default=0.0)
     if peak > memory_gib:
         why = f"the full build needs {peak:.1f} GiB of memory, {memory_gib:.1f} GiB are free"
         if wanted == "full":
             raise NoSpaceError(why, next_step="free memory, or build in quick mode")
-        return Decision(mode="quick", minutes=_quick_minutes(base), reason=why)
+        return Decision(mode="quick", reason=why)
     against = base.toolchain.not_full
     if wanted == "full":
         but = f", though {against}" if against else ""
-        return Decision(mode="full", minutes=minutes, reason=f"as asked for{but}")
+        return Decision(mode="full", reason=f"as asked for{but}")
     if against:
-        return Decision(mode="quick", minutes=_quick_minutes(base), reason=against)
+        return Decision(mode="quick", reason=against)
     figures = _figures(minutes, cores, memory_gib)
     lacking = [f"{kept.target} lacks {', '.join(kept.missing)}" for kept in choice.kept]
     absent = [name for name in base.toolchain.auto_needs if name not in available]
@@ -226,8 +225,8 @@ def decide(
         reason = f"the full build would take {figures}; {limit}"
     else:
         but = f"; stays official: {'; '.join(lacking)}" if lacking else ""
-        return Decision(mode="full", minutes=minutes, reason=f"it takes {figures}{but}")
-    return Decision(mode="quick", minutes=_quick_minutes(base), reason=reason)
+        return Decision(mode="full", reason=f"it takes {figures}{but}")
+    return Decision(mode="quick", reason=reason)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,14 +255,7 @@ class Offer:
     against: str = ""
 
 
-def offer(
-    base: Base,
-    *,
-    cores: int,
-    memory_gib: float,
-    sure: Collection[str],
-    allowed: Collection[str] = (),
-) -> Offer | None:
+def offer(base: Base, *, cores: int, memory_gib: float, sure: Collection[str]) -> Offer | None:
     """What a full build would add to a quick one; None where it adds nothing.
 
     Args:
@@ -274,7 +266,7 @@ def offer(
     every = [source.name for source in base.sources]
     peak = 0.0
     for available in (sure, every):
-        choice = choose(base, (), mode="full", available=available, allowed=allowed)
+        choice = choose(base, (), mode="full", available=available)
         added = [
             module for module in choice.modules if not module.quick and module.path not in known
         ]
@@ -282,8 +274,8 @@ def offer(
             continue
         known |= {module.path for module in added}
         peak = max([peak, *(module.peak_gib for module in added)])
-        sources = {name for module in added for name in module.sources} - {*sure, *allowed}
-        minutes = _full_minutes(base, choice.modules, cores=cores, memory_gib=memory_gib)
+        sources = {name for module in added for name in module.sources} - {*sure}
+        minutes = full_minutes(base, choice.modules, cores=cores, memory_gib=memory_gib)
         bare = {one.name for one in base.sources if not one.git and not one.packages}
         steps.append(
             FullStep(
@@ -307,7 +299,7 @@ def _figures(minutes: float, cores: int, memory_gib: float) -> str:
     return f"about {minutes:.0f} min on {cores} cores with {memory_gib:.0f} GiB free"
 
 
-def _full_minutes(
+def full_minutes(
     base: Base, modules: Collection[Module], *, cores: int, memory_gib: float
 ) -> float:
     """Minutes that a full build takes on ``cores`` with ``memory_gib`` free.
@@ -338,9 +330,3 @@ def _typical(seconds: float, gib: float) -> list[tuple[float, float]]:
     """Units of the typical length that take ``seconds`` in all."""
     count = math.ceil(seconds / schedule.DEFAULT_SECONDS)
     return [(seconds / count, gib)] * count if count else []
-
-
-def _quick_minutes(base: Base) -> float:
-    return (
-        _FIXED_SECONDS + sum(module.cpu_seconds for module in base.modules if module.quick)
-    ) / 60

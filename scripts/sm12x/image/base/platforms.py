@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from sm12x.core import files
 from sm12x.core.errors import BadArchitectureError, UsageError
 from sm12x.stack.model.base import Base
 from sm12x.wheel.toolchain import cross
@@ -127,7 +128,7 @@ def _require_emulator(name: str, binfmt: Path) -> None:
             next_step=f"run `mount -t binfmt_misc binfmt_misc {binfmt}` as root, then {install}",
         )
     handlers = [path for path in sorted(binfmt.iterdir()) if path.name not in _NOT_HANDLERS]
-    texts = [text for path in handlers if _runs(text := _read(path), kind.elf)]
+    texts = [text for path in handlers if _runs(text := files.kernel_text(path), kind.elf)]
     if not texts:
         raise BadArchitectureError(f"{what} has no emulator for these", next_step=install)
     if not any("F" in flags for text in texts for flags in _values(text, "flags:")):
@@ -140,13 +141,6 @@ def _require_emulator(name: str, binfmt: Path) -> None:
 
 
 _NOT_HANDLERS = ("register", "status")
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii")
-    except (OSError, UnicodeDecodeError):
-        return ""
 
 
 def _runs(text: str, machine: int) -> bool:

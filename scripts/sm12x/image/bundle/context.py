@@ -65,7 +65,7 @@ class Context:
         for name, source in self.large.items():
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            _link(source, target)
+            files.link(source, target)
 
 
 def builder_files(base: Base, machine: str, *, here: str) -> dict[str, Path | str]:
@@ -267,11 +267,3 @@ def _require(*paths: Path) -> None:
                 f"{path} is missing, and the image needs it",
                 next_step="restore it with git, or make it with `make lock BASE=VERSION`",
             )
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        # Another file system, or one without hard links. The date stays, as with a link.
-        shutil.copy2(source, target)

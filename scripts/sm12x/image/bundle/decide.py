@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sm12x import layout
+from sm12x.core import cudaarch
 from sm12x.core.progress import Reporter
 from sm12x.image.base import host_settings, platforms, rootfs
 from sm12x.image.base.host_settings import HostConfig
@@ -23,7 +24,6 @@ from sm12x.image.engine.engine import Engine
 from sm12x.image.engine.follow import Stage
 from sm12x.stack.model import base as bases
 from sm12x.stack.model.base import Base
-from sm12x.wheel.toolchain import arch as archs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Options:
 
 
 @dataclass(kw_only=True)
-class Timings:
+class _Timings:
     """Seconds of each step, and each stage of a Dockerfile as the engine reported it."""
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class BuildPlan:
     inputs: str
     there: Record | None
     report: Reporter
-    timings: Timings
+    timings: _Timings
 
     @property
     def folder(self) -> Path:
@@ -120,24 +120,17 @@ class BuildPlan:
     def require_room(self) -> None:
         """Check disk and memory for the remaining steps. Raises NoSpaceError."""
         preflight.require_room(
-            self.base,
-            self.engine,
-            self.mode.choice.modules,
-            self.platforms,
             self.meter,
+            self.mode.choice.modules,
             flashinfer=bool(self.flashinfer),
             image=self.options.image,
         )
 
     def rest_gib(self) -> float:
         """GiB that the rest of the bundle takes on the disks that it uses."""
-        full = any(not module.quick for module in self.mode.choice.modules)
         rest = preflight.needs(
-            self.base,
-            self.engine,
-            self.platforms,
             self.meter,
-            full=full,
+            self.mode.choice.modules,
             flashinfer=bool(self.flashinfer),
             image=self.options.image,
         )
@@ -160,7 +153,7 @@ def decided(options: Options, report: Reporter) -> Iterator[BuildPlan]:
         patch_levels=options.patch_levels,
     )
     wanted = platforms.choose(base, options.platform, image=options.image)
-    targets = archs.validate(
+    targets = cudaarch.validate(
         options.arch_list or base.toolchain.arch_list, default=base.toolchain.arch_list
     )
     there = record.read(folder_of(base, wanted))
@@ -170,25 +163,24 @@ def decided(options: Options, report: Reporter) -> Iterator[BuildPlan]:
     report.say(f"engine: {engine.description}")
     mode = modes.settle(base, request, targets, made, find_links=options.find_links, report=report)
     ahead = modes.flashinfer(base, options.flashinfer, mode.name, wanted, image=options.image)
-    flashinfer = archs.to_text(targets) if ahead else ""
+    flashinfer = cudaarch.to_text(targets) if ahead else ""
     with preflight.alone(base):
         meter = Meter(base, engine, wanted)
         if not rootfs.is_there(base.image, engine, wanted, override=options.base_image):
             meter.forget()
         if there is None:
-            modules = mode.choice.modules
             preflight.require_room(
-                base, engine, modules, wanted, meter, flashinfer=ahead, image=options.image
+                meter, mode.choice.modules, flashinfer=ahead, image=options.image
             )
         host = host_settings.collect(base.image.suite)
-        timings = Timings()
+        timings = _Timings()
         with timings.step("base image"):
-            image = base_image(base, engine, host, options.base_image, wanted, report)
+            image = _base_image(base, engine, host, options.base_image, wanted, report)
             builder = image
             if wanted.crossing:
-                builder = base_image(base, engine, host, None, wanted.native, report)
+                builder = _base_image(base, engine, host, None, wanted.native, report)
         choices = {
-            "arch_list": archs.to_text(targets),
+            "arch_list": cudaarch.to_text(targets),
             "mode": mode.name,
             "allow_missing": " ".join(mode.allowed),
             "third_party": mode.third_party_sha256,
@@ -221,7 +213,7 @@ def folder_of(base: Base, wanted: Platforms) -> Path:
     return layout.dist(f"{base.version}{wanted.suffix}")
 
 
-def base_image(
+def _base_image(
     base: Base,
     engine: Engine,
     host: HostConfig,

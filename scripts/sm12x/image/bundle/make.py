@@ -21,12 +21,12 @@ from sm12x.wheel import ledger as ledgers
 from sm12x.wheel.ledger import Ledger
 from sm12x.wheel.selection import Offer
 
-PROJECT = "vllm"
-IMAGE = "vllm-sm12x"
+_PROJECT = "vllm"
+_IMAGE = "vllm-sm12x"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReleaseFiles:
+class _ReleaseFiles:
     """The release's sdist, and its wheel for the image's machine, as base.toml pins them."""
 
     sdist: Path
@@ -34,7 +34,7 @@ class ReleaseFiles:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wheel:
+class _Wheel:
     """The patched wheel in dist/, and its inputs."""
 
     path: Path
@@ -44,7 +44,7 @@ class Wheel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BuiltImage:
+class _BuiltImage:
     """The image in the engine's storage. ``tags``: the most telling first; ``size`` in bytes."""
 
     tags: tuple[str, ...]
@@ -53,15 +53,15 @@ class BuiltImage:
     layers: tuple[Layer, ...]
 
 
-_NO_IMAGE = BuiltImage(tags=(), id="", size=0, layers=())
+_NO_IMAGE = _BuiltImage(tags=(), id="", size=0, layers=())
 
 
-def fetch(plan: BuildPlan) -> ReleaseFiles:
+def _fetch(plan: BuildPlan) -> _ReleaseFiles:
     """Download the release's files, or find them in the cache. Raises HashMismatchError."""
     with plan.timings.step("fetch"), plan.report.phase("sources", live=False):
         sdist, wheel = (
             index.fetch_shown(
-                PROJECT,
+                _PROJECT,
                 pinned.name,
                 pinned.sha256,
                 cache=layout.cache(),
@@ -69,10 +69,10 @@ def fetch(plan: BuildPlan) -> ReleaseFiles:
             )
             for pinned in (plan.base.sdist, plan.base.wheels[plan.machine])
         )
-    return ReleaseFiles(sdist=sdist, wheel=wheel)
+    return _ReleaseFiles(sdist=sdist, wheel=wheel)
 
 
-def _build_wheel(plan: BuildPlan, release: ReleaseFiles) -> Wheel:
+def _build_wheel(plan: BuildPlan, release: _ReleaseFiles) -> _Wheel:
     """Build the wheel, its ledger and its audit in the builder, and move them to dist/.
 
     Raises:
@@ -86,7 +86,7 @@ def _build_wheel(plan: BuildPlan, release: ReleaseFiles) -> Wheel:
                 _require_same_again(plan, release, record.one_wheel(staged))
             ledger = ledgers.read(staged / record.LEDGER)
         path = record.one_wheel(plan.folder)
-        return Wheel(
+        return _Wheel(
             path=path,
             sha256=files.sha256(path),
             ledger=ledger,
@@ -94,7 +94,7 @@ def _build_wheel(plan: BuildPlan, release: ReleaseFiles) -> Wheel:
         )
 
 
-def _build_image(plan: BuildPlan, wheel: Wheel) -> BuiltImage:
+def _build_image(plan: BuildPlan, wheel: _Wheel) -> _BuiltImage:
     """Build the image around the wheel, and tag it.
 
     Raises:
@@ -140,7 +140,7 @@ def _build_image(plan: BuildPlan, wheel: Wheel) -> BuiltImage:
     if plan.flashinfer:
         asked = context.flashinfer_request(base, plan.machine, plan.flashinfer)
         declared.write_json(plan.folder / ledgers.FLASHINFER_REQUEST, asked)
-    return BuiltImage(
+    return _BuiltImage(
         tags=tags,
         id=plan.engine.image_id(tags[0]) or "",
         size=plan.engine.size(tags[0]),
@@ -150,11 +150,11 @@ def _build_image(plan: BuildPlan, wheel: Wheel) -> BuiltImage:
 
 def image_tags(version: str, stack_id: str, mode: str, suffix: str = "") -> tuple[str, ...]:
     """The tags of an image, the most telling first; ``suffix`` is that of its platform."""
-    short = f"{IMAGE}:{version}-{stack_id}"
+    short = f"{_IMAGE}:{version}-{stack_id}"
     return (f"{short}-{mode}{suffix}", f"{short}{suffix}")
 
 
-def _require_same_again(plan: BuildPlan, release: ReleaseFiles, wheel: Path) -> None:
+def _require_same_again(plan: BuildPlan, release: _ReleaseFiles, wheel: Path) -> None:
     """The second build uses nothing of the first: no layer from `native` on, no work folder."""
     with TemporaryDirectory(dir=plan.work, prefix=preflight.CONTEXT_PREFIX) as folder:
         _run_builder(plan, release, Path(folder), again="again")
@@ -167,7 +167,7 @@ def _require_same_again(plan: BuildPlan, release: ReleaseFiles, wheel: Path) -> 
     plan.report.say(f"built twice, the same bytes: {wheel.name}")
 
 
-def _run_builder(plan: BuildPlan, release: ReleaseFiles, out: Path, *, again: str = "") -> None:
+def _run_builder(plan: BuildPlan, release: _ReleaseFiles, out: Path, *, again: str = "") -> None:
     mode = plan.mode
     copied = context.builder(
         plan.base,
@@ -256,7 +256,7 @@ def run(options: Options, report: Reporter) -> Bundle:
         unchanged = made is not None
         if made is None:
             plan.require_room()
-            release = fetch(plan)
+            release = _fetch(plan)
             wheel = _build_wheel(plan, release)
             image = _build_image(plan, wheel) if options.image else _NO_IMAGE
             made = _record(plan, wheel, image)
@@ -270,7 +270,7 @@ def run(options: Options, report: Reporter) -> Bundle:
         )
 
 
-def _record(plan: BuildPlan, wheel: Wheel, image: BuiltImage) -> Record:
+def _record(plan: BuildPlan, wheel: _Wheel, image: _BuiltImage) -> Record:
     return Record(
         version=plan.base.version,
         mode=plan.mode.name,

@@ -16,6 +16,7 @@ from sm12x.core.cudaarch import CudaArch
 from sm12x.core.errors import BadFileError, UsageError
 from sm12x.core.progress import Reporter
 from sm12x.image.base.platforms import Platforms
+from sm12x.image.bundle.context import Context
 from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
 from sm12x.stack.model.base import Base
@@ -23,9 +24,8 @@ from sm12x.wheel import selection
 from sm12x.wheel.compile import cmake
 from sm12x.wheel.selection import AUTO, WANTED, Decision, ModuleChoice, Offer
 from sm12x.wheel.source import third_party
-from sm12x.wheel.toolchain import arch
 
-Collect = Callable[[], Mapping[str, third_party.FoundSource]]
+_Collect = Callable[[], Mapping[str, third_party.FoundSource]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +182,7 @@ def settle(
                 base, cores=cores, memory_gib=memory_gib, sure=_sure(base, request.given)
             ),
         )
-    arch.require_complete(targets)
+    cudaarch.require_complete(targets)
     with report.phase("third-party sources", live=False):
         sources = ThirdParty.of(collect())
         for line in held:
@@ -208,7 +208,7 @@ def settle(
         allowed=allowed,
         patch_levels=request.patch_levels,
         third_party=files_of,
-        third_party_sha256=digest(files_of),
+        third_party_sha256=Context(files=files_of, large={}).digest() if files_of else "",
     )
 
 
@@ -283,7 +283,7 @@ def decide(
     memory_gib: float,
     given: Iterable[str],
     allowed: tuple[str, ...],
-    collect: Collect,
+    collect: _Collect,
 ) -> Decision:
     """The mode. ``collect`` is called only where the available sources change the decision.
 
@@ -373,13 +373,3 @@ def _files_of(folder: Path) -> list[Path]:
             found += [path for name in names if (path := Path(root, name)).is_file()]
         seen.add(real)
     return sorted(path for path in found if path.name != ".git")
-
-
-def digest(staged_files: Mapping[str, Path]) -> str:
-    """A sha256, in hex, over names and contents; "" without any."""
-    if not staged_files:
-        return ""
-    total = hashlib.sha256()
-    for name, path in sorted(staged_files.items()):
-        total.update(f"{name}\0{files.sha256(path)}\n".encode())
-    return total.hexdigest()

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sm12x import layout
-from sm12x.core import files
+from sm12x.core import files, machine
 from sm12x.core.errors import BuildFailedError, NoSpaceError
+from sm12x.core.text import GIB
 from sm12x.image.base import platforms
 from sm12x.image.base.host_settings import SECRETS_PREFIX
 from sm12x.image.base.platforms import Platforms
@@ -28,7 +29,7 @@ WHEEL, IMAGE = "wheel", "image"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiskNeed:
+class _DiskNeed:
     """``gib`` GiB for ``what``, below ``folder``; ``remedy`` moves it to another disk."""
 
     what: str
@@ -45,6 +46,7 @@ class Meter:
     """
 
     def __init__(self, base: Base, engine: Engine, wanted: Platforms) -> None:
+        self.base, self.engine, self.wanted = base, engine, wanted
         self.path = work_folder(base) / f"spent-{engine.name}{wanted.suffix}.json"
         self.storage = engine.storage()
         self._phases: dict[str, dict[str, float]] = {}
@@ -100,61 +102,45 @@ class Meter:
             files.write_text(self.path, json.dumps(self._phases) + "\n")
 
 
-def require_room(
-    base: Base,
-    engine: Engine,
-    modules: Sequence[Module],
-    wanted: Platforms,
-    meter: Meter,
-    *,
-    flashinfer: bool,
-    image: bool = True,
-) -> None:
+def require_room(meter: Meter, modules: Sequence[Module], *, flashinfer: bool, image: bool) -> None:
     """Raise NoSpaceError before anything starts if disk or memory is too small.
 
     ``modules`` are what will be compiled, and with ``flashinfer`` FlashInfer's; without ``image``
     the build stops at the wheel.
     """
+    base = meter.base
     work_folder(base).mkdir(parents=True, exist_ok=True)
-    full = any(not module.quick for module in modules)
-    needed = needs(base, engine, wanted, meter, full=full, flashinfer=flashinfer, image=image)
-    _require_disk(needed, engine.name)
+    _require_disk(needs(meter, modules, flashinfer=flashinfer, image=image), meter.engine.name)
     # A continued build checks the memory for the remaining units itself.
     peaks = [module.peak_gib for module in modules]
     peaks += [module.peak_gib for module in base.flashinfer if flashinfer]
     units = [] if meter.begun else peaks
     peak = max([_MEMORY_GIB, *units])
-    free = memory_gib(Path("/proc/meminfo"))
-    if free is not None and free < peak:
+    free = machine.available()
+    if free is not None and free < peak * GIB:
         raise NoSpaceError(
-            f"the build needs {peak:.1f} GiB of memory, {free:.1f} GiB are free",
+            f"the build needs {peak:.1f} GiB of memory, {free / GIB:.1f} GiB are free",
             next_step="stop something, or build on a machine with more memory",
         )
 
 
 def needs(
-    base: Base,
-    engine: Engine,
-    wanted: Platforms,
-    meter: Meter,
-    *,
-    full: bool,
-    flashinfer: bool,
-    image: bool,
-) -> list[DiskNeed]:
+    meter: Meter, modules: Sequence[Module], *, flashinfer: bool, image: bool
+) -> list[_DiskNeed]:
     """The remaining steps' disk needs by folder, without those of an engine elsewhere."""
+    base, engine = meter.base, meter.engine
     disk = base.disk
-    found: list[DiskNeed] = []
+    found: list[_DiskNeed] = []
 
     def need(what: str, folder: Path | None, gib: float, remedy: str) -> None:
         if folder is not None:
-            found.append(DiskNeed(what=what, folder=folder, gib=gib, remedy=remedy))
+            found.append(_DiskNeed(what=what, folder=folder, gib=gib, remedy=remedy))
 
     storage, cache = engine.storage(), engine.package_cache()
     # What a phase has spent was seen on the storage's disk, where both may lie.
     together = storage is not None and cache is not None and _on_one_disk(storage, cache)
-    cross = platforms.CROSS_GIB if wanted.crossing else 0.0
-    objects = disk.objects_gib if full else 0.0
+    cross = platforms.CROSS_GIB if meter.wanted.crossing else 0.0
+    objects = disk.objects_gib if any(not module.quick for module in modules) else 0.0
     phases = [
         (
             WHEEL,
@@ -192,9 +178,9 @@ def _on_one_disk(one: Path, other: Path) -> bool:
     return files.device(one) == files.device(other)
 
 
-def _require_disk(needed: Sequence[DiskNeed], engine: str) -> None:
+def _require_disk(needed: Sequence[_DiskNeed], engine: str) -> None:
     """Raise NoSpaceError if a file system has less room than the sum of the needs on it."""
-    systems: dict[int, list[DiskNeed]] = {}
+    systems: dict[int, list[_DiskNeed]] = {}
     for need in needed:
         systems.setdefault(files.device(need.folder), []).append(need)
     for group in systems.values():
@@ -218,17 +204,6 @@ def _require_disk(needed: Sequence[DiskNeed], engine: str) -> None:
 def work_folder(base: Base) -> Path:
     """Logs, contexts and the lock of a bundle in the making."""
     return layout.root() / "build" / base.version
-
-
-def memory_gib(meminfo: Path) -> float | None:
-    """GiB of memory that can be had without swapping; None where the system does not say."""
-    try:
-        for line in meminfo.read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) / 1024**2
-    except OSError:
-        return None
-    return None
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from sm12x.wheel.ledger import Ledger
 from sm12x.wheel.selection import Offer
 
 # Layers below this add up to one line.
-SMALL = 10 * texts.MIB
+_SMALL = 10 * texts.MIB
 
 _MEANING = {
     "native": "runs as compiled for the device",
@@ -218,7 +218,7 @@ def _sizes(record: Record) -> str:
         lines.append(f"  {texts.size(record.image_size):>9}  image, of which")
         small = 0
         for layer in record.layers:
-            if layer.size < SMALL:
+            if layer.size < _SMALL:
                 small += layer.size
             else:
                 lines.append(f"  {texts.size(layer.size):>9}    {_layer_name(layer)}")

@@ -13,16 +13,18 @@ from sm12x.core import process
 from sm12x.image.engine.engine import BuildRequest, Engine, Layer, common_words
 
 
-class Buildah(Engine):
-    """``chroot``: build steps run in a change of root, where no OCI runtime can be used."""
+class Bud(Engine):
+    """An engine that builds with the code of `buildah bud`.
 
-    name = "buildah"
-    _prune = "buildah rmi --prune"
+    ``chroot``: build steps run in a change of root, where no OCI runtime can be used.
+    """
+
+    # The command that removes images without a name.
+    prune: str
     # Seen with 1.28: the container that a layer was made in stays until the layer is stored, which
     # goes through two files beside the package cache.
     copies_in_storage = 1
     copies_in_cache = 2
-    id_format = "{{.FromImageID}}"
 
     def __init__(self, program: Path, version: str, *, chroot: bool) -> None:
         super().__init__(program, version)
@@ -42,6 +44,25 @@ class Buildah(Engine):
         if self.chroot:
             words += _own_limits()
         return [*words, str(request.context)]
+
+    @property
+    def more_room(self) -> str:
+        conf = "/etc" if os.geteuid() == 0 else "~/.config"
+        return (
+            f"`{self.prune}` removes images without a name, and `graphroot` in "
+            f"{conf}/containers/storage.conf names another disk (docker writes a layer once, and "
+            "takes about half)"
+        )
+
+    def package_cache(self) -> Path | None:
+        # Beside the storage, and the layer that is being written as well.
+        return Path(os.environ.get("TMPDIR") or "/var/tmp")  # noqa: S108 - buildah's own choice
+
+
+class Buildah(Bud):
+    name = "buildah"
+    prune = "buildah rmi --prune"
+    id_format = "{{.FromImageID}}"
 
     def inspect_words(self, template: str) -> list[str]:
         return ["inspect", "--type", "image", "--format", template]
@@ -100,19 +121,6 @@ class Buildah(Engine):
         except (ValueError, KeyError):
             return None
         return folder if folder.is_dir() else None
-
-    @property
-    def more_room(self) -> str:
-        conf = "/etc" if os.geteuid() == 0 else "~/.config"
-        return (
-            f"`{self._prune}` removes images without a name, and `graphroot` in "
-            f"{conf}/containers/storage.conf names another disk (docker writes a layer once, and "
-            "takes about half)"
-        )
-
-    def package_cache(self) -> Path | None:
-        # Beside the storage, and the layer that is being written as well.
-        return Path(os.environ.get("TMPDIR") or "/var/tmp")  # noqa: S108 - buildah's own choice
 
     def run_hint(self, image: str, words: str = "", *, gpus: bool = False) -> str:
         if gpus:
@@ -180,21 +188,9 @@ def may_raise_limits() -> bool:
     return has_capability(_SYS_RESOURCE)
 
 
-class Podman(Buildah):
+class Podman(Bud):
     name = "podman"
-    _prune = "podman image prune"
-    id_format = "{{.Id}}"
-
-    def inspect_words(self, template: str) -> list[str]:
-        return ["image", "inspect", "--format", template]
-
-    def digest(self, reference: str) -> str | None:
-        found = json.loads(self._inspect(reference, "{{json .RepoDigests}}") or "[]")
-        return str(found[0]).partition("@")[2] if found else None
-
-    def labels(self, reference: str) -> dict[str, str]:
-        found: dict[str, str] = json.loads(self._inspect(reference, "{{json .Labels}}") or "{}")
-        return found
+    prune = "podman image prune"
 
     def layers(self, reference: str) -> tuple[Layer, ...]:
         done = process.run([self.program, "history", "--no-trunc", "--format", "json", reference])
@@ -202,9 +198,6 @@ class Podman(Buildah):
             Layer(size=int(entry["size"]), made_by=str(entry["CreatedBy"]))
             for entry in reversed(json.loads(done.stdout))
         )
-
-    def size(self, reference: str) -> int:
-        return int(self._inspect(reference, "{{.Size}}") or 0)
 
     def export(self, reference: str, archive: Path) -> None:
         process.run(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from sm12x.core import process
@@ -15,7 +14,7 @@ class Docker(Engine):
     """``buildx``: whether the client has that plugin; else DOCKER_BUILDKIT asks for BuildKit."""
 
     name = "docker"
-    id_format = "{{.Id}}"
+    label_format = "{{json .Config.Labels}}"
 
     def __init__(self, program: Path, version: str, *, buildx: bool) -> None:
         super().__init__(program, version)
@@ -38,22 +37,6 @@ class Docker(Engine):
 
     def build_words(self, request: BuildRequest) -> list[str]:
         return ["build", "--progress", "plain", *common_words(request), str(request.context)]
-
-    def inspect_words(self, template: str) -> list[str]:
-        return ["image", "inspect", "--format", template]
-
-    def digest(self, reference: str) -> str | None:
-        found = json.loads(self._inspect(reference, "{{json .RepoDigests}}") or "[]")
-        return str(found[0]).partition("@")[2] if found else None
-
-    def labels(self, reference: str) -> dict[str, str]:
-        found: dict[str, str] = json.loads(
-            self._inspect(reference, "{{json .Config.Labels}}") or "{}"
-        )
-        return found
-
-    def size(self, reference: str) -> int:
-        return int(self._inspect(reference, "{{.Size}}") or 0)
 
     def layers(self, reference: str) -> tuple[Layer, ...]:
         words = ["history", "--no-trunc", "--human=false", "--format", "{{.Size}}\t{{.CreatedBy}}"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -108,6 +109,24 @@ class Engine(ABC):
         text = self._inspect(reference, self.id_format)
         return text.removeprefix("sha256:") if text else None
 
+    def digest(self, reference: str) -> str | None:
+        """The registry's digest of a pulled image (`sha256:...`), None for one made here."""
+        found = json.loads(self._inspect(reference, "{{json .RepoDigests}}") or "[]")
+        return str(found[0]).partition("@")[2] if found else None
+
+    def labels(self, reference: str) -> dict[str, str]:
+        """The image's labels, empty where there is no such image."""
+        found: dict[str, str] = json.loads(self._inspect(reference, self.label_format) or "{}")
+        return found
+
+    def size(self, reference: str) -> int:
+        """The unpacked size of an image in bytes; 0 where the engine does not say."""
+        return int(self._inspect(reference, "{{.Size}}") or 0)
+
+    def inspect_words(self, template: str) -> list[str]:
+        """The command line, without program and image, that prints a Go template of an image."""
+        return ["image", "inspect", "--format", template]
+
     def environment(self) -> dict[str, str]:
         """Variables set on top of ours for every build."""
         return {}
@@ -117,7 +136,9 @@ class Engine(ABC):
         text = done.stdout.strip()
         return text if done.returncode == 0 and text not in ("", "<no value>", "null") else None
 
-    id_format: str
+    # Go templates of an image's id and of its labels.
+    id_format = "{{.Id}}"
+    label_format = "{{json .Labels}}"
     # While a layer is written: how many further copies of it are in ``storage`` and in the folder
     # of ``package_cache``.
     copies_in_storage = 0
@@ -126,22 +147,6 @@ class Engine(ABC):
     @abstractmethod
     def build_words(self, request: BuildRequest) -> list[str]:
         """The command line of a build, without the program."""
-
-    @abstractmethod
-    def inspect_words(self, template: str) -> list[str]:
-        """The command line, without program and image, that prints a Go template of an image."""
-
-    @abstractmethod
-    def digest(self, reference: str) -> str | None:
-        """The registry's digest of a pulled image (`sha256:...`), None for one made here."""
-
-    @abstractmethod
-    def labels(self, reference: str) -> dict[str, str]:
-        """The image's labels, empty where there is no such image."""
-
-    @abstractmethod
-    def size(self, reference: str) -> int:
-        """The unpacked size of an image in bytes; 0 where the engine does not say."""
 
     @abstractmethod
     def layers(self, reference: str) -> tuple[Layer, ...]:

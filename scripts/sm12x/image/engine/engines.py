@@ -7,19 +7,20 @@ import pwd
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from sm12x.core import process
 from sm12x.core.errors import EngineNotRunningError, NoEngineError, ToolFailedError
 from sm12x.core.process import Completed
-from sm12x.image.engine.buildah import SYS_ADMIN, Buildah, Podman, has_capability, needs_chroot
+from sm12x.image.engine.buildah import SYS_ADMIN, Bud, Buildah, Podman, has_capability, needs_chroot
 from sm12x.image.engine.docker import Docker
 from sm12x.image.engine.engine import Engine
 
 # In the order they are taken.
 NAMES = ("docker", "podman", "buildah")
 # Seconds for an engine to answer; podman looks through its storage first.
-PROBE_SECONDS = 15.0
+_PROBE_SECONDS = 15.0
 # Where docker's client looks for its daemon unless it is told otherwise.
 _DOCKER_SOCKETS = ("unix:///var/run/docker.sock", "unix:///run/docker.sock")
 # Program that installs packages -> what it is given before their names.
@@ -156,8 +157,8 @@ def probe_all(wanted: str | None = None, machine: EngineHost | None = None) -> I
     machine = machine or EngineHost.here()
     kinds: dict[str, Callable[[Path, EngineHost], Probe]] = {
         "docker": _probe_docker,
-        "podman": _probe_podman,
-        "buildah": _probe_buildah,
+        "podman": partial(_probe_bud, "podman", Podman),
+        "buildah": partial(_probe_bud, "buildah", Buildah),
     }
     for name in NAMES:
         for program in process.which_all(name) if wanted in (None, name) else ():
@@ -292,15 +293,16 @@ def install(packages: Sequence[str], *, say: Callable[[str], None]) -> None:
 def _ask(*argv: str | Path, env: Mapping[str, str] | None = None) -> Completed:
     """A program's answer. One that hangs or cannot be run has failed; ``stderr`` has the reason."""
     try:
-        return process.run(argv, env=env, check=False, timeout=PROBE_SECONDS)
+        return process.run(argv, env=env, check=False, timeout=_PROBE_SECONDS)
     except ToolFailedError:
-        why = f"no answer in {PROBE_SECONDS:.0f} s"
+        why = f"no answer in {_PROBE_SECONDS:.0f} s"
     except OSError as error:
         why = f"cannot be run: {(error.strerror or str(error)).lower()}"
     return Completed(argv=tuple(map(str, argv)), returncode=124, stdout="", stderr=why)
 
 
 def _probe_docker(program: Path, machine: EngineHost) -> Probe:
+    probe = partial(Probe, name="docker", program=program)
     answer = _ask(program, "version", "--format", "{{.Client.Version}} {{.Server.Version}}")
     if answer.returncode != 0:
         endpoint = _ask(
@@ -310,23 +312,16 @@ def _probe_docker(program: Path, machine: EngineHost) -> Probe:
     client = answer.stdout.split()[0]
     if "podman" in _ask(program, "--version").stdout.lower():
         # podman-docker puts a `docker` there that is podman.
-        return Probe(
-            name="docker",
-            program=program,
-            why="it is podman under another name",
-            next_step="use --engine podman",
-        )
+        return probe(why="it is podman under another name", next_step="use --engine podman")
     buildx = _ask(program, "buildx", "version").returncode == 0
     usage = _ask(program, "build", "--help", env={"DOCKER_BUILDKIT": "1"})
     missing = _missing_options(usage.stdout if usage.returncode == 0 else "")
     if missing:
-        return Probe(
-            name="docker",
-            program=program,
+        return probe(
             why=f"docker {client} has no buildx plugin, and without it no BuildKit ({missing})",
             next_step="install the buildx plugin (package docker-buildx or docker-buildx-plugin)",
         )
-    return Probe(name="docker", program=program, engine=Docker(program, client, buildx=buildx))
+    return probe(engine=Docker(program, client, buildx=buildx))
 
 
 def _docker_down(program: Path, said: str, endpoint: str, machine: EngineHost) -> Probe:
@@ -336,9 +331,10 @@ def _docker_down(program: Path, said: str, endpoint: str, machine: EngineHost) -
         said: what `docker version` wrote to stderr.
         endpoint: where the client looks for the daemon, "" where it cannot say.
     """
+    probe = partial(Probe, name="docker", program=program)
 
     def down(why: str, step: str) -> Probe:
-        return Probe(name="docker", program=program, why=why, next_step=step, down=True)
+        return probe(why=why, next_step=step, down=True)
 
     where = f"at {endpoint}" if endpoint else "where the client looks for it"
     if "permission denied" in said.lower():
@@ -361,9 +357,7 @@ def _docker_down(program: Path, said: str, endpoint: str, machine: EngineHost) -
         step = f"restart the daemon with {restart}" if machine.dockerd else "read that message"
         return down(f"the daemon {where} does not work: {_last_line(said)}", step)
     if not machine.dockerd:
-        return Probe(
-            name="docker",
-            program=program,
+        return probe(
             why="only docker's client is installed, its daemon is not",
             next_step="name the daemon of another machine with DOCKER_HOST",
         )
@@ -373,39 +367,23 @@ def _docker_down(program: Path, said: str, endpoint: str, machine: EngineHost) -
     )
 
 
-def _probe_podman(program: Path, machine: EngineHost) -> Probe:
-    return _probe_bud("podman", program, Podman, machine)
-
-
-def _probe_buildah(program: Path, machine: EngineHost) -> Probe:
-    return _probe_bud("buildah", program, Buildah, machine)
-
-
-def _probe_bud(name: str, program: Path, kind: type[Buildah], machine: EngineHost) -> Probe:
+def _probe_bud(name: str, kind: type[Bud], program: Path, machine: EngineHost) -> Probe:
+    probe = partial(Probe, name=name, program=program)
     usage = _ask(program, "build", "--help")
     if usage.returncode == 124:
-        return Probe(
-            name=name,
-            program=program,
-            why=usage.stderr,
-            next_step=f"repair {program}, or remove it from PATH",
-        )
+        return probe(why=usage.stderr, next_step=f"repair {program}, or remove it from PATH")
     missing = _missing_options(usage.stdout if usage.returncode == 0 else "")
     version = _version(_ask(program, "--version").stdout)
     if missing:
         docker = machine.install("docker.io", "docker-buildx")
-        return Probe(
-            name=name,
-            program=program,
+        return probe(
             why=f"{name} {version} is too old ({missing})",
             next_step=f"install a newer {name}, or docker with BuildKit: {docker}"
             if machine.installer == "apt-get"
             else f"install a newer {name}",
         )
     if not machine.mounts:
-        return Probe(
-            name=name,
-            program=program,
+        return probe(
             why="its build steps mount, which this container may not (it has neither "
             "CAP_SYS_ADMIN nor user namespaces)",
             next_step=_MAY_NOT_MOUNT,
@@ -413,14 +391,12 @@ def _probe_bud(name: str, program: Path, kind: type[Buildah], machine: EngineHos
     # Its storage cannot be set up, or this user has no sub-ids: `info` says so, and quickly.
     info = _ask(program, "info")
     if info.returncode != 0:
-        return Probe(
-            name=name,
-            program=program,
+        return probe(
             why=f"{name} does not work: {_last_line(info.stderr) or f'{name} info failed'}",
             next_step=f"fix what `{name} info` reports",
             down=True,
         )
-    return Probe(name=name, program=program, engine=kind(program, version, chroot=needs_chroot()))
+    return probe(engine=kind(program, version, chroot=needs_chroot()))
 
 
 def _missing_options(usage: str) -> str:

@@ -12,8 +12,8 @@ from sm12x.core.errors import BadFileError
 from sm12x.core.progress import spinner
 from sm12x.recipes import load
 from sm12x.recipes.model import Recipe
-from sm12x.runtime.check import compiler, content, machinecode, native, precompiled, versions
-from sm12x.runtime.check.report import Line, failed, noted
+from sm12x.runtime.check import compiler, content, machinecode, native, versions
+from sm12x.runtime.check.report import Line, Topic
 from sm12x.runtime.places import Places, require_temporary
 from sm12x.wheel import ledger as ledgers
 
@@ -34,7 +34,7 @@ def check(places: Places, *, quick: bool = False) -> list[Line]:
             try:
                 lines += versions.check(ledger, places.lock, versions.installed(places.site))
             except BadFileError as error:
-                lines.append(failed(versions.TOPIC, error.message, error.next_step))
+                lines.append(versions.TOPIC.failed(error.message, error.next_step))
         with spinner("hashes of files"):
             lines += content.check(ledger, places.site)
         with spinner("machine code"):
@@ -48,14 +48,14 @@ def check(places: Places, *, quick: bool = False) -> list[Line]:
             with spinner("the extras' modules"):
                 lines += native.check_extras(ledger, driver, ask)
         with spinner("FlashInfer's modules"):
-            lines += precompiled.check(places, driver, folder)
+            lines += machinecode.check_flashinfer(places, driver, folder)
         recipes, found = _recipes(places.recipes)
         lines += found
         with spinner("vLLM's argument parser on every recipe, about 20 s"):
             lines += native.check_arguments(recipes, driver, ask)
         if quick:
             said = "nvcc and Triton's kernels were not tried (--quick)"
-            return [*lines, noted(compiler.TOPIC, said)]
+            return [*lines, compiler.TOPIC.noted(said)]
         with spinner("the compiler"):
             lines += compiler.check(places, folder)
         with spinner("Triton kernels, about two minutes on two cores"):
@@ -72,10 +72,11 @@ def scratch() -> Iterator[Path]:
 
 
 def _recipes(folder: Path) -> tuple[dict[str, Recipe], list[Line]]:
+    topic = Topic("recipes", "correct that line")
     found, lines = {}, []
     for path in sorted(folder.glob("*.yaml")):
         recipe, faults = load.inspect(path)
-        lines += [failed("recipes", str(fault), "correct that line") for fault in faults]
+        lines += [topic.failed(str(fault)) for fault in faults]
         if recipe and not faults:
             found[recipe.key] = recipe
     return found, lines

@@ -14,16 +14,15 @@ from typing import Any
 from sm12x.core import process
 from sm12x.core.errors import Sm12xError
 from sm12x.runtime.check.native import Ask
-from sm12x.runtime.check.report import Line, failed, passed
+from sm12x.runtime.check.report import Line, Topic
 from sm12x.runtime.places import Places
 
-TOPIC = "compiler"
 _ARCHITECTURES = ("sm_120", "sm_121")
-REBUILD = "rebuild the image: its compiler, headers or libraries are incomplete"
+TOPIC = Topic("compiler", "rebuild the image: its compiler, headers or libraries are incomplete")
 
 # A kernel with the headers such code includes (half precision, CCCL), and a driver call, so that
 # the link needs cudart and the stub of libcuda as theirs does.
-SOURCE = """\
+_SOURCE = """\
 #include <cuda.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -46,17 +45,17 @@ extern "C" int run(const __half* in, float* out) {
 
 
 def check(places: Places, scratch: Path) -> list[Line]:
-    """Compile and link ``SOURCE`` for each architecture as the user we are (about 15 s)."""
+    """Compile and link ``_SOURCE`` for each architecture as the user we are (about 15 s)."""
     nvcc = places.cuda_home / "bin" / "nvcc"
     lines = []
     for tool in ("gcc", "g++", "ninja"):
         path = process.which(tool)
         if path is None:
-            lines.append(failed(TOPIC, f"{tool} is not on PATH", REBUILD))
+            lines.append(TOPIC.failed(f"{tool} is not on PATH"))
     if lines:
         return lines
     source, built = scratch / "probe.cu", scratch / "probe.so"
-    source.write_text(SOURCE, encoding="utf-8")
+    source.write_text(_SOURCE, encoding="utf-8")
     try:
         # The stub is for the linker alone: without it in RUNPATH the real driver is found.
         process.run(
@@ -72,10 +71,10 @@ def check(places: Places, scratch: Path) -> list[Line]:
             timeout=300,
         )
     except Sm12xError as error:
-        return [failed(TOPIC, f"nvcc: {_last(error.message)}", REBUILD)]
+        return [TOPIC.failed(f"nvcc: {_last(error.message)}")]
     who = f"uid {os.getuid()}"
     text = f"nvcc compiles and links for {' and '.join(_ARCHITECTURES)} as {who}"
-    return [passed(TOPIC, text)]
+    return [TOPIC.passed(text)]
 
 
 def _last(message: str) -> str:
@@ -85,16 +84,16 @@ def _last(message: str) -> str:
     return errors[0] if errors else " ".join(rows)
 
 
-_KERNELS = "kernels"
+_KERNELS = Topic(
+    "kernels",
+    "rebuild the image with the unchanged stack; if you changed a kernel, choose smaller tiles",
+)
 # The package whose modules list what they launch; a stack without it has nothing to compile.
 PACKAGE = PurePosixPath("vllm/v1/attention/ops/portable_mla")
 _CAPABILITIES = (120, 121)
 # Shared memory that one block can have on 12.0 and 12.1, bytes (CUDA C++ Programming Guide,
 # "Technical Specifications per Compute Capability").
 _SHARED_MEMORY = 101376
-_KERNELS_REBUILD = (
-    "rebuild the image with the unchanged stack; if you changed a kernel, choose smaller tiles"
-)
 
 
 def check_kernels(places: Places, ask: Ask) -> list[Line]:
@@ -108,18 +107,16 @@ def check_kernels(places: Places, ask: Ask) -> list[Line]:
     for one in answer:
         where = f"{one['name']} for sm_{one['capability']}"
         if one["error"]:
-            lines.append(
-                failed(_KERNELS, f"{where} does not compile: {one['error']}", _KERNELS_REBUILD)
-            )
+            lines.append(_KERNELS.failed(f"{where} does not compile: {one['error']}"))
         elif one["shared"] > _SHARED_MEMORY:
             text = f"{where} takes {one['shared']} bytes of shared memory, over {_SHARED_MEMORY}"
-            lines.append(failed(_KERNELS, text, _KERNELS_REBUILD))
+            lines.append(_KERNELS.failed(text))
     if not answer:
-        lines.append(failed(_KERNELS, f"{PACKAGE} lists no configuration", _KERNELS_REBUILD))
+        lines.append(_KERNELS.failed(f"{PACKAGE} lists no configuration"))
     if lines:
         return lines
     most = max(one["shared"] for one in answer)
     targets = " and ".join(f"sm_{capability}" for capability in _CAPABILITIES)
     count = len({one["name"] for one in answer})
     text = f"{count} configurations compile for {targets}; at most {most} of {_SHARED_MEMORY} bytes"
-    return [passed(_KERNELS, f"{text} of shared memory")]
+    return [_KERNELS.passed(f"{text} of shared memory")]

@@ -6,32 +6,21 @@ import base64
 import csv
 import hashlib
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from packaging.utils import canonicalize_name
 
 from sm12x.runtime import sleep_backend
-from sm12x.runtime.check.report import FAIL, Line, failed, passed
+from sm12x.runtime.check.report import FAIL, Line, Topic
 from sm12x.wheel.ledger import Ledger
 
-TOPIC = "files"
-REBUILD = "pull or rebuild the image; nothing should write to its packages"
+_TOPIC = Topic("files", "pull or rebuild the image; nothing should write to its packages")
 # The origin of a file of the release that the stack removes.
 _REMOVED = "removed"
 # What packages share: `..` leads to scripts and headers, __pycache__ has modules without a folder.
 _SHARED = ("..", "__pycache__")
 # What an import writes beside the sources; RECORD may list it, but never with a hash.
 _COMPILED = (".pyc", ".pyo")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecordLine:
-    """A line of RECORD. ``digest`` is urlsafe base64 without padding, "" when it has none."""
-
-    path: str
-    digest: str
-    size: str
 
 
 def check(ledger: Ledger, site: Path) -> list[Line]:
@@ -44,23 +33,20 @@ def check(ledger: Ledger, site: Path) -> list[Line]:
         found = seen.of(path)
         if origin == _REMOVED:
             if found is not None:
-                lines.append(failed(TOPIC, f"{path} is there, the stack removes it", REBUILD))
+                lines.append(_TOPIC.failed(f"{path} is there, the stack removes it"))
         elif found is None:
-            lines.append(failed(TOPIC, f"{path} ({origin}) is missing", REBUILD))
+            lines.append(_TOPIC.failed(f"{path} ({origin}) is missing"))
         elif found.hex() != digest:
             lines.append(
-                failed(
-                    TOPIC,
-                    f"{path} ({origin}) has sha256 {found.hex()[:12]}, ledger {digest[:12]}",
-                    REBUILD,
+                _TOPIC.failed(
+                    f"{path} ({origin}) has sha256 {found.hex()[:12]}, ledger {digest[:12]}"
                 )
             )
     if not lines:
         lines.append(
-            passed(
-                TOPIC,
+            _TOPIC.passed(
                 f"{len(ledger.files)} files that are not the official wheel's and "
-                f"{len(ledger.libraries)} libraries have the ledger's sha256",
+                f"{len(ledger.libraries)} libraries have the ledger's sha256"
             )
         )
     lines += _record("vllm", site, seen, listed=_listed(ledger))
@@ -82,36 +68,31 @@ def _record(
     ]
     if len(folders) != 1:
         seen_names = ", ".join(folder.name for folder in folders) or "none"
-        return [
-            failed(TOPIC, f"one {package}-*.dist-info is expected, found {seen_names}", REBUILD)
-        ]
+        return [_TOPIC.failed(f"one {package}-*.dist-info is expected, found {seen_names}")]
     try:
         text = (folders[0] / "RECORD").read_text(encoding="utf-8")
-        entries = [
-            RecordLine(path=path, digest=digest, size=size)
-            for path, digest, size in csv.reader(text.splitlines())
-        ]
+        entries = [(path, digest, size) for path, digest, size in csv.reader(text.splitlines())]
     except (OSError, UnicodeDecodeError, ValueError) as error:
-        return [failed(TOPIC, f"{folders[0].name}/RECORD cannot be read: {error}", REBUILD)]
+        return [_TOPIC.failed(f"{folders[0].name}/RECORD cannot be read: {error}")]
     lines = []
-    names = {entry.path for entry in entries}
-    for row in entries:
-        problem = _entry(row, site, seen)
+    names = {path for path, _, _ in entries}
+    for path, digest, size in entries:
+        problem = _entry(path, digest, size, site, seen)
         if problem:
-            lines.append(failed(TOPIC, f"RECORD: {row.path} {problem}", REBUILD))
-    for path in (
-        found for top in _tops(package, names) for found in sorted(site.glob(f"{top}/**/*"))
+            lines.append(_TOPIC.failed(f"RECORD: {path} {problem}"))
+    for found in (
+        inside for top in _tops(package, names) for inside in sorted(site.glob(f"{top}/**/*"))
     ):
-        name = path.relative_to(site).as_posix()
-        if path.is_file() and name not in names and path.suffix not in _COMPILED:
-            lines.append(failed(TOPIC, f"{name} is on disk and not in RECORD", REBUILD))
+        name = found.relative_to(site).as_posix()
+        if found.is_file() and name not in names and found.suffix not in _COMPILED:
+            lines.append(_TOPIC.failed(f"{name} is on disk and not in RECORD"))
     for name in sorted(set(listed) - names):
-        lines.append(failed(TOPIC, f"{name} is in the ledger and not in RECORD", REBUILD))
+        lines.append(_TOPIC.failed(f"{name} is in the ledger and not in RECORD"))
     if any(line.state == FAIL for line in lines):
         return lines
     return [
-        passed(
-            TOPIC, f"RECORD of {package} agrees with {len(entries)} files, and there are no others"
+        _TOPIC.passed(
+            f"RECORD of {package} agrees with {len(entries)} files, and there are no others"
         )
     ]
 
@@ -128,20 +109,23 @@ def _listed(ledger: Ledger) -> set[str]:
     return kept | {library.path for library in ledger.libraries}
 
 
-def _entry(entry: RecordLine, site: Path, seen: _Digests) -> str:
-    """What is wrong with a line of RECORD, or ""."""
-    if entry.path.endswith(_COMPILED):
+def _entry(path: str, listed: str, size: str, site: Path, seen: _Digests) -> str:
+    """What is wrong with a line of RECORD, or "".
+
+    ``listed`` is its hash in urlsafe base64 without padding, "" when it has none.
+    """
+    if path.endswith(_COMPILED):
         return ""
-    digest = seen.of(entry.path)
+    digest = seen.of(path)
     if digest is None:
         return "is missing"
-    if not entry.digest:
+    if not listed:
         # RECORD cannot hold its own hash; installers write REQUESTED and INSTALLER with theirs.
-        return "" if PurePosixPath(entry.path).name == "RECORD" else "has no hash in RECORD"
-    kind, _, value = entry.digest.partition("=")
+        return "" if PurePosixPath(path).name == "RECORD" else "has no hash in RECORD"
+    kind, _, value = listed.partition("=")
     if kind != "sha256" or value != base64.urlsafe_b64encode(digest).rstrip(b"=").decode():
         return "is not the file that was installed"
-    if entry.size and int(entry.size) != (site / entry.path).stat().st_size:
+    if size and int(size) != (site / path).stat().st_size:
         return "has another size than RECORD says"
     return ""
 

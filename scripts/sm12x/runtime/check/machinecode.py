@@ -1,4 +1,7 @@
-"""Is the machine code of the installed libraries the ledger's? Read anew from the files."""
+"""Is the machine code of the installed libraries as recorded? Read anew from the files.
+
+The libraries of the ledger, and FlashInfer's modules, which FlashInfer has to load as well.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,21 @@ from pathlib import Path
 
 from sm12x.audit import sections
 from sm12x.audit.model import LibraryAudit
+from sm12x.core import files
 from sm12x.core.cudaarch import CudaArch
-from sm12x.runtime.check.report import Line, failed, passed
+from sm12x.core.errors import BadFileError, ToolFailedError
+from sm12x.core.text import counted, size
+from sm12x.runtime.check.native import REBUILD, LoadedDriver
+from sm12x.runtime.check.report import Line, Topic
+from sm12x.runtime.places import Places
+from sm12x.wheel import flashinfer, flashinfer_jit
+from sm12x.wheel.flashinfer import Library
 from sm12x.wheel.ledger import Ledger, LibraryEntry
 
-TOPIC = "machine code"
-REBUILD = "pull or rebuild the image; nothing should write to its packages"
+_TOPIC = Topic("machine code", "pull or rebuild the image; nothing should write to its packages")
+_FLASHINFER = Topic("flashinfer", REBUILD)
+# As FlashInfer has the two devices where no GPU is there to be asked.
+_DEVICES = ("12.0f", "12.1a")
 
 
 def check(ledger: Ledger, site: Path) -> list[Line]:
@@ -27,11 +39,11 @@ def check(ledger: Ledger, site: Path) -> list[Line]:
             found = read(site / entry.path)
         except OSError as error:
             reason = error.strerror or "it is empty"
-            lines.append(failed(TOPIC, f"{entry.path} cannot be read: {reason}", REBUILD))
+            lines.append(_TOPIC.failed(f"{entry.path} cannot be read: {reason}"))
             continue
         problem = _difference(entry, found)
         if problem:
-            lines.append(failed(TOPIC, f"{entry.path} ({entry.origin}) {problem}", REBUILD))
+            lines.append(_TOPIC.failed(f"{entry.path} ({entry.origin}) {problem}"))
         cubins.update(found.cubins)
         ptx += sum(found.ptx.values())
     if lines:
@@ -39,11 +51,10 @@ def check(ledger: Ledger, site: Path) -> list[Line]:
     compiled = sum(entry.origin == "compiled" for entry in ledger.libraries)
     own = {arch: number for arch, number in cubins.items() if arch.startswith("12.")}
     return [
-        passed(
-            TOPIC,
+        _TOPIC.passed(
             f"{len(ledger.libraries)} libraries, {compiled} of them compiled for this image "
             f"({ledger.mode} mode), hold the ledger's: cubins {_text(own) or 'none of 12.x'}; "
-            f"{sum(cubins.values()) - sum(own.values())} for other GPUs; {ptx} PTX",
+            f"{sum(cubins.values()) - sum(own.values())} for other GPUs; {ptx} PTX"
         )
     ]
 
@@ -73,3 +84,57 @@ def _difference(entry: LibraryEntry, found: LibraryAudit) -> str:
 def _text(counts: Mapping[str, int]) -> str:
     """ "12.0a x 56, 12.1a x 56"."""
     return ", ".join(f"{arch} x {counts[arch]}" for arch in sorted(counts, key=CudaArch.parse))
+
+
+def check_flashinfer(places: Places, driver: LoadedDriver, scratch: Path) -> list[Line]:
+    """Hashes and machine code against the record, then FlashInfer's own loader, without nvcc."""
+    try:
+        record = flashinfer.read(places.flashinfer)
+    except BadFileError as error:
+        return [_FLASHINFER.failed(error.message, error.next_step)]
+    if not record.libraries:
+        return [_FLASHINFER.noted("no module is compiled ahead of time: the first start compiles")]
+    lines = []
+    for library in record.libraries:
+        problem = _module_difference(library, places.site)
+        if problem:
+            lines.append(_FLASHINFER.failed(f"{library.module.name} {problem}"))
+    modules = [library.module for library in record.libraries]
+    for device in _DEVICES:
+        env: dict[str, str | None] = {
+            **driver.env,
+            "FLASHINFER_CUDA_ARCH_LIST": device,
+            "FLASHINFER_WORKSPACE_BASE": str(scratch),
+            # A module that is not there is then an error, and no compilation.
+            "FLASHINFER_DISABLE_JIT": "1",
+        }
+        try:
+            answer = flashinfer.ask(flashinfer_jit.LOAD, modules, scratch, env=env)
+        except ToolFailedError as error:
+            said = f"loading for {device} stopped the probe: {error.message}"
+            lines.append(_FLASHINFER.failed(said))
+            continue
+        lines += [
+            _FLASHINFER.failed(f"{name} is not loaded for {device}: {problem}")
+            for name, problem in answer.items()
+            if problem
+        ]
+    if lines:
+        return lines
+    total = size(sum(library.size for library in record.libraries))
+    said = f"{counted(len(modules), 'module')} for {record.arch_list} ({total})"
+    return [_FLASHINFER.passed(f"{said}: FlashInfer loads each, and compiles none")]
+
+
+def _module_difference(library: Library, site: Path) -> str:
+    name = library.module.name
+    path = site / flashinfer.FOLDER / name / f"{name}.so"
+    try:
+        if files.sha256(path) != library.sha256:
+            return "is not the file that was compiled"
+        found = read(path)
+    except OSError as error:
+        return f"cannot be read: {error.strerror or 'it is empty'}"
+    if dict(found.cubins) != library.cubins or dict(found.ptx) != library.ptx:
+        return "has other machine code than was recorded"
+    return ""

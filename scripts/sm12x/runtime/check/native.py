@@ -14,16 +14,16 @@ from sm12x import layout
 from sm12x.core import process
 from sm12x.core.errors import ToolFailedError
 from sm12x.core.files import sha256
-from sm12x.core.text import counted
+from sm12x.core.text import counted, first_of
 from sm12x.recipes.model import Recipe
 from sm12x.recipes.render import render
-from sm12x.runtime.check.report import FAIL, Line, failed, noted, passed, warned
+from sm12x.runtime.check.report import FAIL, Line, Topic
 from sm12x.runtime.places import CACHE_VARIABLES, Places
 from sm12x.wheel.ledger import Ledger, is_program
 
 REBUILD = "rebuild the image with `make bundle`, and read the audit of its wheel"
 # A probe imports torch and vLLM: 20 s from a cold disk, over ten minutes under qemu-user.
-PROBE_SECONDS = 3600
+_PROBE_SECONDS = 3600
 
 # A probe: its kind, its question and variables to set for it -> its answer.
 Ask = Callable[[str, object, Mapping[str, str | None]], Any]
@@ -55,7 +55,7 @@ def prober(scratch: Path) -> Ask:
             [sys.executable, "-m", "sm12x.runtime.check.probe", kind],
             env={**base, **env},
             stdin=json.dumps(question),
-            timeout=PROBE_SECONDS,
+            timeout=_PROBE_SECONDS,
             next_step=REBUILD,
         )
         return json.loads(done.stdout)
@@ -69,17 +69,16 @@ def check_driver(places: Places, ask: Ask, ldconfig: str) -> tuple[LoadedDriver,
     Args:
         ldconfig: the output of `ldconfig -p`, "" where there is none.
     """
-    topic = "driver"
+    topic = Topic("driver", REBUILD)
     lines = []
     found = ask("driver", None, {})
     folder = places.stand_in.parent
     if not places.stand_in.is_file():
-        lines.append(failed(topic, f"{places.stand_in} is missing", REBUILD))
+        lines.append(topic.failed(f"{places.stand_in} is missing"))
     on_path = [line.strip() for line in ldconfig.splitlines() if f"{folder}/" in line]
     if on_path or (found and _same(Path(found), places.stand_in)):
         lines.append(
-            failed(
-                topic,
+            topic.failed(
                 f"the stand-in libcuda is on the default path: {found or on_path[0]}",
                 f"take {folder} out of LD_LIBRARY_PATH and of /etc/ld.so.conf.d",
             )
@@ -88,9 +87,9 @@ def check_driver(places: Places, ask: Ask, ldconfig: str) -> tuple[LoadedDriver,
     if lines:
         pass
     elif found:
-        lines.append(passed(topic, f"the real libcuda is used: {found}"))
+        lines.append(topic.passed(f"the real libcuda is used: {found}"))
     else:
-        lines.append(passed(topic, "no libcuda on the default path: the stand-in is used here"))
+        lines.append(topic.passed("no libcuda on the default path: the stand-in is used here"))
     old = os.environ.get("LD_LIBRARY_PATH", "")
     paths = f"{folder}:{old}" if old else str(folder)
     return LoadedDriver(path=found, env={} if found else {"LD_LIBRARY_PATH": paths}), lines
@@ -105,7 +104,7 @@ def _same(found: Path, stand_in: Path) -> bool:
 
 def check_modules(ledger: Ledger, places: Places, driver: LoadedDriver, ask: Ask) -> list[Line]:
     """Load every library of the ledger, then compare the registered operators with it."""
-    topic = "modules"
+    topic = Topic("modules", REBUILD)
     question = {
         "site": str(places.site),
         "libraries": [entry.path for entry in ledger.libraries if not is_program(entry.path)],
@@ -113,50 +112,48 @@ def check_modules(ledger: Ledger, places: Places, driver: LoadedDriver, ask: Ask
     try:
         answer = ask("modules", question, driver.env)
     except ToolFailedError as error:
-        return [failed(topic, f"loading stopped the probe: {error.message}", REBUILD)]
+        return [topic.failed(f"loading stopped the probe: {error.message}")]
     lines = []
     state: dict[str, str] = answer["libraries"]
     for path, problem in state.items():
         if problem == "other-python":
             continue
         if problem:
-            lines.append(failed(topic, f"{path} does not load: {problem}", REBUILD))
+            lines.append(topic.failed(f"{path} does not load: {problem}"))
     foreign = sorted(path for path, problem in state.items() if problem == "other-python")
     if not lines:
         number = len(state) - len(foreign)
         which = "the real libcuda" if driver.path else "the stand-in libcuda"
-        lines.append(passed(topic, f"{number} native modules load with {which}"))
+        lines.append(topic.passed(f"{number} native modules load with {which}"))
     if foreign:
-        lines.append(
-            noted(topic, f"{counted(len(foreign), 'module')} for other Pythons not loaded")
-        )
+        lines.append(topic.noted(f"{counted(len(foreign), 'module')} for other Pythons not loaded"))
     return [*lines, *_operators(ledger, answer["ops"])]
 
 
 def check_extras(ledger: Ledger, driver: LoadedDriver, ask: Ask) -> list[Line]:
     """Import each extra's modules: vLLM skips one that fails, or fails at its first call."""
-    topic = "extras"
+    topic = Topic("extras", REBUILD)
     lines = []
     for extra in ledger.extras:
         try:
             answer = ask("imports", extra.modules, driver.env)
         except ToolFailedError as error:
             said = f"{extra.package} stopped the probe: {error.message}"
-            lines.append(failed(topic, said, REBUILD))
+            lines.append(topic.failed(said))
             continue
         problems = {name: problem for name, problem in answer.items() if problem}
         lines += [
-            failed(topic, f"{name} cannot be imported: {problem}", REBUILD)
+            topic.failed(f"{name} cannot be imported: {problem}")
             for name, problem in problems.items()
         ]
         if not problems:
             said = f"{extra.package}: {counted(len(answer), 'module')} can be imported"
-            lines.append(passed(topic, said))
+            lines.append(topic.passed(said))
     return lines
 
 
 def _operators(ledger: Ledger, registered: Sequence[str]) -> list[Line]:
-    topic = "operators"
+    topic = Topic("operators", REBUILD)
     # "ns::name.overload"; a ledger entry without an overload asks for any of that name.
     names = {*registered, *(name.partition(".")[0] for name in registered)}
     # Ops that were read from a file have no namespace.
@@ -166,25 +163,20 @@ def _operators(ledger: Ledger, registered: Sequence[str]) -> list[Line]:
         known = bare if library.ops_by == "read" else names
         lost = [name for name in library.ops if name not in known]
         if lost:
-            more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
             lines.append(
-                failed(
-                    topic,
+                topic.failed(
                     f"{library.path} registers {len(library.ops) - len(lost)} of the official "
-                    f"wheel's {len(library.ops)} operators; lost: {', '.join(lost[:5])}{more}",
-                    REBUILD,
+                    f"wheel's {len(library.ops)} operators; lost: {first_of(lost, 5)}"
                 )
             )
     total = sum(len(library.ops) for library in ledger.libraries)
     if not total:
-        lines.append(
-            failed(topic, "the ledger lists no operators, so none can be compared", REBUILD)
-        )
+        lines.append(topic.failed("the ledger lists no operators, so none can be compared"))
     if not any(line.state == FAIL for line in lines):
-        lines.append(passed(topic, f"all {total} operators of the official wheel are registered"))
+        lines.append(topic.passed(f"all {total} operators of the official wheel are registered"))
         if any(library.ops_by == "read" for library in ledger.libraries):
             lines.append(
-                noted(topic, "the ledger's list was read from files: compared without namespaces")
+                topic.noted("the ledger's list was read from files: compared without namespaces")
             )
     return lines
 
@@ -195,25 +187,25 @@ def check_arguments(recipes: Mapping[str, Recipe], driver: LoadedDriver, ask: As
     A recipe that is blocked on this release may have arguments of another release: the parser's
     answer is noted, and is no fault of the image.
     """
-    topic = "recipes"
+    topic = Topic("recipes", REBUILD)
     lines, commands, env = [], {}, {}
     for key, recipe in recipes.items():
         rendered = render(recipe, settings={}, environ={}, solo=recipe.sm12x is None)
         if rendered.serve is None:
             lines.append(
-                noted(topic, f"{key} does not run `vllm serve`: its arguments are not checked")
+                topic.noted(f"{key} does not run `vllm serve`: its arguments are not checked")
             )
             continue
         commands[key] = list(rendered.serve)
         env[key] = sorted(rendered.env)
     if not recipes:
-        return [failed(topic, "there is no recipe in the image", REBUILD)]
+        return [topic.failed("there is no recipe in the image")]
     if not commands:
         return lines
     try:
         answer = ask("arguments", {"commands": commands, "env": env}, driver.env)
     except ToolFailedError as error:
-        return [*lines, failed(topic, f"the parser could not be run: {error.message}", REBUILD)]
+        return [*lines, topic.failed(f"the parser could not be run: {error.message}")]
     release = layout.release()
     for key in commands:
         faults = answer["problems"][key]
@@ -221,20 +213,19 @@ def check_arguments(recipes: Mapping[str, Recipe], driver: LoadedDriver, ask: As
         if strange and recipes[key].blocked_on(release):
             said = "; ".join(strange)
             lines.append(
-                noted(topic, f"{key} is blocked on {release}, whose parser reports: {said}")
+                topic.noted(f"{key} is blocked on {release}, whose parser reports: {said}")
             )
             continue
-        lines += [warned(topic, f"{key}: {text}") for text in answer["warnings"][key]]
+        lines += [topic.warned(f"{key}: {text}") for text in answer["warnings"][key]]
         if faults:
             lines.append(
-                failed(
-                    topic,
+                topic.failed(
                     f"{key}: vLLM refuses it: {'; '.join(faults)}",
                     "correct the recipe: its flags must be those of this release",
                 )
             )
         else:
             lines.append(
-                passed(topic, f"{key}: vLLM's parser takes all {len(commands[key])} arguments")
+                topic.passed(f"{key}: vLLM's parser takes all {len(commands[key])} arguments")
             )
     return lines

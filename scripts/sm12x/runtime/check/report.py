@@ -26,20 +26,25 @@ class Line:
     next_step: str = ""
 
 
-def passed(topic: str, text: str) -> Line:
-    return Line(topic=topic, state=PASS, text=text)
+@dataclass(frozen=True)
+class Topic:
+    """Makes the findings of one topic; ``next_step`` is for failures that name no other."""
 
+    name: str
+    next_step: str
 
-def failed(topic: str, text: str, next_step: str) -> Line:
-    return Line(topic=topic, state=FAIL, text=text, next_step=next_step)
+    def passed(self, text: str) -> Line:
+        return Line(topic=self.name, state=PASS, text=text)
 
+    def failed(self, text: str, next_step: str | None = None) -> Line:
+        step = self.next_step if next_step is None else next_step
+        return Line(topic=self.name, state=FAIL, text=text, next_step=step)
 
-def warned(topic: str, text: str) -> Line:
-    return Line(topic=topic, state=WARN, text=text)
+    def warned(self, text: str) -> Line:
+        return Line(topic=self.name, state=WARN, text=text)
 
-
-def noted(topic: str, text: str) -> Line:
-    return Line(topic=topic, state=NOTE, text=text)
+    def noted(self, text: str) -> Line:
+        return Line(topic=self.name, state=NOTE, text=text)
 
 
 def as_text(lines: Sequence[Line]) -> str:

@@ -16,13 +16,13 @@ from sm12x.core import lockfile
 from sm12x.core.errors import BadFileError
 from sm12x.core.files import sha256
 from sm12x.runtime import sleep_backend
-from sm12x.runtime.check.report import FAIL, Line, failed, noted, passed
+from sm12x.runtime.check.report import FAIL, Line, Topic
 from sm12x.wheel.ledger import ExtraEntry, Ledger, OverrideEntry
 
-TOPIC = "versions"
 # Installed and in no lock: the wheel of this bundle, this package and its backend, the installer.
 _OWN = ("sm12x-bundle", sleep_backend.PACKAGE, "vllm", "pip")
-REBUILD = "rebuild the image; something changed its packages after the build"
+_REBUILD = "rebuild the image; something changed its packages after the build"
+TOPIC = Topic("versions", _REBUILD)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ def locked(path: Path) -> dict[str, str]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise BadFileError(f"{path} cannot be read: {error}", next_step=REBUILD) from None
+        raise BadFileError(f"{path} cannot be read: {error}", next_step=_REBUILD) from None
     pins: dict[str, str] = {}
     for logical in text.replace("\\\n", " ").splitlines():
         line = re.sub(r"\s--hash=\S+|(?:^|\s)#.*", "", logical).strip()
@@ -72,13 +72,13 @@ def locked(path: Path) -> dict[str, str]:
             requirement = Requirement(line)
         except InvalidRequirement as error:
             raise BadFileError(
-                f"{path}: {line!r} is not a requirement: {error}", next_step=REBUILD
+                f"{path}: {line!r} is not a requirement: {error}", next_step=_REBUILD
             ) from None
         if requirement.marker and not requirement.marker.evaluate():
             continue
         exact = [spec.version for spec in requirement.specifier if spec.operator == "=="]
         if len(exact) != 1:
-            raise BadFileError(f"{path}: {line!r} pins no exact version", next_step=REBUILD)
+            raise BadFileError(f"{path}: {line!r} pins no exact version", next_step=_REBUILD)
         pins[canonicalize_name(requirement.name)] = exact[0]
     return pins
 
@@ -93,28 +93,24 @@ def check(ledger: Ledger, lock: Path, present: Mapping[str, Distribution]) -> li
     }
     named.pop("vllm", None)
     if ledger.lock_sha256 and sha256(lock) != ledger.lock_sha256:
-        lines.append(failed(TOPIC, f"{lock} is not the lock the ledger names", REBUILD))
+        lines.append(TOPIC.failed(f"{lock} is not the lock the ledger names"))
     else:
-        lines.append(passed(TOPIC, "the lock is the one the ledger names"))
+        lines.append(TOPIC.passed("the lock is the one the ledger names"))
     lines += _differences(pins, present, "locked")
     lines += _differences(named, present, "in the ledger")
     expected = {**pins, **named}
     for name, package in sorted(present.items()):
         if name not in expected and name not in _OWN:
-            lines.append(
-                failed(TOPIC, f"{name} {package.version} is installed and in no lock", REBUILD)
-            )
+            lines.append(TOPIC.failed(f"{name} {package.version} is installed and in no lock"))
     vllm = present.get("vllm")
     version = vllm.version if vllm else "missing"
     if version == ledger.wheel_version:
-        lines.append(passed(TOPIC, f"vllm {version}"))
+        lines.append(TOPIC.passed(f"vllm {version}"))
     else:
-        lines.append(
-            failed(TOPIC, f"vllm is {version}, the ledger says {ledger.wheel_version}", REBUILD)
-        )
+        lines.append(TOPIC.failed(f"vllm is {version}, the ledger says {ledger.wheel_version}"))
     if all(line.state != "fail" for line in lines):
         lines.append(
-            passed(TOPIC, f"{len(expected)} packages are as locked, and there are no others")
+            TOPIC.passed(f"{len(expected)} packages are as locked, and there are no others")
         )
     lines += _extras(ledger.extras, present)
     return [*lines, *requirements(present.values(), ledger.overrides, ledger.extras)]
@@ -143,21 +139,20 @@ def _extras(extras: Iterable[ExtraEntry], present: Mapping[str, Distribution]) -
         ):
             asked = ", ".join(map(str, brought)) or "nothing of it"
             lines.append(
-                failed(
-                    TOPIC, f"{about}: vLLM's metadata asks for {asked}", "correct base.toml's extra"
+                TOPIC.failed(
+                    f"{about}: vLLM's metadata asks for {asked}", "correct base.toml's extra"
                 )
             )
         elif package.license != extra.license:
             lines.append(
-                failed(
-                    TOPIC,
+                TOPIC.failed(
                     f"{about}: its licence is {package.license or 'not said'}, the ledger says "
                     f"{extra.license}",
                     "read the new licence, then correct base.toml's extra",
                 )
             )
         else:
-            lines.append(passed(TOPIC, f"{about}, {extra.license}"))
+            lines.append(TOPIC.passed(f"{about}, {extra.license}"))
     return lines
 
 
@@ -168,11 +163,9 @@ def _differences(
     for name, version in sorted(wanted.items()):
         package = present.get(name)
         if package is None:
-            lines.append(failed(TOPIC, f"{name} {version} is {where} and not installed", REBUILD))
+            lines.append(TOPIC.failed(f"{name} {version} is {where} and not installed"))
         elif Version(package.version) != Version(version):
-            lines.append(
-                failed(TOPIC, f"{name} is {package.version}, {version} is {where}", REBUILD)
-            )
+            lines.append(TOPIC.failed(f"{name} is {package.version}, {version} is {where}"))
     return lines
 
 
@@ -211,11 +204,11 @@ def requirements(
             said = f"{package.name} requires {wanted}, found {version}"
             known = replaced.get((canonicalize_name(package.name), _name_and_specifier(wanted)))
             if known and version and Requirement(known.requirement).specifier.contains(version):
-                lines.append(noted(TOPIC, f"{said}, as the lock says: {known.why}"))
+                lines.append(TOPIC.noted(f"{said}, as the lock says: {known.why}"))
             else:
-                lines.append(failed(TOPIC, said, REBUILD))
+                lines.append(TOPIC.failed(said))
     if all(line.state != FAIL for line in lines):
-        lines.append(passed(TOPIC, f"the requirements of {len(packages)} packages hold"))
+        lines.append(TOPIC.passed(f"the requirements of {len(packages)} packages hold"))
     return lines
 
 

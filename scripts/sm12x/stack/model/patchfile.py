@@ -104,7 +104,7 @@ class Patch:
         return self.path.read_bytes()
 
 
-def slug(subject: str) -> str:
+def _slug(subject: str) -> str:
     """The subject as git makes a file name of it (``git format-patch``, "%f")."""
     text = re.sub(r"[^A-Za-z0-9._]+", "-", subject.encode("ascii", "replace").decode())
     return re.sub(r"\.{2,}", ".", text).lstrip("-").rstrip(".-")
@@ -113,7 +113,7 @@ def slug(subject: str) -> str:
 def file_name(number: int, subject: str) -> str:
     """The file name of patch ``number`` (from 1), as ``git format-patch`` chooses it."""
     longest = _NAME_MAX - len(".patch") - 1
-    return f"{number:04d}-{slug(subject)}"[:longest] + ".patch"
+    return f"{number:04d}-{_slug(subject)}"[:longest] + ".patch"
 
 
 def parse(path: Path) -> Patch:
@@ -256,7 +256,7 @@ def lint(message: Message, *, subject_line: int, root: Path | None) -> list[tupl
         found.append((subject_line, f"the subject is longer than {_SUBJECT_WIDTH} characters"))
     if message.subject.endswith("."):
         found.append((subject_line, "the subject ends with a period"))
-    if not slug(message.subject):
+    if not _slug(message.subject):
         found.append((subject_line, "the subject has no letter that a file name could have"))
     if len(message.body.split()) < _BODY_WORDS:
         found.append(

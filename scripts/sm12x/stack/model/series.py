@@ -180,6 +180,15 @@ def read(base: Base) -> tuple[list[str], list[MessageFault]]:
     return names, findings
 
 
+def is_readable(base: Base) -> bool:
+    """Whether series and patches of ``base`` can be read."""
+    try:
+        load(base)
+    except BadFileError:
+        return False
+    return True
+
+
 def header(base: Base) -> str:
     """The comment lines at the top of the series, newlines included."""
     if not base.series_path.is_file():

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from sm12x.core import declared, files
 from sm12x.core.declared import Declared
-from sm12x.core.errors import BadFileError, DirtyTreeError
+from sm12x.core.errors import DirtyTreeError
 from sm12x.core.git import Repository
 from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
@@ -29,10 +29,10 @@ from sm12x.stack.rebase.porting import PortedStack
 from sm12x.stack.worktree import apply, export, tree
 from sm12x.stack.worktree.export import RefreshReport
 
-WAITING = "waiting"
-DONE = "done"
-PRESENT = "present"
-SKIPPED = "skipped"
+_WAITING = "waiting"
+_DONE = "done"
+_PRESENT = "present"
+_SKIPPED = "skipped"
 _MIDDLE = "======="
 # A commit of the files that were in the tree when a stopped run was continued.
 _STOPPED = "refs/sm12x/stopped"
@@ -47,7 +47,7 @@ class PortStep(Declared):
 
     name: str
     commit: str
-    state: str = WAITING
+    state: str = _WAITING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,23 +116,16 @@ def start(
     tree.unpack(archive, directory)
     shutil.move(git_dir, directory / ".git")
     repository = _repository(directory)
-    # That of the scratch repository.
-    repository.run("config", "--local", "--unset-all", "core.worktree", check=False)
-    for key, value in (
-        ("core.autocrlf", "false"),
-        ("core.bare", "false"),
-        ("sm12x.base", new.version),
-        (apply.STACK_KEY, series.load(new).id),
-        # The user's own git shows the ancestor as well.
-        ("merge.conflictStyle", "diff3"),
-    ):
-        repository.config(key, value)
+    stack_id = series.load(new).id
+    apply.own(repository, new.version, stack_id)
+    # The user's own git shows the ancestor as well.
+    repository.config("merge.conflictStyle", "diff3")
     port = Port(
         source=source,
         version=new.version,
         label=label,
         folder=new.folder.absolute(),
-        stack=series.load(new).id,
+        stack=stack_id,
         tip=ported.start,
         steps=tuple(PortStep(name=name, commit=ported.commits[name]) for name in names),
     )
@@ -141,7 +134,7 @@ def start(
     return _advance(directory, repository, port)
 
 
-def load(directory: Path) -> Port:
+def _load(directory: Path) -> Port:
     """The port in ``directory``. Raises DirtyTreeError where there is none."""
     path = directory / ".git" / export.PORT
     if not path.is_file():
@@ -166,7 +159,7 @@ def continue_(directory: Path, *, root: Path | None, skip: bool = False) -> Port
             as the port left it.
         MessageError: at the end, a message lacks what it must say. Nothing is exported.
     """
-    port = load(directory)
+    port = _load(directory)
     repository = _repository(directory)
     export.require_quiet(repository, directory)
     with files.locked(directory / ".git"):
@@ -177,7 +170,7 @@ def continue_(directory: Path, *, root: Path | None, skip: bool = False) -> Port
         elif port.stop is not None and skip:
             # Commits that were made on it too.
             _set_back(repository, port)
-            port = _settled(port, port.stop.name, SKIPPED, port.tip)
+            port = _settled(port, port.stop.name, _SKIPPED, port.tip)
         elif port.stop is not None:
             port = _committed(directory, repository, port, port.stop)
         elif skip:
@@ -227,7 +220,7 @@ def _committed(directory: Path, repository: Repository, port: Port, stop: Stop) 
     commit = _commit(repository, step, resolved, port.tip)
     repository.update_ref("HEAD", commit)
     repository.read_tree(commit)
-    return _settled(port, stop.name, DONE, commit)
+    return _settled(port, stop.name, _DONE, commit)
 
 
 def _require_resolved(directory: Path, stop: Stop, again: str) -> None:
@@ -254,7 +247,7 @@ def _require_resolved(directory: Path, stop: Stop, again: str) -> None:
 def _advance(directory: Path, repository: Repository, port: Port) -> PortReport:
     """Port the remaining patches until a conflict, or to the end."""
     for step in port.steps:
-        if step.state != WAITING:
+        if step.state != _WAITING:
             continue
         # From here until the stop is ready, the tree has no edits of the user.
         port = replace(port, stop=Stop(name=step.name))
@@ -266,12 +259,12 @@ def _advance(directory: Path, repository: Repository, port: Port) -> PortReport:
                 directory=directory, port=_stopped(directory, repository, port, step, merged)
             )
         if merged.tree == repository.tree_of(port.tip):
-            port = _settled(port, step.name, PRESENT, port.tip)
+            port = _settled(port, step.name, _PRESENT, port.tip)
         else:
             commit = _commit(repository, step, merged.tree, port.tip)
             repository.checkout(commit)
             repository.update_ref("HEAD", commit)
-            port = _settled(port, step.name, DONE, commit)
+            port = _settled(port, step.name, _DONE, commit)
         _save(directory, port)
     return PortReport(directory=directory, port=port)
 
@@ -324,7 +317,7 @@ def _finished(directory: Path, repository: Repository, port: Port, root: Path | 
         )
     exported = export.export(repository, start, head, root=root)
     made = series.Stack.id_of(exported)
-    now = series.load(new).id if _loads(new) else ""
+    now = series.load(new).id if series.is_readable(new) else ""
     if now not in (port.stack, made) and not export.in_between(new, repository):
         raise DirtyTreeError(
             f"{new.folder} is now {f'stack {now}' if now else 'no readable stack'}, and the port "
@@ -334,7 +327,7 @@ def _finished(directory: Path, repository: Repository, port: Port, root: Path | 
             f"{directory}",
         )
     report = export.replaced(new, repository, exported, rest=())
-    resolved = {step.name.partition("-")[2] for step in port.steps if step.state == DONE}
+    resolved = {step.name.partition("-")[2] for step in port.steps if step.state == _DONE}
     path = new.folder / "base.toml"
     files.write_text(path, base_draft.without_dropped(path.read_text(encoding="utf-8"), resolved))
     (directory / ".git" / export.PORT).unlink()
@@ -342,7 +335,7 @@ def _finished(directory: Path, repository: Repository, port: Port, root: Path | 
         directory=directory,
         port=port,
         refresh=report,
-        dropped=tuple(step.name for step in port.steps if step.state in (SKIPPED, PRESENT)),
+        dropped=tuple(step.name for step in port.steps if step.state in (_SKIPPED, _PRESENT)),
     )
 
 
@@ -351,14 +344,6 @@ def _folder(port: Port) -> Base:
     if (port.folder / "base.toml").is_file():
         return bases.parse(port.folder / "base.toml")
     return bases.load(port.version)
-
-
-def _loads(base: Base) -> bool:
-    try:
-        series.load(base)
-    except BadFileError:
-        return False
-    return True
 
 
 def _settled(port: Port, name: str, state: str, tip: str) -> Port:

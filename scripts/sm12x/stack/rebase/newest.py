@@ -32,7 +32,7 @@ from sm12x.stack.rebase.status import RebaseOutcome
 from sm12x.stack.worktree import tree
 
 # How many releases there may be after the default base: one is on its way to become a base.
-ALLOWED = 1
+_ALLOWED = 1
 # Digits that the name of a patch begins with.
 _NUMBER = 4
 _LEGEND = {
@@ -86,7 +86,7 @@ class NewestReport:
     missing: tuple[str, ...]
     bases: tuple[BaseAge, ...]
     trials: tuple[PatchTrial, ...]
-    allowed: int = ALLOWED
+    allowed: int = _ALLOWED
 
     @property
     def default(self) -> BaseAge:
@@ -190,9 +190,9 @@ def recorded(
         return {}
     at = found.releases.index(release)
     return {
-        status.slug(row.patch): row.cells[at].state
-        for row in found.rows
-        if row.cells[at].state != status.UNKNOWN
+        status.slug(name): row[at].state
+        for name, row in found.rows.items()
+        if row[at].state != status.UNKNOWN
     }
 
 

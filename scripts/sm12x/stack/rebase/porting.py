@@ -79,7 +79,6 @@ def port(
     root: Path | None,
     label: str,
     copy: Path | None = None,
-    on_patch: Callable[[Patch], None] | None = None,
 ) -> PortedStack:
     """Try the patches of ``stack`` on ``target``, the untouched source of another release.
 
@@ -113,8 +112,6 @@ def port(
         tips = _Tips(real=first, favoured=first)
         done: list[PortResult] = []
         for patch in stack.patches:
-            if on_patch:
-                on_patch(patch)
             # A patch that its own base has already has no commit to port.
             commit = commits.get(patch.name)
             if commit is None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from sm12x.core import files
+from sm12x.core import files, lockfile
 from sm12x.core.errors import (
     BadFileError,
     PatchConflictError,
@@ -25,6 +25,7 @@ from sm12x.core.errors import (
     UsageError,
     of_system,
 )
+from sm12x.stack import lock
 from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
 from sm12x.stack.model.base import Base, Dropped, Override
@@ -32,7 +33,6 @@ from sm12x.stack.model.series import Patch, Stack
 from sm12x.stack.rebase import (
     base_draft,
     conflicts,
-    locks,
     porting,
     release_facts,
     status,
@@ -48,14 +48,14 @@ from sm12x.stack.worktree import staging, tree
 
 # Data of a base that is written by hand: a first version is better than none.
 _COPIED = ("audit-policy.toml",)
-SOURCE = "source"
-UNTOUCHED = "untouched"
-GIT = "git"
+_SOURCE = "source"
+_UNTOUCHED = "untouched"
+_GIT = "git"
 # Runs witnesses on a tree for a base: (base, paths of witnesses, tree) -> their runs.
 RunWitnesses = Callable[[Base, Sequence[str], Path], Sequence[witness.Run]]
 # Runs the witnesses of a patch on an untouched release in between: (new base, patch, release).
 Probe = Callable[[Base, Patch, str], PatchVerdict]
-Say = Callable[[str], None]
+_Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +176,7 @@ class RebaseRequest:
     lock_needed: bool
     releases: Sequence[str]
     probe: Probe | None
-    say: Say
+    say: _Say
     ports: Path
     keep: Path
 
@@ -222,8 +222,8 @@ def rebase(asked: RebaseRequest) -> RebaseReport:
         try:
             asked.say("making a tree to resolve the conflicts in")
             port = conflicts.start(
-                free(asked.ports / found.version),
-                Path(scratch) / GIT,
+                _free(asked.ports / found.version),
+                Path(scratch) / _GIT,
                 asked.target,
                 ported,
                 names,
@@ -239,7 +239,7 @@ def rebase(asked: RebaseRequest) -> RebaseReport:
         return replace(report, port=port)
 
 
-def free(wanted: Path) -> Path:
+def _free(wanted: Path) -> Path:
     """``wanted``, or the first of its name with a number that is not there yet."""
     found, number = wanted, 1
     while found.exists():
@@ -252,15 +252,15 @@ def _rebase(asked: RebaseRequest, scratch: Path) -> tuple[RebaseReport, PortedSt
     """The new folder, and what is in conflict with the repository to resolve it in."""
     base, stack, found = asked.base, asked.stack, asked.found
     with staging.fresh(asked.folder, force=asked.force, keep=asked.keep) as (folder, kept):
-        trees = {side: scratch / side for side in (SOURCE, UNTOUCHED)}
+        trees = {side: scratch / side for side in (_SOURCE, _UNTOUCHED)}
         work = _Work(folder=folder, trees=trees)
         asked.say(f"unpacking {base.sdist.name} and {found.sdist.name}")
-        tree.unpack(asked.source, trees[SOURCE])
-        tree.unpack(asked.target, trees[UNTOUCHED])
+        tree.unpack(asked.source, trees[_SOURCE])
+        tree.unpack(asked.target, trees[_UNTOUCHED])
         new = _draft(asked, work)
         locked: Sequence[str] = ()
         if asked.make_locks:
-            locked = locks.make(base, new, work.torch, work.to_check, asked.say)
+            locked = write_locks(base, new, work.torch, work.to_check, asked.say)
         here = platform.machine()
         if asked.run_witnesses is not None and asked.lock_needed and here not in locked:
             work.unrun = BadFileError(
@@ -275,12 +275,12 @@ def _rebase(asked: RebaseRequest, scratch: Path) -> tuple[RebaseReport, PortedSt
         ported = porting.port(
             base,
             stack,
-            trees[SOURCE],
-            trees[UNTOUCHED],
+            trees[_SOURCE],
+            trees[_UNTOUCHED],
             leave_out=lambda patch: verdicts[patch.name].state == verdict.UPSTREAM,
             root=asked.root,
             label=found.sdist.name,
-            copy=scratch / GIT,
+            copy=scratch / _GIT,
         )
         outcomes: list[PatchOutcome] = []
         probed: list[RebaseOutcome] = []
@@ -331,8 +331,8 @@ def records(report: RebaseReport) -> list[RebaseOutcome]:
 def _draft(asked: RebaseRequest, work: _Work) -> Base:
     asked.say("reading the release's own metadata and build files")
     trees = work.trees
-    said, before = release_facts.read(trees[UNTOUCHED]), release_facts.read(trees[SOURCE])
-    identity = tree.tree_id(trees[UNTOUCHED])
+    said, before = release_facts.read(trees[_UNTOUCHED]), release_facts.read(trees[_SOURCE])
+    identity = tree.tree_id(trees[_UNTOUCHED])
 
     def write(cuda: str | None) -> tuple[Base, tuple[str, ...]]:
         drafted = base_draft.draft(
@@ -348,7 +348,7 @@ def _draft(asked: RebaseRequest, work: _Work) -> Base:
         return bases.parse(work.folder / "base.toml"), drafted.to_check
 
     new, to_check = write(None)
-    work.torch = locks.closure_of_torch(new) if asked.make_locks else {}
+    work.torch = _closure_of_torch(new) if asked.make_locks else {}
     cuda = work.torch.get("cuda-toolkit")
     if cuda:
         new, to_check = write(cuda)
@@ -356,10 +356,70 @@ def _draft(asked: RebaseRequest, work: _Work) -> Base:
     return new
 
 
+def _closure_of_torch(new: Base) -> dict[str, str]:
+    """All that the release's torch asks for, name -> version; empty where it cannot be resolved."""
+    try:
+        return lock.resolve(new, next(iter(new.locks)), [f"torch=={new.toolchain.torch}"])
+    except Sm12xError:
+        # Making the locks fails for the same reason, and reports it.
+        return {}
+
+
+def write_locks(
+    base: Base,
+    new: Base,
+    torch: Mapping[str, str],
+    to_check: list[str],
+    say: Callable[[str], None],
+    *,
+    machine: str = platform.machine(),
+) -> tuple[str, ...]:
+    """Write the locks of ``new`` into its folder; the machines that have one.
+
+    A failure for one machine is added to ``to_check``; the other machines' locks are still made.
+
+    Args:
+        base: whose witnesses' packages are looked for in the new lock.
+        torch: what the release's torch asks for.
+        machine: the one whose lock the packages are taken from, where it was made.
+    """
+    made: list[str] = []
+    for name in new.locks:
+        say(f"resolving the lock for {name}")
+        try:
+            texts = lock.make(new, name)
+        except Sm12xError as error:
+            to_check.append(f"lock.{name}: {error.message}")
+            continue
+        files.write_text(new.lock_path(name), texts.closure)
+        files.write_text(new.build_lock_path(name), texts.build)
+        to_check += [f"lock.{name}: {fault}" for fault in lock.verify(new, name, texts)]
+        made.append(name)
+    if len(made) < len(new.locks):
+        to_check.append(
+            "lock: for a package that cannot be installed add an [[override]] to base.toml, and "
+            "run this again with --force, which keeps the overrides"
+        )
+    chosen = machine if machine in made else next(iter(made), None)
+    if chosen is not None and base.lock_path(chosen).is_file():
+        packages, notes = base_draft.witness_packages(
+            base.witness.packages,
+            lockfile.read(base.lock_path(chosen)),
+            lockfile.read(new.lock_path(chosen)),
+            torch=torch,
+        )
+        to_check += notes
+        path = new.folder / "base.toml"
+        files.write_text(
+            path, base_draft.amended(path.read_text(encoding="utf-8"), packages=packages)
+        )
+    return tuple(made)
+
+
 def _verdicts(asked: RebaseRequest, new: Base, work: _Work) -> Mapping[str, PatchVerdict]:
     """The verdict of each patch's witnesses on the untouched release."""
     trees, run_witnesses, patches = work.trees, asked.run_witnesses, asked.stack.patches
-    source, earlier = (trees[side].with_name(f"{side}-witnessed") for side in (UNTOUCHED, SOURCE))
+    source, earlier = (trees[side].with_name(f"{side}-witnessed") for side in (_UNTOUCHED, _SOURCE))
     wanted = list(dict.fromkeys(path for patch in patches for path in patch.witnesses))
     if asked.chosen is not None:
         wanted = [path for path in wanted if path in asked.chosen]
@@ -369,7 +429,7 @@ def _verdicts(asked: RebaseRequest, new: Base, work: _Work) -> Mapping[str, Patc
     if run_witnesses is not None and wanted:
         try:
             # On copies: bytecode that a run leaves would be a change to what patches are tried on.
-            shutil.copytree(trees[UNTOUCHED], source, symlinks=True)
+            shutil.copytree(trees[_UNTOUCHED], source, symlinks=True)
             runs = {run.witness: run for run in run_witnesses(new, wanted, source)}
             again = [path for path, run in runs.items() if _control_failed(run)]
             if again:
@@ -377,7 +437,7 @@ def _verdicts(asked: RebaseRequest, new: Base, work: _Work) -> Mapping[str, Patc
                     runs[run.witness] = verdict.repeated(runs[run.witness], run)
             unsure = [path for path, run in runs.items() if verdict.doubtful([run])]
             if unsure:
-                shutil.copytree(trees[SOURCE], earlier, symlinks=True)
+                shutil.copytree(trees[_SOURCE], earlier, symlinks=True)
                 before = {r.witness: r for r in run_witnesses(new, unsure, earlier)}
         except Sm12xError as error:
             work.unrun = error

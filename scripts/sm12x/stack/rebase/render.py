@@ -149,14 +149,15 @@ def table(found: StatusTable) -> str:
     if not found.rows:
         return "no base lists a patch\n"
     head = ["patch", *found.releases]
-    rows = [[row.patch.removesuffix(".patch"), *map(_cell, row.cells)] for row in found.rows]
+    rows = [[name.removesuffix(".patch"), *map(_cell, row)] for name, row in found.rows.items()]
     lines = [texts.columns(rows, head=head)]
-    used = {cell.state for row in found.rows for cell in row.cells}
+    cells = [cell for row in found.rows.values() for cell in row]
+    used = {cell.state for cell in cells}
     lines.append("")
     lines += [f"{word:9} {text}" for word, text in status.LEGEND.items() if word in used]
-    if any(cell.part for row in found.rows for cell in row.cells):
+    if any(cell.part for cell in cells):
         lines.append("n/m       only n of its m tests show the defect: upstream has part of it")
-    if any(cell.doubt for row in found.rows for cell in row.cells):
+    if any(cell.doubt for cell in cells):
         lines.append("?         no result of a witness: whether it is needed is unknown")
     return "\n".join(lines) + "\n"
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -24,14 +24,14 @@ from sm12x.stack.rebase import porting, verdict
 NAME = "status.toml"
 # The text of verdict.PatchVerdict.summary for a red witness.
 _RED = re.compile(r"^(\d+) of (\d+) red(?:, (\d+) could not run)?$")
-APPLIED = "applied"
+_APPLIED = "applied"
 NEEDED = "needed"
 UPSTREAM = "upstream"
 CONFLICT = "conflict"
 FOLLOWS = "follows"
 UNKNOWN = "unknown"
 LEGEND = {
-    APPLIED: "in the stack of that base",
+    _APPLIED: "in the stack of that base",
     NEEDED: "the defect is there, and no stack is kept for that release",
     UPSTREAM: "the release does it itself",
     CONFLICT: "needed, and to be written anew for that release",
@@ -89,15 +89,11 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StatusRow:
-    patch: str
-    cells: tuple[Cell, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class StatusTable:
+    """``rows`` has, by patch, a cell for each of the ``releases``."""
+
     releases: tuple[str, ...]
-    rows: tuple[StatusRow, ...]
+    rows: Mapping[str, tuple[Cell, ...]]
 
 
 def decide(needed: str, text: str) -> str:
@@ -141,7 +137,7 @@ def record(
     for outcome in fresh:
         key = (outcome.base, outcome.release, slug(outcome.patch))
         before = known.get(key)
-        known[key] = merged(before, outcome) if before else outcome
+        known[key] = _merged(before, outcome) if before else outcome
     kept = {base: {slug(name) for name in names} for base, names in (stacks or {}).items()}
     ordered = sorted(
         (o for o in known.values() if o.base not in kept or slug(o.patch) in kept[o.base]),
@@ -171,22 +167,13 @@ def contradictions(bases: Sequence[Base], outcomes: Sequence[RebaseOutcome]) -> 
     return found
 
 
-def merged(before: RebaseOutcome, after: RebaseOutcome) -> RebaseOutcome:
-    """``after``, with what only ``before`` knows."""
+def _merged(before: RebaseOutcome, after: RebaseOutcome) -> RebaseOutcome:
+    """``after``, with what only ``before`` knows, an outcome of the same base and release."""
     silent = after.verdict == verdict.UNKNOWN and (
         before.verdict != verdict.UNKNOWN or not after.witness
     )
-    verdict_from = before if silent else after
-    return RebaseOutcome(
-        patch=after.patch,
-        base=after.base,
-        release=after.release,
-        verdict=verdict_from.verdict,
-        text=after.text or before.text,
-        witness=verdict_from.witness,
-        since=verdict_from.since,
-        why=verdict_from.why,
-    )
+    said = before if silent else after
+    return replace(said, patch=after.patch, text=after.text or before.text)
 
 
 def since(patch: str, release: str, outcomes: Iterable[RebaseOutcome]) -> str:
@@ -218,17 +205,13 @@ def table(bases: Sequence[Base], outcomes: Sequence[RebaseOutcome]) -> StatusTab
             names.setdefault(slug(name), name)
     for outcome in outcomes:
         names.setdefault(slug(outcome.patch), outcome.patch)
-    rows = [
-        StatusRow(
-            patch=name,
-            cells=tuple(
-                _cell(name, release, by_release.get(release), stacks, outcomes)
-                for release in releases
-            ),
+    rows = {
+        name: tuple(
+            _cell(name, release, by_release.get(release), stacks, outcomes) for release in releases
         )
         for name in names.values()
-    ]
-    return StatusTable(releases=tuple(releases), rows=tuple(rows))
+    }
+    return StatusTable(releases=tuple(releases), rows=rows)
 
 
 def _cell(
@@ -240,7 +223,7 @@ def _cell(
 ) -> Cell:
     if base is not None:
         if slug(name) in map(slug, stacks[base.version]):
-            return Cell(state=APPLIED)
+            return Cell(state=_APPLIED)
         for entry in base.dropped:
             if slug(entry.patch) == slug(name):
                 note = f"since {entry.since}" if entry.since else entry.why

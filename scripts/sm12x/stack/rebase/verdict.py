@@ -87,7 +87,7 @@ def without_addresses(text: str) -> str:
 def doubtful(runs: Sequence[Run]) -> bool:
     """Whether a failure in ``runs`` may be the defect or not: a run on its own base would tell."""
     return any(
-        not test.guard and test.outcome == junit.FAILED and raised(test) in _EITHER
+        not test.guard and test.outcome == junit.FAILED and _raised(test) in _EITHER
         for run in runs
         for test in run.tests
     )
@@ -166,14 +166,14 @@ def _known(own: Sequence[Run]) -> dict[str, tuple[str, str]]:
         if run.problem or any(test.outcome != junit.PASSED for test in controls):
             continue
         for test in run.tests:
-            if test.outcome == junit.FAILED and raised(test) in _EITHER:
+            if test.outcome == junit.FAILED and _raised(test) in _EITHER:
                 found[f"{run.witness.split('::')[0]}::{test.name}"] = _failure(test)
     return found
 
 
 def _failure(test: Test) -> tuple[str, str]:
     """The exception a test ended with, and its text without what differs from run to run."""
-    return raised(test), re.sub(r"\d+", "N", without_addresses(_said(test)))
+    return _raised(test), re.sub(r"\d+", "N", without_addresses(_said(test)))
 
 
 def _state(
@@ -193,10 +193,10 @@ def strange(test: Test) -> bool:
         match = _HANGS.match(line.strip())
         if match:
             return match["limit"] is not None and int(match["limit"]) >= _PATIENCE
-    return raised(test) in _STRANGE
+    return _raised(test) in _STRANGE
 
 
-def raised(test: Test) -> str:
+def _raised(test: Test) -> str:
     """The name of the exception a test ended with, "" where its report does not say."""
     for line in reversed([*test.said.split("\n"), *test.detail.split("\n")]):
         match = _RAISED.match(line.strip()) or _AT_LINE.match(line.strip())

@@ -129,7 +129,7 @@ def run(
     )
 
 
-def targets(base: Base, mutant: Mutant) -> list[str]:
+def _targets(base: Base, mutant: Mutant) -> list[str]:
     """The tests to run on a mutant, in order: its own test, then the patch's witnesses."""
     slow_last = sorted(mutant.patch.witnesses, key=lambda path: path in base.witness.first)
     return [*([mutant.by] if mutant.by else []), *slow_last]
@@ -241,7 +241,7 @@ class _Runner:
                 return
         state, test, said = UNKNOWN, "", f"{mutant.patch.name} names no witness"
         with _mutated(place / mutant.file, mutant.text):
-            for target in targets(self.base, mutant):
+            for target in _targets(self.base, mutant):
                 for found in self._asked(target, place, ("-x",)):
                     if found is None:
                         yield None

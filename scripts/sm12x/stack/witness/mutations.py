@@ -107,7 +107,7 @@ def kept(base: Base, stack: Stack, tree: Path) -> tuple[list[Mutant], list[Messa
     for number, mutation in enumerate(load(base), start=1):
         patch = patch_of(stack, mutation.patch)
         if patch is None:
-            findings.append(_unknown(base, stack, mutation, number))
+            findings.append(_unknown(base.folder / NAME, stack, mutation, number))
             continue
         text, stale = _made(mutation, patch, tree)
         mutants.append(
@@ -137,7 +137,7 @@ def check(base: Base, stack: Stack, tree: Path | None) -> list[MessageFault]:
         return []
     entries = load(base)
     findings = [
-        _unknown(base, stack, entry, number)
+        _unknown(path, stack, entry, number)
         for number, entry in enumerate(entries, start=1)
         if not patch_of(stack, entry.patch)
     ]
@@ -154,24 +154,12 @@ def check(base: Base, stack: Stack, tree: Path | None) -> list[MessageFault]:
     for number, entry in enumerate(entries, start=1):
         patch = patch_of(stack, entry.patch)
         if patch and entry.by and entry.by.split("::", 1)[0] not in patch.witnesses:
-            findings.append(
-                MessageFault(
-                    path=path,
-                    line=_line(path, number),
-                    message=f"mutation {number}: {entry.by} is not a test of a witness of "
-                    f"{patch.name}",
-                )
-            )
+            said = f": {entry.by} is not a test of a witness of {patch.name}"
+            findings.append(_fault(path, number, said))
         if patch and tree:
             stale = _made(entry, patch, tree)[1]
             if stale:
-                findings.append(
-                    MessageFault(
-                        path=path,
-                        line=_line(path, number),
-                        message=f"mutation {number} is stale: {stale}",
-                    )
-                )
+                findings.append(_fault(path, number, f" is stale: {stale}"))
     return findings
 
 
@@ -236,14 +224,14 @@ def _made(mutation: Mutation, patch: Patch, tree: Path) -> tuple[str, str]:
     return text.replace(mutation.find, mutation.replace), ""
 
 
-def _unknown(base: Base, stack: Stack, mutation: Mutation, number: int) -> MessageFault:
-    path = base.folder / NAME
-    return MessageFault(
-        path=path,
-        line=_line(path, number),
-        message=f"mutation {number}: {mutation.patch!r} is not the beginning of the name "
-        f"of one patch, its number aside ({', '.join(p.name for p in stack.patches)})",
-    )
+def _unknown(path: Path, stack: Stack, mutation: Mutation, number: int) -> MessageFault:
+    names = ", ".join(patch.name for patch in stack.patches)
+    said = f": {mutation.patch!r} is not the beginning of the name of one patch, its number aside"
+    return _fault(path, number, f"{said} ({names})")
+
+
+def _fault(path: Path, number: int, said: str) -> MessageFault:
+    return MessageFault(path=path, line=_line(path, number), message=f"mutation {number}{said}")
 
 
 def _line(path: Path, number: int) -> int:

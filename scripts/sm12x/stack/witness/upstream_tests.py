@@ -37,14 +37,14 @@ NEEDS = {
     "release": "is wrong in the release itself",
 }
 # Outcomes besides junit's.
-ABSENT = "absent"
+_ABSENT = "absent"
 CRASHED = "crashed"
 HUNG = "hung"
 # How bad an outcome is. A skipped test shows less than one that passed.
 _RANK = {
     junit.PASSED: 0,
     junit.SKIPPED: 1,
-    ABSENT: 2,
+    _ABSENT: 2,
     junit.FAILED: 2,
     junit.ERROR: 2,
     CRASHED: 3,
@@ -269,7 +269,7 @@ def load(base: Base) -> Suite:
     )
 
 
-class Modules:
+class _Modules:
     """The Python modules of a source tree, by dotted name."""
 
     def __init__(self, tree: Path) -> None:
@@ -315,7 +315,7 @@ def _module_name(path: str) -> str:
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def named(path: Path, modules: Modules) -> set[str]:
+def _named(path: Path, modules: _Modules) -> set[str]:
     """The modules of the tree that a test file names, in imports or in strings to patch them."""
     found: set[str] = set()
     for node in ast.walk(_parse(path)):
@@ -340,7 +340,7 @@ def plan(suite: Suite, stack: Stack, tree: Path) -> UpstreamPlan:
     # A file that the stack adds: the release cannot have a test of it.
     paths = [path for path in paths if (tree / path).is_file()]
     wanted = {name for path in paths if (name := _module_name(path))}
-    modules = Modules(tree)
+    modules = _Modules(tree)
     by_module: dict[str, list[str]] = {}
     # Every reference to a module, or to a re-export of its package, contains the package's name.
     hints = {
@@ -354,7 +354,7 @@ def plan(suite: Suite, stack: Stack, tree: Path) -> UpstreamPlan:
             continue
         text = test.read_text(encoding="utf-8", errors="replace")
         if any(hint in text for hint in hints):
-            for module in named(test, modules) & wanted:
+            for module in _named(test, modules) & wanted:
                 by_module.setdefault(module, []).append(relative)
     faults: list[str] = []
     used: set[int] = set()
@@ -406,27 +406,29 @@ def plan(suite: Suite, stack: Stack, tree: Path) -> UpstreamPlan:
     )
 
 
-def outcome(run: FileRun | None, name: str) -> str:
+def _outcome(run: FileRun | None, name: str) -> str:
     """The outcome of one test in a run of its file."""
     if run is None:
-        return ABSENT
+        return _ABSENT
     test = run.tests.get(name)
     if test is not None:
         # What pytest-timeout ends a test with.
         hung = test.outcome == junit.FAILED and test.said.startswith("Failed: Timeout (>")
         return HUNG if hung else test.outcome
     # A run that did not end says nothing about its remaining tests.
-    return run.problem or ABSENT
+    return run.problem or _ABSENT
 
 
-def worse(base: str, patched: str) -> bool:
+def _worse(base: str, patched: str) -> bool:
     return _RANK[patched] > _RANK[base]
 
 
 def differing(base: FileRun, patched: FileRun) -> list[str]:
     """The tests of a file that are worse on the patched tree, to be run again alone."""
     return [
-        name for name in _names(base, patched) if worse(outcome(base, name), outcome(patched, name))
+        name
+        for name in _names(base, patched)
+        if _worse(_outcome(base, name), _outcome(patched, name))
     ]
 
 
@@ -444,10 +446,10 @@ def judge(
     """
     results: list[UpstreamResult] = []
     for name in _names(base, patched):
-        before, after = outcome(base, name), outcome(patched, name)
+        before, after = _outcome(base, name), _outcome(patched, name)
         again: tuple[str, str] | None = None
         showing = patched
-        if not worse(before, after):
+        if not _worse(before, after):
             green = before == after == junit.PASSED
             skips = before == after == junit.SKIPPED
             better = _RANK[after] < _RANK[before]
@@ -456,11 +458,11 @@ def judge(
             verdict = WORSE
             if name in alone:
                 runs = alone[name]
-                again = (outcome(runs[0], name), outcome(runs[1], name))
+                again = (_outcome(runs[0], name), _outcome(runs[1], name))
                 # One that cannot be run alone keeps the verdict of the first run.
-                if again != (ABSENT, ABSENT) and not worse(*again):
+                if again != (_ABSENT, _ABSENT) and not _worse(*again):
                     verdict = FLAKY
-                elif again != (ABSENT, ABSENT):
+                elif again != (_ABSENT, _ABSENT):
                     showing = runs[1]
         test = showing.tests.get(name)
         results.append(

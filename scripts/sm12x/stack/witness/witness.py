@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import uv
 from pydantic import Field
 
 from sm12x.core import files, lockfile, pipconfig, process
 from sm12x.core.declared import shown
 from sm12x.core.errors import BadFileError, NoSpaceError, ToolFailedError, ToolMissingError
+from sm12x.stack import lock
 from sm12x.stack.model.base import Base, Witness
 from sm12x.stack.model.series import Patch, Stack
 from sm12x.stack.witness import junit
@@ -129,7 +129,7 @@ def environment(
     if not python.exists():
 
         def commands(fresh: Path) -> list[list[str]]:
-            made = [_uv(), "venv", "--quiet", "--relocatable", "--python", sys.executable]
+            made = [lock.find_uv(), "venv", "--quiet", "--relocatable", "--python", sys.executable]
             return [[*made, str(fresh)], pip_install("--python", str(fresh / "bin" / "python"))]
 
         # Unpacked, the wheels of 0.21.0 take 1.7 times their size, and once only: uv links the
@@ -150,7 +150,7 @@ def environment(
 def pip_install(*where: str) -> list[str]:
     """uv's command to install a lock, whose path is to follow, ``where``."""
     return [
-        *(_uv(), "pip", "install", *where),
+        *(lock.find_uv(), "pip", "install", *where),
         # The lock has been resolved; what it leaves out is left out on purpose.
         *("--no-deps", "--require-hashes", "--only-binary=:all:"),
         # torch alone takes 3 s longer without, in each of the many processes.
@@ -685,12 +685,3 @@ def _module(witness: str) -> str:
 
 def _tree(side: str) -> str:
     return "untouched base" if side == BASE else "patched tree"
-
-
-def _uv() -> str:
-    try:
-        return uv.find_uv_bin()
-    except FileNotFoundError:
-        raise ToolMissingError(
-            "uv is not installed beside this Python", next_step="install it there: pip install uv"
-        ) from None

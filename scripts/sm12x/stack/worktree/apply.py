@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from sm12x.core import text as texts
 from sm12x.core.errors import (
     DISK_FULL,
     BadFileError,
@@ -32,8 +33,8 @@ from sm12x.stack.worktree import tree
 
 APPLIED = "applied"
 UPSTREAM = "upstream"
-OFFSET = "offset"
-CONFLICT = "conflict"
+_OFFSET = "offset"
+_CONFLICT = "conflict"
 # The commit of the untouched source in a folder that `apply` made a repository of.
 BASE_TAG = "base"
 BRANCH = "stack"
@@ -142,50 +143,39 @@ def apply(
         NoSpaceError, BadFileError: a file could not be written. Nothing is changed.
         HalfAppliedError: as above, and the changed files could not be restored.
     """
-    try:
-        return _apply(base, stack, directory, repository, archive, on_patch, rest)
-    except OSError as error:
-        raise _refused(error, directory) from error
-
-
-def _apply(
-    base: Base,
-    stack: Stack,
-    directory: Path,
-    repository: bool,
-    archive: Path | None,
-    on_patch: Callable[[Patch], None] | None,
-    rest: Sequence[str],
-) -> ApplyReport:
     whole = stack
     stack = Stack(patches=tuple(patch for patch in whole.patches if patch.name not in rest))
-    with tree.scratch(directory) as git:
-        commit = commit_base(base, stack, git, directory, archive)
-        if repository and (directory / ".git").exists():
-            raise DirtyTreeError(
-                f"{directory} is a git repository already, and this command would make a new one",
-                next_step="add --no-repository to keep that repository, or remove its .git",
-            )
-        report, tip = try_stack(base, stack, git, commit, on_patch=on_patch)
-        if not report.ok:
-            raise StackConflictError(report)
-        with tempfile.TemporaryDirectory(prefix="sm12x-apply-") as name:
-            git.read_tree(tip)
-            if repository:
-                with (
-                    _repository_for(
-                        git, base, report, directory, commit, tip, whole, rest
-                    ) as hidden,
-                    _putting(git, Path(name), directory, report.changed),
-                ):
-                    hidden.rename(directory / ".git")
-                left = Repository(git_dir=directory / ".git", work_tree=directory)
-                # Files are the same; only their times are not known to the index yet.
-                with suppress(NoSpaceError):
-                    left.run("update-index", "-q", "--refresh", check=False)
-            else:
-                with _putting(git, Path(name), directory, report.changed):
-                    pass
+    try:
+        with tree.scratch(directory) as git:
+            commit = commit_base(base, stack, git, directory, archive)
+            if repository and (directory / ".git").exists():
+                raise DirtyTreeError(
+                    f"{directory} is a git repository already, and this command would make a "
+                    "new one",
+                    next_step="add --no-repository to keep that repository, or remove its .git",
+                )
+            report, tip = try_stack(base, stack, git, commit, on_patch=on_patch)
+            if not report.ok:
+                raise StackConflictError(report)
+            with tempfile.TemporaryDirectory(prefix="sm12x-apply-") as name:
+                git.read_tree(tip)
+                if repository:
+                    with (
+                        _repository_for(
+                            git, base, report, directory, commit, tip, whole, rest
+                        ) as hidden,
+                        _putting(git, Path(name), directory, report.changed),
+                    ):
+                        hidden.rename(directory / ".git")
+                    left = Repository(git_dir=directory / ".git", work_tree=directory)
+                    # Files are the same; only their times are not known to the index yet.
+                    with suppress(NoSpaceError):
+                        left.run("update-index", "-q", "--refresh", check=False)
+                else:
+                    with _putting(git, Path(name), directory, report.changed):
+                        pass
+    except OSError as error:
+        raise _refused(error, directory) from error
     return report
 
 
@@ -252,7 +242,7 @@ def _try(
     return PatchResult(
         name=patch.name,
         subject=patch.subject,
-        state=OFFSET if forward.ok else CONFLICT,
+        state=_OFFSET if forward.ok else _CONFLICT,
         files=files,
         conflicts=_conflicts(patch, git, forward),
         follows=tuple(
@@ -429,11 +419,9 @@ class HalfAppliedError(DirtyTreeError):
 
     def __init__(self, directory: Path, left: Sequence[str], cause: BaseException) -> None:
         said = str(cause) or type(cause).__name__
-        named = ", ".join(left[:_NAMED])
-        more = f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
         super().__init__(
             f"{directory} is half applied: after `{said}` these files could not be restored: "
-            f"{named}{more}",
+            f"{texts.first_of(left, _NAMED)}",
             next_step="delete that folder and unpack the sdist in another one (`sm12x patch apply "
             "--base VERSION --unpack NEW_DIR`)",
         )
@@ -447,6 +435,17 @@ def _mode(now: int, wanted: str) -> int:
         # Who may read may execute.
         return permissions | (permissions & 0o444) >> 2
     return permissions & ~0o111
+
+
+def own(repository: Repository, version: str, stack_id: str) -> None:
+    """Make a scratch repository that of a folder, with the settings of one that has a stack."""
+    # Where the scratch tree is; the folder may be moved.
+    repository.run("config", "--local", "--unset-all", "core.worktree", check=False)
+    # The user's own git works here: it must not convert line ends either.
+    repository.config("core.autocrlf", "false")
+    repository.config("core.bare", "false")
+    repository.config("sm12x.base", version)
+    repository.config(STACK_KEY, stack_id)
 
 
 @contextmanager
@@ -463,13 +462,7 @@ def _repository_for(
     """A copy of the scratch repository inside ``directory``, for the block to rename to .git."""
     git.update_ref(f"refs/heads/{BRANCH}", tip)
     git.update_ref(f"refs/tags/{BASE_TAG}", commit)
-    # Where it is now; the folder may be moved.
-    git.run("config", "--local", "--unset-all", "core.worktree", check=False)
-    # The user's own git works here: it must not convert line ends either.
-    git.config("core.autocrlf", "false")
-    git.config("core.bare", "false")
-    git.config("sm12x.base", base.version)
-    git.config(STACK_KEY, whole.id)
+    own(git, base.version, whole.id)
     for name in rest:
         git.run("config", "--local", "--add", REST_KEY, name)
     for result in report.results:

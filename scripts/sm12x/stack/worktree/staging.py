@@ -32,11 +32,8 @@ def require_free(target: Path, *, force: bool) -> None:
 def require_writable(parent: Path) -> None:
     """Raise BadFileError unless a folder can be made in ``parent``, which need not exist yet."""
     try:
-        existing = parent.absolute()
-        while not existing.exists():
-            existing = existing.parent
         # Tests by writing: permissions do not tell whether root can write there.
-        with tempfile.TemporaryDirectory(dir=existing, prefix=".sm12x-"):
+        with tempfile.TemporaryDirectory(dir=files.existing(parent.absolute()), prefix=".sm12x-"):
             pass
     except OSError as error:
         raise BadFileError(

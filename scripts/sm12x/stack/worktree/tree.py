@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from sm12x.core import text as texts
 from sm12x.core.errors import DISK_FULL, BadFileError, DirtyTreeError, NoSpaceError
 from sm12x.core.git import Repository, TreeFile
 from sm12x.stack.model.base import Base
@@ -21,7 +22,7 @@ _NAMED = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
+class _Difference:
     """How a tree differs from the untouched one, as sorted paths."""
 
     edited: tuple[str, ...]
@@ -30,7 +31,9 @@ class Difference:
 
     def __str__(self) -> str:
         kinds = (("edited", self.edited), ("missing", self.missing), ("extra", self.extra))
-        return "; ".join(f"{kind}: {_some(paths)}" for kind, paths in kinds if paths)
+        return "; ".join(
+            f"{kind}: {texts.first_of(paths, _NAMED)}" for kind, paths in kinds if paths
+        )
 
 
 def unpack(archive: Path, directory: Path) -> None:
@@ -95,7 +98,7 @@ def removed_on_failure(directory: Path) -> Iterator[None]:
         raise
 
 
-def listing(archive: Path) -> dict[str, TreeFile]:
+def _listing(archive: Path) -> dict[str, TreeFile]:
     """The files of an sdist by path, with the ids git would give them, without unpacking it."""
     found: dict[str, TreeFile] = {}
     try:
@@ -151,7 +154,7 @@ def require_directory(directory: Path) -> None:
     )
 
 
-def version_of(directory: Path) -> tuple[str, str] | None:
+def _version_of(directory: Path) -> tuple[str, str] | None:
     """Name and version of an unpacked sdist from its PKG-INFO; None where there is none."""
     try:
         text = (directory / "PKG-INFO").read_text(encoding="utf-8", errors="replace")
@@ -165,9 +168,9 @@ def version_of(directory: Path) -> tuple[str, str] | None:
     return fields["Name"], fields["Version"]
 
 
-def compare(has: Mapping[str, TreeFile], wants: Mapping[str, TreeFile]) -> Difference:
+def _compare(has: Mapping[str, TreeFile], wants: Mapping[str, TreeFile]) -> _Difference:
     """How the files ``has`` differ from the files ``wants``."""
-    return Difference(
+    return _Difference(
         edited=tuple(sorted(p for p in has.keys() & wants.keys() if has[p] != wants[p])),
         missing=tuple(sorted(wants.keys() - has.keys())),
         extra=tuple(sorted(has.keys() - wants.keys())),
@@ -185,7 +188,7 @@ def explain(
     """
     fresh = f"work on a new copy (`sm12x patch apply --base {base.version} --unpack NEW_DIR`)"
     name = base.sdist.name.split("-")[0]
-    found = version_of(directory)
+    found = _version_of(directory)
     if found is None:
         return DirtyTreeError(
             f"{directory} is not an unpacked sdist: it has no PKG-INFO", next_step=fresh
@@ -201,12 +204,12 @@ def explain(
             f"{directory} has the whole stack {stack.id} applied already", next_step=fresh
         )
     if patched or half:
-        parts = [f"patched: {_some([*patched, *half])}"]
+        parts = [f"patched: {texts.first_of([*patched, *half], _NAMED)}"]
         if untouched:
-            parts.append(f"not patched: {_some(untouched)}")
+            parts.append(f"not patched: {texts.first_of(untouched, _NAMED)}")
         return DirtyTreeError(f"{directory} is half applied ({'; '.join(parts)})", next_step=fresh)
     if archive is not None:
-        difference = compare(has, listing(archive))
+        difference = _compare(has, _listing(archive))
         return DirtyTreeError(
             f"{directory} is not the untouched {name} {base.version} ({difference})",
             next_step=f"undo that, or {fresh}",
@@ -261,8 +264,3 @@ def _stripped(member: tarfile.TarInfo, archive: Path) -> Iterator[tarfile.TarInf
         # A hard link names its target from the top of the archive.
         link = member.linkname.partition("/")[2] if member.islnk() else member.linkname
         yield member.replace(name=rest, linkname=link, deep=False)
-
-
-def _some(paths: list[str] | tuple[str, ...]) -> str:
-    named = ", ".join(paths[:_NAMED])
-    return f"{named} and {len(paths) - _NAMED} more" if len(paths) > _NAMED else named

@@ -19,7 +19,7 @@ from sm12x.core.errors import BadFileError, HashMismatchError
 from sm12x.stack.model import series
 from sm12x.stack.model.base import Base
 from sm12x.stack.model.series import Stack
-from sm12x.wheel import ledger, library, selection
+from sm12x.wheel import ledger, selection
 from sm12x.wheel.assemble import torch_ops, wheel
 from sm12x.wheel.assemble.torch_ops import Registered
 from sm12x.wheel.compile import cmake, native
@@ -28,7 +28,7 @@ from sm12x.wheel.ledger import Ledger
 from sm12x.wheel.source import patched as sources
 from sm12x.wheel.source.patched import SourceRecord
 
-LEDGER = "ledger.json"
+_LEDGER = "ledger.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,12 +112,12 @@ def build(
             for each in parts.base.overrides_on(parts.machine)
         ),
         extras=extras(parts.base),
-        sources=third_party(compiled),
+        sources=compiled.sources,
     )
     phase("writing the wheel")
     target = out / wheel.name(official, parts.base.version, version, compiled)
     wheel.write(official, target, changed, made)
-    declared.write_json(out / LEDGER, made)
+    declared.write_json(out / _LEDGER, made)
     return target, made
 
 
@@ -131,14 +131,6 @@ def extras(base: Base) -> tuple[ledger.ExtraEntry, ...]:
             modules=extra.modules,
         )
         for extra in base.extras
-    )
-
-
-def third_party(compiled: NativeRecord) -> tuple[ledger.SourceEntry, ...]:
-    """The third-party sources that modules were compiled of, for the ledger."""
-    return tuple(
-        ledger.SourceEntry(name=source.name, pin=source.pin, version=source.version)
-        for source in compiled.sources
     )
 
 
@@ -179,7 +171,7 @@ def _check(parts: Parts, stack: Stack, record: SourceRecord, compiled: NativeRec
                 f"{path} is not what {native.RECORD} says",
                 next_step="make it again with `sm12x build native`",
             )
-        machine = library.read(path).machine
+        machine = native.dynamic(path).machine
         if machine != parts.machine:
             raise BadFileError(
                 f"{path} is for {machine}, the wheel is for {parts.machine}",

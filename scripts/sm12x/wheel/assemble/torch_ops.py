@@ -21,6 +21,7 @@ from elftools.elf.sections import SymbolTableSection
 
 from sm12x.core import process
 from sm12x.core.errors import BadFileError, BuildFailedError, ToolFailedError
+from sm12x.core.text import first_of
 from sm12x.wheel.ledger import is_program
 from sm12x.wheel.toolchain import cuda_home, libcuda_stub
 
@@ -109,11 +110,10 @@ def lost(
         known = {name.rpartition("::")[2] for name in known}
     unexplained = [name for name in missing if name not in known]
     if unexplained:
-        more = f" and {len(unexplained) - 3} more" if len(unexplained) > 3 else ""
         without = f" (it was compiled without {', '.join(allowed)})" if allowed else ""
         raise BuildFailedError(
             f"{path} as compiled here lacks {len(unexplained)} of the official one's "
-            f"{len(official.ops)} ops: {', '.join(unexplained[:3])}{more}{without}",
+            f"{len(official.ops)} ops: {first_of(unexplained, 3)}{without}",
             next_step="find the sources that CMake left out in the compile log",
         )
     return tuple(missing)

@@ -16,8 +16,7 @@ import io
 import re
 import struct
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO
@@ -182,42 +181,46 @@ def write(
     by_path = {change.path: change for change in changed}
     # A zip must date its members; the earliest possible date keeps the bytes reproducible.
     date = (1980, 1, 1, 0, 0, 0)
-    with files.replacing(target) as temporary, zipfile.ZipFile(official.path) as source:
+    with (
+        files.replacing(target) as temporary,
+        zipfile.ZipFile(official.path) as source,
+        zipfile.ZipFile(temporary, "w") as archive,
+    ):
+        out = _Rewriter(source, archive, date)
         rows = _record(source.read(f"{official.dist_info}/RECORD"))
         record: list[tuple[str, str, str]] = []
-        with _rewriting(source, temporary, date) as out:
 
-            def put(path: str, data: bytes) -> None:
-                out.write(path, data, mode=0o755 if path.endswith(".so") else 0o644)
-                record.append((path, _record_hash(data), str(len(data))))
+        def put(path: str, data: bytes) -> None:
+            out.write(path, data, mode=0o755 if path.endswith(".so") else 0o644)
+            record.append((path, _record_hash(data), str(len(data))))
 
-            for info in source.infolist():
-                folder, _, rest = info.filename.partition("/")
-                if folder == official.dist_info:
-                    path = f"{dist_info}/{rest}"
-                    if rest == "METADATA":
-                        put(path, metadata(source.read(info), version))
-                    elif rest == "WHEEL":
-                        put(path, _wheel_file(source.read(info).decode(), platform).encode())
-                    elif rest != "RECORD":
-                        out.keep(info, name=path)
-                        record.append((path, *rows[info.filename]))
-                elif info.filename in by_path:
-                    change = by_path.pop(info.filename)
-                    if change.data is not None:
-                        put(change.path, change.data)
-                else:
-                    out.keep(info)
-                    if not info.is_dir():
-                        record.append((info.filename, *rows[info.filename]))
-            for change in by_path.values():
+        for info in source.infolist():
+            folder, _, rest = info.filename.partition("/")
+            if folder == official.dist_info:
+                path = f"{dist_info}/{rest}"
+                if rest == "METADATA":
+                    put(path, _metadata(source.read(info), version))
+                elif rest == "WHEEL":
+                    put(path, _wheel_file(source.read(info).decode(), platform).encode())
+                elif rest != "RECORD":
+                    out.keep(info, name=path)
+                    record.append((path, *rows[info.filename]))
+            elif info.filename in by_path:
+                change = by_path.pop(info.filename)
                 if change.data is not None:
                     put(change.path, change.data)
-            put(f"{dist_info}/{ledgers.NAME}", declared.to_json(ledger, sort_keys=True).encode())
-            out.write(f"{dist_info}/RECORD", _record_text(record, dist_info))
+            else:
+                out.keep(info)
+                if not info.is_dir():
+                    record.append((info.filename, *rows[info.filename]))
+        for change in by_path.values():
+            if change.data is not None:
+                put(change.path, change.data)
+        put(f"{dist_info}/{ledgers.NAME}", declared.to_json(ledger, sort_keys=True).encode())
+        out.write(f"{dist_info}/RECORD", _record_text(record, dist_info))
 
 
-def metadata(text: bytes, version: str) -> bytes:
+def _metadata(text: bytes, version: str) -> bytes:
     """METADATA with another version. Raises BadFileError when it has not exactly one."""
     head, blank, body = text.partition(b"\n\n")
     head, count = _VERSION_LINE.subn(f"Version: {version}".encode(), head)
@@ -319,13 +322,13 @@ _SIZES_FOLLOW = 0x08
 _ENCRYPTED = 0x01
 _BLOCK = 1 << 20
 
-Date = tuple[int, int, int, int, int, int]
+_Date = tuple[int, int, int, int, int, int]
 
 
-class Rewriter:
+class _Rewriter:
     """Takes members from ``source`` and new ones into a new zip, in the order of the calls."""
 
-    def __init__(self, source: zipfile.ZipFile, target: zipfile.ZipFile, date: Date) -> None:
+    def __init__(self, source: zipfile.ZipFile, target: zipfile.ZipFile, date: _Date) -> None:
         self._source = source
         self._target = target
         self._date = date
@@ -364,13 +367,6 @@ class Rewriter:
         info.external_attr = (0o100000 | mode) << 16
         info.create_system = 3
         self._target.writestr(info, data)
-
-
-@contextmanager
-def _rewriting(source: zipfile.ZipFile, target: Path, date: Date) -> Iterator[Rewriter]:
-    """Write ``target`` out of ``source``; new members are dated ``date``."""
-    with zipfile.ZipFile(target, "w") as archive:
-        yield Rewriter(source, archive, date)
 
 
 def _copy(reader: IO[bytes], writer: IO[bytes], size: int) -> None:

@@ -17,9 +17,9 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from sm12x.core import files, machine, process
+from sm12x.core import cudaarch, files, machine, process
 from sm12x.core import text as texts
 from sm12x.core.cudaarch import CudaArch
 from sm12x.core.errors import (
@@ -29,21 +29,16 @@ from sm12x.core.errors import (
 )
 from sm12x.stack.model.base import Base, Module, ThirdPartySource
 from sm12x.wheel.compile import launcher
-from sm12x.wheel.toolchain import arch, cross
+from sm12x.wheel.toolchain import cross
+
+if TYPE_CHECKING:
+    # The environment of the witnesses, which use this module, does not have rich.
+    from sm12x.core.progress import Steps
 
 # The parts of the source tree that the release's CMake reads.
 TREE = ("CMakeLists.txt", "cmake", "csrc")
 
 _SUPPORTED = re.compile(r"^-- CUDA supported target architectures: (.*)$")
-
-
-class OnStep(Protocol):
-    """Called with the finished and total number of units of ``label``, and the remaining time.
-
-    ``total`` 0 means not known yet, ``left`` is in seconds.
-    """
-
-    def __call__(self, label: str, done: int, total: int, left: float | None = None) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,14 +109,14 @@ def variables(base: Base, modules: Sequence[Module], settings: Settings) -> dict
     return {
         **{name: str(path) for name, path in _sources(base, modules, settings).items()},
         "CUDA_HOME": str(settings.cuda_home),
-        "TORCH_CUDA_ARCH_LIST": arch.to_text(settings.archs),
+        "TORCH_CUDA_ARCH_LIST": cudaarch.to_text(settings.archs),
         "PATH": _path(settings.python),
         **(cross.variables(settings.cuda_home) if settings.target else {}),
     }
 
 
 def configure(
-    base: Base, modules: Sequence[Module], settings: Settings, on_step: OnStep | None
+    base: Base, modules: Sequence[Module], settings: Settings, on_step: Steps | None
 ) -> str:
     """Run CMake unless it already ran with the same words. Returns the architectures it took."""
     work = settings.work

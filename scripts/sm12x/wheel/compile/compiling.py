@@ -14,6 +14,7 @@ from pathlib import Path
 
 from sm12x.core import files, machine, process
 from sm12x.core.errors import BuildFailedError, NoSpaceError, Sm12xError, ToolFailedError
+from sm12x.core.progress import Steps
 from sm12x.stack.model.base import Base, Module
 from sm12x.wheel.compile import cmake, launcher, schedule
 from sm12x.wheel.compile.broker import Broker, CompilerRun
@@ -32,7 +33,7 @@ _REGENERATES = "Re-running CMake"
 _NO_SPACE = re.compile(r"No space left on device|Disk quota exceeded")
 
 
-def units(base: Base, modules: Sequence[Module], settings: cmake.Settings) -> dict[str, Unit]:
+def _units(base: Base, modules: Sequence[Module], settings: cmake.Settings) -> dict[str, Unit]:
     """All units of ``modules``, by the name of their object, as CMake has configured them."""
     build = settings.work / "build"
     text = (build / "compile_commands.json").read_text(encoding="utf-8")
@@ -59,7 +60,7 @@ def compile_modules(
     modules: Sequence[Module],
     settings: cmake.Settings,
     *,
-    on_step: cmake.OnStep | None = None,
+    on_step: Steps | None = None,
     say: Callable[[str], None] | None = None,
 ) -> dict[str, int]:
     """Compile and link ``modules``. Returns of how many units each is made.
@@ -68,7 +69,7 @@ def compile_modules(
         NoSpaceError: the largest unit takes more memory, or all more disk, than there is.
         BuildFailedError: a unit does not compile, or a module does not link.
     """
-    every = units(base, modules, settings)
+    every = _units(base, modules, settings)
     names = _pending(modules, settings)
     pending = {name: one for name, one in every.items() if names is None or name in names}
     memory = settings.memory_gib or cmake.free_memory_gib()
@@ -131,7 +132,7 @@ class _Run:
     cores: int
     memory_gib: float
     results: Path
-    on_step: cmake.OnStep | None
+    on_step: Steps | None
     say: Callable[[str], None] | None
     failed: list[CompilerRun] = field(default_factory=list)
     _expected: float = 60.0

@@ -10,15 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from elftools.common.exceptions import ELFError
+from elftools.elf.dynamic import DynamicSection
+from elftools.elf.elffile import ELFFile
+from elftools.elf.gnuversions import GNUVerNeedSection
+
 from sm12x.core import cudaarch, declared, files, process
 from sm12x.core.declared import Declared
 from sm12x.core.errors import BadFileError, BuildFailedError
+from sm12x.core.progress import Steps
 from sm12x.stack.model.base import Base, Module
-from sm12x.wheel import library
 from sm12x.wheel.compile import cmake, compiling
+from sm12x.wheel.ledger import SourceEntry
 from sm12x.wheel.selection import Kept, ModuleChoice
 from sm12x.wheel.source import third_party
-from sm12x.wheel.toolchain import arch, cross, cuda_home
+from sm12x.wheel.toolchain import cross, cuda_home
 
 RECORD = "native.json"
 
@@ -41,15 +47,18 @@ class NativeModule(Declared):
 
 
 @dataclass(frozen=True, kw_only=True)
-class UsedSource(Declared):
-    """A third-party source of a compiled module, and its ``pin`` in base.toml.
+class DynamicInfo:
+    """The dynamic section of a shared library: what it needs, and where that is looked for.
 
-    ``version`` is what its own files say, "" where they do not: of a commit, for one.
+    ``glibc`` is the newest version of it that a symbol asks for, such as "2.34", or "".
+
+    ``machine`` is what `platform.machine()` says where it runs, such as "x86_64".
     """
 
-    name: str
-    pin: str
-    version: str
+    machine: str
+    needed: tuple[str, ...]
+    runpath: str
+    glibc: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +80,7 @@ class NativeRecord(Declared):
     modules: tuple[NativeModule, ...]
     mode: str = "quick"
     kept: tuple[Kept, ...] = ()
-    sources: tuple[UsedSource, ...] = ()
+    sources: tuple[SourceEntry, ...] = ()
     schema: Literal[2] = 2
 
 
@@ -84,7 +93,7 @@ def build(
     *,
     mode: str = "quick",
     patch_levels: Collection[str] = (),
-    on_step: cmake.OnStep | None = None,
+    on_step: Steps | None = None,
     say: Callable[[str], None] | None = None,
 ) -> NativeRecord:
     """Compile the modules of ``choice`` into ``out``, and write the record beside them.
@@ -110,7 +119,7 @@ def build(
             )
     there = cmake.available(base, settings.third_party)
     sources = tuple(
-        UsedSource(
+        SourceEntry(
             name=one.name,
             pin=one.pin,
             version=third_party.require_version(
@@ -127,7 +136,7 @@ def build(
         settings, work=settings.work.resolve(), cuda_home=settings.cuda_home.absolute()
     )
     if mode == "full":
-        arch.require_complete(settings.archs)
+        cudaarch.require_complete(settings.archs)
     settings.work.mkdir(parents=True, exist_ok=True)
     digest = cmake.inputs_hash(source)
     cmake_archs = ""
@@ -146,7 +155,7 @@ def build(
     record = NativeRecord(
         base_version=base.version,
         inputs=digest,
-        arch_list=arch.to_text(settings.archs),
+        arch_list=cudaarch.to_text(settings.archs),
         cmake_archs=cmake_archs,
         compiler=_compiler_version(settings.target),
         nvcc=cuda_home.nvcc_version(settings.cuda_home),
@@ -198,7 +207,7 @@ def _require_all(
 
 def _describe(module: Module, stage: Path, units: int, without: tuple[str, ...]) -> NativeModule:
     path = stage / module.path
-    header = library.read(path)
+    header = dynamic(path)
     if header.runpath:
         raise BuildFailedError(
             f"{module.path} would look for libraries in {header.runpath}, folders of this machine",
@@ -213,6 +222,49 @@ def _describe(module: Module, stage: Path, units: int, without: tuple[str, ...])
         units=units,
         allowed_missing=without,
     )
+
+
+def dynamic(path: Path) -> DynamicInfo:
+    """Read the dynamic section of ``path``. Raises BadFileError when it is not a shared library."""
+    needed: list[str] = []
+    runpath: list[str] = []
+    into = {"DT_NEEDED": needed, "DT_RUNPATH": runpath, "DT_RPATH": runpath}
+    versions: list[tuple[int, ...]] = []
+    try:
+        with path.open("rb") as handle:
+            elf = ELFFile(handle)
+            machine = elf["e_machine"].removeprefix("EM_").lower()
+            for section in elf.iter_sections():
+                if isinstance(section, DynamicSection):
+                    for tag in section.iter_tags():
+                        kind = tag.entry.d_tag
+                        if kind in into:
+                            # pyelftools names the attribute after the tag: DT_NEEDED, needed.
+                            into[kind].append(str(getattr(tag, kind.removeprefix("DT_").lower())))
+                elif isinstance(section, GNUVerNeedSection):
+                    for _, symbols in section.iter_versions():
+                        versions += [found for symbol in symbols if (found := _glibc(symbol.name))]
+    except (OSError, ELFError) as error:
+        raise BadFileError(
+            f"{path} is not a shared library that can be read: {error}",
+            next_step="build it again",
+        ) from None
+    newest = max(versions, default=())
+    return DynamicInfo(
+        machine=machine,
+        needed=tuple(needed),
+        runpath=":".join(runpath),
+        glibc=".".join(str(part) for part in newest),
+    )
+
+
+def _glibc(name: str) -> tuple[int, ...]:
+    head, _, version = name.partition("_")
+    parts = version.split(".")
+    # GLIBC_PRIVATE and GLIBC_ABI_DT_RELR are no versions.
+    if head != "GLIBC" or not all(part.isdigit() for part in parts):
+        return ()
+    return tuple(int(part) for part in parts)
 
 
 def _publish(record: NativeRecord, stage: Path, out: Path) -> None:

@@ -111,11 +111,10 @@ class Scheduler:
     def waiting(self) -> list[int]:
         return list(self._waiting)
 
-    def running(self) -> list[Unit]:
-        return [entry.unit for entry in self._running.values()]
-
     def _weight(self, unit: Unit) -> float:
-        return weight(unit.cpu_seconds, unit.peak_gib, cores=self.cores, memory_gib=self.memory_gib)
+        return _weight(
+            unit.cpu_seconds, unit.peak_gib, cores=self.cores, memory_gib=self.memory_gib
+        )
 
     def _fits(self, entry: _Waiting) -> bool:
         if not self._running:
@@ -126,7 +125,7 @@ class Scheduler:
         return len(self._running) < self.cores and used + entry.unit.peak_gib <= self.memory_gib
 
 
-def weight(seconds: float, gib: float, *, cores: int, memory_gib: float) -> float:
+def _weight(seconds: float, gib: float, *, cores: int, memory_gib: float) -> float:
     """The share of the machine that a unit takes: its time x its share of cores or memory.
 
     Of the two shares the larger counts: that one runs out first.
@@ -140,7 +139,7 @@ def makespan(units: Collection[tuple[float, float]], *, cores: int, memory_gib: 
     running: list[tuple[float, float]] = []
 
     def heaviest_first(unit: tuple[float, float]) -> float:
-        return -weight(*unit, cores=cores, memory_gib=memory_gib)
+        return -_weight(*unit, cores=cores, memory_gib=memory_gib)
 
     for seconds, gib in sorted(units, key=heaviest_first):
         while running and (len(running) >= cores or used + gib > memory_gib):

@@ -34,7 +34,7 @@ from sm12x.stack.model.base import Base, ThirdPartySource
 # The largest of them, unpacked, with room to spare.
 _SPACE_GIB = 0.5
 
-Say = Callable[[str], None]
+_Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ def collect(
     find_links: Path | None = None,
     given: Mapping[str, Path] | None = None,
     patch_levels: Collection[str] = (),
-    say: Say = lambda _: None,
+    say: _Say = lambda _: None,
 ) -> dict[str, FoundSource]:
     """Find each source of ``base`` that some module is compiled of.
 
@@ -107,7 +107,7 @@ def content_hash(folder: Path) -> str:
 
 
 def _given(
-    source: ThirdPartySource, folder: Path, say: Say, *, patch_level: bool = False
+    source: ThirdPartySource, folder: Path, say: _Say, *, patch_level: bool = False
 ) -> FoundSource:
     if not folder.is_dir() or not any(folder.iterdir()):
         raise BadFileError(
@@ -124,7 +124,7 @@ def _given(
                 f"{folder}, given for {source.name}, lacks its submodule {name}",
                 next_step=f"run `git -C {shlex.quote(str(folder))} submodule update --init {name}`",
             )
-    commit = head(folder)
+    commit = _head(folder)
     if commit is not None and source.commit and commit != source.commit and not other:
         raise BadFileError(
             f"{folder} has commit {commit} checked out, base.toml pins {source.name} to "
@@ -132,7 +132,7 @@ def _given(
             next_step=f"run `git -C {shlex.quote(str(folder))} checkout {source.commit}`",
         )
     if commit is not None:
-        edited = changed(folder)
+        edited = _changed(folder)
         if edited:
             some = ", ".join(edited[:3]) + (", ..." if len(edited) > 3 else "")
             say(f"{source.name}: {len(edited)} files of {folder} differ from the commit: {some}")
@@ -142,7 +142,7 @@ def _given(
 
 
 def _cached(
-    source: ThirdPartySource, cache: Path, find_links: Path | None, say: Say
+    source: ThirdPartySource, cache: Path, find_links: Path | None, say: _Say
 ) -> FoundSource:
     origin = "packages" if source.packages else "git" if source.git else ""
     if not origin:
@@ -281,14 +281,14 @@ def fetch(url: str, commit: str, submodules: Sequence[str], folder: Path) -> Non
     except ToolFailedError as error:
         last = error.message.strip().splitlines()[-1].strip()
         raise _missing(f"commit {commit[:12]} of {url} could not be fetched: {last}") from None
-    got = head(folder)
+    got = _head(folder)
     if got != commit:
         raise _missing(f"{url} gave commit {got} for {commit}")
     for path in [folder, *(folder / name for name in submodules)]:
         _forget(path / ".git")
 
 
-def head(folder: Path) -> str | None:
+def _head(folder: Path) -> str | None:
     """The commit that is checked out in ``folder`` itself, or None: it is no git checkout."""
     if not (folder / ".git").exists():
         return None
@@ -296,7 +296,7 @@ def head(folder: Path) -> str | None:
     return done.stdout.strip() or None
 
 
-def changed(folder: Path) -> list[str]:
+def _changed(folder: Path) -> list[str]:
     """The files of a checkout that are not as committed, new ones included."""
     done = _run("status", "--porcelain", "--ignore-submodules=none", cwd=folder)
     return [line[3:] for line in done.stdout.splitlines()]
@@ -329,7 +329,7 @@ def require_version(source: ThirdPartySource, folder: Path, *, patch_level: bool
     Raises:
         BadFileError: they are of another version than pinned.
     """
-    version = version_of(source, folder)
+    version = _version_of(source, folder)
     if not version or version == source.pin:
         return version
     near = _minor(version) == _minor(source.pin)
@@ -348,7 +348,7 @@ def _minor(version: str) -> str:
     return version.rpartition(".")[0]
 
 
-def version_of(source: ThirdPartySource, folder: Path) -> str:
+def _version_of(source: ThirdPartySource, folder: Path) -> str:
     """The version in the files of ``folder``, written as base.toml's pin; "" where they have none.
 
     Raises:

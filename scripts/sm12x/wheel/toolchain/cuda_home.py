@@ -6,7 +6,6 @@ when a server starts.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import tempfile
@@ -18,7 +17,7 @@ from sm12x.core.errors import BadFileError, BuildFailedError
 from sm12x.wheel.toolchain import cross, libcuda_stub
 
 # Marks a folder that this module made, and may therefore replace.
-MARKER = ".made-by-sm12x"
+_MARKER = ".made-by-sm12x"
 
 _RELEASE = re.compile(r"release [\d.]+, V([\d.]+)")
 _UNVERSIONED = re.compile(r"(lib.+?\.so)\.[\d.]+")
@@ -84,7 +83,7 @@ def assemble(
     package = find_package(site_packages.resolve())
     shared = cross.libraries(target, package.name) if target else package / "lib"
     out = out.absolute()
-    with files.replacing_folder(out, MARKER) as made:
+    with files.replacing_folder(out, _MARKER) as made:
         _copy_tools(package / "bin", made / "bin")
         for name in ("include", "nvvm"):
             (made / name).symlink_to(package / name)
@@ -95,7 +94,7 @@ def assemble(
         api = libcuda_stub.build(package / "include", stub, compiler=compiler)
         if target:
             cross.write_marker(target, made)
-        (made / MARKER).write_text(f"{package}\n", encoding="utf-8")
+        (made / _MARKER).write_text(f"{package}\n", encoding="utf-8")
         version = nvcc_version(made)
         if probe:
             _probe(made, target)
@@ -126,13 +125,7 @@ def nvcc_version(cuda_home: Path) -> str:
 def _copy_tools(source: Path, target: Path) -> None:
     # nvcc looks for its libraries from where it lies itself: through a link it would look in the
     # package, which has lib but no lib64. A hard link lies here, and costs no second 111 MB.
-    def place(src: str, dst: str) -> None:
-        try:
-            os.link(src, dst)
-        except OSError:
-            shutil.copy2(src, dst)
-
-    shutil.copytree(source, target, copy_function=place)
+    shutil.copytree(source, target, copy_function=files.link)
 
 
 def _link_libraries(source: Path, target: Path) -> int:

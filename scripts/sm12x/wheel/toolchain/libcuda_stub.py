@@ -24,7 +24,7 @@ from sm12x.core.errors import BadFileError
 SONAME = "libcuda.so.1"
 # The headers that declare functions of libcuda. Those for OpenGL, EGL and VDPAU belong to it too,
 # but nothing here links to them, and a package may leave them out.
-HEADERS = ("cuda.h", "cudaProfiler.h")
+_HEADERS = ("cuda.h", "cudaProfiler.h")
 
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 _DECLARED = re.compile(r"\bCUresult\s+CUDAAPI\s+(cu[A-Z]\w*)\s*\(")
@@ -91,12 +91,12 @@ def parse(text: str) -> DriverApi:
 
 def read(include: Path) -> DriverApi:
     """Parse the headers of the driver API in ``include``. Raises BadFileError."""
-    main = include / HEADERS[0]
+    main = include / _HEADERS[0]
     if not main.is_file():
         raise BadFileError(
             f"{main} is not there", next_step="pass the CUDA_HOME that `sm12x build toolchain` made"
         )
-    found = [include / name for name in HEADERS if (include / name).is_file()]
+    found = [include / name for name in _HEADERS if (include / name).is_file()]
     return parse("\n".join(path.read_text(encoding="utf-8", errors="replace") for path in found))
 
 
