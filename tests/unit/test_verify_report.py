@@ -176,7 +176,7 @@ def test_a_full_disk_does_not_end_a_run(tmp_path: Path, monkeypatch: pytest.Monk
     def full(path: Path, text: str) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("sm12x.core.files.write_text", full)
+    monkeypatch.setattr("sm12x.core.files.write_output", full)
     faults = saved.write(report, last=True)
     assert list(faults) == [tmp_path / "x.json"]
     (error,) = map(verify._not_written, faults.items())
