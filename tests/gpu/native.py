@@ -28,12 +28,13 @@ from pathlib import Path
 
 from tests.gpu import walk
 
-from sm12x.core import cudaarch, declared
+from sm12x.core import declared
 from sm12x.core.declared import Declared
 from sm12x.stack.model import base as bases
 from sm12x.wheel.assemble import torch_ops
 from sm12x.wheel.compile import cmake, native
 from sm12x.wheel.selection import ModuleChoice
+from sm12x.wheel.toolchain import arch
 
 # Cores that are left to others.
 SPARED = 5
@@ -84,7 +85,7 @@ def compile_into(
             cuda_home=cuda_home,
             work=Path(scratch) / "work",
             python=Path(sys.executable),
-            archs=cudaarch.validate(arch_list, default=base.toolchain.arch_list),
+            archs=arch.validate(arch_list, default=base.toolchain.arch_list),
             jobs=max(1, (os.cpu_count() or 1) - SPARED),
             third_party=third_party,
         )

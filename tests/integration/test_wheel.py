@@ -21,7 +21,7 @@ import pytest
 from tests.unit import test_wheel as tiny
 
 from sm12x import layout
-from sm12x.core import cudaarch, index, lockfile
+from sm12x.core import index, lockfile
 from sm12x.core.errors import BadFileError, BuildFailedError, HashMismatchError
 from sm12x.stack.model import base as bases
 from sm12x.stack.model.base import Base, Module
@@ -30,7 +30,7 @@ from sm12x.wheel import selection
 from sm12x.wheel.assemble import wheel
 from sm12x.wheel.compile import cmake, launcher, native
 from sm12x.wheel.source import patched
-from sm12x.wheel.toolchain import cuda_home, libcuda_stub
+from sm12x.wheel.toolchain import arch, cuda_home, libcuda_stub
 
 BASE = bases.load("0.21.0")
 MACHINE = platform.machine()
@@ -156,7 +156,7 @@ def build(toolkit: Path, cuda: Path) -> Build:
             cuda_home=cuda,
             work=out.with_name(f"{out.name}.work"),
             python=toolkit / "bin" / "python",
-            archs=cudaarch.validate("12.0a;12.1a", default=""),
+            archs=arch.validate("12.0a;12.1a", default=""),
         )
         choice = selection.ModuleChoice(modules=modules, kept=(), allowed={})
         return native.build(DEMO_BASE, tree, out, choice, settings)

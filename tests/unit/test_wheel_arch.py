@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from sm12x.core import cudaarch
 from sm12x.core.errors import BadArchitectureError
 from sm12x.stack.model import base
+from sm12x.wheel.toolchain import arch
 
 DEFAULT = "12.0a;12.1a"
 
@@ -31,20 +31,20 @@ DEFAULT = "12.0a;12.1a"
 )
 def test_what_cannot_be_used_is_refused(text: str, said: str, meant: str) -> None:
     with pytest.raises(BadArchitectureError, match=said) as caught:
-        cudaarch.validate(text, default=DEFAULT)
+        arch.validate(text, default=DEFAULT)
     assert caught.match(meant)
 
 
 @pytest.mark.parametrize("text", ["12.0a", "12.1a", "12.0f", "12.0", "9.0;12.0a", "12.0a+PTX"])
 def test_what_runs_is_kept(text: str) -> None:
-    assert cudaarch.to_text(cudaarch.validate(text, default=DEFAULT)) == text
+    assert arch.to_text(arch.validate(text, default=DEFAULT)) == text
 
 
 def test_a_target_named_twice_counts_once() -> None:
-    assert cudaarch.to_text(cudaarch.validate("12.0a 12.0a,12.1a", default=DEFAULT)) == DEFAULT
+    assert arch.to_text(arch.validate("12.0a 12.0a,12.1a", default=DEFAULT)) == DEFAULT
 
 
 @pytest.mark.parametrize("version", base.versions())
 def test_each_bases_default_is_valid(version: str) -> None:
     default = base.load(version).toolchain.arch_list
-    assert cudaarch.to_text(cudaarch.validate(default, default=default)) == default
+    assert arch.to_text(arch.validate(default, default=default)) == default

@@ -15,7 +15,7 @@ from sm12x.stack.model import base as bases
 from sm12x.stack.model.base import Base, Module
 from sm12x.wheel import selection
 from sm12x.wheel.compile import cmake, compiling, native
-from sm12x.wheel.toolchain import cuda_home
+from sm12x.wheel.toolchain import arch, cuda_home
 
 
 def _module(target: str, *inputs: str, peak_gib: float = 1.0) -> Module:
@@ -241,7 +241,7 @@ def test_only_units_of_12x_find_the_headers_of_the_base(
     tmp_path: Path, arch_list: str, own: bool
 ) -> None:
     base = dataclasses.replace(bases.load(bases.versions()[0]), folder=tmp_path)
-    archs = cudaarch.validate(arch_list, default="12.0a")
+    archs = arch.validate(arch_list, default="12.0a")
     assert not cmake.own_headers(base, archs)
     header = tmp_path / "include" / "torch" / "all.h"
     header.parent.mkdir(parents=True)

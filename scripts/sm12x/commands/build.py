@@ -14,7 +14,7 @@ import click
 from click.core import ParameterSource
 
 from sm12x.commands import emit, find_links_option, print_json, reports, say
-from sm12x.core import cudaarch, progress, text
+from sm12x.core import progress, text
 from sm12x.core.errors import BadFileError, FindingsError, UsageError
 from sm12x.stack.model import base as bases
 from sm12x.wheel import selection
@@ -325,7 +325,7 @@ def native(
     from sm12x.wheel.compile import cmake
     from sm12x.wheel.compile import native as step
     from sm12x.wheel.source import patched as sources
-    from sm12x.wheel.toolchain import cross
+    from sm12x.wheel.toolchain import arch, cross
 
     base = bases.load(version)
     default = base.toolchain.arch_list
@@ -338,7 +338,7 @@ def native(
         work=work or out.with_name(f"{out.name}.work"),
         # Not resolved: a virtual environment's python is a link, and knows its packages by it.
         python=(python or Path(sys.executable)).absolute(),
-        archs=cudaarch.validate(default if arch_list is None else arch_list, default=default),
+        archs=arch.validate(default if arch_list is None else arch_list, default=default),
         jobs=jobs or 0,
         memory_gib=memory or 0.0,
         third_party=third_party,

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sm12x import layout
-from sm12x.core import cudaarch
 from sm12x.core.progress import Reporter
 from sm12x.image.base import host_settings, platforms, rootfs
 from sm12x.image.base.host_settings import HostConfig
@@ -24,6 +23,7 @@ from sm12x.image.engine.engine import Engine
 from sm12x.image.engine.follow import Stage
 from sm12x.stack.model import base as bases
 from sm12x.stack.model.base import Base
+from sm12x.wheel.toolchain import arch as archs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +153,7 @@ def decided(options: Options, report: Reporter) -> Iterator[BuildPlan]:
         patch_levels=options.patch_levels,
     )
     wanted = platforms.choose(base, options.platform, image=options.image)
-    targets = cudaarch.validate(
+    targets = archs.validate(
         options.arch_list or base.toolchain.arch_list, default=base.toolchain.arch_list
     )
     there = record.read(folder_of(base, wanted))
@@ -163,7 +163,7 @@ def decided(options: Options, report: Reporter) -> Iterator[BuildPlan]:
     report.say(f"engine: {engine.description}")
     mode = modes.settle(base, request, targets, made, find_links=options.find_links, report=report)
     ahead = modes.flashinfer(base, options.flashinfer, mode.name, wanted, image=options.image)
-    flashinfer = cudaarch.to_text(targets) if ahead else ""
+    flashinfer = archs.to_text(targets) if ahead else ""
     with preflight.alone(base):
         meter = Meter(base, engine, wanted)
         if not rootfs.is_there(base.image, engine, wanted, override=options.base_image):
@@ -180,7 +180,7 @@ def decided(options: Options, report: Reporter) -> Iterator[BuildPlan]:
             if wanted.crossing:
                 builder = _base_image(base, engine, host, None, wanted.native, report)
         choices = {
-            "arch_list": cudaarch.to_text(targets),
+            "arch_list": archs.to_text(targets),
             "mode": mode.name,
             "allow_missing": " ".join(mode.allowed),
             "third_party": mode.third_party_sha256,

@@ -24,6 +24,7 @@ from sm12x.wheel import selection
 from sm12x.wheel.compile import cmake
 from sm12x.wheel.selection import AUTO, WANTED, Decision, ModuleChoice, Offer
 from sm12x.wheel.source import third_party
+from sm12x.wheel.toolchain import arch
 
 _Collect = Callable[[], Mapping[str, third_party.FoundSource]]
 
@@ -182,7 +183,7 @@ def settle(
                 base, cores=cores, memory_gib=memory_gib, sure=_sure(base, request.given)
             ),
         )
-    cudaarch.require_complete(targets)
+    arch.require_complete(targets)
     with report.phase("third-party sources", live=False):
         sources = ThirdParty.of(collect())
         for line in held:

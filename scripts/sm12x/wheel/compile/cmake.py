@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sm12x.core import cudaarch, files, machine, process
+from sm12x.core import files, machine, process
 from sm12x.core import text as texts
 from sm12x.core.cudaarch import CudaArch
 from sm12x.core.errors import (
@@ -29,7 +29,7 @@ from sm12x.core.errors import (
 )
 from sm12x.stack.model.base import Base, Module, ThirdPartySource
 from sm12x.wheel.compile import launcher
-from sm12x.wheel.toolchain import cross
+from sm12x.wheel.toolchain import arch, cross
 
 if TYPE_CHECKING:
     # The environment of the witnesses, which use this module, does not have rich.
@@ -109,7 +109,7 @@ def variables(base: Base, modules: Sequence[Module], settings: Settings) -> dict
     return {
         **{name: str(path) for name, path in _sources(base, modules, settings).items()},
         "CUDA_HOME": str(settings.cuda_home),
-        "TORCH_CUDA_ARCH_LIST": cudaarch.to_text(settings.archs),
+        "TORCH_CUDA_ARCH_LIST": arch.to_text(settings.archs),
         "PATH": _path(settings.python),
         **(cross.variables(settings.cuda_home) if settings.target else {}),
     }

@@ -24,7 +24,7 @@ from sm12x.wheel.compile import cmake, compiling
 from sm12x.wheel.ledger import SourceEntry
 from sm12x.wheel.selection import Kept, ModuleChoice
 from sm12x.wheel.source import third_party
-from sm12x.wheel.toolchain import cross, cuda_home
+from sm12x.wheel.toolchain import arch, cross, cuda_home
 
 RECORD = "native.json"
 
@@ -136,7 +136,7 @@ def build(
         settings, work=settings.work.resolve(), cuda_home=settings.cuda_home.absolute()
     )
     if mode == "full":
-        cudaarch.require_complete(settings.archs)
+        arch.require_complete(settings.archs)
     settings.work.mkdir(parents=True, exist_ok=True)
     digest = cmake.inputs_hash(source)
     cmake_archs = ""
@@ -155,7 +155,7 @@ def build(
     record = NativeRecord(
         base_version=base.version,
         inputs=digest,
-        arch_list=cudaarch.to_text(settings.archs),
+        arch_list=arch.to_text(settings.archs),
         cmake_archs=cmake_archs,
         compiler=_compiler_version(settings.target),
         nvcc=cuda_home.nvcc_version(settings.cuda_home),
