@@ -85,42 +85,54 @@ def command(
             next_step="make that folder, or name a file in an existing folder",
         )
     try:
-        rules = policy.load(_policy_file(subject, policy_file, version))
-        compiled = _compiled(subject, ledger_file) if ledger_file or rules.asks_a_ledger else None
-        audit = _scan(subject)
-        if not audit.libraries:
-            raise BadFileError(
-                f"{subject} holds no library and no device code",
-                next_step="name a wheel, folder or image that has shared libraries",
-            )
-        judgement = policy.judge(audit, rules, devices, compiled=compiled)
-        if as_json:
-            text = declared.to_json(report.document(audit, judgement, devices))
-        else:
-            width = render.WIDTH
-            if output is None and sys.stdout.isatty():
-                width = min(shutil.get_terminal_size().columns, _WIDEST)
-            text = render.text(audit, judgement, devices, width=width)
-        if output:
-            files.write_output(output, text)
-        else:
-            click.echo(text, nl=False)
-        if not judgement.passed:
-            offenders = tuple(dict.fromkeys(offender.path for offender in judgement.offenders))
-            where = f"is in {output}" if output else "is above"
-            # A user without a ledger did not build it, and can only state what is acceptable.
-            step = (
-                "correct the build, or state the exception and its reason in the policy file"
-                if compiled is not None
-                else "where a finding is acceptable, state it and its reason in a policy (--policy)"
-            )
-            raise FindingsError(
-                f"{audit.subject} does not meet the policy `{judgement.name}`: "
-                f"{texts.first_of(offenders, 6)}",
-                next_step=f"the report with each reason {where}; {step}",
-            )
+        _report(subject, devices, policy_file, version, ledger_file, as_json, output)
     except MemoryError:
         raise library.no_memory(subject) from None
+
+
+def _report(
+    subject: str,
+    devices: tuple[Device, ...],
+    policy_file: Path | None,
+    version: str | None,
+    ledger_file: Path | None,
+    as_json: bool,
+    output: Path | None,
+) -> None:
+    rules = policy.load(_policy_file(subject, policy_file, version))
+    compiled = _compiled(subject, ledger_file) if ledger_file or rules.asks_a_ledger else None
+    audit = _scan(subject)
+    if not audit.libraries:
+        raise BadFileError(
+            f"{subject} holds no library and no device code",
+            next_step="name a wheel, folder or image that has shared libraries",
+        )
+    judgement = policy.judge(audit, rules, devices, compiled=compiled)
+    if as_json:
+        text = declared.to_json(report.document(audit, judgement, devices))
+    else:
+        width = render.WIDTH
+        if output is None and sys.stdout.isatty():
+            width = min(shutil.get_terminal_size().columns, _WIDEST)
+        text = render.text(audit, judgement, devices, width=width)
+    if output:
+        files.write_output(output, text)
+    else:
+        click.echo(text, nl=False)
+    if not judgement.passed:
+        offenders = tuple(dict.fromkeys(offender.path for offender in judgement.offenders))
+        where = f"is in {output}" if output else "is above"
+        # A user without a ledger did not build it, and can only state what is acceptable.
+        step = (
+            "correct the build, or state the exception and its reason in the policy file"
+            if compiled is not None
+            else "where a finding is acceptable, state it and its reason in a policy (--policy)"
+        )
+        raise FindingsError(
+            f"{audit.subject} does not meet the policy `{judgement.name}`: "
+            f"{texts.first_of(offenders, 6)}",
+            next_step=f"the report with each reason {where}; {step}",
+        )
 
 
 def _compiled(subject: str, given: Path | None) -> dict[str, str] | None:

@@ -143,39 +143,50 @@ def apply(
         NoSpaceError, BadFileError: a file could not be written. Nothing is changed.
         HalfAppliedError: as above, and the changed files could not be restored.
     """
-    whole = stack
-    stack = Stack(patches=tuple(patch for patch in whole.patches if patch.name not in rest))
     try:
-        with tree.scratch(directory) as git:
-            commit = commit_base(base, stack, git, directory, archive)
-            if repository and (directory / ".git").exists():
-                raise DirtyTreeError(
-                    f"{directory} is a git repository already, and this command would make a "
-                    "new one",
-                    next_step="add --no-repository to keep that repository, or remove its .git",
-                )
-            report, tip = try_stack(base, stack, git, commit, on_patch=on_patch)
-            if not report.ok:
-                raise StackConflictError(report)
-            with tempfile.TemporaryDirectory(prefix="sm12x-apply-") as name:
-                git.read_tree(tip)
-                if repository:
-                    with (
-                        _repository_for(
-                            git, base, report, directory, commit, tip, whole, rest
-                        ) as hidden,
-                        _putting(git, Path(name), directory, report.changed),
-                    ):
-                        hidden.rename(directory / ".git")
-                    left = Repository(git_dir=directory / ".git", work_tree=directory)
-                    # Files are the same; only their times are not known to the index yet.
-                    with suppress(NoSpaceError):
-                        left.run("update-index", "-q", "--refresh", check=False)
-                else:
-                    with _putting(git, Path(name), directory, report.changed):
-                        pass
+        return _apply(base, stack, directory, repository, archive, on_patch, rest)
     except OSError as error:
         raise _refused(error, directory) from error
+
+
+def _apply(
+    base: Base,
+    stack: Stack,
+    directory: Path,
+    repository: bool,
+    archive: Path | None,
+    on_patch: Callable[[Patch], None] | None,
+    rest: Sequence[str],
+) -> ApplyReport:
+    whole = stack
+    stack = Stack(patches=tuple(patch for patch in whole.patches if patch.name not in rest))
+    with tree.scratch(directory) as git:
+        commit = commit_base(base, stack, git, directory, archive)
+        if repository and (directory / ".git").exists():
+            raise DirtyTreeError(
+                f"{directory} is a git repository already, and this command would make a new one",
+                next_step="add --no-repository to keep that repository, or remove its .git",
+            )
+        report, tip = try_stack(base, stack, git, commit, on_patch=on_patch)
+        if not report.ok:
+            raise StackConflictError(report)
+        with tempfile.TemporaryDirectory(prefix="sm12x-apply-") as name:
+            git.read_tree(tip)
+            if repository:
+                with (
+                    _repository_for(
+                        git, base, report, directory, commit, tip, whole, rest
+                    ) as hidden,
+                    _putting(git, Path(name), directory, report.changed),
+                ):
+                    hidden.rename(directory / ".git")
+                left = Repository(git_dir=directory / ".git", work_tree=directory)
+                # Files are the same; only their times are not known to the index yet.
+                with suppress(NoSpaceError):
+                    left.run("update-index", "-q", "--refresh", check=False)
+            else:
+                with _putting(git, Path(name), directory, report.changed):
+                    pass
     return report
 
 

@@ -1,1 +1,1 @@
-"""The compilers: CUDA_HOME, a libcuda to link against, other machines."""
+"""The compilers: CUDA_HOME, a libcuda to link against, other machines, architectures."""
