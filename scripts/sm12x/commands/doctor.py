@@ -49,7 +49,7 @@ def command(
     Compares driver, GPUs, container engine, memory, caches, network and kernel with what the image
     and (with RECIPE) a deployment need. Every finding has its reason, its source and the commands
     that correct it. A fact that cannot be read is listed with the reason, and does not count as ok.
-    The exit status is 1 when a finding is bad.
+    The exit status is 1 when a check failed.
 
     Example: sm12x doctor --image vllm-sm12x:0.21.0-STACK deepseek-v4-flash-rtx-pro-6000-tp4
     """

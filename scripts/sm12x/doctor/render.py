@@ -25,14 +25,9 @@ WIDTH = texts.WIDTH
 _NARROWEST = 60
 # Severities whose findings are told in full.
 _IN_FULL = (BAD, WARN)
-_WORDS = {BAD: "bad", WARN: "warn", UNKNOWN: "?", INFO: "info", OK: "ok"}
-_COUNTED = {
-    BAD: "failed",
-    WARN: "warnings",
-    UNKNOWN: "unknown",
-    INFO: "notes",
-    OK: "ok",
-}
+_WORDS = {BAD: "failed", WARN: "warning", UNKNOWN: "unknown", INFO: "note", OK: "ok"}
+# Those whose word has a plural.
+_PLURAL = (WARN, INFO)
 
 _Paint = Callable[[str, str], str]
 
@@ -79,7 +74,11 @@ def explain(
 
 def _head(facts: HostFacts, findings: Sequence[Diagnosis], width: int) -> str:
     counted = Counter(finding.severity for finding in findings)
-    told = [f"{counted[kind]} {_COUNTED[kind]}" for kind in SEVERITIES if counted[kind]]
+    told = [
+        texts.counted(counted[kind], _WORDS[kind], "" if kind in _PLURAL else _WORDS[kind])
+        for kind in SEVERITIES
+        if counted[kind]
+    ]
     where = f", inside a container ({facts.machine.container})" if facts.machine.container else ""
     driver = facts.driver.version
     version = "driver not seen" if isinstance(driver, Unseen) else f"driver {driver}"
