@@ -276,6 +276,14 @@ def test_pin_changes_two_values_and_no_other_byte(tmp_path: Path) -> None:
     assert "# built here" in path.read_text()
 
 
+def test_pin_changes_the_file_that_a_link_names(tmp_path: Path) -> None:
+    path, link = write(tmp_path, OURS), tmp_path / "link.yaml"
+    link.symlink_to(path.name)
+    edit.pin(link, revision="a" * 40)
+    assert link.is_symlink()
+    assert f"model_revision: {'a' * 40}" in path.read_text()
+
+
 def test_pin_adds_below_a_value_of_several_lines(tmp_path: Path) -> None:
     text = THEIRS.replace("model: some/Model", "model: >-\n  some/Model")
     path = write(tmp_path, text)

@@ -278,7 +278,7 @@ def import_(file: Path, output: Path | None) -> None:
         return
     if output.exists():
         raise UsageError(f"{output} exists already", next_step="name another file")
-    files.write_text(output, text)
+    files.write_output(output, text)
     quoted = shlex.quote(str(output))
     click.echo(f"{output}: fill in the sm12x block, then `sm12x recipe lint {quoted}`")
 

@@ -54,7 +54,7 @@ def pin(path: Path, *, revision: str = "", digest: str = "") -> Recipe:
             f"{path}: {' and '.join(wanted)} cannot be changed in place: an alias is in the way",
             next_step="write the value there yourself, or give the key a value of its own",
         )
-    files.write_text(path, text)
+    files.write_output(path, text)
     return load.load(path)
 
 
