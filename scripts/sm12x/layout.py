@@ -6,6 +6,8 @@ import os
 from importlib import metadata
 from pathlib import Path
 
+from sm12x.core.errors import UsageError
+
 
 def root() -> Path:
     """The checkout (or, in the builder image, the copy of it that SM12X_ROOT names)."""
@@ -14,12 +16,19 @@ def root() -> Path:
 
 
 def cache() -> Path:
-    """SM12X_CACHE, else sm12x/ in XDG_CACHE_HOME, else ~/.cache/sm12x."""
+    """SM12X_CACHE, else sm12x/ in XDG_CACHE_HOME, else ~/.cache/sm12x. Raises UsageError."""
     given = os.environ.get("SM12X_CACHE")
     if given:
         return Path(given)
-    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(home) / "sm12x"
+    folder = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(folder) if folder else Path.home() / ".cache") / "sm12x"
+    except RuntimeError:
+        # A user without an entry in the system's list, and without HOME.
+        raise UsageError(
+            "there is no home directory to keep a cache in",
+            next_step="set HOME, or SM12X_CACHE to a folder",
+        ) from None
 
 
 def replaced() -> Path:
@@ -50,7 +59,7 @@ def release() -> str:
     """
     try:
         return (patches() / "default").read_text(encoding="utf-8").strip()
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         pass
     try:
         return metadata.version("vllm").partition("+")[0]

@@ -587,3 +587,28 @@ def test_a_file_that_is_gone_when_it_is_read_is_unknown(tmp_path: Path) -> None:
     (tmp_path / "a.so").unlink()
     (found,) = scan.run(plan).libraries
     assert found.verdict(SM120) == UNKNOWN
+
+
+def _zip(at: int, value: int) -> bytes:
+    """A zip whose central directory has ``value`` at ``at`` of its only entry."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as archive:
+        archive.writestr("\xe9.so", b"")
+    data = bytearray(made.getvalue())
+    data[data.index(b"PK\x01\x02") + at] = value
+    return bytes(data)
+
+
+def _tar() -> bytes:
+    """A tar whose first name is said to have 2**63 bytes."""
+    header = tarfile.TarInfo("././@LongLink")
+    header.type, header.size = tarfile.GNUTYPE_LONGNAME, 1 << 63
+    return header.tobuf(tarfile.GNU_FORMAT) + bytes(20 * tarfile.BLOCKSIZE)
+
+
+@pytest.mark.parametrize("data", [_zip(6, 84), _zip(46, 0xFF), _tar()])
+def test_a_header_that_cannot_be_is_a_bad_file(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "a.whl"
+    path.write_bytes(data)
+    with pytest.raises(BadFileError, match=str(path)):
+        scan.run(scan.plan(path))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from sm12x import layout
 from sm12x.core import cudaarch, errors, files, machine, picture
 
 
@@ -192,3 +193,17 @@ def test_processors_are_those_of_the_affinity_or_of_the_quota(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     assert machine.cores(_machine(tmp_path, **texts)) == cores
+
+
+def test_a_cache_without_a_home_names_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("SM12X_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(errors.UsageError) as caught:
+        layout.cache()
+    assert "SM12X_CACHE" in caught.value.next_step
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert layout.cache() == Path("/caches/sm12x")

@@ -266,7 +266,7 @@ def test_every_exit_code_every_patch_and_every_verb_is_described() -> None:
 
 def test_imports_follow_the_order_that_the_architecture_page_names() -> None:
     text = (layout.root() / "docs" / "architecture.md").read_text()
-    order = re.search(r"`(core, layout <[^`]+)`", text)
+    order = re.search(r"`(core < layout <[^`]+)`", text)
     assert order
     levels = [level.split(",") for level in order[1].split("<")]
     rank = {name.strip(): n for n, level in enumerate(levels) for name in level}

@@ -302,3 +302,10 @@ def test_an_option_is_found_however_its_words_are_joined(word: str) -> None:
 @pytest.mark.parametrize("value", ["nan", "inf", "-1", "1e999"])
 def test_a_size_that_is_none_is_wrong_usage(option: str, value: str) -> None:
     assert run(FLASH, option, value).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "words", [["--png", "x.png"], ["--outside", "3"], ["--alone"], [FLASH, "--outside", "1e308"]]
+)
+def test_options_that_could_have_no_effect_are_refused(words: list[str]) -> None:
+    assert run(*words).exit_code == 2

@@ -219,6 +219,7 @@ def test_the_newest_base_s_patch_tells_of_a_release() -> None:
         ),
         ('why = ""', "", r"outcome\[0\]\.why is missing"),
         ("schema = 1", "schema =", "cannot be read"),
+        ('release = "0.22.1"', 'release = "x"', r"outcome\[0\]\.release"),
     ],
 )
 def test_a_spoilt_record_is_named(tmp_path: Path, old: str, new: str, said: str) -> None:

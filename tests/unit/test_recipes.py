@@ -324,7 +324,7 @@ LAUGHS = "a0: &a0 x\n" + "".join(
         ),
         (
             f"{MINIMAL}{BLOCK}  memory:\n    kv: {{gib: .inf, basis: measured, source: x}}\n",
-            ":25: sm12x.memory.kv.gib is neither a finite number",
+            ":25: sm12x.memory.kv.gib is neither a number",
         ),
         (
             f"{MINIMAL}{BLOCK}  memory:\n    kv: {{gib: 1, low: 1, basis: measured, source: x}}\n",
@@ -332,7 +332,7 @@ LAUGHS = "a0: &a0 x\n" + "".join(
         ),
         (
             f"{MINIMAL}{BLOCK}  memory:\n    kv: {{gib: {10**400}, basis: measured, source: x}}\n",
-            ":25: sm12x.memory.kv.gib is neither a finite number",
+            ":25: sm12x.memory.kv.gib is neither a number",
         ),
         # The lines are those of the one that counts.
         (f"{MINIMAL}{BLOCK}sm12x:\n  gpus: 1\n", ":24: sm12x.hardware is missing"),

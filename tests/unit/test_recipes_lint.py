@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -545,3 +546,10 @@ def test_the_release_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_number_is_read_as_vllm_reads_it(text: str, number: int | None) -> None:
     assert options.integer(text) == number
     assert options.number({"tensor-parallel-size": text}, "tensor-parallel-size") == number
+
+
+def test_a_recipe_from_a_pipe_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    pipe = tmp_path / "their.yaml"
+    os.mkfifo(pipe)
+    with pytest.raises(UsageError, match=str(pipe)):
+        edit.imported(pipe)

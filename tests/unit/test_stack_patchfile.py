@@ -90,6 +90,7 @@ def test_a_patch_is_read(tmp_path: Path) -> None:
         ),
         ("Witness: tests/witness/test_it.py\n", "", "the trailer `Witness:` is missing"),
         ("Witness: tests/", "Witness: elsewhere/", "19: `Witness:` names elsewhere/witness/test"),
+        ("Witness: tests/witness/test_it.py", "Witness: /etc/passwd", "19: `Witness:` names /etc"),
         (" (draft)", "", "17: `Upstream:` must name a thread and its state"),
         ("https://example.org/thread/1 (draft)", "none", "17: `Upstream:` must name"),
         ("https://example.org/thread/1 (draft)", "none ()", "17: `Upstream:` must name"),

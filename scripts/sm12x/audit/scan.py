@@ -105,7 +105,7 @@ def plan(path: Path) -> ScanPlan:
             return _wheel(path)
         if tars.is_tar(path):
             return ScanPlan(subject=path.name, kind="image", archive=path)
-    except (OSError, zipfile.BadZipFile) as error:
+    except _DAMAGE as error:
         raise BadFileError(
             f"{path} cannot be read: {error}",
             next_step="name a shared library, a folder, a wheel or an image",

@@ -30,7 +30,11 @@ _OnProgress = Callable[[int], None]
 _WHITEOUT, _OPAQUE = ".wh.", ".wh..wh..opq"
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _BLOCK = 1 << 20
-_DAMAGE = (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError)
+# OverflowError: a name whose header says that it is longer than memory could be.
+_DAMAGE = (
+    tarfile.TarError, EOFError, OSError, OverflowError, zlib.error, lzma.LZMAError,
+    zstandard.ZstdError,
+)  # fmt: skip
 
 
 @dataclass(kw_only=True)

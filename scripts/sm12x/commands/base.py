@@ -45,6 +45,12 @@ def status_command(as_json: bool) -> None:
         patch: dict(zip(found.releases, row, strict=True)) for patch, row in found.rows.items()
     }
     emit(as_json, cells, render.table(found))
+    for base in known:
+        if not series.is_readable(base):
+            say(
+                f"warning: the patches of {base.version} cannot be read, and its column lacks "
+                f"them; `sm12x patch check --base {base.version}` says why"
+            )
     for line in status.contradictions(known, recorded):
         say(
             f"warning: {line}; run `sm12x patch rebase` for that release again, or correct the "

@@ -26,6 +26,9 @@ _CHUNKS = (8192, 2048)
 _SEQUENCES = (1024, 256)
 _LARGE_GPU = 70
 _DIFFERS = 0.1
+# Larger figures are mistakes; GiB, and what a checkpoint is served with.
+_MOST_GIB = 1e6
+_MOST = 10**9
 
 
 @click.command()
@@ -33,7 +36,7 @@ _DIFFERS = 0.1
 @click.option("--hardware", "kind", metavar="KIND", help="rtx-pro-6000, rtx-5090 or gb10.")
 @click.option("--here", is_flag=True, help="The GPUs and the memory of this machine (NVML).")
 @click.option("--gpus", type=click.IntRange(1), help="GPUs in the machine.")
-@click.option("--ram", type=Finite(0), metavar="GIB", help="Host memory of the machine.")
+@click.option("--ram", type=Finite(0, _MOST_GIB), metavar="GIB", help="Host memory of the machine.")
 @click.option(
     "--utilization", metavar="X", help="--gpu-memory-utilization to try instead of the recipe's."
 )
@@ -44,21 +47,26 @@ _DIFFERS = 0.1
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     help="Folder of a checkpoint: its config.json and index give weights and KV cache.",
 )
-@click.option("--tp", type=click.IntRange(1), help="GPUs the checkpoint is split over.")
-@click.option("--max-model-len", "tokens", type=click.IntRange(1), help="Tokens of a sequence.")
+@click.option("--tp", type=click.IntRange(1, _MOST), help="GPUs the checkpoint is split over.")
+@click.option(
+    "--max-model-len", "tokens", type=click.IntRange(1, _MOST), help="Tokens of a sequence."
+)
 @click.option(
     "--max-num-seqs",
     "sequences",
-    type=click.IntRange(1),
+    type=click.IntRange(1, _MOST),
     help="Sequences of --max-model-len tokens each (default: 1).",
 )
 @click.option(
-    "--max-num-batched-tokens", "chunk", type=click.IntRange(1), help="Tokens a step reads."
+    "--max-num-batched-tokens", "chunk", type=click.IntRange(1, _MOST), help="Tokens a step reads."
 )
 @click.option("--kv-dtype", type=click.Choice(KV_DTYPES), help="vLLM's --kv-cache-dtype.")
-@click.option("--block-size", "block", type=click.IntRange(1), help="vLLM's --block-size.")
+@click.option("--block-size", "block", type=click.IntRange(1, _MOST), help="vLLM's --block-size.")
 @click.option(
-    "--outside", type=Finite(0), metavar="GIB", help="Memory outside vLLM's budget, on one GPU."
+    "--outside",
+    type=Finite(0, _MOST_GIB),
+    metavar="GIB",
+    help="Memory outside vLLM's budget, on one GPU.",
 )
 @reports(planning.Plan | dict[str, planning.Plan])
 @click.option(
@@ -97,6 +105,8 @@ def command(
     chosen = _hardware(kind, here, gpus, ram)
     tried = server.share(utilization, "--utilization") if utilization is not None else None
     if not names and folder is None:
+        if alone or outside is not None or png is not None:
+            raise click.UsageError("--alone, --outside and --png go with a RECIPE or --checkpoint.")
         _overview(chosen, tried, gpus, ram, as_json)
         return
     recipes = [one for name in names for one in server.members(load.load(load.find(name)))]
@@ -176,7 +186,7 @@ def _overview(
     if bad:
         raise FindingsError(
             f"{len(bad)} of {len(plans)} recipes do not fit: {', '.join(bad)}",
-            next_step=f"sm12x plan {shlex.quote(bad[0])}",
+            next_step=f"sm12x plan {shlex.quote(bad[0])}, with the same options",
         )
 
 

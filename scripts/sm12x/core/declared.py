@@ -114,6 +114,10 @@ MACHINES = ("x86_64", "aarch64")
 Machine = Annotated[str, one_of(*MACHINES)]
 
 
+# A size beyond this is a mistake, in any unit that is used.
+_LARGEST = 1e12
+
+
 def ends(value: object) -> tuple[float, float]:
     """The low and the high end of a size: a number that is not negative, or [low, high].
 
@@ -124,9 +128,9 @@ def ends(value: object) -> tuple[float, float]:
         numbers = [float(end) for end in found if isinstance(end, int | float)]
     except OverflowError:
         numbers = []
-    good = len(numbers) in (1, 2) and 0 <= numbers[0] <= numbers[-1] < float("inf")
+    good = len(numbers) in (1, 2) and 0 <= numbers[0] <= numbers[-1] <= _LARGEST
     if not good or len(numbers) != len(found) or any(isinstance(end, bool) for end in found):
-        raise ValueError("is neither a finite number of at least 0 nor [low, high]")
+        raise ValueError(f"is neither a number from 0 to {_LARGEST:g} nor [low, high]")
     return numbers[0], numbers[-1]
 
 

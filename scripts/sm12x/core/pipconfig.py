@@ -85,7 +85,8 @@ def without_credentials(address: str) -> str:
 
 def _pip_files(env: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """Option -> (value, file) from pip's files; a later file wins over an earlier one."""
-    home = Path(env.get("HOME") or Path.home())
+    # Without HOME and without an entry of the user there is no file of the user's.
+    home = Path(env.get("HOME") or os.path.expanduser("~"))  # noqa: PTH111
     named = env.get("PIP_CONFIG_FILE", "")
     if named == os.devnull:
         # pip's way to say: no configuration file at all.

@@ -49,7 +49,8 @@ class Host:
     """The machine to examine; tests give a folder that looks like one."""
 
     root: Path = Path("/")
-    home: str = field(default_factory=lambda: str(Path("~").expanduser()))
+    # "~" itself where the system knows none.
+    home: str = field(default_factory=lambda: os.path.expanduser("~"))  # noqa: PTH111
     env: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     user: str = field(default_factory=lambda: _user())
     ask: Callable[[Sequence[str]], process.Completed | Unseen] = _ask

@@ -90,6 +90,10 @@ def imported(path: Path) -> str:
         UsageError: it has a block already.
         BadFileError: it is no recipe.
     """
+    if path.exists() and not path.is_file():
+        raise UsageError(
+            f"{path} is no file: it is read more than once", next_step="save it as a file first"
+        )
     recipe = load.load(path)
     if recipe.sm12x:
         raise UsageError(

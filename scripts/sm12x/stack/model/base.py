@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name, is_normalized_name
+from packaging.version import InvalidVersion, Version
 from pydantic import Field
 
 from sm12x import layout
@@ -282,6 +283,14 @@ class Witness(Declared):
     needed: tuple[str, ...] = ()
 
 
+def require_version(key: str, text: str) -> None:
+    """Raise KeyFaultError unless ``text``, the value of ``key``, is a version."""
+    try:
+        Version(text)
+    except InvalidVersion:
+        raise KeyFaultError(key, f"is {text!r}, which is no version") from None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Dropped(Declared):
     """A patch of another base that this stack does not have.
@@ -300,6 +309,8 @@ class Dropped(Declared):
     def __post_init__(self) -> None:
         if (self.state == "upstream") != bool(self.since):
             raise KeyFaultError("since", "is for upstream alone" if self.since else "is missing")
+        if self.since:
+            require_version("since", self.since)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,6 +338,7 @@ class Base(Declared):
     flashinfer: tuple[FlashInferModule, ...] = ()
 
     def __post_init__(self) -> None:
+        require_version("version", self.version)
         for key, names in (
             ("extra", [extra.name for extra in self.extras]),
             ("flashinfer", [module.name for module in self.flashinfer]),

@@ -301,6 +301,8 @@ def _lint_trailer(trailer: Trailer, root: Path | None) -> str | None:
         path = value.split("::", 1)[0]
         if not (root / path).is_file():
             return f"`Witness:` names {path}, and there is no such file"
+        if not (root / path).resolve().is_relative_to(root.resolve()):
+            return f"`Witness:` names {path}, which is outside the checkout"
     return None
 
 

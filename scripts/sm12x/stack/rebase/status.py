@@ -18,7 +18,7 @@ from pydantic import Field
 from sm12x.core import declared, files
 from sm12x.core.declared import Declared, one_of
 from sm12x.stack.model import series
-from sm12x.stack.model.base import Base
+from sm12x.stack.model.base import Base, require_version
 from sm12x.stack.rebase import porting, verdict
 
 NAME = "status.toml"
@@ -61,6 +61,10 @@ class RebaseOutcome(Declared):
     witness: str
     since: str
     why: str
+
+    def __post_init__(self) -> None:
+        require_version("base", self.base)
+        require_version("release", self.release)
 
     @property
     def state(self) -> str:

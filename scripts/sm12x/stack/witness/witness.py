@@ -276,7 +276,11 @@ def remove(environment: Environment) -> None:
         aside = environment.path
     else:
         environment.path.rename(aside)
-    shutil.rmtree(aside)
+    if aside.is_symlink():
+        # What it names, such as a folder on another disk, is not ours.
+        aside.unlink()
+    else:
+        shutil.rmtree(aside)
 
 
 def _size(folder: Path) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from sm12x.core import git
-from sm12x.core.errors import BadFileError, DirtyTreeError
+from sm12x.core.errors import BadFileError, DirtyTreeError, UsageError
 from sm12x.core.git import Signature
 from sm12x.stack.model import patchfile
 from sm12x.stack.model.base import Base
@@ -18,6 +18,8 @@ from sm12x.stack.model.patchfile import MessageFault
 from sm12x.stack.model.series import Patch, Stack
 from sm12x.stack.worktree import apply, export, tree
 from sm12x.stack.worktree.export import MessageError, RefreshReport
+
+_CORRECT = "correct --subject, --body or a trailer's option, and run this again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +92,10 @@ def new(
         BadFileError: no author is given or configured.
     """
     repository = export.open_repository(base, directory)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UsageError("the message is not UTF-8", next_step=_CORRECT) from None
     lines = text.rstrip("\n").split("\n")
     parts = patchfile.split(lines[0], lines[1:], first_line=2)
     faults = patchfile.lint(parts, subject_line=1, root=root)
@@ -97,7 +103,7 @@ def new(
         where = Path("message")
         raise MessageError(
             [MessageFault(path=where, line=n, message=said) for n, said in faults],
-            next_step="correct --subject, --body or a trailer's option, and run this again",
+            next_step=_CORRECT,
         )
     quoted = shlex.quote(str(directory))
     changes = repository.status()
@@ -122,10 +128,13 @@ def new(
     repository.update_ref("HEAD", commit)
     try:
         report = export.refresh(base, directory, root=root)
-    except BaseException:
+    except BaseException as error:
         # The files stay as edited; only the commit is taken back.
         if head is not None:
             repository.update_ref("HEAD", head)
+            repository.read_tree(head)
+        if isinstance(error, MessageError):
+            raise MessageError(error.findings, next_step=_CORRECT) from None
         raise
     # Not the last of the series where the tree is only made up to a patch.
     number = len(repository.commits(f"refs/tags/{apply.BASE_TAG}", commit))
