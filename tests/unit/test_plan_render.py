@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -309,3 +310,10 @@ def test_a_size_that_is_none_is_wrong_usage(option: str, value: str) -> None:
 )
 def test_options_that_could_have_no_effect_are_refused(words: list[str]) -> None:
     assert run(*words).exit_code == 2
+
+
+def test_the_overview_s_next_step_plans_the_same() -> None:
+    result = run("--ram", "1", "--hardware", "rtx-pro-6000")
+    assert isinstance(result.exception, FindingsError)
+    (words,) = re.findall("`sm12x plan (.*)`", result.exception.next_step)
+    assert isinstance(run(*words.split()).exception, FindingsError)

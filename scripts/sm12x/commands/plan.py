@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,10 @@ def command(
     if not names and folder is None:
         if alone or outside is not None or png is not None:
             raise click.UsageError("--alone, --outside and --png go with a RECIPE or --checkpoint.")
-        _overview(chosen, tried, gpus, ram, as_json)
+        given = {"hardware": kind, "gpus": gpus, "ram": ram, "utilization": utilization}
+        again = ["--here"] if here else []
+        again += [f"--{name} {value}" for name, value in given.items() if value is not None]
+        _overview(chosen, tried, gpus, ram, as_json, again)
         return
     recipes = [one for name in names for one in server.members(load.load(load.find(name)))]
     hardware = chosen or _sized(planning.hardware_of(recipes, host.kinds()), gpus, ram)
@@ -167,8 +171,14 @@ def _sized(hardware: Hardware, gpus: int | None, ram: float | None) -> Hardware:
 
 
 def _overview(
-    chosen: Hardware | None, tried: float | None, gpus: int | None, ram: float | None, as_json: bool
+    chosen: Hardware | None,
+    tried: float | None,
+    gpus: int | None,
+    ram: float | None,
+    as_json: bool,
+    again: Sequence[str],
 ) -> None:
+    """Print a line for each recipe. ``again`` are the options with which a plan is the same."""
     plans = planning.overview(
         load.load_all(layout.recipes()).values(), hardware=chosen, utilization=tried
     )
@@ -186,7 +196,7 @@ def _overview(
     if bad:
         raise FindingsError(
             f"{len(bad)} of {len(plans)} recipes do not fit: {', '.join(bad)}",
-            next_step=f"sm12x plan {shlex.quote(bad[0])}, with the same options",
+            next_step=f"run `{' '.join(('sm12x plan', shlex.quote(bad[0]), *again))}`",
         )
 
 
