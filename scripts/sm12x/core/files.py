@@ -153,6 +153,12 @@ def kernel_text(path: Path) -> str:
         return ""
 
 
+def home() -> Path:
+    """The user's home folder; "~" itself, which is none, where the system knows no home."""
+    # Path.home() raises there, and with it whoever only looks for files of the user's.
+    return Path(os.path.expanduser("~"))  # noqa: PTH111
+
+
 def existing(folder: Path) -> Path:
     """``folder``, or the nearest folder above it that exists."""
     while not folder.exists():
@@ -170,10 +176,10 @@ def free_gib(folder: Path) -> float:
     return shutil.disk_usage(existing(folder)).free / GIB
 
 
-_MOVE_CACHE = "set SM12X_CACHE to a folder on another disk"
+MOVE_CACHE = "set SM12X_CACHE to a folder on another disk"
 
 
-def require_space(folder: Path, gib: float, *, what: str, move: str = _MOVE_CACHE) -> None:
+def require_space(folder: Path, gib: float, *, what: str, move: str = MOVE_CACHE) -> None:
     """Raise NoSpaceError unless the file system of ``folder`` has ``gib`` GiB free.
 
     ``move`` says how the step is given another disk.

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
+from sm12x.core import files
 from sm12x.core.errors import BadFileError
 
 # That of pypi_simple, a package that the environment of the witnesses does not have.
@@ -85,8 +86,7 @@ def without_credentials(address: str) -> str:
 
 def _pip_files(env: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """Option -> (value, file) from pip's files; a later file wins over an earlier one."""
-    # Without HOME and without an entry of the user there is no file of the user's.
-    home = Path(env.get("HOME") or os.path.expanduser("~"))  # noqa: PTH111
+    home = Path(env.get("HOME") or files.home())
     named = env.get("PIP_CONFIG_FILE", "")
     if named == os.devnull:
         # pip's way to say: no configuration file at all.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sm12x.core import process
+from sm12x.core import files, process
 from sm12x.core.errors import Sm12xError
 from sm12x.doctor.model import Unseen
 
@@ -49,8 +49,7 @@ class Host:
     """The machine to examine; tests give a folder that looks like one."""
 
     root: Path = Path("/")
-    # "~" itself where the system knows none.
-    home: str = field(default_factory=lambda: os.path.expanduser("~"))  # noqa: PTH111
+    home: str = field(default_factory=lambda: str(files.home()))
     env: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     user: str = field(default_factory=lambda: _user())
     ask: Callable[[Sequence[str]], process.Completed | Unseen] = _ask

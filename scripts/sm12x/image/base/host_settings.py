@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.parse import urlsplit
 
-from sm12x.core import pipconfig, process
+from sm12x.core import files, pipconfig, process
 from sm12x.core.errors import BadFileError
 
 # Where distributions keep the certificates the host trusts.
@@ -82,7 +82,7 @@ def collect(suite: str) -> HostConfig:
         "apt.conf": apt_conf(apt, mirrors=mirrors, suite=suite),
         "apt.list": apt_list(mirrors, suite),
         "uv.toml": _first_text(_uv_files(env)),
-        "netrc": _first_text([Path(env.get("NETRC") or Path.home() / ".netrc")]),
+        "netrc": _first_text([Path(env.get("NETRC") or files.home() / ".netrc")]),
     }
     addresses = [*variables.values(), *apt.values(), *(mirror or "" for mirror in mirrors)]
     return HostConfig(
@@ -200,7 +200,7 @@ def _ca_bundle(config: pipconfig.PipConfig) -> Path | None:
 
 
 def _uv_files(env: Mapping[str, str]) -> list[Path]:
-    home = Path(env.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    home = Path(env.get("XDG_CONFIG_HOME") or files.home() / ".config")
     named = env.get("UV_CONFIG_FILE")
     return [*([Path(named)] if named else []), home / "uv" / "uv.toml", Path("/etc/uv/uv.toml")]
 

@@ -168,8 +168,7 @@ def needs(
     need(f"layers of {engine.name}", storage, layers, engine.more_room)
     cache_holds = "packages and layers in the making" if engine.copies_in_cache else "packages"
     need(cache_holds, cache, packages, moved)
-    elsewhere = "set SM12X_CACHE to a folder on another disk"
-    need("sources", layout.cache(), disk.sources_gib, elsewhere)
+    need("sources", layout.cache(), disk.sources_gib, files.MOVE_CACHE)
     need("wheel and contexts", layout.dist(base.version), disk.dist_gib, "move the checkout")
     return found
 

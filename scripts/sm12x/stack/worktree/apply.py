@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from sm12x.core import text as texts
@@ -366,7 +367,7 @@ class _Placing:
         left: list[str] = []
         for path, there in reversed(self._touched.items()):
             try:
-                _retry_if_interrupted(lambda path=path, there=there: self._back(path, there))  # type: ignore[misc]
+                _retry_if_interrupted(partial(self._back, path, there))
             except OSError:
                 # Go on with the other files.
                 left.append(path)
