@@ -13,8 +13,9 @@ lacks and vLLM, as bundled and with the release's own Python and allocator. Eith
 PYTHONPATH, or both by tests.gpu.walk. FlashAttention 2's module is left out for its size; importing
 vLLM needs one of 2 and 3.
 
-With --source, given once for each third-party source as to `sm12x bundle`, TARGET/source and
-TARGET/third-party are what tests.gpu.native compiles there.
+Both have the allocator's source besides, which tests/gpu/test_allocator.py compiles: either is its
+SM12X_TREE. With --source, given once for each third-party source as to `sm12x bundle`,
+TARGET/source and TARGET/third-party are what tests.gpu.native compiles there.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from sm12x.core.errors import Sm12xError
 from sm12x.image.bundle import modes
 from sm12x.stack import lock
 from sm12x.stack.model import base as bases
+from sm12x.stack.worktree import tree as source_tree
 from sm12x.wheel.source import patched, third_party
 
 PART = "55M"
@@ -70,6 +72,7 @@ UNUSED = (
 )  # fmt: skip
 # Of the release's source, what its CMake reads; of a third-party source, what no unit includes.
 NATIVE = ("CMakeLists.txt", "cmake", "csrc")
+ALLOCATOR = "csrc/cumem_allocator*"
 NOT_INCLUDED = shutil.ignore_patterns(".git", "docs", "media", "test", "tests", "*.pdf", "*.png")
 # The CuTe DSL is found through a .pth file, which Python reads of a site folder only.
 SITE = """\
@@ -163,19 +166,28 @@ def untouched(base: bases.Base, wheel: Path, official: Path, folder: Path) -> tu
 
 
 def add_sources(base: bases.Base, given: Mapping[str, Path], tree: Path) -> None:
-    """Put the release's native source, patched, and the third-party sources into ``tree``."""
+    """Put the allocator's source into ``tree``, and what native code is compiled of where
+    third-party sources are ``given``: the release's, patched, and these.
+    """
     cache = layout.cache()
     sdist = index.fetch("vllm", base.sdist.name, base.sdist.sha256, cache=cache)
     made = tree / "made"
     patched.prepare(base, sdist, made / "source")
-    for name in NATIVE:
-        (tree / "source").mkdir(exist_ok=True)
-        (made / "source" / name).rename(tree / "source" / name)
+    source_tree.unpack(sdist, made / "release")
+    for source, packages in (("source", "stack"), ("release", "untouched")):
+        for path in (made / source).glob(ALLOCATOR):
+            place = tree / packages / path.relative_to(made / source)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, place)
+    if given:
+        (tree / "source").mkdir()
+        for name in NATIVE:
+            (made / "source" / name).rename(tree / "source" / name)
+        for third in third_party.collect(base, cache=cache, given=given, say=print).values():
+            if third.folder:
+                folder = tree / "third-party" / third.name
+                shutil.copytree(third.folder, folder, ignore=NOT_INCLUDED, symlinks=True)
     shutil.rmtree(made)
-    for source in third_party.collect(base, cache=cache, given=given, say=print).values():
-        if source.folder:
-            folder = tree / "third-party" / source.name
-            shutil.copytree(source.folder, folder, ignore=NOT_INCLUDED, symlinks=True)
 
 
 def main() -> int:
@@ -221,8 +233,7 @@ def main() -> int:
     official = index.fetch("vllm", pinned.name, pinned.sha256, cache=layout.cache())
     added = untouched(base, wheels[0], official, tree / "untouched")
     (tree / "added.txt").write_text("".join(f"{name}\n" for name in added), "utf-8")
-    if given:
-        add_sources(base, given, tree)
+    add_sources(base, given, tree)
     pack(tree, options.out, zstd)
     return 0
 

@@ -47,16 +47,18 @@ def _cached() -> dict[str, int]:
 
 def _draw_weights() -> None:
     """Make dummy weights as large as a trained model's: products keep their variance."""
-    from vllm.model_executor.model_loader import weight_utils
+    from vllm.model_executor.model_loader import dummy_loader, weight_utils
 
     of_release: Any = weight_utils.initialize_single_dummy_weight
 
-    def drawn(param: Any, low: float = 0.0, high: float = 0.0, seed: int = 1234) -> None:
+    def drawn(param: Any, *limits: float, seed: int = 1234, **name: str) -> None:
         # Norms and sinks have one dimension; a matrix has its inputs last.
         bound = math.sqrt(3 / param.shape[-1]) if param.ndim > 1 else 0.0
-        of_release(param, *((-bound, bound) if bound else (0.5, 1.5)), seed)
+        of_release(param, *((-bound, bound) if bound else (0.5, 1.5)), seed, **name)
 
-    weight_utils.initialize_single_dummy_weight = drawn
+    # 0.33.0 calls it in one of these modules alone, 0.21.0 in both.
+    for module in (weight_utils, dummy_loader):
+        module.initialize_single_dummy_weight = drawn
 
 
 def _given_back() -> int:

@@ -6,7 +6,7 @@ Two random models of one kind, one with fewer layers, are served on the visible 
 share of them while the other sleeps. `sm12x verify URL URL` lets them take turns; REPORT gets its
 report as `verify`. Then the server that sleeps is killed (SIGKILL): the other must go on as before.
 It is started again, takes its turn and is killed while it is awake: the one that sleeps must wake
-up and answer as before. `wrong` says what was not so.
+up and answer as before. `wrong` says what was not so. With --turns the run ends after the turns.
 
 Exit code 1 where something is wrong, 2 where a server did not start.
 """
@@ -111,8 +111,16 @@ def verify(first: Member, second: Member, cycles: int, out: Path) -> tuple[int, 
     return done.returncode, json.loads(path.read_text()) if path.is_file() else {}
 
 
-def run(report: Report, first: Member, second: Member, cycles: int, out: Path) -> None:
-    """Both servers' turns and ends. Raises StartError, and ServerError where one fails a call."""
+def turns(report: Report, first: Member, second: Member, cycles: int, out: Path) -> int:
+    """Start both servers and let them take turns.
+
+    Returns:
+        The MiB in use by the first one asleep, before the second one was started.
+
+    Raises:
+        StartError: a server did not start.
+        ServerError: a server failed a call.
+    """
     report.add(f"{first.name} started", first.start())
     first.texts = first.ask()
     report.same(first, "without a sleep")
@@ -124,6 +132,11 @@ def run(report: Report, first: Member, second: Member, cycles: int, out: Path) -
     code, report.verify = verify(first, second, cycles, out)
     report.expect(code == 0, f"`sm12x verify` ends with {code}")
     report.same(second, "after the turns")
+    return asleep
+
+
+def ends(report: Report, first: Member, second: Member, asleep: int) -> None:
+    """The end of the first server, once asleep and once awake; ``asleep`` and errors as above."""
     awake = report.add("after the turns", 0)
 
     first.kill()
@@ -153,6 +166,10 @@ def main() -> int:
     parser.add_argument("--model", choices=serve.MODELS, default="qwen3-moe")
     parser.add_argument("--layers", type=int, default=14, help="of the first (default: 14)")
     parser.add_argument("--cycles", type=int, default=10)
+    parser.add_argument("--turns", action="store_true", help="without the end of a server")
+    parser.add_argument(
+        "--dummy", action="store_true", help="weights of --load-format dummy, which take no disk"
+    )
     parser.add_argument("--utilization", default="0.6", help="of the GPUs' memory (default: 0.6)")
     parser.add_argument("--graphs", action="store_true", help="CUDA graphs, without torch.compile")
     parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="further flags")
@@ -160,13 +177,16 @@ def main() -> int:
     if options.layers <= FEWER:
         parser.error(f"--layers takes more than {FEWER}")
     model = serve.MODELS[options.model]
+    flags = [*options.serve]
+    if options.dummy:
+        flags += ["--load-format", "dummy"]
     report = Report()
     with tempfile.TemporaryDirectory() as scratch:
         members = []
         for number, layers in enumerate((options.layers, options.layers - FEWER)):
             name = f"{options.model} of {layers} layers"
             folder = Path(scratch) / f"{number}"
-            model.make(folder, layers)
+            model.make(folder, layers, dummy=options.dummy)
             port = serve.PORT + 50 * number
             words = serve.command(
                 folder,
@@ -174,7 +194,7 @@ def main() -> int:
                 port=port,
                 utilization=options.utilization,
                 graphs=options.graphs,
-                flags=options.serve,
+                flags=flags,
             )
             log = options.out.with_suffix(f".{number}.log")
             members.append(
@@ -183,7 +203,9 @@ def main() -> int:
         first, second = members
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         try:
-            run(report, first, second, options.cycles, options.out)
+            asleep = turns(report, first, second, options.cycles, options.out)
+            if not options.turns:
+                ends(report, first, second, asleep)
             report.finished = True
         except StartError:
             return 2

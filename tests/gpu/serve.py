@@ -93,7 +93,7 @@ def draw(module: str, folder: Path) -> None:
     subprocess.run([sys.executable, "-m", f"tests.gpu.{module}", str(folder)], check=True)
 
 
-def make_qwen3_moe(folder: Path, layers: int) -> None:
+def qwen3_moe(folder: Path, layers: int) -> None:
     """Qwen3-MoE of 1.16 GiB per layer in bf16, with the tokenizer of the recipe `smoke`."""
     rewrite(
         folder,
@@ -115,10 +115,9 @@ def make_qwen3_moe(folder: Path, layers: int) -> None:
             "torch_dtype": "bfloat16",
         },
     )
-    draw("checkpoint", folder)
 
 
-def make_dense_fp8(folder: Path, layers: int) -> None:
+def dense_fp8(folder: Path, layers: int) -> None:
     """Qwen3 in FP8 with scales of blocks, as its published checkpoints; 0.2 GiB per layer."""
     rewrite(
         folder,
@@ -138,10 +137,9 @@ def make_dense_fp8(folder: Path, layers: int) -> None:
             },
         },
     )
-    draw("checkpoint", folder)
 
 
-def make_hybrid(folder: Path, layers: int) -> None:
+def hybrid(folder: Path, layers: int) -> None:
     """Qwen3-Next: three layers in four are gated DeltaNet, with states in place of a cache."""
     rewrite(
         folder,
@@ -176,10 +174,9 @@ def make_hybrid(folder: Path, layers: int) -> None:
             "torch_dtype": "bfloat16",
         },
     )
-    draw("checkpoint", folder)
 
 
-def make_glm_5(folder: Path, layers: int) -> None:
+def glm_5(folder: Path, layers: int) -> None:
     """GLM-5 with its own head sizes and indexer, narrow and with few experts."""
     rewrite(
         folder,
@@ -219,7 +216,7 @@ def make_glm_5(folder: Path, layers: int) -> None:
     )
 
 
-def make_mimo_v2(folder: Path, layers: int) -> None:
+def mimo_v2(folder: Path, layers: int) -> None:
     """MiMo-V2-Flash with its own head sizes, windows and sinks, narrow and with few experts."""
     rewrite(
         folder,
@@ -270,22 +267,30 @@ def make_mimo_v2(folder: Path, layers: int) -> None:
     )
 
 
-def make_deepseek_v4(folder: Path, layers: int) -> None:
-    draw("deepseek_v4", folder)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """How a model is made, and what its server is started with."""
+    """How a model is made, and what its server is started with.
 
-    make: Callable[[Path, int], None]
+    ``configure`` writes the configuration of so many layers; ``weights`` is the module here that
+    draws its weights, empty for those of `--load-format dummy`.
+    """
+
+    configure: Callable[[Path, int], None]
     flags: tuple[str, ...]
     prompts: tuple[str, ...]
+    weights: str = ""
+
+    def make(self, folder: Path, layers: int, *, dummy: bool = False) -> None:
+        """Write the model into ``folder``; without weights where they are to be ``dummy``."""
+        self.configure(folder, layers)
+        if self.weights and not dummy:
+            draw(self.weights, folder)
 
 
 MODELS = {
     "qwen3-moe": Model(
-        make=make_qwen3_moe,
+        configure=qwen3_moe,
+        weights="checkpoint",
         flags=(
             *("--max-model-len", "2048", "--moe-backend", "triton"),
             *("--attention-backend", "TRITON_ATTN"),
@@ -294,17 +299,19 @@ MODELS = {
     ),
     # The model of the recipe `smoke`.
     "smoke": Model(
-        make=lambda folder, layers: tiny.make(folder),
+        configure=lambda folder, layers: tiny.make(folder),
         flags=("--load-format", "dummy", "--attention-backend", "TRITON_ATTN"),
         prompts=PROMPTS,
     ),
     "dense-fp8": Model(
-        make=make_dense_fp8,
+        configure=dense_fp8,
+        weights="checkpoint",
         flags=("--max-model-len", "2048", "--attention-backend", "TRITON_ATTN"),
         prompts=LONG_PROMPTS[:2],
     ),
     "hybrid": Model(
-        make=make_hybrid,
+        configure=hybrid,
+        weights="checkpoint",
         flags=(
             *("--max-model-len", "8192", "--max-num-seqs", "8", "--no-enable-prefix-caching"),
             *("--moe-backend", "triton", "--attention-backend", "TRITON_ATTN"),
@@ -312,7 +319,9 @@ MODELS = {
         prompts=LONG_PROMPTS,
     ),
     "deepseek-v4": Model(
-        make=make_deepseek_v4,
+        # Its module writes the configuration too.
+        configure=lambda folder, layers: None,
+        weights="deepseek_v4",
         flags=(
             *("--max-model-len", "8192", "--max-num-seqs", "8"),
             *("--max-num-batched-tokens", "2048", "--kv-cache-dtype", "fp8", "--block-size", "256"),
@@ -323,7 +332,7 @@ MODELS = {
     # Served through --serve with the backends that SM12x takes, and compared with others:
     # --attention-backend XPU_MLA_SPARSE --block-size 64.
     "glm-5": Model(
-        make=make_glm_5,
+        configure=glm_5,
         flags=(
             *("--load-format", "dummy", "--max-model-len", "8192", "--max-num-seqs", "8"),
             *("--max-num-batched-tokens", "2048", "--moe-backend", "triton"),
@@ -334,7 +343,7 @@ MODELS = {
     # --attention-backend TRITON_ATTN --attention-config.flash_attn_version 2. Without these flags
     # 9.0 needs FlashAttention 4 and its nvidia-cutlass-dsl.
     "mimo-v2": Model(
-        make=make_mimo_v2,
+        configure=mimo_v2,
         flags=(
             *("--load-format", "dummy", "--max-model-len", "8192", "--max-num-seqs", "8"),
             *("--max-num-batched-tokens", "2048", "--moe-backend", "triton"),

@@ -167,6 +167,25 @@ def test_bytes_survive_ten_cycles(gpu: Gpu) -> None:
     assert lost <= 16 * MIB, f"{lost} bytes were lost in ten cycles: {free_when_awake}"
 
 
+@pytest.mark.guard
+def test_a_thousand_cycles_take_no_memory(gpu: Gpu) -> None:
+    with gpu.allocator.use_memory_pool("weights"):
+        tensors = [gpu.tensor(4 * MIB, seed) for seed in range(16)]
+    with gpu.allocator.use_memory_pool("kv_cache"):
+        cache = gpu.tensor(64 * MIB, 20)
+    free_asleep: list[int] = []
+    for cycle in range(1000):
+        gpu.allocator.sleep(("weights",))
+        free_asleep.append(gpu.free())
+        gpu.allocator.wake_up()
+        if cycle % 100 == 99:
+            assert all(gpu.intact(tensor, seed) for seed, tensor in enumerate(tensors))
+            cache.fill_(3)
+    # The first cycles load kernels, which stay.
+    lost = free_asleep[100] - free_asleep[-1]
+    assert lost <= 2 * MIB, f"{lost} bytes were lost in 900 cycles"
+
+
 class Interrupt:
     """A real signal at a random time of a call; ``hits`` counts the calls it has ended."""
 

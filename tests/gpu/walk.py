@@ -56,6 +56,11 @@ class Run:
     limit: int = 500
 
 
+# A warm-up of DeepGEMM compiles for minutes what these models do not call, as FlashInfer's
+# all-reduce compiles.
+SETTINGS = {"VLLM_DEEP_GEMM_WARMUP": "skip", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
+
+
 def serve(
     base: str,
     name: str,
@@ -71,15 +76,13 @@ def serve(
     words = ["-m", "tests.gpu.serve", "--model", model, "--out", f"{{out}}/{name}.json"]
     if against:
         words += ["--against", f"{{out}}/{against}.json"]
-    # A warm-up of DeepGEMM compiles for minutes what these models do not call.
-    settings = {"VLLM_DEEP_GEMM_WARMUP": "skip", **(environment or {})}
     return Run(
         base=base,
         name=name,
         words=(*words, *flags),
         tree=tree,
         gpus=gpus,
-        environment=settings,
+        environment={**SETTINGS, **(environment or {})},
         after=(against,) if against else (),
         limit=limit,
     )
@@ -88,6 +91,10 @@ def serve(
 V4 = ("deepseek-v4", "--cycles", "1")
 PORTABLE, STOCK = {"VLLM_TRITON_MLA_SPARSE": "1"}, {"VLLM_TRITON_MLA_SPARSE": "0"}
 KEEP = ("--sleep-mode-backend", "keep")
+# The headline's pair: 16.3 GiB on each GPU. As over PCIe, where vLLM has no all-reduce of its own.
+TP4 = (*("--tensor-parallel-size", "4"), "--disable-custom-all-reduce")
+LARGE = (*("--layers", "56"), "--dummy")
+FEW_SEQUENCES = ("--max-num-seqs", "32")
 TP2, PP2 = ("--tensor-parallel-size", "2"), ("--pipeline-parallel-size", "2")
 
 
@@ -100,6 +107,34 @@ def draft(tokens: int) -> tuple[str, str]:
     return "--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": tokens})
 
 
+def by_turns(
+    base: str, name: str, *flags: str, tree: str = "stack", gpus: int = 1, limit: int = 700
+) -> Run:
+    """A run of tests.gpu.rotate; ``flags`` as of `serve`."""
+    return Run(
+        base=base,
+        name=name,
+        words=("-m", "tests.gpu.rotate", "--out", f"{{out}}/{name}.json", "--graphs", *flags),
+        tree=tree,
+        gpus=gpus,
+        environment=SETTINGS,
+        limit=limit,
+    )
+
+
+def allocator(base: str, name: str, tree: str) -> Run:
+    """What the allocator of ``tree`` does in many cycles, and when memory is missing."""
+    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu/test_allocator.py")
+    named = "thousand or oversized or tried_again or ten_cycles or maps_little"
+    return Run(
+        base=base,
+        name=name,
+        words=(*words, "-k", named),
+        tree=tree,
+        environment={"SM12X_TREE": "{tree}"},
+    )
+
+
 def measured(name: str, *words: str, path: tuple[str, ...] = ("{tree}",), limit: int = 200) -> Run:
     """A benchmark of the portable kernels of 0.21.0."""
     out = ("--out", f"{{out}}/{name}.json")
@@ -108,6 +143,10 @@ def measured(name: str, *words: str, path: tuple[str, ...] = ("{tree}",), limit:
 
 RANDOM = ("-m", "tests.gpu.sparse_mla_random", "{tree}")
 RUNS = (
+    Run(base="0.21.0", name="nccl", gpus=4, words=("benchmarks/nccl_memory.py", "--out", "{out}"),
+        path=()),
+    serve("0.21.0", "residue4", "qwen3-moe", "--layers", "4", "--cycles", "1", "--serve", *TP4,
+          gpus=4),
     # Compiles for five minutes before it is healthy, and for four more at its first prompts.
     serve("0.21.0", "portable", *V4, environment=PORTABLE, limit=800),
     measured("sparse-mla", "benchmarks/sparse_mla.py", "{tree}", "--flashmla", "{tree}",
@@ -150,12 +189,18 @@ RUNS = (
     serve("0.33.0", "33-dense-stock", "dense-fp8", tree="stock", against="33-dense"),
     serve("0.33.0", "33-smoke-stock", "smoke", tree="stock", against="33-smoke"),
     serve("0.33.0", "33-v4-stock", *V4, tree="stock", against="33-v4", limit=800),
-    Run(base="0.33.0", name="33-rotate", gpus=2, limit=600,
-        words=("-m", "tests.gpu.rotate", "--cycles", "50", "--out", "{out}/33-rotate.json",
-               "--serve", *TP2, *KEEP),
-        environment={"VLLM_ALLREDUCE_USE_FLASHINFER": "0"}),
-    Run(base="0.21.0", name="rotate", limit=600,
-        words=("-m", "tests.gpu.rotate", "--cycles", "20", "--out", "{out}/rotate.json")),
+    by_turns("0.33.0", "33-rotate", "--layers", "6", "--cycles", "100", "--serve", *KEEP,
+             *FEW_SEQUENCES),
+    by_turns("0.21.0", "rotate", "--layers", "6", "--cycles", "100", "--serve", *FEW_SEQUENCES),
+    by_turns("0.33.0", "33-rotate4", *LARGE, "--cycles", "15", "--serve", *TP4, *KEEP,
+             *FEW_SEQUENCES, gpus=4),
+    by_turns("0.33.0", "33-rotate4-stock", *LARGE, "--cycles", "4", "--turns", "--serve", *TP4,
+             *FEW_SEQUENCES, tree="stock", gpus=4),
+    serve("0.33.0", "33-residue4", "qwen3-moe", "--layers", "4", "--cycles", "1", "--serve", *TP4,
+          *KEEP, "--enable-nccl-comm-suspend", gpus=4),
+    allocator("0.21.0", "allocator", "stack"),
+    allocator("0.21.0", "allocator-stock", "stock"),
+    allocator("0.33.0", "33-allocator", "stack"),
     # A start that compiles FlashInfer's sampling, and one that finds it compiled.
     Run(base="0.33.0", name="33-aot-build", gpus=0, limit=600,
         words=("-m", "tests.gpu.aot", "{target}", "--base", "0.33.0",
@@ -163,9 +208,7 @@ RUNS = (
     serve("0.33.0", "33-jit", "smoke", "--serve", *KEEP, environment=sampler("33-jit")),
     serve("0.33.0", "33-aot", "smoke", "--serve", *KEEP, tree="aot",
           environment=sampler("33-aot")),
-    # FlashInfer's all-reduce compiles for minutes.
-    serve("0.33.0", "33-tp2", "qwen3-moe", "--serve", *TP2, *KEEP, gpus=2,
-          environment={"VLLM_ALLREDUCE_USE_FLASHINFER": "0"}, against="33-moe"),
+    serve("0.33.0", "33-tp2", "qwen3-moe", "--serve", *TP2, *KEEP, gpus=2, against="33-moe"),
 )  # fmt: skip
 
 

@@ -11,10 +11,12 @@ from tests.gpu import native, payload
 
 from sm12x.core import index
 from sm12x.stack.model import base as bases
+from sm12x.stack.worktree import tree as source_tree
 from sm12x.wheel.assemble import torch_ops
 from sm12x.wheel.compile import native as compiling
 from sm12x.wheel.source import patched, third_party
 
+ALLOCATOR = "csrc/cumem_allocator.cpp"
 HAVE = ["NumPy", "torch", "tilelang", "apache_tvm_ffi"]
 
 
@@ -93,8 +95,9 @@ def test_a_compiled_module_replaces_the_bundle_s_in_a_copy_alone(
     assert official.read_bytes() == b"official"
 
 
+@pytest.mark.parametrize("is_given", [True, False])
 def test_sources_are_packed_without_what_no_unit_includes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_given: bool
 ) -> None:
     base = bases.load("0.21.0")
     given = tmp_path / "checkout"
@@ -103,9 +106,19 @@ def test_sources_are_packed_without_what_no_unit_includes(
         (given / name).touch()
 
     def prepare(of: bases.Base, sdist: Path, out: Path) -> None:
-        for name in ("CMakeLists.txt", "cmake/utils.cmake", "csrc/y.cu", "vllm/config.py"):
+        for name in (
+            "CMakeLists.txt",
+            "cmake/utils.cmake",
+            ALLOCATOR,
+            "csrc/y.cu",
+            "vllm/config.py",
+        ):
             (out / name).parent.mkdir(parents=True, exist_ok=True)
-            (out / name).touch()
+            (out / name).write_text("patched")
+
+    def unpack(archive: Path, folder: Path) -> None:
+        (folder / "csrc").mkdir(parents=True)
+        (folder / ALLOCATOR).write_text("released")
 
     def collect(of: bases.Base, **options: object) -> dict[str, third_party.FoundSource]:
         absent = third_party.FoundSource(name="qutlass", pin="1", folder=None)
@@ -115,13 +128,19 @@ def test_sources_are_packed_without_what_no_unit_includes(
     monkeypatch.setattr(index, "fetch", lambda *names, **options: tmp_path / "sdist")
     monkeypatch.setattr(patched, "prepare", prepare)
     monkeypatch.setattr(third_party, "collect", collect)
+    monkeypatch.setattr(source_tree, "unpack", unpack)
     tree = tmp_path / "tree"
-    payload.add_sources(base, {"flash-attention": given}, tree)
+    payload.add_sources(base, {"flash-attention": given} if is_given else {}, tree)
     packed = {path.relative_to(tree).as_posix() for path in tree.rglob("*") if path.is_file()}
-    assert packed == {
+    compiled = {
         "source/CMakeLists.txt",
         "source/cmake/utils.cmake",
+        f"source/{ALLOCATOR}",
         "source/csrc/y.cu",
         "third-party/flash-attention/csrc/cutlass/include/x.h",
         "third-party/flash-attention/csrc/x.cu",
     }
+    allocators = {f"stack/{ALLOCATOR}", f"untouched/{ALLOCATOR}"}
+    assert packed == (allocators | compiled if is_given else allocators)
+    assert (tree / "stack" / ALLOCATOR).read_text() == "patched"
+    assert (tree / "untouched" / ALLOCATOR).read_text() == "released"
