@@ -53,7 +53,7 @@ def _draw_weights() -> None:
 
     def drawn(param: Any, *limits: float, seed: int = 1234, **name: str) -> None:
         # Norms and sinks have one dimension; a matrix has its inputs last.
-        bound = math.sqrt(3 / param.shape[-1]) if param.ndim > 1 else 0.0
+        bound = math.sqrt(3 / param.shape[-1]) if param.ndim > 1 and param.numel() else 0.0
         of_release(param, *((-bound, bound) if bound else (0.5, 1.5)), seed, **name)
 
     # 0.33.0 calls it in one of these modules alone, 0.21.0 in both.
