@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -107,6 +108,9 @@ def verify(first: Member, second: Member, cycles: int, out: Path) -> tuple[int, 
     words = [sys.executable, "-m", "sm12x", "verify", second.server.url, first.server.url]
     words += ["--cycles", f"{cycles}", "--random-weights", "--save", f"{path}"]
     words += ["--save", f"{out.with_suffix('.verify.md')}"]
+    # Other runs of the host have the other GPUs, and the checks are of all that are looked at.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    words += ["--gpus", visible] if visible else []
     done = subprocess.run(words, check=False)
     return done.returncode, json.loads(path.read_text()) if path.is_file() else {}
 
