@@ -2,7 +2,7 @@
 # edit the recipe, not this file.
 #
 # DeepSeek-V4-Flash-0731, DSpark, 200K context, 2 x GB10 over RoCE (mp)
-# Status: reported; it cannot serve yet: the release has no DSpark, the draft of this checkpoint.
+# Status: reported.
 #
 #   nomad job run -var image=IMAGE FILE
 #   nomad job run -var image=IMAGE -var gpus=0 -var args=check FILE

@@ -2,8 +2,7 @@
 # edit the recipe, not this file.
 #
 # GLM-5.3-Flash in NVFP4, 256K context, 2 x GB10 over RoCE
-# Status: reported; it cannot serve yet: the release does not know the model
-# (Glm5NextForConditionalGeneration).
+# Status: reported.
 #
 #   nomad job run -var image=IMAGE FILE
 #   nomad job run -var image=IMAGE -var gpus=0 -var args=check FILE

@@ -2,8 +2,7 @@
 # edit the recipe, not this file.
 #
 # MiMo-V2.6-Flash in MXFP4, 256K context, 2 x GB10 over RoCE
-# Status: reported; it cannot serve yet: its loader has no MXFP4 experts for this family
-# (vllm#57784, in 0.31.0).
+# Status: reported.
 #
 #   nomad job run -var image=IMAGE FILE
 #   nomad job run -var image=IMAGE -var gpus=0 -var args=check FILE

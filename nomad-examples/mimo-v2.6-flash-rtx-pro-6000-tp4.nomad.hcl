@@ -2,8 +2,7 @@
 # edit the recipe, not this file.
 #
 # MiMo-V2.6-Flash in MXFP4, 128K context, 4 x RTX PRO 6000, sleep mode
-# Status: untested; it cannot serve yet: its loader has no MXFP4 experts for this family
-# (vllm#57784, in 0.31.0).
+# Status: untested.
 #
 #   nomad job run -var image=IMAGE FILE
 #   nomad job run -var image=IMAGE -var gpus=0 -var args=check FILE

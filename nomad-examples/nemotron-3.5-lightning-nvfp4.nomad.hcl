@@ -2,8 +2,7 @@
 # edit the recipe, not this file.
 #
 # Nemotron 3.5 Lightning 30B-A3B in NVFP4, 256K context, 1 x RTX PRO 6000 or 1 x GB10
-# Status: reported; it cannot serve yet: vLLM's recipe for the model needs 0.27.1
-# (recipes/models/nvidia of 0.33.0).
+# Status: reported.
 #
 #   nomad job run -var image=IMAGE FILE
 #   nomad job run -var image=IMAGE -var gpus=0 -var args=check FILE

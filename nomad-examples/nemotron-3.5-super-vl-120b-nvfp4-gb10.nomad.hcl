@@ -2,8 +2,7 @@
 # edit the recipe, not this file.
 #
 # Nemotron 3.5 Super VL 120B-A12B in NVFP4, text, 112K context, 1 x GB10, MTP
-# Status: reported; it cannot serve yet: vLLM's recipe for the model needs 0.31.0
-# (recipes/models/nvidia of 0.33.0).
+# Status: reported.
 #
 #   nomad job run -var image=IMAGE FILE
 #   nomad job run -var image=IMAGE -var gpus=0 -var args=check FILE

@@ -2,8 +2,7 @@
 # edit the recipe, not this file.
 #
 # Qwen3.8-27B in NVFP4, 256K context, 1 x RTX PRO 6000 or 1 x GB10
-# Status: reported; it cannot serve yet: NVIDIA's checkpoint of this kind of the model before it,
-# Qwen3.6-27B-NVFP4, needs vLLM 0.24.0 (vllm-project/recipes#648); take qwen3.8-27b-fp8.
+# Status: reported.
 #
 #   nomad job run -var image=IMAGE FILE
 #   nomad job run -var image=IMAGE -var gpus=0 -var args=check FILE

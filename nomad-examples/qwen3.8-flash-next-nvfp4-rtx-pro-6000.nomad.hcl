@@ -2,8 +2,7 @@
 # edit the recipe, not this file.
 #
 # Qwen3.8-Flash-Next in NVFP4, 128K context, 1 x RTX PRO 6000, always awake
-# Status: reported; it cannot serve yet: the release does not know the model
-# (Qwen4ExpForConditionalGeneration).
+# Status: reported.
 #
 #   nomad job run -var image=IMAGE FILE
 #   nomad job run -var image=IMAGE -var gpus=0 -var args=check FILE
