@@ -12,6 +12,7 @@ from tests.unit.verifying import MIB, MemoryServer, blind, gpu_of
 
 from sm12x.core import declared
 from sm12x.core.errors import ServerError
+from sm12x.doctor.model import Gpu
 from sm12x.verify.client import CrossedError, GoneError, LateError, UnfitError
 from sm12x.verify.cycles import Interrupts, Run, Settings
 from sm12x.verify.memory import Watch
@@ -296,6 +297,37 @@ def test_in_a_rotation_each_server_has_its_own_residue() -> None:
     )
     slopes = {one.server: one.mib_per_cycle for one in report.trends}
     assert slopes == {"A": pytest.approx(5), "B": pytest.approx(0)}
+
+
+@pytest.mark.parametrize("asleep_in", [range(1), range(2), range(3, 5), range(5)])
+def test_a_server_that_sleeps_on_another_gpu_meanwhile_is_not_counted(asleep_in: range) -> None:
+    """``asleep_in``: the other server goes to sleep in these cycles, and wakes up after each."""
+    server = MemoryServer()
+    other = MemoryServer(name="C")
+    looks = gpu_of(server), gpu_of(other, index=3)
+
+    def look() -> tuple[Gpu, ...]:
+        other.level = int(server.asleep and server.sleeps - 1 in asleep_in)
+        return tuple(gpu for one in looks for gpu in one())
+
+    report, _ = run(server, settings=Settings(cycles=6, requests=0), watch=Watch(look))
+    assert [(trend.gpu, trend.of_server) for trend in report.trends] == [(0, True)]
+    found = {one.check: one.verdict for one in report.checks}
+    assert (found["freed"], found["residue"], found["growth"]) == ("ok", "ok", "ok")
+
+
+def test_memory_that_others_take_on_other_gpus_is_not_counted() -> None:
+    server = MemoryServer()
+    other = MemoryServer(name="C", leak=900 * MIB)
+    looks = gpu_of(server), gpu_of(other, index=1)
+
+    def look() -> tuple[Gpu, ...]:
+        other.sleeps += 1
+        return tuple(gpu for one in looks for gpu in one())
+
+    report, _ = run(server, settings=Settings(cycles=5, requests=0), watch=Watch(look))
+    assert {use.gpu for turn in report.turns for use in turn.asleep or ()} == {0}
+    assert report.verdict == PASSED
 
 
 def test_without_processes_all_memory_is_counted() -> None:

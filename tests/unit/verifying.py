@@ -112,19 +112,21 @@ class MemoryServer(Server):
         return text
 
 
-def gpu_of(*servers: MemoryServer, listed: bool = True) -> Callable[[], tuple[Gpu, ...]]:
+def gpu_of(
+    *servers: MemoryServer, listed: bool = True, index: int = 0
+) -> Callable[[], tuple[Gpu, ...]]:
     """One GPU with what the servers hold and a desktop's 300 MiB; ``listed``: with processes."""
 
     def look() -> tuple[Gpu, ...]:
         held = [
-            GpuProcess(pid=100 + number, memory=server.memory())
+            GpuProcess(pid=100 * (index + 1) + number, memory=server.memory())
             for number, server in enumerate(servers)
         ]
         desktop = GpuProcess(pid=1, memory=300 * MIB)
         processes = (desktop, *held)
         return (
             Gpu(
-                index=0,
+                index=index,
                 name="RTX PRO 6000",
                 bus="0000:01:00.0",
                 capability=None,

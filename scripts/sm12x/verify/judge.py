@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from sm12x.core.text import GIB, MIB, counted, first_of
@@ -119,12 +119,13 @@ def slope(values: Sequence[float]) -> float:
 def trends(turns: Sequence[TurnReport]) -> tuple[TrendReport, ...]:
     """The residue of each server on each GPU, without that of its first sleep.
 
-    It is the memory of the server's processes, or of all where that was not seen each time.
+    It is the memory of the server's processes, or of all where that was not seen each time. A GPU
+    that was not the server's each time is left out: another server slept there meanwhile.
     """
     made = []
     for server in dict.fromkeys(turn.sleeps for turn in turns):
         mine = [turn for turn in turns if turn.sleeps == server and turn.asleep is not None]
-        for gpu in _gpus(mine):
+        for gpu in sorted(_its_gpus(mine)):
             asleep = [use for turn in mine for use in turn.asleep or () if use.gpu == gpu]
             of_server = all(use.held is not None for use in asleep)
             sizes = [use.held if of_server else use.used for use in asleep]
@@ -210,7 +211,8 @@ def _memory(
     limits: Limits, name: str, turns: Sequence[TurnReport], unseen: str, servers: int
 ) -> Iterator[CheckReport]:
     mine = [turn for turn in turns if turn.sleeps == name]
-    freed = [found for turn in mine if (found := _freed(turn)) is not None]
+    its = _its_gpus(mine)
+    freed = [found for turn in mine if (found := _freed(turn, its)) is not None]
     why = unseen or "there was no sleep, or the driver does not say"
     check = _Check("freed", name, limits.min_freed, "", "--min-freed", most=False)
     if not freed:
@@ -250,9 +252,9 @@ def _whose(trend: TrendReport) -> str:
     return "" if trend.of_server else ", of all processes"
 
 
-def _freed(turn: TurnReport) -> tuple[int, float] | None:
-    """The GPU on which the server freed least, and the share; GPUs that it is not on aside."""
-    shares = _shares(turn)
+def _freed(turn: TurnReport, its: Collection[int]) -> tuple[int, float] | None:
+    """The GPU of ``its`` on which the server freed least, and the share."""
+    shares = [one for one in _shares(turn) if one[0] in its]
     touched = [one for one in shares if one[1] > _TOUCHED] or shares
     return min(touched, key=lambda one: one[1], default=None)
 
@@ -281,11 +283,13 @@ def _pair(before: GpuUse, asleep: GpuUse | None) -> tuple[int, int] | None:
 def _sleepers(turns: Sequence[TurnReport]) -> set[int]:
     """The GPUs that a server is on: where a sleep freed something; all where none did."""
     touched = {gpu for turn in turns for gpu, share in _shares(turn) if share > _TOUCHED}
-    return touched or set(_gpus(turns))
+    return touched or _its_gpus(turns)
 
 
-def _gpus(turns: Sequence[TurnReport]) -> list[int]:
-    return sorted({use.gpu for turn in turns for use in turn.asleep or ()})
+def _its_gpus(turns: Sequence[TurnReport]) -> set[int]:
+    """The GPUs that were the server's in each of its turns with a reading."""
+    seen = [{use.gpu for use in turn.asleep} for turn in turns if turn.asleep]
+    return set.intersection(*seen) if seen else set()
 
 
 def _answers(server: ServerReport, turns: Sequence[TurnReport]) -> CheckReport:

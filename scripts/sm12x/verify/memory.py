@@ -1,7 +1,7 @@
 """GPU memory around a sleep: of all processes, and of a server's processes.
 
-No interface tells which processes are a server's: they are those whose memory falls while it goes
-to sleep. Where the driver lists no processes (in most containers), memory of all counts.
+No interface tells which processes are a server's: they are those whose memory falls each time that
+it goes to sleep. Where the driver lists no processes (in most containers), memory of all counts.
 """
 
 from __future__ import annotations
@@ -69,25 +69,34 @@ class Watch:
         return None if self.unseen else made
 
     def slept(self, server: str, before: Sample | None, asleep: Sample | None) -> None:
-        """Note the processes whose memory fell while ``server`` went to sleep: they are its own."""
+        """Note the processes whose memory fell while ``server`` went to sleep: they are its own.
+
+        Another server may have gone to sleep at the same time. It is told apart by the next sleep.
+        """
         if before is None or asleep is None:
             return
+        fell: set[int] = set()
         for gpu, processes in before.processes.items():
             later = asleep.processes.get(gpu)
             if processes is None or later is None:
                 continue
-            fell = {pid for pid, size in processes.items() if size - later.get(pid, size) >= _FELL}
-            self._owners.setdefault(server, set()).update(fell)
+            fell |= {pid for pid, size in processes.items() if size - later.get(pid, size) >= _FELL}
+        self._owners[server] = (self._owners.get(server, fell) & fell) or fell
 
     def of(self, server: str, sample: Sample | None) -> tuple[GpuUse, ...] | None:
-        """The sample as it is reported, with what ``server`` holds."""
+        """The sample as it is reported, with what ``server`` holds.
+
+        Where its processes are known, a GPU with none of them is not its own, and is left out.
+        """
         if sample is None:
             return None
         owners = self._owners.get(server, set())
-        return tuple(
+        uses = [
             GpuUse(gpu=gpu, used=used, held=_held(sample.processes.get(gpu), owners))
             for gpu, used in sample.used.items()
-        )
+        ]
+        own = [use for use in uses if use.held is not None]
+        return tuple(own or uses)
 
 
 def watch(urls: Iterable[str], choice: str) -> Watch:
