@@ -76,7 +76,7 @@ def command(
     "docker:NAME", "podman:NAME" or "buildah:NAME" to ask one engine only. The exit status is 1 when
     a library does not meet the policy.
 
-    Example: sm12x audit dist/0.21.0/vllm-*.whl --json --output audit.json
+    Example: sm12x audit dist/0.33.0/vllm-*.whl --json --output audit.json
     """
     devices = tuple(dict.fromkeys(Device.parse(text) for text in archs)) or DEVICES
     if output is not None and not output.parent.is_dir():

@@ -51,7 +51,7 @@ def command(
     that correct it. A fact that cannot be read is listed with the reason, and does not count as ok.
     The exit status is 1 when a check failed.
 
-    Example: sm12x doctor --image vllm-sm12x:0.21.0-STACK deepseek-v4-flash-rtx-pro-6000-tp4
+    Example: sm12x doctor --image vllm-sm12x:0.33.0-STACK deepseek-v4-flash-rtx-pro-6000-tp4
     """
     if audit is not None and image_name is not None:
         raise UsageError(

@@ -37,7 +37,7 @@ def command(image: str, out: Path, version: str | None, engine: str | None, as_j
     The files are copied from the image, and the patches apply to them strictly. Native code of
     IMAGE stays unpatched: only `sm12x bundle` compiles it.
 
-    Example: sm12x overlay vllm/vllm-openai:v0.21.0 --out /srv/overlay
+    Example: sm12x overlay vllm/vllm-openai:v0.33.0 --out /srv/overlay
     """
     runner = engines.find(engine, say=say, may_install=False)
     with progress.spinner(f"looking into {image}"):
