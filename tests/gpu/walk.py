@@ -147,6 +147,8 @@ RUNS = (
         path=()),
     serve("0.21.0", "residue4", "qwen3-moe", "--layers", "4", "--cycles", "1", "--serve", *TP4,
           gpus=4),
+    serve("0.21.0", "residue4-ctas", "qwen3-moe", "--layers", "4", "--cycles", "1", "--serve",
+          *TP4, gpus=4, environment={"NCCL_MAX_CTAS": "8"}),
     # Compiles for five minutes before it is healthy, and for four more at its first prompts.
     serve("0.21.0", "portable", *V4, environment=PORTABLE, limit=800),
     measured("sparse-mla", "benchmarks/sparse_mla.py", "{tree}", "--flashmla", "{tree}",
