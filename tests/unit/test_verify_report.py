@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
-from tests.unit.verifying import MemoryServer, gpu_of
+from tests.unit.verifying import MemoryServer, gpu_of, seeing
 
 from sm12x.commands import verify
 from sm12x.commands.verify import command
@@ -25,13 +25,12 @@ from sm12x.core.text import MIB
 from sm12x.doctor.model import Unseen
 from sm12x.verify import memory, render
 from sm12x.verify.cycles import Run, Settings
-from sm12x.verify.memory import Watch
 from sm12x.verify.report import Limits, VerifyReport, limits
 
 
 def made(*servers: MemoryServer, cycles: int = 4) -> VerifyReport:
     settings = Settings(cycles=cycles, requests=2, limits=Limits(min_speed=0))
-    run = Run(servers, settings, Watch(gpu_of(*servers)))
+    run = Run(servers, settings, seeing(gpu_of(*servers)))
     run.run()
     return run.report()
 

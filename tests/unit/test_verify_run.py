@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
-from tests.unit.verifying import MIB, MemoryServer, blind, gpu_of
+from tests.unit.verifying import GIB, MIB, MemoryServer, blind, gpu_of, seeing
 
 from sm12x.core import declared
 from sm12x.core.errors import ServerError
-from sm12x.doctor.model import Gpu
+from sm12x.doctor.model import Gpu, GpuProcess, Unseen
+from sm12x.verify import memory
 from sm12x.verify.client import CrossedError, GoneError, LateError, UnfitError
 from sm12x.verify.cycles import Interrupts, Run, Settings
 from sm12x.verify.memory import Watch
@@ -281,7 +284,7 @@ def test_text_that_never_is_the_same_twice_cannot_be_compared() -> None:
 
 def test_memory_is_that_of_the_servers_own_process() -> None:
     server = MemoryServer(leak=3 * MIB)
-    report, _ = run(server, settings=Settings(cycles=5, requests=0), watch=Watch(gpu_of(server)))
+    report, _ = run(server, settings=Settings(cycles=5, requests=0), watch=seeing(gpu_of(server)))
     (trend,) = report.trends
     assert (trend.of_server, trend.sleeps) == (True, 5)
     assert trend.mib_per_cycle == pytest.approx(3)
@@ -293,7 +296,7 @@ def test_memory_is_that_of_the_servers_own_process() -> None:
 def test_in_a_rotation_each_server_has_its_own_residue() -> None:
     servers = MemoryServer(leak=5 * MIB), MemoryServer(name="B", level=1)
     report, _ = run(
-        *servers, settings=Settings(cycles=5, requests=0), watch=Watch(gpu_of(*servers))
+        *servers, settings=Settings(cycles=5, requests=0), watch=seeing(gpu_of(*servers))
     )
     slopes = {one.server: one.mib_per_cycle for one in report.trends}
     assert slopes == {"A": pytest.approx(5), "B": pytest.approx(0)}
@@ -310,10 +313,40 @@ def test_a_server_that_sleeps_on_another_gpu_meanwhile_is_not_counted(asleep_in:
         other.level = int(server.asleep and server.sleeps - 1 in asleep_in)
         return tuple(gpu for one in looks for gpu in one())
 
-    report, _ = run(server, settings=Settings(cycles=6, requests=0), watch=Watch(look))
+    report, _ = run(server, settings=Settings(cycles=6, requests=0), watch=seeing(look))
     assert [(trend.gpu, trend.of_server) for trend in report.trends] == [(0, True)]
     found = {one.check: one.verdict for one in report.checks}
     assert (found["freed"], found["residue"], found["growth"]) == ("ok", "ok", "ok")
+
+
+@pytest.mark.parametrize("first", [1, 2, 4])
+def test_a_rank_that_frees_nothing_from_some_sleep_on_is_seen(first: int) -> None:
+    """The server has a rank on a second GPU, which stays as it is from the sleep ``first`` on."""
+    server = MemoryServer()
+    looks = gpu_of(server), gpu_of(server, index=1)
+
+    def look() -> tuple[Gpu, ...]:
+        near, far = (gpu for one in looks for gpu in one())
+        desktop, rank = processes(far)
+        stuck = server.asleep and server.sleeps > first
+        rank = replace(rank, pid=1001, memory=40 * GIB if stuck else rank.memory)
+        return near, replace(far, processes=(desktop, rank))
+
+    report, _ = run(server, settings=Settings(cycles=4, requests=0), watch=seeing(look))
+    residues = {trend.gpu: trend.last_bytes // GIB for trend in report.trends}
+    assert residues == {0: 2, 1: 40 if first < 4 else 2}
+    found = {one.check: one.verdict for one in report.checks}
+    assert found["residue"] == ("breach" if first < 4 else "ok")
+
+
+def processes(gpu: Gpu) -> tuple[GpuProcess, ...]:
+    assert not isinstance(gpu.processes, Unseen)
+    return tuple(gpu.processes)
+
+
+def test_ranks_have_one_parent() -> None:
+    assert memory._parent(os.getpid()) == os.getppid()
+    assert memory._parent(2**30) == 2**30
 
 
 def test_memory_that_others_take_on_other_gpus_is_not_counted() -> None:
@@ -325,7 +358,7 @@ def test_memory_that_others_take_on_other_gpus_is_not_counted() -> None:
         other.sleeps += 1
         return tuple(gpu for one in looks for gpu in one())
 
-    report, _ = run(server, settings=Settings(cycles=5, requests=0), watch=Watch(look))
+    report, _ = run(server, settings=Settings(cycles=5, requests=0), watch=seeing(look))
     assert {use.gpu for turn in report.turns for use in turn.asleep or ()} == {0}
     assert report.verdict == PASSED
 
@@ -333,7 +366,7 @@ def test_memory_that_others_take_on_other_gpus_is_not_counted() -> None:
 def test_without_processes_all_memory_is_counted() -> None:
     server = MemoryServer()
     look = gpu_of(server, listed=False)
-    report, _ = run(server, settings=Settings(cycles=1, requests=0), watch=Watch(look))
+    report, _ = run(server, settings=Settings(cycles=1, requests=0), watch=seeing(look))
     (trend,) = report.trends
     assert not trend.of_server
     assert trend.last_bytes > server.sleeps

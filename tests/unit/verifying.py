@@ -119,7 +119,7 @@ def gpu_of(
 
     def look() -> tuple[Gpu, ...]:
         held = [
-            GpuProcess(pid=100 * (index + 1) + number, memory=server.memory())
+            GpuProcess(pid=1000 * (index + 1) + 100 * number, memory=server.memory())
             for number, server in enumerate(servers)
         ]
         desktop = GpuProcess(pid=1, memory=300 * MIB)
@@ -140,6 +140,11 @@ def gpu_of(
         )
 
     return look
+
+
+def seeing(look: Callable[[], tuple[Gpu, ...] | Unseen]) -> Watch:
+    """A watch of processes that have a parent for each hundred of their numbers."""
+    return Watch(look, parent=lambda pid: pid // 100)
 
 
 def blind() -> Watch:

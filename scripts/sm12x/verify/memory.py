@@ -1,14 +1,17 @@
 """GPU memory around a sleep: of all processes, and of a server's processes.
 
 No interface tells which processes are a server's: they are those whose memory falls each time that
-it goes to sleep. Where the driver lists no processes (in most containers), memory of all counts.
+it goes to sleep, with their siblings (ranks have one parent). Where the driver lists no processes
+(in most containers), memory of all counts.
 """
 
 from __future__ import annotations
 
+import functools
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from sm12x.core.errors import UnknownVerdictError, UsageError
@@ -43,10 +46,13 @@ class Watch:
         *,
         chosen: frozenset[int] | None = None,
         unseen: str = "",
+        parent: Callable[[int], int] = lambda pid: _parent(pid),
     ) -> None:
         self._look = look
         self._chosen = chosen
+        # The parents of each server's processes.
         self._owners: dict[str, set[int]] = {}
+        self._parent = functools.cache(parent)
         self.unseen = unseen
 
     def sample(self) -> Sample | None:
@@ -80,8 +86,14 @@ class Watch:
             later = asleep.processes.get(gpu)
             if processes is None or later is None:
                 continue
-            fell |= {pid for pid, size in processes.items() if size - later.get(pid, size) >= _FELL}
-        self._owners[server] = (self._owners.get(server, fell) & fell) or fell
+            fell |= {
+                self._parent(pid)
+                for pid, size in processes.items()
+                if size - later.get(pid, size) >= _FELL
+            }
+        known = self._owners.get(server) or fell
+        # A sleep that frees nothing tells nothing of whose they are.
+        self._owners[server] = (known & fell) or known
 
     def of(self, server: str, sample: Sample | None) -> tuple[GpuUse, ...] | None:
         """The sample as it is reported, with what ``server`` holds.
@@ -90,13 +102,17 @@ class Watch:
         """
         if sample is None:
             return None
-        owners = self._owners.get(server, set())
         uses = [
-            GpuUse(gpu=gpu, used=used, held=_held(sample.processes.get(gpu), owners))
+            GpuUse(gpu=gpu, used=used, held=self._held(server, sample.processes.get(gpu)))
             for gpu, used in sample.used.items()
         ]
         own = [use for use in uses if use.held is not None]
         return tuple(own or uses)
+
+    def _held(self, server: str, processes: Mapping[int, int] | None) -> int | None:
+        owners = self._owners.get(server, set())
+        mine = [size for pid, size in (processes or {}).items() if self._parent(pid) in owners]
+        return sum(mine) if mine else None
 
 
 def watch(urls: Iterable[str], choice: str) -> Watch:
@@ -170,9 +186,13 @@ def _processes(gpu: Gpu) -> Mapping[int, int] | None:
     return {pid: size for pid, size in found.items() if size is not None}
 
 
-def _held(processes: Mapping[int, int] | None, owners: set[int]) -> int | None:
-    mine = [size for pid, size in (processes or {}).items() if pid in owners]
-    return sum(mine) if mine else None
+def _parent(pid: int) -> int:
+    """The parent of a process; the process itself where it cannot be read."""
+    try:
+        told = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        return int(told.rpartition(")")[2].split()[1])
+    except (OSError, ValueError, IndexError):
+        return pid
 
 
 def _numbers(choice: str) -> frozenset[int]:
