@@ -8,10 +8,10 @@ it goes to sleep, with their siblings (ranks have one parent). Where the driver 
 from __future__ import annotations
 
 import functools
+import re
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from sm12x.core.errors import UnknownVerdictError, UsageError
@@ -24,6 +24,15 @@ from sm12x.verify.report import GpuUse
 AUTO, _ALL, _NONE = "auto", "all", "none"
 # A process that gives back less than this has not gone to sleep.
 _FELL = 64 * MIB
+
+
+def _parent(pid: int) -> int:
+    """The parent of a process; the process itself where it cannot be read."""
+    told = Host().text(f"/proc/{pid}/stat")
+    # The name of the process is in brackets, and may have any character.
+    state = "" if isinstance(told, Unseen) else told.rpartition(")")[2]
+    found = re.match(r"\s*\S\s+(\d+)\s", state)
+    return int(found[1]) if found else pid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +55,7 @@ class Watch:
         *,
         chosen: frozenset[int] | None = None,
         unseen: str = "",
-        parent: Callable[[int], int] = lambda pid: _parent(pid),
+        parent: Callable[[int], int] = _parent,
     ) -> None:
         self._look = look
         self._chosen = chosen
@@ -184,15 +193,6 @@ def _processes(gpu: Gpu) -> Mapping[int, int] | None:
     if any(size is None for size in found.values()):
         return None
     return {pid: size for pid, size in found.items() if size is not None}
-
-
-def _parent(pid: int) -> int:
-    """The parent of a process; the process itself where it cannot be read."""
-    try:
-        told = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-        return int(told.rpartition(")")[2].split()[1])
-    except (OSError, ValueError, IndexError):
-        return pid
 
 
 def _numbers(choice: str) -> frozenset[int]:
