@@ -135,6 +135,12 @@ def allocator(base: str, name: str, tree: str) -> Run:
     )
 
 
+def by_allocator(base: str, name: str, script: str, *trees: str) -> Run:
+    """A benchmark of the allocator of trees side by side, with the host's own PyTorch."""
+    words = (f"benchmarks/{script}.py", "--out", f"{{out}}/{name}", *trees)
+    return Run(base=base, name=name, words=words, path=())
+
+
 def measured(name: str, *words: str, path: tuple[str, ...] = ("{tree}",), limit: int = 200) -> Run:
     """A benchmark of the portable kernels of 0.21.0."""
     out = ("--out", f"{{out}}/{name}.json")
@@ -203,6 +209,11 @@ RUNS = (
     allocator("0.21.0", "allocator", "stack"),
     allocator("0.21.0", "allocator-stock", "stock"),
     allocator("0.33.0", "33-allocator", "stack"),
+    by_allocator("0.21.0", "sleep", "sleep", "stock={target}/stock", "auto={tree}+auto",
+                 "unprepared={tree}+auto+unprepared"),
+    by_allocator("0.33.0", "33-sleep", "sleep", "cumem={target}/stock", "keep={tree}+plugin+keep"),
+    by_allocator("0.21.0", "churn", "load_churn", "stock={target}/stock", "stack={tree}"),
+    by_allocator("0.33.0", "33-churn", "load_churn", "stock={target}/stock", "stack={tree}"),
     # A start that compiles FlashInfer's sampling, and one that finds it compiled.
     Run(base="0.33.0", name="33-aot-build", gpus=0, limit=600,
         words=("-m", "tests.gpu.aot", "{target}", "--base", "0.33.0",
