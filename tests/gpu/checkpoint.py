@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 # Each tensor's copies on the host and the GPU are at most of this size.
 SHARD = "2GB"
+RANK = 8
 
 
 def make(folder: Path, *, device: str = "cuda", seed: int = 0) -> None:
@@ -67,6 +68,33 @@ def blocks(name: str, weight: torch.Tensor, rows: int, columns: int) -> dict[str
     scales = parts.abs().amax(dim=(1, 3)) / torch.finfo(torch.float8_e4m3fn).max
     packed = (parts / scales[:, None, :, None]).to(torch.float8_e4m3fn).view(height, width)
     return {name: packed, f"{name}_scale_inv": scales}
+
+
+def make_adapter(base: Path, folder: Path, *, seed: int = 0) -> None:
+    """Write a LoRA adapter of rank RANK for the queries of each layer of ``base``, as PEFT does."""
+    import torch
+    from safetensors.torch import save_file
+
+    config = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    hidden, heads = config["hidden_size"], config["num_attention_heads"] * config["head_dim"]
+    drawn = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(config["num_hidden_layers"]):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        # As large as the queries of the layer themselves: the text is another one.
+        tensors[f"{name}.lora_A.weight"] = torch.randn(RANK, hidden, generator=drawn) * 0.02
+        tensors[f"{name}.lora_B.weight"] = torch.randn(heads, RANK, generator=drawn)
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    told = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": f"{base}",
+        "bias": "none",
+        "lora_alpha": RANK,
+        "r": RANK,
+        "target_modules": ["q_proj"],
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(told), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -122,6 +122,12 @@ def by_turns(
     )
 
 
+def deep(base: str, name: str, *flags: str, tree: str = "stack") -> Run:
+    """A run of tests.gpu.deep; ``flags`` as of `serve`."""
+    words = ("-m", "tests.gpu.deep", "--out", f"{{out}}/{name}.json", *flags)
+    return Run(base=base, name=name, words=words, tree=tree, environment=SETTINGS)
+
+
 def allocator(base: str, name: str, tree: str) -> Run:
     """What the allocator of ``tree`` does in many cycles, and when memory is missing."""
     words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu/test_allocator.py")
@@ -206,6 +212,9 @@ RUNS = (
              *FEW_SEQUENCES, tree="stock", gpus=4),
     serve("0.33.0", "33-residue4", "qwen3-moe", "--layers", "4", "--cycles", "1", "--serve", *TP4,
           *KEEP, "--enable-nccl-comm-suspend", gpus=4),
+    deep("0.21.0", "deep"),
+    deep("0.33.0", "33-deep", "--serve", *KEEP),
+    deep("0.33.0", "33-deep-stock", tree="stock"),
     allocator("0.21.0", "allocator", "stack"),
     allocator("0.21.0", "allocator-stock", "stock"),
     allocator("0.33.0", "33-allocator", "stack"),
