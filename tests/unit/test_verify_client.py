@@ -100,6 +100,8 @@ class Page:
         self.headers: dict[str, str] = {}
         if status == 307:
             self.headers = {"Location": f"https://y/\n{KEY}"}
+        if status == 308:
+            self.headers = {"Location": "https://y/version"}
         if status == 429:
             self.headers = {"Retry-After": "7"}
 
@@ -199,6 +201,14 @@ def test_each_failure_says_what_to_do_and_never_the_key(
     assert KEY not in str(failed.value)
     assert str(failed.value).isprintable()
     assert len(str(failed.value)) < 600
+
+
+def test_a_redirect_names_the_server_and_not_the_route(answering: Answers) -> None:
+    answering["GET /version"] = (308, b"")
+    with pytest.raises(ServerError) as failed:
+        server().identify()
+    assert "https://y" in str(failed.value)
+    assert "https://y/version" not in str(failed.value)
 
 
 def test_without_a_key_the_variable_is_named(

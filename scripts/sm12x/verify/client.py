@@ -535,8 +535,9 @@ class Server:
             case HTTPStatus.BAD_GATEWAY | HTTPStatus.GATEWAY_TIMEOUT:
                 return "give the address of the server behind the gateway, or read its log"
             case status if 300 <= status < 400:
-                to = f", {self.shown(answer.moved)}" if answer.moved else ""
-                return f"give the address that the redirect points to{to}"
+                # The address of a server, not of the route that was asked for.
+                to = self.shown(answer.moved.removesuffix(path))
+                return "give the address that the redirect points to" + (f", {to}" if to else "")
         if path == "/wake_up":
             return (
                 "free GPU memory (another server on these GPUs has to sleep first: give both "
