@@ -26,15 +26,20 @@ COMMUNICATORS = 3
 # Bytes of an all-reduce: a decoded token, eight requests' tokens, and a prompt's.
 SIZES = (8 << 10, 1 << 20, 64 << 20)
 REPEATS = 30
+FEWER, SMALLER = {"NCCL_MAX_CTAS": "8"}, {"NCCL_BUFFSIZE": "1048576"}
+# Through host memory, as between cards that cannot read each other's.
+NO_PEERS = {"NCCL_P2P_DISABLE": "1"}
 SETTINGS: dict[str, dict[str, str]] = {
-    "as released": {},
-    "NCCL_BUFFSIZE=1048576": {"NCCL_BUFFSIZE": "1048576"},
-    "NCCL_MAX_CTAS=8": {"NCCL_MAX_CTAS": "8"},
-    "NCCL_MAX_CTAS=4": {"NCCL_MAX_CTAS": "4"},
-    "NCCL_MAX_CTAS=4 NCCL_BUFFSIZE=1048576": {
-        "NCCL_MAX_CTAS": "4",
-        "NCCL_BUFFSIZE": "1048576",
-    },
+    " ".join(f"{name}={value}" for name, value in setting.items()) or "as released": setting
+    for setting in (
+        {},
+        SMALLER,
+        FEWER,
+        {"NCCL_MAX_CTAS": "4"},
+        {"NCCL_MAX_CTAS": "4", **SMALLER},
+        NO_PEERS,
+        {**NO_PEERS, **FEWER},
+    )
 }
 
 
@@ -123,7 +128,9 @@ def measure(setting: str, gpus: int, out: Path) -> Held:
             process.kill()
     if any(codes) or not report.is_file():
         return Held(setting=setting, gpus=gpus, error=f"the ranks end with {codes}")
-    return Held(setting=setting, gpus=gpus, **json.loads(report.read_text()))
+    found = json.loads(report.read_text())
+    report.unlink()
+    return Held(setting=setting, gpus=gpus, **found)
 
 
 def table(known: Sequence[Held]) -> str:
