@@ -93,8 +93,8 @@ PORTABLE, STOCK = {"VLLM_TRITON_MLA_SPARSE": "1"}, {"VLLM_TRITON_MLA_SPARSE": "0
 KEEP = ("--sleep-mode-backend", "keep")
 # The headline's pair: 16.3 GiB on each GPU. As over PCIe, where vLLM has no all-reduce of its own.
 TP4 = (*("--tensor-parallel-size", "4"), "--disable-custom-all-reduce")
-RESIDUE = ("qwen3-moe", "--layers", "4", "--cycles", "1", "--serve", *TP4)
 LARGE = (*("--layers", "56"), "--dummy")
+RESIDUE = ("qwen3-moe", "--layers", "4", "--cycles", "1", "--serve", *TP4)
 FEW_SEQUENCES = ("--max-num-seqs", "32")
 TP2, PP2 = ("--tensor-parallel-size", "2"), ("--pipeline-parallel-size", "2")
 
