@@ -94,7 +94,7 @@ KEEP = ("--sleep-mode-backend", "keep")
 # The headline's pair: 16.3 GiB on each GPU. As over PCIe, where vLLM has no all-reduce of its own.
 TP4 = (*("--tensor-parallel-size", "4"), "--disable-custom-all-reduce")
 LARGE = (*("--layers", "56"), "--dummy")
-RESIDUE = ("qwen3-moe", "--layers", "4", "--cycles", "1", "--serve", *TP4)
+RESIDUE = ("--layers", "4", "--cycles", "1", "--serve", *TP4)
 FEW_SEQUENCES = ("--max-num-seqs", "32")
 TP2, PP2 = ("--tensor-parallel-size", "2"), ("--pipeline-parallel-size", "2")
 
@@ -158,10 +158,12 @@ RANDOM = ("-m", "tests.gpu.sparse_mla_random", "{tree}")
 RUNS = (
     Run(base="0.21.0", name="nccl", gpus=4, words=("benchmarks/nccl_memory.py", "--out", "{out}"),
         path=()),
-    serve("0.21.0", "residue4", *RESIDUE, gpus=4),
-    serve("0.21.0", "residue4-ctas", *RESIDUE, gpus=4, environment={"NCCL_MAX_CTAS": "8"}),
+    serve("0.21.0", "residue4", "qwen3-moe", *RESIDUE, gpus=4),
+    serve("0.21.0", "residue4-ctas", "qwen3-moe", *RESIDUE, gpus=4,
+          environment={"NCCL_MAX_CTAS": "8"}),
     # As between cards that cannot read each other's memory.
-    serve("0.21.0", "residue4-no-peers", *RESIDUE, gpus=4, environment={"NCCL_P2P_DISABLE": "1"}),
+    serve("0.21.0", "residue4-no-peers", "qwen3-moe", *RESIDUE, gpus=4,
+          environment={"NCCL_P2P_DISABLE": "1"}),
     # Compiles for five minutes before it is healthy, and for four more at its first prompts.
     serve("0.21.0", "portable", *V4, environment=PORTABLE, limit=800),
     measured("sparse-mla", "benchmarks/sparse_mla.py", "{tree}", "--flashmla", "{tree}",
@@ -211,7 +213,9 @@ RUNS = (
              *FEW_SEQUENCES, gpus=4),
     by_turns("0.33.0", "33-rotate4-stock", *LARGE, "--cycles", "4", "--turns", "--serve", *TP4,
              *FEW_SEQUENCES, tree="stock", gpus=4),
-    serve("0.33.0", "33-residue4", *RESIDUE, *KEEP, "--enable-nccl-comm-suspend", gpus=4),
+    # A captured all-reduce has the addresses of what a communicator gives back in its sleep.
+    serve("0.33.0", "33-residue4", "qwen3-moe", "--graphs", *RESIDUE, *KEEP,
+          "--enable-nccl-comm-suspend", gpus=4),
     deep("0.21.0", "deep"),
     deep("0.33.0", "33-deep", "--serve", *KEEP),
     deep("0.33.0", "33-deep-stock", tree="stock"),
