@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sm12x import layout
-from sm12x.core import cudaarch, errors, files, machine, picture
+from sm12x.core import cudaarch, errors, files, machine, picture, process
 
 
 @pytest.mark.parametrize(
@@ -207,3 +207,12 @@ def test_a_cache_without_a_home_names_what_to_set(monkeypatch: pytest.MonkeyPatc
     assert "SM12X_CACHE" in caught.value.next_step
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
     assert layout.cache() == Path("/caches/sm12x")
+
+
+def test_a_program_given_as_text_is_not_repeated_by_an_error() -> None:
+    argv = ("docker", "run", "IMAGE", "python3", "-c", "\nimport json\nprint(json.dumps({}))\n")
+    done = process.Completed(argv=argv, returncode=125, stdout="", stderr="no such image\n")
+    said = str(process.failed(done))
+    assert "docker run IMAGE python3 -c 'import json...'" in said
+    assert "no such image" in said
+    assert "dumps" not in said

@@ -310,9 +310,14 @@ def _failed(
 ) -> ToolFailedError:
     tail = "\n".join(f"    {line}" for line in list(lines)[-_TAIL_LINES:])
     said = f"; its last lines:\n{tail}\n" if tail else ""
-    return ToolFailedError(
-        f"`{shlex.join(words)}` ended with {returncode}{said}", next_step=next_step
-    )
+    command = shlex.join(_first_line(word) for word in words)
+    return ToolFailedError(f"`{command}` ended with {returncode}{said}", next_step=next_step)
+
+
+def _first_line(word: str) -> str:
+    """Of a program that is given as text, its beginning."""
+    first, _, rest = word.strip().partition("\n")
+    return f"{first}..." if rest else word
 
 
 def failed(done: Completed) -> ToolFailedError:
