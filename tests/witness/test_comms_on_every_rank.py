@@ -11,6 +11,7 @@ import os
 import sys
 import time
 import traceback
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,13 @@ def check(result: int) -> None:
     assert result == 0
 
 
+class Group:
+    """What vLLM looks for in a group whose communicators are suspended and resumed."""
+
+    def __init__(self, communicator: Any) -> None:
+        self.device_communicator = communicator
+
+
 class Rank:
     """A process of its own: vLLM's worker and communicator over a pretended NCCL and device."""
 
@@ -97,6 +105,9 @@ class Rank:
         )
         communicator.cpu_group, communicator.pynccl_comm = world.cpu_group, nccl
         world.device_communicator = communicator
+        # A group of the same ranks that has the same communicator.
+        self.sharing = Group(communicator)
+        parallel_state._groups["sharing:0"] = weakref.ref(self.sharing)
 
         torch.accelerator.synchronize = lambda *_: None
         torch.accelerator.get_memory_info = lambda *_: (self.free, DEVICE)
