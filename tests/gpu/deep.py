@@ -20,8 +20,6 @@ from pathlib import Path
 
 from tests.gpu import checkpoint, serve
 
-from sm12x.core import process
-
 MODEL = "dense-fp8"
 ADAPTER = "adapter"
 LORA = ("--enable-lora", "--max-lora-rank", f"{checkpoint.RANK}")
@@ -74,7 +72,6 @@ def main() -> int:
     options = parser.parse_args()
     model = serve.MODELS[MODEL]
     report = serve.Steps()
-    server: process.Background | None = None
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory() as scratch:
         folder, adapter = Path(scratch) / "model", Path(scratch) / ADAPTER
@@ -88,8 +85,8 @@ def main() -> int:
             graphs=True,
             flags=[*LORA, "--lora-modules", f"{ADAPTER}={adapter}", *options.serve],
         )
+        server = serve.start(words, options.out.with_suffix(".log"))
         try:
-            server = serve.start(words, options.out.with_suffix(".log"))
             seconds = serve.healthy(server, lambda: serve.call("GET", "/health")[0] == 200)
             if seconds is None:
                 return 2
@@ -97,8 +94,7 @@ def main() -> int:
             sleeps(report, model.prompts, options.cycles)
             report.finished = True
         finally:
-            if server:
-                server.stop()
+            server.stop()
             told = {"finished": report.finished, "wrong": report.wrong, "steps": report.steps}
             options.out.write_text(json.dumps(told, indent=1) + "\n")
     print(json.dumps({"wrong": report.wrong}))
