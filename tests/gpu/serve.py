@@ -47,8 +47,9 @@ ADDRESS = f"http://127.0.0.1:{PORT}"
 GPU = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
 MIB = 1 << 20
 # Seconds until the server must answer; DeepSeek V4's other kernels are compiled at the first start.
+# A first prompt may compile as many: it took 249 beside 59 compilers.
 START_LIMIT = 540
-# Seconds for any other call; a first sleep takes 14, and a first prompt may compile kernels.
+# Seconds for any other call; a first sleep takes 14.
 CALL_LIMIT = 240
 # Names what a wake-up failed at, as the allocator's errors do.
 NAMES_BLOCK = re.compile(r"block 0x[0-9a-f]+ of \d+ bytes")
@@ -360,7 +361,9 @@ def used() -> int:
     return int(subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout)
 
 
-def call(method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, str, float]:
+def call(
+    method: str, path: str, body: dict[str, Any] | None = None, *, limit: float = CALL_LIMIT
+) -> tuple[int, str, float]:
     """HTTP status, text and seconds of one request; status 0 where nobody answers."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(  # noqa: S310
@@ -368,7 +371,7 @@ def call(method: str, path: str, body: dict[str, Any] | None = None) -> tuple[in
     )
     began = time.monotonic()
     try:
-        with urllib.request.urlopen(request, timeout=CALL_LIMIT) as answer:  # noqa: S310
+        with urllib.request.urlopen(request, timeout=limit) as answer:  # noqa: S310
             return answer.status, answer.read().decode(), time.monotonic() - began
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode(), time.monotonic() - began
@@ -376,10 +379,12 @@ def call(method: str, path: str, body: dict[str, Any] | None = None) -> tuple[in
         return 0, str(error), time.monotonic() - began
 
 
-def complete(prompt: str | list[int], **settings: Any) -> tuple[int, dict[str, Any]]:
+def complete(
+    prompt: str | list[int], *, limit: float = CALL_LIMIT, **settings: Any
+) -> tuple[int, dict[str, Any]]:
     """HTTP status and the first choice of one greedy completion."""
     body = {"model": "model", "prompt": prompt, "temperature": 0, **settings}
-    status, text, _ = call("POST", "/v1/completions", body)
+    status, text, _ = call("POST", "/v1/completions", body, limit=limit)
     return status, json.loads(text)["choices"][0] if status == 200 else {}
 
 
@@ -578,6 +583,11 @@ class Report(Steps):
 
 def rotate(report: Report, prompts: Sequence[str], cycles: int) -> None:
     """Cycles of sleep and wake, then a wake-up that another process is in the way of."""
+    for number, prompt in enumerate(prompts, 1):
+        began = time.monotonic()
+        status, _ = complete(prompt, limit=START_LIMIT, max_tokens=48)
+        seconds = time.monotonic() - began
+        report.step(f"first answer to prompt {number}", status=status, seconds=seconds)
     before = Before.of(Answers.ask(prompts), Answers.ask(prompts))
     report.before = before
     report.step("awake", held=held())

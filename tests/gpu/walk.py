@@ -190,7 +190,7 @@ RUNS = (
         after=("sparse-mla", "deepgemm", "random", "sanitizer")),
     serve("0.21.0", "native", "dense-fp8", "--cycles", "1", "--serve",
           "--attention-backend", "FLASH_ATTN", "--attention-config.flash_attn_version", "2",
-          tree="native"),
+          tree="native", limit=800),
     # Every module of the release, for SM12x alone: audits and ops.
     Run(base="0.21.0", name="full-build", gpus=0, limit=1700,
         words=("-m", "tests.gpu.native", "{target}", "--base", "0.21.0", "--into", "full",
