@@ -24,6 +24,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from sm12x.core import process
 
@@ -61,31 +62,37 @@ class Run:
 SETTINGS = {"VLLM_DEEP_GEMM_WARMUP": "skip", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
 
 
-def serve(
+def servers(
     base: str,
     name: str,
-    model: str,
+    script: str,
     *flags: str,
     tree: str = "stack",
     gpus: int = 1,
     environment: Mapping[str, str] | None = None,
-    against: str = "",
+    after: tuple[str, ...] = (),
     limit: int = 500,
 ) -> Run:
-    """A run of tests.gpu.serve. ``flags`` are its own and, after --serve, the server's."""
-    words = ["-m", "tests.gpu.serve", "--model", model, "--out", f"{{out}}/{name}.json"]
-    if against:
-        words += ["--against", f"{{out}}/{against}.json"]
+    """A run of tests.gpu.SCRIPT. ``flags`` are its own and, after --serve, the servers'."""
     return Run(
         base=base,
         name=name,
-        words=(*words, *flags),
+        words=("-m", f"tests.gpu.{script}", "--out", f"{{out}}/{name}.json", *flags),
         tree=tree,
         gpus=gpus,
         environment={**SETTINGS, **(environment or {})},
-        after=(against,) if against else (),
+        after=after,
         limit=limit,
     )
+
+
+def serve(base: str, name: str, model: str, *flags: str, against: str = "", **how: Any) -> Run:
+    """A run of tests.gpu.serve, ``against`` the report of another one; ``how`` as of `servers`."""
+    words = ["--model", model]
+    if against:
+        words += ["--against", f"{{out}}/{against}.json"]
+    after = (against,) if against else ()
+    return servers(base, name, "serve", *words, *flags, after=after, **how)
 
 
 V4 = ("deepseek-v4", "--cycles", "1")
@@ -93,7 +100,8 @@ PORTABLE, STOCK = {"VLLM_TRITON_MLA_SPARSE": "1"}, {"VLLM_TRITON_MLA_SPARSE": "0
 KEEP = ("--sleep-mode-backend", "keep")
 # The headline's pair: 16.3 GiB on each GPU. As over PCIe, where vLLM has no all-reduce of its own.
 TP4 = (*("--tensor-parallel-size", "4"), "--disable-custom-all-reduce")
-LARGE = (*("--layers", "56"), "--dummy")
+LARGE = ("rotate", "--graphs", "--layers", "56", "--dummy")
+TURNS = ("rotate", "--graphs", "--layers", "6")
 RESIDUE = ("--layers", "4", "--cycles", "1", "--serve", *TP4)
 FEW_SEQUENCES = ("--max-num-seqs", "32")
 TP2, PP2 = ("--tensor-parallel-size", "2"), ("--pipeline-parallel-size", "2")
@@ -106,27 +114,6 @@ def sampler(name: str) -> dict[str, str]:
 
 def draft(tokens: int) -> tuple[str, str]:
     return "--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": tokens})
-
-
-def by_turns(
-    base: str, name: str, *flags: str, tree: str = "stack", gpus: int = 1, limit: int = 700
-) -> Run:
-    """A run of tests.gpu.rotate; ``flags`` as of `serve`."""
-    return Run(
-        base=base,
-        name=name,
-        words=("-m", "tests.gpu.rotate", "--out", f"{{out}}/{name}.json", "--graphs", *flags),
-        tree=tree,
-        gpus=gpus,
-        environment=SETTINGS,
-        limit=limit,
-    )
-
-
-def deep(base: str, name: str, *flags: str, tree: str = "stack") -> Run:
-    """A run of tests.gpu.deep; ``flags`` as of `serve`."""
-    words = ("-m", "tests.gpu.deep", "--out", f"{{out}}/{name}.json", *flags)
-    return Run(base=base, name=name, words=words, tree=tree, environment=SETTINGS)
 
 
 def allocator(base: str, name: str, tree: str) -> Run:
@@ -206,19 +193,19 @@ RUNS = (
     serve("0.33.0", "33-dense-stock", "dense-fp8", tree="stock", against="33-dense"),
     serve("0.33.0", "33-smoke-stock", "smoke", tree="stock", against="33-smoke"),
     serve("0.33.0", "33-v4-stock", *V4, tree="stock", against="33-v4", limit=800),
-    by_turns("0.33.0", "33-rotate", "--layers", "6", "--cycles", "100", "--serve", *KEEP,
-             *FEW_SEQUENCES),
-    by_turns("0.21.0", "rotate", "--layers", "6", "--cycles", "100", "--serve", *FEW_SEQUENCES),
-    by_turns("0.33.0", "33-rotate4", *LARGE, "--cycles", "15", "--serve", *TP4, *KEEP,
-             *FEW_SEQUENCES, gpus=4),
-    by_turns("0.33.0", "33-rotate4-stock", *LARGE, "--cycles", "4", "--turns", "--serve", *TP4,
-             *FEW_SEQUENCES, tree="stock", gpus=4),
+    servers("0.33.0", "33-rotate", *TURNS, "--cycles", "100", "--serve", *KEEP, *FEW_SEQUENCES,
+            limit=700),
+    servers("0.21.0", "rotate", *TURNS, "--cycles", "100", "--serve", *FEW_SEQUENCES, limit=700),
+    servers("0.33.0", "33-rotate4", *LARGE, "--cycles", "15", "--serve", *TP4, *KEEP,
+            *FEW_SEQUENCES, gpus=4, limit=700),
+    servers("0.33.0", "33-rotate4-stock", *LARGE, "--cycles", "4", "--turns", "--serve", *TP4,
+            *FEW_SEQUENCES, tree="stock", gpus=4, limit=700),
     # A captured all-reduce has the addresses of what a communicator gives back in its sleep.
     serve("0.33.0", "33-residue4", "qwen3-moe", "--graphs", *RESIDUE, *KEEP,
           "--enable-nccl-comm-suspend", gpus=4),
-    deep("0.21.0", "deep"),
-    deep("0.33.0", "33-deep", "--serve", *KEEP),
-    deep("0.33.0", "33-deep-stock", tree="stock"),
+    servers("0.21.0", "deep", "deep"),
+    servers("0.33.0", "33-deep", "deep", "--serve", *KEEP),
+    servers("0.33.0", "33-deep-stock", "deep", tree="stock"),
     allocator("0.21.0", "allocator", "stack"),
     allocator("0.21.0", "allocator-stock", "stock"),
     allocator("0.33.0", "33-allocator", "stack"),
