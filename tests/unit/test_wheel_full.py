@@ -429,6 +429,21 @@ def test_a_given_folder_must_have_its_submodules(thing: tuple[Base, Path], tmp_p
     assert third_party.collect(deep, cache=tmp_path, given={"thing": given})["thing"].folder
 
 
+def test_a_given_folder_must_have_what_configuring_asks_for(
+    thing: tuple[Base, Path], tmp_path: Path
+) -> None:
+    one, _ = thing
+    source = dataclasses.replace(one.sources[0], stand_in=("csrc/api.cpp", "vendored/a.h"))
+    asked = dataclasses.replace(one, sources=(source,))
+    given = _folder(tmp_path / "given", VERSION)
+    with pytest.raises(BadFileError, match=r"has no csrc/api\.cpp: it is not thing"):
+        third_party.collect(asked, cache=tmp_path, given={"thing": given})
+    # The other one may be found elsewhere.
+    (given / "csrc").mkdir()
+    (given / "csrc" / "api.cpp").write_text("")
+    assert third_party.collect(asked, cache=tmp_path, given={"thing": given})["thing"].folder
+
+
 def test_a_package_of_another_version_is_not_taken_for_the_pinned_one(
     thing: tuple[Base, Path], tmp_path: Path
 ) -> None:

@@ -114,6 +114,11 @@ def _given(
             f"{folder}, given for {source.name}, is not a folder with files",
             next_step=f"name a checkout of {source.name} {source.pin}",
         )
+    if source.stand_in and not any((folder / name).is_file() for name in source.stand_in):
+        raise BadFileError(
+            f"{folder} has no {source.stand_in[0]}: it is not {source.name}",
+            next_step=f"name a checkout of {source.name} {source.pin}",
+        )
     version = require_version(source, folder, patch_level=patch_level)
     other = bool(version) and version != source.pin
     if other:
