@@ -91,6 +91,7 @@ def main() -> int:
             if seconds is None:
                 return 2
             report.add("healthy", seconds)
+            serve.first_answers(report, model.prompts)
             sleeps(report, model.prompts, options.cycles)
             report.finished = True
         finally:

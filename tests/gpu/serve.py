@@ -581,13 +581,17 @@ class Report(Steps):
             self.expect(False, f"{when}: {difference}")
 
 
-def rotate(report: Report, prompts: Sequence[str], cycles: int) -> None:
-    """Cycles of sleep and wake, then a wake-up that another process is in the way of."""
+def first_answers(report: Steps, prompts: Sequence[str]) -> None:
+    """Ask each prompt once, with the time that compiling its kernels takes."""
     for number, prompt in enumerate(prompts, 1):
         began = time.monotonic()
         status, _ = complete(prompt, limit=START_LIMIT, max_tokens=48)
-        seconds = time.monotonic() - began
-        report.step(f"first answer to prompt {number}", status=status, seconds=seconds)
+        report.add(f"first answer to prompt {number}", time.monotonic() - began, status=status)
+
+
+def rotate(report: Report, prompts: Sequence[str], cycles: int) -> None:
+    """Cycles of sleep and wake, then a wake-up that another process is in the way of."""
+    first_answers(report, prompts)
     before = Before.of(Answers.ask(prompts), Answers.ask(prompts))
     report.before = before
     report.step("awake", held=held())
