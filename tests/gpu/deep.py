@@ -23,7 +23,6 @@ from tests.gpu import checkpoint, serve
 MODEL = "dense-fp8"
 ADAPTER = "adapter"
 LORA = ("--enable-lora", "--max-lora-rank", f"{checkpoint.RANK}")
-TOKENS = 48
 
 
 def answers(prompts: Sequence[str]) -> dict[str, list[tuple[int, str]]]:
@@ -32,7 +31,7 @@ def answers(prompts: Sequence[str]) -> dict[str, list[tuple[int, str]]]:
     for name in ("model", ADAPTER):
         found[name] = []
         for prompt in prompts:
-            status, choice = serve.complete(prompt, model=name, max_tokens=TOKENS)
+            status, choice = serve.complete(prompt, model=name, max_tokens=serve.TOKENS)
             found[name].append((status, choice.get("text", "")))
     return found
 

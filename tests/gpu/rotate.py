@@ -34,7 +34,6 @@ from sm12x.verify.client import Access, Server
 
 # The second model has so many layers fewer.
 FEWER = 2
-TOKENS = 48
 # Seconds in which the driver takes back what a killed process held.
 GRACE = 20.0
 
@@ -70,7 +69,7 @@ class Member:
 
     def ask(self) -> tuple[str, ...]:
         """The greedy text of each prompt. Raises ServerError."""
-        return tuple(self.server.complete(prompt, TOKENS).text for prompt in self.prompts)
+        return tuple(self.server.complete(prompt, serve.TOKENS).text for prompt in self.prompts)
 
     def kill(self) -> None:
         if self.process:

@@ -51,6 +51,8 @@ MIB = 1 << 20
 START_LIMIT = 540
 # Seconds for any other call; a first sleep takes 14.
 CALL_LIMIT = 240
+# Of a greedy answer, at most.
+TOKENS = 48
 # Names what a wake-up failed at, as the allocator's errors do.
 NAMES_BLOCK = re.compile(r"block 0x[0-9a-f]+ of \d+ bytes")
 # Log probabilities that are no further apart than this are the same.
@@ -366,6 +368,7 @@ def call(
 ) -> tuple[int, str, float]:
     """HTTP status, text and seconds of one request; status 0 where nobody answers."""
     data = None if body is None else json.dumps(body).encode()
+    # S310 is about a scheme that somebody else chose: ADDRESS is http on this host.
     request = urllib.request.Request(  # noqa: S310
         ADDRESS + path, data=data, method=method, headers={"Content-Type": "application/json"}
     )
@@ -392,7 +395,7 @@ def greedy(prompts: Sequence[str]) -> list[str]:
     """The text of each prompt, up to the first prompt that gets none: that one's HTTP status."""
     texts: list[str] = []
     for prompt in prompts:
-        status, choice = complete(prompt, max_tokens=48)
+        status, choice = complete(prompt, max_tokens=TOKENS)
         if status != 200:
             return [*texts, f"HTTP {status}"]
         texts.append(choice["text"])
@@ -416,7 +419,7 @@ def rescored(prompts: Sequence[str]) -> list[float]:
     """
     found: list[float] = []
     for prompt in prompts:
-        _, choice = complete(prompt, max_tokens=48, logprobs=0, return_token_ids=True)
+        _, choice = complete(prompt, max_tokens=TOKENS, logprobs=0, return_token_ids=True)
         before, tokens = choice.get("prompt_token_ids"), choice.get("token_ids")
         decoded = (choice.get("logprobs") or {}).get("token_logprobs")
         if not before or not tokens or not decoded:
@@ -585,7 +588,7 @@ def first_answers(report: Steps, prompts: Sequence[str]) -> None:
     """Ask each prompt once, with the time that compiling its kernels takes."""
     for number, prompt in enumerate(prompts, 1):
         began = time.monotonic()
-        status, _ = complete(prompt, limit=START_LIMIT, max_tokens=48)
+        status, _ = complete(prompt, limit=START_LIMIT, max_tokens=TOKENS)
         report.add(f"first answer to prompt {number}", time.monotonic() - began, status=status)
 
 

@@ -166,6 +166,11 @@ def existing(folder: Path) -> Path:
     return folder
 
 
+def has_files(folder: Path) -> bool:
+    """Whether ``folder`` is a folder that has something in it."""
+    return folder.is_dir() and any(folder.iterdir())
+
+
 def device(folder: Path) -> int:
     """The number of the file system of ``folder``, which need not exist yet."""
     return existing(folder).stat().st_dev

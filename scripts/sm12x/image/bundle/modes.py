@@ -267,7 +267,7 @@ def parse_given(base: Base, words: Iterable[str]) -> dict[str, Path]:
             )
         selection.require_source(base, name)
         folder = Path(text).absolute()
-        if not folder.is_dir() or not any(folder.iterdir()):
+        if not files.has_files(folder):
             what = "has nothing in it" if folder.is_dir() else "is not a folder"
             raise BadFileError(
                 f"--source {name}: {text} {what}", next_step=f"name a checkout of {name}"

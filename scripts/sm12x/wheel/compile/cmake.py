@@ -250,7 +250,7 @@ def available(base: Base, folder: Path | None) -> frozenset[str]:
     """The third-party sources of ``base`` that are in ``folder``."""
     if folder is None:
         return frozenset()
-    found = (source.name for source in base.sources if _has_files(folder / source.name))
+    found = (source.name for source in base.sources if files.has_files(folder / source.name))
     return frozenset(found)
 
 
@@ -263,7 +263,7 @@ def third_party(
     """
     if real and any(source.name in module.sources for module in modules):
         given = real / source.name
-        if _has_files(given):
+        if files.has_files(given):
             return given.resolve()
     folder = made / source.name
     for name in ("README", *source.stand_in):
@@ -273,10 +273,6 @@ def third_party(
             text = "Stands in for the real source, of which nothing is compiled in this build.\n"
             path.write_text(text if name == "README" else "", encoding="utf-8")
     return folder
-
-
-def _has_files(folder: Path) -> bool:
-    return folder.is_dir() and any(folder.iterdir())
 
 
 def install_module(module: Module, settings: Settings, stage: Path) -> None:

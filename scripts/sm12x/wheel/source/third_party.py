@@ -109,22 +109,21 @@ def content_hash(folder: Path) -> str:
 def _given(
     source: ThirdPartySource, folder: Path, say: _Say, *, patch_level: bool = False
 ) -> FoundSource:
-    if not folder.is_dir() or not any(folder.iterdir()):
+    checkout = f"name a checkout of {source.name} {source.pin}"
+    if not files.has_files(folder):
         raise BadFileError(
-            f"{folder}, given for {source.name}, is not a folder with files",
-            next_step=f"name a checkout of {source.name} {source.pin}",
+            f"{folder}, given for {source.name}, is not a folder with files", next_step=checkout
         )
     if source.stand_in and not any((folder / name).is_file() for name in source.stand_in):
         raise BadFileError(
-            f"{folder} has no {source.stand_in[0]}: it is not {source.name}",
-            next_step=f"name a checkout of {source.name} {source.pin}",
+            f"{folder} has no {source.stand_in[0]}: it is not {source.name}", next_step=checkout
         )
     version = require_version(source, folder, patch_level=patch_level)
     other = bool(version) and version != source.pin
     if other:
         say(f"{source.name}: {folder} is {version}; taken in place of {source.pin}, as asked for")
     for name in source.submodules:
-        if not (folder / name).is_dir() or not any((folder / name).iterdir()):
+        if not files.has_files(folder / name):
             raise BadFileError(
                 f"{folder}, given for {source.name}, lacks its submodule {name}",
                 next_step=f"run `git -C {shlex.quote(str(folder))} submodule update --init {name}`",
