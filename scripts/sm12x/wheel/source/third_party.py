@@ -114,10 +114,6 @@ def _given(
         raise BadFileError(
             f"{folder}, given for {source.name}, is not a folder with files", next_step=checkout
         )
-    if source.stand_in and not any((folder / name).is_file() for name in source.stand_in):
-        raise BadFileError(
-            f"{folder} has no {source.stand_in[0]}: it is not {source.name}", next_step=checkout
-        )
     version = require_version(source, folder, patch_level=patch_level)
     other = bool(version) and version != source.pin
     if other:
@@ -140,6 +136,10 @@ def _given(
         if edited:
             some = ", ".join(edited[:3]) + (", ..." if len(edited) > 3 else "")
             say(f"{source.name}: {len(edited)} files of {folder} differ from the commit: {some}")
+    elif source.stand_in and not any((folder / name).is_file() for name in source.stand_in):
+        raise BadFileError(
+            f"{folder} has no {source.stand_in[0]}: it is not {source.name}", next_step=checkout
+        )
     elif source.commit and not other:
         say(f"{source.name}: {folder} is not a git checkout; taken as {source.pin}, not verified")
     return FoundSource(name=source.name, pin=source.pin, folder=folder.resolve(), origin="given")
