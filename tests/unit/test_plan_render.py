@@ -105,25 +105,25 @@ def test_without_matplotlib_the_picture_is_one_error(
 
 
 def test_the_committed_recipe_fits_by_its_own_terms() -> None:
-    """66.5 + 2.2-3.5 + 2.9-4.1 = 71.6-74.1 of 95; 1 - 7.6 / 95 = 0.92 is the most."""
-    fits, over = run(FLASH), run(FLASH, "--utilization", "0.96")
+    """66.5 + 1.3-1.9 + 1.6-2.6 = 69.4-71.0 of 95; 1 - 4.5 / 95 = 0.95 is the most."""
+    fits, over = run(FLASH), run(FLASH, "--utilization", "0.98")
 
     assert fits.exit_code == 0
-    assert "fits: 20.9-23.4 GiB to spare; largest safe utilization 0.92" in fits.output
-    assert "does not fit: 1.3-3.8 GiB over" in over.output
+    assert "fits: 24.0-25.6 GiB to spare; largest safe utilization 0.95" in fits.output
+    assert "does not fit: 1.0-2.6 GiB over" in over.output
     assert isinstance(over.exception, FindingsError)
-    assert "0.96 -> 0.92" in over.exception.next_step
+    assert "0.98 -> 0.95" in over.exception.next_step
 
 
 def test_the_reported_22_gib_outside_the_budget_do_not_fit_at_0_85() -> None:
-    """Of another build: 80.75 + 22 + 2.9-4.1 of 95; 0.70 would fit."""
+    """Of another build: 80.75 + 22 + 1.6-2.6 of 95; 0.70 would fit."""
     reported = (FLASH, "--outside", "22")
     fits, over = run(*reported), run(*reported, "--utilization", "0.85")
 
-    assert "fits: 2.4-3.6 GiB to spare" in fits.output
+    assert "fits: 3.9-4.9 GiB to spare" in fits.output
     assert "does not fit: " in over.output
     assert isinstance(over.exception, FindingsError)
-    assert "0.85 -> 0.72" in over.exception.next_step
+    assert "0.85 -> 0.74" in over.exception.next_step
 
 
 def test_every_recipe_has_a_line() -> None:

@@ -360,7 +360,7 @@ def test_list_and_show_have_json() -> None:
     listed = json.loads(run("list", "--json"))["recipes"]
     assert {"smoke", "deepseek-v4-pro-gb10-x8"} <= {one["key"] for one in listed}
     shown = json.loads(run("show", "deepseek-v4-flash-rtx-pro-6000-tp4", "--json"))
-    assert shown["sm12x"]["memory"]["outside"]["gib"] == 3.5
+    assert shown["sm12x"]["memory"]["outside"]["gib"] == 1.9
     assert "sleep    level 1" in run("show", "deepseek-v4-flash-rtx-pro-6000-tp4")
 
 
