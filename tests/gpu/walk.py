@@ -98,11 +98,17 @@ def serve(base: str, name: str, model: str, *flags: str, against: str = "", **ho
 V4 = ("deepseek-v4", "--cycles", "1")
 PORTABLE, STOCK = {"VLLM_TRITON_MLA_SPARSE": "1"}, {"VLLM_TRITON_MLA_SPARSE": "0"}
 KEEP = ("--sleep-mode-backend", "keep")
-# The headline's pair: 16.3 GiB on each GPU. As over PCIe, where vLLM has no all-reduce of its own.
-TP4 = (*("--tensor-parallel-size", "4"), "--disable-custom-all-reduce")
-LARGE = ("rotate", "--graphs", "--layers", "56", "--dummy")
+# As over PCIe, where vLLM has no all-reduce of its own.
+PCIE4, PCIE2 = (
+    ("--tensor-parallel-size", size, "--disable-custom-all-reduce") for size in ("4", "2")
+)
+# The headline's pair: 16.3 GiB on each GPU.
+LARGE4, LARGE2 = (("rotate", "--graphs", "--layers", layers, "--dummy") for layers in ("56", "28"))
 TURNS = ("rotate", "--graphs", "--layers", "6")
-RESIDUE = ("--layers", "4", "--cycles", "1", "--serve", *TP4)
+RESIDUE = ("--layers", "4", "--cycles", "1", "--serve")
+SUSPEND = (*KEEP, "--enable-nccl-comm-suspend")
+# Graphs' memory is asleep too, with vLLM's own backend alone.
+OFFLOAD = ("--enable-nccl-comm-suspend", "--sleep-mode-offload-cudagraph")
 FEW_SEQUENCES = ("--max-num-seqs", "32")
 TP2, PP2 = ("--tensor-parallel-size", "2"), ("--pipeline-parallel-size", "2")
 
@@ -145,11 +151,14 @@ RANDOM = ("-m", "tests.gpu.sparse_mla_random", "{tree}")
 RUNS = (
     Run(base="0.21.0", name="nccl", gpus=4, words=("benchmarks/nccl_memory.py", "--out", "{out}"),
         path=()),
-    serve("0.21.0", "residue4", "qwen3-moe", *RESIDUE, gpus=4),
-    serve("0.21.0", "residue4-ctas", "qwen3-moe", *RESIDUE, gpus=4,
+    serve("0.21.0", "residue4", "qwen3-moe", *RESIDUE, *PCIE4, gpus=4),
+    serve("0.21.0", "residue2", "qwen3-moe", *RESIDUE, *PCIE2, gpus=2),
+    serve("0.21.0", "residue4-ctas", "qwen3-moe", *RESIDUE, *PCIE4, gpus=4,
           environment={"NCCL_MAX_CTAS": "8"}),
     # As between cards that cannot read each other's memory.
-    serve("0.21.0", "residue4-no-peers", "qwen3-moe", *RESIDUE, gpus=4,
+    serve("0.21.0", "residue4-no-peers", "qwen3-moe", *RESIDUE, *PCIE4, gpus=4,
+          environment={"NCCL_P2P_DISABLE": "1"}),
+    serve("0.21.0", "residue2-no-peers", "qwen3-moe", *RESIDUE, *PCIE2, gpus=2,
           environment={"NCCL_P2P_DISABLE": "1"}),
     # Compiles for five minutes before it is healthy, and for four more at its first prompts.
     serve("0.21.0", "portable", *V4, environment=PORTABLE, limit=800),
@@ -196,13 +205,20 @@ RUNS = (
     servers("0.33.0", "33-rotate", *TURNS, "--cycles", "100", "--serve", *KEEP, *FEW_SEQUENCES,
             limit=700),
     servers("0.21.0", "rotate", *TURNS, "--cycles", "100", "--serve", *FEW_SEQUENCES, limit=700),
-    servers("0.33.0", "33-rotate4", *LARGE, "--cycles", "15", "--serve", *TP4, *KEEP,
+    servers("0.33.0", "33-rotate4", *LARGE4, "--cycles", "15", "--serve", *PCIE4, *KEEP,
             *FEW_SEQUENCES, gpus=4, limit=700),
-    servers("0.33.0", "33-rotate4-stock", *LARGE, "--cycles", "4", "--turns", "--serve", *TP4,
+    servers("0.33.0", "33-rotate4-stock", *LARGE4, "--cycles", "4", "--turns", "--serve", *PCIE4,
             *FEW_SEQUENCES, tree="stock", gpus=4, limit=700),
+    servers("0.33.0", "33-rotate2", *LARGE2, "--cycles", "15", "--serve", *PCIE2, *KEEP,
+            *FEW_SEQUENCES, gpus=2, limit=700),
+    servers("0.33.0", "33-rotate2-stock", *LARGE2, "--cycles", "4", "--turns", "--serve", *PCIE2,
+            *FEW_SEQUENCES, tree="stock", gpus=2, limit=700),
     # A captured all-reduce has the addresses of what a communicator gives back in its sleep.
-    serve("0.33.0", "33-residue4", "qwen3-moe", "--graphs", *RESIDUE, *KEEP,
-          "--enable-nccl-comm-suspend", gpus=4),
+    serve("0.33.0", "33-residue4", "qwen3-moe", "--graphs", *RESIDUE, *PCIE4, *SUSPEND, gpus=4),
+    serve("0.33.0", "33-residue2", "qwen3-moe", "--graphs", *RESIDUE, *PCIE2, *SUSPEND, gpus=2),
+    serve("0.33.0", "33-offload4", "qwen3-moe", "--graphs", *RESIDUE, *PCIE4, *OFFLOAD, gpus=4),
+    serve("0.33.0", "33-offload2", "qwen3-moe", "--graphs", *RESIDUE, *PCIE2, *OFFLOAD, gpus=2),
+    serve("0.33.0", "33-graphs2", "qwen3-moe", "--graphs", *RESIDUE, *PCIE2, *KEEP, gpus=2),
     servers("0.21.0", "deep", "deep"),
     servers("0.33.0", "33-deep", "deep", "--serve", *KEEP),
     servers("0.33.0", "33-deep-stock", "deep", tree="stock"),
