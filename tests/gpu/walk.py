@@ -108,7 +108,7 @@ TURNS = ("rotate", "--graphs", "--layers", "6")
 RESIDUE = ("--layers", "4", "--cycles", "1", "--serve")
 SUSPEND = (*KEEP, "--enable-nccl-comm-suspend")
 # Graphs' memory is asleep too, with vLLM's own backend alone.
-OFFLOAD = ("--enable-nccl-comm-suspend", "--sleep-mode-offload-cudagraph")
+OFFLOAD = ("--sleep-mode-offload-cudagraph",)
 FEW_SEQUENCES = ("--max-num-seqs", "32")
 TP2, PP2 = ("--tensor-parallel-size", "2"), ("--pipeline-parallel-size", "2")
 
@@ -218,7 +218,10 @@ RUNS = (
     serve("0.33.0", "33-residue2", "qwen3-moe", "--graphs", *RESIDUE, *PCIE2, *SUSPEND, gpus=2),
     serve("0.33.0", "33-offload4", "qwen3-moe", "--graphs", *RESIDUE, *PCIE4, *OFFLOAD, gpus=4),
     serve("0.33.0", "33-offload2", "qwen3-moe", "--graphs", *RESIDUE, *PCIE2, *OFFLOAD, gpus=2),
+    serve("0.33.0", "33-offload", "qwen3-moe", "--graphs", *RESIDUE, *OFFLOAD),
+    serve("0.33.0", "33-graphs4", "qwen3-moe", "--graphs", *RESIDUE, *PCIE4, *KEEP, gpus=4),
     serve("0.33.0", "33-graphs2", "qwen3-moe", "--graphs", *RESIDUE, *PCIE2, *KEEP, gpus=2),
+    serve("0.33.0", "33-graphs", "qwen3-moe", "--graphs", *RESIDUE, *KEEP),
     servers("0.21.0", "deep", "deep"),
     servers("0.33.0", "33-deep", "deep", "--serve", *KEEP),
     servers("0.33.0", "33-deep-stock", "deep", tree="stock"),
