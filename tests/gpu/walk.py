@@ -24,7 +24,6 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from sm12x.core import process
 
@@ -70,32 +69,32 @@ def servers(
     tree: str = "stack",
     gpus: int = 1,
     environment: Mapping[str, str] | None = None,
-    after: tuple[str, ...] = (),
+    against: str = "",
     limit: int = 500,
 ) -> Run:
-    """A run of tests.gpu.SCRIPT. ``flags`` are its own and, after --serve, the servers'."""
+    """A run of tests.gpu.SCRIPT, whose answers are compared with the report of ``against``.
+
+    ``flags`` are the script's own and, after --serve, the servers'.
+    """
+    words = ["-m", f"tests.gpu.{script}", "--out", f"{{out}}/{name}.json"]
+    if against:
+        words += ["--against", f"{{out}}/{against}.json"]
     return Run(
         base=base,
         name=name,
-        words=("-m", f"tests.gpu.{script}", "--out", f"{{out}}/{name}.json", *flags),
+        words=(*words, *flags),
         tree=tree,
         gpus=gpus,
         environment={**SETTINGS, **(environment or {})},
-        after=after,
+        after=(against,) if against else (),
         limit=limit,
     )
 
 
-def serve(base: str, name: str, model: str, *flags: str, against: str = "", **how: Any) -> Run:
-    """A run of tests.gpu.serve, ``against`` the report of another one; ``how`` as of `servers`."""
-    words = ["--model", model]
-    if against:
-        words += ["--against", f"{{out}}/{against}.json"]
-    after = (against,) if against else ()
-    return servers(base, name, "serve", *words, *flags, after=after, **how)
-
-
-V4 = ("deepseek-v4", "--cycles", "1")
+V4 = ("serve", "--model", "deepseek-v4", "--cycles", "1")
+HYBRID, MOE, DENSE, SMOKE = (
+    ("serve", "--model", model) for model in ("hybrid", "qwen3-moe", "dense-fp8", "smoke")
+)
 PORTABLE, STOCK = {"VLLM_TRITON_MLA_SPARSE": "1"}, {"VLLM_TRITON_MLA_SPARSE": "0"}
 KEEP = ("--sleep-mode-backend", "keep")
 # As over PCIe, where vLLM has no all-reduce of its own.
@@ -151,17 +150,17 @@ RANDOM = ("-m", "tests.gpu.sparse_mla_random", "{tree}")
 RUNS = (
     Run(base="0.21.0", name="nccl", gpus=4, words=("benchmarks/nccl_memory.py", "--out", "{out}"),
         path=()),
-    serve("0.21.0", "residue4", "qwen3-moe", *RESIDUE, *PCIE4, gpus=4),
-    serve("0.21.0", "residue2", "qwen3-moe", *RESIDUE, *PCIE2, gpus=2),
-    serve("0.21.0", "residue4-ctas", "qwen3-moe", *RESIDUE, *PCIE4, gpus=4,
-          environment={"NCCL_MAX_CTAS": "8"}),
+    servers("0.21.0", "residue4", *MOE, *RESIDUE, *PCIE4, gpus=4),
+    servers("0.21.0", "residue2", *MOE, *RESIDUE, *PCIE2, gpus=2),
+    servers("0.21.0", "residue4-ctas", *MOE, *RESIDUE, *PCIE4, gpus=4,
+            environment={"NCCL_MAX_CTAS": "8"}),
     # As between cards that cannot read each other's memory.
-    serve("0.21.0", "residue4-no-peers", "qwen3-moe", *RESIDUE, *PCIE4, gpus=4,
-          environment={"NCCL_P2P_DISABLE": "1"}),
-    serve("0.21.0", "residue2-no-peers", "qwen3-moe", *RESIDUE, *PCIE2, gpus=2,
-          environment={"NCCL_P2P_DISABLE": "1"}),
+    servers("0.21.0", "residue4-no-peers", *MOE, *RESIDUE, *PCIE4, gpus=4,
+            environment={"NCCL_P2P_DISABLE": "1"}),
+    servers("0.21.0", "residue2-no-peers", *MOE, *RESIDUE, *PCIE2, gpus=2,
+            environment={"NCCL_P2P_DISABLE": "1"}),
     # Compiles for five minutes before it is healthy, and for four more at its first prompts.
-    serve("0.21.0", "portable", *V4, environment=PORTABLE, limit=800),
+    servers("0.21.0", "portable", *V4, environment=PORTABLE, limit=800),
     measured("sparse-mla", "benchmarks/sparse_mla.py", "{tree}", "--flashmla", "{tree}",
              "--random", "150"),
     measured("deepgemm", "benchmarks/portable_deepgemm.py", "--no-sweep",
@@ -171,12 +170,14 @@ RUNS = (
         words=("compute-sanitizer", "--error-exitcode", "9", sys.executable, *RANDOM,
                "--out", "{out}/sanitizer.json", "--first", "20000", "--shapes", "60",
                "--step", "1")),
-    serve("0.21.0", "stock", *V4, environment=STOCK, limit=800),
-    serve("0.21.0", "mtp", *V4, "--serve", *draft(2), environment=PORTABLE, against="portable"),
-    serve("0.21.0", "absent", *V4, "--graphs", "--serve", "--enable-prefix-caching", tree=ABSENT,
-          environment=PORTABLE, against="portable"),
-    serve("0.21.0", "tp2", *V4, "--serve", *TP2, gpus=2, environment=PORTABLE, against="portable"),
-    serve("0.21.0", "pp2", *V4, "--serve", *PP2, gpus=2, environment=PORTABLE, against="portable"),
+    servers("0.21.0", "stock", *V4, environment=STOCK, limit=800),
+    servers("0.21.0", "mtp", *V4, "--serve", *draft(2), environment=PORTABLE, against="portable"),
+    servers("0.21.0", "absent", *V4, "--graphs", "--serve", "--enable-prefix-caching", tree=ABSENT,
+            environment=PORTABLE, against="portable"),
+    servers("0.21.0", "tp2", *V4, "--serve", *TP2, gpus=2, environment=PORTABLE,
+            against="portable"),
+    servers("0.21.0", "pp2", *V4, "--serve", *PP2, gpus=2, environment=PORTABLE,
+            against="portable"),
     # FlashAttention 2 with code of our own, after what is timed; 9.0 takes the third otherwise. One
     # cubin for all of SM12x takes four minutes less than two.
     Run(base="0.21.0", name="native-build", gpus=0, limit=1500,
@@ -184,24 +185,24 @@ RUNS = (
                "--module", "_vllm_fa2_C", "--arch-list", "9.0a;12.0f",
                "--out", "{out}/native-build.json"),
         after=("sparse-mla", "deepgemm", "random", "sanitizer")),
-    serve("0.21.0", "native", "dense-fp8", "--cycles", "1", "--serve",
-          "--attention-backend", "FLASH_ATTN", "--attention-config.flash_attn_version", "2",
-          tree="native", limit=800),
+    servers("0.21.0", "native", *DENSE, "--cycles", "1", "--serve",
+            "--attention-backend", "FLASH_ATTN", "--attention-config.flash_attn_version", "2",
+            tree="native", limit=800),
     # Every module of the release, for SM12x alone: audits and ops.
     Run(base="0.21.0", name="full-build", gpus=0, limit=1700,
         words=("-m", "tests.gpu.native", "{target}", "--base", "0.21.0", "--into", "full",
                "--arch-list", "12.0a;12.1a", "--out", "{out}/full-build.json"),
         after=("native-build", "sparse-mla", "deepgemm", "random", "sanitizer")),
-    serve("0.33.0", "33-v4", *V4, "--serve", *KEEP, limit=800),
-    serve("0.33.0", "33-hybrid", "hybrid", "--serve", *KEEP),
-    serve("0.33.0", "33-moe", "qwen3-moe", "--serve", *KEEP),
-    serve("0.33.0", "33-dense", "dense-fp8", "--serve", *KEEP),
-    serve("0.33.0", "33-smoke", "smoke", "--serve", *KEEP),
-    serve("0.33.0", "33-hybrid-stock", "hybrid", tree="stock", against="33-hybrid"),
-    serve("0.33.0", "33-moe-stock", "qwen3-moe", tree="stock", against="33-moe"),
-    serve("0.33.0", "33-dense-stock", "dense-fp8", tree="stock", against="33-dense"),
-    serve("0.33.0", "33-smoke-stock", "smoke", tree="stock", against="33-smoke"),
-    serve("0.33.0", "33-v4-stock", *V4, tree="stock", against="33-v4", limit=800),
+    servers("0.33.0", "33-v4", *V4, "--serve", *KEEP, limit=800),
+    servers("0.33.0", "33-hybrid", *HYBRID, "--serve", *KEEP),
+    servers("0.33.0", "33-moe", *MOE, "--serve", *KEEP),
+    servers("0.33.0", "33-dense", *DENSE, "--serve", *KEEP),
+    servers("0.33.0", "33-smoke", *SMOKE, "--serve", *KEEP),
+    servers("0.33.0", "33-hybrid-stock", *HYBRID, tree="stock", against="33-hybrid"),
+    servers("0.33.0", "33-moe-stock", *MOE, tree="stock", against="33-moe"),
+    servers("0.33.0", "33-dense-stock", *DENSE, tree="stock", against="33-dense"),
+    servers("0.33.0", "33-smoke-stock", *SMOKE, tree="stock", against="33-smoke"),
+    servers("0.33.0", "33-v4-stock", *V4, tree="stock", against="33-v4", limit=800),
     servers("0.33.0", "33-rotate", *TURNS, "--cycles", "100", "--serve", *KEEP, *FEW_SEQUENCES,
             limit=700),
     servers("0.21.0", "rotate", *TURNS, "--cycles", "100", "--serve", *FEW_SEQUENCES, limit=700),
@@ -214,14 +215,14 @@ RUNS = (
     servers("0.33.0", "33-rotate2-stock", *LARGE2, "--cycles", "4", "--turns", "--serve", *PCIE2,
             *FEW_SEQUENCES, tree="stock", gpus=2, limit=700),
     # A captured all-reduce has the addresses of what a communicator gives back in its sleep.
-    serve("0.33.0", "33-residue4", "qwen3-moe", "--graphs", *RESIDUE, *PCIE4, *SUSPEND, gpus=4),
-    serve("0.33.0", "33-residue2", "qwen3-moe", "--graphs", *RESIDUE, *PCIE2, *SUSPEND, gpus=2),
-    serve("0.33.0", "33-offload4", "qwen3-moe", "--graphs", *RESIDUE, *PCIE4, *OFFLOAD, gpus=4),
-    serve("0.33.0", "33-offload2", "qwen3-moe", "--graphs", *RESIDUE, *PCIE2, *OFFLOAD, gpus=2),
-    serve("0.33.0", "33-offload", "qwen3-moe", "--graphs", *RESIDUE, *OFFLOAD),
-    serve("0.33.0", "33-graphs4", "qwen3-moe", "--graphs", *RESIDUE, *PCIE4, *KEEP, gpus=4),
-    serve("0.33.0", "33-graphs2", "qwen3-moe", "--graphs", *RESIDUE, *PCIE2, *KEEP, gpus=2),
-    serve("0.33.0", "33-graphs", "qwen3-moe", "--graphs", *RESIDUE, *KEEP),
+    servers("0.33.0", "33-residue4", *MOE, "--graphs", *RESIDUE, *PCIE4, *SUSPEND, gpus=4),
+    servers("0.33.0", "33-residue2", *MOE, "--graphs", *RESIDUE, *PCIE2, *SUSPEND, gpus=2),
+    servers("0.33.0", "33-offload4", *MOE, "--graphs", *RESIDUE, *PCIE4, *OFFLOAD, gpus=4),
+    servers("0.33.0", "33-offload2", *MOE, "--graphs", *RESIDUE, *PCIE2, *OFFLOAD, gpus=2),
+    servers("0.33.0", "33-offload", *MOE, "--graphs", *RESIDUE, *OFFLOAD),
+    servers("0.33.0", "33-graphs4", *MOE, "--graphs", *RESIDUE, *PCIE4, *KEEP, gpus=4),
+    servers("0.33.0", "33-graphs2", *MOE, "--graphs", *RESIDUE, *PCIE2, *KEEP, gpus=2),
+    servers("0.33.0", "33-graphs", *MOE, "--graphs", *RESIDUE, *KEEP),
     servers("0.21.0", "deep", "deep"),
     servers("0.33.0", "33-deep", "deep", "--serve", *KEEP),
     servers("0.33.0", "33-deep-stock", "deep", tree="stock"),
@@ -237,10 +238,10 @@ RUNS = (
     Run(base="0.33.0", name="33-aot-build", gpus=0, limit=600,
         words=("-m", "tests.gpu.aot", "{target}", "--base", "0.33.0",
                "--out", "{out}/33-aot-build.json")),
-    serve("0.33.0", "33-jit", "smoke", "--serve", *KEEP, environment=sampler("33-jit")),
-    serve("0.33.0", "33-aot", "smoke", "--serve", *KEEP, tree="aot",
-          environment=sampler("33-aot")),
-    serve("0.33.0", "33-tp2", "qwen3-moe", "--serve", *TP2, *KEEP, gpus=2, against="33-moe"),
+    servers("0.33.0", "33-jit", *SMOKE, "--serve", *KEEP, environment=sampler("33-jit")),
+    servers("0.33.0", "33-aot", *SMOKE, "--serve", *KEEP, tree="aot",
+            environment=sampler("33-aot")),
+    servers("0.33.0", "33-tp2", *MOE, "--serve", *TP2, *KEEP, gpus=2, against="33-moe"),
 )  # fmt: skip
 
 
