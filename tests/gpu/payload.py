@@ -224,7 +224,11 @@ def main() -> int:
         archive.extractall(stack)
     # A release with a registry of sleep-mode backends. setuptools builds in the source's folder.
     if any(stack.glob("vllm/**/sleep_mode_backend.py")):
-        keep = shutil.copytree(layout.root() / "scripts" / "sleep-keep", options.out / "keep")
+        keep = shutil.copytree(
+            layout.root() / "scripts" / "sleep-keep",
+            options.out / "keep",
+            ignore=shutil.ignore_patterns("build", "*.egg-info"),
+        )
         install([f"{keep}"], stack, options.python)
         shutil.rmtree(keep)
     trim(stack)

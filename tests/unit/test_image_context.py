@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from sm12x import layout
 from sm12x.core import files
 from sm12x.core.errors import BadFileError
 from sm12x.image.bundle import context
@@ -65,6 +66,29 @@ def test_a_context_is_laid_out_with_fixed_modes(tmp_path: Path) -> None:
     assert (tmp_path / "out/b/big").samefile(big)
     assert (tmp_path / "out/text").read_text() == "z"
     assert (tmp_path / "out/links").is_dir()
+
+
+def test_what_tools_leave_among_the_sources_is_no_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`pip install scripts/sleep-keep` leaves a copy of the package that pip would pack again."""
+    root = tmp_path / ".home" / "build"
+    ours = [
+        "pyproject.toml",
+        "scripts/sm12x/commands/build.py",
+        "scripts/sleep-keep/pyproject.toml",
+    ]
+    left = [
+        "scripts/sleep-keep/build/lib/vllm_sleep_keep/backend.py",
+        "scripts/sleep-keep/vllm_sleep_keep.egg-info/PKG-INFO",
+        "scripts/sleep-keep/.ruff_cache/CACHEDIR.TAG",
+        "scripts/sm12x/__pycache__/cli.pyc",
+    ]
+    for name in (*ours, *left):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+    monkeypatch.setattr(layout, "root", lambda: root)
+    assert sorted(context.package()) == sorted(f"sm12x/{name}" for name in ours)
 
 
 def test_any_change_changes_the_inputs(base: Base, monkeypatch: pytest.MonkeyPatch) -> None:

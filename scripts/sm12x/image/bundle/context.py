@@ -22,6 +22,9 @@ from sm12x.wheel.ledger import FLASHINFER_REQUEST
 
 DOCKERFILES = {"builder": "Dockerfile.builder", "bundle": "Dockerfile.bundle"}
 _PACKAGE = ("pyproject.toml", "scripts/sm12x", "scripts/sleep-keep")
+# Folders that tools leave among sources: pip packs what an earlier `pip install` left in `build`
+# instead of sources that are not newer.
+_LEFTOVER = re.compile(r"__pycache__|build|\..+|.+\.egg-info")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,8 +177,9 @@ def package() -> dict[str, Path | str]:
         path = root / name
         inner = [path] if path.is_file() else sorted(path.rglob("*"))
         for file in inner:
-            if file.is_file() and "__pycache__" not in file.parts:
-                found[f"sm12x/{file.relative_to(root)}"] = file
+            inside = file.relative_to(root)
+            if file.is_file() and not any(map(_LEFTOVER.fullmatch, inside.parts)):
+                found[f"sm12x/{inside}"] = file
     return found
 
 
