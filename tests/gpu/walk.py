@@ -231,7 +231,8 @@ RUNS = (
     allocator("0.33.0", "33-allocator", "stack"),
     by_allocator("0.21.0", "sleep", "sleep", "stock={target}/stock", "auto={tree}+auto",
                  "unprepared={tree}+auto+unprepared"),
-    by_allocator("0.33.0", "33-sleep", "sleep", "cumem={target}/stock", "keep={tree}+plugin+keep"),
+    by_allocator("0.33.0", "33-sleep", "sleep", "cumem={target}/stock", "keep={tree}+plugin+keep",
+                 "unprepared={tree}+plugin+keep+unprepared"),
     by_allocator("0.21.0", "churn", "load_churn", "stock={target}/stock", "stack={tree}"),
     by_allocator("0.33.0", "33-churn", "load_churn", "stock={target}/stock", "stack={tree}"),
     # A start that compiles FlashInfer's sampling, and one that finds it compiled.

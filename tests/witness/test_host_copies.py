@@ -605,7 +605,8 @@ def test_memory_comes_in_regions(world: World) -> None:
     module: Any = importlib.import_module(HOST_COPIES)
     module.REGION = 4 * GRANULARITY
     sizes = [n * GRANULARITY for n in (1, 3, 1, 5, 1)]
-    parts = module.host_memory(sizes, world.host_copies._runtime, 0, 0)
+    parts: list[Any] = []
+    module.host_memory(sizes, world.host_copies._runtime, 0, 0, parts.append)
     expect("sizes", [len(part) for part in parts], sizes)
     expect("regions registered", world.fake.calls("cudaHostRegister"), 4)
     expect("registered host memory", world.fake.registered(), sum(sizes))
@@ -621,6 +622,68 @@ def test_memory_comes_in_regions(world: World) -> None:
     expect("with a part left", world.fake.registered(), sum(sizes))
     parts.clear()
     expect("with none left", world.fake.registered(), 0)
+
+
+def in_small_regions(world: World, count: int = 5) -> list[Block]:
+    """Blocks of weights, each of which fills a region of host memory."""
+    world.use_host_copies()
+    module: Any = importlib.import_module(HOST_COPIES)
+    module.REGION = GRANULARITY
+    return [world.block() for _ in range(count)]
+
+
+def test_blocks_are_copied_while_more_memory_is_taken(world: World) -> None:
+    """The first of five when two more regions are registered at most."""
+    blocks = in_small_regions(world)
+    owner, name = world.copier
+    copy = getattr(owner, name)
+    registered: list[int] = []
+
+    def noted(*arguments: Any) -> None:
+        registered.append(world.fake.calls("cudaHostRegister"))
+        copy(*arguments)
+
+    setattr(owner, name, noted)
+    world.allocator.sleep(OFFLOAD)
+    setattr(owner, name, copy)
+    expect("copies", len(registered), len(blocks))
+    assert registered[0] < len(blocks), f"registered at each copy: {registered}"
+    world.expect_asleep(*blocks)
+    world.allocator.wake_up()
+    free_all(world, blocks)
+
+
+def test_host_memory_that_ends_half_way(world: World) -> None:
+    """Blocks that have some keep their copies, the others are copied anew each time."""
+    blocks = in_small_regions(world)
+    module: Any = importlib.import_module(HOST_COPIES)
+    rooms = iter([64 << 30] * 3)
+    module.available_host_memory = lambda: next(rooms, 0)
+    texts = warned(lambda: expect_sleep_and_wake(world, blocks))
+    expect("warnings", ["no host memory that could be kept" in text for text in texts], [True])
+    expect("registered host memory", world.fake.registered() > 0, True)
+    blocks[0] = rewritten(world, blocks[0], everything)
+    blocks[4] = rewritten(world, blocks[4], everything)
+    expect_sleep_and_wake(world, blocks)
+    free_all(world, blocks)
+
+
+def test_a_copy_that_fails_is_no_lack_of_host_memory(world: World) -> None:
+    blocks = in_small_regions(world)
+    owner, name = world.copier
+    copy = getattr(owner, name)
+
+    def failing(*_: Any) -> None:
+        raise RuntimeError("CUDA Error: unknown error")
+
+    setattr(owner, name, failing)
+    problems: list[Exception | None] = []
+    texts = warned(lambda: problems.append(raised(lambda: world.allocator.sleep(OFFLOAD))))
+    setattr(owner, name, copy)
+    expect("warnings", texts, [])
+    assert "All keep their memory" in str(problems[0]), problems
+    world.expect_awake(*blocks)
+    expect_sleep_and_wake(world, blocks)
 
 
 # ---- failures, interrupts, threads ----
@@ -646,8 +709,11 @@ def check(world: World) -> Callable[[list[Block], Exception | None], None]:
     return after
 
 
-def test_every_call_of_a_first_sleep(world: World) -> None:
+@pytest.mark.parametrize("regions", ["one region", "a region each"])
+def test_every_call_of_a_first_sleep(world: World, regions: str) -> None:
     def prepare() -> list[Block]:
+        if regions == "a region each":
+            return in_small_regions(world)
         world.use_host_copies()
         return world.blocks()
 
@@ -710,11 +776,13 @@ def free_all(world: World, blocks: list[Block]) -> None:
     expect("what the driver holds in the end", world.fake.alive(), EMPTY)
 
 
-@pytest.mark.parametrize("call", ["first sleep", "later sleep", "wake_up"])
+@pytest.mark.parametrize("call", ["unprepared sleep", "first sleep", "later sleep", "wake_up"])
 def test_an_interrupt_anywhere(world: World, call: str) -> None:
     """Then the same call goes on from there; or the other one, after new bytes were written."""
 
     def prepare() -> list[Block]:
+        if call == "unprepared sleep":
+            return in_small_regions(world, 3)
         blocks = two_blocks(world)
         if call == "first sleep":
             world.allocator.prepare_sleep()
@@ -751,6 +819,25 @@ def test_an_interrupt_anywhere(world: World, call: str) -> None:
 
     world.digested = 4 * ROW
     walk(prepare, operate, then_same, then_opposite)
+
+
+def test_an_interrupt_while_the_memory_of_a_freed_block_is_kept(world: World) -> None:
+    """Two new blocks do not both get it."""
+
+    def prepare() -> list[Block]:
+        world.use_host_copies()
+        old = world.block()
+        world.allocator.sleep(OFFLOAD)
+        world.allocator.wake_up()
+        world.free(old)
+        return [world.block(), world.block()]
+
+    def check(blocks: list[Block]) -> None:
+        world.allocator.sleep(OFFLOAD)
+        world.allocator.wake_up()
+        free_all(world, blocks)
+
+    walk(prepare, lambda blocks: world.host_copies._forget_freed(world.allocator), check)
 
 
 def test_an_interrupt_while_host_memory_is_taken(world: World) -> None:

@@ -11,12 +11,14 @@ block anew unless its digest is the one of the copy.
 
 import contextlib
 import ctypes
+import functools
 import gc
 import logging
 import mmap
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -75,6 +77,10 @@ def setting(default: str = "auto") -> str:
 
 class NoHostMemoryError(RuntimeError):
     """The host has no room for copies that stay."""
+
+
+class CopyError(RuntimeError):
+    """A block that has host memory could not be copied to it."""
 
 
 def available_host_memory(
@@ -336,21 +342,41 @@ def _groups(sizes: Iterable[int]) -> Iterator[list[int]]:
 
 
 def host_memory(
-    sizes: list[int], runtime: Runtime, device: int, reserve: int
-) -> list[torch.Tensor]:
-    """Registered host memory, near to the device: one tensor of bytes for each size.
+    sizes: list[int],
+    runtime: Runtime,
+    device: int,
+    reserve: int,
+    use: Callable[[torch.Tensor], None],
+) -> None:
+    """Take registered host memory, near to the device: bytes for each of the sizes.
+
+    `use` gets each tensor, in this order, once it can be copied to; more memory is
+    touched and registered meanwhile.
 
     Raises:
-        NoHostMemoryError: less than this and `reserve` is available.
+        NoHostMemoryError: less than what is left and `reserve` is available.
         RuntimeError: CUDA does not register it.
 
     """
     left = sum(sizes)
     near = cpus_near(runtime.bus_id(device))
     count = min(THREADS, len(near or os.sched_getaffinity(0)))
-    regions: list[tuple[Region, list[Future[None]], list[int]]] = []
-    registered: list[Future[None]] = []
+    touched: deque[tuple[Region, list[Future[None]], list[int]]] = deque()
+    registered: deque[tuple[Region, Future[None], list[int]]] = deque()
     with DeviceThreads(runtime, device, count, near) as threads:
+
+        def go_on(behind: int) -> None:
+            """Register, and then use, all regions but the newest."""
+            while len(touched) > behind:
+                region, touches, group = touched.popleft()
+                _wait(touches)
+                registered.append((region, threads.start(region.register), group))
+            while len(registered) > behind:
+                region, done, group = registered.popleft()
+                done.result()
+                for size, end in zip(group, accumulate(group), strict=True):
+                    use(region.part(end - size, size))
+
         for group in _groups(sizes):
             # Before each region: other workers take theirs at the same time.
             available = available_host_memory()
@@ -361,20 +387,10 @@ def host_memory(
                 )
             left -= sum(group)
             region = Region(sum(group), runtime)
-            regions.append((region, region.touch(threads), group))
-            # The one before is touched, and registered while this one is touched.
-            for region, touches, _ in regions[-2:-1]:
-                _wait(touches)
-                registered.append(threads.start(region.register))
-        for region, touches, _ in regions[-1:]:
-            _wait(touches)
-            registered.append(threads.start(region.register))
-        _wait(registered)
-    return [
-        region.part(end - size, size)
-        for region, _, group in regions
-        for size, end in zip(group, accumulate(group), strict=True)
-    ]
+            touched.append((region, region.touch(threads), group))
+            # One is registered while the next is touched.
+            go_on(1)
+        go_on(0)
 
 
 def _wait(futures: list[Future[None]]) -> None:
@@ -731,38 +747,51 @@ class HostCopies:
                 saved.unchanged.append(copy)
             else:
                 changed.append(data)
-        try:
-            self._take_memory(
-                [data for data in changed if data.handle[2] not in self._copies]
-            )
-        except RuntimeError as error:
-            self._warn(
-                f"Sleep takes its host copies anew each time, and each takes longer: "
-                f"there is no host memory that could be kept: {error}"
-            )
-        self._copy_to_host(allocator, changed, saved)
+        if changed:
+            self._copy_to_host(allocator, changed, saved)
         for address, copy in saved.copies.items():
             copy.digest = digests.get(address)
         return saved
 
     def _copy_to_host(self, allocator: Any, blocks: list[Any], saved: "Saved") -> None:
-        data = None
+        """Copy blocks, those without host memory while more of it is taken."""
+        last = blocks[-1]
         copied: dict[int, Copy] = {}
-        try:
-            for i, data in enumerate(blocks):
-                device, size, address = data.handle[:3]
-                copy = self._copies.get(address)
-                if copy is None or not self._take_in_hand(allocator, data):
-                    continue
-                copy.digest = None
-                stream = self._stream(device, i)
+
+        def start(data: Any) -> None:
+            nonlocal last
+            last = data
+            device, size, address = data.handle[:3]
+            copy = self._copies[address]
+            if not self._take_in_hand(allocator, data):
+                return
+            copy.digest = None
+            try:
+                stream = self._stream(device, len(copied))
                 self._runtime.copy(copy.tensor.data_ptr(), address, size, stream)
-                copied[address] = copy
+            except RuntimeError as error:
+                raise CopyError(f"{error}") from error
+            copied[address] = copy
+
+        try:
+            missing = [data for data in blocks if data.handle[2] not in self._copies]
+            for data in blocks:
+                if data.handle[2] in self._copies:
+                    start(data)
+            try:
+                self._take_memory(missing, start)
+            except CopyError:
+                raise
+            except RuntimeError as error:
+                self._warn(
+                    f"Sleep takes its host copies anew each time, and each takes "
+                    f"longer: there is no host memory that could be kept: {error}"
+                )
             allocator.in_hand = None
             self._wait_for_copies()
         except Exception as error:
             raise RuntimeError(
-                f"Sleep failed at {_named(data)}: {error}. All keep their memory."
+                f"Sleep failed at {_named(last)}: {error}. All keep their memory."
             ) from error
         finally:
             allocator.in_hand = None
@@ -951,11 +980,13 @@ class HostCopies:
         device, _, address = data.handle[:3]
         return address not in self._copies and self._is_integrated(device)
 
-    def _take_memory(self, blocks: list[Any]) -> None:
-        """Host memory for blocks without any.
+    def _take_memory(
+        self, blocks: list[Any], use: Callable[[Any], None] = lambda data: None
+    ) -> None:
+        """Host memory for blocks without any. `use` gets each block that has its own.
 
         Raises:
-            RuntimeError: there is none; what there was is given to blocks.
+            RuntimeError: there is none for the others.
 
         """
         # Memory of tags apart: a sleep of level 2 gives back the one's.
@@ -967,15 +998,22 @@ class HostCopies:
                 continue
             if spare:
                 self._copies[address] = Copy(data, spare.pop())
+                use(data)
             else:
                 groups.setdefault((device, data.tag), []).append(data)
         reserve = RESERVE if self.setting == "auto" else 0
         for (device, _), group in groups.items():
-            tensors = host_memory(
-                [data.handle[1] for data in group], self._runtime, device, reserve
-            )
-            for data, tensor in zip(group, tensors, strict=True):
-                self._copies[data.handle[2]] = Copy(data, tensor)
+            sizes = [data.handle[1] for data in group]
+            give = functools.partial(self._give, iter(group), use)
+            host_memory(sizes, self._runtime, device, reserve, give)
+
+    def _give(
+        self, blocks: Iterator[Any], use: Callable[[Any], None], tensor: torch.Tensor
+    ) -> None:
+        """Give memory to the next block, and use it."""
+        data = next(blocks)
+        self._copies[data.handle[2]] = Copy(data, tensor)
+        use(data)
 
     def _forget_freed(self, allocator: Any) -> None:
         for address, copy in list(self._copies.items()):
