@@ -34,7 +34,7 @@ from packaging.utils import canonicalize_name
 from sm12x import layout
 from sm12x.core import index, lockfile
 from sm12x.core.errors import Sm12xError
-from sm12x.image.bundle import modes
+from sm12x.image.bundle import context, modes
 from sm12x.stack import lock
 from sm12x.stack.model import base as bases
 from sm12x.stack.worktree import tree as source_tree
@@ -224,13 +224,10 @@ def main() -> int:
         archive.extractall(stack)
     # A release with a registry of sleep-mode backends. setuptools builds in the source's folder.
     if any(stack.glob("vllm/**/sleep_mode_backend.py")):
-        keep = shutil.copytree(
-            layout.root() / "scripts" / "sleep-keep",
-            options.out / "keep",
-            ignore=shutil.ignore_patterns("build", "*.egg-info"),
-        )
-        install([f"{keep}"], stack, options.python)
-        shutil.rmtree(keep)
+        own = options.out / "own"
+        context.Context(files=context.package(), large={}, folders=()).write(own)
+        install([f"{own}/sm12x/scripts/sleep-keep"], stack, options.python)
+        shutil.rmtree(own)
     trim(stack)
     (stack / "sitecustomize.py").write_text(SITE, "utf-8")
     pinned = base.wheels["x86_64"]
