@@ -70,8 +70,13 @@ def walk(
     *checks: Callable[[Any], None],
     files: tuple[str, ...] = WALKED,
     stride: int = STRIDE,
+    part: int = 0,
+    parts: int = 1,
 ) -> int:
     """Interrupt ``operate`` at every line, and at every ``stride``-th opcode; the number of cases.
+
+    A walk that takes long is divided: of its cases, part ``part`` of ``parts`` takes every
+    ``parts``-th.
 
     The checks take turns: each is made after every second line where there are two. With
     SM12X_WALK=all each one is made after every line and every opcode.
@@ -80,8 +85,8 @@ def walk(
     failures: list[str] = []
     cases = 0
     for opcodes in (False, True):
-        step = stride if opcodes and not everything else 1
-        at = 1
+        step = parts * (stride if opcodes and not everything else 1)
+        at = 1 + part * step // parts
         turn = 0
         while True:
             state = prepare()

@@ -776,13 +776,11 @@ def free_all(world: World, blocks: list[Block]) -> None:
     expect("what the driver holds in the end", world.fake.alive(), EMPTY)
 
 
-@pytest.mark.parametrize("call", ["unprepared sleep", "first sleep", "later sleep", "wake_up"])
+@pytest.mark.parametrize("call", ["first sleep", "later sleep", "wake_up"])
 def test_an_interrupt_anywhere(world: World, call: str) -> None:
     """Then the same call goes on from there; or the other one, after new bytes were written."""
 
     def prepare() -> list[Block]:
-        if call == "unprepared sleep":
-            return in_small_regions(world, 3)
         blocks = two_blocks(world)
         if call == "first sleep":
             world.allocator.prepare_sleep()
@@ -819,6 +817,32 @@ def test_an_interrupt_anywhere(world: World, call: str) -> None:
 
     world.digested = 4 * ROW
     walk(prepare, operate, then_same, then_opposite)
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_an_interrupt_while_blocks_are_copied_and_memory_is_taken(world: World, part: int) -> None:
+    """With a region touched, one registered and one copied to at a time.
+
+    The rest of a sleep is the same as after a preparation.
+    """
+
+    def copy(blocks: list[Block]) -> None:
+        data = [world.allocator.pointer_to_data[block.address] for block in blocks]
+        world.host_copies._save(world.allocator, data)
+
+    def check(blocks: list[Block]) -> None:
+        world.allocator.sleep(OFFLOAD)
+        expect("physical memory asleep", world.fake.alive().physical, 0)
+        world.allocator.wake_up()
+        free_all(world, blocks)
+
+    def prepare() -> list[Block]:
+        blocks = in_small_regions(world, 3)
+        # Computed before; the walks through sleep come by it.
+        world.host_copies._digests = lambda allocator, blocks: {}
+        return blocks
+
+    walk(prepare, copy, check, part=part, parts=3)
 
 
 def test_an_interrupt_while_the_memory_of_a_freed_block_is_kept(world: World) -> None:
