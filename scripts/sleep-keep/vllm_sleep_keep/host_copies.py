@@ -774,10 +774,12 @@ class HostCopies:
             copied[address] = copy
 
         try:
-            missing = [data for data in blocks if data.handle[2] not in self._copies]
+            missing = []
             for data in blocks:
                 if data.handle[2] in self._copies:
                     start(data)
+                else:
+                    missing.append(data)
             try:
                 self._take_memory(missing, start)
             except CopyError:
