@@ -8,7 +8,8 @@ sleep and wake_up from scripts/sleep-keep; `auto`, `keep` or `release` is SLEEP_
 `unprepared` lets the first sleep take the host memory. Each case runs in a process of its own,
 with PyTorch, the tree's allocator and nothing else of vLLM, and checks the bytes after every
 wake_up. The bare copy is timed in that process too: the same bytes, from the same kind of host
-memory, to memory that is mapped already, in one go.
+memory, to memory that is mapped already, in one go. Of a first sleep that takes its host memory
+itself, the report says when that memory was touched, registered and copied to.
 
 FOLDER gets sleep.json and sleep.md. A case that fails is in both, with its error, and the exit
 code is 1.
@@ -55,6 +56,9 @@ class Times(cases.Measured):
     blocks: int = 0
     prepare: float | None = None
     first_sleep: float | None = None
+    # Of a first sleep that was not prepared, by name of a step: the begin of its first call and the
+    # end of its last, since the sleep's begin, and the sum of its calls.
+    steps: dict[str, tuple[float, float, float]] = field(default_factory=dict)
     later_sleeps: list[float] = field(default_factory=list)
     wakes: list[float] = field(default_factory=list)
     # With one tensor of all written to before.
@@ -132,7 +136,7 @@ def _measure(case: Case, options: argparse.Namespace, times: Times) -> None:
     times.device = torch.cuda.get_device_name(0)
     times.torch = torch.__version__
     times.driver = _driver()
-    sleep, wake_up, prepare = _calls(case, gpu)
+    sleep, wake_up, copies, prepare = _calls(case, gpu)
     size = int(options.gib * GIB / options.tensors) // (2 * MIB) * (2 * MIB)
     host_before = _available()
     with gpu.allocator.use_memory_pool("weights"):
@@ -141,14 +145,19 @@ def _measure(case: Case, options: argparse.Namespace, times: Times) -> None:
         cache = torch.zeros(4 * GIB, dtype=torch.uint8, device="cuda")
     times.blocks = len(gpu.allocator.pointer_to_data)
     times.gib = size * options.tensors / GIB
+    steps = None
     if case.prepared and prepare is not None:
         times.prepare = _seconds(torch, prepare)
+    elif copies is not None:
+        steps = Steps(sys.modules[type(copies).__module__])
 
     def intact() -> None:
         for seed, tensor in enumerate(tensors):
             _require(gpu.intact(tensor, seed), f"tensor {seed} is not what it was")
 
     times.first_sleep = _seconds(torch, sleep)
+    if steps is not None:
+        times.steps = steps.taken()
     times.wakes.append(_seconds(torch, wake_up))
     intact()
     for _ in range(options.cycles):
@@ -167,10 +176,58 @@ def _measure(case: Case, options: argparse.Namespace, times: Times) -> None:
     times.bare_copy = _bare_copy(torch, tensors)
 
 
+class Steps:
+    """When host copies compute digests, touch and register memory, copy, and wait for copies."""
+
+    def __init__(self, module: Any) -> None:
+        self._start = time.monotonic()
+        self._spans: dict[str, list[tuple[float, float]]] = {}
+        self._wrapped: list[tuple[Any, str, Any]] = []
+        for step, owner, name in (
+            ("digests", module.HostCopies, "_digests"),
+            ("touch", module, "touch"),
+            ("register", module.Runtime, "register"),
+            ("copy", module.Runtime, "copy"),
+            ("wait", module.Runtime, "wait"),
+        ):
+            call = getattr(owner, name)
+            self._wrapped.append((owner, name, call))
+            setattr(owner, name, self._timed(step, call))
+
+    def _timed(self, step: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        spans = self._spans.setdefault(step, [])
+
+        def timed(*arguments: Any) -> Any:
+            begin = time.monotonic()
+            try:
+                return call(*arguments)
+            finally:
+                spans.append((begin - self._start, time.monotonic() - self._start))
+
+        return timed
+
+    def taken(self) -> dict[str, tuple[float, float, float]]:
+        """See `Times.steps`. From here on nothing is timed."""
+        for owner, name, call in self._wrapped:
+            setattr(owner, name, call)
+        return {
+            step: (
+                min(begin for begin, _ in spans),
+                max(end for _, end in spans),
+                sum(end - begin for begin, end in spans),
+            )
+            for step, spans in self._spans.items()
+            if spans
+        }
+
+
 def _calls(
     case: Case, gpu: Any
-) -> tuple[Callable[[], None], Callable[[], None], Callable[[], None] | None]:
-    """sleep, wake_up, and prepare, which ends when everything is prepared."""
+) -> tuple[Callable[[], None], Callable[[], None], Any, Callable[[], None] | None]:
+    """sleep, wake_up, the host copies, and prepare, which ends when everything is prepared.
+
+    Stock has neither of the last two.
+    """
     if case.plugin:
         from vllm_sleep_keep.backend import KeepBackend
 
@@ -180,7 +237,12 @@ def _calls(
             backend.prepare()
             backend.copies._wait_for_preparation()
 
-        return (lambda: backend.suspend(1)), (lambda: backend.resume()), prepare_backend
+        return (
+            (lambda: backend.suspend(1)),
+            (lambda: backend.resume()),
+            backend.copies,
+            prepare_backend,
+        )
     copies: Any = getattr(gpu.allocator, "host_copies", None)
 
     def prepare() -> None:
@@ -190,6 +252,7 @@ def _calls(
     return (
         (lambda: gpu.allocator.sleep(("weights",))),
         (lambda: gpu.allocator.wake_up()),
+        copies,
         None if copies is None else prepare,
     )
 
@@ -279,6 +342,21 @@ def report(results: Sequence[Times], command: str) -> str:
             "-" if result.host_gib_awake is None else f"{result.host_gib_awake:.1f}",
         )
         lines.append(f"| {' | '.join(cells)} |")
+    timed = [result for result in results if result.steps]
+    if timed:
+        lines += [
+            "",
+            "Of a first sleep that was not prepared: seconds after its begin, and the sum of the",
+            "calls, some of which are made at a time.",
+            "",
+            "| case | step | first begins | last ends | sum |",
+            "| --- | --- | --- | --- | --- |",
+        ]
+    lines += [
+        f"| {result.case} | {step} | {' | '.join(map(_number, seconds))} |"
+        for result in timed
+        for step, seconds in result.steps.items()
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from benchmarks import sleep
 
@@ -49,3 +51,53 @@ def test_the_report_has_a_line_for_each_case() -> None:
     assert lines[-2] == f"| kept | 341 | {times} |"
     assert lines[-1].startswith("| stock | ended with -6 |")
     assert lines[-1].count("|") == lines[-2].count("|")
+
+
+def test_the_report_says_when_an_unprepared_sleep_took_its_memory() -> None:
+    steps = {"touch": (0.01, 1.2, 18.0), "register": (0.1, 1.3, 0.9)}
+    prepared = sleep.Times(case="prepared")
+    unprepared = sleep.Times(case="unprepared", steps=steps)
+    lines = sleep.report([prepared, unprepared], "the command").splitlines()
+    assert lines[-2:] == [
+        "| unprepared | touch | 0.010 | 1.200 | 18.000 |",
+        "| unprepared | register | 0.100 | 1.300 | 0.900 |",
+    ]
+    assert "| prepared | touch" not in "\n".join(lines)
+
+
+def test_steps_are_timed_until_they_are_taken() -> None:
+    # GIVEN a module whose copies fail
+    class Runtime:
+        def register(self, address: int) -> int:
+            return address
+
+        def copy(self) -> None:
+            raise RuntimeError
+
+        def wait(self) -> None:
+            pass
+
+    class HostCopies:
+        def _digests(self) -> None:
+            pass
+
+    module = SimpleNamespace(
+        HostCopies=HostCopies, Runtime=Runtime, touch=lambda address, size: address + size
+    )
+    touch = module.touch
+    # WHEN some of its calls are timed
+    steps = sleep.Steps(module)
+    assert module.touch(1, 2) == 3
+    assert Runtime().register(4) == 4
+    assert Runtime().register(5) == 5
+    with pytest.raises(RuntimeError):
+        Runtime().copy()
+    taken = steps.taken()
+    # THEN each step has its times, and later calls have none
+    assert [*taken] == ["touch", "register", "copy"]
+    for begin, end, together in taken.values():
+        assert 0 <= begin <= end
+        assert 0 <= together <= end - begin
+    assert module.touch is touch
+    Runtime().wait()
+    assert "wait" not in steps.taken()
