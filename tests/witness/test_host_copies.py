@@ -838,7 +838,7 @@ def test_an_interrupt_while_blocks_are_copied_and_memory_is_taken(world: World, 
 
     def prepare() -> list[Block]:
         blocks = in_small_regions(world, 3)
-        # Computed before; the walks through sleep come by it.
+        # The walks through a whole sleep include these.
         world.host_copies._digests = lambda allocator, blocks: {}
         return blocks
 
