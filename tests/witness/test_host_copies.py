@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from tests.fakecuda.standin import GRANULARITY
 from tests.witness.fuzz import Fuzzer, Settings, seeds
-from tests.witness.interrupt import walk
+from tests.witness.interrupt import WALKED, walk
 from tests.witness.kernels import SM12X_SHARED, Gpu, KernelProcess
 from tests.witness.world import (
     EMPTY,
@@ -197,6 +197,32 @@ def test_a_level_2_sleep_gives_the_host_memory_back(world: World) -> None:
         world.fill(block)
     expect_sleep_and_wake(world, blocks)
     expect("registered host memory", world.fake.registered(), size)
+
+
+def is_mapped(address: int) -> bool:
+    ranges = (
+        line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()
+    )
+    return any(int(start, 16) <= address < int(end, 16) for start, end in ranges)
+
+
+def test_memory_that_cannot_be_unregistered_stays_mapped(world: World) -> None:
+    """CUDA copies to the pages that it knows for an address, whatever is mapped there."""
+    blocks = kept(world)
+    addresses = [copy.data_ptr() for copy in world.host_copies.held()]
+    size = world.fake.registered()
+    world.fake.fail("cudaHostUnregister", nth=1, error=700, count=50)
+    world.allocator.sleep(())
+    world.fake.fail_nothing()
+    expect("registered host memory", world.fake.registered(), size)
+    expect("mapped", [is_mapped(address) for address in addresses], [True] * len(addresses))
+    world.allocator.wake_up()
+    world.allocator.sleep(())
+    expect("registered after the next sleep", world.fake.registered(), 0)
+    world.allocator.wake_up()
+    for block in blocks:
+        world.fill(block)
+    expect_sleep_and_wake(world, blocks)
 
 
 def test_what_sleeps_with_a_copy_keeps_it_through_a_level_2_sleep(world: World) -> None:
@@ -862,6 +888,28 @@ def test_an_interrupt_while_the_memory_of_a_freed_block_is_kept(world: World) ->
         free_all(world, blocks)
 
     walk(prepare, lambda blocks: world.host_copies._forget_freed(world.allocator), check)
+
+
+def test_an_interrupt_while_host_memory_is_given_back(world: World) -> None:
+    """Also in what Python calls when a region is gone, whose exceptions it only prints."""
+
+    def prepare() -> list[int]:
+        world.use_host_copies()
+        block = world.block()
+        world.allocator.sleep(OFFLOAD)
+        world.allocator.wake_up()
+        world.free(block)
+        world.host_copies._forget_freed(world.allocator)
+        return [copy.data_ptr() for copy in world.host_copies.held()]
+
+    def check(addresses: list[int]) -> None:
+        if world.fake.registered():
+            expect("mapped", [is_mapped(address) for address in addresses], [True])
+        world.host_copies._forget_discarded()
+        expect("registered host memory", world.fake.registered(), 0)
+
+    files = (*WALKED, "weakref.py")
+    walk(prepare, lambda _: world.host_copies._forget_discarded(), check, files=files)
 
 
 def test_an_interrupt_while_host_memory_is_taken(world: World) -> None:

@@ -189,6 +189,8 @@ class Runtime:
     NON_BLOCKING = 1
     PORTABLE = 1
     ANY_DIRECTION = 4
+    # What cudaHostUnregister answers where nothing is registered, or any more.
+    UNREGISTERED = (0, 1, 713)
 
     def __init__(self, path: str) -> None:
         # A library object of its own: argument types are set on it.
@@ -210,6 +212,8 @@ class Runtime:
             function.restype, function.argtypes = number, arguments
         self._library.cudaGetErrorString.restype = ctypes.c_char_p
         self._library.cudaGetErrorString.argtypes = [number]
+        # By address, the memory of each region, which `give_back` unmaps.
+        self._held: dict[int, tuple[weakref.ref[Region], mmap.mmap]] = {}
 
     def call(self, name: str, *arguments: Any) -> None:
         code = getattr(self._library, name)(*arguments)
@@ -252,9 +256,30 @@ class Runtime:
     def register(self, address: int, size: int) -> None:
         self.call("cudaHostRegister", address, size, self.PORTABLE)
 
-    def unregister(self, address: int) -> None:
-        if self._library.cudaHostUnregister(address) != 0:
-            self._library.cudaGetLastError()
+    def hold(self, region: "Region", memory: mmap.mmap) -> None:
+        """Keep memory mapped until the region is gone and CUDA does not know it.
+
+        CUDA copies to the pages it has registered for an address, also where other
+        memory is mapped to the address by now.
+        """
+        self._held[region.address] = weakref.ref(region), memory
+        # The process's end does the same by itself.
+        weakref.finalize(region, self.give_back).atexit = False
+
+    def give_back(self) -> None:
+        """Unregister and unmap the memory of the regions that are gone.
+
+        What CUDA refuses, or an exception interrupts, is left for the next call.
+        """
+        for address, held in self._held.copy().items():
+            region, _ = held
+            if region() is not None or self._held.get(address) is not held:
+                continue
+            code = self._library.cudaHostUnregister(address)
+            if code != 0:
+                self._library.cudaGetLastError()
+            if code in self.UNREGISTERED:
+                self._held.pop(address, None)
 
 
 class DeviceThreads:
@@ -304,9 +329,8 @@ class Region:
         self.address = start + skipped
         self.size = size
         _libc.madvise(self.address, size, MADV_HUGEPAGE)
-        # Asked for in any case: an exception can come right after the call that
-        # registers. The process's end does the same by itself.
-        weakref.finalize(self, runtime.unregister, self.address).atexit = False
+        # In any case: an exception can come right after the call that registers.
+        runtime.hold(self, memory)
 
     def touch(self, threads: DeviceThreads) -> list[Future[None]]:
         end = self.address + self.size
@@ -1031,6 +1055,8 @@ class HostCopies:
         for address, copy in list(self._copies.items()):
             if copy.data.is_asleep and copy.data.cpu_backup_tensor is None:
                 del self._copies[address]
+        # Also what could not be given back before.
+        self._runtime.give_back()
 
     def held(self) -> list[torch.Tensor]:
         """The host memory that is held, whether blocks are asleep or awake."""
