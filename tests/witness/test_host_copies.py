@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import logging
 import os
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,6 +53,18 @@ def kept(world: World, *, setting: str = "auto") -> list[Block]:
 
 def copies(world: World) -> int:
     return sum(world.fake.calls(name) for name in ("cudaMemcpy", "cudaMemcpyAsync"))
+
+
+@contextlib.contextmanager
+def copying_by(world: World, call: Callable[..., None]) -> Iterator[None]:
+    """Sleep and wake_up copy by ``call``, whose first argument is what copies otherwise."""
+    owner, name = world.copier
+    copy = getattr(owner, name)
+    setattr(owner, name, functools.partial(call, copy))
+    try:
+        yield
+    finally:
+        setattr(owner, name, copy)
 
 
 def rewritten(world: World, block: Block, change: Callable[[bytearray], None]) -> Block:
@@ -661,17 +674,14 @@ def in_small_regions(world: World, count: int = 5) -> list[Block]:
 def test_blocks_are_copied_while_more_memory_is_taken(world: World) -> None:
     """The first of five when two more regions are registered at most."""
     blocks = in_small_regions(world)
-    owner, name = world.copier
-    copy = getattr(owner, name)
     registered: list[int] = []
 
-    def noted(*arguments: Any) -> None:
+    def noted(copy: Callable[..., None], *arguments: Any) -> None:
         registered.append(world.fake.calls("cudaHostRegister"))
         copy(*arguments)
 
-    setattr(owner, name, noted)
-    world.allocator.sleep(OFFLOAD)
-    setattr(owner, name, copy)
+    with copying_by(world, noted):
+        world.allocator.sleep(OFFLOAD)
     expect("copies", len(registered), len(blocks))
     assert registered[0] < len(blocks), f"registered at each copy: {registered}"
     world.expect_asleep(*blocks)
@@ -696,16 +706,13 @@ def test_host_memory_that_ends_half_way(world: World) -> None:
 
 def test_a_copy_that_fails_is_no_lack_of_host_memory(world: World) -> None:
     blocks = in_small_regions(world)
-    owner, name = world.copier
-    copy = getattr(owner, name)
 
     def failing(*_: Any) -> None:
         raise RuntimeError("CUDA Error: unknown error")
 
-    setattr(owner, name, failing)
     problems: list[Exception | None] = []
-    texts = warned(lambda: problems.append(raised(lambda: world.allocator.sleep(OFFLOAD))))
-    setattr(owner, name, copy)
+    with copying_by(world, failing):
+        texts = warned(lambda: problems.append(raised(lambda: world.allocator.sleep(OFFLOAD))))
     expect("warnings", texts, [])
     assert "All keep their memory" in str(problems[0]), problems
     world.expect_awake(*blocks)
@@ -871,15 +878,20 @@ def test_an_interrupt_while_blocks_are_copied_and_memory_is_taken(world: World, 
     walk(prepare, copy, check, part=part, parts=3)
 
 
+def free_one_with_a_copy(world: World) -> None:
+    """A block is freed after a sleep, when nothing has looked at its copy yet."""
+    world.use_host_copies()
+    block = world.block()
+    world.allocator.sleep(OFFLOAD)
+    world.allocator.wake_up()
+    world.free(block)
+
+
 def test_an_interrupt_while_the_memory_of_a_freed_block_is_kept(world: World) -> None:
     """Two new blocks do not both get it."""
 
     def prepare() -> list[Block]:
-        world.use_host_copies()
-        old = world.block()
-        world.allocator.sleep(OFFLOAD)
-        world.allocator.wake_up()
-        world.free(old)
+        free_one_with_a_copy(world)
         return [world.block(), world.block()]
 
     def check(blocks: list[Block]) -> None:
@@ -894,11 +906,7 @@ def test_an_interrupt_while_host_memory_is_given_back(world: World) -> None:
     """Also in what Python calls when a region is gone, whose exceptions it only prints."""
 
     def prepare() -> list[int]:
-        world.use_host_copies()
-        block = world.block()
-        world.allocator.sleep(OFFLOAD)
-        world.allocator.wake_up()
-        world.free(block)
+        free_one_with_a_copy(world)
         world.host_copies._forget_freed(world.allocator)
         return [copy.data_ptr() for copy in world.host_copies.held()]
 
@@ -948,15 +956,15 @@ def test_a_block_freed_in_the_midst(world: World, call: str, thread: bool, victi
     fresh: list[Block] = []
     if call == "wake_up":
         world.allocator.sleep(OFFLOAD)
-    owner, name = world.copier
-    copy = getattr(owner, name)
     made: list[int] = []
 
     def free() -> None:
         world.free(blocks[victim])
         fresh.append(world.block())
 
-    def and_meanwhile(to: int, source: int, size: int, *stream: int) -> None:
+    def and_meanwhile(
+        copy: Callable[..., None], to: int, source: int, size: int, *stream: int
+    ) -> None:
         copy(to, source, size, *stream)
         made.append(to)
         if len(made) == 2:
@@ -967,11 +975,10 @@ def test_a_block_freed_in_the_midst(world: World, call: str, thread: bool, victi
             else:
                 free()
 
-    setattr(owner, name, and_meanwhile)
     operate = world.allocator.wake_up if call == "wake_up" else world.allocator.sleep
     arguments = () if call == "wake_up" else (OFFLOAD,)
-    expect("what it raised", raised(lambda: operate(*arguments)), None)
-    setattr(owner, name, copy)
+    with copying_by(world, and_meanwhile):
+        expect("what it raised", raised(lambda: operate(*arguments)), None)
     expect("blocks unmapped in use", world.fake.violations(), 0)
     left = [block for i, block in enumerate(blocks) if i != victim] + fresh
     # What could not be freed at once is freed when PyTorch calls next.
