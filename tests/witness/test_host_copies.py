@@ -367,15 +367,13 @@ def test_copies_go_to_several_streams(world: World) -> None:
     world.use_host_copies()
     blocks = [world.block() for _ in range(4)]
     seen: list[int] = []
-    owner, name = world.copier
-    copy = getattr(owner, name)
 
-    def noted(to: int, source: int, size: int, *stream: int) -> None:
+    def noted(copy: Callable[..., None], to: int, source: int, size: int, *stream: int) -> None:
         seen.extend(stream)
         copy(to, source, size, *stream)
 
-    setattr(owner, name, noted)
-    expect_sleep_and_wake(world, blocks)
+    with copying_by(world, noted):
+        expect_sleep_and_wake(world, blocks)
     expect("streams of copies", len(set(seen)), 2)
 
 
