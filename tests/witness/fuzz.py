@@ -71,6 +71,9 @@ class Fuzzer:
             self.world.use_host_copies()
         if self.settings.plugin:
             self.world.use_plugin()
+        if self.world.host_copies is not None and self.chance.random() < 0.5:
+            # A sleep that was not prepared has the kernel compiled in the background.
+            self.world.host_copies._compiled.clear()
 
     # ---- the model ----
 

@@ -252,8 +252,7 @@ def test_host_memory_is_prepared(world: World) -> None:
     world.use_host_copies()
     blocks = world.blocks()
     world.fake.capture(True)
-    world.allocator.prepare_sleep()
-    world.host_copies._wait_for_preparation()
+    prepare_sleep(world)
     world.fake.capture(False)
     size = sum(block.size for block in weights(blocks))
     expect("registered host memory", world.fake.registered(), size)
@@ -418,8 +417,69 @@ def test_a_digest_without_its_kernel(world: World) -> None:
     expect("calls of the kernel", calls, 1)
 
 
-def test_a_kernel_that_is_not_compiled_is_no_failure(world: World) -> None:
+def noted_digests(world: World) -> list[str]:
+    """From here on, what computes a digest, and each compilation of its kernel."""
     world.use_host_copies()
+    module: Any = importlib.import_module(type(world.host_copies).__module__)
+    done: list[str] = []
+    digest = module.digest_by_torch
+
+    def noted(name: str) -> Callable[..., None]:
+        def compute(*block: Any) -> None:
+            done.append(name)
+            digest(*block)
+
+        return compute
+
+    module.digest_by_torch = noted("PyTorch")
+    module.compile_digest = lambda device: done.append("compiled")
+    world.host_copies._digest = noted("kernel")
+    world.host_copies._compiled.clear()
+    return done
+
+
+def prepare_sleep(world: World) -> None:
+    world.allocator.prepare_sleep()
+    world.host_copies._wait_for_preparation()
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_a_sleep_does_not_wait_for_its_kernel(world: World, prepared: bool) -> None:
+    """PyTorch computes the digests of a first sleep that was not prepared: the same ones."""
+    done = noted_digests(world)
+    blocks = world.blocks()
+    count = len(weights(blocks))
+    if prepared:
+        prepare_sleep(world)
+    expect_sleep_and_wake(world, blocks)
+    world.host_copies._wait_for_preparation()
+    first = ["compiled", *["kernel"] * count] if prepared else [*["PyTorch"] * count, "compiled"]
+    expect("done by a first sleep", done, first)
+    done.clear()
+    world.fake.forget_calls()
+    blocks[1] = rewritten(world, blocks[1], one_bit)
+    expect_sleep_and_wake(world, blocks)
+    expect("done by a later sleep", done, ["kernel"] * count)
+    expect("copies, of one block and of a wake_up", copies(world), 1 + count)
+
+
+def test_the_kernel_computes_where_pytorch_has_no_memory(world: World) -> None:
+    done = noted_digests(world)
+    module: Any = importlib.import_module(type(world.host_copies).__module__)
+
+    def short(*block: Any) -> None:
+        raise RuntimeError("CUDA out of memory")
+
+    module.digest_by_torch = short
+    blocks = world.blocks()
+    expect("warnings", warned(lambda: expect_sleep_and_wake(world, blocks)), [])
+    expect("done", done, ["compiled", *["kernel"] * len(weights(blocks))])
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_a_kernel_that_is_not_compiled_is_no_failure(world: World, prepared: bool) -> None:
+    """PyTorch computes digests then, and one warning says so."""
+    done = noted_digests(world)
     module: Any = importlib.import_module(type(world.host_copies).__module__)
 
     def fails(device: int) -> None:
@@ -427,14 +487,24 @@ def test_a_kernel_that_is_not_compiled_is_no_failure(world: World) -> None:
 
     module.compile_digest = fails
     blocks = world.blocks()
-    world.allocator.prepare_sleep()
-    world.host_copies._wait_for_preparation()
-    expect(
-        "registered host memory",
-        world.fake.registered(),
-        sum(block.size for block in weights(blocks)),
-    )
-    expect_sleep_and_wake(world, blocks)
+    size = sum(block.size for block in weights(blocks))
+    texts = []
+    if prepared:
+        texts = warned(lambda: prepare_sleep(world))
+        expect("registered host memory", world.fake.registered(), size)
+    for _ in range(2):
+        texts += warned(lambda: expect_sleep_and_wake(world, blocks))
+        texts += warned(lambda: world.host_copies._wait_for_preparation())
+    expect("warnings", ["no C compiler" in text for text in texts], [True])
+    expect("done", done, ["PyTorch"] * 2 * len(weights(blocks)))
+
+
+def test_an_interrupt_while_a_thread_is_started(world: World) -> None:
+    def check(_: None) -> None:
+        world.host_copies._wait_for_preparation()
+        prepare_sleep(world)
+
+    walk(world.use_host_copies, lambda _: world.host_copies._prepare_by(lambda: None), check)
 
 
 def digests(gpu: Gpu, rows: int) -> list[bool]:
@@ -783,8 +853,7 @@ def test_every_call_of_the_preparation(world: World) -> None:
         return world.blocks()
 
     def operate(blocks: list[Block]) -> None:
-        world.allocator.prepare_sleep()
-        world.host_copies._wait_for_preparation()
+        prepare_sleep(world)
 
     def after(blocks: list[Block], problem: Exception | None) -> None:
         expect("what a preparation that fails raises", problem, None)
@@ -814,8 +883,7 @@ def test_an_interrupt_anywhere(world: World, call: str) -> None:
     def prepare() -> list[Block]:
         blocks = two_blocks(world)
         if call == "first sleep":
-            world.allocator.prepare_sleep()
-            world.host_copies._wait_for_preparation()
+            prepare_sleep(world)
         else:
             world.allocator.sleep(OFFLOAD)
         if call == "later sleep":

@@ -228,6 +228,7 @@ class World:
         module.on_device = lambda device: contextlib.nullcontext()
         module.compile_digest = lambda device: None
         self.host_copies._digest = digest
+        self.host_copies._compiled = {0}
         self.copier = (self.host_copies._runtime, "copy")
 
     def use_plugin(self, setting: str = "auto") -> Any:

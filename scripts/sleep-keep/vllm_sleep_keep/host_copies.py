@@ -607,6 +607,8 @@ class HostCopies:
         self._integrated: dict[int, bool] = {}
         self._preparation: threading.Thread | None = None
         self._digest = digest_by_kernel if HAS_TRITON else digest_by_torch
+        # The devices that have the kernel.
+        self._compiled: set[int] = set()
         self._frozen = False
         self._warned: set[str] = set()
 
@@ -625,8 +627,11 @@ class HostCopies:
         ]
         if not blocks:
             return
+        self._prepare_by(self._prepare, blocks)
+
+    def _prepare_by(self, call: Callable[..., None], *arguments: Any) -> None:
         self._preparation = threading.Thread(
-            target=self._prepare, args=(blocks,), name="sleep-host-copies"
+            target=call, args=arguments, name="sleep-host-copies"
         )
         self._preparation.start()
 
@@ -636,18 +641,33 @@ class HostCopies:
         except Exception as error:
             # The first sleep takes it, or says why not.
             logger.warning("Host memory for sleep was not prepared: %s", error)
-        try:
-            for device in {data.handle[0] for data in blocks}:
-                if self._keeps(device):
-                    compile_digest(device)
-        except Exception as error:
-            # Again: the first sleep says why not.
-            logger.debug("The digest of sleep was not compiled: %s", error)
+        self._compile(self._not_compiled(blocks))
 
     def _wait_for_preparation(self) -> None:
-        if self._preparation is not None:
+        # An interrupt can have left a thread that was not started.
+        if self._preparation is not None and self._preparation.is_alive():
             self._preparation.join()
-            self._preparation = None
+        self._preparation = None
+
+    def _not_compiled(self, blocks: list[Any]) -> set[int]:
+        """The devices of blocks that are to have the kernel of digests."""
+        if self._digest is digest_by_torch:
+            return set()
+        devices = {data.handle[0] for data in blocks} - self._compiled
+        return {device for device in devices if self._keeps(device)}
+
+    def _compile(self, devices: Iterable[int]) -> None:
+        try:
+            for device in devices:
+                compile_digest(device)
+                self._compiled.add(device)
+        except Exception as error:
+            self._do_without_kernel(error)
+
+    def _do_without_kernel(self, error: Exception) -> None:
+        """It cannot be compiled or launched here, and will not be later."""
+        self._digest = digest_by_torch
+        self._warn(f"Sleep computes digests without a kernel for it: {error}")
 
     # -- sleep --
 
@@ -667,9 +687,9 @@ class HostCopies:
         self._wait_for_preparation()
         self._synchronize(blocks)
         self._forget_freed(allocator)
-        awake = [data for data in blocks if not data.is_asleep]
+        offloaded = [data for data in blocks if data.tag in offload_tags]
         saved = self._save(
-            allocator, [data for data in awake if data.tag in offload_tags]
+            allocator, [data for data in offloaded if not data.is_asleep]
         )
         conflict = False
         total = backup = 0
@@ -695,6 +715,10 @@ class HostCopies:
         gc.collect()
         torch.cuda.empty_cache()
         self._freeze()
+        devices = self._not_compiled(offloaded)
+        if devices:
+            # That takes longer than the digests themselves: a sleep does not wait.
+            self._prepare_by(self._compile, devices)
 
     def _freeze(self) -> None:
         """Once garbage is collected: spare later collections what is there now.
@@ -831,9 +855,12 @@ class HostCopies:
             except Exception as error:
                 if self._digest is digest_by_torch:
                     raise
-                # It cannot be compiled or launched here, and will not be later.
-                self._digest = digest_by_torch
-                self._warn(f"Sleep computes digests without a kernel for it: {error}")
+                devices = self._not_compiled(blocks)
+                if devices:
+                    # The kernel takes no memory for products.
+                    self._compile(devices)
+                else:
+                    self._do_without_kernel(error)
                 return self._digests_by_device(allocator, blocks)
         except Exception as error:
             # Out of memory, for one: there is no room for the products. Without a
@@ -851,13 +878,19 @@ class HostCopies:
                 for data in blocks
                 if data.handle[0] == index and data.handle[1] % (4 * WORDS) == 0
             ]
+            by_kernel = index in self._compiled
+            digest = self._digest if by_kernel else digest_by_torch
             device = device_of(index)
             with on_device(device):
-                digests |= self._digests_on_device(allocator, group, device)
+                digests |= self._digests_on_device(allocator, group, device, digest)
         return digests
 
     def _digests_on_device(
-        self, allocator: Any, blocks: list[Any], device: torch.device
+        self,
+        allocator: Any,
+        blocks: list[Any],
+        device: torch.device,
+        digest: Callable[[int, int, torch.Tensor, torch.Tensor], None],
     ) -> dict[int, bytes]:
         factors = multipliers(device)
         rows = [data.handle[1] // (4 * WORDS) for data in blocks]
@@ -868,7 +901,7 @@ class HostCopies:
             _, size, address = data.handle[:3]
             if self._take_in_hand(allocator, data):
                 start = end - count
-                self._digest(address, size, factors, numbers[start:end])
+                digest(address, size, factors, numbers[start:end])
                 digested.append((address, 8 * start, 8 * end))
         allocator.in_hand = None
         # To the host in one go.
