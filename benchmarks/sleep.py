@@ -9,7 +9,7 @@ sleep and wake_up from scripts/sleep-keep; `auto`, `keep` or `release` is SLEEP_
 with PyTorch, the tree's allocator and nothing else of vLLM, and checks the bytes after every
 wake_up. The bare copy is timed in that process too: the same bytes, from the same kind of host
 memory, to memory that is mapped already, in one go. Of a first sleep that takes its host memory
-itself, the report says when that memory was touched, registered and copied to.
+itself, and of a later sleep that is not counted, the report says when its steps were made.
 
 FOLDER gets sleep.json and sleep.md. A case that fails is in both, with its error, and the exit
 code is 1.
@@ -18,6 +18,7 @@ code is 1.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
 import platform
@@ -25,7 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,9 +57,9 @@ class Times(cases.Measured):
     blocks: int = 0
     prepare: float | None = None
     first_sleep: float | None = None
-    # Of a first sleep that was not prepared, by name of a step: the begin of its first call and the
-    # end of its last, since the sleep's begin, and the sum of its calls.
-    steps: dict[str, tuple[float, float, float]] = field(default_factory=dict)
+    # Of a "first" sleep that was not prepared and of a "later" one, by name of a step: the begin of
+    # its first call and the end of its last, since the sleep's begin, and the sum of its calls.
+    steps: dict[str, dict[str, tuple[float, float, float]]] = field(default_factory=dict)
     later_sleeps: list[float] = field(default_factory=list)
     wakes: list[float] = field(default_factory=list)
     # With one tensor of all written to before.
@@ -145,25 +146,24 @@ def _measure(case: Case, options: argparse.Namespace, times: Times) -> None:
         cache = torch.zeros(4 * GIB, dtype=torch.uint8, device="cuda")
     times.blocks = len(gpu.allocator.pointer_to_data)
     times.gib = size * options.tensors / GIB
-    steps = None
     if case.prepared and prepare is not None:
         times.prepare = _seconds(torch, prepare)
-    elif copies is not None:
-        steps = Steps(sys.modules[type(copies).__module__])
 
     def intact() -> None:
         for seed, tensor in enumerate(tensors):
             _require(gpu.intact(tensor, seed), f"tensor {seed} is not what it was")
 
-    times.first_sleep = _seconds(torch, sleep)
-    if steps is not None:
-        times.steps = steps.taken()
+    with _steps(times, "first", None if case.prepared else copies):
+        times.first_sleep = _seconds(torch, sleep)
     times.wakes.append(_seconds(torch, wake_up))
     intact()
     for _ in range(options.cycles):
         times.later_sleeps.append(_seconds(torch, sleep))
         times.wakes.append(_seconds(torch, wake_up))
         intact()
+    with _steps(times, "later", copies):
+        sleep()
+    wake_up()
     tensors[0].add_(1)
     times.changed_sleep = _seconds(torch, sleep)
     wake_up()
@@ -176,8 +176,19 @@ def _measure(case: Case, options: argparse.Namespace, times: Times) -> None:
     times.bare_copy = _bare_copy(torch, tensors)
 
 
+@contextlib.contextmanager
+def _steps(times: Times, name: str, copies: Any) -> Iterator[None]:
+    """Time the steps of a sleep of host copies, where there are any."""
+    if copies is None:
+        yield
+        return
+    steps = Steps(sys.modules[type(copies).__module__])
+    yield
+    times.steps[name] = steps.taken()
+
+
 class Steps:
-    """When host copies compute digests, touch and register memory, copy, and wait for copies."""
+    """When the module of host copies makes each step of a sleep."""
 
     def __init__(self, module: Any) -> None:
         self._start = time.monotonic()
@@ -189,6 +200,9 @@ class Steps:
             ("register", module.Runtime, "register"),
             ("copy", module.Runtime, "copy"),
             ("wait", module.Runtime, "wait"),
+            ("unmap", module.HostCopies, "_put_to_sleep"),
+            ("collect", module.gc, "collect"),
+            ("empty cache", module.torch.cuda, "empty_cache"),
         ):
             call = getattr(owner, name)
             self._wrapped.append((owner, name, call))
@@ -346,16 +360,17 @@ def report(results: Sequence[Times], command: str) -> str:
     if timed:
         lines += [
             "",
-            "Of a first sleep that was not prepared: seconds after its begin, and the sum of the",
-            "calls, some of which are made at a time.",
+            "Of a first sleep that was not prepared, and of a later one: seconds after its begin,",
+            "and the sum of the calls, some of which are made at a time.",
             "",
-            "| case | step | first begins | last ends | sum |",
-            "| --- | --- | --- | --- | --- |",
+            "| case | sleep | step | first begins | last ends | sum |",
+            "| --- | --- | --- | --- | --- | --- |",
         ]
     lines += [
-        f"| {result.case} | {step} | {' | '.join(map(_number, seconds))} |"
+        f"| {result.case} | {name} | {step} | {' | '.join(map(_number, seconds))} |"
         for result in timed
-        for step, seconds in result.steps.items()
+        for name, steps in result.steps.items()
+        for step, seconds in steps.items()
     ]
     return "\n".join(lines) + "\n"
 
