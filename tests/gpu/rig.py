@@ -7,6 +7,7 @@ is answered by a few stub modules, so that torch is all a host needs.
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import importlib.machinery
 import importlib.util
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 LIBRARY = "cumem_allocator.abi3.so"
+KEEP = Path(__file__).resolve().parents[2] / "scripts" / "sleep-keep"
 MIB = 1 << 20
 GIB = 1 << 30
 
@@ -143,6 +145,15 @@ class Gpu:
         self.torch = torch
         self.cumem = cumem
         self.allocator: Any = cumem.CuMemAllocator.get_instance()
+        if os.environ.get("SM12X_BACKEND") == "keep":
+            self._sleep_by_package()
+
+    def _sleep_by_package(self) -> None:
+        """Let the allocator sleep and wake as the backend of scripts/sleep-keep does."""
+        sys.path.append(str(KEEP))
+        copies = importlib.import_module("vllm_sleep_keep.backend").KeepBackend().copies
+        self.allocator.sleep = functools.partial(copies.sleep, self.allocator)
+        self.allocator.wake_up = lambda tags=None: copies.wake_up(self.allocator, tags)
 
     def free(self) -> int:
         """Bytes of free memory on the device."""
