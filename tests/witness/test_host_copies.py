@@ -739,20 +739,53 @@ def in_small_regions(world: World, count: int = 5) -> list[Block]:
     return [world.block() for _ in range(count)]
 
 
+def holding_up(world: World, touches: int) -> tuple[threading.Event, list[bool]]:
+    """After so many touches the next ones wait for the event, for at most ten seconds.
+
+    The list has for each of them whether the event came.
+    """
+    module: Any = importlib.import_module(HOST_COPIES)
+    touch, event, came = module.touch, threading.Event(), list[bool]()
+    left = iter(range(touches))
+
+    def held_up(address: int, size: int) -> None:
+        if next(left, None) is None:
+            came.append(event.wait(10))
+        touch(address, size)
+
+    module.touch = held_up
+    return event, came
+
+
 def test_blocks_are_copied_while_more_memory_is_taken(world: World) -> None:
-    """The first of five when two more regions are registered at most."""
+    """The first of five before there is memory for the last."""
     blocks = in_small_regions(world)
-    registered: list[int] = []
+    copied, came = holding_up(world, 4)
 
     def noted(copy: Callable[..., None], *arguments: Any) -> None:
-        registered.append(world.fake.calls("cudaHostRegister"))
         copy(*arguments)
+        copied.set()
 
     with copying_by(world, noted):
         world.allocator.sleep(OFFLOAD)
-    expect("copies", len(registered), len(blocks))
-    assert registered[0] < len(blocks), f"registered at each copy: {registered}"
+    expect("whether a copy came before", came, [True])
     world.expect_asleep(*blocks)
+    world.allocator.wake_up()
+    free_all(world, blocks)
+
+
+def test_digests_are_computed_while_memory_is_taken(world: World) -> None:
+    blocks = in_small_regions(world)
+    computed, came = holding_up(world, 0)
+    digest = world.host_copies._digest
+
+    def noted(*block: Any) -> None:
+        digest(*block)
+        computed.set()
+
+    world.host_copies._digest = noted
+    world.allocator.sleep(OFFLOAD)
+    expect("whether a digest came before", came, [True] * len(blocks))
     world.allocator.wake_up()
     free_all(world, blocks)
 

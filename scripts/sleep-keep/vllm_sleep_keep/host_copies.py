@@ -22,8 +22,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -77,10 +78,6 @@ def setting(default: str = "auto") -> str:
 
 class NoHostMemoryError(RuntimeError):
     """The host has no room for copies that stay."""
-
-
-class CopyError(RuntimeError):
-    """A block that has host memory could not be copied to it."""
 
 
 def available_host_memory(
@@ -785,63 +782,68 @@ class HostCopies:
         blocks = [data for data in blocks if self._keeps(data.handle[0])]
         if not blocks:
             return saved
+        missing = [data for data in blocks if data.handle[2] not in self._copies]
+        known = [data for data in blocks if data.handle[2] in self._copies]
+        taken = self._take_in_background(missing)
         digests = self._digests(allocator, blocks)
         changed = []
-        for data in blocks:
-            copy = self._copies.get(data.handle[2])
+        for data in known:
+            copy = self._copies[data.handle[2]]
             now = digests.get(data.handle[2])
-            if copy is not None and copy.digest is not None and copy.digest == now:
+            if copy.digest is not None and copy.digest == now:
                 saved.copies[data.handle[2]] = copy
                 saved.unchanged.append(copy)
             else:
                 changed.append(data)
-        if changed:
-            self._copy_to_host(allocator, changed, saved)
+        if changed or missing:
+            self._copy_to_host(allocator, chain(changed, taken), saved)
+            self._wait_for_preparation()
         for address, copy in saved.copies.items():
             copy.digest = digests.get(address)
         return saved
 
-    def _copy_to_host(self, allocator: Any, blocks: list[Any], saved: "Saved") -> None:
-        """Copy blocks, those without host memory while more of it is taken."""
-        last = blocks[-1]
-        copied: dict[int, Copy] = {}
+    def _take_in_background(self, blocks: list[Any]) -> Iterator[Any]:
+        """Take host memory for blocks; of the result is each that has its own."""
+        taken: SimpleQueue[Any] = SimpleQueue()
+        if blocks:
+            self._prepare_by(self._take, blocks, taken)
+        else:
+            taken.put(None)
+        return iter(taken.get, None)
 
-        def start(data: Any) -> None:
-            nonlocal last
-            last = data
-            device, size, address = data.handle[:3]
-            copy = self._copies[address]
-            if not self._take_in_hand(allocator, data):
-                return
-            copy.digest = None
-            try:
+    def _take(self, blocks: list[Any], taken: "SimpleQueue[Any]") -> None:
+        try:
+            self._take_memory(blocks, taken.put)
+        except Exception as error:
+            self._warn(
+                f"Sleep takes its host copies anew each time, and each takes "
+                f"longer: there is no host memory that could be kept: {error}"
+            )
+        finally:
+            taken.put(None)
+
+    def _copy_to_host(
+        self, allocator: Any, blocks: Iterable[Any], saved: "Saved"
+    ) -> None:
+        """Copy blocks, which have host memory."""
+        copied: dict[int, Copy] = {}
+        data: Any = None
+        try:
+            for data in blocks:
+                device, size, address = data.handle[:3]
+                copy = self._copies[address]
+                if not self._take_in_hand(allocator, data):
+                    continue
+                copy.digest = None
                 stream = self._stream(device, len(copied))
                 self._runtime.copy(copy.tensor.data_ptr(), address, size, stream)
-            except RuntimeError as error:
-                raise CopyError(f"{error}") from error
-            copied[address] = copy
-
-        try:
-            missing = []
-            for data in blocks:
-                if data.handle[2] in self._copies:
-                    start(data)
-                else:
-                    missing.append(data)
-            try:
-                self._take_memory(missing, start)
-            except CopyError:
-                raise
-            except RuntimeError as error:
-                self._warn(
-                    f"Sleep takes its host copies anew each time, and each takes "
-                    f"longer: there is no host memory that could be kept: {error}"
-                )
+                copied[address] = copy
             allocator.in_hand = None
-            self._wait_for_copies()
+            if copied:
+                self._wait_for_copies()
         except Exception as error:
             raise RuntimeError(
-                f"Sleep failed at {_named(last)}: {error}. All keep their memory."
+                f"Sleep failed at {_named(data)}: {error}. All keep their memory."
             ) from error
         finally:
             allocator.in_hand = None
