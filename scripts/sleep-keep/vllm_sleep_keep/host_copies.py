@@ -533,11 +533,11 @@ def digest_by_torch(
 
 
 def compile_digest(device: int) -> None:
-    """Compile the kernel of `digest_by_kernel`; nothing is launched."""
+    """Compile and load the kernel of `digest_by_kernel`; nothing is launched."""
     if not HAS_TRITON:
         return
     with on_device(device_of(device)):
-        digest_kernel.warmup(
+        compiled = digest_kernel.warmup(
             torch.int32,
             torch.int64,
             torch.int64,
@@ -549,6 +549,8 @@ def compile_digest(device: int) -> None:
             num_warps=KERNEL_WARPS,
             grid=(1,),
         )
+        # What can be launched is loaded; some versions compile C for it, too.
+        compiled[(1, 1, 1)]
 
 
 # ---- sleep and wake_up ----
@@ -656,7 +658,8 @@ class HostCopies:
     def _compile(self, devices: Iterable[int]) -> None:
         try:
             for device in devices:
-                compile_digest(device)
+                with DeviceThreads(self._runtime, device, 1) as threads:
+                    threads.start(compile_digest, device).result()
                 self._compiled.add(device)
         except Exception as error:
             self._do_without_kernel(error)
