@@ -741,53 +741,48 @@ def in_small_regions(world: World, count: int = 5) -> list[Block]:
     return [world.block() for _ in range(count)]
 
 
-def holding_up(world: World, touches: int) -> tuple[threading.Event, list[bool]]:
-    """After so many touches the next ones wait for the event, for at most ten seconds.
-
-    The list has for each of them whether the event came.
-    """
-    module: Any = importlib.import_module(HOST_COPIES)
-    touch, event, came = module.touch, threading.Event(), list[bool]()
-    left = iter(range(touches))
-
-    def held_up(address: int, size: int) -> None:
-        if next(left, None) is None:
-            came.append(event.wait(10))
-        touch(address, size)
-
-    module.touch = held_up
-    return event, came
-
-
 def test_blocks_are_copied_while_more_memory_is_taken(world: World) -> None:
     """The first of five before there is memory for the last."""
     blocks = in_small_regions(world)
-    copied, came = holding_up(world, 4)
+    module: Any = importlib.import_module(HOST_COPIES)
+    touch, copied, touches = module.touch, threading.Event(), iter(range(4))
+    came: list[bool] = []
+
+    def last_waits(address: int, size: int) -> None:
+        if next(touches, None) is None:
+            came.append(copied.wait(10))
+        touch(address, size)
 
     def noted(copy: Callable[..., None], *arguments: Any) -> None:
         copy(*arguments)
         copied.set()
 
+    module.touch = last_waits
     with copying_by(world, noted):
         world.allocator.sleep(OFFLOAD)
-    expect("whether a copy came before", came, [True])
+    expect("whether a copy came before the last touch", came, [True])
     world.expect_asleep(*blocks)
     world.allocator.wake_up()
     free_all(world, blocks)
 
 
-def test_digests_are_computed_while_memory_is_taken(world: World) -> None:
+def test_memory_is_taken_while_digests_are_computed(world: World) -> None:
     blocks = in_small_regions(world)
-    computed, came = holding_up(world, 0)
-    digest = world.host_copies._digest
+    module: Any = importlib.import_module(HOST_COPIES)
+    touch, digest, touched = module.touch, world.host_copies._digest, threading.Event()
+    came: list[bool] = []
 
-    def noted(*block: Any) -> None:
+    def noted(address: int, size: int) -> None:
+        touched.set()
+        touch(address, size)
+
+    def waits(*block: Any) -> None:
+        came.append(touched.wait(10))
         digest(*block)
-        computed.set()
 
-    world.host_copies._digest = noted
+    module.touch, world.host_copies._digest = noted, waits
     world.allocator.sleep(OFFLOAD)
-    expect("whether a digest came before", came, [True] * len(blocks))
+    expect("whether a touch came before each digest", came, [True] * len(blocks))
     world.allocator.wake_up()
     free_all(world, blocks)
 
