@@ -747,6 +747,7 @@ def test_blocks_are_copied_while_more_memory_is_taken(world: World) -> None:
     module: Any = importlib.import_module(HOST_COPIES)
     touch, copied, touches = module.touch, threading.Event(), iter(range(4))
     came: list[bool] = []
+    registered: list[int] = []
 
     def last_waits(address: int, size: int) -> None:
         if next(touches, None) is None:
@@ -755,11 +756,14 @@ def test_blocks_are_copied_while_more_memory_is_taken(world: World) -> None:
 
     def noted(copy: Callable[..., None], *arguments: Any) -> None:
         copy(*arguments)
+        registered.append(world.fake.calls("cudaHostRegister"))
         copied.set()
 
     module.touch = last_waits
     with copying_by(world, noted):
         world.allocator.sleep(OFFLOAD)
+    expect("copies", len(registered), len(blocks))
+    assert registered[0] < len(blocks), f"registered at each copy: {registered}"
     expect("whether a copy came before the last touch", came, [True])
     world.expect_asleep(*blocks)
     world.allocator.wake_up()
