@@ -101,12 +101,14 @@ def settle(most: int) -> None:
         time.sleep(0.5)
 
 
-def verify(first: Member, second: Member, cycles: int, out: Path) -> tuple[int, dict[str, Any]]:
+def verify(
+    first: Member, second: Member, flags: Sequence[str], out: Path
+) -> tuple[int, dict[str, Any]]:
     """Exit code and report of `sm12x verify` with both, turn by turn."""
     path = out.with_suffix(".verify.json")
     words = [sys.executable, "-m", "sm12x", "verify", second.server.url, first.server.url]
-    words += ["--cycles", f"{cycles}", "--random-weights", "--save", f"{path}"]
-    words += ["--save", f"{out.with_suffix('.verify.md')}"]
+    words += ["--random-weights", "--save", f"{path}"]
+    words += ["--save", f"{out.with_suffix('.verify.md')}", *flags]
     # Other runs of the host have the other GPUs, and the checks are of all that are looked at.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     words += ["--gpus", visible] if visible else []
@@ -115,9 +117,17 @@ def verify(first: Member, second: Member, cycles: int, out: Path) -> tuple[int, 
 
 
 def turns(
-    report: Report, first: Member, second: Member, cycles: int, out: Path, *, dummy: bool
+    report: Report,
+    first: Member,
+    second: Member,
+    flags: Sequence[str],
+    out: Path,
+    *,
+    dummy: bool,
 ) -> int:
-    """Start both servers and let them take turns. ``dummy`` as --dummy.
+    """Start both servers and let them take turns. ``flags`` are of `sm12x verify`.
+
+    ``dummy`` as --dummy.
 
     Returns:
         The MiB in use by the first one asleep, before the second one was started.
@@ -136,7 +146,7 @@ def turns(
     apart = dummy or second.texts != first.texts
     report.expect(apart, "both models answer alike: nothing tells them apart")
 
-    code, report.verify = verify(first, second, cycles, out)
+    code, report.verify = verify(first, second, flags, out)
     report.expect(code == 0, f"`sm12x verify` ends with {code}")
     report.same(second, "after the turns")
     return asleep
@@ -173,6 +183,13 @@ def main() -> int:
     parser.add_argument("--model", choices=serve.MODELS, default="qwen3-moe")
     parser.add_argument("--layers", type=int, default=14, help="of the first (default: 14)")
     parser.add_argument("--cycles", type=int, default=10)
+    parser.add_argument(
+        "--verify",
+        action="append",
+        default=[],
+        metavar="FLAG",
+        help="a further flag of `sm12x verify`, such as --verify=--min-speed=0 (repeatable)",
+    )
     parser.add_argument("--turns", action="store_true", help="without the end of a server")
     parser.add_argument(
         "--dummy", action="store_true", help="weights of --load-format dummy, which take no disk"
@@ -187,6 +204,7 @@ def main() -> int:
     flags = [*options.serve]
     if options.dummy:
         flags += ["--load-format", "dummy"]
+    looks = [f"--cycles={options.cycles}", *options.verify]
     report = Report()
     with tempfile.TemporaryDirectory() as scratch:
         members = []
@@ -210,7 +228,7 @@ def main() -> int:
         first, second = members
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         try:
-            asleep = turns(report, first, second, options.cycles, options.out, dummy=options.dummy)
+            asleep = turns(report, first, second, looks, options.out, dummy=options.dummy)
             if not options.turns:
                 ends(report, first, second, asleep)
             report.finished = True
