@@ -7,14 +7,18 @@ leaves it in FILE as JSON.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -91,21 +95,19 @@ def in_child(
     empty: R,
     *,
     environment: Mapping[str, str],
-    path: Sequence[Path] = (),
 ) -> R:
     """Run ``script`` for one case.
 
     Args:
         words: the arguments of the case.
         empty: the results of the case without any, which an error is noted in.
-        environment: of the child, but for what is added here.
-        path: folders on its PYTHONPATH, besides the checkout.
+        environment: of the child, but for the checkout on PYTHONPATH.
     """
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "case.json"
         command = [sys.executable, str(Path(script).resolve()), *words]
         command += ["--out", scratch, "--child", str(result)]
-        folders = [str(ROOT), *map(str, path), environment.get("PYTHONPATH", "")]
+        folders = [str(ROOT), environment.get("PYTHONPATH", "")]
         try:
             done = subprocess.run(
                 command,
@@ -133,6 +135,72 @@ def measure(child: Path, result: R, call: Callable[[R], None]) -> None:
     # What a case leaves of a device is not to be taken apart.
     sys.stdout.flush()
     os._exit(0)
+
+
+def at_a_time(count: int, empty: R, call: Callable[[R, Callable[[], object]], None]) -> list[R]:
+    """Run ``call`` in ``count`` processes at a time, each with a GPU of its own.
+
+    Args:
+        count: of the visible GPUs, the first so many.
+        empty: the results without any, which the error of a process is noted in.
+        call: importable; fills the results. What it calls returns when every process is there,
+            and raises BrokenBarrierError when one of them has failed.
+
+    Returns:
+        The results, in the order of the GPUs.
+    """
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = given.split(",") if given else [str(number) for number in range(count)]
+    if len(gpus) < count:
+        empty.error = f"{count} GPUs are needed, {len(gpus)} are visible"
+        return [empty]
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(count, timeout=LIMIT)
+    with tempfile.TemporaryDirectory() as scratch:
+        files = [Path(scratch) / f"{number}.json" for number in range(count)]
+        processes = [
+            context.Process(target=_one_of, args=(gpu, file, empty, call, barrier), daemon=True)
+            for gpu, file in zip(gpus, files, strict=False)
+        ]
+        try:
+            for process in processes:
+                process.start()
+            left = dict(zip((process.sentinel for process in processes), files, strict=True))
+            while left:
+                for sentinel in [one for one in connection.wait([*left]) if isinstance(one, int)]:
+                    # One that a signal ends leaves no file, and the others wait for it.
+                    if not left.pop(sentinel).is_file():
+                        barrier.abort()
+        finally:
+            for process in processes:
+                process.terminate()
+                process.join()
+        return [
+            type(empty)(**json.loads(file.read_text()))
+            if file.is_file()
+            else dataclasses.replace(empty, error=f"ended with {process.exitcode}")
+            for process, file in zip(processes, files, strict=True)
+        ]
+
+
+def _one_of(
+    gpu: str,
+    file: Path,
+    result: R,
+    call: Callable[[R, Callable[[], object]], None],
+    barrier: threading.Barrier,
+) -> None:
+    """One process of `at_a_time`."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+
+    def checked(result: R) -> None:
+        try:
+            call(result, barrier.wait)
+        except Exception:
+            barrier.abort()
+            raise
+
+    measure(file, result, checked)
 
 
 def load_tree(tree: str) -> Any:

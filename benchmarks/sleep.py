@@ -1,15 +1,17 @@
-"""Time the allocator's sleep and wake_up on one GPU: trees and settings side by side, in one run.
+"""Time the allocator's sleep and wake_up on a GPU: trees and settings side by side, in one run.
 
     PYTHONPATH=. python3 benchmarks/sleep.py --out FOLDER stock=TREE patched=PATCHED_TREE
     PYTHONPATH=. python3 benchmarks/sleep.py --out FOLDER cumem=TREE_0330 keep=TREE_0330+plugin
 
 TREE is an unpacked release. What follows it, in any order and each after a `+`: `plugin` takes
 sleep and wake_up from scripts/sleep-keep; `auto`, `keep` or `release` is SLEEP_MODE_HOST_COPY;
-`unprepared` lets the first sleep take the host memory. Each case runs in a process of its own,
-with PyTorch, the tree's allocator and nothing else of vLLM, and checks the bytes after every
-wake_up. The bare copy is timed in that process too: the same bytes, from the same kind of host
-memory, to memory that is mapped already, in one go. Of a first sleep that takes its host memory
-itself, and of a later sleep that is not counted, the report says when its steps were made.
+`unprepared` lets the first sleep take the host memory; a number is how many processes do the same
+at a time, each on a GPU of its own and step by step together, as the workers of one server do. Each
+case runs in a process of its own, with PyTorch, the tree's allocator and nothing else of vLLM, and
+checks the bytes after every wake_up. The bare copy is timed in that process too: the same bytes,
+from the same kind of host memory, to memory that is mapped already, in one go. Of a first sleep
+that takes its host memory itself, and of a later sleep that is not counted, the report says when
+its steps were made. Of several processes each figure is the slowest one's.
 
 FOLDER gets sleep.json and sleep.md. A case that fails is in both, with its error, and the exit
 code is 1.
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import os
 import platform
@@ -34,8 +37,10 @@ from typing import Any
 from benchmarks import cases
 from benchmarks.cases import GIB, MIB
 
-PLUGIN = cases.ROOT / "scripts" / "sleep-keep"
 SETTINGS = ("auto", "keep", "release")
+# Of a sleep, by name of a step: the begin of its first call and the end of its last, since the
+# sleep's begin, and the sum of its calls.
+Spans = dict[str, tuple[float, float, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +51,7 @@ class Case:
     plugin: bool = False
     setting: str = "auto"
     prepared: bool = True
+    gpus: int = 1
 
 
 @dataclass(kw_only=True)
@@ -57,9 +63,8 @@ class Times(cases.Measured):
     blocks: int = 0
     prepare: float | None = None
     first_sleep: float | None = None
-    # Of a "first" sleep that was not prepared and of a "later" one, by name of a step: the begin of
-    # its first call and the end of its last, since the sleep's begin, and the sum of its calls.
-    steps: dict[str, dict[str, tuple[float, float, float]]] = field(default_factory=dict)
+    # Of a "first" sleep that was not prepared and of a "later" one.
+    steps: dict[str, Spans] = field(default_factory=dict)
     later_sleeps: list[float] = field(default_factory=list)
     wakes: list[float] = field(default_factory=list)
     # With one tensor of all written to before.
@@ -78,10 +83,13 @@ def case_of(text: str) -> Case:
     if not equals or not name or not tree:
         raise ValueError(f"{text!r} is not NAME=TREE")
     settings = [word for word in words if word in SETTINGS]
-    unknown = [word for word in words if word not in (*SETTINGS, "plugin", "unprepared")]
-    if unknown or len(settings) > 1:
+    gpus = [int(word) for word in words if word.isdecimal()]
+    known = (*SETTINGS, "plugin", "unprepared")
+    unknown = [word for word in words if word not in known and not word.isdecimal()]
+    if unknown or len(settings) > 1 or len(gpus) > 1 or 0 in gpus:
         raise ValueError(
-            f"{text!r}: after TREE go +plugin, +unprepared and one of {', '.join(SETTINGS)}"
+            f"{text!r}: after TREE go +plugin, +unprepared, a number of GPUs and one of "
+            f"{', '.join(SETTINGS)}"
         )
     return Case(
         text=text,
@@ -90,6 +98,7 @@ def case_of(text: str) -> Case:
         plugin="plugin" in words,
         setting=settings[0] if settings else "auto",
         prepared="unprepared" not in words,
+        gpus=gpus[0] if gpus else 1,
     )
 
 
@@ -127,11 +136,59 @@ def _in_child(case: Case, options: argparse.Namespace) -> Times:
         words,
         Times(case=case.name),
         environment={**os.environ, "SLEEP_MODE_HOST_COPY": case.setting},
-        path=[PLUGIN],
     )
 
 
 def _measure(case: Case, options: argparse.Namespace, times: Times) -> None:
+    if case.gpus == 1:
+        _measure_one(case, options, times, lambda: None)
+        return
+    each = cases.at_a_time(case.gpus, times, functools.partial(_measure_one, case, options))
+    for name, value in vars(slowest(each)).items():
+        setattr(times, name, value)
+
+
+def slowest(each: Sequence[Times]) -> Times:
+    """Of processes that have measured the same at a time: each figure of the slowest one.
+
+    A step lasts from the first begin to the last end. Each has seen the host memory of all. Where
+    one has failed, the error alone.
+    """
+    failed = [f"GPU {number}: {one.error}" for number, one in enumerate(each) if one.error]
+    if failed:
+        return dataclasses.replace(each[0], error="; ".join(failed))
+
+    def most(name: str) -> float | None:
+        known = [value for one in each if (value := getattr(one, name)) is not None]
+        return max(known) if known else None
+
+    return dataclasses.replace(
+        each[0],
+        prepare=most("prepare"),
+        first_sleep=most("first_sleep"),
+        changed_sleep=most("changed_sleep"),
+        bare_copy=most("bare_copy"),
+        steps={name: _joined([one.steps[name] for one in each]) for name in each[0].steps},
+        later_sleeps=[max(ones) for ones in zip(*(one.later_sleeps for one in each), strict=True)],
+        wakes=[max(ones) for ones in zip(*(one.wakes for one in each), strict=True)],
+        host_gib_awake=most("host_gib_awake"),
+    )
+
+
+def _joined(each: Sequence[Spans]) -> Spans:
+    """Of each step of one sleep: the first begin, the last end, and the largest sum."""
+    joined: Spans = {}
+    for spans in each:
+        for step, (begin, end, total) in spans.items():
+            first, last, most = joined.get(step, (begin, end, total))
+            joined[step] = min(first, begin), max(last, end), max(most, total)
+    return joined
+
+
+def _measure_one(
+    case: Case, options: argparse.Namespace, times: Times, together: Callable[[], object]
+) -> None:
+    """Measure one process; ``together`` waits for the others before what is timed."""
     gpu = cases.load_tree(case.tree)
     torch = gpu.torch
     times.device = torch.cuda.get_device_name(0)
@@ -147,25 +204,31 @@ def _measure(case: Case, options: argparse.Namespace, times: Times) -> None:
     times.blocks = len(gpu.allocator.pointer_to_data)
     times.gib = size * options.tensors / GIB
     if case.prepared and prepare is not None:
-        times.prepare = _seconds(torch, prepare)
+        times.prepare = _seconds(torch, prepare, together)
 
     def intact() -> None:
         for seed, tensor in enumerate(tensors):
             _require(gpu.intact(tensor, seed), f"tensor {seed} is not what it was")
 
+    def ready() -> None:
+        torch.cuda.synchronize()
+        together()
+
+    ready()
     with _steps(times, "first", None if case.prepared else copies):
-        times.first_sleep = _seconds(torch, sleep)
-    times.wakes.append(_seconds(torch, wake_up))
+        times.first_sleep = _seconds(torch, sleep, together)
+    times.wakes.append(_seconds(torch, wake_up, together))
     intact()
     for _ in range(options.cycles):
-        times.later_sleeps.append(_seconds(torch, sleep))
-        times.wakes.append(_seconds(torch, wake_up))
+        times.later_sleeps.append(_seconds(torch, sleep, together))
+        times.wakes.append(_seconds(torch, wake_up, together))
         intact()
+    ready()
     with _steps(times, "later", copies):
         sleep()
     wake_up()
     tensors[0].add_(1)
-    times.changed_sleep = _seconds(torch, sleep)
+    times.changed_sleep = _seconds(torch, sleep, together)
     wake_up()
     torch.cuda.synchronize()
     _require(gpu.intact(tensors[0], 1), "what was written between two sleeps is lost")
@@ -173,7 +236,7 @@ def _measure(case: Case, options: argparse.Namespace, times: Times) -> None:
     intact()
     times.host_gib_awake = (host_before - _available()) / GIB
     del cache
-    times.bare_copy = _bare_copy(torch, tensors)
+    times.bare_copy = _bare_copy(torch, tensors, together)
 
 
 @contextlib.contextmanager
@@ -220,7 +283,7 @@ class Steps:
 
         return timed
 
-    def taken(self) -> dict[str, tuple[float, float, float]]:
+    def taken(self) -> Spans:
         """See `Times.steps`. From here on nothing is timed."""
         for owner, name, call in self._wrapped:
             setattr(owner, name, call)
@@ -243,9 +306,9 @@ def _calls(
     Stock has neither of the last two.
     """
     if case.plugin:
-        from vllm_sleep_keep.backend import KeepBackend
+        from tests.gpu import rig
 
-        backend: Any = KeepBackend()
+        backend = rig.keep_backend()
 
         def prepare_backend() -> None:
             backend.prepare()
@@ -271,15 +334,16 @@ def _calls(
     )
 
 
-def _seconds(torch: Any, call: Callable[[], None]) -> float:
+def _seconds(torch: Any, call: Callable[[], None], together: Callable[[], object]) -> float:
     torch.cuda.synchronize()
+    together()
     start = time.monotonic()
     call()
     torch.cuda.synchronize()
     return time.monotonic() - start
 
 
-def _bare_copy(torch: Any, tensors: list[Any]) -> float:
+def _bare_copy(torch: Any, tensors: list[Any], together: Callable[[], object]) -> float:
     """The least of three: as many bytes, one host tensor to one device tensor that exists."""
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     host = torch.zeros(size, dtype=torch.uint8)
@@ -288,7 +352,11 @@ def _bare_copy(torch: Any, tensors: list[Any]) -> float:
     _require(int(error) == 0, f"cudaHostRegister: {error}")
     tensors.clear()
     device = torch.zeros(size, dtype=torch.uint8, device="cuda")
-    runs = [_seconds(torch, lambda: device.copy_(host, non_blocking=True)) for _ in range(3)]
+
+    def copy() -> None:
+        device.copy_(host, non_blocking=True)
+
+    runs = [_seconds(torch, copy, together) for _ in range(3)]
     torch.cuda.cudart().cudaHostUnregister(address)
     return min(runs)
 

@@ -85,6 +85,12 @@ def load(tree: Path, library: Path) -> Gpu:
     return Gpu(torch, cumem)
 
 
+def keep_backend() -> Any:
+    """The sleep-mode backend of scripts/sleep-keep, for the allocator that is loaded."""
+    sys.path.append(str(KEEP))
+    return importlib.import_module("vllm_sleep_keep.backend").KeepBackend()
+
+
 def _stub_triton() -> None:
     found = importlib.util.find_spec("triton") is not None
     # As vLLM's own without it: kernels are defined, and not launched.
@@ -150,8 +156,7 @@ class Gpu:
 
     def _sleep_by_package(self) -> None:
         """Let the allocator sleep and wake as the backend of scripts/sleep-keep does."""
-        sys.path.append(str(KEEP))
-        copies = importlib.import_module("vllm_sleep_keep.backend").KeepBackend().copies
+        copies = keep_backend().copies
         self.allocator.sleep = functools.partial(copies.sleep, self.allocator)
         self.allocator.wake_up = lambda tags=None: copies.wake_up(self.allocator, tags)
 

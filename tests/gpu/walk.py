@@ -136,10 +136,10 @@ def allocator(base: str, name: str, tree: str) -> Run:
     )
 
 
-def by_allocator(base: str, name: str, script: str, *trees: str) -> Run:
+def by_allocator(base: str, name: str, script: str, *trees: str, gpus: int = 1) -> Run:
     """A benchmark of the allocator of trees side by side, with the host's own PyTorch."""
     words = (f"benchmarks/{script}.py", "--out", f"{{out}}/{name}", *trees)
-    return Run(base=base, name=name, words=words, path=())
+    return Run(base=base, name=name, words=words, gpus=gpus, path=())
 
 
 def measured(name: str, *words: str, path: tuple[str, ...] = ("{tree}",), limit: int = 200) -> Run:
@@ -235,6 +235,9 @@ RUNS = (
                  "unprepared={tree}+auto+unprepared"),
     by_allocator("0.33.0", "33-sleep", "sleep", "cumem={target}/stock", "keep={tree}+plugin+keep",
                  "unprepared={tree}+plugin+keep+unprepared"),
+    # What four workers take at a time, without their server.
+    by_allocator("0.33.0", "33-sleep4", "sleep", "one={tree}+plugin+keep",
+                 "four={tree}+plugin+keep+4", gpus=4),
     by_allocator("0.21.0", "churn", "load_churn", "stock={target}/stock", "stack={tree}"),
     by_allocator("0.33.0", "33-churn", "load_churn", "stock={target}/stock", "stack={tree}"),
     # A start that compiles FlashInfer's sampling, and one that finds it compiled.
