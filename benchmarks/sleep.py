@@ -251,7 +251,7 @@ def _steps(times: Times, name: str, copies: Any) -> Iterator[None]:
 
 
 class Steps:
-    """When the module of host copies makes each step of a sleep."""
+    """When the module of host copies makes each step of a sleep, and of a wake-up."""
 
     def __init__(self, module: Any) -> None:
         self._start = time.monotonic()
@@ -264,7 +264,9 @@ class Steps:
             ("copy", module.Runtime, "copy"),
             ("wait", module.Runtime, "wait"),
             ("unmap", module.HostCopies, "_put_to_sleep"),
+            ("map", module.HostCopies, "_map_and_restore"),
             ("collect", module.gc, "collect"),
+            ("synchronize", module.torch.cuda, "synchronize"),
             ("empty cache", module.torch.cuda, "empty_cache"),
         ):
             call = getattr(owner, name)

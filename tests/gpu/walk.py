@@ -70,11 +70,13 @@ def servers(
     gpus: int = 1,
     environment: Mapping[str, str] | None = None,
     against: str = "",
+    steps: bool = False,
     limit: int = 500,
 ) -> Run:
     """A run of tests.gpu.SCRIPT, whose answers are compared with the report of ``against``.
 
-    ``flags`` are the script's own and, after --serve, the servers'.
+    ``flags`` are the script's own and, after --serve, the servers'. With ``steps`` these log when
+    `keep` made the steps of a sleep and of a wake-up.
     """
     words = ["-m", f"tests.gpu.{script}", "--out", f"{{out}}/{name}.json"]
     if against:
@@ -86,6 +88,7 @@ def servers(
         tree=tree,
         gpus=gpus,
         environment={**SETTINGS, **(environment or {})},
+        path=(f"{ROOT / 'tests' / 'gpu' / 'steps'}", "{tree}") if steps else ("{tree}",),
         after=(against,) if against else (),
         limit=limit,
     )
@@ -209,7 +212,7 @@ RUNS = (
             limit=700),
     servers("0.21.0", "rotate", *TURNS, "--cycles", "100", "--serve", *FEW_SEQUENCES, limit=700),
     servers("0.33.0", "33-rotate4", *LARGE4, "--cycles", "15", "--serve", *PCIE4, *KEEP,
-            *FEW_SEQUENCES, gpus=4, limit=700),
+            *FEW_SEQUENCES, gpus=4, steps=True, limit=700),
     servers("0.33.0", "33-rotate4-stock", *LARGE4, "--cycles", "4", "--turns", "--serve", *PCIE4,
             *FEW_SEQUENCES, tree="stock", gpus=4, limit=700),
     servers("0.33.0", "33-rotate2", *LARGE2, "--cycles", "15", "--serve", *PCIE2, *KEEP,

@@ -123,6 +123,9 @@ def test_steps_are_timed_until_they_are_taken() -> None:
         def _put_to_sleep(self) -> None:
             pass
 
+        def _map_and_restore(self) -> None:
+            pass
+
     def nothing() -> None:
         pass
 
@@ -131,7 +134,7 @@ def test_steps_are_timed_until_they_are_taken() -> None:
         Runtime=Runtime,
         touch=lambda address, size: address + size,
         gc=SimpleNamespace(collect=nothing),
-        torch=SimpleNamespace(cuda=SimpleNamespace(empty_cache=nothing)),
+        torch=SimpleNamespace(cuda=SimpleNamespace(synchronize=nothing, empty_cache=nothing)),
     )
     touch = module.touch
     # WHEN some of its calls are timed

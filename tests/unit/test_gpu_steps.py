@@ -1,0 +1,82 @@
+"""What a server's worker logs of its sleeps, with tests/gpu/steps on PYTHONPATH."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+STEPS = Path(__file__).resolve().parents[1] / "gpu" / "steps" / "sitecustomize.py"
+# The package, as far as steps are made by it.
+PACKAGE = '''
+import gc, logging, types
+logger = logging.getLogger("steps")
+torch = types.SimpleNamespace(cuda=types.SimpleNamespace(
+    synchronize=lambda: None, empty_cache=lambda: None))
+def touch(address, size): pass
+class Runtime:
+    def register(self): pass
+    def copy(self): pass
+    def wait(self): pass
+class HostCopies:
+    def sleep(self, allocator, tags):
+        """The package's own."""
+        self._digests()
+        gc.collect()
+        return tags
+    def wake_up(self, allocator, tags):
+        self._map_and_restore()
+        raise RuntimeError("out of memory")
+    def _digests(self): pass
+    def _put_to_sleep(self): pass
+    def _map_and_restore(self): pass
+'''
+
+
+@pytest.fixture
+def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The package's HostCopies, imported in a process that has begun with sitecustomize.py."""
+    folder = tmp_path / "vllm_sleep_keep"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "host_copies.py").write_text(PACKAGE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    for name in ("vllm_sleep_keep", "vllm_sleep_keep.host_copies"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    spec = importlib.util.spec_from_file_location("steps_sitecustomize", STEPS)
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    yield importlib.import_module("vllm_sleep_keep.host_copies").HostCopies()
+    for name in ("vllm_sleep_keep", "vllm_sleep_keep.host_copies"):
+        sys.modules.pop(name, None)
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[tuple[str, dict[str, list[float]]]]:
+    texts = [record.getMessage().split(":", 1) for record in caplog.records]
+    return [(name, json.loads(spans)) for name, spans in texts]
+
+
+def test_a_sleep_and_a_wake_up_log_their_steps(
+    copies: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "steps"):
+        assert copies.sleep(None, ("weights",)) == ("weights",)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            copies.wake_up(None, None)
+    (slept, sleep), (woke, wake) = logged(caplog)
+    assert (slept, [*sleep]) == ("Steps of sleep", ["digests", "collect"])
+    assert (woke, [*wake]) == ("Steps of wake_up", ["map"])
+    assert all(0 <= begin <= end for begin, end, _ in (*sleep.values(), *wake.values()))
+
+
+def test_the_package_is_the_same_otherwise(copies: Any) -> None:
+    assert copies.sleep.__doc__ == "The package's own."
+    assert not [one for one in sys.meta_path if type(one).__module__ == "steps_sitecustomize"]
