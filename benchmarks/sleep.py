@@ -36,11 +36,9 @@ from typing import Any
 
 from benchmarks import cases
 from benchmarks.cases import GIB, MIB
+from tests.gpu.steps.sleep_steps import Spans, Steps
 
 SETTINGS = ("auto", "keep", "release")
-# Of a sleep, by name of a step: the begin of its first call and the end of its last, since the
-# sleep's begin, and the sum of its calls.
-Spans = dict[str, tuple[float, float, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,56 +246,6 @@ def _steps(times: Times, name: str, copies: Any) -> Iterator[None]:
     steps = Steps(sys.modules[type(copies).__module__])
     yield
     times.steps[name] = steps.taken()
-
-
-class Steps:
-    """When the module of host copies makes each step of a sleep, and of a wake-up."""
-
-    def __init__(self, module: Any) -> None:
-        self._start = time.monotonic()
-        self._spans: dict[str, list[tuple[float, float]]] = {}
-        self._wrapped: list[tuple[Any, str, Any]] = []
-        for step, owner, name in (
-            ("digests", module.HostCopies, "_digests"),
-            ("touch", module, "touch"),
-            ("register", module.Runtime, "register"),
-            ("copy", module.Runtime, "copy"),
-            ("wait", module.Runtime, "wait"),
-            ("unmap", module.HostCopies, "_put_to_sleep"),
-            ("map", module.HostCopies, "_map_and_restore"),
-            ("collect", module.gc, "collect"),
-            ("synchronize", module.torch.cuda, "synchronize"),
-            ("empty cache", module.torch.cuda, "empty_cache"),
-        ):
-            call = getattr(owner, name)
-            self._wrapped.append((owner, name, call))
-            setattr(owner, name, self._timed(step, call))
-
-    def _timed(self, step: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        spans = self._spans.setdefault(step, [])
-
-        def timed(*arguments: Any) -> Any:
-            begin = time.monotonic()
-            try:
-                return call(*arguments)
-            finally:
-                spans.append((begin - self._start, time.monotonic() - self._start))
-
-        return timed
-
-    def taken(self) -> Spans:
-        """See `Times.steps`. From here on nothing is timed."""
-        for owner, name, call in self._wrapped:
-            setattr(owner, name, call)
-        return {
-            step: (
-                min(begin for begin, _ in spans),
-                max(end for _, end in spans),
-                sum(end - begin for begin, end in spans),
-            )
-            for step, spans in self._spans.items()
-            if spans
-        }
 
 
 def _calls(

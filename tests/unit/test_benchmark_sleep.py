@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from benchmarks import sleep
+from tests.gpu.steps.sleep_steps import Steps
 
 
 def test_a_case_is_a_name_a_tree_and_words() -> None:
@@ -138,7 +139,7 @@ def test_steps_are_timed_until_they_are_taken() -> None:
     )
     touch = module.touch
     # WHEN some of its calls are timed
-    steps = sleep.Steps(module)
+    steps = Steps(module)
     assert module.touch(1, 2) == 3
     assert Runtime().register(4) == 4
     assert Runtime().register(5) == 5

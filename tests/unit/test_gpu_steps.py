@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 STEPS = Path(__file__).resolve().parents[1] / "gpu" / "steps" / "sitecustomize.py"
+IMPORTED = ("vllm_sleep_keep", "vllm_sleep_keep.host_copies", "sleep_steps")
 # The package, as far as steps are made by it.
 PACKAGE = '''
 import gc, logging, types
@@ -47,15 +48,16 @@ def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     (folder / "__init__.py").touch()
     (folder / "host_copies.py").write_text(PACKAGE)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(STEPS.parent)
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
-    for name in ("vllm_sleep_keep", "vllm_sleep_keep.host_copies"):
+    for name in IMPORTED:
         monkeypatch.delitem(sys.modules, name, raising=False)
     spec = importlib.util.spec_from_file_location("steps_sitecustomize", STEPS)
     assert spec is not None
     assert spec.loader is not None
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
     yield importlib.import_module("vllm_sleep_keep.host_copies").HostCopies()
-    for name in ("vllm_sleep_keep", "vllm_sleep_keep.host_copies"):
+    for name in IMPORTED:
         sys.modules.pop(name, None)
 
 

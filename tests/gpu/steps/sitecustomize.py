@@ -1,5 +1,5 @@
 """In every Python process with this folder on PYTHONPATH: log when a sleep and a wake-up of the
-sleep-mode backend `keep` made their steps. See `Steps` of benchmarks/sleep.py.
+sleep-mode backend `keep` made their steps.
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ def log_steps(module: Any) -> None:
 def _logging(module: Any, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def logging(*arguments: Any) -> Any:
-        # Here: few of these processes sleep.
-        from benchmarks.sleep import Steps
-
-        steps = Steps(module)
+        # By its name in this folder: of the checkout, a process may see this folder alone.
+        steps = importlib.import_module("sleep_steps").Steps(module)
         try:
             return call(*arguments)
         finally:
