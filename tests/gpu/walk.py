@@ -212,7 +212,7 @@ RUNS = (
             limit=700),
     servers("0.21.0", "rotate", *TURNS, "--cycles", "100", "--serve", *FEW_SEQUENCES, limit=700),
     servers("0.33.0", "33-rotate4", *LARGE4, "--cycles", "15", "--serve", *PCIE4, *KEEP,
-            *FEW_SEQUENCES, gpus=4, steps=True, limit=700),
+            *FEW_SEQUENCES, gpus=4, steps=True, limit=900),
     servers("0.33.0", "33-rotate4-stock", *LARGE4, "--cycles", "4", "--turns", "--serve", *PCIE4,
             *FEW_SEQUENCES, tree="stock", gpus=4, limit=700),
     servers("0.33.0", "33-rotate2", *LARGE2, "--cycles", "15", "--serve", *PCIE2, *KEEP,
