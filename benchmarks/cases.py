@@ -118,10 +118,14 @@ def in_child(
         except subprocess.TimeoutExpired:
             empty.error = f"took more than {LIMIT} s"
             return empty
-        if not result.is_file():
-            empty.error = f"ended with {done.returncode}"
-            return empty
-        return type(empty)(**json.loads(result.read_text()))
+        return _left(result, empty, done.returncode)
+
+
+def _left(child: Path, empty: R, code: int | None) -> R:
+    """The results that a process left in ``child``; without any, ``empty`` with its exit code."""
+    if not child.is_file():
+        return dataclasses.replace(empty, error=f"ended with {code}")
+    return type(empty)(**json.loads(child.read_text()))
 
 
 def measure(child: Path, result: R, call: Callable[[R], None]) -> None:
@@ -176,9 +180,7 @@ def at_a_time(count: int, empty: R, call: Callable[[R, Callable[[], object]], No
                 process.terminate()
                 process.join()
         return [
-            type(empty)(**json.loads(file.read_text()))
-            if file.is_file()
-            else dataclasses.replace(empty, error=f"ended with {process.exitcode}")
+            _left(file, empty, process.exitcode)
             for process, file in zip(processes, files, strict=True)
         ]
 

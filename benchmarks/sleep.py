@@ -20,7 +20,6 @@ code is 1.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import os
@@ -29,7 +28,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -204,26 +203,26 @@ def _measure_one(
     if case.prepared and prepare is not None:
         times.prepare = _seconds(torch, prepare, together)
 
+    def with_steps(name: str) -> None:
+        # Stock has no host copies whose steps could be timed.
+        steps = Steps(sys.modules[type(copies).__module__]) if copies is not None else None
+        sleep()
+        if steps is not None:
+            times.steps[name] = steps.taken()
+
     def intact() -> None:
         for seed, tensor in enumerate(tensors):
             _require(gpu.intact(tensor, seed), f"tensor {seed} is not what it was")
 
-    def ready() -> None:
-        torch.cuda.synchronize()
-        together()
-
-    ready()
-    with _steps(times, "first", None if case.prepared else copies):
-        times.first_sleep = _seconds(torch, sleep, together)
+    first_sleep = sleep if case.prepared else functools.partial(with_steps, "first")
+    times.first_sleep = _seconds(torch, first_sleep, together)
     times.wakes.append(_seconds(torch, wake_up, together))
     intact()
     for _ in range(options.cycles):
         times.later_sleeps.append(_seconds(torch, sleep, together))
         times.wakes.append(_seconds(torch, wake_up, together))
         intact()
-    ready()
-    with _steps(times, "later", copies):
-        sleep()
+    _seconds(torch, functools.partial(with_steps, "later"), together)
     wake_up()
     tensors[0].add_(1)
     times.changed_sleep = _seconds(torch, sleep, together)
@@ -235,17 +234,6 @@ def _measure_one(
     times.host_gib_awake = (host_before - _available()) / GIB
     del cache
     times.bare_copy = _bare_copy(torch, tensors, together)
-
-
-@contextlib.contextmanager
-def _steps(times: Times, name: str, copies: Any) -> Iterator[None]:
-    """Time the steps of a sleep of host copies, where there are any."""
-    if copies is None:
-        yield
-        return
-    steps = Steps(sys.modules[type(copies).__module__])
-    yield
-    times.steps[name] = steps.taken()
 
 
 def _calls(

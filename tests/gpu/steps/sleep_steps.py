@@ -37,10 +37,10 @@ class Steps:
     def _timed(self, step: str, call: Callable[..., Any]) -> Callable[..., Any]:
         spans = self._spans.setdefault(step, [])
 
-        def timed(*arguments: Any) -> Any:
+        def timed(*arguments: Any, **named: Any) -> Any:
             begin = time.monotonic()
             try:
-                return call(*arguments)
+                return call(*arguments, **named)
             finally:
                 spans.append((begin - self._start, time.monotonic() - self._start))
 
