@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 from benchmarks import sleep
-from tests.gpu.steps.sleep_steps import Steps
 
 
 def test_a_case_is_a_name_a_tree_and_words() -> None:
@@ -103,54 +100,3 @@ def test_the_report_says_when_a_sleep_made_its_steps() -> None:
         "| kept | later | unmap | 0.010 | 0.050 | 0.040 |",
     ]
     assert sum(line.startswith("| stock |") for line in lines) == 1
-
-
-def test_steps_are_timed_until_they_are_taken() -> None:
-    # GIVEN a module whose copies fail
-    class Runtime:
-        def register(self, address: int) -> int:
-            return address
-
-        def copy(self) -> None:
-            raise RuntimeError
-
-        def wait(self) -> None:
-            pass
-
-    class HostCopies:
-        def _digests(self) -> None:
-            pass
-
-        def _put_to_sleep(self) -> None:
-            pass
-
-        def _map_and_restore(self) -> None:
-            pass
-
-    def nothing() -> None:
-        pass
-
-    module = SimpleNamespace(
-        HostCopies=HostCopies,
-        Runtime=Runtime,
-        touch=lambda address, size: address + size,
-        gc=SimpleNamespace(collect=nothing),
-        torch=SimpleNamespace(cuda=SimpleNamespace(synchronize=nothing, empty_cache=nothing)),
-    )
-    touch = module.touch
-    # WHEN some of its calls are timed
-    steps = Steps(module)
-    assert module.touch(1, 2) == 3
-    assert Runtime().register(4) == 4
-    assert Runtime().register(5) == 5
-    with pytest.raises(RuntimeError):
-        Runtime().copy()
-    taken = steps.taken()
-    # THEN each step has its times, and later calls have none
-    assert [*taken] == ["touch", "register", "copy"]
-    for begin, end, together in taken.values():
-        assert 0 <= begin <= end
-        assert 0 <= together <= end - begin
-    assert module.touch is touch
-    Runtime().wait()
-    assert "wait" not in steps.taken()

@@ -1,4 +1,6 @@
-"""What a server's worker logs of its sleeps, with tests/gpu/steps on PYTHONPATH."""
+"""The steps of a sleep: how they are timed, and what a server's worker logs of them with
+tests/gpu/steps on PYTHONPATH.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,12 @@ import importlib.util
 import json
 import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.gpu.steps.sleep_steps import Steps
 
 STEPS = Path(__file__).resolve().parents[1] / "gpu" / "steps" / "sitecustomize.py"
 IMPORTED = ("vllm_sleep_keep", "vllm_sleep_keep.host_copies", "sleep_steps")
@@ -20,10 +24,10 @@ import gc, logging, types
 logger = logging.getLogger("steps")
 torch = types.SimpleNamespace(cuda=types.SimpleNamespace(
     synchronize=lambda: None, empty_cache=lambda: None))
-def touch(address, size): pass
+def touch(address, size): return address + size
 class Runtime:
-    def register(self): pass
-    def copy(self): pass
+    def register(self, address): return address
+    def copy(self): raise RuntimeError
     def wait(self): pass
 class HostCopies:
     def sleep(self, allocator, tags):
@@ -41,8 +45,8 @@ class HostCopies:
 
 
 @pytest.fixture
-def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The package's HostCopies, imported in a process that has begun with sitecustomize.py."""
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The package's host_copies, imported in a process that has begun with sitecustomize.py."""
     folder = tmp_path / "vllm_sleep_keep"
     folder.mkdir()
     (folder / "__init__.py").touch()
@@ -56,9 +60,35 @@ def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     assert spec is not None
     assert spec.loader is not None
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    yield importlib.import_module("vllm_sleep_keep.host_copies").HostCopies()
+    yield importlib.import_module("vllm_sleep_keep.host_copies")
     for name in IMPORTED:
         sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def copies(module: Any) -> Any:
+    return module.HostCopies()
+
+
+def test_steps_are_timed_until_they_are_taken(module: Any) -> None:
+    # GIVEN a module whose copies fail
+    touch, runtime = module.touch, module.Runtime()
+    # WHEN some of its calls are timed
+    steps = Steps(module)
+    assert module.touch(1, 2) == 3
+    assert runtime.register(4) == 4
+    assert runtime.register(address=5) == 5
+    with pytest.raises(RuntimeError):
+        runtime.copy()
+    taken = steps.taken()
+    # THEN each step has its times, and later calls have none
+    assert [*taken] == ["touch", "register", "copy"]
+    for begin, end, together in taken.values():
+        assert 0 <= begin <= end
+        assert 0 <= together <= end - begin
+    assert module.touch is touch
+    runtime.wait()
+    assert "wait" not in steps.taken()
 
 
 def logged(caplog: pytest.LogCaptureFixture) -> list[tuple[str, dict[str, list[float]]]]:

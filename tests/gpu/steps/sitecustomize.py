@@ -5,12 +5,12 @@ sleep-mode backend `keep` made their steps.
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib
 import json
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 from typing import Any
 
@@ -40,8 +40,16 @@ def _logging(module: Any, name: str, call: Callable[..., Any]) -> Callable[..., 
     return logging
 
 
+class Loader(SourceFileLoader):
+    """Loads the module as ever, for `log_steps`."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        log_steps(module)
+
+
 class Finder(MetaPathFinder):
-    """Finds the module once, for `log_steps` after its import."""
+    """Finds the module, once."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -49,16 +57,9 @@ class Finder(MetaPathFinder):
         if fullname != MODULE:
             return None
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return spec
-        run = spec.loader.exec_module
-
-        def run_and_log(module: ModuleType) -> None:
-            run(module)
-            log_steps(module)
-
-        spec.loader.exec_module = run_and_log  # type: ignore[method-assign]
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.origin is not None:
+            spec.loader = Loader(fullname, spec.origin)
         return spec
 
 
