@@ -102,6 +102,8 @@ cp -al stack stock
   rm -f "stock/$path"
   cp "untouched/$path" "stock/$path"
 done
+# By all processors here, not by each process of the first server. Some files are templates.
+python3 -m compileall -qq -j 0 stack || :
 touch unpacked
 """
 

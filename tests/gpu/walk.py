@@ -140,9 +140,12 @@ def allocator(base: str, name: str, tree: str) -> Run:
 
 
 def by_allocator(base: str, name: str, script: str, *trees: str, gpus: int = 1) -> Run:
-    """A benchmark of the allocator of trees side by side, with the host's own PyTorch."""
+    """A benchmark of the allocator of trees side by side, with the host's own PyTorch and no kernel
+    that an earlier run compiled.
+    """
     words = (f"benchmarks/{script}.py", "--out", f"{{out}}/{name}", *trees)
-    return Run(base=base, name=name, words=words, gpus=gpus, path=())
+    cache = {"TRITON_CACHE_DIR": f"{{out}}/{name}.triton"}
+    return Run(base=base, name=name, words=words, gpus=gpus, environment=cache, path=())
 
 
 def measured(name: str, *words: str, path: tuple[str, ...] = ("{tree}",), limit: int = 200) -> Run:
@@ -208,17 +211,6 @@ RUNS = (
     servers("0.33.0", "33-dense-stock", *DENSE, tree="stock", against="33-dense"),
     servers("0.33.0", "33-smoke-stock", *SMOKE, tree="stock", against="33-smoke"),
     servers("0.33.0", "33-v4-stock", *V4, tree="stock", against="33-v4", limit=800),
-    servers("0.33.0", "33-rotate", *TURNS, "--cycles", "100", "--serve", *KEEP, *FEW_SEQUENCES,
-            limit=700),
-    servers("0.21.0", "rotate", *TURNS, "--cycles", "100", "--serve", *FEW_SEQUENCES, limit=700),
-    servers("0.33.0", "33-rotate4", *LARGE4, "--cycles", "15", "--serve", *PCIE4, *KEEP,
-            *FEW_SEQUENCES, gpus=4, steps=True, limit=900),
-    servers("0.33.0", "33-rotate4-stock", *LARGE4, "--cycles", "4", "--turns", "--serve", *PCIE4,
-            *FEW_SEQUENCES, tree="stock", gpus=4, limit=700),
-    servers("0.33.0", "33-rotate2", *LARGE2, "--cycles", "15", "--serve", *PCIE2, *KEEP,
-            *FEW_SEQUENCES, gpus=2, limit=700),
-    servers("0.33.0", "33-rotate2-stock", *LARGE2, "--cycles", "4", "--turns", "--serve", *PCIE2,
-            *FEW_SEQUENCES, tree="stock", gpus=2, limit=700),
     # A captured all-reduce has the addresses of what a communicator gives back in its sleep.
     servers("0.33.0", "33-residue4", *MOE, "--graphs", *RESIDUE, *PCIE4, *SUSPEND, gpus=4),
     servers("0.33.0", "33-residue2", *MOE, "--graphs", *RESIDUE, *PCIE2, *SUSPEND, gpus=2),
@@ -228,6 +220,17 @@ RUNS = (
     servers("0.33.0", "33-graphs4", *MOE, "--graphs", *RESIDUE, *PCIE4, *KEEP, gpus=4),
     servers("0.33.0", "33-graphs2", *MOE, "--graphs", *RESIDUE, *PCIE2, *KEEP, gpus=2),
     servers("0.33.0", "33-graphs", *MOE, "--graphs", *RESIDUE, *KEEP),
+    servers("0.33.0", "33-rotate", *TURNS, "--cycles", "100", "--serve", *KEEP, *FEW_SEQUENCES,
+            limit=700),
+    servers("0.21.0", "rotate", *TURNS, "--cycles", "100", "--serve", *FEW_SEQUENCES, limit=700),
+    servers("0.33.0", "33-rotate4", *LARGE4, "--cycles", "10", "--serve", *PCIE4, *KEEP,
+            *FEW_SEQUENCES, gpus=4, steps=True, limit=900),
+    servers("0.33.0", "33-rotate4-stock", *LARGE4, "--cycles", "4", "--turns", "--serve", *PCIE4,
+            *FEW_SEQUENCES, tree="stock", gpus=4, limit=700),
+    servers("0.33.0", "33-rotate2", *LARGE2, "--cycles", "10", "--serve", *PCIE2, *KEEP,
+            *FEW_SEQUENCES, gpus=2, limit=700),
+    servers("0.33.0", "33-rotate2-stock", *LARGE2, "--cycles", "4", "--turns", "--serve", *PCIE2,
+            *FEW_SEQUENCES, tree="stock", gpus=2, limit=700),
     servers("0.21.0", "deep", "deep"),
     servers("0.33.0", "33-deep", "deep", "--serve", *KEEP),
     servers("0.33.0", "33-deep-stock", "deep", tree="stock"),
