@@ -96,14 +96,15 @@ if [ -d stack/torch ]; then
   done
   [ ! -d "$site/cusparselt" ] || ln -s "$site/cusparselt" stack/
 fi
+# All processors compile Python here, for both trees, not each process of the first server. Some
+# files are templates: an error is none of the payload's.
+python3 -m compileall -qq -j 0 stack || :
 cp -al stack stock
 (cd stock && xargs -r rm -f < ../added.txt && rm -rf vllm_sleep_keep*)
 (cd untouched && find . -type f) | while read -r path; do
   rm -f "stock/$path"
   cp "untouched/$path" "stock/$path"
 done
-# By all processors here, not by each process of the first server. Some files are templates.
-python3 -m compileall -qq -j 0 stack || :
 touch unpacked
 """
 
