@@ -177,8 +177,8 @@ class Standin:
 
     def write(self, address: int, data: bytes) -> int:
         """Copy to the device; the driver's error code."""
-        source = ctypes.create_string_buffer(data, len(data))
-        return int(self.driver.fakecuda_copy(address, ctypes.addressof(source), len(data)))
+        source = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value
+        return int(self.driver.fakecuda_copy(address, source, len(data)))
 
     def read(self, address: int, size: int) -> bytes | None:
         """Copy from the device; None where that is an error."""

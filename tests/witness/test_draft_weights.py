@@ -162,8 +162,9 @@ def test_a_sleep_without_the_host_memory_discards_nothing(world: World) -> None:
     rig.expect_draft(5.0)
 
 
+@pytest.mark.parametrize("part", range(2))
 @pytest.mark.parametrize("call", ["sleep", "wake_up"])
-def test_an_interrupt_anywhere(world: World, call: str) -> None:
+def test_an_interrupt_anywhere(world: World, call: str, part: int) -> None:
     def prepare() -> Draft:
         rig = Draft(world)
         if call == "wake_up":
@@ -187,7 +188,7 @@ def test_an_interrupt_anywhere(world: World, call: str) -> None:
         recovers(rig)
 
     files = ("gpu_worker.py",)
-    walk(prepare, operate, recovers, sleeps_again, files=files, stride=197)
+    walk(prepare, operate, recovers, sleeps_again, files=files, stride=197, part=part, parts=2)
 
 
 @pytest.mark.guard

@@ -260,8 +260,9 @@ def recovers(rig: Rig, before: list[list[int]]) -> None:
         rig.world.free(block)
 
 
+@pytest.mark.parametrize("part", range(3))
 @pytest.mark.parametrize("call", ["sleep", "wake_up"])
-def test_an_interrupt_anywhere(world: World, call: str) -> None:
+def test_an_interrupt_anywhere(world: World, call: str, part: int) -> None:
     def prepare() -> tuple[Rig, list[list[int]]]:
         rig = Rig(world)
         before = rig.values()
@@ -285,7 +286,7 @@ def test_an_interrupt_anywhere(world: World, call: str) -> None:
 
     # The allocator has a walk of its own.
     files = ("gpu_worker.py", "sleep_mode_backend.py")
-    walk(prepare, operate, then_wake, then_sleep, files=files, stride=197)
+    walk(prepare, operate, then_wake, then_sleep, files=files, stride=197, part=part, parts=3)
 
 
 def test_a_backend_that_fails_to_resume_is_suspended(world: World) -> None:
