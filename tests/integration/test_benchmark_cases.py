@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from benchmarks import cases
@@ -22,6 +24,11 @@ def look(seen: Seen, together: Callable[[], object]) -> None:
     seen.gpu = os.environ["CUDA_VISIBLE_DEVICES"]
     together()
     seen.steps = 1
+    done = Path(os.environ["STEP_DONE"])
+    (done / seen.gpu).touch()
+    # A barrier that breaks fails also those it has let through, until they have run.
+    while seen.gpu in ("7", "8") and len([*done.iterdir()]) < 2:
+        time.sleep(0.001)
     if seen.gpu == "7":
         os.kill(os.getpid(), signal.SIGKILL)
     if seen.gpu == "8":
@@ -50,8 +57,9 @@ def look(seen: Seen, together: Callable[[], object]) -> None:
     ],
 )
 def test_processes_at_a_time(
-    monkeypatch: pytest.MonkeyPatch, visible: str | None, seen: list[Seen]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: str | None, seen: list[Seen]
 ) -> None:
+    monkeypatch.setenv("STEP_DONE", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
