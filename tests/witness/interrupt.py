@@ -78,34 +78,35 @@ def walk(
     A walk that takes long is divided: of its cases, part ``part`` of ``parts`` takes every
     ``parts``-th.
 
-    The checks take turns: each is made after every second line where there are two. With
-    SM12X_WALK=all each one is made after every line and every opcode.
+    The checks take turns: each is made after every second line where there are two, after the same
+    lines however a walk is divided. With SM12X_WALK=all each one is made after every line and every
+    opcode.
     """
     everything = os.environ.get("SM12X_WALK") == "all"
     failures: list[str] = []
     cases = 0
     for opcodes in (False, True):
-        step = parts * (stride if opcodes and not everything else 1)
-        at = 1 + part * step // parts
-        turn = 0
-        while True:
-            state = prepare()
-            walker = raise_at(functools.partial(operate, state), at, opcodes=opcodes, files=files)
-            try:
-                checks[turn % len(checks)](state)
-            except Exception as error:
-                failures.append(f"{walker.where or 'no interrupt'}: {error}".splitlines()[0])
-                if len(failures) >= 5:
-                    # The state that the next case would begin with may be anything.
-                    raise AssertionError(
-                        f"after {cases} cases:\n  " + "\n  ".join(failures)
-                    ) from None
-            turn += 1
-            if not everything or turn % len(checks) == 0:
-                if not walker.where:
-                    break
-                at += step
-            cases += 1
+        unit = stride if opcodes and not everything else 1
+        at = 1 + part * unit
+        ended = False
+        while not ended:
+            turn = (at - 1) // unit % len(checks)
+            for check in checks if everything else checks[turn : turn + 1]:
+                state = prepare()
+                call = functools.partial(operate, state)
+                walker = raise_at(call, at, opcodes=opcodes, files=files)
+                try:
+                    check(state)
+                except Exception as error:
+                    failures.append(f"{walker.where or 'no interrupt'}: {error}".splitlines()[0])
+                    if len(failures) >= 5:
+                        # The state that the next case would begin with may be anything.
+                        raise AssertionError(
+                            f"after {cases} cases:\n  " + "\n  ".join(failures)
+                        ) from None
+                ended = not walker.where
+                cases += not ended
+            at += parts * unit
     assert not failures, f"{len(failures)} of {cases} cases fail:\n  " + "\n  ".join(failures)
     assert cases > 1, "nothing of the tree was walked through"
     return cases
