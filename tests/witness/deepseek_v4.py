@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib
 import sys
-import types
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 LAYER = "vllm.model_executor.layers.deepseek_v4_attention"
 SWA = "vllm.v1.attention.backends.mla.sparse_swa"
+WORKSPACE = "vllm.v1.worker.workspace"
+# What most functions import first; what these decide at import does not depend on the device.
+MODULES = (LAYER, SWA, WORKSPACE)
 WINDOW = 96
 SWA_TOKENS = 64
 # vLLM's block size; a compressed block has this divided by the ratio.
@@ -20,28 +22,13 @@ HEADS = 5
 TOPK = 32
 
 
-def without_flash_attention() -> None:
-    """Let modules import vllm.vllm_flash_attn, whose CUDA modules are not there."""
-    flash: Any = types.ModuleType("vllm.vllm_flash_attn")
-
-    def anything(name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return lambda *_, **__: None
-
-    flash.__getattr__ = anything
-    sys.modules[flash.__name__] = flash
-
-
 def prepare() -> Any:
-    """Import the layer where no CUDA module of the release is; kernels go to the interpreter."""
+    """Import the layer where no CUDA module of the release is."""
     torch: Any = importlib.import_module("torch")
     sys.path.append(str(Path(__file__).parent / "portable"))
-    importlib.import_module("interpreter")
-    without_flash_attention()
     torch.Tensor.pin_memory = lambda self: self
     torch.accelerator.empty_cache = lambda: None
-    workspace: Any = importlib.import_module("vllm.v1.worker.workspace")
+    workspace: Any = importlib.import_module(WORKSPACE)
     workspace.init_workspace_manager(torch.device("cpu"))
     return importlib.import_module(LAYER)
 

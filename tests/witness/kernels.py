@@ -168,6 +168,13 @@ def _driver(gpu: Gpu, platform: Any) -> Any:
     )
 
 
+def _nothing(name: str) -> Any:
+    """A function of a compiled package that is not there: it does nothing."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return lambda *_, **__: None
+
+
 def _load(tree: Path) -> Gpu:
     """Load torch, Triton and vLLM from ``tree``, on a stand-in for a 12.0."""
     torch: Any = importlib.import_module("torch")
@@ -176,6 +183,9 @@ def _load(tree: Path) -> Gpu:
     for name in ("vllm._C", "vllm._C_stable_libtorch", "vllm._moe_C"):
         # Compiled modules; a call of their operators fails, but for those below.
         sys.modules[name] = types.ModuleType(name)
+    flash: Any = types.ModuleType("vllm.vllm_flash_attn")
+    flash.__getattr__ = _nothing
+    sys.modules[flash.__name__] = flash
     library = torch.library.Library("_C", "FRAGMENT")
     for name in ("cutlass_scaled_mm_supports_fp8", "cutlass_scaled_mm_supports_block_fp8"):
         # Asked while vLLM is imported; true on 9.0, 10.0 and 12.x alike.

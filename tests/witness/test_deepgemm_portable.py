@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 from tests.witness import portable_tests
-from tests.witness.deepseek_v4 import prepare
+from tests.witness.deepseek_v4 import MODULES, prepare
 from tests.witness.kernels import SM12X_SHARED, SM90_SHARED, Gpu, KernelProcess
 
 INDEXER = "vllm.model_executor.layers.sparse_attn_indexer"
 REFERENCE = "vllm.v1.attention.ops.portable_mla.deepgemm_reference"
+PRELOAD = MODULES
 # fp8 products of the indexer and sums in fp32; bf16 results.
 EXACT, ROUNDED = 1e-4, 8e-3
 

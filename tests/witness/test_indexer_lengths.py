@@ -11,10 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.witness.deepseek_v4 import prepare
+from tests.witness.deepseek_v4 import MODULES, prepare
 from tests.witness.kernels import Gpu, KernelProcess
 
 INDEXER = "vllm.v1.attention.backends.mla.indexer"
+PRELOAD = MODULES
 # Speculated tokens and the one before them: what other devices than 10.x take natively.
 NEXT_N = 2
 SEQUENCES, TOKENS, BLOCKS = 8, 32, 8

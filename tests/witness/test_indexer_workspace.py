@@ -8,10 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.witness.deepseek_v4 import prepare
+from tests.witness.deepseek_v4 import MODULES, prepare
 from tests.witness.kernels import Gpu, KernelProcess
 
 INDEXER = "vllm.v1.attention.backends.mla.indexer"
+PRELOAD = MODULES
 LIMIT = "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB"
 MIB = 1024 * 1024
 SM12X, HOPPER = (12, 0), (9, 0)

@@ -9,10 +9,10 @@ import importlib
 from typing import Any
 
 import pytest
-from tests.witness.deepseek_v4 import without_flash_attention
 from tests.witness.kernels import Gpu, KernelProcess
 
 MODULE = "vllm.model_executor.models.mimo_v2"
+PRELOAD = (MODULE,)
 HEADS, KV_HEADS, K_SIZE, V_SIZE = 4, 2, 192, 128
 
 
@@ -32,7 +32,6 @@ def layer(gpu: Gpu, version: int, v_size: int, cuda: bool) -> tuple[Any, dict[st
     """The release's layer between stand-ins, and what it asked of the attention."""
     torch: Any = importlib.import_module("torch")
     gpu.become((12, 0))
-    without_flash_attention()
     module: Any = importlib.import_module(MODULE)
     asked: dict[str, Any] = {}
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 from tests.witness import portable_tests
-from tests.witness.deepseek_v4 import LAYER, SWA, WINDOW, Batch, prepare
+from tests.witness.deepseek_v4 import LAYER, MODULES, SWA, WINDOW, Batch, prepare
 from tests.witness.kernels import SM12X_SHARED, SM90_SHARED, Gpu, KernelProcess
 
 PORTABLE = "vllm.v1.attention.backends.mla.portable"
 SWITCH = "VLLM_TRITON_MLA_SPARSE"
+PRELOAD = MODULES
 # Norm over norm; on a GPU errors are 0.0017.
 TOLERANCE = 6e-3
 # Of any value: the difference between a slot that counts and one that does not.
