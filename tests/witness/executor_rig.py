@@ -145,8 +145,16 @@ def prepare() -> None:
     if hasattr(shm_broadcast, "SHM_READER_RECHECK_INTERVAL_MS"):
         shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = 500
 
+    # It polls for a second after each message, in every rank and every engine: with two processors
+    # that second is all that a test's other processes get of them.
+    shm_broadcast.sched_yield = _wait_a_little
+
     _vllm_config()
     _vllm_config(ENGINES)
+
+
+def _wait_a_little() -> None:
+    time.sleep(0.0005)
 
 
 class Gpus:

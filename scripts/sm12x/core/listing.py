@@ -5,18 +5,16 @@ from __future__ import annotations
 import datetime
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
-from pypi_simple import (
-    DistributionPackage,
-    RepositoryPage,
-    UnparsableFilenameError,
-    parse_filename,
-)
 
 from sm12x.core import files, index
 from sm12x.core.errors import FetchError
+
+if TYPE_CHECKING:
+    from pypi_simple import DistributionPackage
 
 SDIST = "sdist"
 WHEEL = "wheel"
@@ -56,6 +54,9 @@ def of_index(project: str) -> tuple[ListedFile, ...]:
 
 def of_folder(project: str, folder: Path) -> tuple[ListedFile, ...]:
     """The files of ``project`` in ``folder``, with the hashes of what lies there."""
+    # As in core.index: imported where it is used.
+    from pypi_simple import UnparsableFilenameError, parse_filename
+
     found: list[ListedFile] = []
     for path in sorted(folder.iterdir()):
         try:
@@ -114,6 +115,8 @@ def _read(answer: index.Answer) -> tuple[ListedFile, ...]:
     response, page = answer.response, answer.page
     times: dict[str, str] = {}
     if "json" not in response.headers.get("Content-Type", ""):
+        from pypi_simple import RepositoryPage
+
         # Not in the standard of the HTML form, and given by some indexes; uv reads it as well.
         links = RepositoryPage.from_html(response.content, response.url).links
         times = {link.text: str(link.attrs.get("data-upload-time") or "") for link in links}

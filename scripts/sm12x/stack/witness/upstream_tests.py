@@ -111,7 +111,7 @@ class HubModel(Declared):
     """A model that the tests ask the hub for: its name there, and the content of config.json.
 
     ``implemented`` ("module:Class") is the release's class for it. Unless it is registered, vLLM
-    looks at the class in a process that imports everything once more. ``tokenizer`` is the content
+    looks at the class in a fork, for each test that asks. ``tokenizer`` is the content
     of tokenizer.json, "" for a model without one.
     """
 
