@@ -73,6 +73,17 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_L
   set(CMAKE_CXX_COMPILER_VERSION 13)
 endif()
 """
+# Python as CMake calls it. What it is asked with -c is asked in each build: twice, an import of
+# torch for one line, the same each time.
+_PYTHON = """\
+#!/bin/sh
+if [ "$#" -eq 2 ] && [ "$1" = -c ]; then
+  answer=$0-$(printf %s "$2" | sha256sum | cut -d ' ' -f 1)
+  [ -f "$answer" ] || { PYTHON "$@" > "$answer.part" && mv "$answer.part" "$answer"; } || exit
+  exec cat "$answer"
+fi
+exec PYTHON "$@"
+"""
 # Seconds one configuring, and one compilation, may take.
 _CONFIGURE_LIMIT, _COMPILE_LIMIT = 600, 1500
 
@@ -124,6 +135,10 @@ class Rig:
         site = Path(sysconfig.get_path("purelib"))
         self._cuda = cuda_home.assemble(site, folder / "cuda", probe=False).path
         self._sources = self._third_party(site)
+        self._python = folder / "python"
+        script = _PYTHON.replace("PYTHON", shlex.quote(sys.executable))
+        self._python.write_text(script, encoding="utf-8")
+        self._python.chmod(0o755)
 
     def build(self, archs: str, tree: Path | None = None) -> Build:
         """The build of ``tree`` for the TORCH_CUDA_ARCH_LIST ``archs``; each is made once."""
@@ -238,7 +253,7 @@ class Rig:
             f"{programs / 'cmake'}",
             *("-S", f"{folder / 'src'}", "-B", f"{folder / 'build'}", "-G", "Ninja"),
             "-DCMAKE_BUILD_TYPE=Release",
-            f"-DVLLM_PYTHON_EXECUTABLE={sys.executable}",
+            f"-DVLLM_PYTHON_EXECUTABLE={self._python}",
             "-DVLLM_TARGET_DEVICE=cuda",
             f"-DCUDAToolkit_ROOT={self._cuda}",
             f"-DCUDA_TOOLKIT_ROOT_DIR={self._cuda}",
