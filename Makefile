@@ -38,7 +38,7 @@ test-witness: $(STAMP) ## each patch's witness: red on the untouched base, green
 	@sh scripts/make-tools.sh $(BIN)/python
 	@set -e; for base in $(EACH); do \
 		$(BIN)/sm12x patch check --base $$base; \
-		$(BIN)/sm12x patch witness --base $$base --jobs 3 $(ARGS); done
+		$(BIN)/sm12x patch witness --base $$base --jobs 4 $(ARGS); done
 
 test-upstream: $(STAMP) ## the release's own unit tests: the stack may make none worse
 	@set -e; for base in $(EACH); do $(BIN)/sm12x patch upstream-tests --base $$base $(ARGS); done

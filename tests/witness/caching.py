@@ -1,35 +1,33 @@
 """PyTorch's own caching allocator and MemPool over the stand-in driver, with a tree's allocator.
 
-A witness's function runs in a process of its own, without a GPU: libcudart's part of it is
+A witness's function runs in a fork, without a GPU: libcudart's part of it is
 tests/fakecuda/torchcudart.c, which is preloaded. No kernel can be launched: tensors are allocated
 with torch.empty and freed, and their bytes are written and read through the stand-in.
 
-    python -m tests.witness.caching TREE LIBRARIES FILE FUNCTION
+    python -m tests.witness.caching TREE LIBRARIES
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import importlib.util
 import os
 import subprocess
 import sys
-import traceback
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.fakecuda import standin
 from tests.gpu import rig
-from tests.witness import native
+from tests.witness import forked, native
 
-ROOT = Path(__file__).resolve().parents[2]
 PRELOADED = "libtorchcudart.so"
-# Seconds one function may take; it needs about five, most of them for importing torch.
+# Seconds one function may take.
 TIME_LIMIT = 60
-TAIL = 4000
 
 
 def build(tree: Path, folder: Path) -> None:
@@ -47,36 +45,39 @@ def build(tree: Path, folder: Path) -> None:
     subprocess.run(command, check=True)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Caching:
-    """Runs functions of a witness; each takes a ``Rig``."""
+    """Runs functions of a witness; each takes a ``Rig``, in a fork of a process with torch."""
 
-    tree: Path
-    folder: Path
+    def __init__(self, tree: Path, folder: Path) -> None:
+        self._tree = tree
+        self._folder = folder
+        # PyTorch reads its settings once.
+        self._servers: dict[str, forked.Server] = {}
 
     def run(self, file: str, function: str, settings: str = "") -> None:
         """``settings`` are PyTorch's PYTORCH_CUDA_ALLOC_CONF."""
+        if settings not in self._servers:
+            self._servers[settings] = self._start(settings)
+        answer = self._servers[settings].ask({"file": file, "function": function})
+        if not answer["passed"]:
+            pytest.fail(answer["text"], pytrace=False)
+
+    def close(self) -> None:
+        for server in self._servers.values():
+            server.close(TIME_LIMIT)
+
+    def _start(self, settings: str) -> forked.Server:
         environment = {k: v for k, v in os.environ.items() if not k.endswith("_ALLOC_CONF")}
         environment["PYTORCH_CUDA_ALLOC_CONF"] = settings
-        libraries = (self.folder / standin.DRIVER, self.folder / PRELOADED)
+        libraries = (self._folder / standin.DRIVER, self._folder / PRELOADED)
         environment["LD_PRELOAD"] = " ".join(map(str, libraries))
-        command = [sys.executable, "-m", "tests.witness.caching", str(self.tree), str(self.folder)]
-        try:
-            done = subprocess.run(
-                [*command, file, function],
-                cwd=ROOT,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=TIME_LIMIT,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as expired:
-            said = (expired.stdout or b"").decode(errors="replace")
-            pytest.fail(f"hangs: no end after {TIME_LIMIT} s\n{said[-TAIL:]}", pytrace=False)
-        if done.returncode != 0:
-            pytest.fail(f"ended with {done.returncode}\n{done.stdout[-TAIL:]}", pytrace=False)
+        return forked.Server(
+            "tests.witness.caching",
+            str(self._tree),
+            str(self._folder),
+            log=self._folder / f"caching-{len(self._servers)}.log",
+            env=environment,
+        )
 
 
 class Rig(rig.Gpu):
@@ -114,37 +115,35 @@ class Rig(rig.Gpu):
         return address, address + tensor.numel() - 512
 
 
-def main() -> None:
-    tree, folder, file, function = sys.argv[1:]
-    code = 1
+def call(tree: Path, folder: Path, request: dict[str, Any]) -> None:
+    """In a fork: start the stand-in and load the allocator, then call the function."""
     # Kept copies copy with libcudart, which is the real one here.
     os.environ["SLEEP_MODE_HOST_COPY"] = "release"
-    try:
-        fake = standin.Standin(Path(folder))
-        fake.initialize()
-        gpu = rig.load(Path(tree), Path(folder) / native.ALLOCATOR)
-        # The real libcudart, which PyTorch has loaded, cannot copy here.
-        wrapper: Any = importlib.import_module("vllm.distributed.device_communicators.cuda_wrapper")
-        gpu.cumem.libcudart = wrapper.CudaRTLibrary(str(fake.runtime_path))
-        gpu.cumem.is_pin_memory_available = lambda: False
-        gpu.cumem.PIN_MEMORY = False
-        spec = importlib.util.spec_from_file_location("witness_under_test", file)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-        getattr(module, function)(Rig(gpu, fake))
-        assert ctypes.c_int(fake.violations()).value == 0, "the driver was used against its rules"
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # How torch takes down its pools at the end of the interpreter is not what is tested.
-        os._exit(code)
+    fake = standin.Standin(folder)
+    fake.initialize()
+    gpu = rig.load(tree, folder / native.ALLOCATOR)
+    # The real libcudart, which PyTorch has loaded, cannot copy here.
+    wrapper: Any = importlib.import_module("vllm.distributed.device_communicators.cuda_wrapper")
+    gpu.cumem.libcudart = wrapper.CudaRTLibrary(str(fake.runtime_path))
+    gpu.cumem.is_pin_memory_available = lambda: False
+    gpu.cumem.PIN_MEMORY = False
+    spec = importlib.util.spec_from_file_location("witness_under_test", request["file"])
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    getattr(module, request["function"])(Rig(gpu, fake))
+    assert ctypes.c_int(fake.violations()).value == 0, "the driver was used against its rules"
+
+
+def prepare() -> Callable[[dict[str, Any]], forked.Outcome]:
+    tree, folder = map(Path, sys.argv[1:])
+    # Most of what a function takes. CUDA is not started by it, and can be in each fork.
+    importlib.import_module("torch")
+    gc.freeze()
+    return lambda request: forked.run(lambda: call(tree, folder, request), TIME_LIMIT)
 
 
 if __name__ == "__main__":
-    main()
+    forked.serve(prepare)

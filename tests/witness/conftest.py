@@ -7,10 +7,7 @@ end of pytest. Its other arguments must survive JSON.
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,6 @@ import pytest
 from tests.witness import caching as caching_process
 from tests.witness import executor_rig, forked, kernels, native
 
-ROOT = Path(__file__).resolve().parents[2]
 # Seconds one test may take, its forked cases included; one that only waits is ended before
 # (forked.IDLE).
 TIME_LIMIT = 60
@@ -56,34 +52,19 @@ class Zygote:
     """A process that has loaded torch and the tree's allocator once, and forks for every test."""
 
     def __init__(self, tree: Path, libraries: Path) -> None:
-        # Its last line is the reason if it does not come up. Tests' output comes with their answer.
-        self._said = libraries / "zygote.log"
-        with self._said.open("w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.witness.zygote", str(tree), str(libraries)],
-                cwd=ROOT,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
+        self._server = forked.Server(
+            "tests.witness.zygote", str(tree), str(libraries), log=libraries / "zygote.log"
+        )
         self.ask({"ping": True})
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            said = self._said.read_text(errors="replace").strip().splitlines()
-            why = f": {said[-1]}" if said else ""
-            pytest.exit(f"the witness process ended with {self._process.wait()}{why}", returncode=3)
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        try:
+            return self._server.ask(request)
+        except RuntimeError as ended:
+            pytest.exit(str(ended), returncode=3)
 
     def close(self) -> None:
-        forked.end(self._process, TIME_LIMIT)
+        self._server.close(TIME_LIMIT)
 
 
 @pytest.fixture(scope="session")
@@ -115,11 +96,15 @@ def gpus(vllm_executor: None, tmp_path: Path) -> executor_rig.Gpus:
 
 
 @pytest.fixture(scope="session")
-def caching(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> caching_process.Caching:
+def caching(
+    tree: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[caching_process.Caching]:
     """Runs functions of a witness with PyTorch's own caching allocator."""
     folder = tmp_path_factory.mktemp("caching")
     caching_process.build(tree, folder)
-    return caching_process.Caching(tree=tree, folder=folder)
+    started = caching_process.Caching(tree, folder)
+    yield started
+    started.close()
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -12,11 +13,12 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[2]
 # How much of a failing case's output is worth showing.
 TAIL = 6000
 # Seconds for which a case may wait, it and its children: locks that wait for each other take no
@@ -185,13 +187,69 @@ def _threads(process: int, *, queued: bool) -> tuple[int, bool]:
     return used, ready
 
 
-def end(process: subprocess.Popen[str], seconds: float) -> None:
-    """End a process that forks for each line on its stdin: close that, and kill it if it stays."""
-    assert process.stdin is not None
-    process.stdin.close()
-    try:
-        # A busy machine takes its time over what torch does at exit.
-        process.wait(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+class Server:
+    """A process that forks for every request: a line of JSON on its stdin, one on its stdout.
+
+    It is ``python -m MODULE ARGUMENTS``, started in the checkout; what it prints goes to ``log``.
+    """
+
+    def __init__(
+        self, module: str, *arguments: str, log: Path, env: Mapping[str, str] | None = None
+    ) -> None:
+        self._log = log
+        with log.open("w") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, *arguments],
+                cwd=ROOT,
+                env=env,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                text=True,
+            )
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to a request.
+
+        Raises:
+            RuntimeError: the process has ended; with the last line that it printed.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        # It may have ended: then the answer is missing.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            said = self._log.read_text(errors="replace").strip().splitlines()
+            why = said[-1] if said else "it printed nothing"
+            raise RuntimeError(f"the process ended with {self._process.wait()}: {why}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def close(self, seconds: float) -> None:
+        """Close its stdin, at which it ends; kill it if it has not ended after ``seconds``."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            # A busy machine takes its time over what torch does at exit.
+            self._process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def serve(load: Callable[[], Callable[[dict[str, Any]], Outcome]]) -> None:
+    """Be a ``Server``'s process: ``load``, and answer each request with what that returned.
+
+    Its end is the end of stdin.
+    """
+    # Answers go to the real stdout; whatever is printed, from the first import on, to stderr.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    answer = load()
+    for line in sys.stdin:
+        answers.write(json.dumps(vars(answer(json.loads(line)))) + "\n")
+        answers.flush()

@@ -17,7 +17,6 @@ import contextlib
 import gc
 import importlib
 import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -32,7 +31,6 @@ from typing import Any
 
 from tests.witness import forked
 
-ROOT = Path(__file__).resolve().parents[2]
 # Shared memory that one block can opt in to, bytes: CUDA C++ Programming Guide, table "Technical
 # Specifications per Compute Capability" (99 KiB on 12.0 and 12.1, 227 KiB on 9.0).
 SM12X_SHARED = 101376
@@ -226,7 +224,6 @@ class KernelProcess:
     """A process that has loaded a tree once, and forks for every function it is given."""
 
     def __init__(self, tree: Path, folder: Path, *, interpret: bool) -> None:
-        self._said = folder / "kernels.log"
         settings = {
             **os.environ,
             # vLLM uses Triton without an active driver only where no device is visible.
@@ -235,16 +232,9 @@ class KernelProcess:
             "TRITON_INTERPRET": "1" if interpret else "0",
             "TORCHDYNAMO_DISABLE": "1",
         }
-        with self._said.open("w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.witness.kernels", str(tree)],
-                cwd=ROOT,
-                env=settings,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
+        self._server = forked.Server(
+            "tests.witness.kernels", str(tree), log=folder / "kernels.log", env=settings
+        )
 
     def call(self, function: Callable[..., Any], **arguments: Any) -> Any:
         """What ``function(gpu, **arguments)``, of a module's top level, returns in a fork there.
@@ -255,26 +245,18 @@ class KernelProcess:
         Raises:
             AssertionError: it raised, crashed or hung; with its output.
         """
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        request = {
-            "file": sys.modules[function.__module__].__file__,
-            "function": function.__name__,
-            "arguments": arguments,
-        }
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            said = self._said.read_text(errors="replace").strip().splitlines()
-            why = said[-1] if said else "nothing said"
-            raise RuntimeError(f"the process with the kernels has ended: {why}")
-        answer = json.loads(line)
+        answer = self._server.ask(
+            {
+                "file": sys.modules[function.__module__].__file__,
+                "function": function.__name__,
+                "arguments": arguments,
+            }
+        )
         assert answer["passed"], answer["text"]
         return answer["value"]
 
     def close(self) -> None:
-        forked.end(self._process, TIME_LIMIT)
+        self._server.close(TIME_LIMIT)
 
 
 @contextlib.contextmanager
@@ -287,14 +269,11 @@ def process(tree: Path, folder: Path, *, interpret: bool) -> Iterator[KernelProc
         started.close()
 
 
-def main() -> None:
-    # Answers go to the real stdout; whatever vLLM prints goes to stderr.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+def prepare() -> Callable[[dict[str, Any]], forked.Outcome]:
     gpu = _load(Path(sys.argv[1]))
     modules: dict[str, Any] = {}
-    for line in sys.stdin:
-        request = json.loads(line)
+
+    def answer(request: dict[str, Any]) -> forked.Outcome:
         path = request["file"]
         if path not in modules:
             spec = importlib.util.spec_from_file_location(f"kernels_{len(modules)}", path)
@@ -306,16 +285,11 @@ def main() -> None:
             for name in getattr(modules[path], "PRELOAD", ()):
                 importlib.import_module(name)
         gc.freeze()
+        function = getattr(modules[path], request["function"])
+        return forked.run(lambda: function(gpu, **request["arguments"]), TIME_LIMIT)
 
-        def body(request: dict[str, Any] = request) -> Any:
-            function = getattr(modules[request["file"]], request["function"])
-            return function(gpu, **request["arguments"])
-
-        outcome = forked.run(body, TIME_LIMIT)
-        answer = {"passed": outcome.passed, "text": outcome.text, "value": outcome.value}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+    return answer
 
 
 if __name__ == "__main__":
-    main()
+    forked.serve(prepare)

@@ -8,9 +8,8 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.util
-import json
-import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,30 +28,22 @@ def call(loaded: Loaded, request: dict[str, Any]) -> None:
     getattr(module, request["test"])(World(loaded), **request["arguments"])
 
 
-def main() -> None:
-    # Answers go to the real stdout; whatever vLLM prints goes to stderr.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+def prepare() -> Callable[[dict[str, Any]], forked.Outcome]:
     loaded = load(Path(sys.argv[1]), Path(sys.argv[2]))
-    for line in sys.stdin:
-        request = json.loads(line)
-        answer = {"passed": True, "text": ""}
-        if "test" in request:
-            # Here, once, and not in every fork: these imports take seconds.
-            for name in request["loads"]:
-                importlib.import_module(name)
-            # A collection in a fork, of which sleep and wake_up make one each, would go through
-            # all that was imported, and copy the memory it is in.
-            gc.freeze()
 
-            def body(request: dict[str, Any] = request) -> None:
-                call(loaded, request)
+    def answer(request: dict[str, Any]) -> forked.Outcome:
+        if "test" not in request:
+            return forked.Outcome(passed=True)
+        # Here, once, and not in every fork: these imports take seconds.
+        for name in request["loads"]:
+            importlib.import_module(name)
+        # A collection in a fork, of which sleep and wake_up make one each, would go through
+        # all that was imported, and copy the memory it is in.
+        gc.freeze()
+        return forked.run(lambda: call(loaded, request), request["seconds"], idle=forked.IDLE)
 
-            outcome = forked.run(body, request["seconds"], idle=forked.IDLE)
-            answer = {"passed": outcome.passed, "text": outcome.text}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+    return answer
 
 
 if __name__ == "__main__":
-    main()
+    forked.serve(prepare)
