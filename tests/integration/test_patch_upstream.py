@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import sys
+import types
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -162,6 +167,21 @@ def test_a_test_that_hangs_is_killed_with_its_children(
         status = Path(f"/proc/{pid}/stat")
         # Dead, and perhaps still to be waited for by whoever has inherited it.
         assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_model_is_looked_at_in_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM's own process does, but without what importing vLLM takes."""
+    monkeypatch.syspath_prepend(str(upstream_run.PLUGIN))
+    zygote = importlib.import_module("sm12x_zygote")
+    registry: Any = types.ModuleType("vllm.model_executor.models.registry")
+    monkeypatch.setitem(sys.modules, registry.__name__, registry)
+    zygote._look_at_models_in_forks()
+    inspect: Callable[[Callable[[], object]], object] = registry._run_in_subprocess
+    assert inspect(lambda: {"process": os.getpid()}) != {"process": os.getpid()}
+    assert inspect(lambda: ["text", None]) == ["text", None]
+    for wrong, said in ((lambda: 1 / 0, "ZeroDivisionError"), (lambda: os._exit(1), "it ended")):
+        with pytest.raises(RuntimeError, match=said):
+            inspect(wrong)
 
 
 def test_narrowing_by_file_and_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

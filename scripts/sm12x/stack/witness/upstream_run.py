@@ -34,7 +34,7 @@ FILE_LIMIT = 600
 _START_LIMIT = 600
 # Packages that the release's tests import and its closure lacks, with hashes.
 _TOOLS_LOCK = Path("tests/witness/upstream.lock")
-_PLUGIN = Path(__file__).resolve().parent / "pytest_plugin"
+PLUGIN = Path(__file__).resolve().parent / "pytest_plugin"
 _TAIL = 20
 _POLL = 0.1
 # pytest's exit codes that come with a whole junit file; 5: no test in the file.
@@ -263,7 +263,7 @@ class _Runner:
             ),
             encoding="utf-8",
         )
-        paths = [str(_PLUGIN), *([str(self.extra)] if self.extra else [])]
+        paths = [str(PLUGIN), *([str(self.extra)] if self.extra else [])]
         return process.Background(
             [self.python, "-m", "sm12x_zygote", work],
             cwd=self.trees[batch.side],

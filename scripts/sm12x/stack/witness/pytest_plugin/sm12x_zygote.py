@@ -103,8 +103,8 @@ def _in_fork(function: Callable[[], Any]) -> Any:
     with os.fdopen(reader, "rb") as pipe:
         answer = pipe.read()
     os.waitpid(child, 0)
-    # Of our own fork, which may have been killed before it wrote.
-    value, said = pickle.loads(answer) if answer else (None, "it was killed")  # noqa: S301
+    # Of our own fork, which may have ended before it wrote.
+    value, said = pickle.loads(answer) if answer else (None, "it ended")  # noqa: S301
     if said:
         raise RuntimeError(f"Error raised in subprocess:\n{said}")
     return value
