@@ -130,6 +130,8 @@ def _vllm_config(engines: int = 1) -> Any:
 
 def prepare() -> None:
     """Import and configure in pytest's own process, once, so that every fork has it."""
+    # Imports make objects that stay: collections find nothing among them.
+    gc.disable()
     from vllm import platforms
     from vllm.platforms.interface import UnspecifiedPlatform
 
@@ -156,6 +158,7 @@ def prepare() -> None:
     # each time it would go through all that was imported.
     gc.freeze()
     gc.unfreeze = _nothing
+    gc.enable()
 
 
 def _nothing() -> None: ...
