@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
-import importlib.util
 import os
 import subprocess
 import sys
@@ -127,12 +126,7 @@ def call(tree: Path, folder: Path, request: dict[str, Any]) -> None:
     gpu.cumem.libcudart = wrapper.CudaRTLibrary(str(fake.runtime_path))
     gpu.cumem.is_pin_memory_available = lambda: False
     gpu.cumem.PIN_MEMORY = False
-    spec = importlib.util.spec_from_file_location("witness_under_test", request["file"])
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    module = forked.witness(request["file"])
     getattr(module, request["function"])(Rig(gpu, fake))
     assert ctypes.c_int(fake.violations()).value == 0, "the driver was used against its rules"
 

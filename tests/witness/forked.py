@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib.util
 import json
 import os
 import select
@@ -239,6 +240,17 @@ class Server:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def witness(file: str) -> Any:
+    """Import the file of a witness, in a fork that is to call one of its functions."""
+    spec = importlib.util.spec_from_file_location("witness_under_test", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def serve(load: Callable[[], Callable[[dict[str, Any]], Outcome]]) -> None:

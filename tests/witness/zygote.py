@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,12 +18,7 @@ from tests.witness.world import Loaded, World, load
 
 def call(loaded: Loaded, request: dict[str, Any]) -> None:
     """Import the test's file and call the test with a world."""
-    spec = importlib.util.spec_from_file_location("witness_under_test", request["file"])
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    module = forked.witness(request["file"])
     getattr(module, request["test"])(World(loaded), **request["arguments"])
 
 
