@@ -157,9 +157,10 @@ FROM wheel AS audit
 ARG BASE
 ARG DEVICES
 ENV SM12X_AUDIT_DEVICES=${DEVICES}
-# A wheel that breaks the policy ends the build here, with the report in the log.
+# A wheel that breaks the policy ends the build here, with the report in the log. buildah's chroot
+# isolation can lose what a step prints as it ends: it gets a second to copy the report.
 RUN python -m sm12x audit --base "${BASE}" /out/*.whl > /out/audit.txt \
-      || { cat /out/audit.txt; exit 1; } \
+      || { cat /out/audit.txt; sleep 1; exit 1; } \
     && python -m sm12x audit --base "${BASE}" --json /out/*.whl > /out/audit.json
 
 FROM scratch AS out

@@ -29,6 +29,9 @@ from sm12x.wheel.assemble import torch_ops
 from sm12x.wheel.compile import cmake, native
 from sm12x.wheel.toolchain import cross
 
+# In each worker that runs one of these tests its fixtures take a minute.
+pytestmark = pytest.mark.xdist_group("aarch64")
+
 BASE = bases.load("0.21.0")
 MACHINE = "aarch64"
 ALLOCATOR = "vllm/cumem_allocator.abi3.so"

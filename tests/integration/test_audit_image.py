@@ -13,6 +13,9 @@ from sm12x.audit import scan
 from sm12x.core import process
 from sm12x.core.errors import BadFileError, ToolFailedError
 
+# With test_bundle.py, which says why.
+pytestmark = pytest.mark.xdist_group("engines")
+
 KERNELS = Path(__file__).parents[1] / "unit" / "data" / "kernels.so"
 NAME = f"sm12x-audit-test:{os.getpid()}"
 

@@ -19,6 +19,13 @@ from sm12x.image.engine import engines
 from sm12x.image.engine.engine import BuildRequest, Engine
 from sm12x.image.engine.follow import Follower
 
+# podman and buildah share a store: one that looks for a cached image fails over one that the other
+# removes, whoever's it is.
+pytestmark = pytest.mark.xdist_group("engines")
+
+# Ends a step that fails. buildah's chroot isolation does not wait for the copy of a step's output:
+# what is printed as the step ends can be lost, seen on machines under load.
+COPIED = "sleep 1"
 TAG = f"sm12x-engine-test:{os.getpid()}"
 HIDDEN = "vHj3-what-no-layer-may-hold"
 MARKER = "vHj3-what-the-step-wrote"
@@ -83,9 +90,9 @@ def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp(request.param)
     archive = folder / "root.tar"
     with tarfile.open(archive, "w") as tar:
-        for name, path in _programs("sh", "test").items():
+        for name, path in _programs("sh", "sleep", "test").items():
             tar.add(path, name)
-        # podman and buildah share layers: one removes those that the other is about to reuse.
+        # Else one of podman and buildah takes from the cache what the other has built.
         tar.addfile(tarfile.TarInfo(f"of-{os.getpid()}-{request.param}"))
     engine.import_tar(archive, f"{TAG}-base", {"made": "here"}, on_line=lambda line: None)
     context = folder / "context"
@@ -96,6 +103,12 @@ def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     host = HostConfig(secrets={"env": f"export TOKEN={HIDDEN}\n"}, mirror="", host_network=False)
     yield Rig(engine=engine, context=context, host=host)
     process.run([engine.program, "rmi", "--force", f"{TAG}-base"], check=False)
+
+
+def test_workers_keep_to_groups(request: pytest.FixtureRequest) -> None:
+    """Needs `--dist loadgroup`; pytest-xdist writes a test's group at the end of its id."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        assert request.node.nodeid.endswith("@engines")
 
 
 def test_the_imported_image_has_its_label(rig: Rig) -> None:
@@ -141,10 +154,10 @@ def test_a_second_build_comes_from_the_cache_whatever_the_secret(rig: Rig, tmp_p
 
 def test_a_failing_step_is_named(rig: Rig, tmp_path: Path) -> None:
     broken = tmp_path / "Dockerfile"
-    # buildah may lose what a step prints as it ends: seen once on a machine with load 10.
     broken.write_text(
         f"FROM {TAG}-base AS work\n"
-        "RUN echo 'error: the compiler is gone. Next: look for it.' && sleep 1 && exit 3\n"
+        "RUN echo 'error: the compiler is gone. Next: look for it.'"
+        f" && {COPIED} && exit 3\n"
     )
     follower = Follower(lambda step: None)
     with pytest.raises(ToolFailedError):
@@ -152,6 +165,7 @@ def test_a_failing_step_is_named(rig: Rig, tmp_path: Path) -> None:
             BuildRequest(dockerfile=broken, context=rig.context, target="work"), on_line=follower
         )
     assert follower.reason == "the compiler is gone"
+    assert follower.exit_code == 3
 
 
 def test_units_done_and_the_unit_that_failed_reach_the_user(rig: Rig, tmp_path: Path) -> None:
@@ -162,7 +176,7 @@ def test_units_done_and_the_unit_that_failed_reach_the_user(rig: Rig, tmp_path: 
         f"FROM {TAG}-base AS native\n"
         "RUN echo 'progress: compile: 3 of 28, about 20 min left' \\\n"
         f" && echo '{said}' && echo '    {quoted}' \\\n"
-        " && echo '. Next: repeat it with `nvcc x.cu`.' && exit 7\n"
+        f" && echo '. Next: repeat it with `nvcc x.cu`.' && {COPIED} && exit 7\n"
         "FROM scratch AS out\nCOPY --from=native /x /x\n"
     )
     steps: list[str] = []
