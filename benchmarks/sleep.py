@@ -200,7 +200,7 @@ def _measure_one(
         cache = torch.zeros(4 * GIB, dtype=torch.uint8, device="cuda")
     times.blocks = len(gpu.allocator.pointer_to_data)
     times.gib = size * options.tensors / GIB
-    if case.prepared and prepare is not None:
+    if case.prepared and copies is not None:
         times.prepare = _seconds(torch, prepare, together)
 
     def with_steps(name: str) -> None:
@@ -238,10 +238,10 @@ def _measure_one(
 
 def _calls(
     case: Case, gpu: Any
-) -> tuple[Callable[[], None], Callable[[], None], Any, Callable[[], None] | None]:
+) -> tuple[Callable[[], None], Callable[[], None], Any, Callable[[], None]]:
     """sleep, wake_up, the host copies, and prepare, which ends when everything is prepared.
 
-    Stock has neither of the last two.
+    Stock has no host copies, None, and nothing to prepare.
     """
     if case.plugin:
         from tests.gpu import rig
@@ -258,17 +258,11 @@ def _calls(
             backend.copies,
             prepare_backend,
         )
-    copies: Any = getattr(gpu.allocator, "host_copies", None)
-
-    def prepare() -> None:
-        gpu.allocator.prepare_sleep()
-        copies._wait_for_preparation()
-
     return (
         (lambda: gpu.allocator.sleep(("weights",))),
         (lambda: gpu.allocator.wake_up()),
-        copies,
-        None if copies is None else prepare,
+        gpu.host_copies,
+        gpu.prepare_sleep,
     )
 
 

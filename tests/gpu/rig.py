@@ -157,8 +157,24 @@ class Gpu:
     def _sleep_by_package(self) -> None:
         """Let the allocator sleep and wake as the backend of scripts/sleep-keep does."""
         copies = keep_backend().copies
+        self.allocator.host_copies = copies
+        self.allocator.prepare_sleep = functools.partial(copies.prepare, self.allocator)
         self.allocator.sleep = functools.partial(copies.sleep, self.allocator)
         self.allocator.wake_up = lambda tags=None: copies.wake_up(self.allocator, tags)
+
+    @property
+    def host_copies(self) -> Any:
+        """The allocator's kept host copies, None of a tree without them."""
+        return getattr(self.allocator, "host_copies", None)
+
+    def prepare_sleep(self) -> None:
+        """Prepare the first sleep as a server does after its load, and wait until it is.
+
+        A tree without kept host copies prepares nothing.
+        """
+        if self.host_copies is not None:
+            self.allocator.prepare_sleep()
+            self.host_copies._wait_for_preparation()
 
     def free(self) -> int:
         """Bytes of free memory on the device."""

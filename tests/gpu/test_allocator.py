@@ -25,14 +25,18 @@ def test_an_oversized_allocation_leaves_no_record(gpu: Gpu) -> None:
         oversized(gpu)
         second = gpu.tensor(64 * MIB, 2)
     assert gpu.recorded() <= 256 * MIB, f"{gpu.recorded() / GIB:.1f} GiB are recorded"
-    before = gpu.free()
-    gpu.allocator.sleep(("weights",))
-    gained = gpu.free() - before
-    # The first sleep loads the kernel of its digests, once.
-    assert gained >= 120 * MIB, f"{gained / MIB:.1f} MiB"
-    gpu.allocator.wake_up()
-    assert gpu.intact(first, 1)
-    assert gpu.intact(second, 2)
+    # As a server does. Without it the first sleep computes its digests by PyTorch, whose kernels
+    # take 90 MiB when they are loaded, once; those of `intact` are the same.
+    gpu.prepare_sleep()
+    for cycle in range(3):
+        before = gpu.free()
+        gpu.allocator.sleep(("weights",))
+        gained = gpu.free() - before
+        assert gained >= 120 * MIB, f"sleep {cycle}: {gained / MIB:.1f} MiB"
+        gpu.allocator.wake_up()
+        assert gpu.intact(first, 1)
+        assert gpu.intact(second, 2)
+        gpu.torch.cuda.empty_cache()
 
 
 def test_a_failed_load_can_be_repeated(gpu: Gpu) -> None:
