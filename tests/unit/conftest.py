@@ -18,3 +18,9 @@ def _no_process_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "create_connection", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Name bytes by their argument: an archive's have the time in them, and each of pytest-xdist's
+    workers, which makes them a second later, another name for the test."""
+    return argname if isinstance(val, bytes) else None
