@@ -307,6 +307,8 @@ class _Runner:
             "-q",
             f"--junitxml={report}",
             *("-o", "junit_family=xunit2"),
+            # pytest's own form parses the source of each test that fails: a third of the time.
+            "--tb=native",
             # Remembers nothing from the other tree.
             *("-p", "no:cacheprovider"),
             # Of pytest-timeout.
