@@ -13,7 +13,7 @@ DRIVER = "libcuda.so.1"
 RUNTIME = "libfakecudart.so"
 
 DEVICES = 2
-GRANULARITY = 2 << 20
+GRANULARITY = 256 << 10
 
 INVALID_VALUE = 1
 OUT_OF_MEMORY = 2

@@ -48,7 +48,6 @@ class Modelled:
 class Settings:
     operations: int
     seed: int
-    rocm: bool = False
     # Keep host copies, as the tree does, or the package for it.
     host_copies: bool = False
     plugin: bool = False
@@ -65,8 +64,6 @@ class Fuzzer:
     def __post_init__(self) -> None:
         self.chance = random.Random(self.settings.seed)  # noqa: S311 - reproducible, not secret
         self.written = 0
-        if self.settings.rocm:
-            self.world.use_rocm()
         if self.settings.host_copies:
             self.world.use_host_copies()
         if self.settings.plugin:

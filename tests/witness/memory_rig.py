@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from tests.fakecuda.standin import GRANULARITY
 from tests.witness.world import World
 
 MEMORY = "vllm.utils.mem_utils"
 WORKER = "vllm.v1.worker.gpu_worker"
 RELEASED = "vllm.v1.worker.released_memory"
-UNIT = GRANULARITY
+UNIT = 2 << 20
 BUDGET = 100 * UNIT
 
 

@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 from tests.fakecuda.standin import GRANULARITY, Alive
-from tests.witness.world import EMPTY, OutOfMemoryError, World, expect, raised
+from tests.witness.world import CHUNK, EMPTY, OutOfMemoryError, World, expect, raised
 
 OPERATIONS = 300
 SEEDS = int(os.environ.get("SM12X_CHURN_SEEDS", "3"))
 # Operations between two looks at what the driver holds.
 PERIOD = 25
-CAPACITY = 64 * GRANULARITY
+# Of what memory comes in.
+CAPACITY = 64
 FUNCTIONS = (
     "*",
     "cuCtxGetCurrent",
@@ -50,9 +51,13 @@ class Churn:
     pools: list[Any] = field(default_factory=list)
     done: list[str] = field(default_factory=list)
 
+    @property
+    def unit(self) -> int:
+        return CHUNK if self.chunks else GRANULARITY
+
     def run(self, operations: int) -> None:
         gc.freeze()
-        self.world.fake.set_capacity(CAPACITY)
+        self.world.fake.set_capacity(CAPACITY * self.unit)
         steps = (self.malloc, self.malloc, self.free, self.unmap, self.map, self.load, self.drop)
         for n in range(operations):
             step = self.random.choice(steps)
@@ -79,7 +84,7 @@ class Churn:
         self.world.fake.fail(name, self.random.randint(1, 6), 999, count)
 
     def size(self) -> int:
-        return self.random.randint(1, 4) * GRANULARITY
+        return self.random.randint(1, 4) * self.unit
 
     # ---- operations ----
 
@@ -138,7 +143,7 @@ class Churn:
         if not any(pool is known for known in self.pools):
             self.pools.append(pool)
         held = self.held() - set(pool.segments)
-        address = pool.allocate(self.world, self.random.randint(1, 2) * GRANULARITY)
+        address = pool.allocate(self.world, self.random.randint(1, 2) * self.unit)
         assert address not in held, f"{address:#x} is another block's"
         self.write(address)
         if self.random.random() < 0.5:
@@ -193,7 +198,7 @@ class Churn:
         for handle in (*asleep, *released.values()):
             self.world.cumem.create_and_map(handle)
             self.world.cumem.unmap_and_release(handle)
-        self.world.fake.set_capacity(CAPACITY)
+        self.world.fake.set_capacity(CAPACITY * self.unit)
         segments = {address: size for pool in self.pools for address, size in self.of(pool)}
         awake = [
             size
@@ -204,7 +209,7 @@ class Churn:
         assert known >= set(self.sizes), "a block has no record"
         assert known <= {*self.sizes, *segments}, "a record of nothing"
         expect("blocks that are awake", len(awake), len(known - self.asleep))
-        pieces = sum(size // GRANULARITY for size in awake) if self.chunks else len(awake)
+        pieces = sum(size // self.unit for size in awake) if self.chunks else len(awake)
         expect(
             "what the driver holds",
             self.world.fake.alive(),

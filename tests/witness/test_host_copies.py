@@ -610,13 +610,11 @@ def test_one_memory_for_gpu_and_host(world: World) -> None:
     """A wake_up has no more than one block twice, and leaves no host memory taken."""
     world.use_host_copies()
     blocks = world.blocks()
-    awake = sum(block.size for block in blocks)
-    most = max(block.size for block in blocks)
-    world.share_memory(awake + most)
+    limit = world.share_memory_of(blocks)
     for _ in range(3):
         expect_sleep_and_wake(world, blocks)
         expect("host memory of a server that is awake", world.fake.registered(), 0)
-    assert world.fake.shared_peak() <= awake + most
+    assert world.fake.shared_peak() <= limit
 
 
 def test_one_memory_of_which_another_takes_some(world: World) -> None:

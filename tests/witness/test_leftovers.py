@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tests.fakecuda.standin import GRANULARITY
-from tests.witness.world import EMPTY, Block, World, expect, said, sweep
+from tests.witness.world import CHUNK, EMPTY, Block, World, expect, said, sweep
 
 ALWAYS = 1_000_000
 
@@ -109,9 +109,9 @@ def test_cleanup_that_fails_too_is_done_later(world: World, function: str) -> No
 @pytest.mark.parametrize("function", ["cuMemUnmap", "cuMemRelease", "cuMemAddressFree"])
 def test_chunks_are_given_back_later_too(world: World, function: str) -> None:
     world.use_rocm()
-    address = world.malloc(3 * GRANULARITY)
+    address = world.malloc(3 * CHUNK)
     world.fake.fail(function, count=ALWAYS)
-    world.free_raw(address, 3 * GRANULARITY)
+    world.free_raw(address, 3 * CHUNK)
     world.fake.fail_nothing()
     for _ in range(2):
         # One handle is tried again per operation as long as one fails.

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tests.fakecuda.standin import GRANULARITY
-from tests.witness.world import Block, OutOfMemoryError, World, expect, raised, sweep
+from tests.witness.world import CHUNK, Block, OutOfMemoryError, World, expect, raised, sweep
 
 # cuDeviceGetAttribute of "memory can be made with a fabric handle".
 FABRIC = 128
@@ -70,10 +70,10 @@ def test_every_call_of_malloc_with_chunks(world: World) -> None:
     world.use_rocm()
 
     def prepare() -> Block:
-        return world.block("weights", 3 * GRANULARITY)
+        return world.block("weights", 3 * CHUNK)
 
     def operate(block: Block) -> None:
-        world.malloc(3 * GRANULARITY)
+        world.malloc(3 * CHUNK)
 
     def check(block: Block, problem: Exception | None) -> None:
         expect("what it raised", problem, None)
@@ -88,9 +88,10 @@ def test_every_call_of_malloc_with_chunks(world: World) -> None:
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_every_call_of_a_map_that_is_repeated(world: World, chunks: int) -> None:
     """As wake_up maps: what fails leaves the block as it was, and the same call does it."""
-    size = chunks * GRANULARITY
+    size = GRANULARITY
     if chunks > 1:
         world.use_rocm()
+        size = chunks * CHUNK
 
     def prepare() -> Any:
         handle = world.allocator.pointer_to_data[world.block("weights", size).address].handle
@@ -144,7 +145,7 @@ def test_a_malloc_callback_that_raises_leaves_no_chunk(world: World) -> None:
         raise MemoryError("no memory for a log line")
 
     world.cumem.logger.debug = fails
-    expect("a block without a record", world.malloc(3 * GRANULARITY), 0)
+    expect("a block without a record", world.malloc(3 * CHUNK), 0)
     world.expect_alive()
 
 

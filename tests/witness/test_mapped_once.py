@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests.fakecuda.standin import GRANULARITY
-from tests.witness.world import EMPTY, World, expect
+from tests.witness.world import CHUNK, EMPTY, World, expect
 
 
 def test_freeing_a_sleeping_block_unmaps_nothing(world: World) -> None:
@@ -52,7 +52,7 @@ def test_mapping_twice_is_mapping_once(world: World) -> None:
 
 def test_both_hold_for_several_chunks(world: World) -> None:
     world.use_rocm()
-    block = world.block("weights", 3 * GRANULARITY)
+    block = world.block("weights", 3 * CHUNK)
     handle = world.allocator.pointer_to_data[block.address].handle
     world.cumem.create_and_map(handle)
     world.expect_awake(block)

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import pytest
-from tests.fakecuda.standin import GRANULARITY, Alive
-from tests.witness.world import EMPTY, Block, World, expect, sweep
+from tests.fakecuda.standin import Alive
+from tests.witness.world import CHUNK, EMPTY, Block, World, expect, sweep
 
 OFFLOAD = ("weights",)
 
 
 def blocks_of_chunks(world: World) -> list[Block]:
     world.use_rocm()
-    return [world.block("weights", 3 * GRANULARITY), world.block("kv_cache", 2 * GRANULARITY)]
+    return [world.block("weights", 3 * CHUNK), world.block("kv_cache", 2 * CHUNK)]
 
 
 def expect_held(world: World, *blocks: Block) -> None:
     """The driver holds the chunks of these blocks, which are awake."""
-    chunks = sum(block.size // GRANULARITY for block in blocks)
+    chunks = sum(block.size // CHUNK for block in blocks)
     expect(
         "what the driver holds",
         world.fake.alive(),
@@ -24,7 +24,7 @@ def expect_held(world: World, *blocks: Block) -> None:
             handles=chunks,
             mappings=chunks,
             reservations=len(blocks),
-            physical=chunks * GRANULARITY,
+            physical=chunks * CHUNK,
         ),
     )
     expect("the records", world.records(), {block.address for block in blocks})
@@ -34,14 +34,14 @@ def expect_held(world: World, *blocks: Block) -> None:
 def test_every_call_of_malloc(world: World) -> None:
     def operate(blocks: list[Block]) -> None:
         world.allocator.current_tag = "weights"
-        address = world.malloc(3 * GRANULARITY)
+        address = world.malloc(3 * CHUNK)
         if address:
-            blocks.append(Block(address=address, size=3 * GRANULARITY, tag="kv_cache", data=b""))
+            blocks.append(Block(address=address, size=3 * CHUNK, tag="kv_cache", data=b""))
 
     def check(blocks: list[Block], problem: Exception | None) -> None:
         expect("what it raised", problem, None)
         expect_held(world, *blocks)
-        blocks.append(world.block("weights", 3 * GRANULARITY))
+        blocks.append(world.block("weights", 3 * CHUNK))
         expect_held(world, *blocks)
 
     sweep(world, lambda: blocks_of_chunks(world), operate, check)
@@ -53,7 +53,7 @@ def test_every_call_of_free(world: World) -> None:
 
     def check(blocks: list[Block], problem: Exception | None) -> None:
         expect("what it raised", problem, None)
-        blocks.append(world.block("weights", 3 * GRANULARITY))
+        blocks.append(world.block("weights", 3 * CHUNK))
         expect_held(world, *blocks)
 
     sweep(world, lambda: blocks_of_chunks(world), operate, check, error=700)
@@ -105,7 +105,7 @@ def test_an_unmap_that_fails_keeps_the_bytes_of_every_chunk(world: World) -> Non
         if problem is not None:
             world.expect_awake(block)
         operate(0)
-        expect("physical memory", world.fake.alive().physical, 2 * GRANULARITY)
+        expect("physical memory", world.fake.alive().physical, 2 * CHUNK)
 
     sweep(world, state, operate, check)
 

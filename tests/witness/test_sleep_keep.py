@@ -95,13 +95,47 @@ def test_level_2(world: World) -> None:
 @pytest.mark.guard
 def test_release_kv_cache_memory(world: World) -> None:
     backend = world.use_plugin()
-    allocators: Any = importlib.import_module("vllm.device_allocator")
-    allocators.current_platform = SimpleNamespace(is_cuda_alike=lambda: True)
+    world.use_cuda_platform()
     blocks = world.blocks()
     backend.discard(("kv_cache",))
     world.expect_asleep(*(b for b in blocks if b.tag == "kv_cache"))
     backend.resume(["kv_cache"])
     world.expect_awake(*blocks)
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("kv_cache_alone", [False, True])
+def test_one_memory_for_gpu_and_host(world: World, kv_cache_alone: bool) -> None:
+    """A wake_up has no more than one block twice, and leaves no host memory taken."""
+    backend = world.use_plugin()
+    world.use_cuda_platform()
+    blocks = world.blocks()
+    limit = world.share_memory_of(blocks)
+    for _ in range(3):
+        if kv_cache_alone:
+            backend.discard(("kv_cache",))
+            backend.resume(["kv_cache"])
+        backend.suspend(1)
+        world.expect_asleep(*blocks)
+        expect("physical memory asleep", world.fake.alive().physical, 0)
+        backend.resume()
+        world.expect_awake(*blocks)
+        world.expect_alive(*blocks)
+        expect("host memory of a server that is awake", world.fake.registered(), 0)
+    assert world.fake.shared_peak() <= limit
+
+
+@pytest.mark.guard
+def test_vllm_s_own_backend_has_weights_twice_in_one_memory(world: World) -> None:
+    """What the backend is for there: the release's own finds no memory to wake up in."""
+    module: Any = importlib.import_module("vllm.device_allocator.sleep_mode_backend")
+    own = module.CuMemBackend()
+    world.use_cuda_platform()
+    world.share_memory_of(world.blocks())
+    own.suspend(1)
+    problem = raised(own.resume)
+    assert isinstance(problem, RuntimeError), f"raised {problem!r}"
+    assert "out of memory" in str(problem)
 
 
 @pytest.mark.guard

@@ -55,8 +55,7 @@ class Rig:
         )
         self.worker.model_config = options
         self.worker.vllm_config = SimpleNamespace(model_config=options)
-        allocators: Any = importlib.import_module("vllm.device_allocator")
-        allocators.current_platform = SimpleNamespace(is_cuda_alike=lambda: True)
+        world.use_cuda_platform()
         # Not every release sets up the cache anew after it slept.
         source = Path(str(importlib.import_module(WORKER).__file__))
         text = source.read_text(encoding="utf-8")

@@ -28,6 +28,8 @@ from tests.witness.native import ALLOCATOR, ROCM_ALLOCATOR, WITH_EXCEPTION
 
 MIB = 1 << 20
 GIB = 1 << 30
+# The size of a chunk on ROCm, which is set in whole MiB.
+CHUNK = 2 * MIB
 # The package with the sleep-mode backend, and the name of what it has in common with the stack.
 PLUGIN = Path(__file__).resolve().parents[2] / "scripts" / "sleep-keep"
 # CU_DEVICE_ATTRIBUTE_INTEGRATED
@@ -281,9 +283,21 @@ class World:
         self.torch.empty = counted
         self.torch.accelerator.empty_host_cache = empty_host_cache
 
+    def share_memory_of(self, blocks: list[Block]) -> int:
+        """As share_memory, with room for the blocks and a copy of the largest: so many bytes."""
+        sizes = [block.size for block in blocks]
+        limit = sum(sizes) + max(sizes)
+        self.share_memory(limit)
+        return limit
+
+    def use_cuda_platform(self) -> None:
+        """Let vLLM find its allocator by its platform, which is none here."""
+        allocators: Any = importlib.import_module("vllm.device_allocator")
+        allocators.current_platform = SimpleNamespace(is_cuda_alike=lambda: True)
+
     def use_rocm(self) -> None:
-        """From here on, the allocator is the one compiled for ROCm, in chunks of 2 MiB."""
-        os.environ["VLLM_ROCM_SLEEP_MEM_CHUNK_SIZE"] = "2"
+        """From here on, the allocator is the one compiled for ROCm, in chunks of ``CHUNK``."""
+        os.environ["VLLM_ROCM_SLEEP_MEM_CHUNK_SIZE"] = str(CHUNK // MIB)
         module = _extension(self._rocm_path)
         self.library = _calls(self._rocm_path)
         for name in ("init_module", "python_create_and_map", "python_unmap_and_release"):
