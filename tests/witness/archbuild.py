@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from sm12x.audit import sections
+from sm12x.audit import fatbin, sections
 from sm12x.wheel.compile import cmake
 from sm12x.wheel.toolchain import cuda_home
 
@@ -32,7 +32,7 @@ PARTS = ("CMakeLists.txt", "cmake", "csrc")
 _NAMED = re.compile(r"\$\{\w+_SOURCE_DIR\}/([\w./-]+\.(?:cu|cpp|cc|py))")
 _OVERRIDE = re.compile(r"DEFINED ENV\{(\w+_SRC_DIR)\}")
 # In the names of what is local to a unit: a hash of where its file is, which is another folder each
-# time, and with ccache that of whoever compiled it first.
+# time.
 _PATH_HASH = re.compile(r"_[0-9a-f]{8}_(?=\d+_\w+_cu_)")
 _GENCODE = re.compile(r"-gencode[= ]\"?arch=\w+,code=(\w+)\"?")
 _CUTLASS = """\
@@ -115,7 +115,7 @@ class Build:
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """What the object file of a unit holds.
+    """The device code of a unit.
 
     ``kernels`` are the bytes of code of each kernel, by the cubin's target ("12.1a"); ``ptx`` is
     the text for each target that has some, with the path of the unit out of its names.
@@ -159,16 +159,21 @@ class Rig:
         return folder
 
     def compile(
-        self, unit: Unit, *, memory_gib: float, code: str = "", headers: Path | None = None
+        self,
+        unit: Unit,
+        *,
+        memory_gib: float,
+        code: str = "",
+        headers: Path | None = None,
+        source: str = "",
     ) -> Compiled:
-        """Compile with the build's own command.
-
-        Where ccache is installed, a unit that it has seen is taken from there.
+        """Compile the device code with the build's own command; the host's takes as long again.
 
         Args:
             memory_gib: what compiling it takes.
             code: compile for this target alone: "sm_121a", or "compute_120a" for PTX.
             headers: a folder of headers to be found before all others.
+            source: CUDA to compile in the unit's place, as if it was in the folder of the unit.
 
         Raises:
             MemoryError: less than ``memory_gib`` is free.
@@ -178,10 +183,18 @@ class Rig:
         if code:
             arch = code.replace("sm_", "compute_")
             command = f"{_GENCODE.sub('', command)} -gencode arch={arch},code={code}"
-        out = Path(tempfile.mkdtemp(dir=self._folder)) / "unit.o"
+        folder = Path(tempfile.mkdtemp(dir=self._folder))
+        out = folder / "unit.fatbin"
         nvcc, *words = shlex.split(command)
         words[words.index("-o") + 1] = str(out)
-        cache = shutil.which("ccache")
+        at = words.index("-c")
+        words[at] = "-fatbin"
+        if source:
+            place = folder / "unit.cu"
+            place.write_text(source, encoding="utf-8")
+            words += ["-I", str(Path(words[at + 1]).parent)]
+            words[at + 1] = str(place)
+        first = [f"-I{headers}"] if headers else []
         with _alone():
             free = cmake.free_memory_gib()
             if free < memory_gib:
@@ -189,28 +202,14 @@ class Rig:
                     f"compiling {unit.name} takes {memory_gib} GiB of memory, {free:.1f} are free"
                 )
             subprocess.run(
-                [
-                    *([cache] if cache else []),
-                    *(nvcc, "--no-compress"),
-                    *([f"-I{headers}"] if headers else []),
-                    *words,
-                ],
-                env={
-                    **os.environ,
-                    # The tree and its build are in another folder each time.
-                    "CCACHE_BASEDIR": str(self._folder),
-                    "CCACHE_NOHASHDIR": "1",
-                    # The compiler's own list of headers, instead of one more preprocessing.
-                    "CCACHE_DEPEND": "1",
-                    "CCACHE_COMPILERCHECK": "content",
-                },
+                [nvcc, "--no-compress", *first, *words],
                 cwd=unit.directory,
                 check=True,
                 timeout=_COMPILE_LIMIT,
             )
         data = out.read_bytes()
         out.unlink()
-        return _compiled(unit.name, data)
+        return _compiled(data)
 
     def _third_party(self, site: Path) -> dict[str, str]:
         """What each override of the release's CMake is set to."""
@@ -276,12 +275,12 @@ class Rig:
         return Build(failed=done.returncode != 0, log=done.stdout, units=units)
 
 
-def _compiled(name: str, data: bytes) -> Compiled:
+def _compiled(data: bytes) -> Compiled:
     kernels: dict[str, dict[str, int]] = {}
     ptx: dict[str, str] = {}
-    found = sections.audit(name, data)
+    found = fatbin.parse(data, 0, len(data))
     assert not found.faults, found.faults
-    for entry in (entry for unit in found.units for entry in unit.entries):
+    for entry in (entry for container in found.containers for entry in container.entries):
         code = data[entry.offset : entry.offset + entry.size]
         if entry.kind == "ptx":
             ptx[str(entry.arch)] = _PATH_HASH.sub("_path_", code.rstrip(b"\0").decode())

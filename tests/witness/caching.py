@@ -136,7 +136,12 @@ def prepare() -> Callable[[dict[str, Any]], forked.Outcome]:
     # Most of what a function takes. CUDA is not started by it, and can be in each fork.
     importlib.import_module("torch")
     gc.freeze()
-    return lambda request: forked.run(lambda: call(tree, folder, request), TIME_LIMIT)
+
+    def answer(request: dict[str, Any]) -> forked.Outcome:
+        forked.witness(request["file"])
+        return forked.run(lambda: call(tree, folder, request), TIME_LIMIT)
+
+    return answer
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, ParamSpec
 
 import pytest
-from tests.witness import forked
+from tests.witness import forked, http_rig
 
 RANKS = 4
 ENGINES = 2
@@ -142,6 +142,8 @@ def prepare() -> None:
     import vllm.v1.engine.core_client
     import vllm.v1.executor.multiproc_executor  # noqa: F401
     from vllm.distributed.device_communicators import shm_broadcast
+
+    http_rig.load()
 
     # A reader whose notification was lost looks at its queue again after this time, 5 s in the
     # release: both ways, a call may wait twice as long.

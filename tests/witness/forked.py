@@ -27,6 +27,8 @@ TAIL = 6000
 # vain wake up every 5 ms, hence the share of the time that still counts as waiting.
 IDLE = 5.0
 _IDLE_SHARE = 0.02
+# By their files.
+_witnesses: dict[str, Any] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,14 +245,20 @@ class Server:
 
 
 def witness(file: str) -> Any:
-    """Import the file of a witness, in a fork that is to call one of its functions."""
-    spec = importlib.util.spec_from_file_location("witness_under_test", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    """The module of a witness's file.
+
+    Imported in this process, once, it is there in each of its forks: alone pytest, which every
+    witness imports, takes a tenth of a second.
+    """
+    if file not in _witnesses:
+        spec = importlib.util.spec_from_file_location(f"witness_{len(_witnesses)}", file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        _witnesses[file] = module
+    return _witnesses[file]
 
 
 def serve(load: Callable[[], Callable[[dict[str, Any]], Outcome]]) -> None:

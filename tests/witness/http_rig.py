@@ -130,6 +130,17 @@ class Server:
         return await self.post("/v1/completions", json=PROMPT)
 
 
+def load() -> None:
+    """Import what a server takes, here: in the fork of each test it takes seconds."""
+    for name in (application(), "vllm.entrypoints.openai.completion.api_router"):
+        importlib.import_module(name)
+
+
+def application() -> str:
+    """The module that builds the application of `vllm serve`."""
+    return f"vllm.entrypoints.{'launchers.app' if newer() else 'openai.api_server'}"
+
+
 def newer() -> bool:
     """Whether the tree has the layout of 0.33.0, not that of 0.21.0."""
     return importlib.util.find_spec("vllm.entrypoints.launchers") is not None

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import importlib.util
 import os
 import re
 import subprocess
@@ -271,21 +270,14 @@ def process(tree: Path, folder: Path, *, interpret: bool) -> Iterator[KernelProc
 
 def prepare() -> Callable[[dict[str, Any]], forked.Outcome]:
     gpu = _load(Path(sys.argv[1]))
-    modules: dict[str, Any] = {}
 
     def answer(request: dict[str, Any]) -> forked.Outcome:
-        path = request["file"]
-        if path not in modules:
-            spec = importlib.util.spec_from_file_location(f"kernels_{len(modules)}", path)
-            assert spec is not None
-            assert spec.loader is not None
-            modules[path] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(modules[path])
-            # Here, once, and not in every fork: these imports take seconds.
-            for name in getattr(modules[path], "PRELOAD", ()):
-                importlib.import_module(name)
+        module = forked.witness(request["file"])
+        # Here, and not in every fork: the first time, these imports take seconds.
+        for name in getattr(module, "PRELOAD", ()):
+            importlib.import_module(name)
         gc.freeze()
-        function = getattr(modules[path], request["function"])
+        function = getattr(module, request["function"])
         return forked.run(lambda: function(gpu, **request["arguments"]), TIME_LIMIT)
 
     return answer

@@ -17,7 +17,7 @@ from tests.witness.world import Loaded, World, load
 
 
 def call(loaded: Loaded, request: dict[str, Any]) -> None:
-    """Import the test's file and call the test with a world."""
+    """Call the test with a world."""
     module = forked.witness(request["file"])
     getattr(module, request["test"])(World(loaded), **request["arguments"])
 
@@ -29,6 +29,7 @@ def prepare() -> Callable[[dict[str, Any]], forked.Outcome]:
         if "test" not in request:
             return forked.Outcome(passed=True)
         # Here, once, and not in every fork: these imports take seconds.
+        forked.witness(request["file"])
         for name in request["loads"]:
             importlib.import_module(name)
         # A collection in a fork, of which sleep and wake_up make one each, would go through

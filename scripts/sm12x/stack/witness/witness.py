@@ -51,7 +51,7 @@ _POLL = 0.1
 # Loading torch and vLLM takes longer than most tests of a witness: witnesses of one rig share a
 # pytest, at most this many, so that every processor has work to the end.
 _RIGS = ("executor_rig", "kernels", "world")
-_SHARE = 5
+_SHARE = 8
 
 
 @dataclass(frozen=True, kw_only=True)
