@@ -8,6 +8,7 @@ import os
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.integration.stackrepo import World
 from sm12x import cli
 from sm12x.core.errors import FindingsError, Sm12xError
 from sm12x.stack.model import series
-from sm12x.stack.witness import upstream_run, upstream_tests, witness
+from sm12x.stack.witness import upstream_record, upstream_run, upstream_tests, witness
 from sm12x.stack.witness.upstream_tests import Report, UpstreamResult
 
 HEAD = (
@@ -60,6 +61,7 @@ class TestIt:
     "tests/test_unrelated.py": "def test_it(): assert False\n",
     "tests/test_cannot.py": "import tiny.a\nraise SystemExit(3)\n",
 }
+SAME = HEAD + "def test_green(): pass\ndef test_red(): assert 0\n"
 HANG = (
     HEAD
     + """
@@ -107,7 +109,7 @@ def _make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tests: dict[str, str]
     return made
 
 
-def _run(world: World, only: tuple[str, ...] = (), *, seconds: float = 60) -> Report:
+def _run(world: World, only: tuple[str, ...] = (), *, seconds: float = 60, **more: Any) -> Report:
     base = world.base
     return upstream_run.run(
         base,
@@ -118,6 +120,7 @@ def _run(world: World, only: tuple[str, ...] = (), *, seconds: float = 60) -> Re
         extra=None,
         only=only,
         file_seconds=seconds,
+        **more,
     )
 
 
@@ -169,6 +172,32 @@ def test_a_test_that_hangs_is_killed_with_its_children(
         assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
+def test_only_what_differs_from_the_record_is_run_on_the_untouched_tree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the verdicts of a run on both trees."""
+    again = {f"tests/test_same{number}.py": SAME for number in range(3)}
+    world = _make(tmp_path, monkeypatch, {**TESTS, **again})
+    first = _run(world, record_for="these packages")
+    assert first.recorded == 0
+    record = upstream_record.load(world.base)
+    assert record is not None
+    assert record.conditions == "these packages"
+    # As from a time when a file was not yet recorded.
+    late = "tests/test_same2.py"
+    record = replace(record, files={f: o for f, o in record.files.items() if f != late})
+    ran: list[tuple[str, str]] = []
+    second = _run(world, record=record, on_file=lambda *one: ran.append(one))
+    assert second.results == tuple(
+        replace(result, said=mine.said, detail=mine.detail)
+        for result, mine in zip(first.results, second.results, strict=True)
+    )
+    assert second.recorded == 2
+    on_both = ["tests/test_crash.py", "tests/test_plain.py", late]
+    assert sorted(file for file, side in ran if side == "base") == on_both
+    assert sorted(file for file, side in ran if side == "patched") == sorted({*on_both, *again})
+
+
 def test_a_model_is_looked_at_in_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     """As vLLM's own process does, but without what importing vLLM takes."""
     monkeypatch.syspath_prepend(str(upstream_run.PLUGIN))
@@ -216,20 +245,36 @@ def test_an_environment_that_cannot_run_anything_is_no_verdict(
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = _make(tmp_path, monkeypatch, TESTS)
+    world = _make(tmp_path, monkeypatch, {**TESTS, "tests/test_same.py": SAME})
     links = ["--base", stackrepo.VERSION, "--find-links", str(world.archive.parent)]
     monkeypatch.setattr(witness, "environment", lambda *_, **__: Path(sys.executable))
     monkeypatch.setattr(upstream_run, "packages", lambda *_, **__: None)
+    # The stack's repository has no locks.
+    conditions = ["these"]
+    monkeypatch.setattr(upstream_run, "conditions", lambda *_, **__: conditions[0])
     runner = CliRunner()
     shown = runner.invoke(cli.root, ["patch", "upstream-tests", "--list", *links])
     assert shown.exit_code == 0, shown.output
     assert "tests/test_plain.py" in shown.output
     assert "it ends whatever imports it" in shown.output
-    ran = runner.invoke(cli.root, ["patch", "upstream-tests", "--json", *links])
-    report = json.loads(ran.stdout)
-    assert not report["ok"]
-    assert len(report["results"]) == 14
-    assert isinstance(ran.exception, FindingsError)
+
+    def ran(*more: str) -> Any:
+        done = runner.invoke(cli.root, ["patch", "upstream-tests", "--json", *links, *more])
+        assert isinstance(done.exception, FindingsError)
+        report = json.loads(done.stdout)
+        assert not report["ok"]
+        assert len(report["results"]) == 16
+        return report
+
+    assert ran("--record")["recorded"] == 0
+    assert ran()["recorded"] == 1
+    conditions[0] = "others"
+    assert ran()["recorded"] == 0
+    some = runner.invoke(
+        cli.root, ["patch", "upstream-tests", "--record", "tests/test_same.py", *links]
+    )
+    assert isinstance(some.exception, SystemExit)
+    assert some.exception.code == 2
     # A changed file that nothing is said of is a fault, also of the list alone.
     (world.base.folder / upstream_tests.NAME).write_text(DATA.split("[[cannot]]")[0])
     made = world.applied("more")

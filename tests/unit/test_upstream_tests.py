@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from sm12x import layout
 from sm12x.core.errors import BadFileError
 from sm12x.stack import render
 from sm12x.stack.model import base as bases
 from sm12x.stack.model.series import Stack
-from sm12x.stack.witness import junit, upstream_tests
+from sm12x.stack.witness import junit, upstream_record, upstream_run, upstream_tests
 from sm12x.stack.witness.upstream_tests import (
     Cannot,
     FileRun,
@@ -108,6 +110,61 @@ def test_what_cannot_be_run_alone_keeps_its_first_verdict() -> None:
         _suite(), FILE, _ran(test_x="passed"), _ran(test_x="failed"), again
     )
     assert (result.verdict, result.alone) == ("worse", ("absent", "absent"))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        _ran(test_x="passed", test_y="passed"),
+        _ran(test_x="failed", test_y="hung"),
+        _ran(test_x="passed"),
+        _ran(test_x="passed", test_y="failed", test_z="passed"),
+        _ran(test_x="passed", test_z="failed"),
+        ENDED,
+        FileRun(tests=_ran(test_x="passed", test_y="failed").tests, problem="hung", detail=""),
+    ],
+)
+def test_a_record_is_met_by_the_same_outcomes_alone(other: FileRun) -> None:
+    run = _ran(test_x="passed", test_y="failed")
+    record = upstream_record.Record(
+        schema=1, conditions="", files={FILE: upstream_record.Outcomes.of(run)}
+    )
+    assert record.has(FILE, _ran(test_y="failed", test_x="passed"))
+    assert not record.has(FILE, other)
+    assert not record.has("tests/test_b.py", run)
+
+
+def test_a_record_is_of_a_release_its_data_and_its_packages(tmp_path: Path) -> None:
+    def made(sdist: str = "a", data: str = "schema = 1", *packages: str) -> str:
+        (tmp_path / upstream_tests.NAME).write_text(data)
+        suite = replace(_suite(), path=tmp_path / upstream_tests.NAME)
+        base = cast(Any, SimpleNamespace(sdist=SimpleNamespace(sha256=sdist)))
+        return upstream_record.conditions(base, suite, packages)
+
+    each = [made(), made("b"), made("a", "schema = 2"), made("a", "schema = 1", "x==1")]
+    assert len({*each}) == len(each)
+    assert made() == each[0]
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"schema": 1}', '{"schema": 2, "files": {}}', "[1"])
+def test_a_record_that_is_none(tmp_path: Path, text: str) -> None:
+    base = cast(Any, SimpleNamespace(folder=tmp_path, version="9.9"))
+    assert upstream_record.load(base) is None
+    upstream_record.path(base).write_text(text)
+    with pytest.raises(BadFileError, match="--record"):
+        upstream_record.load(base)
+
+
+@pytest.mark.parametrize("version", bases.versions())
+def test_the_records_are_of_these_releases_and_packages(version: str) -> None:
+    base = bases.load(version)
+    record = upstream_record.load(base)
+    assert record is not None
+    suite = upstream_tests.load(base)
+    assert record.conditions == upstream_run.conditions(
+        base, suite, root=layout.root(), machine="x86_64"
+    ), f"sm12x patch upstream-tests --base {version} --record"
+    assert sum(outcomes.passed for outcomes in record.files.values()) > 300
 
 
 def test_a_test_that_is_gone_is_worse() -> None:

@@ -16,7 +16,14 @@ from sm12x.core import progress
 from sm12x.core.errors import FindingsError
 from sm12x.stack import render
 from sm12x.stack.model import series
-from sm12x.stack.witness import mutate, mutations, upstream_run, upstream_tests, witness
+from sm12x.stack.witness import (
+    mutate,
+    mutations,
+    upstream_record,
+    upstream_run,
+    upstream_tests,
+    witness,
+)
 from sm12x.stack.witness.mutate import MutantOutcome
 from sm12x.stack.witness.upstream_tests import Cannot, UpstreamPlan
 
@@ -164,6 +171,13 @@ class UpstreamList(UpstreamPlan):
 @click.option(
     "--list", "list_only", is_flag=True, help="Only list the tests, and which cannot run here."
 )
+@click.option(
+    "--record",
+    "make_record",
+    is_flag=True,
+    help=f"Run every file on both trees, and record what the untouched one gives in "
+    f"{upstream_record.NAME} of the base.",
+)
 @_limit("--test-limit", default=upstream_run.TEST_LIMIT, help="Limit for one test on one tree.")
 @_limit(
     "--file-limit", default=upstream_run.FILE_LIMIT, help="Limit for one test file on one tree."
@@ -174,6 +188,7 @@ def upstream_command(
     names: tuple[str, ...],
     version: str | None,
     list_only: bool,
+    make_record: bool,
     test_limit: float,
     file_limit: float,
     find_links: Path | None,
@@ -182,15 +197,20 @@ def upstream_command(
     """Run the release's own unit tests of every file that the stack changes, on both trees.
 
     Fails if a test is worse on the patched source than on the untouched one, first together with
-    its file and then alone. FILE is a test file of the release, or a file that the stack changes;
-    without one, all are run. Which tests cannot run here, and why, is in upstream-tests.toml of the
-    base. Needs no GPU.
+    its file and then alone. What a file gives on the untouched source is recorded in
+    upstream-base.json of the base: it is run there only if it gives something else on the patched
+    one, or if the record is of other packages or another release. FILE is a test file of the
+    release, or a file that the stack changes; without one, all are run. Which tests cannot run
+    here, and why, is in upstream-tests.toml of the base. Needs no GPU.
 
     Example: sm12x patch upstream-tests --base 0.21.0 vllm/v1/engine/core.py
     """
     base = chosen(version)
     stack = series.load(base)
     suite = upstream_tests.load(base)
+    root = layout.root()
+    if make_record and (names or list_only):
+        raise click.UsageError("--record is for all files: give no FILE and no --list with it")
     archive = fetch(base, find_links)
     if list_only:
         plan = upstream_run.listed(suite, stack, archive=archive, only=names)
@@ -198,7 +218,14 @@ def upstream_command(
         emit(as_json, listed, render.upstream_listed(plan, suite))
         _refuse(plan, worse=0)
         return
-    root = layout.root()
+    conditions = upstream_run.conditions(base, suite, root=root)
+    record = None if make_record else upstream_record.load(base)
+    if record and record.conditions != conditions:
+        say(
+            f"{upstream_record.NAME} is of other packages, another release or other data: every "
+            "file is run on both trees; --record makes it again"
+        )
+        record = None
     with progress.spinner("setting up the environment of the tests"):
         python = witness.environment(base, root=root, cache=layout.cache(), say=say)
         extra = upstream_run.packages(
@@ -211,6 +238,8 @@ def upstream_command(
         archive=archive,
         python=python,
         extra=extra,
+        record=record,
+        record_for=conditions if make_record else "",
         only=names,
         test_seconds=test_limit,
         file_seconds=file_limit,

@@ -215,6 +215,11 @@ def upstream_report(report: Report) -> str:
         ]
     lines += _faults(report.plan)
     same = len(report.of(upstream_tests.SAME))
+    if report.recorded:
+        lines.append(
+            f"untouched tree: {report.recorded} files gave what is recorded of it, "
+            f"{len(report.plan.files) - report.recorded} were run on it"
+        )
     lines.append(
         f"{len(report.plan.files)} test files of {report.base_version}, {len(report.results)} "
         f"tests: {same - len(skipped)} green and {len(skipped)} skipped on both trees, "

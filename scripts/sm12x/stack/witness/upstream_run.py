@@ -1,4 +1,7 @@
-"""Run the release's own tests on the untouched and on the patched source, side by side."""
+"""Run the release's own tests on the untouched and on the patched source, side by side.
+
+Where it is recorded what they give on the untouched source, only what differs is run there.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ from sm12x.core import process
 from sm12x.core.errors import Sm12xError
 from sm12x.stack.model.base import Base
 from sm12x.stack.model.series import Stack
-from sm12x.stack.witness import junit, upstream_tests, witness
+from sm12x.stack.witness import junit, upstream_record, upstream_tests, witness
+from sm12x.stack.witness.upstream_record import Record
 from sm12x.stack.witness.upstream_tests import (
     FileRun,
     HubModel,
@@ -41,6 +45,8 @@ _POLL = 0.1
 _ENDED = (0, 1, 2, 5)
 # ... and what it ends with where the one test that it is asked for is not there.
 _NO_SUCH_TEST = 4
+# Processes that share the files of tests, in all.
+_PROCESSES = 2
 
 
 def packages(
@@ -67,8 +73,7 @@ def packages(
         ToolFailedError: uv could not install.
         NoSpaceError: too little room for what is about to be installed.
     """
-    told = f"{suite.path}: environment.packages"
-    wanted = witness.pinned(base, suite.environment.packages, root / _TOOLS_LOCK, told, machine)
+    wanted = _wanted(base, suite, root, machine)
     home = cache / witness.HOMES / witness.home_name(base, wanted, machine, "upstream-")
     if not home.is_dir():
         witness.install(
@@ -84,6 +89,20 @@ def packages(
     return home
 
 
+def _wanted(base: Base, suite: Suite, root: Path, machine: str) -> str:
+    told = f"{suite.path}: environment.packages"
+    return witness.pinned(base, suite.environment.packages, root / _TOOLS_LOCK, told, machine)
+
+
+def conditions(base: Base, suite: Suite, *, root: Path, machine: str = platform.machine()) -> str:
+    """What the outcomes on the untouched source depend on, as a digest; see ``packages``."""
+    locked = (
+        witness.requirements(base, machine=machine, root=root),
+        _wanted(base, suite, root, machine),
+    )
+    return upstream_record.conditions(base, suite, locked)
+
+
 def run(
     base: Base,
     stack: Stack,
@@ -92,6 +111,8 @@ def run(
     archive: Path,
     python: Path,
     extra: Path | None,
+    record: Record | None = None,
+    record_for: str = "",
     only: Sequence[str] = (),
     test_seconds: float = TEST_LIMIT,
     file_seconds: float = FILE_LIMIT,
@@ -104,6 +125,9 @@ def run(
         archive: the sdist of the base.
         python: an interpreter that has pytest and what the release imports.
         extra: a folder of further packages.
+        record: what the untouched tree gave; a file that gives the same on the patched one is not
+          run on the untouched one.
+        record_for: unless empty, the conditions to record the outcomes on the untouched tree for.
         only: test files, or changed files; all where empty.
         test_seconds: how long one test may take.
         file_seconds: how long one test file may take.
@@ -132,7 +156,9 @@ def run(
             test_seconds=test_seconds,
             seconds=file_seconds,
         )
-        runs = runner.run(plan.files, SIDES, on_file=on_file)
+        runs, recorded = _both(plan.files, runner, record, on_file)
+        if record_for:
+            upstream_record.write(base, record_for, {f: runs[f, BASE] for f in plan.files})
         results = _judged(suite, plan, runs, runner, on_alone)
     return Report(
         base_version=base.version,
@@ -140,6 +166,7 @@ def run(
         plan=plan,
         results=tuple(results),
         stale=tuple(upstream_tests.stale(suite, plan.files, results)),
+        recorded=recorded,
     )
 
 
@@ -150,6 +177,25 @@ def listed(suite: Suite, stack: Stack, *, archive: Path, only: Sequence[str] = (
         tree.unpack(archive, source)
         plan = upstream_tests.plan(suite, stack, source)
     return plan.narrowed(only) if only else plan
+
+
+def _both(
+    targets: Sequence[str],
+    runner: _Runner,
+    record: Record | None,
+    on_file: Callable[[str, str], None] | None,
+) -> tuple[dict[tuple[str, str], FileRun], int]:
+    """The run of each file on each tree, and how many of the untouched tree's are recorded ones."""
+    known = record.files if record else {}
+    first = [file for file in targets if file in known]
+    runs = runner.run(first, (PATCHED,), processes=_PROCESSES, on_file=on_file)
+    same = [file for file in first if record and record.has(file, runs[file, PATCHED])]
+    runs |= {(file, BASE): runs[file, PATCHED] for file in same}
+    differing = [file for file in first if (file, BASE) not in runs]
+    runs |= runner.run(differing, (BASE,), processes=_PROCESSES, on_file=on_file)
+    others = [file for file in targets if file not in known]
+    runs |= runner.run(others, SIDES, on_file=on_file)
+    return runs, len(same)
 
 
 def _judged(
@@ -207,11 +253,19 @@ class _Runner:
         targets: Sequence[str],
         sides: Sequence[str],
         *,
+        processes: int = 1,
         on_file: Callable[[str, str], None] | None = None,
     ) -> dict[tuple[str, str], FileRun]:
-        """Run each of ``targets`` (files, or tests) on the trees of ``sides``, these at a time."""
+        """Run each of ``targets`` (files, or tests) on the trees of ``sides``, these at a time.
+
+        So many ``processes`` share the targets on each side.
+        """
         self.rounds += 1
-        batches = [_Batch(self.folder / f"{self.rounds}-{side}", side, targets) for side in sides]
+        batches = [
+            _Batch(self.folder / f"{self.rounds}-{side}-{share}", side, targets[share::processes])
+            for side in sides
+            for share in range(min(processes, len(targets)))
+        ]
         running: list[tuple[_Batch, process.Background]] = []
         try:
             for batch in batches:

@@ -238,13 +238,18 @@ class UpstreamResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """All results. ``stale`` names reasons of the data that no outcome bears out any more."""
+    """All results. ``stale`` names reasons of the data that no outcome bears out any more.
+
+    ``recorded`` is the number of files that were run on the patched tree alone: their outcomes are
+    those that were recorded of the untouched tree.
+    """
 
     base_version: str
     stack_id: str
     plan: UpstreamPlan
     results: tuple[UpstreamResult, ...]
     stale: tuple[str, ...]
+    recorded: int = 0
 
     def of(self, *verdicts: str) -> tuple[UpstreamResult, ...]:
         return tuple(result for result in self.results if result.verdict in verdicts)
@@ -406,7 +411,7 @@ def plan(suite: Suite, stack: Stack, tree: Path) -> UpstreamPlan:
     )
 
 
-def _outcome(run: FileRun | None, name: str) -> str:
+def outcome(run: FileRun | None, name: str) -> str:
     """The outcome of one test in a run of its file."""
     if run is None:
         return _ABSENT
@@ -428,7 +433,7 @@ def differing(base: FileRun, patched: FileRun) -> list[str]:
     return [
         name
         for name in _names(base, patched)
-        if _worse(_outcome(base, name), _outcome(patched, name))
+        if _worse(outcome(base, name), outcome(patched, name))
     ]
 
 
@@ -446,7 +451,7 @@ def judge(
     """
     results: list[UpstreamResult] = []
     for name in _names(base, patched):
-        before, after = _outcome(base, name), _outcome(patched, name)
+        before, after = outcome(base, name), outcome(patched, name)
         again: tuple[str, str] | None = None
         showing = patched
         if not _worse(before, after):
@@ -458,7 +463,7 @@ def judge(
             verdict = WORSE
             if name in alone:
                 runs = alone[name]
-                again = (_outcome(runs[0], name), _outcome(runs[1], name))
+                again = (outcome(runs[0], name), outcome(runs[1], name))
                 # One that cannot be run alone keeps the verdict of the first run.
                 if again != (_ABSENT, _ABSENT) and not _worse(*again):
                     verdict = FLAKY
