@@ -20,6 +20,7 @@ from sm12x.plan.budget import DOES_NOT_FIT, FITS, OUTSIDE, Amount, Deployment, H
 from sm12x.plan.kvcache import KV_DTYPES
 from sm12x.recipes import load, options
 from sm12x.recipes.model import Recipe
+from sm12x.recipes.render import arguments
 
 # vLLM's default for the tokens of one step: on GPUs of at least 70 GiB, and on smaller ones.
 _CHUNKS = (8192, 2048)
@@ -215,7 +216,7 @@ def _from_checkpoint(
             next_step="plan the one recipe with --checkpoint, and put the figures in its file",
         )
     read = checkpoint.read(folder)
-    given = options.parse(server.arguments(recipes[0]) if recipes else ())
+    given = options.parse(arguments(recipes[0]) if recipes else ())
     base = servers[0] if servers else None
     tp = model["tp"] or (base.gpus * base.machines if base else 1)
 

@@ -258,6 +258,8 @@ def pin(name: str, model_revision: str, container_digest: str) -> None:
     recipe = edit.pin(path, revision=model_revision, digest=container_digest)
     click.echo(f"{path}: container {recipe.container}")
     click.echo(f"{path}: model_revision {recipe.model_revision or 'none'}")
+    if why := lint.filled(recipe).unpinned:
+        click.echo(f"{path}: model_revision is not applied to this command: {why}")
 
 
 @command.command("import")

@@ -12,7 +12,7 @@ from sm12x import layout
 from sm12x.core.errors import UsageError
 from sm12x.recipes import load, options
 from sm12x.recipes.model import Recipe
-from sm12x.recipes.render import Rendered, render
+from sm12x.recipes.render import Rendered, arguments, render
 
 # The image of a bundle. Its entry point takes a recipe's name; any other image is given a command.
 BUNDLE = "vllm-sm12x"
@@ -145,7 +145,7 @@ def _others(recipe: Recipe) -> list[str]:
 
 def uses_ray(recipe: Recipe) -> bool:
     """Whether the command has Ray as its executor, which finds the machines by itself."""
-    given = options.parse(recipe.command.split())
+    given = options.parse(arguments(recipe))
     return given.get("distributed-executor-backend") == "ray"
 
 
@@ -287,6 +287,8 @@ def header(
         lines.append(f"# Cannot serve yet: {why}.")
     if recipe.mods:
         lines.append(f"# Asks for mods that are not applied: {', '.join(recipe.mods)}.")
+    if why := live(recipe, settings=settings, extra=extra).unpinned:
+        lines.append(f"# model_revision is not applied: {why}.")
     lines += [f"# {line}" for line in _others(recipe)]
     # A text of several lines would end its comment.
     return [" ".join(line.splitlines()) for line in lines]

@@ -23,6 +23,7 @@ from sm12x.deploy.container import (
     require_own_address,
     script,
 )
+from sm12x.recipes import options
 from sm12x.recipes.model import Recipe
 
 
@@ -218,7 +219,9 @@ def _model(
     # ${NAME}, such as one that is for the shell inside the container.
     text = re.sub(r"\$\{(\w+)\}(?!\w)", r"$\1", docker_command(part))
     text = text.replace('-v "$HOME/', '-v "${env.HOME}/').replace(_PORT, "${PORT}")
-    name = settings.get("served_model_name", str(recipe.defaults.get("served_model_name", "")))
+    serve = live(recipe, settings=given, extra=extra).serve or ()
+    # llama-swap sends requests on with the name as it is.
+    name = options.parse(serve).get("served-model-name") or options.model(serve)
     return name or recipe.model or recipe.key, {
         "cmd": text + "\n",
         "cmdStop": f"docker stop --time 120 {part.name}",

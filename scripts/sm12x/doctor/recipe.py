@@ -70,7 +70,7 @@ def _segments(recipe: Recipe, block: Block, facts: HostFacts, known: Knowledge) 
 def _words(recipe: Recipe) -> tuple[str, ...]:
     """The words of its server's command with the defaults; none where it does not say."""
     try:
-        return render.render(recipe, settings={}, environ={}, solo=False).serve or ()
+        return render.arguments(recipe)
     except Sm12xError:
         # `sm12x recipe lint` says what is wrong with it.
         return ()

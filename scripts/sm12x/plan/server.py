@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import replace
 
 from sm12x.core.errors import UsageError
@@ -18,7 +17,7 @@ def from_recipe(recipe: Recipe, *, utilization: float | None = None) -> Deployme
     """Raises UsageError if its utilization is no share, BadFileError if it cannot be rendered."""
     block = recipe.sm12x
     memory = block.memory if block else Memory()
-    given = options.parse(arguments(recipe))
+    given = options.parse(render.arguments(recipe))
     level = block.sleep.level if block else 0
     keeps_weights = level == 1 and given.get("sleep-mode-release") == "kv_cache"
     weights, residue = _term(WEIGHTS, memory.weights), _term(RESIDUE, memory.sleep_residue)
@@ -41,17 +40,6 @@ def from_recipe(recipe: Recipe, *, utilization: float | None = None) -> Deployme
 def members(recipe: Recipe) -> tuple[Recipe, ...]:
     """The recipe, or the two that take turns if it is a pair. Raises BadFileError."""
     return tuple(load.pair(recipe)) or (recipe,)
-
-
-def arguments(recipe: Recipe) -> tuple[str, ...]:
-    """The words of the recipe's command with its defaults, a shell's own words among them."""
-    rendered = render.render(recipe, settings={}, environ={}, solo=False)
-    if rendered.argv[:2] != ("bash", "-c"):
-        return rendered.argv
-    try:
-        return tuple(shlex.split(rendered.argv[2].replace("\n", " ")))
-    except ValueError:
-        return ()
 
 
 def share(text: str | None, where: str) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 from sm12x.core import files, yamltext
@@ -23,7 +24,7 @@ def pin(path: Path, *, revision: str = "", digest: str = "") -> Recipe:
 
     Raises:
         UsageError: a revision that is no commit, a digest that is none, or neither given.
-        BadFileError: the file is no recipe.
+        BadFileError: the file is no recipe, or its command cannot take the revision.
     """
     if not revision and not digest:
         raise UsageError(
@@ -41,6 +42,9 @@ def pin(path: Path, *, revision: str = "", digest: str = "") -> Recipe:
             next_step="give sha256: and 64 hex digits, as `docker images --digests` shows it",
         )
     recipe = load.load(path)
+    if revision:
+        # Raises where it cannot be put into the command.
+        filled(replace(recipe, model_revision=revision))
     before = text = path.read_text(encoding="utf-8")
     wanted = {}
     if digest:

@@ -21,6 +21,7 @@ from sm12x.recipes.render import Rendered, render
 ERROR, WARNING, NOTE = "error", "warning", "note"
 # Tags that may name another image later.
 _FLOATING = ("latest", "nightly", "main", "master", "dev", "edge", "stable")
+_REFERENCE = re.compile(r"\$(?:\w+|\{\w+(?::?\?[^}]*)?\})")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -73,6 +74,7 @@ def _at(host: str) -> str:
 class _Rules:
     def __init__(self, recipe: Recipe, rendered: Rendered) -> None:
         self.recipe = recipe
+        self.rendered = rendered
         self.block: Block | None = recipe.sm12x
         self.env = rendered.env
         self.words = rendered.serve
@@ -107,6 +109,12 @@ class _Rules:
                 f"container has {what} and no digest: the tag may later name another image; "
                 "`sm12x recipe pin` writes one",
             )
+        if self.rendered.unpinned:
+            self.add(
+                "model_revision",
+                WARNING,
+                f"model_revision is not applied to this command: {self.rendered.unpinned}",
+            )
         if self.words is None:
             return
         served = options.model(self.words)
@@ -129,9 +137,8 @@ class _Rules:
             names = ", ".join(self.recipe.not_applied)
             self.add(self.recipe.not_applied[0], WARNING, f"{names}: of sparkrun, not applied here")
         if self.words is None and not (self.block and self.block.pair):
-            self.add(
-                "command", NOTE, "the command is not `vllm serve`: its arguments are not checked"
-            )
+            why = self.rendered.unchecked
+            self.add("command", NOTE, f"the command's arguments are not checked: {why}")
         for release in self.block.status.blocked if self.block else ():
             known = [folder.name for folder in layout.patches().glob("*/")]
             if known and release and release not in known:
@@ -177,7 +184,8 @@ class _Rules:
 
     def secrets(self) -> None:
         for name in ("api-key", "hf-token"):
-            if self.options.get(name):
+            # `$NAME` is looked up where the command runs.
+            if (value := self.options.get(name)) and not _REFERENCE.fullmatch(value):
                 self.add(
                     "command",
                     WARNING,

@@ -16,6 +16,12 @@ from sm12x.core.text import near, perhaps
 from sm12x.recipes import sparkrun
 from sm12x.recipes.model import THEIRS, Recipe
 
+# Files that people take for recipes: keys that they have and no recipe has, and what they are.
+_OTHERS = {
+    ("services",): "a compose file",
+    ("models",): "a configuration of llama-swap",
+    ("apiVersion", "kind"): "a Kubernetes manifest",
+}
 _NOT_IN_FILES = ("key", "path", "lines", "not_applied")
 
 
@@ -98,6 +104,13 @@ def inspect(path: Path) -> tuple[Recipe | None, list[Fault]]:
     if not isinstance(text.data, dict):
         return None, found or [Fault(path=path, line=1, text="is not a mapping of keys")]
     given: dict[str, Any] = text.data
+    for keys, what in _OTHERS.items():
+        if not {"command", "recipe_version"} & set(given) and set(keys) <= set(given):
+            step = "write the server's `vllm serve ...` as the command of a recipe, as recipes/ has"
+            line = text.line(keys[:1])
+            return None, [
+                Fault(path=path, line=line, text=f"is {what}, not a recipe", next_step=step)
+            ]
     theirs = sparkrun.translate(given, path.stem) if sparkrun.is_theirs(given) else None
     if theirs and theirs.faults:
         # Further faults of its keys would say nothing about the file.

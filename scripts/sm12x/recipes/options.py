@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
+from pathlib import PurePosixPath
 
 # The short forms that recipes use.
 _SHORT = {
@@ -21,6 +22,8 @@ _FACTORS = {
     **{unit: 1000**power for power, unit in enumerate("kmgt", start=1)},
     **{unit: 1024**power for power, unit in enumerate("KMGT", start=1)},
 }
+# `vllm serve`, and `python -m vllm.entrypoints.cli.main serve`.
+_PROGRAMS = ("vllm", "vllm.entrypoints.cli.main")
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _TRUE = ("1", "true", "yes")
 
@@ -43,6 +46,16 @@ def parse(words: Sequence[str]) -> dict[str, str]:
 
 def _negative(word: str) -> bool:
     return word[1:2].isdigit()
+
+
+def server(words: Sequence[str]) -> int | None:
+    """Where the arguments of vLLM's server begin in a command line, None where it starts none."""
+    for at, word in enumerate(words):
+        if word == "vllm.entrypoints.openai.api_server":
+            return at + 1
+        if list(words[at + 1 : at + 2]) == ["serve"] and PurePosixPath(word).name in _PROGRAMS:
+            return at + 2
+    return None
 
 
 def model(words: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from sm12x.core.errors import BadFileError, UsageError
 from sm12x.core.text import perhaps
-from sm12x.recipes import options
+from sm12x.recipes import options, shell
 from sm12x.recipes.load import template_fields
 from sm12x.recipes.model import Recipe
 
@@ -25,8 +25,6 @@ _RESERVED = (
 # Characters of a command line; Linux takes a word of 128 KiB and 2 MiB of words.
 _LONGEST = 1 << 21
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
-# Syntax that needs a shell. A command without any is run directly, so that it gets signals.
-_SHELL = re.compile(r"[;&|<>()$`*?~]|\n\s*\S")
 # First words that are no programs: a shell's own commands, and its `NAME=value`.
 _BUILTINS = frozenset(
     (
@@ -36,32 +34,23 @@ _BUILTINS = frozenset(
     )
 )
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
+# What a single machine does without; the words may stand on two lines.
+_BACKEND = re.compile(r"\s--distributed-executor-backend(?:=|(?:\s|\\\n)+)\S+")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rendered:
-    """``argv`` to run with ``env`` set on top of the environment."""
+    """``argv`` to run with ``env`` set on top of the environment.
+
+    ``serve`` has the arguments of vLLM's server, None where ``unchecked`` says why they are not
+    known. ``unpinned`` says why the recipe's model_revision is not among them, "" if it is.
+    """
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
-
-    @property
-    def serve(self) -> tuple[str, ...] | None:
-        """The arguments of `vllm serve`, or None when the command is another one.
-
-        A shell's command counts when it ends by becoming `vllm serve`: `prepare && exec vllm ...`.
-        """
-        words = self.argv
-        if words[:2] == ("bash", "-c"):
-            last = re.split(r"&&|;|\n", _hide_quoted(words[2]))[-1]
-            try:
-                # As many characters from the end: hiding keeps the length.
-                words = tuple(shlex.split(words[2][-len(last) :])) if last else ()
-            except ValueError:
-                return None
-            while words and (words[0] == "exec" or _ASSIGNMENT.match(words[0])):
-                words = words[1:]
-        return words[2:] if words[:2] == ("vllm", "serve") else None
+    serve: tuple[str, ...] | None
+    unchecked: str = ""
+    unpinned: str = ""
 
 
 def settings_from(environ: Mapping[str, str], recipe: Recipe) -> tuple[dict[str, str], list[str]]:
@@ -112,8 +101,17 @@ def render(
     env: dict[str, str] = {}
     for name, value in recipe.env.items():
         env[name] = settings[name] if name in settings else _expand(value, {**environ, **env})
-    pinned = _revision(recipe, text)
-    return Rendered(argv=_argv(recipe, text, (*pinned, *extra), solo=solo), env=env)
+    if solo:
+        text = _BACKEND.sub("", text)
+    return _command(recipe, text, extra, env)
+
+
+def arguments(recipe: Recipe) -> tuple[str, ...]:
+    """The arguments of the recipe's server with the defaults; none where they are not known.
+
+    Raises BadFileError as ``render`` does.
+    """
+    return render(recipe, settings={}, environ={}, solo=False).serve or ()
 
 
 def require_settings(recipe: Recipe, settings: Iterable[str]) -> None:
@@ -132,44 +130,52 @@ def require_settings(recipe: Recipe, settings: Iterable[str]) -> None:
             )
 
 
-def _revision(recipe: Recipe, command: str) -> tuple[str, ...]:
-    """The arguments that apply a pinned revision, where the command names none itself."""
-    if not recipe.model_revision or "revision" in options.parse(command.split()):
-        return ()
-    return ("--revision", recipe.model_revision) if "vllm serve" in command else ()
-
-
-def _argv(recipe: Recipe, text: str, extra: tuple[str, ...], *, solo: bool) -> tuple[str, ...]:
-    """Split as a shell would: continued lines joined, a last backslash trimmed."""
-    text = text.strip().removesuffix("\\").rstrip()
-    joined = re.sub(r"\s*\\\n\s*", " ", text)
-    if solo:
-        joined = re.sub(r"\s--distributed-executor-backend(?:=|\s+)\S+", "", joined)
-    if _SHELL.search(_unquoted(joined)):
-        return ("bash", "-c", " ".join((joined, *map(shlex.quote, extra))))
+def _command(recipe: Recipe, text: str, extra: Sequence[str], env: Mapping[str, str]) -> Rendered:
+    """Put a pinned revision and ``extra`` behind the words of the server, wherever it stands."""
     try:
-        words = shlex.split(joined)
+        script = shell.read(text)
     except ValueError as error:
         raise _unfit(recipe, str(error)) from None
-    if words[:1] == ["exec"] and len(words) > 1 and not words[1].startswith("-"):
-        # What is run directly is the process already.
-        words = words[1:]
-    if not words:
+    if not script.commands and not script.unread:
         raise _unfit(recipe, "it is empty, without `vllm serve`")
-    if words[0] in _BUILTINS or _ASSIGNMENT.match(words[0]):
-        return ("bash", "-c", " ".join((joined, *map(shlex.quote, extra))))
-    return (*words, *extra)
+    revision = recipe.model_revision
+    unchecked = unpinned = ""
+    server = place = None
+    more = tuple(extra)
+    try:
+        server = place = script.server()
+        if not server:
+            unchecked = unpinned = "it is not `vllm serve`"
+            place = script.last() if more else None
+        elif revision and "revision" not in options.parse(server.serve or ()):
+            more = ("--revision", revision, *more)
+    except shell.UnreadError as error:
+        unchecked = unpinned = str(error)
+        pin = (f"model_revision {revision}",) if revision and "vllm" in text else ()
+        if what := " and ".join((*pin, *((shlex.join(more),) if more else ()))):
+            raise BadFileError(
+                f"{recipe.path}:{recipe.lines.get('command', 1)}: {what} cannot be put into the "
+                f"command: {error}",
+                next_step="write it into the command yourself, "
+                + ("and take model_revision out" if pin else "behind the server's other arguments"),
+            ) from None
+    argv: tuple[str, ...] = ("bash", "-c", script.joined(place, tuple(map(shlex.quote, more))))
+    if script.plain and not _needs_shell(words := script.commands[0].words):
+        # What is run directly is the process already.
+        argv = (*words[words[0] == "exec" :], *more)
+    return Rendered(
+        argv=argv,
+        env=env,
+        serve=(*(server.serve or ()), *more) if server else None,
+        unchecked=unchecked,
+        unpinned=unpinned if revision else "",
+    )
 
 
-def _hide_quoted(text: str) -> str:
-    """``text`` with what stands in quotes replaced by as many `_`."""
-    return re.sub(r"'[^']*'|\"[^\"]*\"", lambda match: "_" * len(match[0]), text)
-
-
-def _unquoted(text: str) -> str:
-    """``text`` without what stands in single quotes, and in double quotes all but `$` and "`"."""
-    text = re.sub(r"'[^']*'", "", text)
-    return re.sub(r'"[^"]*"', lambda match: "$" if re.search(r"[$`]", match[0]) else "", text)
+def _needs_shell(words: Sequence[str]) -> bool:
+    if words[0] == "exec" and len(words) > 1 and not words[1].startswith("-"):
+        words = words[1:]
+    return words[0] in _BUILTINS or bool(_ASSIGNMENT.match(words[0]))
 
 
 def _expand(value: str, environ: Mapping[str, str]) -> str:

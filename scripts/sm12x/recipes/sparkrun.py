@@ -1,7 +1,7 @@
 """Reads recipe_version 2, the format of sparkrun, as the version 1 that it stands for.
 
 Source: RECIPES.md of github.com/spark-arena/sparkrun, sections "Field Reference", "Config Chain",
-"Command Templates" and "Runtime Resolution".
+"Command Templates" and "Runtime Resolution", and its runtimes/_vllm_common.py.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sm12x.recipes import options, shell
 from sm12x.recipes.model import RECIPE_VERSION
 
 _VERSION = "2"
@@ -22,7 +23,7 @@ _SAME = ("model", "model_revision", "env", "mods", "build_args", "sm12x", "conta
 # Keys that only inform people, or that are handled below.
 _READ = (
     *("recipe_version", "name", "runtime", "runtime_version", "command", "defaults", "metadata"),
-    *("mode", "min_nodes", "max_nodes", "solo_only", "cluster_only", "benchmark"),
+    *("description", "mode", "min_nodes", "max_nodes", "solo_only", "cluster_only", "benchmark"),
 )
 # Options of vLLM whose setting has another name; of the rest it is the option's with `_` for `-`.
 _OPTIONS = {
@@ -30,6 +31,11 @@ _OPTIONS = {
     "pipeline_parallel": "pipeline-parallel-size",
     "data_parallel": "data-parallel-size",
 }
+# What vLLM does unless it is told not to.
+_ON_BY_DEFAULT = (
+    *("enable_prefix_caching", "enable_chunked_prefill", "async_scheduling"),
+    *("enable_flashinfer_autotune", "scheduler_reserve_full_isl"),
+)
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
@@ -49,7 +55,7 @@ def is_theirs(top: Mapping[str, Any]) -> bool:
     """Whether a file is of version 2: sparkrun takes one without a version for that."""
     if "recipe_version" in top:
         return str(top["recipe_version"]) == _VERSION
-    return "runtime" in top
+    return "runtime" in top or "include" in top
 
 
 def translate(top: Mapping[str, Any], key: str) -> Translation:
@@ -59,6 +65,9 @@ def translate(top: Mapping[str, Any], key: str) -> Translation:
     unless the template doubles them, a name that is no setting stays as it is, and a setting may
     refer to another. Without a command every setting is an option of `vllm serve`.
     """
+    if "include" in top:
+        said = f"include: the rest of this recipe is in {top['include']!r}, which is not read here"
+        return Translation(top={}, faults=(("include", f"{said}: put its keys into this file"),))
     faults: list[tuple[str, str]] = []
     runtime = str(top.get("runtime") or "vllm")
     if runtime not in _RUNTIMES:
@@ -82,7 +91,7 @@ def translate(top: Mapping[str, Any], key: str) -> Translation:
     nested = _nested(settings)
     if isinstance(command, str):
         try:
-            command = _template(_resolved(command, nested), settings)
+            command = _template(_resolved(_named(command, settings), nested), settings)
         except RecursionError:
             faults.append(("defaults", f"defaults refer to each other: {', '.join(nested)}"))
     made = {
@@ -91,7 +100,7 @@ def translate(top: Mapping[str, Any], key: str) -> Translation:
         **{name: top[name] for name in _SAME if name in top},
         "recipe_version": RECIPE_VERSION,
         "name": str(top.get("name") or key),
-        "description": str((metadata or {}).get("description") or ""),
+        "description": str(top.get("description") or (metadata or {}).get("description") or ""),
         "command": command,
         "defaults": {name: value for name, value in settings.items() if name not in nested},
         **_machines(top),
@@ -112,16 +121,36 @@ def _machines(top: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def _generated(settings: Mapping[str, Any]) -> str:
-    """`vllm serve` with every setting as an option; a false one is left out."""
+    """`vllm serve` with every setting as an option; a false one is `--no-...` or left out."""
     words = ["vllm serve {model}"] if "model" in settings else ["vllm serve"]
     for name, value in settings.items():
         option = f"--{_OPTIONS.get(name, name.replace('_', '-'))}"
         if value is True:
             words.append(option)
+        elif value is False and name in _ON_BY_DEFAULT:
+            words.append(option.replace("--", "--no-", 1))
         elif name != "model" and value is not False:
-            quotes = "'" if isinstance(value, str) and re.search(r"[\s\"{}$]", value) else ""
-            words.append(f"{option} {quotes}{{{name}}}{quotes}")
+            words.append(f"{option} {_quoted(name, value)}")
     return " ".join(words)
+
+
+def _quoted(name: str, value: object) -> str:
+    """The placeholder of a setting as one word of a shell."""
+    quotes = "'" if isinstance(value, str) and re.search(r"[\s\"{}$]", value) else ""
+    return f"{quotes}{{{name}}}{quotes}"
+
+
+def _named(command: str, settings: Mapping[str, Any]) -> str:
+    """A template with --served-model-name, which sparkrun adds where only the settings have it."""
+    name = settings.get("served_model_name")
+    try:
+        script = shell.read(command)
+        server = script.server()
+    except (ValueError, shell.UnreadError):
+        return command
+    if not name or not server or "served-model-name" in options.parse(server.serve or ()):
+        return command
+    return script.joined(server, ("--served-model-name", _quoted("served_model_name", name)))
 
 
 def _nested(settings: Mapping[str, Any]) -> dict[str, str]:

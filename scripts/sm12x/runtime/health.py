@@ -17,7 +17,7 @@ import socket
 import ssl
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from sm12x.recipes import options
@@ -65,15 +65,7 @@ def find(commands: Iterable[Sequence[str]]) -> Listener | None:
     VLLM_PORT is not looked at: it is the port vLLM's processes use among themselves.
     """
     for words in commands:
-        at = next(
-            (
-                index + 1
-                for index, word in enumerate(words)
-                if word == "vllm.entrypoints.openai.api_server"
-                or (word == "serve" and index and PurePosixPath(words[index - 1]).name == "vllm")
-            ),
-            None,
-        )
+        at = options.server(words)
         if at is None:
             continue
         given = options.parse(words[at:])

@@ -82,6 +82,8 @@ def prepare(
         )
 
     plain = rendered()
+    if plain.unpinned:
+        remarks.append(f"model_revision of {recipe.key} is not applied: {plain.unpinned}")
     more = sleep_backend.arguments(
         plain.serve,
         setting={**plain.env, **environ}.get(sleep_backend.SETTING, ""),
