@@ -104,15 +104,57 @@ def test_without_a_command_settings_are_options(tmp_path: Path) -> None:
     text = FULL[: FULL.index("defaults:")] + (
         "defaults:\n  port: 8000\n  tensor_parallel: 2\n  max_model_len: 4096\n"
         "  enable_prefix_caching: true\n  enforce_eager: false\n  nothing:\n"
+        "  enable_chunked_prefill: false\n  async_scheduling: false\n"
         '  speculative_config: {"method": "mtp"}\n'
     )
     words = rendered(load.load(written(tmp_path, text))).serve
     assert words is not None
     assert words[:5] == ("some/Model", "--port", "8000", "--tensor-parallel-size", "2")
     assert "--enable-prefix-caching" in words
-    assert "--enforce-eager" not in words
+    assert not {"--enforce-eager", "--no-enforce-eager", "--async-scheduling"} & set(words)
+    assert {"--no-enable-chunked-prefill", "--no-async-scheduling"} <= set(words)
     assert "--nothing" not in words
     assert json.loads(words[words.index("--speculative-config") + 1]) == {"method": "mtp"}
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("vllm serve {model} --a", "some/Model --a --served-model-name qwen"),
+        ("vllm serve {model} --a 2>&1 | tee b", "some/Model --a --served-model-name qwen"),
+        ("vllm serve {model} # --served-model-name x", "some/Model --served-model-name qwen"),
+        ("vllm serve {model} --served-model-name x", "some/Model --served-model-name x"),
+        ("vllm serve {model} --served-model-name={served_model_name}", "some/Model {}=qwen"),
+        ("vllm serve {model} \\ \n  --a '{\"b\":1}'", 'some/Model --a {"b":1} {} qwen'),
+    ],
+)
+def test_the_served_name_of_the_settings_is_an_option(
+    tmp_path: Path, command: str, words: str
+) -> None:
+    text = yaml.safe_dump({"model": "some/Model", "runtime": "vllm", "command": command})
+    for name, served in (("qwen", "qwen"), ("'{short}'", "qwen"), ("a b", "a b")):
+        more = f"defaults: {{served_model_name: {name}, short: qwen}}\n"
+        out = rendered(load.load(written(tmp_path, text + more))).serve
+        expected = words.replace("{}", "--served-model-name").replace("qwen", served)
+        assert out is not None
+        assert " ".join(out) == expected
+
+
+def test_a_description_is_for_lists(tmp_path: Path) -> None:
+    path = written(tmp_path, f"description: its own\n{FULL}")
+    one, findings = lint.lint(path)
+    assert one is not None
+    assert one.description == "its own"
+    assert "description" not in " ".join(finding.text for finding in findings)
+
+
+@pytest.mark.parametrize("version", ["recipe_version: '2'\n", ""])
+def test_what_is_in_another_recipe_is_said(tmp_path: Path, version: str) -> None:
+    path = written(tmp_path, f"{version}include: base-recipe\ndefaults: {{max_model_len: 1}}\n")
+    _, faults = load.inspect(path)
+    (fault,) = faults
+    assert fault.line == 1 + bool(version)
+    assert "base-recipe" in fault.text
 
 
 @pytest.mark.parametrize(
