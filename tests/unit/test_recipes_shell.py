@@ -87,6 +87,10 @@ def test_one_command_is_run_without_a_shell(tmp_path: Path, command: str, words:
         ("cat <<<'x'; true\nvllm serve m", "cat <<<'x'; true\nvllm serve m@"),
         ("echo vllm serve x\nvllm serve m", "echo vllm serve x\nvllm serve m@"),
         ("sh -c 'vllm serve m | cat'", "vllm serve m@ | cat"),
+        (
+            'export A="${B:-${C}}" D=${E:-\'}\'}; vllm serve m --x "${F:-"}"}"',
+            'export A="${B:-${C}}" D=${E:-\'}\'}; vllm serve m --x "${F:-"}"}"@',
+        ),
         ("vllm serve m --x {a,b} *", "vllm serve m --x {a,b} *@"),
     ],
 )
@@ -108,7 +112,7 @@ def test_arguments_go_to_the_server_wherever_it_stands(
         "case $X in a) vllm serve m;; esac",
         "A=(1 2); vllm serve m",
         "bash -lc 'pip install x && vllm serve m'",
-        "vllm serve m --x ${A:-'b'}",
+        "vllm serve m --x $(( $(echo 1) << 2 ))",
         "diff <(ls) x; vllm serve m",
     ],
 )

@@ -93,11 +93,11 @@ def test_the_model_is_a_setting(tmp_path: Path) -> None:
 
 def test_doubled_braces_are_those_of_version_1(tmp_path: Path) -> None:
     text = FULL[: FULL.index("command:")] + (
-        "command: vllm serve {model} --x '{{\"a\":{tokens}}}'\n"
+        "command: vllm serve {model} --x '{{\"a\":{tokens}}}' --y '{\"b\":{tokens}}'\n"
     )
     words = rendered(load.load(written(tmp_path, text))).serve
     assert words is not None
-    assert words[:3] == ("some/Model", "--x", '{"a":3}')
+    assert words[:5] == ("some/Model", "--x", '{"a":3}', "--y", '{"b":3}')
 
 
 def test_without_a_command_settings_are_options(tmp_path: Path) -> None:

@@ -18,9 +18,7 @@ _COMMENT = re.compile(r"[ \t]*#[^\n]*")
 _BLANKS = re.compile(r"[ \t]+")
 _REDIRECTION = re.compile(r"(?:\d*(?:<<<|<<-?|<>|[<>]&|>>|>\||[<>])|&>>?)(?!\()")
 _OPERATOR = re.compile(r"&&|\|\||\|&|;(?!;)|[&|\n()]")
-_EXPANSION = re.compile(
-    r"\$(?:\w+|[@*#?$!-]|\{[^{}'\"`\\$]*\}|\(\([^()'\"`<]*\)\))|`(?:[^`\\]|\\.)*`", re.DOTALL
-)
+_EXPANSION = re.compile(r"\$(?:\w+|[@*#?$!-]|\(\([^()'\"`<]*\)\))|`(?:[^`\\]|\\.)*`", re.DOTALL)
 _ANSI_C = re.compile(r"\$'(?:[^'\\]|\\.)*'", re.DOTALL)
 # Operators between commands of which the last one takes the words at the end of the text.
 _IN_TURN = {"&&", ";", "\n"}
@@ -230,11 +228,7 @@ class _Reader:
                 value.append(self.text[self.at])
                 self.at += 1
             elif char == "'":
-                end = self.text.find("'", self.at)
-                if end < 0:
-                    raise ValueError(f"its line {self.line(self.at)} opens a ' that is not closed")
-                value.append(self.text[self.at : end])
-                self.at = end + 1
+                value.append(self.single_quoted())
             elif char == '"':
                 live |= self.double_quoted(value)
             elif char in "$`":
@@ -245,6 +239,13 @@ class _Reader:
         # `{a,b}` and `{1..3}` are two words and three.
         braces = "{" in bare and ("," in bare or ".." in "".join(bare))
         return "".join(value), live or braces or not {"*", "?", "~"}.isdisjoint(bare)
+
+    def single_quoted(self) -> str:
+        start = self.at
+        self.at = self.text.find("'", start) + 1
+        if not self.at:
+            raise ValueError(f"its line {self.line(start)} opens a ' that is not closed")
+        return self.text[start : self.at - 1]
 
     def double_quoted(self, value: list[str]) -> bool:
         live, start = False, self.at
@@ -273,13 +274,33 @@ class _Reader:
             found = found or _ANSI_C.match(self.text, start)
         if found:
             self.at = found.end()
+        elif following == "{":
+            self.braces(quoted=quoted)
         elif following == "(" and self.text[self.at : self.at + 2] != "((":
             self.at += 1
             self.commands_until(")")
-        elif self.text[start] == "`" or following in ("{", "("):
+        elif self.text[start] == "`" or following == "(":
             raise UnreadError(f"its line {self.line(start)} has {self.text[start:][:12]!r}")
         elif following != '"' or quoted:
             value.append("$")
             return False
         value.append(self.text[start : self.at])
         return True
+
+    def braces(self, *, quoted: bool) -> None:
+        """Pass `${...}` from its brace on; there may be quotes and expansions in it."""
+        start = self.at
+        while self.at < len(self.text):
+            char = self.text[self.at]
+            self.at += 1
+            if char == "}":
+                return
+            if char in "$`":
+                self.expansion([], quoted=quoted)
+            elif char == '"':
+                self.double_quoted([])
+            elif char == "'" and not quoted:
+                self.single_quoted()
+            elif char == "\\":
+                self.at += 1
+        raise ValueError(f"its line {self.line(start)} opens a {{ that is not closed")

@@ -176,17 +176,15 @@ def _resolved(text: str, nested: Mapping[str, str], depth: int = 0) -> str:
 
 
 def _template(text: str, settings: Mapping[str, Any]) -> str:
-    """The `str.format` template of a command: all braces doubled but those of the settings."""
-    if "{{" in text:
-        # As in version 1; JSON never opens two tables without a key between.
-        return text
-    made, end = [], 0
-    for match in _PLACEHOLDER.finditer(text):
-        if match[1] in settings:
-            made += [_doubled(text[end : match.start()]), match[0]]
-            end = match.end()
-    return "".join((*made, _doubled(text[end:])))
+    """The `str.format` template of a command: all braces doubled but those of the settings.
 
+    As in version 1 a doubled brace is one, where the text has any; people mix them with plain ones.
+    """
+    as_written = ("{{", "}}") if "{{" in text else ()
 
-def _doubled(text: str) -> str:
-    return text.replace("{", "{{").replace("}", "}}")
+    def piece(match: re.Match[str]) -> str:
+        if match[1] in settings or match[0] in as_written:
+            return match[0]
+        return match[0].replace("{", "{{").replace("}", "}}")
+
+    return re.sub(r"\{(\w+)\}|\{\{|\}\}|[{}]", piece, text)
