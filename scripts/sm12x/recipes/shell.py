@@ -1,7 +1,7 @@
 """Reads a recipe's command as bash reads it: its simple commands and their words.
 
-No library: the image has none that reads bash, and recipes are rendered there too. Constructs that
-are not read (`case`, functions, arrays, ...) are named in ``Script.unread``.
+No library: the image has none that reads bash, and recipes are rendered there too. What is not read
+(`case`, functions, arrays, ...) is named.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ class UnreadError(Exception):
     """Words cannot be put into the command; the text says why."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Command:
-    """A simple command. ``end`` is where its last word ends; ``live``: a shell has to expand it."""
+    """A simple command; ``end`` is where its last word ends."""
 
     words: tuple[str, ...]
     end: int
-    live: bool
 
     @property
     def serve(self) -> tuple[str, ...] | None:
@@ -47,21 +46,41 @@ class Command:
         return None if at is None else self.words[at:]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Script:
-    """``edits`` are (start, end, replacement): no comments, and continued lines joined."""
+def read(text: str) -> Script:
+    """Read a command's text. Raises ValueError for what no shell takes."""
+    script = Script(text)
+    words = script.commands[0].words if script.plain else ()
+    return read(words[-1]) if words[:-1] in (("bash", "-c"), ("sh", "-c")) else script
 
-    text: str
-    commands: tuple[Command, ...]
-    edits: tuple[tuple[int, int, str], ...] = ()
-    operators: frozenset[str] = frozenset()
-    unread: str = ""
+
+class Script:
+    """A text and its simple commands. Raises ValueError for what no shell takes."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.at = text, 0
+        self.commands: list[Command] = []
+        # Why the commands are not known, "" if they are.
+        self.unread = ""
+        # Whether a shell has to expand a word or to redirect.
+        self.live = False
+        # (start, end, replacement) without comments and with continued lines joined.
+        self.edits: list[tuple[int, int, str]] = []
+        self.operators: set[str] = set()
+        # Here-documents that begin behind the next newline: delimiter, and what is stripped.
+        self.documents: list[tuple[str, str]] = []
+        try:
+            self._list("")
+        except UnreadError as error:
+            self.unread = f"its line {self._line()} has {error}, which is not read here"
+        except RecursionError:
+            self.unread = "it is nested too deeply"
+        if self.unread:
+            self.commands, self.edits = [], []
 
     @property
     def plain(self) -> bool:
         """Whether it is one command that needs no shell."""
-        alone = len(self.commands) == 1 and self.operators <= {"\n"} and not self.unread
-        return alone and not self.commands[0].live
+        return len(self.commands) == 1 and self.operators <= {"\n"} and not self.live
 
     def server(self) -> Command | None:
         """The command that starts vLLM's server, None where none does.
@@ -81,57 +100,23 @@ class Script:
 
     def last(self) -> Command:
         """The command that takes words at the end of the text. Raises UnreadError without one."""
-        last = self.commands[-1]
-        if not self.operators <= _IN_TURN or last.words[0] in _ENDS:
+        if not self.operators <= _IN_TURN or self.commands[-1].words[0] in _ENDS:
             raise UnreadError("it is no `vllm serve`, and not commands that run one after another")
-        return last
+        return self.commands[-1]
 
     def joined(self, place: Command | None = None, words: Sequence[str] = ()) -> str:
         """The text for a shell, with ``words``, which are quoted, behind those of ``place``."""
-        edits = list(self.edits)
-        if place and words:
-            edits.append((place.end, place.end, " ".join(("", *words))))
+        added = [(place.end, place.end, " ".join(("", *words)))] if place else []
         pieces, at = [], 0
-        for start, end, replacement in sorted(edits):
+        for start, end, replacement in sorted([*self.edits, *added]):
             pieces += [self.text[at:start], replacement]
             at = end
         return "".join((*pieces, self.text[at:])).strip()
 
+    def _line(self, at: int | None = None) -> int:
+        return self.text.count("\n", 0, self.at if at is None else at) + 1
 
-def read(text: str) -> Script:
-    """Read a command's text. Raises ValueError for what no shell takes."""
-    reader = _Reader(text)
-    try:
-        reader.commands_until("")
-    except (UnreadError, RecursionError) as error:
-        why = str(error) if isinstance(error, UnreadError) else "it is nested too deeply"
-        return Script(text=text, commands=(), unread=why)
-    script = Script(
-        text=text,
-        commands=tuple(reader.commands),
-        edits=tuple(reader.edits),
-        operators=frozenset(reader.operators),
-    )
-    if script.plain:
-        words = script.commands[0].words
-        if words[:-1] in (("bash", "-c"), ("sh", "-c")):
-            return read(words[-1])
-    return script
-
-
-class _Reader:
-    def __init__(self, text: str) -> None:
-        self.text, self.at = text, 0
-        self.commands: list[Command] = []
-        self.edits: list[tuple[int, int, str]] = []
-        self.operators: set[str] = set()
-        # Here-documents whose text begins behind the next newline: delimiter, and what is stripped.
-        self.documents: list[tuple[str, str]] = []
-
-    def line(self, at: int) -> int:
-        return self.text.count("\n", 0, at) + 1
-
-    def commands_until(self, closing: str) -> None:
+    def _list(self, closing: str) -> None:
         """Read up to the text's end, or to the `)` of a substitution, whose commands are dropped.
 
         Raises:
@@ -140,154 +125,139 @@ class _Reader:
         """
         words: list[str] = []
         begin = end = depth = 0
-        live = False
 
         def finish() -> None:
-            nonlocal words, live
             if words and self.text[begin] == "-":
                 raise ValueError(
-                    f"its line {self.line(begin)} begins with {words[0]}, which is no program: the "
-                    "line above is a comment, is empty or has no backslash at its end"
+                    f"its line {self._line(begin)} begins with {words[0]}, which is no program: "
+                    "the line above is a comment, is empty or has no backslash at its end"
                 )
             if words and not closing:
-                self.commands.append(Command(words=tuple(words), end=end, live=live))
-            words, live = [], False
+                self.commands.append(Command(tuple(words), end))
+            words.clear()
 
         while self.at < len(self.text):
             if found := _COMMENT.match(self.text, self.at):
-                self.replace(found, "")
+                self._replace(found, "")
             elif found := _CONTINUED.match(self.text, self.at):
-                self.replace(found, " ")
+                self._replace(found, " ")
             elif found := _BLANKS.match(self.text, self.at):
                 self.at = found.end()
             elif found := _REDIRECTION.match(self.text, self.at):
-                self.redirection(found)
-                live = True
+                self._redirection(found)
             elif found := _OPERATOR.match(self.text, self.at):
                 operator = found[0]
-                if operator == "(" and words:
-                    raise UnreadError(f"its line {self.line(self.at)} has a function or an array")
+                depth += {"(": 1, ")": -1}.get(operator, 0)
+                if (operator == "(" and words) or (depth < 0 and not closing):
+                    raise UnreadError(f"`{operator}`")
                 finish()
                 self.at = found.end()
-                if operator == ")" and closing and not depth:
-                    return
-                depth += {"(": 1, ")": -1}.get(operator, 0)
                 if depth < 0:
-                    raise UnreadError(f"its line {self.line(found.start())} has a `)` alone")
+                    return
                 if operator == "\n":
-                    self.skip_documents()
+                    self._skip_documents()
                 if not closing:
                     self.operators.add(operator)
             elif self.text[self.at] in "<>;":
-                raise UnreadError(f"its line {self.line(self.at)} has `{self.text[self.at :][:2]}`")
+                raise UnreadError(f"`{self.text[self.at :][:2]}`")
             else:
                 begin = begin if words else self.at
-                word, expands = self.word()
-                words.append(word)
-                live, end = live or expands, self.at
+                words.append(self._word())
+                end = self.at
         finish()
         if closing or depth:
             raise ValueError("a `)` is missing")
 
-    def replace(self, found: re.Match[str], text: str) -> None:
+    def _replace(self, found: re.Match[str], text: str) -> None:
         self.edits.append((found.start(), found.end(), text))
         self.at = found.end()
 
-    def redirection(self, operator: re.Match[str]) -> None:
-        self.at = operator.end()
+    def _redirection(self, operator: re.Match[str]) -> None:
+        self.at, self.live = operator.end(), True
         while found := _CONTINUED.match(self.text, self.at) or _BLANKS.match(self.text, self.at):
             self.at = found.end()
-        target, _ = self.word()
+        target = self._word()
         if re.fullmatch(r"\d*<<-?", operator[0]):
             self.documents.append((target, "\t" if operator[0].endswith("-") else ""))
 
-    def skip_documents(self) -> None:
-        for delimiter, stripped in self.documents:
-            while self.at < len(self.text):
-                end = self.text.find("\n", self.at) % (len(self.text) + 1)
-                line = self.text[self.at : end]
-                self.at = end + 1
-                if line.lstrip(stripped) == delimiter:
-                    break
-        self.documents = []
+    def _skip_documents(self) -> None:
+        while self.documents and self.at < len(self.text):
+            end = self.text.find("\n", self.at) % (len(self.text) + 1)
+            line, self.at = self.text[self.at : end], end + 1
+            if line.lstrip(self.documents[0][1]) == self.documents[0][0]:
+                del self.documents[0]
 
-    def word(self) -> tuple[str, bool]:
-        """The word that begins here, and whether a shell would expand it; it stays as written."""
+    def _word(self) -> str:
+        """The word that begins here; what a shell would expand stays as written."""
         value: list[str] = []
-        bare: list[str] = []
-        live = False
+        bare = ""
         while self.at < len(self.text) and (char := self.text[self.at]) not in " \t\n;&|<>()":
+            if found := _CONTINUED.match(self.text, self.at):
+                ends = re.search(r"\n[ \t]", found[0])
+                self._replace(found, " " if ends else "")
+                if ends:
+                    break
+                continue
             self.at += 1
             if char == "\\":
-                if found := _CONTINUED.match(self.text, self.at - 1):
-                    blank = re.search(r"\n[ \t]", found[0])
-                    self.replace(found, " " if blank else "")
-                    if blank:
-                        break
-                    continue
                 value.append(self.text[self.at])
                 self.at += 1
             elif char == "'":
-                value.append(self.single_quoted())
+                value.append(self._single_quoted())
             elif char == '"':
-                live |= self.double_quoted(value)
+                self._double_quoted(value)
             elif char in "$`":
-                live |= self.expansion(value, quoted=False)
+                self._expansion(value, quoted=False)
             else:
                 value.append(char)
-                bare.append(char)
+                bare += char
         # `{a,b}` and `{1..3}` are two words and three.
-        braces = "{" in bare and ("," in bare or ".." in "".join(bare))
-        return "".join(value), live or braces or not {"*", "?", "~"}.isdisjoint(bare)
+        self.live |= bool(re.search(r"[*?~]|\{.*(?:,|\.\.)", bare))
+        return "".join(value)
 
-    def single_quoted(self) -> str:
+    def _single_quoted(self) -> str:
         start = self.at
         self.at = self.text.find("'", start) + 1
         if not self.at:
-            raise ValueError(f"its line {self.line(start)} opens a ' that is not closed")
+            raise ValueError(f"its line {self._line(start)} opens a ' that is not closed")
         return self.text[start : self.at - 1]
 
-    def double_quoted(self, value: list[str]) -> bool:
-        live, start = False, self.at
+    def _double_quoted(self, value: list[str]) -> None:
+        start = self.at
         while self.at < len(self.text):
-            char = self.text[self.at]
+            char, following = self.text[self.at], self.text[self.at + 1 : self.at + 2]
             self.at += 1
             if char == '"':
-                return live
+                return
             if char in "$`":
-                live |= self.expansion(value, quoted=True)
-            elif char == "\\" and self.at < len(self.text):
-                following = self.text[self.at]
+                self._expansion(value, quoted=True)
+            elif char == "\\":
                 self.at += 1
                 if following != "\n":
                     value.append(following if following in '$`"\\' else char + following)
             else:
                 value.append(char)
-        raise ValueError(f'its line {self.line(start)} opens a " that is not closed')
+        raise ValueError(f'its line {self._line(start)} opens a " that is not closed')
 
-    def expansion(self, value: list[str], *, quoted: bool) -> bool:
+    def _expansion(self, value: list[str], *, quoted: bool) -> None:
         """Pass `$...` or a backquote, which stands before ``at``, and put it into ``value``."""
-        start = self.at - 1
-        following = self.text[self.at : self.at + 1]
+        start, following = self.at - 1, self.text[self.at : self.at + 1]
         found = _EXPANSION.match(self.text, start)
         if not quoted:
             found = found or _ANSI_C.match(self.text, start)
+        self.live = True
         if found:
             self.at = found.end()
         elif following == "{":
-            self.braces(quoted=quoted)
+            self._braces(quoted=quoted)
         elif following == "(" and self.text[self.at : self.at + 2] != "((":
             self.at += 1
-            self.commands_until(")")
+            self._list(")")
         elif self.text[start] == "`" or following == "(":
-            raise UnreadError(f"its line {self.line(start)} has {self.text[start:][:12]!r}")
-        elif following != '"' or quoted:
-            value.append("$")
-            return False
+            raise UnreadError(f"`{self.text[start : self.at + 2]}`")
         value.append(self.text[start : self.at])
-        return True
 
-    def braces(self, *, quoted: bool) -> None:
+    def _braces(self, *, quoted: bool) -> None:
         """Pass `${...}` from its brace on; there may be quotes and expansions in it."""
         start = self.at
         while self.at < len(self.text):
@@ -296,11 +266,11 @@ class _Reader:
             if char == "}":
                 return
             if char in "$`":
-                self.expansion([], quoted=quoted)
+                self._expansion([], quoted=quoted)
             elif char == '"':
-                self.double_quoted([])
+                self._double_quoted([])
             elif char == "'" and not quoted:
-                self.single_quoted()
+                self._single_quoted()
             elif char == "\\":
                 self.at += 1
-        raise ValueError(f"its line {self.line(start)} opens a {{ that is not closed")
+        raise ValueError(f"its line {self._line(start)} opens a {{ that is not closed")
