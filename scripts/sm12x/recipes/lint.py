@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from sm12x import layout
@@ -80,20 +81,23 @@ class _Rules:
         self.words = rendered.serve
         self.options = options.parse(rendered.serve or ())
         self.found: list[LintFinding] = []
+        self.error, self.warn = partial(self.add, ERROR), partial(self.add, WARNING)
 
     def all(self) -> list[LintFinding]:
         rules: list[Callable[[], None]] = [self.pins, self.notices]
         if self.words is not None:
             rules += [self.dev_mode, self.sleep_routes, self.utilization, self.secrets]
-        if self.block:
-            rules += [self.machines, self.pair]
-        if self.block and self.words is not None:
-            rules += [self.sleep, self.parallel]
         for rule in rules:
             rule()
+        if self.block:
+            self.machines(self.block)
+            self.pair(self.block)
+        if self.block and self.words is not None:
+            self.sleep(self.block)
+            self.parallel(self.block)
         return self.found
 
-    def add(self, key: str, level: str, text: str) -> None:
+    def add(self, level: str, key: str, text: str) -> None:
         line = self.recipe.lines.get(key) or self.recipe.lines.get(key.split(".")[0]) or 1
         self.found.append(LintFinding(path=self.recipe.path, line=line, level=level, text=text))
 
@@ -103,16 +107,14 @@ class _Rules:
         _, _, tag = name.rpartition("/")[2].partition(":")
         if not digest and (not tag or tag in _FLOATING):
             what = f"the tag {tag!r}" if tag else "no tag"
-            self.add(
+            self.warn(
                 "container",
-                WARNING,
                 f"container has {what} and no digest: the tag may later name another image; "
                 "`sm12x recipe pin` writes one",
             )
         if self.rendered.unpinned:
-            self.add(
+            self.warn(
                 "model_revision",
-                WARNING,
                 f"model_revision is not applied to this command: {self.rendered.unpinned}",
             )
         if self.words is None:
@@ -120,41 +122,39 @@ class _Rules:
         served = options.model(self.words)
         pinned = recipe.model_revision or "revision" in self.options
         if _HUB_NAME.fullmatch(served) and not pinned:
-            self.add(
+            self.warn(
                 "model",
-                WARNING,
                 f"{served} has no model_revision: the branch may later be at another commit; "
                 "`sm12x recipe pin` writes one",
             )
         if recipe.model and served and recipe.model != served:
-            self.add("model", WARNING, f"model is {recipe.model}, the command serves {served}")
+            self.warn("model", f"model is {recipe.model}, the command serves {served}")
 
     def notices(self) -> None:
         if self.recipe.mods:
             names = ", ".join(self.recipe.mods)
-            self.add("mods", WARNING, f"mods are not applied here: {names}")
+            self.warn("mods", f"mods are not applied here: {names}")
         if self.recipe.not_applied:
             names = ", ".join(self.recipe.not_applied)
-            self.add(self.recipe.not_applied[0], WARNING, f"{names}: of sparkrun, not applied here")
+            self.warn(self.recipe.not_applied[0], f"{names}: of sparkrun, not applied here")
         if self.words is None and not (self.block and self.block.pair):
             why = self.rendered.unchecked
-            self.add("command", NOTE, f"the command's arguments are not checked: {why}")
+            self.add(NOTE, "command", f"the command's arguments are not checked: {why}")
         for release in self.block.status.blocked if self.block else ():
             known = [folder.name for folder in layout.patches().glob("*/")]
             if known and release and release not in known:
                 near = perhaps(release, known)
-                self.add("sm12x.status", ERROR, f"blocked names {release}, no base here{near}")
+                self.error("sm12x.status", f"blocked names {release}, no base here{near}")
         if self.block is None:
             self.add(
-                "name", NOTE, "there is no sm12x block: hardware, memory and sleep are not checked"
+                NOTE, "name", "there is no sm12x block: hardware, memory and sleep are not checked"
             )
 
     def dev_mode(self) -> None:
         host = self.options.get("host", "")
         if options.is_true(self.env.get("VLLM_SERVER_DEV_MODE", "")) and options.is_public(host):
-            self.add(
+            self.error(
                 "env.VLLM_SERVER_DEV_MODE",
-                ERROR,
                 f"VLLM_SERVER_DEV_MODE opens /sleep, /collective_rpc and more {_at(host)}, and API "
                 "keys do not cover them: listen on 127.0.0.1 behind a proxy that passes /v1 alone",
             )
@@ -163,9 +163,8 @@ class _Rules:
         host = self.options.get("host", "")
         given = "enable-sleep-routes" in self.options and "api-key" not in self.options
         if given and options.is_public(host):
-            self.add(
+            self.warn(
                 "command",
-                WARNING,
                 f"--enable-sleep-routes opens /sleep and /wake_up {_at(host)}: give an API key "
                 "with -e VLLM_API_KEY, which they then ask for",
             )
@@ -177,131 +176,113 @@ class _Rules:
             share = float(text or "0.9")
         except ValueError:
             # Forks of vLLM take `auto` or "0.5g"; the release's own parser has the last word.
-            self.add(key, WARNING, f"gpu_memory_utilization is {text!r}, not a share of the memory")
+            self.warn(key, f"gpu_memory_utilization is {text!r}, not a share of the memory")
             return
         if not 0 < share <= 1:
-            self.add(key, ERROR, f"gpu_memory_utilization is {text}, not a share of at most 1")
+            self.error(key, f"gpu_memory_utilization is {text}, not a share of at most 1")
 
     def secrets(self) -> None:
         for name in ("api-key", "hf-token"):
             # `$NAME` is looked up where the command runs.
             if (value := self.options.get(name)) and not _REFERENCE.fullmatch(value):
-                self.add(
+                self.warn(
                     "command",
-                    WARNING,
                     f"--{name} is in the file for every reader to see: give it with -e "
                     "VLLM_API_KEY or HF_TOKEN",
                 )
 
-    def sleep(self) -> None:
-        assert self.block  # noqa: S101 - asked before
-        sleep, enabled = self.block.sleep, "enable-sleep-mode" in self.options
+    def sleep(self, block: Block) -> None:
+        sleep, enabled = block.sleep, "enable-sleep-mode" in self.options
         if sleep.level and not enabled:
-            self.add(
+            self.error(
                 "sm12x.sleep",
-                ERROR,
                 f"sleep is {sleep} but the command has no --enable-sleep-mode: nothing would be "
                 "released",
             )
         if enabled and not sleep.level:
-            self.add(
-                "sm12x.sleep",
-                ERROR,
-                "sleep is never but the command has --enable-sleep-mode: take it out",
+            self.error(
+                "sm12x.sleep", "sleep is never but the command has --enable-sleep-mode: take it out"
             )
         dev_mode = options.is_true(self.env.get("VLLM_SERVER_DEV_MODE", ""))
         if sleep.level and not (dev_mode or "enable-sleep-routes" in self.options):
-            self.add(
+            self.error(
                 "command",
-                ERROR,
                 f"sleep is {sleep} but the command has no --enable-sleep-routes: without it, or "
                 "VLLM_SERVER_DEV_MODE in env, there is no /sleep",
             )
         elif sleep.level == 2 and not dev_mode:
-            self.add(
+            self.error(
                 "env",
-                ERROR,
                 "after a level-2 sleep the weights are reloaded with /collective_rpc, which needs "
                 "VLLM_SERVER_DEV_MODE, and env does not set that",
             )
         if sleep.level == 2 and "speculative-config" in self.options:
-            self.add(
+            self.error(
                 "sm12x.sleep",
-                ERROR,
                 "level-2 sleep loses the weights of the draft model (vllm#52479): sleep at level 1",
             )
-        if sleep.level == 1 and "gb10" in self.block.hardware:
-            self.add(
+        if sleep.level == 1 and "gb10" in block.hardware:
+            self.warn(
                 "sm12x.sleep",
-                WARNING,
                 "on GB10 a level-1 copy takes the same memory again, and a wake can crash the host "
                 "(vllm#50011, #57629, #55206)",
             )
 
-    def parallel(self) -> None:
-        assert self.block  # noqa: S101 - asked before
+    def parallel(self, block: Block) -> None:
         sizes = {
             name: options.number(self.options, f"{name}-parallel-size")
             for name in ("tensor", "pipeline", "data")
         }
-        there = self.block.gpus * self.block.machines
+        there = block.gpus * block.machines
         wanted = 1
         for name, size in sizes.items():
             if size is None:
                 text = self.options[f"{name}-parallel-size"]
-                self.add("command", ERROR, f"{name} parallel size is {text!r}, not a number")
+                self.error("command", f"{name} parallel size is {text!r}, not a number")
                 return
             wanted *= size
         if wanted != there:
             told = " x ".join(f"{name} {size}" for name, size in sizes.items() if size != 1)
-            self.add(
+            self.error(
                 "sm12x.gpus",
-                ERROR,
                 f"the command uses {wanted} GPUs ({told or 'no parallel size'}), the block has "
-                f"{self.block.gpus} on {self.block.machines} machines",
+                f"{block.gpus} on {block.machines} machines",
             )
         nodes = options.number(self.options, "nnodes")
         backend = self.options.get("distributed-executor-backend", "")
-        if backend != "ray" and nodes is not None and nodes != self.block.machines:
-            self.add(
+        if backend != "ray" and nodes is not None and nodes != block.machines:
+            self.error(
                 "sm12x.machines",
-                ERROR,
-                f"the command names {nodes} machines (--nnodes), the block {self.block.machines}",
+                f"the command names {nodes} machines (--nnodes), the block {block.machines}",
             )
 
-    def machines(self) -> None:
-        assert self.block  # noqa: S101 - asked before
-        several = self.block.machines > 1
+    def machines(self, block: Block) -> None:
+        several = block.machines > 1
         if several and self.recipe.solo_only:
-            self.add(
-                "solo_only", ERROR, f"solo_only, but the block has {self.block.machines} machines"
-            )
+            self.error("solo_only", f"solo_only, but the block has {block.machines} machines")
         if self.recipe.cluster_only and not several:
-            self.add("cluster_only", ERROR, "cluster_only, but the block has one machine")
-        if "gb10" in self.block.hardware and self.block.gpus > 1:
-            self.add("sm12x.gpus", ERROR, f"a GB10 has one GPU, not {self.block.gpus}")
+            self.error("cluster_only", "cluster_only, but the block has one machine")
+        if "gb10" in block.hardware and block.gpus > 1:
+            self.error("sm12x.gpus", f"a GB10 has one GPU, not {block.gpus}")
 
-    def pair(self) -> None:
-        assert self.block  # noqa: S101 - asked before
+    def pair(self, block: Block) -> None:
         members = []
-        for name in self.block.pair:
+        for name in block.pair:
             path = self.recipe.path.with_name(f"{name}.yaml")
             if not path.is_file():
                 others = [other.stem for other in self.recipe.path.parent.glob("*.yaml")]
                 hint = perhaps(name, others)
-                self.add("sm12x.pair", ERROR, f"there is no recipe {name!r} beside this{hint}")
+                self.error("sm12x.pair", f"there is no recipe {name!r} beside this{hint}")
                 continue
             member, faults = load.inspect(path)
             if member is None or member.sm12x is None or faults:
-                self.add("sm12x.pair", ERROR, f"{name} cannot be used: lint it")
+                self.error("sm12x.pair", f"{name} cannot be used: lint it")
                 continue
             if not member.sm12x.sleep.level:
-                self.add("sm12x.pair", ERROR, f"{name} never sleeps: {member.sm12x.sleep.reason}")
+                self.error("sm12x.pair", f"{name} never sleeps: {member.sm12x.sleep.reason}")
             members.append(member.sm12x)
         places = {(one.gpus, one.machines) for one in members}
-        if len(places) > 1 or (members and places != {(self.block.gpus, self.block.machines)}):
-            self.add(
-                "sm12x.pair",
-                ERROR,
-                "both recipes and this one must have the same gpus and machines",
+        if len(places) > 1 or (members and places != {(block.gpus, block.machines)}):
+            self.error(
+                "sm12x.pair", "both recipes and this one must have the same gpus and machines"
             )
