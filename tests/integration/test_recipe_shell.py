@@ -36,7 +36,7 @@ AROUND = [
     *[("", "")] * 4,
     *[("exec ", ""), ("A=1 ", ""), ("A='x y' exec ", ""), ("cd /tmp && ", ""), ("set -e\n", "")],
     *[("export Q='a;b'; ", ""), ("# it's a comment\n", ""), ("false || ", ""), ("env Z=1 ", "")],
-    *[("( ", " )"), ("{ ", "\n}"), ("if true; then ", "\nfi"), ("for i in 1; do ", "\ndone")],
+    *[("( ", "\n)"), ("{ ", "\n}"), ("if true; then ", "\nfi"), ("for i in 1; do ", "\ndone")],
     *[("cat <<E >f\nvllm serve 'x\nE\n", ""), ("cat <<-'E F' | cat\n\t$(vllm\n\tE F\n", "")],
     *[("echo vllm serve m && ", ""), ("[[ -d / && 1 < 2 ]] && ", ""), ("cat <<<'x'; ", "")],
     *[("X=$(echo 'a)' ) ", ""), ("true & ", ""), ("(cd /; true) && ", ""), ("> f ", "")],
