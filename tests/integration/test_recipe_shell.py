@@ -25,12 +25,12 @@ STUB = """#!/bin/sh
 { printf '%s\\0' "$@"; printf '\\1\\0'; } >> "$OUT"
 """
 WORDS = r"""
-8000|a|'a b'|"a b"|a\ b|''|""|"$VAR"|$VAR|${VAR}|'$VAR'|$(echo x y)|"$(echo "x  y" '2')"|`echo z`
-$((1+2))|$'a\tb\'c'|'{"a":1,"b":[2]}'|"{\"a\":1}"|a#b|\#x|'#y'|a'b'"c"|{a,b}|x{1..2}|a=b|--x=1
-it\'s|"it's"|é|"a'b"|\$VAR|"\$VAR"|"\`"|~|/~|*no*|${NO:-d}|"${NO:-${VAR}}"|${NO:-'}'}|a\;b|'a|b'
-"a&b"|!x|{}|[1,2]|@|"a\\"|a\\|"# no"|$|"$"|-1
-""".strip().replace("\n", "|").split("|")  # fmt: skip
-WORDS += ['"a\\\nb"', "a\\\nb", "'a\\\nb'", "'a\nb'"]
+8000~~a~~'a b'~~"a b"~~a\ b~~''~~""~~"$VAR"~~$VAR~~${VAR}~~'$VAR'~~$(echo x y)~~"$(echo "x  y" '2')"
+`echo z`~~$((1+2))~~$'a\tb\'c'~~'{"a":1,"b":[2]}'~~"{\"a\":1}"~~a#b~~\#x~~'#y'~~a'b'"c"~~{a,b}
+x{1..2}~~a=b~~--x=1~~it\'s~~"it's"~~"a'b"~~\$VAR~~"\$VAR"~~"\`"~~/x~~*no*~~${NO:-d}~~a\;b
+"${NO:-${VAR}}"~~${NO:-'}'}~~'a|b'~~"a&b"~~!x~~{}~~[1,2]~~@~~"a\\"~~a\\~~"# no"~~$~~"$"~~-1
+""".strip().replace("\n", "~~").split("~~")  # fmt: skip
+WORDS += ['"a\\\nb"', "a\\\nb", "'a\\\nb'", "'a\nb'", "~", "é"]
 BLANKS = [" ", " ", "  ", "\t", " \\\n    ", " \\\n", " \\\n  \\\n   ", "\\\n  "]
 AROUND = [
     *[("", "")] * 4,
