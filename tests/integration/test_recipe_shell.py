@@ -33,7 +33,7 @@ x{1..2}~~a=b~~--x=1~~it\'s~~"it's"~~"a'b"~~\$VAR~~"\$VAR"~~"\`"~~/x~~*no*~~${NO:
 WORDS += ['"a\\\nb"', "a\\\nb", "'a\\\nb'", "'a\nb'", "~", "é"]
 BLANKS = [" ", " ", "  ", "\t", " \\\n    ", " \\\n", " \\\n  \\\n   ", "\\\n  "]
 AROUND = [
-    *[("", "")] * 4,
+    *[("", "")] * 12,
     *[("exec ", ""), ("A=1 ", ""), ("A='x y' exec ", ""), ("cd /tmp && ", ""), ("set -e\n", "")],
     *[("export Q='a;b'; ", ""), ("# it's a comment\n", ""), ("false || ", ""), ("env Z=1 ", "")],
     *[("( ", "\n)"), ("{ ", "\n}"), ("if true; then ", "\nfi"), ("for i in 1; do ", "\ndone")],
@@ -42,7 +42,8 @@ AROUND = [
     *[("X=$(echo 'a)' ) ", ""), ("true & ", ""), ("(cd /; true) && ", ""), ("> f ", "")],
 ]
 BEHIND = [
-    *["", "", " # comment it's", "\n# --seed 9", "\n  # a\n  # b\n", " 2>&1 | cat", " | tee -a f"],
+    *[""] * 6,
+    *[" # comment it's", "\n# --seed 9", "\n  # a\n  # b\n", " 2>&1 | cat", " | tee -a f"],
     *[
         " &\nwait $!",
         " >f 2>&1",
