@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
 from http.client import HTTPException
 from typing import Any
 
 import pytest
 import requests
-from urllib3.exceptions import LocationParseError
+from urllib3.exceptions import DecodeError, LocationParseError, NewConnectionError
 
 from sm12x.core.errors import ServerError, UsageError
+from sm12x.doctor.model import Unseen
 from sm12x.verify import client
-from sm12x.verify.client import Access, CrossedError, Server
+from sm12x.verify.client import Access, CrossedError, RedirectError, Server
 
 KEY = "sk-very-secret"
 
@@ -98,10 +101,8 @@ class Page:
     def __init__(self, status: int, body: bytes) -> None:
         self.status_code, self.body = status, body
         self.headers: dict[str, str] = {}
-        if status == 307:
-            self.headers = {"Location": f"https://y/\n{KEY}"}
-        if status == 308:
-            self.headers = {"Location": "https://y/version"}
+        if 300 <= status < 400:
+            self.headers, self.body = {"Location": body.decode()}, b""
         if status == 429:
             self.headers = {"Retry-After": "7"}
 
@@ -155,6 +156,18 @@ def test_a_server_says_what_it_is(answering: Answers) -> None:
         server().identify("other")
 
 
+ANY: Any = None
+
+
+def failing(*causes: Exception) -> requests.ConnectionError:
+    """An error of requests, with the causes that it wraps."""
+    error = requests.ConnectionError("x")
+    error.__cause__ = causes[-1]
+    for inner, outer in itertools.pairwise(causes):
+        outer.__cause__ = inner
+    return error
+
+
 @pytest.mark.parametrize(
     ("call", "answer", "said"),
     [
@@ -167,22 +180,24 @@ def test_a_server_says_what_it_is(answering: Answers) -> None:
         ("GET /v1/models", (200, {"data": []}), "no model in its list"),
         ("GET /v1/models", (200, {"data": "x"}), "no model in its list"),
         ("GET /v1/models", (200, b"\xff\xfe"), "no JSON object"),
-        ("GET /v1/models", (307, b""), "give the address that the redirect points to, https://y/"),
-        ("GET /version", (307, b""), "give the address that the redirect points to, https://y/"),
         ("GET /version", (503, b"loading"), "wait until the server has started"),
         ("GET /v1/models", (429, b"slow"), "wait 7 s, and repeat"),
         ("GET /version", LocationParseError("a..b"), "is not a usable address"),
         ("GET /is_sleeping", (404, {}), "--enable-sleep-mode --enable-sleep-routes"),
         ("GET /is_sleeping", (200, {"is_sleeping": "no"}), "is_sleeping"),
         ("GET /is_sleeping", (500, {"error": "\x1b[31mred\x1b[0m"}), "read the server's log"),
-        ("GET /version", requests.ConnectionError("Connection refused"), "nothing listens there"),
-        ("GET /version", requests.ConnectionError("Name resolution failed"), "is not known"),
+        ("GET /version", failing(ConnectionRefusedError(111, "x")), "nothing listens there"),
+        ("GET /version", failing(socket.gaierror(-2, "x")), "the name is not known"),
         (
             "GET /version",
-            requests.ConnectionError("Failed to establish a new connection: No route to host')"),
+            failing(OSError(113, "No route to host"), NewConnectionError(ANY, "refused")),
             "cannot be reached: no route to host. Next",
         ),
         ("GET /version", requests.ConnectTimeout("x"), "no connection within 10 s"),
+        ("GET /version", failing(TimeoutError("x")), "has not answered GET /version within 30 s"),
+        ("GET /version", failing(DecodeError("Connection refused")), "unreadably"),
+        # Words of a server are no reason: only types are.
+        ("GET /version", requests.ConnectionError("timed out, refused"), "closed the connection"),
         ("GET /version", requests.ReadTimeout("x"), "has not answered GET /version within 30 s"),
         ("GET /version", requests.exceptions.SSLError("x"), "write http://"),
         ("GET /version", requests.ConnectionError("Remote end closed"), "closed the connection"),
@@ -203,12 +218,60 @@ def test_each_failure_says_what_to_do_and_never_the_key(
     assert len(str(failed.value)) < 600
 
 
-def test_a_redirect_names_the_server_and_not_the_route(answering: Answers) -> None:
-    answering["GET /version"] = (308, b"")
-    with pytest.raises(ServerError) as failed:
+CALLS: dict[str, Callable[[Server], object]] = {
+    "GET /version": Server.identify,
+    "GET /v1/models": Server.identify,
+    "GET /is_sleeping": Server.is_sleeping,
+    "GET /collective_rpc": Server.require_reloading,
+    "POST /sleep": lambda one: one.sleep(1),
+    "POST /wake_up": lambda one: one.wake_up_with_retry("weights"),
+    "POST /collective_rpc": Server.reload_weights,
+    "POST /v1/completions": lambda one: one.complete("x", 4),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    "to", ["https://sso.example/login?next=%2Fversion&state=s3cret", "/login", "//sso.example/", ""]
+)
+def test_a_redirect_to_a_login_page_asks_for_the_server_behind_the_proxy(
+    answering: Answers, call: str, to: str
+) -> None:
+    answering[call] = (302, to.encode())
+    with pytest.raises(RedirectError) as failed:
+        CALLS[call](server())
+    assert call in failed.value.message
+    assert "behind the proxy" in failed.value.next_step
+    assert to.partition("?")[0] in failed.value.message
+    assert "s3cret" not in str(failed.value)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_a_redirect_of_the_route_itself_names_the_other_address(
+    answering: Answers, call: str, status: int
+) -> None:
+    path = call.partition(" ")[2]
+    answering[call] = (status, f"https://y:8443{path}?token={KEY}".encode())
+    with pytest.raises(RedirectError) as failed:
+        CALLS[call](server())
+    assert failed.value.next_step.endswith(" https://y:8443")
+    # The same address with a slash more is no other address.
+    answering[call] = (status, f"{path}/".encode())
+    with pytest.raises(RedirectError) as failed:
+        CALLS[call](server())
+    assert "behind the proxy" in failed.value.next_step
+
+
+@pytest.mark.parametrize(
+    "to", [f"https://y/\x1b[31m{KEY}", "http://[::1", "http://x:99999/version"]
+)
+def test_a_hostile_redirect_is_printable_and_has_no_key(answering: Answers, to: str) -> None:
+    answering["GET /version"] = (302, to.encode())
+    with pytest.raises(RedirectError) as failed:
         server().identify()
-    assert "https://y" in str(failed.value)
-    assert "https://y/version" not in str(failed.value)
+    assert str(failed.value).isprintable()
+    assert KEY not in str(failed.value)
 
 
 def test_without_a_key_the_variable_is_named(
@@ -319,7 +382,6 @@ def test_ranks_that_cannot_be_asked_for_end_no_run(
 def test_metrics_that_are_not_there_are_not_seen(answering: Answers) -> None:
     answering["GET /metrics"] = (404, b"")
     assert server().counters() is None
-    assert server().at_work() == 0
     answering["GET /metrics"] = (200, b"vllm:num_requests_running 2\nvllm:num_requests_waiting 1\n")
     assert server().at_work() == 3
 
@@ -331,6 +393,30 @@ def test_requests_at_work_are_counted_as_far_as_they_are_known(
     text = f"vllm:num_requests_running {running}\nvllm:num_requests_waiting 2\n"
     answering["GET /metrics"] = (200, text.encode())
     assert server().at_work() == busy
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *((404, b"nope"), (401, b""), (302, b""), (500, b"no"), (200, b""), (200, b"\xff<html>")),
+        # As with --disable-log-stats: Python's own series alone.
+        (200, b"# TYPE python_info gauge\npython_info 1\n"),
+        (200, b"vllm:num_requests_running 0\n"),
+        (200, b"vllm:num_requests_running NaN\nvllm:num_requests_waiting 0\n"),
+        requests.ReadTimeout("late"),
+    ],
+)
+def test_load_that_cannot_be_seen_is_unknown_and_not_zero(
+    answering: Answers, answer: tuple[int, object] | Exception
+) -> None:
+    answering["GET /metrics"] = answer
+    found = server().at_work()
+    assert isinstance(found, Unseen)
+    assert "GET /metrics" in found.why
+    assert KEY not in found.why
+    idle = b"vllm:num_requests_running 0\nvllm:num_requests_waiting 0\n"
+    answering["GET /metrics"] = (200, idle)
+    assert server().at_work() == 0
 
 
 def test_level_2_takes_development_mode(answering: Answers) -> None:

@@ -196,8 +196,8 @@ def test_a_server_that_is_gone_cannot_be_put_back_and_the_other_is() -> None:
     assert isinstance(error, GoneError)
     assert not first.asleep
     assert report.left == (
-        "B does not answer any more, and was asleep",
         "A is awake again, as it was",
+        "B does not answer any more, and was asleep",
     )
 
 
@@ -262,6 +262,21 @@ def test_a_server_at_work_is_left_alone_unless_forced() -> None:
     assert changes(server) == []
     assert report.left == ()
     assert run(MemoryServer(busy=2), settings=Settings(cycles=1, requests=0, force=True))[1] is None
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_a_server_whose_load_cannot_be_seen_is_left_alone_unless_forced(level: int) -> None:
+    hidden = Unseen("GET /metrics is answered with 404")
+    server = MemoryServer(busy=hidden, level=level)
+    report, error = run(server)
+    assert isinstance(error, ServerError)
+    assert hidden.why in error.message
+    assert "--force" in error.next_step
+    assert (changes(server), report.left, report.verdict) == ([], (), STOPPED)
+    said: list[str] = []
+    forced = Run([server], Settings(cycles=1, requests=0, force=True), blind(), tell=said.append)
+    assert forced.run() is None
+    assert any(hidden.why in line for line in said)
 
 
 def test_other_text_after_a_wake_up_is_a_breach() -> None:

@@ -28,7 +28,7 @@ class MemoryServer(Server):
     text: Callable[[MemoryServer, str], str] = lambda server, prompt: (
         f"as in {prompt[:9]} and so on"
     )
-    busy: int = 0
+    busy: int | Unseen = 0
     leak: int = 0
     seconds: float = 0.5
     speculates: bool = False
@@ -105,7 +105,7 @@ class MemoryServer(Server):
             return {}
         return {DRAFTED: 4.0 * self.asked, ACCEPTED: 3.0 * self.asked}
 
-    def at_work(self) -> int:
+    def at_work(self) -> int | Unseen:
         return self.busy
 
     def shown(self, text: str) -> str:

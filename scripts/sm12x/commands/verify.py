@@ -98,7 +98,11 @@ def _limits(command: _Command) -> _Command:
 @click.option(
     "--random-weights", is_flag=True, help="Compare texts, but do not check them for garbage."
 )
-@click.option("--force", is_flag=True, help="Abort the requests that a server is working on.")
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Go on where requests run, or it cannot be seen whether any do: a sleep aborts them.",
+)
 @click.option(
     "--timeout",
     type=Finite(1, 86_400),
@@ -221,8 +225,9 @@ def _servers(
             next_step="give it once for both servers, or once for each",
         )
     made = []
-    for number, (name, base) in enumerate(zip(_NAMES, bases, strict=False)):
-        variable = [*variables, *variables[-1:], clients.KEY_VARIABLE][number * bool(variables)]
+    # One variable is for both servers.
+    named = (*variables, *variables[-1:]) or (clients.KEY_VARIABLE,) * len(bases)
+    for name, base, variable in zip(_NAMES, bases, named, strict=False):
         key = os.environ.get(variable, "")
         if variables and not key:
             raise UsageError(

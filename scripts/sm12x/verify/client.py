@@ -18,16 +18,17 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from http.client import HTTPException
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urljoin, urlsplit
 
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 from requests.adapters import HTTPAdapter
 from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.connection import HTTPConnection, HTTPSConnection
-from urllib3.exceptions import HTTPError, LocationParseError
+from urllib3.exceptions import DecodeError, HTTPError, LocationParseError, NewConnectionError
 
 from sm12x.core.errors import ServerError, UsageError
+from sm12x.doctor.model import Unseen
 from sm12x.verify.report import RankUse
 
 KEY_VARIABLE = "VLLM_API_KEY"
@@ -123,6 +124,10 @@ class LateError(ServerError):
 
 class UnfitError(ServerError):
     """A request was refused for what it asks: a prompt that is too long, say."""
+
+
+class RedirectError(ServerError):
+    """A proxy sends the call to its login page, or the server has another address."""
 
 
 _KINDS: Mapping[int, type[ServerError]] = {
@@ -345,10 +350,17 @@ class Server:
             return None
         return metrics(answer.text) if answer.status == HTTPStatus.OK else None
 
-    def at_work(self) -> int:
-        """Requests that run or wait there, as far as /metrics says."""
-        found = self.counters() or {}
-        return int(sum(max(0.0, found.get(name, 0)) for name in _AT_WORK))
+    def at_work(self) -> int | Unseen:
+        """Requests that run or wait there; Unseen where /metrics does not say that none does."""
+        try:
+            found = metrics(self.call("GET", "/metrics", timeout=_SOON).text) or {}
+        except ServerError as error:
+            return Unseen(error.message)
+        busy = int(sum(max(0.0, found.get(name, 0)) for name in _AT_WORK))
+        missing = [name for name in _AT_WORK if name not in found]
+        if busy or not missing:
+            return busy
+        return Unseen(f"GET /metrics has no number of {missing[0]}")
 
     def call(
         self,
@@ -450,43 +462,40 @@ class Server:
         return b"".join(parts).decode("utf-8", errors="replace")
 
     def _silent(self, call: str, error: Exception, seconds: float) -> ServerError:
-        """The error for a request without an answer."""
-        said = str(error)
-        if isinstance(error, requests.exceptions.SSLError):
-            return ServerError(
-                f"{self} cannot be reached by TLS: {self.shown(said)}",
-                next_step="write http:// if the server has no certificate, or give --ca-file FILE",
-            )
-        if isinstance(error, requests.ConnectTimeout):
-            return ServerError(
-                f"{self} cannot be reached: no connection within {min(_CONNECT, seconds):g} s",
-                next_step="check the address, and the firewall on the way",
-            )
-        if isinstance(error, requests.Timeout) or "timed out" in said.lower():
+        """The error for a request without an answer, by the types of its causes."""
+        causes = [*_causes(error)]
+
+        def caused(*kinds: type[BaseException]) -> bool:
+            return any(isinstance(one, kinds) for one in causes)
+
+        kind, step = ServerError, "check the address, and the network on the way"
+        why = self.shown(getattr(causes[-1], "strerror", None) or str(causes[-1]))
+        if caused(requests.exceptions.SSLError):
+            why = f"by TLS: {why}"
+            step = "write http:// if the server has no certificate, or give --ca-file FILE"
+        elif caused(requests.ConnectTimeout):
+            why = f"no connection within {min(_CONNECT, seconds):g} s"
+            step = "check the address, and the firewall on the way"
+        elif caused(requests.Timeout, TimeoutError):
             return self._late(call, seconds)
-        if "refused" in said.lower():
-            return GoneError(
-                f"{self} cannot be reached: nothing listens there",
-                next_step="check the address, and that the server has started; if it was running, "
-                "its log says why it ended",
+        elif caused(ConnectionRefusedError):
+            kind, why = GoneError, "nothing listens there"
+            step = (
+                "check the address, and that the server has started; if it was running, its log "
+                "says why it ended"
             )
-        if "resolution" in said or "resolve" in said.lower():
-            return ServerError(
-                f"{self} cannot be reached: the name is not known",
-                next_step="check the host's name in the address",
-            )
-        if "establish a new connection" in said:
-            reason = said.rpartition(":")[2].strip(" )'\"")
-            return GoneError(
-                f"{self} cannot be reached: {self.shown(reason).lower()}",
-                next_step="check the address, and the network on the way",
-            )
-        if isinstance(error, (requests.exceptions.InvalidURL, LocationParseError)):
-            return ServerError(f"{self} is not a usable address", next_step=_ADDRESS)
-        return GoneError(
-            f"{self} closed the connection during {call}: {self.shown(said)}",
-            next_step=_NO_HTTP if call == _FIRST else _LOG,
-        )
+        elif caused(socket.gaierror):
+            why, step = "the name is not known", "check the host's name in the address"
+        elif caused(NewConnectionError):
+            kind, why = GoneError, why.lower()
+        elif caused(requests.exceptions.InvalidURL, LocationParseError):
+            why, step = "it is not a usable address", _ADDRESS
+        else:
+            step = _NO_HTTP if call == _FIRST else _LOG
+            if caused(DecodeError):
+                return ServerError(f"{self} answers {call} unreadably: {why}", next_step=step)
+            return GoneError(f"{self} closed the connection during {call}: {why}", next_step=step)
+        return kind(f"{self} cannot be reached: {why}", next_step=step)
 
     def _late(self, call: str, seconds: float) -> LateError:
         return LateError(
@@ -498,12 +507,30 @@ class Server:
         """The answer, if its status is 200. Raises ServerError with the next step."""
         if answer.status == HTTPStatus.OK:
             return answer
+        if 300 <= answer.status < 400:
+            raise self._redirected(answer)
         said = f": {self.shown(answer.text)}" if answer.text.strip() else ""
         with_key = f" (with the key of {self._access.variable})" if self._access.key else ""
         refused = answer.status in _NO_KEY
         raise _KINDS.get(answer.status, ServerError)(
             f"{self} answers {answer.call} with {answer.status}{said}{with_key if refused else ''}",
             next_step=self._step(answer),
+        )
+
+    def _redirected(self, answer: Answer) -> RedirectError:
+        path = answer.call.partition(" ")[2].partition("?")[0]
+        # Without the query, which may have a token.
+        to = answer.moved.partition("?")[0]
+        with suppress(ValueError):
+            to = urljoin(self.url + path, to) if to else ""
+        base = to.removesuffix(path)
+        step = "give the address of the server behind the proxy, which asks for a login"
+        if base not in (to, self.url):
+            step = f"give the address that the redirect points to, {self.shown(base)}"
+        return RedirectError(
+            f"{self} answers {answer.call} with {answer.status}, a redirect to "
+            f"{self.shown(to) or 'nothing'}",
+            next_step=step,
         )
 
     def _step(self, answer: Answer) -> str:
@@ -534,10 +561,6 @@ class Server:
                 return "wait until the server has started, or read the log of the gateway before it"
             case HTTPStatus.BAD_GATEWAY | HTTPStatus.GATEWAY_TIMEOUT:
                 return "give the address of the server behind the gateway, or read its log"
-            case status if 300 <= status < 400:
-                # The address of a server, not of the route that was asked for.
-                to = self.shown(answer.moved.removesuffix(path))
-                return "give the address that the redirect points to" + (f", {to}" if to else "")
         if path == "/wake_up":
             return (
                 "free GPU memory (another server on these GPUs has to sleep first: give both "
@@ -595,6 +618,13 @@ class Server:
             f"{self} answers {answer.call} with {what}: {self.shown(answer.text) or 'nothing'}",
             next_step="check that the address is that of a vLLM server, with no gateway between",
         )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and its causes: requests and urllib3 wrap what the system says."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _rank(said: Any) -> RankUse:

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from sm12x.core.errors import ServerError, Sm12xError
 from sm12x.core.text import counted
+from sm12x.doctor.model import Unseen
 from sm12x.verify import judge
 from sm12x.verify.client import (
     ACCEPTED,
@@ -135,7 +136,7 @@ class _Member:
     ``asleep`` is None after a failed call that changes it. ``unanswered``: such a call got no
     answer, and may still be in progress on the server. ``waking`` are the remaining calls of a
     started wake-up. ``before`` are the texts before the first sleep of each prompt that the server
-    takes.
+    takes. ``left`` is the sentence on its final state, "" until that is known.
     """
 
     def __init__(self, server: Server) -> None:
@@ -146,6 +147,7 @@ class _Member:
         self.unanswered = False
         self.waking: list[Callable[[], float]] = []
         self.before: dict[str, tuple[str, ...]] = {}
+        self.left = ""
         self.sleeps = 0
         self.wakes = 0
 
@@ -178,10 +180,10 @@ class Run:
         self._settings = settings
         self._watch = watch
         self._observe = observe
+        self._tell = tell
         self._interrupts = Interrupts(tell)
         self._turns: list[TurnReport] = []
         self._stress: list[StressReport] = []
-        self._left: list[str] = []
         self._not_put_back: list[str] = []
         self._stopped: StopReport | None = None
         self._doing = "asking the servers"
@@ -209,11 +211,9 @@ class Run:
                 except KeyboardInterrupt as again:
                     error = again
                     self._stopped = self._stopped or self._why(again)
-            self._left += [
-                self._unknown(one)
-                for one in self._members
-                if self._changed(one) and not self._told(one)
-            ]
+            for one in self._members:
+                if self._changed(one) and not one.left:
+                    one.left = self._unknown(one)
             if error is None and self._not_put_back:
                 error = ServerError(
                     "the run is complete, but a server is not in its state from before the run: "
@@ -264,7 +264,7 @@ class Run:
             trends=judge.trends(self._turns),
             checks=found,
             stopped=self._stopped,
-            left=tuple(self._left),
+            left=tuple(one.left for one in self._members if one.left),
         )
 
     def _why(self, error: BaseException) -> StopReport:
@@ -310,12 +310,17 @@ class Run:
                 one.server.require_reloading()
         for one in self._members:
             busy = one.server.at_work()
-            if busy and not self._settings.force:
-                raise ServerError(
-                    f"{one.server} is at work on {counted(busy, 'request')}, which a sleep would "
-                    "abort",
-                    next_step="keep users away from it for the time of the run, or give --force",
-                )
+            step = "keep users away from it for the time of the run, or give --force"
+            if isinstance(busy, Unseen):
+                said = f"whether requests run on {one.server} could not be seen: {busy.why}"
+                step = f"start it without --disable-log-stats and a proxy before it, or {step}"
+            elif busy:
+                said = f"{one.server} is at work on {counted(busy, 'request')}"
+            else:
+                continue
+            if not self._settings.force:
+                raise ServerError(f"{said}; a sleep aborts what runs", next_step=step)
+            self._tell(f"{said}; --force: a sleep aborts what runs")
 
     def _rotation(self) -> list[tuple[_Member, _Member]]:
         """The two turns of a cycle; the one that is awake sleeps first, and one is awake then."""
@@ -509,19 +514,12 @@ class Run:
         with self._interrupts.held("the servers' state to be restored"):
             for wanted in (True, False):
                 for one in self._members:
-                    if self._told(one) or not one.identity or not self._changed(one):
-                        continue
-                    if one.identity.asleep is wanted:
-                        self._left.append(self._put_back(one, asleep=wanted))
-        self._left += [
-            f"{one.name} is {_state(one.asleep)}, as it was"
-            for one in self._members
-            if one.touched and not self._told(one)
-        ]
-
-    def _told(self, one: _Member) -> bool:
-        """Whether the report has a server's final state."""
-        return any(said.startswith(f"{one.name} ") for said in self._left)
+                    was = one.identity and one.identity.asleep
+                    if was is wanted and self._changed(one) and not one.left:
+                        one.left = self._put_back(one, asleep=wanted)
+        for one in self._members:
+            if one.touched and not one.left:
+                one.left = f"{one.name} is {_state(one.asleep)}, as it was"
 
     def _put_back(self, one: _Member, *, asleep: bool) -> str:
         """A sentence on the result."""
