@@ -44,7 +44,8 @@ class NVMLError(Exception):
 class FakeGpu:
     """``memory`` is (total, used) in bytes; None is what GB10 answers: not supported.
 
-    ``load`` is (percent, watts), None where the driver does not say.
+    ``load`` is (percent, watts), None where the driver does not say. ``mig`` is its MIG mode, None
+    for a GPU that has none.
     """
 
     name: str
@@ -53,6 +54,7 @@ class FakeGpu:
     memory: tuple[int, int] | None
     processes: Sequence[tuple[int, int | None]] = ()
     load: tuple[int, int] | None = None
+    mig: bool | None = None
 
 
 def nvml(version: str, gpus: Sequence[FakeGpu], *, fault: str = "") -> Callable[[], Any]:
@@ -75,6 +77,11 @@ def nvml(version: str, gpus: Sequence[FakeGpu], *, fault: str = "") -> Callable[
             raise NVMLError("Not Supported")
         return SimpleNamespace(gpu=gpu.load[0], memory=0)
 
+    def mig(gpu: FakeGpu) -> list[int]:
+        if gpu.mig is None:
+            raise NVMLError("Not Supported")
+        return [int(gpu.mig), int(gpu.mig)]
+
     module = SimpleNamespace(
         NVMLError=NVMLError,
         nvmlMemory_v2=2,
@@ -89,6 +96,7 @@ def nvml(version: str, gpus: Sequence[FakeGpu], *, fault: str = "") -> Callable[
         nvmlDeviceGetMemoryInfo=memory,
         nvmlDeviceGetComputeRunningProcesses=processes,
         nvmlDeviceGetGraphicsRunningProcesses=lambda gpu: [],
+        nvmlDeviceGetMigMode=mig,
         nvmlDeviceGetUtilizationRates=utilization,
         nvmlDeviceGetPowerUsage=lambda gpu: gpu.load[1] * 1000,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 from sm12x.doctor.host import Host
 from sm12x.doctor.knowledge import Knowledge
@@ -13,6 +14,7 @@ from sm12x.doctor.model import (
     INFO,
     OK,
     UNKNOWN,
+    WARN,
     CdiSpec,
     Containers,
     Diagnosis,
@@ -30,17 +32,24 @@ _ENGINES = {
 _TOOLS = ("nvidia-ctk", "nvidia-container-runtime", "nvidia-container-runtime-hook")
 _SPEC_FOLDERS = ("/etc/cdi", "/var/run/cdi")
 _DAEMON = "/etc/docker/daemon.json"
+_NO_CGROUPS = re.compile(r"^\s*no-cgroups\s*=\s*true", re.MULTILINE)
 _LIBRARY = re.compile(r"libcuda\.so\.(\d+\.\d+(?:\.\d+)?)")
 
 
 def collect(host: Host) -> Containers:
-    engines = []
-    for name in _ENGINES:
-        program = host.which(name)
+    engines: dict[str, EngineAnswer] = {}
+    for command in _ENGINES:
+        program = host.which(command)
         if program is not None:
-            engines.append(EngineAnswer(name=name, program=program, answer=_answer(host, name)))
+            answer = _answer(host, command)
+            # The package podman-docker has a `docker` that answers as podman does.
+            emulated = not isinstance(answer, Unseen) and "host" in answer
+            name = "podman" if emulated else command
+            engines.setdefault(name, EngineAnswer(name=name, program=program, answer=answer))
+    config = host.text("/etc/nvidia-container-runtime/config.toml")
     return Containers(
-        engines=tuple(engines),
+        engines=tuple(engines.values()),
+        no_cgroups=not isinstance(config, Unseen) and bool(_NO_CGROUPS.search(config)),
         runtimes=_runtimes(host),
         tools=tuple(name for name in _TOOLS if host.which(name)),
         specs=_specs(host),
@@ -53,7 +62,7 @@ def _answer(host: Host, name: str) -> Mapping[str, object] | Unseen:
         return done
     try:
         found = json.loads(done.stdout)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         return Unseen(f"`{' '.join(_ENGINES[name][:2])}` does not answer in JSON")
@@ -68,7 +77,7 @@ def _runtimes(host: Host) -> tuple[str, ...] | Unseen:
         return () if not host.exists(_DAEMON) else text
     try:
         return tuple(json.loads(text or "{}").get("runtimes", {}))
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
         return Unseen(f"{_DAEMON} is not valid: {error}")
 
 
@@ -77,15 +86,25 @@ def _specs(host: Host) -> tuple[CdiSpec, ...]:
     for folder in _SPEC_FOLDERS:
         for name in host.names(folder):
             text = host.text(f"{folder}/{name}")
-            if isinstance(text, Unseen) or "nvidia.com/gpu" not in text:
-                continue
-            drivers = tuple(dict.fromkeys(_LIBRARY.findall(text)))
-            specs.append(CdiSpec(path=host.path(f"{folder}/{name}"), drivers=drivers))
+            path = host.path(f"{folder}/{name}")
+            if isinstance(text, Unseen):
+                if "nvidia" in name:
+                    specs.append(CdiSpec(path=path, drivers=text))
+            elif "nvidia.com/gpu" in text:
+                drivers = tuple(dict.fromkeys(_LIBRARY.findall(text)))
+                specs.append(CdiSpec(path=path, drivers=drivers))
     return tuple(specs)
 
 
 _CONFIGURE = "sudo nvidia-ctk runtime configure --runtime=docker && sudo systemctl restart docker"
 _GENERATE = "sudo nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"
+_TOOLKIT = "sudo apt install nvidia-container-toolkit"
+# A rootless daemon has a configuration of its own, and may not change device cgroups.
+_ROOTLESS = (
+    "nvidia-ctk runtime configure --runtime=docker --config=$HOME/.config/docker/daemon.json",
+    "systemctl --user restart docker",
+    "sudo nvidia-ctk config --set nvidia-container-cli.no-cgroups --in-place",
+)
 
 
 def engines(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
@@ -116,32 +135,67 @@ def engines(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
 
 
 def gpu_access(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
-    name = "engine.gpus"
-    containers = facts.containers
-    if not containers.engines:
-        return []
-    runtimes = set() if isinstance(containers.runtimes, Unseen) else set(containers.runtimes)
-    for engine in containers.engines:
-        answer = engine.answer
-        listed = None if isinstance(answer, Unseen) else answer.get("Runtimes")
-        if isinstance(listed, dict):
-            runtimes |= set(listed)
-    specs = [str(spec.path) for spec in containers.specs]
+    """Whether each engine can: docker by a runtime, its hook or CDI, podman by CDI alone."""
+    found = [
+        (_docker if engine.name == "docker" else _podman)(facts, engine, known)
+        for engine in facts.containers.engines
+    ]
+    # Where one engine hands out GPUs, or no GPU is here, another that does not is no failure.
+    served = any(one.severity == OK for one in found) or not facts.seen_gpus
+    return [replace(one, severity=INFO) if served and one.severity == BAD else one for one in found]
+
+
+def _docker(facts: HostFacts, engine: EngineAnswer, known: Knowledge) -> Diagnosis:
+    name, containers = "engine.gpus", facts.containers
+    answer = {} if isinstance(engine.answer, Unseen) else engine.answer
+    listed, options = answer.get("Runtimes"), str(answer.get("SecurityOptions"))
+    rootless = "name=rootless" in options
+    on_file = () if rootless or isinstance(containers.runtimes, Unseen) else containers.runtimes
     tools = ", ".join(containers.tools)
-    if "nvidia" in runtimes:
-        return [known.finding(name, OK, f"runtime `nvidia` is configured ({tools or 'no tools'})")]
-    if specs:
-        return [known.finding(name, OK, f"CDI specs: {', '.join(specs)}")]
+    if "nvidia" in (listed if isinstance(listed, dict) else on_file):
+        seen = f"docker's runtime `nvidia` is configured ({tools or 'no tools'})"
+        if rootless and not containers.no_cgroups:
+            seen += "; rootless, and no-cgroups is not set, without which older toolkits fail"
+            return known.finding(name, INFO, seen, fix=_ROOTLESS[-1:])
+        return known.finding(name, OK, seen)
+    if containers.specs:
+        return _by_specs(facts, known)
+    if "nvidia" in on_file:
+        seen = f"{_DAEMON} has a runtime `nvidia`, and docker runs without it"
+        return known.finding(name, INFO, seen, fix=("sudo systemctl restart docker",))
+    if tools and rootless:
+        seen = (
+            f"{tools} installed, but rootless docker has neither a runtime `nvidia` nor CDI specs"
+        )
+        return known.finding(name, WARN, seen, fix=_ROOTLESS)
     if tools:
         # The hook alone serves `--gpus` in docker, without any configuration.
         seen = f"{tools} installed; neither a runtime `nvidia` nor a CDI spec is configured"
-        return [known.finding(name, INFO, seen, fix=(_CONFIGURE, _GENERATE))]
-    if isinstance(containers.runtimes, Unseen):
+        return known.finding(name, INFO, seen, fix=(_CONFIGURE, _GENERATE))
+    if isinstance(containers.runtimes, Unseen) and not rootless:
         seen = f"could not see docker's configuration: {containers.runtimes.why}"
-        return [known.finding(name, UNKNOWN, seen)]
+        return known.finding(name, UNKNOWN, seen)
     seen = "no NVIDIA Container Toolkit, no runtime `nvidia`, no CDI spec: --gpus all fails"
-    fix = ("sudo apt install nvidia-container-toolkit", _CONFIGURE)
-    return [known.finding(name, BAD if facts.seen_gpus else INFO, seen, fix=fix)]
+    fix = (_TOOLKIT, *(_ROOTLESS if rootless else (_CONFIGURE,)))
+    return known.finding(name, BAD, seen, fix=fix)
+
+
+def _podman(facts: HostFacts, engine: EngineAnswer, known: Knowledge) -> Diagnosis:
+    if facts.containers.specs:
+        return _by_specs(facts, known)
+    tools = ", ".join(facts.containers.tools)
+    seen = f"podman hands out GPUs by CDI alone, and no spec is in {' or '.join(_SPEC_FOLDERS)}"
+    fix = (_GENERATE,) if tools else (_TOOLKIT, _GENERATE)
+    return known.finding("engine.gpus", BAD, f"{seen} ({tools or 'no toolkit'})", fix=fix)
+
+
+def _by_specs(facts: HostFacts, known: Knowledge) -> Diagnosis:
+    specs = facts.containers.specs
+    readable = [str(one.path) for one in specs if not isinstance(one.drivers, Unseen)]
+    if readable:
+        return known.finding("engine.gpus", OK, f"CDI specs: {', '.join(readable)}")
+    seen = f"could not see CDI specs: {getattr(specs[0].drivers, 'why', '')}"
+    return known.finding("engine.gpus", UNKNOWN, seen, fix=(f"sudo chmod a+r {specs[0].path}",))
 
 
 def cdi(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
@@ -149,7 +203,10 @@ def cdi(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     findings = []
     for spec in facts.containers.specs:
         found = facts.driver.version
-        if isinstance(found, Unseen) or not spec.drivers:
+        if isinstance(spec.drivers, Unseen):
+            seen = f"could not see a CDI spec: {spec.drivers.why}"
+            findings.append(known.finding(name, UNKNOWN, seen))
+        elif isinstance(found, Unseen) or not spec.drivers:
             seen = f"could not compare {spec.path} with the driver: a version is not known"
             findings.append(known.finding(name, UNKNOWN, seen))
         elif found in spec.drivers:
@@ -162,5 +219,5 @@ def cdi(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
 
 
 def _podman_version(answer: Mapping[str, object]) -> str:
-    client = answer.get("Client")
+    client = answer.get("Client") or answer.get("version")
     return str(client.get("Version", "")) if isinstance(client, dict) else ""

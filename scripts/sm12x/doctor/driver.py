@@ -17,6 +17,7 @@ _LINES = 3
 def answers(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     name = "driver.loaded"
     driver = facts.driver
+    branch = next((entry.driver for entry in known.requirements), "")
     if driver.loaded and not driver.fault:
         flavour = {True: ", open kernel modules", False: ", proprietary modules", None: ""}
         return [known.finding(name, OK, f"driver {_version(facts)}{flavour[driver.open_modules]}")]
@@ -32,11 +33,10 @@ def answers(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
         seen = (
             f"{counted(len(facts.seen_gpus), 'NVIDIA GPU')} on the PCI bus, but no driver is loaded"
         )
-        branch = next((entry.driver for entry in known.requirements), "")
-        fix = (f"sudo apt install nvidia-driver-{branch}-open && sudo reboot",)
-        return [known.finding(name, BAD, seen, fix=fix)]
+        return [known.finding(name, BAD, seen, fix=_install(facts, branch))]
     why = driver.version.why if isinstance(driver.version, Unseen) else "it is not loaded"
-    return [known.finding(name, UNKNOWN, f"could not see a driver: {why}")]
+    fix = _install(facts, branch) if facts.machine.wsl else ()
+    return [known.finding(name, UNKNOWN, f"could not see a driver: {why}", fix=fix)]
 
 
 def version(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
@@ -58,7 +58,7 @@ def version(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
         return [known.finding(name, UNKNOWN, seen, sources=(needed.source,))]
     if numbers(found) < numbers(needed.driver):
         seen = f"driver {found} is older than {needed.driver}, which {whose} needs"
-        fix = (f"sudo apt install nvidia-driver-{needed.driver}-open && sudo reboot",)
+        fix = _install(facts, needed.driver)
         return [known.finding(name, BAD, seen, fix=fix, sources=(needed.source,))]
     seen = f"driver {found} runs {whose}, which needs {needed.driver} or newer"
     return [known.finding(name, OK, seen, sources=(needed.source,))]
@@ -110,7 +110,19 @@ def log(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
         return [known.finding(name, WARN, seen, fix=("sudo dmesg | grep NVRM", "sudo reboot"))]
     if not facts.seen_gpus:
         return []
+    if facts.machine.wsl:
+        seen = "could not see the driver's log: in WSL2 it is the event log of Windows"
+        return [known.finding(name, UNKNOWN, seen)]
     return [known.finding(name, OK, "no driver faults since boot")]
+
+
+def _install(facts: HostFacts, branch: str) -> tuple[str, ...]:
+    """The way to the driver: WSL2 has that of Windows, and one of Linux there breaks it."""
+    if facts.machine.wsl:
+        return (
+            f"wsl.exe --shutdown   # after the driver {branch} or newer is installed in Windows",
+        )
+    return (f"sudo apt install nvidia-driver-{branch}-open && sudo reboot",)
 
 
 def _version(facts: HostFacts) -> str:

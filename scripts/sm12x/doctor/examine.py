@@ -23,6 +23,7 @@ _CHECKS: tuple[Callable[[HostFacts, Knowledge], list[Diagnosis]], ...] = (
     driver.trouble,
     driver.log,
     gpus.present,
+    gpus.split,
     gpus.image_known,
     gpus.code,
     gpus.leftover,

@@ -38,8 +38,13 @@ _NVIDIA = "0x10de"
 _DISPLAY = ("0x0300", "0x0302")
 # Never ask for the supported clocks: that query alone hangs some boards (see doctor.toml).
 _QUERY = "index,name,pci.bus_id,compute_cap,memory.total,memory.used,driver_version"
-_LOAD = "index,utilization.gpu,power.draw"
+_LOAD = "index,utilization.gpu,power.draw,mig.mode.current"
 _MISSING = "is not installed"
+# A longer number is none of nvidia-smi's.
+_NUMBER = re.compile(r"[0-9]{1,15}")
+_WATTS = re.compile(r"[0-9]{1,6}(\.[0-9]+)?")
+# Characters of an answer in a message.
+_SHOWN = 200
 _VERSION = re.compile(r"\b(\d{3}\.\d+(?:\.\d+)?)\b")
 # Kernel messages about faults of the driver or its firmware.
 _TROUBLE = re.compile(r"NVRM:.*(Xid|NV_ERR_NO_MEMORY|heartbeat timed out|GPU is probably locked)")
@@ -118,39 +123,28 @@ def _nvml_gpu(nvml: Any, known: Knowledge, index: int) -> Gpu:
         capability=Device(major, minor),
         told_by="nvml",
     )
-    total, used = _nvml_memory(nvml, handle)
-    busy, watts = _nvml_load(nvml, handle)
+
+    def told(name: str, *more: object) -> Any:
+        """What a function of NVML returns; None where the driver or the module does not have it."""
+        try:
+            return getattr(nvml, name)(handle, *more)
+        except (nvml.NVMLError, AttributeError, TypeError):
+            return None
+
+    # Version 2 of the struct counts the driver's own reserve apart from used memory.
+    memory = told("nvmlDeviceGetMemoryInfo", getattr(nvml, "nvmlMemory_v2", 0))
+    memory = memory or told("nvmlDeviceGetMemoryInfo")
+    load, milliwatts = told("nvmlDeviceGetUtilizationRates"), told("nvmlDeviceGetPowerUsage")
+    mode = told("nvmlDeviceGetMigMode")
     return replace(
         gpu,
-        memory_total=total,
-        memory_used=used,
+        memory_total=int(memory.total) if memory else None,
+        memory_used=int(memory.used) if memory else None,
         processes=_nvml_processes(nvml, handle),
-        busy=busy,
-        watts=watts,
+        busy=int(load.gpu) if load else None,
+        watts=None if milliwatts is None else milliwatts / 1000,
+        split=bool(mode[0]) if mode else None,
     )
-
-
-def _nvml_load(nvml: Any, handle: Any) -> tuple[int | None, float | None]:
-    """Percent of the time and watts; None where the driver does not say."""
-    try:
-        # NVML counts power in milliwatts.
-        return (
-            int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
-            nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
-        )
-    except nvml.NVMLError:
-        return None, None
-
-
-def _nvml_memory(nvml: Any, handle: Any) -> tuple[int | None, int | None]:
-    # Version 2 of the struct counts the driver's own reserve apart from used memory.
-    for arguments in ((handle, getattr(nvml, "nvmlMemory_v2", 0)), (handle,)):
-        try:
-            found = nvml.nvmlDeviceGetMemoryInfo(*arguments)
-        except (nvml.NVMLError, TypeError):
-            continue
-        return int(found.total), int(found.used)
-    return None, None
 
 
 def _nvml_processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...] | Unseen:
@@ -169,66 +163,62 @@ def _nvml_processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...] | Unseen:
 def _by_smi(host: Host, known: Knowledge) -> tuple[str, list[Gpu]] | Unseen:
     if host.which("nvidia-smi") is None:
         return Unseen(f"nvidia-smi {_MISSING}")
-    done = host.ask(["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"])
-    if isinstance(done, Unseen):
-        return done
-    gpus = []
-    version = ""
-    for line in done.stdout.splitlines():
-        cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) != len(_QUERY.split(",")):
-            return Unseen(f"nvidia-smi answers {line!r}")
-        version = cells[6]
+    rows = _smi(host, f"--query-gpu={_QUERY}")
+    if isinstance(rows, Unseen):
+        return rows
+    if not rows:
+        return Unseen("nvidia-smi lists no GPU")
+    apps = _smi(host, "--query-compute-apps=gpu_bus_id,pid,used_gpu_memory")
+    load = _smi(host, f"--query-gpu={_LOAD}")
+    # A driver before 450 has no MIG mode to tell.
+    loads = {
+        row[0]: row for row in ([] if isinstance(load, Unseen) else load) if len(row) in (3, 4)
+    }
+    gpus, version = [], ""
+    for row in rows:
+        if len(row) != len(_QUERY.split(",")) or not _NUMBER.fullmatch(row[0]):
+            return Unseen(f"nvidia-smi answers {', '.join(row)[:_SHOWN]!r}")
+        key, name, bus, capability, total, used, version = row
         gpu = _gpu(
             known,
-            index=int(cells[0]),
-            name=cells[1],
-            bus=cells[2],
-            capability=_capability(cells[3]),
+            index=int(key),
+            name=name,
+            bus=bus,
+            capability=_capability(capability),
             told_by="nvidia-smi",
         )
-        gpus.append(replace(gpu, memory_total=_mib(cells[4]), memory_used=_mib(cells[5])))
-    if not gpus:
-        return Unseen("nvidia-smi lists no GPU")
-    return version, _smi_load(host, _smi_processes(host, gpus))
-
-
-def _smi_load(host: Host, gpus: Sequence[Gpu]) -> list[Gpu]:
-    words = f"--query-gpu={_LOAD}"
-    done = host.ask(["nvidia-smi", words, "--format=csv,noheader,nounits"])
-    lines = [] if isinstance(done, Unseen) else done.stdout.splitlines()
-    rows = [[cell.strip() for cell in line.split(",")] for line in lines]
-    load = {
-        row[0]: (int(row[1]), float(row[2]))
-        for row in rows
-        if len(row) == 3 and row[1].isdecimal() and re.fullmatch(r"\d+(\.\d+)?", row[2])
-    }
-    return [
-        replace(gpu, busy=load[key][0], watts=load[key][1])
-        if (key := str(gpu.index)) in load
-        else gpu
-        for gpu in gpus
-    ]
-
-
-def _smi_processes(host: Host, gpus: Sequence[Gpu]) -> list[Gpu]:
-    words = "--query-compute-apps=gpu_bus_id,pid,used_gpu_memory"
-    done = host.ask(["nvidia-smi", words, "--format=csv,noheader,nounits"])
-    if isinstance(done, Unseen):
-        return [replace(gpu, processes=done) for gpu in gpus]
-    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
-    rows = [row for row in rows if len(row) == 3 and row[1].isdecimal()]
-    return [
-        replace(
-            gpu,
-            processes=tuple(
-                GpuProcess(pid=int(pid), memory=_mib(used))
-                for bus, pid, used in rows
-                if _short(bus) == gpu.bus
-            ),
+        _, busy, watts, mode = (*loads.get(key, ("", "", "")), "")[:4]
+        measured = bool(_NUMBER.fullmatch(busy) and _WATTS.fullmatch(watts))
+        gpus.append(
+            replace(
+                gpu,
+                memory_total=_mib(total),
+                memory_used=_mib(used),
+                processes=apps if isinstance(apps, Unseen) else _on(gpu.bus, apps),
+                busy=int(busy) if measured else None,
+                watts=float(watts) if measured else None,
+                split={"Enabled": True, "Disabled": False}.get(mode),
+            )
         )
-        for gpu in gpus
-    ]
+    return version, gpus
+
+
+def _smi(host: Host, query: str) -> list[list[str]] | Unseen:
+    """The cells of each line that nvidia-smi answers a query with."""
+    done = host.ask(["nvidia-smi", query, "--format=csv,noheader,nounits"])
+    if isinstance(done, Unseen):
+        return done
+    lines = [line for line in done.stdout.splitlines() if line.strip()]
+    return [[cell.strip() for cell in line.split(",")] for line in lines]
+
+
+def _on(bus: str, apps: Sequence[Sequence[str]]) -> tuple[GpuProcess, ...]:
+    """The processes on a GPU among those that nvidia-smi lists."""
+    return tuple(
+        GpuProcess(pid=int(row[1]), memory=_mib(row[2]))
+        for row in apps
+        if len(row) == 3 and _NUMBER.fullmatch(row[1]) and _short(row[0]) == bus
+    )
 
 
 def _by_procfs(host: Host, known: Knowledge) -> list[Gpu]:
@@ -310,7 +300,7 @@ def _capability(text: str) -> Device | None:
 
 def _mib(text: str) -> int | None:
     """Bytes; None for "[N/A]", which is what GB10 answers."""
-    return int(text) * MIB if text.isdecimal() else None
+    return int(text) * MIB if _NUMBER.fullmatch(text) else None
 
 
 def _decoded(text: str | bytes) -> str:
@@ -469,29 +459,58 @@ def _units(library: ImageLibrary, device: Device) -> Counter[str]:
     return Counter({PTX if any(compiles_on(arch, device) for arch in library.ptx) else NONE: 1})
 
 
+def split(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
+    """Cards in MIG mode: a server gets a slice, while names and counts are those of the card."""
+    findings = []
+    slices = ("nvidia-smi -L   # the slices, each with the name that --gpus device=... takes",)
+    for gpu in facts.seen_gpus:
+        asked = gpu.told_by in ("nvml", "nvidia-smi")
+        if gpu.split:
+            seen = (
+                f"{gpu} is split (MIG mode): a server gets one slice and its memory, not the card"
+            )
+            fix = (*slices, f"sudo nvidia-smi -i {gpu.index} -mig 0   # the whole card again")
+            findings.append(known.finding("gpu.split", WARN, seen, fix=fix))
+        elif gpu.split is None and asked and gpu.memory_total is None and not gpu.unified:
+            seen = f"the driver gives no memory of {gpu}, as of a card that is split (MIG mode)"
+            findings.append(known.finding("gpu.split", UNKNOWN, seen, fix=slices))
+    return findings
+
+
+def _hidden(facts: HostFacts, gpu: Gpu) -> tuple[str, tuple[str, ...]]:
+    """Why the driver may not list every process, and where they are seen; "" if it does."""
+    container = facts.machine.container
+    if facts.machine.wsl:
+        return "the processes of Windows are not listed in WSL2", ("nvidia-smi.exe",)
+    if container:
+        why = f"inside a container ({container}) other processes are hidden"
+        return why, ("sm12x doctor   # on the host",)
+    if gpu.split:
+        return "those in slices of a split card are listed to root alone", ("sudo nvidia-smi",)
+    if gpu.told_by == "nvidia-smi":
+        why = "nvidia-smi answers with compute processes only, and a desktop is none"
+        return why, ("nvidia-smi   # its table has them", "pip install nvidia-ml-py")
+    return "", ()
+
+
 def _leftover(facts: HostFacts, gpu: Gpu, used: int, known: Knowledge) -> Diagnosis:
     name = "gpu.leftover"
     holders = ("sudo fuser -v /dev/nvidia*",)
     if isinstance(gpu.processes, Unseen):
         seen = f"could not see who holds {size(used)} of {gpu}: {gpu.processes.why}"
         return known.finding(name, UNKNOWN, seen, fix=holders)
-    if gpu.processes:
-        owned = [process.memory for process in gpu.processes]
-        who = counted(len(gpu.processes), "process", "processes")
-        if None in owned:
-            seen = f"{gpu}: {size(used)} in use by {who}"
-            return known.finding(name, INFO, seen, fix=holders)
-        rest = used - sum(filter(None, owned))
-        if rest <= known.thresholds.leftover_gib * GIB:
-            return known.finding(name, INFO, f"{gpu}: {size(used)} in use by {who}", fix=holders)
+    owned = [process.memory for process in gpu.processes]
+    who = counted(len(owned), "process", "processes")
+    rest = used - sum(filter(None, owned))
+    if owned and (None in owned or rest <= known.thresholds.leftover_gib * GIB):
+        return known.finding(name, INFO, f"{gpu}: {size(used)} in use by {who}", fix=holders)
+    why, where = _hidden(facts, gpu)
+    if why:
+        seen = f"could not see who holds {size(rest)} of {gpu}: {why}"
+        return known.finding(name, UNKNOWN, seen, fix=where)
+    if owned:
         seen = f"{gpu}: {who} own {size(used - rest)}, {size(rest)} more belong to no process"
         return known.finding(name, WARN, seen, fix=holders)
-    if facts.machine.container:
-        seen = (
-            f"could not see who holds {size(used)} of {gpu}: "
-            f"inside a container ({facts.machine.container}) other processes are hidden"
-        )
-        return known.finding(name, UNKNOWN, seen, fix=("sm12x doctor   # on the host",))
     seen = f"{gpu}: {size(used)} in use and no process owns it"
     return known.finding(name, BAD, seen, fix=(*holders, "sudo reboot"))
 

@@ -44,6 +44,11 @@ class HostMachine:
     cmdline: str | Unseen
     cpus: int | Unseen
 
+    @property
+    def wsl(self) -> bool:
+        """Whether this is WSL2, where driver, log and desktop are those of Windows."""
+        return "microsoft" in self.kernel.lower()
+
 
 @dataclass(frozen=True, kw_only=True)
 class GpuDriver:
@@ -75,7 +80,8 @@ class Gpu:
     ``hardware`` is the name recipes use ("rtx-pro-6000"), "" for any other. ``told_by`` is "nvml",
     "nvidia-smi", "procfs" or "pci". ``iommu`` is the type of its IOMMU group ("DMA", "DMA-FQ",
     "identity"), "" without one. ``busy`` is the share of time in which a kernel ran, in percent,
-    and ``watts`` what the GPU draws; None where the driver does not say.
+    ``watts`` what the GPU draws, ``split`` whether it is in MIG mode; None where the driver does
+    not say.
     """
 
     index: int
@@ -91,6 +97,7 @@ class Gpu:
     iommu: str = ""
     busy: int | None = None
     watts: float | None = None
+    split: bool | None = None
 
     def __str__(self) -> str:
         capability = f" ({self.capability})" if self.capability else ""
@@ -118,7 +125,10 @@ class HostMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineAnswer:
-    """``answer`` is the engine's description of itself, or why it does not answer."""
+    """``answer`` is the engine's description of itself, or why it does not answer.
+
+    The engine behind a program ``docker`` may be podman (package podman-docker).
+    """
 
     name: str
     program: Path
@@ -130,14 +140,18 @@ class CdiSpec:
     """A file that tells engines how to hand out GPUs; ``drivers`` are the versions it names."""
 
     path: Path
-    drivers: tuple[str, ...]
+    drivers: tuple[str, ...] | Unseen
 
 
 @dataclass(frozen=True, kw_only=True)
 class Containers:
-    """``runtimes`` are those of /etc/docker/daemon.json, ``tools`` the toolkit's on PATH."""
+    """``runtimes`` are those of /etc/docker/daemon.json, ``tools`` the toolkit's on PATH.
+
+    ``no_cgroups``: the toolkit leaves device cgroups alone, which a rootless daemon cannot change.
+    """
 
     engines: tuple[EngineAnswer, ...]
+    no_cgroups: bool
     runtimes: tuple[str, ...] | Unseen
     tools: tuple[str, ...]
     specs: tuple[CdiSpec, ...]

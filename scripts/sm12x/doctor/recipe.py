@@ -86,7 +86,10 @@ def _gpus(
         seen = f"{key} needs {wanted}{each}; could not see the GPUs: {facts.gpus.why}"
         return known.finding(name, UNKNOWN, seen)
     anything = _ANY in block.hardware
-    fitting = [gpu for gpu in facts.gpus if anything or gpu.hardware in block.hardware]
+    # A slice of a card in MIG mode has neither its memory nor its name.
+    fitting = [
+        gpu for gpu in facts.gpus if anything or (gpu.hardware in block.hardware and not gpu.split)
+    ]
     if len(fitting) < block.gpus:
         seen = f"{key} needs {wanted}{each}; of those {len(fitting)} are here"
         return known.finding(name, BAD, seen, fix=("sm12x recipe list",))
