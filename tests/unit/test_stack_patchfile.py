@@ -148,7 +148,7 @@ def test_what_is_no_patch_is_told_by_line(tmp_path: Path, text: str | bytes, sai
     assert patch is None
     assert len(findings) == 1
     assert said in findings[0]
-    with pytest.raises(BadFileError, match="sm12x patch refresh"):
+    with pytest.raises(BadFileError, match="leave out --like"):
         patchfile.parse(tmp_path / WHERE)
 
 

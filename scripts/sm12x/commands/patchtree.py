@@ -131,7 +131,7 @@ def refresh_command(directory: Path, version: str | None, force: bool, as_json: 
 @DIRECTORY
 @BASE
 @click.option("--subject", help="What the patch does, in the imperative.")
-@click.option("--body", help="What was wrong and why this fixes it.")
+@click.option("--body", help="What was wrong and why this fixes it; long lines are wrapped.")
 @click.option(
     "--body-file",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),

@@ -36,6 +36,9 @@ _REPEATABLE = ("Upstream", "Witness")
 # What git gives a file name of format-patch, ".patch" and the closing NUL included.
 _NAME_MAX = 64
 
+# What to do with a patch file that lacks what the message of a patch has.
+INSTEAD = "leave out --like, and give --subject, --body, --upstream, --drop-when and --witness"
+
 _TRAILER = re.compile(r"^([A-Z][A-Za-z]*(?:-[A-Za-z]+)*): +(.*)$")
 _PREFIX = re.compile(r"^\[PATCH[^\]]*\] *")
 _THREAD = re.compile(r"[\w.-]+/[\w.-]+#\d+|https?://\S+")
@@ -124,9 +127,7 @@ def parse(path: Path) -> Patch:
     """
     patch, findings = examine(path)
     if patch is None:
-        raise BadFileError(
-            f"{findings[0]}", next_step="export the patch anew with `sm12x patch refresh`"
-        )
+        raise BadFileError(f"{findings[0]}", next_step=INSTEAD)
     return patch
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import tempfile
 import time
@@ -12,14 +13,18 @@ from pathlib import Path, PurePosixPath
 from sm12x.core import git
 from sm12x.core.errors import BadFileError, DirtyTreeError, UsageError
 from sm12x.core.git import Signature
+from sm12x.core.text import WIDTH, paragraph
 from sm12x.stack.model import patchfile
 from sm12x.stack.model.base import Base
-from sm12x.stack.model.patchfile import MessageFault
+from sm12x.stack.model.patchfile import Message, MessageFault
 from sm12x.stack.model.series import Patch, Stack
 from sm12x.stack.worktree import apply, export, tree
 from sm12x.stack.worktree.export import MessageError, RefreshReport
 
 _CORRECT = "correct --subject, --body or a trailer's option, and run this again"
+# What a list's item or an indented line begins with, and the name of a trailer in the body.
+_INDENT = re.compile(r"\s*(?:(?:[-*+]|[0-9]+[.)])\s+)?")
+_TRAILER = re.compile(r"[A-Z][A-Za-z]*(?:-[A-Za-z]+)+: ")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +52,39 @@ class DropReport:
 def message(
     *, subject: str, body: str, upstream: Sequence[str], drop_when: str, witness: Sequence[str]
 ) -> str:
-    """A commit message with the trailers a patch must have."""
+    """A commit message with the trailers a patch must have; long lines of the body are wrapped."""
     trailers = [
         *(f"Upstream: {value}" for value in upstream),
         f"Drop-when: {drop_when}",
         *(f"Witness: {value}" for value in witness),
     ]
-    return "\n\n".join((subject.strip(), body.strip("\n"), "\n".join(trailers))) + "\n"
+    text = "\n".join(map(_wrapped, body.strip("\n").split("\n")))
+    return "\n\n".join((subject.strip(), text, "\n".join(trailers))) + "\n"
+
+
+def _wrapped(line: str) -> str:
+    """A line of the body, or several where it is too long: an item of a list hangs."""
+    found = _INDENT.match(line)
+    first = found[0] if found else ""
+    rest = " " if _TRAILER.match(line) else " " * len(first)
+    return paragraph(line[len(first) :], first=first, rest=rest) if len(line) > WIDTH else line
+
+
+def checked(text: str, *, root: Path, like: Patch | None = None) -> Message:
+    """The parts of a commit message. Raises MessageError for one that lacks what it must say."""
+    lines = text.rstrip("\n").split("\n")
+    parts = patchfile.split(lines[0], lines[1:], first_line=2)
+    faults = patchfile.lint(parts, subject_line=1, root=root)
+    if not faults:
+        return parts
+    where, step = Path("message"), _CORRECT
+    if like is not None:
+        who = shlex.quote(f"{like.author.name} <{like.author.email}>")
+        where = Path(f"message of {like.name}")
+        step = f"{patchfile.INSTEAD}, with --author {who} to keep its author"
+    raise MessageError(
+        [MessageFault(path=where, line=n, message=said) for n, said in faults], next_step=step
+    )
 
 
 def missing(model: Patch, changed: Sequence[str]) -> tuple[str, ...]:
@@ -96,15 +127,7 @@ def new(
         text.encode()
     except UnicodeEncodeError:
         raise UsageError("the message is not UTF-8", next_step=_CORRECT) from None
-    lines = text.rstrip("\n").split("\n")
-    parts = patchfile.split(lines[0], lines[1:], first_line=2)
-    faults = patchfile.lint(parts, subject_line=1, root=root)
-    if faults:
-        where = Path("message")
-        raise MessageError(
-            [MessageFault(path=where, line=n, message=said) for n, said in faults],
-            next_step=_CORRECT,
-        )
+    parts = checked(text, root=root, like=like)
     quoted = shlex.quote(str(directory))
     changes = repository.status()
     left = [line[3:] for line in changes if line.endswith(".rej")]
