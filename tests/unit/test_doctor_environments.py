@@ -115,6 +115,13 @@ def test_two_engines_are_told_apart(tmp_path: Path) -> None:
     assert "podman" in found[0].seen
 
 
+def test_a_docker_that_does_not_answer_serves_nobody(tmp_path: Path) -> None:
+    answers = {**PODMAN, **TOOLKIT, **fake.docker(ServerErrors=["Cannot connect."])}
+    found = findings(desktop(tmp_path, answers=answers, files=LEFT_OVER))
+    assert [one.severity for one in found["engine.gpus"]] == [BAD]
+    assert [one.severity for one in found["engine.present"]] == [INFO, OK]
+
+
 def test_docker_that_is_podman_is_judged_as_podman(tmp_path: Path) -> None:
     """The package podman-docker, whose `docker info` is that of podman."""
     info = {"docker info": json.dumps({"host": {"arch": "amd64"}, "version": {"Version": "5.8.1"}})}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
+import http.client
+import io
 import itertools
 import json
 import socket
@@ -10,8 +13,17 @@ from http.client import HTTPException
 from typing import Any
 
 import pytest
-import requests
-from urllib3.exceptions import DecodeError, LocationParseError, NewConnectionError
+import urllib3
+from urllib3 import HTTPConnectionPool
+from urllib3.exceptions import (
+    ConnectTimeoutError,
+    DecodeError,
+    LocationParseError,
+    NewConnectionError,
+    ProtocolError,
+    ReadTimeoutError,
+    SSLError,
+)
 
 from sm12x.core.errors import ServerError, UsageError
 from sm12x.doctor.model import Unseen
@@ -19,6 +31,7 @@ from sm12x.verify import client
 from sm12x.verify.client import Access, CrossedError, RedirectError, Server
 
 KEY = "sk-very-secret"
+ANY: Any = None
 
 
 @pytest.mark.parametrize(
@@ -96,10 +109,10 @@ def test_what_is_no_metrics_is_not_seen(text: str) -> None:
 
 
 class Page:
-    """An answer of requests."""
+    """An answer of urllib3."""
 
     def __init__(self, status: int, body: bytes) -> None:
-        self.status_code, self.body = status, body
+        self.status, self.body = status, body
         self.headers: dict[str, str] = {}
         if 300 <= status < 400:
             self.headers, self.body = {"Location": body.decode()}, b""
@@ -112,7 +125,7 @@ class Page:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def iter_content(self, size: int) -> Iterator[bytes]:
+    def stream(self, size: int, *, decode_content: bool) -> Iterator[bytes]:
         yield self.body
 
 
@@ -129,18 +142,19 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Answers:
     }
 
     def request(
-        self: requests.Session, method: str, url: str, *, headers: dict[str, str], **_: Any
+        self: HTTPConnectionPool, method: str, url: str, *, headers: dict[str, str], **more: Any
     ) -> Page:
-        assert self.trust_env is False
+        assert (self.host, self.port) == ("x", 8000)
+        assert (more["redirect"], more["retries"]) == (False, False)
         assert headers["Authorization"] == f"Bearer {KEY}"
-        found = answers[f"{method} {url.removeprefix('http://x:8000').partition('?')[0]}"]
+        found = answers[f"{method} {url.partition('?')[0]}"]
         if isinstance(found, Exception):
             raise found
         status, body = found
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         return Page(status, data)
 
-    monkeypatch.setattr(requests.Session, "request", request)
+    monkeypatch.setattr(HTTPConnectionPool, "request", request)
     return answers
 
 
@@ -156,12 +170,9 @@ def test_a_server_says_what_it_is(answering: Answers) -> None:
         server().identify("other")
 
 
-ANY: Any = None
-
-
-def failing(*causes: Exception) -> requests.ConnectionError:
-    """An error of requests, with the causes that it wraps."""
-    error = requests.ConnectionError("x")
+def failing(*causes: Exception) -> ProtocolError:
+    """An error of urllib3, with the causes that it wraps."""
+    error = ProtocolError("x")
     error.__cause__ = causes[-1]
     for inner, outer in itertools.pairwise(causes):
         outer.__cause__ = inner
@@ -193,14 +204,18 @@ def failing(*causes: Exception) -> requests.ConnectionError:
             failing(OSError(113, "No route to host"), NewConnectionError(ANY, "refused")),
             "cannot be reached: no route to host. Next",
         ),
-        ("GET /version", requests.ConnectTimeout("x"), "no connection within 10 s"),
+        ("GET /version", ConnectTimeoutError("x"), "no connection within 10 s"),
         ("GET /version", failing(TimeoutError("x")), "has not answered GET /version within 30 s"),
         ("GET /version", failing(DecodeError("Connection refused")), "unreadably"),
         # Words of a server are no reason: only types are.
-        ("GET /version", requests.ConnectionError("timed out, refused"), "closed the connection"),
-        ("GET /version", requests.ReadTimeout("x"), "has not answered GET /version within 30 s"),
-        ("GET /version", requests.exceptions.SSLError("x"), "write http://"),
-        ("GET /version", requests.ConnectionError("Remote end closed"), "closed the connection"),
+        ("GET /version", ProtocolError("timed out, refused"), "closed the connection"),
+        (
+            "GET /version",
+            ReadTimeoutError(ANY, "/", "x"),
+            "has not answered GET /version within 30 s",
+        ),
+        ("GET /version", SSLError("x"), "write http://"),
+        ("GET /version", ProtocolError("Remote end closed"), "closed the connection"),
         ("GET /version", ValueError("read length must be non-negative"), "closed the connection"),
         ("GET /version", HTTPException("got more than 100 headers"), "closed the connection"),
     ],
@@ -224,7 +239,7 @@ CALLS: dict[str, Callable[[Server], object]] = {
     "GET /is_sleeping": Server.is_sleeping,
     "GET /collective_rpc": Server.require_reloading,
     "POST /sleep": lambda one: one.sleep(1),
-    "POST /wake_up": lambda one: one.wake_up_with_retry("weights"),
+    "POST /wake_up": lambda one: one.wake_up("weights", retry=True),
     "POST /collective_rpc": Server.reload_weights,
     "POST /v1/completions": lambda one: one.complete("x", 4),
 }
@@ -277,11 +292,11 @@ def test_a_hostile_redirect_is_printable_and_has_no_key(answering: Answers, to: 
 def test_without_a_key_the_variable_is_named(
     answering: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def request(self: requests.Session, method: str, url: str, **settings: Any) -> Page:
+    def request(self: HTTPConnectionPool, method: str, url: str, **settings: Any) -> Page:
         assert "Authorization" not in settings["headers"]
         return Page(401, b'{"error":"Unauthorized"}')
 
-    monkeypatch.setattr(requests.Session, "request", request)
+    monkeypatch.setattr(HTTPConnectionPool, "request", request)
     with pytest.raises(ServerError, match=r"Next: set VLLM_API_KEY to the server's API key"):
         Server("A", "http://x:8000", Access()).identify()
 
@@ -324,13 +339,41 @@ def test_what_a_completion_leaves_out_is_not_known(answering: Answers) -> None:
 def test_an_answer_without_end_is_cut_off(
     answering: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def endless(self: Page, size: int) -> Iterator[bytes]:
+    def endless(self: Page, size: int, *, decode_content: bool) -> Iterator[bytes]:
         while True:
             yield b"x" * (1 << 20)
 
-    monkeypatch.setattr(Page, "iter_content", endless)
+    monkeypatch.setattr(Page, "stream", endless)
     with pytest.raises(ServerError, match="does not finish its answer"):
         server().is_sleeping()
+
+
+@pytest.mark.parametrize("chunks", [False, True])
+def test_a_compressed_answer_is_read_whole_or_in_chunks(
+    monkeypatch: pytest.MonkeyPatch, chunks: bool
+) -> None:
+    body = gzip.compress(b'{"is_sleeping": true}')
+    sent = {"Content-Encoding": "gzip", "Content-Length": str(len(body))}
+    if chunks:
+        sent = {"Content-Encoding": "gzip", "Transfer-Encoding": "chunked"}
+        body = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+
+    class Sent:
+        """A socket from which only this answer comes."""
+
+        def makefile(self, mode: str) -> io.BytesIO:
+            head = "".join(f"{name}: {value}\r\n" for name, value in sent.items())
+            return io.BytesIO(f"HTTP/1.1 200 OK\r\n{head}\r\n".encode() + body)
+
+    def request(self: HTTPConnectionPool, *_: object, **__: object) -> urllib3.HTTPResponse:
+        answer: Any = http.client.HTTPResponse(Sent(), method="GET")  # type: ignore[arg-type]
+        answer.begin()
+        return urllib3.HTTPResponse(
+            body=answer, headers=sent, status=200, preload_content=False, original_response=answer
+        )
+
+    monkeypatch.setattr(HTTPConnectionPool, "request", request)
+    assert server().is_sleeping()
 
 
 RANK = {
@@ -403,7 +446,7 @@ def test_requests_at_work_are_counted_as_far_as_they_are_known(
         (200, b"# TYPE python_info gauge\npython_info 1\n"),
         (200, b"vllm:num_requests_running 0\n"),
         (200, b"vllm:num_requests_running NaN\nvllm:num_requests_waiting 0\n"),
-        requests.ReadTimeout("late"),
+        ReadTimeoutError(ANY, "/", "late"),
     ],
 )
 def test_load_that_cannot_be_seen_is_unknown_and_not_zero(

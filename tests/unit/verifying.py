@@ -64,25 +64,19 @@ class MemoryServer(Server):
     def ranks(self) -> tuple[RankUse, ...] | None:
         return self.says
 
-    def sleep(self, level: int) -> float:
+    def sleep(self, level: int, *, retry: bool = False) -> float:
         self._call(f"sleep {level}")
         self.level = level
         self.gone |= level == 2
         self.sleeps += 1
         return self.seconds
 
-    def sleep_with_retry(self, level: int) -> float:
-        return self.sleep(level)
-
-    def wake_up(self, tag: str = "") -> float:
+    def wake_up(self, tag: str = "", *, retry: bool = False) -> float:
         self._call(f"wake_up {tag}".strip())
         if tag != "weights":
             self.level = 0
             self.wakes += 1
         return self.seconds
-
-    def wake_up_with_retry(self, tag: str = "") -> float:
-        return self.wake_up(tag)
 
     def reload_weights(self) -> float:
         self._call("reload_weights")

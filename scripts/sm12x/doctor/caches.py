@@ -28,14 +28,7 @@ from sm12x.doctor.model import (
 # Enough to find the oldest and the newest of a real cache; a folder of models is not walked whole.
 _MOST_FILES = 50_000
 # Folders below the image's /cache volume, as its environment names them.
-_VOLUME = {
-    "vllm": "vllm",
-    "triton": "triton",
-    "inductor": "inductor",
-    "flashinfer": "flashinfer",
-    "deep_gemm": "deep_gemm",
-    "tilelang": "tilelang",
-}
+_VOLUME = ("vllm", "triton", "inductor", "flashinfer", "deep_gemm", "tilelang")
 _VOLUME_NAME = "sm12x-cache"
 _FLASHINFER = re.compile(r"(?:^|/)flashinfer/(\d+\.\d+[^/]*)/")
 
@@ -74,8 +67,7 @@ def _places(
     ):
         yield kind, host.path(place)
     for folder in (*folders, *_volumes(host, containers)):
-        for kind, name in _VOLUME.items():
-            yield kind, folder / name
+        yield from ((kind, folder / kind) for kind in _VOLUME)
 
 
 def _volumes(host: Host, containers: Containers) -> Iterator[Path]:

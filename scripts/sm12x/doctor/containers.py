@@ -136,9 +136,12 @@ def engines(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
 
 def gpu_access(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     """Whether each engine can: docker by a runtime, its hook or CDI, podman by CDI alone."""
+    engines = facts.containers.engines
+    # Where one answers, another that does not hands out nothing.
+    working = [one for one in engines if not isinstance(one.answer, Unseen)] or engines
     found = [
-        (_docker if engine.name == "docker" else _podman)(facts, engine, known)
-        for engine in facts.containers.engines
+        _docker(facts, one, known) if one.name == "docker" else _podman(facts, known)
+        for one in working
     ]
     # Where one engine hands out GPUs, or no GPU is here, another that does not is no failure.
     served = any(one.severity == OK for one in found) or not facts.seen_gpus
@@ -148,10 +151,9 @@ def gpu_access(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
 def _docker(facts: HostFacts, engine: EngineAnswer, known: Knowledge) -> Diagnosis:
     name, containers = "engine.gpus", facts.containers
     answer = {} if isinstance(engine.answer, Unseen) else engine.answer
-    listed, options = answer.get("Runtimes"), str(answer.get("SecurityOptions"))
-    rootless = "name=rootless" in options
+    listed, tools = answer.get("Runtimes"), ", ".join(containers.tools)
+    rootless = "name=rootless" in str(answer.get("SecurityOptions"))
     on_file = () if rootless or isinstance(containers.runtimes, Unseen) else containers.runtimes
-    tools = ", ".join(containers.tools)
     if "nvidia" in (listed if isinstance(listed, dict) else on_file):
         seen = f"docker's runtime `nvidia` is configured ({tools or 'no tools'})"
         if rootless and not containers.no_cgroups:
@@ -163,14 +165,11 @@ def _docker(facts: HostFacts, engine: EngineAnswer, known: Knowledge) -> Diagnos
     if "nvidia" in on_file:
         seen = f"{_DAEMON} has a runtime `nvidia`, and docker runs without it"
         return known.finding(name, INFO, seen, fix=("sudo systemctl restart docker",))
-    if tools and rootless:
-        seen = (
-            f"{tools} installed, but rootless docker has neither a runtime `nvidia` nor CDI specs"
-        )
-        return known.finding(name, WARN, seen, fix=_ROOTLESS)
     if tools:
-        # The hook alone serves `--gpus` in docker, without any configuration.
         seen = f"{tools} installed; neither a runtime `nvidia` nor a CDI spec is configured"
+        if rootless:
+            return known.finding(name, WARN, f"rootless docker: {seen}", fix=_ROOTLESS)
+        # The hook alone serves `--gpus` in docker, without any configuration.
         return known.finding(name, INFO, seen, fix=(_CONFIGURE, _GENERATE))
     if isinstance(containers.runtimes, Unseen) and not rootless:
         seen = f"could not see docker's configuration: {containers.runtimes.why}"
@@ -180,7 +179,7 @@ def _docker(facts: HostFacts, engine: EngineAnswer, known: Knowledge) -> Diagnos
     return known.finding(name, BAD, seen, fix=fix)
 
 
-def _podman(facts: HostFacts, engine: EngineAnswer, known: Knowledge) -> Diagnosis:
+def _podman(facts: HostFacts, known: Knowledge) -> Diagnosis:
     if facts.containers.specs:
         return _by_specs(facts, known)
     tools = ", ".join(facts.containers.tools)

@@ -17,15 +17,22 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.client import HTTPException
+from pathlib import Path
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
-import requests
+import certifi
 from prometheus_client.parser import text_string_to_metric_families
-from requests.adapters import HTTPAdapter
-from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
-from urllib3.connection import HTTPConnection, HTTPSConnection
-from urllib3.exceptions import DecodeError, HTTPError, LocationParseError, NewConnectionError
+from urllib3 import BaseHTTPResponse, HTTPConnectionPool, Timeout, connection_from_url
+from urllib3.exceptions import (
+    ConnectTimeoutError,
+    DecodeError,
+    HTTPError,
+    LocationParseError,
+    NewConnectionError,
+    ReadTimeoutError,
+    SSLError,
+)
 
 from sm12x.core.errors import ServerError, UsageError
 from sm12x.doctor.model import Unseen
@@ -50,7 +57,7 @@ _AT_WORK = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 _NO_KEY = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 # Of any server or gateway, vLLM or not: what to do follows from the status.
 _TELLING = (*_NO_KEY, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
-_SLEEP_ROUTES = ("/sleep", "/wake_up", "/is_sleeping")
+_BEHIND = "give the address of the server behind the gateway, or read its log"
 _ADDRESS = "write it as http://127.0.0.1:8000, without a path of the API"
 _ROUTES = (
     "start the server with --enable-sleep-mode --enable-sleep-routes (a stock vLLM: with "
@@ -182,58 +189,39 @@ class Access:
     timeout: float = 300.0
 
 
-class _Limited(HTTPAdapter):
-    """Shuts its connections when so many ``seconds`` have passed, whatever arrives on them.
+@contextmanager
+def _limited(pool: HTTPConnectionPool, seconds: float) -> Iterator[None]:
+    """Shut a pool's connections when so many ``seconds`` have passed, whatever arrives on them.
 
     The time-out of a socket begins anew with every byte: a gateway that sends a blank now and then
     to keep a connection open would never come to its end.
     """
+    kind: Any = pool.ConnectionCls
+    sockets: list[socket.socket] = []
+    over = threading.Event()
 
-    def __init__(self, seconds: float) -> None:
-        self._sockets: list[socket.socket] = []
-        self._over = False
-        self._timer = threading.Timer(seconds, self._end)
-        self._timer.daemon = True
-        super().__init__()
-        self._timer.start()
-
-    def init_poolmanager(self, *args: Any, **settings: Any) -> None:
-        super().init_poolmanager(*args, **settings)
-        keep = self._keep
-
-        class Plain(HTTPConnection):
-            def connect(self) -> None:
-                super().connect()
-                keep(self.sock)
-
-        class Tls(HTTPSConnection):
-            def connect(self) -> None:
-                super().connect()
-                keep(self.sock)
-
-        class PlainPool(HTTPConnectionPool):
-            ConnectionCls = Plain
-
-        class TlsPool(HTTPSConnectionPool):
-            ConnectionCls = Tls
-
-        self.poolmanager.pool_classes_by_scheme = {"http": PlainPool, "https": TlsPool}
-
-    def close(self) -> None:
-        self._timer.cancel()
-        super().close()
-
-    def _keep(self, made: Any) -> None:
-        self._sockets.append(made)
-        if self._over:
-            self._end()
-
-    def _end(self) -> None:
-        self._over = True
-        for one in self._sockets:
+    def shut() -> None:
+        over.set()
+        for one in sockets:
             with suppress(OSError):
                 # Past SSLSocket's own, which is not for a second thread.
                 socket.socket.shutdown(one, socket.SHUT_RDWR)
+
+    def connect(connection: Any) -> None:
+        kind.connect(connection)
+        sockets.append(connection.sock)
+        if over.is_set():
+            shut()
+
+    pool.ConnectionCls = type("Limited", (kind,), {"connect": connect})
+    timer = threading.Timer(seconds, shut)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        pool.close()
 
 
 class Server:
@@ -278,21 +266,16 @@ class Server:
         except (ServerError, LookupError, TypeError, ValueError):
             return None
 
-    def sleep(self, level: int) -> float:
-        """Put it to sleep, and return the seconds that took. Raises ServerError."""
-        return self.call("POST", f"/sleep?level={level}").seconds
+    def sleep(self, level: int, *, retry: bool = False) -> float:
+        """Put it to sleep, and return the seconds that took. Raises ServerError.
 
-    def sleep_with_retry(self, level: int) -> float:
-        """``sleep``, again and again while another call is in flight. Raises ServerError."""
-        return self._with_retry(f"/sleep?level={level}")
+        With ``retry`` again and again while another call is in flight.
+        """
+        return self._change(f"/sleep?level={level}", retry=retry)
 
-    def wake_up(self, tag: str = "") -> float:
-        """Wake it up, all tags or one ``tag``, and return the seconds. Raises ServerError."""
-        return self.call("POST", f"/wake_up?tags={tag}" if tag else "/wake_up").seconds
-
-    def wake_up_with_retry(self, tag: str = "") -> float:
-        """``wake_up``, again and again while another call is in flight. Raises ServerError."""
-        return self._with_retry(f"/wake_up?tags={tag}" if tag else "/wake_up")
+    def wake_up(self, tag: str = "", *, retry: bool = False) -> float:
+        """Wake it up, all tags or one ``tag``, as ``sleep`` does."""
+        return self._change(f"/wake_up?tags={tag}" if tag else "/wake_up", retry=retry)
 
     def reload_weights(self) -> float:
         """Load the weights again, between the two calls of a wake-up from level 2."""
@@ -386,31 +369,30 @@ class Server:
         call = f"{method} {path}"
         began = time.monotonic()
         end = began + seconds
-        key = self._access.key
+        headers = {"Accept-Encoding": "identity", "Connection": "close"}
+        if self._access.key:
+            headers["Authorization"] = f"Bearer {self._access.key}"
         try:
+            # No proxy of the environment between here and the server that is timed, and a
+            # connection for each request: the server may close a kept one as it is used again.
+            pool = connection_from_url(self.url, **self._trust())
             with (
-                self._session(seconds) as session,
-                session.request(
+                _limited(pool, seconds),
+                pool.request(
                     method,
-                    self.url + path,
+                    urlsplit(self.url).path + path,
                     json=body,
-                    headers={
-                        "Accept-Encoding": "identity",
-                        "Connection": "close",
-                        **({"Authorization": f"Bearer {key}"} if key else {}),
-                    },
-                    timeout=(min(_CONNECT, seconds), seconds),
-                    allow_redirects=False,
-                    stream=True,
+                    headers=headers,
+                    timeout=Timeout(connect=min(_CONNECT, seconds), read=seconds),
+                    redirect=False,
+                    retries=False,
+                    preload_content=False,
                 ) as response,
             ):
                 text = self._read(response, call)
-                status = response.status_code
-                moved = response.headers.get("Location", "")
-                after = response.headers.get("Retry-After", "")
         # ValueError and HTTPException: what http.client makes of a malformed chunk, for one.
         except (OSError, ValueError, HTTPError, HTTPException) as error:
-            if time.monotonic() >= end and not isinstance(error, requests.ConnectTimeout):
+            if time.monotonic() >= end and not isinstance(error, ConnectTimeoutError):
                 raise self._late(call, seconds) from None
             raise self._silent(call, error, seconds) from None
         # Where no length was announced, the end of the connection is that of the answer.
@@ -418,12 +400,22 @@ class Server:
             raise self._late(call, seconds)
         return Answer(
             call=call,
-            status=status,
+            status=response.status,
             text=text,
             seconds=time.monotonic() - began,
-            moved=moved,
-            after=after,
+            moved=response.headers.get("Location", ""),
+            after=response.headers.get("Retry-After", ""),
         )
+
+    def _trust(self) -> dict[str, str]:
+        """The certificates to trust, a file or a folder, where the server has one."""
+        if not self.url.startswith("https:"):
+            return {}
+        ca = self._access.ca or certifi.where()
+        return {
+            "cert_reqs": "CERT_REQUIRED",
+            "ca_cert_dir" if Path(ca).is_dir() else "ca_certs": ca,
+        }
 
     def shown(self, text: str) -> str:
         """A server's text, made printable: short, on one line, without the key."""
@@ -431,30 +423,18 @@ class Server:
             text = text.replace(self._access.key, "<the API key>")
         return _printable(text)
 
-    def _with_retry(self, path: str) -> float:
+    def _change(self, path: str, *, retry: bool) -> float:
         end = time.monotonic() + self._access.timeout
         while True:
             answer = self.send("POST", path)
-            if answer.status != HTTPStatus.CONFLICT or time.monotonic() > end:
+            crossed = answer.status == HTTPStatus.CONFLICT
+            if not (crossed and retry) or time.monotonic() > end:
                 return self._good(answer).seconds
             time.sleep(_AGAIN)
 
-    @contextmanager
-    def _session(self, seconds: float) -> Iterator[requests.Session]:
-        # A connection per request: the server may close a kept one just as it is used again.
-        with requests.Session() as session:
-            limited = _Limited(seconds)
-            session.mount("http://", limited)
-            session.mount("https://", limited)
-            # No proxy between here and the server that is timed, and no key of a .netrc.
-            session.trust_env = False
-            if self._access.ca:
-                session.verify = self._access.ca
-            yield session
-
-    def _read(self, response: requests.Response, call: str) -> str:
+    def _read(self, response: BaseHTTPResponse, call: str) -> str:
         parts, size = [], 0
-        for part in response.iter_content(_CHUNK):
+        for part in response.stream(_CHUNK, decode_content=True):
             parts.append(part)
             size += len(part)
             if size > _MOST:
@@ -470,14 +450,9 @@ class Server:
 
         kind, step = ServerError, "check the address, and the network on the way"
         why = self.shown(getattr(causes[-1], "strerror", None) or str(causes[-1]))
-        if caused(requests.exceptions.SSLError):
+        if caused(SSLError):
             why = f"by TLS: {why}"
             step = "write http:// if the server has no certificate, or give --ca-file FILE"
-        elif caused(requests.ConnectTimeout):
-            why = f"no connection within {min(_CONNECT, seconds):g} s"
-            step = "check the address, and the firewall on the way"
-        elif caused(requests.Timeout, TimeoutError):
-            return self._late(call, seconds)
         elif caused(ConnectionRefusedError):
             kind, why = GoneError, "nothing listens there"
             step = (
@@ -488,7 +463,12 @@ class Server:
             why, step = "the name is not known", "check the host's name in the address"
         elif caused(NewConnectionError):
             kind, why = GoneError, why.lower()
-        elif caused(requests.exceptions.InvalidURL, LocationParseError):
+        elif caused(ConnectTimeoutError):
+            why = f"no connection within {min(_CONNECT, seconds):g} s"
+            step = "check the address, and the firewall on the way"
+        elif caused(ReadTimeoutError, TimeoutError):
+            return self._late(call, seconds)
+        elif caused(LocationParseError):
             why, step = "it is not a usable address", _ADDRESS
         else:
             step = _NO_HTTP if call == _FIRST else _LOG
@@ -534,41 +514,31 @@ class Server:
         )
 
     def _step(self, answer: Answer) -> str:
-        """The next step for an answer that is not 200."""
-        variable = self._access.variable
+        """The next step for an answer that is not 200: of status and path, of either, or any."""
         path = answer.call.partition(" ")[2].partition("?")[0]
-        match answer.status:
-            case HTTPStatus.UNAUTHORIZED | HTTPStatus.FORBIDDEN:
-                if self._access.key:
-                    return f"correct the key in {variable}"
-                return f"set {variable} to the server's API key"
-            case HTTPStatus.NOT_FOUND if path in _SLEEP_ROUTES:
-                return _ROUTES
-            case HTTPStatus.NOT_FOUND if path == "/v1/completions":
-                return "name a model that generates text with --model, or another server"
-            case HTTPStatus.NOT_FOUND:
-                return "check the address: it is that of the server, not of a page or a gateway"
-            case HTTPStatus.CONFLICT:
-                return (
-                    "stop the program that also puts this server to sleep or wakes it, and repeat"
-                )
-            case HTTPStatus.TOO_MANY_REQUESTS:
-                wait = f"wait {self.shown(answer.after)} s" if answer.after.isdecimal() else "wait"
-                return f"{wait}, and repeat, or give the address of the server behind the gateway"
-            case HTTPStatus.SERVICE_UNAVAILABLE if path == "/v1/completions":
-                return f"see whether it is asleep: curl {self.url}/is_sleeping"
-            case HTTPStatus.SERVICE_UNAVAILABLE if path == "/version":
-                return "wait until the server has started, or read the log of the gateway before it"
-            case HTTPStatus.BAD_GATEWAY | HTTPStatus.GATEWAY_TIMEOUT:
-                return "give the address of the server behind the gateway, or read its log"
-        if path == "/wake_up":
-            return (
-                "free GPU memory (another server on these GPUs has to sleep first: give both "
-                "addresses), or read the server's log"
-            )
-        if path == "/sleep":
-            return "check that it runs with --enable-sleep-mode, and read its log"
-        return "read the server's log"
+        wait = f"wait {self.shown(answer.after)} s" if answer.after.isdecimal() else "wait"
+        variable = self._access.variable
+        key = f"set {variable} to the server's API key"
+        if self._access.key:
+            key = f"correct the key in {variable}"
+        steps: dict[int | str | tuple[int, str], str] = {
+            **{(404, route): _ROUTES for route in ("/sleep", "/wake_up", "/is_sleeping")},
+            (404, "/v1/completions"): "name a model that generates text with --model, or another "
+            "server",
+            (503, "/v1/completions"): f"see whether it is asleep: curl {self.url}/is_sleeping",
+            (503, "/version"): "wait until the server has started, or read the log of the gateway "
+            "before it",
+            **dict.fromkeys(_NO_KEY, key),
+            404: "check the address: it is that of the server, not of a page or a gateway",
+            409: "stop the program that also puts this server to sleep or wakes it, and repeat",
+            429: f"{wait}, and repeat, or give the address of the server behind the gateway",
+            **dict.fromkeys((502, 504), _BEHIND),
+            "/wake_up": "free GPU memory (another server on these GPUs has to sleep first: give "
+            "both addresses), or read the server's log",
+            "/sleep": "check that it runs with --enable-sleep-mode, and read its log",
+        }
+        known = ((answer.status, path), answer.status, path)
+        return next((steps[one] for one in known if one in steps), "read the server's log")
 
     def _version(self) -> str:
         answer = self.send(*_FIRST.split(), timeout=_SOON)
@@ -621,7 +591,7 @@ class Server:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and its causes: requests and urllib3 wrap what the system says."""
+    """An error and its causes: urllib3 wraps what the system says."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

@@ -421,50 +421,51 @@ class Run:
         return tuple(found)
 
     def _sleep(self, one: _Member, why: str) -> float:
-        self._begin(f"{why}: {one.name} goes to sleep")
-        one.touched, one.asleep = True, None
-        with self._interrupts.held(f"the sleep of {one.name}"):
+        with self._changing(one, why, "goes to sleep", "sleep"):
             try:
                 seconds = one.server.sleep(self._settings.level)
             except CrossedError:
                 # Another client's call is in flight, which is left alone.
                 one.asleep = False
                 raise
-            except (LateError, GoneError):
-                one.unanswered = True
-                raise
             one.asleep = True
-        if not one.server.is_sleeping():
-            # One of the two answers is wrong; which one is asked again at the end.
-            one.asleep = None
-            raise ServerError(
-                f"{one.server} answers /sleep with 200, and is not asleep afterwards",
-                next_step="check that nothing else wakes it up (a proxy), and read its log",
-            )
+        self._require_state(one, "/sleep", "wakes it up")
         return seconds
 
     def _wake(self, one: _Member, why: str) -> float:
-        self._begin(f"{why}: {one.name} wakes up")
-        one.touched, one.asleep = True, None
         server = one.server
         one.waking = _from_level_2(server) if self._settings.level == 2 else [server.wake_up]
         seconds = 0.0
-        with self._interrupts.held(f"the wake-up of {one.name}"):
+        with self._changing(one, why, "wakes up", "wake-up"):
+            while one.waking:
+                seconds += one.waking[0]()
+                del one.waking[0]
+            one.asleep = False
+        self._require_state(one, "/wake_up", "puts it to sleep")
+        return seconds
+
+    @contextmanager
+    def _changing(self, one: _Member, why: str, doing: str, what: str) -> Iterator[None]:
+        """Calls that change a server's state, which is not known until they have returned."""
+        self._begin(f"{why}: {one.name} {doing}")
+        one.touched, one.asleep = True, None
+        with self._interrupts.held(f"the {what} of {one.name}"):
             try:
-                while one.waking:
-                    seconds += one.waking[0]()
-                    del one.waking[0]
+                yield
             except (LateError, GoneError):
                 one.unanswered = True
                 raise
-            one.asleep = False
-        if server.is_sleeping():
-            one.asleep = True
+
+    def _require_state(self, one: _Member, route: str, other: str) -> None:
+        """Raise ServerError if a server does not say the state that a call has given it."""
+        expected = _state(one.asleep)
+        if one.server.is_sleeping() != one.asleep:
+            # One of the two answers is wrong; which one is asked again at the end.
+            one.asleep = None
             raise ServerError(
-                f"{server} answers /wake_up with 200, and is asleep afterwards",
-                next_step="check that nothing else puts it to sleep (a proxy), and read its log",
+                f"{one.server} answers {route} with 200, and is not {expected} afterwards",
+                next_step=f"check that nothing else {other} (a proxy), and read its log",
             )
-        return seconds
 
     def _burst(self, one: _Member, when: str) -> None:
         settings = self._settings
@@ -533,9 +534,9 @@ class Run:
             if one.asleep == asleep:
                 return f"{one.name} is {_state(asleep)}, as it was"
             if asleep:
-                server.sleep_with_retry(level)
+                server.sleep(level, retry=True)
             elif level == 1:
-                server.wake_up_with_retry()
+                server.wake_up(retry=True)
             else:
                 for step in one.waking or _from_level_2(server):
                     step()
@@ -566,9 +567,9 @@ class Run:
 def _from_level_2(server: Server) -> list[Callable[[], float]]:
     """The calls, in order, that wake up a server without its weights."""
     return [
-        lambda: server.wake_up_with_retry("weights"),
+        lambda: server.wake_up("weights", retry=True),
         server.reload_weights,
-        lambda: server.wake_up_with_retry("kv_cache"),
+        lambda: server.wake_up("kv_cache", retry=True),
     ]
 
 
@@ -603,69 +604,47 @@ def _spent(
     return (None, None) if min(found) < 0 else (found[0], found[1])
 
 
-class _Queue:
-    """The requests still to send, and the answers so far."""
-
-    def __init__(self, server: Server, requests: int, give_up_after: int) -> None:
-        self._server = server
-        self._give_up_after = give_up_after
-        self._numbers = iter(range(requests))
-        self._lock = threading.Lock()
-        self._good = self._bad = 0
-        self.answers: queue.SimpleQueue[Completion | Sm12xError] = queue.SimpleQueue()
-
-    def work(self) -> None:
-        """Send one after another until none is left."""
-        while (number := self._next()) is not None:
-            try:
-                self._came(self._server.complete(_question(number), _STRESS_TOKENS))
-            except Sm12xError as error:
-                self._came(error)
-            # A thread that ends without an answer would be waited for.
-            except Exception as error:
-                self._came(ServerError(repr(error), next_step="report this defect"))
-
-    def end(self) -> None:
-        """Send no more."""
-        with self._lock:
-            self._numbers = iter(())
-
-    def _next(self) -> int | None:
-        with self._lock:
-            number = next(self._numbers, None)
-            if number is not None and not self._good and self._bad >= self._give_up_after:
-                self.answers.put(
-                    ServerError("not sent: all requests before it failed", next_step="")
-                )
-                for _ in self._numbers:
-                    self.answers.put(
-                        ServerError("not sent: all requests before it failed", next_step="")
-                    )
-                return None
-            return number
-
-    def _came(self, answer: Completion | Sm12xError) -> None:
-        with self._lock:
-            if isinstance(answer, Completion):
-                self._good += 1
-            else:
-                self._bad += 1
-        self.answers.put(answer)
-
-
 def _at_a_time(server: Server, requests: int, concurrency: int) -> list[Completion | Sm12xError]:
     """The answers to so many requests, a few at a time; KeyboardInterrupt ends it at once.
 
     Where the first of them all fail, the rest is not sent: each would wait for its time-out.
     """
-    work = _Queue(server, requests, min(concurrency, requests))
+    many = min(concurrency, requests)
+    numbers = iter(range(requests))
+    lock = threading.Lock()
+    came: list[bool] = []
+    answers: queue.SimpleQueue[Completion | Sm12xError] = queue.SimpleQueue()
+
+    def next_number() -> int | None:
+        with lock:
+            if len(came) >= many and not any(came):
+                for _ in numbers:
+                    answers.put(
+                        ServerError("not sent: all requests before it failed", next_step="")
+                    )
+            return next(numbers, None)
+
+    def work() -> None:
+        answer: Completion | Sm12xError
+        while (number := next_number()) is not None:
+            try:
+                answer = server.complete(_question(number), _STRESS_TOKENS)
+            except Sm12xError as error:
+                answer = error
+            # A thread that ends without an answer would be waited for.
+            except Exception as error:
+                answer = ServerError(repr(error), next_step="report this defect")
+            came.append(isinstance(answer, Completion))
+            answers.put(answer)
+
     # Daemons: what a hanging server holds does not keep the program from its end.
-    for _ in range(min(concurrency, requests)):
-        threading.Thread(target=work.work, daemon=True).start()
+    for _ in range(many):
+        threading.Thread(target=work, daemon=True).start()
     try:
-        return [work.answers.get() for _ in range(requests)]
+        return [answers.get() for _ in range(requests)]
     finally:
-        work.end()
+        with lock:
+            numbers = iter(())
 
 
 def _question(number: int) -> str:
