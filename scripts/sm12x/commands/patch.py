@@ -85,16 +85,12 @@ def list_command(version: str | None, as_json: bool) -> None:
     if not as_json:
         click.echo(render.stack(stack, base.version), nl=False)
         return
+    same = ("name", "sha256", "subject", "body", "upstream", "drop_when")
     patches = tuple(
         ListedPatch(
-            name=patch.name,
-            sha256=patch.sha256,
-            subject=patch.subject,
-            body=patch.body,
-            upstream=patch.upstream,
-            drop_when=patch.drop_when,
             witness=patch.witnesses,
             files=tuple(file.path for file in patch.files),
+            **{name: getattr(patch, name) for name in same},
         )
         for patch in stack.patches
     )

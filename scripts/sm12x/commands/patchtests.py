@@ -24,7 +24,6 @@ from sm12x.stack.witness import (
     upstream_tests,
     witness,
 )
-from sm12x.stack.witness.mutate import MutantOutcome
 from sm12x.stack.witness.upstream_tests import Cannot, UpstreamPlan
 
 _limit = partial(click.option, type=click.FloatRange(min=1), show_default=True, metavar="SECONDS")
@@ -140,7 +139,9 @@ def mutate_command(
         seed=seed,
         seconds=time_limit,
         jobs=jobs,
-        on_outcome=_said,
+        on_outcome=lambda one, left: say(
+            f"{one.state}: {one.patch}, {one.file}, {one.label} ({left} left)"
+        ),
     )
     emit(as_json, report, mutate.text(report))
     if auto or report.ok:
@@ -151,10 +152,6 @@ def mutate_command(
         next_step="write a test that fails without the line, or remove the line; if the text is "
         f"stale, correct {mutations.NAME} of the base",
     )
-
-
-def _said(outcome: MutantOutcome, left: int) -> None:
-    say(f"{outcome.state}: {outcome.patch}, {outcome.file}, {outcome.label} ({left} left)")
 
 
 @dataclass(frozen=True, kw_only=True)

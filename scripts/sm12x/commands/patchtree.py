@@ -145,7 +145,6 @@ def refresh_command(directory: Path, version: str | None, force: bool, as_json: 
 @click.option("--drop-when", help="The condition for dropping the patch.")
 @click.option(
     "--witness",
-    "witnesses",
     multiple=True,
     help="Path of its test in the checkout. May be repeated.",
 )
@@ -246,32 +245,15 @@ def drop_command(name: str, version: str | None, find_links: Path | None, as_jso
         click.echo(f"{orphan} is no longer the witness of any patch")
 
 
-def _message(
-    subject: str | None,
-    body: str | None,
-    body_file: Path | None,
-    upstream: tuple[str, ...],
-    drop_when: str | None,
-    witnesses: tuple[str, ...],
-) -> str:
+def _message(*, body: str | None, body_file: Path | None, **parts: Any) -> str:
     """The commit message of these parts; raises UsageError for one that is missing."""
-    for option, value in (
-        ("--subject", subject),
-        ("--upstream", upstream),
-        ("--drop-when", drop_when),
-        ("--witness", witnesses),
-    ):
+    for name, value in parts.items():
         if not value:
-            raise click.UsageError(f"Missing option '{option}' (or give --like PATCH).")
+            option = name.replace("_", "-")
+            raise click.UsageError(f"Missing option '--{option}' (or give --like PATCH).")
     if (body is None) == (body_file is None):
         raise click.UsageError("Give one of --body and --body-file.")
-    return add_drop.message(
-        subject=subject or "",
-        body=body if body is not None else _read(body_file),
-        upstream=upstream,
-        drop_when=drop_when or "",
-        witness=witnesses,
-    )
+    return add_drop.message(body=_read(body_file) if body is None else body, **parts)
 
 
 def _read(path: Path | None) -> str:

@@ -110,24 +110,22 @@ def _read(kind: str, path: Path) -> tuple[Cache | None, list[Unseen]]:
     return cache, faults
 
 
-def stale(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
+def stale(facts: HostFacts, known: Knowledge) -> Iterator[Diagnosis]:
     name = "cache.stale"
-    findings = [
-        known.finding(name, UNKNOWN, f"could not see a cache: {hidden.why}")
-        for hidden in facts.hidden_caches
-    ]
+    for hidden in facts.hidden_caches:
+        yield known.finding(name, UNKNOWN, f"could not see a cache: {hidden.why}")
     image = facts.image
     built = None if isinstance(image, Unseen) else image.built
     if not facts.caches:
-        nothing = known.finding(name, OK, "no cache of compiled code was found")
-        return findings or [nothing]
-    if isinstance(image, Unseen) or built is None:
+        if not facts.hidden_caches:
+            yield known.finding(name, OK, "no cache of compiled code was found")
+    elif isinstance(image, Unseen) or built is None:
         places = ", ".join(str(cache.path) for cache in facts.caches)
-        seen = (
-            f"the image's build time is unknown, so these caches may be of another build: {places}"
-        )
-        return [*findings, known.finding(name, UNKNOWN, seen, fix=(_wipe(facts.caches),))]
-    return [*findings, *(_compare(cache, image, built, known) for cache in facts.caches)]
+        seen = "the image's build time is unknown, so these caches may be of another build"
+        seen = f"{seen}: {places}"
+        yield known.finding(name, UNKNOWN, seen, fix=(_wipe(facts.caches),))
+    else:
+        yield from (_compare(cache, image, built, known) for cache in facts.caches)
 
 
 def _compare(cache: Cache, image: Image, built: float, known: Knowledge) -> Diagnosis:

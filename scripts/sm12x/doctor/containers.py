@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from sm12x.doctor.host import Host
@@ -107,31 +107,25 @@ _ROOTLESS = (
 )
 
 
-def engines(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
+def engines(facts: HostFacts, known: Knowledge) -> Iterator[Diagnosis]:
     name = "engine.present"
     found = facts.containers.engines
     if not found:
         # Inside a container, or where the image's files run without an engine, none is needed.
         where = f" (this is inside a container: {facts.machine.container})"
         seen = f"no docker or podman on PATH{where if facts.machine.container else ''}"
-        fix = ("sudo apt install docker.io",)
         severity = INFO if facts.machine.container else BAD
-        return [known.finding(name, severity, seen, fix=fix)]
-    findings = []
+        yield known.finding(name, severity, seen, fix=("sudo apt install docker.io",))
     works = any(not isinstance(engine.answer, Unseen) for engine in found)
     for engine in found:
         if isinstance(engine.answer, Unseen):
             seen = f"{engine.name} ({engine.program}) does not answer: {engine.answer.why}"
-            fix = (
-                ("sudo systemctl start docker",) if engine.name == "docker" else ("podman version",)
-            )
+            fix = "sudo systemctl start docker" if engine.name == "docker" else "podman version"
             # Another engine answers, so this one is not needed.
-            findings.append(known.finding(name, INFO if works else BAD, seen, fix=fix))
+            yield known.finding(name, INFO if works else BAD, seen, fix=(fix,))
         else:
             version = engine.answer.get("ServerVersion") or _podman_version(engine.answer)
-            seen = f"{engine.name} {version} ({engine.program}) answers"
-            findings.append(known.finding(name, OK, seen))
-    return findings
+            yield known.finding(name, OK, f"{engine.name} {version} ({engine.program}) answers")
 
 
 def gpu_access(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
@@ -197,24 +191,22 @@ def _by_specs(facts: HostFacts, known: Knowledge) -> Diagnosis:
     return known.finding("engine.gpus", UNKNOWN, seen, fix=(f"sudo chmod a+r {specs[0].path}",))
 
 
-def cdi(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
+def cdi(facts: HostFacts, known: Knowledge) -> Iterator[Diagnosis]:
     name = "engine.cdi"
-    findings = []
     for spec in facts.containers.specs:
         found = facts.driver.version
         if isinstance(spec.drivers, Unseen):
             seen = f"could not see a CDI spec: {spec.drivers.why}"
-            findings.append(known.finding(name, UNKNOWN, seen))
+            yield known.finding(name, UNKNOWN, seen)
         elif isinstance(found, Unseen) or not spec.drivers:
             seen = f"could not compare {spec.path} with the driver: a version is not known"
-            findings.append(known.finding(name, UNKNOWN, seen))
+            yield known.finding(name, UNKNOWN, seen)
         elif found in spec.drivers:
-            findings.append(known.finding(name, OK, f"{spec.path} is for driver {found}"))
+            yield known.finding(name, OK, f"{spec.path} is for driver {found}")
         else:
             seen = f"{spec.path} is for driver {', '.join(spec.drivers)}, loaded is {found}"
             fix = (f"sudo nvidia-ctk cdi generate --output={spec.path}",)
-            findings.append(known.finding(name, BAD, seen, fix=fix))
-    return findings
+            yield known.finding(name, BAD, seen, fix=fix)
 
 
 def _podman_version(answer: Mapping[str, object]) -> str:

@@ -47,11 +47,8 @@ def version(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     needed = next((entry for entry in known.requirements if entry.toolkit == major), None)
     whose = f"the image's CUDA {toolkit}" if toolkit else f"CUDA {major} (assumed)"
     if needed is None:
-        return [
-            known.finding(
-                name, UNKNOWN, f"could not tell which driver {whose} needs: not in the data"
-            )
-        ]
+        seen = f"could not tell which driver {whose} needs: not in the data"
+        return [known.finding(name, UNKNOWN, seen)]
     found = facts.driver.version
     if isinstance(found, Unseen):
         seen = f"could not see the driver's version: {found.why}; {whose} needs {needed.driver}"

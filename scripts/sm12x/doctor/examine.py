@@ -6,7 +6,7 @@ Nothing is written and nothing is changed.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from sm12x.doctor import caches, containers, driver, gpus, image, memory, network, serving
@@ -17,7 +17,7 @@ from sm12x.doctor.model import SEVERITIES, Diagnosis, HostFacts, HostMachine, Un
 _MARKS = {"/.dockerenv": "docker", "/run/.containerenv": "podman"}
 _GROUPS = ("docker", "kubepods", "containerd", "libpod", "lxc")
 
-_CHECKS: tuple[Callable[[HostFacts, Knowledge], list[Diagnosis]], ...] = (
+_CHECKS: tuple[Callable[[HostFacts, Knowledge], Iterable[Diagnosis]], ...] = (
     driver.answers,
     driver.version,
     driver.trouble,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -148,16 +148,13 @@ def _nvml_gpu(nvml: Any, known: Knowledge, index: int) -> Gpu:
 
 
 def _nvml_processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...] | Unseen:
-    found: dict[int, GpuProcess] = {}
     try:
-        for each in (
-            *nvml.nvmlDeviceGetComputeRunningProcesses(handle),
-            *nvml.nvmlDeviceGetGraphicsRunningProcesses(handle),
-        ):
-            found[each.pid] = GpuProcess(pid=each.pid, memory=each.usedGpuMemory)
+        compute = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        graphics = nvml.nvmlDeviceGetGraphicsRunningProcesses(handle)
     except nvml.NVMLError as error:
         return Unseen(f"NVML does not list processes: {error}")
-    return tuple(found.values())
+    listed = {one.pid: one.usedGpuMemory for one in (*compute, *graphics)}
+    return tuple(GpuProcess(pid=pid, memory=used) for pid, used in listed.items())
 
 
 def _by_smi(host: Host, known: Knowledge) -> tuple[str, list[Gpu]] | Unseen:
@@ -228,9 +225,7 @@ def _by_procfs(host: Host, known: Knowledge) -> list[Gpu]:
         lines = () if isinstance(text, Unseen) else text.splitlines()
         fields = dict(line.split(":", 1) for line in lines if ":" in line)
         name = fields.get("Model", "an NVIDIA GPU").strip()
-        gpus.append(
-            _gpu(known, index=index, name=name, bus=folder, capability=None, told_by="procfs")
-        )
+        gpus.append(_gpu(known, index=index, name=name, bus=folder, told_by="procfs"))
     return gpus
 
 
@@ -252,7 +247,6 @@ def _by_pci(host: Host, known: Knowledge) -> list[Gpu]:
                 index=len(gpus),
                 name=model.name if model else f"NVIDIA device 10de:{number or '?'}",
                 bus=bus,
-                capability=None,
                 told_by="pci",
                 model=model,
             )
@@ -266,8 +260,8 @@ def _gpu(
     index: int,
     name: str,
     bus: str,
-    capability: Device | None,
     told_by: str,
+    capability: Device | None = None,
     model: GpuModel | None = None,
 ) -> Gpu:
     model = model or known.model_of_name(name)
@@ -364,43 +358,38 @@ def image_known(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     return [known.finding(name, OK, about)]
 
 
-def code(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
+def code(facts: HostFacts, known: Knowledge) -> Iterator[Diagnosis]:
     """How each kind of GPU will run the image: natively, through PTX, or not at all."""
     if isinstance(facts.image, Unseen):
-        return []
-    findings = []
+        return
     for told, group in _alike(facts.seen_gpus):
         device = group[0].capability
         if device is None:
             seen = f"could not see how {told} runs the image: its compute capability is not known"
-            findings.append(known.finding("gpu.code", UNKNOWN, seen))
+            yield known.finding("gpu.code", UNKNOWN, seen)
         else:
             which = f"GPU {ranges(gpu.index for gpu in group)} {told}"
-            findings.append(_code(facts.image, device, which, known))
-    return findings
+            yield _code(facts.image, device, which, known)
 
 
-def leftover(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
+def leftover(facts: HostFacts, known: Knowledge) -> Iterator[Diagnosis]:
     """Memory in use on a GPU that no process owns."""
-    findings = []
     empty: list[Gpu] = []
     for gpu in facts.seen_gpus:
         if gpu.unified:
-            findings.append(_unified_leftover(facts, gpu, known))
+            yield _unified_leftover(facts, gpu, known)
         elif gpu.memory_used is None:
-            seen = (
-                f"could not see the memory used on {gpu}: the driver was not asked, or gives none"
-            )
-            findings.append(known.finding("gpu.leftover", UNKNOWN, seen))
+            why = "the driver was not asked, or gives none"
+            seen = f"could not see the memory used on {gpu}: {why}"
+            yield known.finding("gpu.leftover", UNKNOWN, seen)
         elif gpu.memory_used <= known.thresholds.leftover_gib * GIB:
             empty.append(gpu)
         else:
-            findings.append(_leftover(facts, gpu, gpu.memory_used, known))
+            yield _leftover(facts, gpu, gpu.memory_used, known)
     if empty:
         most = max(gpu.memory_used or 0 for gpu in empty)
         seen = f"GPU {ranges(gpu.index for gpu in empty)}: empty ({size(most)} in use at most)"
-        findings.append(known.finding("gpu.leftover", OK, seen))
-    return findings
+        yield known.finding("gpu.leftover", OK, seen)
 
 
 def unified(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
@@ -459,22 +448,18 @@ def _units(library: ImageLibrary, device: Device) -> Counter[str]:
     return Counter({PTX if any(compiles_on(arch, device) for arch in library.ptx) else NONE: 1})
 
 
-def split(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
+def split(facts: HostFacts, known: Knowledge) -> Iterator[Diagnosis]:
     """Cards in MIG mode: a server gets a slice, while names and counts are those of the card."""
-    findings = []
     slices = ("nvidia-smi -L   # the slices, each with the name that --gpus device=... takes",)
     for gpu in facts.seen_gpus:
         asked = gpu.told_by in ("nvml", "nvidia-smi")
         if gpu.split:
-            seen = (
-                f"{gpu} is split (MIG mode): a server gets one slice and its memory, not the card"
-            )
+            seen = f"{gpu} is split (MIG mode): a server gets one slice and its memory"
             fix = (*slices, f"sudo nvidia-smi -i {gpu.index} -mig 0   # the whole card again")
-            findings.append(known.finding("gpu.split", WARN, seen, fix=fix))
+            yield known.finding("gpu.split", WARN, seen, fix=fix)
         elif gpu.split is None and asked and gpu.memory_total is None and not gpu.unified:
             seen = f"the driver gives no memory of {gpu}, as of a card that is split (MIG mode)"
-            findings.append(known.finding("gpu.split", UNKNOWN, seen, fix=slices))
-    return findings
+            yield known.finding("gpu.split", UNKNOWN, seen, fix=slices)
 
 
 def _hidden(facts: HostFacts, gpu: Gpu) -> tuple[str, tuple[str, ...]]:
@@ -537,22 +522,19 @@ def _unified_leftover(facts: HostFacts, gpu: Gpu, known: Knowledge) -> Diagnosis
     return known.finding(name, BAD, seen, fix=("sudo fuser -v /dev/nvidia*", "sudo reboot"))
 
 
-def stuck(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
+def stuck(facts: HostFacts, known: Knowledge) -> Iterator[Diagnosis]:
     """GPUs that are busy at almost no power: a kernel waits for data that does not come."""
-    findings = []
+    fix = (
+        "ncclras -f json -vv   # with requests running, and again 95 s later",
+        "sudo dmesg | grep 'NVRM: Xid'",
+    )
     for gpu in facts.seen_gpus:
         model = known.model_of_name(gpu.name)
         if model is None or not model.stuck_watts or gpu.busy is None or gpu.watts is None:
             continue
-        if gpu.busy < known.thresholds.stuck_percent or gpu.watts > model.stuck_watts:
-            continue
-        seen = f"{gpu}: {gpu.busy} % busy at {gpu.watts:.0f} W: its kernel waits and does no work"
-        fix = (
-            "ncclras -f json -vv   # with requests running, and again 95 s later",
-            "sudo dmesg | grep 'NVRM: Xid'",
-        )
-        findings.append(known.finding("gpu.stuck", WARN, seen, fix=fix))
-    return findings
+        if gpu.busy >= known.thresholds.stuck_percent and gpu.watts <= model.stuck_watts:
+            seen = f"{gpu}: {gpu.busy} % busy at {gpu.watts:.0f} W: its kernel waits, without work"
+            yield known.finding("gpu.stuck", WARN, seen, fix=fix)
 
 
 def _alike(gpus: Iterable[Gpu]) -> list[tuple[str, list[Gpu]]]:

@@ -64,14 +64,14 @@ class Host:
         """A small file, stripped. Unseen when it is missing or may not be read."""
         try:
             return self.path(absolute).read_text(encoding="utf-8", errors="replace").strip()
-        except OSError as error:
-            return Unseen(f"{absolute}: {error.strerror}")
+        # ValueError: a path that another file gave, and that has a NUL.
+        except (OSError, ValueError) as error:
+            return Unseen(f"{absolute}: {getattr(error, 'strerror', error)}")
 
     def exists(self, absolute: str | Path) -> bool:
         try:
             return self.path(absolute).exists()
-        except OSError:
-            # A folder we may not look into has to be there.
+        except OSError:  # A folder we may not look into has to be there.
             return True
 
     def number(self, absolute: str | Path) -> int | Unseen:

@@ -6,6 +6,7 @@ For host copies of sleeping models, RDMA, workers' shared memory, and GB10's uni
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 from sm12x.core.text import GIB, KIB, size
@@ -156,31 +157,29 @@ def huge_pages(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     return [known.finding(name, OK, f"mode {mode}")]
 
 
-def locked(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
+def locked(facts: HostFacts, known: Knowledge) -> Iterator[Diagnosis]:
     name = "memory.memlock"
-    findings = []
-    fixes = {
-        "this shell": ("ulimit -l unlimited   # lasting: memlock in /etc/security/limits.conf",),
-        "the docker daemon": (
-            "sudo systemctl edit docker   # [Service] LimitMEMLOCK=infinity",
-            "sudo systemctl daemon-reload && sudo systemctl restart docker",
-        ),
-    }
-    limits = {"this shell": facts.memory.memlock, "the docker daemon": facts.memory.daemon_memlock}
-    for who, limit in limits.items():
+    shell = ("ulimit -l unlimited   # lasting: memlock in /etc/security/limits.conf",)
+    daemon = (
+        "sudo systemctl edit docker   # [Service] LimitMEMLOCK=infinity",
+        "sudo systemctl daemon-reload && sudo systemctl restart docker",
+    )
+    for who, limit, fix in (
+        ("this shell", facts.memory.memlock, shell),
+        ("the docker daemon", facts.memory.daemon_memlock, daemon),
+    ):
         if isinstance(limit, Unseen):
             if facts.network.ports:
                 seen = f"could not see the limit of {who}: {limit.why}"
-                findings.append(known.finding(name, UNKNOWN, seen))
+                yield known.finding(name, UNKNOWN, seen)
         elif limit is None:
-            findings.append(known.finding(name, OK, f"{who}: unlimited"))
+            yield known.finding(name, OK, f"{who}: unlimited")
         elif facts.network.ports:
             seen = f"{who} may lock {size(limit)} only, and there are RDMA ports"
-            findings.append(known.finding(name, WARN, seen, fix=fixes[who]))
+            yield known.finding(name, WARN, seen, fix=fix)
         else:
             seen = f"{who} may lock {size(limit)}: matters for RDMA only, and no port is here"
-            findings.append(known.finding(name, INFO, seen))
-    return findings
+            yield known.finding(name, INFO, seen)
 
 
 def shared(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
@@ -218,28 +217,28 @@ def page_cache(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     return [known.finding(name, INFO, "; ".join(parts))]
 
 
-def reclaim(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
+def reclaim(facts: HostFacts, known: Knowledge) -> Iterator[Diagnosis]:
     """How the kernel gives memory back; only where the GPU takes its own from the same place."""
     name = "memory.reclaim"
-    if not facts.unified:
-        return []
     kept, swappiness, info = facts.memory.min_free, facts.memory.swappiness, facts.memory.info
+    if not facts.unified:
+        return
     if isinstance(kept, Unseen) or isinstance(swappiness, Unseen) or isinstance(info, Unseen):
         why = next(fact.why for fact in (kept, swappiness, info) if isinstance(fact, Unseen))
-        return [known.finding(name, UNKNOWN, f"could not see how memory is kept: {why}")]
-    findings = []
-    most = known.thresholds.unified_min_free_gib * GIB
-    if kept > most:
+        yield known.finding(name, UNKNOWN, f"could not see how memory is kept: {why}")
+        return
+    raised = kept > known.thresholds.unified_min_free_gib * GIB
+    swaps = bool(swappiness and info.get("SwapTotal", 0))
+    if raised:
         seen = f"vm.min_free_kbytes keeps {size(kept)}, which vLLM's check at start does not count"
         fix = (
             "grep -rn min_free_kbytes /etc/sysctl.conf /etc/sysctl.d   # take the line out",
             "sudo reboot",
         )
-        findings.append(known.finding(name, WARN, seen, fix=fix))
-    if swappiness and info.get("SwapTotal", 0):
+        yield known.finding(name, WARN, seen, fix=fix)
+    if swaps:
         seen = f"vm.swappiness is {swappiness}, with {size(info['SwapTotal'])} of swap"
         zero = "sudo sysctl vm.swappiness=0   # rather than swapoff"
-        findings.append(known.finding(name, INFO, seen, fix=(zero,)))
-    if findings:
-        return findings
-    return [known.finding(name, OK, f"min_free_kbytes {size(kept)}, swappiness {swappiness}")]
+        yield known.finding(name, INFO, seen, fix=(zero,))
+    if not raised and not swaps:
+        yield known.finding(name, OK, f"min_free_kbytes {size(kept)}, swappiness {swappiness}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from sm12x.doctor.host import Host
 from sm12x.doctor.knowledge import Knowledge
 from sm12x.doctor.model import INFO, OK, WARN, Diagnosis, Gid, HostFacts, Network, RdmaPort, Unseen
@@ -98,67 +100,51 @@ def variables(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
         seen = "none set in this shell: NCCL chooses for itself, or the recipe sets them"
         return [known.finding(name, INFO, seen)]
     wrong = [*_wrong_devices(facts), *_wrong_interfaces(facts), *_wrong_gid(facts)]
-    findings = [
+    told = " ".join(f"{key}={value}" for key, value in found.items())
+    return [
         known.finding(name, WARN, seen, fix=(f"unset {variable}",)) for variable, seen in wrong
-    ]
-    if not findings:
-        told = " ".join(f"{key}={value}" for key, value in found.items())
-        findings.append(known.finding(name, OK, told))
-    return findings
+    ] or [known.finding(name, OK, told)]
 
 
-def _wrong_devices(facts: HostFacts) -> list[tuple[str, str]]:
+def _wrong_devices(facts: HostFacts) -> Iterator[tuple[str, str]]:
     variable = "NCCL_IB_HCA"
     value = facts.network.variables.get(variable, "")
     if not value or value.startswith("^"):
-        return []
+        return
     here = {port.device for port in facts.network.ports}
     down = {port.device for port in facts.network.ports if not port.active}
     exact = value.startswith("=")
-    findings = []
     for word in value.lstrip("=").split(","):
         device = word.partition(":")[0]
         match = {name for name in here if name == device or (not exact and name.startswith(device))}
         if not match:
             told = ", ".join(sorted(here)) or "none"
-            findings.append((variable, f"{variable} names {device}, this machine has {told}"))
+            yield variable, f"{variable} names {device}, this machine has {told}"
         elif match <= down:
-            findings.append((variable, f"{variable} names {device}, which is not active"))
-    return findings
+            yield variable, f"{variable} names {device}, which is not active"
 
 
-def _wrong_interfaces(facts: HostFacts) -> list[tuple[str, str]]:
-    findings = []
+def _wrong_interfaces(facts: HostFacts) -> Iterator[tuple[str, str]]:
     for variable in _INTERFACES:
         value = facts.network.variables.get(variable, "")
-        if value.startswith("^"):
-            continue
-        for word in filter(None, value.lstrip("=").split(",")):
-            exact = value.startswith("=") or variable.startswith("GLOO")
-            if not any(
-                name == word or (not exact and name.startswith(word)) for name in facts.network.mtu
-            ):
-                findings.append((variable, f"{variable} names {word}, which is not here"))
-    return findings
+        exact = value.startswith("=") or variable.startswith("GLOO")
+        for word in filter(None, value.lstrip("=").split(",") if value[:1] != "^" else ()):
+            here = (name if exact else name[: len(word)] for name in facts.network.mtu)
+            if word not in here:
+                yield variable, f"{variable} names {word}, which is not here"
 
 
-def _wrong_gid(facts: HostFacts) -> list[tuple[str, str]]:
+def _wrong_gid(facts: HostFacts) -> Iterator[tuple[str, str]]:
     variable = "NCCL_IB_GID_INDEX"
     value = facts.network.variables.get(variable, "")
-    if not value.isdecimal():
-        return []
-    findings = []
-    for port in facts.network.ports:
-        if not port.active or not port.ethernet:
-            continue
+    active = [port for port in facts.network.ports if port.active and port.ethernet]
+    for port in active if value.isdecimal() else ():
         gid = next((gid for gid in port.gids if gid.index == int(value)), None)
         if gid is None or not gid.routable:
             what = f"{gid.kind} {gid.address}" if gid else "empty"
             better = _gid(port)
             hint = f"; RoCE v2 over IPv4 is index {better}" if better is not None else ""
-            seen = f"{variable}={value} is {what} on {port.device}{hint}"
-            findings.append((variable, seen))
-    return findings
+            yield variable, f"{variable}={value} is {what} on {port.device}{hint}"
 
 
 def _gid(port: RdmaPort) -> int | None:

@@ -53,7 +53,7 @@ _EM_AARCH64 = (183).to_bytes(2, "little")
 _MACHINE = slice(18, 20)
 # Of /proc/net/route: the destination of a default route, and the flag of one that is up.
 _EVERYWHERE, _UP = "00000000", 1
-_IPV6_EVERYWHERE = "0" * 32
+_IPV6_EVERYWHERE = ["0" * 32, "00"]
 _NCCL_PACKAGE = "nvidia-nccl-cu13"
 _FAMILY = 12
 # Addresses of one library that are named.
@@ -69,30 +69,19 @@ def routed(host: Host) -> bool | Unseen:
     four = host.text("/proc/net/route")
     if isinstance(four, Unseen):
         return four
-    for line in four.splitlines()[1:]:
-        cells = line.split()
-        if len(cells) > 3 and cells[1] == _EVERYWHERE and _flags(cells[3]) & _UP:
+    for cells in map(str.split, four.splitlines()[1:]):
+        if len(cells) > 3 and cells[1] == _EVERYWHERE and _is_up(cells[3]):
             return True
     six = host.text("/proc/net/ipv6_route")
-    lines = () if isinstance(six, Unseen) else six.splitlines()
-    return any(_is_default(line.split()) for line in lines)
-
-
-def _is_default(cells: list[str]) -> bool:
-    """Of /proc/net/ipv6_route: destination, its length, ..., flags, device. `lo` rejects."""
-    return (
-        len(cells) > 9
-        and (cells[0], cells[1]) == (_IPV6_EVERYWHERE, "00")
-        and cells[9] != "lo"
-        and bool(_flags(cells[8]) & _UP)
+    # Destination, its length, ..., flags, device; the device `lo` rejects.
+    return any(
+        len(cells) > 9 and cells[:2] == _IPV6_EVERYWHERE and cells[9] != "lo" and _is_up(cells[8])
+        for cells in map(str.split, () if isinstance(six, Unseen) else six.splitlines())
     )
 
 
-def _flags(text: str) -> int:
-    try:
-        return int(text, 16)
-    except ValueError:
-        return 0
+def _is_up(flags: str) -> bool:
+    return bool(re.fullmatch(r"[0-9A-Fa-f]{1,8}", flags)) and bool(int(flags, 16) & _UP)
 
 
 def cpus(host: Host) -> int | Unseen:

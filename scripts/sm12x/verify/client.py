@@ -327,11 +327,9 @@ class Server:
 
     def counters(self) -> Mapping[str, float] | None:
         """Every sample of /metrics by its name, summed over its labels; None where not seen."""
-        try:
-            answer = self.send("GET", "/metrics", timeout=_SOON)
-        except ServerError:
-            return None
-        return metrics(answer.text) if answer.status == HTTPStatus.OK else None
+        with suppress(ServerError):
+            return metrics(self.call("GET", "/metrics", timeout=_SOON).text)
+        return None
 
     def at_work(self) -> int | Unseen:
         """Requests that run or wait there; Unseen where /metrics does not say that none does."""

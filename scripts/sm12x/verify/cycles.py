@@ -478,8 +478,10 @@ class Run:
         seconds = time.monotonic() - began
         drafted, accepted = _spent(before, one.server.counters())
         good = [answer for answer in answers if isinstance(answer, Completion)]
-        wrong = [] if settings.random_weights else _garbled(good)
+        checked = [] if settings.random_weights else good
+        wrong = [said for found in checked if (said := judge.garbage(found.text, found.ids))]
         faults = [str(answer.message) for answer in answers if isinstance(answer, Sm12xError)]
+        said_once = list(dict.fromkeys(faults + wrong))
         known = [answer.tokens for answer in good]
         times = [answer.seconds for answer in good]
         self._stress.append(
@@ -496,19 +498,13 @@ class Run:
                 slowest_seconds=max(times, default=None),
                 drafted=drafted,
                 accepted=accepted,
-                faults=tuple(
-                    _short(one.server, said) for said in list(dict.fromkeys([*faults, *wrong]))
-                )[:_FAULTS],
+                faults=tuple(_short(one.server, said) for said in said_once[:_FAULTS]),
             )
         )
 
     def _changed(self, one: _Member) -> bool:
         """Whether the run may have changed a server's state."""
-        return bool(
-            one.touched
-            and one.identity
-            and (one.asleep is None or one.asleep != one.identity.asleep)
-        )
+        return bool(one.touched and one.identity and one.asleep != one.identity.asleep)
 
     def _restore(self) -> None:
         """Restore every server's state: first those that slept, to free the memory."""
@@ -587,10 +583,6 @@ def _parting(text: str, before: str) -> str:
 
 def _short(server: Server, text: str) -> str:
     return server.shown(text)[:_SHOWN]
-
-
-def _garbled(answers: Sequence[Completion]) -> list[str]:
-    return [wrong for one in answers if (wrong := judge.garbage(one.text, one.ids))]
 
 
 def _spent(

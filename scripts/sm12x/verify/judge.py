@@ -271,13 +271,8 @@ def _shares(turn: TurnReport) -> list[tuple[int, float]]:
 
 def _pair(before: GpuUse, asleep: GpuUse | None) -> tuple[int, int] | None:
     """Bytes before and after: of the server where both are known, else of all processes."""
-    if asleep is None:
-        return None
-    if before.held is not None and asleep.held is not None:
-        return before.held, asleep.held
-    if before.used is not None and asleep.used is not None:
-        return before.used, asleep.used
-    return None
+    pairs = ((before.held, asleep.held), (before.used, asleep.used)) if asleep else ()
+    return next(((a, b) for a, b in pairs if a is not None and b is not None), None)
 
 
 def _sleepers(turns: Sequence[TurnReport]) -> set[int]:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
-from pydantic.fields import FieldInfo
 
-from sm12x.core.declared import Declared, one_of, shown
+from sm12x.core.declared import Declared, one_of, schema, shown
 
 GOOD, BREACH, UNSEEN = "ok", "breach", "not seen"
 _VERDICTS = (GOOD, BREACH, UNSEEN)
@@ -24,9 +21,8 @@ _Count = Annotated[int, Field(ge=0)]
 _Bytes = Annotated[int, Field(ge=0)]
 
 
-def _limit(description: str) -> FieldInfo:
-    made: FieldInfo = Field(ge=0, description=description)
-    return made
+def _limit(description: str) -> Any:
+    return Field(ge=0, description=description)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +57,8 @@ class Limits(Declared):
 
 def limits() -> Iterator[tuple[str, float, str]]:
     """Name, default and meaning of each limit."""
-    hints = typing.get_type_hints(Limits, include_extras=True)
-    for field in dataclasses.fields(Limits):
-        (said,) = (one for one in hints[field.name].__metadata__ if isinstance(one, FieldInfo))
-        yield field.name, float(typing.cast(float, field.default)), str(said.description)
+    for name, about in schema(Limits)["properties"].items():
+        yield name, about["default"], about["description"]
 
 
 @dataclass(frozen=True, kw_only=True)
