@@ -98,6 +98,9 @@ def trouble(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
 
 def log(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     name = "driver.log"
+    if facts.machine.wsl:
+        seen = "could not see the driver's log: in WSL2 it is the event log of Windows"
+        return [known.finding(name, UNKNOWN, seen)]
     if isinstance(facts.log, Unseen):
         seen = f"could not see the kernel log: {facts.log.why}"
         return [known.finding(name, UNKNOWN, seen, fix=("sudo dmesg | grep NVRM",))]
@@ -107,9 +110,6 @@ def log(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
         return [known.finding(name, WARN, seen, fix=("sudo dmesg | grep NVRM", "sudo reboot"))]
     if not facts.seen_gpus:
         return []
-    if facts.machine.wsl:
-        seen = "could not see the driver's log: in WSL2 it is the event log of Windows"
-        return [known.finding(name, UNKNOWN, seen)]
     return [known.finding(name, OK, "no driver faults since boot")]
 
 

@@ -465,11 +465,11 @@ def split(facts: HostFacts, known: Knowledge) -> Iterator[Diagnosis]:
 def _hidden(facts: HostFacts, gpu: Gpu) -> tuple[str, tuple[str, ...]]:
     """Why the driver may not list every process, and where they are seen; "" if it does."""
     container = facts.machine.container
-    if facts.machine.wsl:
-        return "the processes of Windows are not listed in WSL2", ("nvidia-smi.exe",)
     if container:
         why = f"inside a container ({container}) other processes are hidden"
         return why, ("sm12x doctor   # on the host",)
+    if facts.machine.wsl:
+        return "the processes of Windows are not listed in WSL2", ("nvidia-smi.exe",)
     if gpu.split:
         return "those in slices of a split card are listed to root alone", ("sudo nvidia-smi",)
     if gpu.told_by == "nvidia-smi":

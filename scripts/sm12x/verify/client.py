@@ -43,7 +43,7 @@ KEY_VARIABLE = "VLLM_API_KEY"
 _CONNECT, _SOON = 10.0, 30.0
 # Bytes of an answer that are read: /metrics of many engines takes a few MB.
 _MOST = 16 << 20
-_CHUNK = 1 << 10
+_CHUNK = 1 << 16
 # Characters of a server's words in a message.
 _SHOWN = 200
 _HOST_AND_PORT = re.compile(r"[\w.-]+:\d+(/.*)?")
