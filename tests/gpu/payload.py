@@ -2,19 +2,23 @@
 
     python -m tests.gpu.payload --base 0.33.0 --have NAMES --out DIR
 
-DIR gets the parts of one archive, of at most 55 MiB each, and `unpack.sh`, for a host with the
-Python named by --python, torch's CUDA packages and the packages listed in the file NAMES, one a
-line. On the host, with all parts in one folder:
+DIR gets the parts of one archive, of at most 55 MiB each, `stack.tar.zst` and `unpack.sh`, for a
+host with the Python named by --python, torch's CUDA packages and the packages listed in the file
+NAMES, one a line. On the host, with all of them in one folder:
 
     sh unpack.sh TARGET
 
-leaves TARGET/stack and TARGET/stock, hard-linked: the packages of the base's lock that the host
-lacks and vLLM, as bundled and with the release's own Python and allocator. Either is used as
-PYTHONPATH, or both by tests.gpu.walk. FlashAttention 2's module is left out for its size; importing
-vLLM needs one of 2 and 3.
+leaves TARGET/stock, the packages of the base's lock that the host lacks and the official wheel of
+vLLM, and TARGET/stack, hard-linked: the same with the bundle's wheel in its place. Either is used
+as PYTHONPATH, or both by tests.gpu.walk. FlashAttention 2's module is left out for its size;
+importing vLLM needs one of 2 and 3.
 
-Both have the allocator's source besides, which tests/gpu/test_allocator.py compiles: either is its
-SM12X_TREE. With --source, given once for each third-party source as to `sm12x bundle`,
+The parts have nothing of the stack: --stack-only makes `stack.tar.zst` of DIR again, in seconds,
+with what of the bundle's wheel is not in the official one. Where TARGET/stock is there,
+`unpack.sh` makes TARGET/stack alone.
+
+Both trees have the allocator's source besides, which tests/gpu/test_allocator.py compiles: either
+is its SM12X_TREE. With --source, given once for each third-party source as to `sm12x bundle`,
 TARGET/source and TARGET/third-party are what tests.gpu.native compiles there.
 """
 
@@ -81,32 +85,40 @@ import site
 
 site.addsitedir(str(pathlib.Path(__file__).parent))
 """
+STACK = "stack.tar.zst"
 UNPACK = """\
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
+unpacked() {
+  LD_LIBRARY_PATH="$here" "$here/zstd" -dc --long=27
+}
 mkdir -p "$1"
-cat "$here"/part.* | LD_LIBRARY_PATH="$here" "$here/zstd" -dc --long=27 | tar -x -C "$1"
-cd "$1"
-if [ -d stack/torch ]; then
-  # The host's CUDA libraries, where torch looks for them.
-  site=$(cd / && python3 -c 'import torch; print(torch.__path__[0])')/..
-  mkdir -p stack/nvidia
-  for folder in "$site"/nvidia/*; do
-    [ -e "stack/nvidia/${folder##*/}" ] || ln -s "$folder" stack/nvidia/
-  done
-  [ ! -d "$site/cusparselt" ] || ln -s "$site/cusparselt" stack/
-fi
-# All processors compile Python here, for both trees, not each process of the first server. Some
-# files are templates: an error is none of the payload's.
-python3 -m compileall -qq -j 0 stack || :
-cp -al stack stock
-(cd stock && xargs -r rm -f < ../added.txt && rm -rf vllm_sleep_keep*)
-(cd untouched && find . -type f) | while read -r path; do
-  rm -f "stock/$path"
-  cp "untouched/$path" "stock/$path"
-done
+rm -rf "$1/unpacked" "$1/stack" "$1/changed.txt" "$1/removed.txt"
+[ -d "$1/stock" ] || cat "$here"/part.* | unpacked | tar -x -C "$1"
+(
+  cd "$1/stock"
+  if [ -d torch ]; then
+    # The host's CUDA libraries, where torch looks for them.
+    site=$(cd / && python3 -c 'import torch; print(torch.__path__[0])')/..
+    mkdir -p nvidia
+    for folder in "$site"/nvidia/*; do
+      [ -e "nvidia/${folder##*/}" ] || ln -s "$folder" nvidia/
+    done
+    [ -e cusparselt ] || [ ! -d "$site/cusparselt" ] || ln -s "$site/cusparselt" .
+  fi
+  # All processors compile Python here, for both trees, not each process of the first server. Some
+  # files are templates: an error is none of the payload's.
+  python3 -m compileall -qq -j 0 . || :
+)
+cp -al "$1/stock" "$1/stack"
+# A file that is written to is the other tree's too.
+unpacked <"$here/STACK" | tar -x --unlink-first -C "$1"
+cd "$1/stack"
+xargs -r rm -f <../removed.txt
+python3 -m compileall -qq -i ../changed.txt </dev/null || :
+cd ..
 touch unpacked
-"""
+""".replace("STACK", STACK)
 
 
 def wanted(base: bases.Base, have: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -153,55 +165,92 @@ def trim(folder: Path) -> None:
         path.write_text("".join(line for line in lines if not line.startswith("amd")), "utf-8")
 
 
-def untouched(base: bases.Base, wheel: Path, official: Path, folder: Path) -> tuple[str, ...]:
-    """Put the files of the release that the bundle has otherwise into ``folder``.
-
-    Returns:
-        The files of vLLM that only the bundle has.
-    """
+def changes(wheel: Path, official: Path) -> tuple[list[str], list[str]]:
+    """The files of ``wheel`` that ``official`` lacks or has otherwise, and those it has not."""
     with zipfile.ZipFile(wheel) as ours, zipfile.ZipFile(official) as theirs:
         mine, others = ({i.filename: i.CRC for i in z.infolist()} for z in (ours, theirs))
-        changed = [
-            n for n in others if n.startswith("vllm/") and mine.get(n, others[n]) != others[n]
-        ]
-        theirs.extractall(folder, changed)
-    return tuple(n for n in mine if n.startswith("vllm/") and n not in others)
+    return [name for name in mine if others.get(name) != mine[name]], sorted({*others} - {*mine})
 
 
-def add_sources(base: bases.Base, given: Mapping[str, Path], tree: Path) -> None:
-    """Put the allocator's source into ``tree``, and what native code is compiled of where
-    third-party sources are ``given``: the release's, patched, and these.
+def add_packages(
+    base: bases.Base, have: Iterable[str], python: str, official: Path, tree: Path
+) -> None:
+    """Make ``tree``/stock: the closure that the host lacks, and the official wheel."""
+    stock = tree / "stock"
+    closure, extras = wanted(base, have)
+    # As in the image, extras last: FlashInfer has a b12x/__init__.py too.
+    install([*closure, *TOOLS], stock, python)
+    if extras:
+        install(extras, stock, python)
+    with zipfile.ZipFile(official) as archive:
+        archive.extractall(stock)
+    trim(stock)
+    (stock / "sitecustomize.py").write_text(SITE, "utf-8")
+
+
+def add_stack(wheel: Path, official: Path, python: str, tree: Path) -> None:
+    """Make ``tree``/stack: what the bundle has, and the official wheel has not."""
+    stack = tree / "stack"
+    changed, removed = changes(wheel, official)
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(stack, changed)
+        # A release with a registry of sleep-mode backends. setuptools builds in the source's
+        # folder.
+        if any(name.endswith("/sleep_mode_backend.py") for name in archive.namelist()):
+            own = tree / "own"
+            context.Context(files=context.package(), large={}, folders=()).write(own)
+            install([f"{own}/sm12x/scripts/sleep-keep"], stack, python)
+            shutil.rmtree(own)
+    trim(stack)
+    (tree / "removed.txt").write_text("".join(f"{name}\n" for name in removed), "utf-8")
+    paths = sorted(path.relative_to(stack) for path in stack.rglob("*.py"))
+    (tree / "changed.txt").write_text("".join(f"{path}\n" for path in paths), "utf-8")
+
+
+def add_source(base: bases.Base, tree: Path, name: str, *, native: bool = False) -> None:
+    """Put the allocator's source into ``tree``/NAME: the patched one into "stack", else the
+    release's. With ``native``, ``tree``/source is what native code is compiled of.
     """
-    cache = layout.cache()
-    sdist = index.fetch("vllm", base.sdist.name, base.sdist.sha256, cache=cache)
-    made = tree / "made"
-    patched.prepare(base, sdist, made / "source")
-    source_tree.unpack(sdist, made / "release")
-    for source, packages in (("source", "stack"), ("release", "untouched")):
-        for path in (made / source).glob(ALLOCATOR):
-            place = tree / packages / path.relative_to(made / source)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, place)
-    if given:
+    sdist = index.fetch("vllm", base.sdist.name, base.sdist.sha256, cache=layout.cache())
+    made = tree / "made" / name
+    if name == "stack":
+        patched.prepare(base, sdist, made)
+    else:
+        source_tree.unpack(sdist, made)
+    for path in made.glob(ALLOCATOR):
+        place = tree / name / path.relative_to(made)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, place)
+    if native:
         (tree / "source").mkdir()
-        for name in NATIVE:
-            (made / "source" / name).rename(tree / "source" / name)
-        for third in third_party.collect(base, cache=cache, given=given, say=print).values():
-            if third.folder:
-                folder = tree / "third-party" / third.name
-                shutil.copytree(third.folder, folder, ignore=NOT_INCLUDED, symlinks=True)
-    shutil.rmtree(made)
+        for part in NATIVE:
+            (made / part).rename(tree / "source" / part)
+    shutil.rmtree(made.parent)
+
+
+def add_third_party(base: bases.Base, given: Mapping[str, Path], tree: Path) -> None:
+    """Make ``tree``/third-party of the sources that are ``given``."""
+    found = third_party.collect(base, cache=layout.cache(), given=given, say=print)
+    for third in found.values():
+        if third.folder:
+            folder = tree / "third-party" / third.name
+            shutil.copytree(third.folder, folder, ignore=NOT_INCLUDED, symlinks=True)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--base", required=True, choices=bases.versions())
-    parser.add_argument("--have", type=Path, required=True, help="the host's packages, one a line")
+    parser.add_argument("--have", type=Path, help="the host's packages, one a line")
     parser.add_argument("--python", default="3.12", help="the host's Python (default: 3.12)")
     parser.add_argument(
         "--source", action="append", default=[], metavar="NAME=DIR", help="a third-party source"
     )
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument(
+        "--stack-only", action="store_true", help=f"make {STACK} of an earlier DIR again"
+    )
     options = parser.parse_args()
     base = bases.load(options.base)
     wheels = sorted(layout.dist(base.version).glob("*.whl"))
@@ -210,50 +259,47 @@ def main() -> int:
     zstd = shutil.which("zstd")
     if not zstd:
         sys.exit("the host is given this machine's zstd, and there is none: install it")
-    if options.out.exists():
-        sys.exit(f"{options.out} is there already: name another folder")
+    if options.stack_only != options.out.exists():
+        has = "has no packages yet: without --stack-only they are made"
+        sys.exit(f"{options.out} {has if options.stack_only else 'is there already'}")
+    if not (options.stack_only or options.have):
+        parser.error("--have says what the host is not given")
     try:
         given = modes.parse_given(base, options.source)
     except Sm12xError as error:
         parser.error(error.message)
-    tree = options.out / "tree"
-    stack = tree / "stack"
-    closure, extras = wanted(base, options.have.read_text().splitlines())
-    # As in the image, extras last: FlashInfer has a b12x/__init__.py too.
-    install([*closure, *TOOLS], stack, options.python)
-    if extras:
-        install(extras, stack, options.python)
-    with zipfile.ZipFile(wheels[0]) as archive:
-        archive.extractall(stack)
-    # A release with a registry of sleep-mode backends. setuptools builds in the source's folder.
-    if any(stack.glob("vllm/**/sleep_mode_backend.py")):
-        own = options.out / "own"
-        context.Context(files=context.package(), large={}, folders=()).write(own)
-        install([f"{own}/sm12x/scripts/sleep-keep"], stack, options.python)
-        shutil.rmtree(own)
-    trim(stack)
-    (stack / "sitecustomize.py").write_text(SITE, "utf-8")
     pinned = base.wheels["x86_64"]
     official = index.fetch("vllm", pinned.name, pinned.sha256, cache=layout.cache())
-    added = untouched(base, wheels[0], official, tree / "untouched")
-    (tree / "added.txt").write_text("".join(f"{name}\n" for name in added), "utf-8")
-    add_sources(base, given, tree)
-    pack(tree, options.out, zstd)
+    tree = options.out / "tree"
+    if not options.stack_only:
+        add_packages(base, options.have.read_text().splitlines(), options.python, official, tree)
+        add_source(base, tree, "stock")
+        if given:
+            add_third_party(base, given, tree)
+        pack(tree, options.out / "packed", zstd)
+        words = ["split", "-b", PART, "-d", "-a", "2", f"{options.out / 'packed'}"]
+        subprocess.run([*words, f"{options.out / 'part.'}"], check=True)
+        (options.out / "packed").unlink()
+        add_unpack(options.out, zstd)
+    add_stack(wheels[0], official, options.python, tree)
+    add_source(base, tree, "stack", native=bool(given))
+    pack(tree, options.out / STACK, zstd)
     return 0
 
 
-def pack(tree: Path, out: Path, zstd: str) -> None:
-    """Make ``tree`` parts of one archive, with `unpack.sh` and the ``zstd`` that it calls."""
+def pack(tree: Path, archive: Path, zstd: str) -> None:
+    """Make ``tree`` an archive, by ``zstd``."""
     words = ["tar", "-C", f"{tree}", "-cf", "-", *sorted(path.name for path in tree.iterdir())]
     with subprocess.Popen(words, stdout=subprocess.PIPE) as tar:
-        words = [zstd, "-q", "-10", "--long=27", "-T0", "-o", f"{out / 'packed'}"]
+        words = [zstd, "-q", "-10", "--long=27", "-T0", "-f", "-o", f"{archive}"]
         subprocess.run(words, stdin=tar.stdout, check=True)
     if tar.returncode:
         sys.exit(f"tar ended with {tar.returncode}")
-    words = ["split", "-b", PART, "-d", "-a", "2", f"{out / 'packed'}", f"{out / 'part.'}"]
-    subprocess.run(words, check=True)
-    (out / "packed").unlink()
     shutil.rmtree(tree)
+
+
+def add_unpack(out: Path, zstd: str) -> None:
+    """Put `unpack.sh` into ``out``, with the ``zstd`` that it calls."""
     shutil.copy(zstd, out)
     listed = subprocess.run(["ldd", zstd], check=True, stdout=subprocess.PIPE, text=True).stdout
     for library in re.findall(r"=> (\S*/lib(?:z|lz4|lzma)\.so\S*)", listed):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -130,17 +131,58 @@ def test_sources_are_packed_without_what_no_unit_includes(
     monkeypatch.setattr(third_party, "collect", collect)
     monkeypatch.setattr(source_tree, "unpack", unpack)
     tree = tmp_path / "tree"
-    payload.add_sources(base, {"flash-attention": given} if is_given else {}, tree)
+    for name in ("stock", "stack"):
+        payload.add_source(base, tree, name, native=is_given and name == "stack")
+    if is_given:
+        payload.add_third_party(base, {"flash-attention": given}, tree)
     packed = {path.relative_to(tree).as_posix() for path in tree.rglob("*") if path.is_file()}
     compiled = {
         "source/CMakeLists.txt",
         "source/cmake/utils.cmake",
-        f"source/{ALLOCATOR}",
         "source/csrc/y.cu",
         "third-party/flash-attention/csrc/cutlass/include/x.h",
         "third-party/flash-attention/csrc/x.cu",
+        f"source/{ALLOCATOR}",
     }
-    allocators = {f"stack/{ALLOCATOR}", f"untouched/{ALLOCATOR}"}
+    allocators = {f"stack/{ALLOCATOR}", f"stock/{ALLOCATOR}"}
     assert packed == (allocators | compiled if is_given else allocators)
     assert (tree / "stack" / ALLOCATOR).read_text() == "patched"
-    assert (tree / "untouched" / ALLOCATOR).read_text() == "released"
+    assert (tree / "stock" / ALLOCATOR).read_text() == "released"
+
+
+def wheel(path: Path, files: dict[str, str]) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+    return path
+
+
+def test_what_of_a_bundle_the_official_wheel_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = "vllm/device_allocator/sleep_mode_backend.py"
+    same = {"vllm/same.py": "same", "vllm/_C.abi3.so": "native"}
+    ours = {backend: "patched", "vllm/added.py": "", "vllm-1+sm12x.dist-info/METADATA": ""}
+    official = {backend: "released", "vllm-1.dist-info/METADATA": ""}
+    installed: list[str] = []
+
+    def install(requirements: list[str], folder: Path, python: str) -> None:
+        installed.extend(requirements)
+        (folder / "vllm_sleep_keep.py").touch()
+
+    monkeypatch.setattr(payload, "install", install)
+    tree = tmp_path / "tree"
+    payload.add_stack(
+        wheel(tmp_path / "ours.whl", {**same, **ours}),
+        wheel(tmp_path / "official.whl", {**same, **official}),
+        "3.12",
+        tree,
+    )
+    packed = {path.relative_to(tree).as_posix() for path in tree.rglob("*") if path.is_file()}
+    stack = {f"stack/{name}" for name in (*ours, "vllm_sleep_keep.py")}
+    assert packed == stack | {"changed.txt", "removed.txt"}
+    assert (tree / "stack" / backend).read_text() == "patched"
+    assert (tree / "removed.txt").read_text().split() == ["vllm-1.dist-info/METADATA"]
+    changed = {backend, "vllm/added.py", "vllm_sleep_keep.py"}
+    assert {*(tree / "changed.txt").read_text().split()} == changed
+    assert [Path(name).name for name in installed] == ["sleep-keep"]
