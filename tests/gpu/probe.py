@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from tests.gpu import replies
+
 
 class Probe:
     """Methods that a worker answers to, through POST /collective_rpc."""
@@ -32,6 +34,11 @@ class Probe:
             "given_back": _given_back(),
             **_cached(),
         }
+
+    def large_reply(self, number: int, mib: int) -> replies.LargeReply:
+        """A reply of ``mib`` MiB. Of a worker in the engine's own process nothing is received."""
+        worker: Any = self
+        return replies.LargeReply(worker.rank, number, mib)
 
 
 def _cached() -> dict[str, int]:

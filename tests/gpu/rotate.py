@@ -8,12 +8,18 @@ report as `verify`. Then the server that sleeps is killed (SIGKILL): the other m
 It is started again, takes its turn and is killed while it is awake: the one that sleeps must wake
 up and answer as before. `wrong` says what was not so. With --turns the run ends after the turns.
 
+With --replies, which takes several GPUs, more turns follow those of `sm12x verify`. In each every
+rank of the one that is awake replies to a `collective_rpc` with so many MiB, beside requests. The
+replies have to be those of the ranks, in their order and to this call; texts, sleep and wake-up
+have to be as before.
+
 Exit code 1 where something is wrong, 2 where a server did not start.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import json
 import os
 import signal
@@ -22,11 +28,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.gpu import serve
+from tests.gpu import replies, serve
 
 from sm12x.core import process
 from sm12x.core.errors import ServerError
@@ -34,6 +40,8 @@ from sm12x.verify.client import Access, Server
 
 # The second model has so many layers fewer.
 FEWER = 2
+# Turns with large replies.
+TURNS = 4
 # Seconds in which the driver takes back what a killed process held.
 GRACE = 20.0
 
@@ -70,6 +78,12 @@ class Member:
     def ask(self) -> tuple[str, ...]:
         """The greedy text of each prompt. Raises ServerError."""
         return tuple(self.server.complete(prompt, serve.TOKENS).text for prompt in self.prompts)
+
+    def reply(self, number: int, mib: int) -> tuple[float, list[Any]]:
+        """Seconds and what the engine received of each rank. Raises ServerError."""
+        body = {"method": "large_reply", "args": [number, mib]}
+        answer = self.server.call("POST", "/collective_rpc", body=body)
+        return answer.seconds, json.loads(answer.text)["results"]
 
     def kill(self) -> None:
         if self.process:
@@ -152,6 +166,31 @@ def turns(
     return asleep
 
 
+def large_replies(
+    report: Report, awake: Member, asleep: Member, sizes: Sequence[int], ranks: int
+) -> None:
+    """Turns with replies of ``sizes`` MiB in between. Raises ServerError."""
+    number = 0
+    for _ in range(TURNS):
+        for mib in sizes:
+            number += 1
+            with concurrent.futures.ThreadPoolExecutor() as pool:
+                beside = pool.submit(awake.ask)
+                seconds, received = awake.reply(number, mib)
+                texts = beside.result()
+            report.add(f"{awake.name}: {mib} MiB of each rank", seconds, number=number)
+            sent = [asdict(replies.LargeReply(n, number, mib).received()) for n in range(ranks)]
+            report.expect(received == sent, f"replies to call {number} are {received}, not {sent}")
+            report.expect(
+                texts == awake.texts, f"{awake.name} answers differently beside call {number}"
+            )
+        report.same(awake, f"after call {number}")
+        report.add(f"{awake.name} asleep", awake.server.sleep(1))
+        report.add(f"{asleep.name} awake", asleep.server.wake_up())
+        awake, asleep = asleep, awake
+        report.same(awake, f"after the other's call {number}")
+
+
 def ends(report: Report, first: Member, second: Member, asleep: int) -> None:
     """The end of the first server, once asleep and once awake; ``asleep`` and errors as above."""
     awake = report.add("after the turns", 0)
@@ -192,6 +231,9 @@ def main() -> int:
     )
     parser.add_argument("--turns", action="store_true", help="without the end of a server")
     parser.add_argument(
+        "--replies", nargs="+", type=int, default=[], metavar="MIB", help="turns with large replies"
+    )
+    parser.add_argument(
         "--dummy", action="store_true", help="weights of --load-format dummy, which take no disk"
     )
     parser.add_argument("--utilization", default="0.6", help="of the GPUs' memory (default: 0.6)")
@@ -229,6 +271,10 @@ def main() -> int:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         try:
             asleep = turns(report, first, second, looks, options.out, dummy=options.dummy)
+            if options.replies:
+                # An even number of turns: the same one is awake.
+                ranks = len(os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(","))
+                large_replies(report, second, first, options.replies, ranks)
             if not options.turns:
                 ends(report, first, second, asleep)
             report.finished = True

@@ -33,7 +33,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -637,11 +637,20 @@ def rotate(report: Report, prompts: Sequence[str], cycles: int) -> None:
 
 
 def command(
-    folder: Path, model: Model, *, port: int, utilization: str, graphs: bool, flags: Sequence[str]
+    folder: Path,
+    model: Model,
+    *,
+    port: int,
+    utilization: str,
+    graphs: bool,
+    flags: Sequence[str],
+    module: Sequence[str] = ("vllm.entrypoints.openai.api_server",),
 ) -> list[str]:
-    """What starts a server of the model in ``folder``, with sleep mode."""
+    """What starts a server of the model in ``folder``, with sleep mode; ``module`` and its words
+    start it.
+    """
     return [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *(sys.executable, "-m", *module),
         *("--model", f"{folder}", "--served-model-name", "model"),
         *("--worker-extension-cls", "tests.gpu.probe.Probe"),
         *("--port", f"{port}", "--enable-sleep-mode", "--gpu-memory-utilization", utilization),
@@ -653,9 +662,14 @@ def command(
     ]
 
 
-def start(words: Sequence[str], log: Path) -> process.Background:
-    """A server whose output goes to ``log``; the environment goes before ``ENVIRONMENT``."""
-    return process.Background(words, log=log, env={**ENVIRONMENT, **os.environ})
+def start(
+    words: Sequence[str], log: Path, settings: Mapping[str, str] | None = None
+) -> process.Background:
+    """A server whose output goes to ``log``; the environment goes before ``ENVIRONMENT`` and
+    ``settings``.
+    """
+    environment = {**ENVIRONMENT, **(settings or {}), **os.environ}
+    return process.Background(words, log=log, env=environment)
 
 
 def healthy(server: process.Background, is_up: Callable[[], bool]) -> float | None:

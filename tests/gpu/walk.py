@@ -112,6 +112,10 @@ SUSPEND = (*KEEP, "--enable-nccl-comm-suspend")
 # Graphs' memory is asleep too, with vLLM's own backend alone.
 OFFLOAD = ("--sleep-mode-offload-cudagraph",)
 FEW_SEQUENCES = ("--max-num-seqs", "32")
+# MiB of a reply. Up to 24 go through shared memory.
+REPLIES = ("--replies", "128", "1024")
+# With development mode alone requests wait for the wake-up.
+REFUSING = (*KEEP, "--enable-sleep-routes")
 TP2, PP2 = ("--tensor-parallel-size", "2"), ("--pipeline-parallel-size", "2")
 
 
@@ -223,14 +227,15 @@ RUNS = (
     servers("0.33.0", "33-rotate", *TURNS, "--cycles", "100", "--serve", *KEEP, *FEW_SEQUENCES,
             limit=700),
     servers("0.21.0", "rotate", *TURNS, "--cycles", "100", "--serve", *FEW_SEQUENCES, limit=700),
-    servers("0.33.0", "33-rotate4", *LARGE4, "--cycles", "15", "--serve", *PCIE4, *KEEP,
+    servers("0.33.0", "33-rotate4", *LARGE4, "--cycles", "15", *REPLIES, "--serve", *PCIE4, *KEEP,
             *FEW_SEQUENCES, gpus=4, steps=True, limit=900),
     servers("0.33.0", "33-rotate4-stock", *LARGE4, "--cycles", "4", "--turns", "--serve", *PCIE4,
             *FEW_SEQUENCES, tree="stock", gpus=4, limit=700),
-    servers("0.33.0", "33-rotate2", *LARGE2, "--cycles", "15", "--serve", *PCIE2, *KEEP,
+    servers("0.33.0", "33-rotate2", *LARGE2, "--cycles", "15", *REPLIES, "--serve", *PCIE2, *KEEP,
             *FEW_SEQUENCES, gpus=2, limit=700),
     servers("0.33.0", "33-rotate2-stock", *LARGE2, "--cycles", "4", "--turns", "--serve", *PCIE2,
             *FEW_SEQUENCES, tree="stock", gpus=2, limit=700),
+    servers("0.33.0", "33-api-servers", "api_servers", "--serve", *REFUSING),
     servers("0.21.0", "deep", "deep"),
     servers("0.33.0", "33-deep", "deep", "--serve", *KEEP),
     servers("0.33.0", "33-deep-stock", "deep", tree="stock"),
