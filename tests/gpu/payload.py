@@ -93,7 +93,7 @@ unpacked() {
   LD_LIBRARY_PATH="$here" "$here/zstd" -dc --long=27
 }
 mkdir -p "$1"
-rm -rf "$1/unpacked" "$1/stack" "$1/changed.txt" "$1/removed.txt"
+rm -rf "$1/unpacked" "$1/stack" "$1/laid"
 [ -d "$1/stock" ] || cat "$here"/part.* | unpacked | tar -x -C "$1"
 (
   cd "$1/stock"
@@ -111,10 +111,15 @@ rm -rf "$1/unpacked" "$1/stack" "$1/changed.txt" "$1/removed.txt"
   python3 -m compileall -qq -j 0 . || :
 )
 cp -al "$1/stock" "$1/stack"
-# A file that is written to is the other tree's too.
-unpacked <"$here/STACK" | tar -x --unlink-first -C "$1"
+mkdir "$1/laid"
+unpacked <"$here/STACK" | tar -x -C "$1/laid"
+# A file that is written to would change in the other tree too.
+cp -a --remove-destination "$1/laid/." "$1"
+rm -rf "$1/laid"
 cd "$1/stack"
 xargs -r rm -f <../removed.txt
+# Python takes a folder of metadata without files for a package.
+find . -depth -path './vllm*' -type d -empty -delete
 python3 -m compileall -qq -i ../changed.txt </dev/null || :
 cd ..
 touch unpacked

@@ -9,6 +9,8 @@ import tarfile
 from dataclasses import asdict
 from pathlib import Path
 
+import pytest
+from tests.gpu import payload
 from tests.gpu.walk import UNPACKED, Run, walk
 
 PASSES = ("-m", "json.tool", "--help")
@@ -94,3 +96,40 @@ def test_a_walk_goes_on_between_commands(tmp_path: Path) -> None:
     assert lease("watch", out, 60, reports) == f"walked 0.33.0=T --gpus 1 --out {out}\n"
     with tarfile.open(reports) as archive:
         assert {Path(name).name for name in archive.getnames()} >= {"first.json", "first.txt"}
+
+
+@pytest.mark.skipif(not shutil.which("zstd"), reason="a payload takes this machine's zstd")
+def test_a_stack_is_unpacked_over_the_packages_and_again(tmp_path: Path) -> None:
+    """The stock tree stays as it is, and a further stack has nothing of the one before."""
+    zstd = f"{shutil.which('zstd')}"
+    parts, target = tmp_path / "parts", tmp_path / "target"
+    parts.mkdir()
+
+    def pack(archive: str, files: dict[str, str]) -> None:
+        tree = tmp_path / "tree"
+        for name, text in files.items():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            (tree / name).write_text(text)
+        payload.pack(tree, parts / archive, zstd)
+
+    def unpacked() -> dict[str, str]:
+        subprocess.run(["sh", f"{parts / 'unpack.sh'}", f"{target}"], check=True)
+        assert (target / UNPACKED).is_file()
+        return {
+            path.relative_to(target).as_posix(): path.read_text()
+            for path in target.rglob("*")
+            if path.is_file() and path.suffix == ".py"
+        }
+
+    stock = {"vllm/same.py": "1", "vllm/other.py": "2", "vllm-1.dist-info/METADATA": "3"}
+    pack("part.00", {f"stock/{name}": text for name, text in stock.items()})
+    payload.add_unpack(parts, zstd)
+    lists = {"removed.txt": "vllm-1.dist-info/METADATA\n", "changed.txt": "vllm/other.py\n"}
+    seen = {"stock/vllm/same.py": "1", "stock/vllm/other.py": "2", "stack/vllm/same.py": "1"}
+    for files in ({"vllm/other.py": "4", "vllm/new.py": "5"}, {"vllm/other.py": "6"}):
+        stack = {f"stack/{name}": text for name, text in files.items()}
+        pack(payload.STACK, {**stack, **lists})
+        assert unpacked() == {**seen, **stack}
+        assert not (target / "stack" / "vllm-1.dist-info").exists()
+        assert (target / "stack/vllm/same.py").samefile(target / "stock/vllm/same.py")
+        assert [*(target / "stack/vllm/__pycache__").glob("other.*.pyc")]
