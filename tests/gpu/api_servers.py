@@ -7,7 +7,9 @@ processes listen on one port: which of them has a connection is read from the ke
 a few that stay open. The engine is put to sleep through each of them in turn, and woken up through
 the next one. Once a sleep has returned, all requests to all of them have to be refused with 503 at
 once; once a wake-up has, all of them have to answer as before. Requests that come beside the two
-calls have to be answered or refused. `wrong` says what was not so.
+calls have to be answered or refused. The same holds while the sleeping engine answers nothing
+(SIGSTOP). A wake-up through one calls off a sleep through another that waits for a long request,
+which goes on. `wrong` says what was not so.
 
 Exit code 1 where something is wrong, 2 where the server did not start.
 """
@@ -16,9 +18,12 @@ from __future__ import annotations
 
 import argparse
 import collections
+import concurrent.futures
 import contextlib
 import http.client
 import json
+import os
+import re
 import signal
 import statistics
 import sys
@@ -40,6 +45,9 @@ EACH, MOST = 2, 400
 AT_ONCE, LEFT = 0.25, 20.0
 # Requests to each API server, one after the other, after each sleep.
 REFUSED = 20
+# Tokens of a request that a sleep waits for, and seconds before what comes beside it.
+LONG, PAUSE = 1500, 0.5
+ENGINE = re.compile(r"\(EngineCore\S* pid=(\d+)\)")
 # What API servers close connections after that nothing comes on: more than the run takes.
 SETTINGS = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "900"}
 
@@ -79,9 +87,10 @@ class Line:
             status, text = 0, f"{type(error).__name__}: {error}"
         return Answer(status=status, text=text, seconds=time.monotonic() - began)
 
-    def complete(self, tokens: int = serve.TOKENS) -> Answer:
+    def complete(self, **settings: Any) -> Answer:
         body = {"model": "model", "prompt": serve.PROMPTS[0], "temperature": 0}
-        return self.send("POST", "/v1/completions", {**body, "max_tokens": tokens})
+        settings = {"max_tokens": serve.TOKENS, **settings}
+        return self.send("POST", "/v1/completions", {**body, **settings})
 
     def close(self) -> None:
         self._connection.close()
@@ -145,7 +154,7 @@ class Beside:
 
 
 def refused(report: serve.Steps, lines: Mapping[int, Sequence[Line]], when: str) -> None:
-    """Requests to all, beginning with one each: all have to be refused at once."""
+    """Requests to all, one each at a time: all have to be refused at once."""
     answers = [each[0].complete() for _ in range(REFUSED) for each in lines.values()]
     seconds = [answer.seconds for answer in answers]
     statuses = collections.Counter(answer.status for answer in answers)
@@ -158,6 +167,10 @@ def refused(report: serve.Steps, lines: Mapping[int, Sequence[Line]], when: str)
     )
     report.expect({*statuses} == {503}, f"{when}: {dict(statuses)} in place of 503")
     report.expect(max(seconds) <= AT_ONCE, f"{when}: a refusal took {max(seconds):.2f} s")
+
+
+def told(report: serve.Steps, lines: Mapping[int, Sequence[Line]], when: str) -> None:
+    """All have to say that the engine sleeps."""
     for number, each in enumerate(lines.values()):
         said = each[0].send("GET", "/is_sleeping").text
         report.expect('"is_sleeping":true' in said, f"{when}: API server {number} says {said}")
@@ -173,8 +186,12 @@ def served(report: serve.Steps, lines: Mapping[int, Sequence[Line]], text: str, 
         report.expect(same, f"{name} with {answer.status}: {answer.text[:200]}")
 
 
-def turns(report: serve.Steps, lines: Mapping[int, Sequence[Line]], cycles: int) -> None:
-    """Sleeps through each API server in turn, and wake-ups through the next one."""
+def turns(report: serve.Steps, lines: Mapping[int, Sequence[Line]], cycles: int) -> str:
+    """Sleeps through each API server in turn, and wake-ups through the next one.
+
+    Returns:
+        The text that all of them answer with.
+    """
     order = list(lines.values())
     text = order[0][0].complete().completion
     report.expect(bool(text), "no answer before the first sleep")
@@ -190,12 +207,55 @@ def turns(report: serve.Steps, lines: Mapping[int, Sequence[Line]], cycles: int)
                 report.expect(answer.status == 200, f"{name}: {answer.status} {answer.text[:200]}")
                 if call == "sleep":
                     refused(report, lines, f"after {name}")
+                    told(report, lines, f"after {name}")
             statuses = dict(collections.Counter(one.status for one in beside.answers))
             report.add(f"requests beside {name}", 0, statuses=statuses)
             # Their texts are no matter: a sleep cuts them off, and each is in a batch of its own.
             report.expect({*statuses} <= {200, 503}, f"beside {name}: {statuses}")
             if call == "wake_up":
                 served(report, lines, text, f"after {name}")
+    return text
+
+
+def silent(
+    report: serve.Steps, lines: Mapping[int, Sequence[Line]], text: str, engine: int
+) -> None:
+    """Requests to a sleeping ``engine`` that answers nothing."""
+    first, *_, last = lines.values()
+    report.expect(first[0].send("POST", "/sleep").status == 200, "no sleep of an engine to stop")
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        refused(report, lines, "with the engine stopped")
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    report.expect(last[0].send("POST", "/wake_up").status == 200, "no wake-up of a stopped engine")
+    served(report, lines, text, "after the engine was stopped")
+
+
+def called_off(report: serve.Steps, lines: Mapping[int, Sequence[Line]], text: str) -> None:
+    """A sleep that waits for a long request, and a wake-up through another API server."""
+    first, *_, last = lines.values()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        long = pool.submit(first[1].complete, max_tokens=LONG, ignore_eos=True)
+        time.sleep(PAUSE)
+        asleep = pool.submit(first[0].send, "POST", "/sleep?mode=wait")
+        time.sleep(PAUSE)
+        beside = last[0].complete()
+        awake = last[1].send("POST", "/wake_up")
+        going = not long.done()
+        answers = {
+            "request": beside, "wake_up": awake, "sleep": asleep.result(), "long": long.result()
+        }  # fmt: skip
+    for name, answer in answers.items():
+        report.add(f"{name} beside a sleep that waits", answer.seconds, status=answer.status)
+    statuses = {name: answer.status for name, answer in answers.items()}
+    report.expect(going, "the long request had ended before the wake-up: nothing waited for it")
+    expected = {"request": 503, "wake_up": 200, "sleep": 409, "long": 200}
+    report.expect(statuses == expected, f"beside a sleep that waits: {statuses}")
+    ended = json.loads(answers["long"].text) if answers["long"].status == 200 else {}
+    tokens = ended.get("usage", {}).get("completion_tokens")
+    report.expect(tokens == LONG, f"the long request has {tokens} tokens")
+    served(report, lines, text, "after a sleep was called off")
 
 
 def main() -> int:
@@ -237,7 +297,12 @@ def main() -> int:
             held = sorted(len(each) for each in lines.values())
             report.add("connections", 0, held=held)
             if held == [EACH] * options.count:
-                turns(report, lines, options.cycles)
+                text = turns(report, lines, options.cycles)
+                called_off(report, lines, text)
+                engine = ENGINE.search(server.log.read_text(errors="replace"))
+                report.expect(engine is not None, "the log names no process of the engine")
+                if engine:
+                    silent(report, lines, text, int(engine[1]))
                 report.finished = True
             else:
                 report.expect(False, f"{options.count} API servers have {held} connections")

@@ -41,7 +41,7 @@ class Line:
         text = f'{{"is_sleeping":{"true" if self._asleep else "false"}}}'
         return Answer(status=200, text=text, seconds=0.01)
 
-    def complete(self, tokens: int = 1) -> Answer:
+    def complete(self, **settings: Any) -> Answer:
         self._last = next(self._answers, self._last)
         return self._last
 
@@ -71,6 +71,7 @@ def test_requests_of_a_sleeping_engine_are_refused_at_once(
 ) -> None:
     lines: Any = {1: [Line(REFUSED)], 2: [other]}
     api_servers.refused(report, lines, "asleep")
+    api_servers.told(report, lines, "asleep")
     assert len(report.wrong) == wrong
 
 
