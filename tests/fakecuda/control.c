@@ -301,6 +301,22 @@ uint64_t fakecuda_registered_bytes(void) {
   return sum;
 }
 
+static unsigned contexts;
+
+void fakecuda_use_context(int device) {
+  pthread_mutex_lock(&lock);
+  contexts |= 1u << device;
+  pthread_mutex_unlock(&lock);
+}
+
+unsigned fakecuda_contexts(void) {
+  pthread_mutex_lock(&lock);
+  unsigned created = contexts;
+  contexts = 0;
+  pthread_mutex_unlock(&lock);
+  return created;
+}
+
 void fakecuda_capture(int on) {
   pthread_mutex_lock(&lock);
   capturing = on;

@@ -127,6 +127,10 @@ void fakecuda_begin_work(int device, uint64_t address, size_t size);
 uint64_t fakecuda_work_in_flight(void);
 uint64_t fakecuda_violations(void);
 
+/* The devices, as bits, on which the runtime has created contexts since it was last asked: a thread
+ * that has set no device creates one on the first. */
+unsigned fakecuda_contexts(void);
+
 /* Bytes of host memory that are registered. */
 uint64_t fakecuda_registered_bytes(void);
 /* Whether a thread captures a CUDA graph: others may then not make unsafe calls, unless relaxed. */
@@ -146,6 +150,7 @@ void fakecuda_reset(void);
 int fakecuda_copy(uint64_t to, uint64_t from, size_t size);
 int fakecuda_fill(uint64_t to, int value, size_t size);
 int fakecuda_enter(const char *function);
+void fakecuda_use_context(int device);
 int fakecuda_synchronize_device(int device);
 int fakecuda_copy_async(uint64_t to, uint64_t from, size_t size, int device, const void *stream);
 void fakecuda_synchronize_stream(const void *stream);

@@ -45,16 +45,23 @@ static atomic_int streams;
 /* cudaErrorStreamCaptureUnsupported */
 static int unsafe(void) { return fakecuda_is_capturing() && capture_mode != 2 ? 900 : 0; }
 
+/* Count the call of a function that creates a context on the thread's device where it has none. */
+static int enter_context(const char *function) {
+  fakecuda_use_context(current);
+  return fakecuda_enter(function);
+}
+
 int cudaSetDevice(int device) {
   int result = fakecuda_enter("cudaSetDevice");
   if (result != 0) return result;
   if (device < 0 || device >= FAKECUDA_DEVICES) return CUDA_ERROR_INVALID_DEVICE;
   current = device;
+  fakecuda_use_context(current);
   return 0;
 }
 
 int cudaDeviceSynchronize(void) {
-  int result = fakecuda_enter("cudaDeviceSynchronize");
+  int result = enter_context("cudaDeviceSynchronize");
   return result != 0 ? result : fakecuda_synchronize_device(current);
 }
 
@@ -86,7 +93,7 @@ int cudaMemset(void *pointer, int value, size_t size) {
 }
 
 int cudaMemcpy(void *to, const void *from, size_t size, int kind) {
-  int result = fakecuda_enter("cudaMemcpy");
+  int result = enter_context("cudaMemcpy");
   if (result != 0) return result;
   if (kind < 0 || kind > 4) return 21; /* cudaErrorInvalidMemcpyDirection */
   return fakecuda_copy((uint64_t)(uintptr_t)to, (uint64_t)(uintptr_t)from, size);
@@ -109,19 +116,19 @@ int cudaIpcOpenMemHandle(void **pointer, ipc_handle handle, unsigned int flags) 
 }
 
 int cudaHostRegister(void *pointer, size_t size, unsigned int flags) {
-  int result = fakecuda_enter("cudaHostRegister");
+  int result = enter_context("cudaHostRegister");
   if (result == 0) result = unsafe();
   if (result == 0 && flags > 15) result = CUDA_ERROR_INVALID_VALUE;
   return result != 0 ? result : fakecuda_register_host((uint64_t)(uintptr_t)pointer, size);
 }
 
 int cudaHostUnregister(void *pointer) {
-  int result = fakecuda_enter("cudaHostUnregister");
+  int result = enter_context("cudaHostUnregister");
   return result != 0 ? result : fakecuda_unregister_host((uint64_t)(uintptr_t)pointer);
 }
 
 int cudaStreamCreateWithFlags(void **stream, unsigned int flags) {
-  int result = fakecuda_enter("cudaStreamCreateWithFlags");
+  int result = enter_context("cudaStreamCreateWithFlags");
   if (result == 0) result = unsafe();
   if (result == 0 && flags > 1) result = CUDA_ERROR_INVALID_VALUE;
   if (result != 0) return result;
@@ -133,14 +140,14 @@ int cudaStreamCreateWithFlags(void **stream, unsigned int flags) {
 }
 
 int cudaStreamSynchronize(void *stream) {
-  int result = fakecuda_enter("cudaStreamSynchronize");
+  int result = enter_context("cudaStreamSynchronize");
   if (result == 0) result = unsafe();
   if (result == 0) fakecuda_synchronize_stream(stream);
   return result;
 }
 
 int cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, void *stream) {
-  int result = fakecuda_enter("cudaMemcpyAsync");
+  int result = enter_context("cudaMemcpyAsync");
   if (result != 0) return result;
   if (kind < 0 || kind > 4) return 21; /* cudaErrorInvalidMemcpyDirection */
   if (stream == NULL) return CUDA_ERROR_INVALID_VALUE; /* the default stream: not stood in for */

@@ -72,6 +72,7 @@ class Standin:
         self._function("set_capacity", None, u64)
         self._function("copy", ctypes.c_int, u64, u64, ctypes.c_size_t)
         self._function("registered_bytes", u64)
+        self._function("contexts", ctypes.c_uint)
         self._function("capture", None, ctypes.c_int)
         self._function("share", None, u64)
         self._function("shared_peak", u64)
@@ -149,6 +150,11 @@ class Standin:
 
     def work_in_flight(self) -> int:
         return int(self.driver.fakecuda_work_in_flight())
+
+    def contexts(self) -> set[int]:
+        """The devices on which the runtime has created contexts since this was last asked."""
+        bits = self.driver.fakecuda_contexts()
+        return {device for device in range(DEVICES) if bits >> device & 1}
 
     def registered(self) -> int:
         """Bytes of host memory that are registered."""
