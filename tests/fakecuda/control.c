@@ -82,7 +82,7 @@ uint64_t fakecuda_live_mappings(void) {
 uint64_t fakecuda_live_reservations(void) {
   pthread_mutex_lock(&lock);
   uint64_t count = 0;
-  for (reservation *r = reservations; r != NULL; r = r->next) count += (uint64_t)r->live;
+  for (reservation *r = reservations; r != NULL; r = r->next) count += 1;
   pthread_mutex_unlock(&lock);
   return count;
 }
@@ -133,7 +133,7 @@ void fakecuda_reset(void) {
     memories->held = 0;
     drop_if_unused(memories);
   }
-  for (reservation *r = reservations; r != NULL; r = r->next) r->live = 0;
+  while (reservations != NULL) release_address(reservations->base, reservations->size);
   for (function *f = functions; f->name != NULL; ++f) f->calls = f->fail_from = 0;
   memset(attributes, 0, sizeof attributes);
   while (host_ranges != NULL) {

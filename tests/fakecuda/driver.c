@@ -136,8 +136,8 @@ CUresult cuMemAddressReserve(CUdeviceptr *pointer, size_t size, size_t alignment
   if (result == 0 && (!aligned(size) || (alignment & (alignment - 1)) != 0 || flags != 0)) {
     result = CUDA_ERROR_INVALID_VALUE;
   }
-  /* `at` is a hint, followed where that address was freed before; a test may have it ignored. */
-  if (result == 0 && at != 0 && !hints_ignored && reserve_again(at, size)) {
+  /* `at` is a hint, followed where that range is free; a test may have it ignored. */
+  if (result == 0 && at != 0 && !hints_ignored && reserve_at(at, size)) {
     *pointer = at;
   } else if (result == 0) {
     result = reserve(pointer, size, alignment, at);
@@ -234,11 +234,12 @@ CUresult cuMemFree(CUdeviceptr pointer) {
   if (result == 0) {
     result = CUDA_ERROR_INVALID_VALUE;
     for (reservation *r = reservations; r != NULL; r = r->next) {
-      if (!r->live || r->base != pointer) continue;
+      if (r->base != pointer) continue;
       /* Freeing waits for the device, unlike unmapping. */
       for (int device = 0; device < FAKECUDA_DEVICES; ++device) drain(device);
-      result = unmap(pointer, r->size);
-      if (result == 0) result = release_address(pointer, r->size);
+      uint64_t size = r->size;
+      result = unmap(pointer, size);
+      if (result == 0) result = release_address(pointer, size);
       break;
     }
   }

@@ -22,6 +22,9 @@ int capturing;
 uint64_t shared_limit;
 uint64_t shared_peak;
 uint64_t host_taken;
+/* Device address space: without access where nothing is mapped. */
+#define SPACE ((uint64_t)1 << 40)
+static uint64_t space;
 static CUmemGenericAllocationHandle next_id = 0x7fa0000001ull;
 uint64_t capacity;
 uint64_t violations;
@@ -116,16 +119,13 @@ static int overlap(uint64_t a, uint64_t a_size, uint64_t b, uint64_t b_size) {
 
 static reservation *reservation_holding(uint64_t base, uint64_t size) {
   for (reservation *r = reservations; r != NULL; r = r->next) {
-    if (r->live && base >= r->base && size <= r->size && base - r->base <= r->size - size) return r;
+    if (base >= r->base && size <= r->size && base - r->base <= r->size - size) return r;
   }
   return NULL;
 }
 
 int is_device_range(uint64_t base, uint64_t size) {
-  for (reservation *r = reservations; r != NULL; r = r->next) {
-    if (overlap(base, size, r->base, r->size)) return 1;
-  }
-  return 0;
+  return space != 0 && overlap(base, size, space, SPACE);
 }
 
 int mapped_state(uint64_t base, uint64_t size) {
@@ -217,51 +217,60 @@ CUresult create(CUmemGenericAllocationHandle *handle, uint64_t size, int device)
   return CUDA_SUCCESS;
 }
 
-CUresult reserve(CUdeviceptr *pointer, uint64_t size, uint64_t alignment, uint64_t avoided) {
-  if (alignment < FAKECUDA_GRANULARITY) alignment = FAKECUDA_GRANULARITY;
-  /* As driver 580 does: the lowest freed range that fits, so that a stale address may be another
-   * block's. (It did not hand out a released handle again.) */
-  reservation *freed = NULL;
-  for (reservation *r = reservations; r != NULL; r = r->next) {
-    if (r->live || r->size != size || r->base % alignment != 0 || r->base == avoided) continue;
-    if (freed == NULL || r->base < freed->base) freed = r;
-  }
-  if (freed != NULL) {
-    freed->live = 1;
-    *pointer = freed->base;
-    return CUDA_SUCCESS;
-  }
-  void *at = mmap(NULL, size + alignment, PROT_NONE,
-                  MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (at == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
-  uint64_t start = (uint64_t)(uintptr_t)at;
-  uint64_t base = (start + alignment - 1) / alignment * alignment;
-  if (base != start) munmap(at, base - start);
-  if (base + size != start + size + alignment) {
-    munmap((void *)(uintptr_t)(base + size), start + alignment - base);
-  }
+static void add_reservation(uint64_t base, uint64_t size) {
   reservation *made = calloc(1, sizeof *made);
   if (made == NULL) abort();
-  *made = (reservation){.next = reservations, .base = base, .size = size, .live = 1};
-  reservations = made;
+  reservation **at = &reservations;
+  while (*at != NULL && (*at)->base < base) at = &(*at)->next;
+  *made = (reservation){.next = *at, .base = base, .size = size};
+  *at = made;
+}
+
+/* The lowest range that is free and fits. Real drivers do so with what was freed (driver 580; it
+ * did not hand out a released handle again): a stale address may be that of another block, or
+ * within another block, of any size. */
+CUresult reserve(CUdeviceptr *pointer, uint64_t size, uint64_t alignment, uint64_t avoided) {
+  if (alignment < FAKECUDA_GRANULARITY) alignment = FAKECUDA_GRANULARITY;
+  if (space == 0) {
+    /* Aligned to more than any test asks for. */
+    void *at = mmap(NULL, 2 * SPACE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (at == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
+    space = ((uint64_t)(uintptr_t)at + SPACE - 1) / SPACE * SPACE;
+  }
+  uint64_t base = space;
+  for (reservation *r = reservations;; r = r->next) {
+    if (avoided != 0 && overlap(base, size, avoided, size)) {
+      base = (avoided + size + alignment - 1) / alignment * alignment;
+    }
+    if (r == NULL || base + size <= r->base) break;
+    if (base < r->base + r->size) {
+      base = (r->base + r->size + alignment - 1) / alignment * alignment;
+    }
+  }
+  if (size > SPACE || base - space > SPACE - size) return CUDA_ERROR_OUT_OF_MEMORY;
+  add_reservation(base, size);
   *pointer = base;
   return CUDA_SUCCESS;
 }
 
-int reserve_again(uint64_t base, uint64_t size) {
+int reserve_at(uint64_t base, uint64_t size) {
+  if (space == 0 || base < space || size > SPACE || base - space > SPACE - size) return 0;
   for (reservation *r = reservations; r != NULL; r = r->next) {
-    if (!r->live && r->base == base && r->size == size) return r->live = 1;
+    if (overlap(base, size, r->base, r->size)) return 0;
   }
-  return 0;
+  add_reservation(base, size);
+  return 1;
 }
 
 CUresult release_address(uint64_t base, uint64_t size) {
-  for (reservation *r = reservations; r != NULL; r = r->next) {
-    if (!r->live || r->base != base || r->size != size) continue;
+  for (reservation **at = &reservations; *at != NULL; at = &(*at)->next) {
+    reservation *r = *at;
+    if (r->base != base || r->size != size) continue;
     for (mapping *m = mappings; m != NULL; m = m->next) {
       if (overlap(base, size, m->base, m->size)) return CUDA_ERROR_INVALID_VALUE;
     }
-    r->live = 0;
+    *at = r->next;
+    free(r);
     return CUDA_SUCCESS;
   }
   return CUDA_ERROR_INVALID_VALUE;

@@ -25,7 +25,6 @@ typedef struct reservation {
   struct reservation *next;
   uint64_t base;
   uint64_t size;
-  int live; /* freed ranges stay without access until they are handed out again: see reserve */
 } reservation;
 
 typedef struct mapping {
@@ -65,7 +64,7 @@ typedef struct function {
 
 extern pthread_mutex_t lock;
 extern physical *memories;
-extern reservation *reservations;
+extern reservation *reservations; /* the lowest first */
 extern mapping *mappings;
 extern work *works; /* the oldest first */
 extern host_range *host_ranges;
@@ -95,7 +94,7 @@ int enter(const char *name);
 /* Note the call and its result in the trace; the result. */
 __attribute__((format(printf, 2, 3))) int done(int result, const char *format, ...);
 
-/* Whether any byte of the range is, or once was, device address space. */
+/* Whether any byte of the range is in device address space, reserved or not. */
 int is_device_range(uint64_t base, uint64_t size);
 /* As fakecuda_mapped. */
 int mapped_state(uint64_t base, uint64_t size);
@@ -110,8 +109,8 @@ int shared_room(uint64_t size);
 CUresult create(CUmemGenericAllocationHandle *handle, uint64_t size, int device);
 
 CUresult reserve(CUdeviceptr *pointer, uint64_t size, uint64_t alignment, uint64_t avoided);
-/* A range that was freed is there still, without access: it can be reserved again where it was. */
-int reserve_again(uint64_t base, uint64_t size);
+/* Reserve exactly this range, if all of it is free device address space. */
+int reserve_at(uint64_t base, uint64_t size);
 CUresult release_address(uint64_t base, uint64_t size);
 CUresult map(uint64_t base, uint64_t size, physical *memory);
 CUresult unmap(uint64_t base, uint64_t size);

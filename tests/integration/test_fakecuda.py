@@ -165,13 +165,22 @@ def test_memory_is_held_until_released_and_unmapped(driver: Driver) -> None:
 def test_a_freed_address_is_handed_out_again(driver: Driver) -> None:
     """As a real driver does (measured with 580.159); a released handle is not."""
     addresses = [driver.reserve()[1] for _ in range(3)]
-    assert driver.free_address(addresses[2]) == 0
     assert driver.free_address(addresses[1]) == 0
-    assert driver.reserve(2 * GRANULARITY)[1] not in addresses, "of another size"
-    assert sorted(driver.reserve()[1] for _ in range(2)) == sorted(addresses[1:])
+    assert driver.free_address(addresses[0]) == 0
+    assert [driver.reserve()[1] for _ in range(2)] == addresses[:2]
     _, handle = driver.create()
     assert driver.release(handle) == 0
     assert driver.create()[1] != handle
+
+
+def test_a_freed_address_is_handed_out_for_another_size(driver: Driver) -> None:
+    addresses = [driver.reserve()[1] for _ in range(4)]
+    for freed in addresses[:2]:
+        assert driver.free_address(freed) == 0
+    assert driver.reserve(3 * GRANULARITY)[1] > addresses[3], "there is no room for it below"
+    assert driver.reserve(2 * GRANULARITY)[1] == addresses[0], "a larger block"
+    assert driver.free_address(addresses[0], 2 * GRANULARITY) == 0
+    assert [driver.reserve()[1] for _ in range(2)] == addresses[:2], "smaller blocks"
 
 
 def test_a_reused_address_has_nothing_of_before(driver: Driver) -> None:
