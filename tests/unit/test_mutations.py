@@ -83,30 +83,41 @@ def test_a_patch_is_found_by_the_beginning_of_its_name(name: str, found: str | N
 
 def test_a_mutation_changes_the_one_place(tmp_path: Path, tree: Path) -> None:
     stack = _stack("0001-Correct-it.patch")
-    mutants, findings = mutations.kept(_base(tmp_path, _entry()), stack, tree)
+    mutants, findings = mutations.kept(_base(tmp_path, _entry()), stack, tree, tmp_path)
     (mutant,) = mutants
     assert findings == []
     assert (mutant.stale, mutant.text.split("\n")[1]) == ("", "two = 1")
-    assert mutations.check(_base(tmp_path, _entry()), stack, tree) == []
+    assert mutations.check(_base(tmp_path, _entry()), stack, tree, tmp_path) == []
 
 
 @pytest.mark.parametrize("find", ["two = 3", "two", "", "two = 1"])
 def test_a_stale_mutation_is_found(tmp_path: Path, tree: Path, find: str) -> None:
     base, stack = _base(tmp_path, _entry(find=find)), _stack("0001-Correct-it.patch")
-    (mutant,) = mutations.kept(base, stack, tree)[0]
+    (mutant,) = mutations.kept(base, stack, tree, tmp_path)[0]
     assert mutant.stale
-    (finding,) = mutations.check(base, stack, tree)
+    (finding,) = mutations.check(base, stack, tree, tmp_path)
     assert finding.line == 2
     # Without the source there is no text to compare.
-    assert mutations.check(base, stack, None) == []
+    assert mutations.check(base, stack, None, tmp_path) == []
 
 
 def test_a_mutation_of_a_file_that_the_patch_does_not_change_is_stale(
     tmp_path: Path, tree: Path
 ) -> None:
     base = _base(tmp_path, _entry().replace("vllm/a.py", "vllm/b.py"))
-    (mutant,) = mutations.kept(base, _stack("0001-Correct-it.patch"), tree)[0]
+    (mutant,) = mutations.kept(base, _stack("0001-Correct-it.patch"), tree, tmp_path)[0]
     assert "vllm/b.py" in mutant.stale
+
+
+def test_a_mutation_of_the_package_is_made_on_the_checkout(tmp_path: Path, tree: Path) -> None:
+    # GIVEN a checkout with the package that the witnesses of a patch run
+    file = f"{mutations.PACKAGE}/a.py"
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).write_text((tree / "vllm" / "a.py").read_text())
+    base = _base(tmp_path, _entry().replace("vllm/a.py", file))
+    # THEN a file of it is mutated as one that the patch changes
+    (mutant,) = mutations.kept(base, _stack("0001-Correct-it.patch"), tree, tmp_path)[0]
+    assert (mutant.stale, mutant.text.split("\n")[1]) == ("", "two = 1")
 
 
 def test_what_is_wrong_with_the_list(tmp_path: Path) -> None:
@@ -116,11 +127,11 @@ def test_what_is_wrong_with_the_list(tmp_path: Path) -> None:
         _entry("Mended"),
         _entry("Correct", more='by = "tests/witness/test_other.py::test_x"\n'),
     )
-    findings = mutations.check(base, stack, None)
+    findings = mutations.check(base, stack, None, tmp_path)
     assert [finding.line for finding in findings] == [2, 1, 9]
     assert "0002-Add.patch" in findings[1].message
     assert "test_other" in findings[2].message
-    assert mutations.kept(base, stack, tmp_path)[1] == findings[:1]
+    assert mutations.kept(base, stack, tmp_path, tmp_path)[1] == findings[:1]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +148,7 @@ def test_a_list_that_is_wrong_is_refused(tmp_path: Path, old: str, new: str) -> 
 def test_no_list_is_no_mutation(tmp_path: Path) -> None:
     base = cast(bases.Base, SimpleNamespace(folder=tmp_path, version="1.0"))
     assert mutations.load(base) == ()
-    assert mutations.check(base, _stack("0001-Correct-it.patch"), None) == []
+    assert mutations.check(base, _stack("0001-Correct-it.patch"), None, tmp_path) == []
     with pytest.raises(BadFileError):
         mutate.require(base)
 

@@ -1,4 +1,4 @@
-"""The package with the sleep-mode backend, and what it has in common with the stack."""
+"""The package with the sleep-mode backend: its metadata, and where it is used."""
 
 from __future__ import annotations
 
@@ -14,25 +14,6 @@ from sm12x.runtime import serve, sleep_backend
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "scripts" / "sleep-keep"
-
-
-def added(stack: Path, name: str) -> list[str]:
-    """A file that a patch of the stack adds, as text."""
-    found: list[str] = []
-    for patch in sorted(stack.glob("*.patch")):
-        for part in patch.read_text(encoding="utf-8").split("\ndiff --git ")[1:]:
-            if part.startswith(f"a/{name} ") and "\nnew file mode " in part:
-                lines = part.partition("\n@@ ")[2].splitlines()[1:]
-                found.append("".join(f"{line[1:]}\n" for line in lines if line.startswith("+")))
-    return found
-
-
-def test_the_stack_and_the_package_have_one_implementation() -> None:
-    # GIVEN the file as a patch of 0.21.0 adds it
-    texts = added(ROOT / "patches" / "0.21.0", "vllm/device_allocator/host_copies.py")
-    # THEN it is the package's
-    own = (PACKAGE / "vllm_sleep_keep" / "host_copies.py").read_text(encoding="utf-8")
-    assert texts == [own], "copy the one to the other, and `sm12x patch refresh`"
 
 
 def test_vllm_finds_the_package() -> None:

@@ -51,6 +51,8 @@ class Settings:
     # Keep host copies, as the tree does, or the package for it.
     host_copies: bool = False
     plugin: bool = False
+    # Failing calls of the driver, interrupts, and threads.
+    trouble: bool = True
 
 
 @dataclass
@@ -119,7 +121,11 @@ class Fuzzer:
 
     def trouble(self) -> str:
         """What is done to the next call: nothing, a failing driver, an interrupt, a thread."""
-        kind = self.chance.choice(("", "", "driver", "interrupt", "both", "thread"))
+        if not self.settings.trouble:
+            return ""
+        kinds = ["", "", "driver", "interrupt", "both", "thread"]
+        # The older drivers keep the operations of their seeds.
+        kind = self.chance.choice([*kinds, "twice", "order"] if self.settings.plugin else kinds)
         if kind in ("driver", "both"):
             keeps = self.settings.host_copies or self.settings.plugin
             more = MORE_FUNCTIONS if keeps else ()
@@ -150,13 +156,16 @@ class Fuzzer:
                 problem.append(error)
                 raise
 
-        if kind in ("interrupt", "both"):
+        if kind in ("interrupt", "both", "twice"):
             opcodes = self.chance.random() < 0.5
             at = self.chance.randint(1, 700 if opcodes else 120)
-            if raise_at(guarded, at, opcodes=opcodes).where:
+            again = self.chance.randint(1, 40) if kind == "twice" else 0
+            if raise_at(guarded, at, opcodes=opcodes, again=again).where:
                 self.counts["interrupts"] += 1
         elif kind == "thread":
             self.with_thread(guarded)
+        elif kind == "order":
+            self.with_forced_order(guarded)
         else:
             try:
                 guarded()
@@ -205,6 +214,59 @@ class Fuzzer:
             self.blocks += made
             self.counts["threads"] += 1
 
+    def with_forced_order(self, call: Any) -> None:
+        """Another thread frees a block; where it waits for the device, it lets the call go on.
+
+        So copies are issued between that wait and whatever the free callback does after it.
+        """
+        if not self.blocks:
+            call()
+            return
+        victim = self.blocks.pop(self.chance.randrange(len(self.blocks)))
+        first, more = self.chance.randint(1, 3), self.chance.randint(1, 3)
+        owner, name = self.world.copier
+        copy, wait = getattr(owner, name), self.world.synchronize
+        accelerator = self.world.torch.accelerator
+        started, issued = threading.Event(), threading.Event()
+        copies: list[int] = []
+
+        def waits_and_lets_go_on(device: Any = None) -> None:
+            wait(device)
+            if threading.current_thread() is thread:
+                started.set()
+                # The call may have no copy left.
+                issued.wait(0.05)
+
+        def free() -> None:
+            self.world.free_raw(victim.address, victim.size)
+            started.set()
+
+        def counted(*arguments: Any) -> None:
+            copies.append(0)
+            if len(copies) == first:
+                thread.start()
+                started.wait(1)
+            copy(*arguments)
+            if len(copies) == first + more:
+                issued.set()
+
+        thread = threading.Thread(target=free)
+        setattr(owner, name, counted)
+        accelerator.synchronize = waits_and_lets_go_on
+        try:
+            call()
+        except RuntimeError:
+            self.counts["failures"] += 1
+        finally:
+            setattr(owner, name, copy)
+            issued.set()
+            if thread.ident is None:
+                free()
+            else:
+                thread.join()
+            accelerator.synchronize = wait
+            self.counts["orders"] += 1
+
     # ---- operations ----
 
     def malloc(self) -> None:
@@ -226,9 +288,12 @@ class Fuzzer:
         self.write(block)
 
     def free(self) -> None:
-        if not self.blocks:
+        # An untouched allocator does not survive that a block is freed while it sleeps.
+        blocks = self.blocks if self.settings.trouble else self.awake()
+        if not blocks:
             return
-        block = self.blocks.pop(self.chance.randrange(len(self.blocks)))
+        block = blocks[self.chance.randrange(len(blocks))]
+        self.blocks.remove(block)
         kind = self.trouble()
         self.history.append(f"free {block.tag} {kind}")
         if kind == "thread":
@@ -261,7 +326,7 @@ class Fuzzer:
     @property
     def had_thread(self) -> bool:
         """Whether the last call had a thread beside it, whose block may be awake."""
-        return self.history[-1].endswith(" thread")
+        return self.history[-1].endswith((" thread", " order"))
 
     def wake(self) -> None:
         tags = self.chance.choice((None, None, ["weights"], ["kv_cache"], list(TAGS)))
@@ -306,6 +371,7 @@ class Fuzzer:
             self.world.free_raw(self.world.malloc(GRANULARITY), GRANULARITY)
         expect("what the driver holds in the end", self.world.fake.alive(), EMPTY)
         expect("the records in the end", self.world.records(), set())
+        expect("memory given up in use", self.world.fake.violations(), 0)
 
     def run(self) -> Counter[str]:
         try:

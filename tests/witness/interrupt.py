@@ -47,13 +47,31 @@ class Walker:
 
 
 def raise_at(
-    call: Callable[[], object], at: int, *, opcodes: bool, files: tuple[str, ...] = WALKED
+    call: Callable[[], object],
+    at: int,
+    *,
+    opcodes: bool,
+    files: tuple[str, ...] = WALKED,
+    again: int = 0,
 ) -> Walker:
     """Make the call, and interrupt it at its ``at``-th event.
 
-    Errors of the call are swallowed. ``where`` of the result is "" where it has fewer events.
+    With ``again``, a second time: so many calls and returns later, of C functions too. Errors of
+    the call are swallowed. ``where`` of the result is "" where it has fewer events.
     """
     walker = Walker(at, opcodes=opcodes, files=files)
+    left = again
+
+    def second(frame: FrameType, event: str, argument: Any) -> None:
+        # A trace function that raises is not called any more: hence one of another kind.
+        nonlocal left
+        if walker.where and left and frame.f_code.co_filename.endswith(files):
+            left -= 1
+            if not left:
+                raise KeyboardInterrupt(f"again, at a {event} in {frame.f_code.co_name}")
+
+    if again:
+        sys.setprofile(second)
     sys.settrace(walker)
     try:
         call()
@@ -61,6 +79,7 @@ def raise_at(
         pass
     finally:
         sys.settrace(None)
+        sys.setprofile(None)
     return walker
 
 
@@ -72,6 +91,7 @@ def walk(
     stride: int = STRIDE,
     part: int = 0,
     parts: int = 1,
+    again: int = 0,
 ) -> int:
     """Interrupt ``operate`` at every line, and at every ``stride``-th opcode; the number of cases.
 
@@ -94,7 +114,7 @@ def walk(
             for check in checks if everything else checks[turn : turn + 1]:
                 state = prepare()
                 call = functools.partial(operate, state)
-                walker = raise_at(call, at, opcodes=opcodes, files=files)
+                walker = raise_at(call, at, opcodes=opcodes, files=files, again=again)
                 try:
                     check(state)
                 except Exception as error:

@@ -7,15 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
+import os
 import sys
+import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.fakecuda.standin import GRANULARITY
 from tests.witness.fuzz import Fuzzer, Settings, seeds
-from tests.witness.world import PLUGIN, Block, World, expect, raised
+from tests.witness.interrupt import walk
+from tests.witness.world import GIB, HOST_COPIES, INTEGRATED, PLUGIN, Block, World, expect, raised
 
 WORKER = "vllm.v1.worker.gpu_worker"
+COPIES = "vllm_sleep_keep.host_copies"
 OFFLOAD = ("weights", "runtime", "cudagraph")
 
 
@@ -154,6 +161,59 @@ def test_a_wake_up_that_fails_is_rolled_back(world: World) -> None:
     world.expect_awake(*blocks)
 
 
+# ---- blocks of which some sleep already ----
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("setting", ["auto", "release"])
+def test_a_sleep_while_some_blocks_sleep(world: World, setting: str) -> None:
+    """The release's own allocator unmaps a block once, and refuses to do so again."""
+    backend = world.use_plugin(setting)
+    blocks = world.blocks()
+    for _ in range(2):
+        backend.suspend(1)
+        backend.suspend(1)
+        world.expect_asleep(*blocks)
+        backend.resume(["weights"])
+        world.expect_awake(*(b for b in blocks if b.tag == "weights"))
+        backend.suspend(1)
+        expect("physical memory asleep", world.fake.alive().physical, 0)
+        backend.resume()
+        world.expect_awake(*blocks)
+        world.expect_alive(*blocks)
+        backend.discard(("kv_cache",))
+        expect("state", backend.state(), "SUSPENDED")
+        world.expect_asleep(*(b for b in blocks if b.tag == "kv_cache"))
+        backend.discard(("kv_cache",))
+        backend.suspend(1)
+        expect("physical memory asleep", world.fake.alive().physical, 0)
+        backend.resume()
+        world.expect_awake(*blocks)
+        world.expect_alive(*blocks)
+
+
+@pytest.mark.guard
+def test_a_wake_up_that_cannot_be_rolled_back(world: World) -> None:
+    """A block that the driver does not unmap is mapped once, not twice, by the next wake_up."""
+    backend = world.use_plugin()
+    blocks = world.blocks()
+    backend.suspend(1)
+    world.fake.fail("cudaMemcpyAsync", nth=2, error=2)
+    world.fake.fail("cuMemUnmap", error=999)
+    assert raised(backend.resume) is not None
+    expect("blocks that stay mapped", world.fake.alive().mappings, 1)
+    backend.resume()
+    world.expect_awake(*blocks)
+    world.expect_alive(*blocks)
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("seed", seeds(3))
+def test_random_operations_without_trouble(world: World, seed: int) -> None:
+    """What the untouched allocator survives: no interrupt, and no call that fails."""
+    Fuzzer(world, Settings(operations=200, seed=seed, plugin=True, trouble=False)).run()
+
+
 @pytest.mark.patched_only
 @pytest.mark.parametrize("seed", seeds(3))
 def test_random_operations(world: World, seed: int) -> None:
@@ -161,8 +221,239 @@ def test_random_operations(world: World, seed: int) -> None:
     Fuzzer(world, Settings(operations=200, seed=seed, plugin=True)).run()
 
 
-@pytest.mark.loads(WORKER)
-def test_the_worker_prepares_after_the_load(world: World) -> None:
+@pytest.mark.guard
+@pytest.mark.parametrize("level", [1, 2])
+def test_what_is_kept_at_each_level(world: World, level: int) -> None:
+    """As CuMemBackend does: graphs and the runtime's memory at both, weights at level 1."""
+    backend = world.use_plugin()
+    blocks = [world.block(tag) for tag in ("weights", "kv_cache", "runtime", "cudagraph")]
+    backend.suspend(level)
+    backend.resume()
+    world.expect_awake(*blocks, bytes_of=OFFLOAD if level == 1 else OFFLOAD[1:])
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("call", ["suspend", "discard"])
+def test_a_sleep_waits_for_the_device(world: World, call: str) -> None:
+    """Also where nothing is copied: what is under way uses blocks that are to be unmapped."""
+    backend = world.use_plugin()
+    blocks = world.blocks()
+    for _ in range(2):
+        for block in blocks:
+            world.fake.begin_work(block.address, block.size)
+        if call == "suspend":
+            backend.suspend(1)
+        else:
+            backend.discard(("kv_cache",))
+        backend.resume()
+    expect("blocks unmapped in use", world.fake.violations(), 0)
+    world.expect_awake(*blocks)
+
+
+@pytest.mark.guard
+def test_nothing_is_prepared_where_nothing_is_kept(world: World) -> None:
+    world.fake.set_attribute(INTEGRATED, 1)
+    backend = world.use_plugin()
+    world.blocks()
+    backend.prepare()
+    backend.copies._wait_for_preparation()
+    expect("calls", world.fake.calls("cudaHostRegister"), 0)
+    expect("host memory", backend.kept_on_host(), [])
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("failing", ["a thread", "cudaDeviceGetAttribute", "cudaSetDevice"])
+def test_a_preparation_that_fails_is_no_failure_of_the_load(world: World, failing: str) -> None:
+    backend = world.use_plugin()
+    blocks = world.blocks()
+    texts: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(HOST_COPIES).addHandler(handler)
+    thread: Any = threading.Thread
+    start = thread.start
+
+    def refused(one: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    if failing == "a thread":
+        thread.start = refused
+    else:
+        world.fake.fail(failing, count=50)
+    for _ in range(2):
+        backend.prepare()
+        backend.copies._wait_for_preparation()
+    thread.start = start
+    world.fake.fail_nothing()
+    expect("warnings", ["was not prepared" in text for text in texts], [True])
+    backend.suspend(1)
+    backend.resume()
+    world.expect_awake(*blocks)
+
+
+# ---- what another thread or process has of host memory ----
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("call", ["prepare", "suspend"])
+@pytest.mark.parametrize("ends", ["no room", "cudaHostRegister"])
+def test_memory_is_given_back_by_a_thread_of_its_device(world: World, call: str, ends: str) -> None:
+    """In a thread that has set no device, CUDA creates a context on GPU 0, of half a GiB there."""
+    world.fake.runtime.cudaSetDevice(1)
+    backend = world.use_plugin()
+    module: Any = importlib.import_module(COPIES)
+    module.REGION = GRANULARITY
+    blocks = [world.block(device=1) for _ in range(5)]
+    rooms = iter([64 * GIB] * 3)
+    if ends == "no room":
+        module.available_host_memory = lambda reserve=False: next(rooms, 0)
+    else:
+        world.fake.fail(ends, nth=3, error=2, count=1000)
+    world.fake.contexts()
+    if call == "prepare":
+        backend.prepare()
+        backend.copies._wait_for_preparation()
+    else:
+        raised(lambda: backend.suspend(1))
+    world.fake.fail_nothing()
+    kept = sum(len(memory) for memory in backend.kept_on_host())
+    expect("registered beside what is kept", world.fake.registered() - kept, 0)
+    backend.resume()
+    for block in blocks:
+        thread = threading.Thread(target=world.free, args=(block, 1))
+        thread.start()
+        thread.join()
+    expect("devices with a context", world.fake.contexts(), {1})
+
+
+def mapping(address: int, process: int | str = "self") -> str | None:
+    """The flags of the mapping that an address is in, None where it is in none."""
+    inside = False
+    for line in Path(f"/proc/{process}/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if not first.endswith(":"):
+            start, end = (int(part, 16) for part in first.split("-"))
+            inside = start <= address < end
+        elif inside and first == "VmFlags:":
+            return " ".join(rest)
+    return None
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("setting", ["auto", "release"])
+def test_a_fork_does_not_copy_host_memory(world: World, setting: str) -> None:
+    """CUDA's pages are copied at once where a fork copies the mapping: 8 GiB took 7 s."""
+    backend = world.use_plugin(setting)
+    blocks = world.blocks()
+    backend.suspend(1)
+    memory = [
+        data.cpu_backup_tensor
+        for data in world.allocator.pointer_to_data.values()
+        if data.cpu_backup_tensor is not None
+    ]
+    ends = [tensor.data_ptr() + offset for tensor in memory for offset in (0, len(tensor) - 1)]
+    expect("ends of copies", len(ends), 2 * len([b for b in blocks if b.tag == "weights"]))
+    for address in ends:
+        assert "dc" in str(mapping(address)).split(), mapping(address)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writer)
+        # Without another call, which could map memory where the parent has the copies.
+        os.read(reader, 1)
+        os._exit(0)
+    expect("in the child", [mapping(address, child) for address in ends], [None] * len(ends))
+    os.close(writer)
+    os.waitpid(child, 0)
+    backend.resume()
+    world.expect_awake(*blocks)
+
+
+# ---- writers and interrupts during a sleep ----
+
+
+@pytest.mark.guard
+def test_a_write_between_digest_and_copy(world: World) -> None:
+    """The copy is of newer bytes than the digest; the older ones come back later."""
+    backend = world.use_plugin()
+    blocks = world.blocks()
+    old = blocks[0]
+    new = Block(address=old.address, size=old.size, tag=old.tag, data=blocks[3].data)
+    owner, name = world.copier
+    copy = getattr(owner, name)
+
+    def after_a_write(to: int, source: int, size: int, stream: int) -> None:
+        if source == old.address:
+            world.fill(new)
+        copy(to, source, size, stream)
+
+    setattr(owner, name, after_a_write)
+    backend.suspend(1)
+    setattr(owner, name, copy)
+    backend.resume()
+    world.expect_awake(new, *blocks[1:])
+    world.fill(old)
+    backend.suspend(1)
+    backend.resume()
+    world.expect_awake(*blocks)
+
+
+@pytest.mark.patched_only
+@pytest.mark.parametrize(("setting", "again"), [("auto", 0), ("auto", 2), ("release", 1)])
+def test_an_interrupt_while_a_copy_is_under_way(world: World, setting: str, again: int) -> None:
+    """The memory that the device writes to is not given back; also after two interrupts in a row.
+
+    On an integrated GPU, where `auto` keeps nothing, and with `release`.
+    """
+
+    def prepare() -> list[Block]:
+        world.fake.set_attribute(INTEGRATED, int(setting == "auto"))
+        world.use_plugin(setting)
+        return [world.block(), world.block("kv_cache")]
+
+    def operate(blocks: list[Block]) -> None:
+        world.allocator.sleep(("weights",))
+        world.allocator.wake_up()
+
+    def check(blocks: list[Block]) -> None:
+        world.host_copies._runtime.give_back()
+        expect("memory given up in use", world.fake.violations(), 0)
+        world.allocator.sleep(("weights",))
+        world.allocator.wake_up()
+        world.expect_awake(*blocks)
+        for block in blocks:
+            world.free(block)
+        expect("memory given up in use", world.fake.violations(), 0)
+
+    walk(prepare, operate, check, again=again)
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_block_of_another_size_at_a_freed_address(world: World, size: int) -> None:
+    """The host memory of the freed block is none of the new one's: it ends before, or after it."""
+    backend = world.use_plugin()
+    blocks = [world.block(size=2 * GRANULARITY), world.block(size=2 * GRANULARITY)]
+    blocks += [world.block("runtime") for _ in range(2)]
+    backend.suspend(1)
+    backend.resume()
+    # Two in a row, so that the address has room for a larger one.
+    first = min(block.address for block in blocks[:2])
+    for block in blocks[:2]:
+        world.free(block)
+    blocks[:2] = [world.block(size=size * GRANULARITY), world.block(size=GRANULARITY)]
+    expect("the address of the new block", blocks[0].address, first)
+    for _ in range(2):
+        backend.suspend(1)
+        expect("physical memory asleep", world.fake.alive().physical, 0)
+        backend.resume()
+        world.expect_awake(*blocks, bytes_of=OFFLOAD)
+    lengths = {copy.data.handle[2]: len(copy.tensor) for copy in backend.copies._copies.values()}
+    expect("sizes of copies", lengths, {block.address: block.size for block in blocks})
+
+
+def loaded_worker(world: World) -> tuple[Any, list[Block]]:
+    """A worker that has loaded these blocks, with the package's backend."""
     registered(world)
     module: Any = importlib.import_module(WORKER)
     module.set_current_vllm_config = lambda config: contextlib.nullcontext()
@@ -178,12 +469,18 @@ def test_the_worker_prepares_after_the_load(world: World) -> None:
     worker.vllm_config = SimpleNamespace(model_config=options, weight_transfer_config=None)
     worker.load_model()
     worker.sleep_mode_backend.copies._wait_for_preparation()
+    return worker, blocks
+
+
+@pytest.mark.loads(WORKER)
+def test_the_worker_prepares_after_the_load(world: World) -> None:
+    worker, blocks = loaded_worker(world)
     size = sum(block.size for block in blocks if block.tag == "weights")
     expect("registered host memory", world.fake.registered(), size)
     worker.sleep_mode_backend.suspend(1)
     expect("registered in all", world.fake.registered(), size)
     # Without sleep mode there is nothing to prepare.
     worker._sleep_mode_backend = None
-    options.enable_sleep_mode = False
+    worker.vllm_config.model_config.enable_sleep_mode = False
     worker.load_model()
     expect("the backend", worker._sleep_mode_backend, None)

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from tests.fakecuda.standin import GRANULARITY, Alive, Standin
+from tests.fakecuda.standin import DEVICES, GRANULARITY, Alive, Standin
 from tests.witness import forked
 from tests.witness.native import ALLOCATOR, ROCM_ALLOCATOR, WITH_EXCEPTION
 
@@ -30,8 +30,13 @@ MIB = 1 << 20
 GIB = 1 << 30
 # The size of a chunk on ROCm, which is set in whole MiB.
 CHUNK = 2 * MIB
-# The package with the sleep-mode backend, and the name of what it has in common with the stack.
-PLUGIN = Path(__file__).resolve().parents[2] / "scripts" / "sleep-keep"
+# The package with the sleep-mode backend: the tree's own where it has one, which may be mutated.
+PACKAGE = "scripts/sleep-keep"
+PLUGIN = next(
+    place / PACKAGE
+    for place in (Path(os.environ.get("SM12X_TREE", "/")), Path(__file__).resolve().parents[2])
+    if (place / PACKAGE).is_dir()
+)
 # CU_DEVICE_ATTRIBUTE_INTEGRATED
 INTEGRATED = 18
 HOST_COPIES = "vllm.device_allocator.host_copies"
@@ -224,13 +229,16 @@ class World:
             numbers.zero_()
             module.digest_by_torch(address, min(size, self.digested), factors, numbers)
 
-        module.available_host_memory = lambda: self.host_memory
+        # Of which the package leaves a reserve, where it is asked to.
+        module.available_host_memory = lambda reserve=False: max(
+            0, self.host_memory - 4 * GIB * reserve
+        )
         module.words_of = words
         module.device_of = lambda index: self.torch.device("cpu")
         module.on_device = lambda device: contextlib.nullcontext()
         module.compile_digest = lambda device: None
         self.host_copies._digest = digest
-        self.host_copies._compiled = {0}
+        self.host_copies._compiled = set(range(DEVICES))
         self.copier = (self.host_copies._runtime, "copy")
 
     def use_plugin(self, setting: str = "auto") -> Any:
@@ -252,6 +260,8 @@ class World:
 
         self.allocator.sleep = sleep
         self.allocator.wake_up = wake_up
+        self.allocator.discard = lambda tags: self.host_copies.discard(self.allocator, tags)
+        self.allocator.prepare_sleep = lambda: self.host_copies.prepare(self.allocator)
         return backend
 
     def share_memory(self, limit: int) -> None:

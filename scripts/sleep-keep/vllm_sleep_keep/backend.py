@@ -3,7 +3,6 @@
 import torch
 from vllm.device_allocator import DEFERRABLE_TAGS, cumem
 from vllm.device_allocator.sleep_mode_backend import CuMemBackend
-from vllm.utils.torch_utils import PIN_MEMORY
 
 from vllm_sleep_keep.host_copies import HostCopies
 
@@ -22,7 +21,6 @@ class KeepBackend(CuMemBackend):  # type: ignore[misc]
             # By name, each time: a test puts its own there.
             create_and_map=lambda handle: cumem.create_and_map(handle),
             unmap_and_release=lambda handle: cumem.unmap_and_release(handle),
-            pin_memory=PIN_MEMORY,
             always_woken=lambda tag: tag not in DEFERRABLE_TAGS,
         )
 
@@ -44,6 +42,10 @@ class KeepBackend(CuMemBackend):  # type: ignore[misc]
             if self._state == "RESUMING":
                 # What the call was to wake is asleep as before.
                 self._state = "SUSPENDED"
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        self.copies.discard(cumem.CuMemAllocator.get_instance(), tags)
+        self._state = "SUSPENDED"
 
     def kept_on_host(self) -> list[torch.Tensor]:
         """Host memory that is held while blocks are awake, too, for vLLM's report."""

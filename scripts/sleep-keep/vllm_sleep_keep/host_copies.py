@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Sleep and wake_up with host copies that are kept from one sleep to the next.
 
 The first sleep copies weights to the host. A later one finds that the copy still
@@ -30,7 +29,7 @@ from typing import Any
 import torch
 from vllm.triton_utils import HAS_TRITON, tl, triton
 
-# By name: as part of a package of its own, too, this is written to vLLM's log.
+# By this name it is written to vLLM's log.
 logger = logging.getLogger("vllm.device_allocator.host_copies")
 
 SETTING = "SLEEP_MODE_HOST_COPY"
@@ -43,7 +42,8 @@ HUGE_PAGE = 2 * MIB
 REGION = GIB
 TOUCHED = 64 * MIB
 THREADS = 16
-# What "auto" leaves of the host's memory: several workers take theirs at a time.
+# What "auto" leaves of the host's memory, or a tenth of it where that is more: several
+# workers take theirs at a time.
 RESERVE = 4 * GIB
 # Copies are issued to these in turn, so that one begins while another ends.
 STREAMS = 2
@@ -51,8 +51,7 @@ STREAMS = 2
 # so many rows at a time; without it PyTorch does, and 1024 rows take 48 MiB.
 WORDS = 4096
 KERNEL_ROWS = 8
-KERNEL_COLUMNS = 512
-KERNEL_WARPS = 8
+KERNEL = {"width": WORDS, "height": KERNEL_ROWS, "step": 512, "num_warps": 8}
 ROWS = 1024
 
 MADV_HUGEPAGE = 14
@@ -60,14 +59,9 @@ MADV_POPULATE_WRITE = 23
 EINVAL = 22
 
 
-def setting(default: str = "auto") -> str:
-    """What the environment asks for: "auto", "keep" or "release".
-
-    Raises:
-        ValueError: it asks for something else.
-
-    """
-    value = os.environ.get(SETTING, default)
+def setting() -> str:
+    """What the environment asks for; ValueError where that is none of `SETTINGS`."""
+    value = os.environ.get(SETTING, "auto")
     if value not in SETTINGS:
         raise ValueError(f"{SETTING}={value}: it is one of {', '.join(SETTINGS)}")
     return value
@@ -77,36 +71,45 @@ def setting(default: str = "auto") -> str:
 
 
 class NoHostMemoryError(RuntimeError):
-    """The host has no room for copies that stay."""
+    """The host has no room for copies."""
 
 
 def available_host_memory(
-    proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
+    reserve: bool,
+    proc: Path = Path("/proc"),
+    cgroups: Path = Path("/sys/fs/cgroup"),
 ) -> int:
     """Bytes that can be taken before the host's memory or a cgroup's limit ends.
 
-    0 where the host does not say.
+    With `reserve`, 4 GiB of it are left, or a tenth where that is more. 0 where the
+    host does not say.
     """
     try:
-        rooms = [_mem_available(proc / "meminfo")]
+        meminfo = (line.split() for line in (proc / "meminfo").read_text().splitlines())
+        sizes = {fields[0]: int(fields[1]) * 1024 for fields in meminfo}
+        rooms = [(sizes["MemTotal:"], sizes["MemAvailable:"])]
         for line in (proc / "self" / "cgroup").read_text().splitlines():
             rooms += _cgroup_rooms(line, cgroups)
-    except (OSError, ValueError) as error:
+    except (OSError, LookupError, ValueError) as error:
         logger.warning("Cannot tell how much host memory is available: %s", error)
         return 0
-    return max(0, min(rooms))
+    left = [room - reserve * max(RESERVE, total // 10) for total, room in rooms]
+    return max(0, min(left))
 
 
-def _mem_available(meminfo: Path) -> int:
-    for line in meminfo.read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    raise ValueError(f"no MemAvailable in {meminfo}")
+def require_host_memory(size: int, reserve: bool) -> None:
+    """Raise NoHostMemoryError where fewer bytes than `size` can be taken."""
+    available = available_host_memory(reserve)
+    if available < size:
+        left = " beside a reserve of 4 GiB or a tenth of the memory" if reserve else ""
+        raise NoHostMemoryError(
+            f"host copies take {size / GIB:.2f} GiB of host memory, and "
+            f"{available / GIB:.2f} GiB are available{left}"
+        )
 
 
-def _cgroup_rooms(line: str, root: Path) -> Iterator[int]:
-    """What is left under each limit of one line of /proc/self/cgroup."""
+def _cgroup_rooms(line: str, root: Path) -> Iterator[tuple[int, int]]:
+    """Each limit of one line of /proc/self/cgroup, and what is left under it."""
     _, controllers, path = line.split(":", 2)
     if controllers == "":
         top, limit, usage, prefix = root, "memory.max", "memory.current", ""
@@ -127,7 +130,8 @@ def _cgroup_rooms(line: str, root: Path) -> Iterator[int]:
         value = (folder / limit).read_text().strip()
         if value != "max":
             used = int((folder / usage).read_text())
-            yield int(value) - used + _page_cache(folder / "memory.stat", prefix)
+            used -= _page_cache(folder / "memory.stat", prefix)
+            yield int(value), int(value) - used
 
 
 def _page_cache(stat: Path, prefix: str) -> int:
@@ -209,8 +213,8 @@ class Runtime:
             function.restype, function.argtypes = number, arguments
         self._library.cudaGetErrorString.restype = ctypes.c_char_p
         self._library.cudaGetErrorString.argtypes = [number]
-        # By address, the memory of each region, which `give_back` unmaps.
-        self._held: dict[int, tuple[weakref.ref[Region], mmap.mmap]] = {}
+        # By address, the device and memory of each region, which `give_back` unmaps.
+        self._held: dict[int, tuple[weakref.ref[Region], int, mmap.mmap]] = {}
 
     def call(self, name: str, *arguments: Any) -> None:
         code = getattr(self._library, name)(*arguments)
@@ -253,25 +257,34 @@ class Runtime:
     def register(self, address: int, size: int) -> None:
         self.call("cudaHostRegister", address, size, self.PORTABLE)
 
-    def hold(self, region: "Region", memory: mmap.mmap) -> None:
+    def hold(self, region: "Region", device: int, memory: mmap.mmap) -> None:
         """Keep memory mapped until the region is gone and CUDA does not know it.
 
         CUDA copies to the pages it has registered for an address, also where other
         memory is mapped to the address by now.
         """
-        self._held[region.address] = weakref.ref(region), memory
-        # The process's end does the same by itself.
-        weakref.finalize(region, self.give_back).atexit = False
+        self._held[region.address] = weakref.ref(region), device, memory
 
     def give_back(self) -> None:
         """Unregister and unmap the memory of the regions that are gone.
 
-        What CUDA refuses, or an exception interrupts, is left for the next call.
+        That is done in threads of their devices, and not where a region goes: in
+        another thread CUDA creates a context, on GPU 0. What CUDA refuses is left for
+        the next call.
         """
-        for address, held in self._held.copy().items():
-            region, _ = held
-            if region() is not None or self._held.get(address) is not held:
-                continue
+        gone: dict[int, list[int]] = {}
+        for address, (region, device, _) in self._held.copy().items():
+            if region() is None:
+                gone.setdefault(device, []).append(address)
+        for device, addresses in gone.items():
+            with (
+                contextlib.suppress(RuntimeError),
+                DeviceThreads(self, device, 1) as threads,
+            ):
+                threads.start(self._give_back, addresses).result()
+
+    def _give_back(self, addresses: list[int]) -> None:
+        for address in addresses:
             code = self._library.cudaHostUnregister(address)
             if code != 0:
                 self._library.cudaGetLastError()
@@ -279,7 +292,7 @@ class Runtime:
                 self._held.pop(address, None)
 
 
-class DeviceThreads:
+class DeviceThreads(ThreadPoolExecutor):
     """Threads for calls that are made for a device.
 
     The thread that asks keeps its own device: to set that again would create a
@@ -289,20 +302,17 @@ class DeviceThreads:
     def __init__(
         self, runtime: Runtime, device: int, count: int, cpus: Iterable[int] = ()
     ) -> None:
+        super().__init__(count, "sleep-host-copies")
         self._runtime = runtime
         self._device = device
         self._cpus = set(cpus)
         self._begun = threading.local()
-        self._pool = ThreadPoolExecutor(count, "sleep-host-copies")
-
-    def __enter__(self) -> "DeviceThreads":
-        return self
 
     def __exit__(self, *error: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        self.shutdown(cancel_futures=True)
 
     def start(self, call: Callable[..., Any], *arguments: Any) -> "Future[Any]":
-        return self._pool.submit(self._on_device, call, *arguments)
+        return self.submit(self._on_device, call, *arguments)
 
     def _on_device(self, call: Callable[..., Any], *arguments: Any) -> Any:
         if not hasattr(self._begun, "yes"):
@@ -315,8 +325,11 @@ class DeviceThreads:
 class Region:
     """Host memory with huge pages where there are any, registered with CUDA."""
 
-    def __init__(self, size: int, runtime: Runtime) -> None:
+    def __init__(self, size: int, runtime: Runtime, device: int) -> None:
         memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE)
+        # A fork would copy each page that is registered, at once. A forked process
+        # does not have this memory; it cannot use CUDA either.
+        memory.madvise(mmap.MADV_DONTFORK)
         start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         skipped = -start % HUGE_PAGE
         self._runtime = runtime
@@ -327,25 +340,26 @@ class Region:
         self.size = size
         _libc.madvise(self.address, size, MADV_HUGEPAGE)
         # In any case: an exception can come right after the call that registers.
-        runtime.hold(self, memory)
+        runtime.hold(self, device, memory)
 
-    def touch(self, threads: DeviceThreads) -> list[Future[None]]:
+    def take(self, threads: DeviceThreads) -> Future[None]:
+        """Give the memory its pages, and register it, in these threads."""
         end = self.address + self.size
-        # The calls hold the region: it is there for as long as they are.
-        return [
-            threads.start(self._touch, at, min(TOUCHED, end - at))
+        touches = [
+            threads.start(touch, at, min(TOUCHED, end - at))
             for at in range(self.address, end, TOUCHED)
         ]
+        # It comes to a thread after them.
+        return threads.start(self.register, touches)
 
-    def _touch(self, address: int, size: int) -> None:
-        touch(address, size)
-
-    def register(self) -> None:
+    def register(self, touches: Iterable[Future[None]] = ()) -> None:
+        for touched in touches:
+            touched.result()
         self._runtime.register(self.address, self.size)
 
     def part(self, offset: int, size: int) -> torch.Tensor:
         part = self._tensor[offset : offset + size]
-        # The memory is unregistered and unmapped after its last part is gone.
+        # The memory can be given back once its last part is gone.
         part.region = self
         return part
 
@@ -366,7 +380,7 @@ def host_memory(
     sizes: list[int],
     runtime: Runtime,
     device: int,
-    reserve: int,
+    reserve: bool,
     use: Callable[[torch.Tensor], None],
 ) -> None:
     """Take registered host memory, near to the device: bytes for each of the sizes.
@@ -375,48 +389,32 @@ def host_memory(
     touched and registered meanwhile.
 
     Raises:
-        NoHostMemoryError: less than what is left and `reserve` is available.
+        NoHostMemoryError: less is available, beside the `reserve`.
         RuntimeError: CUDA does not register it.
 
     """
     left = sum(sizes)
     near = cpus_near(runtime.bus_id(device))
     count = min(THREADS, len(near or os.sched_getaffinity(0)))
-    touched: deque[tuple[Region, list[Future[None]], list[int]]] = deque()
-    registered: deque[tuple[Region, Future[None], list[int]]] = deque()
+    taken: deque[tuple[Region, Future[None], list[int]]] = deque()
     with DeviceThreads(runtime, device, count, near) as threads:
 
-        def go_on(behind: int) -> None:
-            """Register, and then use, all regions but the newest."""
-            while len(touched) > behind:
-                region, touches, group = touched.popleft()
-                _wait(touches)
-                registered.append((region, threads.start(region.register), group))
-            while len(registered) > behind:
-                region, done, group = registered.popleft()
+        def use_all(but: int) -> None:
+            while len(taken) > but:
+                region, done, group = taken.popleft()
                 done.result()
                 for size, end in zip(group, accumulate(group), strict=True):
                     use(region.part(end - size, size))
 
         for group in _groups(sizes):
             # Before each region: other workers take theirs at the same time.
-            available = available_host_memory()
-            if available < left + reserve:
-                raise NoHostMemoryError(
-                    f"{left / GIB:.1f} GiB are to be taken, {available / GIB:.1f} GiB "
-                    f"are available, and {reserve / GIB:.1f} GiB are to stay so"
-                )
+            require_host_memory(left, reserve)
             left -= sum(group)
-            region = Region(sum(group), runtime)
-            touched.append((region, region.touch(threads), group))
-            # One is registered while the next is touched.
-            go_on(1)
-        go_on(0)
-
-
-def _wait(futures: list[Future[None]]) -> None:
-    for future in futures:
-        future.result()
+            region = Region(sum(group), runtime, device)
+            taken.append((region, region.take(threads), group))
+            # One is touched and one registered while another is used.
+            use_all(but=2)
+        use_all(but=0)
 
 
 # ---- what a block contains ----
@@ -500,11 +498,8 @@ def digest_by_kernel(
     with a probability of 2**-32 at most, also if one has the words of the other in
     another order.
 
-    Args:
-        address, size: of the block, in bytes; its device is the current one.
-        factors: (WORDS,) int64, of `multipliers`.
-        numbers: (size / 4 / WORDS,) int64, written to.
-
+    `size` is in bytes, the device is the current one, `factors` are `multipliers`, and
+    `numbers` are written to.
     """
     count = len(numbers)
     digest_kernel[(triton.cdiv(count, KERNEL_ROWS),)](
@@ -512,10 +507,7 @@ def digest_by_kernel(
         factors,
         numbers,
         count,
-        width=WORDS,
-        height=KERNEL_ROWS,
-        step=KERNEL_COLUMNS,
-        num_warps=KERNEL_WARPS,
+        **KERNEL,
     )
 
 
@@ -543,10 +535,7 @@ def compile_digest(device: int) -> None:
             torch.int64,
             # Divisible by 16, as the count of a block's rows is.
             16 * KERNEL_ROWS,
-            width=WORDS,
-            height=KERNEL_ROWS,
-            step=KERNEL_COLUMNS,
-            num_warps=KERNEL_WARPS,
+            **KERNEL,
             grid=(1,),
         )
         # What can be launched is loaded; some versions compile C for it, too.
@@ -589,7 +578,6 @@ class HostCopies:
         runtime_path: str,
         create_and_map: Callable[[Any], None],
         unmap_and_release: Callable[[Any], None],
-        pin_memory: bool,
         always_woken: Callable[[str], bool] = lambda tag: False,
     ) -> None:
         """`always_woken` tells of a tag whether each wake_up wakes it."""
@@ -597,36 +585,42 @@ class HostCopies:
         self._runtime = Runtime(runtime_path)
         self._create_and_map = create_and_map
         self._unmap_and_release = unmap_and_release
-        self._pin_memory = pin_memory
         self._always_woken = always_woken
         self._copies: dict[int, Copy] = {}
         # Memory whose block is gone, by size, for a block that is new.
         self._spare: dict[int, list[torch.Tensor]] = {}
         self._streams: dict[int, list[int]] = {}
+        # The host memory of copies that may be under way.
+        self._in_flight: list[torch.Tensor] = []
         self._integrated: dict[int, bool] = {}
         self._preparation: threading.Thread | None = None
         self._digest = digest_by_kernel if HAS_TRITON else digest_by_torch
         # The devices that have the kernel.
         self._compiled: set[int] = set()
-        self._frozen = False
+        # Why host memory could not be taken in the background.
+        self._lack = ""
         self._warned: set[str] = set()
 
     # -- before the first sleep --
 
     def prepare(self, allocator: Any, tag: str = "weights") -> None:
-        """Take the host memory for the blocks of a tag, in the background."""
-        self._wait_for_preparation()
-        gc.collect()
-        self._freeze()
-        self._forget_freed(allocator)
-        blocks = [
-            data
-            for data in list(allocator.pointer_to_data.values())
-            if data.tag == tag and data.handle[2] not in self._copies
-        ]
-        if not blocks:
-            return
-        self._prepare_by(self._prepare, blocks)
+        """Take the host memory for the blocks of a tag, in the background.
+
+        What fails is logged: the first sleep takes the memory, or says why not.
+        """
+        try:
+            self._wait_for_preparation()
+            gc.collect()
+            self._forget_freed(allocator)
+            blocks = [
+                data
+                for data in list(allocator.pointer_to_data.values())
+                if data.tag == tag and self._keeps(data.handle[0])
+            ]
+            if blocks:
+                self._prepare_by(self._prepare, blocks)
+        except Exception as error:
+            self._warn(f"Host memory for sleep was not prepared: {error}")
 
     def _prepare_by(self, call: Callable[..., None], *arguments: Any) -> None:
         self._preparation = threading.Thread(
@@ -635,12 +629,14 @@ class HostCopies:
         self._preparation.start()
 
     def _prepare(self, blocks: list[Any]) -> None:
-        try:
-            self._take_memory(blocks)
-        except Exception as error:
-            # The first sleep takes it, or says why not.
-            logger.warning("Host memory for sleep was not prepared: %s", error)
         self._compile(self._not_compiled(blocks))
+        missing = [data for data in blocks if data.handle[2] not in self._copies]
+        try:
+            self._take_memory(missing)
+            return
+        except Exception as error:
+            self._warn(f"Host memory for sleep was not prepared: {error}")
+        self._give_up_memory(missing)
 
     def _wait_for_preparation(self) -> None:
         # An interrupt can have left a thread that was not started.
@@ -686,11 +682,39 @@ class HostCopies:
         )
         self._wait_for_preparation()
         self._synchronize(blocks)
+        self._wait_for_copies()
         self._forget_freed(allocator)
         offloaded = [data for data in blocks if data.tag in offload_tags]
         saved = self._save(
             allocator, [data for data in offloaded if not data.is_asleep]
         )
+        self._put_all_to_sleep(allocator, blocks, offload_tags, saved)
+        self._forget_discarded()
+        gc.collect()
+        torch.cuda.empty_cache()
+        self._runtime.give_back()
+        devices = self._not_compiled(offloaded)
+        if devices:
+            # That takes longer than the digests themselves: a sleep does not wait.
+            self._prepare_by(self._compile, devices)
+
+    def discard(self, allocator: Any, tags: tuple[str, ...]) -> None:
+        """Put the blocks of these tags to sleep, and discard what is in them."""
+        blocks = [
+            data
+            for data in list(allocator.pointer_to_data.values())
+            if data.tag in tags
+        ]
+        self._synchronize(blocks)
+        self._put_all_to_sleep(allocator, blocks, (), {})
+
+    def _put_all_to_sleep(
+        self,
+        allocator: Any,
+        blocks: list[Any],
+        offload_tags: tuple[str, ...],
+        saved: dict[int, Copy],
+    ) -> None:
         conflict = False
         total = backup = 0
         for data in blocks:
@@ -700,38 +724,19 @@ class HostCopies:
             if self._put_to_sleep(allocator, data, offload, saved):
                 total += data.handle[1]
                 backup += data.handle[1] if offload else 0
-        self._forget_discarded()
         logger.info(
             "Sleep freed %.2f GiB of memory: %.2f GiB have a copy in host memory, "
-            "of which %.2f GiB had it before; the rest is discarded.",
+            "the rest is discarded.",
             total / GIB,
             backup / GIB,
-            sum(copy.data.handle[1] for copy in saved.unchanged) / GIB,
         )
         if conflict:
             logger.warning(
                 "Sleep cannot change whether a block that is asleep has a host copy."
             )
-        gc.collect()
-        torch.cuda.empty_cache()
-        self._freeze()
-        devices = self._not_compiled(offloaded)
-        if devices:
-            # That takes longer than the digests themselves: a sleep does not wait.
-            self._prepare_by(self._compile, devices)
-
-    def _freeze(self) -> None:
-        """Once garbage is collected: spare later collections what is there now.
-
-        All of it takes 75 ms each time. vLLM does the same in the process of the
-        engine, but not in its workers.
-        """
-        if not self._frozen:
-            self._frozen = True
-            gc.freeze()
 
     def _put_to_sleep(
-        self, allocator: Any, data: Any, offload: bool, saved: "Saved"
+        self, allocator: Any, data: Any, offload: bool, saved: dict[int, Copy]
     ) -> bool:
         """Put one block to sleep and return whether it was awake."""
         try:
@@ -739,12 +744,13 @@ class HostCopies:
                 return False
             was_awake = not data.is_asleep
             if was_awake:
+                data.is_unmapped = False
                 data.cpu_backup_tensor = None
                 if offload:
                     data.cpu_backup_tensor = self._copy_of(data, saved)
                 data.is_asleep = True
             try:
-                self._unmap_and_release(data.handle)
+                self._unmap(data)
             except RuntimeError:
                 # The driver refused and nothing changed: the content is there.
                 if was_awake:
@@ -760,97 +766,110 @@ class HostCopies:
             allocator.in_hand = None
         return was_awake
 
-    def _copy_of(self, data: Any, saved: "Saved") -> torch.Tensor:
-        copy = saved.copies.get(data.handle[2])
-        if copy is not None:
-            return copy.tensor
+    def _copy_of(self, data: Any, saved: dict[int, Copy]) -> torch.Tensor:
+        """The copy of a block: the kept one, or one for this sleep alone."""
         device, size, address = data.handle[:3]
-        if self._is_integrated(device):
-            # PyTorch would keep the memory when the copy is given up.
-            region = Region(size, self._runtime)
+        if address in saved:
+            return saved[address].tensor
+        require_host_memory(size, reserve=False)
+        # Not PyTorch's pinned memory, which it keeps when the copy is given up.
+        region = Region(size, self._runtime, device)
+        touch(region.address, size)
+        try:
             region.register()
-            tensor = region.part(0, size)
-        else:
-            tensor = torch.empty(
-                size, dtype=torch.uint8, device="cpu", pin_memory=self._pin_memory
-            )
-        stream = self._stream(device, 0)
-        self._runtime.copy(tensor.data_ptr(), address, size, stream)
-        self._runtime.wait(stream)
+        except RuntimeError:
+            # Without that the driver copies in pieces, through memory of its own.
+            if self._is_integrated(device):
+                raise
+        tensor = region.part(0, size)
+        self._copy(data, tensor, 0, to_host=True)
+        self._wait_for_copies()
         return tensor
 
-    def _save(self, allocator: Any, blocks: list[Any]) -> "Saved":
-        """Bring the kept copies of these blocks up to date."""
-        saved = Saved()
+    def _save(self, allocator: Any, blocks: list[Any]) -> dict[int, Copy]:
+        """Bring the kept copies of these blocks up to date; the copies by address.
+
+        Raises NoHostMemoryError where there is too little memory, also for others.
+        """
+        if self.setting == "release":
+            # On an integrated GPU each block frees what the copy of the next takes.
+            sizes = [
+                d.handle[1] for d in blocks if not self._is_integrated(d.handle[0])
+            ]
+            require_host_memory(sum(sizes), reserve=False)
         blocks = [data for data in blocks if self._keeps(data.handle[0])]
         if not blocks:
-            return saved
+            return {}
         missing = [data for data in blocks if data.handle[2] not in self._copies]
-        known = [data for data in blocks if data.handle[2] in self._copies]
-        taken = self._take_in_background(missing)
+        kept = {
+            data.handle[2]: self._copies[data.handle[2]]
+            for data in blocks
+            if data.handle[2] in self._copies
+        }
+        taken = self._take_in_background(missing) if missing else ()
         digests = self._digests(allocator, blocks)
-        changed = []
-        for data in known:
-            copy = self._copies[data.handle[2]]
-            now = digests.get(data.handle[2])
-            if copy.digest is not None and copy.digest == now:
-                saved.copies[data.handle[2]] = copy
-                saved.unchanged.append(copy)
-            else:
-                changed.append(data)
-        if changed or missing:
-            self._copy_to_host(allocator, chain(changed, taken), saved)
-            self._wait_for_preparation()
-        for address, copy in saved.copies.items():
-            copy.digest = digests.get(address)
-        return saved
+        changed = [
+            copy.data
+            for address, copy in kept.items()
+            if copy.digest is None or copy.digest != digests.get(address)
+        ]
+        if not changed and not missing:
+            return kept
+        copied = self._copy_to_host(allocator, chain(changed, taken))
+        self._wait_for_preparation()
+        if missing and self._lack:
+            copied.clear()
+            self._give_up_memory(missing)
+            raise NoHostMemoryError(f"Sleep is refused: {self._lack}")
+        # A digest is of what was copied only if nothing was written in between.
+        blocks = [data for data in blocks if data.handle[2] in copied]
+        again = self._digests(allocator, blocks)
+        for address, copy in copied.items():
+            if again.get(address) == digests.get(address):
+                copy.digest = again.get(address)
+        return kept | copied
 
     def _take_in_background(self, blocks: list[Any]) -> Iterator[Any]:
         """Take host memory for blocks; of the result is each that has its own."""
         taken: SimpleQueue[Any] = SimpleQueue()
-        if blocks:
-            self._prepare_by(self._take, blocks, taken)
-        else:
-            taken.put(None)
+        self._lack = ""
+        self._prepare_by(self._take, blocks, taken)
         return iter(taken.get, None)
 
     def _take(self, blocks: list[Any], taken: "SimpleQueue[Any]") -> None:
         try:
             self._take_memory(blocks, taken.put)
+        except NoHostMemoryError as error:
+            self._lack = str(error)
         except Exception as error:
             self._warn(
                 f"Sleep takes its host copies anew each time, and each takes "
-                f"longer: there is no host memory that could be kept: {error}"
+                f"longer: no host memory could be registered for them: {error}"
             )
         finally:
             taken.put(None)
 
-    def _copy_to_host(
-        self, allocator: Any, blocks: Iterable[Any], saved: "Saved"
-    ) -> None:
-        """Copy blocks, which have host memory."""
+    def _copy_to_host(self, allocator: Any, blocks: Iterable[Any]) -> dict[int, Copy]:
+        """Copy blocks, which have host memory; the copies by address."""
         copied: dict[int, Copy] = {}
         data: Any = None
         try:
             for data in blocks:
-                device, size, address = data.handle[:3]
-                copy = self._copies[address]
+                copy = self._copies[data.handle[2]]
                 if not self._take_in_hand(allocator, data):
                     continue
                 copy.digest = None
-                stream = self._stream(device, len(copied))
-                self._runtime.copy(copy.tensor.data_ptr(), address, size, stream)
-                copied[address] = copy
+                self._copy(data, copy.tensor, len(copied), to_host=True)
+                copied[data.handle[2]] = copy
             allocator.in_hand = None
-            if copied:
-                self._wait_for_copies()
+            self._wait_for_copies()
         except Exception as error:
             raise RuntimeError(
                 f"Sleep failed at {_named(data)}: {error}. All keep their memory."
             ) from error
         finally:
             allocator.in_hand = None
-        saved.copies.update(copied)
+        return copied
 
     def _digests(self, allocator: Any, blocks: list[Any]) -> dict[int, bytes]:
         """By address; none where they cannot be computed."""
@@ -883,35 +902,25 @@ class HostCopies:
                 for data in blocks
                 if data.handle[0] == index and data.handle[1] % (4 * WORDS) == 0
             ]
-            by_kernel = index in self._compiled
-            digest = self._digest if by_kernel else digest_by_torch
+            digest = self._digest if index in self._compiled else digest_by_torch
             device = device_of(index)
             with on_device(device):
-                digests |= self._digests_on_device(allocator, group, device, digest)
+                factors = multipliers(device)
+                rows = [data.handle[1] // (4 * WORDS) for data in group]
+                numbers = torch.empty(sum(rows), dtype=torch.int64, device=device)
+                ends: dict[int, tuple[int, int]] = {}
+                for data, end, count in zip(group, accumulate(rows), rows, strict=True):
+                    _, size, address = data.handle[:3]
+                    if self._take_in_hand(allocator, data):
+                        digest(address, size, factors, numbers[end - count : end])
+                        ends[address] = 8 * (end - count), 8 * end
+                allocator.in_hand = None
+                # To the host in one go.
+                found = numbers.cpu().numpy().tobytes()
+            digests |= {
+                address: found[start:end] for address, (start, end) in ends.items()
+            }
         return digests
-
-    def _digests_on_device(
-        self,
-        allocator: Any,
-        blocks: list[Any],
-        device: torch.device,
-        digest: Callable[[int, int, torch.Tensor, torch.Tensor], None],
-    ) -> dict[int, bytes]:
-        factors = multipliers(device)
-        rows = [data.handle[1] // (4 * WORDS) for data in blocks]
-        numbers = torch.empty(sum(rows), dtype=torch.int64, device=device)
-        ends = list(accumulate(rows))
-        digested: list[tuple[int, int, int]] = []
-        for data, end, count in zip(blocks, ends, rows, strict=True):
-            _, size, address = data.handle[:3]
-            if self._take_in_hand(allocator, data):
-                start = end - count
-                digest(address, size, factors, numbers[start:end])
-                digested.append((address, 8 * start, 8 * end))
-        allocator.in_hand = None
-        # To the host in one go.
-        found = numbers.cpu().numpy().tobytes()
-        return {address: found[start:end] for address, start, end in digested}
 
     # -- wake_up --
 
@@ -926,6 +935,9 @@ class HostCopies:
         A copy that is not kept is given up when its block is restored, so that no
         more than one block is there twice; the block then stays awake.
         """
+        if self._in_flight:
+            # Of a call that was interrupted, to or from what is mapped anew here.
+            self._wait_for_copies()
         woken: list[Any] = []
         allocator.is_waking = True
         try:
@@ -940,12 +952,17 @@ class HostCopies:
                 elif tags is None or data.tag in tags or self._always_woken(data.tag):
                     woken.append(data)
                     self._map_and_restore(allocator, data, len(woken))
-                    if data.cpu_backup_tensor is not None and self._gives_up(data):
+                    if (
+                        data.cpu_backup_tensor is not None
+                        and data.handle[2] not in self._copies
+                        and self._is_integrated(data.handle[0])
+                    ):
                         self._wait_for_copies()
                         # In this order: an interrupt leaves it to be restored again.
                         woken.pop()
                         data.is_asleep = False
                         data.cpu_backup_tensor = None
+                        self._runtime.give_back()
             allocator.in_hand = None
             self._wait_for_copies()
         except BaseException as error:
@@ -963,23 +980,21 @@ class HostCopies:
             data.is_asleep = False
             data.cpu_backup_tensor = None
         allocator.is_waking = False
+        self._runtime.give_back()
 
     def _map_and_restore(self, allocator: Any, data: Any, turn: int) -> None:
         if not self._take_in_hand(allocator, data):
             return
         try:
-            self._create_and_map(data.handle)
+            self._map(data)
         except RuntimeError:
             # PyTorch may keep what is missing, also for garbage. Not before: to
             # look for it takes longer than to map a hundred blocks.
             gc.collect()
             torch.cuda.empty_cache()
-            self._create_and_map(data.handle)
-        backup = data.cpu_backup_tensor
-        if backup is not None:
-            device, size, address = data.handle[:3]
-            stream = self._stream(device, turn)
-            self._runtime.copy(address, backup.data_ptr(), size, stream)
+            self._map(data)
+        if data.cpu_backup_tensor is not None:
+            self._copy(data, data.cpu_backup_tensor, turn, to_host=False)
 
     def _undo_wake_up(self, allocator: Any, woken: list[Any]) -> None:
         """Unmap again what a failing wake_up has mapped.
@@ -997,7 +1012,7 @@ class HostCopies:
             if not self._take_in_hand(allocator, data):
                 continue
             try:
-                self._unmap_and_release(data.handle)
+                self._unmap(data)
             except RuntimeError as error:
                 logger.warning("%s keeps its memory for now: %s", _named(data), error)
         allocator.is_waking = False
@@ -1017,6 +1032,37 @@ class HostCopies:
         for device in {data.handle[0] for data in blocks}:
             torch.cuda.synchronize(device)
 
+    def _unmap(self, data: Any) -> None:
+        """Unmap a block, once: a stock allocator can unmap only what is mapped.
+
+        An interrupt may come before `is_unmapped` is set: then this is asked for
+        again, and nothing to an allocator that knows what is mapped.
+        """
+        if not getattr(data, "is_unmapped", False):
+            self._unmap_and_release(data.handle)
+            data.is_unmapped = True
+
+    def _map(self, data: Any) -> None:
+        with contextlib.suppress(RuntimeError):
+            # What an interrupt, or the driver, has left mapped.
+            self._unmap(data)
+        data.is_unmapped = False
+        try:
+            self._create_and_map(data.handle)
+        except RuntimeError:
+            data.is_unmapped = True
+            raise
+
+    def _copy(self, data: Any, memory: torch.Tensor, turn: int, to_host: bool) -> None:
+        """Issue a copy of a block to host memory, or back; it is held until then."""
+        device, size, address = data.handle[:3]
+        stream = self._stream(device, turn)
+        self._in_flight.append(memory)
+        to, source = memory.data_ptr(), address
+        if not to_host:
+            to, source = source, to
+        self._runtime.copy(to, source, size, stream)
+
     def _stream(self, device: int, turn: int) -> int:
         if device not in self._streams:
             with DeviceThreads(self._runtime, device, 1) as threads:
@@ -1028,6 +1074,7 @@ class HostCopies:
         for streams in self._streams.values():
             for stream in streams:
                 self._runtime.wait(stream)
+        self._in_flight.clear()
 
     def _keeps(self, device: int) -> bool:
         """On an integrated GPU the copies take the memory that sleep is to free."""
@@ -1040,32 +1087,24 @@ class HostCopies:
             self._integrated[device] = self._runtime.is_integrated(device)
         return self._integrated[device]
 
-    def _gives_up(self, data: Any) -> bool:
-        device, _, address = data.handle[:3]
-        return address not in self._copies and self._is_integrated(device)
-
     def _take_memory(
         self, blocks: list[Any], use: Callable[[Any], None] = lambda data: None
     ) -> None:
         """Host memory for blocks without any. `use` gets each block that has its own.
 
-        Raises:
-            RuntimeError: there is none for the others.
-
+        Raises RuntimeError where there is none for the others.
         """
         # Memory of tags apart: a sleep of level 2 gives back the one's.
         groups: dict[tuple[int, str], list[Any]] = {}
         for data in blocks:
             device, size, address = data.handle[:3]
             spare = self._spare.get(size)
-            if not self._keeps(device):
-                continue
             if spare:
                 self._copies[address] = Copy(data, spare.pop())
                 use(data)
             else:
                 groups.setdefault((device, data.tag), []).append(data)
-        reserve = RESERVE if self.setting == "auto" else 0
+        reserve = self.setting == "auto"
         for (device, _), group in groups.items():
             sizes = [data.handle[1] for data in group]
             give = functools.partial(self._give, iter(group), use)
@@ -1078,6 +1117,14 @@ class HostCopies:
         data = next(blocks)
         self._copies[data.handle[2]] = Copy(data, tensor)
         use(data)
+
+    def _give_up_memory(self, blocks: Iterable[Any]) -> None:
+        """Give back the host memory that was taken for blocks, as others have none."""
+        for data in blocks:
+            self._copies.pop(data.handle[2], None)
+        # The frames of what failed hold some.
+        gc.collect()
+        self._runtime.give_back()
 
     def _forget_freed(self, allocator: Any) -> None:
         for address, copy in list(self._copies.items()):
@@ -1093,16 +1140,12 @@ class HostCopies:
         for address, copy in list(self._copies.items()):
             if copy.data.is_asleep and copy.data.cpu_backup_tensor is None:
                 del self._copies[address]
-        # Also what could not be given back before.
-        self._runtime.give_back()
 
     def held(self) -> list[torch.Tensor]:
         """The host memory that is held, whether blocks are asleep or awake."""
         # Copies of what another thread may change meanwhile.
-        held = [copy.tensor for copy in list(self._copies.values())]
-        for spare in list(self._spare.values()):
-            held += spare
-        return held
+        kept = [copy.tensor for copy in list(self._copies.values())]
+        return [*kept, *chain.from_iterable(list(self._spare.values()))]
 
     def _warn(self, text: str) -> None:
         """Once for each kind of trouble."""
@@ -1110,11 +1153,3 @@ class HostCopies:
         if kind not in self._warned:
             self._warned.add(kind)
             logger.warning("%s", text)
-
-
-class Saved:
-    """What of a sleep's blocks has its content in a kept copy."""
-
-    def __init__(self) -> None:
-        self.copies: dict[int, Copy] = {}
-        self.unchanged: list[Copy] = []

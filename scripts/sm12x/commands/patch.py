@@ -121,7 +121,7 @@ def check_command(
     report: applying.ApplyReport | None = None
     conflict: applying.StackConflictError | None = None
     if messages_only and series.is_readable(base):
-        findings += mutations.check(base, series.load(base), None)
+        findings += mutations.check(base, series.load(base), None, layout.root())
     # What cannot be read cannot be applied; the findings say so.
     if not messages_only and series.is_readable(base):
         archive = fetch(base, find_links)
@@ -133,7 +133,7 @@ def check_command(
                 try:
                     report, faults = export.round_trip(base, stack, source)
                     # The source is patched now: the mutations' texts have to be there.
-                    faults += mutations.check(base, stack, source)
+                    faults += mutations.check(base, stack, source, layout.root())
                 except applying.StackConflictError as error:
                     report, faults, conflict = error.report, [], error
         findings += faults

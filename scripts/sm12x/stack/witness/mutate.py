@@ -103,11 +103,13 @@ def run(
             shutil.copytree(patched, untouched, symlinks=True, copy_function=os.link)
         # Files are put in place by a rename: the other names of a hard link keep the old content.
         apply.apply(base, stack, patched, archive=archive)
+        if (root / mutations.PACKAGE).is_dir():
+            shutil.copytree(root / mutations.PACKAGE, patched / mutations.PACKAGE)
         findings: list[MessageFault] = []
         if auto:
             mutants = mutations.derived(stack, untouched, patched, count=auto, seed=seed)
         else:
-            mutants, findings = mutations.kept(base, stack, patched)
+            mutants, findings = mutations.kept(base, stack, patched, root)
         names = {patch.name for patch in patches}
         mutants = [mutant for mutant in mutants if mutant.patch.name in names]
         runner = _Runner(

@@ -25,6 +25,8 @@ from sm12x.stack.model.patchfile import MessageFault, Patch
 from sm12x.stack.model.series import Stack
 
 NAME = "mutations.toml"
+# The package of which a tree under mutation has a copy: its witnesses take it from there.
+PACKAGE = "scripts/sleep-keep"
 _NUMBER = re.compile(r"^\d{4}-")
 # What a line of C++ begins with that cannot be left out without a syntax error further down.
 _DECLARES = re.compile(
@@ -42,9 +44,10 @@ class Mutation(Declared):
     """An entry of mutations.toml.
 
     ``patch`` is the beginning of the patch's file name without its number: it stays right when the
-    series is numbered anew. ``find`` occurs exactly once in ``file`` of the patched tree and
-    becomes ``replace``. ``why`` says what the line is for. ``by`` is a test (path::test) that is
-    asked first; "" where the patch's witnesses are asked in turn.
+    series is numbered anew. ``file`` is one that it changes, or one of ``PACKAGE``. ``find`` occurs
+    exactly once in ``file`` of the patched tree and becomes ``replace``. ``why`` says what the line
+    is for. ``by`` is a test (path::test) that is asked first; "" where the patch's witnesses are
+    asked in turn.
     """
 
     patch: str
@@ -100,8 +103,13 @@ def patch_of(stack: Stack, name: str) -> Patch | None:
     return found[0] if len(found) == 1 else None
 
 
-def kept(base: Base, stack: Stack, tree: Path) -> tuple[list[Mutant], list[MessageFault]]:
-    """The mutations of ``base`` made on its patched ``tree``, and those that fit no patch."""
+def kept(
+    base: Base, stack: Stack, tree: Path, root: Path
+) -> tuple[list[Mutant], list[MessageFault]]:
+    """The mutations of ``base`` made on its patched ``tree``, and those that fit no patch.
+
+    ``root`` is the checkout, which has the package.
+    """
     mutants: list[Mutant] = []
     findings: list[MessageFault] = []
     for number, mutation in enumerate(load(base), start=1):
@@ -109,7 +117,7 @@ def kept(base: Base, stack: Stack, tree: Path) -> tuple[list[Mutant], list[Messa
         if patch is None:
             findings.append(_unknown(base.folder / NAME, stack, mutation, number))
             continue
-        text, stale = _made(mutation, patch, tree)
+        text, stale = _made(mutation, patch, tree, root)
         mutants.append(
             Mutant(
                 patch=patch,
@@ -124,13 +132,14 @@ def kept(base: Base, stack: Stack, tree: Path) -> tuple[list[Mutant], list[Messa
     return mutants, findings
 
 
-def check(base: Base, stack: Stack, tree: Path | None) -> list[MessageFault]:
+def check(base: Base, stack: Stack, tree: Path | None, root: Path) -> list[MessageFault]:
     """Faults of the mutations of ``base``: a patch without one, or one that is stale.
 
     A base that keeps none yet has nothing to check; those of this repository have to keep them.
 
     Args:
         tree: the patched source; without it no text is compared.
+        root: the checkout, which has the package.
     """
     path = base.folder / NAME
     if not path.exists():
@@ -157,7 +166,7 @@ def check(base: Base, stack: Stack, tree: Path | None) -> list[MessageFault]:
             said = f": {entry.by} is not a test of a witness of {patch.name}"
             findings.append(_fault(path, number, said))
         if patch and tree:
-            stale = _made(entry, patch, tree)[1]
+            stale = _made(entry, patch, tree, root)[1]
             if stale:
                 findings.append(_fault(path, number, f" is stale: {stale}"))
     return findings
@@ -207,11 +216,12 @@ def derived(stack: Stack, base_tree: Path, patched: Path, *, count: int, seed: i
     return chosen
 
 
-def _made(mutation: Mutation, patch: Patch, tree: Path) -> tuple[str, str]:
+def _made(mutation: Mutation, patch: Patch, tree: Path, root: Path) -> tuple[str, str]:
     """The mutated text, or why there is none."""
-    if mutation.file not in {file.path for file in patch.files}:
+    of_package = mutation.file.startswith(f"{PACKAGE}/")
+    if not of_package and mutation.file not in {file.path for file in patch.files}:
         return "", f"{patch.name} does not change {mutation.file}"
-    path = tree / mutation.file
+    path = (root if of_package else tree) / mutation.file
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
