@@ -193,6 +193,40 @@ def test_a_sleep_while_some_blocks_sleep(world: World, setting: str) -> None:
 
 
 @pytest.mark.guard
+def test_a_block_is_unmapped_once(world: World) -> None:
+    backend = world.use_plugin()
+    blocks = world.blocks()
+    unmap = backend.copies._unmap_and_release
+    unmapped: list[int] = []
+
+    def noted(handle: Any) -> None:
+        unmapped.append(handle[2])
+        unmap(handle)
+
+    backend.copies._unmap_and_release = noted
+    for _ in range(2):
+        backend.suspend(1)
+        backend.discard(("kv_cache",))
+        backend.suspend(2)
+        expect("unmapped", sorted(unmapped), sorted(block.address for block in blocks))
+        unmapped.clear()
+        backend.resume()
+        expect("unmapped by a wake_up", unmapped, [])
+
+
+@pytest.mark.guard
+def test_a_sleep_without_host_memory_is_refused(world: World) -> None:
+    """Before anything sleeps, and before memory is taken that the host does not have."""
+    backend = world.use_plugin()
+    blocks = world.blocks()
+    world.host_memory = GIB
+    problem = raised(lambda: backend.suspend(1))
+    assert isinstance(problem, RuntimeError), f"raised {problem!r}"
+    expect("registered host memory", world.fake.registered(), 0)
+    world.expect_awake(*blocks, bytes_of=("weights", "kv_cache"))
+
+
+@pytest.mark.guard
 def test_a_wake_up_that_cannot_be_rolled_back(world: World) -> None:
     """A block that the driver does not unmap is mapped once, not twice, by the next wake_up."""
     backend = world.use_plugin()
