@@ -160,6 +160,7 @@ class Gpu:
         self.allocator.host_copies = copies
         self.allocator.prepare_sleep = functools.partial(copies.prepare, self.allocator)
         self.allocator.sleep = functools.partial(copies.sleep, self.allocator)
+        self.allocator.discard = functools.partial(copies.discard, self.allocator)
         self.allocator.wake_up = lambda tags=None: copies.wake_up(self.allocator, tags)
 
     @property

@@ -778,7 +778,7 @@ def test_memory_comes_in_regions(world: World) -> None:
     module.REGION = 4 * GRANULARITY
     sizes = [n * GRANULARITY for n in (1, 3, 1, 5, 1)]
     parts: list[Any] = []
-    module.host_memory(sizes, world.host_copies._runtime, 0, True, parts.append)
+    parts.extend(module.host_memory(sizes, world.host_copies._runtime, 0, True))
     expect("sizes", [len(part) for part in parts], sizes)
     expect("regions registered", world.fake.calls("cudaHostRegister"), 4)
     expect("registered host memory", world.fake.registered(), sum(sizes))

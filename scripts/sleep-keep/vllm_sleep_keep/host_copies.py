@@ -54,7 +54,6 @@ KERNEL_ROWS = 8
 KERNEL = {"width": WORDS, "height": KERNEL_ROWS, "step": 512, "num_warps": 8}
 ROWS = 1024
 
-MADV_HUGEPAGE = 14
 MADV_POPULATE_WRITE = 23
 EINVAL = 22
 
@@ -101,7 +100,7 @@ def require_host_memory(size: int, reserve: bool) -> None:
     """Raise NoHostMemoryError where fewer bytes than `size` can be taken."""
     available = available_host_memory(reserve)
     if available < size:
-        left = " beside a reserve of 4 GiB or a tenth of the memory" if reserve else ""
+        left = " beside the reserve of 4 GiB or a tenth of it" if reserve else ""
         raise NoHostMemoryError(
             f"host copies take {size / GIB:.2f} GiB of host memory, and "
             f"{available / GIB:.2f} GiB are available{left}"
@@ -338,7 +337,7 @@ class Region:
         )
         self.address = start + skipped
         self.size = size
-        _libc.madvise(self.address, size, MADV_HUGEPAGE)
+        _libc.madvise(self.address, size, mmap.MADV_HUGEPAGE)
         # In any case: an exception can come right after the call that registers.
         runtime.hold(self, device, memory)
 
@@ -377,44 +376,32 @@ def _groups(sizes: Iterable[int]) -> Iterator[list[int]]:
 
 
 def host_memory(
-    sizes: list[int],
-    runtime: Runtime,
-    device: int,
-    reserve: bool,
-    use: Callable[[torch.Tensor], None],
-) -> None:
+    sizes: list[int], runtime: Runtime, device: int, reserve: bool
+) -> Iterator[torch.Tensor]:
     """Take registered host memory, near to the device: bytes for each of the sizes.
 
-    `use` gets each tensor, in this order, once it can be copied to; more memory is
-    touched and registered meanwhile.
-
-    Raises:
-        NoHostMemoryError: less is available, beside the `reserve`.
-        RuntimeError: CUDA does not register it.
-
+    Each tensor comes once it can be copied to; more memory is touched and registered
+    meanwhile. Raises NoHostMemoryError where less is available, beside the `reserve`,
+    and RuntimeError where CUDA does not register it.
     """
     left = sum(sizes)
     near = cpus_near(runtime.bus_id(device))
     count = min(THREADS, len(near or os.sched_getaffinity(0)))
     taken: deque[tuple[Region, Future[None], list[int]]] = deque()
     with DeviceThreads(runtime, device, count, near) as threads:
-
-        def use_all(but: int) -> None:
-            while len(taken) > but:
-                region, done, group = taken.popleft()
-                done.result()
-                for size, end in zip(group, accumulate(group), strict=True):
-                    use(region.part(end - size, size))
-
-        for group in _groups(sizes):
-            # Before each region: other workers take theirs at the same time.
-            require_host_memory(left, reserve)
-            left -= sum(group)
-            region = Region(sum(group), runtime, device)
-            taken.append((region, region.take(threads), group))
+        for group in [*_groups(sizes), []]:
+            if group:
+                # Before each region: other workers take theirs at the same time.
+                require_host_memory(left, reserve)
+                left -= sum(group)
+                region = Region(sum(group), runtime, device)
+                taken.append((region, region.take(threads), group))
             # One is touched and one registered while another is used.
-            use_all(but=2)
-        use_all(but=0)
+            while len(taken) > (2 if group else 0):
+                region, done, parts = taken.popleft()
+                done.result()
+                for size, end in zip(parts, accumulate(parts), strict=True):
+                    yield region.part(end - size, size)
 
 
 # ---- what a block contains ----
@@ -476,16 +463,15 @@ def digest_kernel(
     tl.store(numbers + rows, tl.sum(sums, 1), mask=live)
 
 
+@dataclass(frozen=True)
 class Words:
     """Device memory as the kernel takes it; `words_of` takes longer than the digest."""
 
+    address: int
     dtype = torch.int32
 
-    def __init__(self, address: int) -> None:
-        self._address = address
-
     def data_ptr(self) -> int:
-        return self._address
+        return self.address
 
 
 def digest_by_kernel(
@@ -592,7 +578,7 @@ class HostCopies:
         self._streams: dict[int, list[int]] = {}
         # The host memory of copies that may be under way.
         self._in_flight: list[torch.Tensor] = []
-        self._integrated: dict[int, bool] = {}
+        self._is_integrated = functools.cache(self._runtime.is_integrated)
         self._preparation: threading.Thread | None = None
         self._digest = digest_by_kernel if HAS_TRITON else digest_by_torch
         # The devices that have the kernel.
@@ -612,11 +598,9 @@ class HostCopies:
             self._wait_for_preparation()
             gc.collect()
             self._forget_freed(allocator)
-            blocks = [
-                data
-                for data in list(allocator.pointer_to_data.values())
-                if data.tag == tag and self._keeps(data.handle[0])
-            ]
+            records = list(allocator.pointer_to_data.values())
+            blocks = [data for data in records if data.tag == tag]
+            blocks = [data for data in blocks if self._keeps(data.handle[0])]
             if blocks:
                 self._prepare_by(self._prepare, blocks)
         except Exception as error:
@@ -685,9 +669,8 @@ class HostCopies:
         self._wait_for_copies()
         self._forget_freed(allocator)
         offloaded = [data for data in blocks if data.tag in offload_tags]
-        saved = self._save(
-            allocator, [data for data in offloaded if not data.is_asleep]
-        )
+        awake = [data for data in offloaded if not data.is_asleep]
+        saved = self._save(allocator, awake)
         self._put_all_to_sleep(allocator, blocks, offload_tags, saved)
         self._forget_discarded()
         gc.collect()
@@ -700,11 +683,8 @@ class HostCopies:
 
     def discard(self, allocator: Any, tags: tuple[str, ...]) -> None:
         """Put the blocks of these tags to sleep, and discard what is in them."""
-        blocks = [
-            data
-            for data in list(allocator.pointer_to_data.values())
-            if data.tag in tags
-        ]
+        records = list(allocator.pointer_to_data.values())
+        blocks = [data for data in records if data.tag in tags]
         self._synchronize(blocks)
         self._put_all_to_sleep(allocator, blocks, (), {})
 
@@ -719,8 +699,8 @@ class HostCopies:
         total = backup = 0
         for data in blocks:
             offload = data.tag in offload_tags
-            if data.is_asleep and offload != (data.cpu_backup_tensor is not None):
-                conflict = True
+            offloaded = data.cpu_backup_tensor is not None
+            conflict |= data.is_asleep and offload != offloaded
             if self._put_to_sleep(allocator, data, offload, saved):
                 total += data.handle[1]
                 backup += data.handle[1] if offload else 0
@@ -793,19 +773,14 @@ class HostCopies:
         """
         if self.setting == "release":
             # On an integrated GPU each block frees what the copy of the next takes.
-            sizes = [
-                d.handle[1] for d in blocks if not self._is_integrated(d.handle[0])
-            ]
-            require_host_memory(sum(sizes), reserve=False)
+            others = [b.handle for b in blocks if not self._is_integrated(b.handle[0])]
+            require_host_memory(sum(size for _, size, *_ in others), reserve=False)
         blocks = [data for data in blocks if self._keeps(data.handle[0])]
         if not blocks:
             return {}
         missing = [data for data in blocks if data.handle[2] not in self._copies]
-        kept = {
-            data.handle[2]: self._copies[data.handle[2]]
-            for data in blocks
-            if data.handle[2] in self._copies
-        }
+        addresses = {data.handle[2] for data in blocks} & self._copies.keys()
+        kept = {address: self._copies[address] for address in addresses}
         taken = self._take_in_background(missing) if missing else ()
         digests = self._digests(allocator, blocks)
         changed = [
@@ -1082,11 +1057,6 @@ class HostCopies:
             return not self._is_integrated(device)
         return self.setting == "keep"
 
-    def _is_integrated(self, device: int) -> bool:
-        if device not in self._integrated:
-            self._integrated[device] = self._runtime.is_integrated(device)
-        return self._integrated[device]
-
     def _take_memory(
         self, blocks: list[Any], use: Callable[[Any], None] = lambda data: None
     ) -> None:
@@ -1104,19 +1074,12 @@ class HostCopies:
                 use(data)
             else:
                 groups.setdefault((device, data.tag), []).append(data)
-        reserve = self.setting == "auto"
         for (device, _), group in groups.items():
             sizes = [data.handle[1] for data in group]
-            give = functools.partial(self._give, iter(group), use)
-            host_memory(sizes, self._runtime, device, reserve, give)
-
-    def _give(
-        self, blocks: Iterator[Any], use: Callable[[Any], None], tensor: torch.Tensor
-    ) -> None:
-        """Give memory to the next block, and use it."""
-        data = next(blocks)
-        self._copies[data.handle[2]] = Copy(data, tensor)
-        use(data)
+            memory = host_memory(sizes, self._runtime, device, self.setting == "auto")
+            for data, tensor in zip(group, memory, strict=True):
+                self._copies[data.handle[2]] = Copy(data, tensor)
+                use(data)
 
     def _give_up_memory(self, blocks: Iterable[Any]) -> None:
         """Give back the host memory that was taken for blocks, as others have none."""
