@@ -104,9 +104,9 @@ def host_copies(package: Path, driver: Driver) -> tuple[Any, Any]:
     sys.path.insert(0, str(package))
     module: Any = importlib.import_module("vllm_sleep_keep.host_copies")
     assert str(package) in module.__file__
-    options = {"runtime_path": driver.runtime_path(), "pin_memory": True}
-    options |= {"create_and_map": print, "unmap_and_release": print}
-    # pin_memory is an argument of packages before issue 40.
+    options: dict[str, Any] = {"runtime_path": driver.runtime_path(), "pin_memory": True}
+    options |= {"create_and_map": print, "unmap_and_release": print, "knows_mapped": True}
+    # pin_memory is an argument of packages before issue 40, knows_mapped of later ones.
     taken = inspect.signature(module.HostCopies.__init__).parameters
     return module, module.HostCopies(
         **{name: value for name, value in options.items() if name in taken}

@@ -66,6 +66,8 @@ class Fuzzer:
     def __post_init__(self) -> None:
         self.chance = random.Random(self.settings.seed)  # noqa: S311 - reproducible, not secret
         self.written = 0
+        # Whether a call of the driver may have failed.
+        self.failed = False
         if self.settings.host_copies:
             self.world.use_host_copies()
         if self.settings.plugin:
@@ -172,6 +174,10 @@ class Fuzzer:
             except RuntimeError:
                 self.counts["failures"] += 1
         self.calm()
+        self.failed |= kind in ("driver", "both")
+        # A driver that has refused to wait may be thought to have failed for good.
+        if not self.failed:
+            expect("memory given up in use", self.world.fake.violations(), 0)
         return problem[0] if problem else None
 
     def with_thread(self, call: Any) -> None:
@@ -371,7 +377,6 @@ class Fuzzer:
             self.world.free_raw(self.world.malloc(GRANULARITY), GRANULARITY)
         expect("what the driver holds in the end", self.world.fake.alive(), EMPTY)
         expect("the records in the end", self.world.records(), set())
-        expect("memory given up in use", self.world.fake.violations(), 0)
 
     def run(self) -> Counter[str]:
         try:

@@ -564,13 +564,17 @@ class HostCopies:
         runtime_path: str,
         create_and_map: Callable[[Any], None],
         unmap_and_release: Callable[[Any], None],
+        knows_mapped: bool,
         always_woken: Callable[[str], bool] = lambda tag: False,
     ) -> None:
-        """`always_woken` tells of a tag whether each wake_up wakes it."""
+        """`knows_mapped`: the allocator maps and unmaps a block only where it has to.
+
+        `always_woken` tells of a tag whether each wake_up wakes it."""
         self.setting = setting()
         self._runtime = Runtime(runtime_path)
         self._create_and_map = create_and_map
         self._unmap_and_release = unmap_and_release
+        self._knows_mapped = knows_mapped
         self._always_woken = always_woken
         self._copies: dict[int, Copy] = {}
         # Memory whose block is gone, by size, for a block that is new.
@@ -1008,19 +1012,16 @@ class HostCopies:
             torch.cuda.synchronize(device)
 
     def _unmap(self, data: Any) -> None:
-        """Unmap a block, once: a stock allocator can unmap only what is mapped.
-
-        An interrupt may come before `is_unmapped` is set: then this is asked for
-        again, and nothing to an allocator that knows what is mapped.
-        """
-        if not getattr(data, "is_unmapped", False):
+        """Unmap a block: of a stock allocator, which cannot do so twice, once."""
+        if self._knows_mapped or not getattr(data, "is_unmapped", False):
             self._unmap_and_release(data.handle)
             data.is_unmapped = True
 
     def _map(self, data: Any) -> None:
-        with contextlib.suppress(RuntimeError):
-            # What an interrupt, or the driver, has left mapped.
-            self._unmap(data)
+        if not self._knows_mapped:
+            with contextlib.suppress(RuntimeError):
+                # What the driver has left mapped.
+                self._unmap(data)
         data.is_unmapped = False
         try:
             self._create_and_map(data.handle)
