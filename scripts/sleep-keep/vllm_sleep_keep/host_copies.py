@@ -841,7 +841,8 @@ class HostCopies:
                 self._copy(data, copy.tensor, len(copied), to_host=True)
                 copied[data.handle[2]] = copy
             allocator.in_hand = None
-            self._wait_for_copies()
+            if copied:
+                self._wait_for_copies()
         except Exception as error:
             raise RuntimeError(
                 f"Sleep failed at {_named(data)}: {error}. All keep their memory."
