@@ -130,11 +130,7 @@ def test_a_recipe_without_faults_has_no_findings(tmp_path: Path) -> None:
         ("model_revision: 0", "# model_revision: 0", "3: warning: some/Model has no model_rev"),
         ("serve some/Model", "serve other/Model", "3: warning: model is some/Model, the command"),
         ("model: some", "mods: [mods/x]\nmodel: some", "3: warning: mods are not applied here"),
-        (
-            "vllm serve",
-            "uvicorn",
-            "note: the command's arguments are not checked: the command is not",
-        ),
+        ("vllm serve", "uvicorn", "note: the command's arguments are not checked: it is not"),
         (
             "gpus: 4",
             "gpsu: 4",

@@ -128,6 +128,11 @@ def _vllm_config(engines: int = 1) -> Any:
     )
 
 
+def use_dummy_weights() -> None:
+    """Start what this fork starts with --load-format dummy."""
+    _vllm_config().load_config.load_format = "dummy"
+
+
 def prepare() -> None:
     """Import and configure in pytest's own process, once, so that every fork has it."""
     # Imports make objects that stay: collections find nothing among them.
@@ -187,6 +192,10 @@ class Gpus:
     def late(self, rank: int, operation: str, seconds: float) -> None:
         self._write(rank, f"late-{operation}", seconds)
 
+    def delay_payload(self, rank: int, seconds: float) -> None:
+        """The payload of each large reply comes so long after its notice."""
+        self._write(rank, "payload", seconds)
+
     def hang(self, rank: int, *operations: str) -> None:
         """Each of these operations hangs, until ``let_go``."""
         for operation in operations:
@@ -208,6 +217,10 @@ class Gpus:
         """Every worker says where weights are missing, as the release's own does."""
         for rank in range(RANKS):
             self._write(rank, "remembers", 1)
+
+    def keep(self, rank: int) -> None:
+        """The rank's worker keeps its weights through a sleep of level 2, and says so."""
+        self._write(rank, "keeps", 1)
 
     def silence(self, rank: int) -> None:
         """The rank's worker does not know what is asleep."""
@@ -233,10 +246,11 @@ class Gpus:
         return path.read_text() if path.exists() else ""
 
 
-def hurry(grace: float = 0.3, *, rollback: float = 1.0, sleep: float = 3.0) -> None:
+def hurry(grace: float = 0.5, *, rollback: float = 1.0, sleep: float = 3.0) -> None:
     """Shorten the limits of the tree under test, where it has them, in this fork."""
     from vllm.v1.executor import abstract, multiproc_executor
 
+    os.environ["VLLM_SLEEP_TIMEOUT_SECONDS"] = str(sleep)
     for module, name, seconds in (
         (multiproc_executor, "REPLY_GRACE_SECONDS", grace),
         (multiproc_executor, "REPLY_POLL_SECONDS", grace / 3),

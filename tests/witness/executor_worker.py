@@ -11,7 +11,9 @@ call of an operation, while the worker runs elsewhere:
     rank<n>/late-<op>  seconds by which each answer to <op> is delayed
     rank<n>/hang-<op>  <op> hangs as long as the file is there
     rank<n>/die-<op>   the next call of <op> ends the worker's process
+    rank<n>/payload    seconds between the notice of a large reply and the reply itself
     rank<n>/remembers  the worker says where weights are missing that it discarded
+    rank<n>/keeps      the worker keeps the weights through a sleep of level 2, and says so
     rank<n>/silent     the worker does not know what is asleep
     rank<n>/batches    forward passes so far, in which data parallel ranks meet
     rank<n>/log        one line a call
@@ -23,13 +25,16 @@ blocks as they were.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from tests.witness.executor_rig import CAPACITY, DEVICES, GARBAGE, SIZES, TOKEN
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
@@ -89,8 +94,16 @@ class Device:
     def remembers(self) -> bool:
         return (self.folder / "remembers").exists()
 
+    def keeps(self) -> bool:
+        return (self.folder / "keeps").exists()
+
     def silent(self) -> bool:
         return (self.folder / "silent").exists()
+
+    def notice(self) -> float:
+        """Called between the slot of a large reply and its payload: seconds to wait."""
+        self.called("notice")
+        return self._number("payload")
 
     def _used(self) -> int:
         return sum(SIZES[tag] for tag in self.mapped)
@@ -103,6 +116,21 @@ class Device:
         return float(path.read_text()) if path.exists() else 0.0
 
 
+def _delay_payloads(seconds: Callable[[], float]) -> None:
+    """Let time pass in this process between the slot of a large message and its payload."""
+    acquire = MessageQueue.acquire_write
+
+    @contextlib.contextmanager
+    def acquire_write(queue: Any, timeout: float | None = None) -> Iterator[Any]:
+        with acquire(queue, timeout) as slot:
+            yield slot
+            large = slot[0] == 1
+        if large:
+            time.sleep(seconds())
+
+    MessageQueue.acquire_write = acquire_write
+
+
 class PretendWorker(WorkerBase):  # type: ignore[misc]
     """What vLLM asks of a worker, without a model and without a GPU."""
 
@@ -110,6 +138,7 @@ class PretendWorker(WorkerBase):  # type: ignore[misc]
     peers: list[int]
 
     def init_device(self) -> None:
+        _delay_payloads(lambda: self.gpu.notice())
         parallel = self.parallel_config
         ranks = parallel.tensor_parallel_size
         self.gpu = Device(parallel.data_parallel_rank * ranks + self.rank)
@@ -160,7 +189,7 @@ class PretendWorker(WorkerBase):  # type: ignore[misc]
     def shutdown(self) -> None:
         pass
 
-    def sleep(self, level: int = 1) -> None:
+    def sleep(self, level: int = 1) -> bool | None:
         gpu = self.gpu
         gpu.called("sleep", str(level))
         # The failure strikes between two blocks, as a failing host allocation does.
@@ -168,9 +197,10 @@ class PretendWorker(WorkerBase):  # type: ignore[misc]
             gpu.unmap("kv_cache")
         gpu.trip("sleep")
         if "weights" in gpu.mapped:
-            if level == 1:
+            if level == 1 or gpu.keeps():
                 gpu.host["weights"] = gpu.mapped["weights"]
             gpu.unmap("weights")
+        return False if gpu.keeps() else None
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         gpu = self.gpu
@@ -211,6 +241,27 @@ class PretendWorker(WorkerBase):  # type: ignore[misc]
         self.gpu.trip("load_new_weights")
         self.gpu.mapped["weights"] = value + self.rank
 
+    def reload_weights(self) -> None:
+        self.gpu.need_mapped("weights")
+        self.gpu.trip("reload_weights")
+        self.gpu.mapped["weights"] = 5000 + self.rank
+
+    def start_weight_update(self) -> None:
+        self.gpu.called("start_weight_update")
+        self.gpu.trip("start_weight_update")
+
+    def start_draft_weight_update(self) -> None:
+        self.gpu.called("start_draft_weight_update")
+
+    def update_weights(self, value: int) -> None:
+        self.gpu.need_mapped("weights")
+        self.gpu.trip("update_weights")
+        self.gpu.mapped["weights"] = value + self.rank
+
+    def finish_weight_update(self) -> None:
+        self.gpu.called("finish_weight_update")
+        self.gpu.trip("finish_weight_update")
+
     def weights(self) -> int | None:
         return self.gpu.mapped.get("weights")
 
@@ -218,6 +269,12 @@ class PretendWorker(WorkerBase):  # type: ignore[misc]
         self.gpu.called("echo", value)
         self.gpu.trip("echo")
         return self.rank, value
+
+    def bulk(self, value: str, size: int) -> tuple[int, str, bytes]:
+        """A reply of ``size`` bytes; vLLM sends those over 24 MiB by a socket."""
+        self.gpu.called("bulk", value)
+        self.gpu.trip("bulk")
+        return self.rank, value, bytes([self.rank]) * size
 
     def execute_dummy_batch(self) -> None:
         self.gpu.called("execute_dummy_batch")

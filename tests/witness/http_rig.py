@@ -27,11 +27,17 @@ class Engine:
     """Stands for AsyncLLM: ``asleep`` are the tags that sleep, ``paused`` is a scheduler at rest.
 
     A call named in ``held`` waits for that event before it does anything, one in ``failing`` fails.
+    Weights are ``missing`` after a sleep that discarded them. ``state`` is the name of the state
+    that the engine publishes; by default the one of what sleeps.
     """
 
     def __init__(self) -> None:
         self.asleep: set[str] = set()
         self.paused = False
+        self.missing = False
+        self.state = ""
+        self.errored = False
+        self.options: dict[str, Any] = {}
         self.calls: list[tuple[object, ...]] = []
         self.held: dict[str, asyncio.Event] = {}
         self.failing: set[str] = set()
@@ -39,8 +45,9 @@ class Engine:
         self._changed = asyncio.Event()
 
     async def sleep(
-        self, level: int = 1, mode: str = "abort", tags: list[str] | None = None
+        self, level: int = 1, mode: str = "abort", tags: list[str] | None = None, **options: Any
     ) -> None:
+        self.options = options
         await self._call("sleep", level, mode, *([tags] if tags else []))
         self.paused = True
         if tags:
@@ -62,6 +69,16 @@ class Engine:
     async def is_sleeping(self) -> bool:
         return self.paused or bool(self.asleep)
 
+    @property
+    def sleep_state(self) -> Any:
+        """What each server knows without a question, in 0.33.0's stack."""
+        states = importlib.import_module("vllm.v1.engine").SleepState
+        if self.state:
+            return states[self.state]
+        if self.missing:
+            return states.DISCARDED
+        return states.ASLEEP if self.asleep else states.AWAKE
+
     async def runs(self) -> None:
         """Wait for what a request waits for."""
         while self.paused or self.asleep:
@@ -78,10 +95,19 @@ class Engine:
 
 
 class Server:
-    """One API server of ``servers``, as the release builds it, and a client of it."""
+    """One API server of ``servers``, as the release builds it, and a client of it.
+
+    Where the release's stack has a default for requests to a sleeping engine, ``rejects`` asks for
+    the same as 0.21.0's.
+    """
 
     def __init__(
-        self, engine: Engine, *flags: str, development: bool = True, servers: int = 1
+        self,
+        engine: Engine,
+        *flags: str,
+        development: bool = True,
+        servers: int = 1,
+        rejects: bool = True,
     ) -> None:
         from fastapi import FastAPI, HTTPException, Request
         from fastapi.exceptions import RequestValidationError
@@ -90,6 +116,8 @@ class Server:
         completion = importlib.import_module("vllm.entrypoints.openai.completion.api_router")
         app = FastAPI()
         app.state.args = arguments(*flags)
+        if getattr(app.state.args, "sleep_mode_requests", "") is None and rejects:
+            app.state.args.sleep_mode_requests = "reject"
         # The engine's option, not one of those.
         app.state.args.api_server_count = servers
         app.state.engine_client = engine
@@ -108,16 +136,23 @@ class Server:
         os.environ["VLLM_SERVER_DEV_MODE"] = "1" if development else "0"
         importlib.import_module(f"{routes}.api_router").attach_router(app)
         app.include_router(completion.router)
-        http, validation = _handlers()
-        app.exception_handler(HTTPException)(http)
-        app.exception_handler(RequestValidationError)(validation)
+        if newer():
+            place = "vllm.entrypoints.serve.exception_handling.register"
+            importlib.import_module(place).init_exception_handler(app)
+            if development:
+                rl = importlib.import_module("vllm.entrypoints.rl.online.api_router")
+                app.include_router(rl.router)
+        else:
+            http, validation = _handlers()
+            app.exception_handler(HTTPException)(http)
+            app.exception_handler(RequestValidationError)(validation)
 
-        async def failed(request: Request, error: RuntimeError) -> Any:
-            from fastapi.responses import JSONResponse
+            async def failed(request: Request, error: RuntimeError) -> Any:
+                from fastapi.responses import JSONResponse
 
-            return JSONResponse({"error": str(error)}, status_code=500)
+                return JSONResponse({"error": str(error)}, status_code=500)
 
-        app.add_exception_handler(RuntimeError, failed)
+            app.add_exception_handler(RuntimeError, failed)
         self.gate = app.state.sleep_gate if hasattr(app.state, "sleep_gate") else None
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
         self.client = httpx.AsyncClient(transport=transport, base_url="http://server")
@@ -147,10 +182,6 @@ def newer() -> bool:
 
 
 def _handlers() -> Sequence[Any]:
-    if newer():
-        place = "vllm.entrypoints.serve.exception_handling.handlers"
-        http = importlib.import_module(f"{place}.http").http_exception_handler
-        return http, importlib.import_module(f"{place}.validation").validation_exception_handler
     module = importlib.import_module("vllm.entrypoints.openai.server_utils")
     return module.http_exception_handler, module.validation_exception_handler
 

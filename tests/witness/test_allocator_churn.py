@@ -246,9 +246,3 @@ def expected(problem: Exception) -> bool:
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_churn(world: World, seed: int) -> None:
     Churn(world, random.Random(seed), chunks=False).run(OPERATIONS)  # noqa: S311
-
-
-@pytest.mark.parametrize("seed", range(SEEDS))
-def test_churn_of_chunks(world: World, seed: int) -> None:
-    world.use_rocm()
-    Churn(world, random.Random(seed), chunks=True).run(OPERATIONS)  # noqa: S311

@@ -189,6 +189,8 @@ def test_an_engine_generates_only_when_its_ranks_are_awake(gpus: Gpus) -> None:
             assert time.monotonic() < deadline
             with contextlib.suppress(Exception):
                 engine.call("wake_up")
+                # Nobody minds here that a sleep of level 2 discarded the weights.
+                engine.call("wake_up", ["scheduling"])
         assert gpus.used() == [FULL] * RANKS
         for name in asked:
             assert engine.answer(name) == [rig.TOKEN] * 3

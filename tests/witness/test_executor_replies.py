@@ -76,7 +76,7 @@ def test_a_rank_that_hangs_does_not_hide_the_failure_of_another(
         gpus.fail(failing, "echo")
         gpus.hang(hanging, "echo")
         with pytest.raises(RuntimeError, match="echo was made to fail"):
-            executor.collective_rpc("echo", args=("first",))
+            executor.collective_rpc("echo", timeout=2, args=("first",))
 
 
 @isolated(LIMIT)
@@ -87,9 +87,20 @@ def test_the_error_names_the_ranks_that_did_not_reply(gpus: Gpus) -> None:
         gpus.hang(2, "echo")
         with pytest.raises(TimeoutError, match=re.escape("[1, 2]")):
             executor.collective_rpc("echo", timeout=0.5, args=("first",))
-        gpus.fail(3, "check_health")
-        with pytest.raises(RuntimeError, match=re.escape("[1, 2]")):
+        with pytest.raises((RuntimeError, TimeoutError), match=re.escape("[1, 2]")):
             executor.collective_rpc("check_health", timeout=0.5)
+
+
+@isolated(LIMIT)
+def test_the_error_names_those_that_failed_and_those_that_did_not_reply(gpus: Gpus) -> None:
+    rig.hurry()
+    with rig.executor(gpus) as executor:
+        gpus.hang(1, "echo")
+        gpus.fail(3, "echo")
+        with pytest.raises(RuntimeError) as caught:
+            executor.collective_rpc("echo", timeout=2, args=("first",))
+        assert "rank 3: echo was made to fail" in str(caught.value)
+        assert "[1]" in str(caught.value)
 
 
 @isolated(LIMIT)

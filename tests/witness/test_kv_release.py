@@ -213,15 +213,15 @@ def test_the_state_in_the_metrics_is_that_of_awake_weights(gpus: Gpus) -> None:
 
     asked: list[tuple[object, ...]] = []
 
-    async def noted(*call: object) -> None:
-        asked.append(call)
+    async def noted(*call: object, **options: object) -> None:
+        asked.append((*call, *options.values()))
 
     engine: Any = SimpleNamespace(
         engine_core=SimpleNamespace(sleep_async=noted),
         renderer=SimpleNamespace(clear_mm_cache_async=noted),
         logger_manager=SimpleNamespace(record_sleep_state=lambda *state: asked.append(state)),
     )
-    asyncio.run(AsyncLLM.sleep(engine, 1, "keep", ALONE))
+    asyncio.run(AsyncLLM.sleep(engine, 1, "keep", tags=ALONE))
     assert [call for call in asked if call] == [(1, "keep", ALONE), (1, 0)]
     asked.clear()
     asyncio.run(AsyncLLM.sleep(engine, 1, "keep"))
@@ -264,12 +264,12 @@ def test_a_rank_that_hangs_in_a_release_does_not_block_the_engine(gpus: Gpus) ->
             executor.discard(("kv_cache",))
         assert executor.is_sleeping
         # It is not asked again before it replies.
-        with pytest.raises(RuntimeError, match="discard was not sent to the workers"):
+        with pytest.raises((RuntimeError, TimeoutError), match="discard was not sent"):
             executor.discard(("kv_cache",))
         assert gpus.calls(1, "discard") == ["discard kv_cache"]
         gpus.let_go(0, "discard")
         for _ in range(100):
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError, TimeoutError):
                 executor.wake_up()
             if not executor.is_sleeping:
                 break

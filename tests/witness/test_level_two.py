@@ -259,7 +259,7 @@ class Deep(Engine):
         self.late: tuple[asyncio.Event, bool] | None = None
 
     async def sleep(
-        self, level: int = 1, mode: str = "abort", tags: list[str] | None = None
+        self, level: int = 1, mode: str = "abort", tags: list[str] | None = None, **options: Any
     ) -> None:
         await super().sleep(level, mode, tags)
         self.missing |= level == 2

@@ -24,6 +24,8 @@ def rig_of(world: World) -> Rig:
     module: Any = importlib.import_module("vllm.distributed.parallel_state")
     module.get_pp_group = lambda: SimpleNamespace(rank_in_group=1)
     module.get_tp_group = lambda: SimpleNamespace(rank_in_group=5)
+    worker: Any = importlib.import_module(WORKER)
+    worker.get_pp_group, worker.get_tp_group = module.get_pp_group, module.get_tp_group
     return rig
 
 
@@ -45,9 +47,12 @@ def saved(rig: Rig) -> int:
 
 def test_who_and_what(world: World) -> None:
     rig = rig_of(world)
+    report = rig.worker.sleep_report()
+    # 0.21.0's has no such key.
+    expect("preparing", report.pop("preparing", False), False)
     expect(
         "the report",
-        rig.worker.sleep_report(),
+        report,
         {
             "dp_rank": 1,
             "pp_rank": 1,
@@ -85,7 +90,8 @@ def test_level_2_keeps_buffers_alone(world: World) -> None:
     rig.worker.sleep(level=2)
     report = rig.worker.sleep_report()
     expect("asleep", report["asleep_bytes"], sizes(*rig.blocks))
-    expect("on the host", report["host_copy_bytes"], saved(rig))
+    # The buffer outside of the pools stays where it is; 0.21.0 saves it as well.
+    assert report["host_copy_bytes"] in (saved(rig) - SIZE, saved(rig)), report
     rig.worker.wake_up()
     expect("on the host", rig.worker.sleep_report()["host_copy_bytes"], 0)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from tests.fakecuda.standin import Alive
+from tests.witness.test_allocator_churn import OPERATIONS, SEEDS, Churn
 from tests.witness.world import CHUNK, EMPTY, Block, World, expect, sweep
 
 OFFLOAD = ("weights",)
@@ -108,6 +111,24 @@ def test_an_unmap_that_fails_keeps_the_bytes_of_every_chunk(world: World) -> Non
         expect("physical memory", world.fake.alive().physical, 2 * CHUNK)
 
     sweep(world, state, operate, check)
+
+
+def test_chunks_that_stay_mapped_are_given_back_later(world: World) -> None:
+    world.use_rocm()
+    address = world.malloc(3 * CHUNK)
+    world.fake.fail("cuMemUnmap", count=1_000_000)
+    world.free_raw(address, 3 * CHUNK)
+    world.fake.fail_nothing()
+    for _ in range(2):
+        # One handle is tried again per operation as long as one fails.
+        world.free_raw(world.malloc(CHUNK), CHUNK)
+    expect("what the driver holds", world.fake.alive(), EMPTY)
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_churn_of_chunks(world: World, seed: int) -> None:
+    world.use_rocm()
+    Churn(world, random.Random(seed), chunks=True).run(OPERATIONS)  # noqa: S311
 
 
 @pytest.mark.guard

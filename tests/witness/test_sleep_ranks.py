@@ -93,6 +93,10 @@ def test_a_pause_is_no_sleep_of_memory() -> None:
 @isolated(LIMIT)
 def test_an_answer_says_where_weights_are_missing_beside_it() -> None:
     class Missing(Reporting):
+        def __init__(self) -> None:
+            super().__init__()
+            self.missing = True
+
         async def is_sleeping(self) -> bool:
             return True
 

@@ -63,9 +63,10 @@ def test_every_call_of_sleep(world: World) -> None:
         if problem is not None:
             world.allocator.sleep(OFFLOAD)
         world.expect_asleep(*blocks)
-        # What could not be released is released with the next operation.
         world.allocator.wake_up()
         world.expect_awake(*blocks)
+        # What could not be released is released when PyTorch calls next.
+        world.free(world.block())
         world.expect_alive(*blocks)
         world.expect_usable(*blocks)
 
@@ -81,6 +82,7 @@ def test_every_call_of_sleep_taken_back(world: World) -> None:
     def check(blocks: list[Block], problem: Exception | None) -> None:
         world.allocator.wake_up()
         world.expect_awake(*blocks, bytes_of=EVERYTHING)
+        world.free(world.block())
         world.expect_alive(*blocks)
         world.expect_usable(*blocks)
 

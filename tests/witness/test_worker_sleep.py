@@ -61,7 +61,7 @@ class Rig:
         text = source.read_text(encoding="utf-8")
         self.sets_up = self.post_kv_cache_wake_up.__name__ in text
         # Nor do all save the buffers of a draft model.
-        if "_sleep_saved_draft_buffers" in text:
+        if "_get_sleep_parameters" in text:
             self.buffers.append(self.draft.first)
 
     def view(self, block: Block) -> Any:

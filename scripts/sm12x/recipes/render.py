@@ -135,7 +135,7 @@ def _command(recipe: Recipe, text: str, extra: Sequence[str], env: Mapping[str, 
     try:
         script = shell.read(text)
     except ValueError as error:
-        raise _unfit(recipe, str(error), step="correct that line of the command") from None
+        raise _unfit(recipe, str(error)) from None
     if not script.commands and not script.unread:
         raise _unfit(recipe, "it is empty, without `vllm serve`")
     revision = recipe.model_revision
@@ -145,7 +145,7 @@ def _command(recipe: Recipe, text: str, extra: Sequence[str], env: Mapping[str, 
     try:
         server = place = script.server()
         if not server:
-            unchecked = unpinned = "the command is not `vllm serve`"
+            unchecked = unpinned = "it is not `vllm serve`"
             place = script.last() if more else None
         elif revision and "revision" not in options.parse(server.serve or ()):
             more = ("--revision", revision, *more)
@@ -183,9 +183,8 @@ def _expand(value: str, environ: Mapping[str, str]) -> str:
     return _VARIABLE.sub(lambda match: environ.get(match[1] or match[2], ""), value)
 
 
-def _unfit(recipe: Recipe, why: str, *, step: str = "") -> BadFileError:
+def _unfit(recipe: Recipe, why: str) -> BadFileError:
     return BadFileError(
-        f"{recipe.path}:{recipe.lines.get('command', 1)}: the command cannot be filled in: {why}",
-        next_step=step
-        or "correct the command: each {name} needs a default, braces of JSON are doubled",
+        f"{recipe.path}: the command cannot be filled in: {why}",
+        next_step="correct the command: each {name} needs a default, braces of JSON are doubled",
     )
