@@ -590,6 +590,7 @@ class HostCopies:
         # Why host memory could not be taken in the background.
         self._lack = ""
         self._warned: set[str] = set()
+        self._has_frozen = False
 
     # -- before the first sleep --
 
@@ -601,6 +602,7 @@ class HostCopies:
         try:
             self._wait_for_preparation()
             gc.collect()
+            gc.freeze()
             self._forget_freed(allocator)
             records = list(allocator.pointer_to_data.values())
             blocks = [data for data in records if data.tag == tag]
@@ -678,6 +680,11 @@ class HostCopies:
         self._put_all_to_sleep(allocator, blocks, offload_tags, saved)
         self._forget_discarded()
         gc.collect()
+        if not self._has_frozen:
+            # Each collection of all objects takes 75 ms. A capture of CUDA graphs ends
+            # the freeze of `prepare`, and vLLM's own is not made in every process.
+            self._has_frozen = True
+            gc.freeze()
         torch.cuda.empty_cache()
         self._runtime.give_back()
         devices = self._not_compiled(offloaded)

@@ -98,12 +98,11 @@ class UpstreamSource(Declared):
     """Test files that do not name the modules of the files that match the globs ``paths``.
 
     ``tests`` are test files that belong to them without naming their module; ``why`` says why there
-    is none. With ``alone`` the test files that name the module do not belong to them.
+    is none.
     """
 
     paths: tuple[str, ...]
     tests: tuple[str, ...] = ()
-    alone: bool = False
     why: str = ""
 
 
@@ -371,7 +370,7 @@ def plan(suite: Suite, stack: Stack, tree: Path) -> UpstreamPlan:
         for number, source in enumerate(suite.sources):
             if any(files.matches(path, glob) for glob in source.paths):
                 used.add(number)
-                tests = set(source.tests) if source.alone else tests | set(source.tests)
+                tests |= set(source.tests)
                 why += [source.why] if source.why else []
         if not tests and not why:
             faults.append(
