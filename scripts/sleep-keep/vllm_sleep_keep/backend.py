@@ -30,6 +30,10 @@ class KeepBackend(CuMemBackend):  # type: ignore[misc]
         """What vLLM with a hook for it calls after the weights are loaded."""
         self.copies.prepare(cumem.CuMemAllocator.get_instance())
 
+    def is_preparing(self) -> bool:
+        """Whether host memory is still being taken: a report of it will change."""
+        return self.copies.is_preparing()
+
     def suspend(self, level: int = 1) -> None:
         self._state = "SUSPENDED"
         tags = ("weights", *OFFLOADED) if level == 1 else OFFLOADED

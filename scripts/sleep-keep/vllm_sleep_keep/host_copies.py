@@ -612,6 +612,10 @@ class HostCopies:
         except Exception as error:
             self._warn(f"Host memory for sleep was not prepared: {error}")
 
+    def is_preparing(self) -> bool:
+        preparation = self._preparation
+        return preparation is not None and preparation.is_alive()
+
     def _prepare_by(self, call: Callable[..., None], *arguments: Any) -> None:
         self._preparation = threading.Thread(
             target=call, args=arguments, name="sleep-host-copies"
