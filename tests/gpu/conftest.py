@@ -1,5 +1,5 @@
 """Tests on a real GPU. SM12X_TREE names the vLLM source tree, of which few files are needed; with
-SM12X_BACKEND=keep, sleep and wake_up are those of scripts/sleep-keep.
+SM12X_BACKEND=keep, sleep and wake_up are those of scripts/sleep-keep, or of the folder SM12X_KEEP.
 
 Each test runs in a process of its own: on the untouched base some abort, and a kernel that met an
 illegal address spoils its process for good.

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 LIBRARY = "cumem_allocator.abi3.so"
-KEEP = Path(__file__).resolve().parents[2] / "scripts" / "sleep-keep"
+# SM12X_KEEP: the package of another commit, to compare with.
+KEEP = Path(os.environ.get("SM12X_KEEP", Path(__file__).resolve().parents[2] / "scripts/sleep-keep"))
 MIB = 1 << 20
 GIB = 1 << 30
 
@@ -87,7 +88,7 @@ def load(tree: Path, library: Path) -> Gpu:
 
 def keep_backend() -> Any:
     """The sleep-mode backend of scripts/sleep-keep, for the allocator that is loaded."""
-    sys.path.append(str(KEEP))
+    sys.path.insert(0, str(KEEP))
     return importlib.import_module("vllm_sleep_keep.backend").KeepBackend()
 
 

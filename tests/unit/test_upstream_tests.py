@@ -306,13 +306,20 @@ def test_what_the_data_says_of_changed_files(tmp_path: Path) -> None:
         ("csrc/a.cpp", "compiled"),
         (ABSTRACT, ""),
     ]
-    only = plan.narrowed([ABSTRACT])
-    assert only.files == plan.files
+    part = plan.narrowed([ABSTRACT])
+    assert part.files == plan.files
     assert plan.narrowed([FILE]).files == (FILE,)
     with pytest.raises(BadFileError):
         plan.narrowed(["csrc/a.cpp"])
     with pytest.raises(BadFileError):
         plan.narrowed(["tests/v1"])
+
+
+def test_a_source_can_leave_out_the_files_that_name_the_module(tmp_path: Path) -> None:
+    tree = _tree(tmp_path, {FILE: "", "tests/test_b.py": "import vllm.v1.executor.abstract\n"})
+    source = UpstreamSource(paths=(ABSTRACT,), tests=(FILE,), only=True)
+    plan = upstream_tests.plan(_suite(sources=(source,)), _stack(ABSTRACT), tree)
+    assert (plan.faults, plan.files) == ((), (FILE,))
 
 
 def test_data_that_fits_nothing_is_a_fault(tmp_path: Path) -> None:

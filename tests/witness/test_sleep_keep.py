@@ -298,6 +298,28 @@ def test_nothing_is_prepared_where_nothing_is_kept(world: World) -> None:
 
 
 @pytest.mark.guard
+@pytest.mark.parametrize("ends", ["prepared", "no host memory"])
+def test_the_backend_says_while_it_prepares(world: World, ends: str) -> None:
+    """A report of host memory that is still being taken changes, and is not to be kept."""
+    backend = world.use_plugin()
+    module: Any = importlib.import_module(COPIES)
+    go = threading.Event()
+
+    def available(reserve: bool = False) -> int:
+        assert go.wait(20), "nobody lets it go on"
+        return 0 if ends == "no host memory" else 64 * GIB
+
+    module.available_host_memory = available
+    world.blocks()
+    expect("before", backend.is_preparing(), False)
+    backend.prepare()
+    expect("meanwhile", backend.is_preparing(), True)
+    go.set()
+    backend.copies._wait_for_preparation()
+    expect("afterwards", backend.is_preparing(), False)
+
+
+@pytest.mark.guard
 @pytest.mark.parametrize("failing", ["a thread", "cudaDeviceGetAttribute", "cudaSetDevice"])
 def test_a_preparation_that_fails_is_no_failure_of_the_load(world: World, failing: str) -> None:
     backend = world.use_plugin()
