@@ -22,7 +22,8 @@ from typing import Any
 
 LIBRARY = "cumem_allocator.abi3.so"
 # SM12X_KEEP: the package of another commit, to compare with.
-KEEP = Path(os.environ.get("SM12X_KEEP", Path(__file__).resolve().parents[2] / "scripts/sleep-keep"))
+ROOT = Path(__file__).resolve().parents[2]
+KEEP = Path(os.environ.get("SM12X_KEEP", ROOT / "scripts" / "sleep-keep"))
 MIB = 1 << 20
 GIB = 1 << 30
 

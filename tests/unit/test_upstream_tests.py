@@ -18,6 +18,7 @@ from sm12x.stack.witness import junit, upstream_record, upstream_run, upstream_t
 from sm12x.stack.witness.upstream_tests import (
     Cannot,
     FileRun,
+    HubModel,
     Suite,
     UpstreamEnvironment,
     UpstreamSource,
@@ -134,16 +135,25 @@ def test_a_record_is_met_by_the_same_outcomes_alone(other: FileRun) -> None:
     assert not record.has("tests/test_b.py", run)
 
 
-def test_a_record_is_of_a_release_its_data_and_its_packages(tmp_path: Path) -> None:
-    def made(sdist: str = "a", data: str = "schema = 1", *packages: str) -> str:
-        (tmp_path / upstream_tests.NAME).write_text(data)
-        suite = replace(_suite(), path=tmp_path / upstream_tests.NAME)
+def test_a_record_is_of_a_release_its_environment_and_its_packages() -> None:
+    def conditions(suite: Suite, *packages: str, sdist: str = "a") -> str:
         base = cast(Any, SimpleNamespace(sdist=SimpleNamespace(sha256=sdist)))
         return upstream_record.conditions(base, suite, packages)
 
-    each = [made(), made("b"), made("a", "schema = 2"), made("a", "schema = 1", "x==1")]
+    suite = _suite()
+    platform = replace(suite, environment=replace(suite.environment, platform="a:B"))
+    model = HubModel(name="a/b", implemented="c:D", config="{}")
+    each = [
+        conditions(suite),
+        conditions(suite, sdist="b"),
+        conditions(platform),
+        conditions(replace(suite, models=(model,))),
+        conditions(suite, "x==1"),
+    ]
     assert len({*each}) == len(each)
-    assert made() == each[0]
+    # Which tests are run is no part of it, nor is which list a package is in.
+    assert conditions(_suite(_cannot(FILE))) == each[0]
+    assert conditions(suite, "x==1\ny==1", "z==1") == conditions(suite, "z==1\ny==1", "x==1")
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"schema": 1}', '{"schema": 2, "files": {}}', "[1"])

@@ -56,11 +56,15 @@ class Record(Declared):
 
 
 def conditions(base: Base, suite: Suite, packages: Iterable[str]) -> str:
-    """A digest of the release, of the data of its tests, and of the locked ``packages``."""
+    """A digest of the release, of the environment of its tests, and of the locked ``packages``.
+
+    Which tests are run is no part of it: a file without a record, or one that runs other tests
+    than the record has, is run on the untouched source too.
+    """
     told = hashlib.sha256(base.sdist.sha256.encode())
-    told.update(suite.path.read_bytes())
-    for text in packages:
-        told.update(text.encode())
+    told.update(repr((suite.environment, suite.models)).encode())
+    for line in sorted({line for text in packages for line in text.splitlines()}):
+        told.update(line.encode())
     return told.hexdigest()[:16]
 
 
