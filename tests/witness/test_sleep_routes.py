@@ -67,7 +67,7 @@ def test_with_a_key_they_ask_for_it() -> None:
 def test_without_the_option_nothing_has_changed() -> None:
     assert answers(built("--api-key", "key"), KEY) == [404, 404, 404]
     app = built("--api-key", "key", development=True)
-    assert answers(app, {}) == [200, 200, 200]
+    assert answers(app, KEY) == [200, 200, 200]
     assert {getattr(route, "path", "") for route in app.routes} >= DANGEROUS
 
 

@@ -133,21 +133,6 @@ def test_after_a_deep_sleep_every_answer_names_the_next_call() -> None:
 
 
 @isolated(LIMIT)
-def test_without_a_route_that_loads_weights_the_answer_says_so() -> None:
-    async def test(engine: Engine, server: Server) -> None:
-        engine.missing = True
-        await server.post("/sleep", params={"level": 2})
-        answer = await server.post("/wake_up")
-        assert "VLLM_SERVER_DEV_MODE=1" in answer.json()["next"]
-        await refused(server, "VLLM_SERVER_DEV_MODE=1")
-        # A program that has the engine may load them.
-        engine.missing = False
-        await served(server)
-
-    run(test, ROUTES, development=False)
-
-
-@isolated(LIMIT)
 def test_a_resume_answers_by_the_state() -> None:
     class Resuming(Engine):
         async def resume_generation(self) -> None:
