@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,24 @@ def test_a_key_that_no_header_can_have_is_not_sent(
     monkeypatch.setattr(http.client.HTTPConnection, "request", request)
     assert health.check(SERVER, health.get_http).code == UNHEALTHY
     assert sent == [{}]
+
+
+def test_the_key_of_the_sleep_routes_is_sent_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[str] = []
+
+    def request(_: object, method: str, path: str, *, headers: dict[str, str]) -> None:
+        sent.append(headers.get("Authorization", ""))
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(http.client.HTTPConnection, "request", request)
+    monkeypatch.delenv("VLLM_SLEEP_API_KEY", raising=False)
+    monkeypatch.setenv("VLLM_API_KEY", "inference")
+    for server in (SERVER, replace(SERVER, key="argument")):
+        health.check(server, health.get_http)
+        monkeypatch.setenv("VLLM_SLEEP_API_KEY", "sleep")
+        health.check(server, health.get_http)
+        monkeypatch.setenv("VLLM_SLEEP_API_KEY", "")
+    assert sent == ["Bearer inference", "Bearer sleep", "Bearer argument", "Bearer sleep"]
 
 
 def test_processes_are_read_oldest_first(tmp_path: Path) -> None:

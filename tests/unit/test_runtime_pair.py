@@ -139,7 +139,7 @@ def test_each_server_compiles_within_the_memory_that_is_left(
         (200, b'{"is_sleeping": false}', "/is_sleeping answers false"),
         (200, b'{"is_sleeping": false, "note": "true"}', "/is_sleeping answers false"),
         (200, b"a true story", "/is_sleeping answers no true or false"),
-        (401, b"who?", r"/sleep says 401: who\?. Next: set VLLM_API_KEY"),
+        (401, b"who?", r"/sleep says 401: who\?. Next: set VLLM_SLEEP_API_KEY"),
     ],
 )
 def test_a_server_that_does_not_sleep_ends_the_pair(

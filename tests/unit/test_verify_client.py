@@ -195,6 +195,8 @@ def failing(*causes: Exception) -> ProtocolError:
         ("GET /v1/models", (429, b"slow"), "wait 7 s, and repeat"),
         ("GET /version", LocationParseError("a..b"), "is not a usable address"),
         ("GET /is_sleeping", (404, {}), "--enable-sleep-mode --enable-sleep-routes"),
+        ("GET /is_sleeping", (401, {}), "VLLM_SLEEP_API_KEY"),
+        ("GET /is_sleeping", (403, {}), "--allowed-origins"),
         ("GET /is_sleeping", (200, {"is_sleeping": "no"}), "is_sleeping"),
         ("GET /is_sleeping", (500, {"error": "\x1b[31mred\x1b[0m"}), "read the server's log"),
         ("GET /version", failing(ConnectionRefusedError(111, "x")), "nothing listens there"),

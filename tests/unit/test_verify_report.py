@@ -140,6 +140,7 @@ def test_each_server_has_its_own_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ONE", "1")
     monkeypatch.setenv("TWO", "2")
     monkeypatch.setenv("VLLM_API_KEY", "0")
+    monkeypatch.delenv("VLLM_SLEEP_API_KEY", raising=False)
 
     def keys(*variables: str) -> list[str]:
         found = verify._servers(["http://a:1", "http://b:1"], variables, None, 5.0)
@@ -148,6 +149,9 @@ def test_each_server_has_its_own_key(monkeypatch: pytest.MonkeyPatch) -> None:
     assert keys() == ["0", "0"]
     assert keys("ONE") == ["1", "1"]
     assert keys("ONE", "TWO") == ["1", "2"]
+    monkeypatch.setenv("VLLM_SLEEP_API_KEY", "3")
+    assert keys() == ["3", "3"]
+    assert keys("ONE") == ["1", "1"]
 
 
 def test_memory_is_looked_at_where_the_servers_are(monkeypatch: pytest.MonkeyPatch) -> None:

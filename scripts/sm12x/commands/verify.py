@@ -115,8 +115,8 @@ def _limits(command: _Command) -> _Command:
     "variables",
     metavar="NAME",
     multiple=True,
-    help=f"Environment variable with the API key ({clients.KEY_VARIABLE}); a second time for the "
-    "second server.",
+    help=f"Environment variable with the API key ({clients.SLEEP_KEY_VARIABLE}, which the sleep "
+    f"routes may ask for, or {clients.KEY_VARIABLE}); a second time for the second server.",
 )
 @click.option(
     "--ca-file",
@@ -156,8 +156,8 @@ def command(
     Measures times, GPU memory awake and asleep and how it grows, and speed; compares greedy text
     before and after; looks for garbage; sends many requests at a time. Two servers take turns on
     their GPUs. Every server is left as it was found, awake or asleep. A sleep aborts the requests
-    that run: keep users away. The API key is taken from VLLM_API_KEY. Exit code 1: a limit was
-    exceeded.
+    that run: keep users away. The API key is taken from VLLM_SLEEP_API_KEY or VLLM_API_KEY. Exit
+    code 1: a limit was exceeded.
 
     \b
     Example: sm12x verify http://127.0.0.1:8000 --cycles 20 --save verify.json --save verify.md
@@ -226,7 +226,9 @@ def _servers(
         )
     made = []
     # One variable is for both servers.
-    named = (*variables, *variables[-1:]) or (clients.KEY_VARIABLE,) * len(bases)
+    known = (clients.SLEEP_KEY_VARIABLE, clients.KEY_VARIABLE)
+    default = next(filter(os.environ.get, known), clients.KEY_VARIABLE)
+    named = (*variables, *variables[-1:]) or (default,) * len(bases)
     for name, base, variable in zip(_NAMES, bases, named, strict=False):
         key = os.environ.get(variable, "")
         if variables and not key:

@@ -174,9 +174,10 @@ def get_http(server: Listener, path: str, seconds: float) -> tuple[int, bytes]:
 def request(server: Listener, method: str, path: str, seconds: float) -> tuple[int, bytes]:
     """Ask a server of this very container, past any proxy, and return status and body.
 
-    With its key, or that of VLLM_API_KEY: the sleep routes may ask for one.
+    With the key of the sleep routes, which is good for all, or the server's.
     """
-    key = server.key or os.environ.get("VLLM_API_KEY", "")
+    named = os.environ.get("VLLM_SLEEP_API_KEY", "") or server.key
+    key = named or os.environ.get("VLLM_API_KEY", "")
     if not (key.isascii() and key.isprintable()):
         # No header can have it, so no server can be asked with it.
         key = ""

@@ -191,7 +191,7 @@ def _put_to_sleep(member: PairMember) -> None:
         if status != http.client.OK:
             why = f"/sleep says {status}: {body[:200].decode(errors='replace')}"
             if status == http.client.UNAUTHORIZED:
-                step = "set VLLM_API_KEY to the key that its recipe gives it"
+                step = "set VLLM_SLEEP_API_KEY or VLLM_API_KEY to the key that its recipe gives it"
         else:
             asleep = health.is_sleeping(member.server, health.get_http, _SLEEP_SECONDS)
             if not asleep:

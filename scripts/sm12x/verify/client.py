@@ -39,6 +39,8 @@ from sm12x.doctor.model import Unseen
 from sm12x.verify.report import RankUse
 
 KEY_VARIABLE = "VLLM_API_KEY"
+# The key of a server's sleep routes, where it has one: good for all its routes.
+SLEEP_KEY_VARIABLE = "VLLM_SLEEP_API_KEY"
 # Seconds that a connection may take, and an answer that needs no engine.
 _CONNECT, _SOON = 10.0, 30.0
 # Bytes of an answer that are read: /metrics of many engines takes a few MB.
@@ -62,6 +64,11 @@ _ADDRESS = "write it as http://127.0.0.1:8000, without a path of the API"
 _ROUTES = (
     "start the server with --enable-sleep-mode --enable-sleep-routes (a stock vLLM: with "
     "VLLM_SERVER_DEV_MODE=1), see docs/memory.md"
+)
+_SLEEP = ("/sleep", "/wake_up", "/is_sleeping")
+_NAMED = (
+    "give the server's IP address in place of its name, or start it with that name in "
+    "--allowed-origins, see SECURITY.md"
 )
 # The first call of a run, and what to do where its answer is no HTTP.
 _FIRST = "GET /version"
@@ -520,7 +527,12 @@ class Server:
         if self._access.key:
             key = f"correct the key in {variable}"
         steps: dict[int | str | tuple[int, str], str] = {
-            **{(404, route): _ROUTES for route in ("/sleep", "/wake_up", "/is_sleeping")},
+            **{(404, route): _ROUTES for route in _SLEEP},
+            **{(403, route): _NAMED for route in _SLEEP},
+            **{
+                (401, route): f"{key}, or {SLEEP_KEY_VARIABLE} to the one of its sleep routes"
+                for route in _SLEEP
+            },
             (404, "/v1/completions"): "name a model that generates text with --model, or another "
             "server",
             (503, "/v1/completions"): f"see whether it is asleep: curl {self.url}/is_sleeping",
