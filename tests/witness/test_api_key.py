@@ -89,7 +89,7 @@ def recorded(app: Any, recorder: type[Recorder] = Recorder) -> Recorder:
 def call(app: Any, method: str, path: str, headers: dict[str, str] | None = None) -> int:
     """The status that the application answers; of a refused handshake, that of the refusal."""
     kind = "websocket" if method == "WEBSOCKET" else "http"
-    scope = {
+    scope: dict[str, Any] = {
         "type": kind,
         "http_version": "1.1",
         "scheme": "ws" if kind == "websocket" else "http",
