@@ -103,6 +103,7 @@ def open_streams() -> None:
 
 def main() -> NoReturn:
     open_streams()
+    texts.guard_streams()
     # `docker stop` and CI runners send SIGTERM: clean up as for Ctrl-C.
     signal.signal(signal.SIGTERM, _terminated)
     try:

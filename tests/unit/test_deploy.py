@@ -160,7 +160,7 @@ def test_texts_are_what_their_readers_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("target", ["docker", "compose", "shell", "llama-swap"])
 def test_a_description_of_several_lines_stays_a_comment(target: str, tmp_path: Path) -> None:
-    text = OURS.replace("name: small", 'name: small\ndescription: "a\\nrm -rf x\\r\\u2028b"')
+    text = OURS.replace("name: small", 'name: small\ndescription: "a\\nrm -rf x\\n\\tb"')
     text = text.replace("host: 127.0.0.1", "host: 127.0.0.1\n  port: 8000")
     made = render(target, load.load(write(tmp_path, text)), extra=("a\nb",))
     first, second = [line for line in made.split("\n") if line.startswith("# ")]

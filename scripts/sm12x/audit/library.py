@@ -55,15 +55,7 @@ def _printable(name: str) -> str:
     """A file's name without what would end a line, drive a terminal, or be no UTF-8."""
     if name.isprintable():
         return name
-    return "".join(
-        char
-        if char.isprintable()
-        # How Python keeps a byte that is no UTF-8.
-        else f"\\x{ord(char) & 0xFF:02x}"
-        if ord(char) < 0x100 or 0xDC80 <= ord(char) <= 0xDCFF
-        else f"\\u{ord(char):04x}"
-        for char in name
-    )
+    return "".join(char if char.isprintable() else text.escaped(char) for char in name)
 
 
 def may_be(path: str, head: bytes) -> bool:

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import click
 
 from sm12x.core import declared
+from sm12x.core.errors import UsageError
+from sm12x.core.text import CONTROL, visible
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -65,6 +67,20 @@ def print_json(report: object) -> None:
 def say(text: str) -> None:
     """Print a line on stderr about what is being done."""
     click.echo(text, err=True)
+
+
+def usable(text: str) -> str:
+    """``text``, which is to be run or saved: shown with escapes it would be another text.
+
+    Raises UsageError where it has a control character.
+    """
+    if found := CONTROL.search(text):
+        line = text[text.rfind("\n", 0, found.start()) + 1 :].partition("\n")[0]
+        raise UsageError(
+            f"a control character would be in the command: {visible(line.strip())}",
+            next_step="leave it out of the settings and arguments",
+        )
+    return text
 
 
 def emit(as_json: bool, report: object, text: str) -> None:

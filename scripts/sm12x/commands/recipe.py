@@ -13,7 +13,7 @@ from typing import Literal
 import click
 
 from sm12x import layout, plan
-from sm12x.commands import print_json, reports
+from sm12x.commands import print_json, reports, usable
 from sm12x.core import files
 from sm12x.core.errors import BadFileError, FindingsError, Sm12xError, UsageError
 from sm12x.core.progress import spinner
@@ -321,7 +321,7 @@ def render(target: str, image: str, name: str, words: tuple[str, ...]) -> None:
     image = image or _image(recipe)
     peers = {"peers": load.pair(recipe)} if target in _OF_PAIRS else {}
     text = _TARGETS[target](recipe, image=image, settings=settings, extra=extra, **peers)
-    click.echo(text, nl=False)
+    click.echo(usable(text), nl=False)
 
 
 def _image(recipe: Recipe) -> str:

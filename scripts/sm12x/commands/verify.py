@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,6 +32,9 @@ from sm12x.verify.report import BREACH, BREACHED, UNKNOWN, Limits, VerifyReport,
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 _NAMES = ("A", "B")
+# Variables that hold a secret, and the characters from which on such a value is one: in a shorter
+# one a report could not be read any more.
+_SECRET, _LEAST = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)S?$", re.IGNORECASE), 6
 _JSON, _MARKDOWN, _PICTURE = ".json", ".md", ".png"
 _SUFFIXES = (_JSON, _MARKDOWN, _PICTURE)
 # CPU seconds that writing the files may take each time. A report that takes longer is written less
@@ -163,7 +167,8 @@ def command(
     Example: sm12x verify http://127.0.0.1:8000 --cycles 20 --save verify.json --save verify.md
     Example: sm12x verify http://127.0.0.1:8000 http://127.0.0.1:8001
     """
-    servers = _servers(urls, variables, ca_file, timeout)
+    secrets = _secrets(variables)
+    servers = _servers(urls, variables, secrets, ca_file, timeout)
     if len(models) > len(servers):
         raise UsageError(
             f"--model is given {len(models)} times for {text.counted(len(servers), 'server')}",
@@ -184,14 +189,24 @@ def command(
     with ExitStack() as stack:
         shown = _Shown(stack)
 
+        def made() -> VerifyReport:
+            # A server may echo what it is sent in any field: this is what is saved and printed.
+            return text.without(run.report(), secrets)
+
         def observe(doing: str) -> None:
-            report = run.report()
+            report = made()
             shown.update(report, doing)
             saved.write(report)
 
-        run = cycles.Run(servers, settings, watch, observe=observe, tell=shown.tell)
+        run = cycles.Run(
+            servers,
+            settings,
+            watch,
+            observe=observe,
+            tell=lambda sentence: shown.tell(text.without(sentence, secrets)),
+        )
         error = run.run()
-    report = run.report()
+    report = made()
     faults = saved.write(report, last=True)
     try:
         if as_json:
@@ -205,11 +220,25 @@ def command(
         fault = faults.get(path)
         said = f"not written: {fault.strerror or fault}" if fault else "written"
         click.echo(f"{path}: {said}", err=True)
-    _leave(report, error or next(map(_not_written, faults.items()), None))
+    _leave(report, error or next(map(_not_written, faults.items()), None), secrets)
+
+
+def _secrets(variables: Sequence[str]) -> dict[str, str]:
+    """The keys and tokens of the environment, each with its variable's name."""
+    return {
+        value: name
+        for name, given in os.environ.items()
+        if len(value := given.strip()) >= _LEAST
+        and (name in variables or _SECRET.search(name))
+    }
 
 
 def _servers(
-    urls: Sequence[str], variables: Sequence[str], ca: Path | None, timeout: float
+    urls: Sequence[str],
+    variables: Sequence[str],
+    secrets: Mapping[str, str],
+    ca: Path | None,
+    timeout: float,
 ) -> list[clients.Server]:
     if not 1 <= len(urls) <= len(_NAMES):
         raise click.UsageError(
@@ -238,6 +267,7 @@ def _servers(
         access = clients.Access(
             key=clients.checked_key(key, variable),
             variable=variable,
+            secrets=secrets,
             ca=str(ca) if ca else "",
             timeout=timeout,
         )
@@ -318,12 +348,15 @@ def _not_written(found: tuple[Path, OSError]) -> Sm12xError:
     )
 
 
-def _leave(report: VerifyReport, error: BaseException | None) -> None:
+def _leave(report: VerifyReport, error: BaseException | None, secrets: Mapping[str, str]) -> None:
     """End as the report says. Raises what ended the run, or what the report found."""
     if isinstance(error, KeyboardInterrupt) and report.stopped:
         said = [f"interrupted at: {report.stopped.during}", *report.left]
         click.echo("; ".join(said), err=True)
         sys.exit(INTERRUPTED)
+    if isinstance(error, Sm12xError):
+        error.message = text.without(error.message, secrets)
+        error.next_step = text.without(error.next_step, secrets)
     if error is not None:
         raise error
     bad = [one for one in report.checks if one.verdict == BREACH]

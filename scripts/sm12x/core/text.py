@@ -5,18 +5,30 @@ from __future__ import annotations
 import difflib
 import io
 import os
+import re
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+_T = TypeVar("_T")
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 WIDTH = 100
 # Wider than any line: what is to be copied or searched for is not broken.
 _UNBROKEN = 10_000
+# What drives a terminal (C0 without tab and newline, DEL, C1), reorders what is read (the marks,
+# embeddings, overrides and isolates of bidirectional text), ends a line in some readers, or is a
+# byte that is no UTF-8 (how Python keeps one).
+CONTROL = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+# The one escape of ours in a report: a word in a colour (`click.style`), as the doctor has them.
+_COLOURED = re.compile(rf"(\x1b\[3[0-7]m[A-Za-z ?]+\x1b\[0m)|{CONTROL.pattern}")
 
 
 def counted(number: int, one: str, many: str = "") -> str:
@@ -143,6 +155,76 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def _row(cells: Sequence[str]) -> str:
     clean = (" ".join(cell.split()).replace("|", "\\|") for cell in cells)
     return "| " + " | ".join(clean) + " |"
+
+
+def visible(text: str) -> str:
+    r"""``text`` with each character of ``CONTROL`` as an escape: ``\x1b``, ``\u202e``."""
+    return CONTROL.sub(lambda found: escaped(found[0]), text)
+
+
+def without(value: _T, secrets: Mapping[str, str]) -> _T:
+    """``value`` with every secret in its texts, at any depth and in keys too, replaced by its name.
+
+    Args:
+        value: a text, or a dataclass, mapping or list of values.
+        secrets: secret -> what stands for it.
+    """
+    found: Any = value
+    if isinstance(found, str):
+        # The longest first: one may be the beginning of another.
+        for secret in sorted(secrets, key=len, reverse=True):
+            found = found.replace(secret, f"<{secrets[secret]}>")
+    elif is_dataclass(found) and not isinstance(found, type):
+        names = [one.name for one in fields(found) if one.init]
+        found = replace(found, **{name: without(getattr(found, name), secrets) for name in names})
+    elif isinstance(found, Mapping):
+        found = {without(key, secrets): without(one, secrets) for key, one in found.items()}
+    elif isinstance(found, tuple | list):
+        found = type(found)(without(one, secrets) for one in found)
+    return cast(_T, found)
+
+
+def escaped(char: str) -> str:
+    r"""``char`` as ``\x1b`` or ``\u202e``; of a byte that is no UTF-8, that byte."""
+    number = ord(char)
+    if number < 0x100 or 0xDC80 <= number <= 0xDCFF:
+        return f"\\x{number & 0xFF:02x}"
+    return f"\\u{number:04x}"
+
+
+class VisibleStream:
+    """A text stream that writes ``visible`` text.
+
+    Without ``buffer``, through which click would write past it. rich's consoles write to the stream
+    below it, as their own escapes are to reach the terminal: ``progress.stderr_console`` filters.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.rich_proxied_file = stream
+
+    def write(self, text: str) -> int:
+        self.rich_proxied_file.write(
+            _COLOURED.sub(lambda found: found[1] or escaped(found[0]), text)
+        )
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "buffer":
+            raise AttributeError(name)
+        return getattr(self.rich_proxied_file, name)
+
+
+def guard_streams() -> None:
+    """From here on text leaves through ``VisibleStream``, whoever it comes from: file names,
+    recipes, replies of servers, output of programs."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, VisibleStream):
+            setattr(sys, name, cast(TextIO, VisibleStream(stream)))
 
 
 def discard_stdout() -> None:

@@ -12,6 +12,8 @@ from typing import Any
 
 import yaml
 
+from sm12x.core.text import CONTROL, visible
+
 
 @dataclass(frozen=True, kw_only=True)
 class Yaml:
@@ -31,7 +33,14 @@ class Yaml:
 
 
 def parse(text: str) -> Yaml:
-    """Read YAML. A date stays the text it is, as in YAML 1.2, and a key is always text."""
+    """Read YAML. A date stays the text it is, as in YAML 1.2, and a key is always text.
+
+    A control character is a fault, written as it is (in a comment too) or as an escape: what is
+    read here is copied into commands and files, where nobody would see it.
+    """
+    if found := CONTROL.search(text.replace("\r\n", "\n")):
+        line = text.count("\n", 0, found.start()) + 1
+        return Yaml(data=None, lines={}, faults=((line, _control(found[0])),))
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         reader = _Reader()
@@ -44,6 +53,10 @@ def parse(text: str) -> Yaml:
     except RecursionError:
         return Yaml(data=None, lines={}, faults=((1, "is nested too deeply"),))
     return Yaml(data=data, lines=reader.lines, faults=tuple(reader.faults))
+
+
+def _control(text: str) -> str:
+    return f"has a control character: {visible(text)}"
 
 
 class _Reader:
@@ -66,6 +79,8 @@ class _Reader:
                     self.faults.append((line, "a key is not text"))
                     continue
                 key = name.value
+                if CONTROL.search(key):
+                    self.faults.append((line, _control(key)))
                 here = (*where, key)
                 if key in found:
                     # PyYAML keeps the last one silently.
@@ -93,6 +108,8 @@ class _Reader:
         if not isinstance(data, str | int | float | None):
             self.faults.append((node.start_mark.line + 1, f"{type(data).__name__} is not text"))
             return None
+        if isinstance(data, str) and CONTROL.search(data):
+            self.faults.append((node.start_mark.line + 1, _control(data)))
         return data
 
 

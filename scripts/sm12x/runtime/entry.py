@@ -26,6 +26,7 @@ _Replace = Callable[..., NoReturn]
 
 
 def main() -> NoReturn:
+    text.guard_streams()
     try:
         code = dispatch(sys.argv[1:], Places.of_image())
     except Sm12xError as error:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.client import HTTPException
 from pathlib import Path
@@ -35,6 +35,7 @@ from urllib3.exceptions import (
 )
 
 from sm12x.core.errors import ServerError, UsageError
+from sm12x.core.text import without
 from sm12x.doctor.model import Unseen
 from sm12x.verify.report import RankUse
 
@@ -188,9 +189,13 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """Access to servers: ``key`` is "" without one, ``ca`` a file of certificates or ""."""
+    """Access to servers: ``key`` is "" without one, ``ca`` a file of certificates or "".
+
+    ``secrets`` are those that no reply may bring into a report, secret -> its name.
+    """
 
     key: str = ""
+    secrets: Mapping[str, str] = field(default_factory=dict)
     variable: str = KEY_VARIABLE
     ca: str = ""
     timeout: float = 300.0
@@ -269,7 +274,7 @@ class Server:
         """The bytes asleep on each rank; None without a report in the known format."""
         try:
             found = self._object(self.call("GET", "/is_sleeping", timeout=_SOON)).get("ranks")
-            return tuple(map(_rank, found)) if isinstance(found, list) and found else None
+            return tuple(map(self._rank, found)) if isinstance(found, list) and found else None
         except (ServerError, LookupError, TypeError, ValueError):
             return None
 
@@ -326,7 +331,8 @@ class Server:
         known = isinstance(ids, list) and all(type(one) is int for one in ids)
         counted = type(count) is int and 0 <= count <= _MOST
         return Completion(
-            text=text,
+            # Before it is cut: a part of a key is found by nobody.
+            text=self._hidden(text),
             tokens=count if counted else None,
             ids=tuple(ids) if known else None,
             seconds=answer.seconds,
@@ -423,10 +429,12 @@ class Server:
         }
 
     def shown(self, text: str) -> str:
-        """A server's text, made printable: short, on one line, without the key."""
-        if self._access.key:
-            text = text.replace(self._access.key, "<the API key>")
-        return _printable(text)
+        """A server's text, made printable: short, on one line, without secrets."""
+        return _printable(self._hidden(text))
+
+    def _hidden(self, text: str) -> str:
+        key = {self._access.key: "the API key"} if self._access.key else {}
+        return without(text, {**key, **self._access.secrets})
 
     def _change(self, path: str, *, retry: bool) -> float:
         end = time.monotonic() + self._access.timeout
@@ -550,6 +558,22 @@ class Server:
         known = ((answer.status, path), answer.status, path)
         return next((steps[one] for one in known if one in steps), "read the server's log")
 
+    def _rank(self, said: Any) -> RankUse:
+        """Raises LookupError, TypeError or ValueError for anything but the report of one rank."""
+        return RankUse(
+            dp=_count(said["dp_rank"]),
+            pp=_count(said["pp_rank"]),
+            tp=_count(said["tp_rank"]),
+            asleep=self._tags(said["asleep_bytes"]),
+            awake=self._tags(said["awake_bytes"]),
+            host_copies=_count(said["host_copy_bytes"]),
+        )
+
+    def _tags(self, said: Any) -> dict[str, int]:
+        if not isinstance(said, dict):
+            raise TypeError
+        return {self.shown(str(tag)): _count(size) for tag, size in said.items()}
+
     def _version(self) -> str:
         answer = self.send(*_FIRST.split(), timeout=_SOON)
         if answer.status in _TELLING or 300 <= answer.status < 400:
@@ -605,24 +629,6 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
-
-
-def _rank(said: Any) -> RankUse:
-    """Raises LookupError, TypeError or ValueError for anything but the report of one rank."""
-    return RankUse(
-        dp=_count(said["dp_rank"]),
-        pp=_count(said["pp_rank"]),
-        tp=_count(said["tp_rank"]),
-        asleep=_tags(said["asleep_bytes"]),
-        awake=_tags(said["awake_bytes"]),
-        host_copies=_count(said["host_copy_bytes"]),
-    )
-
-
-def _tags(said: Any) -> dict[str, int]:
-    if not isinstance(said, dict):
-        raise TypeError
-    return {_printable(str(tag)): _count(size) for tag, size in said.items()}
 
 
 def _count(said: Any) -> int:
