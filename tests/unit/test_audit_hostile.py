@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import io
 import json
+import lzma
 import os
 import random
 import resource
@@ -13,6 +16,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import zstandard
@@ -38,7 +42,10 @@ from sm12x.audit import elf, fatbin, policy, scan
 from sm12x.audit import library as audit_library
 from sm12x.audit.model import SM120, UNKNOWN, LibraryAudit
 from sm12x.commands import audit as verb
+from sm12x.core import unpack
 from sm12x.core.errors import BadFileError, NoSpaceError, Sm12xError
+from sm12x.wheel import ledger
+from sm12x.wheel.ledger import NAME
 
 LZ4 = fatbin.LZ4
 # More in a longer run: SM12X_FUZZ=20000.
@@ -333,11 +340,8 @@ def claims(path: Path, size: int) -> Path:
     return path
 
 
-def test_a_wheel_that_claims_to_unpack_to_too_much_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(scan, "MAX_UNPACKED", 1 << 30)
-    with pytest.raises(BadFileError, match="unpack to 4 GiB"):
+def test_a_wheel_that_claims_to_unpack_to_too_much_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadFileError, match=r"a\.whl claims to unpack to 4\.0 GiB"):
         scan.scan(claims(tmp_path / "a.whl", 0xFFFFFFF0))
 
 
@@ -345,7 +349,7 @@ def test_members_that_share_their_bytes_count_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The central directory names one member many times over: small, and 50 times as large."""
-    monkeypatch.setattr(scan, "MAX_UNPACKED", 40 * KERNELS.stat().st_size)
+    monkeypatch.setattr(unpack, "MOST_OF_ALL", 40 * KERNELS.stat().st_size)
     made = wheel(tmp_path / "a.whl", {"a.so": KERNELS.read_bytes()}).read_bytes()
     at, end = made.index(b"PK\x01\x02"), made.index(b"PK\x05\x06")
     record = made[at:end] * 50
@@ -356,7 +360,7 @@ def test_members_that_share_their_bytes_count_each(
         scan.scan(tmp_path / "a.whl")
 
 
-@pytest.mark.parametrize("size", [1, 100, 18241, 0x7FFFFFF0])
+@pytest.mark.parametrize("size", [1, 100, 18241, unpack.FREE])
 def test_a_member_of_another_size_than_it_claims_is_unknown(tmp_path: Path, size: int) -> None:
     assert one(claims(tmp_path / "a.whl", size)).sm120 == UNKNOWN
 
@@ -390,6 +394,155 @@ def test_a_hole_in_a_tar_is_not_filled(tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(out.getvalue())
     with pytest.raises(Sm12xError):
         scan.scan(tmp_path / "a.tar")
+
+
+# What 20 MiB of zeros take in each kind of packing; nothing of it may be unpacked to find that out.
+ZEROS = b"\x7fELF" + b"\0" * (20 << 20)
+
+
+def _zstd(data: bytes) -> bytes:
+    return zstandard.ZstdCompressor().compress(data)
+
+
+@pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No library is held in memory: each has to be refused before."""
+
+    def fail(*_: object) -> NoReturn:
+        raise AssertionError("a library was unpacked")
+
+    monkeypatch.setattr(audit_library, "unpacked", fail)
+
+
+@pytest.mark.usefixtures("unread")
+def test_a_library_that_unpacks_to_a_thousand_times_is_refused(tmp_path: Path) -> None:
+    path = wheel(tmp_path / "a.whl", {"vllm/a.so": ZEROS})
+    assert path.stat().st_size < len(ZEROS) / 900
+    with pytest.raises(BadFileError) as refused:
+        scan.scan(path)
+    for fact in ("vllm/a.so", "20.0 MiB", "16.0 MiB", "25 times"):
+        assert fact in refused.value.message
+    assert "folder" in refused.value.next_step
+
+
+@pytest.mark.parametrize("size", [unpack.FREE, 30 << 20])
+def test_a_library_of_a_real_ratio_is_read(tmp_path: Path, size: int) -> None:
+    """Zeros up to the free size; and beyond it what unpacks to 20 times, which no real one does."""
+    data = bytearray(KERNELS.read_bytes()) + bytes(size - KERNELS.stat().st_size)
+    if size > unpack.FREE:
+        chance = random.Random(1)  # noqa: S311 - reproducible, not secret
+        for at in range(1 << 20, size, 1 << 20):
+            data[at : at + 50_000] = chance.randbytes(50_000)
+    found = one(wheel(tmp_path / "a.whl", {"a.so": bytes(data)}))
+    assert found.size == size
+    assert found.sm120 == "native"
+
+
+@pytest.mark.parametrize("kind", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+@pytest.mark.parametrize("name", ["a.so", "x-1.dist-info/METADATA", f"x-1.dist-info/{NAME}"])
+def test_a_packing_whose_blocks_are_unpacked_whole_is_not_opened(
+    tmp_path: Path, kind: int, name: str
+) -> None:
+    path = tmp_path / "a.whl"
+    with zipfile.ZipFile(path, "w", kind) as archive:
+        archive.writestr("k.so", KERNELS.read_bytes(), zipfile.ZIP_DEFLATED)
+        archive.writestr(name, b"Name: vllm\n" * 1000)
+    done = CliRunner().invoke(verb.command, [str(path), "--base", "0.33.0"])
+    assert isinstance(done.exception, Sm12xError), done.exception
+    assert "compression is of type" in f"{done.output}{done.exception}" or name.endswith("METADATA")
+
+
+def test_a_ledger_and_metadata_of_any_size_are_not_read_whole(tmp_path: Path) -> None:
+    path = wheel(
+        tmp_path / "a.whl",
+        {
+            "vllm-1.dist-info/METADATA": b"Name: vllm\n" + b" " * (128 << 20),
+            f"vllm-1.dist-info/{NAME}": b" " * (128 << 20),
+            "a.so": KERNELS.read_bytes(),
+        },
+    )
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(BadFileError):
+        ledger.inside(path)
+    assert verb._release(path) is None
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 160 << 10
+
+
+@pytest.mark.usefixtures("unread")
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress, _zstd])
+@pytest.mark.parametrize("outer", [False, True])
+def test_a_library_in_a_packed_tar_is_bounded(
+    tmp_path: Path, pack: Callable[[bytes], bytes], outer: bool
+) -> None:
+    layer = tar({"a.so": ZEROS})
+    path = tmp_path / "image.tar"
+    if outer:
+        path.write_bytes(pack(layer))
+    else:
+        manifest = json.dumps([{"Layers": ["layer"]}]).encode()
+        path.write_bytes(tar({"manifest.json": manifest, "layer": pack(layer)}))
+    assert path.stat().st_size < 1 << 20
+    with pytest.raises(BadFileError, match=r"claims to unpack|cannot be read"):
+        scan.scan(path)
+
+
+def test_a_packed_layer_of_a_packed_image_counts_from_the_file(tmp_path: Path) -> None:
+    layer = gzip.compress(tar({"a.so": KERNELS.read_bytes() + b"\0" * (40 << 20)}), 1)
+    manifest = json.dumps([{"Layers": ["layer"]}]).encode()
+    # 2 MiB of the layer's own that pack away, so that 40 MiB are not much from it alone.
+    layer += gzip.compress(b"") * (2 << 20 >> 4)
+    path = tmp_path / "image.tar.gz"
+    path.write_bytes(gzip.compress(tar({"manifest.json": manifest, "layer": layer})))
+    assert len(layer) * unpack.RATIO > 40 << 20 > path.stat().st_size * unpack.RATIO
+    with pytest.raises(BadFileError, match=r"a\.so claims to unpack to 40\.0 MiB"):
+        scan.scan(path)
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, _zstd])
+def test_a_tar_that_goes_on_without_end_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: Callable[[bytes], bytes]
+) -> None:
+    monkeypatch.setattr(unpack, "FREE_OF_ALL", 1 << 20)
+    path = tmp_path / "image.tar"
+    manifest = json.dumps([{"Layers": ["layer"]}]).encode()
+    layer = pack(tar({"big.txt": bytes(32 << 20), "a.so": KERNELS.read_bytes()}))
+    path.write_bytes(tar({"manifest.json": manifest, "layer": layer}))
+    with pytest.raises(BadFileError, match=r"image\.tar: layer claims to unpack"):
+        scan.scan(path)
+
+
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME])
+def test_a_header_of_many_bytes_is_not_read(tmp_path: Path, kind: bytes) -> None:
+    info = tarfile.TarInfo("x")
+    info.type, info.size = kind, 64 << 20
+    data = info.tobuf(tarfile.GNU_FORMAT) + bytes(64 << 20) + tar({"a.so": KERNELS.read_bytes()})
+    path = tmp_path / "image.tar.gz"
+    path.write_bytes(gzip.compress(data))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(BadFileError):
+        scan.scan(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 << 10
+
+
+def test_the_files_of_a_tar_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unpack, "MOST_MEMBERS", 20)
+    path = tmp_path / "image.tar"
+    path.write_bytes(tar({f"{number}.txt": b"" for number in range(30)}))
+    with pytest.raises(BadFileError, match="more than 20 files"):
+        scan.scan(path)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_pieces_of_all_libraries_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: bool
+) -> None:
+    monkeypatch.setattr(fatbin, "MAX_ENTRIES", 150)
+    data = library({".nv_fatbin": container(*[entry(CUBIN, 120)] * 100)})
+    members = {"a.so": data, "b.so": data}
+    path = tmp_path / "a.tar"
+    path.write_bytes(tar(members))
+    with pytest.raises(BadFileError, match="more than 150 pieces"):
+        scan.scan(wheel(tmp_path / "a.whl", members) if packed else path)
 
 
 class Opened(zipfile.ZipFile):

@@ -28,6 +28,8 @@ _DAMAGE = (
 )  # fmt: skip
 # A cubin without a kernel has some 700 bytes: headers, symbols, what compiled it.
 _HOLLOW_BYTES = 16384
+# Bytes that zstd may look back, which it allocates: 128 MiB unless told.
+_WINDOW = 1 << 20
 _ALLOCATED = 2
 # The function that device-linked code defines for each unit compiled with -rdc=true, and the unit
 # calls when the library is loaded.
@@ -166,7 +168,7 @@ def _unpacked(code: bytes, entry: CodePiece) -> bytes:
     if entry.packed == "zstd":
         try:
             # Not the whole of `code`: it is padded. The size bounds what is unpacked.
-            reader = zstandard.ZstdDecompressor().stream_reader(code)
+            reader = zstandard.ZstdDecompressor(max_window_size=_WINDOW).stream_reader(code)
             return reader.read(entry.whole)
         except zstandard.ZstdError:
             return b""

@@ -21,6 +21,7 @@ size (u32) of what follows at +0x48, padded to 8.
 from __future__ import annotations
 
 import bisect
+import functools
 import mmap
 import struct
 from collections.abc import Iterable, Iterator
@@ -56,7 +57,8 @@ _STRAY = struct.pack("<IHH", MAGIC, 1, _CONTAINER.size)
 _ALIGN = 8
 # A damaged file must not fill the report: only its first faults are listed.
 MAX_FAULTS = 20
-# cuFFT has 24,000 in one library. Each costs memory, which a file of empty ones would use up.
+# Of one file, and of all files of an audit. cuFFT has 24,000 in one library. Each takes some 200
+# bytes of memory, which a file of empty ones would use up.
 MAX_ENTRIES = 500_000
 # One of each architecture: far fewer than this.
 _MAX_SEVERAL = 256
@@ -64,7 +66,7 @@ _MAX_SEVERAL = 256
 Buffer = bytes | mmap.mmap
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CodePiece:
     """One piece of code: ``kind`` is "cubin", "ptx", "lto", "other" (of a kind that is not known
     here) or "unknown" (damaged); ``note`` says why for the last two.
@@ -83,7 +85,7 @@ class CodePiece:
     whole: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FatContainer:
     """One translation unit's code. ``offset`` is in the file, in bytes.
 
@@ -368,7 +370,11 @@ def _names_target(number: int, flags: int) -> bool:
 
 
 def _arch(number: int, flags: int) -> CudaArch:
-    suffix = "a" if flags & SPECIFIC else "f" if flags & FAMILY else ""
+    return _named(number, "a" if flags & SPECIFIC else "f" if flags & FAMILY else "")
+
+
+@functools.lru_cache(1024)
+def _named(number: int, suffix: str) -> CudaArch:
     return CudaArch(major=number // 10, minor=number % 10, suffix=suffix)
 
 

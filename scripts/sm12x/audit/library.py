@@ -22,7 +22,7 @@ from sm12x.audit.fatbin import Buffer, CodePiece, FatContainer
 from sm12x.audit.model import Audit, LibraryAudit
 from sm12x.core import machine, text
 from sm12x.core.cudaarch import CudaArch
-from sm12x.core.errors import NoSpaceError
+from sm12x.core.errors import BadFileError, NoSpaceError
 
 # Suffixes of files to read whatever their first bytes are; .so also with a version after it.
 _NAME = re.compile(r"(\.so(\.\d+)*|\.cubin|\.fatbin|\.ptx|\.o|\.a)$")
@@ -168,7 +168,7 @@ def _archive(data: Buffer, depth: int) -> LibraryAudit:
                 lists, (member.units, member.relocatable, member.embedded), strict=True
             ):
                 all_ += of_it
-                pieces += sum(1 + len(unit.entries) for unit in of_it)
+            pieces += _pieces(member)
             stores.append((name, member.stores))
             faults += (
                 f"{name}: {fault}" for fault in member.faults[: fatbin.MAX_FAULTS - len(faults)]
@@ -216,9 +216,11 @@ def _members(data: Buffer) -> Iterator[tuple[str, int, int]]:
 
 
 class Share:
-    """A memory budget for threads: together they never hold more than the largest library."""
+    """A memory budget of one audit: its threads together never hold more than the largest library,
+    and all its libraries no more than ``fatbin.MAX_ENTRIES`` pieces of code."""
 
     def __init__(self) -> None:
+        self._pieces = 0
         self._largest = 0
         self._used = 0
         self._changed = threading.Condition()
@@ -236,6 +238,26 @@ class Share:
             with self._changed:
                 self._used -= size
                 self._changed.notify_all()
+
+    def counted(self, found: LibraryAudit | None) -> LibraryAudit | None:
+        """``found``, its pieces of code counted. Raises BadFileError where they are too many."""
+        if found is None:
+            return None
+        pieces = _pieces(found)
+        with self._changed:
+            self._pieces += pieces
+            if self._pieces > max(pieces, fatbin.MAX_ENTRIES):
+                raise BadFileError(
+                    f"the libraries up to {found.path} hold more than {fatbin.MAX_ENTRIES} pieces "
+                    "of device code together",
+                    next_step="audit its files one by one",
+                )
+        return found
+
+
+def _pieces(found: LibraryAudit) -> int:
+    units = (*found.units, *found.relocatable, *found.embedded)
+    return sum(1 + len(unit.entries) for unit in units)
 
 
 @contextmanager

@@ -22,13 +22,11 @@ from typing import IO
 
 from sm12x.audit import library, tars
 from sm12x.audit.model import Audit, LibraryAudit
-from sm12x.core import process
+from sm12x.core import process, unpack
 from sm12x.core.errors import BadFileError, NoEngineError
 
 # inflate and sha256 release the interpreter lock.
 _THREADS = min(4, os.cpu_count() or 1)
-# Ten times what the largest wheels unpack to, and far below a file made to exhaust a machine.
-MAX_UNPACKED = 64 * 1024**3
 # NotImplementedError: a compression this Python lacks; RuntimeError: an encrypted member; EOFError:
 # a member that ends too soon.
 _DAMAGE = (
@@ -39,12 +37,12 @@ _DAMAGE = (
 
 @dataclass(frozen=True, kw_only=True)
 class ArchiveMember:
-    """A file that may hold code. ``size`` is in bytes, unpacked."""
+    """A file that may hold code. ``size`` is in bytes, unpacked; ``packed`` is None on a disk."""
 
     path: str
     size: int
     open: Callable[[], IO[bytes]]
-    on_disk: bool = False
+    packed: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +73,7 @@ def scan(path: Path) -> Audit:
 
     Raises:
         BadFileError: there is no such file, it is none of these kinds, or the archive is damaged or
-            claims to unpack to more than ``MAX_UNPACKED`` bytes.
+            claims to unpack to more than ``unpack`` allows.
         NoSpaceError: one of the libraries does not fit in the memory that is free.
     """
     return run(plan(path))
@@ -155,13 +153,15 @@ def _audit(member: ArchiveMember, share: library.Share, *, alone: bool) -> Libra
                 return None
             if not member.size:
                 return library.unreadable(member.path, 0, "it is empty")
+            if member.packed is not None:
+                unpack.bounded(member.path, member.size, member.packed)
             # Inflated in memory: unpacking a wheel to disk would take longer than reading it.
             with share.taken(member.size), _data(handle, head, member) as data:
-                return library.audit(member.path, data, alone=alone)
+                return share.counted(library.audit(member.path, data, alone=alone))
     except _DAMAGE as error:
         if library.is_refusal(error):
             raise library.no_memory(member.path) from None
-        why = "read" if member.on_disk else "unpacked"
+        why = "read" if member.packed is None else "unpacked"
         reason = getattr(error, "strerror", None) or error
         return library.unreadable(member.path, member.size, f"it cannot be {why}: {reason}")
 
@@ -169,7 +169,7 @@ def _audit(member: ArchiveMember, share: library.Share, *, alone: bool) -> Libra
 def _data(
     handle: IO[bytes], head: bytes, member: ArchiveMember
 ) -> AbstractContextManager[mmap.mmap]:
-    if member.on_disk:
+    if member.packed is None:
         return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
     return library.unpacked(handle, head, member.size, member.path)
 
@@ -199,25 +199,25 @@ def _folder(folder: Path) -> ScanPlan:
 
 
 def _on_disk(path: Path, label: str, size: int) -> ArchiveMember:
-    return ArchiveMember(path=label, size=size, open=lambda: path.open("rb"), on_disk=True)
+    return ArchiveMember(path=label, size=size, open=lambda: path.open("rb"))
 
 
 def _wheel(path: Path) -> ScanPlan:
     archive = zipfile.ZipFile(path)
     found = [info for info in archive.infolist() if not info.is_dir()]
     total = sum(info.file_size for info in found)
-    if total > MAX_UNPACKED:
-        raise BadFileError(
-            f"{path} claims to unpack to {total / 1024**3:.0f} GiB; more than "
-            f"{MAX_UNPACKED / 1024**3:.0f} GiB is not a wheel",
-            next_step="unpack the parts to audit into a folder, and audit that folder",
-        )
+    unpack.bounded(str(path), total, path.stat().st_size, whole=True)
     return ScanPlan(
         subject=path.name,
         kind="wheel",
         zip=archive,
         members=tuple(
-            ArchiveMember(path=info.filename, size=info.file_size, open=partial(archive.open, info))
+            ArchiveMember(
+                path=info.filename,
+                size=info.file_size,
+                open=partial(unpack.opened, archive, info),
+                packed=info.compress_size,
+            )
             for info in found
         ),
     )

@@ -12,7 +12,6 @@ import posixpath
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
@@ -21,6 +20,7 @@ import zstandard
 
 from sm12x.audit import library
 from sm12x.audit.model import Audit, LibraryAudit
+from sm12x.core import unpack
 from sm12x.core.errors import BadFileError, Sm12xError
 
 _OnProgress = Callable[[int], None]
@@ -28,8 +28,9 @@ _OnProgress = Callable[[int], None]
 # A file `.wh.NAME` in a layer removes NAME; `.wh..wh..opq` empties its folder (OCI image spec,
 # "Whiteouts").
 _WHITEOUT, _OPAQUE = ".wh.", ".wh..wh..opq"
-_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _BLOCK = 1 << 20
+# Of a manifest or an index.
+_JSON_BYTES = 16 << 20
 # OverflowError: a name whose header says that it is longer than memory could be.
 _DAMAGE = (
     tarfile.TarError, EOFError, OSError, OverflowError, zlib.error, lzma.LZMAError,
@@ -51,24 +52,34 @@ class _Layer:
 def is_tar(path: Path) -> bool:
     """Whether ``path`` is a tar archive, compressed or not."""
     try:
-        return tarfile.is_tarfile(path)
+        with path.open("rb") as raw, _random(raw, path):
+            return True
     except _DAMAGE:
         return False
+
+
+def _random(raw: IO[bytes], path: Path) -> tarfile.TarFile:
+    """A tar file, compressed or not, whose members are read in any order."""
+    stream = unpack.tar_stream(raw, str(path), path.stat().st_size)
+    return tarfile.open(fileobj=stream, mode="r:", tarinfo=unpack.Member)
 
 
 def archive(path: Path, *, on_progress: _OnProgress | None = None) -> Audit:
     """Audit a tar file: `docker save`, an OCI archive, or the tar of a file system.
 
     Raises:
-        BadFileError: it is damaged, cut off, or holds more than one image.
+        BadFileError: it is damaged, cut off, holds more than one image, or unpacks to more than
+            ``unpack`` allows.
     """
+    packed = path.stat().st_size
     try:
-        with path.open("rb") as raw, tarfile.open(fileobj=_counted(raw, on_progress)) as outer:
+        with path.open("rb") as raw, _random(_counted(raw, on_progress), path) as outer:
             layers = _layers(outer, path)
             if layers is None:
                 raw.seek(0)
-                return file_system(raw, path.name)
+                return file_system(raw, path.name, packed)
             merged: dict[str, LibraryAudit] = {}
+            share = library.Share()
             for member in layers:
                 handle = outer.extractfile(member)
                 if handle is None:
@@ -76,21 +87,26 @@ def archive(path: Path, *, on_progress: _OnProgress | None = None) -> Audit:
                         f"{path}: the layer {member} is not a file",
                         next_step="save the image again",
                     )
-                with handle, _unpacked(handle) as stream:
-                    _apply(merged, _read(stream))
+                # A compressed archive of compressed layers has no more in it than it takes itself.
+                size = min(packed, outer.getmember(member).size)
+                with handle:
+                    _apply(merged, _read(handle, f"{path}: {member}", size, share))
     except (*_DAMAGE, KeyError, ValueError, TypeError, RecursionError) as error:
         raise _damaged(str(path), error) from None
     return library.assemble(path.name, "image", merged.values())
 
 
-def file_system(stream: IO[bytes], subject: str) -> Audit:
+def file_system(stream: IO[bytes], subject: str, packed: int | None = None) -> Audit:
     """Audit the tar of a whole file system, as `docker export` writes it, from a stream.
 
+    Args:
+        packed: bytes of the file that it is read from; None for the stream of an engine.
+
     Raises:
-        BadFileError: the tar is damaged or cut off.
+        BadFileError: the tar is damaged or cut off, or unpacks to more than ``unpack`` allows.
     """
     try:
-        layer = _read(stream)
+        layer = _read(stream, subject, packed, library.Share())
     except _DAMAGE as error:
         raise _damaged(subject, error) from None
     return library.assemble(subject, "image", layer.libraries.values())
@@ -107,7 +123,10 @@ def _damaged(subject: str, error: Exception) -> Sm12xError:
 
 def _layers(outer: tarfile.TarFile, path: Path) -> list[str] | None:
     """The names of the layers, lowest first, or None for a plain file system."""
-    names = {_clean(name) for name in outer.getnames()}
+    names = set()
+    for number, info in enumerate(outer):
+        unpack.check_number(number, str(path))
+        names.add(_clean(info.name))
     if "manifest.json" in names:
         images = _json(outer, "manifest.json")
         if isinstance(images, list) and images and "Layers" in images[0]:
@@ -157,13 +176,18 @@ def _json(outer: tarfile.TarFile, name: str) -> Any:
     if handle is None:
         raise ValueError(f"{name} is not a file")
     with handle:
-        return json.load(handle)
+        return json.loads(handle.read(_JSON_BYTES))
 
 
-def _read(stream: IO[bytes]) -> _Layer:
+def _read(stream: IO[bytes], what: str, packed: int | None, share: library.Share) -> _Layer:
     layer = _Layer()
-    with tarfile.open(fileobj=stream, mode="r|*", bufsize=_BLOCK) as tar:
-        for info in tar:
+    if packed is not None:
+        stream = unpack.tar_stream(stream, what, packed)
+    with tarfile.open(fileobj=stream, mode="r|", bufsize=_BLOCK, tarinfo=unpack.Member) as tar:
+        for number, info in enumerate(tar):
+            unpack.check_number(number, what)
+            # tarfile keeps each, which only a reader in any order needs.
+            tar.members = []  # type: ignore[attr-defined]
             path = _clean(info.name)
             folder, name = posixpath.split(path)
             if name == _OPAQUE:
@@ -176,7 +200,7 @@ def _read(stream: IO[bytes]) -> _Layer:
             elif info.isdir():
                 layer.folders.add(path)
             else:
-                found = _member(tar, info, path) if info.isreg() else None
+                found = _member(tar, info, path, packed, share) if info.isreg() else None
                 # A path can come twice in one tar: the later one counts.
                 layer.libraries.pop(path, None)
                 layer.others.discard(path)
@@ -187,7 +211,13 @@ def _read(stream: IO[bytes]) -> _Layer:
     return layer
 
 
-def _member(tar: tarfile.TarFile, info: tarfile.TarInfo, path: str) -> LibraryAudit | None:
+def _member(
+    tar: tarfile.TarFile,
+    info: tarfile.TarInfo,
+    path: str,
+    packed: int | None,
+    share: library.Share,
+) -> LibraryAudit | None:
     handle = tar.extractfile(info)
     if handle is None:
         return None
@@ -196,8 +226,9 @@ def _member(tar: tarfile.TarFile, info: tarfile.TarInfo, path: str) -> LibraryAu
         return None
     if not info.size:
         return library.unreadable(path, 0, "it is empty")
+    unpack.bounded(path, info.size, unpack.MOST_OF_ONE if packed is None else packed)
     with library.unpacked(handle, head, info.size, path) as data:
-        return library.audit(path, data)
+        return share.counted(library.audit(path, data))
 
 
 def _apply(merged: dict[str, LibraryAudit], layer: _Layer) -> None:
@@ -218,18 +249,6 @@ def _parents(path: str) -> Iterator[str]:
 
 def _clean(name: str) -> str:
     return posixpath.normpath(name).lstrip("/")
-
-
-@contextmanager
-def _unpacked(handle: IO[bytes]) -> Iterator[IO[bytes]]:
-    """The tar in a layer. tarfile knows gzip by itself, but not zstd."""
-    head = handle.read(4)
-    handle.seek(0)
-    if head != _ZSTD_MAGIC:
-        yield handle
-        return
-    with zstandard.ZstdDecompressor().stream_reader(handle, read_across_frames=True) as stream:
-        yield stream
 
 
 class _Counting:

@@ -17,7 +17,7 @@ from sm12x import layout
 from sm12x.audit import library, policy, render, report, scan
 from sm12x.audit.model import DEVICES, Audit, Device
 from sm12x.commands import reports
-from sm12x.core import declared, files, progress
+from sm12x.core import declared, files, progress, unpack
 from sm12x.core import text as texts
 from sm12x.core.errors import BadFileError, FindingsError
 from sm12x.stack.model import base as bases
@@ -171,16 +171,18 @@ def _release(path: Path) -> str | None:
     metadata: list[str] = []
     try:
         if path.is_dir():
-            metadata = [found.read_text(encoding="utf-8") for found in path.glob(_METADATA)]
+            for found in path.glob(_METADATA):
+                with found.open(encoding="utf-8") as text:
+                    metadata.append(text.read(_METADATA_BYTES))
         elif path.is_file() and zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
                 for info in archive.infolist():
                     name = PurePosixPath(info.filename)
                     if len(name.parts) == 2 and name.match(_METADATA):
-                        with archive.open(info) as handle:
-                            metadata.append(handle.read(_METADATA_BYTES).decode("utf-8", "replace"))
-        for text in metadata:
-            said = email.parser.Parser().parsestr(text, headersonly=True)
+                        data = unpack.small(archive, info, _METADATA_BYTES)
+                        metadata.append(data.decode("utf-8", "replace"))
+        for one in metadata:
+            said = email.parser.Parser().parsestr(one, headersonly=True)
             if canonicalize_name(str(said["Name"])) == _PROJECT:
                 return Version(str(said["Version"])).public
     except (

@@ -228,8 +228,7 @@ def _secrets(variables: Sequence[str]) -> dict[str, str]:
     return {
         value: name
         for name, given in os.environ.items()
-        if len(value := given.strip()) >= _LEAST
-        and (name in variables or _SECRET.search(name))
+        if len(value := given.strip()) >= _LEAST and (name in variables or _SECRET.search(name))
     }
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-from sm12x.core import declared
+from sm12x.core import declared, unpack
 from sm12x.core.declared import Declared
 from sm12x.core.errors import BadFileError
 
@@ -21,6 +21,8 @@ from sm12x.core.errors import BadFileError
 FLASHINFER_REQUEST, FLASHINFER_RECORD = "flashinfer-request.json", "flashinfer.json"
 # Inside the wheel, under the .dist-info folder.
 NAME = "sm12x-ledger.json"
+# Bytes of one: it has some 300 KB.
+_MOST = 64 << 20
 _NEXT = "rebuild the bundle with this version of sm12x"
 
 
@@ -207,8 +209,8 @@ def inside(path: Path) -> Ledger | None:
         return None
     try:
         with zipfile.ZipFile(path) as archive:
-            names = [name for name in archive.namelist() if PurePosixPath(name).match(place)]
-            text = archive.read(names[0]).decode() if names else ""
+            names = [one for one in archive.infolist() if PurePosixPath(one.filename).match(place)]
+            text = unpack.small(archive, names[0], _MOST).decode() if names else ""
     # As in audit/scan.py: NotImplementedError is a compression this Python lacks, RuntimeError an
     # encrypted member.
     except (
