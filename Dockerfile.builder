@@ -57,7 +57,7 @@ ENV SM12X_ROOT=/sm12x \
     PYTHONPATH=/sm12x/scripts \
     PYTHONDONTWRITEBYTECODE=1 \
     PATH=/opt/toolchain/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
-RUN python -m sm12x build toolchain --out /opt/cuda \
+RUN python -P -m sm12x build toolchain --out /opt/cuda \
       --site-packages "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 
 # ---- The release's source with the stack on it.
@@ -65,7 +65,7 @@ FROM toolchain AS source
 ARG BASE
 COPY patches /sm12x/patches
 RUN --mount=type=bind,source=sources,target=/run/build/sources \
-    python -m sm12x build source --base "${BASE}" --sdist /run/build/sources/*.tar.gz --out /src
+    python -P -m sm12x build source --base "${BASE}" --sdist /run/build/sources/*.tar.gz --out /src
 
 # ---- For another machine: its compiler, its packages to link with, and a CUDA_HOME of both. Empty
 # for this machine. nvcc and the release's CMake run here, at full speed; no program of the other
@@ -89,9 +89,9 @@ RUN --mount=type=bind,source=with-host.sh,target=/run/build/with-host.sh \
       sh /run/build/with-host.sh apt-get update -qq \
       && sh /run/build/with-host.sh apt-get install -y -qq --no-install-recommends \
            "g++-${CROSS}-linux-gnu" \
-      && sh /run/build/with-host.sh python -m sm12x build packages --base "${BASE}" \
+      && sh /run/build/with-host.sh python -P -m sm12x build packages --base "${BASE}" \
            --machine "${CROSS}" --find-links /run/build/links --out /opt/target \
-      && python -m sm12x build toolchain --machine "${CROSS}" --target-packages /opt/target \
+      && python -P -m sm12x build toolchain --machine "${CROSS}" --target-packages /opt/target \
            --out /opt/cuda \
            --site-packages "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"; \
     fi
@@ -135,7 +135,7 @@ RUN --mount=type=bind,source=third_party,target=/run/build/third_party \
     && find /var/cache/sm12x-units -mindepth 1 -maxdepth 1 -mtime +14 -exec rm -rf {} + \
     && SM12X_ALLOW_MISSING="${ALLOW_MISSING}" SM12X_ACCEPT_PATCH_LEVEL="${PATCH_LEVELS}" \
        flock "${NATIVE_WORK}.lock" \
-       python -m sm12x build native --base "${BASE}" --machine "${MACHINE}" --mode "${MODE}" \
+       python -P -m sm12x build native --base "${BASE}" --machine "${MACHINE}" --mode "${MODE}" \
          --third-party /run/build/third_party --source /src --cuda-home /opt/cuda \
          --arch-list "${ARCH_LIST}" --work "${NATIVE_WORK}" --out /native
 
@@ -150,7 +150,7 @@ COPY --from=native /native /native
 ARG AGAIN
 RUN --mount=type=bind,source=sources,target=/run/build/sources \
     : "${AGAIN}" \
-    && python -m sm12x build wheel --base "${BASE}" --machine "${MACHINE}" \
+    && python -P -m sm12x build wheel --base "${BASE}" --machine "${MACHINE}" \
       --official /run/build/sources/*.whl --source /src --native /native --out /out
 
 FROM wheel AS audit
@@ -159,9 +159,9 @@ ARG DEVICES
 ENV SM12X_AUDIT_DEVICES=${DEVICES}
 # A wheel that breaks the policy ends the build here, with the report in the log. buildah's chroot
 # isolation can lose what a step prints as it ends: it gets a second to copy the report.
-RUN python -m sm12x audit --base "${BASE}" /out/*.whl > /out/audit.txt \
+RUN python -P -m sm12x audit --base "${BASE}" /out/*.whl > /out/audit.txt \
       || { cat /out/audit.txt; sleep 1; exit 1; } \
-    && python -m sm12x audit --base "${BASE}" --json /out/*.whl > /out/audit.json
+    && python -P -m sm12x audit --base "${BASE}" --json /out/*.whl > /out/audit.json
 
 FROM scratch AS out
 COPY --from=audit /out/ /

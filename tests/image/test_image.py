@@ -182,3 +182,19 @@ def test_the_wheel_carries_its_ledger(made: Record, folder: Path) -> None:
     with zipfile.ZipFile(folder / made.wheel) as wheel:
         name = next(name for name in wheel.namelist() if name.endswith("/sm12x-ledger.json"))
         assert wheel.read(name) == (folder / "ledger.json").read_bytes()
+
+
+def test_no_file_runs_as_another_user(docker_run: Run) -> None:
+    done = docker_run("sh", "-c", "find / -xdev -type f -perm /6000 2>/dev/null; true")
+    assert done.returncode == 0, done.stderr
+    assert not done.stdout
+
+
+def test_the_working_folder_brings_no_modules(docker_run: Run) -> None:
+    """The working folder is a volume, say a model's, with modules of known names."""
+    script = (
+        "cd $(mktemp -d) && for name in json vllm click; do echo 'raise SystemExit(99)' > "
+        "$name.py; done && python -P -m sm12x.runtime health"
+    )
+    done = docker_run("sh", "-c", script)
+    assert done.returncode == 0, done.stderr

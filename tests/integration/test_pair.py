@@ -79,7 +79,7 @@ def pair(tmp_path: Path, ports: tuple[int, int]) -> Iterator[subprocess.Popen[st
     for name, port in zip(("first", "second"), ports, strict=True):
         (recipes / f"{name}.yaml").write_text(RECIPE.format(name=name, port=port))
     process = subprocess.Popen(
-        [sys.executable, "-m", "sm12x.runtime", "pair", "first", "+", "second"],
+        [sys.executable, "-P", "-m", "sm12x.runtime", "pair", "first", "+", "second"],
         env={
             **{name: value for name, value in os.environ.items() if name != "MAX_JOBS"},
             "PATH": f"{programs}:{os.environ['PATH']}",

@@ -127,7 +127,7 @@ def test_the_command_finds_the_server_that_runs_here(tmp_path: Path) -> None:
     try:
         assert server.stdout is not None
         server.stdout.readline()
-        done = process.run([sys.executable, "-m", "sm12x.runtime", "health"], check=False)
+        done = process.run([sys.executable, "-P", "-m", "sm12x.runtime", "health"], check=False)
     finally:
         server.terminate()
         server.communicate()
@@ -220,7 +220,7 @@ def test_the_stand_in_is_found_by_the_probe_alone(tmp_path: Path, build: Build) 
 def test_a_command_takes_the_place_of_the_entry_point() -> None:
     """Signals reach what was started: it has the entry point's own process id."""
     started = subprocess.Popen(
-        [sys.executable, "-m", "sm12x.runtime", "sh", "-c", "echo $$; exec sleep 60"],
+        [sys.executable, "-P", "-m", "sm12x.runtime", "sh", "-c", "echo $$; exec sleep 60"],
         stdout=subprocess.PIPE,
         env={**os.environ, "SM12X_IMAGE_ROOT": "/nowhere"},
     )
@@ -232,7 +232,7 @@ def test_a_command_takes_the_place_of_the_entry_point() -> None:
 
 
 def test_a_wrong_word_is_one_line_and_exit_2() -> None:
-    done = process.run([sys.executable, "-m", "sm12x.runtime", "no-such-word"], check=False)
+    done = process.run([sys.executable, "-P", "-m", "sm12x.runtime", "no-such-word"], check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("error: 'no-such-word' is neither a recipe")
     assert done.stderr.count("\n") == 1
@@ -244,7 +244,7 @@ def test_what_the_system_refuses_is_one_line(tmp_path: Path) -> None:
     program.chmod(0o755)
     (tmp_path / "recipes").mkdir()
     env = {**os.environ, "SM12X_IMAGE_ROOT": str(tmp_path)}
-    words = [sys.executable, "-m", "sm12x.runtime"]
+    words = [sys.executable, "-P", "-m", "sm12x.runtime"]
     for word, code, said in (
         (str(program), 13, "cannot be started: exec format error"),
         ("n" * 300, 4, "file name too long"),
@@ -279,7 +279,7 @@ def test_what_the_system_refuses_is_one_line(tmp_path: Path) -> None:
 
 def test_check_without_a_ledger_is_one_line(tmp_path: Path) -> None:
     done = process.run(
-        [sys.executable, "-m", "sm12x.runtime", "check"],
+        [sys.executable, "-P", "-m", "sm12x.runtime", "check"],
         env={"SM12X_IMAGE_ROOT": str(tmp_path)},
         check=False,
     )
@@ -291,9 +291,26 @@ def test_check_without_a_ledger_is_one_line(tmp_path: Path) -> None:
 def test_the_probe_keeps_what_is_printed_out_of_its_answer(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("print('hello from a library')\n" + TORCH)
     done = process.run(
-        [sys.executable, "-m", "sm12x.runtime.check.probe", "modules"],
+        [sys.executable, "-P", "-m", "sm12x.runtime.check.probe", "modules"],
         env={"PYTHONPATH": str(tmp_path)},
         stdin=json.dumps({"site": str(tmp_path), "libraries": []}),
     )
     assert json.loads(done.stdout)["libraries"] == {}
     assert "hello from a library" in done.stderr
+
+
+@pytest.mark.parametrize("words", [["health"], ["recipes"], ["no-such-word"]])
+def test_modules_of_the_working_folder_are_not_imported(tmp_path: Path, words: list[str]) -> None:
+    """A model's folder, or a volume, with modules of the names that the entry point imports."""
+    told = tmp_path / "imported"
+    for name in ("json", "click", "yaml", "vllm", "sm12x"):
+        (tmp_path / name).mkdir()
+        text = f"open({str(told)!r}, 'a').write({name!r})\n"
+        (tmp_path / name / "__init__.py").write_text(text)
+    env = {"SM12X_IMAGE_ROOT": str(tmp_path), "PYTHONPATH": None}
+    command = [sys.executable, "-P", "-m", "sm12x.runtime", *words]
+    process.run(command, cwd=tmp_path, env=env, check=False)
+    assert not told.exists()
+    # The control: without -P they are.
+    process.run([command[0], *command[2:]], cwd=tmp_path, env=env, check=False)
+    assert told.exists()

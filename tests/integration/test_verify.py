@@ -131,7 +131,7 @@ def started(words: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[str
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return subprocess.Popen(
-            [sys.executable, "-m", "sm12x", "verify", *words],
+            [sys.executable, "-P", "-m", "sm12x", "verify", *words],
             env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -238,7 +238,7 @@ def test_a_reader_that_left_does_not_change_the_verdict(
     words = [play(**fault).url, "--cycles", "1", *QUICK]
     with os.fdopen(writing, "w") as closed:
         done = subprocess.run(
-            [sys.executable, "-m", "sm12x", "verify", *words],
+            [sys.executable, "-P", "-m", "sm12x", "verify", *words],
             env=environment,
             stdout=closed,
             stderr=subprocess.PIPE,
@@ -492,7 +492,17 @@ def test_killed_it_leaves_what_was_known(
 def test_the_image_has_it_as_a_verb(
     play: Play, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    words = [sys.executable, "-m", "sm12x.runtime", "verify", play().url, "--cycles", "1", *QUICK]
+    words = [
+        sys.executable,
+        "-P",
+        "-m",
+        "sm12x.runtime",
+        "verify",
+        play().url,
+        "--cycles",
+        "1",
+        *QUICK,
+    ]
     env = {**environment, "SM12X_IMAGE_ROOT": str(tmp_path), "SM12X_IMAGE_CACHE": str(tmp_path)}
     done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

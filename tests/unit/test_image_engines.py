@@ -151,7 +151,7 @@ SOCKET = "unix:///var/run/docker.sock"
         (
             *(NO_DAEMON, SOCKET),
             dataclasses.replace(MACHINE, systemd=False, docker_script=False, sudo=False),
-            *(True, "not running", "dockerd >/tmp/dockerd.log 2>&1 &'` as root"),
+            *(True, "not running", "dockerd >/var/log/dockerd.log 2>&1 &'` as root"),
         ),
         # Nothing to start: no advice to start it.
         (

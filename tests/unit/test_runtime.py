@@ -74,6 +74,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Places:
         site=tmp_path / "site",
         cuda_home=tmp_path / "cuda",
         cache=tmp_path / "cache",
+        system=tmp_path,
     )
     found.recipes.mkdir(parents=True)
     (found.recipes / "small-model.yaml").write_text(RECIPE)
@@ -168,7 +169,7 @@ def test_a_recipe_becomes_vllm(places: Places, monkeypatch: pytest.MonkeyPatch) 
 def test_verify_becomes_the_command_of_a_build_machine(places: Places) -> None:
     with pytest.raises(Became) as became:
         dispatch(places, "verify", "http://127.0.0.1:8000", "--cycles", "2")
-    words = ("-m", "sm12x", "verify", "http://127.0.0.1:8000", "--cycles", "2")
+    words = ("-P", "-m", "sm12x", "verify", "http://127.0.0.1:8000", "--cycles", "2")
     assert became.value.args[0] == (sys.executable, *words)
 
 

@@ -809,3 +809,23 @@ def test_the_sleep_backend_of_a_release_with_a_registry_is_compared(image: Image
     assert "vllm_sleep_keep/__init__.py" in faults(content.check(image.ledger, site))
     # It is in no lock, and that is no fault.
     assert check_versions(image) == ""
+
+
+def test_files_that_run_as_another_user_are_found(tmp_path: Path) -> None:
+    (tmp_path / "usr").mkdir()
+    for name, mode in {"su": 0o4755, "wall": 0o2755, "ls": 0o755}.items():
+        path = tmp_path / "usr" / name
+        path.write_bytes(b"x")
+        path.chmod(mode)
+    # A folder's setgid bit gives no rights, and a link has none of its own.
+    (tmp_path / "mail").mkdir()
+    (tmp_path / "mail").chmod(0o2775)
+    (tmp_path / "link").symlink_to("usr/su")
+    (line,) = content.check_modes(tmp_path)
+    assert line.state == FAIL
+    assert f"{tmp_path}/usr/su, {tmp_path}/usr/wall" in line.text
+    assert "link" not in line.text
+    for name in ("su", "wall"):
+        (tmp_path / "usr" / name).chmod(0o755)
+    (line,) = content.check_modes(tmp_path)
+    assert line.state == PASS

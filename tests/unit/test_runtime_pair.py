@@ -30,7 +30,7 @@ def test_the_pair_that_ships_is_the_pair_it_names() -> None:
     recipe = find("rotation-pair-rtx-pro-6000-tp4")
     assert recipe is not None
     assert recipe.sm12x is not None
-    words = render(recipe, settings={}, environ={}, solo=False).argv[4:]
+    words = render(recipe, settings={}, environ={}, solo=False).argv[5:]
     found, seconds = pair.members(words, find, {"SM12X_AWAKE_PORT": "1"})
     assert tuple(member.key for member in found) == recipe.sm12x.pair
     assert [member.server.port for member in found] == [8000, 8001]

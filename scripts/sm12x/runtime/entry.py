@@ -74,7 +74,7 @@ def dispatch(
         return pair.run(arrangement, load_seconds=seconds)
     if first == "verify":
         # The command of a build machine, in this Python.
-        words = [sys.executable, "-m", "sm12x", "verify", *rest]
+        words = [sys.executable, "-P", "-m", "sm12x", "verify", *rest]
         replace(words, env=serve.identity(os.environ))
     recipe = _recipe(first, places)
     if recipe is not None:

@@ -31,17 +31,20 @@ CACHE_VARIABLES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """``site`` is the folder the packages are installed in."""
+    """``site`` is the folder the packages are installed in, ``system`` that of the whole system."""
 
     root: Path
     site: Path
     cuda_home: Path
     cache: Path
+    system: Path = Path("/")
 
     @classmethod
     def of_image(cls, environ: Mapping[str, str] = os.environ) -> Places:
+        root = environ.get("SM12X_IMAGE_ROOT", "")
         return cls(
-            root=Path(environ.get("SM12X_IMAGE_ROOT", "/opt/sm12x")),
+            root=Path(root or "/opt/sm12x"),
+            system=Path(root or "/"),
             site=Path(sysconfig.get_path("purelib")),
             cuda_home=Path(environ.get("CUDA_HOME", "/opt/cuda")),
             cache=Path(environ.get("SM12X_IMAGE_CACHE", "/cache")),

@@ -1,4 +1,4 @@
-"""`python -m sm12x.runtime.tiny DIR`: a model to try a server with, made on the spot.
+"""`python -P -m sm12x.runtime.tiny DIR`: a model to try a server with, made on the spot.
 
 A config.json and a tokenizer, no weights: `vllm serve DIR --load-format dummy` makes those up. Two
 layers start in seconds; the text that comes out is noise, the same for the same request at
@@ -8,8 +8,11 @@ temperature 0. All code between a client and a GPU is the real one.
 from __future__ import annotations
 
 import json
+import os
 import sys
+from contextlib import suppress
 from pathlib import Path
+from stat import S_ISDIR
 
 from sm12x.core.errors import BadFileError, Sm12xError, UsageError
 from sm12x.core.files import write_text
@@ -124,9 +127,19 @@ def make(folder: Path) -> None:
     """Write the model's files; files that are there already are replaced.
 
     Raises:
-        BadFileError: the folder cannot be written.
+        BadFileError: the folder cannot be written, or another user can choose what is in it.
     """
     try:
+        # The default is a name in /tmp, where anybody may be first: no link, no folder of others.
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        status = folder.lstat()
+        if not S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            raise BadFileError(
+                f"{folder} is not a folder that this user alone can write to",
+                next_step="remove it, or name another one: model=DIR after the recipe's name",
+            )
         for name, content in files().items():
             write_text(folder / name, json.dumps(content, indent=1) + "\n")
     except OSError as error:
@@ -139,7 +152,9 @@ def make(folder: Path) -> None:
 def main(arguments: list[str]) -> int:
     try:
         if len(arguments) != 1:
-            raise UsageError("one folder is expected", next_step="python -m sm12x.runtime.tiny DIR")
+            raise UsageError(
+                "one folder is expected", next_step="python -P -m sm12x.runtime.tiny DIR"
+            )
         make(Path(arguments[0]))
     except Sm12xError as error:
         sys.stderr.write(f"error: {error}\n")

@@ -154,7 +154,7 @@ def ask(
     question.write_text(json.dumps([asdict(module) for module in modules]), encoding="utf-8")
     answer.unlink(missing_ok=True)
     process.stream(
-        [sys.executable, "-m", "sm12x.wheel.flashinfer_jit", verb, question, answer],
+        [sys.executable, "-P", "-m", "sm12x.wheel.flashinfer_jit", verb, question, answer],
         env=env,
         on_line=on_line or (lambda _: None),
         next_step=_NEXT,

@@ -3,7 +3,7 @@
 FlashInfer reads FLASHINFER_CUDA_ARCH_LIST, FLASHINFER_WORKSPACE_BASE and CUDA_HOME while it is
 imported. The question is a JSON file, the answer another one: FlashInfer and ninja print on stdout.
 
-    python -m sm12x.wheel.flashinfer_jit build|load QUESTION ANSWER
+    python -P -m sm12x.wheel.flashinfer_jit build|load QUESTION ANSWER
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class Buildah(Bud):
         limits = _limits_hint(self.chroot)
         return (
             f"buildah run{isolation} $(buildah from{limits} {image}) -- "
-            f"/opt/venv/bin/python -m sm12x.runtime {words}"
+            f"/opt/venv/bin/python -P -m sm12x.runtime {words}"
         ).rstrip()
 
 

@@ -98,7 +98,7 @@ class EngineHost:
             return self.as_root("systemctl start docker")
         if self.docker_script:
             return self.as_root("service docker start")
-        return self.as_root("sh -c 'dockerd >/tmp/dockerd.log 2>&1 &'")
+        return self.as_root("sh -c 'dockerd >/var/log/dockerd.log 2>&1 &'")
 
     @property
     def can_install(self) -> bool:

@@ -37,6 +37,7 @@ def check(places: Places, *, quick: bool = False) -> list[Line]:
                 lines.append(versions.TOPIC.failed(error.message, error.next_step))
         with spinner("hashes of files"):
             lines += content.check(ledger, places.site)
+        lines += content.check_modes(places.system)
         with spinner("machine code"):
             lines += machinecode.check(ledger, places.site)
         ask = native.prober(folder)

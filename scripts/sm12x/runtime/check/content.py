@@ -5,16 +5,21 @@ from __future__ import annotations
 import base64
 import csv
 import hashlib
+import os
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
+from stat import S_ISGID, S_ISREG, S_ISUID
 
 from packaging.utils import canonicalize_name
 
+from sm12x.core.text import first_of
 from sm12x.runtime import sleep_backend
 from sm12x.runtime.check.report import FAIL, Line, Topic
 from sm12x.wheel.ledger import Ledger
 
 _TOPIC = Topic("files", "pull or rebuild the image; nothing should write to its packages")
+_MODES = Topic("modes", "rebuild the image, or run `chmod a-s` on them in an image built on it")
 # The origin of a file of the release that the stack removes.
 _REMOVED = "removed"
 # What packages share: `..` leads to scripts and headers, __pycache__ has modules without a folder.
@@ -55,6 +60,27 @@ def check(ledger: Ledger, site: Path) -> list[Line]:
     if sleep_backend.is_for(site):
         lines += _record(sleep_backend.PACKAGE, site, seen)
     return lines
+
+
+def check_modes(top: Path) -> list[Line]:
+    """Whether no file below ``top``, other file systems left out, has a setuid or setgid bit.
+
+    What is in a folder that this user cannot list, it cannot run either.
+    """
+    device = top.lstat().st_dev
+    found = []
+    for folder, names, files in os.walk(top):
+        names[:] = [one for one in names if os.lstat(f"{folder}/{one}").st_dev == device]
+        for one in files:
+            # A file may be gone by now.
+            with suppress(OSError):
+                mode = os.lstat(f"{folder}/{one}").st_mode
+                if S_ISREG(mode) and mode & (S_ISUID | S_ISGID):
+                    found.append(f"{folder}/{one}")
+    if found:
+        said = f"files that run as another user: {first_of(sorted(found), 5)}"
+        return [_MODES.failed(said)]
+    return [_MODES.passed("no file has a setuid or setgid bit")]
 
 
 def _record(

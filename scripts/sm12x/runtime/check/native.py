@@ -52,7 +52,7 @@ def prober(scratch: Path) -> Ask:
 
     def ask(kind: str, question: object, env: Mapping[str, str | None]) -> Any:
         done = process.run(
-            [sys.executable, "-m", "sm12x.runtime.check.probe", kind],
+            [sys.executable, "-P", "-m", "sm12x.runtime.check.probe", kind],
             env={**base, **env},
             stdin=json.dumps(question),
             timeout=_PROBE_SECONDS,
