@@ -90,4 +90,7 @@ def test_the_real_index() -> None:
     assert [base["version"] for base in document["bases"]] == bases.versions()
     behind = next(base["behind"] for base in document["bases"] if base["default"])
     assert document["current"] == (behind <= 1)
-    assert done.returncode == (0 if document["current"] else 1), done.stderr
+    # 16: the advisories could not be looked up; 1 also for one that is new since the list was made.
+    assert done.returncode in ((0, 1, 16) if document["current"] else (1,)), done.stderr
+    if document["current"]:
+        assert "pins looked up" in done.stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import date
+from functools import partial
 from pathlib import Path
 
 import click
@@ -12,7 +14,8 @@ from sm12x.commands import emit, find_links_option, reports, say
 from sm12x.commands.patchoptions import fetch, give_way
 from sm12x.core import listing, progress
 from sm12x.core import text as texts
-from sm12x.core.errors import FindingsError
+from sm12x.core.errors import FindingsError, UnknownVerdictError
+from sm12x.stack import advisories
 from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
 from sm12x.stack.model.base import Base
@@ -73,7 +76,9 @@ def check_command(sources: tuple[str, ...], find_links: Path | None, as_json: bo
     """Compare the newest release on the package index with the bases, and try the patches on it.
 
     Each patch is applied or merged as `sm12x patch rebase` does it; no witness runs and nothing is
-    written. The exit status is 1 when the default base is more than one release behind.
+    written. The exit status is 1 when the default base is more than one release behind. Then the
+    locks are looked up for known advisories, as `sm12x base advisories` does; with --find-links,
+    which uses no network, they are not, and a line says so.
 
     Example: sm12x base check --json
     """
@@ -95,6 +100,65 @@ def check_command(sources: tuple[str, ...], find_links: Path | None, as_json: bo
             f"the default base {default} is {behind} behind {project} {report.newest}, more than "
             f"{report.allowed}",
             next_step=f'{_next(report)}; CONTRIBUTING.md, "Stay current", has the routine',
+        )
+    if find_links:
+        say("advisories: not looked up, as --find-links uses no network")
+        return
+    looked_up = _look_up(known, "pypi")
+    click.echo(advisories.render(looked_up), nl=False, err=as_json)
+    _judge(looked_up)
+
+
+@command.command("advisories")
+@click.option(
+    "--service",
+    type=click.Choice(["pypi", "osv"]),
+    default="pypi",
+    show_default=True,
+    help="Where pip-audit asks.",
+)
+@reports(advisories.AdvisoryReport)
+def advisories_command(service: str, as_json: bool) -> None:
+    """Look the locks of every base and of the tools up for known advisories, with pip-audit.
+
+    patches/advisories.toml has those that are accepted, with a reason and the day on which that is
+    to be read again. Exit code 1: an advisory is not accepted, or an accepted entry is stale. Exit
+    code 16: what could not be looked up, so that there is no verdict.
+
+    Example: sm12x base advisories --json
+    """
+    known = [bases.load(version) for version in bases.versions()]
+    report = _look_up(known, service)
+    emit(as_json, report, advisories.render(report))
+    _judge(report)
+
+
+def _look_up(known: list[Base], service: str) -> advisories.AdvisoryReport:
+    with progress.spinner("asking for advisories of the locks"):
+        return advisories.look_up(
+            advisories.locks(known),
+            advisories.load(layout.patches() / advisories.NAME),
+            partial(advisories.ask_pip_audit, service=service),
+            today=date.today(),
+        )
+
+
+def _judge(report: advisories.AdvisoryReport) -> None:
+    """Raise FindingsError for what is open or stale, UnknownVerdictError for what was not seen."""
+    found = [f"{one.package} {one.ids[0]}" for one in report.open] + list(report.stale)
+    if found:
+        raise FindingsError(
+            f"{texts.counted(len(found), 'advisory', 'advisories')} to act on: "
+            f"{texts.first_of(found, 4)}",
+            next_step="pin a version with a fix (`make lock`), or read the advisory and state in "
+            f"patches/{advisories.NAME} why it is accepted, and until when",
+        )
+    if report.unseen:
+        raise UnknownVerdictError(
+            f"{len(report.unseen)} of {report.pins} pins were not looked up"
+            + (f": {report.why}" if report.why else ""),
+            next_step="run it where pypi.org's JSON pages or, with --service osv, api.osv.dev can "
+            "be reached",
         )
 
 
