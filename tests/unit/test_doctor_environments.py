@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.unit import doctorhost as fake
@@ -92,15 +93,15 @@ def test_podman_with_a_cdi_spec(tmp_path: Path) -> None:
 def test_a_cdi_spec_that_may_not_be_read_is_not_taken_for_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = Path.read_text
+    opened: Any = Path.open
 
-    def refuse(path: Path, *args: str, **settings: str) -> str:
+    def refuse(path: Path, *args: str, **settings: str) -> Any:
         if path.name == "nvidia.yaml":
             raise PermissionError(13, "Permission denied", str(path))
-        return read(path, *args, **settings)
+        return opened(path, *args, **settings)
 
     machine = desktop(tmp_path, answers={**PODMAN, **TOOLKIT}, files=SPEC)
-    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
     found = findings(machine)
     assert severity(found, "engine.gpus") == UNKNOWN
     assert severity(found, "engine.cdi") == UNKNOWN

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import random
 import shutil
 import sys
 import unicodedata
@@ -286,3 +287,43 @@ def test_a_coloured_word_is_all_that_passes() -> None:
     assert out.getvalue() == ("\x1b[31mBAD\x1b[0m a\tb\n\\x1b[31m\\x1b]52;\\x1b[0m\\xff\\x0d\n")
     with pytest.raises(AttributeError):
         _ = stream.buffer
+
+
+ODD = (
+    *("", "\0", "[]", "null", "3", "NaN", "[" * 100_000, "9" * 100_000, "x" * 1_000_000),
+    *('{"a":' * 50_000, '{"ServerVersion": [], "Runtimes": 3}', "-1\n" * 1000, CLIPBOARD),
+    *('{"Runtimes": {"nvidia": 1e999}, "DockerRootDir": {}}', "9" * 30 + " kB", "/\0", "/x\ny"),
+)
+TOOLS = ("docker info", "docker volume", "docker", "podman", "nvidia-smi", "dmesg", "lspci", "ip")
+FILES = (
+    *("/proc/meminfo", "/proc/cmdline", "/proc/self/cgroup", "/proc/self/limits"),
+    *("/proc/net/route", "/sys/devices/system/cpu/online", "/proc/driver/nvidia/version"),
+    *("/proc/sys/kernel/osrelease", "/proc/sys/vm/swappiness"),
+)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_doctor_survives_what_tools_and_files_say(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    run: Callable[..., tuple[int, str]],
+    seed: int,
+) -> None:
+    """A word of a megabyte was wrapped for hours, and a NUL in a volume's path a traceback."""
+    chance = random.Random(seed)  # noqa: S311 - reproducible, not secret
+    answers = {name: chance.choice(ODD) for name in TOOLS if chance.random() < 0.7}
+    files = {name: chance.choice(ODD) for name in FILES if chance.random() < 0.5}
+    if seed == 0:
+        answers |= {**fake.docker(), "docker volume": "/\0"}
+        files["/proc/sys/kernel/osrelease"] = "x" * 1_000_000
+    machine = Machine(
+        root=tmp_path,
+        answers=answers,
+        files={name: said.replace("\0", "") for name, said in files.items()},
+    )
+    monkeypatch.setattr(doctor_command, "Host", machine.host)
+    for words in ([], ["--json"]):
+        code, said = run("doctor", *words)
+        assert code in (0, 1)
+        assert clean(said)
+        assert len(said) < 1_000_000

@@ -253,3 +253,32 @@ def test_a_variable_that_refers_to_itself_is_the_shells(tmp_path: Path) -> None:
     }
     given = {"HF_TOKEN": "hf_1", "A": "2"}
     assert render(one, settings={}, environ=given, solo=False).env["HF_TOKEN"] == given["HF_TOKEN"]
+
+
+THEIRS = 'recipe_version: "2"\nmodel: some/Model\nruntime: vllm\ncontainer: x\n'
+TENFOLD = "".join(f"  a{n}: '{f'{{a{n + 1}}}' * 10}'\n" for n in range(9))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        # Ten of each in the one before: 10 GB of command.
+        (f"command: 'vllm serve {{a0}}'\ndefaults:\n{TENFOLD}  a9: '{'x' * 10}'\n", "without end"),
+        ("command: 'vllm serve {a}'\ndefaults: {a: '{b}', b: '{a}'}\n", "refer to each other"),
+        (f"description: {'x' * (1 << 18)}\n", "characters: at most"),
+        ("#" * (1 << 18), "characters: at most"),
+        (
+            "defaults:\n" + "".join(f"  k{n}: {n}\n" for n in range(12_000)),
+            "more than 10000 values",
+        ),
+        ("defaults:\n" + "  k: 1\n" * 5000, "more than 50 faults"),
+        (f"defaults: {'{a: ' * 2000}1{'}' * 2000}\n", "nested too deeply"),
+        ("defaults: &x {a: *x}\n", "nested too deeply"),
+        ('description: "\\e]52;c;aGk=\\a"\n', r"control character: \\x1b\]52;c;aGk=\\x07"),
+    ],
+)
+def test_a_recipe_that_is_made_to_exhaust_is_a_fault(tmp_path: Path, text: str, said: str) -> None:
+    path = written(tmp_path, THEIRS + text)
+    for read in (load.load, edit.imported):
+        with pytest.raises(BadFileError, match=said):
+            read(path)

@@ -88,8 +88,9 @@ def perhaps(word: str, known: Iterable[str]) -> str:
 
 def paragraph(words: str, width: int = WIDTH, *, first: str = "", rest: str | None = None) -> str:
     """``words`` in lines of ``width``; ``first`` begins the first line, ``rest`` the others."""
+    # A single word of megabytes takes hours.
     return textwrap.fill(
-        words,
+        words[:_UNBROKEN],
         width,
         initial_indent=first,
         subsequent_indent=first if rest is None else rest,

@@ -38,6 +38,9 @@ def parse(text: str) -> Yaml:
     A control character is a fault, written as it is (in a comment too) or as an escape: what is
     read here is copied into commands and files, where nobody would see it.
     """
+    if len(text) > _MOST_TEXT:
+        said = f"has {len(text)} characters: at most {_MOST_TEXT} are read"
+        return Yaml(data=None, lines={}, faults=((1, said),))
     if found := CONTROL.search(text.replace("\r\n", "\n")):
         line = text.count("\n", 0, found.start()) + 1
         return Yaml(data=None, lines={}, faults=((line, _control(found[0])),))
@@ -55,13 +58,18 @@ def parse(text: str) -> Yaml:
     return Yaml(data=data, lines=reader.lines, faults=tuple(reader.faults))
 
 
+# Thirty times the longest recipe that ships. PyYAML takes seconds for a megabyte.
+_MOST_TEXT = 1 << 18
+_MOST_FAULTS = 50
+
+
 def _control(text: str) -> str:
     return f"has a control character: {visible(text)}"
 
 
 class _Reader:
     # Nested aliases can expand to more values than fit in memory.
-    MOST = 100_000
+    MOST = 10_000
 
     def __init__(self) -> None:
         self.lines: dict[tuple[str | int, ...], int] = {}
@@ -71,6 +79,8 @@ class _Reader:
     def value(self, node: yaml.Node, where: tuple[str | int, ...]) -> object:
         if len(self.lines) > self.MOST:
             raise yaml.YAMLError(f"more than {self.MOST} values")
+        if len(self.faults) > _MOST_FAULTS:
+            raise yaml.YAMLError(f"more than {_MOST_FAULTS} faults, the first: {self.faults[0][1]}")
         if isinstance(node, yaml.MappingNode):
             found: dict[str, object] = {}
             for name, value in node.value:

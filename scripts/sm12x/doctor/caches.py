@@ -75,8 +75,9 @@ def _volumes(host: Host, containers: Containers) -> Iterator[Path]:
         if engine.name == "docker" and not isinstance(engine.answer, Unseen):
             words = [engine.name, "volume", "inspect", "--format", "{{.Mountpoint}}", _VOLUME_NAME]
             done = host.ask(words)
-            if not isinstance(done, Unseen):
-                yield host.path(done.stdout.strip())
+            place = "" if isinstance(done, Unseen) else done.stdout.strip()
+            if place.startswith("/") and "\0" not in place:
+                yield host.path(place)
 
 
 def _read(kind: str, path: Path) -> tuple[Cache | None, list[Unseen]]:

@@ -16,6 +16,8 @@ from sm12x.doctor.model import Unseen
 
 # Seconds that a program may take to answer; a daemon that hangs must not hang us.
 _ANSWER_WITHIN = 20
+# Characters of a file that are read.
+_MOST_TEXT = 1 << 18
 
 
 def _ask(argv: Sequence[str]) -> process.Completed | Unseen:
@@ -63,7 +65,8 @@ class Host:
     def text(self, absolute: str | Path) -> str | Unseen:
         """A small file, stripped. Unseen when it is missing or may not be read."""
         try:
-            return self.path(absolute).read_text(encoding="utf-8", errors="replace").strip()
+            with self.path(absolute).open(encoding="utf-8", errors="replace") as file:
+                return file.read(_MOST_TEXT).strip()
         # ValueError: a path that another file gave, and that has a NUL.
         except (OSError, ValueError) as error:
             return Unseen(f"{absolute}: {getattr(error, 'strerror', error)}")

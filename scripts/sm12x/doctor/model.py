@@ -23,6 +23,10 @@ OK, INFO, WARN, BAD, UNKNOWN = "ok", "info", "warn", "bad", "unknown"
 SEVERITIES = (BAD, WARN, UNKNOWN, INFO, OK)
 
 
+# Characters of what was seen.
+_MOST_SEEN = 2000
+
+
 @dataclass(frozen=True)
 class Unseen:
     """Could not be read; ``why`` in words, without a final period."""
@@ -303,3 +307,8 @@ class Diagnosis:
     why: Annotated[str, Field(min_length=1)]
     sources: Annotated[tuple[str, ...], Field(min_length=1)]
     fix: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        # What a tool or a file said may be of any length; a word of megabytes is wrapped for hours.
+        if len(self.seen) > _MOST_SEEN:
+            object.__setattr__(self, "seen", f"{self.seen[:_MOST_SEEN]}...")

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sm12x.core.text import first_of
 from sm12x.recipes import options, shell
 from sm12x.recipes.model import RECIPE_VERSION
 
@@ -36,6 +37,8 @@ _ON_BY_DEFAULT = (
     *("enable_prefix_caching", "enable_chunked_prefill", "async_scheduling"),
     *("enable_flashinfer_autotune", "scheduler_reserve_full_isl"),
 )
+# Characters that settings within settings may add up to.
+_MOST_TEXT = 1 << 18
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
@@ -93,7 +96,12 @@ def translate(top: Mapping[str, Any], key: str) -> Translation:
         try:
             command = _template(_resolved(_named(command, settings), nested), settings)
         except RecursionError:
-            faults.append(("defaults", f"defaults refer to each other: {', '.join(nested)}"))
+            faults.append(
+                (
+                    "defaults",
+                    f"defaults refer to each other, or without end: {first_of([*nested], 9)}",
+                )
+            )
     made = {
         # sparkrun has an image for each runtime; here it is the bundle's.
         "container": "vllm-sm12x",
@@ -163,16 +171,26 @@ def _nested(settings: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _resolved(text: str, nested: Mapping[str, str], depth: int = 0) -> str:
-    """``text`` with these settings put in. Raises RecursionError if they refer to each other."""
-    if depth > len(nested):
-        raise RecursionError
-    return _PLACEHOLDER.sub(
-        lambda match: (
-            _resolved(nested[match[1]], nested, depth + 1) if match[1] in nested else match[0]
-        ),
-        text,
-    )
+def _resolved(text: str, nested: Mapping[str, str]) -> str:
+    """``text`` with these settings put in.
+
+    Raises RecursionError if they refer to each other, or ten of each make it too long to be read.
+    """
+    room = _MOST_TEXT
+
+    def put(text: str, depth: int) -> str:
+        def value(match: re.Match[str]) -> str:
+            nonlocal room
+            if match[1] not in nested:
+                return match[0]
+            room -= 1 + len(nested[match[1]])
+            if room < 0 or depth == len(nested):
+                raise RecursionError
+            return put(nested[match[1]], depth + 1)
+
+        return _PLACEHOLDER.sub(value, text)
+
+    return put(text, 0)
 
 
 def _template(text: str, settings: Mapping[str, Any]) -> str:
