@@ -13,10 +13,12 @@
 # The client block of the agent has, with NVIDIA's device plugin:
 #   host_network "private" { cidr = "10.0.0.0/8" }       what servers may bind to
 #   host_volume "sm12x-models" { path = "/srv/models" }  of uid 1000, like the next
-#   host_volume "sm12x-cache" { path = "/srv/cache" }    emptied when the image changes
+#   host_volume "sm12x-cache" { path = "/srv/sm12x-cache" }  emptied when the image changes;
+#       a folder for each such name: who may write there can run code in the servers that read it
 #   max_kill_timeout = "3m"                              or kill_timeout is cut to 30 s
-# Secrets are Nomad variables:
-#   nomad var put nomad/jobs/glm-5-1-reap-478b-a42b-nvfp4-rtx-pro-6000-tp4 hf_token=... api_key=...
+# Secrets are Nomad variables; without api_key the server is not started, for its sleep routes are
+# for those alone who have it (or sleep_api_key, where that is given):
+#   nomad var put nomad/jobs/glm-5-1-reap-478b-a42b-nvfp4-rtx-pro-6000-tp4 api_key=... sleep_api_key=... hf_token=...
 
 variable "image" {
   type        = string
@@ -49,7 +51,7 @@ variable "port" {
 
 variable "host_network" {
   type        = string
-  description = "The client's host_network to bind to. Never a public one: without VLLM_API_KEY the sleep routes ask for no key."
+  description = "The client's host_network to bind to. Never a public one: requests are not encrypted."
   default     = "private"
 }
 
@@ -156,7 +158,9 @@ job "glm-5-1-reap-478b-a42b-nvfp4-rtx-pro-6000-tp4" {
         # The server binds to one private address of the machine, and NCCL to its links.
         network_mode = "host"
         # Tensor-parallel workers talk through shared memory; docker's default is 64 MiB.
-        shm_size = 17179869184
+        shm_size     = 17179869184
+        cap_drop     = ["all"]
+        security_opt = ["no-new-privileges"]
         healthchecks {
           # Nomad's own check, below, is the one that counts.
           disable = true
@@ -191,12 +195,28 @@ job "glm-5-1-reap-478b-a42b-nvfp4-rtx-pro-6000-tp4" {
         uid         = 1000
         gid         = 1000
         perms       = "0400"
-        # A restart would cost a load; a new secret waits for the next one.
+        change_mode = "noop"
+        # The task waits for the variable, and fails without the key; a check (gpus=0) needs none.
+        error_on_missing_key = true
+        data                 = <<-EOT
+          {{- $path := printf "nomad/jobs/%s" (env "NOMAD_JOB_ID") -}}
+          {{- if gt ${var.gpus} 0 }}{{ with nomadVar $path -}}
+          VLLM_API_KEY={{ .api_key }}
+          {{- end }}{{ end }}
+        EOT
+      }
+
+      template {
+        destination = "${NOMAD_SECRETS_DIR}/sleep_api_key"
+        env         = true
+        uid         = 1000
+        gid         = 1000
+        perms       = "0400"
         change_mode = "noop"
         data        = <<-EOT
           {{- $path := printf "nomad/jobs/%s" (env "NOMAD_JOB_ID") -}}
           {{- if nomadVarExists $path }}{{ with nomadVar $path -}}
-          {{ with .api_key }}VLLM_API_KEY={{ . }}{{ end }}
+          {{ with .sleep_api_key }}VLLM_SLEEP_API_KEY={{ . }}{{ end }}
           {{- end }}{{ end }}
         EOT
       }

@@ -9,12 +9,14 @@
 # The client block of the agent has, with NVIDIA's device plugin:
 #   host_network "private" { cidr = "10.0.0.0/8" }       what servers may bind to
 #   host_volume "sm12x-models" { path = "/srv/models" }  of uid 0, like the next
-#   host_volume "sm12x-cache" { path = "/srv/cache" }    emptied when the image changes
+#   host_volume "sm12x-cache-foreign" { path = "/srv/sm12x-cache-foreign" }  emptied when the image changes;
+#       a folder for each such name: who may write there can run code in the servers that read it
 #   max_kill_timeout = "3m"                              or kill_timeout is cut to 30 s
 # and, to mount files of the client into containers,
 #   plugin "docker" { config { volumes { enabled = true } } }
-# Secrets are Nomad variables:
-#   nomad var put nomad/jobs/qwen3-6-27b-nvfp4-rtx-pro-6000 hf_token=... api_key=...
+# Secrets are Nomad variables; without api_key the server is not started, for its sleep routes are
+# for those alone who have it (or sleep_api_key, where that is given):
+#   nomad var put nomad/jobs/qwen3-6-27b-nvfp4-rtx-pro-6000 api_key=... sleep_api_key=... hf_token=...
 
 variable "image" {
   type        = string
@@ -52,7 +54,7 @@ variable "port" {
 
 variable "host_network" {
   type        = string
-  description = "The client's host_network to bind to. Never a public one: without VLLM_API_KEY the sleep routes ask for no key."
+  description = "The client's host_network to bind to. Never a public one: requests are not encrypted."
   default     = "private"
 }
 
@@ -77,7 +79,7 @@ variable "models_volume" {
 variable "cache_volume" {
   type        = string
   description = "The client's host volume for what is compiled when a server starts."
-  default     = "sm12x-cache"
+  default     = "sm12x-cache-foreign"
 }
 
 variable "datacenters" {
@@ -101,6 +103,8 @@ locals {
     "0.60",
     "--enable-sleep-mode",
     "--enable-sleep-routes",
+    "--allowed-media-domains",
+    "none.invalid",
     "--max-model-len",
     "131072",
     "--max-num-seqs",
@@ -193,7 +197,9 @@ job "qwen3-6-27b-nvfp4-rtx-pro-6000" {
         # The server binds to one private address of the machine, and NCCL to its links.
         network_mode = "host"
         # Tensor-parallel workers talk through shared memory; docker's default is 64 MiB.
-        shm_size = 17179869184
+        shm_size     = 17179869184
+        cap_drop     = ["all"]
+        security_opt = ["no-new-privileges"]
         healthchecks {
           # Nomad's own check, below, is the one that counts.
           disable = true
@@ -201,6 +207,7 @@ job "qwen3-6-27b-nvfp4-rtx-pro-6000" {
       }
 
       env {
+        VLLM_MEDIA_URL_ALLOW_REDIRECTS = "0"
         # What is compiled when the server starts goes to the cache volume.
         TRITON_CACHE_DIR        = "/root/.cache/triton"
         TORCHINDUCTOR_CACHE_DIR = "/root/.cache/inductor"
@@ -234,12 +241,28 @@ job "qwen3-6-27b-nvfp4-rtx-pro-6000" {
         uid         = 0
         gid         = 0
         perms       = "0400"
-        # A restart would cost a load; a new secret waits for the next one.
+        change_mode = "noop"
+        # The task waits for the variable, and fails without the key; a check (gpus=0) needs none.
+        error_on_missing_key = true
+        data                 = <<-EOT
+          {{- $path := printf "nomad/jobs/%s" (env "NOMAD_JOB_ID") -}}
+          {{- if gt ${var.gpus} 0 }}{{ with nomadVar $path -}}
+          VLLM_API_KEY={{ .api_key }}
+          {{- end }}{{ end }}
+        EOT
+      }
+
+      template {
+        destination = "${NOMAD_SECRETS_DIR}/sleep_api_key"
+        env         = true
+        uid         = 0
+        gid         = 0
+        perms       = "0400"
         change_mode = "noop"
         data        = <<-EOT
           {{- $path := printf "nomad/jobs/%s" (env "NOMAD_JOB_ID") -}}
           {{- if nomadVarExists $path }}{{ with nomadVar $path -}}
-          {{ with .api_key }}VLLM_API_KEY={{ . }}{{ end }}
+          {{ with .sleep_api_key }}VLLM_SLEEP_API_KEY={{ . }}{{ end }}
           {{- end }}{{ end }}
         EOT
       }

@@ -12,12 +12,14 @@
 # The client block of the agent has, with NVIDIA's device plugin:
 #   host_network "private" { cidr = "10.0.0.0/8" }       what servers may bind to
 #   host_volume "sm12x-models" { path = "/srv/models" }  of uid 1000, like the next
-#   host_volume "sm12x-cache" { path = "/srv/cache" }    emptied when the image changes
+#   host_volume "sm12x-cache" { path = "/srv/sm12x-cache" }  emptied when the image changes;
+#       a folder for each such name: who may write there can run code in the servers that read it
 #   max_kill_timeout = "3m"                              or kill_timeout is cut to 30 s
-#   host_network "fabric" { cidr = "192.168.100.0/24" }  the link between the machines
+#   host_network "fabric" { cidr = "192.168.100.0/24" }  the link between the machines: an isolated
+#                                                        network, as nothing on it asks for a key
 #   meta { fabric_interface = "..." fabric_hca = "..." }  its names on this machine
-# Secrets are Nomad variables:
-#   nomad var put nomad/jobs/qwen3-8-flash-next-nvfp4-gb10-x2 hf_token=... api_key=...
+# Secrets are Nomad variables; without api_key the server asks for no key:
+#   nomad var put nomad/jobs/qwen3-8-flash-next-nvfp4-gb10-x2 api_key=... hf_token=...
 
 variable "image" {
   type        = string
@@ -44,7 +46,7 @@ variable "port" {
 
 variable "host_network" {
   type        = string
-  description = "The client's host_network to bind to. Never a public one: without VLLM_API_KEY the sleep routes ask for no key."
+  description = "The client's host_network to bind to. Never a public one: requests are not encrypted."
   default     = "private"
 }
 
@@ -198,7 +200,9 @@ job "qwen3-8-flash-next-nvfp4-gb10-x2" {
         # The server binds to one private address of the machine, and NCCL to its links.
         network_mode = "host"
         # Tensor-parallel workers talk through shared memory; docker's default is 64 MiB.
-        shm_size = 17179869184
+        shm_size     = 17179869184
+        cap_drop     = ["all"]
+        security_opt = ["no-new-privileges"]
         healthchecks {
           # Nomad's own check, below, is the one that counts.
           disable = true
@@ -248,7 +252,6 @@ job "qwen3-8-flash-next-nvfp4-gb10-x2" {
         uid         = 1000
         gid         = 1000
         perms       = "0400"
-        # A restart would cost a load; a new secret waits for the next one.
         change_mode = "noop"
         data        = <<-EOT
           {{- $path := printf "nomad/jobs/%s" (env "NOMAD_JOB_ID") -}}
@@ -364,7 +367,9 @@ job "qwen3-8-flash-next-nvfp4-gb10-x2" {
         # The server binds to one private address of the machine, and NCCL to its links.
         network_mode = "host"
         # Tensor-parallel workers talk through shared memory; docker's default is 64 MiB.
-        shm_size = 17179869184
+        shm_size     = 17179869184
+        cap_drop     = ["all"]
+        security_opt = ["no-new-privileges"]
         healthchecks {
           # Nomad's own check, below, is the one that counts.
           disable = true
@@ -417,7 +422,6 @@ job "qwen3-8-flash-next-nvfp4-gb10-x2" {
         uid         = 1000
         gid         = 1000
         perms       = "0400"
-        # A restart would cost a load; a new secret waits for the next one.
         change_mode = "noop"
         data        = <<-EOT
           {{- $path := printf "nomad/jobs/%s" (env "NOMAD_JOB_ID") -}}

@@ -77,7 +77,7 @@ def test_a_file_of_eugrs_runner_is_rendered(target: str, tmp_path: Path) -> None
 
 def test_settings_and_arguments_reach_the_server() -> None:
     text = render("docker", recipe("smoke"), {"port": "8001"}, extra=("--seed", "3"))
-    assert "-p 8001:8001" in text
+    assert "-p 127.0.0.1:8001:8001" in text
     assert text.endswith("smoke port=8001 -- --seed 3\n")
     text = render("shell", recipe("smoke"), {"port": "8001"}, extra=("--seed", "3"))
     assert "--port 8001 " in text
@@ -163,7 +163,8 @@ def test_a_description_of_several_lines_stays_a_comment(target: str, tmp_path: P
     text = OURS.replace("name: small", 'name: small\ndescription: "a\\nrm -rf x\\n\\tb"')
     text = text.replace("host: 127.0.0.1", "host: 127.0.0.1\n  port: 8000")
     made = render(target, load.load(write(tmp_path, text)), extra=("a\nb",))
-    first, second = [line for line in made.split("\n") if line.startswith("# ")]
+    first, second, *facts = [line for line in made.split("\n") if line.startswith("# ")]
+    assert len(facts) == (0 if target == "shell" else 4)
     assert first.startswith("# Made by `sm12x recipe render")
     assert first.endswith("'a b'`.")
     assert second.split() == ["#", "a", "rm", "-rf", "x", "b"]
@@ -181,7 +182,7 @@ def test_image_port_and_name_are_words_of_their_own(target: str, tmp_path: Path)
     words = shlex.split(text, comments=True)
     assert words[words.index("--name") + 1] == "my-recipe"
     assert "a b; id" in words
-    assert target == "llama-swap" or words[words.index("-p") + 1] == "80 0:80 0"
+    assert target == "llama-swap" or words[words.index("-p") + 1] == "127.0.0.1:80:80"
 
 
 @pytest.mark.parametrize("word", ["1e6", "-1E+5", "2.5e-3", "0o17", "010", "1:30", "yes", "$A"])
@@ -201,7 +202,9 @@ def test_compose_puts_nothing_into_paths(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("extra", [("--port", "1", "--port", "8001"), ("--port=8001",)])
 def test_the_port_that_counts_is_published(extra: tuple[str, ...]) -> None:
-    assert "-p 8001:8001 " in render("docker", recipe("smoke"), {"host": "::"}, extra=extra)
+    assert "-p 127.0.0.1:8001:8001 " in render(
+        "docker", recipe("smoke"), {"host": "::"}, extra=extra
+    )
     text = render("docker", recipe("smoke"), {"host": "::"}, extra=("--host", "127.0.0.1"))
     assert "--network host " in text
 

@@ -18,7 +18,7 @@ from sm12x import layout
 from sm12x.commands import recipe as verb
 from sm12x.core import declared
 from sm12x.core.errors import BadFileError, FindingsError, UsageError
-from sm12x.recipes import edit, lint, load, options
+from sm12x.recipes import edit, lint, load, options, render
 from sm12x.recipes.model import Recipe, Status
 from sm12x.runtime.check import native
 from sm12x.runtime.check.report import Line, Topic
@@ -149,6 +149,130 @@ def test_lint_finds(tmp_path: Path, old: str, new: str, finding: str) -> None:
     assert finding in found if finding else not found
 
 
+OPENED = """\
+recipe_version: "1"
+name: small
+model: some/Model
+model_revision: 0123456789abcdef0123456789abcdef01234567
+container: vllm-sm12x:0.33.0-01234567
+defaults: {host: 127.0.0.1}
+env: {A: b}
+command: vllm serve some/Model --host {host} --seed 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "finding"),
+    [
+        ("{host}", "0.0.0.0", "warning: the server listens on 0.0.0.0, and asks for a key only"),  # noqa: S104
+        ("127.0.0.1", "0.0.0.0", "6: warning: the server listens on 0.0.0.0"),  # noqa: S104
+        (" --host {host}", "", "warning: the server listens on every address, for it names no"),
+        ("{host}", "0.0.0.0 --api-key $KEY", ""),
+        ("{host}", "0.0.0.0 --enable-sleep-routes", "error: --enable-sleep-routes opens /sleep"),
+        # In `env`, and in front of the command.
+        ("{A: b}", '{VLLM_ALLOW_INSECURE_SERIALIZATION: "1"}', "7: error: VLLM_ALLOW_INSECURE_SER"),
+        ("{A: b}", "{VLLM_ALLOW_RUNTIME_LORA_UPDATING: 'true'}", "7: error: VLLM_ALLOW_RUNTIME_LO"),
+        ("{A: b}", '{VLLM_ALLOW_RUNTIME_LORA_UPDATING: "0"}', ""),
+        ("{A: b}", "{VLLM_NIXL_SIDE_CHANNEL_HOST: 0.0.0.0}", "7: warning: VLLM_NIXL_SIDE_CHANNEL"),
+        ("{A: b}", "{HF_TOKEN: hf_abc}", "7: warning: HF_TOKEN is in the file for every reader"),
+        ("{A: b}", "{AWS_SECRET_ACCESS_KEY: abc}", "7: warning: AWS_SECRET_ACCESS_KEY is in the"),
+        ("{A: b}", "{HF_TOKEN: $HF_TOKEN}", ""),
+        ("{A: b}", "{MAX_TOKENS: 5, TOKENIZERS_PARALLELISM: 'x'}", ""),
+        ("command: ", "command: VLLM_API_KEY=abc ", "8: warning: VLLM_API_KEY is in the file"),
+        ("command: ", "command: export HF_TOKEN=x && ", "8: warning: HF_TOKEN is in the file"),
+        ("command: ", "command: env HF_TOKEN=x ", "8: warning: HF_TOKEN is in the file"),
+        (
+            "command: ",
+            "command: export VLLM_ALLOW_INSECURE_SERIALIZATION=1; ",
+            "8: error: VLLM_ALLOW_INSECURE_SERIALIZATION opens the server",
+        ),
+        (
+            "command: vllm serve some/Model --host {host}",
+            "command: export VLLM_SERVER_DEV_MODE=1 && vllm serve some/Model --host 0.0.0.0",
+            "8: error: VLLM_SERVER_DEV_MODE opens /sleep, /collective_rpc and more on 0.0.0.0",
+        ),
+        # Options, also cut short as vLLM's parser takes them.
+        ("--seed 1", "--allowed-local-media-path /", "8: error: --allowed-local-media-path lets"),
+        ("--seed 1", "--allowed-local-m=/etc/x", "8: error: --allowed-local-media-path lets"),
+        (
+            "--seed 1",
+            "--allowed-local-media-path /srv/media/x",
+            "8: warning: --allowed-local-media",
+        ),
+        (
+            "--seed 1",
+            "--allowed-media-domains a.example",
+            "warning: --allowed-media-domains is not",
+        ),
+        ("--seed 1", "--allowed-media-domains none.invalid", ""),
+        ("--seed 1", "--media-io-kwargs '{{}}'", "warning: the server fetches any URL that a req"),
+        ("--seed 1", '--limit-mm-per-prompt \'{{"image":0,"video":0}}\'', ""),
+        ("--seed 1", "--tool-server demo", "8: warning: --tool-server opens the server"),
+        ("--seed 1", "--trust-request-chat-template", "8: warning: --trust-request-chat-template"),
+        ("--seed 1", "--config /x.yaml", "8: warning: --config: the options in that file are not"),
+        ("--seed 1", "--root-path /s", "8: warning: --root-path opens the server"),
+        ("--seed 1", "--unauthenticated-metrics", "8: warning: --unauthenticated-metrics opens"),
+        ("--seed 1", "--trust-remote-code", ""),
+        ("--seed 1", "--trust-remote-code --revision main", "error: --trust-remote-code runs Pyth"),
+        ("vllm-sm12x:0", "quay.io/evil/vllm:0", "5: warning: container is quay.io/evil/vllm:0.33"),
+        ("vllm-sm12x:0", "quay.io/e/vllm-sm12x:0", "5: warning: container is quay.io/e/vllm-sm12"),
+    ],
+)
+def test_lint_finds_what_opens_a_server(tmp_path: Path, old: str, new: str, finding: str) -> None:
+    assert old in OPENED
+    found = said(write(tmp_path, OPENED.replace(old, new, 1)))
+    found = found.replace(f"{tmp_path}/small.yaml:2: note: there is no sm12x block", "")
+    assert finding in found if finding else "warning" not in found and "error" not in found
+
+
+def test_code_of_a_repository_without_a_commit_is_an_error(tmp_path: Path) -> None:
+    text = OPENED.replace("--seed 1", "--trust-remote-code").replace("model_revision", "# m")
+    assert "error: --trust-remote-code runs Python files of some/Model" in said(
+        write(tmp_path, text)
+    )
+    # A setting without a value is what the user has to give.
+    asked = text.replace("defaults: {", 'defaults: {revision: "", ').replace(
+        "--trust-remote-code", "--trust-remote-code --revision '{revision}'"
+    )
+    path = write(tmp_path, asked)
+    assert "warning: --trust-remote-code runs" in said(path)
+    for words in (["--to", "docker"], ["--to", "shell"], ["--to", "compose"]):
+        with pytest.raises(UsageError, match="no commit of it is named"):
+            run("render", *words, str(path))
+        with pytest.raises(UsageError, match="no commit of it is named"):
+            run("render", *words, str(path), "revision=main")
+        assert "f" * 40 in run("render", *words, str(path), f"revision={'f' * 40}")
+
+
+@pytest.mark.parametrize("name", ["VLLM_API_KEY", "VLLM_SLEEP_API_KEY"])
+def test_a_recipe_does_not_choose_the_key(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path, OPENED.replace("{A: b}", f"{{{name}: known}}"))
+    assert f"error: small sets {name} itself" in said(path)
+    with pytest.raises(UsageError, match="in place of yours"):
+        run("render", "--to", "docker", str(path))
+    path = write(tmp_path, OPENED.replace("{A: b}", f"{{{name}: $KEY}}"))
+    assert "error" not in said(path)
+
+
+def test_a_folder_that_no_container_may_have_is_an_error(tmp_path: Path) -> None:
+    text = OPENED.replace("defaults: {", "defaults: {model: /var/run/m, ")
+    with pytest.raises(FindingsError, match="1 errors"):
+        run("lint", str(write(tmp_path, text)))
+
+
+def test_what_a_text_gives_is_the_users_to_widen(tmp_path: Path) -> None:
+    path = str(write(tmp_path, OPENED))
+    text = run("render", "--to", "docker", path, "--publish", "0.0.0.0", "--pass", "HF_TOKEN")  # noqa: S104
+    assert "-p 0.0.0.0:8000:8000" in text
+    assert 'export VLLM_API_KEY="${VLLM_API_KEY:?' in text
+    assert "-e HF_TOKEN" in text
+    assert "--publish 0.0.0.0 --pass HF_TOKEN" in text.splitlines()[0]
+    with pytest.raises(UsageError, match="are for docker, compose, shell, llama-swap"):
+        run("render", "--to", "nomad", "smoke", "--publish", "0.0.0.0")  # noqa: S104
+    with pytest.raises(UsageError, match="nothing is published"):
+        run("render", "--to", "llama-swap", "smoke", "--publish", "0.0.0.0")  # noqa: S104
+
+
 def test_level_2_loses_a_draft(tmp_path: Path) -> None:
     text = OURS.replace("level: 1", "level: 2").replace(
         "--enable-sleep-mode", "--enable-sleep-mode --speculative-config '{{}}'"
@@ -184,7 +308,7 @@ def test_no_server_of_several_ranks_asks_for_nvlink_sharp() -> None:
     for path in SHIPPED:
         recipe = load.load(path)
         assert recipe.sm12x is not None
-        if lint.filled(recipe).serve is not None:
+        if render.filled(recipe).serve is not None:
             ranks[path.stem] = recipe.sm12x.gpus * recipe.sm12x.machines, recipe.env
     assert sum(count > 1 for count, _ in ranks.values()) >= 7
     wrong = [
@@ -476,7 +600,7 @@ def test_a_variable_that_vllm_does_not_know_is_a_warning(
     [
         (1, "0", "127.0.0.1", "", ""),
         (1, "1", "127.0.0.1", "", ""),
-        (1, "0", "0.0.0.0", "", "warning: --enable-sleep-routes opens /sleep and /wake_up on 0."),  # noqa: S104 - no server
+        (1, "0", "0.0.0.0", "", "error: --enable-sleep-routes opens /sleep and /wake_up on 0."),  # noqa: S104 - no server
         (1, "0", "10.0.0.1", "--api-key k", "warning: --api-key is in the file"),
         (2, "0", "127.0.0.1", "", "error: after a level-2 sleep the weights are reloaded"),
         (2, "1", "127.0.0.1", "", ""),

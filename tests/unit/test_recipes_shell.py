@@ -191,7 +191,7 @@ def test_words_for_another_program_go_to_the_last_one_or_nowhere(tmp_path: Path)
     "end", ["", " # --gpu-memory-utilization 0.95", " 2>&1 | tee x", " &\nwait"]
 )
 def test_options_are_those_of_the_server(tmp_path: Path, end: str) -> None:
-    command = "vllm serve m --gpu-memory-utilization 0.5 -tp 2 --enable-sleep-mode"
+    command = "vllm serve m --host ::1 --gpu-memory-utilization 0.5 -tp 2 --enable-sleep-mode"
     one = recipe(tmp_path, f"{command}{end}")
     assert plan_server.from_recipe(one).utilization == 0.5
     assert "  machines: 2\n" in edit.imported(one.path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
+import stat
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -260,7 +261,64 @@ def test_compilers_are_left_to_whoever_limits_them(
     with pytest.raises(Became) as became:
         dispatch(places, "small-model")
     assert became.value.args[1]["MAX_JOBS"] == "5"
-    assert capsys.readouterr().err == ""
+    assert "MAX_JOBS" not in capsys.readouterr().err
+
+
+SLEEPY = RECIPE.replace("--port {port}", "--port {port} --enable-sleep-routes")
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "key", "refused"),
+    [
+        (RECIPE, (), "", ""),
+        (SLEEPY, (), "", "with sleep routes and no key"),
+        (SLEEPY, (), "k", ""),
+        (SLEEPY, ("--", "--host", "127.0.0.1"), "", ""),
+        (SLEEPY, ("--", "--host", "10.0.0.1"), "", "listens on 10.0.0.1 with sleep routes"),
+        (SLEEPY, ("--", "--api-key", "$KEY"), "", ""),
+        (SLEEPY, ("--", "--headless"), "", ""),
+        (RECIPE, ("--", "--trust-remote-code"), "", "no commit of it is named"),
+        (RECIPE, ("--", "--trust-remote-code", "--revision", "main"), "", "no commit"),
+        (RECIPE, ("--", "--trust-remote-code", "--revision", "f" * 40), "", ""),
+        (RECIPE.replace("some/model", "/models/m"), ("--", "--trust-remote-code"), "", ""),
+    ],
+)
+def test_a_server_that_strangers_could_stop_or_change_is_refused(
+    places: Places,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    text: str,
+    words: tuple[str, ...],
+    key: str,
+    refused: str,
+) -> None:
+    (places.recipes / "small-model.yaml").write_text(text)
+    monkeypatch.setenv("VLLM_API_KEY", key)
+    if refused:
+        with pytest.raises(UsageError, match=refused):
+            dispatch(places, "small-model", *words)
+        return
+    with pytest.raises(Became):
+        dispatch(places, "small-model", *words)
+    public = not key and not {"127.0.0.1", "--api-key", "--headless"} & {*words}
+    assert ("asks for no key" in capsys.readouterr().err) == public
+
+
+def test_a_cache_that_all_may_write_gets_the_sticky_bit(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places.cache.mkdir(parents=True, exist_ok=True)
+    for before, after in ((0o777, 0o1777), (0o755, 0o755), (0o1777, 0o1777), (0o707, 0o1707)):
+        places.cache.chmod(before)
+        assert serve.require_caches(places, {}) == []
+        assert stat.S_IMODE(places.cache.stat().st_mode) == after
+
+    def refused(self: Path, mode: int) -> None:
+        raise PermissionError
+
+    places.cache.chmod(0o777)
+    monkeypatch.setattr(Path, "chmod", refused)
+    assert "any user may replace" in serve.require_caches(places, {})[0]
 
 
 def test_any_other_program_is_run_as_given(places: Places) -> None:
@@ -315,7 +373,7 @@ def test_recipes_are_listed_and_shown(places: Places, capsys: pytest.CaptureFixt
     assert dispatch(places, "recipes", "small-model") == 0
     out = capsys.readouterr().out
     assert "    port=8000" in out
-    assert "-p 8000:8000" in out
+    assert "-p 127.0.0.1:8000:8000" in out
 
 
 def test_an_image_without_a_ledger_says_so(places: Places) -> None:

@@ -17,11 +17,12 @@ from sm12x.commands import print_json, reports, usable
 from sm12x.core import files
 from sm12x.core.errors import BadFileError, FindingsError, Sm12xError, UsageError
 from sm12x.core.progress import spinner
-from sm12x.deploy import local, nomad
-from sm12x.deploy.container import BUNDLE
+from sm12x.deploy import container, local, mounts, nomad
+from sm12x.deploy.container import BUNDLE, LOOPBACK, Grants
 from sm12x.recipes import edit, lint, load
 from sm12x.recipes.lint import ERROR, WARNING, LintFinding
 from sm12x.recipes.model import Recipe, ShownRecipe
+from sm12x.recipes.render import filled, require_harmless
 from sm12x.runtime import about, serve
 from sm12x.runtime.check import check, native
 from sm12x.runtime.check.report import FAIL, WARN
@@ -178,7 +179,7 @@ def lint_(names: tuple[str, ...], as_json: bool, strict: bool) -> None:
         found += findings
         if recipe:
             recipes[str(path)] = recipe
-            found += _memory(recipe)
+            found += _memory(recipe) + _mounts(recipe)
     asked = importlib.util.find_spec("vllm") is not None
     if asked:
         with spinner("vLLM's argument parser, about 20 s"):
@@ -224,6 +225,17 @@ def _memory(recipe: Recipe) -> list[LintFinding]:
     ]
 
 
+def _mounts(recipe: Recipe) -> list[LintFinding]:
+    """A model in a folder that no container may have."""
+    try:
+        if path := container.model_path(recipe, {}):
+            mounts.of_model(path)
+    except UsageError as error:
+        line = recipe.lines.get("defaults.model", 1)
+        return [LintFinding(path=recipe.path, line=line, level=ERROR, text=error.message)]
+    return []
+
+
 def _parser(recipes: dict[str, Recipe]) -> list[LintFinding]:
     """What vLLM's own parser says, in one process for all."""
     with check.scratch() as folder:
@@ -258,7 +270,7 @@ def pin(name: str, model_revision: str, container_digest: str) -> None:
     recipe = edit.pin(path, revision=model_revision, digest=container_digest)
     click.echo(f"{path}: container {recipe.container}")
     click.echo(f"{path}: model_revision {recipe.model_revision or 'none'}")
-    if why := lint.filled(recipe).unpinned:
+    if why := filled(recipe).unpinned:
         click.echo(f"{path}: model_revision is not applied to this command: {why}")
 
 
@@ -295,6 +307,8 @@ _TARGETS: dict[str, Callable[..., str]] = {
 }
 # Those that make one text of the two recipes of a pair.
 _OF_PAIRS = ("nomad", "llama-swap")
+# Those whose text the user can give more to; a Nomad job has variables for it.
+_GRANTED = ("docker", "compose", "shell", "llama-swap")
 
 
 @command.command(cls=_WithWords)
@@ -306,21 +320,58 @@ _OF_PAIRS = ("nomad", "llama-swap")
     default="",
     help="Image to run. Default: the recipe's container; for the bundle's image, its tag.",
 )
+@click.option(
+    "--publish",
+    default=LOOPBACK,
+    metavar="ADDRESS",
+    help="Address of this machine that clients reach the server on. Default: 127.0.0.1.",
+)
+@click.option(
+    "--pass",
+    "passed",
+    multiple=True,
+    metavar="NAME",
+    help="Pass this variable of the environment as well, such as HF_TOKEN.",
+)
+@click.option(
+    "--cache",
+    default="",
+    metavar="VOLUME",
+    help="Volume or folder of the caches. Default: one for each level of trust.",
+)
 @click.argument("name", metavar="RECIPE")
 @click.argument("words", metavar="[KEY=VALUE]... [-- ARG...]", nargs=-1, type=click.UNPROCESSED)
-def render(target: str, image: str, name: str, words: tuple[str, ...]) -> None:
+def render(
+    target: str,
+    image: str,
+    publish: str,
+    passed: tuple[str, ...],
+    cache: str,
+    name: str,
+    words: tuple[str, ...],
+) -> None:
     """Print a recipe as a command or a file that runs it.
 
     KEY=VALUE changes a setting; the words after -- go to vLLM, where the last of equal options
-    counts.
+    counts. The text names VLLM_API_KEY and never its value: give it in the environment.
 
     Example: sm12x recipe render smoke port=8001 --to compose -- --seed 3
     """
     recipe = load.load(load.find(name))
     settings, extra = serve.split(words)
+    grants = Grants(publish=publish, passed=passed, cache=cache)
+    granted = {"grants": grants} if target in _GRANTED else {}
+    if not granted and grants != Grants():
+        raise UsageError(
+            f"--publish, --pass and --cache are for {', '.join(_GRANTED)}",
+            next_step="set the variables of the Nomad job: host_network, cache_volume",
+        )
+    for one in load.pair(recipe) or [recipe]:
+        own = settings if one is recipe else {}
+        require_harmless(one, container.live(one, settings=own, extra=extra).serve)
     image = image or _image(recipe)
     peers = {"peers": load.pair(recipe)} if target in _OF_PAIRS else {}
-    text = _TARGETS[target](recipe, image=image, settings=settings, extra=extra, **peers)
+    text = _TARGETS[target](recipe, image=image, settings=settings, extra=extra, **peers, **granted)
     click.echo(usable(text), nl=False)
 
 

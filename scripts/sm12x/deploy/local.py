@@ -14,9 +14,16 @@ from collections.abc import Mapping, Sequence
 from sm12x.core.errors import UsageError
 from sm12x.core.yamltext import dump
 from sm12x.deploy.container import (
+    HARDENED,
+    KEY,
+    LOOPBACK,
+    NEEDED_KEY,
+    SHM_BYTES,
     Container,
+    Grants,
     containers,
     header,
+    listens,
     live,
     quote_live,
     require_known_cluster,
@@ -27,36 +34,55 @@ from sm12x.recipes import options
 from sm12x.recipes.model import Recipe
 
 
-def docker(recipe: Recipe, *, image: str, settings: Mapping[str, str], extra: Sequence[str]) -> str:
+def docker(
+    recipe: Recipe,
+    *,
+    image: str,
+    settings: Mapping[str, str],
+    extra: Sequence[str],
+    grants: Grants | None = None,
+) -> str:
     """A text for a shell: one command, or one per machine, each under a comment that says which.
 
     Raises:
         UsageError: a setting that the recipe does not have.
     """
-    lines = header(recipe, "docker", settings, extra)
-    parts = containers(recipe, image=image, settings=settings, extra=extra)
+    parts = containers(recipe, image=image, settings=settings, extra=extra, grants=grants)
+    lines = header(recipe, "docker", settings, extra, parts, grants)
     for part in parts:
         if len(parts) > 1:
             lines.append(f"# On machine {part.rank + 1} of {len(parts)}:")
-        lines.append(docker_command(part))
+        lines += [*guards(part.needed), docker_command(part)]
     return "\n".join(lines) + "\n"
 
 
 def docker_command(part: Container) -> str:
-    """One `docker run`, one option group per line."""
-    # TP workers share tensors through /dev/shm, where docker gives 64 MiB.
-    lines = [f"docker run --rm --name {part.name} --gpus {part.gpus or 'all'} --ipc host"]
+    """One `docker run`, one option group per line. It has no value of the user's variables, which
+    others on the machine could read.
+    """
+    lines = [f"docker run --rm --name {part.name} --gpus {part.gpus or 'all'}", HARDENED]
     if part.rdma:
         # RoCE registers memory with the adapter, which counts as locked.
         lines.append("--device /dev/infiniband --ulimit memlock=-1")
-    lines.append(
-        "--network host" if part.host_network else f"-p {shlex.quote(f'{part.port}:{part.port}')}"
-    )
-    lines += [f"-v {_quote_volume(volume)}" for volume in part.volumes]
-    lines += [f"-e {name}" for name in part.passed]
+    if part.host_network:
+        lines.append("--network host")
+    elif part.port:
+        lines.append(f"-p {shlex.quote(_published(part))}")
+    lines += [f"-v {_quote_volume(str(mount))}" for mount in part.mounts]
+    lines += [f"-e {name}" for name in (*part.needed, *part.passed)]
     lines += [f"-e {name}={shlex.quote(value)}" for name, value in part.env.items()]
     lines.append(shlex.join([part.image, *part.words]))
     return " \\\n  ".join(lines)
+
+
+def guards(needed: Mapping[str, str]) -> list[str]:
+    """Lines with which a shell ends where a variable is not set."""
+    return [f'export {name}="${{{name}:?{what}}}"' for name, what in needed.items()]
+
+
+def _published(part: Container) -> str:
+    address = f"[{part.address}]" if ":" in part.address else part.address
+    return f"{address}:{part.port}:{part.port}"
 
 
 def _quote_volume(volume: str) -> str:
@@ -66,15 +92,28 @@ def _quote_volume(volume: str) -> str:
     return shlex.quote(volume)
 
 
-def shell(recipe: Recipe, *, image: str, settings: Mapping[str, str], extra: Sequence[str]) -> str:
-    """A script that becomes the server; ``image`` is not used.
+def shell(
+    recipe: Recipe,
+    *,
+    image: str,
+    settings: Mapping[str, str],
+    extra: Sequence[str],
+    grants: Grants | None = None,
+) -> str:
+    """A script that becomes the server; ``image`` is not used. It listens on ``grants.publish``.
 
     Raises:
         UsageError: a setting that the recipe does not have.
     """
     require_known_cluster(recipe)
-    rendered = live(recipe, settings=settings, extra=extra)
-    lines = ["#!/usr/bin/env bash", *header(recipe, "shell", settings, extra)]
+    lines = ["#!/usr/bin/env bash", *header(recipe, "shell", settings, extra, grants=grants)]
+    given = dict(settings)
+    address = grants.publish if grants else LOOPBACK
+    if "host" in recipe.defaults and "host" not in options.parse(extra):
+        # A container's port is published on the machine's loopback: so is this server's.
+        given.setdefault("host", address)
+    host, _ = listens(recipe, given, extra)
+    rendered = live(recipe, settings=given, extra=extra)
     machines = recipe.sm12x.machines if recipe.sm12x else 1
     if machines > 1 and "node_rank" in recipe.defaults:
         ranks = "1" if machines == 2 else f"1 to {machines - 1}"
@@ -84,30 +123,33 @@ def shell(recipe: Recipe, *, image: str, settings: Mapping[str, str], extra: Seq
         )
     if recipe.sm12x and recipe.sm12x.pair:
         lines.append("# Outside the image set SM12X_IMAGE_ROOT to the checkout, where recipes/ is.")
-    return "\n".join([*lines, "set -eu", script(rendered)]) + "\n"
+    needed = {KEY: NEEDED_KEY} if options.is_public(host) else {}
+    return "\n".join([*lines, "set -eu", *guards(needed), script(rendered)]) + "\n"
 
 
 def compose(
-    recipe: Recipe, *, image: str, settings: Mapping[str, str], extra: Sequence[str]
+    recipe: Recipe,
+    *,
+    image: str,
+    settings: Mapping[str, str],
+    extra: Sequence[str],
+    grants: Grants | None = None,
 ) -> str:
     """A compose file with a service, or with one per machine (`docker compose up NAME` on each).
 
     Raises:
         UsageError: a setting that the recipe does not have.
     """
-    parts = containers(recipe, image=image, settings=settings, extra=extra)
-    lines = header(recipe, "compose", settings, extra)
+    parts = containers(recipe, image=image, settings=settings, extra=extra, grants=grants)
+    lines = header(recipe, "compose", settings, extra, parts, grants)
     if len(parts) > 1:
         lines.append(
             "# One service per machine: "
             + ", ".join(f"docker compose up {part.name}" for part in parts)
         )
-    named = {
-        volume.partition(":")[0]: None
-        for part in parts
-        for volume in part.volumes
-        if volume[0] not in "/~."
-    }
+    named = dict.fromkeys(
+        mount.source for part in parts for mount in part.mounts if mount.source[0] not in "/~."
+    )
     content: dict[str, object] = {"services": {part.name: _service(part) for part in parts}}
     if named:
         # A fixed name: the same caches as `docker run -v` uses, whatever the project is called.
@@ -120,17 +162,20 @@ def _service(part: Container) -> dict[str, object]:
     found: dict[str, object] = {
         "image": _literal(part.image),
         "command": [_literal(word) for word in part.words],
-        # TP workers share tensors through /dev/shm, where docker gives 64 MiB.
-        "ipc": "host",
+        "shm_size": f"{SHM_BYTES >> 30}g",
+        "cap_drop": ["ALL"],
+        "security_opt": ["no-new-privileges:true"],
     }
     if part.host_network:
         found["network_mode"] = "host"
-    else:
-        found["ports"] = [_literal(f"{part.port}:{part.port}")]
-    found["volumes"] = [_literal(volume) for volume in part.volumes]
-    environment = [*part.passed, *(f"{name}={_literal(part.env[name])}" for name in part.env)]
-    if environment:
-        found["environment"] = environment
+    elif part.port:
+        found["ports"] = [_literal(_published(part))]
+    found["volumes"] = [_literal(str(mount)) for mount in part.mounts]
+    found["environment"] = [
+        *(f"{name}=${{{name}:?{what}}}" for name, what in part.needed.items()),
+        *part.passed,
+        *(f"{name}={_literal(part.env[name])}" for name in part.env),
+    ]
     if part.rdma:
         # RoCE registers memory with the adapter, which counts as locked.
         found["devices"] = ["/dev/infiniband"]
@@ -172,6 +217,7 @@ def llama_swap(
     settings: Mapping[str, str],
     extra: Sequence[str],
     peers: Sequence[Recipe] = (),
+    grants: Grants | None = None,
 ) -> str:
     """A configuration with the recipe as a model, or the two of a pair (``peers``) as a group.
 
@@ -184,21 +230,34 @@ def llama_swap(
             f"{recipe.key} names two recipes, each with settings of its own",
             next_step="render without settings and edit the text",
         )
-    models = {}
+    grants = grants or Grants()
+    if grants.publish != LOOPBACK:
+        raise UsageError(
+            "llama-swap alone is to reach its servers, so nothing is published",
+            next_step="leave --publish out, and give llama-swap an address of its own",
+        )
+    models, parts = {}, []
     for one in peers or (recipe,):
-        name, model = _model(one, image=image, settings=settings, extra=extra)
+        name, model, part = _model(one, image=image, settings=settings, extra=extra, grants=grants)
         models[name] = model
+        parts.append(part)
     content: dict[str, object] = {"healthCheckTimeout": _LOAD_SECONDS, "models": models}
     if peers:
         # They need the same GPUs: one at a time.
         content["groups"] = {recipe.key: {"swap": True, "exclusive": True, "members": list(models)}}
     text = dump(content)
-    return "\n".join(header(recipe, "llama-swap", settings, extra)) + "\n" + text
+    lines = header(recipe, "llama-swap", settings, extra, parts, grants)
+    return "\n".join(lines).replace(_PORT, "${PORT}") + "\n" + text
 
 
 def _model(
-    recipe: Recipe, *, image: str, settings: Mapping[str, str], extra: Sequence[str]
-) -> tuple[str, dict[str, object]]:
+    recipe: Recipe,
+    *,
+    image: str,
+    settings: Mapping[str, str],
+    extra: Sequence[str],
+    grants: Grants,
+) -> tuple[str, dict[str, object], Container]:
     if recipe.cluster_only or (recipe.sm12x and recipe.sm12x.machines > 1):
         raise UsageError(
             f"{recipe.key} is for several machines, llama-swap starts programs on one",
@@ -211,10 +270,7 @@ def _model(
         )
     require_own_address(recipe, extra, "llama-swap")
     given = {**settings, "port": _PORT}
-    if "host" in recipe.defaults:
-        # Only llama-swap is to reach it.
-        given["host"] = "127.0.0.1"
-    (part,) = containers(recipe, image=image, settings=given, extra=extra)
+    (part,) = containers(recipe, image=image, settings=given, extra=extra, grants=grants)
     # No shell reads the words: llama-swap puts in ${PORT} and ${env.NAME}, and refuses any other
     # ${NAME}, such as one that is for the shell inside the container.
     text = re.sub(r"\$\{(\w+)\}(?!\w)", r"$\1", docker_command(part))
@@ -222,10 +278,11 @@ def _model(
     serve = live(recipe, settings=given, extra=extra).serve or ()
     # llama-swap sends requests on with the name as it is.
     name = options.parse(serve).get("served-model-name") or options.model(serve)
-    return name or recipe.model or recipe.key, {
+    model: dict[str, object] = {
         "cmd": text + "\n",
         "cmdStop": f"docker stop --time 120 {part.name}",
         "proxy": "http://127.0.0.1:${PORT}",
         # Clients have to ask for the server's own name of the model.
         "checkEndpoint": "/health",
     }
+    return name or recipe.model or recipe.key, model, part

@@ -19,18 +19,29 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any
 
 import jinja2
 
 from sm12x import layout
 from sm12x.core.errors import UsageError
-from sm12x.deploy import hcl
-from sm12x.deploy.container import model_folder, require_own_address, uses_ray
+from sm12x.deploy import hcl, mounts
+from sm12x.deploy.container import (
+    KEY,
+    SHM_BYTES,
+    SLEEP_KEY,
+    cache_volume,
+    is_shipped,
+    model_path,
+    require_own_address,
+    sleeps,
+    uses_ray,
+)
 from sm12x.recipes import options
 from sm12x.recipes.model import Block, Recipe
+from sm12x.recipes.render import filled, require_settings, unpinned_code
 from sm12x.recipes.render import render as rendered_command
-from sm12x.recipes.render import require_settings
 
 # What NVIDIA's device plugin reports as `memory`, less what differs from card to card. GB10 is not
 # here: NVML reports no memory for it, so a constraint on it would never be met.
@@ -105,7 +116,7 @@ def render(
     require_own_address(recipe, extra, "Nomad")
     ports = _ports(recipe, given)
     machines = recipe.sm12x.machines if recipe.sm12x else 1
-    shipped = recipe.path.resolve().parent == layout.recipes().resolve()
+    shipped = is_shipped(recipe)
     # The argument of the image's entry point: the recipe's name, or the file in the job.
     words = [recipe.key if shipped else f"/local/{recipe.path.name}"]
     words += [f"{key}={value}" for key, value in given.items()]
@@ -209,7 +220,11 @@ def _filled(
         # `args` takes the place of the command.
         split = hcl.Hcl(f'var.args == "" ? local.{name}_words : split(" ", var.args)')
         rows += [(f"{name}_words", command), (name, split)]
-    folder = model_folder(recipe, settings)
+    folder = _models(recipe, settings)
+    asleep = sleeps(recipe, extra)
+    # Of the image's name alone the variable knows whether it is the bundle's: the overlay's is not.
+    ours = variant == "nomad"
+    volume = cache_volume(recipe, ours=ours, shipped=is_shipped(recipe))
     return _template().render(
         command=shlex.join([*words, *(["--", *extra] if extra else [])]),
         description=recipe.description or recipe.name,
@@ -222,10 +237,31 @@ def _filled(
         minutes=_MINUTES,
         locals=rows,
         cache=cache,
+        cache_volume=volume,
+        sleeps=asleep,
+        # Nomad variable -> variable of the server.
+        keys={"api_key": KEY, **({"sleep_api_key": SLEEP_KEY} if asleep else {})},
+        shm_bytes=SHM_BYTES,
         models=folder or f"{cache}/huggingface",
         models_read_only=bool(folder),
         **{"cluster": False, "own_file": None, **values},
     )
+
+
+def _models(recipe: Recipe, settings: Mapping[str, str]) -> str:
+    """Where the client's volume of models is mounted, "" for the Hub's cache.
+
+    Raises:
+        UsageError: the container has something else there.
+    """
+    path = model_path(recipe, settings)
+    folder = str(PurePosixPath(path).parent) if path else ""
+    if folder and (why := mounts.refused(folder)):
+        raise UsageError(
+            f"no volume of models can be mounted at {folder}, for {why}",
+            next_step="name the model as /models/NAME",
+        )
+    return folder
 
 
 @functools.cache
@@ -367,10 +403,10 @@ _OVERLAID = "qwen3.6-27b-nvfp4-rtx-pro-6000"
 
 
 def examples(recipes: Mapping[str, Recipe]) -> dict[str, str]:
-    """File name -> text, for every recipe that Nomad can run."""
+    """File name -> text, for every recipe that Nomad can run as it is."""
     found: dict[str, str] = {}
     for key, recipe in recipes.items():
-        if unfit(recipe):
+        if unfit(recipe) or unpinned_code(filled(recipe).serve):
             continue
         pair = recipe.sm12x.pair if recipe.sm12x else ()
         found[key + SUFFIX] = render(recipe, peers=[recipes[name] for name in pair])

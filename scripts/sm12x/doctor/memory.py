@@ -189,7 +189,7 @@ def shared(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
         return [known.finding(name, UNKNOWN, f"could not see the size of /dev/shm: {found.why}")]
     if found < known.thresholds.shm_gib * GIB:
         seen = f"{size(found)} in all"
-        fix = ("docker run --ipc=host ...",)
+        fix = ("docker run --shm-size 16g ...",)
         if not facts.machine.container:
             fix = ("sudo mount -o remount,size=16G /dev/shm",)
         return [known.finding(name, WARN, seen, fix=fix)]

@@ -10,8 +10,8 @@ from pathlib import Path
 from sm12x.core import files, yamltext
 from sm12x.core.errors import BadFileError, UsageError
 from sm12x.recipes import load, options
-from sm12x.recipes.lint import filled
 from sm12x.recipes.model import Recipe
+from sm12x.recipes.render import filled
 
 _REVISION = re.compile(r"[0-9a-f]{40}")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")

@@ -10,20 +10,60 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from sm12x import layout
-from sm12x.core.errors import Sm12xError
+from sm12x.core.errors import Sm12xError, UsageError
 from sm12x.core.text import perhaps
 from sm12x.recipes import load, options
 from sm12x.recipes.model import Block, Recipe
-from sm12x.recipes.render import Rendered, render
+from sm12x.recipes.render import Rendered, filled, require_harmless, unpinned_code
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
 # Tags that may name another image later.
 _FLOATING = ("latest", "nightly", "main", "master", "dev", "edge", "stable")
 _REFERENCE = re.compile(r"\$(?:\w+|\{\w+(?::?\?[^}]*)?\})")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+# The image of a bundle, and a name that no resolver knows (RFC 6761).
+_OURS = "vllm-sm12x"
+_NO_HOST = "none.invalid"
+# What tells, without the checkpoint, that a model takes pictures, sound or video.
+_MEDIA_OPTIONS = ("limit-mm", "media-io", "mm-", "video-", "interleave-mm", "skip-mm")
+_MEDIA_MODEL = re.compile(r"(?i)vision|omni|multimodal|(?<![a-z])vl(?![a-z])")
+_SECRET = re.compile(
+    r"(?i)(^|_)(token|secret|password|passwd|credentials?|(api|access)_?key)s?(_|$)"
+)
+# `NAME=value`, wherever a shell or `env` may have it.
+_ASSIGNED = re.compile(r"(?:^|[\s;&|(])([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s;&|)]*)")
+# Variables and options of vLLM 0.33.0 (envs.py, arg_utils.py, common/cli_args.py) with which those
+# who reach a server can do more than ask the model; what they can do then. Errors are ways to run
+# code or to read any file.
+_VARIABLES = {
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": (ERROR, "unpickles messages, which run any code"),
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": (ERROR, "loads an adapter from any path on request"),
+    "VLLM_MEDIA_URL_ALLOW_REDIRECTS": (
+        WARNING,
+        "follows a redirect of a media URL to any host, also past --allowed-media-domains",
+    ),
+    "VLLM_ENABLE_RESPONSES_API_STORE": (WARNING, "gives a stored answer to any client with its id"),
+}
+# Side channels without a key, which listen on the address in these.
+_CHANNELS = ("VLLM_NIXL", "VLLM_P2P", "VLLM_EC")
+_OPTIONS = {
+    "enable-mm-embeds": (WARNING, "takes tensors from requests, which can end the engine"),
+    "enable-prompt-embeds": (WARNING, "takes tensors from requests, which can end the engine"),
+    "enable-tokenizer-info-endpoint": (WARNING, "shows the chat template and the tokenizer"),
+    "grpc-port": (WARNING, "opens a second port, whose requests need no key"),
+    "kv-events-config": (WARNING, "publishes events on a socket without a key"),
+    "kv-transfer-config": (WARNING, "moves caches over a link without a key"),
+    "profiler-config": (WARNING, "opens routes that start and stop a profiler"),
+    "root-path": (WARNING, "changes which paths need the key: test that yours do"),
+    "tool-server": (WARNING, "runs tools, such as a Python interpreter, for requests"),
+    "trust-request-chat-template": (WARNING, "runs a template that a request brings"),
+    "trust-request-mm-kwargs": (WARNING, "takes processor settings that a request brings"),
+    "unauthenticated-metrics": (WARNING, "shows /metrics to clients without a key"),
+    "weight-transfer-config": (WARNING, "opens a group in which others replace the weights"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +102,6 @@ def lint(path: Path) -> tuple[Recipe | None, list[LintFinding]]:
     return recipe, sorted(found, key=lambda finding: finding.line)
 
 
-def filled(recipe: Recipe) -> Rendered:
-    """The command with the defaults, as it would run."""
-    solo = recipe.sm12x is None and not recipe.cluster_only
-    return render(recipe, settings={}, environ={}, solo=solo)
-
-
 def _at(host: str) -> str:
     return f"on {host}" if host else "on every address, for it names no host"
 
@@ -77,16 +111,20 @@ class _Rules:
         self.recipe = recipe
         self.rendered = rendered
         self.block: Block | None = recipe.sm12x
-        self.env = rendered.env
+        # `export A=1 && env B=2 vllm serve` sets variables as `env` of the recipe does.
+        text = " ".join(rendered.argv)
+        prefixes = {name: value.strip("\"'") for name, value in _ASSIGNED.findall(text)}
+        self.env = {**rendered.env, **prefixes}
         self.words = rendered.serve
         self.options = options.parse(rendered.serve or ())
         self.found: list[LintFinding] = []
         self.error, self.warn = partial(self.add, ERROR), partial(self.add, WARNING)
 
     def all(self) -> list[LintFinding]:
-        rules: list[Callable[[], None]] = [self.pins, self.notices]
+        rules: list[Callable[[], None]] = [self.pins, self.notices, self.variables, self.keys]
         if self.words is not None:
-            rules += [self.dev_mode, self.sleep_routes, self.utilization, self.secrets]
+            rules += [self.dev_mode, self.keyless, self.utilization, self.secrets]
+            rules += [self.remote_code, self.openings, self.media]
         for rule in rules:
             rule()
         if self.block:
@@ -105,6 +143,12 @@ class _Rules:
         recipe = self.recipe
         name, _, digest = recipe.container.partition("@")
         _, _, tag = name.rpartition("/")[2].partition(":")
+        if name.partition(":")[0] != _OURS:
+            self.warn(
+                "container",
+                f"container is {recipe.container}, an image of others: what it runs is not this "
+                "project's, so it gets no token and a cache of its own",
+            )
         if not digest and (not tag or tag in _FLOATING):
             what = f"the tag {tag!r}" if tag else "no tag"
             self.warn(
@@ -154,20 +198,110 @@ class _Rules:
         host = self.options.get("host", "")
         if options.is_true(self.env.get("VLLM_SERVER_DEV_MODE", "")) and options.is_public(host):
             self.error(
-                "env.VLLM_SERVER_DEV_MODE",
+                self.set_in("VLLM_SERVER_DEV_MODE"),
                 f"VLLM_SERVER_DEV_MODE opens /sleep, /collective_rpc and more {_at(host)}, and API "
                 "keys do not cover them: listen on 127.0.0.1 behind a proxy that passes /v1 alone",
             )
 
-    def sleep_routes(self) -> None:
+    def keyless(self) -> None:
         host = self.options.get("host", "")
-        given = "enable-sleep-routes" in self.options and "api-key" not in self.options
-        if given and options.is_public(host):
+        key = "defaults.host" if "defaults.host" in self.recipe.lines else "command"
+        if not options.is_public(host) or options.find(self.options, "api-key") is not None:
+            return
+        if options.find(self.options, "enable-sleep-routes") is not None:
+            self.error(
+                key,
+                f"--enable-sleep-routes opens /sleep and /wake_up {_at(host)}: listen on 127.0.0.1 "
+                "by default, and let those who set another host set VLLM_API_KEY too",
+            )
+        elif self.env.get("VLLM_API_KEY") is None:
+            self.warn(
+                key,
+                f"the server listens {_at(host)}, and asks for a key only where VLLM_API_KEY is "
+                "set: `recipe render` publishes its port on 127.0.0.1 alone",
+            )
+
+    def set_in(self, name: str) -> str:
+        """The key of the file that sets a variable."""
+        return f"env.{name}" if name in self.recipe.env else "command"
+
+    def keys(self) -> None:
+        try:
+            require_harmless(self.recipe, None)
+        except UsageError as error:
+            self.error("env", error.message)
+
+    def variables(self) -> None:
+        """What ``env``, and assignments in the command, open or show."""
+        for name, value in self.env.items():
+            key = self.set_in(name)
+            level, what = _VARIABLES.get(name, (WARNING, ""))
+            if what and options.is_true(value):
+                self.add(level, key, f"{name} opens the server: it {what}")
+            if name.startswith(_CHANNELS) and name.endswith("_HOST") and options.is_public(value):
+                self.warn(key, f"{name} opens a channel without a key {_at(value)}")
+            if _SECRET.search(name) and value and "$" not in value and not value.isdigit():
+                self.warn(
+                    key,
+                    f"{name} is in the file for every reader to see: take it out, and pass it "
+                    f"with -e {name}",
+                )
+
+    def openings(self) -> None:
+        for name, (level, what) in _OPTIONS.items():
+            if options.find(self.options, name) is not None:
+                self.add(level, "command", f"--{name} opens the server: it {what}")
+        if options.find(self.options, "config") is not None:
+            self.warn("command", "--config: the options in that file are not checked here")
+
+    def media(self) -> None:
+        """Whether a request can have the server fetch from, or read, where its sender cannot."""
+        path = options.find(self.options, "allowed-local-media-path")
+        if path:
+            deep = len(PurePosixPath(path).parts) > 2 and not path.startswith(("/etc/", "/proc/"))
+            self.add(
+                WARNING if deep else ERROR,
+                "command",
+                f"--allowed-local-media-path lets every client read what lies in {path}",
+            )
+        domains = options.find(self.options, "allowed-media-domains")
+        limits = options.find(self.options, "limit-mm-per-prompt") or ""
+        none = re.fullmatch(r"\{(\s*\"\w+\"\s*:\s*0\s*,?)+\}", limits)
+        if none or options.find(self.options, "language-model-only") is not None:
+            return
+        asked = [name for name in self.options if name.startswith(_MEDIA_OPTIONS)]
+        if domains is None and (asked or _MEDIA_MODEL.search(options.model(self.words or ()))):
             self.warn(
                 "command",
-                f"--enable-sleep-routes opens /sleep and /wake_up {_at(host)}: give an API key "
-                "with -e VLLM_API_KEY, which they then ask for",
+                "the server fetches any URL that a request names, inside your network too: "
+                f"--allowed-media-domains {_NO_HOST}, or the hosts you trust",
             )
+        elif (
+            domains not in (None, _NO_HOST)
+            and self.env.get("VLLM_MEDIA_URL_ALLOW_REDIRECTS") != "0"
+        ):
+            self.warn(
+                "command",
+                "--allowed-media-domains is not asked again after a redirect: set "
+                'VLLM_MEDIA_URL_ALLOW_REDIRECTS to "0" in env',
+            )
+
+    def remote_code(self) -> None:
+        repository = unpinned_code(self.words)
+        if not repository:
+            return
+        # A setting without a value: rendering and starting ask the user for it.
+        asked = self.recipe.defaults.get("revision") == ""
+        self.add(
+            WARNING if asked else ERROR,
+            "model_revision",
+            f"--trust-remote-code runs Python files of {repository}, whoever changes them: "
+            + (
+                "the user gives the commit, revision=COMMIT"
+                if asked
+                else "`sm12x recipe pin` writes the commit that you have read"
+            ),
+        )
 
     def utilization(self) -> None:
         text = self.options.get("gpu-memory-utilization", "")

@@ -33,7 +33,7 @@ _BASES = ("measured", "reported", "estimated")
 # The level of a recipe that must stay awake, as it stands in the file.
 _NEVER = "never"
 _VARIABLE_NAME = "[A-Za-z_][A-Za-z0-9_]*"
-_IMAGE = r"[A-Za-z0-9][^\s\x00-\x1f]*"
+_IMAGE = r"[A-Za-z0-9][A-Za-z0-9._/:@+-]*"
 # With `.yaml` appended it must still be a valid file name.
 _LONGEST_NAME = 200
 # Keys of forks of eugr's runner that have no effect here.

@@ -44,6 +44,15 @@ def parse(words: Sequence[str]) -> dict[str, str]:
     return found
 
 
+def find(given: Mapping[str, str], name: str) -> str | None:
+    """The value of an option of ``parse``, also where it is cut short, as vLLM's parser takes it.
+
+    None where it is not given.
+    """
+    short = (key for key in given if len(key) > 2 and name.startswith(key))
+    return given.get(name, next((given[key] for key in short), None))
+
+
 def _negative(word: str) -> bool:
     return word[1:2].isdigit()
 

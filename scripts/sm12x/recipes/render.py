@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,6 +35,10 @@ _BUILTINS = frozenset(
     )
 )
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
+# A recipe that sets these chooses who may use the server.
+_KEYS = ("VLLM_API_KEY", "VLLM_SLEEP_API_KEY")
+# What may move no longer: a branch or a tag of a model's repository may.
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 # What a single machine does without; the words may stand on two lines.
 _BACKEND = re.compile(r"\s--distributed-executor-backend(?:=|(?:\s|\\\n)+)\S+")
 
@@ -106,6 +111,55 @@ def render(
     return _command(recipe, text, extra, env)
 
 
+def filled(recipe: Recipe) -> Rendered:
+    """The command with the defaults, as it would run. Raises BadFileError as ``render`` does."""
+    solo = recipe.sm12x is None and not recipe.cluster_only
+    return render(recipe, settings={}, environ={}, solo=solo)
+
+
+def unpinned_code(words: Sequence[str] | None) -> str:
+    """The repository whose Python files a server would run at whatever commit it has then.
+
+    "" where the server runs none, has a commit, or serves a folder, whose files are there already.
+    A draft model is a repository of its own.
+    """
+    given = options.parse(words or ())
+    if options.find(given, "trust-remote-code") is None:
+        return ""
+    draft = {name.partition(".")[2]: value for name, value in given.items() if "." in name}
+    try:
+        draft |= json.loads(given.get("speculative-config") or "{}")
+    except (ValueError, TypeError):
+        return "a draft model that cannot be read"
+    served = (options.model(words or ()), options.find(given, "revision") or "")
+    drafted = (str(draft.get("model") or ""), str(draft.get("revision") or ""))
+    for model, revision in (served, drafted if drafted[0] else served):
+        # A folder's files are what they are.
+        if not model.startswith(("/", "./", "../", "~")) and not _COMMIT.fullmatch(revision):
+            return model or "the model"
+    return ""
+
+
+def require_harmless(recipe: Recipe, words: Sequence[str] | None) -> None:
+    """Raise UsageError for a server that would run a repository's code at no certain commit, or ask
+    for a key that whoever has the file knows.
+    """
+    for name in _KEYS:
+        if "$" not in (value := recipe.env.get(name, "$")) or not value:
+            raise UsageError(
+                f"{recipe.key} sets {name} itself, in place of yours, to a key that is in its file",
+                next_step=f"take it out of the recipe's env, and give your own: -e {name}",
+            )
+    if repository := unpinned_code(words):
+        setting = "revision" in recipe.defaults
+        raise UsageError(
+            f"{recipe.key} runs Python files of {repository}, and no commit of it is named",
+            next_step="read the files and give their commit (40 hex digits, under History there): "
+            + ("revision=COMMIT" if setting else "-- --revision COMMIT --code-revision COMMIT")
+            + f", or `sm12x recipe pin {shlex.quote(str(recipe.path))} --model-revision COMMIT`",
+        )
+
+
 def arguments(recipe: Recipe) -> tuple[str, ...]:
     """The arguments of the recipe's server with the defaults; none where they are not known.
 
@@ -147,8 +201,10 @@ def _command(recipe: Recipe, text: str, extra: Sequence[str], env: Mapping[str, 
         if not server:
             unchecked = unpinned = "it is not `vllm serve`"
             place = script.last() if more else None
-        elif revision and "revision" not in options.parse(server.serve or ()):
-            more = ("--revision", revision, *more)
+        elif revision and "revision" not in (given := options.parse(server.serve or ())):
+            # Files of another repository, which `auto_map` may name, have no such commit: refused.
+            code = ("--code-revision", revision) if "trust-remote-code" in given else ()
+            more = ("--revision", revision, *code, *more)
     except shell.UnreadError as error:
         unchecked = unpinned = str(error)
         pin = (f"model_revision {revision}",) if revision and "vllm" in text else ()

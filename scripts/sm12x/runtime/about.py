@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 
 from sm12x import layout
+from sm12x.core.errors import UsageError
 from sm12x.deploy import local
 from sm12x.deploy.container import containers
 from sm12x.recipes.model import Memory, MemoryTerm, Recipe
@@ -133,9 +134,17 @@ def recipe_text(recipe: Recipe, image: str) -> str:
 
 def _command(recipe: Recipe, image: str) -> list[str]:
     """The `docker run` of a recipe, one option group per line; one command per machine."""
-    first = {"master_addr": "FIRST"} if "master_addr" in recipe.defaults else {}
-    parts = containers(recipe, image=image, settings=first, extra=(), shipped=True)
-    return [line for part in parts for line in local.docker_command(part).splitlines()]
+    # What only the user knows.
+    asked = {"master_addr": "FIRST", "revision": "COMMIT"}
+    first = {key: asked[key] for key in asked if recipe.defaults.get(key, "x") in ("", "127.0.0.1")}
+    try:
+        parts = containers(recipe, image=image, settings=first, extra=(), shipped=True)
+    except UsageError as error:
+        return [error.message]
+    texts = [
+        (*local.guards(part.needed), *local.docker_command(part).splitlines()) for part in parts
+    ]
+    return [line for text in texts for line in text]
 
 
 def _memory(memory: Memory) -> list[str]:

@@ -70,7 +70,8 @@ def dispatch(
         return _show(rest, places)
     if first == "pair":
         arrangement, seconds = pair.members(rest, lambda word: _recipe(word, places), os.environ)
-        serve.require_caches(places, os.environ)
+        for remark in serve.require_caches(places, os.environ):
+            click.echo(f"warning: {remark}", err=True)
         return pair.run(arrangement, load_seconds=seconds)
     if first == "verify":
         # The command of a build machine, in this Python.
@@ -79,7 +80,7 @@ def dispatch(
     recipe = _recipe(first, places)
     if recipe is not None:
         rendered, remarks = serve.prepare(recipe, rest, os.environ)
-        serve.require_caches(places, os.environ)
+        remarks += serve.require_caches(places, os.environ)
         for remark in remarks:
             click.echo(f"warning: {remark}", err=True)
         env = {**serve.identity(os.environ), **rendered.env}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import pwd
+import stat
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,8 +13,9 @@ from pathlib import Path
 from sm12x import layout
 from sm12x.core import machine
 from sm12x.core.errors import BadFileError, UsageError
+from sm12x.recipes import options
 from sm12x.recipes.model import Recipe
-from sm12x.recipes.render import Rendered, render, settings_from
+from sm12x.recipes.render import Rendered, render, require_harmless, settings_from
 from sm12x.runtime import sleep_backend
 from sm12x.runtime.places import CACHE_VARIABLES, Places, require_temporary
 
@@ -50,8 +52,9 @@ def prepare(
     """The process to become, and remarks for the user.
 
     Raises:
-        UsageError: an argument or setting the recipe does not have, or it is for several machines
-            and does not say how one of them is started alone.
+        UsageError: an argument or setting the recipe does not have; it is for several machines and
+            does not say how one of them is started alone; it would run a repository's code at no
+            certain commit, or offer sleep routes to a network without a key.
     """
     if recipe.cluster_only and recipe.sm12x is None:
         raise UsageError(
@@ -82,6 +85,8 @@ def prepare(
         )
 
     plain = rendered()
+    require_harmless(recipe, plain.serve)
+    remarks += _keyless(recipe, plain, environ)
     if plain.unpinned:
         remarks.append(f"model_revision of {recipe.key} is not applied: {plain.unpinned}")
     more = sleep_backend.arguments(
@@ -92,8 +97,34 @@ def prepare(
     return rendered(*more) if more else plain, remarks
 
 
-def require_caches(places: Places, environ: Mapping[str, str]) -> None:
-    """Raise BadFileError unless caches and /tmp can be written: vLLM fails late and obscurely."""
+def _keyless(recipe: Recipe, rendered: Rendered, environ: Mapping[str, str]) -> list[str]:
+    """A remark on a server that other machines may reach, and that asks for no key.
+
+    Raises:
+        UsageError: it has sleep routes, with which a stranger could stop it.
+    """
+    given = options.parse(rendered.serve or ())
+    host = given.get("host", "")
+    key = options.find(given, "api-key") or {**environ, **rendered.env}.get("VLLM_API_KEY")
+    if rendered.serve is None or key or "headless" in given or not options.is_public(host):
+        return []
+    where = f"{recipe.key} listens on {host or 'every address'}"
+    if options.find(given, "enable-sleep-routes") is not None:
+        raise UsageError(
+            f"{where} with sleep routes and no key: any client there could put it to sleep",
+            next_step="set VLLM_API_KEY (docker run -e VLLM_API_KEY), or listen on 127.0.0.1",
+        )
+    return [
+        f"{where} and asks for no key: publish its port on 127.0.0.1 alone, or set VLLM_API_KEY "
+        "(docker run -e VLLM_API_KEY)"
+    ]
+
+
+def require_caches(places: Places, environ: Mapping[str, str]) -> list[str]:
+    """Raise BadFileError unless caches and /tmp can be written: vLLM fails late and obscurely.
+
+    Returns a remark where any user may replace what another one compiled there.
+    """
     require_temporary()
     folders = {str(places.cache), *(environ[name] for name in CACHE_VARIABLES if name in environ)}
     for folder in sorted(folders):
@@ -108,6 +139,15 @@ def require_caches(places: Places, environ: Mapping[str, str]) -> None:
                 next_step="add `-v sm12x-cache:/cache` to docker run, or "
                 f"`-v DIR:/cache` with a DIR that uid {uid} may write",
             ) from None
+    mode = places.cache.stat().st_mode
+    if mode & stat.S_ISVTX or not mode & stat.S_IWOTH:
+        return []
+    try:
+        # The image's folder has the bit; the volume that `buildah run` makes of it has not.
+        places.cache.chmod(stat.S_IMODE(mode) | stat.S_ISVTX)
+    except OSError:
+        return [f"any user may replace what is compiled in {places.cache}: chmod +t its folder"]
+    return []
 
 
 def compilers(environ: Mapping[str, str]) -> dict[str, str]:

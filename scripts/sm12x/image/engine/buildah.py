@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sm12x.core import process
-from sm12x.image.engine.engine import BuildRequest, Engine, Layer, common_words
+from sm12x.image.engine.engine import SERVING, BuildRequest, Engine, Layer, common_words
 
 
 class Bud(Engine):
@@ -129,8 +129,8 @@ class Buildah(Bud):
             archive = f"{image.partition(':')[0]}.tar"
             return (
                 f"buildah push {image} docker-archive:{archive}:{image}, and where docker and the "
-                f"GPUs are docker load --input {archive} && docker run --rm --gpus all --ipc=host "
-                f"--network host -v sm12x-cache:/cache {image} {words}"
+                f"GPUs are docker load --input {archive} && docker run --rm --gpus all {SERVING} "
+                f"{image} {words}"
             ).rstrip()
         isolation = " --isolation chroot" if self.chroot else ""
         limits = _limits_hint(self.chroot)
@@ -210,11 +210,7 @@ class Podman(Bud):
         return folder if folder.is_dir() else None
 
     def run_hint(self, image: str, words: str = "", *, gpus: bool = False) -> str:
-        options = (
-            " --device nvidia.com/gpu=all --ipc=host --network host -v sm12x-cache:/cache"
-            if gpus
-            else ""
-        )
+        options = f" --device nvidia.com/gpu=all {SERVING}" if gpus else ""
         # Run as root, it raises them for the container.
         limits = _limits_hint(os.geteuid() == 0 and not may_raise_limits())
         return f"podman run --rm{limits}{options} {image} {words}".rstrip()

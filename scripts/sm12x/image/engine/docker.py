@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sm12x.core import process
-from sm12x.image.engine.engine import BuildRequest, Engine, Layer, common_words
+from sm12x.image.engine.engine import SERVING, BuildRequest, Engine, Layer, common_words
 
 _CONTAINERD = Path("/var/lib/containerd")
 
@@ -66,7 +66,6 @@ class Docker(Engine):
         )
 
     def run_hint(self, image: str, words: str = "", *, gpus: bool = False) -> str:
-        # --ipc=host: tensor-parallel workers talk through shared memory, 64 MiB by default.
-        # --network host: recipes listen on 127.0.0.1, which a published port does not reach.
-        options = " --gpus all --ipc=host --network host -v sm12x-cache:/cache" if gpus else ""
+        # --network host: recipes that sleep listen on 127.0.0.1, which no published port reaches.
+        options = f" --gpus all {SERVING}" if gpus else ""
         return f"docker run --rm{options} {image} {words}".rstrip()

@@ -11,9 +11,12 @@ from pathlib import Path
 
 from sm12x.core import process
 from sm12x.core.declared import Declared
+from sm12x.deploy.container import HARDENED, KEY
 
 OnLine = Callable[[str], None]
 
+# What a server gets of an engine, beside its GPUs.
+SERVING = f"{HARDENED} --network host -e {KEY} -v sm12x-cache:/cache"
 # `ADD` unpacks the archive. One way for all engines: buildah has no `import`.
 _IMPORT = 'FROM scratch\nADD {name} /\n{labels}CMD ["/bin/sh"]\n'
 
