@@ -73,6 +73,12 @@ def test_check_names_a_module_that_was_swapped(
 
 def test_it_runs_as_a_normal_user_and_as_any_other(docker_run: Run) -> None:
     assert docker_run("id", "-u").stdout == "1000\n"
+    # Any user writes there, and replaces nothing of another one's.
+    assert docker_run("stat", "-c", "%a", "/cache").stdout == "1777\n"
+    # As rendered commands start it: the compilers and the entry point need no more.
+    closed = ("--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--shm-size", "16g")
+    hardened = docker_run("sh", "-c", "touch /cache/x && id -u", options=closed)
+    assert hardened.stdout == "1000\n", hardened.stderr
     any_user = docker_run(
         "sh", "-c", "touch /cache/x && id -u", options=("--user", "12345", "--read-only")
     )

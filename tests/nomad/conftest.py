@@ -180,6 +180,8 @@ client {{
   host_network "fabric" {{ cidr = "127.0.0.1/32" }}
   host_volume "sm12x-models" {{ path = "{folder}/models" }}
   host_volume "sm12x-cache" {{ path = "{folder}/cache" }}
+  host_volume "sm12x-cache-other" {{ path = "{folder}/cache" }}
+  host_volume "sm12x-cache-foreign" {{ path = "{folder}/cache" }}
   meta {{
     fabric_interface = "lo"
     fabric_hca       = "none"

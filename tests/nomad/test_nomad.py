@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import time
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,28 @@ def test_a_server_gets_its_gpus_its_address_and_its_secrets(agent: Agent, image:
     )
     assert "Failed to place all allocations" in done.stdout
     assert 'Dimension "devices: no devices match request" exhausted' in done.stdout
+
+
+def test_a_server_that_sleeps_waits_for_its_key(agent: Agent, image: str) -> None:
+    job = job_name(ONE)
+    agent.call("var", "purge", f"nomad/jobs/{job}", check=False)
+    words = (*needed(spec(ONE), image), *SMALL, "-var", "args=timeout 300 sleep 300")
+    agent.call("job", "run", "-detach", *words, spec(ONE))
+    agent.wait("an allocation", 60, lambda: bool(agent.allocations(job)))
+
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        assert status(agent, job) == "pending"
+        time.sleep(1)
+    # Another secret is no key.
+    agent.call("var", "put", "-force", f"nomad/jobs/{job}", "hf_token=hf_one")
+    agent.wait("the task to fail", 60, lambda: status(agent, job) == "failed")
+    agent.clear()
+    agent.call("var", "put", "-force", f"nomad/jobs/{job}", "api_key=one", "sleep_api_key=two")
+    agent.call("job", "run", "-detach", *words, spec(ONE))
+    environment = said_inside(agent, job, "env")
+    assert "VLLM_API_KEY=one\n" in environment
+    assert "VLLM_SLEEP_API_KEY=two\n" in environment
 
 
 @pytest.mark.parametrize(
