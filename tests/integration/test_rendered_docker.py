@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from sm12x.recipes import load
 IMAGE = "sm12x-base:trixie"
 RECIPE = """\
 recipe_version: "1"
-name: "strange\\e]52;c;eA==\\a"
+name: strange
 container: quay.io/evil/vllm:1
 model: some/Model
 defaults: {host: 127.0.0.1, port: %s, model: %s}
@@ -52,9 +53,8 @@ def test_a_strangers_program_finds_nothing_of_the_machine(docker: str, tmp_path:
     try:
         path.write_text(RECIPE % (port, json.dumps(str(model))))
         cache = f"sm12x-test-{os.getpid()}"
-        text = local.docker(
-            load.load(path), image=IMAGE, settings={}, extra=(), grants=Grants(cache=cache)
-        )
+        one = replace(load.load(path), name="\x1b]52;c;eA==\x07")
+        text = local.docker(one, image=IMAGE, settings={}, extra=(), grants=Grants(cache=cache))
         assert "\x1b" not in text
         # No GPU here, and nothing of the test is left behind.
         text = re.sub(r"--gpus \S+", "", text)
