@@ -83,3 +83,18 @@ def test_the_sockets_folder_is_not_mounted(tmp_path: Path) -> None:
         path.write_text(RECIPE % (8000, json.dumps(model)))
         with pytest.raises(UsageError, match="not mounted"):
             local.docker(load.load(path), image=IMAGE, settings={}, extra=())
+
+
+def test_a_pasted_text_does_not_go_on_without_the_key(tmp_path: Path) -> None:
+    path = tmp_path / "strange.yaml"
+    path.write_text(RECIPE % (8000, '"some/Model"'))
+    text = local.docker(
+        load.load(path), image=IMAGE, settings={}, extra=(), grants=Grants(publish="192.168.1.5")
+    )
+    # An interactive shell, into which lines are pasted, does not end at a variable that is missing.
+    words = ["bash", "--norc", "--noprofile", "-i"]
+    for key, ran in (("", False), ("k", True)):
+        done = process.run(
+            words, stdin=f"docker() {{ echo ran; }}\n{text}", env={"VLLM_API_KEY": key}, check=False
+        )
+        assert ("ran" in done.stdout.splitlines()) == ran, done.stdout + done.stderr

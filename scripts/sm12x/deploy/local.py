@@ -52,7 +52,7 @@ def docker(
     for part in parts:
         if len(parts) > 1:
             lines.append(f"# On machine {part.rank + 1} of {len(parts)}:")
-        lines += [*guards(part.needed), docker_command(part)]
+        lines.append(guarded_command(part))
     return "\n".join(lines) + "\n"
 
 
@@ -73,6 +73,11 @@ def docker_command(part: Container) -> str:
     lines += [f"-e {name}={shlex.quote(value)}" for name, value in part.env.items()]
     lines.append(shlex.join([part.image, *part.words]))
     return " \\\n  ".join(lines)
+
+
+def guarded_command(part: Container) -> str:
+    """``docker_command`` behind what it needs. One list: a shell in which a line fails goes on."""
+    return " &&\n".join((*guards(part.needed), docker_command(part)))
 
 
 def guards(needed: Mapping[str, str]) -> list[str]:

@@ -141,10 +141,7 @@ def _command(recipe: Recipe, image: str) -> list[str]:
         parts = containers(recipe, image=image, settings=first, extra=(), shipped=True)
     except UsageError as error:
         return [error.message]
-    texts = [
-        (*local.guards(part.needed), *local.docker_command(part).splitlines()) for part in parts
-    ]
-    return [line for text in texts for line in text]
+    return [line for part in parts for line in local.guarded_command(part).splitlines()]
 
 
 def _memory(memory: Memory) -> list[str]:
