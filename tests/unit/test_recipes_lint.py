@@ -242,6 +242,10 @@ def test_code_of_a_repository_without_a_commit_is_an_error(tmp_path: Path) -> No
         with pytest.raises(UsageError, match="no commit of it is named"):
             run("render", *words, str(path), "revision=main")
         assert "f" * 40 in run("render", *words, str(path), f"revision={'f' * 40}")
+    # A pin takes the place of the setting without a value.
+    edit.pin(path, revision=REVISION)
+    assert f"--revision {REVISION}" in run("render", "--to", "shell", str(path))
+    assert "remote-code" not in said(path)
 
 
 @pytest.mark.parametrize("name", ["VLLM_API_KEY", "VLLM_SLEEP_API_KEY"])

@@ -201,7 +201,7 @@ def _command(recipe: Recipe, text: str, extra: Sequence[str], env: Mapping[str, 
         if not server:
             unchecked = unpinned = "it is not `vllm serve`"
             place = script.last() if more else None
-        elif revision and "revision" not in (given := options.parse(server.serve or ())):
+        elif revision and not (given := options.parse(server.serve or ())).get("revision"):
             # Files of another repository, which `auto_map` may name, have no such commit: refused.
             code = ("--code-revision", revision) if "trust-remote-code" in given else ()
             more = ("--revision", revision, *code, *more)
