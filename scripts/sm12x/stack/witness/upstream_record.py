@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -62,7 +62,8 @@ def conditions(base: Base, suite: Suite, packages: Iterable[str]) -> str:
     than the record has, is run on the untouched source too.
     """
     told = hashlib.sha256(base.sdist.sha256.encode())
-    told.update(repr((suite.environment, suite.models)).encode())
+    # Its packages are among the locked ones, in whichever list they are.
+    told.update(repr((replace(suite.environment, packages=()), suite.models)).encode())
     for line in sorted({line for text in packages for line in text.splitlines()}):
         told.update(line.encode())
     return told.hexdigest()[:16]
