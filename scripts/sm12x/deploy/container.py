@@ -452,7 +452,7 @@ def header(
     lines += [f"# {line}" for line in _others(recipe)]
     lines += [f"# {line}" for line in dict.fromkeys(line for one in parts for line in facts(one))]
     # A text of several lines would end its comment, and a terminal obeys what is not printable.
-    return [_printable(" ".join(line.splitlines())) for line in lines]
+    return [_printable(" ".join(line.splitlines()).expandtabs(1)) for line in lines]
 
 
 def facts(part: Container) -> list[str]:
