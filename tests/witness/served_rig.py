@@ -18,9 +18,6 @@ from typing import Any
 from tests.witness import executor_rig as rig
 from tests.witness.http_rig import Server
 
-# Seconds in which a server must answer a request that the engine need not serve.
-AT_ONCE = 0.5
-
 
 class Frontend:
     """An API server's AsyncLLM, without tokenizer and statistics, over its real client."""

@@ -300,7 +300,7 @@ def test_a_refused_wake_up_of_the_cache_leaves_no_rank_with_one(
             assert executor.sleeping_tags == {"kv_cache"}
         gpus.peer(2, 0)
         executor.wake_up(tags)
-        assert not executor.is_sleeping
+        assert not executor.sleeping_tags
         assert gpus.used() == AWAKE
         assert executor.collective_rpc("weights") == weights
 

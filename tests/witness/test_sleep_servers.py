@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
 from typing import Any
 
 import httpx
@@ -15,7 +14,7 @@ import pytest
 from tests.witness import executor_rig as rig
 from tests.witness.executor_rig import ENGINES, FULL, RANKS, Gpus, isolated
 from tests.witness.http_rig import PROMPT, Server
-from tests.witness.served_rig import AT_ONCE, Served, serve
+from tests.witness.served_rig import Served, serve
 
 rig.use_tree()
 
@@ -54,13 +53,11 @@ async def until_called(gpus: Gpus, operation: str) -> None:
 
 
 async def refused(served: Served) -> None:
-    """Every server refuses at once."""
+    """Every server refuses, and asks no engine: one that is held in a call would not answer."""
     for server in served.servers:
-        before = time.monotonic()
-        answer = await post(server, "/v1/completions", 2, json=PROMPT)
+        answer = await post(server, "/v1/completions", json=PROMPT)
         assert answer.status_code == 503, answer.text
         assert "Retry-After" in answer.headers
-        assert time.monotonic() - before < AT_ONCE
 
 
 async def everybody_serves(served: Served) -> None:
@@ -120,7 +117,7 @@ def test_a_busy_engine_is_asked_nothing(gpus: Gpus) -> None:
         running = asyncio.create_task(ask(served.servers[0]))
         await until_called(gpus, "execute_model")
         asked = asyncio.create_task(ask(second))
-        await asyncio.sleep(AT_ONCE / 2)
+        await asyncio.sleep(0.25)
         assert served.frontends[1].requests == 1, "the request waits in the server"
         gpus.late(0, "execute_model", 0)
         assert [await running, await asked] == [200, 200]
@@ -212,10 +209,10 @@ def test_a_wake_up_calls_off_a_sleep_that_waits(gpus: Gpus, by: int) -> None:
         sleeping = asyncio.create_task(post(first, "/sleep", params={"mode": "wait"}))
         await served.until("FALLING_ASLEEP")
         await refused(served)
-        answer = await post(served.servers[by], "/wake_up", 2)
+        answer = await post(served.servers[by], "/wake_up")
         assert answer.status_code == 200, answer.text
         assert answer.json()["status"] == "awake"
-        called_off = await asyncio.wait_for(sleeping, 1)
+        called_off = await asyncio.wait_for(sleeping, 20)
         assert called_off.status_code == 409
         assert "called it off" in called_off.text
         assert not running.done()
@@ -240,9 +237,9 @@ def test_a_pause_that_waits_is_called_off_too(gpus: Gpus) -> None:
         running = await begin(served, gpus, 30)
         pause = asyncio.create_task(post(first, "/sleep", params={"level": 0, "mode": "wait"}))
         await asyncio.sleep(0.3)
-        answer = await post(first, "/wake_up", 2, params={"tags": ["scheduling"]})
+        answer = await post(first, "/wake_up", params={"tags": ["scheduling"]})
         assert answer.status_code == 200
-        assert (await asyncio.wait_for(pause, 1)).status_code == 409
+        assert (await asyncio.wait_for(pause, 20)).status_code == 409
         assert await running == 200
 
     serve(gpus, test, *REJECT, servers=1)
@@ -258,7 +255,7 @@ def test_a_resume_says_that_memory_is_asleep(gpus: Gpus) -> None:
         assert "/wake_up" in answer.text
         # Requests on their way are refused as before.
         with pytest.raises(Exception, match="paused"):
-            await asyncio.wait_for(served.frontends[1].generate(1), 5)
+            await asyncio.wait_for(served.frontends[1].generate(1), 20)
         assert (await post(first, "/wake_up")).status_code == 200
         assert (await post(second, "/resume")).json() == {"status": "resumed"}
         await everybody_serves(served)
@@ -272,7 +269,7 @@ def test_a_deeper_sleep_of_an_engine_that_sleeps_discards_nothing(gpus: Gpus) ->
         server = served.servers[0]
         for level in (1, 2):
             assert (await post(server, "/sleep", params={"level": level})).status_code == 200
-        answer = await post(server, "/v1/completions", 2, json=PROMPT)
+        answer = await post(server, "/v1/completions", json=PROMPT)
         assert answer.status_code == 503
         assert "Call /wake_up, then" in answer.text
         assert (await post(server, "/wake_up")).json()["status"] == "awake"
@@ -371,11 +368,11 @@ def test_one_data_parallel_engine_asleep_refuses_at_every_server(gpus: Gpus) -> 
         served.engines[0].tokens = 3
         await refused(served)
         with pytest.raises(Exception, match="paused"):
-            await asyncio.wait_for(served.frontends[1].generate(1), 5)
+            await asyncio.wait_for(served.frontends[1].generate(1), 20)
         gpus.peer(3, rig.CAPACITY - 20)
         assert (await post(second, "/wake_up")).status_code == 500
         await refused(served)
-        answer = await asyncio.wait_for(first.client.get("/is_sleeping"), 5)
+        answer = await asyncio.wait_for(first.client.get("/is_sleeping"), 20)
         assert answer.json()["is_sleeping"] is True
         gpus.peer(3, 0)
         assert (await post(first, "/wake_up")).status_code == 200
