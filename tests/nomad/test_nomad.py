@@ -13,6 +13,7 @@ from tests.nomad.conftest import EXAMPLES, GPUS, Agent
 
 from sm12x import layout
 from sm12x.core import process
+from sm12x.core.text import CONTROL
 from sm12x.deploy import nomad
 from sm12x.deploy.nomad import job_name
 from sm12x.recipes import load, render
@@ -222,9 +223,11 @@ def test_no_value_of_a_recipe_becomes_hcl(tools: Tools, tmp_path: Path) -> None:
         return json.dumps(text, ensure_ascii=False) if text.isprintable() else json.dumps(text)
 
     path = tmp_path / "mine.yaml"
-    env = "".join(f"  V{at}: {quoted(text)}\n" for at, text in enumerate(HOSTILE))
+    # A recipe with a control character is not read; a setting may have some.
+    readable = [CONTROL.sub("", text) for text in HOSTILE]
+    env = "".join(f"  V{at}: {quoted(text)}\n" for at, text in enumerate(readable))
     path.write_text(
-        f'recipe_version: "1"\nname: x\ncontainer: y\ndescription: {quoted("".join(HOSTILE))}\n'
+        f'recipe_version: "1"\nname: x\ncontainer: y\ndescription: {quoted("".join(readable))}\n'
         f"defaults: {{host: 127.0.0.1, port: 8000, note: x}}\nenv:\n{env}"
         "command: vllm serve m --host {host} --port {port}\n# <<<< EOT\n\n  # EOT\n",
         encoding="utf-8",
