@@ -26,9 +26,7 @@ BUNDLE = "vllm-sm12x"
 _CACHE, _CACHE_OTHER, _CACHE_FOREIGN = "sm12x-cache", "sm12x-cache-other", "sm12x-cache-foreign"
 # Where each image keeps models and what it compiles; the second is that of images of others.
 _CACHE_TARGET, _FOREIGN_TARGET = "/cache", "/root/.cache/huggingface"
-# The keys that a server asks its clients for: of all routes, and of the sleep routes alone.
 NEEDED_KEY = "the key that clients of the server send"
-KEY, SLEEP_KEY = "VLLM_API_KEY", "VLLM_SLEEP_API_KEY"
 _TOKEN = "HF_TOKEN"  # noqa: S105 - the variable's name
 # Variables that differ from machine to machine, and so are not in a recipe. What machines say to
 # each other is neither encrypted nor authenticated, and goes over the interface that is found first
@@ -309,15 +307,15 @@ def _container(
         words, env = ("bash", "-c", script(rendered)), {}
     else:
         words, env = rendered.argv, rendered.env
-    keys = [KEY, *([SLEEP_KEY] if sleeps(recipe, extra) else [])]
+    keys = [options.KEY, *([options.SLEEP_KEY] if sleeps(recipe, extra) else [])]
     token, why = _token(recipe, ours=ours, shipped=shipped, grants=grants)
     remarks += why
     needed = dict.fromkeys(_LINK[1:], "the interface to the isolated network") if cluster else {}
     if cluster:
         needed = {_LINK[0]: "the address of this machine in the isolated network", **needed}
     if options.is_public(address) or (sleeps(recipe, extra) and options.is_public(host)):
-        needed = {KEY: NEEDED_KEY, **needed}
-        keys.remove(KEY)
+        needed = {options.KEY: NEEDED_KEY, **needed}
+        keys.remove(options.KEY)
     passed = (*keys, *token, *(_ADAPTER if cluster else ()), *grants.passed)
     return Container(
         name=_name(recipe),

@@ -15,7 +15,6 @@ from sm12x.core.errors import UsageError
 from sm12x.core.yamltext import dump
 from sm12x.deploy.container import (
     HARDENED,
-    KEY,
     LOOPBACK,
     NEEDED_KEY,
     SHM_BYTES,
@@ -128,7 +127,7 @@ def shell(
         )
     if recipe.sm12x and recipe.sm12x.pair:
         lines.append("# Outside the image set SM12X_IMAGE_ROOT to the checkout, where recipes/ is.")
-    needed = {KEY: NEEDED_KEY} if options.is_public(host) else {}
+    needed = {options.KEY: NEEDED_KEY} if options.is_public(host) else {}
     return "\n".join([*lines, "set -eu", *guards(needed), script(rendered)]) + "\n"
 
 

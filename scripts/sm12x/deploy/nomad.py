@@ -28,9 +28,7 @@ from sm12x import layout
 from sm12x.core.errors import UsageError
 from sm12x.deploy import hcl, mounts
 from sm12x.deploy.container import (
-    KEY,
     SHM_BYTES,
-    SLEEP_KEY,
     cache_volume,
     is_shipped,
     model_path,
@@ -240,7 +238,7 @@ def _filled(
         cache_volume=volume,
         sleeps=asleep,
         # Nomad variable -> variable of the server.
-        keys={"api_key": KEY, **({"sleep_api_key": SLEEP_KEY} if asleep else {})},
+        keys={"api_key": options.KEY, **({"sleep_api_key": options.SLEEP_KEY} if asleep else {})},
         shm_bytes=SHM_BYTES,
         models=folder or f"{cache}/huggingface",
         models_read_only=bool(folder),

@@ -214,7 +214,7 @@ class _Rules:
                 f"--enable-sleep-routes opens /sleep and /wake_up {_at(host)}: listen on 127.0.0.1 "
                 "by default, and let those who set another host set VLLM_API_KEY too",
             )
-        elif self.env.get("VLLM_API_KEY") is None:
+        elif self.env.get(options.KEY) is None:
             self.warn(
                 key,
                 f"the server listens {_at(host)}, and asks for a key only where VLLM_API_KEY is "

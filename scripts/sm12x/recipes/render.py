@@ -36,7 +36,7 @@ _BUILTINS = frozenset(
 )
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
 # A recipe that sets these chooses who may use the server.
-_KEYS = ("VLLM_API_KEY", "VLLM_SLEEP_API_KEY")
+_KEYS = (options.KEY, options.SLEEP_KEY)
 # What may move no longer: a branch or a tag of a model's repository may.
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 # What a single machine does without; the words may stand on two lines.

@@ -176,8 +176,8 @@ def request(server: Listener, method: str, path: str, seconds: float) -> tuple[i
 
     With the key of the sleep routes, which is good for all, or the server's.
     """
-    named = os.environ.get("VLLM_SLEEP_API_KEY", "") or server.key
-    key = named or os.environ.get("VLLM_API_KEY", "")
+    named = os.environ.get(options.SLEEP_KEY, "") or server.key
+    key = named or os.environ.get(options.KEY, "")
     if not (key.isascii() and key.isprintable()):
         # No header can have it, so no server can be asked with it.
         key = ""

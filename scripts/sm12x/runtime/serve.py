@@ -105,7 +105,7 @@ def _keyless(recipe: Recipe, rendered: Rendered, environ: Mapping[str, str]) -> 
     """
     given = options.parse(rendered.serve or ())
     host = given.get("host", "")
-    key = options.find(given, "api-key") or {**environ, **rendered.env}.get("VLLM_API_KEY")
+    key = options.find(given, "api-key") or {**environ, **rendered.env}.get(options.KEY)
     if rendered.serve is None or key or "headless" in given or not options.is_public(host):
         return []
     where = f"{recipe.key} listens on {host or 'every address'}"

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from sm12x.core import process
 from sm12x.core.declared import Declared
-from sm12x.deploy.container import HARDENED, KEY
+from sm12x.deploy.container import HARDENED
+from sm12x.recipes.options import KEY
 
 OnLine = Callable[[str], None]
 
