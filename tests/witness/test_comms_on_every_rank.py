@@ -27,7 +27,7 @@ rig.use_tree()
 RANKS = 3
 LIMIT = 60
 # Seconds a communicator waits for its other ranks, and between two looks.
-WAIT, LOOK = 4.0, 0.005
+WAIT, LOOK = 10.0, 0.005
 # What the communicator of a rank takes while it is not suspended, and what the model does.
 UNIT = 1 << 33
 COMM, MODEL, DEVICE = 20 * UNIT, 60 * UNIT, 100 * UNIT

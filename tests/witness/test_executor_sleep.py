@@ -38,7 +38,7 @@ def test_the_workers_are_asked_what_they_always_were(gpus: Gpus) -> None:
         executor.wake_up(["weights"])
         assert executor.sleeping_tags == {"kv_cache"}
         executor.wake_up(["kv_cache"])
-        assert not executor.is_sleeping
+        assert not executor.sleeping_tags
         for rank in range(RANKS):
             assert gpus.calls(rank, "sleep", "wake_up") == [
                 "sleep 1",
@@ -112,7 +112,7 @@ def test_a_wake_up_that_failed_on_one_rank_leaves_every_rank_asleep(gpus: Gpus, 
         assert executor.sleeping_tags == set(SIZES)
         gpus.peer(2, 0)
         executor.wake_up()
-        assert not executor.is_sleeping
+        assert not executor.sleeping_tags
         assert gpus.used() == AWAKE
         expected = ORIGINAL if level == 1 else [rig.GARBAGE] * RANKS
         assert executor.collective_rpc("weights") == expected
@@ -166,7 +166,7 @@ def test_a_second_stage_that_failed_keeps_the_weights_loaded_since(gpus: Gpus) -
         assert executor.sleeping_tags == {"kv_cache"}
         gpus.peer(1, 0)
         executor.wake_up(["kv_cache"])
-        assert not executor.is_sleeping
+        assert not executor.sleeping_tags
         assert gpus.used() == AWAKE
         assert executor.collective_rpc("weights") == [2000 + rank for rank in range(RANKS)]
 
@@ -199,7 +199,7 @@ def test_a_tag_named_twice_is_woken_once(gpus: Gpus) -> None:
 def finish(executor: Any, gpus: Gpus, *expected: int) -> None:
     """The ranks reply again: everything can be woken, and is what it was."""
     deadline = time.monotonic() + LIMIT / 2
-    while executor.is_sleeping:
+    while executor.sleeping_tags:
         try:
             executor.wake_up()
         except Exception:
