@@ -79,3 +79,8 @@ def dist(version: str) -> Path:
 def data() -> Path:
     """Files that ship inside the package: schemas, policies, templates."""
     return Path(__file__).resolve().parent / "data"
+
+
+def schemas() -> Path:
+    """Return the folder of the JSON schemas of reports and of recipes."""
+    return data() / "schemas"

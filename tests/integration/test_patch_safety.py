@@ -1,4 +1,4 @@
-"""`sm12x patch` does not eat work: older folders, stopped runs, full disks, read-only folders."""
+"""`sm12x-dev` does not eat work: older folders, stopped runs, full disks, read-only folders."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from tests.integration.stackrepo import World, git, snapshot
 
 from sm12x.core.errors import BadFileError, DirtyTreeError, NoSpaceError, Sm12xError
 from sm12x.stack.model import series
-from sm12x.stack.worktree import add_drop, export, tree
+from sm12x.stack.worktree import tree
 from sm12x.stack.worktree.apply import HalfAppliedError, apply
+from sm12x_dev.worktree import add_drop, export
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 def _sm12x(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "sm12x", *map(str, words)]
+    argv = [sys.executable, "-m", "sm12x_dev", *map(str, words)]
     return subprocess.run(argv, capture_output=True, text=True, check=False)
 
 
@@ -82,14 +83,14 @@ def test_force_keeps_a_copy_and_says_where(world: World) -> None:
     older, newer = world.applied("older"), world.applied("newer")
     world.commit(newer, "Correct six", "tiny/b.py", "b = 6\n", "b = 'six'\n")
     before = world.patches()
-    done = _sm12x("patch", "refresh", older)
+    done = _sm12x("refresh", older)
     assert done.returncode == 12, done.stderr
     assert "--force" in done.stderr
-    done = _sm12x("patch", "refresh", "--force", "--json", older)
+    done = _sm12x("refresh", "--force", "--json", older)
     assert done.returncode == 0, done.stderr
     kept = Path(json.loads(done.stdout)["kept"])
     assert {p.name: p.read_bytes() for p in kept.iterdir() if p.name in before} == before
-    assert str(kept) in _sm12x("patch", "refresh", "--force", newer).stdout or kept.is_dir()
+    assert str(kept) in _sm12x("refresh", "--force", newer).stdout or kept.is_dir()
     assert "0003-Correct-six.patch" in world.patches()
 
 
@@ -129,7 +130,7 @@ def test_a_refresh_that_is_killed_is_finished_by_the_next(world: World, at: int)
 import os, signal
 from pathlib import Path
 from sm12x.stack.model import base
-from sm12x.stack.worktree import export
+from sm12x_dev.worktree import export
 calls = []
 def counted(real):
     def wrapper(self, *args, **more):
@@ -259,7 +260,7 @@ def test_an_empty_series_is_a_stack_too(world: World) -> None:
     world.base.series_path.write_text("# none\n")
     directory = world.applied("empty")
     assert world.refresh(directory).unchanged == ()
-    assert _sm12x("patch", "check", "--find-links", world.archive.parent).returncode == 0
+    assert _sm12x("check", "--find-links", world.archive.parent).returncode == 0
     assert snapshot(directory) == snapshot(directory)
 
 
@@ -382,13 +383,13 @@ def test_a_read_only_folder_leaves_the_tree_as_it_was(world: World) -> None:
         if subprocess.run(["mount", *words], check=False).returncode:
             pytest.skip("nothing can be mounted here")
     try:
-        done = _sm12x("patch", "apply", directory)
+        done = _sm12x("apply", directory)
         assert done.returncode == 4, done.stderr
         assert "nothing was changed" in done.stderr
         assert snapshot(directory) == before
     finally:
         subprocess.run(["umount", folder], check=True)
-    assert _sm12x("patch", "apply", directory).returncode == 0
+    assert _sm12x("apply", directory).returncode == 0
 
 
 @pytest.mark.parametrize("side", ["tree", "scratch"])
@@ -417,7 +418,7 @@ def test_a_full_disk_is_no_conflict_and_no_traceback(
                 continue
             before = snapshot(directory)
             done = subprocess.run(
-                [sys.executable, "-m", "sm12x", "patch", "apply", str(directory)],
+                [sys.executable, "-m", "sm12x_dev", "apply", str(directory)],
                 capture_output=True,
                 text=True,
                 check=False,
@@ -459,48 +460,48 @@ def test_a_patch_that_does_not_apply_has_a_tree_to_be_mended_in(world: World) ->
     spoilt = world.base.folder / "0002-Correct-five.patch"
     spoilt.write_text(spoilt.read_text().replace(" b = 4\n", " b = 'four'\n"))
     links = ("--find-links", world.archive.parent)
-    failed = _sm12x("patch", "apply", "--unpack", world.work / "whole", *links)
+    failed = _sm12x("apply", "--unpack", world.work / "whole", *links)
     assert failed.returncode == 11
     assert "--up-to 0001-Correct-ten.patch" in failed.stderr
     # The same command can be run again.
     assert not (world.work / "whole").exists()
     directory = world.work / "up to"
-    done = _sm12x("patch", "apply", "--unpack", directory, "--up-to", "1", *links)
+    done = _sm12x("apply", "--unpack", directory, "--up-to", "1", *links)
     assert done.returncode == 0, done.stderr
     assert "0003-Correct-seven.patch: left out" in done.stdout
     before = world.patches()
     # What is not in the tree stays in the series.
-    assert _sm12x("patch", "refresh", directory).returncode == 0
+    assert _sm12x("refresh", directory).returncode == 0
     assert world.patches() == before
     text = (directory / "tiny/b.py").read_text()
     (directory / "tiny/b.py").write_text(text.replace("b = 5\n", "b = 'five'\n"))
-    made = _sm12x("patch", "new", directory, "--like", spoilt)
+    made = _sm12x("new", directory, "--like", spoilt)
     assert made.returncode == 0, made.stderr
-    assert made.stdout.endswith("next: sm12x patch witness --base 1.0 0002-Correct-five.patch\n")
+    assert made.stdout.endswith("next: sm12x-dev witness --base 1.0 0002-Correct-five.patch\n")
     names = [patch.name for patch in series.load(world.base).patches]
     assert names == [
         "0001-Correct-ten.patch",
         "0002-Correct-five.patch",
         "0003-Correct-seven.patch",
     ]
-    assert _sm12x("patch", "check", *links).returncode == 0
+    assert _sm12x("check", *links).returncode == 0
     # And once more, with one that is new in between.
     world.commit(directory, "Correct eight", "tiny/b.py", "b = 8\n", "b = 'eight'\n")
-    assert _sm12x("patch", "refresh", directory).returncode == 0
+    assert _sm12x("refresh", directory).returncode == 0
     assert [patch.subject for patch in series.load(world.base).patches] == [
         *("Correct ten", "Correct five", "Correct eight", "Correct seven")
     ]
-    assert _sm12x("patch", "check", *links).returncode == 0
+    assert _sm12x("check", *links).returncode == 0
 
 
 def test_up_to_nothing_is_a_repository_of_the_base(world: World) -> None:
     directory = world.work / "none"
     links = ("--find-links", world.archive.parent)
-    done = _sm12x("patch", "apply", "--unpack", directory, "--up-to", "0", *links)
+    done = _sm12x("apply", "--unpack", directory, "--up-to", "0", *links)
     assert done.returncode == 0, done.stderr
     assert git(directory, "rev-parse", "HEAD") == git(directory, "rev-parse", "base")
     before = world.patches()
-    assert _sm12x("patch", "refresh", directory).returncode == 0
+    assert _sm12x("refresh", directory).returncode == 0
     assert world.patches() == before
 
 
@@ -514,8 +515,8 @@ def test_a_folder_that_is_moved_is_still_a_repository(world: World) -> None:
 
 def test_printed_commands_can_be_typed(world: World) -> None:
     directory = world.work / 'it\'s a "tree" ✓'
-    done = _sm12x("patch", "apply", "--unpack", directory, "--find-links", world.archive.parent)
-    command = done.stdout.splitlines()[-1].strip().replace("sm12x", "-m sm12x", 1)
+    done = _sm12x("apply", "--unpack", directory, "--find-links", world.archive.parent)
+    command = done.stdout.splitlines()[-1].strip().replace("sm12x-dev", "-m sm12x_dev", 1)
     typed = subprocess.run(
         ["bash", "-c", f"{sys.executable} {command}"], capture_output=True, text=True, check=False
     )
@@ -604,7 +605,7 @@ def _killed(world: World, directory: Path, rng: random.Random) -> None:
         else ["apply", "--unpack", str(target), "--find-links", str(world.archive.parent)]
     )
     running = subprocess.Popen(
-        [sys.executable, "-m", "sm12x", "patch", *argv],
+        [sys.executable, "-m", "sm12x_dev", *argv],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -614,5 +615,5 @@ def _killed(world: World, directory: Path, rng: random.Random) -> None:
     running.wait()
     if target.is_dir():
         # Half applied or whole, never taken for the one when it is the other.
-        again = _sm12x("patch", "apply", target)
+        again = _sm12x("apply", target)
         assert again.returncode in (0, 12), again.stderr

@@ -9,11 +9,12 @@ from tests.integration import stackrepo
 from tests.integration.stackrepo import World, git, snapshot
 
 from sm12x.core.errors import BadFileError, DirtyTreeError
-from sm12x.stack import render
 from sm12x.stack.model import patchfile, series
-from sm12x.stack.worktree import add_drop, export, tree
 from sm12x.stack.worktree import apply as applying
+from sm12x.stack.worktree import tree
 from sm12x.stack.worktree.apply import StackConflictError, apply
+from sm12x_dev import render
+from sm12x_dev.worktree import add_drop, export
 
 
 @pytest.fixture
@@ -125,7 +126,7 @@ def _merge(directory: Path) -> None:
         (lambda d: git(d, "tag", "-f", "base", "HEAD"), "is not the untouched source"),
         (_orphan, "does not descend from the commit tagged base"),
         (_merge, "holds a merge"),
-        (lambda d: git(d, "tag", "-d", "base"), "not a folder that `sm12x patch apply`"),
+        (lambda d: git(d, "tag", "-d", "base"), "not a folder that `sm12x-dev apply`"),
     ],
 )
 def test_refresh_refuses_what_is_not_one_line_of_commits(

@@ -110,8 +110,8 @@ class StackConflictError(PatchConflictError):
         super().__init__(
             f"{len(failed)} of {len(report.results)} patches of {report.base_version} do not "
             f"apply; the first is {first.name} ({first.state}{where}); nothing was changed",
-            next_step=f"`sm12x patch apply --base {version} --unpack NEW_DIR --up-to {before}` "
-            "makes a tree with the patches before it: make its change there, then `sm12x patch new "
+            next_step=f"`sm12x-dev apply --base {version} --unpack NEW_DIR --up-to {before}` "
+            "makes a tree with the patches before it: make its change there, then `sm12x-dev new "
             f"--base {version} NEW_DIR --like patches/{version}/{first.name}` puts the new patch "
             "in its place",
         )
@@ -422,7 +422,7 @@ def _refused(error: OSError, directory: Path) -> Sm12xError:
     return BadFileError(
         f"{why}; nothing was changed in {directory}",
         next_step="check the permissions of that folder, or unpack the sdist in another one "
-        "(`sm12x patch apply --base VERSION --unpack NEW_DIR`)",
+        "(`sm12x-dev apply --base VERSION --unpack NEW_DIR`)",
     )
 
 
@@ -434,7 +434,7 @@ class HalfAppliedError(DirtyTreeError):
         super().__init__(
             f"{directory} is half applied: after `{said}` these files could not be restored: "
             f"{texts.first_of(left, _NAMED)}",
-            next_step="delete that folder and unpack the sdist in another one (`sm12x patch apply "
+            next_step="delete that folder and unpack the sdist in another one (`sm12x-dev apply "
             "--base VERSION --unpack NEW_DIR`)",
         )
         self.left = tuple(left)
