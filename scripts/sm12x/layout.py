@@ -31,11 +31,6 @@ def cache() -> Path:
         ) from None
 
 
-def replaced() -> Path:
-    """Copies of folders that a --force replaced."""
-    return cache() / "replaced"
-
-
 def ports() -> Path:
     """Trees in which patches are being ported to another release, one per release."""
     return cache() / "ports"

@@ -54,8 +54,6 @@ def refreshed(report: RefreshReport, folder: str) -> str:
         ("removed", report.removed),
     )
     lines = [f"{kind}: {name}" for kind, names in kinds for name in names]
-    if report.kept is not None:
-        lines.append(f"a copy of the replaced patches is in {report.kept}")
     lines.append(f"{len(report.unchanged)} unchanged; {folder} is now stack {report.stack_id}")
     return "\n".join(lines) + "\n"
 

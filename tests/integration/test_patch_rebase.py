@@ -489,36 +489,6 @@ def test_nothing_is_overwritten_without_being_told_to(world: World) -> None:
     assert "is not a base's folder" in done.stderr
 
 
-def test_force_keeps_what_it_replaces_and_says_where(world: World) -> None:
-    """GIVEN a patch resolved by hand, and a lock WHEN the folder is replaced THEN both are kept."""
-    release(world, "2.0", {})
-    assert _rebase(world, "2.0", "--no-witness").returncode == 0
-    folder = world.root / "patches/2.0"
-    (folder / "0001-Correct-ten.patch").write_text("resolved in an hour\n")
-    (folder / "requirements-x86_64.lock").write_text("resolved\n")
-    before = snapshot(folder)
-    done = _rebase(world, "2.0", "--no-witness", "--force")
-    assert done.returncode == 0, done.stderr
-    (line,) = [
-        one for one in done.stdout.splitlines() if "a copy of the replaced folder is in " in one
-    ]
-    assert snapshot(Path(line.rpartition("a copy of the replaced folder is in ")[2])) == before
-
-
-def test_what_a_killed_run_left_under_patches_goes(world: World) -> None:
-    """GIVEN a folder of a run that is no more, with a base in it WHEN run again THEN it is back."""
-    release(world, "2.0", {})
-    assert _rebase(world, "2.0", "--no-witness").returncode == 0
-    folder, left = world.root / "patches/2.0", world.root / "patches/.2.0.abcd"
-    left.mkdir()
-    folder.rename(left / "before")
-    done = _rebase(world, "2.0", "--no-witness")
-    assert done.returncode == 12, done.stderr
-    assert (folder / "series").is_file()
-    assert not left.exists()
-    assert str(left) in done.stderr
-
-
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [

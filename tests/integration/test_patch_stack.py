@@ -338,33 +338,6 @@ def test_a_folder_with_a_repository_of_its_own_keeps_it(stacked: World) -> None:
     assert apply(stacked.base, series.load(stacked.base), directory).ok
 
 
-@pytest.mark.parametrize("repository", [False, True])
-@pytest.mark.parametrize("survives", [0, 1, 2])
-def test_an_interruption_puts_every_file_back(
-    stacked: World, monkeypatch: pytest.MonkeyPatch, survives: int, repository: bool
-) -> None:
-    """Ctrl-C (and SIGTERM, which the command turns into the same) at each file that is placed."""
-    directory = stacked.fresh()
-    before = snapshot(directory)
-    folders = {path for path in directory.rglob("*") if path.is_dir()}
-    calls = 0
-    real = Path.replace
-
-    def interrupted(self: Path, target: Path) -> Path:
-        nonlocal calls
-        calls += 1
-        if calls == survives + 1:
-            raise KeyboardInterrupt
-        return real(self, target)
-
-    monkeypatch.setattr(Path, "replace", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        apply(stacked.base, series.load(stacked.base), directory, repository=repository)
-    assert calls > survives
-    assert snapshot(directory) == before
-    assert {path for path in directory.rglob("*") if path.is_dir()} == folders
-
-
 def test_a_callers_git_variables_do_not_reach_it(
     stacked: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -41,7 +41,7 @@ from sm12x_dev.worktree.export import MessageError
     type=click.Path(path_type=Path, file_okay=False),
     help="Where to write the folder VERSION; by default patches/ of the checkout.",
 )
-@click.option("--force", is_flag=True, help="Replace an existing folder; a copy of it is kept.")
+@click.option("--force", is_flag=True, help="Replace an existing folder: commit it first.")
 @click.option(
     "--witness",
     "chosen_witnesses",
@@ -102,8 +102,6 @@ def rebase_command(
     only = _witnesses(stack, chosen_witnesses)
     patches = layout.patches()
     target = out or patches
-    for left in staging.sweep(target, version):
-        say(f"removed {left}, left by a killed run")
     staging.require_free(target / version, force=force)
     staging.require_writable(target)
     project = base.sdist.name.rpartition("-")[0]
@@ -134,7 +132,6 @@ def rebase_command(
         probe=_prober(project, listed, find_links, run),
         say=say,
         ports=layout.ports(),
-        keep=layout.replaced(),
     )
     report = rebase.rebase(asked)
     emit(as_json, render.RebaseData.of(report), render.report(report))

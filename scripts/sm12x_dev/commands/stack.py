@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from sm12x import layout
-from sm12x.commands import print_json, reports, say
+from sm12x.commands import print_json, reports
 from sm12x.core import progress
 from sm12x.core.errors import FindingsError
 from sm12x.stack.model import series
@@ -19,7 +19,7 @@ from sm12x.stack.worktree import tree
 from sm12x_dev import render
 from sm12x_dev.commands.options import BASE, FIND_LINKS, chosen, fetch, relative
 from sm12x_dev.witness import mutations
-from sm12x_dev.worktree import export, staging
+from sm12x_dev.worktree import export
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +98,6 @@ def check_command(
     """
     base = chosen(version)
     findings = series.check(base, root=layout.root())
-    for left in (*export.leftovers(base.folder), *staging.leftovers(base.folder.parent)):
-        say(f"warning: {left} was left by a killed run; it can be deleted")
     report: applying.ApplyReport | None = None
     conflict: applying.StackConflictError | None = None
     if messages_only and series.is_readable(base):

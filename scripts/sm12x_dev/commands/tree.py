@@ -107,7 +107,7 @@ def apply_command(
 @click.option(
     "--force",
     is_flag=True,
-    help="Export even if the patches have changed since DIR was made; a copy of them is kept.",
+    help="Export even if the patches have changed since DIR was made: commit them first.",
 )
 @reports(export.RefreshReport)
 def refresh_command(directory: Path, version: str | None, force: bool, as_json: bool) -> None:
@@ -119,9 +119,8 @@ def refresh_command(directory: Path, version: str | None, force: bool, as_json: 
     Example: sm12x-dev refresh --base 0.21.0 ../vllm
     """
     base = chosen(version)
-    keep = layout.replaced() if force else None
     try:
-        report = export.refresh(base, directory, root=layout.root(), keep=keep)
+        report = export.refresh(base, directory, root=layout.root(), force=force)
     except export.MessageError as error:
         print_findings(error)
         raise

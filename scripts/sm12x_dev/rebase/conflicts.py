@@ -319,7 +319,7 @@ def _finished(directory: Path, repository: Repository, port: Port, root: Path | 
     exported = export.export(repository, start, head, root=root)
     made = series.Stack.id_of(exported)
     now = series.load(new).id if series.is_readable(new) else ""
-    if now not in (port.stack, made) and not export.in_between(new, repository):
+    if now not in (port.stack, made):
         raise DirtyTreeError(
             f"{new.folder} is now {f'stack {now}' if now else 'no readable stack'}, and the port "
             f"began with {port.stack}: later changes there would be undone",

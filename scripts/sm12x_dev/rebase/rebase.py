@@ -85,7 +85,7 @@ class RebaseReport:
 
     ``probed`` are the results on the releases in between. ``port`` is where the patches in conflict
     can be resolved, None where there are none. ``unrun`` says why no witness could run, None where
-    they did or were not to. ``replaced`` is a copy of the folder that was there.
+    they did or were not to.
     """
 
     source: str
@@ -97,7 +97,6 @@ class RebaseReport:
     probed: tuple[RebaseOutcome, ...] = ()
     port: PortReport | None = None
     unrun: Sm12xError | None = None
-    replaced: Path | None = None
 
     @property
     def open(self) -> tuple[PatchOutcome, ...]:
@@ -158,7 +157,6 @@ class RebaseRequest:
         probe: None probes none and uses only recorded outcomes.
         say: told what is being done.
         ports: the folder in which a tree is made where patches are left to be resolved.
-        keep: the folder for a copy of the one that is replaced.
     """
 
     base: Base
@@ -179,7 +177,6 @@ class RebaseRequest:
     probe: Probe | None
     say: _Say
     ports: Path
-    keep: Path
 
     @property
     def folder(self) -> Path:
@@ -252,7 +249,7 @@ def _free(wanted: Path) -> Path:
 def _rebase(asked: RebaseRequest, scratch: Path) -> tuple[RebaseReport, PortedStack]:
     """The new folder, and what is in conflict with the repository to resolve it in."""
     base, stack, found = asked.base, asked.stack, asked.found
-    with staging.fresh(asked.folder, force=asked.force, keep=asked.keep) as (folder, kept):
+    with staging.fresh(asked.folder, force=asked.force) as folder:
         trees = {side: scratch / side for side in (_SOURCE, _UNTOUCHED)}
         work = _Work(folder=folder, trees=trees)
         asked.say(f"unpacking {base.sdist.name} and {found.sdist.name}")
@@ -306,7 +303,6 @@ def _rebase(asked: RebaseRequest, scratch: Path) -> tuple[RebaseReport, PortedSt
             probed=tuple(probed),
             to_check=tuple(work.to_check),
             unrun=work.unrun,
-            replaced=kept[0] if kept else None,
         ),
         ported,
     )

@@ -44,8 +44,6 @@ def report(done: RebaseReport) -> str:
     for outcome in done.outcomes:
         lines += _outcome(outcome)
     lines += ["", f"{done.folder}: stack {done.stack_id}, {_kept(done)}"]
-    if done.replaced is not None:
-        lines.append(f"a copy of the replaced folder is in {done.replaced}")
     if done.to_check:
         lines += ["to be checked before it is committed:"]
         lines += [f"  {line}" for line in done.to_check]
@@ -113,7 +111,6 @@ class RebaseData:
     stack: str
     patches: tuple[PatchData, ...]
     port: PortData | None
-    replaced: Path | None
     unknown: str | None
     to_check: tuple[str, ...]
 
@@ -138,7 +135,6 @@ class RebaseData:
                 for outcome in done.outcomes
             ),
             port=PortData.of(done.port) if done.port else None,
-            replaced=done.replaced,
             unknown=done.unrun.message if done.unrun else None,
             to_check=done.to_check,
         )

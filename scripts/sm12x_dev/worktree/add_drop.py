@@ -192,7 +192,12 @@ def drop(base: Base, stack: Stack, name: str, archive: Path, *, root: Path) -> D
             # Lines move when a patch is dropped; the export has the new line numbers.
             report, tip = apply.try_stack(base, rest, repository, start, accept_offset=True)
             if not report.ok:
-                raise apply.StackConflictError(report)
+                raise apply.StackConflictError(
+                    report,
+                    next_step=f"`sm12x-dev apply --base {base.version} --unpack NEW_DIR`, take the "
+                    "patch out there with `git rebase -i base`, resolve what needs it, and "
+                    f"`sm12x-dev refresh --base {base.version} NEW_DIR`",
+                )
             if any(result.state == apply.UPSTREAM for result in report.results):
                 raise DirtyTreeError(
                     "a patch that stays is in the base already: "

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shlex
-import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from sm12x.core import files
-from sm12x.core.errors import BadFileError, DirtyTreeError, FindingsError
+from sm12x.core.errors import DirtyTreeError, FindingsError
 from sm12x.core.git import Repository
 from sm12x.stack.model import patchfile, series
 from sm12x.stack.model.base import Base
@@ -76,27 +72,19 @@ _UNFINISHED = (
     *("rebase-merge", "rebase-apply", "sequencer"),
     *("MERGE_HEAD", "CHERRY_PICK_HEAD", "REVERT_HEAD"),
 )
-# In .git while the base's folder is being written: the old and new content of its files, by which
-# the next run recognises a folder that a killed run left half written.
-_JOURNAL = "sm12x-refresh.json"
 # In .git while patches are being ported to this tree: see sm12x_dev/rebase/conflicts.py.
 PORT = "sm12x-port.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RefreshReport:
-    """The outcome for each file of a base's folder, by name, and the new stack id.
-
-    ``kept`` is the folder with a copy of the patches that were there before, where they were not
-    those that the tree was made from; None where nothing had to be kept.
-    """
+    """The outcome for each file of a base's folder, by name, and the new stack id."""
 
     stack_id: str
     unchanged: tuple[str, ...]
     rewritten: tuple[str, ...]
     added: tuple[str, ...]
     removed: tuple[str, ...]
-    kept: Path | None = None
 
 
 class MessageError(FindingsError):
@@ -179,13 +167,8 @@ def require_quiet(repository: Repository, directory: Path) -> None:
 def _require_current(base: Base, repository: Repository, directory: Path) -> None:
     """Raise DirtyTreeError if the base's patches are not those ``directory`` was made from."""
     made_from = repository.run("config", "--get", apply.STACK_KEY, check=False).stdout.strip()
-    try:
-        now = series.load(base).id
-    except BadFileError:
-        if in_between(base, repository):
-            return
-        raise
-    if made_from == now or in_between(base, repository):
+    now = series.load(base).id
+    if made_from == now:
         return
     quoted = shlex.quote(str(directory))
     raise DirtyTreeError(
@@ -193,36 +176,13 @@ def _require_current(base: Base, repository: Repository, directory: Path) -> Non
         f"{base.folder} is now stack {now}: an export would undo the changes made there since",
         next_step=f"`sm12x-dev apply --base {base.version} --unpack NEW_DIR`, then bring your "
         f"commits there (`git -C NEW_DIR fetch {quoted} {apply.BRANCH}`, `git -C NEW_DIR "
-        f"cherry-pick ...`); or `sm12x-dev refresh --force --base {base.version} {quoted}`, "
-        "which keeps a copy of the patches it replaces",
+        f"cherry-pick ...`); or, with {base.folder} committed, `sm12x-dev refresh --force --base "
+        f"{base.version} {quoted}`",
     )
-
-
-def in_between(base: Base, repository: Repository) -> bool:
-    """Whether each file of the base's folder is one that a stopped refresh found or made."""
-    try:
-        journal = json.loads((repository.git_dir / _JOURNAL).read_text(encoding="utf-8"))
-        before, after = dict(journal["before"]), dict(journal["after"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-    now = _hashes(_present(base))
-    return all(
-        now.get(name) in (before.get(name), after.get(name)) for name in {*now, *before, *after}
-    )
-
-
-def _present(base: Base) -> dict[str, bytes]:
-    """The patches and the series of a base's folder, name -> content."""
-    paths = [*base.folder.glob("[!.]*.patch"), base.series_path]
-    return {path.name: path.read_bytes() for path in paths if path.is_file()}
-
-
-def _hashes(contents: Mapping[str, bytes]) -> dict[str, str]:
-    return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
 
 def refresh(
-    base: Base, directory: Path, *, root: Path | None, keep: Path | None = None
+    base: Base, directory: Path, *, root: Path | None, force: bool = False
 ) -> RefreshReport:
     """Write the commits of ``directory`` since its base into the base's folder and series.
 
@@ -231,15 +191,14 @@ def refresh(
 
     Args:
         root: the checkout that the witnesses' paths are in.
-        keep: a folder for a copy of the present patches, if ``directory`` was not made from them;
-            None refuses to replace it.
+        force: replace the present patches even if ``directory`` was not made from them.
 
     Raises:
         DirtyTreeError: changes are not committed, the history is not one line from the base, or the
             base's patches have changed since ``directory`` was made.
         MessageError: a message lacks what it must say. Nothing is written.
     """
-    repository = open_repository(base, directory, current=keep is None)
+    repository = open_repository(base, directory, current=False)
     changes = repository.status()
     if changes:
         named = ", ".join(line[3:] for line in changes[:8])
@@ -269,39 +228,26 @@ def refresh(
         )
     exported = export(repository, start, head, root=root)
     rest = _with_rest(base, repository, exported)
-    kept: Path | None = None
-    if keep is not None:
-        try:
-            _require_current(base, repository, directory)
-        except (DirtyTreeError, BadFileError):
-            kept = copy_aside(base.folder, keep)
-    return replace(replaced(base, repository, exported, rest=rest), kept=kept)
+    # A run that was stopped after it had written them all has nothing to undo.
+    if not force and series.load(base).id != Stack.id_of(exported):
+        _require_current(base, repository, directory)
+    return replaced(base, repository, exported, rest=rest)
 
 
 def replaced(
     base: Base, repository: Repository, exported: Mapping[str, bytes], *, rest: Sequence[str]
 ) -> RefreshReport:
-    """Make the base's folder ``exported``, noted in ``repository`` before the first file changes.
+    """Make the base's folder ``exported``, and note in ``repository`` the stack it now is of.
 
     Args:
         rest: those of them that the tree of ``repository`` does not have.
     """
-    after = {**exported, base.series_path.name: _series(base, exported).encode()}
-    hashes = {"before": _hashes(_present(base)), "after": _hashes(after)}
-    # For a run that is killed between two files.
-    files.write_text(repository.git_dir / _JOURNAL, json.dumps(hashes, indent=1))
     report = write(base, exported)
-    _settle(repository, report.stack_id, rest)
-    return report
-
-
-def _settle(repository: Repository, stack_id: str, rest: Sequence[str]) -> None:
-    """Note in a tree's repository its stack id, and the patches that are not applied there."""
     repository.run("config", "--local", "--unset-all", apply.REST_KEY, check=False)
     for name in rest:
         repository.run("config", "--local", "--add", apply.REST_KEY, name)
-    repository.config(apply.STACK_KEY, stack_id)
-    (repository.git_dir / _JOURNAL).unlink(missing_ok=True)
+    repository.config(apply.STACK_KEY, report.stack_id)
+    return report
 
 
 def _with_rest(base: Base, repository: Repository, exported: dict[str, bytes]) -> list[str]:
@@ -314,37 +260,10 @@ def _with_rest(base: Base, repository: Repository, exported: dict[str, bytes]) -
         tail = old.partition("-")[2]
         if tail in subjects:
             continue
-        if not path.is_file():
-            # A stopped run has renumbered it.
-            again = sorted(base.folder.glob(f"[0-9]*-{tail}"))
-            if not again:
-                raise BadFileError(
-                    f"{path} is missing: the tree was made without this patch, and the export "
-                    "would drop it",
-                    next_step=f"restore the file: git checkout -- {shlex.quote(str(path))}",
-                )
-            path = again[0]
         name = f"{len(exported) + 1:04d}-{tail}"
         exported[name] = path.read_bytes()
         rest.append(name)
     return rest
-
-
-def copy_aside(folder: Path, keep: Path) -> Path:
-    """Copy a base's folder to a new folder under ``keep``, and return that.
-
-    Raises:
-        OSError: there is no room, or no right to write. Nothing was replaced.
-    """
-    keep.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(dir=keep, prefix=f"{folder.name}-"))
-    made.chmod(0o755)
-    try:
-        shutil.copytree(folder, made, dirs_exist_ok=True, symlinks=True)
-    except shutil.Error as error:
-        shutil.rmtree(made, ignore_errors=True)
-        raise OSError(f"{folder} cannot be copied to {made}: {error}") from None
-    return made
 
 
 def export(repository: Repository, start: str, head: str, *, root: Path | None) -> dict[str, bytes]:
@@ -381,32 +300,21 @@ def export(repository: Repository, start: str, head: str, *, root: Path | None) 
     return exported
 
 
-def _series(base: Base, exported: Mapping[str, bytes]) -> str:
-    return series.header(base) + "".join(f"{name}\n" for name in exported)
-
-
 def write(base: Base, exported: Mapping[str, bytes]) -> RefreshReport:
     """Make the patches and the series of a base's folder exactly ``exported``.
 
-    Unchanged files are left alone. A second run repairs the folder after a kill: new files are
-    written first, then the series, then files that it no longer lists are removed. Before that,
-    temporary files of a killed run are removed.
+    Unchanged files are left alone. What a killed run left is undone by git, which has the folder.
 
     Raises:
         DirtyTreeError: another process is writing there.
     """
     with files.locked(base.folder):
-        for left in leftovers(base.folder):
-            with suppress(OSError):
-                left.unlink()
         before = {path.name: path.read_bytes() for path in base.folder.glob("[!.]*.patch")}
         for name, content in exported.items():
             if before.get(name) != content:
-                with files.replacing(base.folder / name) as temporary:
-                    temporary.write_bytes(content)
-        text = _series(base, exported)
-        if not base.series_path.is_file() or base.series_path.read_text(encoding="utf-8") != text:
-            files.write_text(base.series_path, text)
+                (base.folder / name).write_bytes(content)
+        text = series.header(base) + "".join(f"{name}\n" for name in exported)
+        base.series_path.write_text(text, encoding="utf-8")
         removed = sorted(before.keys() - exported.keys())
         for name in removed:
             (base.folder / name).unlink()
@@ -417,16 +325,6 @@ def write(base: Base, exported: Mapping[str, bytes]) -> RefreshReport:
         rewritten=tuple(name for name in both if before[name] != exported[name]),
         added=tuple(name for name in exported if name not in before),
         removed=tuple(removed),
-    )
-
-
-def leftovers(folder: Path) -> list[Path]:
-    """Temporary files that a killed run has left in a base's folder."""
-    return sorted(
-        path
-        for pattern in (".[0-9]*-*.patch.*", ".series.*", ".base.toml.*")
-        for path in folder.glob(pattern)
-        if path.is_file()
     )
 
 
