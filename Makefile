@@ -37,15 +37,15 @@ test-unit: $(STAMP) ## unit tests: no process, no network, under 30 s
 test-witness: $(STAMP) ## each patch's witness: red on the untouched base, green on the patched one
 	@sh scripts/make-tools.sh $(BIN)/python
 	@set -e; for base in $(EACH); do \
-		$(BIN)/sm12x patch check --base $$base; \
-		$(BIN)/sm12x patch witness --base $$base --jobs 4 $(ARGS); done
+		$(BIN)/sm12x-dev check --base $$base; \
+		$(BIN)/sm12x-dev witness --base $$base --jobs 4 $(ARGS); done
 
 test-upstream: $(STAMP) ## the release's own unit tests: the stack may make none worse
-	@set -e; for base in $(EACH); do $(BIN)/sm12x patch upstream-tests --base $$base $(ARGS); done
+	@set -e; for base in $(EACH); do $(BIN)/sm12x-dev upstream-tests --base $$base $(ARGS); done
 
 test-mutations: $(STAMP) ## edits of patched lines: each has to turn a witness red (minutes)
 	@sh scripts/make-tools.sh $(BIN)/python
-	@set -e; for base in $(EACH); do $(BIN)/sm12x patch mutate --base $$base $(ARGS); done
+	@set -e; for base in $(EACH); do $(BIN)/sm12x-dev mutate --base $$base $(ARGS); done
 
 test-integration: $(STAMP) ## tests that run real git, real wheels, real compilers
 	@sh scripts/make-tools.sh $(BIN)/python
@@ -62,14 +62,14 @@ lint: $(STAMP) ## ruff, mypy --strict, hadolint, generated files
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/hadolint Dockerfile.builder Dockerfile.bundle
-	@set -e; for base in $(EACH); do $(BIN)/sm12x patch check --base $$base --messages-only; done
-	@$(BIN)/sm12x docs --check
+	@set -e; for base in $(EACH); do $(BIN)/sm12x-dev check --base $$base --messages-only; done
+	@$(BIN)/sm12x-dev docs --check
 
 lock: $(STAMP) ## make the locked requirements of BASE again
-	@$(BIN)/sm12x lock --base $(BASE)
+	@$(BIN)/sm12x-dev lock --base $(BASE)
 
 lock-check: $(STAMP) ## fail if the locked requirements of a base are not what `make lock` makes
-	@set -e; for base in $(EACH); do $(BIN)/sm12x lock --base $$base --check; done
+	@set -e; for base in $(EACH); do $(BIN)/sm12x-dev lock --base $$base --check; done
 
 lock-dev: $(STAMP) ## make the locks of the development and the witness tools again
 	@$(BIN)/uv pip compile scripts/requirements-dev.in --universal --python-version 3.11 \
@@ -83,7 +83,7 @@ lock-dev: $(STAMP) ## make the locks of the development and the witness tools ag
 	  pytest typing-extensions,--no-emit-package $(name)) -o tests/witness/upstream.lock
 
 docs: $(STAMP) ## write the generated parts of README.md, docs/ and nomad-examples/
-	@$(BIN)/sm12x docs
+	@$(BIN)/sm12x-dev docs
 
 clean: ## remove make's output from the checkout (the download cache stays)
 	rm -rf $(VENV) dist build

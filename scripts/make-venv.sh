@@ -36,4 +36,10 @@ rm -rf "$venv"
 "$python" -m venv "$venv"
 install --require-hashes -r scripts/requirements-dev.lock
 install --no-deps --no-build-isolation --editable .
+# No script of pyproject.toml: the image is built from that file, and has no sm12x_dev.
+cat >"$venv/bin/sm12x-dev" <<'END'
+#!/bin/sh
+exec "$(dirname "$0")/python" -P -m sm12x_dev "$@"
+END
+chmod +x "$venv/bin/sm12x-dev"
 touch "$venv/.installed"

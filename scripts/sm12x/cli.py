@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import os
+import pkgutil
 import signal
 import sys
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -16,12 +17,8 @@ from sm12x.core import text as texts
 from sm12x.core.errors import EXIT_CODES, INTERRUPTED, Sm12xError, of_system
 
 # verb -> one line for `sm12x --help`; the command object is `command` in sm12x.commands.<verb>.
-VERBS = {
-    "patch": "List, check, apply, refresh, add, drop or rebase the patches of a base.",
-    "base": "Show the state of the patches on each release.",
+VERBS: Mapping[str, str] = {
     "fetch": "Fetch the sdist and the official wheel of a base, and verify their sha256.",
-    "cache": "List the witnesses' environments in the cache, and delete unused ones.",
-    "lock": "Make or check the locked requirements of a base.",
     "build": "The steps of a build, one at a time, as the builder image runs them.",
     "audit": "Show what machine code each library holds and how it runs on 12.0 and 12.1.",
     "bundle": "Build the image: fetch, patch, compile, audit, package.",
@@ -30,28 +27,32 @@ VERBS = {
     "verify": "Put live servers to sleep, wake them up, and judge times, memory and answers.",
     "recipe": "List, show, lint, pin, import and render recipes.",
     "overlay": "Patch the Python files of another project's image, as files to mount over its own.",
-    "docs": "Write the generated parts of README.md, docs/ and nomad-examples/, or check them.",
 }
 
 
 class Verbs(click.Group):
     """Imports a verb's module only when it is called, so that --help stays fast."""
 
+    verbs: Mapping[str, str] = VERBS
+
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(VERBS)
+        return list(self.verbs)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        if name not in VERBS:
+        if name not in self.verbs:
             return None
-        module = importlib.import_module(f"sm12x.commands.{name}")
-        command: click.Command = module.command
+        command: click.Command = pkgutil.resolve_name(self.where(name))
         return command
+
+    def where(self, name: str) -> str:
+        """Return the module and the name in it of a verb's command object."""
+        return f"sm12x.commands.{name}:command"
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and not args[0].startswith("-") and args[0] not in VERBS:
-            ctx.fail(f"No such verb {args[0]!r}{texts.perhaps(args[0], VERBS)}.")
+        if args and not args[0].startswith("-") and args[0] not in self.verbs:
+            ctx.fail(f"No such verb {args[0]!r}{texts.perhaps(args[0], self.verbs)}.")
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -65,7 +66,7 @@ class Verbs(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Verbs"):
-            formatter.write_dl(list(VERBS.items()))
+            formatter.write_dl(list(self.verbs.items()))
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Exit codes"):
@@ -101,13 +102,14 @@ def open_streams() -> None:
             setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
 
 
-def main() -> NoReturn:
+def main(command: click.Command | None = None, name: str = "sm12x") -> NoReturn:
+    """Run ``command``, by default `sm12x`, and end the process with its exit code."""
     open_streams()
     texts.guard_streams()
     # `docker stop` and CI runners send SIGTERM: clean up as for Ctrl-C.
     signal.signal(signal.SIGTERM, _terminated)
     try:
-        root.main(standalone_mode=False, prog_name="sm12x")
+        (command or root).main(standalone_mode=False, prog_name=name)
     except click.exceptions.Exit as done:
         sys.exit(done.exit_code)
     except click.ClickException as error:

@@ -31,11 +31,6 @@ def cache() -> Path:
         ) from None
 
 
-def replaced() -> Path:
-    """Copies of folders that a --force replaced."""
-    return cache() / "replaced"
-
-
 def ports() -> Path:
     """Trees in which patches are being ported to another release, one per release."""
     return cache() / "ports"
@@ -79,3 +74,8 @@ def dist(version: str) -> Path:
 def data() -> Path:
     """Files that ship inside the package: schemas, policies, templates."""
     return Path(__file__).resolve().parent / "data"
+
+
+def schemas() -> Path:
+    """Return the folder of the JSON schemas of reports and of recipes."""
+    return data() / "schemas"

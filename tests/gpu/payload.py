@@ -36,10 +36,9 @@ from pathlib import Path
 from packaging.utils import canonicalize_name
 
 from sm12x import layout
-from sm12x.core import index, lockfile
+from sm12x.core import index, lockfile, pipconfig
 from sm12x.core.errors import Sm12xError
 from sm12x.image.bundle import context, modes
-from sm12x.stack import lock
 from sm12x.stack.model import base as bases
 from sm12x.stack.worktree import tree as source_tree
 from sm12x.wheel.source import patched, third_party
@@ -149,7 +148,7 @@ def wanted(base: bases.Base, have: Iterable[str]) -> tuple[list[str], list[str]]
 def install(requirements: Iterable[str], folder: Path, python: str) -> None:
     """Install exactly these requirements, from wheels, for an x86_64 host."""
     words = [
-        *(lock.find_uv(), "pip", "install", "--quiet", "--no-deps"),
+        *(pipconfig.find_uv(), "pip", "install", "--quiet", "--no-deps"),
         *("--target", f"{folder}", "--python-version", python),
         *("--python-platform", "x86_64-manylinux_2_39", *requirements),
     ]

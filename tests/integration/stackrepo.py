@@ -16,8 +16,9 @@ from sm12x.core import process
 from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
 from sm12x.stack.model.base import Base
-from sm12x.stack.worktree import add_drop, export, tree
+from sm12x.stack.worktree import tree
 from sm12x.stack.worktree.apply import apply
+from sm12x_dev.worktree import add_drop, export
 
 VERSION = "1.0"
 BODY = (

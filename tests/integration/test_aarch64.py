@@ -20,8 +20,7 @@ import pytest
 
 from sm12x import layout
 from sm12x.audit import scan
-from sm12x.core import index, lockfile
-from sm12x.stack import lock
+from sm12x.core import index, lockfile, pipconfig
 from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
 from sm12x.wheel import selection
@@ -62,7 +61,7 @@ def python(folder: Path) -> Path:
     """A Python of this machine with torch, nvcc, cmake and ninja."""
     text = BASE.build_lock_path("x86_64").read_text()
     (folder / "host.lock").write_text(lockfile.restrict(text, HOST_PACKAGES))
-    uv = lock.find_uv()
+    uv = pipconfig.find_uv()
     found = folder / "venv" / "bin" / "python"
     subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, folder / "venv"], check=True)
     install = (uv, "pip", "install", "--quiet", "--python", found, "--require-hashes")

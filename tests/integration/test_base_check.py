@@ -1,4 +1,4 @@
-"""`sm12x base check` with real git, from a tiny base to made-up releases, and on the index."""
+"""`sm12x-dev base check` with real git, from a tiny base to made-up releases, and on the index."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 def check(*words: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "sm12x", "base", "check", *map(str, words)]
+    argv = [sys.executable, "-m", "sm12x_dev", "base", "check", *map(str, words)]
     return subprocess.run(
         argv, capture_output=True, text=True, check=False, env={**os.environ, **env}
     )
@@ -57,7 +57,7 @@ def test_two_releases_behind_is_exit_1(world: World) -> None:
     done = check("--find-links", world.archive.parent)
     assert done.returncode == 1
     assert "1.0 is 2 releases behind tiny 2.0" in done.stderr
-    assert "sm12x patch rebase 2.0 --from 1.0" in done.stderr
+    assert "sm12x-dev rebase 2.0 --from 1.0" in done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
     assert ["1.0", "0001-Correct-ten", "applies", "-"] in rows
     assert ["1.0", "0002-Correct-five", "present", "-"] in rows

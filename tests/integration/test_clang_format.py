@@ -46,8 +46,8 @@ def added(tree: Path, commit: str, path: str) -> list[str]:
 @pytest.mark.parametrize("version", bases.versions())
 def test_no_added_line_is_formatted_anew(version: str, tmp_path: Path) -> None:
     tree = tmp_path / "vllm"
-    sm12x = (sys.executable, "-m", "sm12x")
-    run(*sm12x, "patch", "apply", "--base", version, "--unpack", str(tree), cwd=tmp_path)
+    sm12x = (sys.executable, "-m", "sm12x_dev")
+    run(*sm12x, "apply", "--base", version, "--unpack", str(tree), cwd=tmp_path)
     clang_format = str(Path(sys.executable).with_name("clang-format"))
     pinned, excluded = hook(tree)
     assert f"version {pinned}" in run(clang_format, "--version", cwd=tree)

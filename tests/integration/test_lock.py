@@ -1,4 +1,4 @@
-"""`sm12x lock` with the real uv: against the real index, and with none to be reached."""
+"""`sm12x-dev lock` with the real uv: against the real index, and with none to be reached."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def root(tmp_path: Path) -> Path:
 
 def run(root: Path, *more: str, version: str = VERSION, **env: str) -> tuple[int, str, str]:
     done = subprocess.run(
-        [sys.executable, "-m", "sm12x", "lock", "--base", version, *more],
+        [sys.executable, "-m", "sm12x_dev", "lock", "--base", version, *more],
         env={**os.environ, "SM12X_ROOT": str(root), **env},
         capture_output=True,
         text=True,

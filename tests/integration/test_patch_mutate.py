@@ -1,4 +1,4 @@
-"""`sm12x patch mutate` with real pytest processes, on a tiny sdist."""
+"""`sm12x-dev mutate` with real pytest processes, on a tiny sdist."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from click.testing import CliRunner
 from tests.integration import stackrepo
 from tests.integration.stackrepo import World, snapshot
 
-from sm12x import cli
 from sm12x.core.errors import BadFileError, FindingsError
 from sm12x.stack.model import series
-from sm12x.stack.witness import mutate, mutations, witness
+from sm12x_dev import cli
+from sm12x_dev.witness import mutate, mutations, witness
 
 SOURCE = """def ten():
     return 10
@@ -176,7 +176,7 @@ def test_the_command_and_its_exit_codes(world: World, monkeypatch: pytest.Monkey
     monkeypatch.setattr(witness, "environment", lambda *_, **__: Path(sys.executable))
     links = ["--base", stackrepo.VERSION, "--find-links", str(world.archive.parent)]
     path = world.base.folder / mutations.NAME
-    mutate_words = ["patch", "mutate", "--json", *links]
+    mutate_words = ["mutate", "--json", *links]
     runner = CliRunner()
     assert isinstance(runner.invoke(cli.root, mutate_words).exception, BadFileError)
     path.write_text(_entries(("number * 2", "number * 3", "two times")))
@@ -189,8 +189,8 @@ def test_the_command_and_its_exit_codes(world: World, monkeypatch: pytest.Monkey
         assert isinstance(done.exception, FindingsError)
         assert json.loads(done.stdout)["outcomes"][0]["state"] == state
     # What is derived is for a person to judge.
-    done = runner.invoke(cli.root, ["patch", "mutate", "--auto", "1", *links])
+    done = runner.invoke(cli.root, ["mutate", "--auto", "1", *links])
     assert done.exit_code == 0, done.output
-    words = [sys.executable, "-m", "sm12x", "patch", "mutate", "9", *links]
+    words = [sys.executable, "-m", "sm12x_dev", "mutate", "9", *links]
     refused = subprocess.run(words, capture_output=True, text=True, check=False)
     assert refused.returncode == BadFileError.exit_code

@@ -1,4 +1,4 @@
-"""`sm12x patch rebase` with real git and pytest, from a tiny release to made-up later ones."""
+"""`sm12x-dev rebase` with real git and pytest, from a tiny release to made-up later ones."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from tests.integration.stackrepo import FILES, World, git, snapshot
 
 from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
-from sm12x.stack.rebase import status
-from sm12x.stack.worktree import export, tree
+from sm12x.stack.worktree import tree
+from sm12x_dev.rebase import status
+from sm12x_dev.worktree import export
 
 TEN = "tests/witness/test_ten.py"
 FIVE = "tests/witness/test_five.py"
@@ -65,14 +66,14 @@ def release(world: World, version: str, changes: Mapping[str, str | None]) -> No
 
 
 def _sm12x(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "sm12x", *map(str, words)]
+    argv = [sys.executable, "-m", "sm12x_dev", *map(str, words)]
     return subprocess.run(argv, capture_output=True, text=True, check=False)
 
 
 def _rebase(world: World, version: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
     """Without locks: the tiny project is on no index. With witnesses, in this Python."""
     links = ("--find-links", world.archive.parent, "--no-lock", "--python", sys.executable)
-    return _sm12x("patch", "rebase", version, "--from", "1.0", *links, *words)
+    return _sm12x("rebase", version, "--from", "1.0", *links, *words)
 
 
 A, B = FILES["tiny/a.py"], FILES["tiny/b.py"]
@@ -199,10 +200,10 @@ def test_a_conflict_is_left_in_a_tree_and_what_is_printed_works(world: World) ->
     table = json.loads(_sm12x("base", "status", "--json").stdout)
     assert table["0001-Correct-ten.patch"]["2.0"]["state"] == "applied"
     # The tree is one to go on in.
-    again = _sm12x("patch", "refresh", "--base", "2.0", directory)
+    again = _sm12x("refresh", "--base", "2.0", directory)
     assert again.returncode == 0, again.stderr
     assert again.stdout.startswith("2 unchanged")
-    assert _sm12x("patch", "continue", directory).returncode == 12
+    assert _sm12x("continue", directory).returncode == 12
 
 
 def test_a_patch_that_waits_for_another_is_said_to(world: World) -> None:
@@ -225,7 +226,7 @@ def test_a_patch_that_waits_for_another_is_said_to(world: World) -> None:
     directory = Path(json.loads(done.stdout)["port"]["tree"])
     target = directory / "tiny/a.py"
     target.write_text(A.replace("a = 10\n", "a = 'ten'\n"))
-    done = _sm12x("patch", "continue", directory)
+    done = _sm12x("continue", directory)
     assert done.returncode == 0, done.stderr
     names = [patch.subject for patch in series.load(bases.load("2.0")).patches]
     assert names == ["Correct ten", "Correct five", "Correct ten more", "Correct sixty"]
@@ -240,10 +241,10 @@ def test_one_conflict_after_the_other_and_one_left_out(world: World) -> None:
     assert (directory / "tiny/b.py").read_text() == both["tiny/b.py"]
     # A resolution that leaves nothing of the patch is no resolution.
     (directory / "tiny/a.py").write_text(both["tiny/a.py"])
-    empty = _sm12x("patch", "continue", directory)
+    empty = _sm12x("continue", directory)
     assert empty.returncode == 12
     assert "--skip" in empty.stderr
-    done = _sm12x("patch", "continue", "--skip", directory)
+    done = _sm12x("continue", "--skip", directory)
     assert done.returncode == 11, done.stderr
     assert "conflicts of 0002-Correct-five.patch (2 of 2)" in done.stdout
     assert "  tiny/b.py:5\n" in done.stdout
@@ -251,7 +252,7 @@ def test_one_conflict_after_the_other_and_one_left_out(world: World) -> None:
     # Committed by the person's own git: taken, with the patch's message.
     (directory / "tiny/b.py").write_text(B.replace("= 5", "= 'five'"))
     git(directory, "commit", "-q", "-a", "-m", "mine")
-    done = _sm12x("patch", "continue", directory)
+    done = _sm12x("continue", directory)
     assert done.returncode == 0, done.stderr
     new = bases.load("2.0")
     assert [patch.subject for patch in series.load(new).patches] == ["Correct five"]
@@ -274,7 +275,7 @@ def test_a_file_that_is_gone_is_merged_where_it_may_be(world: World) -> None:
     assert "  small/b.py: tiny/b.py is not in this release: its change is merged" in done.stdout
     directory = _tree(done)
     assert (directory / "small/b.py").read_text() == "# moved\n" + B.replace("= 5\n", "= 'five'\n")
-    done = _sm12x("patch", "continue", directory)
+    done = _sm12x("continue", directory)
     assert done.returncode == 0, done.stderr
     (_, patch) = series.load(bases.load("2.0")).patches
     assert [file.path for file in patch.files] == ["small/b.py"]
@@ -290,13 +291,13 @@ def test_what_has_no_place_is_left_as_a_diff_and_asked_for(world: World) -> None
     directory = _tree(done)
     assert "tiny/b.py: there is no such file in this release (its part is in" in done.stdout
     assert "b = 'five'" in (directory / "tiny/b.py.rej").read_text()
-    refused = _sm12x("patch", "continue", directory)
+    refused = _sm12x("continue", directory)
     assert refused.returncode == 12
     assert "tiny/b.py.rej" in refused.stderr
-    done = _sm12x("patch", "continue", "--skip", directory)
+    done = _sm12x("continue", "--skip", directory)
     assert done.returncode == 11
     (directory / "tiny/b.py.rej").unlink()
-    done = _sm12x("patch", "continue", directory)
+    done = _sm12x("continue", directory)
     assert done.returncode == 0, done.stderr
     names = [patch.subject for patch in series.load(bases.load("2.0")).patches]
     assert names == ["Correct ten", "Correct both"]
@@ -315,7 +316,7 @@ def test_a_port_that_is_killed_goes_on(world: World, at: int) -> None:
 import os, signal
 from pathlib import Path
 import sm12x.core.process as process
-from sm12x.stack.rebase import conflicts
+from sm12x_dev.rebase import conflicts
 real, calls = process.run, []
 def run(*args, **more):
     writing = not set(args[0]) & {{"ls-files", "ls-tree", "log", "rev-parse", "cat-file"}}
@@ -330,7 +331,7 @@ conflicts.continue_(Path({str(directory)!r}), root=None)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     for lock in (directory / ".git").rglob("*.lock"):
         lock.unlink()
-    done = _sm12x("patch", "continue", directory)
+    done = _sm12x("continue", directory)
     assert done.returncode == 0, done.stderr
     texts = [patch.content() for patch in series.load(bases.load("2.0")).patches]
     assert [b"'ten'" in texts[0], b"'five'" in texts[1], b"'TEN'" in texts[2]] == [True] * 3
@@ -343,7 +344,7 @@ def test_the_folder_may_have_been_changed_meanwhile(world: World) -> None:
     (directory / "tiny/a.py").write_text(A.replace("a = 10\n", "a = 'ten'\n"))
     (world.root / "patches/2.0/0001-Correct-five.patch").unlink()
     (world.root / "patches/2.0/series").write_text("# mine\n")
-    done = _sm12x("patch", "continue", directory)
+    done = _sm12x("continue", directory)
     assert done.returncode == 12
     assert (world.root / "patches/2.0/series").read_text() == "# mine\n"
 
@@ -352,7 +353,7 @@ def test_witnesses_that_cannot_run_leave_it_unknown(world: World) -> None:
     """GIVEN an environment that cannot be had THEN 16, and no word of a conflict in the table."""
     release(world, "2.0", {"tiny/a.py": A.replace("a = 10\n", "a = 10.0\n")})
     words = ("--find-links", world.archive.parent, "--no-lock", "--python", "/nowhere/python")
-    done = _sm12x("patch", "rebase", "2.0", "--from", "1.0", *words)
+    done = _sm12x("rebase", "2.0", "--from", "1.0", *words)
     assert done.returncode == 16, done.stderr
     assert "/nowhere/python is not an executable" in done.stderr
     table = json.loads(_sm12x("base", "status", "--json").stdout)
@@ -457,7 +458,7 @@ def test_a_test_that_the_release_passes_is_noted_for_the_new_base(world: World) 
     assert values["witness"]["needed"] == [f"{TEN}::test_less"]
     # With these notes the new base's own witnesses are in order.
     words = ("--python", sys.executable, "--find-links", world.archive.parent)
-    done = _sm12x("patch", "witness", "--base", "2.0", *words)
+    done = _sm12x("witness", "--base", "2.0", *words)
     assert done.returncode == 0, done.stdout
     assert done.stdout.endswith("6 passed, 0 failed\n")
     assert [o.witness for o in status.read(world.root / "patches/status.toml")] == [
@@ -486,36 +487,6 @@ def test_nothing_is_overwritten_without_being_told_to(world: World) -> None:
     done = _rebase(world, "2.0", "--no-witness", "--force")
     assert done.returncode == 12
     assert "is not a base's folder" in done.stderr
-
-
-def test_force_keeps_what_it_replaces_and_says_where(world: World) -> None:
-    """GIVEN a patch resolved by hand, and a lock WHEN the folder is replaced THEN both are kept."""
-    release(world, "2.0", {})
-    assert _rebase(world, "2.0", "--no-witness").returncode == 0
-    folder = world.root / "patches/2.0"
-    (folder / "0001-Correct-ten.patch").write_text("resolved in an hour\n")
-    (folder / "requirements-x86_64.lock").write_text("resolved\n")
-    before = snapshot(folder)
-    done = _rebase(world, "2.0", "--no-witness", "--force")
-    assert done.returncode == 0, done.stderr
-    (line,) = [
-        one for one in done.stdout.splitlines() if "a copy of the replaced folder is in " in one
-    ]
-    assert snapshot(Path(line.rpartition("a copy of the replaced folder is in ")[2])) == before
-
-
-def test_what_a_killed_run_left_under_patches_goes(world: World) -> None:
-    """GIVEN a folder of a run that is no more, with a base in it WHEN run again THEN it is back."""
-    release(world, "2.0", {})
-    assert _rebase(world, "2.0", "--no-witness").returncode == 0
-    folder, left = world.root / "patches/2.0", world.root / "patches/.2.0.abcd"
-    left.mkdir()
-    folder.rename(left / "before")
-    done = _rebase(world, "2.0", "--no-witness")
-    assert done.returncode == 12, done.stderr
-    assert (folder / "series").is_file()
-    assert not left.exists()
-    assert str(left) in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -555,7 +526,7 @@ def test_a_run_that_is_stopped_leaves_nothing(
     )
     before = snapshot(world.root / "patches")
     links = ["--find-links", str(world.archive.parent), "--no-lock", "--python", sys.executable]
-    argv = [sys.executable, "-m", "sm12x", "patch", "rebase", "2.0", "--from", "1.0", *links]
+    argv = [sys.executable, "-m", "sm12x_dev", "rebase", "2.0", "--from", "1.0", *links]
     running = subprocess.Popen(argv, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while not mark.exists() and time.monotonic() < deadline:
@@ -573,7 +544,7 @@ def test_a_rebase_that_is_killed_leaves_nothing_that_lasts(world: World, seconds
     """SIGKILL after some time: the next run ends as if there had been none."""
     release(world, "2.0", {"tiny/a.py": A.replace("a = 10\n", "a = 10.0\n")})
     links = ["--find-links", str(world.archive.parent), "--no-lock", "--no-witness"]
-    argv = [sys.executable, "-m", "sm12x", "patch", "rebase", "2.0", "--from", "1.0", *links]
+    argv = [sys.executable, "-m", "sm12x_dev", "rebase", "2.0", "--from", "1.0", *links]
     running = subprocess.Popen(argv, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     try:
         running.wait(timeout=seconds)

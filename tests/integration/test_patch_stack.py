@@ -9,11 +9,12 @@ from tests.integration import stackrepo
 from tests.integration.stackrepo import World, git, snapshot
 
 from sm12x.core.errors import BadFileError, DirtyTreeError
-from sm12x.stack import render
 from sm12x.stack.model import patchfile, series
-from sm12x.stack.worktree import add_drop, export, tree
 from sm12x.stack.worktree import apply as applying
+from sm12x.stack.worktree import tree
 from sm12x.stack.worktree.apply import StackConflictError, apply
+from sm12x_dev import render
+from sm12x_dev.worktree import add_drop, export
 
 
 @pytest.fixture
@@ -125,7 +126,7 @@ def _merge(directory: Path) -> None:
         (lambda d: git(d, "tag", "-f", "base", "HEAD"), "is not the untouched source"),
         (_orphan, "does not descend from the commit tagged base"),
         (_merge, "holds a merge"),
-        (lambda d: git(d, "tag", "-d", "base"), "not a folder that `sm12x patch apply`"),
+        (lambda d: git(d, "tag", "-d", "base"), "not a folder that `sm12x-dev apply`"),
     ],
 )
 def test_refresh_refuses_what_is_not_one_line_of_commits(
@@ -335,33 +336,6 @@ def test_a_folder_with_a_repository_of_its_own_keeps_it(stacked: World) -> None:
     with pytest.raises(DirtyTreeError, match="is a git repository already"):
         apply(stacked.base, series.load(stacked.base), directory, repository=True)
     assert apply(stacked.base, series.load(stacked.base), directory).ok
-
-
-@pytest.mark.parametrize("repository", [False, True])
-@pytest.mark.parametrize("survives", [0, 1, 2])
-def test_an_interruption_puts_every_file_back(
-    stacked: World, monkeypatch: pytest.MonkeyPatch, survives: int, repository: bool
-) -> None:
-    """Ctrl-C (and SIGTERM, which the command turns into the same) at each file that is placed."""
-    directory = stacked.fresh()
-    before = snapshot(directory)
-    folders = {path for path in directory.rglob("*") if path.is_dir()}
-    calls = 0
-    real = Path.replace
-
-    def interrupted(self: Path, target: Path) -> Path:
-        nonlocal calls
-        calls += 1
-        if calls == survives + 1:
-            raise KeyboardInterrupt
-        return real(self, target)
-
-    monkeypatch.setattr(Path, "replace", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        apply(stacked.base, series.load(stacked.base), directory, repository=repository)
-    assert calls > survives
-    assert snapshot(directory) == before
-    assert {path for path in directory.rglob("*") if path.is_dir()} == folders
 
 
 def test_a_callers_git_variables_do_not_reach_it(

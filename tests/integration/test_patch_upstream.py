@@ -17,11 +17,11 @@ from click.testing import CliRunner
 from tests.integration import stackrepo
 from tests.integration.stackrepo import World
 
-from sm12x import cli
 from sm12x.core.errors import FindingsError, Sm12xError
 from sm12x.stack.model import series
-from sm12x.stack.witness import upstream_record, upstream_run, upstream_tests, witness
-from sm12x.stack.witness.upstream_tests import Report, UpstreamResult
+from sm12x_dev import cli
+from sm12x_dev.witness import upstream_record, upstream_run, upstream_tests, witness
+from sm12x_dev.witness.upstream_tests import Report, UpstreamResult
 
 HEAD = (
     "import os, pathlib, subprocess, sys, time\n"
@@ -253,13 +253,13 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     conditions = ["these"]
     monkeypatch.setattr(upstream_run, "conditions", lambda *_, **__: conditions[0])
     runner = CliRunner()
-    shown = runner.invoke(cli.root, ["patch", "upstream-tests", "--list", *links])
+    shown = runner.invoke(cli.root, ["upstream-tests", "--list", *links])
     assert shown.exit_code == 0, shown.output
     assert "tests/test_plain.py" in shown.output
     assert "it ends whatever imports it" in shown.output
 
     def ran(*more: str) -> Any:
-        done = runner.invoke(cli.root, ["patch", "upstream-tests", "--json", *links, *more])
+        done = runner.invoke(cli.root, ["upstream-tests", "--json", *links, *more])
         assert isinstance(done.exception, FindingsError)
         report = json.loads(done.stdout)
         assert not report["ok"]
@@ -270,15 +270,13 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ran()["recorded"] == 1
     conditions[0] = "others"
     assert ran()["recorded"] == 0
-    some = runner.invoke(
-        cli.root, ["patch", "upstream-tests", "--record", "tests/test_same.py", *links]
-    )
+    some = runner.invoke(cli.root, ["upstream-tests", "--record", "tests/test_same.py", *links])
     assert isinstance(some.exception, SystemExit)
     assert some.exception.code == 2
     # A changed file that nothing is said of is a fault, also of the list alone.
     (world.base.folder / upstream_tests.NAME).write_text(DATA.split("[[cannot]]")[0])
     made = world.applied("more")
     world.commit(made, "Change b", "tiny/b.py", "b = 2\n", "b = 'two'\n")
-    shown = runner.invoke(cli.root, ["patch", "upstream-tests", "--list", *links])
+    shown = runner.invoke(cli.root, ["upstream-tests", "--list", *links])
     assert isinstance(shown.exception, FindingsError)
     assert "tiny/b.py" in shown.output

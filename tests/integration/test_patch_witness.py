@@ -11,10 +11,10 @@ from tests.integration import stackrepo
 from tests.integration.stackrepo import World
 
 from sm12x.core.errors import ToolMissingError
-from sm12x.stack import render
 from sm12x.stack.model import series
-from sm12x.stack.witness import witness
-from sm12x.stack.witness.witness import WitnessReport
+from sm12x_dev import render
+from sm12x_dev.witness import witness
+from sm12x_dev.witness.witness import WitnessReport
 
 READ = """
 import os, pathlib, signal, subprocess, sys, time

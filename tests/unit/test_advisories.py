@@ -13,7 +13,6 @@ import pytest
 from click.testing import CliRunner
 
 from sm12x import layout
-from sm12x.commands import base as verb
 from sm12x.core import process
 from sm12x.core.errors import (
     BadFileError,
@@ -24,9 +23,10 @@ from sm12x.core.errors import (
     UnknownVerdictError,
 )
 from sm12x.core.process import Completed
-from sm12x.stack import advisories
-from sm12x.stack.advisories import Accepted, AcceptedAdvisories, AdvisoryReport
 from sm12x.stack.model import base as bases
+from sm12x_dev import advisories
+from sm12x_dev.advisories import Accepted, AcceptedAdvisories, AdvisoryReport
+from sm12x_dev.commands import base as verb
 
 TODAY = date(2026, 11, 28)
 LOCKS = {
@@ -199,7 +199,7 @@ def test_the_list_that_ships_is_of_pinned_versions() -> None:
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(advisories, "ask_pip_audit", lambda pins, service: Service()(pins))
-    done = CliRunner().invoke(verb.command, ["advisories", "--json"])
+    done = CliRunner().invoke(verb.base_command, ["advisories", "--json"])
     # Every accepted entry is stale where the service knows of none.
     assert isinstance(done.exception, FindingsError)
     report = json.loads(done.stdout)

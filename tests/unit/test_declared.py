@@ -29,7 +29,7 @@ from sm12x.core.declared import (
 from sm12x.core.errors import BadFileError
 from sm12x.doctor import knowledge
 from sm12x.stack.model import base as bases
-from sm12x.stack.witness import mutations, upstream_tests
+from sm12x_dev.witness import mutations, upstream_tests
 
 
 @dataclass(frozen=True, kw_only=True)

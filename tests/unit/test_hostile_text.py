@@ -25,6 +25,7 @@ from sm12x import cli, layout
 from sm12x.commands import doctor as doctor_command
 from sm12x.core import progress, text
 from sm12x.runtime import entry
+from sm12x_dev import cli as dev
 
 KERNELS = Path(__file__).parent / "data" / "kernels.so"
 # OSC 52 writes to the clipboard; with an 8-bit C1 as well, DEL, CSI, and an override of direction.
@@ -233,7 +234,7 @@ def test_subjects_of_patches_drive_no_terminal(
         path.write_text(path.read_text().replace("Subject: [PATCH", f"Subject: {NASTY}[PATCH", 1))
     monkeypatch.setattr(layout, "patches", lambda: folder)
     for words in (["list"], ["check", "--messages-only"]):
-        _, said = run("patch", *words)
+        _, said = run(*words, main=dev.main)
         assert clean(said)
         assert said
 

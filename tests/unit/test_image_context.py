@@ -83,12 +83,25 @@ def test_what_tools_leave_among_the_sources_is_no_input(
         "scripts/sleep-keep/vllm_sleep_keep.egg-info/PKG-INFO",
         "scripts/sleep-keep/.ruff_cache/CACHEDIR.TAG",
         "scripts/sm12x/__pycache__/cli.pyc",
+        # What maintainers use: an edit of it must not rebuild an image or a wheel.
+        "scripts/sm12x_dev/cli.py",
+        "scripts/sm12x_dev/commands/lock.py",
     ]
     for name in (*ours, *left):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).touch()
     monkeypatch.setattr(layout, "root", lambda: root)
     assert sorted(context.package()) == sorted(f"sm12x/{name}" for name in ours)
+
+
+def test_nothing_that_only_maintainers_use_is_staged(base: Base) -> None:
+    staged = {
+        **context.builder_files(base, "x86_64", here="x86_64"),
+        **context.bundle_files(base, "x86_64", flashinfer=""),
+    }
+    places = {str(place) for place in staged.values() if isinstance(place, Path)}
+    assert any("/sm12x/cli.py" in place for place in places)
+    assert not [place for place in places if "sm12x_dev" in place]
 
 
 def test_any_change_changes_the_inputs(base: Base, monkeypatch: pytest.MonkeyPatch) -> None:

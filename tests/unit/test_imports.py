@@ -11,29 +11,37 @@ import pytest
 
 import sm12x
 
-PACKAGE = Path(sm12x.__file__).parent
+SCRIPTS = Path(sm12x.__file__).parents[1]
 # From the ground up, as in docs/architecture.md. A folder imports from lower floors, and from its
-# own floor where that makes no circle.
-FLOORS = (
-    ("core", "layout"),
-    ("audit", "recipes", "stack"),
-    ("deploy", "plan", "wheel"),
-    ("doctor", "image", "runtime"),
-    ("verify",),
-    ("pages",),
-    ("commands",),
-    ("cli", "__main__"),
-)
+# own floor where that makes no circle. sm12x_dev is above all of sm12x, which ships without it.
+FLOORS = {
+    "sm12x": (
+        ("core", "layout"),
+        ("audit", "recipes", "stack"),
+        ("deploy", "plan", "wheel"),
+        ("doctor", "image", "runtime"),
+        ("verify",),
+        ("commands",),
+        ("cli", "__main__"),
+    ),
+    "sm12x_dev": (
+        ("advisories", "lock", "pages", "worktree"),
+        ("witness",),
+        ("rebase", "render"),
+        ("commands",),
+        ("cli", "__main__"),
+    ),
+}
 
 
 def modules() -> dict[str, ast.Module]:
-    """Every module of the package by its dotted name, parsed; folders by that of their face."""
-    found = {}
-    for path in PACKAGE.rglob("*.py"):
-        parts = [sm12x.__name__, *path.relative_to(PACKAGE).with_suffix("").parts]
+    """Every module of both packages by its dotted name, parsed; folders by that of their face."""
+    parsed = {}
+    for path in (path for package in FLOORS for path in (SCRIPTS / package).rglob("*.py")):
+        parts = path.relative_to(SCRIPTS).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        found[name] = ast.parse(path.read_text(encoding="utf-8"))
-    return found
+        parsed[name] = ast.parse(path.read_text(encoding="utf-8"))
+    return parsed
 
 
 def imported(module: ast.Module, known: dict[str, ast.Module]) -> Iterator[str]:
@@ -57,13 +65,27 @@ def test_no_circle_of_modules(graph: dict[str, set[str]]) -> None:
     assert len(order) == len(graph) > 150
 
 
-def test_no_folder_imports_upward_or_sideways_in_a_circle(graph: dict[str, set[str]]) -> None:
-    floor = {name: number for number, names in enumerate(FLOORS) for name in names}
+def test_what_ships_imports_nothing_of_what_does_not(graph: dict[str, set[str]]) -> None:
+    upward = {
+        (name, other)
+        for name, others in graph.items()
+        for other in others
+        if name.split(".")[0] == "sm12x" and other.split(".")[0] == "sm12x_dev"
+    }
+    assert not upward
+    assert any(name.startswith("sm12x_dev.") for name in graph)
+
+
+@pytest.mark.parametrize("package", FLOORS)
+def test_no_folder_imports_upward_or_sideways_in_a_circle(
+    graph: dict[str, set[str]], package: str
+) -> None:
+    floor = {name: number for number, names in enumerate(FLOORS[package]) for name in names}
     folders: dict[str, set[str]] = {}
     for name, others in graph.items():
         for other in others:
             # The package's own face has the version alone.
-            if "." not in name or "." not in other:
+            if not name.startswith(f"{package}.") or not other.startswith(f"{package}."):
                 continue
             here, there = name.split(".")[1], other.split(".")[1]
             if here != there:

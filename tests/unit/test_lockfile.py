@@ -10,8 +10,8 @@ import pytest
 from sm12x import layout
 from sm12x.core import lockfile
 from sm12x.core.errors import BadFileError, FetchError, ToolFailedError
-from sm12x.stack import lock
 from sm12x.stack.model import base as bases
+from sm12x_dev import lock
 
 TEXT = """\
 # Made by something.
@@ -173,7 +173,7 @@ def test_each_contradiction_is_one_finding(base: bases.Base) -> None:
 
 def test_no_table_for_a_machine(base: bases.Base) -> None:
     with pytest.raises(BadFileError, match=r"lock\.aarch64"):
-        lock.spec_of(replace(base, locks={}), "aarch64")
+        replace(base, locks={}).lock_spec("aarch64")
 
 
 def test_what_a_base_replaces_is_said_in_the_lock(base: bases.Base) -> None:

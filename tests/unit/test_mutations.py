@@ -12,8 +12,8 @@ import pytest
 from sm12x.core.errors import BadFileError
 from sm12x.stack.model import base as bases
 from sm12x.stack.model.series import Stack
-from sm12x.stack.witness import junit, mutate, mutations, witness
-from sm12x.stack.witness.mutate import MutantOutcome, MutationReport
+from sm12x_dev.witness import junit, mutate, mutations, witness
+from sm12x_dev.witness.mutate import MutantOutcome, MutationReport
 
 WITNESS = "tests/witness/test_it.py"
 ADDED = """diff --git a/vllm/a.py b/vllm/a.py

@@ -6,7 +6,6 @@ import ast
 import json
 import re
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -14,15 +13,17 @@ import jsonschema
 import pytest
 from click.testing import CliRunner
 
-from sm12x import cli, layout, pages
+from sm12x import cli, layout
 from sm12x.audit.report import AuditReport, LibraryReport, RunsReport
-from sm12x.commands import docs
 from sm12x.core import declared
 from sm12x.core.errors import EXIT_CODES, BadFileError, FindingsError
 from sm12x.core.text import markdown
 from sm12x.deploy import nomad
 from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
+from sm12x_dev import cli as dev
+from sm12x_dev import pages
+from sm12x_dev.commands import docs
 
 README, OTHER = Path("README.md"), Path("docs/other.md")
 BLOCK = "<!-- generated: t -->\nold\n<!-- end -->\n"
@@ -59,7 +60,7 @@ def test_a_part_without_data_has_no_block() -> None:
 
 
 def test_what_is_committed_is_up_to_date() -> None:
-    for path, text in docs.generated_files(cli.root).items():
+    for path, text in docs.generated_files(dev.root).items():
         assert path.read_text(encoding="utf-8") == text, path
 
 
@@ -82,76 +83,58 @@ def test_the_command_writes_what_is_stale_and_removes_what_nothing_makes(checkou
     left = checkout / "nomad-examples" / "gone.nomad.hcl"
     left.parent.mkdir()
     left.write_text("old\n")
-    checked = CliRunner().invoke(cli.root, ["docs", "--check"])
+    checked = CliRunner().invoke(dev.root, ["docs", "--check"])
     assert checked.exit_code == 1
     schema = Path("data/schemas/recipe-1.json")
     for name in ("README.md", "docs/machine-code.svg", "a.nomad.hcl", "gone.nomad.hcl", schema):
         assert str(name) in str(checked.exception)
     assert (checkout / "README.md").read_text() == BLOCK
-    assert CliRunner().invoke(cli.root, ["docs"]).exit_code == 0
+    assert CliRunner().invoke(dev.root, ["docs"]).exit_code == 0
     assert (checkout / "README.md").read_text() == BLOCK.replace("old", "new")
     assert (checkout / "docs" / "machine-code.svg").read_text() == "<svg/>\n"
     assert json.loads((checkout / schema).read_text())["type"] == "object"
     assert not left.exists()
-    again = CliRunner().invoke(cli.root, ["docs", "--check"])
+    again = CliRunner().invoke(dev.root, ["docs", "--check"])
     assert again.exit_code == 0, again.output
     # An edit by hand is stale too.
     (checkout / "docs" / "machine-code.svg").write_text("<svg></svg>\n")
-    assert CliRunner().invoke(cli.root, ["docs", "--check"]).exit_code == 1
+    assert CliRunner().invoke(dev.root, ["docs", "--check"]).exit_code == 1
 
 
-def _json_commands() -> list[tuple[str, click.Command]]:
-    def below(command: click.Command, name: str) -> Iterator[tuple[str, click.Command]]:
-        if not isinstance(command, click.Group):
-            yield name, command
-            return
-        context = click.Context(command)
-        for verb in command.list_commands(context):
-            found = command.get_command(context, verb)
-            assert found is not None
-            yield from below(found, f"{name} {verb}".strip())
-
-    return [
-        (name, command)
-        for name, command in below(cli.root, "")
-        if any("--json" in one.opts for one in command.params)
-    ]
-
-
-def test_every_json_report_has_a_schema() -> None:
-    names = [name for name, _ in _json_commands()]
-    assert len(names) > 20
-    assert sorted(names) == sorted(docs.reports(cli.root))
-    for name in names:
-        schema = json.loads(
-            (layout.data() / "schemas" / f"{name.replace(' ', '-')}-1.json").read_text()
-        )
+def test_every_schema_is_one() -> None:
+    schemas = {path.name: json.loads(path.read_text()) for path in layout.schemas().glob("*.json")}
+    verbs = ("audit", "check", "doctor", "plan", "recipe", "verify")
+    assert sorted(schemas) == [f"{verb}-1.json" for verb in verbs]
+    for schema in schemas.values():
         jsonschema.Draft202012Validator.check_schema(schema)
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        ["recipe", "list"],
-        ["recipe", "lint"],
-        *(["recipe", "show", path.stem] for path in sorted(layout.recipes().glob("*.yaml"))),
         ["plan"],
         ["plan", "deepseek-v4-flash-rtx-pro-6000-tp4", "--utilization", "0.95"],
-        ["base", "status"],
-        *(["patch", "list", "--base", version] for version in bases.versions()),
-        *(["patch", "check", "--messages-only", "--base", one] for one in bases.versions()),
     ],
     ids=" ".join,
 )
 def test_what_a_command_prints_fits_its_schema(words: list[str]) -> None:
     printed = CliRunner().invoke(cli.root, [*words, "--json"])
     assert isinstance(printed.exception, None | SystemExit | FindingsError), printed.exception
-    names = {name: name for name, _ in _json_commands()}
-    name = next(name for name in names if " ".join(words).startswith(name))
-    schema = json.loads(
-        (layout.data() / "schemas" / f"{name.replace(' ', '-')}-1.json").read_text()
-    )
+    schema = json.loads((layout.schemas() / f"{words[0]}-1.json").read_text())
     jsonschema.validate(json.loads(printed.stdout), schema)
+
+
+@pytest.mark.parametrize("version", bases.versions())
+def test_a_stack_is_listed_and_checked_as_json(version: str) -> None:
+    listed = CliRunner().invoke(dev.root, ["list", "--json", "--base", version])
+    stack = series.load(bases.load(version))
+    document = json.loads(listed.stdout)
+    assert document["stack"] == stack.id
+    assert [one["sha256"] for one in document["patches"]] == [one.sha256 for one in stack.patches]
+    checked = CliRunner().invoke(
+        dev.root, ["check", "--messages-only", "--json", "--base", version]
+    )
+    assert json.loads(checked.stdout) == {"base": version, "findings": [], "apply": None}
 
 
 def _links(text: str) -> list[str]:
@@ -188,28 +171,30 @@ def test_every_module_that_a_page_names_is_there() -> None:
     root = layout.root()
     named = [(page.name, one) for page in _markdown() for one in _modules(page.read_text())]
     assert len(named) > 15
-    places = (root, root / "scripts", root / "scripts/sm12x")
+    places = (root, root / "scripts", root / "scripts/sm12x", root / "scripts/sm12x_dev")
     gone = [(page, one) for page, one in named if not any((at / one).is_file() for at in places)]
     assert gone == []
     assert _modules("`deploy/docker.py` and `vllm/envs.py`") == ["deploy/docker.py"]
 
 
 def _commands(text: str) -> list[list[str]]:
-    """The calls of `sm12x` in a page: code blocks, and what stands in backquotes."""
+    """The calls of `sm12x` and `sm12x-dev` in a page: code blocks, and what is in backquotes."""
     blocks = "\n".join(re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL)).replace("\\\n", " ")
     lines = [line.split("#")[0] for line in blocks.splitlines()]
-    inline = re.findall(r"`(sm12x [^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
-    calls = [re.search(r"(?:^|/)sm12x (.+)", line.strip()) for line in lines]
-    return [call[1].split() for call in calls if call] + [one.split()[1:] for one in inline]
+    inline = re.findall(
+        r"`(sm12x(?:-dev)? [^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    )
+    calls = [re.search(r"(?:^|/)(sm12x(?:-dev)? .+)", line.strip()) for line in lines]
+    return [call[1].split() for call in calls if call] + [one.split() for one in inline]
 
 
 def _unknown(words: list[str]) -> str:
     """The first word that is no verb or option of the call, "" where all are known."""
-    command: click.Command = cli.root
+    command: click.Command = {"sm12x": cli.root, "sm12x-dev": dev.root}[words.pop(0)]
     while isinstance(command, click.Group):
         name = words.pop(0) if words else ""
         if not re.fullmatch(r"[a-z-]+", name) or name.startswith("-"):
-            # `sm12x VERB --help`, `sm12x patch ...`, `sm12x --help`.
+            # `sm12x VERB --help`, `sm12x-dev ...`, `sm12x --help`.
             return ""
         found = command.get_command(click.Context(command), name)
         if found is None:
@@ -225,8 +210,8 @@ def test_every_command_in_the_pages_is_known_with_its_options() -> None:
     calls = [(page.name, call) for page in _markdown() for call in _commands(page.read_text())]
     assert len(calls) > 60
     assert [(page, unknown) for page, call in calls if (unknown := _unknown(list(call)))] == []
-    assert _unknown(["recipe", "rendr"]) == "rendr"
-    assert _unknown(["plan", "x", "--utilisation", "0.8"]) == "--utilisation"
+    assert _unknown(["sm12x", "recipe", "rendr"]) == "rendr"
+    assert _unknown(["sm12x", "plan", "x", "--utilisation", "0.8"]) == "--utilisation"
 
 
 def test_every_make_target_and_variable_in_the_pages_is_known() -> None:
@@ -262,6 +247,7 @@ def test_every_exit_code_every_patch_and_every_verb_is_described() -> None:
             assert f"(../patches/{version}/{patch.name})" in patches
     commands = (layout.root() / "docs" / "commands.md").read_text()
     assert all(f"| `sm12x {verb}" in commands for verb in cli.VERBS)
+    assert all(f"| `sm12x-dev {verb}" in commands for verb in dev.VERBS)
 
 
 def test_imports_follow_the_order_that_the_architecture_page_names() -> None:
@@ -270,7 +256,7 @@ def test_imports_follow_the_order_that_the_architecture_page_names() -> None:
     assert order
     levels = [level.split(",") for level in order[1].split("<")]
     rank = {name.strip(): n for n, level in enumerate(levels) for name in level}
-    package = Path(pages.__file__).parent
+    package = Path(cli.__file__).parent
     wrong = []
     for path in package.rglob("*.py"):
         here = path.relative_to(package).parts[0].removesuffix(".py")
@@ -420,7 +406,7 @@ def _drawn(svg: str) -> tuple[list[str], list[tuple[str, float]]]:
 def test_the_picture_has_the_units_of_each_wheel_to_scale(benchmarks: Path) -> None:
     _write(benchmarks, alike=True)
     svg = pages.audit_picture()
-    assert svg.startswith("<!-- Made by `sm12x docs`")
+    assert svg.startswith("<!-- Made by `sm12x-dev docs`")
     texts, bars = _drawn(svg)
     assert [kind for kind, _ in bars] == ["native", "ptx", "none", "native", "none", "ptx"]
     scale = bars[0][1] / 40

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from sm12x.commands.patchtree import new_command
 from sm12x.core.errors import BadFileError
 from sm12x.stack.model import patchfile
-from sm12x.stack.worktree import add_drop
-from sm12x.stack.worktree.export import MessageError
+from sm12x_dev.commands.tree import new_command
+from sm12x_dev.worktree import add_drop
+from sm12x_dev.worktree.export import MessageError
 
 LONG = (
     "The allocator keeps the error of one call for the whole process, and nothing clears it. " * 3

@@ -20,8 +20,8 @@ from sm12x.core.errors import FetchError
 from sm12x.core.listing import ListedFile
 from sm12x.stack.model import base as bases
 from sm12x.stack.model.base import Base, Dropped, Override
-from sm12x.stack.rebase import base_draft, release_facts
-from sm12x.stack.rebase.release_facts import DeclaredSource, ReleaseFacts
+from sm12x_dev.rebase import base_draft, release_facts
+from sm12x_dev.rebase.release_facts import DeclaredSource, ReleaseFacts
 
 VERSION = "9.9.0"
 DAY = datetime.datetime(2027, 3, 4, 23, 30, tzinfo=datetime.UTC)

@@ -7,17 +7,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 
-import jsonschema
 import pytest
 
-from sm12x import layout
 from sm12x.core import declared
 from sm12x.core.errors import FetchError
 from sm12x.core.listing import SDIST, WHEEL, ListedFile
 from sm12x.stack.model import base as bases
-from sm12x.stack.rebase import newest, status
-from sm12x.stack.rebase.newest import NewestReport, PatchTrial
-from sm12x.stack.rebase.status import RebaseOutcome
+from sm12x_dev.rebase import newest, status
+from sm12x_dev.rebase.newest import NewestReport, PatchTrial
+from sm12x_dev.rebase.status import RebaseOutcome
 
 LAST = bases.versions()[-1]
 KNOWN = [bases.load(version) for version in bases.versions()]
@@ -156,8 +154,6 @@ def test_the_report_as_text_and_as_json() -> None:
     assert not any(row and row[0] == "applies" for row in rows)
 
     document = json.loads(declared.to_json(report))
-    schema = json.loads((layout.data() / "schemas/base-check-1.json").read_text())
-    jsonschema.validate(document, schema)
     assert (document["schema"], document["current"], document["allowed"]) == (1, False, 1)
     assert document["released"] == "2027-01-02"
     assert document["bases"][-1] == {

@@ -11,10 +11,10 @@ from sm12x import layout
 from sm12x.core.errors import BadFileError
 from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
-from sm12x.stack.rebase import merge, porting, render, status, verdict
-from sm12x.stack.rebase.status import RebaseOutcome
-from sm12x.stack.witness.junit import Test
-from sm12x.stack.witness.witness import Run
+from sm12x_dev.rebase import merge, porting, render, status, verdict
+from sm12x_dev.rebase.status import RebaseOutcome
+from sm12x_dev.witness.junit import Test
+from sm12x_dev.witness.witness import Run
 
 FILE = "tests/witness/test_it.py"
 
@@ -185,7 +185,7 @@ def test_outcomes_are_recorded_and_a_run_without_witnesses_forgets_none(tmp_path
     (after, _) = status.read(path)
     assert (after.patch, after.verdict, after.text) == ("0002-Wait.patch", verdict.NEEDED, "merges")
     assert after.witness == "6 of 10 red"
-    assert path.read_text().startswith("# Made by `sm12x patch rebase`; do not edit.")
+    assert path.read_text().startswith("# Made by `sm12x-dev rebase`; do not edit.")
 
 
 def test_one_witness_of_two_does_not_displace_what_both_have_said(tmp_path: Path) -> None:

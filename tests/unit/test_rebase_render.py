@@ -13,13 +13,13 @@ from sm12x.core import declared
 from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
 from sm12x.stack.model.series import Patch
-from sm12x.stack.rebase import porting, render, status, verdict
-from sm12x.stack.rebase.conflicts import Port, PortReport, PortStep, Stop
-from sm12x.stack.rebase.merge import FileConflict
-from sm12x.stack.rebase.porting import PortResult
-from sm12x.stack.rebase.rebase import PatchOutcome, RebaseReport
-from sm12x.stack.rebase.verdict import PatchVerdict
-from sm12x.stack.worktree.export import RefreshReport
+from sm12x_dev.rebase import porting, render, status, verdict
+from sm12x_dev.rebase.conflicts import Port, PortReport, PortStep, Stop
+from sm12x_dev.rebase.merge import FileConflict
+from sm12x_dev.rebase.porting import PortResult
+from sm12x_dev.rebase.rebase import PatchOutcome, RebaseReport
+from sm12x_dev.rebase.verdict import PatchVerdict
+from sm12x_dev.worktree.export import RefreshReport
 
 
 def _patch() -> Patch:
@@ -52,7 +52,7 @@ def test_each_witness_is_counted_by_itself() -> None:
     )
     text = render.report(_report(outcome))
     assert f"  witness  2 of 3 red\n           {one}: 2 of 2\n           {two}: 0 of 1\n" in text
-    assert "next: sm12x patch witness --base 9.9\n" in text
+    assert "next: sm12x-dev witness --base 9.9\n" in text
     assert "to resolve" not in text.replace("0 to resolve", "")
 
 
@@ -105,7 +105,7 @@ def test_only_what_conflicts_is_listed_with_its_lines() -> None:
     assert "  a/b.py:7\n  a/b.py:70\n" in text
     assert "  a/none.py: there is no such file (its part is in a/none.py.rej)\n" in text
     assert "perhaps 0/many.py or 1/many.py or 2/many.py or 3/many.py or another of that" in text
-    assert "next: sm12x patch continue '/some where/9.9'" in text
+    assert "next: sm12x-dev continue '/some where/9.9'" in text
     data = json.loads(declared.to_json(render.RebaseData.of(report)))
     assert data["from"] == report.source
     assert data["port"]["conflicts"][0]["places"] == [7, 70]
@@ -147,7 +147,7 @@ def test_a_folder_elsewhere_is_moved_first(
         return [line.removeprefix("next:").strip() for line in text.splitlines()]
 
     move = lines().index(f"mv {folder} '{root}/patches/9.9'")
-    assert move < lines().index("sm12x patch witness --base 9.9")
+    assert move < lines().index("sm12x-dev witness --base 9.9")
     (root / "patches/9.9").mkdir(parents=True)
     move = lines().index(f"mv {folder} '{root}/patches/9.9'")
     assert lines()[move - 1].startswith(f"mv '{root}/patches/9.9' {tmp_path}/9.9-before")

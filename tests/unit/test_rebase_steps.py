@@ -14,19 +14,20 @@ from typing import Any
 import pytest
 from tests.unit.test_rebase_base_draft import ARM, FIRST, SDIST, VERSION
 
-from sm12x.commands import patchrebase
 from sm12x.core import listing
 from sm12x.core.errors import BadFileError, FetchError, NoSpaceError, ToolFailedError
-from sm12x.stack import lock
 from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
 from sm12x.stack.model.base import Base, Dropped
 from sm12x.stack.model.series import Patch
-from sm12x.stack.rebase import base_draft, porting, rebase, status, verdict
-from sm12x.stack.rebase.porting import PortResult
-from sm12x.stack.rebase.rebase import PatchOutcome
-from sm12x.stack.rebase.verdict import PatchVerdict
-from sm12x.stack.worktree import add_drop, staging, tree
+from sm12x.stack.worktree import tree
+from sm12x_dev import lock
+from sm12x_dev.commands import rebase as patchrebase
+from sm12x_dev.rebase import base_draft, porting, rebase, status, verdict
+from sm12x_dev.rebase.porting import PortResult
+from sm12x_dev.rebase.rebase import PatchOutcome
+from sm12x_dev.rebase.verdict import PatchVerdict
+from sm12x_dev.worktree import add_drop, staging
 
 DISK_FULL = OSError(errno.ENOSPC, "No space left on device")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from sm12x import layout
-from sm12x.stack import advisories
+from sm12x_dev import advisories
 
 TEXT = (layout.root() / "SECURITY.md").read_text(encoding="utf-8")
 

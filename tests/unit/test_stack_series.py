@@ -15,7 +15,7 @@ from sm12x.core.errors import BadFileError
 from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
 from sm12x.stack.model.base import Base
-from sm12x.stack.witness import junit, witness
+from sm12x_dev.witness import junit, witness
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ import pytest
 
 from sm12x import layout
 from sm12x.core.errors import BadFileError
-from sm12x.stack import render
 from sm12x.stack.model import base as bases
 from sm12x.stack.model.series import Stack
-from sm12x.stack.witness import junit, upstream_record, upstream_run, upstream_tests
-from sm12x.stack.witness.upstream_tests import (
+from sm12x_dev import render
+from sm12x_dev.witness import junit, upstream_record, upstream_run, upstream_tests
+from sm12x_dev.witness.upstream_tests import (
     Cannot,
     FileRun,
     HubModel,
@@ -173,7 +173,7 @@ def test_the_records_are_of_these_releases_and_packages(version: str) -> None:
     suite = upstream_tests.load(base)
     assert record.conditions == upstream_run.conditions(
         base, suite, root=layout.root(), machine="x86_64"
-    ), f"sm12x patch upstream-tests --base {version} --record"
+    ), f"sm12x-dev upstream-tests --base {version} --record"
     assert sum(outcomes.passed for outcomes in record.files.values()) > 300
 
 

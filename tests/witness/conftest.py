@@ -33,7 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
     tree = os.environ.get("SM12X_TREE")
     if not tree or not (Path(tree) / "csrc" / "cumem_allocator.cpp").is_file():
         raise pytest.UsageError(
-            "set SM12X_TREE to the vLLM source tree under test, or run `sm12x patch witness`"
+            "set SM12X_TREE to the vLLM source tree under test, or run `sm12x-dev witness`"
         )
 
 

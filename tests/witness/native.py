@@ -123,7 +123,7 @@ def compile_allocator(tree: Path, out: Path, flags: list[str], libraries: list[s
 
 
 def _kept(words: list[str]) -> Path | None:
-    """Where `sm12x patch witness` and `mutate` keep what many of their processes would compile.
+    """Where `sm12x-dev witness` and `mutate` keep what many of their processes would compile.
 
     It is found by what the compiler sees: flags, and the text with everything that it includes. The
     driver's place is not part of it, because a witness has loaded the driver before.

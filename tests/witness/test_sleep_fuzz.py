@@ -1,6 +1,6 @@
 """Random operations on the allocator: no byte that has to be kept is lost, and nothing is left.
 
-A longer run: SM12X_SEEDS=100 makes 20,000 operations, SM12X_TREE as `sm12x patch witness` sets it.
+A longer run: SM12X_SEEDS=100 makes 20,000 operations, SM12X_TREE as `sm12x-dev witness` sets it.
 """
 
 from __future__ import annotations

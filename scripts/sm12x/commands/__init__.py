@@ -36,7 +36,7 @@ class Finite(click.FloatRange):
 
 
 class JsonOption(click.Option):
-    """``--json`` of a command; ``kind`` is what it then prints, and what its schema is made of."""
+    """``--json`` of a command; ``kind`` is what it then prints."""
 
     def __init__(self, *args: Any, kind: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -53,8 +53,9 @@ def reports(kind: Any) -> Callable[[_Command], _Command]:
     A text is module and name, "sm12x.wheel.compile.native:NativeRecord", of what is imported only
     where it is needed.
     """
-    text = "Print JSON; its schema is in sm12x/data/schemas."
-    return click.option("--json", "as_json", cls=JsonOption, kind=kind, is_flag=True, help=text)
+    return click.option(
+        "--json", "as_json", cls=JsonOption, kind=kind, is_flag=True, help="Print JSON."
+    )
 
 
 def print_json(report: object) -> None:

@@ -122,13 +122,13 @@ def packages(version: str, machine: str, out: Path, find_links: Path | None) -> 
     Example:
       sm12x build packages --base 0.21.0 --machine aarch64 --out target
     """
-    from sm12x.stack import lock
+    from sm12x.core import pipconfig
     from sm12x.wheel.toolchain import cross
 
     base = bases.load(version)
-    lock.spec_of(base, machine)
+    base.lock_spec(machine)
     with progress.spinner(f"packages for {machine}"):
-        done = cross.unpack(base, machine, out, uv=lock.find_uv(), find_links=find_links)
+        done = cross.unpack(base, machine, out, uv=pipconfig.find_uv(), find_links=find_links)
     click.echo(f"{out} {'made' if done else 'unchanged'}: {', '.join(cross.PACKAGES)}")
 
 

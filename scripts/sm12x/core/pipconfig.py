@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
 from sm12x.core import files
-from sm12x.core.errors import BadFileError
+from sm12x.core.errors import BadFileError, ToolMissingError
 
 # That of pypi_simple, a package that the environment of the witnesses does not have.
 PYPI_SIMPLE_ENDPOINT = "https://pypi.org/simple/"
@@ -122,3 +122,16 @@ def _pip_files(env: Mapping[str, str]) -> dict[str, tuple[str, str]]:
                     if value:
                         found[option.replace("_", "-")] = (value, str(path))
     return found
+
+
+def find_uv() -> str:
+    """Return the path of the uv beside this Python. Raises ToolMissingError."""
+    # A package of the build machine alone.
+    import uv
+
+    try:
+        return uv.find_uv_bin()
+    except FileNotFoundError:
+        raise ToolMissingError(
+            "uv is not installed beside this Python", next_step="install it there: pip install uv"
+        ) from None

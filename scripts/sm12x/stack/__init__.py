@@ -1,1 +1,1 @@
-"""The patch stack of a base: its data, its patch files, and the operations on them."""
+"""The patch stack of a base: its data, its patch files, and applying them."""

@@ -353,6 +353,15 @@ class Base(Declared):
             each for each in self.overrides if not each.machines or machine in each.machines
         )
 
+    def lock_spec(self, machine: str) -> LockSpec:
+        """Return the [lock.<machine>] of base.toml. Raises BadFileError if there is none."""
+        try:
+            return self.locks[machine]
+        except KeyError:
+            raise BadFileError(
+                f"{self.folder / 'base.toml'} has no lock.{machine}", next_step="add that table"
+            ) from None
+
     def lock_path(self, machine: str) -> Path:
         """The locked closure of the release on ``machine`` ("x86_64" or "aarch64")."""
         return self.folder / f"requirements-{machine}.lock"
@@ -413,7 +422,7 @@ def load(version: str) -> Base:
     if not (folder / "base.toml").is_file():
         known = versions()
         near = text.near(version, known, cutoff=0.3)
-        make = f"make it with `sm12x patch rebase {version} --from BASE`"
+        make = f"make it with `sm12x-dev rebase {version} --from BASE`"
         raise UnknownBaseError(
             f"there is no base {version}; known bases: {', '.join(known) or 'none'}",
             next_step=f"perhaps you meant {near}" if near else make,

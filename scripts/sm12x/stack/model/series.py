@@ -66,7 +66,7 @@ def read_id(folder: Path) -> str:
     except (OSError, ValueError) as error:
         raise BadFileError(
             f"the stack of {folder.name} cannot be read: {error}",
-            next_step=f"`sm12x patch check --base {folder.name} --messages-only` lists all faults",
+            next_step=f"`sm12x-dev check --base {folder.name} --messages-only` lists all faults",
         ) from None
 
 
@@ -97,7 +97,7 @@ def load(base: Base) -> Stack:
         more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
         raise BadFileError(
             f"{findings[0]}{more}",
-            next_step=f"`sm12x patch check --base {base.version} --messages-only` lists all faults",
+            next_step=f"`sm12x-dev check --base {base.version} --messages-only` lists all faults",
         )
     return Stack(patches=tuple(patches))
 

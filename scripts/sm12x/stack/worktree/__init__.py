@@ -1,1 +1,1 @@
-"""Source trees: unpacked, patched strictly, and exported as patches again."""
+"""Source trees: unpacked, and patched strictly."""

@@ -186,7 +186,7 @@ def explain(
         has: the files of ``directory``.
         archive: the sdist, where it is at hand: with it every differing file can be named.
     """
-    fresh = f"work on a new copy (`sm12x patch apply --base {base.version} --unpack NEW_DIR`)"
+    fresh = f"work on a new copy (`sm12x-dev apply --base {base.version} --unpack NEW_DIR`)"
     name = base.sdist.name.split("-")[0]
     found = _version_of(directory)
     if found is None:

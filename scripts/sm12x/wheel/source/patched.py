@@ -156,7 +156,7 @@ def verify(directory: Path, entries: Iterable[SourceFile]) -> None:
             raise BadFileError(
                 f"{directory / file.path} was changed after the stack was applied",
                 next_step="run `sm12x build source` again; make lasting changes in a tree of "
-                "`sm12x patch apply`",
+                "`sm12x-dev apply`",
             )
 
 

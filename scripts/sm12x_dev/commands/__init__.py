@@ -1,0 +1,1 @@
+"""The verbs of `sm12x-dev`: parse, call, print."""

@@ -1,0 +1,1 @@
+"""Commits of a patched source tree, exported as patches again."""
