@@ -73,6 +73,9 @@ class Weights(deepseek_v4.Weights):
                 yield f"layers.{layer}.{name}", tensor
         yield "norm.weight", self._ones(hidden)
         yield "head.weight", self._matrix(vocabulary, hidden)
+        for name in ("start", "end", "newline"):
+            # Loaded without the encoder of pictures, too.
+            yield f"image_{name}", self._normal(hidden, dtype=self._torch.float32)
 
     def _sparse(self, layer: int) -> Iterator[tuple[str, torch.Tensor]]:
         config = self._config
