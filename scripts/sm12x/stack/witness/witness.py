@@ -127,7 +127,7 @@ def environment(
     """
     wanted = requirements(base, machine=machine, root=root)
     apart = _apart(base, machine)
-    home = cache / HOMES / _home_name(base, machine=machine, root=root)
+    home = cache / HOMES / environment_name(base, machine=machine, root=root)
     python = home / "bin" / "python"
     if not python.exists():
 
@@ -250,7 +250,7 @@ def environments(
         BadFileError: the lock of one of ``known`` cannot be read.
     """
     used = {
-        _home_name(base, machine=machine, root=root): base.version
+        environment_name(base, machine=machine, root=root): base.version
         for base in known
         if base.lock_path(machine).is_file()
     }
@@ -316,7 +316,8 @@ def requirements(base: Base, *, machine: str, root: Path) -> str:
     return pinned(base, base.witness.packages, root / _TOOLS_LOCK, told, machine)
 
 
-def _home_name(base: Base, *, machine: str, root: Path) -> str:
+def environment_name(base: Base, *, machine: str, root: Path) -> str:
+    """The name of the folder of the witnesses' environment."""
     wanted = requirements(base, machine=machine, root=root) + _apart(base, machine)
     return home_name(base, wanted, machine)
 
