@@ -1,11 +1,12 @@
-"""Time the portable kernels of DeepSeek V4's attention on one GPU, beside FlashMLA.
+"""Time the portable kernels of DeepSeek V4's and V4.1's attention on one GPU, beside FlashMLA.
 
     python3 benchmarks/sparse_mla.py TREE --out REPORT.json [--flashmla DIR]
 
 TREE holds ``vllm/v1/attention/ops/portable_mla`` (an unpacked and patched release). DIR is an
 unpacked official wheel's folder with ``vllm/_flashmla_C.abi3.so`` and
-``vllm/third_party/flashmla``; without it there is nothing to compare with. All times of a report
-are of one run: medians of CUDA graph replays, in microseconds.
+``vllm/third_party/flashmla``; without it there is nothing to compare with. FlashMLA's times are of
+V4's blocks, ours also of V4.1's, with as many slots. All times of a report are of one run: medians
+of CUDA graph replays, in microseconds.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ WINDOW = 128
 COMPRESSED = 512
 SCALE = 512**-0.5
 TOKEN_BYTES = 584
+# Entries of a block of the window's cache, and of the compressed one.
+V4, V41 = (64, 64), (32, 128)
 # What one H200 reaches: bytes/s of reads, bf16 FLOP/s of matrix products.
 BANDWIDTH = 4.3e12
 FLOPS = 780e12
@@ -47,8 +50,20 @@ def cache(blocks: int, tokens: int, seed: int) -> torch.Tensor:
     return torch.as_strided(raw, (blocks, tokens, TOKEN_BYTES), (size, TOKEN_BYTES, 1))
 
 
-def case(tokens: int, heads: int, *, ragged: bool = False, blocks: int = 2048) -> dict[str, Any]:
-    """Arguments of ``sparse_mla`` but scale and out: 128 slots of the window, 512 compressed."""
+def case(
+    tokens: int,
+    heads: int,
+    *,
+    ragged: bool = False,
+    blocks: int = 2048,
+    layout: tuple[int, int] = V4,
+) -> dict[str, Any]:
+    """Arguments of ``sparse_mla`` but scale and out: 128 slots of the window, 512 compressed.
+
+    Args:
+        blocks: each cache is as large as so many blocks of 64.
+        layout: entries of a block of each cache.
+    """
     generator = torch.Generator(device="cuda").manual_seed(tokens * 1000 + heads)
 
     def draw(high: int, *shape: int, low: int = 0) -> torch.Tensor:
@@ -59,11 +74,11 @@ def case(tokens: int, heads: int, *, ragged: bool = False, blocks: int = 2048) -
     slots = blocks * 64
     return {
         "q": torch.randn(tokens, heads, 512, device="cuda", generator=generator).bfloat16(),
-        "swa_cache": cache(blocks, 64, 1),
+        "swa_cache": cache(slots // layout[0], layout[0], 1),
         "swa_slots": draw(slots, tokens, WINDOW),
         "swa_lens": draw(WINDOW + 1, tokens, low=0 if ragged else WINDOW),
         "sink": torch.randn(heads, device="cuda", generator=generator),
-        "comp_cache": cache(blocks, 64, 2),
+        "comp_cache": cache(slots // layout[1], layout[1], 2),
         "comp_slots": draw(slots, tokens, COMPRESSED, low=-1 if ragged else 0),
         "comp_lens": draw(COMPRESSED + 1, tokens, low=0 if ragged else COMPRESSED),
     }
@@ -219,6 +234,9 @@ def main() -> None:
             row["flashmla"] = error(out, wanted)
             ours = attend(given, torch.empty_like(given["q"]))
             row["ours to flashmla"] = error(ours, out.double())
+        given = case(9, heads, ragged=True, blocks=64, layout=V41)
+        wanted = reference.sparse_mla_reference(scale=SCALE, **given)
+        row["ours, V4.1"] = error(attend(given, torch.empty_like(given["q"])), wanted)
         save("errors", f"{heads} heads", row)
 
     for heads in (16, 64):
@@ -231,6 +249,8 @@ def main() -> None:
                 row["ratio"] = row["ours_us"] / row["flashmla_us"]
             row["torch_us"] = timed(torch_fallback(given, tokens), 1)
             row |= floors(tokens, heads)
+            given = case(tokens, heads, layout=V41)
+            row["v41_us"] = timed(lambda given=given, out=out: attend(given, out))
             save("decode", f"{heads} heads, {tokens} tokens", row)
 
     for heads in (16, 64):
@@ -244,6 +264,8 @@ def main() -> None:
             # 256 tokens: the copy of the keys of more would not fit.
             row["torch_us"] = timed(torch_fallback(given, 256), 1) * tokens / 256
             row |= floors(tokens, heads)
+            given = case(tokens, heads, layout=V41)
+            row["v41_us"] = timed(lambda given=given, out=out: attend(given, out), 1)
             save("prefill", f"{heads} heads, {tokens} tokens", row)
 
     # One graph, other contents: it replays with what is there then.

@@ -2,8 +2,7 @@
 # edit the recipe, not this file.
 #
 # DeepSeek-V4.1-Flash, text, 256K context, 4 x RTX PRO 6000, always awake
-# Status: untested; it cannot serve yet: its indexer has pages of 128 entries where a layer keeps
-# every token, DeepGEMM takes 64 on 12.x (vllm#56509, open).
+# Status: untested.
 #
 #   nomad job run -var image=IMAGE FILE
 #   nomad job run -var image=IMAGE -var gpus=0 -var args=check FILE

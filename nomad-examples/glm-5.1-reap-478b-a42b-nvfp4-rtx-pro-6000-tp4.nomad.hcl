@@ -2,8 +2,7 @@
 # edit the recipe, not this file.
 #
 # GLM-5.1-REAP-478B-A42B-NVFP4, 64K context, 4 x RTX PRO 6000, sleep mode
-# Status: reported; it cannot serve yet: the flags are for 0.21.0; 0.33.0 has a sparse backend of
-# its own for SM12x (FLASHINFER_MLA_SPARSE_SM120), with which this was not tried.
+# Status: reported.
 #
 #   nomad job run -var image=IMAGE FILE
 #   nomad job run -var image=IMAGE -var gpus=0 -var args=check FILE

@@ -91,6 +91,8 @@ CONFIG: dict[str, Any] = {
 class Weights:
     """Draws the tensors of one checkpoint. Rows are outputs, columns are inputs."""
 
+    block = BLOCK
+
     def __init__(self, config: dict[str, Any], device: str, seed: int) -> None:
         import torch
 
@@ -146,15 +148,21 @@ class Weights:
         yield from self._blocks("attn.wq_b", heads * width, rank)
         yield from self._blocks("attn.wo_a", joined, heads * width // groups)
         yield from self._blocks("attn.wo_b", hidden, joined)
-        ratio = config["compress_ratios"][layer]
+        yield from self._sparse(layer)
+        yield from self._experts(layer)
+
+    def _sparse(self, layer: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """What compresses the tokens that a layer reads, and chooses among them."""
+        config = self._config
+        ratio, width = config["compress_ratios"][layer], config["head_dim"]
         if ratio:
             yield from self._compressor("attn.compressor", ratio, width)
         if ratio == 4:
-            index = config["index_head_dim"]
-            yield from self._blocks("attn.indexer.wq_b", config["index_n_heads"] * index, rank)
-            yield "attn.indexer.weights_proj.weight", self._matrix(config["index_n_heads"], hidden)
+            hidden, rank = config["hidden_size"], config["q_lora_rank"]
+            index, heads = config["index_head_dim"], config["index_n_heads"]
+            yield from self._blocks("attn.indexer.wq_b", heads * index, rank)
+            yield "attn.indexer.weights_proj.weight", self._matrix(heads, hidden)
             yield from self._compressor("attn.indexer.compressor", ratio, index)
-        yield from self._experts(layer)
 
     def _compressor(self, name: str, ratio: int, width: int) -> Iterator[tuple[str, torch.Tensor]]:
         # With a ratio of 4 two windows overlap, each with its half of the columns.
@@ -166,10 +174,22 @@ class Weights:
         yield f"{name}.norm.weight", self._ones(width)
 
     def _experts(self, layer: int) -> Iterator[tuple[str, torch.Tensor]]:
-        config, torch = self._config, self._torch
+        config = self._config
         hidden, inner = config["hidden_size"], config["moe_intermediate_size"]
+        yield from self._gate(layer)
+        for name, rows, columns in (
+            ("w1", inner, hidden),
+            ("w2", hidden, inner),
+            ("w3", inner, hidden),
+        ):
+            yield from self._blocks(f"ffn.shared_experts.{name}", rows, columns)
+            for expert in range(config["n_routed_experts"]):
+                yield from self._nibbles(f"ffn.experts.{expert}.{name}", rows, columns)
+
+    def _gate(self, layer: int) -> Iterator[tuple[str, torch.Tensor]]:
+        config, torch = self._config, self._torch
         experts, chosen = config["n_routed_experts"], config["num_experts_per_tok"]
-        yield "ffn.gate.weight", self._matrix(experts, hidden)
+        yield "ffn.gate.weight", self._matrix(experts, config["hidden_size"])
         if layer < config["num_hash_layers"]:
             # Each token has its own experts, no two of them alike.
             order = torch.rand(
@@ -178,14 +198,6 @@ class Weights:
             yield "ffn.gate.tid2eid", order[:, :chosen].to(torch.int32).contiguous()
         else:
             yield "ffn.gate.bias", 0.1 * self._normal(experts, dtype=torch.float32)
-        for name, rows, columns in (
-            ("w1", inner, hidden),
-            ("w2", hidden, inner),
-            ("w3", inner, hidden),
-        ):
-            yield from self._blocks(f"ffn.shared_experts.{name}", rows, columns)
-            for expert in range(experts):
-                yield from self._nibbles(f"ffn.experts.{expert}.{name}", rows, columns)
 
     def _mixer(
         self, name: str, rows: int, streams: int, scales: int
@@ -197,10 +209,10 @@ class Weights:
         yield f"{name}_scale", torch.full((scales,), 0.5, device=self._device)
 
     def _blocks(self, name: str, rows: int, columns: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """A matrix of FP8 (e4m3), and the scale of each 128 x 128 of it."""
+        """A matrix of FP8 (e4m3), and the scale of each ``block`` x ``block`` of it."""
         torch = self._torch
         yield f"{name}.weight", self._normal(rows, columns).to(torch.float8_e4m3fn)
-        yield f"{name}.scale", self._scales(rows // BLOCK, columns // BLOCK, columns, 1.0)
+        yield f"{name}.scale", self._scales(rows // self.block, columns // self.block, columns, 1.0)
 
     def _nibbles(self, name: str, rows: int, columns: int) -> Iterator[tuple[str, torch.Tensor]]:
         """A matrix of FP4 (e2m1), two values per byte, and the scale of each 32 in a row."""

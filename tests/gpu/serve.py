@@ -333,6 +333,16 @@ MODELS = {
         ),
         prompts=LONG_PROMPTS,
     ),
+    "deepseek-v41": Model(
+        configure=lambda folder, layers: None,
+        weights="deepseek_v41",
+        flags=(
+            *("--max-model-len", "8192", "--max-num-seqs", "8", "--language-model-only"),
+            *("--max-num-batched-tokens", "2048", "--kv-cache-dtype", "fp8", "--block-size", "128"),
+            *("--moe-backend", "marlin", "--tokenizer-mode", "hf"),
+        ),
+        prompts=LONG_PROMPTS,
+    ),
     # Served through --serve with the backends that SM12x takes, and compared with others:
     # --attention-backend XPU_MLA_SPARSE --block-size 64.
     "glm-5": Model(
@@ -702,7 +712,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", choices=MODELS, default="qwen3-moe")
-    parser.add_argument("--layers", type=int, default=14, help="of what is not deepseek-v4")
+    parser.add_argument("--layers", type=int, default=14, help="of what is not DeepSeek V4 or V4.1")
     parser.add_argument("--against", type=Path, help="the report of another run of the same model")
     parser.add_argument("--graphs", action="store_true", help="CUDA graphs, without torch.compile")
     parser.add_argument("--cycles", type=int, default=3)

@@ -3,10 +3,10 @@
     python -m tests.gpu.sparse_mla_random TREE --out REPORT [--shapes 10000] [--jobs 8]
 
 TREE holds ``vllm/v1/attention/ops/portable_mla`` (an unpacked and patched release). A shape draws
-queries, heads, widths of both lists, their live lengths, blocks of 2, 64 or 256 tokens and the gap
-between them, scales, sinks up to both infinities, a block table or none, tile and splits; every
-fifth shape takes slots, lengths and blocks that no cache has, where the result must be finite and
-nothing else is asked.
+queries, heads, widths of both lists, their live lengths, the blocks of a layer of DeepSeek V4 or
+V4.1 and the gap between them, scales, sinks up to both infinities, tile and splits; every fifth
+shape takes slots and lengths that no cache has, where the result must be finite and nothing else
+is asked.
 
 Exit code 1 where a shape is further from float64 than the tolerance, is not finite, or fails: the
 report names its number, from which `--first N --shapes 1` repeats it.
@@ -44,14 +44,14 @@ def shape(number: int, inputs: Any, kernels: Any) -> tuple[dict[str, Any], Any]:
     heads = draw.choice(HEADS)
     width, extra = draw.randint(1, 160), draw.choice([0, 1, 31, 32, 33, draw.randint(1, 640)])
     low, high = draw.choice(SCALES)
-    block = draw.choice([2, 64, 256])
+    window, block = draw.choice((*kernels._LAYERS, kernels._HALVED))
+    extra *= block > 0
     blocks = draw.randint(1, 6)
     gap = draw.choice([0, 576, 4 * 576])
-    slots = blocks * block
     given: dict[str, Any] = {
         "q": inputs.queries(tokens, heads, number),
-        "swa_cache": inputs.cache(blocks, block, number + 1, low, high, gap),
-        "swa_slots": inputs.draw(-1, slots, (tokens, width), number + 2),
+        "swa_cache": inputs.cache(blocks, window, number + 1, low, high, gap),
+        "swa_slots": inputs.draw(-1, blocks * window, (tokens, width), number + 2),
         "swa_lens": inputs.draw(0, width + 1, (tokens,), number + 3),
         "sink": inputs.sinks(heads, number + 4),
     }
@@ -59,12 +59,8 @@ def shape(number: int, inputs: Any, kernels: Any) -> tuple[dict[str, Any], Any]:
         given["sink"][draw.randrange(heads)] = draw.choice(SINKS)
     if extra:
         given["comp_cache"] = inputs.cache(blocks, block, number + 5, low, high)
-        given["comp_slots"] = inputs.draw(-1, slots, (tokens, extra), number + 6)
+        given["comp_slots"] = inputs.draw(-1, blocks * block, (tokens, extra), number + 6)
         given["comp_lens"] = inputs.draw(0, extra + 1, (tokens,), number + 7)
-        if draw.random() < 0.3:
-            requests = draw.randint(1, tokens)
-            given["block_table"] = inputs.draw(0, blocks, (requests, blocks), number + 8)
-            given["request_of_token"] = inputs.draw(0, requests, (tokens,), number + 9)
     properties = importlib.import_module("torch").cuda.get_device_properties(0)
     if draw.random() < 0.5:
         launch = kernels.plan(tokens, heads, width + extra, properties.multi_processor_count)
@@ -75,28 +71,14 @@ def shape(number: int, inputs: Any, kernels: Any) -> tuple[dict[str, Any], Any]:
 
 
 def hostile(given: dict[str, Any], number: int) -> None:
-    """Slots, lengths, blocks and requests that no cache, list or table has."""
+    """Slots and lengths that no cache or list has."""
     draw = random.Random(number)  # noqa: S311
-    lists = ("swa_slots", "swa_lens", "comp_slots", "comp_lens", "block_table", "request_of_token")
-    for name in lists:
+    for name in ("swa_slots", "swa_lens", "comp_slots", "comp_lens"):
         if name in given:
             flat = given[name].view(-1)
             for _ in range(3):
                 value = draw.choice([LARGEST, -LARGEST - 1, draw.randint(-LARGEST, LARGEST)])
                 flat[draw.randrange(len(flat))] = value
-
-
-def without_table(given: dict[str, Any]) -> dict[str, Any]:
-    """The same arguments with slots of the cache where they had positions in a block table."""
-    if "block_table" not in given:
-        return given
-    rest = {name: value for name, value in given.items() if name != "block_table"}
-    request = rest.pop("request_of_token").long()
-    tokens = given["comp_cache"].shape[1]
-    place = given["comp_slots"].long()
-    block = given["block_table"][request].long().gather(1, place.clamp(min=0) // tokens)
-    slots = block * tokens + place.clamp(min=0) % tokens
-    return {**rest, "comp_slots": slots.where(place >= 0, -1).int()}
 
 
 def at_once(given: dict[str, Any], reference: Any) -> Any:
@@ -129,7 +111,6 @@ def one(number: int, inputs: Any, kernels: Any, reference: Any) -> float:
         raise ValueError("a result is not finite")
     if bad:
         return 0.0
-    given = without_table(given)
     wanted = at_once(given, reference)
     if number % 50 == 1:
         slow = reference.sparse_mla_reference(scale=SCALE, **given)

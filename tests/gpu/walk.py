@@ -24,6 +24,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from sm12x.core import process
 
@@ -71,13 +72,16 @@ def servers(
     environment: Mapping[str, str] | None = None,
     against: str = "",
     steps: bool = False,
+    pages: bool = False,
     limit: int = 500,
 ) -> Run:
     """A run of tests.gpu.SCRIPT, whose answers are compared with the report of ``against``.
 
     ``flags`` are the script's own and, after --serve, the servers'. With ``steps`` these log when
-    `keep` made the steps of a sleep and of a wake-up.
+    `keep` made the steps of a sleep and of a wake-up; with ``pages`` the indexer of DeepSeek V4.1
+    has the pages of SM12x.
     """
+    folders = ["steps"] * steps + ["pages"] * pages
     words = ["-m", f"tests.gpu.{script}", "--out", f"{{out}}/{name}.json"]
     if against:
         words += ["--against", f"{{out}}/{against}.json"]
@@ -88,16 +92,19 @@ def servers(
         tree=tree,
         gpus=gpus,
         environment={**SETTINGS, **(environment or {})},
-        path=(f"{ROOT / 'tests' / 'gpu' / 'steps'}", "{tree}") if steps else ("{tree}",),
+        path=(*(f"{ROOT / 'tests' / 'gpu' / folder}" for folder in folders), "{tree}"),
         after=(against,) if against else (),
         limit=limit,
     )
 
 
-V4 = ("serve", "--model", "deepseek-v4", "--cycles", "1")
+V4, V41 = (
+    ("serve", "--model", model, "--cycles", "1") for model in ("deepseek-v4", "deepseek-v41")
+)
 HYBRID, MOE, DENSE, SMOKE = (
     ("serve", "--model", model) for model in ("hybrid", "qwen3-moe", "dense-fp8", "smoke")
 )
+NO_DEEP_GEMM = {"VLLM_USE_DEEP_GEMM": "0"}
 PORTABLE, STOCK = {"VLLM_TRITON_MLA_SPARSE": "1"}, {"VLLM_TRITON_MLA_SPARSE": "0"}
 KEEP = ("--sleep-mode-backend", "keep")
 # As over PCIe, where vLLM has no all-reduce of its own.
@@ -152,10 +159,31 @@ def by_allocator(base: str, name: str, script: str, *trees: str, gpus: int = 1) 
     return Run(base=base, name=name, words=words, gpus=gpus, environment=cache, path=())
 
 
-def measured(name: str, *words: str, path: tuple[str, ...] = ("{tree}",), limit: int = 200) -> Run:
-    """A benchmark of the portable kernels of 0.21.0."""
+def measured(
+    base: str, name: str, *words: str, path: tuple[str, ...] = ("{tree}",), limit: int = 200
+) -> Run:
+    """A benchmark of the portable kernels."""
     out = ("--out", f"{{out}}/{name}.json")
-    return Run(base="0.21.0", name=name, words=(*words, *out), path=path, limit=limit)
+    return Run(base=base, name=name, words=(*words, *out), path=path, limit=limit)
+
+
+def portable(
+    name: str, model: tuple[str, ...], *flags: str, against: str = "33-v4-portable", **more: Any
+) -> Run:
+    """A server of 0.33.0 with CUDA graphs whose attention and indexer are the portable kernels."""
+    environment = {**PORTABLE, **more.pop("environment", {})}
+    words = (*model, "--graphs", "--serve", *KEEP, *flags)
+    return servers("0.33.0", name, *words, environment=environment, against=against, **more)
+
+
+def kernels(name: str, *files: str) -> Run:
+    """Tests of tests/witness/portable, whose kernels run on the GPU, not in the interpreter."""
+    folder = ROOT / "tests" / "witness" / "portable"
+    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull)
+    where = (f"--rootdir={folder}", f"--confcutdir={folder}")
+    tests = (f"{folder / file}" for file in files)
+    path = ("{tree}", OPS, f"{folder}")
+    return Run(base="0.33.0", name=name, words=(*words, *where, *tests), path=path)
 
 
 RANDOM = ("-m", "tests.gpu.sparse_mla_random", "{tree}")
@@ -173,11 +201,11 @@ RUNS = (
             environment={"NCCL_P2P_DISABLE": "1"}),
     # Compiles for five minutes before it is healthy, and for four more at its first prompts.
     servers("0.21.0", "portable", *V4, environment=PORTABLE, limit=800),
-    measured("sparse-mla", "benchmarks/sparse_mla.py", "{tree}", "--flashmla", "{tree}",
+    measured("0.21.0", "sparse-mla", "benchmarks/sparse_mla.py", "{tree}", "--flashmla", "{tree}",
              "--random", "150"),
-    measured("deepgemm", "benchmarks/portable_deepgemm.py", "--no-sweep",
+    measured("0.21.0", "deepgemm", "benchmarks/portable_deepgemm.py", "--no-sweep",
              path=(OPS, "{tree}/vllm/third_party")),
-    measured("random", *RANDOM, "--shapes", "10000"),
+    measured("0.21.0", "random", *RANDOM, "--shapes", "10000"),
     Run(base="0.21.0", name="sanitizer",
         words=("compute-sanitizer", "--error-exitcode", "9", sys.executable, *RANDOM,
                "--out", "{out}/sanitizer.json", "--first", "20000", "--shapes", "60",
@@ -259,6 +287,31 @@ RUNS = (
     servers("0.33.0", "33-aot", *SMOKE, "--serve", *KEEP, tree="aot",
             environment=sampler("33-aot")),
     servers("0.33.0", "33-tp2", *MOE, "--serve", *TP2, *KEEP, gpus=2, against="33-moe"),
+    # The portable kernels of DeepSeek V4 and V4.1: tests/gpu/portable.sh.
+    kernels("33-kernels", "test_logits.py", "test_sparse_mla_kernel.py",
+            "test_block_fp8_einsum.py"),
+    portable("33-v4-portable", V4, against="", limit=800),
+    servers("0.33.0", "33-v4-graphs", *V4, "--graphs", "--serve", *KEEP, environment=STOCK,
+            against="33-v4-portable", limit=800),
+    portable("33-v4-mtp", V4, *draft(2)),
+    portable("33-v4-absent", V4, tree=ABSENT, environment=NO_DEEP_GEMM),
+    portable("33-v4-no-deepgemm", V4, environment=NO_DEEP_GEMM),
+    portable("33-v4-tp2", V4, *TP2, gpus=2),
+    portable("33-v4-pp2", V4, *PP2, gpus=2),
+    portable("33-v41-portable", V41, against="", pages=True, limit=800),
+    servers("0.33.0", "33-v41-graphs", *V41, "--graphs", "--serve", *KEEP, environment=STOCK,
+            against="33-v41-portable", limit=800),
+    portable("33-v41-tp2", V41, *TP2, gpus=2, pages=True, against="33-v41-portable"),
+    portable("33-v41-pp2", V41, *PP2, gpus=2, pages=True, against="33-v41-portable"),
+    measured("0.33.0", "33-sparse-mla", "benchmarks/sparse_mla.py", "{tree}", "--flashmla",
+             "{tree}", "--random", "150"),
+    measured("0.33.0", "33-deepgemm", "benchmarks/portable_deepgemm.py", "--no-sweep",
+             path=(OPS, "{tree}/vllm/third_party")),
+    measured("0.33.0", "33-random", *RANDOM, "--shapes", "10000"),
+    Run(base="0.33.0", name="33-sanitizer",
+        words=("compute-sanitizer", "--error-exitcode", "9", sys.executable, *RANDOM,
+               "--out", "{out}/33-sanitizer.json", "--first", "20000", "--shapes", "60",
+               "--step", "1")),
 )  # fmt: skip
 
 

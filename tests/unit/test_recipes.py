@@ -206,7 +206,7 @@ RECIPES = sorted((layout.root() / "recipes").glob("*.yaml"))
 def test_the_recipe_that_ships(tmp_path: Path) -> None:
     one = load.load(layout.root() / "recipes" / "deepseek-v4-flash-rtx-pro-6000-tp4.yaml")
     out = render(one, settings={}, environ={}, solo=False)
-    assert out.env == {"NCCL_NVLS_ENABLE": "0"}
+    assert out.env == {"NCCL_NVLS_ENABLE": "0", "VLLM_TRITON_MLA_SPARSE": ""}
     golden = Path(__file__).with_name("data") / "recipe-deepseek-v4-flash.txt"
     assert "\n".join(out.argv) + "\n" == golden.read_text()
     assert one.sm12x is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.unit.test_stack_patchfile import GOOD, WHERE
@@ -288,12 +289,24 @@ def test_the_witness_environment_is_pinned_by_hash(base: Base, tmp_path: Path) -
         )
 
 
+def test_what_lies_apart_makes_another_environment_of_the_same_packages() -> None:
+    known = bases.load("0.33.0")
+    told: dict[str, Any] = {"machine": "x86_64", "root": layout.root()}
+    assert known.witness.apart == ("triton",)
+    without = dataclasses.replace(known, witness=dataclasses.replace(known.witness, apart=()))
+    assert witness.requirements(known, **told) == witness.requirements(without, **told)
+    assert "triton==" not in witness.requirements(known, **told)
+    assert witness.environment_name(known, **told) != witness.environment_name(without, **told)
+    unknown = dataclasses.replace(known.witness, apart=("three",))
+    with pytest.raises(BadFileError, match=r"witness\.apart names three"):
+        witness.environment_name(dataclasses.replace(known, witness=unknown), **told)
+
+
 def test_an_environment_is_used_while_a_lock_names_it(tmp_path: Path) -> None:
     """GIVEN one of the lock, an older one, two of another kind, and one of no base."""
     known = bases.load(bases.versions()[0])
     homes = tmp_path / witness.HOMES
-    wanted = witness.requirements(known, machine="x86_64", root=layout.root())
-    named = witness.home_name(known, wanted, "x86_64")
+    named = witness.environment_name(known, machine="x86_64", root=layout.root())
     names = [
         named,
         f"{known.version}-x86_64-000000000000",

@@ -34,6 +34,8 @@ from tests.witness import forked
 # Specifications per Compute Capability" (99 KiB on 12.0 and 12.1, 227 KiB on 9.0).
 SM12X_SHARED = 101376
 SM90_SHARED = 232448
+# Triton, where the witnesses' environment keeps it from whatever would import it.
+APART = Path(sys.prefix) / "apart"
 # Seconds that one function may take in its fork.
 TIME_LIMIT = 120
 
@@ -227,6 +229,9 @@ class KernelProcess:
             **os.environ,
             # vLLM uses Triton without an active driver only where no device is visible.
             "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": os.pathsep.join(
+                [str(APART), *filter(None, [os.environ.get("PYTHONPATH")])]
+            ),
             "TRITON_CACHE_DIR": str(folder / "triton"),
             "TRITON_INTERPRET": "1" if interpret else "0",
             "TORCHDYNAMO_DISABLE": "1",

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.witness.kernels import APART
+
 TESTS = Path(__file__).parent / "portable"
 # Folder of the tree that holds the package, by its name.
 KERNELS = Path("vllm") / "v1" / "attention" / "ops"
@@ -29,7 +31,7 @@ def run(tree: Path, name: str, folder: Path, *, interpret: bool) -> None:
     settings = {
         **os.environ,
         "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join([str(kernels), str(TESTS)]),
+        "PYTHONPATH": os.pathsep.join([str(kernels), str(TESTS), str(APART)]),
         "TRITON_CACHE_DIR": str(folder),
         "TRITON_INTERPRET": "1" if interpret else "0",
     }

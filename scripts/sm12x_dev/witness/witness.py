@@ -36,6 +36,8 @@ SIDES = (BASE, PATCHED)
 _ABSENT = "absent"
 # The folder of the environments, in the cache.
 HOMES = "witness"
+# Folder of an environment for the packages that only some witnesses see (tests/witness/kernels.py).
+APART = "apart"
 # Seconds one pytest process may take.
 TIME_LIMIT = 1800
 # pytest, which no release depends on, with hashes.
@@ -123,12 +125,13 @@ def environment(
         NoSpaceError: too little room for what is about to be installed.
     """
     wanted = requirements(base, machine=machine, root=root)
-    home = cache / HOMES / home_name(base, wanted, machine)
+    apart = _apart(base, machine)
+    home = cache / HOMES / environment_name(base, machine=machine, root=root)
     python = home / "bin" / "python"
     if not python.exists():
 
         def commands(fresh: Path) -> list[list[str]]:
-            made = [
+            command = [
                 pipconfig.find_uv(),
                 "venv",
                 "--quiet",
@@ -136,7 +139,11 @@ def environment(
                 "--python",
                 sys.executable,
             ]
-            return [[*made, str(fresh)], pip_install("--python", str(fresh / "bin" / "python"))]
+            into = pip_install("--python", str(fresh / "bin" / "python"))
+            listed = fresh.with_name("apart.txt")
+            listed.write_text(apart, encoding="utf-8")
+            beside = [[*into[:-1], "--target", str(fresh / APART), into[-1], str(listed)]]
+            return [[*command, str(fresh)], *(beside if apart else ()), into]
 
         # Unpacked, the wheels of 0.21.0 take 1.7 times their size, and once only: uv links the
         # files of its cache. The rest is for wheels on their way.
@@ -249,7 +256,7 @@ def environments(
         BadFileError: the lock of one of ``known`` cannot be read.
     """
     used = {
-        home_name(base, requirements(base, machine=machine, root=root), machine): base.version
+        environment_name(base, machine=machine, root=root): base.version
         for base in known
         if base.lock_path(machine).is_file()
     }
@@ -315,7 +322,19 @@ def requirements(base: Base, *, machine: str, root: Path) -> str:
     return pinned(base, base.witness.packages, root / _TOOLS_LOCK, told, machine)
 
 
-def pinned(base: Base, names: Sequence[str], tools: Path, told: str, machine: str) -> str:
+def environment_name(base: Base, *, machine: str, root: Path) -> str:
+    """The name of the folder of the witnesses' environment."""
+    wanted = requirements(base, machine=machine, root=root) + _apart(base, machine)
+    return home_name(base, wanted, machine)
+
+
+def _apart(base: Base, machine: str) -> str:
+    """The packages that lie apart in it, as a requirements file; empty where there are none."""
+    told = f"{base.folder / 'base.toml'}: witness.apart"
+    return pinned(base, base.witness.apart, None, told, machine)
+
+
+def pinned(base: Base, names: Sequence[str], tools: Path | None, told: str, machine: str) -> str:
     """The pins of ``names``, which ``told`` names, in the lock of ``base``, and all of ``tools``.
 
     Raises BadFileError where the lock does not have one.
@@ -328,7 +347,7 @@ def pinned(base: Base, names: Sequence[str], tools: Path, told: str, machine: st
             f"{told} names {', '.join(absent)}, which {path.name} does not have",
             next_step="name packages of the lock, as it writes them",
         )
-    chosen = [*(pins[name] for name in names), *lockfile.read(tools).pins]
+    chosen = [*(pins[name] for name in names), *(lockfile.read(tools).pins if tools else ())]
     return "".join(pin.text for pin in chosen)
 
 

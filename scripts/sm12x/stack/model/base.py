@@ -273,10 +273,12 @@ class Witness(Declared):
     ``upstream`` names the tests (tests/witness/test_x.py::test_y) of a defect that this release no
     longer has: they must pass on the untouched release. ``needed`` names tests that other untouched
     releases pass and this one fails. ``first`` are the witnesses (tests/witness/test_x.py) that
-    take longest: they start first.
+    take longest: they start first. ``apart`` are packages in a folder that witnesses put on their
+    path where they need it: what imports a package wherever it finds it finds none of these.
     """
 
     packages: tuple[str, ...]
+    apart: tuple[str, ...] = ()
     download_mib: int
     first: tuple[str, ...] = ()
     upstream: tuple[str, ...] = ()
