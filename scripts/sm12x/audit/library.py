@@ -16,8 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import IO
 
-from sm12x.audit import elf, exclusives, fatbin
-from sm12x.audit.exclusives import ExclusiveStores
+from sm12x.audit import elf, fatbin
 from sm12x.audit.fatbin import Buffer, CodePiece, FatContainer
 from sm12x.audit.model import Audit, LibraryAudit
 from sm12x.core import machine, text
@@ -76,7 +75,7 @@ def audit(path: str, data: Buffer, *, alone: bool = False) -> LibraryAudit | Non
     if read is None:
         return None
     code, loads = read
-    holds = code.units or code.relocatable or code.embedded or code.stores.untested or code.faults
+    holds = code.units or code.relocatable or code.embedded or code.faults
     if not (alone or loads or holds):
         return None
     return replace(code, path=path, sha256=hashlib.sha256(data).hexdigest(), size=len(data))
@@ -100,7 +99,6 @@ def _read(path: str, data: Buffer, depth: int) -> tuple[LibraryAudit, bool] | No
             relocatable=code.found.relocatable,
             embedded=code.found.embedded,
             unloadable=code.unloadable,
-            stores=code.stores,
             faults=code.found.faults,
         )
         return found, code.shared
@@ -144,7 +142,6 @@ def _archive(data: Buffer, depth: int) -> LibraryAudit:
         return _code(faults=(f"archives in archives, more than {_MAX_DEPTH} deep",))
     machines: list[str] = []
     lists: tuple[list[FatContainer], ...] = ([], [], [])
-    stores: list[tuple[str, ExclusiveStores]] = []
     faults: list[str] = []
     pieces = 0
     try:
@@ -169,7 +166,6 @@ def _archive(data: Buffer, depth: int) -> LibraryAudit:
             ):
                 all_ += of_it
             pieces += _pieces(member)
-            stores.append((name, member.stores))
             faults += (
                 f"{name}: {fault}" for fault in member.faults[: fatbin.MAX_FAULTS - len(faults)]
             )
@@ -182,7 +178,6 @@ def _archive(data: Buffer, depth: int) -> LibraryAudit:
         units=units,
         relocatable=relocatable,
         embedded=embedded,
-        stores=exclusives.merged(stores),
         faults=tuple(faults),
     )
 

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from sm12x.audit import fatbin
-from sm12x.audit.exclusives import CodeRange
 from sm12x.audit.fatbin import Buffer, FatContainer
 from sm12x.audit.model import LibraryAudit
 
@@ -89,13 +88,6 @@ def sections(data: Buffer) -> Iterator[Section]:
             flags=flags,
             address=address,
         )
-
-
-def instructions(found: Iterable[Section]) -> Iterator[CodeRange]:
-    """Where the host's instructions are in the file."""
-    for section in found:
-        if section.executable:
-            yield CodeRange(offset=section.offset, size=section.size, address=section.address)
 
 
 def collect(data: Buffer, found: Iterable[Section]) -> FoundCode:
