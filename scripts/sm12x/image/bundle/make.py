@@ -14,7 +14,7 @@ from sm12x.image.bundle import context, modes, preflight, record
 from sm12x.image.bundle.context import Context
 from sm12x.image.bundle.decide import BuildPlan, Options, decided
 from sm12x.image.bundle.record import Record
-from sm12x.image.engine import follow
+from sm12x.image.engine import buildah, follow
 from sm12x.image.engine.engine import BuildRequest, Engine, Layer
 from sm12x.image.engine.follow import Follower
 from sm12x.wheel import ledger as ledgers
@@ -79,7 +79,7 @@ def _build_wheel(plan: BuildPlan, release: _ReleaseFiles) -> _Wheel:
         BuildFailedError: the builder failed, or a second build gave other bytes.
         NoSpaceError: a disk was full.
     """
-    with plan.timings.step("wheel"), plan.meter.measuring(preflight.WHEEL):
+    with plan.timings.step("wheel"):
         with record.publishing(plan.folder) as staged:
             _run_builder(plan, release, staged)
             if plan.options.twice:
@@ -135,11 +135,13 @@ def _build_image(plan: BuildPlan, wheel: _Wheel) -> _BuiltImage:
         ledger=plan.folder / record.LEDGER,
         find_links=plan.options.find_links,
     )
-    with plan.timings.step("image"), plan.meter.measuring(preflight.IMAGE):
+    with plan.timings.step("image"):
         _build(plan, "bundle", "image", copied, request)
     if plan.flashinfer:
         asked = context.flashinfer_request(base, plan.machine, plan.flashinfer)
         declared.write_json(plan.folder / ledgers.FLASHINFER_REQUEST, asked)
+    if script := plan.engine.script(tags[0]):
+        files.write_text(plan.folder / buildah.SCRIPT, script)
     return _BuiltImage(
         tags=tags,
         id=plan.engine.image_id(tags[0]) or "",
@@ -224,7 +226,7 @@ def _build(plan: BuildPlan, name: str, label: str, copied: Context, request: Bui
             plan.engine.build(request, on_line=follower, log=log)
         except ToolFailedError:
             raise follow.failure(
-                plan.engine, request.dockerfile.name, follower, log, rest_gib=plan.rest_gib()
+                plan.engine, request.dockerfile.name, follower, log, needs_gib=plan.needs_gib()
             ) from None
         finally:
             follower.finish()
