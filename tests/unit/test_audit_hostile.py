@@ -41,7 +41,7 @@ from sm12x.audit import elf, fatbin, policy, scan
 from sm12x.audit import library as audit_library
 from sm12x.audit.model import SM120, UNKNOWN, LibraryAudit
 from sm12x.commands import audit as verb
-from sm12x.core import unpack
+from sm12x.core import files, unpack
 from sm12x.core.errors import BadFileError, NoSpaceError, Sm12xError
 from sm12x.wheel import ledger
 from sm12x.wheel.ledger import NAME
@@ -335,10 +335,10 @@ def test_a_member_of_another_size_than_it_claims_is_unknown(tmp_path: Path, size
     assert one(claims(tmp_path / "a.whl", size)).sm120 == UNKNOWN
 
 
-def test_a_library_larger_than_the_memory_is_no_space(
+def test_a_library_larger_than_the_temporary_folder_is_no_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(audit_library, "available", lambda: 10_000)
+    monkeypatch.setattr(files, "free_gib", lambda folder: 1e-6)
     with pytest.raises(NoSpaceError):
         scan.scan(wheel(tmp_path / "a.whl", {"a.so": KERNELS.read_bytes()}))
     (tmp_path / "a.tar").write_bytes(tar({"a.so": KERNELS.read_bytes()}))
@@ -538,35 +538,6 @@ def test_a_wheel_of_many_members_is_read_in_one_pass(
     assert len(scan.scan(path).libraries) == 2000
     assert Opened.directories <= 2
     assert Opened.members == 2000
-
-
-def test_together_the_libraries_take_the_memory_of_the_largest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    held: list[int] = []
-    most = 0
-    real = audit_library.unpacked
-
-    class Held:
-        def __init__(self, *words: object) -> None:
-            self.inner = real(*words)  # type: ignore[arg-type]
-            self.size = int(words[2])  # type: ignore[call-overload]
-
-        def __enter__(self) -> object:
-            nonlocal most
-            held.append(self.size)
-            most = max(most, sum(held))
-            return self.inner.__enter__()
-
-        def __exit__(self, *reason: object) -> object:
-            held.remove(self.size)
-            return self.inner.__exit__(*reason)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(audit_library, "unpacked", Held)
-    padding = [b"\0" * (number << 16) for number in range(12)]
-    members = {f"{len(pad)}.so": KERNELS.read_bytes() + pad for pad in padding}
-    assert len(scan.scan(wheel(tmp_path / "a.whl", members)).libraries) == 12
-    assert most == max(map(len, members.values()))
 
 
 @pytest.mark.parametrize("kind", ["wheel", "image", "oci", "member"])
