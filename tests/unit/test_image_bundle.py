@@ -161,18 +161,20 @@ OFFER = Offer(
 ENGINE = Docker(Path("/usr/bin/docker"), "20.10", buildx=False)
 
 
-def _made(**fields: Any) -> summary.Made:
+RECIPES = ["deepseek-v4-flash-rtx-pro-6000-tp4"]
+
+
+def _made(**fields: Any) -> summary.Bundle:
     values = {
         "record": RECORD,
         "ledger": LEDGER,
         "audit": AUDIT,
         "folder": Path("dist/0.21.0"),
         "engine": ENGINE,
-        "recipes": ["deepseek-v4-flash-rtx-pro-6000-tp4"],
         "unchanged": False,
         "offer": OFFER,
     }
-    return summary.Made(**{**values, **fields})
+    return summary.Bundle(**{**values, **fields})
 
 
 @pytest.mark.parametrize(
@@ -188,7 +190,7 @@ def test_the_summary(
 ) -> None:
     monkeypatch.setattr(bases, "default", lambda: RECORD.version)
     made = _made(unchanged=unchanged, offer=None if unchanged else OFFER)
-    assert summary.text(made, details=details) == (DATA / name).read_text()
+    assert summary.text(made, RECIPES, details=details) == (DATA / name).read_text()
 
 
 @pytest.mark.parametrize("engine", [ENGINE, Buildah(Path("/usr/bin/buildah"), "1", chroot=True)])
@@ -197,7 +199,7 @@ def test_the_summary_ends_with_what_to_do_next(engine: Engine) -> None:
     ledger = dataclasses.replace(
         LEDGER, patches=LEDGER.patches * 54, libraries=LEDGER.libraries * 20
     )
-    lines = summary.text(_made(engine=engine, ledger=ledger)).splitlines()
+    lines = summary.text(_made(engine=engine, ledger=ledger), RECIPES).splitlines()
     assert len(lines) <= 40
     assert lines[-1].endswith("deepseek-v4-flash-rtx-pro-6000-tp4")
     assert "Next" in lines[-10:]

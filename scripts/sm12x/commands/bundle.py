@@ -13,14 +13,12 @@ import click
 from rich.markup import escape
 
 from sm12x import layout
-from sm12x.audit import report as audits
 from sm12x.commands import find_links_option, print_json, reports
 from sm12x.core import progress
-from sm12x.image.bundle import decide, make, record, summary
+from sm12x.image.bundle import decide, make, summary
 from sm12x.image.engine import engines
 from sm12x.recipes import load as recipes
 from sm12x.stack.model import base as bases
-from sm12x.wheel import ledger as ledgers
 from sm12x.wheel import selection
 
 # Without a terminal a long phase prints its progress at this interval, in seconds.
@@ -187,19 +185,7 @@ def command(
             )
         )
         return
-    shown = summary.Made(
-        record=made.record,
-        ledger=ledgers.read(made.folder / record.LEDGER),
-        audit=audits.read(
-            made.folder / record.AUDIT, next_step=f"remove {made.folder} and build again"
-        ),
-        folder=made.folder,
-        engine=made.engine,
-        recipes=_servable(made.record.version),
-        unchanged=made.unchanged,
-        offer=made.offer,
-    )
-    click.echo(summary.text(shown, details=details), nl=False)
+    click.echo(summary.text(made, _servable(made.record.version), details=details), nl=False)
 
 
 def _servable(release: str) -> list[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from sm12x import __version__, layout
+from sm12x.audit import report as audits
 from sm12x.core import declared, files, index
 from sm12x.core.errors import BuildFailedError, ToolFailedError
 from sm12x.core.progress import Reporter
@@ -14,12 +15,12 @@ from sm12x.image.bundle import context, modes, preflight, record
 from sm12x.image.bundle.context import Context
 from sm12x.image.bundle.decide import BuildPlan, Options, decided
 from sm12x.image.bundle.record import Record
+from sm12x.image.bundle.summary import Bundle
 from sm12x.image.engine import buildah, follow
-from sm12x.image.engine.engine import BuildRequest, Engine
+from sm12x.image.engine.engine import BuildRequest
 from sm12x.image.engine.follow import Follower
 from sm12x.wheel import ledger as ledgers
 from sm12x.wheel.ledger import Ledger
-from sm12x.wheel.selection import Offer
 
 _PROJECT = "vllm"
 _IMAGE = "vllm-sm12x"
@@ -207,20 +208,6 @@ def _build(plan: BuildPlan, name: str, label: str, copied: Context, request: Bui
             plan.timings.stages.update(follower.stages)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bundle:
-    """A finished bundle. ``unchanged``: nothing was built, all that ``record`` names was there.
-
-    ``offer`` is what full mode would add to a quick bundle.
-    """
-
-    record: Record
-    folder: Path
-    engine: Engine
-    unchanged: bool
-    offer: Offer | None = None
-
-
 def run(options: Options, report: Reporter) -> Bundle:
     """Make wheel and image, or find existing ones.
 
@@ -238,6 +225,10 @@ def run(options: Options, report: Reporter) -> Bundle:
             declared.write_json(plan.folder / record.NAME, made)
         return Bundle(
             record=made,
+            ledger=ledgers.read(plan.folder / record.LEDGER),
+            audit=audits.read(
+                plan.folder / record.AUDIT, next_step=f"remove {plan.folder} and build again"
+            ),
             folder=plan.folder,
             engine=plan.engine,
             unchanged=unchanged,

@@ -42,9 +42,10 @@ _LAYER_NAMES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Made:
-    """A finished bundle, as the summary shows it. ``recipes`` are the names of those that can be
-    served; ``offer`` is what full mode would add to a quick bundle.
+class Bundle:
+    """A finished bundle. ``unchanged``: nothing was built, all that ``record`` names was there.
+
+    ``offer`` is what full mode would add to a quick bundle.
     """
 
     record: Record
@@ -52,13 +53,15 @@ class Made:
     audit: AuditReport
     folder: Path
     engine: Engine
-    recipes: Sequence[str]
     unchanged: bool
     offer: Offer | None = None
 
 
-def text(made: Made, *, details: bool = False) -> str:
-    """Return the summary; with ``details`` every patch, module, library and layer."""
+def text(made: Bundle, recipes: Sequence[str] = (), *, details: bool = False) -> str:
+    """Return the summary; with ``details`` every patch, module, library and layer.
+
+    ``recipes`` are the names of those that can be served.
+    """
     record, ledger = made.record, made.ledger
     full = made.offer
     parts = [
@@ -72,7 +75,7 @@ def text(made: Made, *, details: bool = False) -> str:
         _sizes(record) if details else "",
         _times(record) if details and not made.unchanged else "",
         _output(record, made.folder, details=details),
-        _next(made),
+        _next(made, recipes),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -94,7 +97,7 @@ def _head(record: Record, *, unchanged: bool) -> str:
     )
 
 
-def _in_short(made: Made) -> str:
+def _in_short(made: Bundle) -> str:
     """Return patches, modules, machine code, sizes and times, in a line or two each."""
     record, ledger = made.record, made.ledger
     patches = texts.counted(len(ledger.patches), "patch")
@@ -321,7 +324,7 @@ def _output(record: Record, folder: Path, *, details: bool) -> str:
     return "\n".join(lines)
 
 
-def _next(made: Made) -> str:
+def _next(made: Bundle, recipes: Sequence[str]) -> str:
     record = made.record
     if not record.tags:
         return f"Next\n  pip install {shlex.quote(f'{made.folder}/{record.wheel}')}"
@@ -333,8 +336,8 @@ def _next(made: Made) -> str:
         "  see its recipes:",
         f"    {made.engine.run_hint(image, folder=folder)}",
     ]
-    if made.recipes:
-        hint = made.engine.run_hint(image, made.recipes[0], gpus=True, folder=folder)
+    if recipes:
+        hint = made.engine.run_hint(image, recipes[0], gpus=True, folder=folder)
         lines += ["  serve, on a machine with the GPUs:"]
         lines += [f"    {line}" for line in hint.splitlines()]
     return "\n".join(lines)
