@@ -151,7 +151,7 @@ def with_bar(text: str) -> str:
     help="Build the wheel a second time without caches, and fail unless the bytes are the same.",
 )
 @click.option("--no-image", is_flag=True, help="Stop at the wheel, the ledger and the audit.")
-@click.option("--details", is_flag=True, help="End with every patch, module, library and layer.")
+@click.option("--details", is_flag=True, help="End with every patch, module and layer.")
 @reports(summary.BundleReport)
 def command(
     version: str | None,

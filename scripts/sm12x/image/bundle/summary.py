@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 
 from sm12x.audit.report import AuditReport
 from sm12x.core import text as texts
-from sm12x.image.bundle.record import Record
+from sm12x.image.bundle.record import AUDIT_TEXT, Record
 from sm12x.image.engine.engine import Engine, Layer
 from sm12x.stack.model import base as bases
 from sm12x.wheel import flashinfer as ahead
@@ -68,7 +68,7 @@ def text(made: Bundle, recipes: Sequence[str] = (), *, details: bool = False) ->
         _head(record, unchanged=made.unchanged),
         _patches(ledger) if details else "",
         modules(ledger) if details else _in_short(made),
-        _code(made.audit) if details else "",
+        _code(made) if details else "",
         _full(full, record, made.audit) if full and details else "",
         _full_in_short(full, record) if full and not details else "",
         _flashinfer(record),
@@ -190,31 +190,11 @@ def _totals(audit: AuditReport) -> list[str]:
     return lines
 
 
-def _code(audit: AuditReport) -> str:
-    devices = audit.devices
-    rows = [["library", *(f"on {device}" for device in devices)]]
-    host = 0
-    for library in audit.libraries:
-        if not library.cubins and not library.ptx and not library.unknown:
-            host += 1
-            continue
-        cells = []
-        for device in devices:
-            units = {kind: n for kind, n in library.runs[device].units.items() if n}
-            cells.append(", ".join(f"{count} {kind}" for kind, count in units.items()) or "-")
-        rows.append([library.path, *cells])
-    lines = ["Machine code of the wheel, in translation units", texts.columns(rows, indent=2)]
-    lines += _totals(audit)
-    seen = [
-        kind
-        for kind in _MEANING
-        if any(
-            runs.units.get(kind) for library in audit.libraries for runs in library.runs.values()
-        )
-    ]
-    lines += [f"  {kind:<8}{_MEANING[kind]}" for kind in seen]
-    lines.append(f"  {texts.counted(host, 'more library', 'more libraries')} without device code")
-    return "\n".join(lines)
+def _code(made: Bundle) -> str:
+    """Return how the machine code runs; audit.txt beside the wheel has each library."""
+    lines = ["Machine code of the wheel, in translation units", *_totals(made.audit)]
+    lines += [f"  {kind:<8}{meaning}" for kind, meaning in _MEANING.items()]
+    return "\n".join([*lines, f"  each library: {made.folder / AUDIT_TEXT}"])
 
 
 def _full(offer: Offer, record: Record, audit: AuditReport) -> str:
@@ -320,7 +300,7 @@ def _output(record: Record, folder: Path, *, details: bool) -> str:
     if details:
         lines.append(f"  base image {record.base_image}, {record.base_digest}")
     else:
-        lines.append("  each patch, module, library and layer: sm12x bundle --details")
+        lines.append("  each patch, module and layer: sm12x bundle --details")
     return "\n".join(lines)
 
 
