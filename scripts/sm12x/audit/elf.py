@@ -98,7 +98,6 @@ def _sections(elf: ELFFile) -> Iterator[Section]:
             offset=section["sh_offset"],
             size=section["sh_size"],
             flags=section["sh_flags"],
-            address=section["sh_addr"],
         )
 
 
