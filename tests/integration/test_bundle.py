@@ -16,6 +16,7 @@ from sm12x.core import process
 from sm12x.core.errors import ToolFailedError
 from sm12x.image.base.host_settings import HostConfig
 from sm12x.image.engine import engines
+from sm12x.image.engine.buildah import Buildah
 from sm12x.image.engine.engine import BuildRequest, Engine
 from sm12x.image.engine.follow import Follower
 
@@ -226,6 +227,26 @@ def test_a_client_without_its_daemon_says_where_it_looked(monkeypatch: pytest.Mo
         assert probe.down
         assert "unix:///nowhere/docker.sock, which DOCKER_HOST names" in probe.why
         assert "DOCKER_HOST" in probe.next_step
+
+
+def test_the_script_beside_a_bundle_of_buildahs(tmp_path: Path) -> None:
+    # A stand-in for buildah that notes how it was called.
+    program = tmp_path / "buildah"
+    program.write_text('#!/bin/sh\necho "$@" >> "$0.log"\n[ "$1" != from ] || echo made\n')
+    program.chmod(0o755)
+    script = tmp_path / "run-image"
+    script.write_text(Buildah(program, "1", chroot=True).script(TAG))
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    for words in (["check", "--json"], ["save", "a b.tar"]):
+        process.run(["sh", script, *words], env=env)
+    start, *rest = (tmp_path / "buildah.log").read_text().splitlines()
+    assert start.startswith("from ")
+    assert start.endswith(f" {TAG}")
+    assert rest == [
+        "run --isolation chroot made -- /opt/venv/bin/python -P -m sm12x.runtime check --json",
+        "rm made",
+        f"push {TAG} docker-archive:a b.tar:{TAG}",
+    ]
 
 
 def test_a_program_that_does_not_end_when_asked_is_killed(

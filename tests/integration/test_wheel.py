@@ -232,7 +232,7 @@ def test_a_compile_error_names_module_lines_and_command(
     said = str(caught.value)
     assert "csrc/demo.cpp, a unit of demo, could not be compiled; its last lines:" in said
     assert "nonsense" in said
-    assert f"read {out}.work/logs/units/demo/csrc/demo.cpp.o.log; repeat it alone with `" in said
+    assert f"read {out}.work/logs/ninja.log; repeat it alone with `" in said
     # The command does what it says, without us.
     alone = said.rpartition("repeat it alone with `")[2].partition("`")[0]
     assert shlex.split(alone)[1:] == [

@@ -114,9 +114,7 @@ def _results(settings: cmake.Settings) -> list[tuple[str, int]]:
     return [(Path(entry["unit"]).name.partition(".")[0], entry["status"]) for entry in found]
 
 
-def test_the_longest_unit_of_all_modules_is_compiled_first(
-    settings: cmake.Settings, compiler: Path
-) -> None:
+def test_each_unit_is_counted_and_measured(settings: cmake.Settings, compiler: Path) -> None:
     told: list[tuple[int, int, float | None]] = []
     cmake.configure(DEMO, MODULES, settings, None)
 
@@ -125,8 +123,7 @@ def test_the_longest_unit_of_all_modules_is_compiled_first(
         told.append((done, total, left))
 
     assert compiling.compile_modules(DEMO, MODULES, settings, on_step=step) == {"one": 2, "two": 1}
-    assert [name for name, _ in _results(settings)] == ["c", "b", "a"]
-    # On a busy machine a step is told again where nothing has ended meanwhile.
+    assert sorted(_results(settings)) == [("a", 0), ("b", 0), ("c", 0)]
     steps = dict.fromkeys((done, total) for done, total, _ in told)
     assert list(steps) == [(0, 3), (1, 3), (2, 3), (3, 3)]
     left = [seconds for _, _, seconds in told if seconds is not None]
@@ -135,8 +132,12 @@ def test_the_longest_unit_of_all_modules_is_compiled_first(
     entry = json.loads((settings.work / compiling.RESULTS).read_text().splitlines()[0])
     assert 0.001 < entry["peak_gib"] < 1
     assert entry["cpu_seconds"] > 0
-    log = settings.work / "logs" / "units" / "one" / "csrc" / "a.cpp.o.log"
-    assert log.read_text().startswith(f"+ cd {settings.work}/build && ")
+
+
+def test_units_compile_in_pools_by_memory(settings: cmake.Settings, compiler: Path) -> None:
+    _compile(dataclasses.replace(settings, memory_gib=8))
+    text = (settings.work / "build" / "pools.ninja").read_text()
+    assert text.count("  pool = gib-3\n") == 3
 
 
 def test_only_the_unit_that_changed_is_compiled_again(
@@ -146,7 +147,8 @@ def test_only_the_unit_that_changed_is_compiled_again(
     (settings.work / "src" / "csrc" / "b.cpp").write_text("int b() { return 2; }\n")
     _compile(settings)
     _compile(settings)
-    assert [name for name, _ in _results(settings)] == ["c", "b", "a", "b"]
+    names = [name for name, _ in _results(settings)]
+    assert (sorted(names[:3]), names[3:]) == (["a", "b", "c"], ["b"])
 
 
 def test_what_cmake_itself_reads_may_have_changed(settings: cmake.Settings, compiler: Path) -> None:
@@ -160,23 +162,19 @@ def test_what_cmake_itself_reads_may_have_changed(settings: cmake.Settings, comp
         told.append(done)
 
     assert compiling.compile_modules(DEMO, MODULES, settings, on_step=step) == {"one": 2, "two": 1}
-    # What ninja would compile then, it does not know before.
-    assert told[0] == 0
+    # CMake has run again, and nothing is left to compile.
+    assert told[0] == 3
 
 
-def test_a_compiler_that_the_kernel_kills_is_run_again_alone(
+def test_after_a_compiler_that_the_kernel_kills_one_unit_runs_at_a_time(
     settings: cmake.Settings, compiler: Path
 ) -> None:
     (compiler / "killed").write_text("b.cpp\n")
     said: list[str] = []
     assert _compile(dataclasses.replace(settings, jobs=3), said) == {"one": 2, "two": 1}
-    assert said == [
-        "csrc/b.cpp: the kernel killed its compiler for lack of memory; it is compiled again, alone"
-    ]
-    assert sorted(_results(settings)) == [("a", 0), ("b", 0), ("b", 137), ("c", 0)]
-    entries = (settings.work / compiling.RESULTS).read_text().splitlines()
-    alone = [json.loads(line) for line in entries if "b.cpp" in line]
-    assert [(entry["killed"], entry["alone"]) for entry in alone] == [(True, False), (False, True)]
+    assert len(said) == 1
+    assert said[0].startswith("csrc/b.cpp: the kernel killed its compiler")
+    assert [entry for entry in _results(settings) if entry[0] == "b"] == [("b", 137), ("b", 0)]
 
 
 def test_a_compiler_that_is_killed_alone_too_ends_the_build(
@@ -184,7 +182,7 @@ def test_a_compiler_that_is_killed_alone_too_ends_the_build(
 ) -> None:
     (compiler / "killed").write_text("b.cpp\n")
     (compiler / "always").touch()
-    with pytest.raises(NoSpaceError, match=r"csrc/b\.cpp for lack of memory twice, the second"):
+    with pytest.raises(NoSpaceError, match=r"csrc/b\.cpp for lack of memory"):
         _compile(settings)
 
 
@@ -197,8 +195,8 @@ def test_a_unit_that_fails_is_named_and_none_is_started_after_it(
         _compile(settings, said)
     assert "nonsense" in str(caught.value)
     # The log lies where nobody gets at it if this is a container: with the command that made it.
-    assert any(line.startswith("    + cd ") and "c.cpp" in line for line in said)
-    assert _results(settings) == [("c", 1)]
+    assert any("-c " in line and "c.cpp" in line for line in said)
+    assert ("c", 1) in _results(settings)
     (settings.work / "src" / "csrc" / "c.cpp").write_text("int c() { return 1; }\n")
     assert _compile(settings) == {"one": 2, "two": 1}
 
@@ -244,18 +242,22 @@ def test_a_build_that_was_ended_goes_on_where_it_stopped(
     until = time.monotonic() + 60
     # Until ninja knows that the first has been compiled.
     log = settings.work / "build" / ".ninja_log"
-    while not (log.is_file() and "c.cpp.o" in log.read_text()) and time.monotonic() < until:
+    while not (log.is_file() and ".cpp.o" in log.read_text()) and time.monotonic() < until:
         time.sleep(0.05)
     driver.send_signal(number)
     assert driver.wait(timeout=20) != 0
-    # Nothing of it goes on: what runs is ended, or ends, and nobody gets a turn any more.
+    # Nothing of it goes on: what runs is ended, or ends, and ninja starts no other.
     while _processes(settings.work) and time.monotonic() < until:
         time.sleep(0.05)
     assert not _processes(settings.work)
-    assert [name for name, _ in _results(settings)] == ["c"]
+    first = [name for name, _ in _results(settings)]
+    assert len(first) in (1, 2)
     (compiler / "slow").unlink()
     _compile(settings)
-    assert [name for name, _ in _results(settings)] == ["c", "b", "a"]
+    # The one that was running may be compiled again; the one before is not.
+    later = [name for name, _ in _results(settings)][len(first) :]
+    assert first[0] not in later
+    assert {*first, *later} == {"a", "b", "c"}
 
 
 def _processes(folder: Path) -> list[str]:

@@ -256,15 +256,7 @@ def stub() -> bytes:
     return data[unit.entries[0].offset :][: unit.entries[0].size]
 
 
-def lz4_literals(data: bytes) -> bytes:
-    """One lz4 block without a match."""
-    more = len(data) - 15
-    return b"\xf0" + b"\xff" * (more // 255) + bytes([more % 255]) + data
-
-
-@pytest.mark.parametrize(
-    ("flags", "pack"), [(0, bytes), (ZSTD, zstandard.compress), (LZ4, lz4_literals)]
-)
+@pytest.mark.parametrize(("flags", "pack"), [(0, bytes), (ZSTD, zstandard.compress)])
 def test_a_stub_is_known_packed_or_not(
     tmp_path: Path, flags: int, pack: Callable[[bytes], bytes]
 ) -> None:

@@ -54,9 +54,9 @@ def test_an_unknown_base_names_the_nearest() -> None:
         ('python = "3.13"', "python = 3.13", "python has the wrong type"),
         ("cpu_seconds = ", "cpu_secnds = ", r"module\[0\].cpu_secnds .*meant cpu_sec"),
         ('tree = "', "tree = 3\n#", "sdist.tree has the wrong type"),
-        ("schema = 1", "schema = 2", ":2: schema is 2, and not 1"),
+        ("schema = 1", "schema = 2", ": schema is 2, and not 1"),
         ('version = "0.21.0"', 'version = "0.22.0"', "the folder is 0.21.0"),
-        ("[wheel.aarch64]", "[wheel.arm]", ":20: wheel.arm: .*x86_64, aarch64"),
+        ("[wheel.aarch64]", "[wheel.arm]", ": wheel.arm: .*x86_64, aarch64"),
         ("peak_gib = 0.1", 'peak_gib = "a"', r"module\[0\].peak_gib has the wrong type"),
         ("schema = 1", "schema = ", "cannot be read"),
         (

@@ -1,19 +1,17 @@
-"""Files that are declared: each fault is told with its line, its key and a near name."""
+"""Files that are declared: each fault is told with its key and a near name."""
 
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import jsonschema
 import pytest
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticSerializationError
 
-from sm12x import layout
 from sm12x.core import declared
 from sm12x.core.declared import (
     Declared,
@@ -27,9 +25,6 @@ from sm12x.core.declared import (
     unless_empty,
 )
 from sm12x.core.errors import BadFileError
-from sm12x.doctor import knowledge
-from sm12x.stack.model import base as bases
-from sm12x_dev.witness import mutations, upstream_tests
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,25 +132,23 @@ def test_a_file_is_read_into_its_dataclass(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("schema = 1", "schema = 2", ":1: schema is 2, and not 1"),
+        ("schema = 1", "schema = 2", ": schema is 2, and not 1"),
         ("schema = 1", "", ": schema is missing"),
-        ('kind = "a"', 'kind = "c"', ":2: kind: 'c' is not one of a, b"),
-        ('kind = "a"', "kind = 1", ":2: kind has the wrong type (int)"),
-        ("size = 2.5", 'size = "2.5"', ":9: part[1].size has the wrong type (str)"),
-        ("size = 2.5", "size = -1", ":9: part[1].size is less than nothing"),
-        ("size = 2.5", "", ":7: part[1].size is missing"),
-        ("size = 2.5", "sise = 2.5", ":9: part[1].sise is not a known key; perhaps you meant size"),
-        ('on = ["m", "n"]', 'on = ["m", 1]', ":10: part[1].on[1] has the wrong type (int)"),
-        ('on = ["m", "n"]', 'on = "m"', ":10: part[1].on has the wrong type (str)"),
-        ("machine.x86_64", "machine.arm", ":12: machine.arm: 'arm' is not one of x86_64, aarch64"),
-        ('kind = "a"', 'folder = "/"', ":2: folder is not a known key"),
+        ('kind = "a"', 'kind = "c"', ": kind: 'c' is not one of a, b"),
+        ('kind = "a"', "kind = 1", ": kind has the wrong type (int)"),
+        ("size = 2.5", 'size = "2.5"', ": part[1].size has the wrong type (str)"),
+        ("size = 2.5", "size = -1", ": part[1].size is less than nothing"),
+        ("size = 2.5", "", ": part[1].size is missing"),
+        ("size = 2.5", "sise = 2.5", ": part[1].sise is not a known key; perhaps you meant size"),
+        ('on = ["m", "n"]', 'on = ["m", 1]', ": part[1].on[1] has the wrong type (int)"),
+        ('on = ["m", "n"]', 'on = "m"', ": part[1].on has the wrong type (str)"),
+        ("machine.x86_64", "machine.arm", ": machine.arm: 'arm' is not one of x86_64, aarch64"),
+        ('kind = "a"', 'folder = "/"', ": folder is not a known key"),
         ("[[part]]", "[part]", ": cannot be read"),
         ("schema = 1", "schema = ", " cannot be read"),
     ],
 )
-def test_a_fault_is_told_with_its_line_and_key(
-    tmp_path: Path, old: str, new: str, said: str
-) -> None:
+def test_a_fault_is_told_with_its_key(tmp_path: Path, old: str, new: str, said: str) -> None:
     assert old in GOOD
     with pytest.raises(BadFileError) as caught:
         _read(tmp_path / "f.toml", GOOD.replace(old, new, 1))
@@ -178,52 +171,3 @@ def test_what_is_something_else_is_named_as_such(tmp_path: Path, text: str) -> N
     path.write_text(text)
     with pytest.raises(BadFileError, match=r"f\.json holds no part: "):
         declared.read_json(Part, path, next_step="correct it", what="part")
-
-
-def _keys(text: str) -> list[tuple[int, str]]:
-    """(line, key) of every key at the beginning of a line, those in long strings left out."""
-    found, inside = [], False
-    for number, line in enumerate(text.split("\n"), start=1):
-        key = re.match(r"([a-z_0-9]+) = ", line)
-        if key and not inside:
-            found.append((number, key[1]))
-        inside ^= (line.count("'''") + line.count('"""')) % 2 == 1
-    return found
-
-
-def _parse(name: str, path: Path) -> Any:
-    if name == "base.toml":
-        return bases.parse(path)
-    if name == "doctor.toml":
-        return knowledge.load.__wrapped__(path)
-    kind = {mutations.NAME: mutations.Mutations, upstream_tests.NAME: upstream_tests.Suite}[name]
-    given = {"path": path} if kind is upstream_tests.Suite else None
-    return declared.read_toml(kind, path, given=given, next_step="correct it")
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        *(layout.patches() / version / "base.toml" for version in bases.versions()),
-        *(layout.patches() / version / upstream_tests.NAME for version in bases.versions()),
-        layout.data() / "doctor.toml",
-    ],
-    ids=lambda path: f"{path.parent.name}-{path.name}",
-)
-def test_any_misspelt_key_of_a_committed_file_is_found_at_its_line(
-    path: Path, tmp_path: Path
-) -> None:
-    lines = path.read_text().split("\n")
-    copy = tmp_path / path.parent.name / path.name
-    copy.parent.mkdir()
-    keys = _keys("\n".join(lines))
-    assert len(keys) > 20
-    # One in five: each takes the time to read the whole file.
-    for number, key in keys[::5]:
-        changed = [*lines]
-        changed[number - 1] = changed[number - 1].replace(key, f"{key}_x", 1)
-        copy.write_text("\n".join(changed))
-        with pytest.raises(BadFileError) as caught:
-            _parse(path.name, copy)
-        assert f"{path.name}:{number}: " in caught.value.message
-        assert f"{key}_x is not a known key" in caught.value.message

@@ -161,46 +161,62 @@ OFFER = Offer(
 ENGINE = Docker(Path("/usr/bin/docker"), "20.10", buildx=False)
 
 
-@pytest.mark.parametrize("unchanged", [False, True])
-def test_the_summary(unchanged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+RECIPES = ["deepseek-v4-flash-rtx-pro-6000-tp4"]
+
+
+def _made(**fields: Any) -> summary.Bundle:
+    values = {
+        "record": RECORD,
+        "ledger": LEDGER,
+        "audit": AUDIT,
+        "folder": Path("dist/0.21.0"),
+        "engine": ENGINE,
+        "unchanged": False,
+        "offer": OFFER,
+    }
+    return summary.Bundle(**{**values, **fields})
+
+
+@pytest.mark.parametrize(
+    ("unchanged", "details", "name"),
+    [
+        (False, False, "summary.txt"),
+        (True, False, "summary-unchanged.txt"),
+        (False, True, "summary-details.txt"),
+    ],
+)
+def test_the_summary(
+    unchanged: bool, details: bool, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(bases, "default", lambda: RECORD.version)
-    got = summary.text(
-        RECORD,
-        LEDGER,
-        AUDIT,
-        Path("dist/0.21.0"),
-        ENGINE,
-        ["deepseek-v4-flash-rtx-pro-6000-tp4"],
-        unchanged=unchanged,
-        offer=None if unchanged else OFFER,
+    made = _made(unchanged=unchanged, offer=None if unchanged else OFFER)
+    assert summary.text(made, RECIPES, details=details) == (DATA / name).read_text()
+
+
+@pytest.mark.parametrize("engine", [ENGINE, Buildah(Path("/usr/bin/buildah"), "1", chroot=True)])
+def test_the_summary_ends_with_what_to_do_next(engine: Engine) -> None:
+    # GIVEN a release with many patches and libraries
+    ledger = dataclasses.replace(
+        LEDGER, patches=LEDGER.patches * 54, libraries=LEDGER.libraries * 20
     )
-    name = "summary-unchanged.txt" if unchanged else "summary.txt"
-    assert got == (DATA / name).read_text()
+    lines = summary.text(_made(engine=engine, ledger=ledger), RECIPES).splitlines()
+    assert len(lines) <= 40
+    assert lines[-1].endswith("deepseek-v4-flash-rtx-pro-6000-tp4")
+    assert "Next" in lines[-10:]
 
 
 def test_the_summary_names_a_base_that_is_not_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bases, "default", lambda: "0.33.0")
-    got = summary.text(
-        RECORD, LEDGER, AUDIT, Path("dist"), ENGINE, [], unchanged=False, offer=OFFER
-    )
+    got = summary.text(_made())
     assert "make bundle BASE=0.21.0 BUILD=full" in got
     assert "make bundle BASE=0.21.0 ARGS=--flashinfer" in got
 
 
 def test_the_summary_says_where_what_full_mode_needs_comes_from() -> None:
     step = dataclasses.replace(OFFER.steps[1], sources=("a", "b", "c"), given_only=("b",))
-    got = summary.text(
-        RECORD,
-        LEDGER,
-        AUDIT,
-        Path("dist/0.21.0"),
-        ENGINE,
-        [],
-        unchanged=False,
-        offer=dataclasses.replace(OFFER, steps=(step,)),
-    )
+    made = _made(offer=dataclasses.replace(OFFER, steps=(step,)))
     told = "with a and c (from git, or --source NAME=DIR) and b (--source b=DIR alone) also vllm/"
-    assert told in " ".join(got.split())
+    assert told in " ".join(summary.text(made, details=True).split())
 
 
 def test_the_summary_names_a_source_of_another_patch_level() -> None:
@@ -393,8 +409,7 @@ def _require(
     flashinfer: bool = False,
 ) -> None:
     modules = base.modules if full else base.modules[:1]
-    meter = preflight.Meter(base, engine, HERE)
-    preflight.require_room(meter, modules, flashinfer=flashinfer, image=image)
+    preflight.require_room(base, engine, modules, HERE, flashinfer=flashinfer, image=image)
 
 
 def test_what_lies_on_one_disk_is_added_up(monkeypatch: pytest.MonkeyPatch, base: Base) -> None:
@@ -423,7 +438,7 @@ def test_what_lies_on_one_disk_is_added_up(monkeypatch: pytest.MonkeyPatch, base
 @pytest.mark.parametrize(
     ("free", "folder", "remedy"),
     [
-        # 8 + 10 of layers and one of 7 in its container; 4 + 6 of packages and that one twice.
+        # 18 of layers and one of 7 in its container; 10 of packages and that one twice.
         ({"var": 24.9, "tmp": 99.0, "home": 99.0}, "/var/lib/containers", "graphroot"),
         ({"var": 99.0, "tmp": 23.9, "home": 99.0}, "/tmp/cache", "TMPDIR"),  # noqa: S108
         ({"var": 99.0, "tmp": 99.0, "home": 1.4}, "/home/me/.cache/sm12x", "SM12X_CACHE"),
@@ -440,82 +455,11 @@ def test_the_disk_that_is_too_small_is_named(
         _require(base, engine)
 
 
-def test_every_move_that_would_help_is_offered(monkeypatch: pytest.MonkeyPatch, base: Base) -> None:
-    engine = Buildah(Path("/usr/bin/buildah"), "1.28.2", chroot=True)
-    monkeypatch.setattr(engine, "storage", lambda: Path("/var/lib/containers"))
-    monkeypatch.setenv("TMPDIR", "/tmp/cache")  # noqa: S108
-    # 18 and 7 of layers, 10 and 14 beside the packages, 1.5 of ours.
-    Disks(monkeypatch, **{"": 40.0})
-    with pytest.raises(NoSpaceError, match=r"needs 50\.5 GiB") as refused:
-        _require(base, engine)
-    step = refused.value.next_step
-    assert "graphroot" in step
-    assert "TMPDIR" in step
-    assert "SM12X_CACHE" not in step
-
-
 def test_an_engine_on_another_machine_has_a_disk_of_its_own(
     monkeypatch: pytest.MonkeyPatch, base: Base
 ) -> None:
     Disks(monkeypatch, **{"": 1.5})
     _require(base, Store(None))
-
-
-def test_a_build_that_goes_on_asks_for_the_rest(
-    monkeypatch: pytest.MonkeyPatch, base: Base
-) -> None:
-    engine = Store(Path("/var/lib/docker"))
-    disks = Disks(monkeypatch, var=30.0, home=9.0)
-    meter = preflight.Meter(base, engine, HERE)
-    _require(base, engine)
-    # A second try asks no less while nothing was built.
-    disks.free[Path("/var")] = 5.0
-    with pytest.raises(NoSpaceError, match=r"needs 28\.0"):
-        _require(base, engine)
-    disks.free[Path("/var")] = 30.0
-
-    def interrupted() -> None:
-        with meter.measuring(preflight.WHEEL):
-            disks.free[Path("/var")] -= 6.0
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    # What others use meanwhile is none of it.
-    disks.free[Path("/var")] = 5.0
-    with pytest.raises(NoSpaceError, match=r"needs 22\.0"):
-        _require(base, engine)
-    disks.free[Path("/var")] = 22.0
-    again = preflight.Meter(base, engine, HERE)
-    with again.measuring(preflight.WHEEL):
-        disks.free[Path("/var")] -= 2.0
-    with again.measuring(preflight.IMAGE):
-        disks.free[Path("/var")] -= 10.0
-    # Only last layers are written anew, and both phases have theirs.
-    _require(base, engine)
-    # Another base has its own figure, whatever this one has built.
-    with pytest.raises(NoSpaceError, match=r"needs 28\.0"):
-        _require(dataclasses.replace(base, version="9.9.9"), engine)
-    # The engine was emptied.
-    again.forget()
-    with pytest.raises(NoSpaceError, match=r"needs 28\.0"):
-        _require(base, engine)
-
-
-def test_a_killed_build_is_counted_by_what_was_free(
-    monkeypatch: pytest.MonkeyPatch, base: Base
-) -> None:
-    engine = Store(Path("/var/lib/docker"))
-    disks = Disks(monkeypatch, var=30.0, home=9.0)
-    meter = preflight.Meter(base, engine, HERE)
-    killed = meter.measuring(preflight.WHEEL)
-    killed.__enter__()
-    disks.free[Path("/var")] = 25.0
-    left = preflight.Meter(base, engine, HERE)
-    assert left.rest(preflight.WHEEL, 8.0) == 3.0
-    for text in ("", "[]", '{"wheel": 3}', '{"wheel": {"spent": "x"}}', "\0"):
-        left.path.write_text(text)
-        assert preflight.Meter(base, engine, HERE).rest(preflight.WHEEL, 8.0) == 8.0
 
 
 def test_memory_is_checked_before_a_build_is_begun(
@@ -529,10 +473,6 @@ def test_memory_is_checked_before_a_build_is_begun(
     monkeypatch.setattr(machine, "available", lambda: 4 * GIB)
     with pytest.raises(NoSpaceError, match=r"needs 8\.9 GiB of memory, 4\.0 GiB are free"):
         _require(base, engine, full=True)
-    with preflight.Meter(base, engine, HERE).measuring(preflight.WHEEL):
-        pass
-    # Begun: what is left to compile may be little.
-    _require(base, engine, full=True)
 
 
 def test_two_bundles_of_a_checkout_do_not_run_at_once(

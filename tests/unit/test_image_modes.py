@@ -62,17 +62,9 @@ def test_sources_are_looked_for_only_where_they_decide(
         return {"cutlass": _found("cutlass", tmp_path), "qutlass": _found("qutlass", None)}
 
     monkeypatch.setattr(selection, "decide", decide)
-    made = modes.decide(
-        BASE, wanted="auto", cores=2, memory_gib=20.0, given=(), allowed=(), collect=collect
-    )
+    request = modes.ModeRequest(wanted="auto", given={}, allowed=())
+    made = modes.decide(BASE, request, cores=2, memory_gib=20.0, collect=collect)
     assert (made.mode, len(calls)) == (mode, looked)
-
-
-def test_the_first_line_says_how_to_have_the_other() -> None:
-    quick = Decision(mode="quick", reason="a full build takes about 69 minutes")
-    assert modes.first_line(quick) == (
-        "build mode quick: a full build takes about 69 minutes; full mode: make bundle BUILD=full"
-    )
 
 
 @pytest.mark.parametrize(
@@ -81,7 +73,7 @@ def test_the_first_line_says_how_to_have_the_other() -> None:
 )
 def test_another_mode_is_refused(word: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        modes.require_known(word)
+        modes.parse_request(BASE, word, (), ())
 
 
 def test_given_sources(tmp_path: Path) -> None:
@@ -108,9 +100,7 @@ def test_sources_are_staged_without_their_history_and_named_by_their_content(
     (folder / "include" / "a.h").write_text("a")
     (folder / "b.h").symlink_to("include/a.h")
     collected = {"cutlass": _found("cutlass", folder), "qutlass": _found("qutlass", None)}
-    sources = modes.ThirdParty.of(collected)
-    assert sources.missing == {"qutlass": "its host is not reachable"}
-    staged = modes.staged(sources)
+    staged = modes.staged(collected)
     assert list(staged) == ["third_party/cutlass/b.h", "third_party/cutlass/include/a.h"]
     made = context.Context(files={}, large=staged, folders=("links", "third_party"))
     first = made.digest()
@@ -123,14 +113,13 @@ def test_sources_are_staged_without_their_history_and_named_by_their_content(
     assert not any((tmp_path / "quick" / "third_party").iterdir())
 
 
-def test_what_is_compiled_and_what_is_kept(tmp_path: Path) -> None:
-    quick = modes.choose(BASE, "quick", modes.NO_SOURCES, ())
+def test_what_is_compiled_and_what_is_kept() -> None:
+    quick = modes.choose(BASE, "quick", (), ())
     assert [module.target for module in quick.modules] == ["cumem_allocator"]
-    sources = modes.ThirdParty(found={"cutlass": tmp_path}, missing={})
-    full = modes.choose(BASE, "full", sources, ())
+    full = modes.choose(BASE, "full", ["cutlass"], ())
     assert "_moe_C" in [module.target for module in full.modules]
     assert ("_C", ("qutlass",)) in [(kept.target, kept.missing) for kept in full.kept]
-    without = modes.choose(BASE, "full", sources, ("qutlass",))
+    without = modes.choose(BASE, "full", ["cutlass"], ("qutlass",))
     assert "_C" in [module.target for module in without.modules]
 
 
@@ -150,7 +139,7 @@ def test_a_full_build_is_audited_for_what_it_was_made_for(
 
 
 def test_a_work_folder_is_named_by_what_a_compiler_must_not_mix(tmp_path: Path) -> None:
-    plain = modes.BuildMode(name="full", choice=modes.choose(BASE, "quick", modes.NO_SOURCES, ()))
+    plain = modes.BuildMode(name="full", choice=modes.choose(BASE, "quick", (), ()))
     other = dataclasses.replace(plain, third_party_sha256="1")
     keys = {
         how.key(BASE, machine, arch_list)
@@ -228,7 +217,7 @@ def test_a_full_bundle_that_is_there_is_not_given_up_for_want_of_memory_now(
 ) -> None:
     monkeypatch.setattr(cmake, "free_memory_gib", lambda: 4.0)
     monkeypatch.setattr(machine, "cores", lambda: 64)
-    monkeypatch.setattr(modes, "_all_memory_gib", lambda: 256.0)
+    monkeypatch.setattr(modes, "all_memory_gib", lambda: 256.0)
     assert _settle(monkeypatch, tmp_path, wanted="auto")[0].name == "quick"
     assert _settle(monkeypatch, tmp_path, wanted="auto", made="full")[0].name == "full"
     with pytest.raises(NoSpaceError, match=r"needs \d+\.\d GiB of memory, 4\.0 GiB are free"):
@@ -251,7 +240,7 @@ def test_links_in_a_given_source_are_followed(tmp_path: Path) -> None:
         (folder / "a.h").write_text("a")
     (there / "include" / "up").symlink_to(there)
     (given / "include").symlink_to(there / "include")
-    sources = modes.ThirdParty(found={"x": given}, missing={})
+    sources = {"x": _found("x", given)}
     assert modes.staged(sources) == {"third_party/x/include/a.h": there / "include" / "a.h"}
 
 

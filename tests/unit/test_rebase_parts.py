@@ -211,7 +211,7 @@ def test_the_newest_base_s_patch_tells_of_a_release() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("schema = 1", "schema = 2", ":3: schema is 2, and not 1"),
+        ("schema = 1", "schema = 2", ": schema is 2, and not 1"),
         (
             'verdict = "needed"',
             'verdict = "maybe"',

@@ -136,6 +136,15 @@ def test_without_a_word_it_says_what_it_is(
     assert capsys.readouterr().out == golden.read_text()
 
 
+def test_patches_are_listed(places: Places, capsys: pytest.CaptureFixture[str]) -> None:
+    ledger = ledgers.read(places.ledger)
+    assert dispatch(places, "patches") == 0
+    out = capsys.readouterr().out
+    assert all(f"{patch.name}: {patch.subject}" in out for patch in ledger.patches)
+    dispatch(places)
+    assert ledger.patches[0].name not in capsys.readouterr().out
+
+
 def test_a_source_of_another_patch_level_is_said(
     places: Places, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -155,6 +164,11 @@ def test_a_blocked_recipe_is_not_offered_to_be_run(
     out = capsys.readouterr().out
     assert "cannot serve yet: a kernel is missing" in out
     assert "--gpus" not in out
+    # GIVEN another that can serve THEN it stands first
+    (places.recipes / "zz-model.yaml").write_text(RECIPE)
+    dispatch(places, "recipes")
+    out = capsys.readouterr().out
+    assert out.index("zz-model") < out.index("small-model")
 
 
 def test_a_recipe_becomes_vllm(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ from sm12x.core.errors import BadFileError, FetchError, NoSpaceError, UsageError
 from sm12x.stack.model import base as bases
 from sm12x.stack.model.base import Base, SourcePackage, SourceText, ThirdPartySource, UnitCost
 from sm12x.wheel import selection
-from sm12x.wheel.compile import compiling, launcher, schedule
-from sm12x.wheel.compile.schedule import Scheduler, Unit
+from sm12x.wheel.compile import launcher, schedule
+from sm12x.wheel.compile.schedule import Unit
 from sm12x.wheel.source import third_party
 
 
@@ -23,56 +23,24 @@ def _unit(name: str, seconds: float, gib: float) -> Unit:
     return Unit(name=name, source=name, target="m", cpu_seconds=seconds, peak_gib=gib)
 
 
-def _scheduler(cores: int, memory_gib: float, *units: Unit) -> Scheduler:
-    made = Scheduler(cores=cores, memory_gib=memory_gib)
-    for ticket, one in enumerate(units):
-        made.wait(ticket, one)
-    return made
+def test_pools_hold_what_fits_in_the_memory_together() -> None:
+    # GIVEN many small units and some large ones
+    units = [_unit(f"s{n}", 60, 0.5) for n in range(100)]
+    units += [_unit(f"l{n}", 200, 8.9) for n in range(10)] + [_unit("m", 10, 3)]
+    pools = schedule.pools(units, 60)
+    # THEN what may run at a time takes no more than there is, and each kind has its turn
+    peak = {pools.of[unit.name]: unit.peak_gib for unit in units}
+    assert sum(depth * peak[name] for name, depth in pools.depths.items()) <= 60
+    assert min(pools.depths.values()) >= 1
+    assert pools.depths[pools.of["l0"]] > 3
+    assert {*pools.of} == {unit.name for unit in units}
 
 
-def test_the_longest_units_start_first() -> None:
-    queue = _scheduler(2, 24, _unit("a", 10, 1), _unit("b", 400, 5), _unit("c", 100, 9))
-    assert queue.start() == [1, 2]
-    assert queue.start() == []
-    queue.leave(2)
-    assert queue.start() == [0]
-
-
-def test_what_takes_much_of_the_memory_goes_before_what_takes_longer() -> None:
-    queue = _scheduler(64, 100, _unit("long", 150, 3), _unit("large", 130, 9))
-    assert queue.start() == [1, 0]
-
-
-def test_memory_limits_how_many_units_compile_at_a_time() -> None:
-    queue = _scheduler(64, 20, *(_unit(f"u{n}", 60, 9) for n in range(4)))
-    assert len(queue.start()) == 2
-
-
-def test_a_unit_that_does_not_fit_is_not_passed_by_shorter_ones() -> None:
-    queue = _scheduler(4, 10, _unit("long", 100, 6), _unit("large", 50, 9), _unit("small", 1, 1))
-    assert queue.start() == [0]
-    queue.leave(0)
-    assert queue.start() == [1, 2]
-
-
-def test_a_unit_larger_than_the_memory_starts_when_nothing_else_runs() -> None:
-    queue = _scheduler(2, 4, _unit("large", 10, 9), _unit("small", 1, 1))
-    assert queue.start() == [0]
-
-
-def test_a_unit_that_was_killed_runs_alone_and_before_the_others() -> None:
-    queue = _scheduler(3, 24, *(_unit(f"u{n}", 60, 3) for n in range(4)))
-    assert queue.start() == [0, 1, 2]
-    queue.wait(1, _unit("u1", 60, 3), alone=True)
-    assert queue.start() == []
-    queue.leave(0)
-    assert queue.start() == []
-    queue.leave(2)
-    assert queue.start() == [1]
-    assert queue.is_alone(1)
-    assert not queue.start()
-    queue.leave(1)
-    assert queue.start() == [3]
+@pytest.mark.parametrize(("memory", "depth"), [(10, 1), (8, 1), (19, 2)])
+def test_units_that_do_not_fit_beside_each_other_share_one_pool(memory: float, depth: int) -> None:
+    units = [_unit("a", 1, 8), _unit("b", 1, 7.9), _unit("c", 1, 3.9), _unit("d", 1, 8.1)]
+    assert {*schedule.pools(units, memory).depths.values()} == {depth}
+    assert schedule.pools([], memory).depths == {}
 
 
 def test_too_little_memory_names_the_unit_and_both_figures() -> None:
@@ -460,20 +428,6 @@ def test_every_compiled_source_is_pinned_in_full(version: str) -> None:
         assert not source.git or len(source.commit) == 40
         assert source.commit.startswith(source.pin) or not source.commit
         assert bool(source.version_file) == bool(source.defines)
-
-
-def test_the_last_lines_of_a_log_leave_out_the_command_and_empty_lines() -> None:
-    log = "+ cd /b && nvcc -c a.cu\n\n" + "".join(f"line {n}\n" for n in range(30)) + "error\n\n"
-    said = compiling.last_lines(log, 3)
-    assert said == "    line 28\n    line 29\n    error"
-    assert compiling.last_lines("+ cd /b && nvcc -c a.cu\n") == ""
-
-
-def test_each_unit_has_a_log_of_its_own() -> None:
-    name = "CMakeFiles/_C.dir/csrc/a/b.cu.o"
-    assert launcher.log_path(Path("/l"), name) == Path("/l/_C/csrc/a/b.cu.o.log")
-    below = "sub/CMakeFiles/m.dir/../../x.cu.o"
-    assert launcher.log_path(Path("/l"), below) == Path("/l/sub/m/x.cu.o.log")
 
 
 def test_nvcc_is_told_a_name_of_the_source_that_is_good_in_any_folder() -> None:

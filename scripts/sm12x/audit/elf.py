@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import IO, cast
 
@@ -13,13 +13,11 @@ from elftools.common.exceptions import ELFError
 from elftools.construct import ConstructError
 from elftools.elf.elffile import ELFFile
 
-from sm12x.audit import exclusives, fatbin, sections
-from sm12x.audit.exclusives import NO_STORES, ExclusiveStores
+from sm12x.audit import fatbin, sections
 from sm12x.audit.fatbin import Buffer, CodePiece, FatContainer
 from sm12x.audit.sections import FoundCode, Section
 
-_AARCH64 = "aarch64"
-_MACHINES = {"EM_X86_64": "x86_64", "EM_AARCH64": _AARCH64}
+_MACHINES = {"EM_X86_64": "x86_64", "EM_AARCH64": "aarch64"}
 _MAX_SECTIONS = 65536
 # pyelftools checks little: a damaged header surfaces as any of these.
 _DAMAGE = (
@@ -41,13 +39,12 @@ _SYMBOL = struct.Struct("<I2xH16x")
 class DeviceCode:
     """``machine`` is that of the host code; ``shared`` is whether the file can be loaded or run (a
     library or a program, not an object file); ``unloadable`` is the reason why such a file cannot
-    be loaded. ``stores`` are the store-exclusives of AArch64 host code."""
+    be loaded."""
 
     machine: str
     shared: bool
     found: FoundCode
     unloadable: str = ""
-    stores: ExclusiveStores = NO_STORES
 
 
 def read(data: Buffer) -> DeviceCode:
@@ -68,22 +65,12 @@ def read(data: Buffer) -> DeviceCode:
         return DeviceCode(machine=name, shared=shared, found=_damaged(data, error))
     found = sections.collect(data, listed)
     units = tuple(_seen_through(data, unit) for unit in found.units)
-    stores, faults = _stores(data, listed) if name == _AARCH64 else (NO_STORES, ())
     return DeviceCode(
         machine=name,
         shared=shared,
-        found=replace(found, units=units, faults=(*found.faults, *faults)),
+        found=replace(found, units=units),
         unloadable=unloadable,
-        stores=stores,
     )
-
-
-def _stores(data: Buffer, listed: Iterable[Section]) -> tuple[ExclusiveStores, tuple[str, ...]]:
-    """The store-exclusives of AArch64 code, and the fault where there are too many to follow."""
-    try:
-        return exclusives.scan(data, sections.instructions(listed)), ()
-    except ValueError as error:
-        return NO_STORES, (str(error),)
 
 
 def _damaged(data: Buffer, error: Exception) -> FoundCode:
@@ -111,7 +98,6 @@ def _sections(elf: ELFFile) -> Iterator[Section]:
             offset=section["sh_offset"],
             size=section["sh_size"],
             flags=section["sh_flags"],
-            address=section["sh_addr"],
         )
 
 
@@ -164,7 +150,7 @@ def _empty(data: Buffer, entry: CodePiece) -> bool:
 
 
 def _unpacked(code: bytes, entry: CodePiece) -> bytes:
-    """The code of an entry of known, small size; b"" where it does not match its header."""
+    """Return the code of an entry of known, small size; b"" where that cannot be unpacked here."""
     if entry.packed == "zstd":
         try:
             # Not the whole of `code`: it is padded. The size bounds what is unpacked.
@@ -172,38 +158,4 @@ def _unpacked(code: bytes, entry: CodePiece) -> bytes:
             return reader.read(entry.whole)
         except zstandard.ZstdError:
             return b""
-    return _lz4(code, entry.whole) if entry.packed == "lz4" else code
-
-
-def _lz4(code: bytes, size: int) -> bytes:
-    """Unpack one lz4 block of ``size`` bytes; b"" where it is damaged."""
-    out = bytearray()
-    at = 0
-
-    def length(at: int, first: int) -> tuple[int, int]:
-        total = first
-        while first == 15:
-            total, at, more = total + code[at], at + 1, code[at]
-            if more != 255:
-                break
-        return total, at
-
-    try:
-        while len(out) < size:
-            token = code[at]
-            literals, at = length(at + 1, token >> 4)
-            out += code[at : at + literals]
-            at += literals
-            if len(out) >= size:
-                break
-            distance = code[at] | code[at + 1] << 8
-            match, at = length(at + 2, token & 15)
-            if not 0 < distance <= len(out) or len(out) + match + 4 > size:
-                return b""
-            # A match longer than its distance repeats what it copies.
-            start = len(out) - distance
-            piece = out[start : start + match + 4]
-            out += (piece * ((match + 4) // distance + 1))[: match + 4]
-    except IndexError:
-        return b""
-    return bytes(out) if len(out) == size else b""
+    return b"" if entry.packed else code

@@ -1,6 +1,6 @@
 """One file: decide whether it can hold device code, and audit its bytes.
 
-A packed one is read into memory of its size, within the free memory.
+A packed one is unpacked to a temporary file, which is mapped.
 """
 
 from __future__ import annotations
@@ -9,20 +9,21 @@ import errno
 import hashlib
 import mmap
 import re
+import tempfile
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import IO
 
-from sm12x.audit import elf, exclusives, fatbin
-from sm12x.audit.exclusives import ExclusiveStores
+from sm12x.audit import elf, fatbin
 from sm12x.audit.fatbin import Buffer, CodePiece, FatContainer
 from sm12x.audit.model import Audit, LibraryAudit
-from sm12x.core import machine, text
+from sm12x.core import files, text
 from sm12x.core.cudaarch import CudaArch
-from sm12x.core.errors import BadFileError, NoSpaceError
+from sm12x.core.errors import DISK_FULL, BadFileError, NoSpaceError
 
 # Suffixes of files to read whatever their first bytes are; .so also with a version after it.
 _NAME = re.compile(r"(\.so(\.\d+)*|\.cubin|\.fatbin|\.ptx|\.o|\.a)$")
@@ -45,17 +46,10 @@ _code = partial(LibraryAudit, path="", sha256="", size=0, machine="")
 
 
 def assemble(subject: str, kind: str, libraries: Iterable[LibraryAudit]) -> Audit:
-    """An audit of these libraries, in order of their paths, which come out printable."""
-    named = (replace(library, path=_printable(library.path)) for library in libraries)
+    """Return an audit of these libraries by path; no name drives a terminal or ends a line."""
+    named = (replace(library, path=text.one_line(library.path)) for library in libraries)
     ordered = tuple(sorted(named, key=lambda library: library.path))
-    return Audit(subject=_printable(subject), kind=kind, libraries=ordered)
-
-
-def _printable(name: str) -> str:
-    """A file's name without what would end a line, drive a terminal, or be no UTF-8."""
-    if name.isprintable():
-        return name
-    return "".join(char if char.isprintable() else text.escaped(char) for char in name)
+    return Audit(subject=text.one_line(subject), kind=kind, libraries=ordered)
 
 
 def may_be(path: str, head: bytes) -> bool:
@@ -76,7 +70,7 @@ def audit(path: str, data: Buffer, *, alone: bool = False) -> LibraryAudit | Non
     if read is None:
         return None
     code, loads = read
-    holds = code.units or code.relocatable or code.embedded or code.stores.untested or code.faults
+    holds = code.units or code.relocatable or code.embedded or code.faults
     if not (alone or loads or holds):
         return None
     return replace(code, path=path, sha256=hashlib.sha256(data).hexdigest(), size=len(data))
@@ -100,7 +94,6 @@ def _read(path: str, data: Buffer, depth: int) -> tuple[LibraryAudit, bool] | No
             relocatable=code.found.relocatable,
             embedded=code.found.embedded,
             unloadable=code.unloadable,
-            stores=code.stores,
             faults=code.found.faults,
         )
         return found, code.shared
@@ -144,7 +137,6 @@ def _archive(data: Buffer, depth: int) -> LibraryAudit:
         return _code(faults=(f"archives in archives, more than {_MAX_DEPTH} deep",))
     machines: list[str] = []
     lists: tuple[list[FatContainer], ...] = ([], [], [])
-    stores: list[tuple[str, ExclusiveStores]] = []
     faults: list[str] = []
     pieces = 0
     try:
@@ -169,7 +161,6 @@ def _archive(data: Buffer, depth: int) -> LibraryAudit:
             ):
                 all_ += of_it
             pieces += _pieces(member)
-            stores.append((name, member.stores))
             faults += (
                 f"{name}: {fault}" for fault in member.faults[: fatbin.MAX_FAULTS - len(faults)]
             )
@@ -182,7 +173,6 @@ def _archive(data: Buffer, depth: int) -> LibraryAudit:
         units=units,
         relocatable=relocatable,
         embedded=embedded,
-        stores=exclusives.merged(stores),
         faults=tuple(faults),
     )
 
@@ -216,35 +206,19 @@ def _members(data: Buffer) -> Iterator[tuple[str, int, int]]:
 
 
 class Share:
-    """A memory budget of one audit: its threads together never hold more than the largest library,
-    and all its libraries no more than ``fatbin.MAX_ENTRIES`` pieces of code."""
+    """What one audit may hold: all its libraries no more than ``fatbin.MAX_ENTRIES`` pieces of
+    code."""
 
     def __init__(self) -> None:
         self._pieces = 0
-        self._largest = 0
-        self._used = 0
-        self._changed = threading.Condition()
-
-    @contextmanager
-    def taken(self, size: int) -> Iterator[None]:
-        """Wait until ``size`` bytes of the budget are free."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._used or self._used + size <= self._largest)
-            self._used += size
-            self._largest = max(self._largest, size)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._used -= size
-                self._changed.notify_all()
+        self._lock = threading.Lock()
 
     def counted(self, found: LibraryAudit | None) -> LibraryAudit | None:
-        """``found``, its pieces of code counted. Raises BadFileError where they are too many."""
+        """Return ``found``, its pieces counted. Raises BadFileError where they are too many."""
         if found is None:
             return None
         pieces = _pieces(found)
-        with self._changed:
+        with self._lock:
             self._pieces += pieces
             if self._pieces > max(pieces, fatbin.MAX_ENTRIES):
                 raise BadFileError(
@@ -262,45 +236,36 @@ def _pieces(found: LibraryAudit) -> int:
 
 @contextmanager
 def unpacked(handle: IO[bytes], head: bytes, size: int, name: str) -> Iterator[mmap.mmap]:
-    """All of a stream, of which ``head`` is read already, in memory: ``size`` bytes in one place.
+    """Unpack a stream, of which ``head`` is read already, to disk: ``size`` bytes, mapped.
 
     Raises:
-        NoSpaceError: there is not so much memory.
+        NoSpaceError: there is not so much room in the temporary folder.
         EOFError: the stream ends before.
     """
-    free = available()
-    if size > free:
-        raise no_memory(f"{name} unpacks to {text.size(size)}, {text.size(free)} are free")
-    try:
-        data = mmap.mmap(-1, size)
-    except (OSError, OverflowError, ValueError):
-        raise no_memory(f"{name} unpacks to {text.size(size)}") from None
-    # Pages go back to the system at once, which a heap would keep.
-    with data:
-        data.write(head[:size])
-        while data.tell() < size:
-            block = handle.read(min(_BLOCK, size - data.tell()))
+    folder = Path(tempfile.gettempdir())
+    move = "set TMPDIR to a folder on another disk"
+    files.require_space(folder, size / text.GIB, what=f"unpacking {name}", move=move)
+    with tempfile.TemporaryFile(dir=folder) as out:
+        out.write(head[:size])
+        while out.tell() < size:
+            block = handle.read(min(_BLOCK, size - out.tell()))
             if not block:
-                raise EOFError(f"{data.tell()} of {size} bytes are there")
-            data.write(block)
+                raise EOFError(f"{out.tell()} of {size} bytes are there")
+            out.write(block)
         # Read to the end, where a zip checks its CRC.
         handle.read(1)
-        yield data
+        out.flush()
+        with mmap.mmap(out.fileno(), size, access=mmap.ACCESS_READ) as data:
+            yield data
 
 
 def no_memory(what: str) -> NoSpaceError:
     return NoSpaceError(
-        f"{what}: not enough memory",
-        next_step="free memory, raise the limit it runs under, or audit its files one by one",
+        f"{what}: not enough memory or disk",
+        next_step="free memory and the disk of TMPDIR, or audit its files one by one",
     )
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether the system refused memory, and nothing is wrong with the file."""
-    return isinstance(error, OSError) and error.errno == errno.ENOMEM
-
-
-def available() -> int:
-    """Bytes that can be had without swapping; no bound where the system does not say."""
-    free = machine.available()
-    return 1 << 62 if free is None else free
+    """Return whether the system refused memory or disk, and nothing is wrong with the file."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOMEM, *DISK_FULL)

@@ -10,7 +10,6 @@ from typing import Annotated
 
 from pydantic import PlainValidator
 
-from sm12x.audit.exclusives import NO_STORES, ExclusiveStores
 from sm12x.audit.fatbin import FatContainer
 from sm12x.core.cudaarch import CudaArch
 from sm12x.core.errors import BadArchitectureError
@@ -113,7 +112,6 @@ class LibraryAudit:
         embedded: fat binaries and cubins in other places, which no runtime registers: the library
             picks among them and loads them itself. Each counts as a unit.
         unloadable: why the file cannot be loaded at all, "" where nothing says so.
-        stores: the store-exclusives of AArch64 host code; none on other machines.
         faults: what could not be read, in words. With any, every verdict is "unknown".
     """
 
@@ -125,7 +123,6 @@ class LibraryAudit:
     relocatable: tuple[FatContainer, ...] = ()
     embedded: tuple[FatContainer, ...] = ()
     unloadable: str = ""
-    stores: ExclusiveStores = NO_STORES
     faults: tuple[str, ...] = ()
 
     @functools.cached_property

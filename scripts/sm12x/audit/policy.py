@@ -3,9 +3,6 @@
 A rule names libraries by glob, the verdicts their translation units may have, and the reason for
 each exception. For a library and a device the first rule that matches both counts; a rule may be
 for libraries alone that were compiled here. What could not be read breaks every policy.
-
-An ``[[exclusive]]`` says how many store-exclusives of aarch64 code may have a status that nothing
-reads; the first that matches a library counts.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ from sm12x.audit.model import (
     Device,
     LibraryAudit,
 )
-from sm12x.core import declared, text
+from sm12x.core import declared
 from sm12x.core.declared import Declared, KeyFaultError, one_of
 
 _WORDS = {
@@ -42,8 +39,6 @@ _WORDS = {
     UNKNOWN: "could not be read",
 }
 _UNREAD = _WORDS[UNKNOWN]
-# Addresses that a finding names.
-_FEW = 3
 EMBEDDED = (
     "it holds pieces of code that it picks among and loads itself: those for other GPUs are not "
     "judged, and it is not known whether each of its kernels has one for this device"
@@ -95,28 +90,12 @@ class Rule(Declared):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExclusiveRule(Declared):
-    """How many store-exclusives of matching libraries may have a status that nothing reads.
-
-    Args:
-        match: globs, as a ``Rule`` has them.
-        why: what such a store does, or why these are accepted.
-        untested_at_most: how many there may be.
-    """
-
-    match: Annotated[tuple[str, ...], Field(min_length=1)]
-    why: Annotated[str, Field(min_length=1)]
-    untested_at_most: Annotated[int, Field(ge=0)] = 0
-
-
-@dataclass(frozen=True, kw_only=True)
 class Policy(Declared):
     """A policy file."""
 
     schema: Literal[1]
     name: Annotated[str, Field(min_length=1)]
     rules: Annotated[tuple[Rule, ...], Field(alias="rule", min_length=1)]
-    exclusives: Annotated[tuple[ExclusiveRule, ...], Field(alias="exclusive")] = ()
 
     @property
     def asks_a_ledger(self) -> bool:
@@ -191,7 +170,6 @@ def judge(
         if library.unknown:
             message = f"could not be read: {'; '.join(library.unknown)}"
             offenders.append(Offender(path=library.path, device="", message=message))
-        offenders.extend(_untested(library, policy))
         for device in devices:
             number = _rule_for(library.path, device, policy, compiled=bool(ours))
             if number is None:
@@ -240,20 +218,6 @@ def _rule_for(path: str, device: Device, policy: Policy, *, compiled: bool) -> i
         if rule.concerns(path, device, compiled=compiled):
             return number
     return None
-
-
-def _untested(library: LibraryAudit, policy: Policy) -> list[Offender]:
-    """The finding about store-exclusives whose status nothing reads, if the policy has one."""
-    stores = library.stores
-    rule = next((each for each in policy.exclusives if _matches(library.path, each.match)), None)
-    if rule is None or len(stores.untested) <= rule.untested_at_most:
-        return []
-    allowed = f", the policy allows {rule.untested_at_most}" if rule.untested_at_most else ""
-    message = (
-        f"{len(stores.untested)} of {stores.total} store-exclusives have a status that no "
-        f"instruction reads ({text.first_of(stores.untested, _FEW)}){allowed}: {rule.why}"
-    )
-    return [Offender(path=library.path, device="", message=message)]
 
 
 def _registered(library: LibraryAudit, device: Device) -> dict[str, int]:

@@ -49,10 +49,6 @@ _MEANING = {
     UNKNOWN: "could not be read, so nothing is known of how it runs",
 }
 
-_UNTESTED = (
-    "Store-exclusives whose status no instruction reads, so that a store that failed counts as "
-    "done (aarch64):"
-)
 _NO_FAILURE = (
     "A unit without code for a device fails only if it is called there; its library may never call "
     "it on 12.x."
@@ -114,11 +110,6 @@ def text(
     unloadable = [f"{entry.path}: {entry.unloadable}" for entry in shown if entry.unloadable]
     if unloadable:
         parts.append("\n".join(["Cannot be loaded:", *texts.bullets(unloadable, width)]))
-    lost = [_untested(entry) for entry in audit.libraries if entry.stores.untested]
-    if lost:
-        parts.append(
-            "\n".join([_sentence(_UNTESTED, width), *texts.bullets(lost[:_FINDINGS], width)])
-        )
     own = [entry.path for entry in shown if entry.embedded]
     if own:
         told = "Code that the library selects and loads itself, each piece counted as a unit"
@@ -126,12 +117,6 @@ def text(
     if judgement is not None:
         parts.append(_judged(judgement, width))
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
-
-
-def _untested(entry: LibraryAudit) -> str:
-    stores = entry.stores
-    where = texts.first_of(stores.untested, _FEW)
-    return f"{entry.path}: {len(stores.untested)} of {stores.total}, at {where}"
 
 
 def _is_shown(entry: LibraryAudit) -> bool:

@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from sm12x.audit.exclusives import NO_STORES, ExclusiveStores
 from sm12x.audit.model import (
     DEVICES,
     HOST,
@@ -81,9 +80,6 @@ class LibraryReport(Declared):
             "where nothing says so."
         ),
     ] = ""
-    store_exclusives: Annotated[
-        ExclusiveStores, unless_empty, Field(description="Absent where there are none.")
-    ] = field(default_factory=lambda: NO_STORES)
     runs: Mapping[_DeviceName, RunsReport]
 
 
@@ -128,7 +124,6 @@ def _library(library: LibraryAudit, devices: Sequence[Device]) -> LibraryReport:
         lto=library.lto,
         unknown=library.unknown,
         unloadable=library.unloadable,
-        store_exclusives=library.stores,
         runs={
             str(device): RunsReport(
                 verdict=library.verdict(device),

@@ -101,17 +101,13 @@ def plan(path: Path) -> ScanPlan:
             return ScanPlan(subject=path.name, kind="file", members=(member,), alone=True)
         if zipfile.is_zipfile(path):
             return _wheel(path)
-        if tars.is_tar(path):
-            return ScanPlan(subject=path.name, kind="image", archive=path)
     except _DAMAGE as error:
         raise BadFileError(
             f"{path} cannot be read: {error}",
             next_step="name a shared library, a folder, a wheel or an image",
         ) from None
-    raise BadFileError(
-        f"{path} is neither a file of code, a folder, a wheel nor an image archive",
-        next_step="check that it is complete, and its type with `file`",
-    )
+    # Whether it is a tar is seen where it is read.
+    return ScanPlan(subject=path.name, kind="image", archive=path)
 
 
 def run(plan: ScanPlan, *, on_progress: Callable[[int], None] | None = None) -> Audit:
@@ -155,8 +151,7 @@ def _audit(member: ArchiveMember, share: library.Share, *, alone: bool) -> Libra
                 return library.unreadable(member.path, 0, "it is empty")
             if member.packed is not None:
                 unpack.bounded(member.path, member.size, member.packed)
-            # Inflated in memory: unpacking a wheel to disk would take longer than reading it.
-            with share.taken(member.size), _data(handle, head, member) as data:
+            with _data(handle, head, member) as data:
                 return share.counted(library.audit(member.path, data, alone=alone))
     except _DAMAGE as error:
         if library.is_refusal(error):

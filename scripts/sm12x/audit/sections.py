@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from sm12x.audit import fatbin
-from sm12x.audit.exclusives import CodeRange
 from sm12x.audit.fatbin import Buffer, FatContainer
 from sm12x.audit.model import LibraryAudit
 
@@ -34,17 +33,13 @@ _NOT_IN_FILE, _INSTRUCTIONS, _STRINGS = 8, 4, 3
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """``offset`` and ``size`` are in bytes, in the file; ``kind`` and ``flags`` as ELF has them.
-
-    ``address`` is where its first byte is once the file is loaded.
-    """
+    """``offset`` and ``size`` are in bytes, in the file; ``kind`` and ``flags`` as ELF has them."""
 
     name: str
     kind: int
     offset: int
     size: int
     flags: int = 0
-    address: int = 0
 
     @property
     def executable(self) -> bool:
@@ -77,7 +72,7 @@ def sections(data: Buffer) -> Iterator[Section]:
     own = headers[names][0]
     if table[own : max(table.find(b"\0", own), own)].decode("ascii", "replace") not in NAME_TABLES:
         raise ValueError("its section names are damaged")
-    for name, kind, flags, address, offset, extent in headers:
+    for name, kind, flags, _, offset, extent in headers:
         end = table.find(b"\0", name)
         if end < 0:
             raise ValueError("its section names are damaged")
@@ -87,15 +82,7 @@ def sections(data: Buffer) -> Iterator[Section]:
             offset=offset,
             size=extent,
             flags=flags,
-            address=address,
         )
-
-
-def instructions(found: Iterable[Section]) -> Iterator[CodeRange]:
-    """Where the host's instructions are in the file."""
-    for section in found:
-        if section.executable:
-            yield CodeRange(offset=section.offset, size=section.size, address=section.address)
 
 
 def collect(data: Buffer, found: Iterable[Section]) -> FoundCode:

@@ -49,27 +49,24 @@ class _Layer:
     emptied: set[str] = field(default_factory=set)
 
 
-def is_tar(path: Path) -> bool:
-    """Whether ``path`` is a tar archive, compressed or not."""
-    try:
-        with path.open("rb") as raw, _random(raw, path):
-            return True
-    except _DAMAGE:
-        return False
-
-
 def _random(raw: IO[bytes], path: Path) -> tarfile.TarFile:
-    """A tar file, compressed or not, whose members are read in any order."""
-    stream = unpack.tar_stream(raw, str(path), path.stat().st_size)
-    return tarfile.open(fileobj=stream, mode="r:", tarinfo=unpack.Member)
+    """Open a tar file, compressed or not, whose members are read in any order."""
+    try:
+        stream = unpack.tar_stream(raw, str(path), path.stat().st_size)
+        return tarfile.open(fileobj=stream, mode="r:", tarinfo=unpack.Member)
+    except _DAMAGE:
+        raise BadFileError(
+            f"{path} is neither a file of code, a folder, a wheel nor an image archive",
+            next_step="check that it is complete, and its type with `file`",
+        ) from None
 
 
 def archive(path: Path, *, on_progress: _OnProgress | None = None) -> Audit:
     """Audit a tar file: `docker save`, an OCI archive, or the tar of a file system.
 
     Raises:
-        BadFileError: it is damaged, cut off, holds more than one image, or unpacks to more than
-            ``unpack`` allows.
+        BadFileError: it is no tar, damaged, cut off, holds more than one image, or unpacks to more
+            than ``unpack`` allows.
     """
     packed = path.stat().st_size
     try:

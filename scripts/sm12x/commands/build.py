@@ -6,14 +6,13 @@ import platform
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
 import click
 from click.core import ParameterSource
 
-from sm12x.commands import emit, find_links_option, print_json, reports, say
+from sm12x.commands import find_links_option, say
 from sm12x.core import progress, text
 from sm12x.core.errors import BadFileError, FindingsError, UsageError
 from sm12x.stack.model import base as bases
@@ -38,15 +37,6 @@ _python = click.option(
     help="A Python that has the build requirements. Default: the one running this.",
 )
 _base = click.option("--base", "version", required=True, help="The vLLM release, such as 0.21.0.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StubReport:
-    """What `sm12x build stand-in --json` prints; ``version`` is CUDA's, as 13000."""
-
-    path: Path
-    version: int
-    symbols: int
 
 
 @click.group()
@@ -75,10 +65,7 @@ def command() -> None:
     type=_EXISTING_FOLDER,
     help="For another machine: where `sm12x build packages` unpacked that one's packages.",
 )
-@reports("sm12x.wheel.toolchain.cuda_home:CudaHome")
-def toolchain(
-    site_packages: Path, out: Path, machine: str, target_packages: Path | None, as_json: bool
-) -> None:
+def toolchain(site_packages: Path, out: Path, machine: str, target_packages: Path | None) -> None:
     """Make a CUDA_HOME of the toolkit's packages, and try its compiler.
 
     \b
@@ -99,11 +86,9 @@ def toolchain(
             )
         target = cross.Target(machine=machine, packages=target_packages.absolute())
     made = step.assemble(site_packages, out, target=target)
-    emit(
-        as_json,
-        replace(made, path=out),
-        f"{made.path}: nvcc {made.nvcc}, {made.libraries} libraries of {made.package}, "
-        f"a stub of libcuda with {made.driver_symbols} symbols; compiles and links\n",
+    click.echo(
+        f"{out}: nvcc {made.nvcc}, {made.libraries} libraries of {made.package}, "
+        f"a stub of libcuda with {made.driver_symbols} symbols; compiles and links"
     )
 
 
@@ -135,8 +120,7 @@ def packages(version: str, machine: str, out: Path, find_links: Path | None) -> 
 @command.command("stand-in")
 @click.option("--cuda-home", type=_EXISTING_FOLDER, required=True, help="Where include/cuda.h is.")
 @click.option("--out", type=_FILE, required=True, help="The library to make, a libcuda.so.1.")
-@reports(StubReport)
-def stand_in(cuda_home: Path, out: Path, as_json: bool) -> None:
+def stand_in(cuda_home: Path, out: Path) -> None:
     """Make the stand-in libcuda, for machines without a driver.
 
     With its folder in LD_LIBRARY_PATH, vLLM's native modules load without a GPU. Every call in it
@@ -149,9 +133,8 @@ def stand_in(cuda_home: Path, out: Path, as_json: bool) -> None:
     from sm12x.wheel.toolchain import libcuda_stub
 
     api = libcuda_stub.build(cuda_home / "include", out)
-    report = StubReport(path=out, version=api.version, symbols=len(api.symbols))
     major, minor = divmod(api.version, 1000)
-    emit(as_json, report, f"{out}: {report.symbols} symbols of CUDA {major}.{minor // 10}\n")
+    click.echo(f"{out}: {len(api.symbols)} symbols of CUDA {major}.{minor // 10}")
 
 
 @command.command()
@@ -160,8 +143,7 @@ def stand_in(cuda_home: Path, out: Path, as_json: bool) -> None:
 )
 @click.option("--work", type=_FOLDER, required=True, help="Work folder, kept between runs.")
 @click.option("--out", type=_FOLDER, required=True, help="Where aot/ and flashinfer.json go.")
-@reports("sm12x.wheel.flashinfer:Record")
-def flashinfer(path: Path, work: Path, out: Path, as_json: bool) -> None:
+def flashinfer(path: Path, work: Path, out: Path) -> None:
     """Compile modules of the installed FlashInfer ahead of time, with its own build.
 
     Runs in the image, with the toolkit of CUDA_HOME. What OUT/aot holds belongs into
@@ -179,11 +161,9 @@ def flashinfer(path: Path, work: Path, out: Path, as_json: bool) -> None:
     )
     made = step.build(request, out, work, on_line=say)
     size = sum(library.size for library in made.libraries)
-    emit(
-        as_json,
-        made,
+    click.echo(
         f"{out}: {text.counted(len(made.libraries), 'module')} of FlashInfer for "
-        f"{made.arch_list or 'no architecture'}, {text.size(size)}\n",
+        f"{made.arch_list or 'no architecture'}, {text.size(size)}"
     )
 
 
@@ -221,8 +201,7 @@ def requirements() -> None:
 @_base
 @click.option("--sdist", type=_EXISTING_FILE, required=True, help="The release's sdist.")
 @click.option("--out", type=_FOLDER, required=True, help="The folder of the patched source.")
-@reports("sm12x.wheel.source.patched:SourceReport")
-def source(version: str, sdist: Path, out: Path, as_json: bool) -> None:
+def source(version: str, sdist: Path, out: Path) -> None:
     """Unpack the sdist, verify it, and apply the stack.
 
     OUT.json and OUT.native.json, beside the tree, say which files the stack changed.
@@ -236,9 +215,6 @@ def source(version: str, sdist: Path, out: Path, as_json: bool) -> None:
     base = bases.load(version)
     with progress.spinner(f"patching {base.sdist.name}"):
         record, done = step.prepare(base, sdist, out)
-    if as_json:
-        print_json(step.SourceReport(**vars(record), changed=done))
-        return
     targets = ", ".join(step.read_touched(out).targets) or "none"
     state = "made" if done else "unchanged"
     click.echo(
@@ -294,7 +270,6 @@ def source(version: str, sdist: Path, out: Path, as_json: bool) -> None:
 )
 @click.option("--work", type=_FOLDER, help="Work folder, kept between runs. Default: OUT.work.")
 @_python
-@reports("sm12x.wheel.compile.native:NativeRecord")
 def native(
     version: str,
     source: Path,
@@ -310,7 +285,6 @@ def native(
     allow_missing: tuple[str, ...],
     work: Path | None,
     python: Path | None,
-    as_json: bool,
 ) -> None:
     """Compile the native modules with the release's own CMake.
 
@@ -366,9 +340,6 @@ def native(
             on_step=advance,
             say=say,
         )
-    if as_json:
-        print_json(record)
-        return
     seconds = time.monotonic() - start
     for module in record.modules:
         click.echo(f"{out / module.path}: {module.size} bytes, needs glibc {module.glibc}")
@@ -387,7 +358,6 @@ def native(
 @click.option("--native", type=_EXISTING_FOLDER, required=True, help="The compiled modules.")
 @click.option("--out", type=_FOLDER, required=True, help="Where the wheel and ledger.json go.")
 @_python
-@reports("sm12x.wheel.assemble.assemble:WheelReport")
 def wheel(
     version: str,
     machine: str,
@@ -396,7 +366,6 @@ def wheel(
     native: Path,
     out: Path,
     python: Path | None,
-    as_json: bool,
 ) -> None:
     """Make the wheel: the official one, patched, with the compiled modules in place of its own.
 
@@ -421,9 +390,6 @@ def wheel(
     start = time.monotonic()
     with progress.steps() as advance:
         path, made = assemble.build(parts, out, on_phase=lambda name: advance(name, 0, 0))
-    if as_json:
-        print_json(assemble.WheelReport(path=path, ledger=made))
-        return
     origins = Counter(file.origin for file in made.files)
     what = ", ".join(f"{number} {origin}" for origin, number in sorted(origins.items()))
     count = sum(len(entry.ops) for entry in made.libraries)

@@ -13,14 +13,12 @@ import click
 from rich.markup import escape
 
 from sm12x import layout
-from sm12x.audit import report as audits
 from sm12x.commands import find_links_option, print_json, reports
 from sm12x.core import progress
-from sm12x.image.bundle import decide, make, record, summary
+from sm12x.image.bundle import decide, make, summary
 from sm12x.image.engine import engines
 from sm12x.recipes import load as recipes
 from sm12x.stack.model import base as bases
-from sm12x.wheel import ledger as ledgers
 from sm12x.wheel import selection
 
 # Without a terminal a long phase prints its progress at this interval, in seconds.
@@ -46,40 +44,28 @@ class _Report:
                 yield lambda text: status.update(escape(f"{label}: {with_bar(text[:90])}"))
         else:
             self.say(f"{label} ...")
-            with _Ticker(lambda text: self.say(f"{label}: {text}")) as ticker:
-                yield ticker.note
+            with ticker(lambda text: self.say(f"{label}: {text}"), every=_EVERY) as note:
+                yield note
         self.say(f"{label}: {time.monotonic() - start:.1f} s")
 
 
-# Paces the ticker; tests replace it with one that does not depend on the clock.
-_Ended = threading.Event
+@contextmanager
+def ticker(say: Callable[[str], None], *, every: float) -> Iterator[Callable[[str], None]]:
+    """Say the latest note every so many seconds: a step of ten minutes makes one note."""
+    start, notes, ended = time.monotonic(), [""], threading.Event()
 
+    def run() -> None:
+        while not ended.wait(every):
+            if notes[-1]:
+                say(f"{notes[-1]} ({(time.monotonic() - start) / 60:.0f} min)")
 
-class _Ticker:
-    """Prints the latest note every _EVERY seconds: a step of ten minutes makes one note."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._latest = ""
-        self._ended = _Ended()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> _Ticker:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def note(self, text: str) -> None:
-        self._latest = text
-
-    def _run(self) -> None:
-        start = time.monotonic()
-        while not self._ended.wait(_EVERY):
-            if self._latest:
-                self._say(f"{self._latest} ({(time.monotonic() - start) / 60:.0f} min)")
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield notes.append
+    finally:
+        ended.set()
+        thread.join()
 
 
 def with_bar(text: str) -> str:
@@ -165,9 +151,15 @@ def with_bar(text: str) -> str:
     help="Build the wheel a second time without caches, and fail unless the bytes are the same.",
 )
 @click.option("--no-image", is_flag=True, help="Stop at the wheel, the ledger and the audit.")
+@click.option("--details", is_flag=True, help="End with every patch, module and layer.")
 @reports(summary.BundleReport)
 def command(
-    version: str | None, base_image_only: bool, no_image: bool, as_json: bool, **given: Any
+    version: str | None,
+    base_image_only: bool,
+    no_image: bool,
+    details: bool,
+    as_json: bool,
+    **given: Any,
 ) -> None:
     """Build the image: fetch, patch, compile, audit, package.
 
@@ -193,17 +185,7 @@ def command(
             )
         )
         return
-    text = summary.text(
-        made.record,
-        ledgers.read(made.folder / record.LEDGER),
-        audits.read(made.folder / record.AUDIT, next_step=f"remove {made.folder} and build again"),
-        made.folder,
-        made.engine,
-        _servable(made.record.version),
-        unchanged=made.unchanged,
-        offer=made.offer,
-    )
-    click.echo(text, nl=False)
+    click.echo(summary.text(made, _servable(made.record.version), details=details), nl=False)
 
 
 def _servable(release: str) -> list[str]:

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
 from sm12x import layout
-from sm12x.commands import emit, find_links_option, reports
+from sm12x.commands import find_links_option
 from sm12x.core import index
 from sm12x.core.errors import BadFileError
 from sm12x.stack.model import base as bases
 
 _PROJECT = "vllm"
-
-
-@dataclass(frozen=True, kw_only=True)
-class FetchReport:
-    """What `sm12x fetch --json` prints: where in the cache the files are."""
-
-    base: str
-    machine: str
-    sdist: Path
-    wheel: Path
 
 
 @click.command()
@@ -36,8 +25,7 @@ class FetchReport:
     help="Machine of the official wheel.",
 )
 @find_links_option(help="Take the files from this folder and use no network.")
-@reports(FetchReport)
-def command(version: str, machine: str, find_links: Path | None, as_json: bool) -> None:
+def command(version: str, machine: str, find_links: Path | None) -> None:
     """Fetch the sdist and the official wheel of a base by name, version and sha256.
 
     Files in the cache are verified again and not fetched. An interrupted transfer resumes. The
@@ -57,5 +45,4 @@ def command(version: str, machine: str, find_links: Path | None, as_json: bool) 
         )
         for pinned in (base.sdist, base.wheels[machine])
     )
-    report = FetchReport(base=base.version, machine=machine, sdist=sdist, wheel=wheel)
-    emit(as_json, report, f"{sdist}\n{wheel}\n")
+    click.echo(f"{sdist}\n{wheel}")

@@ -1,15 +1,14 @@
 """Files and reports that are declared: a dataclass says what a file holds, or what is printed.
 
 A dataclass that derives from ``Declared`` takes exactly its fields, of exactly their types. A
-fault is told with the file, its line where that is known, the path of the key, and a near name
-where a key is not known. JSON and its schema are made of the dataclass.
+fault is told with the file, the path of the key, and a near name where a key is not known; with its
+line where a file does not parse. JSON and its schema are made of the dataclass.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,11 +35,6 @@ from sm12x.core.text import perhaps
 _T = TypeVar("_T")
 
 _UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
-
-# A table's header, `[a.b]` or `[[a.b]]`, and a key at the beginning of a line.
-_HEADER = re.compile(r"\s*(\[\[?)\s*([A-Za-z0-9_.\"' -]+?)\s*\]\]?\s*(?:#.*)?")
-_PART = re.compile(r"\"([^\"]*)\"|'([^']*)'|([A-Za-z0-9_-]+)")
-_KEY = re.compile(r"\s*([A-Za-z0-9_-]+|\"[^\"]*\"|'[^']*')\s*=")
 
 
 class Declared:
@@ -178,17 +172,14 @@ def read_toml(
           another type; the message has the first fault and the number of further ones.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-        raw = tomllib.loads(text)
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise _unread(path, error, next_step) from None
     given = given or {}
     mine = sorted(given.keys() & raw.keys())
     if mine:
-        raise BadFileError(
-            f"{_at(path, _line(text, mine[:1]))}: {mine[0]} is not a known key", next_step=next_step
-        )
-    return _convert(kind, {**raw, **given}, path, text=text, next_step=next_step)
+        raise BadFileError(f"{path}: {mine[0]} is not a known key", next_step=next_step)
+    return _convert(kind, {**raw, **given}, path, next_step=next_step)
 
 
 def read_json(kind: type[_T], path: Path, *, next_step: str, what: str = "") -> _T:
@@ -226,17 +217,13 @@ class Fault:
     text: str
 
 
-def _convert(kind: type[_T], raw: object, path: Path, *, text: str = "", next_step: str) -> _T:
-    """``raw``, which is what ``path`` holds, as the dataclass ``kind``; raises as ``read_toml``.
-
-    ``text`` is the file's, if it is TOML: a fault is looked up in it.
-    """
-    found, faults = check(kind, raw)
-    if found is not None:
-        return found
+def _convert(kind: type[_T], raw: object, path: Path, *, next_step: str) -> _T:
+    """Return ``raw``, what ``path`` holds, as the dataclass ``kind``; raises as ``read_toml``."""
+    value, faults = check(kind, raw)
+    if value is not None:
+        return value
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-    said = f"{_at(path, _line(text, list(faults[0].where)))}: {faults[0].text}{more}"
-    raise BadFileError(said, next_step=next_step)
+    raise BadFileError(f"{path}: {faults[0].text}{more}", next_step=next_step)
 
 
 def check(kind: type[_T], raw: object) -> tuple[_T | None, list[Fault]]:
@@ -318,10 +305,6 @@ def _unread(path: Path, error: Exception, next_step: str) -> BadFileError:
     return BadFileError(f"{path} cannot be read: {error}", next_step=next_step)
 
 
-def _at(path: Path, line: int | None) -> str:
-    return f"{path}:{line}" if line else str(path)
-
-
 def _told(fault: Mapping[str, Any], where: list[Any], kind: Any) -> str:
     key = _name(where)
     value, context = fault["input"], fault.get("ctx", {})
@@ -355,31 +338,3 @@ def _keys(kind: Any) -> tuple[str, ...]:
     schema = _adapter(kind).json_schema()
     tables = [schema, *schema.get("$defs", {}).values()]
     return tuple(sorted({key for table in tables for key in table.get("properties", {})}))
-
-
-def _line(text: str, where: list[Any]) -> int | None:
-    """The line of a TOML key, or of the table it belongs in; None where it is not found."""
-    table: list[Any] = []
-    counts: dict[tuple[str, ...], int] = {}
-    found: int | None = None
-    for number, line in enumerate(text.split("\n"), start=1):
-        if header := _HEADER.fullmatch(line):
-            names = tuple("".join(parts) for parts in _PART.findall(header[2]))
-            if header[1] == "[[":
-                # A nested table starts a new search.
-                counts = {key: n for key, n in counts.items() if key[:-1][: len(names)] != names}
-                counts[names] = counts.get(names, -1) + 1
-            table = []
-            for end, name in enumerate(names, start=1):
-                table.append(name)
-                if names[:end] in counts:
-                    table.append(counts[names[:end]])
-            if table == where[: len(table)]:
-                found = number
-        elif key := _KEY.match(line):
-            place = [*table, key[1].strip("\"'")]
-            if place == where[: len(place)]:
-                found = number
-                if len(place) == len(where):
-                    return found
-    return found

@@ -15,15 +15,11 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
-from packaging.utils import canonicalize_name
-
-from sm12x.core import files, pipconfig, progress
+from sm12x.core import files, progress
 from sm12x.core.errors import (
     DISK_FULL,
     BadFileError,
@@ -34,10 +30,9 @@ from sm12x.core.errors import (
 )
 
 if TYPE_CHECKING:
-    import requests
-    from pypi_simple import ProjectPage
+    from pypi_simple import DistributionPackage
 
-    from sm12x.core.download import OnProgress, Remote
+    from sm12x.core.download import OnProgress
 
 
 def fetch(
@@ -66,21 +61,17 @@ def fetch(
         return final
     try:
         with _partial(final) as part:
+            # Else another process has fetched it while we waited for its lock: it is there now.
             if part is not None:
                 if find_links is None:
-                    remote = _locate(project, name, sha256)
-                    _download(remote, part, name, sha256, on_progress)
+                    _download(project, name, sha256, part, on_progress)
                 else:
                     _take(find_links, name, sha256, part, on_progress)
                 part.replace(final)
+                return final
     except OSError as error:
         raise _storage_error(error, final) from None
-    if part is None:
-        # Another process fetched it while we waited for its lock.
-        return fetch(
-            project, name, sha256, cache=cache, find_links=find_links, on_progress=on_progress
-        )
-    return final
+    return fetch(project, name, sha256, cache=cache, find_links=find_links, on_progress=on_progress)
 
 
 def fetch_shown(
@@ -138,13 +129,13 @@ def _partial(final: Path) -> Iterator[Path | None]:
                 return
 
 
-def _locate(project: str, name: str, sha256: str) -> Remote:
-    """Ask each index for the project's page, in order, until one lists the file."""
+def _locate(project: str, name: str, sha256: str) -> tuple[DistributionPackage, str]:
+    """Ask each index for the project's page, in order; return the file, and the index's address."""
     from sm12x.core import download
 
     seen: list[str] = []
     other: str | None = None
-    for answer in answers(project, name, seen):
+    for answer in download.answers(project, name, seen):
         package = next((one for one in answer.page.packages if one.filename == name), None)
         if package is None:
             count = len(answer.page.packages)
@@ -152,8 +143,7 @@ def _locate(project: str, name: str, sha256: str) -> Remote:
             continue
         digest = package.digests.get("sha256", sha256)
         if digest == sha256:
-            auth = _credentials(answer.address, package.url)
-            return download.Remote(url=package.url, size=package.size, auth=auth)
+            return package, answer.address
         other = digest
     if other is not None:
         raise HashMismatchError(
@@ -165,73 +155,27 @@ def _locate(project: str, name: str, sha256: str) -> Remote:
     raise FetchError(f"{name} cannot be fetched: {'; '.join(seen)}", next_step=download.OFFLINE)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """What the index at ``address`` has of a project; ``shown`` is that without credentials."""
-
-    address: str
-    shown: str
-    response: requests.Response
-    page: ProjectPage
-
-
-def answers(project: str, name: str, seen: list[str]) -> Iterator[Answer]:
-    """The answer of each index that has ``project``, in order; ``seen`` gets a line for each other.
-
-    Raises:
-        FetchError: an index does not answer, or is no package index; ``name`` is the file to look
-          for.
-        BadFileError: the CA bundle that the settings name does not exist.
-    """
-    import requests
-    from pypi_simple import ACCEPT_JSON_PREFERRED, ProjectPage, UnsupportedRepoVersionError
-
-    from sm12x.core import download
-
-    config = pipconfig.load()
-    _check_ca(config)
-    with download.session(config) as web:
-        for address in config.indexes:
-            shown = pipconfig.without_credentials(address)
-            url = f"{address.rstrip('/')}/{canonicalize_name(project)}/"
-            headers = {"Accept": ACCEPT_JSON_PREFERRED}
-            try:
-                response = web.get(url, headers=headers, timeout=download.TIMEOUT)
-                if response.status_code == HTTPStatus.NOT_FOUND:
-                    seen.append(f"{shown} has no project {project}")
-                    continue
-                response.raise_for_status()
-                page = ProjectPage.from_response(response, project)
-            except (ValueError, UnsupportedRepoVersionError) as error:
-                # Not an address, or a page that is neither HTML nor JSON of the Simple API.
-                raise FetchError(
-                    f"{shown} does not answer as a package index: {download.one_line(error)}",
-                    next_step="check the index address in the settings of pip or uv",
-                ) from None
-            except requests.RequestException as error:
-                raise download.network_error(error, shown, name) from None
-            yield Answer(address=address, shown=shown, response=response, page=page)
-
-
 def _download(
-    remote: Remote, part: Path, name: str, sha256: str, on_progress: OnProgress | None
+    project: str, name: str, sha256: str, part: Path, on_progress: OnProgress | None
 ) -> None:
     from sm12x.core import download
 
-    resumed = part.stat().st_size > 0
-    download.transfer(remote, part, name, on_progress)
-    got = files.sha256(part)
-    if got != sha256 and resumed:
-        # The part left by an earlier run may be the damaged one: fetch the whole file once more.
-        os.truncate(part, 0)
-        download.transfer(remote, part, name, on_progress)
+    package, address = _locate(project, name, sha256)
+    auth = _credentials(address, package.url)
+    # The part left by an earlier run may be the damaged one: the whole file comes once more then.
+    for resumed in (part.stat().st_size > 0, False):
+        download.transfer(package.url, part, name, on_progress, size=package.size, auth=auth)
         got = files.sha256(part)
-    if got != sha256:
-        part.unlink()
-        raise HashMismatchError(
-            f"{name} was fetched with sha256 {got}, expected {sha256}; it has been deleted",
-            next_step="run the command again; if it repeats, a proxy or mirror alters the file",
-        )
+        if got == sha256:
+            return
+        if not resumed:
+            break
+        os.truncate(part, 0)
+    part.unlink()
+    raise HashMismatchError(
+        f"{name} was fetched with sha256 {got}, expected {sha256}; it has been deleted",
+        next_step="run the command again; if it repeats, a proxy or mirror alters the file",
+    )
 
 
 def _take(folder: Path, name: str, sha256: str, part: Path, on_progress: OnProgress | None) -> None:
@@ -242,12 +186,9 @@ def _take(folder: Path, name: str, sha256: str, part: Path, on_progress: OnProgr
         raise FetchError(
             f"{name} is not in {folder}", next_step="put it there, or leave out --find-links"
         )
-    size = source.stat().st_size
-    with source.open("rb") as reading, part.open("r+b") as writing:
-        writing.truncate(0)
-        shutil.copyfileobj(reading, writing)
+    shutil.copyfile(source, part)
     if on_progress:
-        on_progress(size, size)
+        on_progress(source.stat().st_size, source.stat().st_size)
     got = files.sha256(part)
     if got != sha256:
         part.unlink()
@@ -257,30 +198,15 @@ def _take(folder: Path, name: str, sha256: str, part: Path, on_progress: OnProgr
         )
 
 
-def _check_ca(config: pipconfig.PipConfig) -> None:
-    """Raise BadFileError if the settings name a CA bundle that does not exist."""
-    # requests reports this as an OSError without the name of the setting.
-    if config.ca_bundle is not None and not config.ca_bundle.exists():
-        raise BadFileError(
-            f"the CA bundle {config.ca_bundle} ({config.ca_from}) does not exist",
-            next_step=f"correct {config.ca_from}",
-        )
-
-
 def _credentials(index: str, url: str) -> tuple[str, str] | None:
-    """The index's credentials, for a file on the same host whose address carries none."""
-    of_index, of_file = urlsplit(index), urlsplit(url)
-    same = (of_index.scheme, of_index.hostname, of_index.port) == (
-        of_file.scheme,
-        of_file.hostname,
-        of_file.port,
+    """Return the index's credentials, for a file on the same host whose address carries none."""
+    ours, theirs = urlsplit(index), urlsplit(url)
+    same = all(
+        getattr(ours, part) == getattr(theirs, part) for part in ("scheme", "hostname", "port")
     )
-    if not same or of_index.username is None or of_file.username is not None:
+    if not same or ours.username is None or theirs.username is not None:
         return None
-    import requests
-
-    (user, password) = requests.utils.get_auth_from_url(index)
-    return user, password
+    return unquote(ours.username), unquote(ours.password or "")
 
 
 def _storage_error(error: OSError, final: Path) -> Sm12xError:

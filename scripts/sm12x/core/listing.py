@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from sm12x.core import files, index
+from sm12x.core import files
 from sm12x.core.errors import FetchError
 
 if TYPE_CHECKING:
     from pypi_simple import DistributionPackage
+
+    from sm12x.core.download import Answer
 
 SDIST = "sdist"
 WHEEL = "wheel"
@@ -43,8 +45,11 @@ def of_index(project: str) -> tuple[ListedFile, ...]:
         FetchError: no index has it, or none answers.
         BadFileError: the CA bundle that the settings name does not exist.
     """
+    # As in core.index: imported where it is used.
+    from sm12x.core import download
+
     seen: list[str] = []
-    for answer in index.answers(project, project, seen):
+    for answer in download.answers(project, project, seen):
         return _read(answer)
     raise FetchError(
         f"{project} cannot be looked up: {'; '.join(seen)}",
@@ -111,7 +116,7 @@ def releases(listed: tuple[ListedFile, ...]) -> list[str]:
     return [found[version] for version in sorted(found)]
 
 
-def _read(answer: index.Answer) -> tuple[ListedFile, ...]:
+def _read(answer: Answer) -> tuple[ListedFile, ...]:
     response, page = answer.response, answer.page
     times: dict[str, str] = {}
     if "json" not in response.headers.get("Content-Type", ""):

@@ -163,6 +163,11 @@ def visible(text: str) -> str:
     return CONTROL.sub(lambda found: escaped(found[0]), text)
 
 
+def one_line(name: str) -> str:
+    """Return a name as ``visible`` has it, on one line."""
+    return visible(name).replace("\n", "\\x0a").replace("\t", "\\x09")
+
+
 def without(value: _T, secrets: Mapping[str, str]) -> _T:
     """``value`` with every secret in its texts, at any depth and in keys too, replaced by its name.
 

@@ -13,7 +13,6 @@ from typing import Annotated
 
 from pydantic import Field
 
-from sm12x.audit.exclusives import ExclusiveStores
 from sm12x.audit.model import Device
 from sm12x.core.cudaarch import CudaArch
 from sm12x.core.declared import one_of
@@ -251,14 +250,10 @@ class Image:
 
 @dataclass(frozen=True, kw_only=True)
 class NcclLibrary:
-    """A libnccl.so.2 for AArch64. ``version`` is the one it prints, "" where it names none.
-
-    ``stores`` are its store-exclusives, or why they could not be read.
-    """
+    """A libnccl.so.2 for AArch64; ``version`` is the one that it prints, or why it is not known."""
 
     path: Path
-    version: str
-    stores: ExclusiveStores | Unseen
+    version: str | Unseen
 
 
 @dataclass(frozen=True, kw_only=True)

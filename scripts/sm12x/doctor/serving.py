@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import mmap
 import re
-import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from sm12x.audit import exclusives, sections
-from sm12x.audit.exclusives import ExclusiveStores
 from sm12x.core.machine import compiler_gib, compilers
-from sm12x.core.text import first_of, size
+from sm12x.core.text import size
 from sm12x.doctor.host import Host
 from sm12x.doctor.knowledge import Knowledge, numbers
 from sm12x.doctor.memory import available
@@ -56,8 +53,6 @@ _EVERYWHERE, _UP = "00000000", 1
 _IPV6_EVERYWHERE = ["0" * 32, "00"]
 _NCCL_PACKAGE = "nvidia-nccl-cu13"
 _FAMILY = 12
-# Addresses of one library that are named.
-_FEW = 3
 
 
 def variables(host: Host) -> dict[str, str]:
@@ -135,19 +130,11 @@ def _read(path: Path) -> NcclLibrary | None:
             if data[_MACHINE] != _EM_AARCH64:
                 return None
             version = _VERSION.search(data)
-            return NcclLibrary(
-                path=path, version=version[1].decode() if version else "", stores=_stores(data)
-            )
+            unnamed = Unseen("no version is in it")
+            return NcclLibrary(path=path, version=version[1].decode() if version else unnamed)
     except (OSError, ValueError) as error:
         # An empty file cannot be mapped.
-        return NcclLibrary(path=path, version="", stores=Unseen(f"{path}: {error}"))
-
-
-def _stores(data: mmap.mmap) -> ExclusiveStores | Unseen:
-    try:
-        return exclusives.scan(data, sections.instructions(sections.sections(data)))
-    except (ValueError, struct.error) as error:
-        return Unseen(str(error))
+        return NcclLibrary(path=path, version=Unseen(str(error)))
 
 
 def expandable(environment: Mapping[str, str]) -> str:
@@ -164,7 +151,7 @@ def expandable(environment: Mapping[str, str]) -> str:
 
 
 def nccl_sound(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
-    """NCCL's own code, else its version in the image's ledger."""
+    """Judge NCCL by the version that its library prints, else by that in the image's ledger."""
     name = "net.nccl"
     if facts.machine.name != "aarch64":
         return []
@@ -183,18 +170,16 @@ def nccl_sound(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
 
 def _library(facts: HostFacts, library: NcclLibrary, known: Knowledge) -> Diagnosis:
     name = "net.nccl"
-    about = f"NCCL {library.version or 'of unknown version'} in {library.path}"
-    stores = library.stores
-    if isinstance(stores, Unseen):
-        return known.finding(name, UNKNOWN, f"could not see the code of {about}: {stores.why}")
-    if not stores.untested:
+    version, least = library.version, known.thresholds.nccl_aarch64
+    if isinstance(version, Unseen):
         return known.finding(
-            name, OK, f"{about}: each of {stores.total} store-exclusives is tested"
+            name, UNKNOWN, f"could not see the version of NCCL in {library.path}: {version.why}"
         )
-    where = first_of(stores.untested, _FEW)
-    seen = f"{about} does not retry a failed store ({where}), so that two machines deadlock"
-    newer = f"pip install 'nvidia-nccl-cu13>={known.thresholds.nccl_aarch64}'   # or a newer image"
-    return known.finding(name, _severity(facts), seen, fix=(newer,))
+    seen = f"NCCL {version} in {library.path}"
+    if numbers(version) >= numbers(least):
+        return known.finding(name, OK, seen)
+    newer = f"pip install 'nvidia-nccl-cu13>={least}'   # or a newer image"
+    return known.finding(name, _severity(facts), f"{seen}, older than {least}", fix=(newer,))
 
 
 def _severity(facts: HostFacts) -> str:

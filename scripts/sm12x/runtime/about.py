@@ -27,29 +27,19 @@ _MODES = {
 
 
 def help_text(ledger: Ledger, recipes: Mapping[str, Recipe], image: str) -> str:
-    """The answer to `docker run IMAGE`. ``image`` stands in the commands."""
+    """Return the answer to `docker run IMAGE`. ``image`` stands in the commands."""
     devices = (
         ("12.0", [library.sm120 for library in ledger.libraries]),
         ("12.1", [library.sm121 for library in ledger.libraries]),
     )
     lines = [
         f"vLLM {ledger.base_version} for SM12x GPUs (12.0: RTX PRO 6000, RTX 50; 12.1: GB10)",
-        f"  stack  {ledger.stack_id}, {len(ledger.patches)} patches",
-        f"  mode   {_MODES.get(ledger.mode, ledger.mode)}",
-        f"  for    {ledger.machine}, Python {ledger.python}",
-        *_compiled(ledger),
-        *(
-            f"  on {device}, of {len(kinds)} libraries: {_machine_code(kinds)}"
-            for device, kinds in devices
-        ),
-        "",
-        "Patches",
-        *[f"  {patch.name}: {patch.subject} ({_state(patch)})" for patch in ledger.patches],
         "",
         "What it can do",
         "  RECIPE [key=value ...] [-- vLLM arguments]   serve a model",
         "  recipes [RECIPE]                             the recipes, or one with its settings",
         "  check [--json] [--quick]                     check the image, with or without a GPU",
+        "  patches                                      the patches, and what is in effect of each",
         "  health                                       ask the server in this container",
         "  pair RECIPE ... + RECIPE ...                 servers that take turns on the same GPUs",
         "  verify URL [URL] [--help]                    test sleep and wake-up of live servers",
@@ -60,12 +50,37 @@ def help_text(ledger: Ledger, recipes: Mapping[str, Recipe], image: str) -> str:
         "Commands to copy",
         f"  docker run --rm {image} check",
     ]
-    for recipe in recipes.values():
+    for recipe in _servable_first(recipes):
         if recipe.blocked_on(layout.release()):
             lines.append(f"  docker run --rm {image} recipes {recipe.key}")
         else:
             lines += ["  " + line for line in _command(recipe, image)]
+    lines += [
+        "",
+        "What it is",
+        f"  stack  {ledger.stack_id}, {len(ledger.patches)} patches",
+        f"  mode   {_MODES.get(ledger.mode, ledger.mode)}",
+        f"  for    {ledger.machine}, Python {ledger.python}",
+        *_compiled(ledger),
+        *(
+            f"  on {device}, of {len(kinds)} libraries: {_machine_code(kinds)}"
+            for device, kinds in devices
+        ),
+    ]
     return "\n".join(lines)
+
+
+def patches_text(ledger: Ledger) -> str:
+    """Return the answer to `docker run IMAGE patches`."""
+    lines = [f"Stack {ledger.stack_id} on vLLM {ledger.base_version}"]
+    for patch in ledger.patches:
+        lines += [f"  {patch.name}: {patch.subject} ({_state(patch)})"]
+        lines += [f"    upstream: {patch.upstream}"]
+    return "\n".join(lines)
+
+
+def _servable_first(recipes: Mapping[str, Recipe]) -> list[Recipe]:
+    return sorted(recipes.values(), key=lambda recipe: bool(recipe.blocked_on(layout.release())))
 
 
 def _compiled(ledger: Ledger) -> list[str]:
@@ -95,11 +110,11 @@ def _machine_code(kinds: Sequence[str]) -> str:
 
 
 def recipe_list(recipes: Mapping[str, Recipe]) -> list[str]:
-    """One line per recipe, and one more for the reason why it cannot serve yet."""
+    """Return a line per recipe, those that can serve first, and why the others cannot yet."""
     lines = ["Recipes"]
-    for key, recipe in recipes.items():
+    for recipe in _servable_first(recipes):
         state = f" [{recipe.sm12x.status.state}]" if recipe.sm12x else ""
-        lines.append(f"  {key}{state}: {recipe.description or recipe.name}")
+        lines.append(f"  {recipe.key}{state}: {recipe.description or recipe.name}")
         if why := recipe.blocked_on(layout.release()):
             lines.append(f"    cannot serve yet: {why}")
     return lines if recipes else [*lines, "  none in this image"]

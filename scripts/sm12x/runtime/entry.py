@@ -1,4 +1,4 @@
-"""The entry point: help, check, health, recipes, pair, verify, a recipe, or any other command."""
+"""The entry point: a verb such as check or recipes, a recipe, or any other command."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sm12x.runtime.check.check import check
 from sm12x.runtime.places import Places
 from sm12x.wheel import ledger as ledgers
 
-_WORDS = ("help", "check", "health", "recipes", "pair", "verify")
+_WORDS = ("help", "check", "health", "recipes", "patches", "pair", "verify")
 
 _Replace = Callable[..., NoReturn]
 
@@ -66,6 +66,9 @@ def dispatch(
         verdict = health.here()
         click.echo(verdict.text)
         return verdict.code
+    if first == "patches":
+        click.echo(about.patches_text(ledgers.read(places.ledger)))
+        return 0
     if first == "recipes":
         return _show(rest, places)
     if first == "pair":

@@ -8,7 +8,7 @@ emulator that is registered with the kernel.
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,16 +24,15 @@ CROSS_GIB = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class _Kind:
-    """A platform: its machine, Debian's name of that, and ELF's number of it."""
+    """A platform: its machine, and Debian's name of that."""
 
     machine: str
     debian: str
-    elf: int
 
 
 _PLATFORMS = {
-    "linux/amd64": _Kind(machine="x86_64", debian="amd64", elf=62),
-    "linux/arm64": _Kind(machine="aarch64", debian="arm64", elf=183),
+    "linux/amd64": _Kind(machine="x86_64", debian="amd64"),
+    "linux/arm64": _Kind(machine="aarch64", debian="arm64"),
 }
 
 
@@ -127,42 +126,13 @@ def _require_emulator(name: str, binfmt: Path) -> None:
             f"{what} has no emulators set up ({binfmt} is not mounted)",
             next_step=f"run `mount -t binfmt_misc binfmt_misc {binfmt}` as root, then {install}",
         )
-    handlers = [path for path in sorted(binfmt.iterdir()) if path.name not in _NOT_HANDLERS]
-    texts = [text for path in handlers if _runs(text := files.kernel_text(path), kind.elf)]
-    if not texts:
+    # The name that Debian's packages, and every other that is known of, register it by.
+    handler = files.kernel_text(binfmt / f"qemu-{kind.machine}")
+    if not handler.startswith("enabled"):
         raise BadArchitectureError(f"{what} has no emulator for these", next_step=install)
-    if not any("F" in flags for text in texts for flags in _values(text, "flags:")):
-        (interpreter, *_) = [*_values(texts[0], "interpreter"), "an emulator"]
+    if not re.search(r"^flags:.*F", handler, re.MULTILINE):
         raise BadArchitectureError(
-            f"{what} starts {interpreter} for these, which a container does not have: the handler "
-            "lacks flag F, which opens the emulator at registration",
+            f"{what} starts a program for these which a container does not have: the handler lacks "
+            "flag F, which opens the emulator at registration",
             next_step=install,
         )
-
-
-_NOT_HANDLERS = ("register", "status")
-
-
-def _runs(text: str, machine: int) -> bool:
-    """Whether a handler, as the kernel prints it, is for programs of an ELF machine."""
-    try:
-        magic = bytes.fromhex("".join(_values(text, "magic")))
-        mask = bytes.fromhex("".join(_values(text, "mask"))) or b"\xff" * len(magic)
-        (offset,) = (int(value) for value in _values(text, "offset"))
-    except ValueError:
-        return False
-    if not magic or not text.startswith("enabled"):
-        return False
-    # 64 bits, little-endian, version 1; 16 bytes in, an executable (2) of that machine.
-    head = b"\x7fELF\x02\x01\x01" + bytes(9) + bytes([2, 0, machine, 0])
-    part = head[offset : offset + len(magic)]
-    return len(part) == len(magic) and all(
-        byte & care == want & care for byte, care, want in zip(part, mask, magic, strict=True)
-    )
-
-
-def _values(text: str, key: str) -> Iterable[str]:
-    for line in text.splitlines():
-        name, _, value = line.partition(" ")
-        if name == key:
-            yield value

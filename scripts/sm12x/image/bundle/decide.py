@@ -16,13 +16,12 @@ from sm12x.image.base.platforms import Platforms
 from sm12x.image.base.rootfs import BaseImage
 from sm12x.image.bundle import context, modes, preflight, record
 from sm12x.image.bundle.modes import BuildMode
-from sm12x.image.bundle.preflight import Meter
 from sm12x.image.bundle.record import Record
 from sm12x.image.engine import engines
 from sm12x.image.engine.engine import Engine
 from sm12x.image.engine.follow import Stage
 from sm12x.stack.model import base as bases
-from sm12x.stack.model.base import Base
+from sm12x.stack.model.base import Base, Module
 from sm12x.wheel.toolchain import arch as archs
 
 
@@ -87,7 +86,6 @@ class BuildPlan:
     image: BaseImage
     builder: BaseImage
     host: HostConfig
-    meter: Meter
     inputs: str
     there: Record | None
     report: Reporter
@@ -118,23 +116,24 @@ class BuildPlan:
         return known if there else None
 
     def require_room(self) -> None:
-        """Check disk and memory for the remaining steps. Raises NoSpaceError."""
-        preflight.require_room(
-            self.meter,
-            self.mode.choice.modules,
-            flashinfer=bool(self.flashinfer),
-            image=self.options.image,
-        )
+        """Check disk and memory, unless the bundle was begun before. Raises NoSpaceError."""
+        begun = preflight.begun(self.base, self.engine, self.platforms)
+        if not begun.exists():
+            preflight.require_room(
+                *self._needs, flashinfer=bool(self.flashinfer), image=self.options.image
+            )
+        begun.touch()
 
-    def rest_gib(self) -> float:
-        """GiB that the rest of the bundle takes on the disks that it uses."""
-        rest = preflight.needs(
-            self.meter,
-            self.mode.choice.modules,
-            flashinfer=bool(self.flashinfer),
-            image=self.options.image,
+    def needs_gib(self) -> float:
+        """Return GiB that a whole bundle takes on the disks that it uses."""
+        found = preflight.needs(
+            *self._needs, flashinfer=bool(self.flashinfer), image=self.options.image
         )
-        return sum(need.gib for need in rest)
+        return sum(need.gib for need in found)
+
+    @property
+    def _needs(self) -> tuple[Base, Engine, tuple[Module, ...], Platforms]:
+        return self.base, self.engine, self.mode.choice.modules, self.platforms
 
 
 @contextmanager
@@ -165,12 +164,13 @@ def decided(options: Options, report: Reporter) -> Iterator[BuildPlan]:
     ahead = modes.flashinfer(base, options.flashinfer, mode.name, wanted, image=options.image)
     flashinfer = archs.to_text(targets) if ahead else ""
     with preflight.alone(base):
-        meter = Meter(base, engine, wanted)
+        begun = preflight.begun(base, engine, wanted)
         if not rootfs.is_there(base.image, engine, wanted, override=options.base_image):
-            meter.forget()
-        if there is None:
+            # What an earlier run built is gone from the engine.
+            begun.unlink(missing_ok=True)
+        if there is None and not begun.exists():
             preflight.require_room(
-                meter, mode.choice.modules, flashinfer=ahead, image=options.image
+                *(base, engine, mode.choice.modules, wanted), flashinfer=ahead, image=options.image
             )
         host = host_settings.collect(base.image.suite)
         timings = _Timings()
@@ -200,7 +200,6 @@ def decided(options: Options, report: Reporter) -> Iterator[BuildPlan]:
             image=image,
             builder=builder,
             host=host,
-            meter=meter,
             inputs=context.inputs_digest(base, wanted.machine, here=wanted.here, choices=choices),
             there=there,
             report=report,

@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from sm12x import __version__, layout
+from sm12x.audit import report as audits
 from sm12x.core import declared, files, index
 from sm12x.core.errors import BuildFailedError, ToolFailedError
 from sm12x.core.progress import Reporter
@@ -14,23 +15,15 @@ from sm12x.image.bundle import context, modes, preflight, record
 from sm12x.image.bundle.context import Context
 from sm12x.image.bundle.decide import BuildPlan, Options, decided
 from sm12x.image.bundle.record import Record
-from sm12x.image.engine import follow
-from sm12x.image.engine.engine import BuildRequest, Engine, Layer
+from sm12x.image.bundle.summary import Bundle
+from sm12x.image.engine import buildah, follow
+from sm12x.image.engine.engine import BuildRequest
 from sm12x.image.engine.follow import Follower
 from sm12x.wheel import ledger as ledgers
 from sm12x.wheel.ledger import Ledger
-from sm12x.wheel.selection import Offer
 
 _PROJECT = "vllm"
 _IMAGE = "vllm-sm12x"
-
-
-@dataclass(frozen=True, kw_only=True)
-class _ReleaseFiles:
-    """The release's sdist, and its wheel for the image's machine, as base.toml pins them."""
-
-    sdist: Path
-    wheel: Path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,23 +36,10 @@ class _Wheel:
     ledger_sha256: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class _BuiltImage:
-    """The image in the engine's storage. ``tags``: the most telling first; ``size`` in bytes."""
-
-    tags: tuple[str, ...]
-    id: str
-    size: int
-    layers: tuple[Layer, ...]
-
-
-_NO_IMAGE = _BuiltImage(tags=(), id="", size=0, layers=())
-
-
-def _fetch(plan: BuildPlan) -> _ReleaseFiles:
-    """Download the release's files, or find them in the cache. Raises HashMismatchError."""
+def _fetch(plan: BuildPlan) -> list[Path]:
+    """Return the release's sdist and wheel, downloaded or cached. Raises HashMismatchError."""
     with plan.timings.step("fetch"), plan.report.phase("sources", live=False):
-        sdist, wheel = (
+        return [
             index.fetch_shown(
                 _PROJECT,
                 pinned.name,
@@ -68,18 +48,17 @@ def _fetch(plan: BuildPlan) -> _ReleaseFiles:
                 find_links=plan.options.find_links,
             )
             for pinned in (plan.base.sdist, plan.base.wheels[plan.machine])
-        )
-    return _ReleaseFiles(sdist=sdist, wheel=wheel)
+        ]
 
 
-def _build_wheel(plan: BuildPlan, release: _ReleaseFiles) -> _Wheel:
+def _build_wheel(plan: BuildPlan, release: list[Path]) -> _Wheel:
     """Build the wheel, its ledger and its audit in the builder, and move them to dist/.
 
     Raises:
         BuildFailedError: the builder failed, or a second build gave other bytes.
         NoSpaceError: a disk was full.
     """
-    with plan.timings.step("wheel"), plan.meter.measuring(preflight.WHEEL):
+    with plan.timings.step("wheel"):
         with record.publishing(plan.folder) as staged:
             _run_builder(plan, release, staged)
             if plan.options.twice:
@@ -94,8 +73,8 @@ def _build_wheel(plan: BuildPlan, release: _ReleaseFiles) -> _Wheel:
         )
 
 
-def _build_image(plan: BuildPlan, wheel: _Wheel) -> _BuiltImage:
-    """Build the image around the wheel, and tag it.
+def _build_image(plan: BuildPlan, wheel: _Wheel) -> tuple[str, ...]:
+    """Build the image around the wheel; return its tags, the most telling first.
 
     Raises:
         BuildFailedError: the engine failed.
@@ -135,17 +114,14 @@ def _build_image(plan: BuildPlan, wheel: _Wheel) -> _BuiltImage:
         ledger=plan.folder / record.LEDGER,
         find_links=plan.options.find_links,
     )
-    with plan.timings.step("image"), plan.meter.measuring(preflight.IMAGE):
+    with plan.timings.step("image"):
         _build(plan, "bundle", "image", copied, request)
     if plan.flashinfer:
         asked = context.flashinfer_request(base, plan.machine, plan.flashinfer)
         declared.write_json(plan.folder / ledgers.FLASHINFER_REQUEST, asked)
-    return _BuiltImage(
-        tags=tags,
-        id=plan.engine.image_id(tags[0]) or "",
-        size=plan.engine.size(tags[0]),
-        layers=plan.engine.layers(tags[0]),
-    )
+    if script := plan.engine.script(tags[0]):
+        files.write_text(plan.folder / buildah.SCRIPT, script)
+    return tags
 
 
 def image_tags(version: str, stack_id: str, mode: str, suffix: str = "") -> tuple[str, ...]:
@@ -154,7 +130,7 @@ def image_tags(version: str, stack_id: str, mode: str, suffix: str = "") -> tupl
     return (f"{short}-{mode}{suffix}", f"{short}{suffix}")
 
 
-def _require_same_again(plan: BuildPlan, release: _ReleaseFiles, wheel: Path) -> None:
+def _require_same_again(plan: BuildPlan, release: list[Path], wheel: Path) -> None:
     """The second build uses nothing of the first: no layer from `native` on, no work folder."""
     with TemporaryDirectory(dir=plan.work, prefix=preflight.CONTEXT_PREFIX) as folder:
         _run_builder(plan, release, Path(folder), again="again")
@@ -167,14 +143,15 @@ def _require_same_again(plan: BuildPlan, release: _ReleaseFiles, wheel: Path) ->
     plan.report.say(f"built twice, the same bytes: {wheel.name}")
 
 
-def _run_builder(plan: BuildPlan, release: _ReleaseFiles, out: Path, *, again: str = "") -> None:
+def _run_builder(plan: BuildPlan, release: list[Path], out: Path, *, again: str = "") -> None:
     mode = plan.mode
+    sdist, wheel = release
     copied = context.builder(
         plan.base,
         plan.machine,
         here=plan.platforms.here,
-        sdist=release.sdist,
-        wheel=release.wheel,
+        sdist=sdist,
+        wheel=wheel,
         third_party=mode.third_party,
         find_links=plan.options.find_links,
     )
@@ -224,25 +201,11 @@ def _build(plan: BuildPlan, name: str, label: str, copied: Context, request: Bui
             plan.engine.build(request, on_line=follower, log=log)
         except ToolFailedError:
             raise follow.failure(
-                plan.engine, request.dockerfile.name, follower, log, rest_gib=plan.rest_gib()
+                plan.engine, request.dockerfile.name, follower, log, needs_gib=plan.needs_gib()
             ) from None
         finally:
             follower.finish()
             plan.timings.stages.update(follower.stages)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bundle:
-    """A finished bundle. ``unchanged``: nothing was built, all that ``record`` names was there.
-
-    ``offer`` is what full mode would add to a quick bundle.
-    """
-
-    record: Record
-    folder: Path
-    engine: Engine
-    unchanged: bool
-    offer: Offer | None = None
 
 
 def run(options: Options, report: Reporter) -> Bundle:
@@ -258,11 +221,14 @@ def run(options: Options, report: Reporter) -> Bundle:
             plan.require_room()
             release = _fetch(plan)
             wheel = _build_wheel(plan, release)
-            image = _build_image(plan, wheel) if options.image else _NO_IMAGE
-            made = _record(plan, wheel, image)
+            made = _record(plan, wheel, _build_image(plan, wheel) if options.image else ())
             declared.write_json(plan.folder / record.NAME, made)
         return Bundle(
             record=made,
+            ledger=ledgers.read(plan.folder / record.LEDGER),
+            audit=audits.read(
+                plan.folder / record.AUDIT, next_step=f"remove {plan.folder} and build again"
+            ),
             folder=plan.folder,
             engine=plan.engine,
             unchanged=unchanged,
@@ -270,7 +236,9 @@ def run(options: Options, report: Reporter) -> Bundle:
         )
 
 
-def _record(plan: BuildPlan, wheel: _Wheel, image: _BuiltImage) -> Record:
+def _record(plan: BuildPlan, wheel: _Wheel, tags: tuple[str, ...]) -> Record:
+    """Return the record of a bundle; without ``tags`` there is no image."""
+    engine = plan.engine
     return Record(
         version=plan.base.version,
         mode=plan.mode.name,
@@ -286,10 +254,10 @@ def _record(plan: BuildPlan, wheel: _Wheel, image: _BuiltImage) -> Record:
         wheel_sha256=wheel.sha256,
         wheel_size=wheel.path.stat().st_size,
         ledger_sha256=wheel.ledger_sha256,
-        image_id=image.id,
-        tags=image.tags,
-        image_size=image.size,
-        layers=image.layers,
+        image_id=(engine.image_id(tags[0]) or "") if tags else "",
+        tags=tags,
+        image_size=engine.size(tags[0]) if tags else 0,
+        layers=engine.layers(tags[0]) if tags else (),
         seconds=dict(plan.timings.seconds),
         stage_seconds={
             name: None if stage.cached else round(stage.seconds, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,25 +26,8 @@ from sm12x.wheel.selection import AUTO, WANTED, Decision, ModuleChoice, Offer
 from sm12x.wheel.source import third_party
 from sm12x.wheel.toolchain import arch
 
-_Collect = Callable[[], Mapping[str, third_party.FoundSource]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ThirdParty:
-    """Third-party sources by name: the folders that were found, and why others were not."""
-
-    found: Mapping[str, Path]
-    missing: Mapping[str, str]
-
-    @classmethod
-    def of(cls, collected: Mapping[str, third_party.FoundSource]) -> ThirdParty:
-        return cls(
-            found={name: entry.folder for name, entry in collected.items() if entry.folder},
-            missing={name: entry.reason for name, entry in collected.items() if not entry.folder},
-        )
-
-
-NO_SOURCES = ThirdParty(found={}, missing={})
+# Third-party sources by name, as they were found or not.
+_Sources = Mapping[str, third_party.FoundSource]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +87,11 @@ def parse_request(
     patch_levels: Iterable[str] = (),
 ) -> ModeRequest:
     """Check what was asked for. Raises UsageError or BadFileError."""
+    if wanted not in WANTED:
+        raise UsageError(
+            f"there is no build mode {wanted!r}",
+            next_step=f"use {text.near(wanted, WANTED) or text.either(WANTED)}",
+        )
     given = parse_given(base, sources)
     lenient = selection.require_patch_levels(base, tuple(patch_levels))
     for name in lenient:
@@ -113,7 +101,7 @@ def parse_request(
                 next_step=f"give it with --source {name}=DIR",
             )
     return ModeRequest(
-        wanted=require_known(wanted),
+        wanted=wanted,
         given=given,
         patch_levels=lenient,
         allowed=tuple(selection.require_source(base, name).name for name in allowed),
@@ -145,7 +133,7 @@ def settle(
     held: list[str] = []
 
     @functools.cache
-    def collect() -> Mapping[str, third_party.FoundSource]:
+    def collect() -> _Sources:
         return third_party.collect(
             base,
             cache=layout.cache(),
@@ -156,43 +144,48 @@ def settle(
         )
 
     cores = machine.cores()
-    memory_gib = _all_memory_gib() if made == "full" else cmake.free_memory_gib()
-    decision = decide(
-        base,
-        wanted=request.wanted,
-        cores=cores,
-        memory_gib=memory_gib,
-        given=request.given,
-        allowed=request.allowed,
-        collect=collect,
+    memory_gib = all_memory_gib() if made == "full" else cmake.free_memory_gib()
+    decision = decide(base, request, cores=cores, memory_gib=memory_gib, collect=collect)
+    other = "full" if decision.mode == "quick" else "quick"
+    report.say(
+        f"build mode {decision.mode}: {decision.reason}; {other} mode: make bundle BUILD={other}"
     )
-    report.say(first_line(decision))
     newest = bases.versions()[-1]
     if newest != base.version:
         report.say(f"there is a newer base: make bundle BASE={newest}")
     if decision.mode == "quick":
         if request.given or request.allowed:
-            report.say(
-                "quick mode takes no third-party source: --source, --accept-patch-level, "
-                "--allow-missing unused"
-            )
+            report.say("quick mode takes no third-party source: options about them are unused")
+        sure = _sure(base, request.given)
         return BuildMode(
             name="quick",
-            choice=choose(base, "quick", NO_SOURCES, ()),
-            offer=selection.offer(
-                base, cores=cores, memory_gib=memory_gib, sure=_sure(base, request.given)
-            ),
+            choice=choose(base, "quick", (), ()),
+            offer=selection.offer(base, cores=cores, memory_gib=memory_gib, sure=sure),
         )
     arch.require_complete(targets)
     with report.phase("third-party sources", live=False):
-        sources = ThirdParty.of(collect())
+        sources = collect()
         for line in held:
             report.say(line)
         files_of = staged(sources)
-    allowed = tuple(sorted({*request.allowed} - {*sources.found}))
-    choice = choose(base, "full", sources, allowed)
+    return _full(base, request, sources, files_of, report)
+
+
+def _full(
+    base: Base,
+    request: ModeRequest,
+    sources: _Sources,
+    files_of: dict[str, Path],
+    report: Reporter,
+) -> BuildMode:
+    """Return full mode with these sources, and report what stays official for want of others."""
+    there = {name for name, source in sources.items() if source.folder}
+    allowed = tuple(sorted({*request.allowed} - there))
+    choice = choose(base, "full", there, allowed)
     for kept in choice.kept:
-        why = "; ".join(f"{name}: {sources.missing.get(name, '')}" for name in kept.missing)
+        why = "; ".join(
+            f"{name}: {sources[name].reason if name in sources else ''}" for name in kept.missing
+        )
         report.say(f"{kept.path} stays the official one ({why})")
     if choice.kept:
         report.say("name the folder of a missing source with --source NAME=DIR")
@@ -236,18 +229,8 @@ def flashinfer(
     return not against and (mode == "full" if asked is None else asked)
 
 
-def _all_memory_gib() -> float:
+def all_memory_gib() -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / text.GIB
-
-
-def require_known(name: str) -> str:
-    """``name``, a build mode. Raises UsageError for another word."""
-    if name not in WANTED:
-        raise UsageError(
-            f"there is no build mode {name!r}",
-            next_step=f"use {text.near(name, WANTED) or text.either(WANTED)}",
-        )
-    return name
 
 
 def parse_given(base: Base, words: Iterable[str]) -> dict[str, Path]:
@@ -278,18 +261,16 @@ def parse_given(base: Base, words: Iterable[str]) -> dict[str, Path]:
 
 def decide(
     base: Base,
+    request: ModeRequest,
     *,
-    wanted: str,
     cores: int,
     memory_gib: float,
-    given: Iterable[str],
-    allowed: tuple[str, ...],
-    collect: _Collect,
+    collect: Callable[[], _Sources],
 ) -> Decision:
-    """The mode. ``collect`` is called only where the available sources change the decision.
+    """Return the mode. ``collect`` is called only where the available sources change it.
 
     Which modules a full build compiles, and so how long it takes, depends on the sources; looking
-    for them needs a network, and a user is told the decision first. Sources that are ``given``, and
+    for them needs a network, and a user is told the decision first. Sources that are given, and
     those that come as packages like the release itself, are certain.
 
     Raises:
@@ -302,42 +283,33 @@ def decide(
             cores=cores,
             memory_gib=memory_gib,
             available=available,
-            wanted=wanted,
-            allowed=allowed,
+            wanted=request.wanted,
+            allowed=request.allowed,
         )
 
     most = with_({source.name for source in base.sources})
-    if wanted != AUTO:
+    if request.wanted != AUTO:
         return most
-    sure = _sure(base, given)
-    least = with_(sure)
-    bare = selection.choose(base, (), mode="full", available=sure, allowed=allowed).modules
+    sure = _sure(base, request.given)
+    bare = selection.choose(base, (), mode="full", available=sure, allowed=request.allowed).modules
     # "Quick, as nothing can be compiled" does not tell what further sources would change.
-    if most.mode == least.mode and any(not module.quick for module in bare):
+    if most.mode == with_(sure).mode and any(not module.quick for module in bare):
         return most
     with progress.spinner("looking for third-party sources"):
-        found = {name for name, entry in collect().items() if entry.folder is not None}
-    return with_(found)
+        return with_({name for name, source in collect().items() if source.folder})
 
 
 def _sure(base: Base, given: Iterable[str]) -> set[str]:
-    """The sources that need no git host: those given, and those of packages."""
+    """Return the sources that need no git host: those given, and those of packages."""
     return {*given, *(source.name for source in base.sources if source.packages)}
 
 
-def first_line(decision: Decision) -> str:
-    """The first line of a bundle: the mode, the reason, and the command for the other mode."""
-    other = "full" if decision.mode == "quick" else "quick"
-    return f"build mode {decision.mode}: {decision.reason}; {other} mode: make bundle BUILD={other}"
-
-
-def choose(base: Base, mode: str, sources: ThirdParty, allowed: Iterable[str]) -> ModuleChoice:
-    """What that mode will compile and keep, by what the patches name."""
-    stack = series.load(base)
-    targets = [module.target for module in selection.for_stack(base, stack)]
-    return selection.choose(
-        base, targets, mode=mode, available=set(sources.found), allowed=tuple(allowed)
-    )
+def choose(
+    base: Base, mode: str, available: Collection[str], allowed: Collection[str]
+) -> ModuleChoice:
+    """Return what that mode will compile and keep, by what the patches name."""
+    targets = [module.target for module in selection.for_stack(base, series.load(base))]
+    return selection.choose(base, targets, mode=mode, available=available, allowed=allowed)
 
 
 def devices(mode: str, arch_list: str) -> list[str]:
@@ -353,12 +325,13 @@ def devices(mode: str, arch_list: str) -> list[str]:
     ]
 
 
-def staged(sources: ThirdParty) -> dict[str, Path]:
-    """The files of the sources, by their place in a build context. Links are followed."""
+def staged(sources: _Sources) -> dict[str, Path]:
+    """Return the files of the sources, by their place in a build context. Links are followed."""
     return {
-        f"third_party/{name}/{path.relative_to(folder).as_posix()}": path.resolve()
-        for name, folder in sorted(sources.found.items())
-        for path in _files_of(folder)
+        f"third_party/{name}/{path.relative_to(source.folder).as_posix()}": path.resolve()
+        for name, source in sorted(sources.items())
+        if source.folder
+        for path in _files_of(source.folder)
     }
 
 

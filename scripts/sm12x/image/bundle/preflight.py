@@ -1,11 +1,10 @@
-"""Checks before a bundle starts: machine, disk, memory, and that no other bundle runs."""
+"""Checks before a bundle starts: disk, memory, and that no other bundle runs."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,17 +18,13 @@ from sm12x.image.base.platforms import Platforms
 from sm12x.image.engine.engine import Engine
 from sm12x.stack.model.base import Base, Module
 
-# A phase that is repeated writes its last layers again.
-_AGAIN_GIB = 2.0
 CONTEXT_PREFIX = "context-"
 # The audit and the install of the closure; a module's compilation may need more.
 _MEMORY_GIB = 2.0
-# The phases of a build that fill the engine's storage.
-WHEEL, IMAGE = "wheel", "image"
 
 
 @dataclass(frozen=True, kw_only=True)
-class _DiskNeed:
+class DiskNeed:
     """``gib`` GiB for ``what``, below ``folder``; ``remedy`` moves it to another disk."""
 
     what: str
@@ -38,171 +33,88 @@ class _DiskNeed:
     remedy: str
 
 
-class Meter:
-    """What each phase of a build has put on the disk of an engine, over runs that were interrupted.
-
-    A file in the work folder: phase -> GiB spent, or that were free when it began where the run was
-    killed. An unreadable file counts as absent: the whole figure is required again.
-    """
-
-    def __init__(self, base: Base, engine: Engine, wanted: Platforms) -> None:
-        self.base, self.engine, self.wanted = base, engine, wanted
-        self.path = work_folder(base) / f"spent-{engine.name}{wanted.suffix}.json"
-        self.storage = engine.storage()
-        self._phases: dict[str, dict[str, float]] = {}
-        with suppress(OSError, ValueError, AttributeError, TypeError):
-            for phase, entry in json.loads(self.path.read_text(encoding="utf-8")).items():
-                self._phases[phase] = {key: float(value) for key, value in entry.items()}
-
-    def forget(self) -> None:
-        """What an earlier run built is gone from the engine."""
-        self._phases = {}
-        self.path.unlink(missing_ok=True)
-
-    def rest(self, phase: str, gib: float) -> float:
-        """GiB that ``phase`` still needs of its ``gib``: at least those of its last layers."""
-        entry = self._phases.get(phase)
-        if entry is None:
-            return gib
-        if entry.get("done"):
-            return min(_AGAIN_GIB, gib)
-        spent = entry.get("spent", 0.0)
-        if "free" in entry:
-            spent += max(0.0, entry["free"] - self._free())
-        return max(min(_AGAIN_GIB, gib), gib - spent)
-
-    def is_done(self, phase: str) -> bool:
-        return bool(self._phases.get(phase, {}).get("done"))
-
-    @property
-    def begun(self) -> bool:
-        return bool(self._phases)
-
-    @contextmanager
-    def measuring(self, phase: str) -> Iterator[None]:
-        """Count what the block takes as spent on ``phase``, however it ends."""
-        before = self._phases.get(phase, {})
-        spent, free = before.get("spent", 0.0), self._free()
-        # What a kill leaves.
-        self._write(phase, {"spent": spent, "free": free})
-        try:
-            yield
-        except BaseException:
-            self._write(phase, {"spent": spent + max(0.0, free - self._free())})
-            raise
-        self._write(phase, {"done": 1.0})
-
-    def _free(self) -> float:
-        return files.free_gib(self.storage) if self.storage else 0.0
-
-    def _write(self, phase: str, entry: dict[str, float]) -> None:
-        self._phases[phase] = entry
-        # The phase that filled the disk reports it.
-        with suppress(OSError):
-            files.write_text(self.path, json.dumps(self._phases) + "\n")
-
-
-def require_room(meter: Meter, modules: Sequence[Module], *, flashinfer: bool, image: bool) -> None:
+def require_room(
+    base: Base,
+    engine: Engine,
+    modules: Sequence[Module],
+    target: Platforms,
+    *,
+    flashinfer: bool,
+    image: bool,
+) -> None:
     """Raise NoSpaceError before anything starts if disk or memory is too small.
 
     ``modules`` are what will be compiled, and with ``flashinfer`` FlashInfer's; without ``image``
     the build stops at the wheel.
     """
-    base = meter.base
-    work_folder(base).mkdir(parents=True, exist_ok=True)
-    _require_disk(needs(meter, modules, flashinfer=flashinfer, image=image), meter.engine.name)
-    # A continued build checks the memory for the remaining units itself.
+    needed = needs(base, engine, modules, target, flashinfer=flashinfer, image=image)
+    systems: dict[int, list[DiskNeed]] = {}
+    for need in needed:
+        systems.setdefault(files.device(need.folder), []).append(need)
+    for group in systems.values():
+        gib, free = sum(need.gib for need in group), files.free_gib(group[0].folder)
+        if free < gib:
+            group.sort(key=lambda need: -need.gib)
+            parts = ", ".join(f"{need.what} {need.gib:.1f} ({need.folder})" for need in group)
+            raise NoSpaceError(
+                f"building with {engine.name} needs {gib:.1f} GiB on the disk of "
+                f"{group[0].folder}, {free:.1f} GiB are free: {parts}",
+                next_step=f"free {gib - free:.1f} GiB there: {group[0].remedy}",
+            )
     peaks = [module.peak_gib for module in modules]
     peaks += [module.peak_gib for module in base.flashinfer if flashinfer]
-    units = [] if meter.begun else peaks
-    peak = max([_MEMORY_GIB, *units])
-    free = machine.available()
-    if free is not None and free < peak * GIB:
+    peak, available = max([_MEMORY_GIB, *peaks]), machine.available()
+    if available is not None and available < peak * GIB:
         raise NoSpaceError(
-            f"the build needs {peak:.1f} GiB of memory, {free / GIB:.1f} GiB are free",
+            f"the build needs {peak:.1f} GiB of memory, {available / GIB:.1f} GiB are free",
             next_step="stop something, or build on a machine with more memory",
         )
 
 
 def needs(
-    meter: Meter, modules: Sequence[Module], *, flashinfer: bool, image: bool
-) -> list[_DiskNeed]:
-    """The remaining steps' disk needs by folder, without those of an engine elsewhere."""
-    base, engine = meter.base, meter.engine
+    base: Base,
+    engine: Engine,
+    modules: Sequence[Module],
+    target: Platforms,
+    *,
+    flashinfer: bool,
+    image: bool,
+) -> list[DiskNeed]:
+    """Return what a bundle takes of each disk, without those of an engine elsewhere."""
     disk = base.disk
-    found: list[_DiskNeed] = []
-
-    def need(what: str, folder: Path | None, gib: float, remedy: str) -> None:
-        if folder is not None:
-            found.append(_DiskNeed(what=what, folder=folder, gib=gib, remedy=remedy))
-
-    storage, cache = engine.storage(), engine.package_cache()
-    # What a phase has spent was seen on the storage's disk, where both may lie.
-    together = storage is not None and cache is not None and _on_one_disk(storage, cache)
-    cross = platforms.CROSS_GIB if meter.wanted.crossing else 0.0
+    cross = platforms.CROSS_GIB if target.crossing else 0.0
     objects = disk.objects_gib if any(not module.quick for module in modules) else 0.0
-    phases = [
-        (
-            WHEEL,
-            disk.builder_gib + cross,
-            disk.builder_layer_gib,
-            disk.builder_packages_gib + objects,
-        )
-    ]
+    ahead = disk.flashinfer_gib if flashinfer else 0.0
+    layers, packages = disk.builder_gib + cross, disk.builder_packages_gib + objects
+    largest = disk.builder_layer_gib
     if image:
-        # Objects in the cache, libraries in a layer.
-        ahead = disk.flashinfer_gib if flashinfer else 0.0
-        fetched_too = disk.image_packages_gib + ahead
-        phases.append((IMAGE, disk.image_gib + ahead, disk.image_layer_gib, fetched_too))
-    # What stays of each phase, and on top of it what the phase has there for a while.
-    stays = cached = layers = packages = 0.0
-    for phase, own, largest, fetched in phases:
-        whole = own + (fetched if together else 0.0)
-        share = meter.rest(phase, whole) / whole if whole else 0.0
-        stays += own * share
-        cached += fetched * share
-        written = min(largest, own * share) if meter.is_done(phase) else largest
-        layers = max(layers, stays + engine.copies_in_storage * written)
-        packages = max(packages, cached + engine.copies_in_cache * written)
-    moved = engine.more_room if cache == storage else "set TMPDIR to a folder on another disk"
-    need(f"layers of {engine.name}", storage, layers, engine.more_room)
-    cache_holds = "packages and layers in the making" if engine.copies_in_cache else "packages"
-    need(cache_holds, cache, packages, moved)
-    need("sources", layout.cache(), disk.sources_gib, files.MOVE_CACHE)
-    need("wheel and contexts", layout.dist(base.version), disk.dist_gib, "move the checkout")
-    return found
-
-
-def _on_one_disk(one: Path, other: Path) -> bool:
-    return files.device(one) == files.device(other)
-
-
-def _require_disk(needed: Sequence[_DiskNeed], engine: str) -> None:
-    """Raise NoSpaceError if a file system has less room than the sum of the needs on it."""
-    systems: dict[int, list[_DiskNeed]] = {}
-    for need in needed:
-        systems.setdefault(files.device(need.folder), []).append(need)
-    for group in systems.values():
-        gib = sum(need.gib for need in group)
-        free = files.free_gib(group[0].folder)
-        if free >= gib:
-            continue
-        largest = max(group, key=lambda need: need.gib)
-        # Remedies that would not help are left out, unless there are no others.
-        tall = [need for need in group if need.gib >= min(gib - free, largest.gib)]
-        tall.sort(key=lambda need: -need.gib)
-        remedies = dict.fromkeys(need.remedy for need in tall)
-        parts = ", ".join(f"{need.what} {need.gib:.1f} ({need.folder})" for need in group)
-        raise NoSpaceError(
-            f"building with {engine} needs {gib:.1f} GiB on the disk of {largest.folder}, "
-            f"{free:.1f} GiB are free: {parts}",
-            next_step=f"free {gib - free:.1f} GiB there: {'; '.join(remedies)}",
-        )
+        # Of FlashInfer's modules objects are in the cache, libraries in a layer.
+        layers += disk.image_gib + ahead
+        packages += disk.image_packages_gib + ahead
+        largest = max(largest, disk.image_layer_gib)
+    storage, cache = engine.storage(), engine.package_cache()
+    move = engine.more_room if cache == storage else "set TMPDIR to a folder on another disk"
+    figures = (
+        ("layers", storage, layers + engine.copies_in_storage * largest, engine.more_room),
+        ("packages", cache, packages + engine.copies_in_cache * largest, move),
+        ("sources", layout.cache(), disk.sources_gib, files.MOVE_CACHE),
+        ("wheel and contexts", layout.dist(base.version), disk.dist_gib, "move the checkout"),
+    )
+    return [
+        DiskNeed(what=what, folder=folder, gib=gib, remedy=remedy)
+        for what, folder, gib, remedy in figures
+        if folder is not None
+    ]
 
 
 def work_folder(base: Base) -> Path:
-    """Logs, contexts and the lock of a bundle in the making."""
+    """Return the folder of logs, contexts and the lock of a bundle in the making."""
     return layout.root() / "build" / base.version
+
+
+def begun(base: Base, engine: Engine, target: Platforms) -> Path:
+    """Return the file that says that a bundle was begun: the rest takes less room than a whole."""
+    return work_folder(base) / f"begun-{engine.name}{target.suffix}"
 
 
 @contextmanager

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from sm12x.audit.report import AuditReport
 from sm12x.core import text as texts
-from sm12x.image.bundle.record import Record
+from sm12x.image.bundle.record import AUDIT_TEXT, Record
 from sm12x.image.engine.engine import Engine, Layer
 from sm12x.stack.model import base as bases
 from sm12x.wheel import flashinfer as ahead
@@ -40,31 +41,41 @@ _LAYER_NAMES = (
 )
 
 
-def text(
-    record: Record,
-    ledger: Ledger,
-    audit: AuditReport,
-    folder: Path,
-    engine: Engine,
-    recipes: Sequence[str],
-    *,
-    unchanged: bool,
-    offer: Offer | None = None,
-) -> str:
-    """The summary. ``recipes`` are the names of those that can be served; ``offer`` is what full
-    mode would add.
+@dataclass(frozen=True, kw_only=True)
+class Bundle:
+    """A finished bundle. ``unchanged``: nothing was built, all that ``record`` names was there.
+
+    ``offer`` is what full mode would add to a quick bundle.
     """
+
+    record: Record
+    ledger: Ledger
+    audit: AuditReport
+    folder: Path
+    engine: Engine
+    unchanged: bool
+    offer: Offer | None = None
+
+
+def text(made: Bundle, recipes: Sequence[str] = (), *, details: bool = False) -> str:
+    """Return the summary; with ``details`` every patch, module, library and layer.
+
+    ``recipes`` are the names of those that can be served.
+    """
+    record, ledger = made.record, made.ledger
+    full = made.offer
     parts = [
-        _head(record, unchanged=unchanged),
-        _patches(ledger),
-        modules(ledger),
-        _code(audit),
-        _full(offer, record, audit) if offer else "",
+        _head(record, unchanged=made.unchanged),
+        _patches(ledger) if details else "",
+        modules(ledger) if details else _in_short(made),
+        _code(made) if details else "",
+        _full(full, record, made.audit) if full and details else "",
+        _full_in_short(full, record) if full and not details else "",
         _flashinfer(record),
-        _sizes(record),
-        "" if unchanged else _times(record),
-        _output(record, folder),
-        _next(record, engine, recipes, folder),
+        _sizes(record) if details else "",
+        _times(record) if details and not made.unchanged else "",
+        _output(record, made.folder, details=details),
+        _next(made, recipes),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -84,6 +95,32 @@ def _head(record: Record, *, unchanged: bool) -> str:
         f"vLLM {record.version} + stack {record.stack_id}, {record.mode} mode, {record.machine}, "
         f"{record.arch_list}: {how}"
     )
+
+
+def _in_short(made: Bundle) -> str:
+    """Return patches, modules, machine code, sizes and times, in a line or two each."""
+    record, ledger = made.record, made.ledger
+    patches = texts.counted(len(ledger.patches), "patch")
+    compiled = [entry for entry in ledger.libraries if entry.origin == "compiled"]
+    names = ", ".join(PurePosixPath(entry.path).name.partition(".")[0] for entry in compiled)
+    lines = [
+        f"Patched: {patches}, {texts.counted(len(ledger.files), 'file')} of the wheel",
+        _wrapped(f"Compiled here for {ledger.arch_list}: {names or 'nothing'}", indent=0),
+    ]
+    if idle := _idle(ledger):
+        lines.append(f"Native code of {texts.counted(len(idle), 'patch')} is not in effect")
+    if lost := sum(len(entry.lost) for entry in compiled):
+        lines.append(f"{texts.counted(lost, 'op')} of the official modules are missing")
+    if ledger.replaced:
+        lines.append(f"Compiled with {', '.join(ledger.replaced)} (--accept-patch-level)")
+    lines.append("Machine code of the wheel, in translation units")
+    lines += _totals(made.audit)
+    sizes = [f"wheel {texts.size(record.wheel_size)}"]
+    sizes += [f"image {texts.size(record.image_size)}"] if record.tags else []
+    lines.append(f"Sizes: {', '.join(sizes)}")
+    if not made.unchanged:
+        lines.append(f"Times: {_seconds(record)}")
+    return "\n".join(lines)
 
 
 def _patches(ledger: Ledger) -> str:
@@ -129,39 +166,35 @@ def modules(ledger: Ledger) -> str:
         if entry.lost:
             what = f"{entry.path} lacks {texts.counted(len(entry.lost), 'op')}"
             lines.append(_wrapped(f"{what}: {', '.join(entry.lost)}", indent=2))
-    idle = [patch.name for patch in ledger.patches if patch.native.startswith("not ")]
-    if idle:
+    if idle := _idle(ledger):
         remedy = "compiled by make bundle BUILD=full" if ledger.mode == "quick" else "see above"
         lines.append(f"Patches whose native code is not in effect, or only in part ({remedy})")
         lines += [f"  {name}" for name in idle]
     return "\n".join(lines)
 
 
-def _code(audit: AuditReport) -> str:
-    devices = audit.devices
-    rows = [["library", *(f"on {device}" for device in devices)]]
-    totals: dict[str, dict[str, int]] = {device: dict.fromkeys(_MEANING, 0) for device in devices}
-    host = 0
-    for library in audit.libraries:
-        if not library.cubins and not library.ptx and not library.unknown:
-            host += 1
-            continue
-        cells = []
-        for device in devices:
-            units = {kind: n for kind, n in library.runs[device].units.items() if n}
-            for kind, count in units.items():
-                totals[device][kind] += count
-            cells.append(", ".join(f"{count} {kind}" for kind, count in units.items()) or "-")
-        rows.append([library.path, *cells])
-    lines = ["Machine code of the wheel, in translation units", texts.columns(rows, indent=2)]
-    for device in devices:
-        of = sum(totals[device].values())
-        parts = ", ".join(f"{count} {kind}" for kind, count in totals[device].items() if count)
-        lines.append(f"  all on {device}: {parts} of {of}")
-    seen = [kind for kind in _MEANING if any(totals[device][kind] for device in devices)]
-    lines += [f"  {kind:<8}{_MEANING[kind]}" for kind in seen]
-    lines.append(f"  {texts.counted(host, 'more library', 'more libraries')} without device code")
-    return "\n".join(lines)
+def _idle(ledger: Ledger) -> list[str]:
+    return [patch.name for patch in ledger.patches if patch.native.startswith("not ")]
+
+
+def _totals(audit: AuditReport) -> list[str]:
+    """Return for each device how many units run how."""
+    lines = []
+    for device in audit.devices:
+        totals: Counter[str] = Counter()
+        for library in audit.libraries:
+            if library.runs:
+                totals.update(library.runs[device].units)
+        parts = ", ".join(f"{totals[kind]} {kind}" for kind in _MEANING if totals[kind])
+        lines.append(f"  all on {device}: {parts} of {totals.total()}")
+    return lines
+
+
+def _code(made: Bundle) -> str:
+    """Return how the machine code runs; audit.txt beside the wheel has each library."""
+    lines = ["Machine code of the wheel, in translation units", *_totals(made.audit)]
+    lines += [f"  {kind:<8}{meaning}" for kind, meaning in _MEANING.items()]
+    return "\n".join([*lines, f"  each library: {made.folder / AUDIT_TEXT}"])
 
 
 def _full(offer: Offer, record: Record, audit: AuditReport) -> str:
@@ -188,6 +221,13 @@ def _full(offer: Offer, record: Record, audit: AuditReport) -> str:
         lines.append(_wrapped(f"auto does not choose full mode here: {offer.against}", indent=2))
     lines.append(f"  {_bundle(record, 'BUILD=full')}")
     return "\n".join(lines)
+
+
+def _full_in_short(offer: Offer, record: Record) -> str:
+    first, *rest = offer.steps
+    count = texts.counted(len(first.modules), "more module", "more modules")
+    later = "; more where further sources are given" if rest else ""
+    return f"Full mode compiles {count}, {offer.figures}{later}\n  {_bundle(record, 'BUILD=full')}"
 
 
 def _bundle(record: Record, words: str) -> str:
@@ -228,8 +268,7 @@ def _sizes(record: Record) -> str:
 
 
 def _times(record: Record) -> str:
-    shown = ", ".join(f"{name} {texts.duration(value)}" for name, value in record.seconds.items())
-    lines = ["Times", f"  {shown}; together {texts.duration(sum(record.seconds.values()))}"]
+    lines = ["Times", f"  {_seconds(record)}"]
     ran = [
         f"{name} {texts.duration(value)}"
         for name, value in record.stage_seconds.items()
@@ -243,7 +282,12 @@ def _times(record: Record) -> str:
     return "\n".join(lines)
 
 
-def _output(record: Record, folder: Path) -> str:
+def _seconds(record: Record) -> str:
+    shown = ", ".join(f"{name} {texts.duration(value)}" for name, value in record.seconds.items())
+    return f"{shown}; together {texts.duration(sum(record.seconds.values()))}"
+
+
+def _output(record: Record, folder: Path, *, details: bool) -> str:
     lines = [
         "Output",
         f"  {folder}/{record.wheel}",
@@ -251,24 +295,31 @@ def _output(record: Record, folder: Path) -> str:
     ]
     if record.tags:
         lines += [f"  image {tag}" for tag in record.tags]
+    if record.tags and details:
         lines.append(f"  image id {record.image_id[:12]}, made with {record.engine}")
-    lines.append(f"  base image {record.base_image}, {record.base_digest}")
+    if details:
+        lines.append(f"  base image {record.base_image}, {record.base_digest}")
+    else:
+        lines.append("  each patch, module and layer: sm12x bundle --details")
     return "\n".join(lines)
 
 
-def _next(record: Record, engine: Engine, recipes: Sequence[str], folder: Path) -> str:
+def _next(made: Bundle, recipes: Sequence[str]) -> str:
+    record = made.record
     if not record.tags:
-        return f"Next\n  pip install {shlex.quote(f'{folder}/{record.wheel}')}"
-    image = record.tags[0]
+        return f"Next\n  pip install {shlex.quote(f'{made.folder}/{record.wheel}')}"
+    image, folder = record.tags[0], str(made.folder)
     lines = [
         "Next",
         "  check the image, no GPU needed:",
-        f"    {engine.run_hint(image, 'check')}",
+        f"    {made.engine.run_hint(image, 'check', folder=folder)}",
+        "  see its recipes:",
+        f"    {made.engine.run_hint(image, folder=folder)}",
     ]
-    lines += ["  see its recipes:", f"    {engine.run_hint(image)}"]
     if recipes:
+        hint = made.engine.run_hint(image, recipes[0], gpus=True, folder=folder)
         lines += ["  serve, on a machine with the GPUs:"]
-        lines += [f"    {engine.run_hint(image, recipes[0], gpus=True)}"]
+        lines += [f"    {line}" for line in hint.splitlines()]
     return "\n".join(lines)
 
 

@@ -6,11 +6,28 @@ import json
 import os
 import re
 import resource
+import shlex
 from pathlib import Path
 from typing import Any
 
 from sm12x.core import process
 from sm12x.image.engine.engine import SERVING, BuildRequest, Engine, Layer, common_words
+
+# Beside a bundle that buildah made.
+SCRIPT = "run-image"
+_SCRIPT = """\
+#!/bin/sh
+# Made by `sm12x bundle`. run-image [WORDS]: what `docker run --rm IMAGE WORDS` does, by buildah.
+# run-image save [FILE]: an archive of the image for `docker load`.
+set -e
+image={image}
+if [ "${{1:-}}" = save ]; then
+  exec buildah push "$image" "docker-archive:${{2:-{archive}}}:$image"
+fi
+container=$(buildah from{limits} "$image")
+trap 'buildah rm "$container" >/dev/null' EXIT
+buildah run{isolation} "$container" -- /opt/venv/bin/python -P -m sm12x.runtime "$@"
+"""
 
 
 class Bud(Engine):
@@ -45,6 +62,12 @@ class Bud(Engine):
             words += _own_limits()
         return [*words, str(request.context)]
 
+    def storage(self) -> Path | None:
+        done = process.run([self.program, "info"], check=False)
+        root = re.search(r'"?[Gg]raphRoot"?: "?([^",\s]+)', done.stdout)
+        folder = Path(root[1] if root else "/nowhere")
+        return folder if folder.is_dir() else None
+
     @property
     def more_room(self) -> str:
         conf = "/etc" if os.geteuid() == 0 else "~/.config"
@@ -73,71 +96,60 @@ class Buildah(Bud):
         return None
 
     def labels(self, reference: str) -> dict[str, str]:
-        found: dict[str, str] = self._oci(reference).get("config", {}).get("Labels") or {}
-        return found
+        labels: dict[str, str] = self._oci(reference).get("config", {}).get("Labels") or {}
+        return labels
 
     def _oci(self, reference: str) -> dict[str, Any]:
-        """The image's configuration; buildah's templates cannot print a part of it as JSON."""
+        """Return the image's configuration, a part of which buildah cannot print as JSON."""
         done = process.run([self.program, "inspect", "--type", "image", reference], check=False)
-        found: dict[str, Any] = json.loads(done.stdout)["OCIv1"] if done.returncode == 0 else {}
-        return found
+        image: dict[str, Any] = json.loads(done.stdout)["OCIv1"] if done.returncode == 0 else {}
+        return image
 
     def size(self, reference: str) -> int:
         return sum(layer.size for layer in self.layers(reference))
 
     def layers(self, reference: str) -> tuple[Layer, ...]:
         image = self._oci(reference)
-        if not image:
-            return ()
-        made_by = [
-            str(entry.get("created_by", ""))
-            for entry in image.get("history", ())
-            if not entry.get("empty_layer")
-        ]
-        sizes = self._sizes()
-        return tuple(
-            Layer(size=sizes.get(diff, 0), made_by=text)
-            for diff, text in zip(image["rootfs"]["diff_ids"], made_by, strict=False)
-        )
-
-    def _sizes(self) -> dict[str, int]:
-        """Diff id -> unpacked size in bytes, from the store's own index: no command prints it."""
         store = self.storage()
-        if store is None:
-            return {}
-        found: dict[str, int] = {}
-        for index in store.glob("*-layers/layers.json"):
-            for entry in json.loads(index.read_text(encoding="utf-8")):
-                found[entry.get("diff-digest", "")] = int(entry.get("diff-size", 0))
-        return found
+        if not image or store is None:
+            return ()
+        # Unpacked sizes are in the store's own index: no command prints them.
+        sizes = {
+            entry.get("diff-digest", ""): int(entry.get("diff-size", 0))
+            for index in store.glob("*-layers/layers.json")
+            for entry in json.loads(index.read_text(encoding="utf-8"))
+        }
+        history = [entry for entry in image.get("history", ()) if not entry.get("empty_layer")]
+        return tuple(
+            Layer(size=sizes.get(diff, 0), made_by=str(entry.get("created_by", "")))
+            for diff, entry in zip(image["rootfs"]["diff_ids"], history, strict=False)
+        )
 
     def export(self, reference: str, archive: Path) -> None:
         process.run([self.program, "push", reference, f"docker-archive:{archive}:{reference}"])
 
-    def storage(self) -> Path | None:
-        done = process.run([self.program, "info"], check=False)
-        try:
-            folder = Path(json.loads(done.stdout)["store"]["GraphRoot"])
-        except (ValueError, KeyError):
-            return None
-        return folder if folder.is_dir() else None
+    def script(self, image: str) -> str:
+        return _SCRIPT.format(
+            image=shlex.quote(image),
+            archive=_archive(image),
+            limits=_limits_hint() if self.chroot else "",
+            isolation=" --isolation chroot" if self.chroot else "",
+        )
 
-    def run_hint(self, image: str, words: str = "", *, gpus: bool = False) -> str:
-        if gpus:
-            # buildah only builds: a GPU needs an engine that runs containers, which may be on
-            # another machine.
-            archive = f"{image.partition(':')[0]}.tar"
-            return (
-                f"buildah push {image} docker-archive:{archive}:{image}, and where docker and the "
-                f"GPUs are docker load --input {archive} && docker run --rm --gpus all {SERVING} "
-                f"{image} {words}"
-            ).rstrip()
-        isolation = " --isolation chroot" if self.chroot else ""
-        limits = _limits_hint(self.chroot)
+    def run_hint(self, image: str, words: str = "", *, gpus: bool = False, folder: str = "") -> str:
+        run = f"sh {shlex.quote(f'{folder}/{SCRIPT}')}"
+        if not gpus:
+            return f"{run} {words}".rstrip()
+        # buildah only builds: a GPU needs an engine that runs containers, on another machine maybe.
+        archive = _archive(image)
         return (
-            f"buildah run{isolation} $(buildah from{limits} {image}) -- "
-            f"/opt/venv/bin/python -P -m sm12x.runtime {words}"
+            f"{run} save {archive}\n"
+            f"docker load --input {archive} && docker run --rm --gpus all {SERVING} {image} {words}"
         ).rstrip()
+
+
+def _archive(image: str) -> str:
+    return f"{image.partition(':')[0]}.tar"
 
 
 # What buildah 1.39 raises limits to.
@@ -147,7 +159,7 @@ _LIMITS = (("nofile", resource.RLIMIT_NOFILE, _RAISED), ("nproc", resource.RLIMI
 
 
 def _own_limits(*, lower: bool = False) -> list[str]:
-    """Options that give the steps of a build no higher limits than this process has.
+    """Return options that give the steps of a build no higher limits than this process has.
 
     With ``lower`` only those for limits that are lower than what buildah raises them to.
 
@@ -166,8 +178,8 @@ def _own_limits(*, lower: bool = False) -> list[str]:
     return words
 
 
-def _limits_hint(needed: bool) -> str:
-    return "".join(f" {word}" for word in _own_limits(lower=True)) if needed else ""
+def _limits_hint() -> str:
+    return "".join(f" {word}" for word in _own_limits(lower=True))
 
 
 # Numbers of capabilities: to mount, and to raise limits. The root of a container has neither.
@@ -175,13 +187,13 @@ SYS_ADMIN, _SYS_RESOURCE = 21, 24
 
 
 def has_capability(number: int) -> bool:
-    """Whether this process has a capability; True where the system does not say."""
+    """Return whether this process has a capability; True where the system does not say."""
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii")
     except OSError:
         return True
-    found = re.search(r"^CapEff:\s*([0-9a-f]+)$", status, re.MULTILINE)
-    return found is None or bool(int(found[1], 16) >> number & 1)
+    effective = re.search(r"^CapEff:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    return effective is None or bool(int(effective[1], 16) >> number & 1)
 
 
 def may_raise_limits() -> bool:
@@ -190,34 +202,24 @@ def may_raise_limits() -> bool:
 
 class Podman(Bud):
     name = "podman"
+    gpus = "--device nvidia.com/gpu=all"
     prune = "podman image prune"
 
     def layers(self, reference: str) -> tuple[Layer, ...]:
+        # Its templates print sizes for people: "2.38 MB".
         done = process.run([self.program, "history", "--no-trunc", "--format", "json", reference])
         return tuple(
             Layer(size=int(entry["size"]), made_by=str(entry["CreatedBy"]))
             for entry in reversed(json.loads(done.stdout))
         )
 
-    def export(self, reference: str, archive: Path) -> None:
-        process.run(
-            [self.program, "save", "--format", "docker-archive", "--output", archive, reference]
-        )
-
-    def storage(self) -> Path | None:
-        done = process.run([self.program, "info", "--format", "{{.Store.GraphRoot}}"], check=False)
-        folder = Path(done.stdout.strip() or "/nowhere")
-        return folder if folder.is_dir() else None
-
-    def run_hint(self, image: str, words: str = "", *, gpus: bool = False) -> str:
-        options = f" --device nvidia.com/gpu=all {SERVING}" if gpus else ""
+    def run_limits(self) -> str:
         # Run as root, it raises them for the container.
-        limits = _limits_hint(os.geteuid() == 0 and not may_raise_limits())
-        return f"podman run --rm{limits}{options} {image} {words}".rstrip()
+        return _limits_hint() if os.geteuid() == 0 and not may_raise_limits() else ""
 
 
 def needs_chroot() -> bool:
-    """Whether build steps must run in a change of root: no OCI runtime, or inside a container."""
+    """Return whether build steps change the root: no OCI runtime, or inside a container."""
     if os.environ.get("BUILDAH_ISOLATION") or os.geteuid() != 0:
         return False
     inside = Path("/.dockerenv").exists() or Path("/run/.containerenv").exists()

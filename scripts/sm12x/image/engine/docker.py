@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sm12x.core import process
-from sm12x.image.engine.engine import SERVING, BuildRequest, Engine, Layer, common_words
+from sm12x.image.engine.engine import BuildRequest, Engine, common_words
 
 _CONTAINERD = Path("/var/lib/containerd")
 
@@ -14,6 +14,7 @@ class Docker(Engine):
     """``buildx``: whether the client has that plugin; else DOCKER_BUILDKIT asks for BuildKit."""
 
     name = "docker"
+    gpus = "--gpus all"
     label_format = "{{json .Config.Labels}}"
 
     def __init__(self, program: Path, version: str, *, buildx: bool) -> None:
@@ -38,17 +39,6 @@ class Docker(Engine):
     def build_words(self, request: BuildRequest) -> list[str]:
         return ["build", "--progress", "plain", *common_words(request), str(request.context)]
 
-    def layers(self, reference: str) -> tuple[Layer, ...]:
-        words = ["history", "--no-trunc", "--human=false", "--format", "{{.Size}}\t{{.CreatedBy}}"]
-        lines = process.run([self.program, *words, reference]).stdout.splitlines()
-        return tuple(
-            Layer(size=int(size), made_by=made_by)
-            for size, _, made_by in (line.partition("\t") for line in reversed(lines))
-        )
-
-    def export(self, reference: str, archive: Path) -> None:
-        process.run([self.program, "save", "--output", archive, reference])
-
     def storage(self) -> Path | None:
         words = ["info", "--format", "{{.DockerRootDir}}\t{{json .DriverStatus}}"]
         done = process.run([self.program, *words], check=False)
@@ -64,8 +54,3 @@ class Docker(Engine):
             "`docker system prune` removes what no container uses, and `data-root` in "
             "/etc/docker/daemon.json names another disk"
         )
-
-    def run_hint(self, image: str, words: str = "", *, gpus: bool = False) -> str:
-        # --network host: recipes that sleep listen on 127.0.0.1, which no published port reaches.
-        options = f" --gpus all {SERVING}" if gpus else ""
-        return f"docker run --rm{options} {image} {words}".rstrip()

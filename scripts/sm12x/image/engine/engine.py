@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,10 +50,15 @@ class Layer(Declared):
     made_by: str
 
 
-class Engine(ABC):
-    """A program that builds and keeps images. Failing calls raise ToolFailedError."""
+class Engine:
+    """A program that builds and keeps images, by the command line that docker and podman share.
+
+    Failing calls raise ToolFailedError.
+    """
 
     name: str
+    # Options of `run` that give a container the GPUs.
+    gpus: str
 
     def __init__(self, program: Path, version: str) -> None:
         self.program = program
@@ -148,34 +152,52 @@ class Engine(ABC):
     copies_in_storage = 0
     copies_in_cache = 0
 
-    @abstractmethod
     def build_words(self, request: BuildRequest) -> list[str]:
-        """The command line of a build, without the program."""
+        """Return the command line of a build, without the program."""
+        raise NotImplementedError
 
-    @abstractmethod
     def layers(self, reference: str) -> tuple[Layer, ...]:
-        """The layers, lowest first; empty where the engine does not say."""
+        """Return the layers, lowest first; empty where the engine does not say."""
+        words = ["history", "--no-trunc", "--human=false", "--format", "{{.Size}}\t{{.CreatedBy}}"]
+        lines = process.run([self.program, *words, reference]).stdout.splitlines()
+        return tuple(
+            Layer(size=int(size), made_by=made_by)
+            for size, _, made_by in (line.partition("\t") for line in reversed(lines))
+        )
 
-    @abstractmethod
     def export(self, reference: str, archive: Path) -> None:
         """Write the image to a tar archive as `docker save` does."""
+        process.run([self.program, "save", "--output", archive, reference])
 
-    @abstractmethod
     def storage(self) -> Path | None:
-        """The folder that images and build cache fill, None where it is not on this machine."""
+        """Return the folder that images and build cache fill, None where it is not here."""
+        raise NotImplementedError
 
     @property
-    @abstractmethod
     def more_room(self) -> str:
         """A sentence on how to free room in ``storage``, or move it to another disk."""
+        raise NotImplementedError
 
     def package_cache(self) -> Path | None:
-        """The folder of the caches that build steps keep between builds (`--mount=type=cache`)."""
+        """Return the folder of the caches that build steps keep (`--mount=type=cache`)."""
         return self.storage()
 
-    @abstractmethod
-    def run_hint(self, image: str, words: str = "", *, gpus: bool = False) -> str:
-        """The command that runs ``image`` with ``words``, to show to the user."""
+    def run_limits(self) -> str:
+        """Return options of `run` that keep a container's limits within this process's own."""
+        return ""
+
+    def script(self, image: str) -> str:
+        """Return a script that runs ``image``, for an engine without a command that does."""
+        return ""
+
+    def run_hint(self, image: str, words: str = "", *, gpus: bool = False, folder: str = "") -> str:
+        """Return the command to show that runs ``image`` with ``words``.
+
+        ``folder`` has the engine's ``script``.
+        """
+        # --network host: recipes that sleep listen on 127.0.0.1, which no published port reaches.
+        options = f" {self.gpus} {SERVING}" if gpus else ""
+        return f"{self.name} run --rm{self.run_limits()}{options} {image} {words}".rstrip()
 
 
 def common_words(request: BuildRequest) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pwd
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,106 +22,60 @@ NAMES = ("docker", "podman", "buildah")
 _PROBE_SECONDS = 15.0
 # Where docker's client looks for its daemon unless it is told otherwise.
 _DOCKER_SOCKETS = ("unix:///var/run/docker.sock", "unix:///run/docker.sock")
-# Program that installs packages -> what it is given before their names.
-_INSTALLERS = {
-    "apt-get": "install -y",
-    "dnf": "install -y",
-    "zypper": "install -y",
-    "apk": "add",
-    "pacman": "-S --noconfirm",
-}
 _MAY_NOT_MOUNT = (
     "start this container with --privileged, or with docker's socket: "
     "-v /var/run/docker.sock:/var/run/docker.sock"
 )
 # One distribution upgrades itself after its first start, and holds apt's lock for a while.
 _APT = ("-o", "DPkg::Lock::Timeout=120", "-o", "Acquire::http::Timeout=30")
+# Engine -> Debian's package of it, where its name is another.
+_PACKAGES = {"docker": "docker.io"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineHost:
-    """The facts that advice depends on: user, package installer, how daemons are started.
+def may_mount() -> bool:
+    """Return whether this process may mount, in a user namespace if need be.
 
-    ``installer`` is a key of _INSTALLERS, "" for none of them; ``dockerd`` whether docker's daemon
-    is installed, ``docker_script`` whether `service` can start it; ``mounts`` whether this process
-    may mount, in a user namespace if need be, which the root of a container usually may not.
+    The root of a container usually may not, and buildah's build steps mount.
     """
-
-    root: bool
-    sudo: bool
-    installer: str
-    systemd: bool
-    dockerd: bool
-    docker_script: bool
-    mounts: bool = True
-    user: str = "$USER"
-
-    @classmethod
-    def here(cls) -> EngineHost:
-        root = os.geteuid() == 0
-        return cls(
-            root=root,
-            sudo=process.which("sudo") is not None,
-            installer=next((name for name in _INSTALLERS if process.which(name)), ""),
-            systemd=Path("/run/systemd/system").is_dir(),
-            # A user's PATH need not have the folders of daemons.
-            dockerd=process.which("dockerd") is not None
-            or any(Path(folder, "dockerd").is_file() for folder in ("/usr/sbin", "/usr/bin")),
-            docker_script=Path("/etc/init.d/docker").is_file()
-            and process.which("service") is not None,
-            mounts=not root or has_capability(SYS_ADMIN) or _has_user_namespaces(),
-            user=_user(),
-        )
-
-    def as_root(self, command: str) -> str:
-        """``command`` in backquotes as this user gets it run by root."""
-        if self.root:
-            return f"`{command}`"
-        if self.sudo:
-            return "`" + " && ".join(f"sudo {part}" for part in command.split(" && ")) + "`"
-        return f"`{command}` as root"
-
-    def install(self, *packages: str) -> str:
-        """The command that installs ``packages``; where none is known, the words to do it."""
-        names = " ".join(packages)
-        if not self.installer:
-            return f"install {names} with the distribution's package manager"
-        first = "apt-get update && " if self.installer == "apt-get" else ""
-        command = f"{first}{self.installer} {_INSTALLERS[self.installer]} {names}"
-        return self.as_root(command)
-
-    @property
-    def start_docker(self) -> str:
-        """The command that starts docker's daemon, which is installed."""
-        if self.systemd:
-            return self.as_root("systemctl start docker")
-        if self.docker_script:
-            return self.as_root("service docker start")
-        return self.as_root("sh -c 'dockerd >/var/log/dockerd.log 2>&1 &'")
-
-    @property
-    def can_install(self) -> bool:
-        return self.root and self.installer == "apt-get"
-
-    @property
-    def without_daemon(self) -> str:
-        """How this machine gets an engine that needs no daemon."""
-        if not self.mounts:
-            return _MAY_NOT_MOUNT
-        return f"install buildah, which needs no daemon: {self.install('buildah')}"
+    return (
+        os.geteuid() != 0
+        or has_capability(SYS_ADMIN)
+        or process.which("unshare") is None
+        or _ask("unshare", "--user", "true").returncode == 0
+    )
 
 
-def _has_user_namespaces() -> bool:
-    """Whether this process may make a user namespace, as buildah does where it may not mount."""
-    return process.which("unshare") is None or _ask("unshare", "--user", "true").returncode == 0
+def can_install() -> bool:
+    return os.geteuid() == 0 and process.which("apt-get") is not None
 
 
-def _user() -> str:
-    """The name of this user: `$USER` in advice that root runs would be another user's."""
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return str(os.getuid())
+def has_dockerd() -> bool:
+    """Return whether docker's daemon is installed: a user's PATH need not have its folder."""
+    return process.which("dockerd") is not None or Path("/usr/sbin/dockerd").is_file()
+
+
+def _as_root(command: str) -> str:
+    """Return ``command`` in backquotes as this user gets it run by root."""
+    if os.geteuid() == 0:
+        return f"`{command}`"
+    if process.which("sudo"):
+        return "`" + " && ".join(f"sudo {part}" for part in command.split(" && ")) + "`"
+    return f"`{command}` as root"
+
+
+def _installation(*packages: str) -> str:
+    """Return the command that installs ``packages`` on Debian and Ubuntu, else words to do it."""
+    names = " ".join(packages)
+    if process.which("apt-get"):
+        return _as_root(f"apt-get update && apt-get install -y {names}")
+    return f"install {names} with the distribution's package manager"
+
+
+def _without_daemon() -> str:
+    """Return how this machine gets an engine that needs no daemon."""
+    if not may_mount():
+        return _MAY_NOT_MOUNT
+    return f"install buildah, which needs no daemon: {_installation('buildah')}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,74 +94,23 @@ class Probe:
     down: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineChoice:
-    """The engine, and a line for each one that was passed over."""
-
-    engine: Engine
-    notes: tuple[str, ...]
-
-
-def probe_all(wanted: str | None = None, machine: EngineHost | None = None) -> Iterator[Probe]:
+def probe_all(wanted: str | None = None) -> Iterator[Probe]:
     """Ask each docker, podman and buildah on PATH, or those named ``wanted``, what it can do.
 
     Probes are lazy: a caller that needs one engine probes no other.
     """
-    machine = machine or EngineHost.here()
-    kinds: dict[str, Callable[[Path, EngineHost], Probe]] = {
+    kinds: dict[str, Callable[[Path], Probe]] = {
         "docker": _probe_docker,
         "podman": partial(_probe_bud, "podman", Podman),
         "buildah": partial(_probe_bud, "buildah", Buildah),
     }
     for name in NAMES:
         for program in process.which_all(name) if wanted in (None, name) else ():
-            yield kinds[name](program, machine)
-
-
-def choose(probes: Iterable[Probe], wanted: str | None, machine: EngineHost) -> EngineChoice:
-    """The first program that can build; of the kind ``wanted`` if given.
-
-    Raises:
-        EngineNotRunningError: none can, and the first one that is installed does not answer.
-        NoEngineError: none can.
-    """
-    passed: list[Probe] = []
-    for probe in probes:
-        if wanted not in (None, probe.name):
-            continue
-        if probe.engine is not None:
-            notes = tuple(f"{other.program} is skipped: {other.why}" for other in passed)
-            return EngineChoice(engine=probe.engine, notes=notes)
-        passed.append(probe)
-    who = wanted or "no container engine"
-    can = f"{who} {'cannot' if wanted else 'can'} build here"
-    why = "; ".join(f"{probe.program}: {probe.why}" for probe in passed)
-    steps = list(dict.fromkeys(probe.next_step for probe in passed))
-    # buildah needs no daemon; where it is the one that is missing, it is the shortest way.
-    if wanted is None and not any(probe.name == "buildah" for probe in passed):
-        steps.append(machine.without_daemon)
-    down = next((probe for probe in passed if probe.down), None)
-    if down is not None:
-        raise EngineNotRunningError(f"{can}: {why}", next_step="; or ".join(steps))
-    if passed:
-        raise NoEngineError(f"{can}: {why}", next_step="; or ".join(steps))
-    if wanted is not None:
-        raise NoEngineError(
-            f"{wanted} is not installed",
-            next_step=f"{machine.install(_PACKAGES.get(wanted, wanted))}, or leave out --engine",
-        )
-    raise NoEngineError(
-        f"no container engine is installed (looked for {', '.join(NAMES)})",
-        next_step=machine.without_daemon,
-    )
-
-
-# Engine -> Debian's package of it, where its name is another.
-_PACKAGES = {"docker": "docker.io"}
+            yield kinds[name](program)
 
 
 def find(wanted: str | None, *, say: Callable[[str], None], may_install: bool = True) -> Engine:
-    """The engine to use; buildah is installed if none can build and that is possible.
+    """Return the engine to use; buildah is installed if none can build and that is possible.
 
     Args:
         wanted: "docker", "podman" or "buildah"; None for the first that can build.
@@ -216,52 +118,64 @@ def find(wanted: str | None, *, say: Callable[[str], None], may_install: bool = 
         may_install: False where an engine without images is of no use.
 
     Raises:
-        EngineNotRunningError, NoEngineError: as ``choose`` does.
+        EngineNotRunningError: none can build, and the first one that is installed does not answer.
+        NoEngineError: none can build.
     """
-    machine = EngineHost.here()
-    probes = _until_ready(probe_all(wanted, machine))
-    ready = any(probe.engine for probe in probes)
-    lacks_buildah = not any(probe.name == "buildah" for probe in probes)
-    if (
-        not ready
-        and lacks_buildah
-        and may_install
-        and wanted in (None, "buildah")
-        and machine.can_install
-        # buildah is of no use to a process that may not mount.
-        and machine.mounts
-    ):
-        why = "".join(f" ({probe.program}: {probe.why})" for probe in probes)
+    passed: list[Probe] = []
+
+    def first(probes: Iterable[Probe]) -> Engine | None:
+        for probe in probes:
+            if probe.engine is not None:
+                for other in passed:
+                    say(f"{other.program} is skipped: {other.why}")
+                return probe.engine
+            passed.append(probe)
+        return None
+
+    engine = first(probe_all(wanted))
+    # An engine that was asked for is not replaced by another.
+    installs = may_install and wanted in (None, "buildah") and can_install()
+    lacks_buildah = not any(probe.name == "buildah" for probe in passed)
+    if engine is None and installs and lacks_buildah and may_mount():
+        why = "".join(f" ({probe.program}: {probe.why})" for probe in passed)
         say(f"no container engine can build here{why}: installing buildah with apt-get")
         try:
             _install("buildah", optional=("netavark",))
         except ToolFailedError as error:
+            steps = ["fix what `apt-get update && apt-get install buildah` reports"]
+            steps += [probe.next_step for probe in passed if probe.down]
             raise NoEngineError(
                 f"no container engine can build here{why}, and apt-get could not install buildah: "
                 f"{_last_line(error.message)}",
-                next_step=_after_failed_install(probes),
+                next_step="; or ".join(steps),
             ) from None
-        probes += _until_ready(probe_all("buildah", machine))
-    choice = choose(probes, wanted, machine)
-    for note in choice.notes:
-        say(note)
-    return choice.engine
+        engine = first(probe_all("buildah"))
+    if engine is None:
+        raise _none(passed, wanted)
+    return engine
 
 
-def _until_ready(probes: Iterable[Probe]) -> list[Probe]:
-    """``probes`` up to the first that can build."""
-    found: list[Probe] = []
-    for probe in probes:
-        found.append(probe)
-        if probe.engine is not None:
-            break
-    return found
-
-
-def _after_failed_install(probes: Sequence[Probe]) -> str:
-    steps = ["fix what `apt-get update && apt-get install buildah` reports"]
-    steps += [probe.next_step for probe in probes if probe.down]
-    return "; or ".join(dict.fromkeys(steps))
+def _none(passed: Sequence[Probe], wanted: str | None) -> NoEngineError | EngineNotRunningError:
+    """Return the error where no program can build, with what each lacks and what helps."""
+    if not passed and wanted is not None:
+        return NoEngineError(
+            f"{wanted} is not installed",
+            next_step=f"{_installation(_PACKAGES.get(wanted, wanted))}, or leave out --engine",
+        )
+    if not passed:
+        return NoEngineError(
+            f"no container engine is installed (looked for {', '.join(NAMES)})",
+            next_step=_without_daemon(),
+        )
+    steps = list(dict.fromkeys(probe.next_step for probe in passed))
+    # buildah needs no daemon; where it is the one that is missing, it is the shortest way.
+    if wanted is None and not any(probe.name == "buildah" for probe in passed):
+        steps.append(_without_daemon())
+    can = f"{wanted} cannot build here" if wanted else "no container engine can build here"
+    why = "; ".join(f"{probe.program}: {probe.why}" for probe in passed)
+    down = any(probe.down for probe in passed)
+    kind = EngineNotRunningError if down else NoEngineError
+    return kind(f"{can}: {why}", next_step="; or ".join(steps))
 
 
 def _install(*packages: str, optional: Sequence[str] = ()) -> None:
@@ -274,8 +188,7 @@ def _install(*packages: str, optional: Sequence[str] = ()) -> None:
     process.run(["apt-get", *_APT, "update", "-qq"], env=env)
     there = [name for name in optional if _is_known_to_apt(name)]
     words = ["apt-get", *_APT, "install", "-y", "-qq", "--no-install-recommends"]
-    words += [*packages, *there]
-    process.run(words, env=env)
+    process.run([*words, *packages, *there], env=env)
 
 
 def _is_known_to_apt(package: str) -> bool:
@@ -285,13 +198,13 @@ def _is_known_to_apt(package: str) -> bool:
 
 def install(packages: Sequence[str], *, say: Callable[[str], None]) -> None:
     """Install ``packages`` where that is possible. Raises ToolFailedError when apt-get fails."""
-    if packages and EngineHost.here().can_install:
+    if packages and can_install():
         say(f"installing {' and '.join(packages)} with apt-get")
         _install(*packages)
 
 
 def _ask(*argv: str | Path, env: Mapping[str, str] | None = None) -> Completed:
-    """A program's answer. One that hangs or cannot be run has failed; ``stderr`` has the reason."""
+    """Return a program's answer; one that hangs or cannot be run has failed, with the reason."""
     try:
         return process.run(argv, env=env, check=False, timeout=_PROBE_SECONDS)
     except ToolFailedError:
@@ -301,14 +214,11 @@ def _ask(*argv: str | Path, env: Mapping[str, str] | None = None) -> Completed:
     return Completed(argv=tuple(map(str, argv)), returncode=124, stdout="", stderr=why)
 
 
-def _probe_docker(program: Path, machine: EngineHost) -> Probe:
+def _probe_docker(program: Path) -> Probe:
     probe = partial(Probe, name="docker", program=program)
     answer = _ask(program, "version", "--format", "{{.Client.Version}} {{.Server.Version}}")
     if answer.returncode != 0:
-        endpoint = _ask(
-            program, "context", "inspect", "--format", "{{.Endpoints.docker.Host}}"
-        ).stdout.strip()
-        return _docker_down(program, answer.stderr, endpoint, machine)
+        return _docker_down(program, answer.stderr)
     client = answer.stdout.split()[0]
     if "podman" in _ask(program, "--version").stdout.lower():
         # podman-docker puts a `docker` there that is podman.
@@ -324,50 +234,46 @@ def _probe_docker(program: Path, machine: EngineHost) -> Probe:
     return probe(engine=Docker(program, client, buildx=buildx))
 
 
-def _docker_down(program: Path, said: str, endpoint: str, machine: EngineHost) -> Probe:
-    """The reason why docker's client does not reach its daemon.
-
-    Args:
-        said: what `docker version` wrote to stderr.
-        endpoint: where the client looks for the daemon, "" where it cannot say.
-    """
-    probe = partial(Probe, name="docker", program=program)
-
-    def down(why: str, step: str) -> Probe:
-        return probe(why=why, next_step=step, down=True)
-
+def _docker_down(program: Path, message: str) -> Probe:
+    """Return why docker's client, which wrote ``message``, does not reach its daemon."""
+    asked = _ask(program, "context", "inspect", "--format", "{{.Endpoints.docker.Host}}")
+    endpoint = asked.stdout.strip()
+    down = partial(Probe, name="docker", program=program, down=True)
     where = f"at {endpoint}" if endpoint else "where the client looks for it"
-    if "permission denied" in said.lower():
-        join = machine.as_root(f"usermod -aG docker {machine.user}")
+    manager = "systemctl {} docker" if Path("/run/systemd/system").is_dir() else "service docker {}"
+    if "permission denied" in message.lower():
+        user = os.environ.get("USER") or str(os.getuid())
+        join = _as_root(f"usermod -aG docker {user}")
         return down(
-            f"this user may not use the daemon {where}",
-            f"run as root, or {join} and log in again",
+            why=f"this user may not use the daemon {where}",
+            next_step=f"run as root, or {join} and log in again",
         )
     if endpoint and endpoint not in _DOCKER_SOCKETS:
-        named = next(
-            (name for name in ("DOCKER_HOST", "DOCKER_CONTEXT") if os.environ.get(name)), ""
-        )
+        named = next((name for name in ("DOCKER_HOST", "DOCKER_CONTEXT") if name in os.environ), "")
         return down(
-            f"no daemon answers {where}, which {named or 'the docker context'} names: "
-            f"{_last_line(said)}",
-            f"correct or unset {named}" if named else "`docker context use default`",
+            why=f"no daemon answers {where}, which {named or 'the docker context'} names: "
+            f"{_last_line(message)}",
+            next_step=f"correct or unset {named}" if named else "`docker context use default`",
         )
-    if "cannot connect" not in said.lower():
-        restart = machine.start_docker.replace(" start", " restart", 1)
-        step = f"restart the daemon with {restart}" if machine.dockerd else "read that message"
-        return down(f"the daemon {where} does not work: {_last_line(said)}", step)
-    if not machine.dockerd:
-        return probe(
+    if not has_dockerd():
+        return Probe(
+            name="docker",
+            program=program,
             why="only docker's client is installed, its daemon is not",
             next_step="name the daemon of another machine with DOCKER_HOST",
         )
+    if "cannot connect" not in message.lower():
+        return down(
+            why=f"the daemon {where} does not work: {_last_line(message)}",
+            next_step=f"restart the daemon with {_as_root(manager.format('restart'))}",
+        )
     return down(
-        f"its daemon is installed and not running (nothing answers {where})",
-        f"start it with {machine.start_docker}",
+        why=f"its daemon is installed and not running (nothing answers {where})",
+        next_step=f"start it with {_as_root(manager.format('start'))}",
     )
 
 
-def _probe_bud(name: str, kind: type[Bud], program: Path, machine: EngineHost) -> Probe:
+def _probe_bud(name: str, kind: type[Bud], program: Path) -> Probe:
     probe = partial(Probe, name=name, program=program)
     usage = _ask(program, "build", "--help")
     if usage.returncode == 124:
@@ -375,14 +281,10 @@ def _probe_bud(name: str, kind: type[Bud], program: Path, machine: EngineHost) -
     missing = _missing_options(usage.stdout if usage.returncode == 0 else "")
     version = _version(_ask(program, "--version").stdout)
     if missing:
-        docker = machine.install("docker.io", "docker-buildx")
         return probe(
-            why=f"{name} {version} is too old ({missing})",
-            next_step=f"install a newer {name}, or docker with BuildKit: {docker}"
-            if machine.installer == "apt-get"
-            else f"install a newer {name}",
+            why=f"{name} {version} is too old ({missing})", next_step=f"install a newer {name}"
         )
-    if not machine.mounts:
+    if not may_mount():
         return probe(
             why="its build steps mount, which this container may not (it has neither "
             "CAP_SYS_ADMIN nor user namespaces)",

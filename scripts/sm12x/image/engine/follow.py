@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,26 +21,26 @@ from sm12x.image.engine.engine import Engine
 
 # BuildKit: "#12 [native 3/7] RUN ...", "#12 CACHED", "#12 DONE 3.2s", "#12 1.25 text".
 _VERTEX = re.compile(r"#(?P<number>\d+) (?P<rest>.*)")
-_NAMED = re.compile(
-    r"\[(?:linux/\w+ )?(?P<stage>[\w.-]+) +(?P<step>\d+)/(?P<steps>\d+)\] (?P<text>.*)"
-)
+_NAMED = re.compile(r"\[(?:linux/\w+ )?(?P<stage>[\w.-]+) +\d+/\d+\] (?P<text>.*)")
 _DONE = re.compile(r"DONE (?P<seconds>[\d.]+)s")
-_STAMP = re.compile(r"^[\d.]+ ")
+_STAMP = re.compile(r"^[\d.]+(?: |$)")
 # buildah: "[2/6] STEP 3/7: RUN ...", or "STEP 3/7: RUN ..." where there is one stage.
-_STEP = re.compile(r"(?:\[(?P<stage>\d+)/\d+\] )?STEP (?P<step>\d+)/(?P<steps>\d+): (?P<text>.*)")
+_STEP = re.compile(r"(?:\[(?P<stage>\d+)/\d+\] )?STEP (?P<step>\d+)/\d+: (?P<text>.*)")
 _FROM_AS = re.compile(r"FROM \S+ AS (?P<name>\S+)", re.IGNORECASE)
 
 # buildah's and BuildKit's own lines about a failed step add only its exit status.
 _QUOTED = re.compile(r"building at STEP|failed to solve|executor failed running", re.IGNORECASE)
 _ERROR = re.compile(r"^(?:error|fatal|E|ERROR)\b:? ?", re.IGNORECASE)
-_OURS = re.compile(r"error: (?!building at STEP)")
-_NEXT = ". Next: "
-# One of our own errors quotes the last lines of a program it ran; no more than so many are kept.
-_BLOCK_LINES = 60
+# One of our own errors: it may quote a program's last lines, and it ends with its next step.
+_OURS = re.compile(
+    r"^error: (?P<message>(?:(?!^error: ).)*?)\. Next: (?P<next>[^\n]*)\.$", re.M | re.S
+)
 # A step of ours ends with the code of its error: these are not about the build itself.
 _KINDS = {kind.exit_code: kind for kind in (BadFileError, NoSpaceError, PatchConflictError)}
 _EXIT = re.compile(r"exit (?:code:|status) (?P<code>\d+)")
 _NO_SPACE = re.compile(r"no space left on device|ENOSPC", re.IGNORECASE)
+# Lines of the last step that are kept: more than an error of ours quotes.
+_KEPT = 200
 
 
 @dataclass(kw_only=True)
@@ -65,22 +66,16 @@ class Follower:
         self._stage = ""
         self._since: float | None = None
         self._at = ""
-        self._said: list[str] = []
-        self._errors: list[str] = []
-        self._block: list[str] = []
-        self._ours = ""
+        self._lines: deque[str] = deque(maxlen=_KEPT)
         self.stages: dict[str, Stage] = {}
         self.no_space = False
         self.exit_code = 0
 
     def __call__(self, line: str) -> None:
         line = re.sub(r"\x1b\[[0-9;]*m", "", line)
-        vertex = _VERTEX.match(line)
-        if vertex:
+        if vertex := _VERTEX.match(line):
             self._buildkit(vertex["number"], vertex["rest"])
-            return
-        step = _STEP.match(line)
-        if step:
+        elif step := _STEP.match(line):
             self._buildah(step)
         elif line.startswith("--> "):
             # "--> Using cache 30f37abe95b5", or the id of what a step made.
@@ -89,35 +84,39 @@ class Follower:
             self._text(line, self._stage)
 
     def finish(self) -> None:
-        """The build has ended: count the last step."""
-        self._close()
-        self._errors += self._block[:1]
-        self._block = []
+        """Count the last step: the build has ended."""
+        if self._since is not None:
+            stage = self.stages[self._stage or "build"]
+            stage.seconds += time.monotonic() - self._since
+            stage.cached = False
+            self._since = None
 
     @property
     def reason(self) -> str:
         """The most informative output, for an error message: more than one line where a step of
         sm12x quoted the failed program."""
-        if self._ours:
-            return self._ours.partition(_NEXT)[0]
-        if self._errors:
-            # The engine's own lines after a command's output tell less.
-            plain = [text for text in self._errors if not _QUOTED.search(text)]
-            return _ERROR.sub("", (plain or self._errors)[-1], count=1)
-        if self._said:
-            return self._said[-1]
-        return (
-            f"it ended without an error message in {self._at}" if self._at else "it printed nothing"
-        )
+        if ours := self._ours():
+            return ours["message"]
+        lines = [line.strip() for line in self._lines if line.strip()]
+        errors = [line for line in lines if _ERROR.match(line)]
+        # The engine's own lines after a command's output tell less.
+        plain = [line for line in errors if not _QUOTED.search(line)]
+        if errors:
+            return _ERROR.sub("", (plain or errors)[-1], count=1)
+        silent = f"it ended without an error message in {self._at}" if self._at else ""
+        return lines[-1] if lines else silent or "it printed nothing"
 
     @property
     def next_step(self) -> str:
         """The next step in the failed step's error, "" without one."""
-        return self._ours.partition(_NEXT)[2].rstrip(".")
+        ours = self._ours()
+        return ours["next"] if ours else ""
+
+    def _ours(self) -> re.Match[str] | None:
+        return _OURS.search("\n".join(self._lines))
 
     def _buildkit(self, number: str, rest: str) -> None:
-        named = _NAMED.match(rest)
-        if named:
+        if named := _NAMED.match(rest):
             # FROM is reported as done even where there is nothing to do.
             if not named["text"].startswith("FROM "):
                 self._vertices[number] = named["stage"]
@@ -133,22 +132,14 @@ class Follower:
             self._text(_STAMP.sub("", rest), stage or "")
 
     def _buildah(self, step: re.Match[str]) -> None:
-        self._close()
-        named = _FROM_AS.match(step["text"])
-        if named:
+        self.finish()
+        if named := _FROM_AS.match(step["text"]):
             self._stage = named["name"]
         elif step["step"] == "1":
             self._stage = f"stage {step['stage'] or 1}"
         self._start(self._stage or "build", step["text"])
         # FROM takes no time of its own, and is not announced as cached.
         self._since = None if step["text"].startswith("FROM") else time.monotonic()
-
-    def _close(self) -> None:
-        if self._since is not None:
-            stage = self.stages[self._stage or "build"]
-            stage.seconds += time.monotonic() - self._since
-            stage.cached = False
-            self._since = None
 
     def _start(self, stage: str, text: str) -> None:
         self.stages.setdefault(stage, Stage(name=stage))
@@ -159,55 +150,33 @@ class Follower:
             return
         self._at = at
         # Output of an earlier step is not the reason for this failure.
-        self._said = []
+        self._lines.clear()
         self._on_step(self._at)
 
     def _text(self, line: str, stage: str) -> None:
         self.no_space = self.no_space or bool(_NO_SPACE.search(line))
         ended = _EXIT.search(line) if _QUOTED.search(line) else None
         self.exit_code = int(ended["code"]) if ended else self.exit_code
-        if self._block or (_OURS.match(line) and not self._ours):
-            self._quote(line)
-            return
-        line = line.strip()
-        if not line:
-            return
         if line.startswith(MARK):
             self._on_step(f"{stage}: {line.removeprefix(MARK)}".removeprefix(": "))
-            return
-        if _ERROR.match(line):
-            self._errors.append(line)
-        self._said = [*self._said[-4:], line]
-
-    def _quote(self, line: str) -> None:
-        """Collect one of our own errors, which can span lines: it ends with its next step."""
-        self._block.append(line)
-        if _NEXT in line:
-            self._ours = "\n".join(self._block).removeprefix("error: ")
-            self._block = []
-        elif len(self._block) == 1 and not line.endswith(":"):
-            # An error of another program, in one line.
-            self._errors.append(line)
-            self._said = [*self._said[-4:], line]
-            self._block = []
-        elif len(self._block) > _BLOCK_LINES:
-            self._errors.append(self._block[0])
-            self._block = []
+        else:
+            self._lines.append(line)
 
 
 def failure(
-    engine: Engine, dockerfile: str, follower: Follower, log: Path, *, rest_gib: float
+    engine: Engine, dockerfile: str, follower: Follower, log: Path, *, needs_gib: float
 ) -> Sm12xError:
-    """The error for a failed build.
+    """Return the error for a failed build.
 
-    ``follower`` has read all that was printed, which is in ``log``; ``rest_gib`` is what the bundle
-    still takes in the engine's storage.
+    ``follower`` has read all that was printed, which is in ``log``; ``needs_gib`` is what a whole
+    bundle takes in the engine's storage.
     """
     if follower.no_space:
         return NoSpaceError(
-            f"the disk of {engine.name} is full ({engine.storage() or 'of the remote daemon'})",
-            next_step=f"free about {rest_gib:.0f} GiB there ({engine.more_room}), and run the same "
-            "command again: it resumes",
+            f"the disk of {engine.name} is full ({engine.storage() or 'of the remote daemon'}); a "
+            f"whole bundle takes {needs_gib:.0f} GiB",
+            next_step=f"free space there ({engine.more_room}), and run the same command again: it "
+            "resumes",
         )
     inside = f" (inside the builder: {follower.next_step})" if follower.next_step else ""
     kind = _KINDS.get(follower.exit_code, BuildFailedError)

@@ -44,14 +44,6 @@ class Parts:
     purelib: Path
 
 
-@dataclass(frozen=True, kw_only=True)
-class WheelReport:
-    """What `sm12x build wheel --json` prints."""
-
-    path: Path
-    ledger: Ledger
-
-
 def build(
     parts: Parts, out: Path, *, on_phase: Callable[[str], None] | None = None
 ) -> tuple[Path, Ledger]:

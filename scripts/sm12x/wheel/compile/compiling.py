@@ -1,8 +1,7 @@
-"""Compiles all units of the modules with ninja, in the scheduler's order; reports progress."""
+"""Compiles all units of the modules with ninja, in pools by memory; reports progress."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -17,27 +16,32 @@ from sm12x.core.errors import BuildFailedError, NoSpaceError, Sm12xError, ToolFa
 from sm12x.core.progress import Steps
 from sm12x.stack.model.base import Base, Module
 from sm12x.wheel.compile import cmake, launcher, schedule
-from sm12x.wheel.compile.broker import Broker, CompilerRun
-from sm12x.wheel.compile.schedule import Scheduler, Unit
+from sm12x.wheel.compile.schedule import Unit
 
-# Lines of a failed unit's log to show, from its end.
+# Lines of a failed unit's output to show, from its end.
 _LAST_LINES = 15
-# A launcher that waits for its turn.
-_LAUNCHER_GIB = 0.007
 # Objects and what a compiler leaves in the temporary folder while it runs.
 _UNIT_GIB, _JOB_GIB = 0.02, 0.5
+# What each unit has cost: base.toml's figures are from here.
 RESULTS = "units.jsonl"
+_MANIFEST = "pools.ninja"
 
 _BUILDS = re.compile(r"^\[\d+/\d+\] Building \w+ object (?P<name>.+)$")
-_REGENERATES = "Re-running CMake"
+_FAILED = re.compile(r"^FAILED: (?:\[code=(?P<code>\d+)\] )?(?P<name>\S+)")
+_EDGE = re.compile(r"^build (?P<name>\S+): \w+_COMPILER__.*$", re.MULTILINE)
 _NO_SPACE = re.compile(r"No space left on device|Disk quota exceeded")
+# What nvcc, gcc and clang print when the kernel kills a program of theirs, whatever their own exit
+# status is. 137 is that of a compiler which was killed itself.
+_KILLED = re.compile(
+    r"died due to signal 9|Killed signal terminated program|unable to execute command: Killed"
+)
 
 
 def _units(base: Base, modules: Sequence[Module], settings: cmake.Settings) -> dict[str, Unit]:
-    """All units of ``modules``, by the name of their object, as CMake has configured them."""
+    """Return all units of ``modules`` by the name of their object, as CMake has configured them."""
     build = settings.work / "build"
     text = (build / "compile_commands.json").read_text(encoding="utf-8")
-    found: dict[str, Unit] = {}
+    units: dict[str, Unit] = {}
     for entry in json.loads(text):
         name = os.path.relpath(build / entry["output"], build)
         for module in modules:
@@ -45,14 +49,14 @@ def _units(base: Base, modules: Sequence[Module], settings: cmake.Settings) -> d
                 continue
             source = _shown(Path(entry["file"]), settings)
             seconds, gib = schedule.cost(base, source, at_most_gib=module.peak_gib)
-            found[name] = Unit(
+            units[name] = Unit(
                 name=name,
                 source=source,
                 target=module.target,
                 cpu_seconds=seconds,
                 peak_gib=gib,
             )
-    return found
+    return units
 
 
 def compile_modules(
@@ -69,167 +73,145 @@ def compile_modules(
         NoSpaceError: the largest unit takes more memory, or all more disk, than there is.
         BuildFailedError: a unit does not compile, or a module does not link.
     """
-    every = _units(base, modules, settings)
-    names = _pending(modules, settings)
-    pending = {name: one for name, one in every.items() if names is None or name in names}
+    variables = {
+        **cmake.variables(base, modules, settings),
+        launcher.RESULTS: str(settings.work / RESULTS),
+        "NINJA_STATUS": "[%f/%t] ",
+    }
+    # CMake runs again where its files have changed: the units are known only after that.
+    _call(_ninja(settings, "build.ninja"), variables, settings, _ignored)
+    units = _units(base, modules, settings)
+    targets = [module.target for module in modules]
+    dry = process.run(_ninja(settings, "-n", *targets), env=variables).stdout
+    pending = [match["name"] for match in map(_BUILDS.match, dry.splitlines()) if match]
+    run = _Run(units=units, left={name: units[name] for name in pending if name in units})
     memory = settings.memory_gib or cmake.free_memory_gib()
-    schedule.require_memory(pending.values(), memory)
+    schedule.require_memory(run.left.values(), memory)
     cores = settings.jobs or machine.cores()
-    need = _UNIT_GIB * len(pending) + _JOB_GIB * min(cores, len(pending))
+    need = _UNIT_GIB * len(run.left) + _JOB_GIB * min(cores, len(run.left))
     files.require_space(
         settings.work,
         need,
-        what=f"compiling {len(pending)} units",
+        what=f"compiling {len(run.left)} units",
         move="name a folder on another disk with --work",
     )
-    spare = memory - schedule.RESERVE_GIB - _LAUNCHER_GIB * len(pending)
-    room = max(spare, *(one.peak_gib for one in pending.values()), 0.0)
-    run = _Run(
-        every=len(every),
-        left=dict(pending),
-        cores=cores,
-        memory_gib=room,
-        results=settings.work / RESULTS,
-        on_step=on_step,
-        say=say,
-    )
-    run.show()
-    scheduler = Scheduler(cores=cores, memory_gib=room)
-    logs = settings.work / "logs"
-    try:
-        with Broker(scheduler, every, run.take, run.tick) as broker:
-            variables = {
-                **cmake.variables(base, modules, settings),
-                launcher.SOCKET: str(broker.address),
-                launcher.LOGS: str(logs / "units"),
-            }
-            # ninja itself, not `cmake --build`: that one, when terminated, leaves ninja compiling.
-            # All units start and wait for their turn, and some links may run beside them.
-            words = _ninja(settings, "-j", str(len(pending) + cores), *_targets(modules))
-            process.stream(words, env=variables, log=logs / "ninja.log", on_line=lambda _: None)
-    except ToolFailedError as error:
-        if run.failed:
-            _tell(launcher.log_path(logs / "units", run.failed[0].unit.name), say)
-            raise _failure(run.failed[0], logs / "units", need, settings) from None
-        again = shlex.join(_ninja(settings, *_targets(modules)))
-        raise BuildFailedError(
-            f"the native modules could not be built: {error.message}",
-            next_step=f"read {logs / 'ninja.log'}; repeat it with `{again}`",
-        ) from None
-    if run.left:
-        # Units that ninja found finished, once it had run CMake.
-        run.left.clear()
-        run.show()
-    return dict(Counter(one.target for one in every.values()))
+    room = max([memory - schedule.RESERVE_GIB, *(unit.peak_gib for unit in run.left.values())])
+
+    def line(text: str) -> None:
+        run.take(text)
+        if on_step:
+            costs = [(unit.cpu_seconds, unit.peak_gib) for unit in run.left.values()]
+            left = schedule.makespan(costs, cores=cores, memory_gib=room)
+            on_step("compile", len(units) - len(run.left), len(units), left)
+
+    line("")
+    _write_manifest(settings.work / "build", run.left, room)
+    for jobs in (cores, 1):
+        run.failed, run.code, run.output = None, "", []
+        words = _ninja(settings, "-f", _MANIFEST, "-j", str(jobs), *targets)
+        try:
+            _call(words, variables, settings, line)
+        except BuildFailedError:
+            if run.failed is None:
+                raise
+            if run.killed and jobs != 1:
+                if say:
+                    say(
+                        f"{run.failed.source}: the kernel killed its compiler for lack of memory; "
+                        "the rest is compiled one unit at a time"
+                    )
+                continue
+            for text in run.output if say else ():
+                # In a container the log's file is not accessible from outside.
+                say(f"    {text}")
+            raise _failure(run, need, settings) from None
+        break
+    return dict(Counter(unit.target for unit in units.values()))
 
 
 @dataclass(kw_only=True)
 class _Run:
-    """The remaining units, and the results. The broker's thread calls ``take`` and ``tick``."""
+    """The remaining units, and the first that failed, with its exit status and ninja's output."""
 
-    every: int
+    units: Mapping[str, Unit]
     left: dict[str, Unit]
-    cores: int
-    memory_gib: float
-    results: Path
-    on_step: Steps | None
-    say: Callable[[str], None] | None
-    failed: list[CompilerRun] = field(default_factory=list)
-    _expected: float = 60.0
-    _taken: float = 60.0
-    _elapsed: Mapping[str, float] = field(default_factory=dict)
+    failed: Unit | None = None
+    code: str = ""
+    output: list[str] = field(default_factory=list)
 
-    def take(self, result: CompilerRun) -> None:
-        record = {**dataclasses.asdict(result), "unit": result.unit.name}
-        with self.results.open("a", encoding="utf-8") as handle:
-            handle.write(json.dumps(record, sort_keys=True) + "\n")
-        if result.again:
-            if self.say:
-                self.say(
-                    f"{result.unit.source}: the kernel killed its compiler for lack of memory; "
-                    "it is compiled again, alone"
-                )
-            return
-        if result.failed:
-            self.failed.append(result)
-            return
-        self.left.pop(result.unit.name, None)
-        self._expected += result.unit.cpu_seconds
-        self._taken += result.seconds
-        self.show()
+    def take(self, line: str) -> None:
+        """Read a line of ninja: a unit that is done, one that failed, or what its compiler says."""
+        failed = _FAILED.match(line)
+        if failed and self.failed is None and failed["name"] in self.units:
+            # ninja has shown it as built in the line before.
+            self.failed, self.code = self.units[failed["name"]], failed["code"] or ""
+            self.left[self.failed.name] = self.failed
+        elif done := _BUILDS.match(line):
+            self.left.pop(done["name"], None)
+        elif self.failed and not line.startswith(("[", "ninja: ", "FAILED: ")):
+            self.output.append(line)
 
-    def tick(self, elapsed: Mapping[str, float]) -> None:
-        self._elapsed = elapsed
-        self.show()
-
-    def show(self) -> None:
-        if self.on_step:
-            costs = [(self._rest(one), one.peak_gib) for one in self.left.values()]
-            left = schedule.makespan(costs, cores=self.cores, memory_gib=self.memory_gib)
-            self.on_step("compile", self.every - len(self.left), self.every, left)
-
-    def _rest(self, one: Unit) -> float:
-        """Seconds that a unit still takes.
-
-        Scaled by the actual to the expected time of the finished units: the processor may differ,
-        or a compiler cache may have them. A unit that exceeds its estimate counts as nearly done.
-        """
-        whole = one.cpu_seconds * self._taken / self._expected
-        return max(whole - self._elapsed.get(one.name, 0.0), whole / 10)
+    @property
+    def killed(self) -> bool:
+        return self.code == "137" or any(map(_KILLED.search, self.output))
 
 
-def last_lines(log: str, count: int = _LAST_LINES) -> str:
-    """The last ``count`` non-empty lines, indented; without the command at the top."""
-    lines = [line.rstrip() for line in log.splitlines()]
-    said = [line for line in lines if line and not line.startswith("+ cd ")]
-    return "\n".join(f"    {line}" for line in said[-count:])
+def _write_manifest(build: Path, units: Mapping[str, Unit], memory_gib: float) -> None:
+    """Write ninja's file anew with a pool for each unit; CMake's own stays as it made it."""
+    pools = schedule.pools(units.values(), memory_gib)
+
+    def pooled(edge: re.Match[str]) -> str:
+        pool = pools.of.get(edge["name"])
+        return f"{edge[0]}\n  pool = {pool}" if pool else edge[0]
+
+    heads = "".join(f"pool {name}\n  depth = {n}\n" for name, n in pools.depths.items())
+    text = (build / "build.ninja").read_text(encoding="utf-8")
+    (build / _MANIFEST).write_text(heads + _EDGE.sub(pooled, text), encoding="utf-8")
 
 
-def _tell(log: Path, say: Callable[[str], None] | None) -> None:
-    """The whole log of a unit: in a container its file is not accessible from outside."""
-    if say and log.is_file():
-        for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
-            say(f"    {line}")
+def _call(
+    words: list[str],
+    variables: Mapping[str, str],
+    settings: cmake.Settings,
+    on_line: Callable[[str], None],
+) -> None:
+    log = settings.work / "logs" / "ninja.log"
+    try:
+        # ninja itself, not `cmake --build`: that one, when terminated, leaves ninja compiling.
+        process.stream(words, env=variables, log=log, on_line=on_line)
+    except ToolFailedError as error:
+        raise BuildFailedError(
+            f"the native modules could not be built: {error.message}",
+            next_step=f"read {log}; repeat it with `{shlex.join(words)}`",
+        ) from None
 
 
-def _failure(
-    result: CompilerRun, logs: Path, need_gib: float, settings: cmake.Settings
-) -> Sm12xError:
-    name, source = result.unit.name, result.unit.source
-    log = launcher.log_path(logs, name)
-    again = shlex.join(_ninja(settings, name))
-    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
-    if _NO_SPACE.search(text):
+def _ignored(_: str) -> None:
+    pass
+
+
+def _failure(run: _Run, need_gib: float, settings: cmake.Settings) -> Sm12xError:
+    assert run.failed is not None  # noqa: S101 - called for a unit that failed
+    source = run.failed.source
+    again = shlex.join(_ninja(settings, run.failed.name))
+    if any(map(_NO_SPACE.search, run.output)):
         return NoSpaceError(
             f"the disk was full while compiling {source}; the build needs {need_gib:.1f} GiB under "
             f"{settings.work} and in the temporary folder",
             next_step="free space there and run the command again: it goes on where it stopped",
         )
-    if result.killed:
+    if run.killed:
         return NoSpaceError(
-            f"the kernel killed the compiler of {source} for lack of memory twice, the second time "
-            f"with nothing beside it: it takes more than {result.peak_gib:.1f} GiB",
+            f"the kernel killed the compiler of {source} for lack of memory, and nothing ran "
+            "beside it",
             next_step=f"add swap, or build on a larger machine; repeat it alone with `{again}`",
         )
+    # The first line is the command.
+    last = "".join(f"    {line}\n" for line in run.output[1:][-_LAST_LINES:])
     return BuildFailedError(
-        f"{source}, a unit of {result.unit.target}, could not be compiled; its last lines:\n"
-        f"{last_lines(text)}\n",
-        next_step=f"read {log}; repeat it alone with `{again}`",
+        f"{source}, a unit of {run.failed.target}, could not be compiled; its last lines:\n{last}",
+        next_step=f"read {settings.work / 'logs' / 'ninja.log'}; repeat it alone with `{again}`",
     )
-
-
-def _pending(modules: Sequence[Module], settings: cmake.Settings) -> list[str] | None:
-    """The objects that ninja would make, by its own account; None if it has to run CMake first."""
-    words = _ninja(settings, "-n", *_targets(modules))
-    said = process.run(words, env={"NINJA_STATUS": "[%f/%t] "}).stdout
-    if _REGENERATES in said:
-        return None
-    matches = (_BUILDS.match(line) for line in said.splitlines())
-    return [match["name"] for match in matches if match]
-
-
-def _targets(modules: Sequence[Module]) -> list[str]:
-    return [module.target for module in modules]
 
 
 def _ninja(settings: cmake.Settings, *words: str) -> list[str]:
@@ -237,7 +219,7 @@ def _ninja(settings: cmake.Settings, *words: str) -> list[str]:
 
 
 def _shown(path: Path, settings: cmake.Settings) -> str:
-    """A source as people know it: relative to the release's tree, or to the third-party folder."""
+    """Return a source as people know it: below the release's tree, or the third-party folder."""
     roots: Mapping[Path, str] = {
         settings.work / "src": "",
         settings.work / "third_party": "third_party/",

@@ -1,8 +1,8 @@
-"""Wraps the compiler: waits for its turn, keeps a log, measures the cost.
+"""Wraps the compiler: names that do not change, the base's headers, and what each unit costs.
 
 CMake calls it once for each unit, as its compiler launcher, so it starts as fast as Python can: it
-imports nothing of this package and runs under `python -I -S`. The broker (broker.py), on the socket
-that the environment names, tells when to start; without a broker it becomes the compiler.
+imports nothing of this package and runs under `python -I -S`. Where the environment names a file
+for the costs it measures the compiler; else it becomes the compiler.
 """
 
 from __future__ import annotations
@@ -10,35 +10,15 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import re
-import shlex
-import signal
-import socket
 import subprocess
 import sys
 import time
-from io import RawIOBase
-from pathlib import Path
-from typing import Any
 
-SOCKET = "SM12X_UNIT_SOCKET"
-LOGS = "SM12X_UNIT_LOGS"
+# The file that gets a line for each unit: a variable of the environment.
+RESULTS = "SM12X_UNIT_RESULTS"
 # Before the compiler's words: a folder of sources, and one of headers for its CUDA units.
 HEADERS = "--headers"
-
-# What nvcc, gcc and clang print when the kernel kills a program of theirs. Their own exit status
-# does not say it.
-_KILLED = re.compile(
-    rb"died due to signal 9|Killed signal terminated program|unable to execute command: Killed"
-)
-_TAIL = 8192
 _MAP = "-Xcompiler=-ffile-prefix-map="
-
-
-def log_path(folder: Path, unit: str) -> Path:
-    """The log of a unit: its object's path, without the parts that CMake adds."""
-    parts = [part.removesuffix(".dir") for part in f"{unit}.log".split("/")]
-    return folder.joinpath(*(part for part in parts if part not in ("", "..", "CMakeFiles")))
 
 
 def with_fixed_name(argv: list[str]) -> list[str]:
@@ -79,52 +59,26 @@ def with_headers(argv: list[str]) -> list[str]:
 
 def main(argv: list[str]) -> int:
     argv = with_fixed_name(with_headers(argv))
-    address, unit = os.environ.get(SOCKET), _following(argv, "-o")
-    if not address or unit is None:
+    results, unit = os.environ.get(RESULTS), _following(argv, "-o")
+    if not results or unit is None:
         os.execvp(argv[0], argv)  # noqa: S606 - no shell is wanted
-    # ninja reports what it interrupts; a traceback of ours would say nothing more.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    broker = socket.socket(socket.AF_UNIX)
-    try:
-        broker.connect(address)
-    except OSError:
-        sys.stderr.write("the build that this unit belongs to has ended\n")
-        return 1
-    with broker, broker.makefile("rwb", buffering=0) as channel:
-        _send(channel, {"unit": unit})
-        log = log_path(Path(os.environ.get(LOGS, "logs")), unit)
-        status = 1
-        while True:
-            order = json.loads(channel.readline() or b"{}")
-            if order.get("do") != "run":
-                return status
-            result = _run(argv, log)
-            status = result["status"]
-            _send(channel, result)
-
-
-def _run(argv: list[str], log: Path) -> dict[str, Any]:
-    log.parent.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
-    with log.open("w+b") as handle:
-        handle.write(f"+ cd {shlex.quote(str(Path.cwd()))} && {shlex.join(argv)}\n".encode())
-        handle.flush()
-        child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=handle, stderr=handle)
-        _, raw, usage = os.wait4(child.pid, 0)
-        status = child.returncode = os.waitstatus_to_exitcode(raw)
-        handle.seek(max(0, handle.seek(0, os.SEEK_END) - _TAIL))
-        tail = handle.read()
-    killed = status in (-signal.SIGKILL, 128 + signal.SIGKILL) or (
-        status != 0 and _KILLED.search(tail) is not None
-    )
-    return {
-        "status": status if status >= 0 else 128 - status,
-        "killed": killed,
+    child = subprocess.Popen(argv, stdin=subprocess.DEVNULL)
+    _, raw, usage = os.wait4(child.pid, 0)
+    status = child.returncode = os.waitstatus_to_exitcode(raw)
+    status = status if status >= 0 else 128 - status
+    entry = {
+        "unit": unit,
+        "status": status,
         "seconds": round(time.monotonic() - start, 3),
         "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 3),
         # Of the largest process among the compiler and all that it started (kilobytes on Linux).
         "peak_gib": round(usage.ru_maxrss / 1024**2, 3),
     }
+    # One write, so that lines of units that end together do not mix.
+    with open(results, "ab", buffering=0) as handle:  # noqa: PTH123 - without pathlib, to start fast
+        handle.write(json.dumps(entry).encode() + b"\n")
+    return status
 
 
 def _following(argv: list[str], option: str) -> str | None:
@@ -132,10 +86,6 @@ def _following(argv: list[str], option: str) -> str | None:
         if word == option:
             return following
     return None
-
-
-def _send(channel: RawIOBase, message: dict[str, Any]) -> None:
-    channel.write(json.dumps(message).encode() + b"\n")
 
 
 if __name__ == "__main__":

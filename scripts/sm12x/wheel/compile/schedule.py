@@ -1,15 +1,15 @@
-"""In what order units are compiled, and how many at a time: by cores and by memory.
+"""What units cost, and how many compile at a time: ninja's pools, by memory as it was measured.
 
-A unit is one file that a compiler turns into one object. What it will cost is known before from
-base.toml, well enough to start the long ones first and never to start what does not fit.
+A unit is one file that a compiler turns into one object. Its cost is known from base.toml.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import heapq
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 from sm12x.core.errors import NoSpaceError
 from sm12x.stack.model.base import Base
@@ -36,7 +36,7 @@ class Unit:
 
 
 def cost(base: Base, source: str, *, at_most_gib: float = DEFAULT_GIB) -> tuple[float, float]:
-    """Seconds of CPU and GiB at its peak of a source file: by the first entry that matches.
+    """Return seconds of CPU and GiB at its peak of a source file: by the first entry that matches.
 
     ``*`` of an entry matches across folders. ``at_most_gib`` is what no unit of its module exceeds.
     """
@@ -57,89 +57,50 @@ def require_memory(units: Iterable[Unit], memory_gib: float) -> None:
         )
 
 
-@dataclass(kw_only=True)
-class _Waiting:
-    unit: Unit
-    alone: bool = False
+@dataclass(frozen=True, kw_only=True)
+class Pools:
+    """ninja's pools: ``depths`` by name, and the pool of each unit by the name of its object."""
+
+    depths: Mapping[str, int]
+    of: Mapping[str, str]
 
 
-@dataclass(kw_only=True)
-class Scheduler:
-    """Decides which waiting units may start. Knows no process and no clock.
+def pools(units: Collection[Unit], memory_gib: float) -> Pools:
+    """Divide units into pools whose compilers, all running, fit in ``memory_gib`` together.
 
-    The heaviest goes first. While it does not fit, nothing lighter passes it: otherwise it would
-    wait for ever while small units keep coming. A unit that has to be alone goes before all others.
+    Units of about the same memory (within a factor of two) share a pool. Each pool has room for
+    one unit; the rest is divided by work, so that the pools end at about the same time.
     """
-
-    cores: int
-    memory_gib: float
-    _waiting: dict[int, _Waiting] = field(default_factory=dict)
-    _running: dict[int, _Waiting] = field(default_factory=dict)
-
-    def wait(self, ticket: int, unit: Unit, *, alone: bool = False) -> None:
-        """``unit`` wants to start; it is called ``ticket`` from here on."""
-        self._running.pop(ticket, None)
-        self._waiting[ticket] = _Waiting(unit=unit, alone=alone)
-
-    def leave(self, ticket: int) -> None:
-        """It has ended, or does not want to start any more."""
-        self._running.pop(ticket, None)
-        self._waiting.pop(ticket, None)
-
-    def start(self) -> list[int]:
-        """The tickets that start now."""
-        started: list[int] = []
-        order = sorted(
-            self._waiting,
-            key=lambda key: (
-                not self._waiting[key].alone,
-                -self._weight(self._waiting[key].unit),
-                self._waiting[key].unit.name,
-            ),
-        )
-        for ticket in order:
-            if not self._fits(self._waiting[ticket]):
-                break
-            self._running[ticket] = self._waiting.pop(ticket)
-            started.append(ticket)
-        return started
-
-    def is_alone(self, ticket: int) -> bool:
-        """Whether it runs with nothing beside it."""
-        return ticket in self._running and self._running[ticket].alone
-
-    def waiting(self) -> list[int]:
-        return list(self._waiting)
-
-    def _weight(self, unit: Unit) -> float:
-        return _weight(
-            unit.cpu_seconds, unit.peak_gib, cores=self.cores, memory_gib=self.memory_gib
-        )
-
-    def _fits(self, entry: _Waiting) -> bool:
-        if not self._running:
-            return True
-        if entry.alone or any(running.alone for running in self._running.values()):
-            return False
-        used = sum(running.unit.peak_gib for running in self._running.values())
-        return len(self._running) < self.cores and used + entry.unit.peak_gib <= self.memory_gib
-
-
-def _weight(seconds: float, gib: float, *, cores: int, memory_gib: float) -> float:
-    """The share of the machine that a unit takes: its time x its share of cores or memory.
-
-    Of the two shares the larger counts: that one runs out first.
-    """
-    return seconds * max(1 / cores, gib / memory_gib)
+    groups: dict[int, list[Unit]] = {}
+    for unit in units:
+        groups.setdefault(math.ceil(math.log2(max(unit.peak_gib, 0.125))), []).append(unit)
+    peaks = {key: max(unit.peak_gib for unit in group) for key, group in groups.items()}
+    if sum(peaks.values()) > memory_gib:
+        depth = max(1, int(memory_gib / max(peaks.values())))
+        return Pools(depths={"all": depth}, of={unit.name: "all" for unit in units})
+    spare = memory_gib - sum(peaks.values())
+    work = {
+        key: sum(unit.cpu_seconds * unit.peak_gib for unit in group)
+        for key, group in groups.items()
+    }
+    total = sum(work.values()) or 1.0
+    return Pools(
+        depths={
+            f"gib{key}": 1 + int(spare * work[key] / total / max(peaks[key], 0.01))
+            for key in sorted(groups)
+        },
+        of={unit.name: f"gib{key}" for key, group in groups.items() for unit in group},
+    )
 
 
 def makespan(units: Collection[tuple[float, float]], *, cores: int, memory_gib: float) -> float:
-    """Seconds until all ``units`` (seconds, GiB) are compiled, in the scheduler's own order."""
+    """Return seconds until all ``units`` (seconds, GiB) are compiled, the heaviest first."""
     now, used = 0.0, 0.0
     running: list[tuple[float, float]] = []
 
     def heaviest_first(unit: tuple[float, float]) -> float:
-        return -_weight(*unit, cores=cores, memory_gib=memory_gib)
+        # The larger share, of cores or of memory, runs out first.
+        return -unit[0] * max(1 / cores, unit[1] / memory_gib)
 
     for seconds, gib in sorted(units, key=heaviest_first):
         while running and (len(running) >= cores or used + gib > memory_gib):

@@ -66,13 +66,6 @@ class TouchedRecord(Declared):
     schema: Literal[1] = 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class SourceReport(SourceRecord):
-    """What `sm12x build source --json` prints; ``changed``: the tree was made, or made anew."""
-
-    changed: bool
-
-
 def _record_path(directory: Path) -> Path:
     return directory.with_name(f"{directory.name}.json")
 
