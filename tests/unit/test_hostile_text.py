@@ -195,7 +195,7 @@ def test_a_secret_that_a_server_echoes_is_in_no_report(
 def test_tools_and_files_that_the_doctor_asks_drive_no_terminal(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run: Callable[..., tuple[int, str]]
 ) -> None:
-    answers = dict.fromkeys(("docker", "podman", "nvidia-smi", "dmesg", "lspci"), NASTY)
+    answers = dict.fromkeys(("docker", "podman", "dmesg"), NASTY)
     machine = Machine(
         root=tmp_path,
         answers={**answers, **fake.docker(ServerVersion=NASTY, Runtimes={NASTY: {}})},
@@ -279,7 +279,7 @@ ODD = (
     *('{"a":' * 50_000, '{"ServerVersion": [], "Runtimes": 3}', "-1\n" * 1000, CLIPBOARD),
     *('{"Runtimes": {"nvidia": 1e999}, "DockerRootDir": {}}', "9" * 30 + " kB", "/\0", "/x\ny"),
 )
-TOOLS = ("docker info", "docker volume", "docker", "podman", "nvidia-smi", "dmesg", "lspci", "ip")
+TOOLS = ("docker info", "docker volume", "docker", "podman", "dmesg")
 FILES = (
     *("/proc/meminfo", "/proc/cmdline", "/proc/self/cgroup", "/proc/self/limits"),
     *("/proc/net/route", "/sys/devices/system/cpu/online", "/proc/driver/nvidia/version"),
