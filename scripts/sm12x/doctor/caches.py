@@ -126,10 +126,10 @@ def stale(facts: HostFacts, known: Knowledge) -> Iterator[Finding]:
         seen = f"{seen}: {places}"
         yield Finding(UNKNOWN, seen, fix=(_wipe(facts.caches),))
     else:
-        yield from (_compare(cache, image, built, known) for cache in facts.caches)
+        yield from (_compare(cache, image, built) for cache in facts.caches)
 
 
-def _compare(cache: Cache, image: Image, built: float, known: Knowledge) -> Finding:
+def _compare(cache: Cache, image: Image, built: float) -> Finding:
     about = f"{cache.kind}: {counted(cache.files, 'file')} in {cache.path}"
     release = image.versions.get("flashinfer-python", "")
     if cache.kind == "flashinfer" and cache.versions and release:

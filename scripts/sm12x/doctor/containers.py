@@ -134,16 +134,13 @@ def gpu_access(facts: HostFacts, known: Knowledge) -> list[Finding]:
     engines = facts.containers.engines
     # Where one answers, another that does not hands out nothing.
     working = [one for one in engines if not isinstance(one.answer, Unseen)] or engines
-    found = [
-        _docker(facts, one, known) if one.name == "docker" else _podman(facts, known)
-        for one in working
-    ]
+    found = [_docker(facts, one) if one.name == "docker" else _podman(facts) for one in working]
     # Where one engine hands out GPUs, or no GPU is here, another that does not is no failure.
     served = any(one.severity == OK for one in found) or not facts.seen_gpus
     return [replace(one, severity=INFO) if served and one.severity == BAD else one for one in found]
 
 
-def _docker(facts: HostFacts, engine: EngineAnswer, known: Knowledge) -> Finding:
+def _docker(facts: HostFacts, engine: EngineAnswer) -> Finding:
     containers = facts.containers
     answer = {} if isinstance(engine.answer, Unseen) else engine.answer
     listed, tools = answer.get("Runtimes"), ", ".join(containers.tools)
@@ -156,7 +153,7 @@ def _docker(facts: HostFacts, engine: EngineAnswer, known: Knowledge) -> Finding
             return Finding(INFO, seen, fix=_ROOTLESS[-1:])
         return Finding(OK, seen)
     if containers.specs:
-        return _by_specs(facts, known)
+        return _by_specs(facts)
     if "nvidia" in on_file:
         seen = f"{_DAEMON} has a runtime `nvidia`, and docker runs without it"
         return Finding(INFO, seen, fix=("sudo systemctl restart docker",))
@@ -174,16 +171,16 @@ def _docker(facts: HostFacts, engine: EngineAnswer, known: Knowledge) -> Finding
     return Finding(BAD, seen, fix=fix)
 
 
-def _podman(facts: HostFacts, known: Knowledge) -> Finding:
+def _podman(facts: HostFacts) -> Finding:
     if facts.containers.specs:
-        return _by_specs(facts, known)
+        return _by_specs(facts)
     tools = ", ".join(facts.containers.tools)
     seen = f"podman hands out GPUs by CDI alone, and no spec is in {' or '.join(_SPEC_FOLDERS)}"
     fix = (_GENERATE,) if tools else (_TOOLKIT, _GENERATE)
     return Finding(BAD, f"{seen} ({tools or 'no toolkit'})", fix=fix)
 
 
-def _by_specs(facts: HostFacts, known: Knowledge) -> Finding:
+def _by_specs(facts: HostFacts) -> Finding:
     specs = facts.containers.specs
     readable = [str(one.path) for one in specs if not isinstance(one.drivers, Unseen)]
     if readable:

@@ -268,7 +268,7 @@ def code(facts: HostFacts, known: Knowledge) -> Iterator[Finding]:
             yield Finding(UNKNOWN, seen)
         else:
             which = f"GPU {ranges(gpu.index for gpu in group)} {told}"
-            yield _code(facts.image, device, which, known)
+            yield _code(facts.image, device, which)
 
 
 @check("gpu.leftover")
@@ -305,7 +305,7 @@ def unified(facts: HostFacts, known: Knowledge) -> list[Finding]:
     return [Finding(INFO, seen, fix=("sm12x plan RECIPE",))]
 
 
-def _code(image: Image, device: Device, which: str, known: Knowledge) -> Finding:
+def _code(image: Image, device: Device, which: str) -> Finding:
     counted: Counter[str] = Counter()
     for library in image.libraries:
         counted.update(_units(library, device))

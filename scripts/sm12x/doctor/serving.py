@@ -216,9 +216,8 @@ def segments(facts: HostFacts, known: Knowledge) -> list[Finding]:
 def offline(facts: HostFacts, known: Knowledge) -> list[Finding]:
     """Whether the kernels for decoding depend on an HTTP server that cannot be reached."""
     versions = _versions(facts)
-    if "flashinfer-python" not in versions or "flashinfer-cubin" in versions:
-        return []
-    if not _has_family(facts):
+    asks = "flashinfer-python" in versions and "flashinfer-cubin" not in versions
+    if not asks or not _has_family(facts):
         return []
     if is_true(facts.environment.get("VLLM_HAS_FLASHINFER_CUBIN", "")):
         return [Finding(OK, "VLLM_HAS_FLASHINFER_CUBIN is set: no server is asked")]
