@@ -277,7 +277,7 @@ def test_in_a_container_the_memory_of_all_is_judged(play: Play, verify: Verify) 
         ({"refuse": {"version": 404}}, "is no vLLM server", False),
         ({"refuse": {"completions": 503}}, "see whether it is asleep", False),
         ({"nonsense": {"version": "<html>"}}, "is no vLLM server", False),
-        ({"nonsense": {"completions": "[1, 2"}}, "with no JSON object: [1, 2", False),
+        ({"nonsense": {"completions": "[1, 2"}}, "unlike vLLM", False),
         ({"nonsense": {"is_sleeping:1": "{}"}}, "is_sleeping", False),
         ({"ignores_sleep": True}, "is not asleep afterwards", False),
         ({"busy": 3}, "is at work on 3 requests", False),
@@ -472,6 +472,18 @@ def test_a_second_interrupt_leaves_at_once_and_says_what_may_be_asleep(
     found = ended(process, said)
     assert found.code == 130
     assert f"A may be asleep, and was awake: curl -X POST '{server.url}/wake_up'" in found.err
+
+
+def test_interrupted_while_a_request_hangs_it_ends_at_once(
+    play: Play, environment: dict[str, str]
+) -> None:
+    server = play(hang="completions:9")
+    process = started((server.url, "--timeout", "600", *QUICK), environment)
+    until(lambda: len(server.get("/calls")) > 12)
+    process.send_signal(signal.SIGINT)
+    found = ended(process)
+    assert found.code == 130
+    assert server.changes() == []
 
 
 def test_killed_it_leaves_what_was_known(

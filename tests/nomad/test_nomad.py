@@ -18,7 +18,19 @@ from sm12x.deploy import nomad
 from sm12x.deploy.nomad import job_name
 from sm12x.recipes import load, render
 
-SPECS = sorted(EXAMPLES.glob("*.nomad.hcl"))
+SHIPPED = load.load_all(layout.recipes())
+# Every recipe that Nomad can run, and the overlay among the examples.
+SPECS = {
+    **{
+        key: nomad.render(one, peers=[SHIPPED[name] for name in nomad.pair_of(one)])
+        for key, one in SHIPPED.items()
+        if not nomad.unfit(one)
+    },
+    **{
+        path.name.removesuffix(nomad.SUFFIX): path.read_text(encoding="utf-8")
+        for path in sorted(EXAMPLES.glob("*" + nomad.SUFFIX))
+    },
+}
 ONE = "deepseek-v4-flash-rtx-pro-6000-tp4"
 PAIR = "rotation-pair-rtx-pro-6000-tp4"
 CLUSTER = "deepseek-v4-flash-gb10-x2"
@@ -44,13 +56,22 @@ def _nothing_left(request: pytest.FixtureRequest) -> None:
         agent.clear()
 
 
-def test_the_examples_are_as_the_formatter_leaves_them(tools: Tools) -> None:
-    done = process.run([tools.nomad, "fmt", "-check", EXAMPLES], check=False)
+@pytest.fixture(scope="module")
+def specifications(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("specifications")
+    for name, text in SPECS.items():
+        (folder / (name + nomad.SUFFIX)).write_text(text, encoding="utf-8")
+    return folder
+
+
+def test_they_are_as_the_formatter_leaves_them(tools: Tools, specifications: Path) -> None:
+    done = process.run([tools.nomad, "fmt", "-check", specifications], check=False)
     assert (done.returncode, done.stdout) == (0, "")
 
 
-@pytest.mark.parametrize("path", SPECS, ids=lambda path: path.name.split(".nomad")[0])
-def test_an_example_is_valid_with_and_without_gpus(agent: Agent, path: Path) -> None:
+@pytest.mark.parametrize("name", SPECS)
+def test_each_is_valid_with_and_without_gpus(agent: Agent, specifications: Path, name: str) -> None:
+    path = specifications / (name + nomad.SUFFIX)
     for more in ([], ["-var", "gpus=0", "-var", "args=check"]):
         done = agent.call("job", "validate", *needed(path), *more, path, check=False)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -60,8 +60,17 @@ def test_a_recipe_the_image_lacks_comes_with_the_job(tmp_path: Path) -> None:
     assert "# $${not} ours" in text
 
 
+def specifications(shipped: dict[str, Recipe]) -> dict[str, str]:
+    """What each recipe that Nomad can run as it is is rendered to, and the examples."""
+    return nomad.examples(shipped) | {
+        key: nomad.render(one, peers=[shipped[name] for name in nomad.pair_of(one)])
+        for key, one in shipped.items()
+        if not nomad.unfit(one)
+    }
+
+
 def test_no_server_listens_everywhere_and_each_has_a_check(shipped: dict[str, Recipe]) -> None:
-    for name, text in nomad.examples(shipped).items():
+    for name, text in specifications(shipped).items():
         assert "host_network = var.host_network" in text, name
         assert "0.0.0.0" not in text.replace("10.0.0.0/8", ""), name  # noqa: S104
         assert text.startswith("# Rendered by `sm12x recipe render --to nomad"), name
@@ -71,7 +80,7 @@ def test_no_server_listens_everywhere_and_each_has_a_check(shipped: dict[str, Re
 
 
 def test_every_variable_has_a_type_and_a_description(shipped: dict[str, Recipe]) -> None:
-    for name, text in nomad.examples(shipped).items():
+    for name, text in specifications(shipped).items():
         declared = text.count('\nvariable "')
         assert declared >= 10, name
         head = text[: text.index("\nlocals {")]

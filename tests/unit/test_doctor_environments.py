@@ -13,7 +13,7 @@ from tests.unit.doctorhost import GIB, MIB, FakeGpu, Machine, findings, severity
 
 from sm12x.doctor import knowledge
 from sm12x.doctor import recipe as recipes
-from sm12x.doctor.model import BAD, INFO, OK, UNKNOWN, WARN, Unseen
+from sm12x.doctor.model import BAD, INFO, OK, UNKNOWN, WARN
 from sm12x.recipes import load
 
 WSL = "6.6.87.2-microsoft-standard-WSL2"
@@ -210,55 +210,3 @@ def test_a_recipe_does_not_count_a_card_that_is_split(tmp_path: Path) -> None:
     gpus = [*(fake.rtx_pro(n) for n in range(1, 4)), split_card()]
     seen = fake.facts(workstation(tmp_path, library=fake.nvml("595.84", gpus)))
     assert recipes.needs(recipe, seen, knowledge.load())[0].severity == BAD
-
-
-SMI = "0, NVIDIA GeForce RTX 5090, 00000000:01:00.0, 12.0, 32607, 1890, 595.84\n"
-
-
-def by_smi(root: Path, **answers: str) -> Machine:
-    machine = workstation(root, library=fake.no_nvml)
-    machine.answers |= {
-        "nvidia-smi --query-gpu=index,name": answers.get("gpus", SMI),
-        "nvidia-smi --query-gpu=index,util": answers.get("load", "0, 3, 24.1\n"),
-        "nvidia-smi --query-compute-apps": answers.get("apps", "\n"),
-    }
-    return machine
-
-
-@pytest.mark.parametrize("apps", ["\n", "00000000:01:00.0, 4711, 100\n"])
-def test_nvidia_smi_lists_no_graphics_processes(tmp_path: Path, apps: str) -> None:
-    (found,) = findings(by_smi(tmp_path, apps=apps))["gpu.leftover"]
-    assert found.severity == UNKNOWN
-    assert any("nvidia-ml-py" in fix for fix in found.fix)
-    assert not any("reboot" in fix for fix in found.fix)
-
-
-@pytest.mark.parametrize(
-    ("load", "split"), [("0, [N/A], 24.1, Enabled\n", True), ("0, 3, 24.1, Disabled\n", False)]
-)
-def test_nvidia_smi_tells_the_mig_mode(tmp_path: Path, load: str, split: bool) -> None:
-    machine = by_smi(tmp_path, load=load)
-    assert fake.facts(machine).seen_gpus[0].split is split
-    assert ("gpu.split" in findings(machine)) is split
-
-
-@pytest.mark.parametrize(
-    "gpus",
-    [
-        *("x" + SMI, SMI.replace("0, ", "-, ", 1), SMI + "\n", "\n", SMI.replace(",", ";")),
-        "No devices were found\n",
-        SMI.replace("32607, 1890", "[Insufficient Permissions], [Insufficient Permissions]"),
-        SMI.replace("12.0", "[N/A]"),
-        SMI.replace("00000000:01:00.0", ""),
-        SMI.replace("595.84", ""),
-        "1" * 5000 + SMI,
-        SMI.replace("1890", "1" * 5000),
-        "Unable to determine the device handle for GPU0000:01:00.0: Unknown Error\n",
-    ],
-    ids=range(13),
-)
-def test_answers_of_other_versions_of_nvidia_smi_are_findings(tmp_path: Path, gpus: str) -> None:
-    machine = by_smi(tmp_path, gpus=gpus, load=gpus, apps=gpus)
-    found = findings(machine)
-    assert severity(found, "gpu.present") in (OK, INFO, UNKNOWN, WARN)
-    assert not isinstance(fake.facts(machine).machine, Unseen)

@@ -75,6 +75,11 @@ def test_what_is_not_known_is_null(tmp_path: Path) -> None:
     assert document.machine.unified_memory is None
 
 
+def test_every_check_of_a_host_has_its_entry_in_the_data() -> None:
+    of_recipes = {"recipe.needs", "recipe.utilization"}
+    assert knowledge.CHECKS.keys() | of_recipes == knowledge.load().checks.keys()
+
+
 def test_every_claim_has_a_source() -> None:
     known = knowledge.load()
     claims = {
@@ -86,7 +91,7 @@ def test_every_claim_has_a_source() -> None:
     for name, sources in claims.items():
         assert sources, name
         for source in sources:
-            assert _SOURCE.match(source), (name, source)
+            assert _SOURCE.match(source), f"{name}: {source!r}; _SOURCE may be extended"
 
 
 def test_reports_name_exact_versions() -> None:

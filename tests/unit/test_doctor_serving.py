@@ -381,15 +381,6 @@ def test_workstation_gpus_that_wait_are_named_each(tmp_path: Path) -> None:
     assert "local-inference-lab/rtx6kpro#15 (100 % at 120 W)" in found[0].sources
 
 
-@pytest.mark.parametrize(("answer", "count"), [("0, 97, 17.25\n", 1), ("0, [N/A], [N/A]\n", 0)])
-def test_nvidia_smi_tells_the_load_too(tmp_path: Path, answer: str, count: int) -> None:
-    machine = spark(tmp_path, library=fake.no_nvml)
-    machine.answers["nvidia-smi --query-gpu=index,util"] = answer
-    line = "0, NVIDIA GB10, 0000000F:01:00.0, 12.1, [N/A], [N/A], 580.142\n"
-    machine.answers["nvidia-smi --query-gpu=index,name"] = line
-    assert len(findings(machine).get("gpu.stuck", [])) == count
-
-
 # ---- how unified memory is kept
 
 

@@ -681,3 +681,25 @@ def test_a_recipe_from_a_pipe_is_refused_before_it_is_read(tmp_path: Path) -> No
     os.mkfifo(pipe)
     with pytest.raises(UsageError, match=str(pipe)):
         edit.imported(pipe)
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "keyless"),
+    [
+        ("", {}, True),
+        ("--host 127.0.0.1", {}, False),
+        ("--hos 127.0.0.1", {}, False),
+        ("--host 0.0.0.0", {"VLLM_API_KEY": "k"}, False),
+        ("--host 0.0.0.0", {"VLLM_API_KEY": ""}, True),
+        ("--api-key k", {}, False),
+    ],
+)
+def test_one_rule_says_whether_strangers_reach_a_server(
+    words: str, env: dict[str, str], keyless: bool
+) -> None:
+    assert options.is_keyless(options.parse(words.split()), env) is keyless
+
+
+def test_an_option_that_is_cut_short_trusts_code_too() -> None:
+    assert options.trusts_code(options.parse(["--trust-remote"]))
+    assert not options.trusts_code(options.parse(["--seed", "1"]))

@@ -25,6 +25,7 @@ from sm12x.core.errors import (
     UsageError,
     of_system,
 )
+from sm12x.recipes import options
 from sm12x.verify import chart, cycles, memory, render
 from sm12x.verify import client as clients
 from sm12x.verify.report import BREACH, BREACHED, UNKNOWN, Limits, VerifyReport, limits
@@ -119,8 +120,8 @@ def _limits(command: _Command) -> _Command:
     "variables",
     metavar="NAME",
     multiple=True,
-    help=f"Environment variable with the API key ({clients.SLEEP_KEY_VARIABLE}, which the sleep "
-    f"routes may ask for, or {clients.KEY_VARIABLE}); a second time for the second server.",
+    help=f"Environment variable with the API key ({options.SLEEP_KEY}, which the sleep "
+    f"routes may ask for, or {options.KEY}); a second time for the second server.",
 )
 @click.option(
     "--ca-file",
@@ -254,8 +255,8 @@ def _servers(
         )
     made = []
     # One variable is for both servers.
-    known = (clients.SLEEP_KEY_VARIABLE, clients.KEY_VARIABLE)
-    default = next(filter(os.environ.get, known), clients.KEY_VARIABLE)
+    known = (options.SLEEP_KEY, options.KEY)
+    default = next(filter(os.environ.get, known), options.KEY)
     named = (*variables, *variables[-1:]) or (default,) * len(bases)
     for name, base, variable in zip(_NAMES, bases, named, strict=False):
         key = os.environ.get(variable, "")
@@ -352,7 +353,9 @@ def _leave(report: VerifyReport, error: BaseException | None, secrets: Mapping[s
     if isinstance(error, KeyboardInterrupt) and report.stopped:
         said = [f"interrupted at: {report.stopped.during}", *report.left]
         click.echo("; ".join(said), err=True)
-        sys.exit(INTERRUPTED)
+        sys.stdout.flush()
+        # Past the threads of requests that a hanging server does not answer.
+        os._exit(INTERRUPTED)
     if isinstance(error, Sm12xError):
         error.message = text.without(error.message, secrets)
         error.next_step = text.without(error.next_step, secrets)

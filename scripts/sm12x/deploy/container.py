@@ -12,6 +12,7 @@ from pathlib import PurePosixPath
 
 from sm12x import layout
 from sm12x.core.errors import UsageError
+from sm12x.core.text import visible
 from sm12x.deploy import mounts
 from sm12x.deploy.mounts import Mount
 from sm12x.recipes import load, options
@@ -239,8 +240,7 @@ def cache_volume(recipe: Recipe, *, ours: bool, shipped: bool) -> str:
 
 def runs_remote_code(recipe: Recipe) -> bool:
     """Whether a server of the recipe runs Python files of a model's repository."""
-    given = (options.parse(arguments(one)) for one in served(recipe))
-    return any(options.find(one, "trust-remote-code") is not None for one in given)
+    return any(options.trusts_code(options.parse(arguments(one))) for one in served(recipe))
 
 
 def served(recipe: Recipe) -> list[Recipe]:
@@ -450,7 +450,7 @@ def header(
     lines += [f"# {line}" for line in _others(recipe)]
     lines += [f"# {line}" for line in dict.fromkeys(line for one in parts for line in facts(one))]
     # A text of several lines would end its comment, and a terminal obeys what is not printable.
-    return [_printable(" ".join(line.splitlines()).expandtabs(1)) for line in lines]
+    return [visible(" ".join(line.splitlines()).expandtabs(1)) for line in lines]
 
 
 def facts(part: Container) -> list[str]:
@@ -465,7 +465,3 @@ def facts(part: Container) -> list[str]:
         f"Listens on {where}{port}{' on the network of the host' if part.host_network else ''}.",
         *part.remarks,
     ]
-
-
-def _printable(text: str) -> str:
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)

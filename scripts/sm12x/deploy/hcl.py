@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import textwrap
 from collections.abc import Sequence
@@ -9,7 +10,6 @@ from collections.abc import Sequence
 _INDENT = "  "
 _WIDTH = 100
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
-_ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 
 class Hcl(str):
@@ -34,14 +34,14 @@ def _escaped(text: str) -> str:
     return text.replace("${", "$${").replace("%{", "%%{")
 
 
-def inside(text: str) -> Hcl:
-    """``text`` as it stands between the quotes of a string, taken literally."""
-    return Hcl(_escaped("".join(_ESCAPES.get(char, char) for char in text)))
-
-
 def quoted(text: str) -> Hcl:
     """A string of HCL that stands for exactly ``text``: no interpolation by Nomad or HCL."""
-    return Hcl(f'"{inside(text)}"')
+    return Hcl(_escaped(json.dumps(text, ensure_ascii=False)))
+
+
+def inside(text: str) -> Hcl:
+    """``text`` as it stands between the quotes of a string, taken literally."""
+    return Hcl(quoted(text)[1:-1])
 
 
 def runtime(text: str) -> Hcl:

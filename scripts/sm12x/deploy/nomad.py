@@ -38,8 +38,8 @@ from sm12x.deploy.container import (
 )
 from sm12x.recipes import options
 from sm12x.recipes.model import Block, Recipe
-from sm12x.recipes.render import filled, require_settings, unpinned_code
 from sm12x.recipes.render import render as rendered_command
+from sm12x.recipes.render import require_settings
 
 # What NVIDIA's device plugin reports as `memory`, less what differs from card to card. GB10 is not
 # here: NVML reports no memory for it, so a constraint on it would never be met.
@@ -74,7 +74,7 @@ def unfit(recipe: Recipe) -> str:
     if not re.fullmatch(r"[A-Za-z0-9._-]+", recipe.key):
         return f"a job cannot have the name {recipe.key!r}: it may have letters, digits, ., _, -"
     needs = ["host", "master_addr", "node_rank"] if machines > 1 else ["host"]
-    pair = recipe.sm12x.pair if recipe.sm12x else ()
+    pair = pair_of(recipe)
     found = _port_settings(recipe)
     missing = [key for key in needs if key not in recipe.defaults]
     if len(found) != max(1, len(pair)):
@@ -86,8 +86,8 @@ def unfit(recipe: Recipe) -> str:
 
 
 def _port_settings(recipe: Recipe) -> list[str]:
-    pair = recipe.sm12x.pair if recipe.sm12x else ()
-    return [key for key in recipe.defaults if key.endswith("_port" if pair else "port")]
+    ending = "_port" if pair_of(recipe) else "port"
+    return [key for key in recipe.defaults if key.endswith(ending)]
 
 
 def render(
@@ -331,7 +331,7 @@ def _ports(recipe: Recipe, settings: Mapping[str, str]) -> list[Port]:
             f"{recipe.key} cannot run under Nomad: {why}",
             next_step="correct that in the recipe file, or take another recipe",
         )
-    pair = recipe.sm12x.pair if recipe.sm12x else ()
+    pair = pair_of(recipe)
     found = []
     for key, service in zip(_port_settings(recipe), pair or (recipe.key,), strict=True):
         number = settings.get(key, str(recipe.defaults[key]))
@@ -395,19 +395,26 @@ def _with_rank(words: Sequence[str], rank: int, extra: Sequence[str]) -> list[st
 
 
 SUFFIX = ".nomad.hcl"
-# The recipe that is also rendered for an image others made: one GPU, and its sleep was reported
-# with exactly such an overlay.
+# One of each kind: a first try, several GPUs, several machines, two servers that take turns, and an
+# overlay, whose sleep was reported with exactly that recipe. `recipe render` makes the others.
+_EXAMPLES = (
+    "smoke",
+    "deepseek-v4-flash-rtx-pro-6000-tp4",
+    "deepseek-v4-flash-gb10-x2",
+    "rotation-pair-rtx-pro-6000-tp4",
+)
 _OVERLAID = "qwen3.6-27b-nvfp4-rtx-pro-6000"
 
 
 def examples(recipes: Mapping[str, Recipe]) -> dict[str, str]:
-    """File name -> text, for every recipe that Nomad can run as it is."""
-    found: dict[str, str] = {}
-    for key, recipe in recipes.items():
-        if unfit(recipe) or unpinned_code(filled(recipe).serve):
-            continue
-        pair = recipe.sm12x.pair if recipe.sm12x else ()
-        found[key + SUFFIX] = render(recipe, peers=[recipes[name] for name in pair])
-    if _OVERLAID in recipes:
-        found[f"{_OVERLAID}-overlay{SUFFIX}"] = render_overlay(recipes[_OVERLAID])
-    return found
+    """Return the text of each specification in nomad-examples/, by its file name."""
+    texts = {
+        key + SUFFIX: render(recipes[key], peers=[recipes[name] for name in pair_of(recipes[key])])
+        for key in _EXAMPLES
+    }
+    return {**texts, f"{_OVERLAID}-overlay{SUFFIX}": render_overlay(recipes[_OVERLAID])}
+
+
+def pair_of(recipe: Recipe) -> Sequence[str]:
+    """Return the names of the recipes that take turns in a pair; none of any other recipe."""
+    return recipe.sm12x.pair if recipe.sm12x else ()

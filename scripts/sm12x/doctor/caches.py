@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sm12x.core.text import counted
 from sm12x.doctor.host import Host
-from sm12x.doctor.knowledge import Knowledge
+from sm12x.doctor.knowledge import Knowledge, check
 from sm12x.doctor.model import (
     INFO,
     OK,
@@ -19,7 +19,7 @@ from sm12x.doctor.model import (
     WARN,
     Cache,
     Containers,
-    Diagnosis,
+    Finding,
     HostFacts,
     Image,
     Unseen,
@@ -111,41 +111,40 @@ def _read(kind: str, path: Path) -> tuple[Cache | None, list[Unseen]]:
     return cache, faults
 
 
-def stale(facts: HostFacts, known: Knowledge) -> Iterator[Diagnosis]:
-    name = "cache.stale"
+@check("cache.stale")
+def stale(facts: HostFacts, known: Knowledge) -> Iterator[Finding]:
     for hidden in facts.hidden_caches:
-        yield known.finding(name, UNKNOWN, f"could not see a cache: {hidden.why}")
+        yield Finding(UNKNOWN, f"could not see a cache: {hidden.why}")
     image = facts.image
     built = None if isinstance(image, Unseen) else image.built
     if not facts.caches:
         if not facts.hidden_caches:
-            yield known.finding(name, OK, "no cache of compiled code was found")
+            yield Finding(OK, "no cache of compiled code was found")
     elif isinstance(image, Unseen) or built is None:
         places = ", ".join(str(cache.path) for cache in facts.caches)
         seen = "the image's build time is unknown, so these caches may be of another build"
         seen = f"{seen}: {places}"
-        yield known.finding(name, UNKNOWN, seen, fix=(_wipe(facts.caches),))
+        yield Finding(UNKNOWN, seen, fix=(_wipe(facts.caches),))
     else:
-        yield from (_compare(cache, image, built, known) for cache in facts.caches)
+        yield from (_compare(cache, image, built) for cache in facts.caches)
 
 
-def _compare(cache: Cache, image: Image, built: float, known: Knowledge) -> Diagnosis:
-    name = "cache.stale"
+def _compare(cache: Cache, image: Image, built: float) -> Finding:
     about = f"{cache.kind}: {counted(cache.files, 'file')} in {cache.path}"
     release = image.versions.get("flashinfer-python", "")
     if cache.kind == "flashinfer" and cache.versions and release:
         # FlashInfer keeps its releases apart, so those of another are dead weight, not a danger.
         if release in cache.versions:
-            return known.finding(name, OK, f"{about}, of the image's FlashInfer {release}")
+            return Finding(OK, f"{about}, of the image's FlashInfer {release}")
         seen = f"{about}, of FlashInfer {', '.join(cache.versions)}; the image has {release}"
-        return known.finding(name, INFO, seen, fix=(_wipe((cache,)),))
+        return Finding(INFO, seen, fix=(_wipe((cache,)),))
     if cache.newest < built:
         seen = f"{about}, all written before the image was built ({_day(built)}): another build's"
-        return known.finding(name, WARN, seen, fix=(_wipe((cache,)),))
+        return Finding(WARN, seen, fix=(_wipe((cache,)),))
     if cache.oldest < built:
         seen = f"{about}, in part from {_day(cache.oldest)}, before the image ({_day(built)})"
-        return known.finding(name, WARN, seen, fix=(_wipe((cache,)),))
-    return known.finding(name, OK, f"{about}, written since the image was built")
+        return Finding(WARN, seen, fix=(_wipe((cache,)),))
+    return Finding(OK, f"{about}, written since the image was built")
 
 
 def _wipe(caches: tuple[Cache, ...]) -> str:

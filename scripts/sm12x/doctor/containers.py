@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from sm12x.doctor.host import Host
-from sm12x.doctor.knowledge import Knowledge
+from sm12x.doctor.knowledge import Knowledge, check
 from sm12x.doctor.model import (
     BAD,
     INFO,
@@ -17,8 +17,8 @@ from sm12x.doctor.model import (
     WARN,
     CdiSpec,
     Containers,
-    Diagnosis,
     EngineAnswer,
+    Finding,
     HostFacts,
     Unseen,
 )
@@ -107,43 +107,41 @@ _ROOTLESS = (
 )
 
 
-def engines(facts: HostFacts, known: Knowledge) -> Iterator[Diagnosis]:
-    name = "engine.present"
+@check("engine.present")
+def engines(facts: HostFacts, known: Knowledge) -> Iterator[Finding]:
     found = facts.containers.engines
     if not found:
         # Inside a container, or where the image's files run without an engine, none is needed.
         where = f" (this is inside a container: {facts.machine.container})"
         seen = f"no docker or podman on PATH{where if facts.machine.container else ''}"
         severity = INFO if facts.machine.container else BAD
-        yield known.finding(name, severity, seen, fix=("sudo apt install docker.io",))
+        yield Finding(severity, seen, fix=("sudo apt install docker.io",))
     works = any(not isinstance(engine.answer, Unseen) for engine in found)
     for engine in found:
         if isinstance(engine.answer, Unseen):
             seen = f"{engine.name} ({engine.program}) does not answer: {engine.answer.why}"
             fix = "sudo systemctl start docker" if engine.name == "docker" else "podman version"
             # Another engine answers, so this one is not needed.
-            yield known.finding(name, INFO if works else BAD, seen, fix=(fix,))
+            yield Finding(INFO if works else BAD, seen, fix=(fix,))
         else:
             version = engine.answer.get("ServerVersion") or _podman_version(engine.answer)
-            yield known.finding(name, OK, f"{engine.name} {version} ({engine.program}) answers")
+            yield Finding(OK, f"{engine.name} {version} ({engine.program}) answers")
 
 
-def gpu_access(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
+@check("engine.gpus")
+def gpu_access(facts: HostFacts, known: Knowledge) -> list[Finding]:
     """Whether each engine can: docker by a runtime, its hook or CDI, podman by CDI alone."""
     engines = facts.containers.engines
     # Where one answers, another that does not hands out nothing.
     working = [one for one in engines if not isinstance(one.answer, Unseen)] or engines
-    found = [
-        _docker(facts, one, known) if one.name == "docker" else _podman(facts, known)
-        for one in working
-    ]
+    found = [_docker(facts, one) if one.name == "docker" else _podman(facts) for one in working]
     # Where one engine hands out GPUs, or no GPU is here, another that does not is no failure.
     served = any(one.severity == OK for one in found) or not facts.seen_gpus
     return [replace(one, severity=INFO) if served and one.severity == BAD else one for one in found]
 
 
-def _docker(facts: HostFacts, engine: EngineAnswer, known: Knowledge) -> Diagnosis:
-    name, containers = "engine.gpus", facts.containers
+def _docker(facts: HostFacts, engine: EngineAnswer) -> Finding:
+    containers = facts.containers
     answer = {} if isinstance(engine.answer, Unseen) else engine.answer
     listed, tools = answer.get("Runtimes"), ", ".join(containers.tools)
     rootless = "name=rootless" in str(answer.get("SecurityOptions"))
@@ -152,61 +150,61 @@ def _docker(facts: HostFacts, engine: EngineAnswer, known: Knowledge) -> Diagnos
         seen = f"docker's runtime `nvidia` is configured ({tools or 'no tools'})"
         if rootless and not containers.no_cgroups:
             seen += "; rootless, and no-cgroups is not set, without which older toolkits fail"
-            return known.finding(name, INFO, seen, fix=_ROOTLESS[-1:])
-        return known.finding(name, OK, seen)
+            return Finding(INFO, seen, fix=_ROOTLESS[-1:])
+        return Finding(OK, seen)
     if containers.specs:
-        return _by_specs(facts, known)
+        return _by_specs(facts)
     if "nvidia" in on_file:
         seen = f"{_DAEMON} has a runtime `nvidia`, and docker runs without it"
-        return known.finding(name, INFO, seen, fix=("sudo systemctl restart docker",))
+        return Finding(INFO, seen, fix=("sudo systemctl restart docker",))
     if tools:
         seen = f"{tools} installed; neither a runtime `nvidia` nor a CDI spec is configured"
         if rootless:
-            return known.finding(name, WARN, f"rootless docker: {seen}", fix=_ROOTLESS)
+            return Finding(WARN, f"rootless docker: {seen}", fix=_ROOTLESS)
         # The hook alone serves `--gpus` in docker, without any configuration.
-        return known.finding(name, INFO, seen, fix=(_CONFIGURE, _GENERATE))
+        return Finding(INFO, seen, fix=(_CONFIGURE, _GENERATE))
     if isinstance(containers.runtimes, Unseen) and not rootless:
         seen = f"could not see docker's configuration: {containers.runtimes.why}"
-        return known.finding(name, UNKNOWN, seen)
+        return Finding(UNKNOWN, seen)
     seen = "no NVIDIA Container Toolkit, no runtime `nvidia`, no CDI spec: --gpus all fails"
     fix = (_TOOLKIT, *(_ROOTLESS if rootless else (_CONFIGURE,)))
-    return known.finding(name, BAD, seen, fix=fix)
+    return Finding(BAD, seen, fix=fix)
 
 
-def _podman(facts: HostFacts, known: Knowledge) -> Diagnosis:
+def _podman(facts: HostFacts) -> Finding:
     if facts.containers.specs:
-        return _by_specs(facts, known)
+        return _by_specs(facts)
     tools = ", ".join(facts.containers.tools)
     seen = f"podman hands out GPUs by CDI alone, and no spec is in {' or '.join(_SPEC_FOLDERS)}"
     fix = (_GENERATE,) if tools else (_TOOLKIT, _GENERATE)
-    return known.finding("engine.gpus", BAD, f"{seen} ({tools or 'no toolkit'})", fix=fix)
+    return Finding(BAD, f"{seen} ({tools or 'no toolkit'})", fix=fix)
 
 
-def _by_specs(facts: HostFacts, known: Knowledge) -> Diagnosis:
+def _by_specs(facts: HostFacts) -> Finding:
     specs = facts.containers.specs
     readable = [str(one.path) for one in specs if not isinstance(one.drivers, Unseen)]
     if readable:
-        return known.finding("engine.gpus", OK, f"CDI specs: {', '.join(readable)}")
+        return Finding(OK, f"CDI specs: {', '.join(readable)}")
     seen = f"could not see CDI specs: {getattr(specs[0].drivers, 'why', '')}"
-    return known.finding("engine.gpus", UNKNOWN, seen, fix=(f"sudo chmod a+r {specs[0].path}",))
+    return Finding(UNKNOWN, seen, fix=(f"sudo chmod a+r {specs[0].path}",))
 
 
-def cdi(facts: HostFacts, known: Knowledge) -> Iterator[Diagnosis]:
-    name = "engine.cdi"
+@check("engine.cdi")
+def cdi(facts: HostFacts, known: Knowledge) -> Iterator[Finding]:
     for spec in facts.containers.specs:
         found = facts.driver.version
         if isinstance(spec.drivers, Unseen):
             seen = f"could not see a CDI spec: {spec.drivers.why}"
-            yield known.finding(name, UNKNOWN, seen)
+            yield Finding(UNKNOWN, seen)
         elif isinstance(found, Unseen) or not spec.drivers:
             seen = f"could not compare {spec.path} with the driver: a version is not known"
-            yield known.finding(name, UNKNOWN, seen)
+            yield Finding(UNKNOWN, seen)
         elif found in spec.drivers:
-            yield known.finding(name, OK, f"{spec.path} is for driver {found}")
+            yield Finding(OK, f"{spec.path} is for driver {found}")
         else:
             seen = f"{spec.path} is for driver {', '.join(spec.drivers)}, loaded is {found}"
             fix = (f"sudo nvidia-ctk cdi generate --output={spec.path}",)
-            yield known.finding(name, BAD, seen, fix=fix)
+            yield Finding(BAD, seen, fix=fix)
 
 
 def _podman_version(answer: Mapping[str, object]) -> str:

@@ -6,41 +6,41 @@ And the kernel: settings that stop GPUs or RDMA from reaching memory.
 from __future__ import annotations
 
 from sm12x.core.text import counted, ranges, size
-from sm12x.doctor.knowledge import Knowledge, numbers
-from sm12x.doctor.model import BAD, INFO, OK, UNKNOWN, WARN, Diagnosis, HostFacts, Unseen
+from sm12x.doctor.knowledge import Knowledge, check, numbers
+from sm12x.doctor.model import BAD, INFO, OK, UNKNOWN, WARN, Finding, HostFacts, Unseen
 
 # The image's CUDA version where no ledger has it.
 _TOOLKIT = "13"
 _LINES = 3
 
 
-def answers(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
-    name = "driver.loaded"
+@check("driver.loaded")
+def answers(facts: HostFacts, known: Knowledge) -> list[Finding]:
     driver = facts.driver
     branch = next((entry.driver for entry in known.requirements), "")
     if driver.loaded and not driver.fault:
         flavour = {True: ", open kernel modules", False: ", proprietary modules", None: ""}
-        return [known.finding(name, OK, f"driver {_version(facts)}{flavour[driver.open_modules]}")]
+        return [Finding(OK, f"driver {_version(facts)}{flavour[driver.open_modules]}")]
     if driver.loaded:
         if "mismatch" in driver.fault:
             seen = f"the driver's library and its loaded module differ: {driver.fault}"
-            return [known.finding(name, BAD, seen, fix=("sudo reboot",))]
+            return [Finding(BAD, seen, fix=("sudo reboot",))]
         seen = f"driver {_version(facts)} is loaded, but could not be asked: {driver.fault}"
         if driver.asked:
-            return [known.finding(name, BAD, seen, fix=("nvidia-smi", "sudo dmesg | grep NVRM"))]
-        return [known.finding(name, UNKNOWN, seen, fix=("pip install nvidia-ml-py",))]
+            return [Finding(BAD, seen, fix=("nvidia-smi", "sudo dmesg | grep NVRM"))]
+        return [Finding(UNKNOWN, seen, fix=("pip install nvidia-ml-py",))]
     if facts.seen_gpus:
         seen = (
             f"{counted(len(facts.seen_gpus), 'NVIDIA GPU')} on the PCI bus, but no driver is loaded"
         )
-        return [known.finding(name, BAD, seen, fix=_install(facts, branch))]
+        return [Finding(BAD, seen, fix=_install(facts, branch))]
     why = driver.version.why if isinstance(driver.version, Unseen) else "it is not loaded"
     fix = _install(facts, branch) if facts.machine.wsl else ()
-    return [known.finding(name, UNKNOWN, f"could not see a driver: {why}", fix=fix)]
+    return [Finding(UNKNOWN, f"could not see a driver: {why}", fix=fix)]
 
 
-def version(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
-    name = "driver.version"
+@check("driver.version")
+def version(facts: HostFacts, known: Knowledge) -> list[Finding]:
     versions = {} if isinstance(facts.image, Unseen) else facts.image.versions
     toolkit = versions.get("cuda-toolkit", "")
     major = (toolkit or _TOOLKIT).partition(".")[0]
@@ -48,25 +48,25 @@ def version(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     whose = f"the image's CUDA {toolkit}" if toolkit else f"CUDA {major} (assumed)"
     if needed is None:
         seen = f"could not tell which driver {whose} needs: not in the data"
-        return [known.finding(name, UNKNOWN, seen)]
+        return [Finding(UNKNOWN, seen)]
     found = facts.driver.version
     if isinstance(found, Unseen):
         seen = f"could not see the driver's version: {found.why}; {whose} needs {needed.driver}"
-        return [known.finding(name, UNKNOWN, seen, sources=(needed.source,))]
+        return [Finding(UNKNOWN, seen, sources=(needed.source,))]
     if numbers(found) < numbers(needed.driver):
         seen = f"driver {found} is older than {needed.driver}, which {whose} needs"
         fix = _install(facts, needed.driver)
-        return [known.finding(name, BAD, seen, fix=fix, sources=(needed.source,))]
+        return [Finding(BAD, seen, fix=fix, sources=(needed.source,))]
     seen = f"driver {found} runs {whose}, which needs {needed.driver} or newer"
-    return [known.finding(name, OK, seen, sources=(needed.source,))]
+    return [Finding(OK, seen, sources=(needed.source,))]
 
 
-def trouble(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
-    name = "driver.trouble"
+@check("driver.trouble")
+def trouble(facts: HostFacts, known: Knowledge) -> list[Finding]:
     found = facts.driver.version
     if isinstance(found, Unseen):
         seen = "could not compare with reported faults: the driver's version is not known"
-        return [known.finding(name, UNKNOWN, seen)]
+        return [Finding(UNKNOWN, seen)]
     kernel = facts.machine.kernel
     about = [
         entry
@@ -75,10 +75,9 @@ def trouble(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     ]
     if not about:
         seen = "no report in the data is about this machine's GPUs"
-        return [known.finding(name, INFO, seen if facts.seen_gpus else "no GPU to compare with")]
+        return [Finding(INFO, seen if facts.seen_gpus else "no GPU to compare with")]
     findings = [
-        known.finding(
-            name,
+        Finding(
             WARN,
             f"driver {found}, kernel {kernel}: {entry.seen}",
             fix=entry.fix,
@@ -93,24 +92,24 @@ def trouble(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     seen = (
         f"driver {found}, kernel {kernel}: in none of the {counted(len(about), 'report')} about it"
     )
-    return [known.finding(name, OK, seen)]
+    return [Finding(OK, seen)]
 
 
-def log(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
-    name = "driver.log"
+@check("driver.log")
+def log(facts: HostFacts, known: Knowledge) -> list[Finding]:
     if facts.machine.wsl:
         seen = "could not see the driver's log: in WSL2 it is the event log of Windows"
-        return [known.finding(name, UNKNOWN, seen)]
+        return [Finding(UNKNOWN, seen)]
     if isinstance(facts.log, Unseen):
         seen = f"could not see the kernel log: {facts.log.why}"
-        return [known.finding(name, UNKNOWN, seen, fix=("sudo dmesg | grep NVRM",))]
+        return [Finding(UNKNOWN, seen, fix=("sudo dmesg | grep NVRM",))]
     if facts.log:
         last = "; ".join(facts.log[-_LINES:])
         seen = f"{counted(len(facts.log), 'line')} about driver faults since boot, the last: {last}"
-        return [known.finding(name, WARN, seen, fix=("sudo dmesg | grep NVRM", "sudo reboot"))]
+        return [Finding(WARN, seen, fix=("sudo dmesg | grep NVRM", "sudo reboot"))]
     if not facts.seen_gpus:
         return []
-    return [known.finding(name, OK, "no driver faults since boot")]
+    return [Finding(OK, "no driver faults since boot")]
 
 
 def _install(facts: HostFacts, branch: str) -> tuple[str, ...]:
@@ -130,16 +129,16 @@ def _version(facts: HostFacts) -> str:
 _TRANSLATES = ("DMA", "DMA-FQ")
 
 
-def iommu(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
+@check("kernel.iommu")
+def iommu(facts: HostFacts, known: Knowledge) -> list[Finding]:
     """Only where several GPUs of 12.x, which have no NVLink, talk over PCIe."""
-    name = "kernel.iommu"
     gpus = [gpu for gpu in facts.seen_gpus if gpu.capability and gpu.capability.major == 12]
     if len(gpus) < 2:
         return []
     caught = [gpu for gpu in gpus if gpu.iommu in _TRANSLATES]
     if not caught:
         kinds = {gpu.iommu or "none" for gpu in gpus}
-        return [known.finding(name, OK, f"no translating IOMMU ({', '.join(sorted(kinds))})")]
+        return [Finding(OK, f"no translating IOMMU ({', '.join(sorted(kinds))})")]
     line = "" if isinstance(facts.machine.cmdline, Unseen) else facts.machine.cmdline
     asked = [word for word in line.split() if "iommu" in word]
     seen = (
@@ -151,11 +150,11 @@ def iommu(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
         "sudo update-grub && sudo reboot",
         "docker run -e NCCL_P2P_DISABLE=1 ...   # instead, with --disable-custom-all-reduce",
     )
-    return [known.finding(name, WARN, seen, fix=fix)]
+    return [Finding(WARN, seen, fix=fix)]
 
 
-def handover(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
-    name = "kernel.kho"
+@check("kernel.kho")
+def handover(facts: HostFacts, known: Knowledge) -> list[Finding]:
     info = facts.memory.info
     if isinstance(info, Unseen) or info.get("CmaFree", 0) <= info.get("CmaTotal", 0):
         return []
@@ -165,4 +164,4 @@ def handover(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
         "sudo update-grub && sudo reboot",
     )
     seen = f"CmaFree is {size(held)} above CmaTotal: kexec handover keeps that from being pinned"
-    return [known.finding(name, WARN if facts.unified else INFO, seen, fix=fix)]
+    return [Finding(WARN if facts.unified else INFO, seen, fix=fix)]

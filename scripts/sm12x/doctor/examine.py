@@ -6,48 +6,25 @@ Nothing is written and nothing is changed.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from sm12x.doctor import caches, containers, driver, gpus, image, memory, network, serving
+from sm12x.doctor import (
+    caches,
+    containers,
+    driver,  # noqa: F401 - its checks register themselves
+    gpus,
+    image,
+    memory,
+    network,
+    serving,
+)
 from sm12x.doctor.host import Host
-from sm12x.doctor.knowledge import Knowledge
+from sm12x.doctor.knowledge import CHECKS, Knowledge
 from sm12x.doctor.model import SEVERITIES, Diagnosis, HostFacts, HostMachine, Unseen
 
 _MARKS = {"/.dockerenv": "docker", "/run/.containerenv": "podman"}
 _GROUPS = ("docker", "kubepods", "containerd", "libpod", "lxc")
-
-_CHECKS: tuple[Callable[[HostFacts, Knowledge], Iterable[Diagnosis]], ...] = (
-    driver.answers,
-    driver.version,
-    driver.trouble,
-    driver.log,
-    gpus.present,
-    gpus.split,
-    gpus.image_known,
-    gpus.code,
-    gpus.leftover,
-    gpus.unified,
-    gpus.stuck,
-    serving.offline,
-    containers.engines,
-    containers.gpu_access,
-    containers.cdi,
-    memory.host_copies,
-    memory.huge_pages,
-    memory.locked,
-    memory.shared,
-    memory.page_cache,
-    memory.reclaim,
-    caches.stale,
-    serving.compiling,
-    network.rdma,
-    network.variables,
-    serving.nccl_sound,
-    serving.segments,
-    driver.iommu,
-    driver.handover,
-)
 
 
 def facts(
@@ -108,8 +85,15 @@ def _container(host: Host) -> str:
 
 
 def run(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
-    """Every check, the worst findings first, in the order of ``_CHECKS`` otherwise."""
-    return ordered([finding for check in _CHECKS for finding in check(facts, known)])
+    """Run every check; the worst findings come first, in the order of doctor.toml otherwise."""
+    return ordered(
+        [
+            known.diagnosis(name, finding)
+            for name in known.checks
+            if name in CHECKS and not serving.cured(facts, name, known)
+            for finding in CHECKS[name](facts, known)
+        ]
+    )
 
 
 def ordered(findings: list[Diagnosis]) -> list[Diagnosis]:

@@ -1,4 +1,4 @@
-"""Driver and GPUs: from NVML, else from nvidia-smi, else from the kernel.
+"""Driver and GPUs: from NVML, else from the kernel.
 
 And the checks of them: whether the image runs on them, and the memory they still hold.
 """
@@ -8,22 +8,22 @@ from __future__ import annotations
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from sm12x.audit.model import DEVICES, HOST, NATIVE, NONE, PTX, Device, compiles_on
 from sm12x.audit.model import UNKNOWN as UNREADABLE
-from sm12x.core.text import GIB, MIB, counted, ranges, size
+from sm12x.core.text import GIB, counted, ranges, size
 from sm12x.doctor.host import Host
-from sm12x.doctor.knowledge import GpuModel, Knowledge
+from sm12x.doctor.knowledge import GpuModel, Knowledge, check
 from sm12x.doctor.model import (
     BAD,
     INFO,
     OK,
     UNKNOWN,
     WARN,
-    Diagnosis,
+    Finding,
     Gpu,
     GpuDriver,
     GpuProcess,
@@ -34,17 +34,10 @@ from sm12x.doctor.model import (
 )
 
 _NVIDIA = "0x10de"
+_DRIVER = "/proc/driver/nvidia"
 # PCI classes "VGA compatible" and "3D": a board has audio and USB functions too.
 _DISPLAY = ("0x0300", "0x0302")
-# Never ask for the supported clocks: that query alone hangs some boards (see doctor.toml).
-_QUERY = "index,name,pci.bus_id,compute_cap,memory.total,memory.used,driver_version"
-_LOAD = "index,utilization.gpu,power.draw,mig.mode.current"
 _MISSING = "is not installed"
-# A longer number is none of nvidia-smi's.
-_NUMBER = re.compile(r"[0-9]{1,15}")
-_WATTS = re.compile(r"[0-9]{1,6}(\.[0-9]+)?")
-# Characters of an answer in a message.
-_SHOWN = 200
 _VERSION = re.compile(r"\b(\d{3}\.\d+(?:\.\d+)?)\b")
 # Kernel messages about faults of the driver or its firmware.
 _TROUBLE = re.compile(r"NVRM:.*(Xid|NV_ERR_NO_MEMORY|heartbeat timed out|GPU is probably locked)")
@@ -53,21 +46,16 @@ _TROUBLE = re.compile(r"NVRM:.*(Xid|NV_ERR_NO_MEMORY|heartbeat timed out|GPU is 
 def collect(host: Host, known: Knowledge) -> tuple[GpuDriver, tuple[Gpu, ...] | Unseen]:
     """The driver and the GPUs, from the first of the ways that works."""
     driver = _kernel_driver(host)
-    faults = []
-    for way in (_by_nvml, _by_smi):
-        found = way(host, known)
-        if not isinstance(found, Unseen):
-            version, gpus = found
-            driver = replace(driver, loaded=True, version=version)
-            return driver, tuple(_with_iommu(host, gpu) for gpu in gpus)
-        faults.append(found.why)
+    answer = _by_nvml(host, known)
+    if not isinstance(answer, Unseen):
+        version, gpus = answer
+        driver = replace(driver, loaded=True, version=version)
+        return driver, tuple(_with_iommu(host, gpu) for gpu in gpus)
     if driver.loaded:
-        asked = not all(fault.endswith(_MISSING) for fault in faults)
-        driver = replace(driver, fault="; ".join(faults), asked=asked)
-    gpus = _by_procfs(host, known) or _by_pci(host, known)
-    if not gpus and not host.path("/sys/bus/pci/devices").is_dir():
-        return driver, Unseen(f"{'; '.join(faults)}; /sys/bus/pci is not there either")
-    return driver, tuple(_with_iommu(host, gpu) for gpu in gpus)
+        driver = replace(driver, fault=answer.why, asked=not answer.why.endswith(_MISSING))
+    if not host.path("/sys/bus/pci/devices").is_dir():
+        return driver, Unseen(f"{answer.why}; /sys/bus/pci is not there either")
+    return driver, tuple(_with_iommu(host, gpu) for gpu in _by_kernel(host, known))
 
 
 def log(host: Host) -> tuple[str, ...] | Unseen:
@@ -80,7 +68,7 @@ def log(host: Host) -> tuple[str, ...] | Unseen:
 
 
 def _kernel_driver(host: Host) -> GpuDriver:
-    text = host.text("/proc/driver/nvidia/version")
+    text = host.text(f"{_DRIVER}/version")
     if isinstance(text, Unseen):
         version = host.text("/sys/module/nvidia/version")
         return GpuDriver(loaded=not isinstance(version, Unseen), version=version)
@@ -88,7 +76,7 @@ def _kernel_driver(host: Host) -> GpuDriver:
     found = _VERSION.search(first)
     return GpuDriver(
         loaded=True,
-        version=found[1] if found else Unseen(f"/proc/driver/nvidia/version says {first!r}"),
+        version=found[1] if found else Unseen(f"{_DRIVER}/version says {first!r}"),
         open_modules="Open Kernel Module" in first,
     )
 
@@ -157,100 +145,20 @@ def _nvml_processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...] | Unseen:
     return tuple(GpuProcess(pid=pid, memory=used) for pid, used in listed.items())
 
 
-def _by_smi(host: Host, known: Knowledge) -> tuple[str, list[Gpu]] | Unseen:
-    if host.which("nvidia-smi") is None:
-        return Unseen(f"nvidia-smi {_MISSING}")
-    rows = _smi(host, f"--query-gpu={_QUERY}")
-    if isinstance(rows, Unseen):
-        return rows
-    if not rows:
-        return Unseen("nvidia-smi lists no GPU")
-    apps = _smi(host, "--query-compute-apps=gpu_bus_id,pid,used_gpu_memory")
-    load = _smi(host, f"--query-gpu={_LOAD}")
-    # A driver before 450 has no MIG mode to tell.
-    loads = {
-        row[0]: row for row in ([] if isinstance(load, Unseen) else load) if len(row) in (3, 4)
-    }
-    gpus, version = [], ""
-    for row in rows:
-        if len(row) != len(_QUERY.split(",")) or not _NUMBER.fullmatch(row[0]):
-            return Unseen(f"nvidia-smi answers {', '.join(row)[:_SHOWN]!r}")
-        key, name, bus, capability, total, used, version = row
-        gpu = _gpu(
-            known,
-            index=int(key),
-            name=name,
-            bus=bus,
-            capability=_capability(capability),
-            told_by="nvidia-smi",
-        )
-        _, busy, watts, mode = (*loads.get(key, ("", "", "")), "")[:4]
-        measured = bool(_NUMBER.fullmatch(busy) and _WATTS.fullmatch(watts))
-        gpus.append(
-            replace(
-                gpu,
-                memory_total=_mib(total),
-                memory_used=_mib(used),
-                processes=apps if isinstance(apps, Unseen) else _on(gpu.bus, apps),
-                busy=int(busy) if measured else None,
-                watts=float(watts) if measured else None,
-                split={"Enabled": True, "Disabled": False}.get(mode),
-            )
-        )
-    return version, gpus
-
-
-def _smi(host: Host, query: str) -> list[list[str]] | Unseen:
-    """The cells of each line that nvidia-smi answers a query with."""
-    done = host.ask(["nvidia-smi", query, "--format=csv,noheader,nounits"])
-    if isinstance(done, Unseen):
-        return done
-    lines = [line for line in done.stdout.splitlines() if line.strip()]
-    return [[cell.strip() for cell in line.split(",")] for line in lines]
-
-
-def _on(bus: str, apps: Sequence[Sequence[str]]) -> tuple[GpuProcess, ...]:
-    """The processes on a GPU among those that nvidia-smi lists."""
-    return tuple(
-        GpuProcess(pid=int(row[1]), memory=_mib(row[2]))
-        for row in apps
-        if len(row) == 3 and _NUMBER.fullmatch(row[1]) and _short(row[0]) == bus
-    )
-
-
-def _by_procfs(host: Host, known: Knowledge) -> list[Gpu]:
-    gpus = []
-    for index, folder in enumerate(host.names("/proc/driver/nvidia/gpus")):
-        text = host.text(f"/proc/driver/nvidia/gpus/{folder}/information")
-        lines = () if isinstance(text, Unseen) else text.splitlines()
-        fields = dict(line.split(":", 1) for line in lines if ":" in line)
-        name = fields.get("Model", "an NVIDIA GPU").strip()
-        gpus.append(_gpu(known, index=index, name=name, bus=folder, told_by="procfs"))
-    return gpus
-
-
-def _by_pci(host: Host, known: Knowledge) -> list[Gpu]:
+def _by_kernel(host: Host, known: Knowledge) -> list[Gpu]:
+    """The GPUs on the PCI bus, with the names that a loaded driver has given them."""
     gpus: list[Gpu] = []
     for bus in host.names("/sys/bus/pci/devices"):
         folder = f"/sys/bus/pci/devices/{bus}"
-        kind = host.text(f"{folder}/class")
-        if host.text(f"{folder}/vendor") != _NVIDIA or isinstance(kind, Unseen):
+        kind, device = host.text(f"{folder}/class"), host.text(f"{folder}/device")
+        if host.text(f"{folder}/vendor") != _NVIDIA or not str(kind).startswith(_DISPLAY):
             continue
-        if not kind.startswith(_DISPLAY):
-            continue
-        device = host.text(f"{folder}/device")
         number = "" if isinstance(device, Unseen) else device.removeprefix("0x").lower()
         model = known.model_of_pci(number)
-        gpus.append(
-            _gpu(
-                known,
-                index=len(gpus),
-                name=model.name if model else f"NVIDIA device 10de:{number or '?'}",
-                bus=bus,
-                told_by="pci",
-                model=model,
-            )
-        )
+        name = model.name if model else f"NVIDIA device 10de:{number or '?'}"
+        named = re.search(r"Model:\s*(.+)", str(host.text(f"{_DRIVER}/gpus/{bus}/information")))
+        name = named[1] if named else name
+        gpus.append(_gpu(known, index=len(gpus), name=name, bus=bus, told_by="pci", model=model))
     return gpus
 
 
@@ -287,16 +195,6 @@ def _short(bus: str) -> str:
     return f"{int(domain, 16):04x}:{rest}" if re.fullmatch(r"[0-9a-f]{4,8}", domain) else bus
 
 
-def _capability(text: str) -> Device | None:
-    found = re.fullmatch(r"(\d+)\.(\d)", text)
-    return Device(int(found[1]), int(found[2])) if found else None
-
-
-def _mib(text: str) -> int | None:
-    """Bytes; None for "[N/A]", which is what GB10 answers."""
-    return int(text) * MIB if _NUMBER.fullmatch(text) else None
-
-
 def _decoded(text: str | bytes) -> str:
     return text.decode() if isinstance(text, bytes) else text
 
@@ -317,13 +215,13 @@ _ACCOUNTED = (
 )
 
 
-def present(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
-    name = "gpu.present"
+@check("gpu.present")
+def present(facts: HostFacts, known: Knowledge) -> list[Finding]:
     if isinstance(facts.gpus, Unseen):
-        return [known.finding(name, UNKNOWN, f"could not see GPUs: {facts.gpus.why}")]
+        return [Finding(UNKNOWN, f"could not see GPUs: {facts.gpus.why}")]
     if not facts.gpus:
         seen = "no NVIDIA GPU on the PCI bus: the image's `check` runs here, a server does not"
-        return [known.finding(name, INFO, seen)]
+        return [Finding(INFO, seen)]
     findings = []
     for told, group in _alike(facts.gpus):
         first = group[0]
@@ -331,17 +229,17 @@ def present(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
         seen = f"{len(group)} x {told}{memory} (told by {first.told_by})"
         if first.capability is None:
             seen = f"could not see the compute capability of {seen}"
-            findings.append(known.finding(name, UNKNOWN, seen))
+            findings.append(Finding(UNKNOWN, seen))
         elif first.capability in DEVICES:
-            findings.append(known.finding(name, OK, seen))
+            findings.append(Finding(OK, seen))
         else:
             seen += ": the stack is not for this GPU"
-            findings.append(known.finding(name, WARN, seen))
+            findings.append(Finding(WARN, seen))
     return findings
 
 
-def image_known(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
-    name = "image.audit"
+@check("image.audit")
+def image_known(facts: HostFacts, known: Knowledge) -> list[Finding]:
     image = facts.image
     if isinstance(image, Unseen):
         fix = (
@@ -349,16 +247,17 @@ def image_known(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
             "sm12x audit IMAGE --json --output audit.json; sm12x doctor --audit audit.json",
         )
         seen = f"could not see how the image was compiled: {image.why}"
-        return [known.finding(name, UNKNOWN, seen, fix=fix)]
+        return [Finding(UNKNOWN, seen, fix=fix)]
     stack = f", stack {image.stack_id}" if image.stack_id else ""
     about = f"{image.name}{stack}, for {image.machine or 'an unknown architecture'}"
     if image.machine and image.machine != facts.machine.name:
         seen = f"{about}, but this is {facts.machine.name}: it does not start here"
-        return [known.finding(name, BAD, seen, fix=("sm12x bundle",))]
-    return [known.finding(name, OK, about)]
+        return [Finding(BAD, seen, fix=("sm12x bundle",))]
+    return [Finding(OK, about)]
 
 
-def code(facts: HostFacts, known: Knowledge) -> Iterator[Diagnosis]:
+@check("gpu.code")
+def code(facts: HostFacts, known: Knowledge) -> Iterator[Finding]:
     """How each kind of GPU will run the image: natively, through PTX, or not at all."""
     if isinstance(facts.image, Unseen):
         return
@@ -366,13 +265,14 @@ def code(facts: HostFacts, known: Knowledge) -> Iterator[Diagnosis]:
         device = group[0].capability
         if device is None:
             seen = f"could not see how {told} runs the image: its compute capability is not known"
-            yield known.finding("gpu.code", UNKNOWN, seen)
+            yield Finding(UNKNOWN, seen)
         else:
             which = f"GPU {ranges(gpu.index for gpu in group)} {told}"
-            yield _code(facts.image, device, which, known)
+            yield _code(facts.image, device, which)
 
 
-def leftover(facts: HostFacts, known: Knowledge) -> Iterator[Diagnosis]:
+@check("gpu.leftover")
+def leftover(facts: HostFacts, known: Knowledge) -> Iterator[Finding]:
     """Memory in use on a GPU that no process owns."""
     empty: list[Gpu] = []
     for gpu in facts.seen_gpus:
@@ -381,7 +281,7 @@ def leftover(facts: HostFacts, known: Knowledge) -> Iterator[Diagnosis]:
         elif gpu.memory_used is None:
             why = "the driver was not asked, or gives none"
             seen = f"could not see the memory used on {gpu}: {why}"
-            yield known.finding("gpu.leftover", UNKNOWN, seen)
+            yield Finding(UNKNOWN, seen)
         elif gpu.memory_used <= known.thresholds.leftover_gib * GIB:
             empty.append(gpu)
         else:
@@ -389,10 +289,11 @@ def leftover(facts: HostFacts, known: Knowledge) -> Iterator[Diagnosis]:
     if empty:
         most = max(gpu.memory_used or 0 for gpu in empty)
         seen = f"GPU {ranges(gpu.index for gpu in empty)}: empty ({size(most)} in use at most)"
-        yield known.finding("gpu.leftover", OK, seen)
+        yield Finding(OK, seen)
 
 
-def unified(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
+@check("gpu.unified")
+def unified(facts: HostFacts, known: Knowledge) -> list[Finding]:
     if not facts.unified:
         return []
     info = facts.memory.info
@@ -401,11 +302,10 @@ def unified(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
         f"CPU and GPU share one memory{total}: keep one model awake rather than sleeping at "
         "level 1, and count every other program against the GPU"
     )
-    return [known.finding("gpu.unified", INFO, seen, fix=("sm12x plan RECIPE",))]
+    return [Finding(INFO, seen, fix=("sm12x plan RECIPE",))]
 
 
-def _code(image: Image, device: Device, which: str, known: Knowledge) -> Diagnosis:
-    name = "gpu.code"
+def _code(image: Image, device: Device, which: str) -> Finding:
     counted: Counter[str] = Counter()
     for library in image.libraries:
         counted.update(_units(library, device))
@@ -417,22 +317,22 @@ def _code(image: Image, device: Device, which: str, known: Knowledge) -> Diagnos
     subject = str(image.audit.with_name(image.name)) if is_wheel else image.name
     audit = (f"sm12x audit {shlex.quote(subject)} --arch {device}",)
     if counted[NATIVE] + counted[PTX] == 0:
-        return known.finding(name, BAD, f"{which} cannot run the image: {unit} {told}", fix=audit)
+        return Finding(BAD, f"{which} cannot run the image: {unit} {told}", fix=audit)
     if image.offenders.get(device):
         first = image.offenders[device][0]
         seen = f"{which}: {unit} {told}; against the policy: {first}"
-        return known.finding(name, BAD, seen, fix=audit)
+        return Finding(BAD, seen, fix=audit)
     if counted[UNREADABLE]:
         seen = f"{which}: {unit} {told}, {counted[UNREADABLE]} that could not be read"
-        return known.finding(name, WARN, seen, fix=audit)
+        return Finding(WARN, seen, fix=audit)
     if device not in DEVICES:
         seen = f"{which}: {unit} {told}; the image was compiled and judged for 12.x only"
-        return known.finding(name, WARN, seen, fix=audit)
+        return Finding(WARN, seen, fix=audit)
     if counted[NATIVE] == 0:
-        return known.finding(name, WARN, f"{which}: {unit} {told}", fix=audit)
+        return Finding(WARN, f"{which}: {unit} {told}", fix=audit)
     accepted = "; units without code are for other GPUs" if counted[NONE] and image.passed else ""
     seen = f"{which}: {unit} {told}{accepted}"
-    return known.finding(name, INFO if counted[PTX] else OK, seen)
+    return Finding(INFO if counted[PTX] else OK, seen)
 
 
 def _units(library: ImageLibrary, device: Device) -> Counter[str]:
@@ -448,18 +348,19 @@ def _units(library: ImageLibrary, device: Device) -> Counter[str]:
     return Counter({PTX if any(compiles_on(arch, device) for arch in library.ptx) else NONE: 1})
 
 
-def split(facts: HostFacts, known: Knowledge) -> Iterator[Diagnosis]:
+@check("gpu.split")
+def split(facts: HostFacts, known: Knowledge) -> Iterator[Finding]:
     """Cards in MIG mode: a server gets a slice, while names and counts are those of the card."""
     slices = ("nvidia-smi -L   # the slices, each with the name that --gpus device=... takes",)
     for gpu in facts.seen_gpus:
-        asked = gpu.told_by in ("nvml", "nvidia-smi")
+        asked = gpu.told_by == "nvml"
         if gpu.split:
             seen = f"{gpu} is split (MIG mode): a server gets one slice and its memory"
             fix = (*slices, f"sudo nvidia-smi -i {gpu.index} -mig 0   # the whole card again")
-            yield known.finding("gpu.split", WARN, seen, fix=fix)
+            yield Finding(WARN, seen, fix=fix)
         elif gpu.split is None and asked and gpu.memory_total is None and not gpu.unified:
             seen = f"the driver gives no memory of {gpu}, as of a card that is split (MIG mode)"
-            yield known.finding("gpu.split", UNKNOWN, seen, fix=slices)
+            yield Finding(UNKNOWN, seen, fix=slices)
 
 
 def _hidden(facts: HostFacts, gpu: Gpu) -> tuple[str, tuple[str, ...]]:
@@ -472,57 +373,53 @@ def _hidden(facts: HostFacts, gpu: Gpu) -> tuple[str, tuple[str, ...]]:
         return "the processes of Windows are not listed in WSL2", ("nvidia-smi.exe",)
     if gpu.split:
         return "those in slices of a split card are listed to root alone", ("sudo nvidia-smi",)
-    if gpu.told_by == "nvidia-smi":
-        why = "nvidia-smi answers with compute processes only, and a desktop is none"
-        return why, ("nvidia-smi   # its table has them", "pip install nvidia-ml-py")
     return "", ()
 
 
-def _leftover(facts: HostFacts, gpu: Gpu, used: int, known: Knowledge) -> Diagnosis:
-    name = "gpu.leftover"
+def _leftover(facts: HostFacts, gpu: Gpu, used: int, known: Knowledge) -> Finding:
     holders = ("sudo fuser -v /dev/nvidia*",)
     if isinstance(gpu.processes, Unseen):
         seen = f"could not see who holds {size(used)} of {gpu}: {gpu.processes.why}"
-        return known.finding(name, UNKNOWN, seen, fix=holders)
+        return Finding(UNKNOWN, seen, fix=holders)
     owned = [process.memory for process in gpu.processes]
     who = counted(len(owned), "process", "processes")
     rest = used - sum(filter(None, owned))
     if owned and (None in owned or rest <= known.thresholds.leftover_gib * GIB):
-        return known.finding(name, INFO, f"{gpu}: {size(used)} in use by {who}", fix=holders)
+        return Finding(INFO, f"{gpu}: {size(used)} in use by {who}", fix=holders)
     why, where = _hidden(facts, gpu)
     if why:
         seen = f"could not see who holds {size(rest)} of {gpu}: {why}"
-        return known.finding(name, UNKNOWN, seen, fix=where)
+        return Finding(UNKNOWN, seen, fix=where)
     if owned:
         seen = f"{gpu}: {who} own {size(used - rest)}, {size(rest)} more belong to no process"
-        return known.finding(name, WARN, seen, fix=holders)
+        return Finding(WARN, seen, fix=holders)
     seen = f"{gpu}: {size(used)} in use and no process owns it"
-    return known.finding(name, BAD, seen, fix=(*holders, "sudo reboot"))
+    return Finding(BAD, seen, fix=(*holders, "sudo reboot"))
 
 
-def _unified_leftover(facts: HostFacts, gpu: Gpu, known: Knowledge) -> Diagnosis:
-    name = "gpu.leftover"
+def _unified_leftover(facts: HostFacts, gpu: Gpu, known: Knowledge) -> Finding:
     info = facts.memory.info
     if isinstance(info, Unseen):
-        return known.finding(name, UNKNOWN, f"could not see the memory used on {gpu}: {info.why}")
+        return Finding(UNKNOWN, f"could not see the memory used on {gpu}: {info.why}")
     driver = info["MemTotal"] - sum(info.get(entry, 0) for entry in _ACCOUNTED)
     processes = () if isinstance(gpu.processes, Unseen) else gpu.processes
     owned = sum(process.memory or 0 for process in processes)
     rest = max(driver - owned, 0)
     told = f"{gpu}: the driver holds about {size(max(driver, 0))}"
     if rest <= known.thresholds.unified_leftover_gib * GIB:
-        return known.finding(name, OK, f"{told}, {size(owned)} of it for processes")
+        return Finding(OK, f"{told}, {size(owned)} of it for processes")
     if processes and any(process.memory is None for process in processes):
         seen = f"{told}, for {counted(len(processes), 'process', 'processes')} of unknown size"
-        return known.finding(name, INFO, seen)
+        return Finding(INFO, seen)
     if isinstance(gpu.processes, Unseen) or facts.machine.container:
         seen = f"{told}; could not see whether a process owns it"
-        return known.finding(name, UNKNOWN, seen, fix=("sudo fuser -v /dev/nvidia*",))
+        return Finding(UNKNOWN, seen, fix=("sudo fuser -v /dev/nvidia*",))
     seen = f"{told}, and {size(rest)} of it belong to no process"
-    return known.finding(name, BAD, seen, fix=("sudo fuser -v /dev/nvidia*", "sudo reboot"))
+    return Finding(BAD, seen, fix=("sudo fuser -v /dev/nvidia*", "sudo reboot"))
 
 
-def stuck(facts: HostFacts, known: Knowledge) -> Iterator[Diagnosis]:
+@check("gpu.stuck")
+def stuck(facts: HostFacts, known: Knowledge) -> Iterator[Finding]:
     """GPUs that are busy at almost no power: a kernel waits for data that does not come."""
     fix = (
         "ncclras -f json -vv   # with requests running, and again 95 s later",
@@ -534,7 +431,7 @@ def stuck(facts: HostFacts, known: Knowledge) -> Iterator[Diagnosis]:
             continue
         if gpu.busy >= known.thresholds.stuck_percent and gpu.watts <= model.stuck_watts:
             seen = f"{gpu}: {gpu.busy} % busy at {gpu.watts:.0f} W: its kernel waits, without work"
-            yield known.finding("gpu.stuck", WARN, seen, fix=fix)
+            yield Finding(WARN, seen, fix=fix)
 
 
 def _alike(gpus: Iterable[Gpu]) -> list[tuple[str, list[Gpu]]]:

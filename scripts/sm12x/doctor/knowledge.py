@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -15,7 +15,7 @@ from sm12x import layout
 from sm12x.audit.model import DeclaredDevice
 from sm12x.core import declared
 from sm12x.core.declared import Declared
-from sm12x.doctor.model import Diagnosis
+from sm12x.doctor.model import Diagnosis, Finding, HostFacts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,26 +109,32 @@ class Knowledge(Declared):
     def model_of_pci(self, device: str) -> GpuModel | None:
         return next((model for model in self.models if device in model.pci), None)
 
-    def finding(
-        self,
-        check: str,
-        severity: str,
-        seen: str,
-        *,
-        fix: tuple[str, ...] = (),
-        why: str = "",
-        sources: tuple[str, ...] = (),
-    ) -> Diagnosis:
-        """A finding of a known check; ``why`` and ``sources`` come from the data unless given."""
+    def diagnosis(self, check: str, finding: Finding) -> Diagnosis:
+        """Complete a finding of a known check with the reason and the sources of the data."""
         about = self.checks[check]
         return Diagnosis(
             id=check,
-            severity=severity,
-            seen=seen,
-            why=why or about.why,
-            sources=sources or about.sources,
-            fix=fix,
+            severity=finding.severity,
+            seen=finding.seen,
+            why=finding.why or about.why,
+            sources=finding.sources or about.sources,
+            fix=finding.fix,
         )
+
+
+_Check = Callable[[HostFacts, Knowledge], Iterable[Finding]]
+# Every check of a host by its name in doctor.toml, whose order is that of the report.
+CHECKS: dict[str, _Check] = {}
+
+
+def check(name: str) -> Callable[[_Check], _Check]:
+    """Register a function as the check ``name``: it and its entry in doctor.toml are all of it."""
+
+    def register(function: _Check) -> _Check:
+        CHECKS[name] = function
+        return function
+
+    return register
 
 
 @functools.cache

@@ -11,8 +11,8 @@ from pathlib import PurePosixPath
 
 from sm12x.core.text import GIB, KIB, size
 from sm12x.doctor.host import Host
-from sm12x.doctor.knowledge import Knowledge
-from sm12x.doctor.model import INFO, OK, UNKNOWN, WARN, Diagnosis, HostFacts, HostMemory, Unseen
+from sm12x.doctor.knowledge import Knowledge, check
+from sm12x.doctor.model import INFO, OK, UNKNOWN, WARN, Finding, HostFacts, HostMemory, Unseen
 
 _MEMLOCK = re.compile(r"^Max locked memory\s+(unlimited|\d{1,20})\b", re.MULTILINE | re.ASCII)
 # cgroup version 1 writes "no limit" as the largest multiple of a page.
@@ -112,11 +112,11 @@ _DROP = "sync && echo 3 | sudo tee /proc/sys/vm/drop_caches"
 _COMPACT = "echo 1 | sudo tee /proc/sys/vm/compact_memory"
 
 
-def host_copies(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
-    name = "memory.host"
+@check("memory.host")
+def host_copies(facts: HostFacts, known: Knowledge) -> list[Finding]:
     info = facts.memory.info
     if isinstance(info, Unseen):
-        return [known.finding(name, UNKNOWN, f"could not see the memory: {info.why}")]
+        return [Finding(UNKNOWN, f"could not see the memory: {info.why}")]
     parts = [f"{size(available(facts))} of {size(info['MemTotal'])} available"]
     limit = facts.memory.cgroup_limit
     if isinstance(limit, Unseen):
@@ -131,7 +131,7 @@ def host_copies(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     if gpus and not facts.unified:
         parts.append(f"room for {size(available(facts) / gpus)} of weights per GPU at level 1")
     severity = UNKNOWN if isinstance(limit, Unseen) else INFO
-    return [known.finding(name, severity, "; ".join(parts), fix=("sm12x plan RECIPE",))]
+    return [Finding(severity, "; ".join(parts), fix=("sm12x plan RECIPE",))]
 
 
 def available(facts: HostFacts) -> int:
@@ -146,19 +146,19 @@ def available(facts: HostFacts) -> int:
     return max(min(free, limit - facts.memory.cgroup_used), 0)
 
 
-def huge_pages(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
-    name = "memory.huge-pages"
+@check("memory.huge-pages")
+def huge_pages(facts: HostFacts, known: Knowledge) -> list[Finding]:
     mode = facts.memory.huge_pages
     if isinstance(mode, Unseen):
-        return [known.finding(name, UNKNOWN, f"could not see the mode: {mode.why}")]
+        return [Finding(UNKNOWN, f"could not see the mode: {mode.why}")]
     if mode == "never":
         fix = ("echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",)
-        return [known.finding(name, WARN, "off: the first sleep pins page by page", fix=fix)]
-    return [known.finding(name, OK, f"mode {mode}")]
+        return [Finding(WARN, "off: the first sleep pins page by page", fix=fix)]
+    return [Finding(OK, f"mode {mode}")]
 
 
-def locked(facts: HostFacts, known: Knowledge) -> Iterator[Diagnosis]:
-    name = "memory.memlock"
+@check("memory.memlock")
+def locked(facts: HostFacts, known: Knowledge) -> Iterator[Finding]:
     shell = ("ulimit -l unlimited   # lasting: memlock in /etc/security/limits.conf",)
     daemon = (
         "sudo systemctl edit docker   # [Service] LimitMEMLOCK=infinity",
@@ -171,40 +171,40 @@ def locked(facts: HostFacts, known: Knowledge) -> Iterator[Diagnosis]:
         if isinstance(limit, Unseen):
             if facts.network.ports:
                 seen = f"could not see the limit of {who}: {limit.why}"
-                yield known.finding(name, UNKNOWN, seen)
+                yield Finding(UNKNOWN, seen)
         elif limit is None:
-            yield known.finding(name, OK, f"{who}: unlimited")
+            yield Finding(OK, f"{who}: unlimited")
         elif facts.network.ports:
             seen = f"{who} may lock {size(limit)} only, and there are RDMA ports"
-            yield known.finding(name, WARN, seen, fix=fix)
+            yield Finding(WARN, seen, fix=fix)
         else:
             seen = f"{who} may lock {size(limit)}: matters for RDMA only, and no port is here"
-            yield known.finding(name, INFO, seen)
+            yield Finding(INFO, seen)
 
 
-def shared(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
-    name = "memory.shm"
+@check("memory.shm")
+def shared(facts: HostFacts, known: Knowledge) -> list[Finding]:
     found = facts.memory.shm
     if isinstance(found, Unseen):
-        return [known.finding(name, UNKNOWN, f"could not see the size of /dev/shm: {found.why}")]
+        return [Finding(UNKNOWN, f"could not see the size of /dev/shm: {found.why}")]
     if found < known.thresholds.shm_gib * GIB:
         seen = f"{size(found)} in all"
         fix = ("docker run --shm-size 16g ...",)
         if not facts.machine.container:
             fix = ("sudo mount -o remount,size=16G /dev/shm",)
-        return [known.finding(name, WARN, seen, fix=fix)]
+        return [Finding(WARN, seen, fix=fix)]
     seen = f"{size(found)} in all, which --ipc=host gives to the server"
-    return [known.finding(name, OK, seen)]
+    return [Finding(OK, seen)]
 
 
-def page_cache(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
+@check("memory.page-cache")
+def page_cache(facts: HostFacts, known: Knowledge) -> list[Finding]:
     """Only where the GPU takes its memory from the same place."""
-    name = "memory.page-cache"
     if not facts.unified:
         return []
     info = facts.memory.info
     if isinstance(info, Unseen):
-        return [known.finding(name, UNKNOWN, f"could not see the page cache: {info.why}")]
+        return [Finding(UNKNOWN, f"could not see the page cache: {info.why}")]
     cached = info.get("Cached", 0) + info.get("Buffers", 0) - info.get("Shmem", 0)
     parts = [f"page cache {size(cached)}, {size(info.get('MemFree', 0))} free"]
     kept = facts.memory.min_free
@@ -213,19 +213,19 @@ def page_cache(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     else:
         parts.append(f"vm.min_free_kbytes keeps {size(kept)}")
     if cached > known.thresholds.unified_page_cache_gib * GIB:
-        return [known.finding(name, WARN, "; ".join(parts), fix=(_DROP, _COMPACT))]
-    return [known.finding(name, INFO, "; ".join(parts))]
+        return [Finding(WARN, "; ".join(parts), fix=(_DROP, _COMPACT))]
+    return [Finding(INFO, "; ".join(parts))]
 
 
-def reclaim(facts: HostFacts, known: Knowledge) -> Iterator[Diagnosis]:
+@check("memory.reclaim")
+def reclaim(facts: HostFacts, known: Knowledge) -> Iterator[Finding]:
     """How the kernel gives memory back; only where the GPU takes its own from the same place."""
-    name = "memory.reclaim"
     kept, swappiness, info = facts.memory.min_free, facts.memory.swappiness, facts.memory.info
     if not facts.unified:
         return
     if isinstance(kept, Unseen) or isinstance(swappiness, Unseen) or isinstance(info, Unseen):
         why = next(fact.why for fact in (kept, swappiness, info) if isinstance(fact, Unseen))
-        yield known.finding(name, UNKNOWN, f"could not see how memory is kept: {why}")
+        yield Finding(UNKNOWN, f"could not see how memory is kept: {why}")
         return
     raised = kept > known.thresholds.unified_min_free_gib * GIB
     swaps = bool(swappiness and info.get("SwapTotal", 0))
@@ -235,10 +235,10 @@ def reclaim(facts: HostFacts, known: Knowledge) -> Iterator[Diagnosis]:
             "grep -rn min_free_kbytes /etc/sysctl.conf /etc/sysctl.d   # take the line out",
             "sudo reboot",
         )
-        yield known.finding(name, WARN, seen, fix=fix)
+        yield Finding(WARN, seen, fix=fix)
     if swaps:
         seen = f"vm.swappiness is {swappiness}, with {size(info['SwapTotal'])} of swap"
         zero = "sudo sysctl vm.swappiness=0   # rather than swapoff"
-        yield known.finding(name, INFO, seen, fix=(zero,))
+        yield Finding(INFO, seen, fix=(zero,))
     if not raised and not swaps:
-        yield known.finding(name, OK, f"min_free_kbytes {size(kept)}, swappiness {swappiness}")
+        yield Finding(OK, f"min_free_kbytes {size(kept)}, swappiness {swappiness}")

@@ -80,8 +80,8 @@ class GpuProcess:
 class Gpu:
     """One GPU. Sizes are in bytes, None where the driver does not say (GB10) or is not asked.
 
-    ``hardware`` is the name recipes use ("rtx-pro-6000"), "" for any other. ``told_by`` is "nvml",
-    "nvidia-smi", "procfs" or "pci". ``iommu`` is the type of its IOMMU group ("DMA", "DMA-FQ",
+    ``hardware`` is the name recipes use ("rtx-pro-6000"), "" for any other. ``told_by`` is "nvml"
+    or "pci". ``iommu`` is the type of its IOMMU group ("DMA", "DMA-FQ",
     "identity"), "" without one. ``busy`` is the share of time in which a kernel ran, in percent,
     ``watts`` what the GPU draws, ``split`` whether it is in MIG mode; None where the driver does
     not say.
@@ -286,6 +286,17 @@ class HostFacts:
     def unified(self) -> bool:
         """Whether GPU and CPU share one memory, as on GB10."""
         return any(gpu.unified for gpu in self.seen_gpus)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check has seen; ``why`` and ``sources`` are those of the check unless given."""
+
+    severity: str
+    seen: str
+    fix: tuple[str, ...] = ()
+    why: str = ""
+    sources: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

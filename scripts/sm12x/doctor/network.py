@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sm12x.doctor.host import Host
-from sm12x.doctor.knowledge import Knowledge
-from sm12x.doctor.model import INFO, OK, WARN, Diagnosis, Gid, HostFacts, Network, RdmaPort, Unseen
+from sm12x.doctor.knowledge import Knowledge, check
+from sm12x.doctor.model import INFO, OK, WARN, Finding, Gid, HostFacts, Network, RdmaPort, Unseen
 
 _PREFIXES = ("NCCL_", "GLOO_", "UCX_", "MASTER_")
 _NAMES = ("VLLM_HOST_IP",)
@@ -64,46 +64,46 @@ def _word(host: Host, path: str) -> str:
 _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
-def rdma(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
-    name = "net.rdma"
+@check("net.rdma")
+def rdma(facts: HostFacts, known: Knowledge) -> list[Finding]:
     ports = facts.network.ports
     if not ports:
         if not facts.unified:
             return []
         seen = "no RDMA device: two machines would talk over TCP"
-        return [known.finding(name, INFO, seen, fix=("ibdev2netdev", "rdma link"))]
+        return [Finding(INFO, seen, fix=("ibdev2netdev", "rdma link"))]
     active = [port for port in ports if port.active]
     if not active:
         down = ", ".join(port.device for port in ports)
         severity = WARN if facts.unified else INFO
         seen = f"no RDMA port is active: {down}"
-        return [known.finding(name, severity, seen, fix=("rdma link",))]
+        return [Finding(severity, seen, fix=("rdma link",))]
     # Every port of a host speaks the same, so one finding for all that are alike.
     seen = "; ".join(_checked(facts, port) for port in active)
     if any(port.ethernet and _gid(port) is None for port in active):
         seen += "; no GID of RoCE v2 over IPv4 on some: give the interface an address"
-        return [known.finding(name, WARN, seen, fix=("ip -br address", "rdma link"))]
+        return [Finding(WARN, seen, fix=("ip -br address", "rdma link"))]
     devices = ",".join(port.device for port in active)
     fix = [f"export NCCL_IB_HCA={devices}"]
     indexes = {gid for gid in map(_gid, active) if gid is not None}
     if len(indexes) == 1:
         fix.append(f"export NCCL_IB_GID_INDEX={indexes.pop()}")
-    return [known.finding(name, OK, seen, fix=tuple(fix))]
+    return [Finding(OK, seen, fix=tuple(fix))]
 
 
-def variables(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
-    name = "net.variables"
+@check("net.variables")
+def variables(facts: HostFacts, known: Knowledge) -> list[Finding]:
     found = facts.network.variables
     if not found:
         if not facts.network.ports:
             return []
         seen = "none set in this shell: NCCL chooses for itself, or the recipe sets them"
-        return [known.finding(name, INFO, seen)]
+        return [Finding(INFO, seen)]
     wrong = [*_wrong_devices(facts), *_wrong_interfaces(facts), *_wrong_gid(facts)]
     told = " ".join(f"{key}={value}" for key, value in found.items())
-    return [
-        known.finding(name, WARN, seen, fix=(f"unset {variable}",)) for variable, seen in wrong
-    ] or [known.finding(name, OK, told)]
+    return [Finding(WARN, seen, fix=(f"unset {variable}",)) for variable, seen in wrong] or [
+        Finding(OK, told)
+    ]
 
 
 def _wrong_devices(facts: HostFacts) -> Iterator[tuple[str, str]]:

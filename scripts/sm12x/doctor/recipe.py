@@ -9,7 +9,7 @@ from sm12x.core.text import GIB, counted, size
 from sm12x.doctor import serving
 from sm12x.doctor.knowledge import Knowledge
 from sm12x.doctor.memory import available
-from sm12x.doctor.model import BAD, OK, UNKNOWN, WARN, Diagnosis, HostFacts, Unseen
+from sm12x.doctor.model import BAD, OK, UNKNOWN, WARN, Diagnosis, Finding, HostFacts, Unseen
 from sm12x.recipes import options, render
 from sm12x.recipes.model import Block, Recipe
 
@@ -22,7 +22,7 @@ def needs(recipe: Recipe, facts: HostFacts, known: Knowledge) -> list[Diagnosis]
     block = recipe.sm12x
     if block is None:
         seen = f"could not see what {recipe.key} needs: it has no sm12x block"
-        return [known.finding("recipe.needs", UNKNOWN, seen)]
+        return [known.diagnosis("recipe.needs", Finding(UNKNOWN, seen))]
     plan = (f"sm12x plan {shlex.quote(recipe.key)}",)
     findings = [_gpus(recipe.key, block, facts, known, plan)]
     sleeping = _host_memory(recipe.key, block, facts, known, plan)
@@ -51,7 +51,7 @@ def _utilization(recipe: Recipe, facts: HostFacts, known: Knowledge) -> list[Dia
     )
     name = shlex.quote(recipe.key)
     fix = (f"sm12x recipe render --to docker {name} gpu_memory_utilization={most}",)
-    return [known.finding("recipe.utilization", WARN, seen, fix=fix)]
+    return [known.diagnosis("recipe.utilization", Finding(WARN, seen, fix=fix))]
 
 
 def _segments(recipe: Recipe, block: Block, facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
@@ -64,7 +64,7 @@ def _segments(recipe: Recipe, block: Block, facts: HostFacts, known: Knowledge) 
         return []
     seen = f"{recipe.key} sets {told} and runs on {block.gpus} GPUs of a machine"
     fix = ("vllm serve ... --disable-custom-all-reduce",)
-    return [known.finding(name, WARN, seen, fix=fix)]
+    return [known.diagnosis(name, Finding(WARN, seen, fix=fix))]
 
 
 def _words(recipe: Recipe) -> tuple[str, ...]:
@@ -84,7 +84,7 @@ def _gpus(
     each = f" on each of {block.machines} machines" if block.machines > 1 else ""
     if isinstance(facts.gpus, Unseen):
         seen = f"{key} needs {wanted}{each}; could not see the GPUs: {facts.gpus.why}"
-        return known.finding(name, UNKNOWN, seen)
+        return known.diagnosis(name, Finding(UNKNOWN, seen))
     anything = _ANY in block.hardware
     # A slice of a card in MIG mode has neither its memory nor its name.
     fitting = [
@@ -92,15 +92,15 @@ def _gpus(
     ]
     if len(fitting) < block.gpus:
         seen = f"{key} needs {wanted}{each}; of those {len(fitting)} are here"
-        return known.finding(name, BAD, seen, fix=("sm12x recipe list",))
+        return known.diagnosis(name, Finding(BAD, seen, fix=("sm12x recipe list",)))
     memory = block.memory
     terms = [term.gib for term in (memory.weights, memory.kv, memory.outside) if term]
     sizes = [gpu.memory_total for gpu in fitting if gpu.memory_total]
     if terms and sizes and sum(terms) * GIB > min(sizes):
         seen = f"{key} takes {sum(terms):.1f} GiB of each GPU, the smallest has {size(min(sizes))}"
-        return known.finding(name, BAD, seen, fix=plan)
+        return known.diagnosis(name, Finding(BAD, seen, fix=plan))
     here = counted(len(fitting), "fitting GPU")
-    return known.finding(name, OK, f"{key} needs {wanted}{each}: {here} here")
+    return known.diagnosis(name, Finding(OK, f"{key} needs {wanted}{each}: {here} here"))
 
 
 def _host_memory(
@@ -111,14 +111,14 @@ def _host_memory(
         return None
     if facts.unified:
         seen = f"{key} sleeps at level 1, whose host copy takes from the same memory here"
-        return known.finding(
-            name, WARN, seen, fix=plan, sources=known.checks["gpu.unified"].sources
-        )
+        sources = known.checks["gpu.unified"].sources
+        return known.diagnosis(name, Finding(WARN, seen, fix=plan, sources=sources))
     weights = block.memory.weights
     if weights is None or isinstance(facts.memory.info, Unseen):
         seen = f"could not see what {key} keeps in host memory while asleep"
-        return known.finding(name, UNKNOWN, seen, fix=plan)
+        return known.diagnosis(name, Finding(UNKNOWN, seen, fix=plan))
     copy = weights.gib * block.gpus * GIB
     free = available(facts)
-    told = f"{key} keeps {size(copy)} in host memory while asleep, {size(free)} are available"
-    return known.finding(name, BAD if copy > free else OK, told, fix=plan if copy > free else ())
+    seen = f"{key} keeps {size(copy)} in host memory while asleep, {size(free)} are available"
+    finding = Finding(BAD, seen, fix=plan) if copy > free else Finding(OK, seen)
+    return known.diagnosis(name, finding)

@@ -39,7 +39,7 @@ class GpuReport(Declared):
     unified: bool
     memory_total: int | None
     memory_used: int | None
-    told_by: Annotated[str, one_of("nvml", "nvidia-smi", "procfs", "pci")]
+    told_by: Annotated[str, one_of("nvml", "pci")]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from sm12x.core.machine import compiler_gib, compilers
 from sm12x.core.text import size
 from sm12x.doctor.host import Host
-from sm12x.doctor.knowledge import Knowledge, numbers
+from sm12x.doctor.knowledge import Knowledge, check, numbers
 from sm12x.doctor.memory import available
 from sm12x.doctor.model import (
     BAD,
@@ -21,7 +21,7 @@ from sm12x.doctor.model import (
     OK,
     UNKNOWN,
     WARN,
-    Diagnosis,
+    Finding,
     HostFacts,
     Image,
     NcclLibrary,
@@ -150,9 +150,9 @@ def expandable(environment: Mapping[str, str]) -> str:
     return ""
 
 
-def nccl_sound(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
+@check("net.nccl")
+def nccl_sound(facts: HostFacts, known: Knowledge) -> list[Finding]:
     """Judge NCCL by the version that its library prints, else by that in the image's ledger."""
-    name = "net.nccl"
     if facts.machine.name != "aarch64":
         return []
     if facts.nccl:
@@ -163,23 +163,22 @@ def nccl_sound(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
     sound = numbers(version) >= numbers(known.thresholds.nccl_aarch64)
     seen = f"the image has NCCL {version} by its ledger"
     if sound:
-        return [known.finding(name, OK, seen)]
+        return [Finding(OK, seen)]
     seen += f", older than {known.thresholds.nccl_aarch64}"
-    return [known.finding(name, _severity(facts), seen, fix=("sm12x audit IMAGE",))]
+    return [Finding(_severity(facts), seen, fix=("sm12x audit IMAGE",))]
 
 
-def _library(facts: HostFacts, library: NcclLibrary, known: Knowledge) -> Diagnosis:
-    name = "net.nccl"
+def _library(facts: HostFacts, library: NcclLibrary, known: Knowledge) -> Finding:
     version, least = library.version, known.thresholds.nccl_aarch64
     if isinstance(version, Unseen):
-        return known.finding(
-            name, UNKNOWN, f"could not see the version of NCCL in {library.path}: {version.why}"
+        return Finding(
+            UNKNOWN, f"could not see the version of NCCL in {library.path}: {version.why}"
         )
     seen = f"NCCL {version} in {library.path}"
     if numbers(version) >= numbers(least):
-        return known.finding(name, OK, seen)
+        return Finding(OK, seen)
     newer = f"pip install 'nvidia-nccl-cu13>={least}'   # or a newer image"
-    return known.finding(name, _severity(facts), f"{seen}, older than {least}", fix=(newer,))
+    return Finding(_severity(facts), f"{seen}, older than {least}", fix=(newer,))
 
 
 def _severity(facts: HostFacts) -> str:
@@ -188,28 +187,27 @@ def _severity(facts: HostFacts) -> str:
     return BAD if talks else WARN
 
 
-def segments(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
-    name = "env.expandable-segments"
+@check("env.expandable-segments")
+def segments(facts: HostFacts, known: Knowledge) -> list[Finding]:
     told = expandable(facts.environment)
-    if not told or cured(facts, name, known):
+    if not told:
         return []
     variable = told.partition("=")[0]
     many = len(facts.seen_gpus) > 1
     seen = f"{told} in this shell" + (f", and {len(facts.seen_gpus)} GPUs" if many else "")
     fix = (f"unset {variable}", "vllm serve ... --disable-custom-all-reduce   # instead")
-    return [known.finding(name, WARN if many else INFO, seen, fix=fix)]
+    return [Finding(WARN if many else INFO, seen, fix=fix)]
 
 
-def offline(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
+@check("image.offline")
+def offline(facts: HostFacts, known: Knowledge) -> list[Finding]:
     """Whether the kernels for decoding depend on an HTTP server that cannot be reached."""
-    name = "image.offline"
     versions = _versions(facts)
-    if "flashinfer-python" not in versions or "flashinfer-cubin" in versions:
-        return []
-    if not _has_family(facts) or cured(facts, name, known):
+    asks = "flashinfer-python" in versions and "flashinfer-cubin" not in versions
+    if not asks or not _has_family(facts):
         return []
     if is_true(facts.environment.get("VLLM_HAS_FLASHINFER_CUBIN", "")):
-        return [known.finding(name, OK, "VLLM_HAS_FLASHINFER_CUBIN is set: no server is asked")]
+        return [Finding(OK, "VLLM_HAS_FLASHINFER_CUBIN is set: no server is asked")]
     fix = ("docker run -e VLLM_HAS_FLASHINFER_CUBIN=1 ...",)
     signs = [
         f"{variable}={facts.environment[variable]}"
@@ -220,26 +218,26 @@ def offline(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
         signs.append("no default route")
     seen = "the image has no flashinfer-cubin, so vLLM asks NVIDIA's artifact server at start"
     if signs:
-        return [known.finding(name, WARN, f"{seen}; offline: {', '.join(signs)}", fix=fix)]
-    return [known.finding(name, INFO, seen, fix=fix)]
+        return [Finding(WARN, f"{seen}; offline: {', '.join(signs)}", fix=fix)]
+    return [Finding(INFO, seen, fix=fix)]
 
 
-def compiling(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
+@check("cache.cold")
+def compiling(facts: HostFacts, known: Knowledge) -> list[Finding]:
     """Whether the first start's compilers fit in the memory that is free."""
-    name = "cache.cold"
     release = _versions(facts).get("flashinfer-python", "")
     info, cores = facts.memory.info, facts.machine.cpus
     if not release or "flashinfer-jit-cache" in _versions(facts) or not _has_family(facts):
         return []
     if not isinstance(facts.image, Unseen) and facts.image.precompiled:
         seen = f"the image has the modules of FlashInfer {release} that the recipes need"
-        return [known.finding(name, OK, seen)]
+        return [Finding(OK, seen)]
     warm = [cache for cache in facts.caches if cache.kind == "flashinfer"]
     if any(release in cache.versions or not cache.versions for cache in warm):
-        return [known.finding(name, OK, f"kernels of FlashInfer {release} are in {warm[0].path}")]
+        return [Finding(OK, f"kernels of FlashInfer {release} are in {warm[0].path}")]
     if isinstance(info, Unseen) or isinstance(cores, Unseen):
         why = info.why if isinstance(info, Unseen) else getattr(cores, "why", "")
-        return [known.finding(name, UNKNOWN, f"could not see how many compilers fit: {why}")]
+        return [Finding(UNKNOWN, f"could not see how many compilers fit: {why}")]
     each = compiler_gib(unified=facts.unified)
     fitting = compilers(cores=cores, available=available(facts), unified=facts.unified)
     given = facts.environment.get("MAX_JOBS", "")
@@ -250,9 +248,9 @@ def compiling(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
         f"a time, each up to {each:g} GiB; {size(available(facts))} are available"
     )
     if jobs <= fitting:
-        return [known.finding(name, INFO, seen)]
+        return [Finding(INFO, seen)]
     fix = (f"docker run -e MAX_JOBS={fitting} -v sm12x-cache:/cache ...",)
-    return [known.finding(name, WARN, seen, fix=fix)]
+    return [Finding(WARN, seen, fix=fix)]
 
 
 def _versions(facts: HostFacts) -> dict[str, str]:

@@ -204,9 +204,9 @@ class _Rules:
             )
 
     def keyless(self) -> None:
-        host = self.options.get("host", "")
+        host = options.find(self.options, "host") or ""
         key = "defaults.host" if "defaults.host" in self.recipe.lines else "command"
-        if not options.is_public(host) or options.find(self.options, "api-key") is not None:
+        if not options.is_keyless(self.options, {}):
             return
         if options.find(self.options, "enable-sleep-routes") is not None:
             self.error(

@@ -106,6 +106,17 @@ def is_public(host: str) -> bool:
     return host not in _LOOPBACK
 
 
+def trusts_code(given: Mapping[str, str]) -> bool:
+    """Whether a server with these options runs Python files of a model's repository."""
+    return find(given, "trust-remote-code") is not None
+
+
+def is_keyless(given: Mapping[str, str], env: Mapping[str, str]) -> bool:
+    """Whether other machines reach a server with these options, and need no key for it."""
+    key = find(given, "api-key") or env.get(KEY)
+    return is_public(find(given, "host") or "") and not key
+
+
 def is_true(text: str) -> bool:
     """How vLLM reads a variable that is a switch."""
     return text.strip().lower() in _TRUE

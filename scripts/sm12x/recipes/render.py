@@ -124,7 +124,7 @@ def unpinned_code(words: Sequence[str] | None) -> str:
     A draft model is a repository of its own.
     """
     given = options.parse(words or ())
-    if options.find(given, "trust-remote-code") is None:
+    if not options.trusts_code(given):
         return ""
     draft = {name.partition(".")[2]: value for name, value in given.items() if "." in name}
     try:
@@ -203,7 +203,7 @@ def _command(recipe: Recipe, text: str, extra: Sequence[str], env: Mapping[str, 
             place = script.last() if more else None
         elif revision and not (given := options.parse(server.serve or ())).get("revision"):
             # Files of another repository, which `auto_map` may name, have no such commit: refused.
-            code = ("--code-revision", revision) if "trust-remote-code" in given else ()
+            code = ("--code-revision", revision) if options.trusts_code(given) else ()
             more = ("--revision", revision, *code, *more)
     except shell.UnreadError as error:
         unchecked = unpinned = str(error)

@@ -104,11 +104,10 @@ def _keyless(recipe: Recipe, rendered: Rendered, environ: Mapping[str, str]) -> 
         UsageError: it has sleep routes, with which a stranger could stop it.
     """
     given = options.parse(rendered.serve or ())
-    host = given.get("host", "")
-    key = options.find(given, "api-key") or {**environ, **rendered.env}.get(options.KEY)
-    if rendered.serve is None or key or "headless" in given or not options.is_public(host):
+    keyless = options.is_keyless(given, {**environ, **rendered.env})
+    if rendered.serve is None or "headless" in given or not keyless:
         return []
-    where = f"{recipe.key} listens on {host or 'every address'}"
+    where = f"{recipe.key} listens on {options.find(given, 'host') or 'every address'}"
     if options.find(given, "enable-sleep-routes") is not None:
         raise UsageError(
             f"{where} with sleep routes and no key: any client there could put it to sleep",

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import datetime
-import queue
 import signal
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from types import FrameType
@@ -597,46 +596,29 @@ def _spent(
 
 
 def _at_a_time(server: Server, requests: int, concurrency: int) -> list[Completion | Sm12xError]:
-    """The answers to so many requests, a few at a time; KeyboardInterrupt ends it at once.
+    """Send so many requests, a few at a time; KeyboardInterrupt ends it at once.
 
     Where the first of them all fail, the rest is not sent: each would wait for its time-out.
     """
-    many = min(concurrency, requests)
-    numbers = iter(range(requests))
-    lock = threading.Lock()
     came: list[bool] = []
-    answers: queue.SimpleQueue[Completion | Sm12xError] = queue.SimpleQueue()
 
-    def next_number() -> int | None:
-        with lock:
-            if len(came) >= many and not any(came):
-                for _ in numbers:
-                    answers.put(
-                        ServerError("not sent: all requests before it failed", next_step="")
-                    )
-            return next(numbers, None)
-
-    def work() -> None:
+    def send(number: int) -> Completion | Sm12xError:
         answer: Completion | Sm12xError
-        while (number := next_number()) is not None:
-            try:
-                answer = server.complete(_question(number), _STRESS_TOKENS)
-            except Sm12xError as error:
-                answer = error
-            # A thread that ends without an answer would be waited for.
-            except Exception as error:
-                answer = ServerError(repr(error), next_step="report this defect")
-            came.append(isinstance(answer, Completion))
-            answers.put(answer)
+        if len(came) >= min(concurrency, requests) and not any(came):
+            return ServerError("not sent: all requests before it failed", next_step="")
+        try:
+            answer = server.complete(_question(number), _STRESS_TOKENS)
+        except Sm12xError as error:
+            answer = error
+        came.append(isinstance(answer, Completion))
+        return answer
 
-    # Daemons: what a hanging server holds does not keep the program from its end.
-    for _ in range(many):
-        threading.Thread(target=work, daemon=True).start()
+    pool = ThreadPoolExecutor(concurrency)
     try:
-        return [answers.get() for _ in range(requests)]
+        return [*pool.map(send, range(requests))]
     finally:
-        with lock:
-            numbers = iter(())
+        # Without waiting: the process ends by itself where a request hangs after an interrupt.
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _question(number: int) -> str:

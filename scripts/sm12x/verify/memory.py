@@ -179,9 +179,9 @@ def _look() -> tuple[Gpu, ...] | Unseen:
     driver, found = gpus.collect(Host(), knowledge.load())
     if isinstance(found, Unseen):
         return found
-    told = tuple(gpu for gpu in found if gpu.told_by in ("nvml", "nvidia-smi"))
+    told = tuple(gpu for gpu in found if gpu.told_by == "nvml")
     if found and not told:
-        return Unseen(driver.fault or "neither NVML nor nvidia-smi answers")
+        return Unseen(driver.fault or "NVML does not answer")
     return told
 
 
