@@ -554,7 +554,7 @@ def test_a_rebase_that_is_killed_leaves_nothing_that_lasts(world: World, seconds
     done = _rebase(world, "2.0", "--no-witness", "--force")
     assert done.returncode == 11, done.stderr
     # A hidden folder of the killed run is no base, and git ignores it.
-        assert sorted(path.name for path in (world.root / "patches").glob("[!.]*")) == [
+    assert sorted(path.name for path in (world.root / "patches").glob("[!.]*")) == [
         *("1.0", "2.0", "status.toml")
     ]
     assert [patch.subject for patch in series.load(bases.load("2.0")).patches] == ["Correct five"]
