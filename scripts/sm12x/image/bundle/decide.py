@@ -117,7 +117,7 @@ class BuildPlan:
 
     def require_room(self) -> None:
         """Check disk and memory, unless the bundle was begun before. Raises NoSpaceError."""
-        begun = preflight.begun(self.base, self.engine, self.platforms)
+        begun = preflight.begun(self.base, self.engine, self.platforms, self.mode.name)
         if not begun.exists():
             preflight.require_room(
                 *self._needs, flashinfer=bool(self.flashinfer), image=self.options.image
@@ -164,7 +164,7 @@ def decided(options: Options, report: Reporter) -> Iterator[BuildPlan]:
     ahead = modes.flashinfer(base, options.flashinfer, mode.name, wanted, image=options.image)
     flashinfer = archs.to_text(targets) if ahead else ""
     with preflight.alone(base):
-        begun = preflight.begun(base, engine, wanted)
+        begun = preflight.begun(base, engine, wanted, mode.name)
         if not rootfs.is_there(base.image, engine, wanted, override=options.base_image):
             # What an earlier run built is gone from the engine.
             begun.unlink(missing_ok=True)

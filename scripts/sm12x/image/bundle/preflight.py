@@ -112,9 +112,9 @@ def work_folder(base: Base) -> Path:
     return layout.root() / "build" / base.version
 
 
-def begun(base: Base, engine: Engine, target: Platforms) -> Path:
+def begun(base: Base, engine: Engine, target: Platforms, mode: str) -> Path:
     """Return the file that says that a bundle was begun: the rest takes less room than a whole."""
-    return work_folder(base) / f"begun-{engine.name}{target.suffix}"
+    return work_folder(base) / f"begun-{engine.name}-{mode}{target.suffix}"
 
 
 @contextmanager
