@@ -390,3 +390,33 @@ def test_the_data_of_every_base_can_be_read() -> None:
         assert suite.cannot
         for entry in suite.cannot:
             assert entry.why
+
+
+def test_a_file_without_a_recorded_outcome_is_not_run() -> None:
+    """It takes its whole time limit on both trees, and none of its tests can be worse."""
+    ran = _ran(test_a="passed")
+    calls: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
+
+    class Runner:
+        def run(
+            self, targets: list[str], sides: tuple[str, ...], **options: object
+        ) -> dict[tuple[str, str], FileRun]:
+            calls.append((tuple(targets), sides))
+            return {(file, side): ran for file in targets for side in sides}
+
+    hung = upstream_record.Outcomes(tests=0, passed=0, digest="")
+    record = upstream_record.Record(
+        schema=1,
+        conditions="",
+        files={FILE: upstream_record.Outcomes.of(ran), "tests/test_hangs.py": hung},
+    )
+    runs, recorded = upstream_run._both(
+        [FILE, "tests/test_hangs.py", "tests/test_new.py"],
+        cast(upstream_run._Runner, Runner()),
+        record,
+        None,
+    )
+    assert recorded == 2
+    assert {file for files, _ in calls for file in files} == {FILE, "tests/test_new.py"}
+    assert runs["tests/test_hangs.py", "base"].tests == {}
+    assert runs["tests/test_hangs.py", "patched"].tests == {}

@@ -187,9 +187,13 @@ def _both(
 ) -> tuple[dict[tuple[str, str], FileRun], int]:
     """The run of each file on each tree, and how many of the untouched tree's are recorded ones."""
     known = record.files if record else {}
-    first = [file for file in targets if file in known]
+    # Nothing can be worse than a file that gives no outcome on the untouched tree: running it takes
+    # its whole time limit.
+    without = [file for file in targets if file in known and not known[file].tests]
+    first = [file for file in targets if file in known and known[file].tests]
     runs = runner.run(first, (PATCHED,), processes=_PROCESSES, on_file=on_file)
-    same = [file for file in first if record and record.has(file, runs[file, PATCHED])]
+    runs |= {(file, PATCHED): FileRun(tests={}, problem="", detail="") for file in without}
+    same = [file for file in first if record and record.has(file, runs[file, PATCHED])] + without
     runs |= {(file, BASE): runs[file, PATCHED] for file in same}
     differing = [file for file in first if (file, BASE) not in runs]
     runs |= runner.run(differing, (BASE,), processes=_PROCESSES, on_file=on_file)
