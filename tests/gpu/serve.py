@@ -57,6 +57,8 @@ TOKENS = 48
 NAMES_BLOCK = re.compile(r"block 0x[0-9a-f]+ of \d+ bytes")
 # Log probabilities that are no further apart than this are the same.
 EXACT = 1e-3
+# Without a sleep. With other weights, log probabilities of random models are several apart.
+LOUD = 0.5
 # MiB that a refused wake-up may leave in use more than a sleep.
 SLACK = 64
 PROMPTS = ("The capital of France is", "1 2 3 4 5 6", "def fibonacci(n):")
@@ -276,13 +278,15 @@ class Model:
     """How a model is made, and what its server is started with.
 
     ``configure`` writes the configuration of so many layers; ``weights`` is the module here that
-    draws its weights, empty for those of `--load-format dummy`.
+    draws its weights, empty for those of `--load-format dummy`. A model that is not ``steady`` has
+    other log probabilities each time, by kernels of the release.
     """
 
     configure: Callable[[Path, int], None]
     flags: tuple[str, ...]
     prompts: tuple[str, ...]
     weights: str = ""
+    steady: bool = True
 
     def make(self, folder: Path, layers: int, *, dummy: bool = False) -> None:
         """Write the model into ``folder``; without weights where they are to be ``dummy``."""
@@ -330,6 +334,8 @@ MODELS = {
             *("--max-model-len", "8192", "--max-num-seqs", "8"),
             *("--max-num-batched-tokens", "2048", "--kv-cache-dtype", "fp8", "--block-size", "256"),
             *("--moe-backend", "marlin", "--tokenizer-mode", "hf"),
+            # 31 kernels of TileLang, of 13 s each, before the server answers.
+            *("--kernel-config", '{"enable_jit_warmup": false}'),
         ),
         prompts=LONG_PROMPTS,
     ),
@@ -342,6 +348,8 @@ MODELS = {
             *("--moe-backend", "marlin", "--tokenizer-mode", "hf"),
         ),
         prompts=LONG_PROMPTS,
+        # By 0.08 to 0.15 on an H200, with FlashMLA and DeepGEMM as with the portable kernels.
+        steady=False,
     ),
     # Served through --serve with the backends that SM12x takes, and compared with others:
     # --attention-backend XPU_MLA_SPARSE --block-size 64.
@@ -602,8 +610,9 @@ def first_answers(report: Steps, prompts: Sequence[str]) -> None:
         report.add(f"first answer to prompt {number}", time.monotonic() - began, status=status)
 
 
-def rotate(report: Report, prompts: Sequence[str], cycles: int) -> None:
+def rotate(report: Report, model: Model, cycles: int) -> None:
     """Cycles of sleep and wake, then a wake-up that another process is in the way of."""
+    prompts = model.prompts
     first_answers(report, prompts)
     before = Before.of(Answers.ask(prompts), Answers.ask(prompts))
     report.before = before
@@ -614,7 +623,9 @@ def rotate(report: Report, prompts: Sequence[str], cycles: int) -> None:
     report.step("eight requests at a time", held=held())
     texts = before.answers.texts
     report.expect(len(set(texts)) > 1, f"one text for all prompts: {texts[0]!r}")
-    report.expect(any(before.steady), "no prompt has the same text twice, without a sleep")
+    if model.steady:
+        report.expect(any(before.steady), "no prompt has the same text twice, without a sleep")
+    report.expect(max(before.noise) < LOUD, f"{max(before.noise):.2f} apart, without a sleep")
     asleep = 0
     for cycle in range(cycles):
         status, text, seconds = call("POST", "/sleep?level=1")
@@ -752,7 +763,7 @@ def main() -> int:
                 return 2
             report.step("healthy", seconds=seconds, held=held())
             with turn(options.lock):
-                rotate(report, model.prompts, options.cycles)
+                rotate(report, model, options.cycles)
             if theirs and report.before:
                 against = compare(report.before.answers, theirs)
                 print(json.dumps({"against": against}))

@@ -1,40 +1,56 @@
-"""In every Python process with this folder on PYTHONPATH: the indexer of DeepSeek V4.1 has pages of
-128 entries, as on SM12x, where vLLM would give it 64 on 9.0.
+"""In every Python process with this folder on PYTHONPATH: DeepSeek V4.1 has the pages of SM12x, 128
+entries, where vLLM gives its attention and its indexer 64 on 9.0. Pages are packed, so both need
+one size.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
 from types import ModuleType
 
-MODULE = "vllm.v1.attention.backends.mla.indexer"
+# Classes by module.
+BACKENDS = {
+    "vllm.v1.attention.backends.mla.indexer": "DeepseekV41IndexerBackend",
+    "vllm.models.deepseek_v41.sparse_mla": "DeepseekV4SparseMLABackend",
+}
 
 
 class Loader(SourceFileLoader):
-    """Loads the module as ever, but for the size of the pages."""
+    """Loads a module as ever, but for the size of the pages."""
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
-        backend = vars(module)["DeepseekV41IndexerBackend"]
+        backend = vars(module)[BACKENDS[module.__name__]]
         backend.get_supported_kernel_block_sizes = staticmethod(lambda kv_cache_spec=None: [128])
 
 
 class Finder(MetaPathFinder):
-    """Finds the module, once."""
+    """Finds the modules."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != MODULE:
+        if fullname not in BACKENDS:
             return None
-        sys.meta_path.remove(self)
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.origin is not None:
             spec.loader = Loader(fullname, spec.origin)
         return spec
 
 
+def run_next() -> None:
+    """Run the file of this name that the payload has, which this one hides."""
+    here = Path(__file__).parent
+    others = [entry for entry in sys.path if Path(entry or ".").resolve() != here.resolve()]
+    spec = PathFinder.find_spec("sitecustomize", others)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
 sys.meta_path.insert(0, Finder())
+run_next()

@@ -12,8 +12,9 @@ from portable_mla.deepgemm_reference import (
 )
 from portable_mla.indexer_logits import mqa_logits, paged_mqa_logits
 
-# fp8 products and fp32 sums of at most 128 * 128 terms.
-TOLERANCE = 1e-5
+# FP8 products and float32 sums of at most 128 * 128 terms. Tensor cores of 9.0 keep about 14 bits
+# of a sum of FP8 products: on an H200 cases are at most 2.2e-4 away, one of two logits 5.3e-4.
+TOLERANCE = 1e-3 if DEVICE == "cuda" else 1e-5
 SENTINEL = 12345.0
 
 
