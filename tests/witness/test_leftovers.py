@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 from typing import Any
 
 import pytest
@@ -97,6 +98,30 @@ def test_one_that_never_works_holds_up_no_other(world: World) -> None:
     expect("physical memory", world.fake.alive().physical, 8 * GRANULARITY)
 
 
+def test_an_attempt_tries_no_other(world: World) -> None:
+    """One attempt in vain for a call, also where it frees another block meanwhile."""
+    stuck, later, block = (world.malloc(GRANULARITY) for _ in range(3))
+    callback = Callback(world)
+    callback.fails = lambda pointer: True
+    for address in (stuck, later):
+        world.free_raw(address, GRANULARITY)
+    asked: list[int] = []
+
+    def fails_after_a_free(pointer: int) -> bool:
+        asked.append(pointer)
+        if pointer == stuck and block in world.records():
+            world.free_raw(block, GRANULARITY)
+        return pointer != block
+
+    callback.fails = fails_after_a_free
+    world.block(size=2 * GRANULARITY)
+    expect("blocks that Python was asked for", asked, [stuck, block])
+    callback.fails = None
+    for _ in range(2):
+        world.block(size=2 * GRANULARITY)
+    expect("physical memory", world.fake.alive().physical, 6 * GRANULARITY)
+
+
 @pytest.mark.parametrize("function", ["cuMemUnmap", "cuMemRelease", "cuMemAddressFree"])
 def test_cleanup_that_fails_too_is_done_later(world: World, function: str) -> None:
     before = world.block()
@@ -158,12 +183,13 @@ def test_a_release_that_fails_leaves_the_block_asleep(world: World) -> None:
     world.expect_alive(block)
 
 
+@pytest.mark.parametrize("error", ["MemoryError", "KeyboardInterrupt"])
 @pytest.mark.parametrize("asleep", [False, True], ids=["awake", "asleep"])
-def test_a_free_callback_that_raises_is_asked_again(world: World, asleep: bool) -> None:
+def test_a_free_callback_that_raises_is_asked_again(world: World, asleep: bool, error: str) -> None:
     block, other = world.block(), world.block()
 
     def fails(*args: object) -> None:
-        raise MemoryError("no memory for a log line")
+        raise getattr(builtins, error)("while a line was logged")
 
     logger = world.cumem.logger
     original = logger.debug

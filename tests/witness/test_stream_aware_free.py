@@ -35,6 +35,17 @@ def test_sleep_waits_for_work_in_flight(world: World, tag: str) -> None:
     world.expect_awake(*blocks)
 
 
+@pytest.mark.guard
+@pytest.mark.parametrize("device", [0, 1])
+def test_discard_waits_for_work_in_flight(world: World, device: int) -> None:
+    busy, other = world.block("kv_cache", device=device), world.block()
+    world.fake.begin_work(busy.address, 4096, device)
+    world.allocator.discard("kv_cache")
+    expect_no_violation(world)
+    world.expect_asleep(busy)
+    world.expect_awake(other)
+
+
 def test_sleep_waits_for_every_device_it_has_blocks_on(world: World) -> None:
     blocks = [world.block(device=0), world.block(device=1)]
     for device, block in enumerate(blocks):
