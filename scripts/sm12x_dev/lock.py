@@ -187,6 +187,20 @@ def verify(base: Base, machine: str, locks: Locks) -> list[str]:
     return findings
 
 
+def contradictions(base: Base, machines: Iterable[str] = ()) -> list[str]:
+    """Return what the committed locks of ``base`` lack of base.toml; of all machines by default."""
+    faults: list[str] = []
+    for name in machines or base.locks:
+        paths = base.lock_path(name), base.build_lock_path(name)
+        missing = [path for path in paths if not path.is_file()]
+        if missing:
+            faults += [f"{path.name}: is missing" for path in missing]
+            continue
+        closure, build = (path.read_text(encoding="utf-8") for path in paths)
+        faults += verify(base, name, Locks(closure=closure, build=build))
+    return faults
+
+
 def difference(path: Path, committed: str, made: str) -> str:
     """A unified diff from the committed file to a new one; "" if they are the same."""
     label = path.relative_to(layout.root()) if path.is_relative_to(layout.root()) else path

@@ -213,7 +213,7 @@ def test_a_kill_between_two_files_is_told_by_the_next_run(world: World) -> None:
 
 
 def test_help_has_an_example_for_every_subcommand() -> None:
-    verbs = ("list", "check", "apply", "refresh", "new", "drop", "witness", "rebase", "continue")
+    verbs = ("list", "check", "apply", "refresh", "new", "drop", "witness", "rebase")
     for name in verbs:
         done = _sm12x(name, "--help")
         assert done.returncode == 0

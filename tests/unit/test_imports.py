@@ -25,7 +25,7 @@ FLOORS = {
         ("cli", "__main__"),
     ),
     "sm12x_dev": (
-        ("advisories", "lock", "pages", "worktree"),
+        ("advisories", "base_draft", "lock", "pages", "worktree"),
         ("witness",),
         ("rebase", "render"),
         ("commands",),

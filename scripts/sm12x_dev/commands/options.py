@@ -15,7 +15,7 @@ from sm12x.core.errors import UnknownBaseError
 from sm12x.stack.model import base as bases
 from sm12x.stack.model.base import Base
 from sm12x.stack.model.series import Patch, Stack
-from sm12x_dev.rebase.base_draft import Release
+from sm12x_dev.base_draft import Release
 from sm12x_dev.worktree.export import MessageError
 
 _NICE = 10

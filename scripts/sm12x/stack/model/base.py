@@ -17,7 +17,7 @@ from pydantic import Field
 
 from sm12x import layout
 from sm12x.core import declared, text
-from sm12x.core.declared import MACHINES, Declared, KeyFaultError, Machine, one_of
+from sm12x.core.declared import MACHINES, Declared, KeyFaultError, Machine
 from sm12x.core.errors import BadFileError, UnknownBaseError
 
 __all__ = ["MACHINES"]
@@ -297,14 +297,12 @@ def require_version(key: str, text: str) -> None:
 class Dropped(Declared):
     """A patch of another base that this stack does not have.
 
-    ``state`` is "upstream" (the release does it itself, first in the release ``since``), "conflict"
-    (it is needed, and not yet written for this release), "follows" (it merges once the
-    patches in conflict before it are in) or "unknown" (it does not merge, and whether it is needed
-    could not be found out).
+    ``state`` is "upstream" (the release does it itself, in ``since`` at the latest) or "conflict"
+    (it is needed, and not yet written for this release).
     """
 
     patch: str
-    state: Annotated[str, one_of("upstream", "conflict", "follows", "unknown")]
+    state: Literal["upstream", "conflict"]
     why: str
     since: str = ""
 
@@ -424,7 +422,7 @@ def load(version: str) -> Base:
     if not (folder / "base.toml").is_file():
         known = versions()
         near = text.near(version, known, cutoff=0.3)
-        make = f"make it with `sm12x-dev rebase {version} --from BASE`"
+        make = f"make it with `sm12x-dev rebase {version} NEW_DIR --from BASE`"
         raise UnknownBaseError(
             f"there is no base {version}; known bases: {', '.join(known) or 'none'}",
             next_step=f"perhaps you meant {near}" if near else make,
