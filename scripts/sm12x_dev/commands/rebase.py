@@ -194,8 +194,6 @@ def _print(stack: Stack, outcome: rebase.Outcome, verdicts: dict[str, Verdict]) 
         elif patch.name in verdicts:
             verdict = verdicts[patch.name]
             click.echo(f"{patch.name}: {verdict.state}: {verdict.why}")
-        else:
-            click.echo(f"{patch.name}: {rebase.UNKNOWN}: its witness was not run")
 
 
 def _finish(new: Base, directory: Path, outcome: rebase.Outcome) -> None:
