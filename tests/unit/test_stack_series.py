@@ -129,10 +129,7 @@ def test_what_git_apply_says_is_read() -> None:
         1,
     )
     assert not said.ok
-    assert said.offsets == (
-        git.Offset(path="a.py", number=2, lines=2),
-        git.Offset(path="a.py", number=3, lines=-1),
-    )
+    assert [line.split(" fits")[0] for line in said.offsets] == ["a.py: hunk 2", "a.py: hunk 3"]
     assert said.errors == ("patch failed: b.py:7", "b.py: patch does not apply")
 
 
