@@ -15,7 +15,6 @@ from typing import Any
 import tomlkit
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
-from tomlkit import TOMLDocument
 
 from sm12x.core import files, listing
 from sm12x.core.declared import MACHINES
@@ -73,12 +72,10 @@ def release(
     uploads = [file for file in listed if file.version == version and not file.yanked]
     sdist = next((file for file in uploads if file.kind == SDIST and file.sha256), None)
     if sdist is None:
-        what = f"no sdist with a sha256 of {project} {version}" if uploads else f"no {version}"
-        newest = listing.releases(listed)[-1:]
+        newest = ", ".join(listing.releases(listed)[-1:]) or "none"
         raise FetchError(
-            f"the package index has {what} of {project}" if not uploads else f"there is {what}",
-            next_step="give a release as the package index writes it"
-            + "".join(f", such as {name}" for name in newest),
+            f"the package index has no sdist with a sha256 of {project} {version}",
+            next_step=f"give a release as the package index writes it; the newest is {newest}",
         )
     wheels: dict[str, ListedFile] = {}
     for machine in MACHINES:
@@ -183,19 +180,20 @@ def draft(
         values["released"] = release.released
     else:
         check.append(f"released: no upload times; {base.released} is kept: give --released DATE")
-    _update(values["sdist"], name=release.sdist.name, sha256=release.sdist.sha256, tree=tree)
+    tables: Any = values
+    tables["sdist"].update(name=release.sdist.name, sha256=release.sdist.sha256, tree=tree)
     for machine in base.wheels:
         wheel = release.wheels.get(machine)
         if wheel:
-            _update(values["wheel"][machine], name=wheel.name, sha256=wheel.sha256)
+            tables["wheel"][machine].update(name=wheel.name, sha256=wheel.sha256)
         elif release.wheels:
             check.append(f"wheel.{machine}: the release has no such wheel; left out with its lock")
-            del values["wheel"][machine], values["lock"][machine]
+            del tables["wheel"][machine], tables["lock"][machine]
         else:
             check.append(f"wheel.{machine}: no wheel of the release is listed; {base.version}'s")
-    _toolchain(values["toolchain"], base, source, before, check)
-    _modules(values["module"], source, before, check)
-    _sources(values, source, check)
+    _toolchain(tables["toolchain"], base, source, before, check)
+    _modules(tables["module"], source, before, check)
+    _sources(tables["source"], tables["toolchain"], source, check)
     for key in ("dropped", "override"):
         values.pop(key, None)
     if overrides:
@@ -204,7 +202,7 @@ def draft(
             for each in overrides
         )
     for key in ("upstream", "needed"):
-        values["witness"].pop(key, None)
+        tables["witness"].pop(key, None)
     for key in ("module.cpu_seconds, peak_gib and other_gpus", "disk", "image", "flashinfer"):
         check.append(f"{key}: of {base.version}")
     return Draft(text=tomlkit.dumps(values), to_check=tuple(check))
@@ -296,9 +294,7 @@ def _matches(glob: str, facts: SourceFacts) -> bool:
     return any(files.matches(path, glob) for path in facts.files)
 
 
-def _sources(values: TOMLDocument, source: SourceFacts, check: list[str]) -> None:
-    sources: Any = values["source"]
-    tools: Any = values["toolchain"]
+def _sources(sources: Any, tools: Any, source: SourceFacts, check: list[str]) -> None:
     left = dict(source.pins)
     for entry in list(sources):
         name, old = str(entry["name"]), str(entry["pin"])
@@ -323,10 +319,6 @@ def _sources(values: TOMLDocument, source: SourceFacts, check: list[str]) -> Non
             check.append(f"source {name}: {', '.join(gone)} was for {old}; left out")
     if left:
         check.append(f"source: new, without an entry: {', '.join(left)}")
-
-
-def _update(table: Any, **values: str) -> None:
-    table.update(values)
 
 
 def _list(words: Sequence[str]) -> Any:

@@ -152,8 +152,8 @@ def rebase(
         report, tip = apply.try_stack(base, stack, git, start)
         if not report.ok:
             raise apply.StackConflictError(report)
-        made = iter(git.commits(start, tip))
-        commits = {one.name: next(made) for one in report.results if one.state == apply.APPLIED}
+        names = [one.name for one in report.results if one.state == apply.APPLIED]
+        commits = dict(zip(names, git.commits(start, tip), strict=True))
         # The same objects, another folder.
         git = Repository(git_dir=git.git_dir, work_tree=directory.absolute())
         git.add_all()
@@ -201,13 +201,13 @@ def _left_out(
     where = f"on the untouched {new.version}"
     dropped: list[Dropped] = []
     for patch in reversed(stack.patches):
-        said = verdicts.get(patch.name)
+        verdict = verdicts.get(patch.name)
         undone = git.apply_cached(patch.content(), check_only=True, reverse=True).ok
         if undone:
             git.apply_cached(patch.content(), reverse=True)
-        if said and said.state == UPSTREAM:
-            why = f"its witness: {said.why} {where}"
-        elif undone and not (said and said.state == NEEDED):
+        if verdict and verdict.state == UPSTREAM:
+            why = f"its witness: {verdict.why} {where}"
+        elif undone and not (verdict and verdict.state == NEEDED):
             why = f"all of its text is {where}"
         else:
             continue

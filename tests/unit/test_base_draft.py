@@ -88,8 +88,8 @@ def test_a_release_is_its_sdist_and_the_latest_build_of_each_wheel() -> None:
     ("listed", "version", "newest"),
     [
         ([SDIST], "9.9.1", VERSION),
-        ([FIRST], VERSION, ""),
-        ([replace(SDIST, yanked=True)], VERSION, ""),
+        ([FIRST], VERSION, "none"),
+        ([replace(SDIST, yanked=True)], VERSION, "none"),
         ([replace(SDIST, sha256="")], VERSION, VERSION),
     ],
 )
