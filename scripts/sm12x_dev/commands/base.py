@@ -42,7 +42,7 @@ def check_command(find_links: Path | None) -> None:
     Example: sm12x-dev base check
     """
     default = bases.load(bases.default())
-    known = [bases.load(version) for version in bases.versions()]
+    every = [bases.load(version) for version in bases.versions()]
     project = default.sdist.name.rpartition("-")[0]
     with progress.spinner(f"asking the index for {project}"):
         listed = listing.of_folder(project, find_links) if find_links else listing.of_index(project)
@@ -57,11 +57,11 @@ def check_command(find_links: Path | None) -> None:
     for machine in bases.MACHINES:
         wheel = newest.wheels.get(machine)
         click.echo(f"  {machine}: {wheel.name if wheel else 'no wheel: no base can be made of it'}")
-    faults = [f"{base.version}/{fault}" for base in known for fault in lock.contradictions(base)]
+    faults = [f"{base.version}/{fault}" for base in every for fault in lock.contradictions(base)]
     for line in faults:
         click.echo(line)
     behind: dict[str, int] = {}
-    for base in known:
+    for base in every:
         behind[base.version] = sum(Version(one) > Version(base.version) for one in releases)
         mark = ", the default" if base.version == default.version else ""
         later = texts.counted(behind[base.version], "release")
@@ -81,7 +81,7 @@ def check_command(find_links: Path | None) -> None:
     if find_links:
         say("advisories: not looked up, as --find-links uses no network")
         return
-    report = _look_up(known, "pypi")
+    report = _look_up(every, "pypi")
     click.echo(advisories.render(report), nl=False)
     _judge(report)
 
@@ -111,16 +111,16 @@ def advisories_command(service: str, as_json: bool) -> None:
 
     Example: sm12x-dev base advisories --json
     """
-    known = [bases.load(version) for version in bases.versions()]
-    report = _look_up(known, service)
+    every = [bases.load(version) for version in bases.versions()]
+    report = _look_up(every, service)
     emit(as_json, report, advisories.render(report))
     _judge(report)
 
 
-def _look_up(known: list[Base], service: str) -> advisories.AdvisoryReport:
+def _look_up(every: list[Base], service: str) -> advisories.AdvisoryReport:
     with progress.spinner("asking for advisories of the locks"):
         return advisories.look_up(
-            advisories.locks(known),
+            advisories.locks(every),
             advisories.load(layout.patches() / advisories.NAME),
             partial(advisories.ask_pip_audit, service=service),
             today=date.today(),
@@ -129,11 +129,11 @@ def _look_up(known: list[Base], service: str) -> advisories.AdvisoryReport:
 
 def _judge(report: advisories.AdvisoryReport) -> None:
     """Raise FindingsError for what is open or stale, UnknownVerdictError for what was not seen."""
-    found = [f"{one.package} {one.ids[0]}" for one in report.open] + list(report.stale)
-    if found:
+    names = [f"{one.package} {one.ids[0]}" for one in report.open] + list(report.stale)
+    if names:
         raise FindingsError(
-            f"{texts.counted(len(found), 'advisory', 'advisories')} to act on: "
-            f"{texts.first_of(found, 4)}",
+            f"{texts.counted(len(names), 'advisory', 'advisories')} to act on: "
+            f"{texts.first_of(names, 4)}",
             next_step="pin a version with a fix (`make lock`), or read the advisory and state in "
             f"patches/{advisories.NAME} why it is accepted, and until when",
         )

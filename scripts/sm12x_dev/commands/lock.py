@@ -41,10 +41,10 @@ def lock_command(version: str, machine: str | None, check: bool) -> None:
         progress.spinner(f"resolving for {', '.join(machines)}"),
         ThreadPoolExecutor(len(machines)) as pool,
     ):
-        made = dict(
+        resolved = dict(
             zip(machines, pool.map(lambda name: lock.make(base, name), machines), strict=True)
         )
-    for name, locks in made.items():
+    for name, locks in resolved.items():
         for path, text in (
             (base.lock_path(name), locks.closure),
             (base.build_lock_path(name), locks.build),

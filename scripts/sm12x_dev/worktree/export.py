@@ -199,11 +199,11 @@ def refresh(
             f"{directory} has {len(changes)} uncommitted changes ({named})",
             next_step="commit them (`sm12x-dev new`, or `git commit --amend`) or undo them",
         )
-    known = repository.run("config", "--get-all", apply.UPSTREAM_KEY, check=False).stdout.split()
-    if known:
+    upstream = repository.run("config", "--get-all", apply.UPSTREAM_KEY, check=False).stdout.split()
+    if upstream:
         raise DirtyTreeError(
-            f"{', '.join(known)} is in the base already and so has no commit in {directory}",
-            next_step=f"`sm12x-dev drop --base {base.version} {known[0]}`, then apply the stack "
+            f"{', '.join(upstream)} is in the base already and so has no commit in {directory}",
+            next_step=f"`sm12x-dev drop --base {base.version} {upstream[0]}`, then apply the stack "
             "to a fresh folder",
         )
     head = repository.resolve("HEAD")

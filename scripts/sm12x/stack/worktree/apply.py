@@ -165,10 +165,10 @@ def commit_base(
     base: Base, stack: Stack, git: Repository, directory: Path, archive: Path | None
 ) -> str:
     """Commit the index of ``git`` as the base, after seeing that it is the untouched source."""
-    found = git.write_tree()
-    if found != base.sdist.tree:
+    tree_id = git.write_tree()
+    if tree_id != base.sdist.tree:
         raise tree.explain(base, stack, directory, git.index_entries(), archive)
-    return git.commit_tree(found, f"{base.sdist.name}\n\nsha256 {base.sdist.sha256}\n")
+    return git.commit_tree(tree_id, f"{base.sdist.name}\n\nsha256 {base.sdist.sha256}\n")
 
 
 def try_stack(

@@ -172,15 +172,15 @@ def explain(
     """
     fresh = f"work on a new copy (`sm12x-dev apply --base {base.version} --unpack NEW_DIR`)"
     name = base.sdist.name.split("-")[0]
-    found = _version_of(directory)
-    if found is None:
+    release = _version_of(directory)
+    if release is None:
         return DirtyTreeError(
             f"{directory} is not an unpacked sdist: it has no PKG-INFO", next_step=fresh
         )
-    if found != (name, base.version):
+    if release != (name, base.version):
         return DirtyTreeError(
-            f"{directory} is {' '.join(found)}, and the base is {name} {base.version}",
-            next_step=f"give a base that fits (`--base {found[1]}`), or unpack {base.sdist.name}",
+            f"{directory} is {' '.join(release)}, and the base is {name} {base.version}",
+            next_step=f"give a base that fits (`--base {release[1]}`), or unpack {base.sdist.name}",
         )
     patched, half, untouched = _progress(stack, has)
     if patched and not half and not untouched:
