@@ -31,11 +31,6 @@ def cache() -> Path:
         ) from None
 
 
-def ports() -> Path:
-    """Trees in which patches are being ported to another release, one per release."""
-    return cache() / "ports"
-
-
 def patches() -> Path:
     return root() / "patches"
 

@@ -110,16 +110,16 @@ def locks(bases: Iterable[Base]) -> dict[str, Pins]:
     A base's own release is not in its lock, as the wheel made here takes its place.
     """
     root = layout.root()
-    found: dict[str, Pins] = {}
+    every: dict[str, Pins] = {}
     for base in bases:
         for path in sorted(base.folder.glob("*.lock")):
             project = {base.sdist.name.rpartition("-")[0]: base.version}
             own = project if path.name.startswith("requirements-") else {}
-            found[f"{base.version}/{path.name}"] = {**lockfile.read(path).versions, **own}
+            every[f"{base.version}/{path.name}"] = {**lockfile.read(path).versions, **own}
     for path in (root / "scripts/requirements-dev.lock", *(root / "tests/witness").glob("*.lock")):
         if path.is_file():
-            found[path.relative_to(root).as_posix()] = lockfile.read(path).versions
-    return found
+            every[path.relative_to(root).as_posix()] = lockfile.read(path).versions
+    return every
 
 
 _Ask = Callable[[Pins], Any]
@@ -133,37 +133,37 @@ def ask_pip_audit(pins: Pins, *, service: str = "pypi") -> Any:
         ToolFailedError: it gives no report: its service cannot be reached, say.
     """
     program = Path(sys.executable).with_name("pip-audit")
-    found = str(program) if program.is_file() else shutil.which("pip-audit")
-    if found is None:
+    audit = str(program) if program.is_file() else shutil.which("pip-audit")
+    if audit is None:
         raise ToolMissingError(
             "pip-audit is not installed", next_step="run `make .venv/.installed` again"
         )
     with TemporaryDirectory(prefix="sm12x-advisories-") as folder:
         path = Path(folder, "requirements.txt")
         path.write_text("".join(f"{name}=={version}\n" for name, version in sorted(pins.items())))
-        words = [found, "--format", "json", "--progress-spinner", "off", "--disable-pip"]
+        words = [audit, "--format", "json", "--progress-spinner", "off", "--disable-pip"]
         words += ["--no-deps", "--vulnerability-service", service, "--requirement", str(path)]
         done = process.run(words, check=False, timeout=_TIMEOUT)
     try:
         # 1: it has found some.
         return json.loads(done.stdout if done.returncode in (0, 1) else "")
     except ValueError:
-        said = done.stderr.strip().splitlines()
+        rows = done.stderr.strip().splitlines()
         raise ToolFailedError(
-            f"pip-audit gives no report: {said[-1] if said else f'exit status {done.returncode}'}",
+            f"pip-audit gives no report: {rows[-1] if rows else f'exit status {done.returncode}'}",
             next_step="check the network on the way to the advisory service",
         ) from None
 
 
 def look_up(
-    found: Mapping[str, Pins], accepted: AcceptedAdvisories, ask: _Ask, *, today: date
+    locked: Mapping[str, Pins], accepted: AcceptedAdvisories, ask: _Ask, *, today: date
 ) -> AdvisoryReport:
     """Ask for the pins of all locks, each once, and compare with what is accepted.
 
     The release comes first: a service that does not know it is not asked for the rest.
     """
     where: dict[tuple[str, str], list[str]] = {}
-    for lock, pins in found.items():
+    for lock, pins in locked.items():
         for pin in pins.items():
             where.setdefault(pin, []).append(lock)
     unseen: set[tuple[str, str]] = set()

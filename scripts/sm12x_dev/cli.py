@@ -17,11 +17,10 @@ VERBS = {
     "new": "Make all changes in such a folder a patch at the end of the series.",
     "drop": "Take a patch out of the series, if the rest still applies.",
     "rebase": "Port a base's stack to another release.",
-    "continue": "Continue a rebase after the conflicts of a patch are resolved.",
     "witness": "Run the patches' witnesses: red on the untouched base, green on the patched.",
     "upstream-tests": "Run the release's own tests of the files that the stack changes.",
     "mutate": "Mutate lines of the patched source, and see whether witnesses turn red.",
-    "base": "Show the state of the patches on each release, and which is the newest.",
+    "base": "Compare the bases with the newest release, and their locks with advisories.",
     "lock": "Make or check the locked requirements of a base.",
     "cache": "List the witnesses' environments in the cache, and delete unused ones.",
     "docs": "Write the generated parts of README.md, docs/ and nomad-examples/, or check them.",
@@ -31,7 +30,6 @@ _MODULES = {
     **dict.fromkeys(("list", "check"), "stack"),
     **dict.fromkeys(("apply", "refresh", "new", "drop"), "tree"),
     **dict.fromkeys(("witness", "upstream-tests", "mutate"), "tests"),
-    "continue": "rebase",
 }
 
 

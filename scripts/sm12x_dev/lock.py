@@ -88,7 +88,7 @@ def resolve(base: Base, machine: str, requirements: Iterable[str]) -> dict[str, 
 def heads(base: Base, machine: str) -> tuple[str, str]:
     """The first lines of the closure and of the build lock, up to the first requirement."""
     spec = base.lock_spec(machine)
-    made = (
+    by = (
         f"# Made by `make lock` (sm12x lock --base {base.version} --machine {machine}) from "
         "base.toml; do not edit.\n"
     )
@@ -106,10 +106,10 @@ def heads(base: Base, machine: str) -> tuple[str, str]:
     )
     replaced = "".join(f"# {override}.\n" for override in base.overrides_on(machine))
     return (
-        f"{made}# All that {_RELEASE} {base.version} needs, and the CUDA toolkit.\n{extras}{fits}"
+        f"{by}# All that {_RELEASE} {base.version} needs, and the CUDA toolkit.\n{extras}{fits}"
         f"# {_RELEASE}=={base.version} itself is not listed: the wheel made here takes its place.\n"
         f"{replaced}{wheels_only}\n",
-        f"{made}# What building {_RELEASE} {base.version} needs, the CUDA toolkit, and what sm12x "
+        f"{by}# What building {_RELEASE} {base.version} needs, the CUDA toolkit, and what sm12x "
         f"itself needs.\n{fits}--only-binary :all:\n\n",
     )
 
@@ -162,22 +162,22 @@ def verify(base: Base, machine: str, locks: Locks) -> list[str]:
         if name not in closure.versions
     ]
     for extra in base.extras:
-        found = closure.versions.get(extra.package)
-        if found is None or not Requirement(extra.requirement).specifier.contains(found):
+        pinned = closure.versions.get(extra.package)
+        if pinned is None or not Requirement(extra.requirement).specifier.contains(pinned):
             findings.append(
-                f"{closure_name}: {extra.package} is {found or 'missing'}, base.toml's extra "
+                f"{closure_name}: {extra.package} is {pinned or 'missing'}, base.toml's extra "
                 f"{extra.name} is {extra.requirement}"
             )
     for override in base.overrides_on(machine):
-        wanted = Requirement(override.requirement)
-        name = canonicalize_name(wanted.name)
+        requirement = Requirement(override.requirement)
+        name = canonicalize_name(requirement.name)
         findings += [
-            f"{where}: {name} is {found}, base.toml says {override.requirement}"
-            for where, found in (
+            f"{where}: {name} is {pinned}, base.toml says {override.requirement}"
+            for where, pinned in (
                 (closure_name, closure.versions.get(name)),
                 (build_name, build.versions.get(name)),
             )
-            if found is not None and not wanted.specifier.contains(found, prereleases=True)
+            if pinned is not None and not requirement.specifier.contains(pinned, prereleases=True)
         ]
     findings += [
         f"{build_name}: {name} is {version}, {closure_name} has {closure.versions[name]}"
@@ -187,13 +187,27 @@ def verify(base: Base, machine: str, locks: Locks) -> list[str]:
     return findings
 
 
-def difference(path: Path, committed: str, made: str) -> str:
+def contradictions(base: Base, machines: Iterable[str] = ()) -> list[str]:
+    """Return what the committed locks of ``base`` lack of base.toml; of all machines by default."""
+    faults: list[str] = []
+    for name in machines or base.locks:
+        paths = base.lock_path(name), base.build_lock_path(name)
+        missing = [path for path in paths if not path.is_file()]
+        if missing:
+            faults += [f"{path.name}: is missing" for path in missing]
+            continue
+        closure, build = (path.read_text(encoding="utf-8") for path in paths)
+        faults += verify(base, name, Locks(closure=closure, build=build))
+    return faults
+
+
+def difference(path: Path, committed: str, fresh: str) -> str:
     """A unified diff from the committed file to a new one; "" if they are the same."""
     label = path.relative_to(layout.root()) if path.is_relative_to(layout.root()) else path
     return "".join(
         difflib.unified_diff(
             committed.splitlines(keepends=True),
-            made.splitlines(keepends=True),
+            fresh.splitlines(keepends=True),
             f"{label} (committed)",
             f"{label} (made now)",
         )
@@ -247,11 +261,11 @@ def _compile(
 
 def uv_error(stderr: str, *, what: str) -> Sm12xError:
     """The error in uv's output, in one line."""
-    said = stderr[stderr.rfind("error:") :] if "error:" in stderr else stderr
-    address = re.search(r"Failed to fetch:? [`']?(\S+?)[`']?(?=\s|$)", said)
+    message = stderr[stderr.rfind("error:") :] if "error:" in stderr else stderr
+    address = re.search(r"Failed to fetch:? [`']?(\S+?)[`']?(?=\s|$)", message)
     if address:
         shown = pipconfig.without_credentials(address[1])
-        reason = [line.strip().removeprefix("cause: ") for line in said.splitlines()][-1]
+        reason = [line.strip().removeprefix("cause: ") for line in message.splitlines()][-1]
         return FetchError(
             f"{what} cannot be made: no answer from {shown} ({reason})",
             next_step="check network, proxy and index address, and run it again",
@@ -261,7 +275,7 @@ def uv_error(stderr: str, *, what: str) -> Sm12xError:
             f"{what} cannot be made: the package index gives no upload dates",
             next_step="use an index that has them (JSON form of the Simple API)",
         )
-    line = re.sub(r"\s*cause: ", ": ", " ".join(said.removeprefix("error:").split()))
+    line = re.sub(r"\s*cause: ", ": ", " ".join(message.removeprefix("error:").split()))
     return ToolFailedError(
         f"{what} cannot be made: uv: {line[:600]}",
         next_step="correct the requirements in base.toml or pyproject.toml",

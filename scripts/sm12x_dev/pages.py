@@ -17,7 +17,6 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from sm12x import layout, plan
-from sm12x.audit import compare
 from sm12x.audit.report import AuditReport
 from sm12x.core import declared
 from sm12x.core.declared import Declared
@@ -29,6 +28,7 @@ from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
 from sm12x.stack.model.patchfile import Patch
 from sm12x.verify.report import limits
+from sm12x_dev import machine_code
 
 SUMMARIES = "summaries.toml"
 PICTURE = "machine-code.svg"
@@ -229,13 +229,13 @@ def _audits() -> tuple[AuditReport, AuditReport] | None:
         return None
     full = found[-1]
     date = full.name.removesuffix(f"-{_AUDITS[1]}.json")
-    return compare.load(full.with_name(f"{date}-{_AUDITS[0]}.json")), compare.load(full)
+    return machine_code.load(full.with_name(f"{date}-{_AUDITS[0]}.json")), machine_code.load(full)
 
 
 def audit_table() -> str:
     """One row for each module: how its code runs in the official wheel and in ours."""
     audits = _audits()
-    return markdown(compare.HEADER, compare.rows(*audits)) if audits else ""
+    return markdown(machine_code.HEADER, machine_code.rows(*audits)) if audits else ""
 
 
 def audit_picture() -> str:
@@ -244,7 +244,7 @@ def audit_picture() -> str:
     if not audits:
         return ""
     title = "Machine code in translation units"
-    return compare.svg(*audits, title=title, made_by="sm12x-dev docs")
+    return machine_code.svg(*audits, title=title, made_by="sm12x-dev docs")
 
 
 def _package_table() -> str:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sm12x.stack.model.series import Stack
-from sm12x.stack.worktree.apply import ApplyReport, PatchResult, RefusedFile
+from sm12x.stack.worktree.apply import ApplyReport, PatchResult
 from sm12x_dev.witness import upstream_tests
 from sm12x_dev.witness.upstream_tests import NEEDS, Report, Suite, UpstreamPlan, UpstreamResult
 from sm12x_dev.witness.witness import WitnessReport, WitnessTest
 from sm12x_dev.worktree.export import RefreshReport
 
-# Longer texts are cut: a hunk of hundreds of lines says no more than its beginning.
-_LINES = 24
 _STATES = {
     "applied": "applied",
     "upstream": "already in base",
@@ -117,50 +115,7 @@ def _failure(result: PatchResult) -> list[str]:
     lines: list[str] = []
     if result.follows:
         lines.append(f"  may only follow from the failure of {', '.join(result.follows)}")
-    for conflict in result.conflicts:
-        lines += _conflict(conflict)
-    if not result.ok and not result.conflicts:
-        lines += [f"  git: {said}" for said in result.said]
-    if result.state == "offset":
-        lines.append(
-            "  the text is at other lines, and strict apply accepts no offset: compare both texts, "
-            "then make the patch again with the commands in the error below"
-        )
-    return lines
-
-
-def _conflict(conflict: RefusedFile) -> list[str]:
-    if not conflict.exists:
-        return [f"  {conflict.path}: no such file in this tree"]
-    lines: list[str] = []
-    for number, state in enumerate(conflict.hunks, start=1):
-        head = f"  {conflict.path} hunk {number} of {len(conflict.hunks)}, {state.hunk.header}: "
-        if state.state == "applies":
-            continue
-        if state.state == "in base":
-            lines.append(f"{head}already in base, at line {state.start}")
-        elif state.state == "offset":
-            lines.append(f"{head}stands at line {state.start} ({state.moved:+d})")
-        elif not state.hunk.expects:
-            lines.append(f"{head}adds a file that is there already")
-        else:
-            lines.append(f"{head}conflict")
-            lines.append("    the patch expects:")
-            lines += _quoted(state.hunk.expects, state.hunk.old_start, state.has)
-            lines.append(f"    the file has, from line {state.start}:")
-            lines += _quoted(state.has, state.start, state.hunk.expects)
-    return lines
-
-
-def _quoted(text: Sequence[str], start: int, other: Sequence[str]) -> list[str]:
-    """The lines numbered, a mark before each that the other text does not have in its place."""
-    lines = []
-    for offset, line in enumerate(text[:_LINES]):
-        same = offset < len(other) and other[offset] == line
-        lines.append(f"    {' ' if same else '!'} {start + offset:5d} | {line}")
-    if len(text) > _LINES:
-        lines.append(f"            ... {len(text) - _LINES} more lines")
-    return lines
+    return lines + [f"  git: {message}" for message in result.messages]
 
 
 def upstream_listed(plan: UpstreamPlan, suite: Suite) -> str:

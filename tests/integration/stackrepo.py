@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from sm12x import layout
 from sm12x.core import process
 from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
@@ -123,6 +122,17 @@ def git(directory: Path, *words: str) -> str:
     ).stdout
 
 
+def release(world: World, version: str, changes: Mapping[str, str | None]) -> None:
+    """Put an sdist of a later release beside the first one; None takes a file away."""
+    files = {name: text for name, text in {**FILES, **changes}.items() if text is not None}
+    with tarfile.open(world.archive.parent / f"tiny-{version}.tar.gz", "w:gz") as tar:
+        for name, text in files.items():
+            member = tarfile.TarInfo(f"tiny-{version}/{name}")
+            body = text.replace("Version: 1.0", f"Version: {version}").encode()
+            member.size = len(body)
+            tar.addfile(member, io.BytesIO(body))
+
+
 def snapshot(directory: Path) -> dict[str, str]:
     """Every file of a folder, .git and all, with the hash of its bytes and its mode."""
     return {
@@ -155,9 +165,8 @@ def make(
     tree.unpack(archive, plain)
     home = root / "patches" / VERSION
     home.mkdir(parents=True)
-    known = layout.patches() / bases.versions()[0] / "base.toml"
-    real = bases.load(bases.versions()[0])
-    text = known.read_text()
+    real = bases.load(bases.default())
+    text = (real.folder / "base.toml").read_text()
     for old, new in (
         (f'version = "{real.version}"', f'version = "{VERSION}"'),
         (real.sdist.name, archive.name),

@@ -1,8 +1,7 @@
-"""`sm12x-dev base check` with real git, from a tiny base to made-up releases, and on the index."""
+"""`sm12x-dev base check` on made-up releases of a tiny base, and on the index."""
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
@@ -11,21 +10,21 @@ from pathlib import Path
 
 import pytest
 from tests.integration import stackrepo
-from tests.integration.stackrepo import World, snapshot
-from tests.integration.test_patch_rebase import A, B, release
+from tests.integration.stackrepo import World, release, snapshot
 
 from sm12x.stack.model import base as bases
+from sm12x_dev import lock
 
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    made = stackrepo.make(tmp_path, monkeypatch)
-    monkeypatch.setenv("SM12X_CACHE", str(tmp_path / "cache"))
-    directory = made.applied("author")
-    made.commit(directory, "Correct ten", "tiny/a.py", "a = 10\n", "a = 'ten'\n")
-    made.commit(directory, "Correct five", "tiny/b.py", "b = 5\n", "b = 'five'\n")
-    (made.root / "patches/default").write_text("1.0\n")
-    return made
+    """A base whose locks are those that base.toml declares: none."""
+    world = stackrepo.make(tmp_path, monkeypatch)
+    path = world.base.folder / "base.toml"
+    head, _, rest = path.read_text().partition("[lock.")
+    path.write_text(f"{head}[lock]\n\n[[dropped]]{rest.partition('[[dropped]]')[2]}")
+    (world.root / "patches/default").write_text("1.0\n")
+    return world
 
 
 def check(*words: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
@@ -35,39 +34,29 @@ def check(*words: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_patches_are_tried_on_the_newest_and_nothing_is_written(world: World) -> None:
-    release(world, "2.0", {"tiny/a.py": "# new\n" * 9 + A, "tiny/b.py": B.replace("= 5", "= 'V'")})
+@pytest.mark.parametrize(("versions", "code"), [((), 0), (("1.1",), 0), (("1.1", "2.0"), 1)])
+def test_one_release_behind_is_current_and_two_are_not(
+    world: World, versions: tuple[str, ...], code: int
+) -> None:
+    for version in (*versions, "3.0rc1"):
+        release(world, version, {})
     before = snapshot(world.root)
-    done = check("--find-links", world.archive.parent, "--json")
-    assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout)
-    assert (document["newest"], document["current"]) == ("2.0", True)
-    assert [(t["base"], t["patch"], t["text"], t["conflicts"]) for t in document["trials"]] == [
-        ("1.0", "0001-Correct-ten.patch", "merges", []),
-        ("1.0", "0002-Correct-five.patch", "conflict", ["tiny/b.py"]),
-    ]
-    # An sdist alone: no wheel to make a base of.
-    assert document["wheels"] == {"x86_64": None, "aarch64": None}
+    done = check("--find-links", world.archive.parent)
+    assert done.returncode == code, done.stderr
+    newest = [*("1.0",), *versions][-1]
+    assert f"tiny {newest}" in done.stdout
+    assert (f"sm12x-dev rebase {newest} NEW_DIR --from 1.0" in done.stderr) is (code == 1)
     assert snapshot(world.root) == before
 
 
-def test_two_releases_behind_is_exit_1(world: World) -> None:
-    for version in ("1.1", "2.0"):
-        release(world, version, {"tiny/b.py": B.replace("= 5", "= 'five'")})
+def test_a_lock_that_is_missing_is_a_finding(world: World) -> None:
+    path = world.base.folder / "base.toml"
+    spec = 'platform = "x"\nbuild_from_sdist = []\nsdist_requires = []\n'
+    path.write_text(path.read_text().replace("[lock]\n", f"[lock.x86_64]\n{spec}"))
+    assert len(lock.contradictions(world.base)) == 2
     done = check("--find-links", world.archive.parent)
     assert done.returncode == 1
-    assert "1.0 is 2 releases behind tiny 2.0" in done.stderr
-    assert "sm12x-dev rebase 2.0 --from 1.0" in done.stderr
-    rows = [line.split() for line in done.stdout.splitlines()]
-    assert ["1.0", "0001-Correct-ten", "applies", "-"] in rows
-    assert ["1.0", "0002-Correct-five", "present", "-"] in rows
-
-
-def test_no_release_is_newer(world: World) -> None:
-    done = check("--find-links", world.archive.parent)
-    said = "advisories: not looked up, as --find-links uses no network\n"
-    assert (done.returncode, done.stderr) == (0, said)
-    assert "no release is newer than base 1.0" in done.stdout
+    assert "1.0/requirements-x86_64.lock" in done.stdout
 
 
 def test_an_index_that_cannot_be_reached(world: World) -> None:
@@ -78,20 +67,14 @@ def test_an_index_that_cannot_be_reached(world: World) -> None:
         done = check(PIP_INDEX_URL=address, UV_DEFAULT_INDEX=address, NO_PROXY="127.0.0.1")
     assert (done.returncode, done.stdout) == (6, "")
     assert done.stderr.count("\n") == 1
-    assert f"no connection to {address}" in done.stderr
 
 
 def test_the_real_index() -> None:
     """The exit code is 1 only where the default base is more than one release behind."""
-    done = check("--json")
+    done = check()
     if done.returncode == 6:
         pytest.skip(f"the package index cannot be reached: {done.stderr}")
-    document = json.loads(done.stdout)
-    assert document["project"] == "vllm"
-    assert [base["version"] for base in document["bases"]] == bases.versions()
-    behind = next(base["behind"] for base in document["bases"] if base["default"])
-    assert document["current"] == (behind <= 1)
+    for version in bases.versions():
+        assert f"base {version}" in done.stdout
     # 16: the advisories could not be looked up; 1 also for one that is new since the list was made.
-    assert done.returncode in ((0, 1, 16) if document["current"] else (1,)), done.stderr
-    if document["current"]:
-        assert "pins looked up" in done.stderr
+    assert done.returncode in (0, 1, 16), done.stderr

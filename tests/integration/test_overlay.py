@@ -60,10 +60,10 @@ def test_a_file_that_is_patched_already_needs_no_overlay(world: World, stack: St
 @pytest.mark.parametrize(
     ("edit", "said"),
     [
-        (lambda text: text.replace(b"a = 10\n", b"a = 11\n"), "tiny/a.py of image is not the text"),
+        (lambda text: text.replace(b"a = 10\n", b"a = 11\n"), "image: patch failed: tiny/a.py:7"),
         # It would fit, ten lines on: the file is another one all the same.
-        (lambda text: b"# moved\n" * 10 + text, "tiny/a.py of image is not the text"),
-        (lambda text: None, "image has no tiny/a.py"),
+        (lambda text: b"# moved\n" * 10 + text, "image: tiny/a.py: hunk 1 fits"),
+        (lambda text: None, "image: tiny/a.py: does not exist"),
     ],
 )
 def test_a_file_of_another_version_is_refused(

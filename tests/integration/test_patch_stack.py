@@ -160,7 +160,7 @@ def test_refresh_refuses_a_commit_without_reasons(stacked: World, message: str, 
     assert stacked.patches() == before
 
 
-def test_every_patch_is_tried_and_both_texts_are_shown(stacked: World) -> None:
+def test_every_patch_is_tried_and_the_place_is_shown(stacked: World) -> None:
     folder = stacked.base.folder
     first = folder / "0001-Correct-line-ten.patch"
     first.write_text(first.read_text().replace(" a = 9\n", " a = 'nine'\n", 1))
@@ -175,14 +175,10 @@ def test_every_patch_is_tried_and_both_texts_are_shown(stacked: World) -> None:
     assert snapshot(directory) == before
     report = caught.value.report
     assert [result.state for result in report.results] == ["conflict", "offset", "applied"]
-    [conflict] = report.results[0].conflicts
-    assert conflict.hunks[0].has[2] == "a = 9"
-    assert conflict.hunks[0].hunk.expects[2] == "a = 'nine'"
+    assert report.results[0].messages[0] == "patch failed: tiny/a.py:7"
+    assert report.results[1].messages[0].startswith("tiny/b.py: hunk 1 fits at line 2")
     shown = render.applied(report)
-    assert "tiny/a.py hunk 1 of 1, @@ -7,7 +7,7 @@ a = 6: conflict" in shown
-    assert "!     9 | a = 'nine'" in shown
-    assert "!     9 | a = 9" in shown
-    assert "stands at line 2 (-2)" in shown
+    assert "git: patch failed: tiny/a.py:7" in shown
     assert "0003-Add-a-module.patch: applied" in shown
 
 

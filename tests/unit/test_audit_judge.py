@@ -241,7 +241,7 @@ def test_a_library_no_rule_matches_is_an_offence(tmp_path: Path) -> None:
         ('[[rule]]\nmatch = ["*"]\nunits = ["ptx"]', "reason is missing"),
         (
             '[[rule]]\nmatch = ["*"]\nunits = ["sass"]',
-            "units.0.: 'sass' is not one of",
+            "units.0. is 'sass'",
         ),
         ('[[rule]]\nmatch = "*"\nunits = ["native"]', "match has the wrong type"),
         ('[[rule]]\nmatch = ["*"]\nunits = ["native"]\nrequird = true', "meant required"),

@@ -56,7 +56,7 @@ def test_an_unknown_base_names_the_nearest() -> None:
         ('tree = "', "tree = 3\n#", "sdist.tree has the wrong type"),
         ("schema = 1", "schema = 2", ": schema is 2, and not 1"),
         ('version = "0.21.0"', 'version = "0.22.0"', "the folder is 0.21.0"),
-        ("[wheel.aarch64]", "[wheel.arm]", ": wheel.arm: .*x86_64, aarch64"),
+        ("[wheel.aarch64]", "[wheel.arm]", ": wheel.arm is 'arm'.*x86_64"),
         ("peak_gib = 0.1", 'peak_gib = "a"', r"module\[0\].peak_gib has the wrong type"),
         ("schema = 1", "schema = ", "cannot be read"),
         (
@@ -91,7 +91,7 @@ def test_what_a_stack_leaves_out_is_read_with_its_reason(tmp_path: Path) -> None
         (
             'state = "upstream"',
             'state = "gone"',
-            r"dropped\[0\]\.state: 'gone' is not one of upstr",
+            r"dropped\[0\]\.state is 'gone'",
         ),
         ('since = "0.22.0"\n', "", r"dropped\[0\]\.since is missing"),
         ('why = "a"', 'why = "a"\nwhen = "b"', r"dropped\[0\]\.when is not a known key"),

@@ -216,3 +216,19 @@ def test_a_program_given_as_text_is_not_repeated_by_an_error() -> None:
     assert "docker run IMAGE python3 -c 'import json...'" in said
     assert "no such image" in said
     assert "dumps" not in said
+
+
+@pytest.mark.parametrize(
+    ("path", "glob", "fits"),
+    [
+        ("a/b.c", "a/*.c", True),
+        ("a/b/c.c", "a/*.c", False),
+        ("a/b/c.c", "a/**", True),
+        ("a/c.c", "a/**/*.c", True),
+        ("a/b/d/c.c", "a/**/*.c", True),
+        ("b/c.c", "a/**", False),
+        ("a", "a/b", False),
+    ],
+)
+def test_globs(path: str, glob: str, fits: bool) -> None:
+    assert files.matches(path, glob) is fits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -78,6 +79,18 @@ def test_what_is_not_known_is_null(tmp_path: Path) -> None:
 def test_every_check_of_a_host_has_its_entry_in_the_data() -> None:
     of_recipes = {"recipe.needs", "recipe.utilization"}
     assert knowledge.CHECKS.keys() | of_recipes == knowledge.load().checks.keys()
+
+
+def test_every_remedy_in_the_data_is_one_that_a_check_names() -> None:
+    folder = Path(examine.__file__).parent
+    words = {
+        node.value
+        for path in folder.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant)
+    }
+    remedies = {name for check in knowledge.load().checks.values() for name in check.fix}
+    assert remedies <= words, remedies - words
 
 
 def test_every_claim_has_a_source() -> None:

@@ -48,36 +48,22 @@ def test_indexes_and_proxies_pass_paths_of_the_host_do_not() -> None:
     }
 
 
-DEB822 = """\
-Types: deb
-URIs: https://mirror.example/debian
-Suites: bookworm bookworm-updates
-Components: main
-
-Types: deb
-URIs: https://mirror.example/debian-security
-Suites: bookworm-security
-Components: main
-"""
-ONE_LINE = (
-    "# deb http://old.example/debian bookworm main\n"
-    "deb [arch=amd64] https://mirror.example/debian bookworm main contrib\n"
-    "deb https://packages.example/tool stable main\n"
-)
-
-
 @pytest.mark.parametrize(
-    ("one_line", "deb822", "expected"),
+    ("targets", "expected"),
     [
-        ("", DEB822, ("https://mirror.example/debian", "https://mirror.example/debian-security")),
-        (ONE_LINE, "", ("https://mirror.example/debian", None)),
-        ("", "", (None, None)),
+        (
+            "https://packages.example/tool stable contrib\n"
+            "https://mirror.example/debian/ bookworm main\n"
+            "https://mirror.example/debian/ bookworm-updates main\n"
+            "https://mirror.example/debian-security/ bookworm-security main\n",
+            ("https://mirror.example/debian/", "https://mirror.example/debian-security/"),
+        ),
+        ("https://mirror.example/debian bookworm main\n", ("https://mirror.example/debian", None)),
+        ("", (None, None)),
     ],
 )
-def test_mirrors_of_the_host(
-    one_line: str, deb822: str, expected: tuple[str | None, str | None]
-) -> None:
-    assert host_settings.debian_mirrors(one_line, deb822) == expected
+def test_mirrors_of_the_host(targets: str, expected: tuple[str | None, str | None]) -> None:
+    assert host_settings.debian_mirrors(targets) == expected
 
 
 def test_the_hosts_mirror_is_used_for_the_images_release() -> None:

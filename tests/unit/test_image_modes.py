@@ -79,14 +79,12 @@ def test_another_mode_is_refused(word: str, said: str) -> None:
 def test_given_sources(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert modes.parse_given(BASE, [f"qutlass={tmp_path}"]) == {"qutlass": tmp_path}
-    (tmp_path / "empty").mkdir()
-    for word, kind, said in (
-        ("qutlass", UsageError, "not of the form NAME=DIR"),
-        ("qutlas=.", UsageError, "use qutlass"),
-        (f"qutlass={tmp_path}/empty", BadFileError, "has nothing in it"),
-        (f"qutlass={tmp_path}/none", BadFileError, "is not a folder"),
+    for word, kind in (
+        ("qutlass", UsageError),
+        ("qutlas=.", UsageError),
+        (f"qutlass={tmp_path}/none", BadFileError),
     ):
-        with pytest.raises(kind, match=said):
+        with pytest.raises(kind):
             modes.parse_given(BASE, [word])
 
 

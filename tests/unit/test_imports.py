@@ -25,7 +25,8 @@ FLOORS = {
         ("cli", "__main__"),
     ),
     "sm12x_dev": (
-        ("advisories", "lock", "pages", "worktree"),
+        ("advisories", "base_draft", "lock", "machine_code", "worktree"),
+        ("pages",),
         ("witness",),
         ("rebase", "render"),
         ("commands",),

@@ -9,7 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from sm12x.core.errors import BadFileError
-from sm12x.stack.model import patchfile
+from sm12x.stack.model import base as bases
+from sm12x.stack.model import patchfile, series
 from sm12x_dev.commands.tree import new_command
 from sm12x_dev.worktree import add_drop
 from sm12x_dev.worktree.export import MessageError
@@ -139,3 +140,13 @@ def test_a_pull_request_lacks_trailers_and_says_which_options_have_them(
     assert "--author 'Some One <some@example.org>'" in refused.value.next_step
     for option in ("--like", "--subject", "--upstream", "--drop-when", "--witness"):
         assert option in refused.value.next_step
+
+
+def test_files_that_a_patch_made_like_another_leaves_out() -> None:
+    base = bases.load(bases.default())
+    model = series.load(base).patches[0]
+    first, *others = [file.path for file in model.files]
+    assert add_drop.missing(model, [first, *others]) == ()
+    assert add_drop.missing(model, [*others, "elsewhere.txt"]) == (first,)
+    # One of its name in another folder is where its hunks went.
+    assert add_drop.missing(model, [*others, f"moved/{Path(first).name}"]) == ()

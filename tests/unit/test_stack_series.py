@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import io
 import os
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,11 @@ from tests.unit.test_stack_patchfile import GOOD, WHERE
 
 from sm12x import layout
 from sm12x.core import git
-from sm12x.core.errors import BadFileError
+from sm12x.core.errors import BadFileError, NoSpaceError
 from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
 from sm12x.stack.model.base import Base
+from sm12x.stack.worktree import tree
 from sm12x_dev.witness import junit, witness
 
 
@@ -125,10 +129,7 @@ def test_what_git_apply_says_is_read() -> None:
         1,
     )
     assert not said.ok
-    assert said.offsets == (
-        git.Offset(path="a.py", number=2, lines=2),
-        git.Offset(path="a.py", number=3, lines=-1),
-    )
+    assert [line.split(" fits")[0] for line in said.offsets] == ["a.py: hunk 2", "a.py: hunk 3"]
     assert said.errors == ("patch failed: b.py:7", "b.py: patch does not apply")
 
 
@@ -324,3 +325,19 @@ def test_an_environment_is_used_while_a_lock_names_it(tmp_path: Path) -> None:
         witness.remove(one)
     assert list(homes.iterdir()) == []
     assert witness.environments([known], root=layout.root(), cache=tmp_path / "none") == []
+
+
+def test_a_full_disk_is_not_a_spoilt_archive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = tmp_path / "tiny-1.0.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.addfile(tarfile.TarInfo("tiny-1.0/a"), io.BytesIO())
+
+    def full(*args: Any, **more: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tarfile.TarFile, "extractall", full)
+    with pytest.raises(NoSpaceError, match=str(tmp_path)):
+        tree.unpack(archive, tmp_path / "tree")
+    assert list(tmp_path.iterdir()) == [archive]

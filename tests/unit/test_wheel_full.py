@@ -330,8 +330,6 @@ def test_a_given_folder_must_be_of_the_pinned_version(
         third_party.collect(one, cache=tmp_path, given={"thing": tmp_path})
     with pytest.raises(BadFileError, match="is not a folder with files"):
         third_party.collect(one, cache=tmp_path, given={"thing": tmp_path / "none"})
-    with pytest.raises(UsageError, match="no third-party source 'thong'"):
-        third_party.collect(one, cache=tmp_path, given={"thong": right})
 
 
 @pytest.mark.parametrize(

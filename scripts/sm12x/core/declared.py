@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    GetPydanticSchema,
     TypeAdapter,
     ValidationError,
     WithJsonSchema,
@@ -45,31 +47,9 @@ class Declared:
     )
 
 
-@dataclass(frozen=True)
-class one_of:  # noqa: N801 - it is used as a function
+def one_of(*names: str) -> GetPydanticSchema:
     """For ``Annotated[str, one_of(...)]``: a text, or a key, that is one of ``names``."""
-
-    names: tuple[str, ...]
-
-    def __init__(self, *names: str) -> None:
-        object.__setattr__(self, "names", names)
-
-    def __get_pydantic_core_schema__(
-        self, source: object, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self._check, handler(source))
-
-    def __get_pydantic_json_schema__(
-        self, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
-        return {**handler(schema), "enum": list(self.names)}
-
-    def _check(self, value: str) -> str:
-        if value not in self.names:
-            raise ValueError(
-                f"{value!r} is not one of {', '.join(self.names)}{perhaps(value, self.names)}"
-            )
-        return value
+    return GetPydanticSchema(lambda source, handler: core_schema.literal_schema([*names]))
 
 
 class NotNull:
@@ -314,7 +294,8 @@ def _told(fault: Mapping[str, Any], where: list[Any], kind: Any) -> str:
         case unknown if unknown in _UNKNOWN:
             return f"{key} is not a known key{perhaps(str(where[-1]), _keys(kind))}"
         case "literal_error":
-            return f"{key} is {value!r}, and not {context['expected']}"
+            near = perhaps(str(value), re.findall("'([^']*)'", context["expected"]))
+            return f"{key} is {value!r}, and not {context['expected']}{near}"
         case "too_short":
             return f"{key} has {len(value)} items, at least {context['min_length']} are needed"
         case "value_error" if isinstance(context["error"], KeyFaultError):

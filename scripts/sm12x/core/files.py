@@ -97,15 +97,6 @@ def locked(folder: Path, refused: Sm12xError | None = None) -> Iterator[None]:
         os.close(handle)
 
 
-def is_locked(folder: Path) -> bool:
-    """Whether a process holds the lock of ``folder``; see ``locked``."""
-    try:
-        with locked(folder):
-            return False
-    except DirtyTreeError:
-        return True
-
-
 def write_text(path: Path, text: str) -> None:
     """Write ``text`` (UTF-8) whole or not at all."""
     with replacing(path) as temporary:

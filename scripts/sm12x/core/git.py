@@ -17,8 +17,6 @@ from sm12x.core import process
 from sm12x.core.errors import NoSpaceError
 from sm12x.core.process import Completed
 
-# Of an object id that stands for "no such file" in a diff.
-_ZERO_ID = "0" * 40
 _IDENTITY = "sm12x <sm12x@localhost>"
 # 2000-01-01: commits that no mail dates must not depend on when they are made.
 _FIXED_DATE = "946684800 +0000"
@@ -43,7 +41,7 @@ _SETTINGS = {
     "advice.detachedHead": "false",
 }
 _ATTRIBUTES = "* -text -eol -filter -ident -working-tree-encoding\n"
-_OFFSET = re.compile(r"^Hunk #(\d+) succeeded at (\d+) \(offset (-?\d+) lines?\)")
+_OFFSET = re.compile(r"^Hunk #(\d+) succeeded at (\d+) \((offset -?\d+ lines?)\)")
 _FULL = re.compile("No space left on device|Disk quota exceeded|Out of diskspace")
 # What git says of a write that failed, without the reason.
 _WRITING = re.compile("writ|creat|truncat|copy|unable to|could not", re.IGNORECASE)
@@ -62,20 +60,11 @@ class TreeFile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Offset:
-    """A hunk that applies only at another line: hunk ``number`` of ``path``, by ``lines`` lines."""
-
-    path: str
-    number: int
-    lines: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class GitApplied:
-    """What ``git apply`` said: whether it would apply, moved hunks, and its error lines."""
+    """git's answer on a patch: whether it applies, which hunks at other lines, and why not."""
 
     ok: bool
-    offsets: tuple[Offset, ...]
+    offsets: tuple[str, ...]
     errors: tuple[str, ...]
 
 
@@ -202,24 +191,11 @@ class Repository:
     def message(self, commit: str) -> str:
         return self.run("log", "-1", "--format=%B", commit).stdout
 
-    def author(self, commit: str) -> Signature:
-        out = self.run("log", "-1", "--format=%an%x00%ae%x00%ad", "--date=raw", commit).stdout
-        name, email, date = out.rstrip("\n").split("\0")
-        return Signature(name=name, email=email, date=date)
-
     # Files
 
     def index_entries(self) -> dict[str, TreeFile]:
         """The files of the index by path."""
         return _entries(self.run("ls-files", "--stage", "-z").stdout, blob_word=1)
-
-    def entries(self, revision: str) -> dict[str, TreeFile]:
-        """The files of a commit or tree by path."""
-        return _entries(self.run("ls-tree", "-r", "-z", revision).stdout, blob_word=2)
-
-    def text(self, blob: str) -> str:
-        """The content of a blob, for showing: bytes that are not UTF-8 are replaced."""
-        return self.run("cat-file", "blob", blob).stdout
 
     def changed(self, old: str, new: str) -> list[str]:
         """The paths that differ between two commits or trees."""
@@ -261,73 +237,6 @@ class Repository:
         words += [f"--include={path}" for path in include]
         done = self.run(*words, "-", stdin=patch, check=False)
         return parse_apply(done.stderr, done.returncode)
-
-    def stage(self, files: Mapping[str, tuple[str, str]]) -> None:
-        """Put files into the index: path -> (mode, blob); mode "0" takes one out."""
-        records = "".join(
-            f"{mode} {blob or _ZERO_ID}\t{path}\0" for path, (mode, blob) in files.items()
-        )
-        if records:
-            self.run("update-index", "-z", "--index-info", stdin=records)
-
-    def stage_conflicts(self, files: Mapping[str, tuple[str, tuple[str, str, str]]]) -> None:
-        """Mark files of the index as unmerged: path -> (mode, blobs of ancestor, ours, theirs)."""
-        records = "".join(
-            f"0 {_ZERO_ID}\t{path}\0"
-            + "".join(
-                f"{mode} {blob} {stage}\t{path}\0"
-                for stage, blob in enumerate(blobs, start=1)
-                if blob
-            )
-            for path, (mode, blobs) in files.items()
-        )
-        if records:
-            self.run("update-index", "-z", "--index-info", stdin=records)
-
-    def blob(self, blob: str) -> bytes:
-        """The bytes of a blob."""
-        return self.run("cat-file", "blob", blob).raw
-
-    def store(self, content: bytes) -> str:
-        """Store a blob and return its id."""
-        return self.run("hash-object", "-w", "--stdin", stdin=content).stdout.strip()
-
-    def diff(self, old: str, new: str, path: str) -> bytes:
-        """What ``new`` does to one file of ``old``, as a diff."""
-        return self.run(
-            *("diff-tree", "-r", "-p", "--no-renames", "--no-ext-diff", "--no-textconv"),
-            *("--src-prefix=a/", "--dst-prefix=b/", old, new, "--", f":(literal,top){path}"),
-        ).raw
-
-    def merge_file(
-        self,
-        ours: Path,
-        base: Path,
-        theirs: Path,
-        *,
-        labels: tuple[str, str, str],
-        favour_theirs: bool = False,
-    ) -> bool:
-        """Merge three files into ``ours``, and return whether conflicts are left in it.
-
-        A conflict shows the ancestor too, without what both sides have (zdiff3, diff3 before git
-        2.35); ``labels`` name ours, ancestor and theirs. With ``favour_theirs`` conflicts are
-        decided for that side.
-        """
-        named = [word for label in labels for word in ("-L", label)]
-        paths = (str(ours), str(base), str(theirs))
-        for style in ("--theirs",) if favour_theirs else ("--zdiff3", "--diff3"):
-            done = self.run("merge-file", "-q", style, *named, *paths, check=False)
-            # 129: the option is not known. Up to 127: as many conflicts.
-            if done.returncode != 129:
-                break
-        if done.returncode > 127:
-            raise process.failed(done)
-        return done.returncode > 0
-
-    def checkout(self, revision: str) -> None:
-        """Make index and work tree hold ``revision``; edited files are overwritten."""
-        self.run("read-tree", "--reset", "-u", revision)
 
     def config(self, key: str, value: str) -> None:
         """Store a setting in the repository."""
@@ -376,19 +285,18 @@ def _no_room(folder: Path) -> bool:
 def parse_apply(stderr: str, returncode: int) -> GitApplied:
     """Read what ``git apply --verbose`` wrote to stderr."""
     path = ""
-    offsets: list[Offset] = []
+    offsets: list[str] = []
     errors: list[str] = []
     for line in stderr.splitlines():
         if match := _CHECKING.match(line):
             path = match[1]
         elif match := _OFFSET.match(line):
-            offset = Offset(path=path, number=int(match[1]), lines=int(match[3]))
-            # --check and the real run each say it.
-            if offset not in offsets:
-                offsets.append(offset)
+            offsets.append(f"{path}: hunk {match[1]} fits at line {match[2]} ({match[3]})")
         elif line.startswith(("error: ", "fatal: ")) and "while searching for" not in line:
             errors.append(line.split(": ", 1)[1])
-    return GitApplied(ok=returncode == 0, offsets=tuple(offsets), errors=tuple(errors))
+    # --check and the real run each print an offset.
+    unique = tuple(dict.fromkeys(offsets))
+    return GitApplied(ok=returncode == 0, offsets=unique, errors=tuple(errors))
 
 
 def _isolation() -> dict[str, str | None]:

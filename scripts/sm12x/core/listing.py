@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,7 @@ WHEEL = "wheel"
 class ListedFile:
     """A file of a project. ``sha256`` is in hex, "" where the index gives none.
 
-    ``uploaded`` is None, and ``requires_python`` "", where it does not say.
+    ``uploaded`` is None where it does not say.
     """
 
     name: str
@@ -34,7 +34,6 @@ class ListedFile:
     kind: str
     sha256: str
     uploaded: datetime.datetime | None
-    requires_python: str
     yanked: bool
 
 
@@ -76,31 +75,10 @@ def of_folder(project: str, folder: Path) -> tuple[ListedFile, ...]:
                     kind=kind,
                     sha256=files.sha256(path),
                     uploaded=None,
-                    requires_python="",
                     yanked=False,
                 )
             )
     return tuple(found)
-
-
-def completed(
-    here: tuple[ListedFile, ...], known: tuple[ListedFile, ...]
-) -> tuple[ListedFile, ...]:
-    """The files of a folder, with upload times and further wheels from the index.
-
-    A file that has the name of one of the index and another sha256 is not taken for it.
-    """
-    listed = {file.name: file for file in known}
-
-    def dated(file: ListedFile) -> ListedFile:
-        same = listed.get(file.name)
-        if same is None or same.sha256 not in ("", file.sha256):
-            return file
-        return replace(file, uploaded=same.uploaded)
-
-    names = {file.name for file in here}
-    others = (f for f in known if f.kind == WHEEL and f.sha256 and f.name not in names)
-    return (*map(dated, here), *others)
 
 
 def releases(listed: tuple[ListedFile, ...]) -> list[str]:
@@ -138,6 +116,5 @@ def _listed(package: DistributionPackage, time: str) -> ListedFile:
         kind=package.package_type or "",
         sha256=package.digests.get("sha256", ""),
         uploaded=uploaded,
-        requires_python=package.requires_python or "",
         yanked=package.is_yanked,
     )

@@ -124,7 +124,7 @@ def stale(facts: HostFacts, known: Knowledge) -> Iterator[Finding]:
         places = ", ".join(str(cache.path) for cache in facts.caches)
         seen = "the image's build time is unknown, so these caches may be of another build"
         seen = f"{seen}: {places}"
-        yield Finding(UNKNOWN, seen, fix=(_wipe(facts.caches),))
+        yield _stale(UNKNOWN, seen, facts.caches)
     else:
         yield from (_compare(cache, image, built) for cache in facts.caches)
 
@@ -137,18 +137,19 @@ def _compare(cache: Cache, image: Image, built: float) -> Finding:
         if release in cache.versions:
             return Finding(OK, f"{about}, of the image's FlashInfer {release}")
         seen = f"{about}, of FlashInfer {', '.join(cache.versions)}; the image has {release}"
-        return Finding(INFO, seen, fix=(_wipe((cache,)),))
+        return _stale(INFO, seen, (cache,))
     if cache.newest < built:
         seen = f"{about}, all written before the image was built ({_day(built)}): another build's"
-        return Finding(WARN, seen, fix=(_wipe((cache,)),))
+        return _stale(WARN, seen, (cache,))
     if cache.oldest < built:
         seen = f"{about}, in part from {_day(cache.oldest)}, before the image ({_day(built)})"
-        return Finding(WARN, seen, fix=(_wipe((cache,)),))
+        return _stale(WARN, seen, (cache,))
     return Finding(OK, f"{about}, written since the image was built")
 
 
-def _wipe(caches: tuple[Cache, ...]) -> str:
-    return "rm -rf " + " ".join(shlex.quote(str(cache.path)) for cache in caches)
+def _stale(severity: str, seen: str, caches: tuple[Cache, ...]) -> Finding:
+    paths = " ".join(shlex.quote(str(cache.path)) for cache in caches)
+    return Finding(severity, seen, fix=("remove",), values={"paths": paths})
 
 
 def _day(at: float) -> str:

@@ -96,15 +96,8 @@ def _specs(host: Host) -> tuple[CdiSpec, ...]:
     return tuple(specs)
 
 
-_CONFIGURE = "sudo nvidia-ctk runtime configure --runtime=docker && sudo systemctl restart docker"
-_GENERATE = "sudo nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"
-_TOOLKIT = "sudo apt install nvidia-container-toolkit"
 # A rootless daemon has a configuration of its own, and may not change device cgroups.
-_ROOTLESS = (
-    "nvidia-ctk runtime configure --runtime=docker --config=$HOME/.config/docker/daemon.json",
-    "systemctl --user restart docker",
-    "sudo nvidia-ctk config --set nvidia-container-cli.no-cgroups --in-place",
-)
+_ROOTLESS = ("rootless", "no-cgroups")
 
 
 @check("engine.present")
@@ -115,14 +108,13 @@ def engines(facts: HostFacts, known: Knowledge) -> Iterator[Finding]:
         where = f" (this is inside a container: {facts.machine.container})"
         seen = f"no docker or podman on PATH{where if facts.machine.container else ''}"
         severity = INFO if facts.machine.container else BAD
-        yield Finding(severity, seen, fix=("sudo apt install docker.io",))
+        yield Finding(severity, seen, fix=("install",))
     works = any(not isinstance(engine.answer, Unseen) for engine in found)
     for engine in found:
         if isinstance(engine.answer, Unseen):
             seen = f"{engine.name} ({engine.program}) does not answer: {engine.answer.why}"
-            fix = "sudo systemctl start docker" if engine.name == "docker" else "podman version"
             # Another engine answers, so this one is not needed.
-            yield Finding(INFO if works else BAD, seen, fix=(fix,))
+            yield Finding(INFO if works else BAD, seen, fix=(engine.name,))
         else:
             version = engine.answer.get("ServerVersion") or _podman_version(engine.answer)
             yield Finding(OK, f"{engine.name} {version} ({engine.program}) answers")
@@ -156,18 +148,18 @@ def _docker(facts: HostFacts, engine: EngineAnswer) -> Finding:
         return _by_specs(facts)
     if "nvidia" in on_file:
         seen = f"{_DAEMON} has a runtime `nvidia`, and docker runs without it"
-        return Finding(INFO, seen, fix=("sudo systemctl restart docker",))
+        return Finding(INFO, seen, fix=("restart",))
     if tools:
         seen = f"{tools} installed; neither a runtime `nvidia` nor a CDI spec is configured"
         if rootless:
             return Finding(WARN, f"rootless docker: {seen}", fix=_ROOTLESS)
         # The hook alone serves `--gpus` in docker, without any configuration.
-        return Finding(INFO, seen, fix=(_CONFIGURE, _GENERATE))
+        return Finding(INFO, seen, fix=("configure", "generate"))
     if isinstance(containers.runtimes, Unseen) and not rootless:
         seen = f"could not see docker's configuration: {containers.runtimes.why}"
         return Finding(UNKNOWN, seen)
     seen = "no NVIDIA Container Toolkit, no runtime `nvidia`, no CDI spec: --gpus all fails"
-    fix = (_TOOLKIT, *(_ROOTLESS if rootless else (_CONFIGURE,)))
+    fix = ("toolkit", *(_ROOTLESS if rootless else ("configure",)))
     return Finding(BAD, seen, fix=fix)
 
 
@@ -176,7 +168,7 @@ def _podman(facts: HostFacts) -> Finding:
         return _by_specs(facts)
     tools = ", ".join(facts.containers.tools)
     seen = f"podman hands out GPUs by CDI alone, and no spec is in {' or '.join(_SPEC_FOLDERS)}"
-    fix = (_GENERATE,) if tools else (_TOOLKIT, _GENERATE)
+    fix = ("generate",) if tools else ("toolkit", "generate")
     return Finding(BAD, f"{seen} ({tools or 'no toolkit'})", fix=fix)
 
 
@@ -186,7 +178,7 @@ def _by_specs(facts: HostFacts) -> Finding:
     if readable:
         return Finding(OK, f"CDI specs: {', '.join(readable)}")
     seen = f"could not see CDI specs: {getattr(specs[0].drivers, 'why', '')}"
-    return Finding(UNKNOWN, seen, fix=(f"sudo chmod a+r {specs[0].path}",))
+    return Finding(UNKNOWN, seen, fix=("readable",), values={"path": specs[0].path})
 
 
 @check("engine.cdi")
@@ -203,8 +195,7 @@ def cdi(facts: HostFacts, known: Knowledge) -> Iterator[Finding]:
             yield Finding(OK, f"{spec.path} is for driver {found}")
         else:
             seen = f"{spec.path} is for driver {', '.join(spec.drivers)}, loaded is {found}"
-            fix = (f"sudo nvidia-ctk cdi generate --output={spec.path}",)
-            yield Finding(BAD, seen, fix=fix)
+            yield Finding(BAD, seen, fix=("generate",), values={"path": spec.path})
 
 
 def _podman_version(answer: Mapping[str, object]) -> str:

@@ -24,19 +24,20 @@ def answers(facts: HostFacts, known: Knowledge) -> list[Finding]:
     if driver.loaded:
         if "mismatch" in driver.fault:
             seen = f"the driver's library and its loaded module differ: {driver.fault}"
-            return [Finding(BAD, seen, fix=("sudo reboot",))]
+            return [Finding(BAD, seen, fix=("reboot",))]
         seen = f"driver {_version(facts)} is loaded, but could not be asked: {driver.fault}"
         if driver.asked:
-            return [Finding(BAD, seen, fix=("nvidia-smi", "sudo dmesg | grep NVRM"))]
-        return [Finding(UNKNOWN, seen, fix=("pip install nvidia-ml-py",))]
+            return [Finding(BAD, seen, fix=("ask",))]
+        return [Finding(UNKNOWN, seen, fix=("nvml",))]
     if facts.seen_gpus:
         seen = (
             f"{counted(len(facts.seen_gpus), 'NVIDIA GPU')} on the PCI bus, but no driver is loaded"
         )
-        return [Finding(BAD, seen, fix=_install(facts, branch))]
+        return [Finding(BAD, seen, fix=_install(facts), values={"branch": branch})]
     why = driver.version.why if isinstance(driver.version, Unseen) else "it is not loaded"
-    fix = _install(facts, branch) if facts.machine.wsl else ()
-    return [Finding(UNKNOWN, f"could not see a driver: {why}", fix=fix)]
+    fix = _install(facts) if facts.machine.wsl else ()
+    seen = f"could not see a driver: {why}"
+    return [Finding(UNKNOWN, seen, fix=fix, values={"branch": branch})]
 
 
 @check("driver.version")
@@ -55,8 +56,8 @@ def version(facts: HostFacts, known: Knowledge) -> list[Finding]:
         return [Finding(UNKNOWN, seen, sources=(needed.source,))]
     if numbers(found) < numbers(needed.driver):
         seen = f"driver {found} is older than {needed.driver}, which {whose} needs"
-        fix = _install(facts, needed.driver)
-        return [Finding(BAD, seen, fix=fix, sources=(needed.source,))]
+        values = {"branch": needed.driver}
+        return [Finding(BAD, seen, fix=_install(facts), values=values, sources=(needed.source,))]
     seen = f"driver {found} runs {whose}, which needs {needed.driver} or newer"
     return [Finding(OK, seen, sources=(needed.source,))]
 
@@ -80,7 +81,7 @@ def trouble(facts: HostFacts, known: Knowledge) -> list[Finding]:
         Finding(
             WARN,
             f"driver {found}, kernel {kernel}: {entry.seen}",
-            fix=entry.fix,
+            commands=entry.fix,
             why=entry.advice,
             sources=entry.sources,
         )
@@ -102,23 +103,19 @@ def log(facts: HostFacts, known: Knowledge) -> list[Finding]:
         return [Finding(UNKNOWN, seen)]
     if isinstance(facts.log, Unseen):
         seen = f"could not see the kernel log: {facts.log.why}"
-        return [Finding(UNKNOWN, seen, fix=("sudo dmesg | grep NVRM",))]
+        return [Finding(UNKNOWN, seen, fix=("log",))]
     if facts.log:
         last = "; ".join(facts.log[-_LINES:])
         seen = f"{counted(len(facts.log), 'line')} about driver faults since boot, the last: {last}"
-        return [Finding(WARN, seen, fix=("sudo dmesg | grep NVRM", "sudo reboot"))]
+        return [Finding(WARN, seen, fix=("log", "reboot"))]
     if not facts.seen_gpus:
         return []
     return [Finding(OK, "no driver faults since boot")]
 
 
-def _install(facts: HostFacts, branch: str) -> tuple[str, ...]:
+def _install(facts: HostFacts) -> tuple[str, ...]:
     """The way to the driver: WSL2 has that of Windows, and one of Linux there breaks it."""
-    if facts.machine.wsl:
-        return (
-            f"wsl.exe --shutdown   # after the driver {branch} or newer is installed in Windows",
-        )
-    return (f"sudo apt install nvidia-driver-{branch}-open && sudo reboot",)
+    return ("windows",) if facts.machine.wsl else ("install",)
 
 
 def _version(facts: HostFacts) -> str:
@@ -145,12 +142,7 @@ def iommu(facts: HostFacts, known: Knowledge) -> list[Finding]:
         f"GPU {ranges(gpu.index for gpu in caught)} behind a translating IOMMU "
         f"({caught[0].iommu}; kernel command line: {' '.join(asked) or 'nothing about it'})"
     )
-    fix = (
-        "sudoedit /etc/default/grub   # add iommu=pt to GRUB_CMDLINE_LINUX",
-        "sudo update-grub && sudo reboot",
-        "docker run -e NCCL_P2P_DISABLE=1 ...   # instead, with --disable-custom-all-reduce",
-    )
-    return [Finding(WARN, seen, fix=fix)]
+    return [Finding(WARN, seen, fix=("pass",))]
 
 
 @check("kernel.kho")
@@ -159,9 +151,5 @@ def handover(facts: HostFacts, known: Knowledge) -> list[Finding]:
     if isinstance(info, Unseen) or info.get("CmaFree", 0) <= info.get("CmaTotal", 0):
         return []
     held = info["CmaFree"] - info.get("CmaTotal", 0)
-    fix = (
-        "sudoedit /etc/default/grub   # add kho=off to GRUB_CMDLINE_LINUX",
-        "sudo update-grub && sudo reboot",
-    )
     seen = f"CmaFree is {size(held)} above CmaTotal: kexec handover keeps that from being pinned"
-    return [Finding(WARN if facts.unified else INFO, seen, fix=fix)]
+    return [Finding(WARN if facts.unified else INFO, seen, fix=("off",))]

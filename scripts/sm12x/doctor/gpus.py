@@ -10,6 +10,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from sm12x.audit.model import DEVICES, HOST, NATIVE, NONE, PTX, Device, compiles_on
@@ -242,17 +243,13 @@ def present(facts: HostFacts, known: Knowledge) -> list[Finding]:
 def image_known(facts: HostFacts, known: Knowledge) -> list[Finding]:
     image = facts.image
     if isinstance(image, Unseen):
-        fix = (
-            "sm12x bundle",
-            "sm12x audit IMAGE --json --output audit.json; sm12x doctor --audit audit.json",
-        )
         seen = f"could not see how the image was compiled: {image.why}"
-        return [Finding(UNKNOWN, seen, fix=fix)]
+        return [Finding(UNKNOWN, seen, fix=("build", "audit"))]
     stack = f", stack {image.stack_id}" if image.stack_id else ""
     about = f"{image.name}{stack}, for {image.machine or 'an unknown architecture'}"
     if image.machine and image.machine != facts.machine.name:
         seen = f"{about}, but this is {facts.machine.name}: it does not start here"
-        return [Finding(BAD, seen, fix=("sm12x bundle",))]
+        return [Finding(BAD, seen, fix=("build",))]
     return [Finding(OK, about)]
 
 
@@ -302,7 +299,7 @@ def unified(facts: HostFacts, known: Knowledge) -> list[Finding]:
         f"CPU and GPU share one memory{total}: keep one model awake rather than sleeping at "
         "level 1, and count every other program against the GPU"
     )
-    return [Finding(INFO, seen, fix=("sm12x plan RECIPE",))]
+    return [Finding(INFO, seen, fix=("plan",))]
 
 
 def _code(image: Image, device: Device, which: str) -> Finding:
@@ -315,21 +312,23 @@ def _code(image: Image, device: Device, which: str) -> Finding:
     # The wheel that an audit of dist/ names lies beside it.
     is_wheel = image.name.endswith(".whl")
     subject = str(image.audit.with_name(image.name)) if is_wheel else image.name
-    audit = (f"sm12x audit {shlex.quote(subject)} --arch {device}",)
+    audit = partial(
+        Finding, fix=("audit",), values={"subject": shlex.quote(subject), "device": device}
+    )
     if counted[NATIVE] + counted[PTX] == 0:
-        return Finding(BAD, f"{which} cannot run the image: {unit} {told}", fix=audit)
+        return audit(BAD, f"{which} cannot run the image: {unit} {told}")
     if image.offenders.get(device):
         first = image.offenders[device][0]
         seen = f"{which}: {unit} {told}; against the policy: {first}"
-        return Finding(BAD, seen, fix=audit)
+        return audit(BAD, seen)
     if counted[UNREADABLE]:
         seen = f"{which}: {unit} {told}, {counted[UNREADABLE]} that could not be read"
-        return Finding(WARN, seen, fix=audit)
+        return audit(WARN, seen)
     if device not in DEVICES:
         seen = f"{which}: {unit} {told}; the image was compiled and judged for 12.x only"
-        return Finding(WARN, seen, fix=audit)
+        return audit(WARN, seen)
     if counted[NATIVE] == 0:
-        return Finding(WARN, f"{which}: {unit} {told}", fix=audit)
+        return audit(WARN, f"{which}: {unit} {told}")
     accepted = "; units without code are for other GPUs" if counted[NONE] and image.passed else ""
     seen = f"{which}: {unit} {told}{accepted}"
     return Finding(INFO if counted[PTX] else OK, seen)
@@ -351,16 +350,14 @@ def _units(library: ImageLibrary, device: Device) -> Counter[str]:
 @check("gpu.split")
 def split(facts: HostFacts, known: Knowledge) -> Iterator[Finding]:
     """Cards in MIG mode: a server gets a slice, while names and counts are those of the card."""
-    slices = ("nvidia-smi -L   # the slices, each with the name that --gpus device=... takes",)
     for gpu in facts.seen_gpus:
         asked = gpu.told_by == "nvml"
         if gpu.split:
             seen = f"{gpu} is split (MIG mode): a server gets one slice and its memory"
-            fix = (*slices, f"sudo nvidia-smi -i {gpu.index} -mig 0   # the whole card again")
-            yield Finding(WARN, seen, fix=fix)
+            yield Finding(WARN, seen, fix=("slices", "whole"), values={"index": gpu.index})
         elif gpu.split is None and asked and gpu.memory_total is None and not gpu.unified:
             seen = f"the driver gives no memory of {gpu}, as of a card that is split (MIG mode)"
-            yield Finding(UNKNOWN, seen, fix=slices)
+            yield Finding(UNKNOWN, seen, fix=("slices",))
 
 
 def _hidden(facts: HostFacts, gpu: Gpu) -> tuple[str, tuple[str, ...]]:
@@ -368,16 +365,16 @@ def _hidden(facts: HostFacts, gpu: Gpu) -> tuple[str, tuple[str, ...]]:
     container = facts.machine.container
     if container:
         why = f"inside a container ({container}) other processes are hidden"
-        return why, ("sm12x doctor   # on the host",)
+        return why, ("host",)
     if facts.machine.wsl:
-        return "the processes of Windows are not listed in WSL2", ("nvidia-smi.exe",)
+        return "the processes of Windows are not listed in WSL2", ("windows",)
     if gpu.split:
-        return "those in slices of a split card are listed to root alone", ("sudo nvidia-smi",)
+        return "those in slices of a split card are listed to root alone", ("root",)
     return "", ()
 
 
 def _leftover(facts: HostFacts, gpu: Gpu, used: int, known: Knowledge) -> Finding:
-    holders = ("sudo fuser -v /dev/nvidia*",)
+    holders = ("holders",)
     if isinstance(gpu.processes, Unseen):
         seen = f"could not see who holds {size(used)} of {gpu}: {gpu.processes.why}"
         return Finding(UNKNOWN, seen, fix=holders)
@@ -394,7 +391,7 @@ def _leftover(facts: HostFacts, gpu: Gpu, used: int, known: Knowledge) -> Findin
         seen = f"{gpu}: {who} own {size(used - rest)}, {size(rest)} more belong to no process"
         return Finding(WARN, seen, fix=holders)
     seen = f"{gpu}: {size(used)} in use and no process owns it"
-    return Finding(BAD, seen, fix=(*holders, "sudo reboot"))
+    return Finding(BAD, seen, fix=("holders", "reboot"))
 
 
 def _unified_leftover(facts: HostFacts, gpu: Gpu, known: Knowledge) -> Finding:
@@ -413,25 +410,21 @@ def _unified_leftover(facts: HostFacts, gpu: Gpu, known: Knowledge) -> Finding:
         return Finding(INFO, seen)
     if isinstance(gpu.processes, Unseen) or facts.machine.container:
         seen = f"{told}; could not see whether a process owns it"
-        return Finding(UNKNOWN, seen, fix=("sudo fuser -v /dev/nvidia*",))
+        return Finding(UNKNOWN, seen, fix=("holders",))
     seen = f"{told}, and {size(rest)} of it belong to no process"
-    return Finding(BAD, seen, fix=("sudo fuser -v /dev/nvidia*", "sudo reboot"))
+    return Finding(BAD, seen, fix=("holders", "reboot"))
 
 
 @check("gpu.stuck")
 def stuck(facts: HostFacts, known: Knowledge) -> Iterator[Finding]:
     """GPUs that are busy at almost no power: a kernel waits for data that does not come."""
-    fix = (
-        "ncclras -f json -vv   # with requests running, and again 95 s later",
-        "sudo dmesg | grep 'NVRM: Xid'",
-    )
     for gpu in facts.seen_gpus:
         model = known.model_of_name(gpu.name)
         if model is None or not model.stuck_watts or gpu.busy is None or gpu.watts is None:
             continue
         if gpu.busy >= known.thresholds.stuck_percent and gpu.watts <= model.stuck_watts:
             seen = f"{gpu}: {gpu.busy} % busy at {gpu.watts:.0f} W: its kernel waits, without work"
-            yield Finding(WARN, seen, fix=fix)
+            yield Finding(WARN, seen, fix=("ask",))
 
 
 def _alike(gpus: Iterable[Gpu]) -> list[tuple[str, list[Gpu]]]:

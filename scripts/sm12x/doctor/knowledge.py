@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -69,12 +69,14 @@ class Trouble(Declared):
 class KnownCheck(Declared):
     """A kind of finding.
 
-    ``cured_by`` are subjects of patches: an image that has one of them needs no such finding.
+    ``fix`` are the commands of each remedy, with names of values in braces. ``cured_by`` are
+    subjects of patches: an image that has one of them needs no such finding.
     """
 
     title: str
     why: str
     sources: tuple[str, ...]
+    fix: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     cured_by: tuple[str, ...] = ()
 
 
@@ -118,7 +120,12 @@ class Knowledge(Declared):
             seen=finding.seen,
             why=finding.why or about.why,
             sources=finding.sources or about.sources,
-            fix=finding.fix,
+            fix=finding.commands
+            or tuple(
+                command.format_map(finding.values)
+                for name in finding.fix
+                for command in about.fix[name]
+            ),
         )
 
 

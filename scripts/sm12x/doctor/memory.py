@@ -108,10 +108,6 @@ def _huge_pages(host: Host) -> str | Unseen:
     return found[1] if found else Unseen(f"transparent_hugepage/enabled says {text!r}")
 
 
-_DROP = "sync && echo 3 | sudo tee /proc/sys/vm/drop_caches"
-_COMPACT = "echo 1 | sudo tee /proc/sys/vm/compact_memory"
-
-
 @check("memory.host")
 def host_copies(facts: HostFacts, known: Knowledge) -> list[Finding]:
     info = facts.memory.info
@@ -131,7 +127,7 @@ def host_copies(facts: HostFacts, known: Knowledge) -> list[Finding]:
     if gpus and not facts.unified:
         parts.append(f"room for {size(available(facts) / gpus)} of weights per GPU at level 1")
     severity = UNKNOWN if isinstance(limit, Unseen) else INFO
-    return [Finding(severity, "; ".join(parts), fix=("sm12x plan RECIPE",))]
+    return [Finding(severity, "; ".join(parts), fix=("plan",))]
 
 
 def available(facts: HostFacts) -> int:
@@ -152,21 +148,15 @@ def huge_pages(facts: HostFacts, known: Knowledge) -> list[Finding]:
     if isinstance(mode, Unseen):
         return [Finding(UNKNOWN, f"could not see the mode: {mode.why}")]
     if mode == "never":
-        fix = ("echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",)
-        return [Finding(WARN, "off: the first sleep pins page by page", fix=fix)]
+        return [Finding(WARN, "off: the first sleep pins page by page", fix=("on",))]
     return [Finding(OK, f"mode {mode}")]
 
 
 @check("memory.memlock")
 def locked(facts: HostFacts, known: Knowledge) -> Iterator[Finding]:
-    shell = ("ulimit -l unlimited   # lasting: memlock in /etc/security/limits.conf",)
-    daemon = (
-        "sudo systemctl edit docker   # [Service] LimitMEMLOCK=infinity",
-        "sudo systemctl daemon-reload && sudo systemctl restart docker",
-    )
     for who, limit, fix in (
-        ("this shell", facts.memory.memlock, shell),
-        ("the docker daemon", facts.memory.daemon_memlock, daemon),
+        ("this shell", facts.memory.memlock, "shell"),
+        ("the docker daemon", facts.memory.daemon_memlock, "daemon"),
     ):
         if isinstance(limit, Unseen):
             if facts.network.ports:
@@ -176,7 +166,7 @@ def locked(facts: HostFacts, known: Knowledge) -> Iterator[Finding]:
             yield Finding(OK, f"{who}: unlimited")
         elif facts.network.ports:
             seen = f"{who} may lock {size(limit)} only, and there are RDMA ports"
-            yield Finding(WARN, seen, fix=fix)
+            yield Finding(WARN, seen, fix=(fix,))
         else:
             seen = f"{who} may lock {size(limit)}: matters for RDMA only, and no port is here"
             yield Finding(INFO, seen)
@@ -189,10 +179,7 @@ def shared(facts: HostFacts, known: Knowledge) -> list[Finding]:
         return [Finding(UNKNOWN, f"could not see the size of /dev/shm: {found.why}")]
     if found < known.thresholds.shm_gib * GIB:
         seen = f"{size(found)} in all"
-        fix = ("docker run --shm-size 16g ...",)
-        if not facts.machine.container:
-            fix = ("sudo mount -o remount,size=16G /dev/shm",)
-        return [Finding(WARN, seen, fix=fix)]
+        return [Finding(WARN, seen, fix=("container" if facts.machine.container else "host",))]
     seen = f"{size(found)} in all, which --ipc=host gives to the server"
     return [Finding(OK, seen)]
 
@@ -213,7 +200,7 @@ def page_cache(facts: HostFacts, known: Knowledge) -> list[Finding]:
     else:
         parts.append(f"vm.min_free_kbytes keeps {size(kept)}")
     if cached > known.thresholds.unified_page_cache_gib * GIB:
-        return [Finding(WARN, "; ".join(parts), fix=(_DROP, _COMPACT))]
+        return [Finding(WARN, "; ".join(parts), fix=("drop",))]
     return [Finding(INFO, "; ".join(parts))]
 
 
@@ -231,14 +218,9 @@ def reclaim(facts: HostFacts, known: Knowledge) -> Iterator[Finding]:
     swaps = bool(swappiness and info.get("SwapTotal", 0))
     if raised:
         seen = f"vm.min_free_kbytes keeps {size(kept)}, which vLLM's check at start does not count"
-        fix = (
-            "grep -rn min_free_kbytes /etc/sysctl.conf /etc/sysctl.d   # take the line out",
-            "sudo reboot",
-        )
-        yield Finding(WARN, seen, fix=fix)
+        yield Finding(WARN, seen, fix=("reserve",))
     if swaps:
         seen = f"vm.swappiness is {swappiness}, with {size(info['SwapTotal'])} of swap"
-        zero = "sudo sysctl vm.swappiness=0   # rather than swapoff"
-        yield Finding(INFO, seen, fix=(zero,))
+        yield Finding(INFO, seen, fix=("swappiness",))
     if not raised and not swaps:
         yield Finding(OK, f"min_free_kbytes {size(kept)}, swappiness {swappiness}")

@@ -7,7 +7,7 @@ A fact that could not be read is an ``Unseen``, never an empty value: "no proces
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -290,11 +290,17 @@ class HostFacts:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check has seen; ``why`` and ``sources`` are those of the check unless given."""
+    """What a check has seen; ``why`` and ``sources`` are those of the check unless given.
+
+    ``fix`` names remedies of the check in doctor.toml; ``values`` are for the braces in these.
+    ``commands`` stand for them where the check is about several reports with remedies of their own.
+    """
 
     severity: str
     seen: str
     fix: tuple[str, ...] = ()
+    values: Mapping[str, object] = field(default_factory=dict)
+    commands: tuple[str, ...] = ()
     why: str = ""
     sources: tuple[str, ...] = ()
 

@@ -71,24 +71,24 @@ def rdma(facts: HostFacts, known: Knowledge) -> list[Finding]:
         if not facts.unified:
             return []
         seen = "no RDMA device: two machines would talk over TCP"
-        return [Finding(INFO, seen, fix=("ibdev2netdev", "rdma link"))]
+        return [Finding(INFO, seen, fix=("devices", "links"))]
     active = [port for port in ports if port.active]
     if not active:
         down = ", ".join(port.device for port in ports)
         severity = WARN if facts.unified else INFO
         seen = f"no RDMA port is active: {down}"
-        return [Finding(severity, seen, fix=("rdma link",))]
+        return [Finding(severity, seen, fix=("links",))]
     # Every port of a host speaks the same, so one finding for all that are alike.
     seen = "; ".join(_checked(facts, port) for port in active)
     if any(port.ethernet and _gid(port) is None for port in active):
         seen += "; no GID of RoCE v2 over IPv4 on some: give the interface an address"
-        return [Finding(WARN, seen, fix=("ip -br address", "rdma link"))]
+        return [Finding(WARN, seen, fix=("addresses", "links"))]
     devices = ",".join(port.device for port in active)
-    fix = [f"export NCCL_IB_HCA={devices}"]
     indexes = {gid for gid in map(_gid, active) if gid is not None}
-    if len(indexes) == 1:
-        fix.append(f"export NCCL_IB_GID_INDEX={indexes.pop()}")
-    return [Finding(OK, seen, fix=tuple(fix))]
+    fix = ("use", "index") if len(indexes) == 1 else ("use",)
+    return [
+        Finding(OK, seen, fix=fix, values={"devices": devices, "index": min(indexes, default=0)})
+    ]
 
 
 @check("net.variables")
@@ -101,9 +101,10 @@ def variables(facts: HostFacts, known: Knowledge) -> list[Finding]:
         return [Finding(INFO, seen)]
     wrong = [*_wrong_devices(facts), *_wrong_interfaces(facts), *_wrong_gid(facts)]
     told = " ".join(f"{key}={value}" for key, value in found.items())
-    return [Finding(WARN, seen, fix=(f"unset {variable}",)) for variable, seen in wrong] or [
-        Finding(OK, told)
-    ]
+    return [
+        Finding(WARN, seen, fix=("unset",), values={"variable": variable})
+        for variable, seen in wrong
+    ] or [Finding(OK, told)]
 
 
 def _wrong_devices(facts: HostFacts) -> Iterator[tuple[str, str]]:

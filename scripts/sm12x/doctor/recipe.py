@@ -23,9 +23,8 @@ def needs(recipe: Recipe, facts: HostFacts, known: Knowledge) -> list[Diagnosis]
     if block is None:
         seen = f"could not see what {recipe.key} needs: it has no sm12x block"
         return [known.diagnosis("recipe.needs", Finding(UNKNOWN, seen))]
-    plan = (f"sm12x plan {shlex.quote(recipe.key)}",)
-    findings = [_gpus(recipe.key, block, facts, known, plan)]
-    sleeping = _host_memory(recipe.key, block, facts, known, plan)
+    findings = [_gpus(recipe.key, block, facts, known)]
+    sleeping = _host_memory(recipe.key, block, facts, known)
     return [
         *findings,
         *([sleeping] if sleeping else []),
@@ -49,9 +48,9 @@ def _utilization(recipe: Recipe, facts: HostFacts, known: Knowledge) -> list[Dia
     seen = (
         f"{recipe.key} takes --gpu-memory-utilization {given} of unified memory, more than {most}"
     )
-    name = shlex.quote(recipe.key)
-    fix = (f"sm12x recipe render --to docker {name} gpu_memory_utilization={most}",)
-    return [known.diagnosis("recipe.utilization", Finding(WARN, seen, fix=fix))]
+    values = {"recipe": shlex.quote(recipe.key), "most": most}
+    finding = Finding(WARN, seen, fix=("render",), values=values)
+    return [known.diagnosis("recipe.utilization", finding)]
 
 
 def _segments(recipe: Recipe, block: Block, facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
@@ -63,8 +62,7 @@ def _segments(recipe: Recipe, block: Block, facts: HostFacts, known: Knowledge) 
     if not told or disabled or block.gpus < 2 or serving.cured(facts, name, known):
         return []
     seen = f"{recipe.key} sets {told} and runs on {block.gpus} GPUs of a machine"
-    fix = ("vllm serve ... --disable-custom-all-reduce",)
-    return [known.diagnosis(name, Finding(WARN, seen, fix=fix))]
+    return [known.diagnosis(name, Finding(WARN, seen, fix=("instead",)))]
 
 
 def _words(recipe: Recipe) -> tuple[str, ...]:
@@ -76,9 +74,12 @@ def _words(recipe: Recipe) -> tuple[str, ...]:
         return ()
 
 
-def _gpus(
-    key: str, block: Block, facts: HostFacts, known: Knowledge, plan: tuple[str, ...]
-) -> Diagnosis:
+def _plan(key: str, severity: str, seen: str, sources: tuple[str, ...] = ()) -> Finding:
+    values = {"recipe": shlex.quote(key)}
+    return Finding(severity, seen, fix=("plan",), values=values, sources=sources)
+
+
+def _gpus(key: str, block: Block, facts: HostFacts, known: Knowledge) -> Diagnosis:
     name = "recipe.needs"
     wanted = f"{block.gpus} x {' or '.join(block.hardware)}"
     each = f" on each of {block.machines} machines" if block.machines > 1 else ""
@@ -92,33 +93,31 @@ def _gpus(
     ]
     if len(fitting) < block.gpus:
         seen = f"{key} needs {wanted}{each}; of those {len(fitting)} are here"
-        return known.diagnosis(name, Finding(BAD, seen, fix=("sm12x recipe list",)))
+        return known.diagnosis(name, Finding(BAD, seen, fix=("list",)))
     memory = block.memory
     terms = [term.gib for term in (memory.weights, memory.kv, memory.outside) if term]
     sizes = [gpu.memory_total for gpu in fitting if gpu.memory_total]
     if terms and sizes and sum(terms) * GIB > min(sizes):
         seen = f"{key} takes {sum(terms):.1f} GiB of each GPU, the smallest has {size(min(sizes))}"
-        return known.diagnosis(name, Finding(BAD, seen, fix=plan))
+        return known.diagnosis(name, _plan(key, BAD, seen))
     here = counted(len(fitting), "fitting GPU")
     return known.diagnosis(name, Finding(OK, f"{key} needs {wanted}{each}: {here} here"))
 
 
-def _host_memory(
-    key: str, block: Block, facts: HostFacts, known: Knowledge, plan: tuple[str, ...]
-) -> Diagnosis | None:
+def _host_memory(key: str, block: Block, facts: HostFacts, known: Knowledge) -> Diagnosis | None:
     name = "recipe.needs"
     if block.sleep.level != _HOST_COPY:
         return None
     if facts.unified:
         seen = f"{key} sleeps at level 1, whose host copy takes from the same memory here"
         sources = known.checks["gpu.unified"].sources
-        return known.diagnosis(name, Finding(WARN, seen, fix=plan, sources=sources))
+        return known.diagnosis(name, _plan(key, WARN, seen, sources))
     weights = block.memory.weights
     if weights is None or isinstance(facts.memory.info, Unseen):
         seen = f"could not see what {key} keeps in host memory while asleep"
-        return known.diagnosis(name, Finding(UNKNOWN, seen, fix=plan))
+        return known.diagnosis(name, _plan(key, UNKNOWN, seen))
     copy = weights.gib * block.gpus * GIB
     free = available(facts)
     seen = f"{key} keeps {size(copy)} in host memory while asleep, {size(free)} are available"
-    finding = Finding(BAD, seen, fix=plan) if copy > free else Finding(OK, seen)
+    finding = _plan(key, BAD, seen) if copy > free else Finding(OK, seen)
     return known.diagnosis(name, finding)

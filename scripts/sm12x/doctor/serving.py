@@ -165,7 +165,7 @@ def nccl_sound(facts: HostFacts, known: Knowledge) -> list[Finding]:
     if sound:
         return [Finding(OK, seen)]
     seen += f", older than {known.thresholds.nccl_aarch64}"
-    return [Finding(_severity(facts), seen, fix=("sm12x audit IMAGE",))]
+    return [Finding(_severity(facts), seen, fix=("audit",))]
 
 
 def _library(facts: HostFacts, library: NcclLibrary, known: Knowledge) -> Finding:
@@ -177,8 +177,8 @@ def _library(facts: HostFacts, library: NcclLibrary, known: Knowledge) -> Findin
     seen = f"NCCL {version} in {library.path}"
     if numbers(version) >= numbers(least):
         return Finding(OK, seen)
-    newer = f"pip install 'nvidia-nccl-cu13>={least}'   # or a newer image"
-    return Finding(_severity(facts), f"{seen}, older than {least}", fix=(newer,))
+    seen += f", older than {least}"
+    return Finding(_severity(facts), seen, fix=("newer",), values={"least": least})
 
 
 def _severity(facts: HostFacts) -> str:
@@ -195,8 +195,11 @@ def segments(facts: HostFacts, known: Knowledge) -> list[Finding]:
     variable = told.partition("=")[0]
     many = len(facts.seen_gpus) > 1
     seen = f"{told} in this shell" + (f", and {len(facts.seen_gpus)} GPUs" if many else "")
-    fix = (f"unset {variable}", "vllm serve ... --disable-custom-all-reduce   # instead")
-    return [Finding(WARN if many else INFO, seen, fix=fix)]
+    return [
+        Finding(
+            WARN if many else INFO, seen, fix=("unset", "instead"), values={"variable": variable}
+        )
+    ]
 
 
 @check("image.offline")
@@ -208,7 +211,7 @@ def offline(facts: HostFacts, known: Knowledge) -> list[Finding]:
         return []
     if is_true(facts.environment.get("VLLM_HAS_FLASHINFER_CUBIN", "")):
         return [Finding(OK, "VLLM_HAS_FLASHINFER_CUBIN is set: no server is asked")]
-    fix = ("docker run -e VLLM_HAS_FLASHINFER_CUBIN=1 ...",)
+    fix = ("skip",)
     signs = [
         f"{variable}={facts.environment[variable]}"
         for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -249,8 +252,7 @@ def compiling(facts: HostFacts, known: Knowledge) -> list[Finding]:
     )
     if jobs <= fitting:
         return [Finding(INFO, seen)]
-    fix = (f"docker run -e MAX_JOBS={fitting} -v sm12x-cache:/cache ...",)
-    return [Finding(WARN, seen, fix=fix)]
+    return [Finding(WARN, seen, fix=("limit",), values={"jobs": fitting})]
 
 
 def _versions(facts: HostFacts) -> dict[str, str]:

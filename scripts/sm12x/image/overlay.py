@@ -187,7 +187,12 @@ def patch(stack: Stack, files: Mapping[str, bytes], *, source: str) -> Overlay:
                     continue
                 outcome = git.apply_cached(one.content(), include=wanted)
                 if not outcome.ok or outcome.offsets:
-                    raise _conflict(one, wanted, files, outcome.errors, source)
+                    raise PatchConflictError(
+                        f"{one.name} does not apply to {source}: "
+                        f"{(outcome.errors or outcome.offsets)[0]}; nothing was written",
+                        next_step="give an image of the untouched release, or build one with "
+                        "`sm12x bundle`",
+                    )
             made = folder / "made"
             changed = sorted(set(last) - set(done))
             entries = git.index_entries()
@@ -246,26 +251,6 @@ def volume_lines(overlay: Overlay, installed: InstalledTree, out: Path) -> tuple
     )
     volumes = hcl.rows([("volumes", binds)])
     return f"  {docker}\n", f"-var 'overlay={{{pairs}}}'\n\n{volumes}\n"
-
-
-def _conflict(
-    one: Patch,
-    wanted: Sequence[str],
-    files: Mapping[str, bytes],
-    errors: Sequence[str],
-    source: str,
-) -> PatchConflictError:
-    added = {file.path for file in one.files if file.added}
-    missing = [path for path in wanted if path not in files and path not in added]
-    if missing:
-        why = f"{source} has no {missing[0]}"
-    else:
-        path = next((path for path in wanted if any(path in error for error in errors)), wanted[0])
-        why = f"{path} of {source} is not the text that it is for"
-    return PatchConflictError(
-        f"{one.name} does not apply: {why}; nothing was written",
-        next_step="give an image of the untouched release, or build one with `sm12x bundle`",
-    )
 
 
 def _halves(stack: Stack) -> dict[str, tuple[str, ...]]:

@@ -19,8 +19,6 @@ from pydantic import (
 from sm12x.core import declared
 from sm12x.core.declared import Declared, KeyFaultError, NotInFile, NotNull, in_file, one_of
 
-_Scalar = str | int | float | bool
-
 # `recipe_version` of the files that are read here.
 RECIPE_VERSION = "1"
 # The deployments that exist; "any" is for a recipe that does not depend on the device.

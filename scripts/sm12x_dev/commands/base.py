@@ -1,4 +1,4 @@
-"""`sm12x-dev base`: the releases a stack is kept for, and the state of the patches on others."""
+"""`sm12x-dev base`: whether the bases are current, and their locks without open advisories."""
 
 from __future__ import annotations
 
@@ -13,100 +13,84 @@ from sm12x import layout
 from sm12x.commands import emit, find_links_option, reports, say
 from sm12x.core import listing, progress
 from sm12x.core import text as texts
-from sm12x.core.errors import FindingsError, UnknownVerdictError
+from sm12x.core.errors import FetchError, FindingsError, UnknownVerdictError
 from sm12x.stack.model import base as bases
-from sm12x.stack.model import series
 from sm12x.stack.model.base import Base
-from sm12x_dev import advisories
-from sm12x_dev.commands.options import fetch, give_way
-from sm12x_dev.rebase import newest, render, status
-from sm12x_dev.rebase.base_draft import Release
-from sm12x_dev.rebase.newest import NewestReport, PatchTrial
+from sm12x_dev import advisories, base_draft, lock
+
+# How many releases there may be after the default base: one is on its way to become a base.
+_ALLOWED = 1
 
 
 @click.group()
 def base_command() -> None:
-    """Show the state of the patches on each release, and which release is the newest.
+    """Compare the bases with the newest release, and their locks with known advisories.
 
-    Example: sm12x-dev base status
+    Example: sm12x-dev base check
     """
-
-
-@base_command.command("status")
-@reports(dict[str, dict[str, status.Cell]])
-def status_command(as_json: bool) -> None:
-    """Print patch by release: applied, needed, upstream, conflict, follows or unknown.
-
-    Covers the bases in patches/ and the releases that `sm12x-dev rebase` was run for.
-
-    Example: sm12x-dev base status --json
-    """
-    known = [bases.load(version) for version in bases.versions()]
-    recorded = status.read(layout.patches() / status.NAME)
-    found = status.table(known, recorded)
-    cells = {
-        patch: dict(zip(found.releases, row, strict=True)) for patch, row in found.rows.items()
-    }
-    emit(as_json, cells, render.table(found))
-    for base in known:
-        if not series.is_readable(base):
-            say(
-                f"warning: the patches of {base.version} cannot be read, and its column lacks "
-                f"them; `sm12x-dev check --base {base.version}` says why"
-            )
-    for line in status.contradictions(known, recorded):
-        say(
-            f"warning: {line}; run `sm12x-dev rebase` for that release again, or correct the "
-            "[[dropped]] entry of that base"
-        )
 
 
 @base_command.command("check")
-@click.option(
-    "--from",
-    "sources",
-    multiple=True,
-    metavar="BASE",
-    help="Try the patches of this base; can be repeated. Default: those of every base, unless the "
-    "newest release is a base.",
-)
 @find_links_option(help="Take the releases from this folder and use no network.")
-@reports(NewestReport)
-def check_command(sources: tuple[str, ...], find_links: Path | None, as_json: bool) -> None:
-    """Compare the newest release on the package index with the bases, and try the patches on it.
+def check_command(find_links: Path | None) -> None:
+    """Compare the bases with the newest release on the index, and their locks with base.toml.
 
-    Each patch is applied or merged as `sm12x-dev rebase` does it; no witness runs and nothing is
-    written. The exit status is 1 when the default base is more than one release behind. Then the
-    locks are looked up for known advisories, as `sm12x-dev base advisories` does; not with
-    --find-links, which uses no network: a line says so.
+    The exit status is 1 when the default base is more than one release behind, or when a lock
+    contradicts its base.toml. Then the locks are looked up for known advisories, as `sm12x-dev base
+    advisories` does; not with --find-links, which uses no network: a line says so.
 
-    Example: sm12x-dev base check --json
+    Example: sm12x-dev base check
     """
-    default = bases.default()
-    known = [bases.load(version) for version in bases.versions()]
-    chosen = [bases.load(version) for version in dict.fromkeys(sources)]
-    project = bases.load(default).sdist.name.rpartition("-")[0]
+    default = bases.load(bases.default())
+    every = [bases.load(version) for version in bases.versions()]
+    project = default.sdist.name.rpartition("-")[0]
     with progress.spinner(f"asking the index for {project}"):
         listed = listing.of_folder(project, find_links) if find_links else listing.of_index(project)
-    found = newest.find(listed, project)
-    if not chosen and found.version not in bases.versions():
-        chosen = known
-    trials = _attempts(chosen, known, found, find_links)
-    report = newest.compare(listed, found, known, default=default, project=project, trials=trials)
-    emit(as_json, report, newest.text(report))
-    if not report.current:
-        behind = texts.counted(report.default.behind, "release")
+    releases = listing.releases(listed)
+    if not releases:
+        raise FetchError(
+            f"the package index lists no final release of {project} with an sdist",
+            next_step="check the index address in the settings of pip or uv",
+        )
+    newest = base_draft.release(listed, releases[-1], project=project)
+    click.echo(f"newest release: {project} {newest.version}, {newest.released or 'date unknown'}")
+    for machine in bases.MACHINES:
+        wheel = newest.wheels.get(machine)
+        click.echo(f"  {machine}: {wheel.name if wheel else 'no wheel: no base can be made of it'}")
+    faults = [f"{base.version}/{fault}" for base in every for fault in lock.contradictions(base)]
+    for line in faults:
+        click.echo(line)
+    behind: dict[str, int] = {}
+    for base in every:
+        behind[base.version] = sum(Version(one) > Version(base.version) for one in releases)
+        mark = ", the default" if base.version == default.version else ""
+        later = texts.counted(behind[base.version], "release")
+        click.echo(f"base {base.version}{mark}: {later} behind")
+    if behind[default.version] > _ALLOWED:
         raise FindingsError(
-            f"the default base {default} is {behind} behind {project} {report.newest}, more than "
-            f"{report.allowed}",
-            next_step=f'{_next(report)}; CONTRIBUTING.md, "Stay current", has the routine',
+            f"the default base {default.version} is {behind[default.version]} releases behind "
+            f"{project} {newest.version}, more than {_ALLOWED}",
+            next_step=f'{_next(behind, newest.version)}; CONTRIBUTING.md, "Stay current", has the '
+            "routine",
+        )
+    if faults:
+        raise FindingsError(
+            f"the locks and base.toml contradict each other in {len(faults)} places, listed above",
+            next_step="`make lock BASE=VERSION`, and read the difference before committing",
         )
     if find_links:
         say("advisories: not looked up, as --find-links uses no network")
         return
-    looked_up = _look_up(known, "pypi")
-    click.echo(advisories.render(looked_up), nl=False, err=as_json)
-    _judge(looked_up)
+    report = _look_up(every, "pypi")
+    click.echo(advisories.render(report), nl=False)
+    _judge(report)
+
+
+def _next(behind: dict[str, int], newest: str) -> str:
+    last = max(behind, key=Version)
+    if behind[last] <= _ALLOWED:
+        return f"write {last} into patches/default once recipes and a GPU run show it works"
+    return f"`sm12x-dev rebase {newest} NEW_DIR --from {last}`"
 
 
 @base_command.command("advisories")
@@ -127,16 +111,16 @@ def advisories_command(service: str, as_json: bool) -> None:
 
     Example: sm12x-dev base advisories --json
     """
-    known = [bases.load(version) for version in bases.versions()]
-    report = _look_up(known, service)
+    every = [bases.load(version) for version in bases.versions()]
+    report = _look_up(every, service)
     emit(as_json, report, advisories.render(report))
     _judge(report)
 
 
-def _look_up(known: list[Base], service: str) -> advisories.AdvisoryReport:
+def _look_up(every: list[Base], service: str) -> advisories.AdvisoryReport:
     with progress.spinner("asking for advisories of the locks"):
         return advisories.look_up(
-            advisories.locks(known),
+            advisories.locks(every),
             advisories.load(layout.patches() / advisories.NAME),
             partial(advisories.ask_pip_audit, service=service),
             today=date.today(),
@@ -145,11 +129,11 @@ def _look_up(known: list[Base], service: str) -> advisories.AdvisoryReport:
 
 def _judge(report: advisories.AdvisoryReport) -> None:
     """Raise FindingsError for what is open or stale, UnknownVerdictError for what was not seen."""
-    found = [f"{one.package} {one.ids[0]}" for one in report.open] + list(report.stale)
-    if found:
+    names = [f"{one.package} {one.ids[0]}" for one in report.open] + list(report.stale)
+    if names:
         raise FindingsError(
-            f"{texts.counted(len(found), 'advisory', 'advisories')} to act on: "
-            f"{texts.first_of(found, 4)}",
+            f"{texts.counted(len(names), 'advisory', 'advisories')} to act on: "
+            f"{texts.first_of(names, 4)}",
             next_step="pin a version with a fix (`make lock`), or read the advisory and state in "
             f"patches/{advisories.NAME} why it is accepted, and until when",
         )
@@ -160,30 +144,3 @@ def _judge(report: advisories.AdvisoryReport) -> None:
             next_step="run it where pypi.org's JSON pages or, with --service osv, api.osv.dev can "
             "be reached",
         )
-
-
-def _next(report: NewestReport) -> str:
-    last = report.last
-    if last.behind <= report.allowed and not last.default:
-        return f"write {last.version} into patches/default once recipes and a GPU run show it works"
-    return f"`sm12x-dev rebase {report.newest} --from {last.version}`"
-
-
-def _attempts(
-    chosen: list[Base], known: list[Base], found: Release, find_links: Path | None
-) -> list[PatchTrial]:
-    """What the patches of each base that is older than ``found`` would do on it."""
-    older = [base for base in chosen if Version(base.version) < Version(found.version)]
-    if not older:
-        return []
-    target = fetch(found, find_links)
-    give_way()
-    there = newest.recorded(found.version, known, status.read(layout.patches() / status.NAME))
-    trials: list[PatchTrial] = []
-    for base in older:
-        stack = series.load(base)
-        say(f"trying {texts.counted(len(stack.patches), 'patch', 'patches')} of {base.version}")
-        trials += newest.attempt(
-            base, stack, fetch(base, find_links), target, found, there, root=layout.root()
-        )
-    return trials

@@ -9,7 +9,6 @@ import click
 from sm12x.core import files, progress
 from sm12x.core.errors import BadFileError, FindingsError
 from sm12x.stack.model import base as bases
-from sm12x.stack.model.base import Base
 from sm12x_dev import lock
 
 
@@ -35,17 +34,17 @@ def lock_command(version: str, machine: str | None, check: bool) -> None:
         on = [name for name in machines if not override.machines or name in override.machines]
         if on:
             click.echo(f"{override} ({', '.join(on)})", err=True)
-    findings = _contradictions(base, machines) if check else []
+    findings = lock.contradictions(base, machines) if check else []
     for line in findings:
         click.echo(line)
     with (
         progress.spinner(f"resolving for {', '.join(machines)}"),
         ThreadPoolExecutor(len(machines)) as pool,
     ):
-        made = dict(
+        resolved = dict(
             zip(machines, pool.map(lambda name: lock.make(base, name), machines), strict=True)
         )
-    for name, locks in made.items():
+    for name, locks in resolved.items():
         for path, text in (
             (base.lock_path(name), locks.closure),
             (base.build_lock_path(name), locks.build),
@@ -67,16 +66,3 @@ def lock_command(version: str, machine: str | None, check: bool) -> None:
             f"the locks of {version} are not what `make lock` makes",
             next_step=f"run `make lock BASE={version}` and read the difference before committing",
         )
-
-
-def _contradictions(base: Base, machines: list[str]) -> list[str]:
-    found: list[str] = []
-    for name in machines:
-        paths = base.lock_path(name), base.build_lock_path(name)
-        missing = [path for path in paths if not path.is_file()]
-        if missing:
-            found += [f"{path.name}: is missing" for path in missing]
-            continue
-        closure, build = (path.read_text(encoding="utf-8") for path in paths)
-        found += lock.verify(base, name, lock.Locks(closure=closure, build=build))
-    return found

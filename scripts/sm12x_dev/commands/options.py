@@ -15,7 +15,7 @@ from sm12x.core.errors import UnknownBaseError
 from sm12x.stack.model import base as bases
 from sm12x.stack.model.base import Base
 from sm12x.stack.model.series import Patch, Stack
-from sm12x_dev.rebase.base_draft import Release
+from sm12x_dev.base_draft import Release
 from sm12x_dev.worktree.export import MessageError
 
 _NICE = 10
@@ -42,11 +42,11 @@ def chosen(version: str | None, *, option: str = "--base") -> Base:
     """The base that was named with ``option``, or the only one there is."""
     if version is not None:
         return bases.load(version)
-    known = bases.versions()
-    if len(known) == 1:
-        return bases.load(known[0])
+    names = bases.versions()
+    if len(names) == 1:
+        return bases.load(names[0])
     raise UnknownBaseError(
-        f"there are {len(known)} bases ({', '.join(known) or 'none'}), and none was chosen",
+        f"there are {len(names)} bases ({', '.join(names) or 'none'}), and none was chosen",
         next_step=f"add {option} VERSION, or set BASE",
     )
 

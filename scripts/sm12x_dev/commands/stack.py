@@ -118,8 +118,8 @@ def check_command(
                     report, faults, conflict = error.report, [], error
         findings += faults
     if as_json:
-        told = tuple(replace(one, path=Path(relative(str(one.path)))) for one in findings)
-        print_json(CheckReport(base=base.version, findings=told, apply=report))
+        shown = tuple(replace(one, path=Path(relative(str(one.path)))) for one in findings)
+        print_json(CheckReport(base=base.version, findings=shown, apply=report))
     else:
         for finding in findings:
             click.echo(relative(str(finding)))

@@ -65,8 +65,8 @@ def message(
 
 def _wrapped(line: str) -> str:
     """A line of the body, or several where it is too long: an item of a list hangs."""
-    found = _INDENT.match(line)
-    first = found[0] if found else ""
+    match = _INDENT.match(line)
+    first = match[0] if match else ""
     rest = " " if _TRAILER.match(line) else " " * len(first)
     return paragraph(line[len(first) :], first=first, rest=rest) if len(line) > WIDTH else line
 
@@ -84,7 +84,7 @@ def checked(text: str, *, root: Path, like: Patch | None = None) -> Message:
         where = Path(f"message of {like.name}")
         step = f"{patchfile.INSTEAD}, with --author {who} to keep its author"
     raise MessageError(
-        [MessageFault(path=where, line=n, message=said) for n, said in faults], next_step=step
+        [MessageFault(path=where, line=n, message=fault) for n, fault in faults], next_step=step
     )
 
 

@@ -72,8 +72,6 @@ _UNFINISHED = (
     *("rebase-merge", "rebase-apply", "sequencer"),
     *("MERGE_HEAD", "CHERRY_PICK_HEAD", "REVERT_HEAD"),
 )
-# In .git while patches are being ported to this tree: see sm12x_dev/rebase/conflicts.py.
-PORT = "sm12x-port.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,11 +129,6 @@ def open_repository(base: Base, directory: Path, *, current: bool = True) -> Rep
             f"the commit tagged {apply.BASE_TAG} in {directory} is not the untouched source of "
             f"{base.version}",
             next_step=f"give the base it was made from, or {again}",
-        )
-    if (git_dir / PORT).exists():
-        raise DirtyTreeError(
-            f"patches are being ported in {directory}, and not all of them are in",
-            next_step=f"`sm12x-dev continue {shlex.quote(str(directory))}`",
         )
     require_quiet(repository, directory)
     if current:
@@ -206,11 +199,11 @@ def refresh(
             f"{directory} has {len(changes)} uncommitted changes ({named})",
             next_step="commit them (`sm12x-dev new`, or `git commit --amend`) or undo them",
         )
-    known = repository.run("config", "--get-all", apply.UPSTREAM_KEY, check=False).stdout.split()
-    if known:
+    upstream = repository.run("config", "--get-all", apply.UPSTREAM_KEY, check=False).stdout.split()
+    if upstream:
         raise DirtyTreeError(
-            f"{', '.join(known)} is in the base already and so has no commit in {directory}",
-            next_step=f"`sm12x-dev drop --base {base.version} {known[0]}`, then apply the stack "
+            f"{', '.join(upstream)} is in the base already and so has no commit in {directory}",
+            next_step=f"`sm12x-dev drop --base {base.version} {upstream[0]}`, then apply the stack "
             "to a fresh folder",
         )
     head = repository.resolve("HEAD")
@@ -231,17 +224,6 @@ def refresh(
     # A run that was stopped after it had written them all has nothing to undo.
     if not force and series.load(base).id != Stack.id_of(exported):
         _require_current(base, repository, directory)
-    return replaced(base, repository, exported, rest=rest)
-
-
-def replaced(
-    base: Base, repository: Repository, exported: Mapping[str, bytes], *, rest: Sequence[str]
-) -> RefreshReport:
-    """Make the base's folder ``exported``, and note in ``repository`` the stack it now is of.
-
-    Args:
-        rest: those of them that the tree of ``repository`` does not have.
-    """
     report = write(base, exported)
     repository.run("config", "--local", "--unset-all", apply.REST_KEY, check=False)
     for name in rest:

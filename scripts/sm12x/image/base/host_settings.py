@@ -34,6 +34,8 @@ _PROXIES = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY"
 # Settings of uv that hold no path of the host.
 _UV = ("UV_INSECURE_HOST", "UV_HTTP_TIMEOUT", "UV_NATIVE_TLS", "UV_CONCURRENT_DOWNLOADS")
 _CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
+# How apt is asked for each of its indexes.
+_TARGET = "$(REPO_URI) $(RELEASE) $(COMPONENT)"
 _KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 
 
@@ -68,14 +70,12 @@ def collect(suite: str) -> HostConfig:
     """
     env = os.environ
     config = pipconfig.load()
-    sources = _read_all(Path("/etc/apt"), ("sources.list", "sources.list.d/*.list"))
-    deb822 = _read_all(Path("/etc/apt"), ("sources.list.d/*.sources",))
-    mirrors = (
-        debian_mirrors(sources, deb822) if "debian" in _os_release().get("ID", "") else (None, None)
-    )
+    mirrors: tuple[str | None, str | None] = (None, None)
+    if re.search(r'(?m)^ID="?debian\b', _first_text([Path("/etc/os-release")])):
+        words = ("indextargets", "--format", _TARGET, "Created-By: Packages")
+        mirrors = debian_mirrors(_answer("apt-get", *words))
     variables = environment(env, config)
-    dumped = process.run(["apt-config", "dump"], check=False).stdout if _has_apt() else ""
-    apt = apt_settings(dumped)
+    apt = apt_settings(_answer("apt-config", "dump"))
     secrets = {
         "ca": certificates(_ca_bundle(config)),
         "env": "".join(f"export {key}={shlex.quote(value)}\n" for key, value in variables.items()),
@@ -129,23 +129,15 @@ def certificates(bundle: Path | None) -> str:
     return small
 
 
-def debian_mirrors(one_line: str, deb822: str) -> tuple[str | None, str | None]:
-    """The mirrors of the archive and of its security updates in apt's source files.
+def debian_mirrors(targets: str) -> tuple[str | None, str | None]:
+    """The mirrors of the archive and of its security updates, from what apt lists as _TARGET.
 
     None stands for "as the image has it".
     """
-    entries: list[tuple[str, str]] = []
-    for line in one_line.splitlines():
-        match = re.match(r"\s*deb\s+(?:\[[^\]]*\]\s*)?(\S+)\s+(\S+)\s+.*\bmain\b", line)
-        if match:
-            entries.append((match[1], match[2]))
-    for stanza in re.split(r"\n\s*\n", deb822):
-        fields = dict(re.findall(r"(?m)^(Types|URIs|Suites|Components):[ \t]*(.*)$", stanza))
-        if "deb" in fields.get("Types", "").split() and "main" in fields.get("Components", ""):
-            for suite in fields.get("Suites", "").split():
-                entries.extend((uri, suite) for uri in fields.get("URIs", "").split())
-    archive = next((uri for uri, suite in entries if re.fullmatch(r"[a-z]+", suite)), None)
-    security = next((uri for uri, suite in entries if suite.endswith("-security")), None)
+    entries = [line.split() for line in targets.splitlines()]
+    main = [(uri, suite) for uri, suite, component in entries if component == "main"]
+    archive = next((uri for uri, suite in main if re.fullmatch(r"[a-z]+", suite)), None)
+    security = next((uri for uri, suite in main if suite.endswith("-security")), None)
     return archive, security
 
 
@@ -217,16 +209,8 @@ def _first_text(paths: Sequence[Path]) -> str:
     return ""
 
 
-def _read_all(folder: Path, patterns: Sequence[str]) -> str:
-    paths = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
-    return "\n\n".join(path.read_text(encoding="utf-8", errors="replace") for path in paths)
-
-
-def _os_release() -> dict[str, str]:
-    path = Path("/etc/os-release")
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    return {key: value.strip('"') for key, value in re.findall(r"(?m)^(\w+)=(.*)$", text)}
-
-
-def _has_apt() -> bool:
-    return process.which("apt-config") is not None
+def _answer(program: str, *words: str) -> str:
+    """The output of a program of apt, "" where there is none."""
+    if process.which(program) is None:
+        return ""
+    return process.run([program, *words], check=False).stdout

@@ -130,7 +130,6 @@ def settle(
         BadFileError: a given folder is not of the pinned version.
         HashMismatchError: a package with a source is not the pinned one.
     """
-    held: list[str] = []
 
     @functools.cache
     def collect() -> _Sources:
@@ -138,9 +137,9 @@ def settle(
             base,
             cache=layout.cache(),
             find_links=find_links,
-            given=dict(request.given),
+            given=request.given,
             patch_levels=request.patch_levels,
-            say=held.append,
+            say=report.say,
         )
 
     cores = machine.cores()
@@ -165,23 +164,24 @@ def settle(
     arch.require_complete(targets)
     with report.phase("third-party sources", live=False):
         sources = collect()
-        for line in held:
-            report.say(line)
-        files_of = staged(sources)
-    return _full(base, request, sources, files_of, report)
-
-
-def _full(
-    base: Base,
-    request: ModeRequest,
-    sources: _Sources,
-    files_of: dict[str, Path],
-    report: Reporter,
-) -> BuildMode:
-    """Return full mode with these sources, and report what stays official for want of others."""
+        staging = staged(sources)
+        digest = Context(files=staging, large={}).digest() if staging else ""
     there = {name for name, source in sources.items() if source.folder}
     allowed = tuple(sorted({*request.allowed} - there))
     choice = choose(base, "full", there, allowed)
+    _report_kept(base, choice, sources, report)
+    return BuildMode(
+        name="full",
+        choice=choice,
+        allowed=allowed,
+        patch_levels=request.patch_levels,
+        third_party=staging,
+        third_party_sha256=digest,
+    )
+
+
+def _report_kept(base: Base, choice: ModuleChoice, sources: _Sources, report: Reporter) -> None:
+    """Report what stays official for want of a source, and what helps."""
     for kept in choice.kept:
         why = "; ".join(
             f"{name}: {sources[name].reason if name in sources else ''}" for name in kept.missing
@@ -196,14 +196,6 @@ def _full(
                 f"or leave out the {len(source.ops)} ops made of {source.name} with "
                 f"--allow-missing {source.name}"
             )
-    return BuildMode(
-        name="full",
-        choice=choice,
-        allowed=allowed,
-        patch_levels=request.patch_levels,
-        third_party=files_of,
-        third_party_sha256=Context(files=files_of, large={}).digest() if files_of else "",
-    )
 
 
 def flashinfer(
@@ -249,13 +241,12 @@ def parse_given(base: Base, words: Iterable[str]) -> dict[str, Path]:
                 next_step="write it as in --source qutlass=../qutlass",
             )
         selection.require_source(base, name)
-        folder = Path(text).absolute()
-        if not files.has_files(folder):
-            what = "has nothing in it" if folder.is_dir() else "is not a folder"
+        given[name] = Path(text).absolute()
+        if not files.has_files(given[name]):
             raise BadFileError(
-                f"--source {name}: {text} {what}", next_step=f"name a checkout of {name}"
+                f"--source {name}: {text} is not a folder with files",
+                next_step=f"name a checkout of {name}",
             )
-        given[name] = folder
     return given
 
 
@@ -290,10 +281,7 @@ def decide(
     most = with_({source.name for source in base.sources})
     if request.wanted != AUTO:
         return most
-    sure = _sure(base, request.given)
-    bare = selection.choose(base, (), mode="full", available=sure, allowed=request.allowed).modules
-    # "Quick, as nothing can be compiled" does not tell what further sources would change.
-    if most.mode == with_(sure).mode and any(not module.quick for module in bare):
+    if most.mode == with_(_sure(base, request.given)).mode:
         return most
     with progress.spinner("looking for third-party sources"):
         return with_({name for name, source in collect().items() if source.folder})

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from sm12x import layout
 from sm12x.core import declared, text
-from sm12x.core.declared import MACHINES, Declared, KeyFaultError, Machine, one_of
+from sm12x.core.declared import MACHINES, Declared, KeyFaultError, Machine
 from sm12x.core.errors import BadFileError, UnknownBaseError
 
 __all__ = ["MACHINES"]
@@ -218,15 +218,15 @@ class Extra(Declared):
                 "name", f"is {self.name!r}, not in normal form (lower case, dashes)"
             )
         try:
-            wanted = Requirement(self.requirement)
+            requirement = Requirement(self.requirement)
         except InvalidRequirement as error:
             raise KeyFaultError(
                 "requirement", f"is not a requirement: {error}".split("\n")[0]
             ) from None
-        pins = [part for part in wanted.specifier if part.operator == "=="]
-        if len(pins) != 1 or len(wanted.specifier) != 1 or pins[0].version.endswith("*"):
+        pins = [part for part in requirement.specifier if part.operator == "=="]
+        if len(pins) != 1 or len(requirement.specifier) != 1 or pins[0].version.endswith("*"):
             raise KeyFaultError("requirement", f"is {self.requirement!r}, not NAME==VERSION")
-        if wanted.extras or wanted.marker or wanted.url:
+        if requirement.extras or requirement.marker or requirement.url:
             raise KeyFaultError("requirement", f"is {self.requirement!r}, not NAME==VERSION alone")
         for key in ("license", "why"):
             if not getattr(self, key).strip():
@@ -297,14 +297,12 @@ def require_version(key: str, text: str) -> None:
 class Dropped(Declared):
     """A patch of another base that this stack does not have.
 
-    ``state`` is "upstream" (the release does it itself, first in the release ``since``), "conflict"
-    (it is needed, and not yet written for this release), "follows" (it merges once the
-    patches in conflict before it are in) or "unknown" (it does not merge, and whether it is needed
-    could not be found out).
+    ``state`` is "upstream" (the release does it itself, in ``since`` at the latest) or "conflict"
+    (it is needed, and not yet written for this release).
     """
 
     patch: str
-    state: Annotated[str, one_of("upstream", "conflict", "follows", "unknown")]
+    state: Literal["upstream", "conflict"]
     why: str
     since: str = ""
 
@@ -409,8 +407,8 @@ def default() -> str:
 
 def versions() -> list[str]:
     """The versions there is a folder for, oldest first."""
-    found = [path.parent.name for path in layout.patches().glob("*/base.toml")]
-    return sorted(found, key=lambda text: [int(part) for part in text.split(".") if part.isdigit()])
+    names = [path.parent.name for path in layout.patches().glob("*/base.toml")]
+    return sorted(names, key=lambda text: [int(part) for part in text.split(".") if part.isdigit()])
 
 
 def load(version: str) -> Base:
@@ -422,11 +420,11 @@ def load(version: str) -> Base:
     """
     folder = layout.patches() / version
     if not (folder / "base.toml").is_file():
-        known = versions()
-        near = text.near(version, known, cutoff=0.3)
-        make = f"make it with `sm12x-dev rebase {version} --from BASE`"
+        names = versions()
+        near = text.near(version, names, cutoff=0.3)
+        make = f"make it with `sm12x-dev rebase {version} NEW_DIR --from BASE`"
         raise UnknownBaseError(
-            f"there is no base {version}; known bases: {', '.join(known) or 'none'}",
+            f"there is no base {version}; known bases: {', '.join(names) or 'none'}",
             next_step=f"perhaps you meant {near}" if near else make,
         )
     return parse(folder / "base.toml")
@@ -445,11 +443,11 @@ def parse(path: Path) -> Base:
             f"{path}: version is {base.version}, the folder is {path.parent.name}",
             next_step="make the two agree",
         )
-    known = [source.name for source in base.sources]
+    names = [source.name for source in base.sources]
     for name in base.toolchain.auto_needs:
-        if name not in known:
+        if name not in names:
             raise BadFileError(
                 f"{path}: toolchain.auto_needs names {name!r}, which is no [[source]]",
-                next_step=f"use {text.near(name, known) or text.either(known)}",
+                next_step=f"use {text.near(name, names) or text.either(names)}",
             )
     return base

@@ -252,22 +252,22 @@ def split(subject: str, lines: Sequence[str], *, first_line: int) -> Message:
 
 def lint(message: Message, *, subject_line: int, root: Path | None) -> list[tuple[int, str]]:
     """The faults of a message, as (line, text)."""
-    found: list[tuple[int, str]] = []
+    faults: list[tuple[int, str]] = []
     if len(message.subject) > _SUBJECT_WIDTH:
-        found.append((subject_line, f"the subject is longer than {_SUBJECT_WIDTH} characters"))
+        faults.append((subject_line, f"the subject is longer than {_SUBJECT_WIDTH} characters"))
     if message.subject.endswith("."):
-        found.append((subject_line, "the subject ends with a period"))
+        faults.append((subject_line, "the subject ends with a period"))
     if not _slug(message.subject):
-        found.append((subject_line, "the subject has no letter that a file name could have"))
+        faults.append((subject_line, "the subject has no letter that a file name could have"))
     if len(message.body.split()) < _BODY_WORDS:
-        found.append(
+        faults.append(
             (
                 message.first_body_line,
                 "the body does not say what was wrong and why this fixes it "
                 f"(fewer than {_BODY_WORDS} words)",
             )
         )
-    found += [
+    faults += [
         (message.first_body_line + n, f"is longer than {_BODY_WIDTH} characters")
         for n, line in enumerate(message.body.split("\n"))
         if len(line) > _BODY_WIDTH
@@ -276,14 +276,14 @@ def lint(message: Message, *, subject_line: int, root: Path | None) -> list[tupl
     for key in _TRAILERS:
         given = [trailer for trailer in message.trailers if trailer.key == key]
         if not given:
-            found.append((last, f"the trailer `{key}:` is missing from the last paragraph"))
+            faults.append((last, f"the trailer `{key}:` is missing from the last paragraph"))
         if len(given) > 1 and key not in _REPEATABLE:
-            found.append((given[1].line, f"the trailer `{key}:` is given twice"))
+            faults.append((given[1].line, f"the trailer `{key}:` is given twice"))
         for trailer in given:
             complaint = _lint_trailer(trailer, root)
             if complaint:
-                found.append((trailer.line, complaint))
-    return sorted(found)
+                faults.append((trailer.line, complaint))
+    return sorted(faults)
 
 
 def _lint_trailer(trailer: Trailer, root: Path | None) -> str | None:

@@ -46,9 +46,9 @@ class Stack:
             # "0006", and "6" as one says it.
             if name.isdecimal() and number.isdecimal() and int(name) == int(number):
                 return patch
-        known = ", ".join(patch.name for patch in self.patches) or "none"
+        names = ", ".join(patch.name for patch in self.patches) or "none"
         raise BadFileError(
-            f"there is no patch {name} in the series; it lists: {known}",
+            f"there is no patch {name} in the series; it lists: {names}",
             next_step="give one of these names, or its number",
         )
 
@@ -115,10 +115,10 @@ def check(base: Base, *, root: Path | None) -> list[MessageFault]:
             continue
         patch, faults = patchfile.examine(path, root=root)
         findings += faults
-        wanted = patchfile.file_name(number, patch.subject) if patch is not None else name
-        if name != wanted:
-            said = f"the file name should be {wanted}: place in the series, then subject"
-            findings.append(MessageFault(path=path, line=1, message=said))
+        expected = patchfile.file_name(number, patch.subject) if patch is not None else name
+        if name != expected:
+            message = f"the file name should be {expected}: place in the series, then subject"
+            findings.append(MessageFault(path=path, line=1, message=message))
     kept = {name.partition("-")[2]: name for name in names}
     for entry in base.dropped:
         same = kept.get(entry.patch.partition("-")[2])

@@ -20,10 +20,8 @@ from sm12x.core.errors import (
     Sm12xError,
     ToolFailedError,
 )
-from sm12x.core.git import GitApplied, Repository, TreeFile
-from sm12x.stack.model import diff
+from sm12x.core.git import Repository
 from sm12x.stack.model.base import Base
-from sm12x.stack.model.diff import HunkState
 from sm12x.stack.model.series import Patch, Stack
 from sm12x.stack.worktree import tree
 
@@ -42,31 +40,20 @@ REST_KEY = "sm12x.rest"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RefusedFile:
-    """A file that a patch does not fit: the state of each hunk, and git's message."""
-
-    path: str
-    hunks: tuple[HunkState, ...]
-    exists: bool
-
-
-@dataclass(frozen=True, kw_only=True)
 class PatchResult:
     """The outcome of one patch.
 
     ``state`` is "applied", "upstream" (the base has it already; nothing was done), "offset" (it
     would apply at other lines, which is not accepted) or "conflict". ``follows`` names patches that
-    failed before it and touch the same files: this failure may be theirs. ``said`` holds git's own
-    error lines.
+    failed before it and touch the same files: this failure may be theirs. ``messages`` are git's.
     """
 
     name: str
     subject: str
     state: str
     files: tuple[str, ...]
-    conflicts: tuple[RefusedFile, ...] = ()
     follows: tuple[str, ...] = ()
-    said: tuple[str, ...] = ()
+    messages: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -97,7 +84,7 @@ class StackConflictError(PatchConflictError):
         names = [result.name for result in report.results]
         before = names[names.index(first.name) - 1] if first.name != names[0] else "0"
         version = report.base_version
-        where = f" in {first.conflicts[0].path}" if first.conflicts else ""
+        where = "".join(f": {message}" for message in first.messages[:1])
         super().__init__(
             f"{len(failed)} of {len(report.results)} patches of {report.base_version} do not "
             f"apply; the first is {first.name} ({first.state}{where}); nothing was changed",
@@ -178,10 +165,10 @@ def commit_base(
     base: Base, stack: Stack, git: Repository, directory: Path, archive: Path | None
 ) -> str:
     """Commit the index of ``git`` as the base, after seeing that it is the untouched source."""
-    found = git.write_tree()
-    if found != base.sdist.tree:
+    tree_id = git.write_tree()
+    if tree_id != base.sdist.tree:
         raise tree.explain(base, stack, directory, git.index_entries(), archive)
-    return git.commit_tree(found, f"{base.sdist.name}\n\nsha256 {base.sdist.sha256}\n")
+    return git.commit_tree(tree_id, f"{base.sdist.name}\n\nsha256 {base.sdist.sha256}\n")
 
 
 def try_stack(
@@ -239,26 +226,11 @@ def _try(
         subject=patch.subject,
         state=_OFFSET if forward.ok else _CONFLICT,
         files=files,
-        conflicts=_conflicts(patch, git, forward),
         follows=tuple(
             earlier.name for earlier in before if not earlier.ok and set(earlier.files) & set(files)
         ),
-        said=forward.errors,
+        messages=forward.errors or forward.offsets,
     )
-
-
-def _conflicts(patch: Patch, git: Repository, outcome: GitApplied) -> tuple[RefusedFile, ...]:
-    entries: dict[str, TreeFile] = git.index_entries()
-    found: list[RefusedFile] = []
-    for file in patch.files:
-        entry = entries.get(file.path)
-        text = git.text(entry.blob).split("\n") if entry else None
-        states = tuple(diff.locate(hunk, text) for hunk in file.hunks)
-        moved = any(offset.path == file.path for offset in outcome.offsets)
-        clash = file.added and entry is not None
-        if moved or clash or any(state.state != "applies" for state in states):
-            found.append(RefusedFile(path=file.path, hunks=states, exists=entry is not None))
-    return tuple(found)
 
 
 class HalfAppliedError(DirtyTreeError):

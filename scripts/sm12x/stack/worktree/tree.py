@@ -98,28 +98,12 @@ def removed_on_failure(directory: Path) -> Iterator[None]:
         raise
 
 
-def _listing(archive: Path) -> dict[str, TreeFile]:
-    """The files of an sdist by path, with the ids git would give them, without unpacking it."""
-    found: dict[str, TreeFile] = {}
-    try:
-        with tarfile.open(archive) as tar:
-            for member in tar:
-                path = member.name.partition("/")[2]
-                if member.isfile():
-                    handle = tar.extractfile(member)
-                    data = handle.read() if handle else b""
-                    mode = "100755" if member.mode & 0o100 else "100644"
-                elif member.issym():
-                    data, mode = member.linkname.encode(), "120000"
-                else:
-                    continue
-                found[path] = TreeFile(path=path, mode=mode, blob=blob_id(data))
-    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
-        raise BadFileError(
-            f"{archive} cannot be read: {error}",
-            next_step="delete it and fetch it again with `sm12x fetch`",
-        ) from None
-    return found
+def _entries(archive: Path) -> dict[str, TreeFile]:
+    """The files of an sdist by path, with the ids that git gives them."""
+    with tempfile.TemporaryDirectory(prefix="sm12x-sdist-") as name:
+        unpack(archive, Path(name) / "source")
+        with scratch(Path(name) / "source") as repository:
+            return repository.index_entries()
 
 
 def blob_id(data: bytes) -> str:
@@ -188,15 +172,15 @@ def explain(
     """
     fresh = f"work on a new copy (`sm12x-dev apply --base {base.version} --unpack NEW_DIR`)"
     name = base.sdist.name.split("-")[0]
-    found = _version_of(directory)
-    if found is None:
+    release = _version_of(directory)
+    if release is None:
         return DirtyTreeError(
             f"{directory} is not an unpacked sdist: it has no PKG-INFO", next_step=fresh
         )
-    if found != (name, base.version):
+    if release != (name, base.version):
         return DirtyTreeError(
-            f"{directory} is {' '.join(found)}, and the base is {name} {base.version}",
-            next_step=f"give a base that fits (`--base {found[1]}`), or unpack {base.sdist.name}",
+            f"{directory} is {' '.join(release)}, and the base is {name} {base.version}",
+            next_step=f"give a base that fits (`--base {release[1]}`), or unpack {base.sdist.name}",
         )
     patched, half, untouched = _progress(stack, has)
     if patched and not half and not untouched:
@@ -209,7 +193,7 @@ def explain(
             parts.append(f"not patched: {texts.first_of(untouched, _NAMED)}")
         return DirtyTreeError(f"{directory} is half applied ({'; '.join(parts)})", next_step=fresh)
     if archive is not None:
-        difference = _compare(has, _listing(archive))
+        difference = _compare(has, _entries(archive))
         return DirtyTreeError(
             f"{directory} is not the untouched {name} {base.version} ({difference})",
             next_step=f"undo that, or {fresh}",

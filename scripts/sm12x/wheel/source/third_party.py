@@ -26,7 +26,6 @@ from sm12x.core.errors import (
     HashMismatchError,
     ToolFailedError,
     ToolMissingError,
-    UsageError,
 )
 from sm12x.core.process import Completed
 from sm12x.stack.model.base import Base, ThirdPartySource
@@ -71,19 +70,11 @@ def collect(
         say: called with a line on slow steps and on facts about a given folder.
 
     Raises:
-        UsageError: ``given`` names no source of the base.
         BadFileError: a given folder is not of the pinned version.
         HashMismatchError: a package is not the pinned one.
         NoSpaceError: the cache's disk is full.
     """
     used = {name for module in base.modules for name in module.sources}
-    declared = {source.name for source in base.sources}
-    for name in given or {}:
-        if name not in declared:
-            raise UsageError(
-                f"{base.version} has no third-party source {name!r}",
-                next_step=f"use one of {', '.join(sorted(used))}",
-            )
     found: dict[str, FoundSource] = {}
     for source in base.sources:
         if given and source.name in given:
@@ -288,8 +279,9 @@ def fetch(url: str, commit: str, submodules: Sequence[str], folder: Path) -> Non
     got = _head(folder)
     if got != commit:
         raise _missing(f"{url} gave commit {got} for {commit}")
-    for path in [folder, *(folder / name for name in submodules)]:
-        _forget(path / ".git")
+    for path in (folder / ".git", *(folder / name / ".git" for name in submodules)):
+        # A submodule's is a file.
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def _head(folder: Path) -> str | None:
@@ -315,13 +307,6 @@ def _run(
 
 def _missing(message: str) -> FetchError:
     return FetchError(message, next_step="give a checkout of it as --source NAME=DIR")
-
-
-def _forget(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def require_version(source: ThirdPartySource, folder: Path, *, patch_level: bool = False) -> str:

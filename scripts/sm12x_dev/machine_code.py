@@ -137,7 +137,7 @@ _BAR_HEIGHT, _LINE, _GAP = 13, 17, 9
 
 
 def svg(before: AuditReport, after: AuditReport, *, title: str, made_by: str) -> str:
-    """The picture of two reports as ``compare.load`` returns them.
+    """The picture of two reports as ``load`` returns them.
 
     Both devices share a panel where every library runs alike on them, else each has its own.
 

@@ -1,1 +1,0 @@
-"""Porting a stack to another release: patches that merge, are upstream, or need a person."""
