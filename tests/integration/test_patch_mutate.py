@@ -11,11 +11,12 @@ import pytest
 from click.testing import CliRunner
 from tests.integration import stackrepo
 from tests.integration.stackrepo import World, snapshot
+from tests.tools import mutate
 
 from sm12x.core.errors import BadFileError, FindingsError
 from sm12x.stack.model import series
 from sm12x_dev import cli
-from sm12x_dev.witness import mutate, mutations, witness
+from sm12x_dev.witness import environment, mutations, record
 
 SOURCE = """def ten():
     return 10
@@ -173,7 +174,9 @@ def test_derived_mutations(world: World) -> None:
 
 
 def test_the_command_and_its_exit_codes(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(witness, "environment", lambda *_, **__: Path(sys.executable))
+    monkeypatch.setattr(environment, "environment", lambda *_, **__: Path(sys.executable))
+    # The stack's repository has no locks.
+    monkeypatch.setattr(record, "witness_conditions", lambda *_, **__: "these")
     links = ["--base", stackrepo.VERSION, "--find-links", str(world.archive.parent)]
     path = world.base.folder / mutations.NAME
     mutate_words = ["mutate", "--json", *links]
