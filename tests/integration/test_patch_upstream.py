@@ -163,7 +163,7 @@ def test_a_test_that_hangs_is_killed_with_its_children(
 ) -> None:
     pids = tmp_path / "pids"
     text = HANG.replace("{pids!r}", repr(str(pids)))
-    report = _run(_make(tmp_path, monkeypatch, {"tests/test_hang.py": text}), seconds=20)
+    report = _run(_make(tmp_path, monkeypatch, {"tests/test_hang.py": text}), seconds=8)
     (result,) = report.results
     assert (result.patched, result.alone, result.verdict) == ("hung", ("passed", "hung"), "worse")
     for pid in pids.read_text().split():

@@ -13,7 +13,7 @@ import click
 from sm12x import layout
 from sm12x.commands import emit, reports, say
 from sm12x.core import progress
-from sm12x.core.errors import FindingsError
+from sm12x.core.errors import BadFileError, FindingsError
 from sm12x.stack.model import series
 from sm12x_dev import render
 from sm12x_dev.commands.options import BASE, FIND_LINKS, JOBS, chosen, fetch, named
@@ -77,8 +77,8 @@ def witness_command(
 
     Example: sm12x-dev witness --base 0.33.0 0001
     """
-    if make_record and (names or python):
-        raise click.UsageError("--record is for all patches: give no NAME and no --python with it")
+    if make_record and python:
+        raise click.UsageError("--record is of the packages of the lock: give no --python with it")
     base = chosen(version)
     stack = series.load(base)
     patches = named(stack, names)
@@ -87,11 +87,17 @@ def witness_command(
     conditions = record.witness_conditions(base, root=root, machine=platform.machine())
     known = None
     # Another Python has other packages than the record is of.
-    if not (python or both_trees or make_record):
+    if not (python or both_trees):
         known = record.load(base, record.WITNESSES, "sm12x-dev witness")
     if known and known.conditions != conditions:
         say(f"{record.WITNESSES} {_OTHER.format('witness')}")
         known = None
+    if make_record and names and not known:
+        raise BadFileError(
+            f"{record.WITNESSES} has no record of the other patches for this release, these "
+            "packages and these tools",
+            next_step="give --record without a NAME: it runs every witness on both trees",
+        )
     if python is None and patches:
         with progress.spinner("setting up the witnesses' environment"):
             python = environment.environment(base, root=root, cache=layout.cache(), say=say)

@@ -25,7 +25,8 @@ from sm12x_dev.witness.environment import environment_name
 WITNESSES = "witness-base.json"
 _TESTS = Path("tests/witness")
 # What any witness may load, whether it imports it or not: rigs, the stand-in driver, the backend.
-_SHARED = ("tests/fakecuda", "scripts/sleep-keep", "scripts/sm12x_dev/witness/pytest_plugin")
+_SHARED = ("tests/fakecuda", "scripts/sleep-keep")
+_PLUGIN = Path("scripts/sm12x_dev/witness/pytest_plugin/sm12x_witness_plugin.py")
 # Folders of the modules that witnesses import.
 _PLACES = ("", "scripts")
 _PACKAGES = ("tests.", "sm12x.", "sm12x_dev.")
@@ -105,7 +106,7 @@ def witness_conditions(base: Base, *, root: Path, machine: str) -> str:
             environment_name(base, machine=machine, root=root),
             process.run(["g++", "-dumpfullversion"], check=False).stdout,
             repr(project.get("tool", {}).get("pytest")),
-            *_contents(root, [*rigs, *shared]),
+            *_contents(root, [*rigs, *shared, root / _PLUGIN]),
         ]
     )
 

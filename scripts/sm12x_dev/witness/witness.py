@@ -6,6 +6,8 @@ set-up failed, that was skipped, or whose pytest crashed or hung, is neither red
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 import shutil
 import tempfile
@@ -32,9 +34,8 @@ SIDES = (BASE, PATCHED)
 # The outcome of a test that a tree's run does not have.
 _ABSENT = "absent"
 # Loading torch and vLLM takes longer than most tests of a witness: witnesses of one rig share a
-# pytest, at most this many, so that every processor has work to the end.
-_RIGS = ("executor_rig", "kernels", "world")
-_SHARE = 16
+# pytest, at most so many: a fork with vLLM's engine waits more than it computes.
+_RIGS = {"executor_rig": 7, "kernels": 16, "world": 12}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +104,8 @@ def run(
         root: the checkout, whose tests/ the witnesses are in.
         known: what witnesses gave on the untouched source. One that has not changed since and has
           the same tests on the patched source is not run on the untouched one.
-        record_for: unless empty, the conditions to record the outcomes on the untouched source for.
+        record_for: unless empty, every witness is run on both sources, and this is recorded as what
+          the outcomes depend on. ``known`` stays where it is of the same.
         seconds: how long one pytest process may take for each of its witnesses.
         jobs: how many of them may run at a time.
         on_run: called with (witness, side) before each.
@@ -116,7 +118,7 @@ def run(
         key=lambda path: path not in base.witness.first,
     )
     inputs = {path: record.witness_inputs(base, path, root=root) for path in witnesses}
-    files = known.files if known else {}
+    files = dict(known.files) if known and not record_for else {}
     settled = [path for path in witnesses if path in files and files[path].inputs == inputs[path]]
     with tempfile.TemporaryDirectory(prefix="sm12x-witness-") as name:
         trees = {side: Path(name) / side for side in SIDES}
@@ -132,7 +134,6 @@ def run(
             seconds=seconds,
             jobs=jobs,
             on_run=on_run,
-            alone=base.witness.first,
         )
         runs = ran(witnesses, skip={(path, BASE) for path in settled})
         as_required = {path: required(runs[path, PATCHED], base.witness) for path in witnesses}
@@ -145,8 +146,14 @@ def run(
         runs |= ran(differing, skip={(path, PATCHED) for path in differing})
     if record_for:
         # One that breaks the rule is not recorded: it is run each time.
-        held = [p for p in witnesses if runs[p, BASE].outcomes == as_required[p].outcomes]
-        record.write(base, record.WITNESSES, record_for, {path: outcomes[path] for path in held})
+        held = {
+            path: outcomes[path]
+            for path in witnesses
+            if runs[path, BASE].outcomes == as_required[path].outcomes
+        }
+        every = {path for patch in stack.patches for path in patch.witnesses} - {*witnesses}
+        others = {p: known.files[p] for p in every & known.files.keys()} if known else {}
+        record.write(base, record.WITNESSES, record_for, {**others, **held})
     return WitnessReport(
         base_version=base.version,
         stack_id=stack.id,
@@ -169,13 +176,12 @@ def run_on(
     seconds: float = TIME_LIMIT,
     jobs: int = 2,
     on_run: Callable[[str, str], None] | None = None,
-    alone: Sequence[str] = (),
     skip: Container[tuple[str, str]] = (),
 ) -> dict[tuple[str, str], Run]:
     """Run ``witnesses`` on the source in each of ``trees``, side -> folder; see ``run``.
 
-    Those of one rig share a process, but for those ``alone``. Where it crashes or hangs, each of
-    them is run again in one of its own. ``skip`` are (witness, side) that are not run.
+    Those of one rig share a process. Where it crashes or hangs, each of them is run again in one
+    of its own. ``skip`` are (witness, side) that are not run.
     """
     if shutil.which(str(python)) is None:
         raise ToolMissingError(
@@ -195,28 +201,29 @@ def run_on(
             return runs
 
         shares = [
-            (paths, side)
+            [
+                (paths, side)
+                for paths in _shares([p for p in witnesses if (p, side) not in skip], root)
+            ]
             for side in trees
-            for paths in _shares([p for p in witnesses if (p, side) not in skip], alone, root)
         ]
-        # The longest first, whichever tree they are for.
-        shares.sort(key=lambda item: item[0][0] not in alone)
-        done = [pytests.submit(share, *item) for item in shares]
+        # By turns: the longest are first for each tree.
+        turns = itertools.chain.from_iterable(itertools.zip_longest(*shares))
+        done = [pytests.submit(share, *item) for item in turns if item]
         return {(run.witness, run.side): run for future in done for run in future.result()}
 
 
-def _shares(witnesses: Sequence[str], alone: Sequence[str], root: Path) -> list[tuple[str, ...]]:
-    """Return the witnesses that share a pytest: of one rig, in order, or one of those ``alone``."""
-    shares: list[list[str]] = []
-    last: dict[str, list[str]] = {}
+def _shares(witnesses: Sequence[str], root: Path) -> list[list[str]]:
+    """Return the witnesses that share a pytest: those of one rig, in as few as _RIGS allows."""
+    by_rig: dict[str, list[str]] = {}
     for path in witnesses:
-        rig = "" if path in alone else _rig(root / path)
-        if rig and rig in last and len(last[rig]) < _SHARE:
-            last[rig].append(path)
-            continue
-        last[rig] = [path]
-        shares.append(last[rig])
-    return [tuple(share) for share in shares]
+        by_rig.setdefault(_rig(root / path) or path, []).append(path)
+    return [
+        paths[first::count]
+        for rig, paths in by_rig.items()
+        for count in [math.ceil(len(paths) / _RIGS.get(rig, 1))]
+        for first in range(count)
+    ]
 
 
 def _rig(witness: Path) -> str:
