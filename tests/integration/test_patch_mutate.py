@@ -16,7 +16,7 @@ from tests.tools import mutate
 from sm12x.core.errors import BadFileError, FindingsError
 from sm12x.stack.model import series
 from sm12x_dev import cli
-from sm12x_dev.witness import environment, mutations, record
+from sm12x_dev.witness import environment, imports, mutations, record
 
 SOURCE = """def ten():
     return 10
@@ -76,7 +76,9 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     return made
 
 
-def _run(world: World, text: str, *, auto: int = 0) -> mutate.MutationReport:
+def _run(
+    world: World, text: str, *, auto: int = 0, kept: Path | None = None
+) -> mutate.MutationReport:
     base = world.base
     (base.folder / mutations.NAME).write_text(text)
     stack = series.load(base)
@@ -88,6 +90,7 @@ def _run(world: World, text: str, *, auto: int = 0) -> mutate.MutationReport:
         python=Path(sys.executable),
         root=world.root,
         auto=auto,
+        kept=kept,
     )
 
 
@@ -159,6 +162,35 @@ def test_the_test_that_is_named_is_asked_first(world: World) -> None:
         "test_twice",
     ]
     assert report.ok
+
+
+def test_a_run_goes_on_where_an_earlier_one_was_stopped(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "cache" / "outcomes.jsonl"
+    two = ("number * 2", "number * 3", "two times")
+    negative = ("if number < 0", "if number < -9", "no negative number")
+    ran: list[str] = []
+    real = mutate._outcome
+
+    def outcome(base: object, mutant: mutations.Mutant, *more: object) -> mutate.MutantOutcome:
+        ran.append(mutant.why)
+        return real(base, mutant, *more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(mutate, "_outcome", outcome)
+    first = _run(world, _entries(two), kept=kept)
+    # The second half of a line: the run was killed while it wrote.
+    with kept.open("a") as file:
+        file.write('["abc", {"patch"')
+    both = _run(world, _entries(negative, two), kept=kept)
+    assert ran == ["two times", "no negative number"]
+    assert [one.state for one in both.outcomes] == ["killed", "killed"]
+    assert both.outcomes[1].test == first.outcomes[0].test
+    # A witness that has changed since is asked again.
+    (world.root / stackrepo.WITNESS).write_text(f"{WITNESS}# other\n")
+    imports.names.cache_clear()
+    _run(world, _entries(two), kept=kept)
+    assert ran[2:] == ["two times"]
 
 
 def test_derived_mutations(world: World) -> None:

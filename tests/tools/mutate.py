@@ -90,8 +90,10 @@ class Kept:
         self._outcomes: dict[str, MutantOutcome] = {}
         if path and path.is_file():
             # A run that was killed may have left half a line.
-            for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
-                key, entry = json.loads(line)
+            *lines, half = path.read_text(encoding="utf-8").split("\n")
+            if half:
+                path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            for key, entry in map(json.loads, lines):
                 self._outcomes[key] = MutantOutcome(**entry)
 
     def get(self, key: str) -> MutantOutcome | None:

@@ -12,7 +12,7 @@ import pytest
 from sm12x import layout
 from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
-from sm12x_dev.witness import record
+from sm12x_dev.witness import imports, record
 from sm12x_dev.witness.record import Outcomes
 
 WITNESS = "tests/witness/test_it.py"
@@ -45,7 +45,7 @@ def root(tmp_path: Path) -> Path:
 def _inputs(root: Path, edits: Mapping[str, str]) -> str:
     for path, text in edits.items():
         (root / path).write_text(text)
-    record._names.cache_clear()
+    imports.names.cache_clear()
     base = cast(bases.Base, SimpleNamespace(folder=root / "patches/1.0"))
     return record.witness_inputs(base, WITNESS, root=root)
 

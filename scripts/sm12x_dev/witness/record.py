@@ -6,8 +6,6 @@ longer: a hang ends at its time limit. Only what differs from a record is run on
 
 from __future__ import annotations
 
-import ast
-import functools
 import hashlib
 import tomllib
 from collections import Counter
@@ -19,7 +17,7 @@ from typing import Annotated, Literal
 from sm12x.core import declared, process
 from sm12x.core.declared import Declared, unless_empty
 from sm12x.stack.model.base import Base
-from sm12x_dev.witness import junit
+from sm12x_dev.witness import imports, junit
 from sm12x_dev.witness.environment import environment_name
 
 WITNESSES = "witness-base.json"
@@ -29,7 +27,6 @@ _SHARED = ("tests/fakecuda", "scripts/sleep-keep")
 _PLUGIN = Path("scripts/sm12x_dev/witness/pytest_plugin/sm12x_witness_plugin.py")
 # Folders of the modules that witnesses import.
 _PLACES = ("", "scripts")
-_PACKAGES = ("tests.", "sm12x.", "sm12x_dev.")
 # By this module a witness finds the data of a base.
 _LAYOUT = "scripts/sm12x/layout.py"
 _SUFFIXES = (".c", ".cpp", ".h", ".py", ".toml")
@@ -124,30 +121,11 @@ def _imported(start: Path, root: Path) -> set[Path]:
     """Return ``start`` and the modules of the checkout that it imports, directly or not."""
     waiting, seen = [start], {start}
     while waiting:
-        for name in _names(waiting.pop()):
+        for name in imports.names(waiting.pop()):
             fresh = set(_located(name, root)) - seen
             seen |= fresh
             waiting += fresh
     return seen
-
-
-@functools.cache
-def _names(path: Path) -> frozenset[str]:
-    """Return every dotted name that a module imports, or has as a string."""
-    names: set[str] = set()
-    try:
-        nodes = list(ast.walk(ast.parse(path.read_bytes())))
-    except (OSError, SyntaxError, ValueError):
-        # pytest reports the file that it cannot read.
-        nodes = []
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            names |= {node.value} if node.value.startswith(_PACKAGES) else set()
-    return frozenset(names)
 
 
 def _located(name: str, root: Path) -> Iterator[Path]:
