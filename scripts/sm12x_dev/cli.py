@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import NoReturn
 
 import click
 
-from sm12x import __version__, cli
+from sm12x import __version__, cli, layout
 
 # verb -> one line for `sm12x-dev --help`.
 VERBS = {
@@ -29,7 +30,7 @@ VERBS = {
 _MODULES = {
     **dict.fromkeys(("list", "check"), "stack"),
     **dict.fromkeys(("apply", "refresh", "new", "drop"), "tree"),
-    **dict.fromkeys(("witness", "upstream-tests", "mutate"), "tests"),
+    **dict.fromkeys(("witness", "upstream-tests"), "tests"),
 }
 
 
@@ -40,6 +41,10 @@ class Verbs(cli.Verbs):
 
     def where(self, name: str) -> str:
         """Return the module and the name in it of a verb's command object."""
+        if name == "mutate":
+            # One of the tests' own tools, which share code as tests.<folder>.<module>.
+            sys.path.append(str(layout.root()))
+            return "tests.tools.mutate:mutate_command"
         module = _MODULES.get(name, name)
         return f"sm12x_dev.commands.{module}:{name.replace('-', '_')}_command"
 
@@ -49,7 +54,7 @@ class Verbs(cli.Verbs):
 def root() -> None:
     """Maintain the stack of fixes: patches, witnesses, bases, locks and generated pages.
 
-    Example: sm12x-dev apply --base 0.21.0 --unpack ../vllm
+    Example: sm12x-dev apply --base 0.33.0 --unpack ../vllm
     """
 
 

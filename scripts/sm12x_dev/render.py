@@ -85,7 +85,10 @@ def witnessed(report: WitnessReport) -> str:
         lines.append(f"  {check.witness}::{check.test} ({check.patch[:4]})")
         lines += [f"    {reason}" for reason in check.reasons]
         lines += [f"    | {line}" for line in check.detail.split("\n") if check.detail]
-    lines += ["", f"{report.passed} passed, {report.failed} failed"]
+    lines.append("")
+    if report.recorded:
+        lines.append(f"untouched base: {report.recorded} witnesses are recorded, and were not run")
+    lines.append(f"{report.passed} passed, {report.failed} failed")
     return "\n".join(lines).lstrip("\n") + "\n"
 
 

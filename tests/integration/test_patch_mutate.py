@@ -11,11 +11,12 @@ import pytest
 from click.testing import CliRunner
 from tests.integration import stackrepo
 from tests.integration.stackrepo import World, snapshot
+from tests.tools import mutate
 
 from sm12x.core.errors import BadFileError, FindingsError
 from sm12x.stack.model import series
 from sm12x_dev import cli
-from sm12x_dev.witness import mutate, mutations, witness
+from sm12x_dev.witness import environment, imports, mutations, record
 
 SOURCE = """def ten():
     return 10
@@ -75,7 +76,9 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     return made
 
 
-def _run(world: World, text: str, *, auto: int = 0) -> mutate.MutationReport:
+def _run(
+    world: World, text: str, *, auto: int = 0, kept: Path | None = None
+) -> mutate.MutationReport:
     base = world.base
     (base.folder / mutations.NAME).write_text(text)
     stack = series.load(base)
@@ -87,6 +90,7 @@ def _run(world: World, text: str, *, auto: int = 0) -> mutate.MutationReport:
         python=Path(sys.executable),
         root=world.root,
         auto=auto,
+        kept=kept,
     )
 
 
@@ -160,6 +164,35 @@ def test_the_test_that_is_named_is_asked_first(world: World) -> None:
     assert report.ok
 
 
+def test_a_run_goes_on_where_an_earlier_one_was_stopped(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "cache" / "outcomes.jsonl"
+    two = ("number * 2", "number * 3", "two times")
+    negative = ("if number < 0", "if number < -9", "no negative number")
+    ran: list[str] = []
+    real = mutate._outcome
+
+    def outcome(base: object, mutant: mutations.Mutant, *more: object) -> mutate.MutantOutcome:
+        ran.append(mutant.why)
+        return real(base, mutant, *more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(mutate, "_outcome", outcome)
+    first = _run(world, _entries(two), kept=kept)
+    # The second half of a line: the run was killed while it wrote.
+    with kept.open("a") as file:
+        file.write('["abc", {"patch"')
+    both = _run(world, _entries(negative, two), kept=kept)
+    assert ran == ["two times", "no negative number"]
+    assert [one.state for one in both.outcomes] == ["killed", "killed"]
+    assert both.outcomes[1].test == first.outcomes[0].test
+    # A witness that has changed since is asked again.
+    (world.root / stackrepo.WITNESS).write_text(f"{WITNESS}# other\n")
+    imports.names.cache_clear()
+    _run(world, _entries(two), kept=kept)
+    assert ran[2:] == ["two times"]
+
+
 def test_derived_mutations(world: World) -> None:
     report = _run(world, "schema = 1\n", auto=20)
     assert {(outcome.why, outcome.state) for outcome in report.outcomes} == {
@@ -173,7 +206,9 @@ def test_derived_mutations(world: World) -> None:
 
 
 def test_the_command_and_its_exit_codes(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(witness, "environment", lambda *_, **__: Path(sys.executable))
+    monkeypatch.setattr(environment, "environment", lambda *_, **__: Path(sys.executable))
+    # The stack's repository has no locks.
+    monkeypatch.setattr(record, "witness_conditions", lambda *_, **__: "these")
     links = ["--base", stackrepo.VERSION, "--find-links", str(world.archive.parent)]
     path = world.base.folder / mutations.NAME
     mutate_words = ["mutate", "--json", *links]

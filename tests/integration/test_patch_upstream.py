@@ -20,7 +20,7 @@ from tests.integration.stackrepo import World
 from sm12x.core.errors import FindingsError, Sm12xError
 from sm12x.stack.model import series
 from sm12x_dev import cli
-from sm12x_dev.witness import upstream_record, upstream_run, upstream_tests, witness
+from sm12x_dev.witness import environment, pytests, record, upstream_run, upstream_tests
 from sm12x_dev.witness.upstream_tests import Report, UpstreamResult
 
 HEAD = (
@@ -163,7 +163,7 @@ def test_a_test_that_hangs_is_killed_with_its_children(
 ) -> None:
     pids = tmp_path / "pids"
     text = HANG.replace("{pids!r}", repr(str(pids)))
-    report = _run(_make(tmp_path, monkeypatch, {"tests/test_hang.py": text}), seconds=20)
+    report = _run(_make(tmp_path, monkeypatch, {"tests/test_hang.py": text}), seconds=8)
     (result,) = report.results
     assert (result.patched, result.alone, result.verdict) == ("hung", ("passed", "hung"), "worse")
     for pid in pids.read_text().split():
@@ -180,14 +180,14 @@ def test_only_what_differs_from_the_record_is_run_on_the_untouched_tree(
     world = _make(tmp_path, monkeypatch, {**TESTS, **again})
     first = _run(world, record_for="these packages")
     assert first.recorded == 0
-    record = upstream_record.load(world.base)
-    assert record is not None
-    assert record.conditions == "these packages"
+    known = record.load(world.base, upstream_run.RECORD, "sm12x-dev upstream-tests")
+    assert known is not None
+    assert known.conditions == "these packages"
     # As from a time when a file was not yet recorded.
     late = "tests/test_same2.py"
-    record = replace(record, files={f: o for f, o in record.files.items() if f != late})
+    known = replace(known, files={f: o for f, o in known.files.items() if f != late})
     ran: list[tuple[str, str]] = []
-    second = _run(world, record=record, on_file=lambda *one: ran.append(one))
+    second = _run(world, known=known, on_file=lambda *one: ran.append(one))
     assert second.results == tuple(
         replace(result, said=mine.said, detail=mine.detail)
         for result, mine in zip(first.results, second.results, strict=True)
@@ -200,7 +200,7 @@ def test_only_what_differs_from_the_record_is_run_on_the_untouched_tree(
 
 def test_a_model_is_looked_at_in_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     """As vLLM's own process does, but without what importing vLLM takes."""
-    monkeypatch.syspath_prepend(str(upstream_run.PLUGIN))
+    monkeypatch.syspath_prepend(str(pytests.PLUGIN))
     zygote = importlib.import_module("sm12x_zygote")
     registry: Any = types.ModuleType("vllm.model_executor.models.registry")
     monkeypatch.setitem(sys.modules, registry.__name__, registry)
@@ -247,7 +247,7 @@ def test_an_environment_that_cannot_run_anything_is_no_verdict(
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = _make(tmp_path, monkeypatch, {**TESTS, "tests/test_same.py": SAME})
     links = ["--base", stackrepo.VERSION, "--find-links", str(world.archive.parent)]
-    monkeypatch.setattr(witness, "environment", lambda *_, **__: Path(sys.executable))
+    monkeypatch.setattr(environment, "environment", lambda *_, **__: Path(sys.executable))
     monkeypatch.setattr(upstream_run, "packages", lambda *_, **__: None)
     # The stack's repository has no locks.
     conditions = ["these"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.integration import stackrepo
@@ -13,7 +14,7 @@ from tests.integration.stackrepo import World
 from sm12x.core.errors import ToolMissingError
 from sm12x.stack.model import series
 from sm12x_dev import render
-from sm12x_dev.witness import witness
+from sm12x_dev.witness import record, witness
 from sm12x_dev.witness.witness import WitnessReport
 
 READ = """
@@ -34,7 +35,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     return made
 
 
-def _run(world: World, text: str, *, seconds: float = 60) -> WitnessReport:
+def _run(world: World, text: str, *, seconds: float = 60, **more: Any) -> WitnessReport:
     (world.root / stackrepo.WITNESS).write_text(READ + text)
     stack = series.load(world.base)
     return witness.run(
@@ -45,6 +46,7 @@ def _run(world: World, text: str, *, seconds: float = 60) -> WitnessReport:
         python=Path(sys.executable),
         root=world.root,
         seconds=seconds,
+        **more,
     )
 
 
@@ -127,6 +129,48 @@ def test_x():
     assert (report.passed, report.failed) == (0, 1)
     time.sleep(max(0.0, start + 16 - time.monotonic()))
     assert not mark.exists()
+
+
+RECORDED = """
+@pytest.mark.guard
+def test_nine(): assert "a = 9" in TEXT
+def test_ten(): assert PATCHED
+"""
+
+
+def test_what_is_recorded_of_the_base_is_not_run_there(world: World) -> None:
+    def ran(text: str, **more: Any) -> tuple[WitnessReport, list[str]]:
+        sides: list[str] = []
+        report = _run(world, text, on_run=lambda _, side: sides.append(side), **more)
+        return report, sorted(sides)
+
+    def known() -> record.Record | None:
+        return record.load(world.base, record.WITNESSES, "sm12x-dev witness")
+
+    first, sides = ran(RECORDED, record_for="these")
+    assert (first.failed, first.recorded, sides) == (0, 0, ["base", "patched"])
+    again, sides = ran(RECORDED, known=known())
+    assert (again.checks, again.recorded, sides) == (first.checks, 1, ["patched"])
+    # The patched tree is judged as ever.
+    red, sides = ran(RECORDED + "def test_more(): assert 0\n", known=known())
+    assert (red.failed, red.recorded, sides) == (1, 0, ["base", "patched"])
+    # A test that breaks the rule on the base is never recorded, and so is found each time.
+    for more in ({"record_for": "these"}, {"known": known()}):
+        green, sides = ran(RECORDED + "def test_any(): pass\n", **more)
+        assert (green.failed, green.recorded, sides) == (1, 0, ["base", "patched"])
+
+
+def test_other_tests_than_the_recorded_ones_are_run_on_both(world: World) -> None:
+    """Its file and all that it imports are as recorded, and still it has other tests."""
+    text = RECORDED + "for n in range(int(os.environ['TESTS'])): vars()[f'test_{n}'] = test_ten\n"
+    with pytest.MonkeyPatch.context() as patching:
+        patching.setenv("TESTS", "1")
+        _run(world, text, record_for="these")
+        known = record.load(world.base, record.WITNESSES, "sm12x-dev witness")
+        assert _run(world, text, known=known).recorded == 1
+        patching.setenv("TESTS", "2")
+        report = _run(world, text, known=known)
+    assert (report.recorded, report.passed, report.failed) == (0, 4, 0)
 
 
 SHARED = """from tests.witness import world

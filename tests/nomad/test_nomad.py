@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.nomad.build import Tools
-from tests.nomad.conftest import EXAMPLES, GPUS, Agent
+from tests.nomad.conftest import EXAMPLES, GPUS, LIMIT, Agent
 
 from sm12x import layout
 from sm12x.core import process
@@ -35,6 +35,8 @@ ONE = "deepseek-v4-flash-rtx-pro-6000-tp4"
 PAIR = "rotation-pair-rtx-pro-6000-tp4"
 CLUSTER = "deepseek-v4-flash-gb10-x2"
 OVERLAY = "qwen3.6-27b-nvfp4-rtx-pro-6000-overlay"
+# Seconds for the whole check of the image.
+CHECK_LIMIT = 1800
 # What a machine with no GPU can give; the share that a specification asks for is for a bigger one.
 SMALL = ("-var", "cpu=100", "-var", "memory=512")
 
@@ -82,10 +84,10 @@ def test_the_image_proves_itself_without_a_gpu(agent: Agent, image: str) -> None
     agent.call(
         *("job", "run", *needed(spec(ONE), image), "-var", "gpus=0", "-var", "args=check"),
         spec(ONE),
-        timeout=600,
+        timeout=CHECK_LIMIT,
     )
     job = f"{ONE}-check"
-    agent.wait("the check", 600, lambda: status(agent, job) in ("complete", "failed"))
+    agent.wait("the check", CHECK_LIMIT, lambda: status(agent, job) in ("complete", "failed"))
     (allocation,) = agent.allocations(job)
     log = log_of(agent, allocation["ID"], "check: ")
     print(log)
@@ -99,9 +101,9 @@ def test_a_server_gets_its_gpus_its_address_and_its_secrets(agent: Agent, image:
     agent.call("var", "put", "-force", f"nomad/jobs/{job}", "hf_token=hf_one", "api_key=key one")
     # A server that answers /health, and nothing more. As process 1, Python would ignore SIGTERM.
     (agent.cache / "health").write_text("")
-    serve = "timeout 600 python -m http.server 18000 --bind 127.0.0.1 --directory /cache"
+    serve = "timeout 900 python -m http.server 18000 --bind 127.0.0.1 --directory /cache"
     words = (*needed(spec(ONE), image), *SMALL, "-var", "port=18000", "-var", f"args={serve}")
-    agent.call("job", "run", *words, spec(ONE), timeout=180)
+    agent.call("job", "run", *words, spec(ONE), timeout=LIMIT)
     (allocation,) = agent.allocations(job)
     assert allocation["DeploymentStatus"]["Healthy"] is True
 
@@ -132,9 +134,9 @@ def test_a_server_gets_its_gpus_its_address_and_its_secrets(agent: Agent, image:
 def test_a_server_that_sleeps_waits_for_its_key(agent: Agent, image: str) -> None:
     job = job_name(ONE)
     agent.call("var", "purge", f"nomad/jobs/{job}", check=False)
-    words = (*needed(spec(ONE), image), *SMALL, "-var", "args=timeout 300 sleep 300")
+    words = (*needed(spec(ONE), image), *SMALL, "-var", "args=timeout 900 sleep 900")
     agent.call("job", "run", "-detach", *words, spec(ONE))
-    agent.wait("an allocation", 60, lambda: bool(agent.allocations(job)))
+    agent.wait("an allocation", LIMIT, lambda: bool(agent.allocations(job)))
 
     end = time.monotonic() + 10
     while time.monotonic() < end:
@@ -142,7 +144,7 @@ def test_a_server_that_sleeps_waits_for_its_key(agent: Agent, image: str) -> Non
         time.sleep(1)
     # Another secret is no key.
     agent.call("var", "put", "-force", f"nomad/jobs/{job}", "hf_token=hf_one")
-    agent.wait("the task to fail", 60, lambda: status(agent, job) == "failed")
+    agent.wait("the task to fail", LIMIT, lambda: status(agent, job) == "failed")
     agent.clear()
     agent.call("var", "put", "-force", f"nomad/jobs/{job}", "api_key=one", "sleep_api_key=two")
     agent.call("job", "run", "-detach", *words, spec(ONE))
@@ -183,7 +185,7 @@ def test_an_overlaid_file_is_read_only_and_the_cache_is_not(agent: Agent, image:
     file.write_text("patched = True\n")
     done = agent.call(
         *("job", "run", "-var", f"image={image}", "-var", f'overlay={{"{where}"="{file}"}}'),
-        *("-var", "gpus=0", "-var", "args=timeout 100 sleep 100"),
+        *("-var", "gpus=0", "-var", "args=timeout 900 sleep 900"),
         *("-detach", spec(OVERLAY)),
     )
     assert done.returncode == 0
@@ -206,13 +208,13 @@ def log_of(agent: Agent, allocation: str, last: str) -> str:
         said[0] = agent.call("alloc", "logs", allocation, check=False).stdout
         return last in said[0]
 
-    agent.wait(f"{last!r} in the log", 30, complete)
+    agent.wait(f"{last!r} in the log", LIMIT, complete)
     return said[0]
 
 
 def said_inside(agent: Agent, job: str, *command: str) -> str:
     """What a command says inside the job's one container, once that runs."""
-    agent.wait(f"{job} to run", 60, lambda: status(agent, job) == "running")
+    agent.wait(f"{job} to run", LIMIT, lambda: status(agent, job) == "running")
     (allocation,) = agent.allocations(job)
     return agent.inside(allocation["ID"], *command)
 
@@ -300,7 +302,7 @@ def test_the_second_machine_learns_where_the_first_is(
         text = text.replace(there, here)
     path.write_text(text, encoding="utf-8")
     words = (*needed(path, image), *SMALL, "-var", f"gpus={gpus}", "-var", "port=18001")
-    agent.call("job", "run", "-detach", *words, "-var", "args=timeout 100 sleep 100", path)
+    agent.call("job", "run", "-detach", *words, "-var", "args=timeout 900 sleep 900", path)
     job = CLUSTER if gpus else f"{CLUSTER}-check"
 
     def environment(group: str, wanted: str) -> str:
@@ -313,7 +315,7 @@ def test_the_second_machine_learns_where_the_first_is(
                 seen[0] = agent.inside(found[0], "env", check=False)
             return wanted in seen[0]
 
-        agent.wait(f"{wanted} in {group}", 60, has)
+        agent.wait(f"{wanted} in {group}", LIMIT, has)
         return seen[0]
 
     environment("rank-0", "SM12X_HOST=127.0.0.1")
@@ -332,6 +334,6 @@ def test_a_recipe_of_ones_own_travels_with_the_job(
     path = tmp_path / "mine.nomad.hcl"
     path.write_text(nomad.render(load.load(mine)), encoding="utf-8")
     assert process.run([agent.tools.nomad, "fmt", "-check", path]).stdout == ""
-    words = (*needed(path, image), "-var", "gpus=0", "-var", "args=timeout 100 sleep 100")
+    words = (*needed(path, image), "-var", "gpus=0", "-var", "args=timeout 900 sleep 900")
     agent.call("job", "run", "-detach", *words, path)
     assert said_inside(agent, "mine-check", "cat", "/local/mine.yaml") == mine.read_text()

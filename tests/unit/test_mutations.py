@@ -8,12 +8,13 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from tests.tools import derive, mutate
+from tests.tools.mutate import MutantOutcome, MutationReport
 
 from sm12x.core.errors import BadFileError
 from sm12x.stack.model import base as bases
 from sm12x.stack.model.series import Stack
-from sm12x_dev.witness import junit, mutate, mutations, witness
-from sm12x_dev.witness.mutate import MutantOutcome, MutationReport
+from sm12x_dev.witness import junit, mutations, witness
 
 WITNESS = "tests/witness/test_it.py"
 ADDED = """diff --git a/vllm/a.py b/vllm/a.py
@@ -162,7 +163,7 @@ def test_mutations_are_derived_of_added_lines_alone(tmp_path: Path, tree: Path) 
     (tree / "csrc").mkdir()
     (tree / "csrc/a.cpp").write_text("void f() {\n  int a = 1;\n  release();\n}\n")
     stack = _stack("0001-Correct-it.patch")
-    mutants = mutations.derived(stack, untouched, tree, count=9, seed=0)
+    mutants = derive.derived(stack, untouched, tree, count=9, seed=0)
     assert [(mutant.file, mutant.label, mutant.why) for mutant in mutants] == [
         ("csrc/a.cpp", "line 3", "without: release();"),
         ("vllm/a.py", "line 2", "without: two = 2"),
@@ -175,9 +176,9 @@ def test_mutations_are_derived_of_added_lines_alone(tmp_path: Path, tree: Path) 
     assert texts[2][2] == "if not (two > one):"
     assert texts[3][3] == "    pass"
     # Bounded, and the same for the same seed.
-    few = mutations.derived(stack, untouched, tree, count=2, seed=1)
+    few = derive.derived(stack, untouched, tree, count=2, seed=1)
     assert len(few) == 2
-    assert few == mutations.derived(stack, untouched, tree, count=2, seed=1)
+    assert few == derive.derived(stack, untouched, tree, count=2, seed=1)
 
 
 def test_derived_python_stays_python() -> None:
@@ -185,7 +186,7 @@ def test_derived_python_stays_python() -> None:
         'def f(a):\n    """Text."""\n    b = [\n        a,\n    ]\n    while a and b: a = 0\n'
         "    if (a\n        and b):\n        raise E(\n            a)\n    return a; c = 1\n"
     )
-    found = list(mutations._python(text, set(range(1, 20))))
+    found = list(derive._python(text, set(range(1, 20))))
     for _, _, mutated in found:
         ast.parse(mutated)
     assert sorted(line for line, _, _ in found) == [3, 6, 9, 11]
@@ -210,12 +211,12 @@ def test_derived_python_stays_python() -> None:
     ],
 )
 def test_lines_of_cpp(line: str, mutated: str | None) -> None:
-    found = list(mutations._cpp(f"{{\n{line}\n}}\n", {2}))
+    found = list(derive._cpp(f"{{\n{line}\n}}\n", {2}))
     assert [text.split("\n")[1] for _, _, text in found] == ([mutated] if mutated else [])
 
 
 def test_a_line_in_the_middle_of_a_statement_is_left_alone() -> None:
-    assert list(mutations._cpp("{\n  a(b,\n    c(1);\n", {3})) == []
+    assert list(derive._cpp("{\n  a(b,\n    c(1);\n", {3})) == []
 
 
 def _run(*outcomes: str, problem: str = "") -> witness.Run:

@@ -20,7 +20,7 @@ from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
 from sm12x.stack.model.base import Base
 from sm12x.stack.worktree import tree
-from sm12x_dev.witness import junit, witness
+from sm12x_dev.witness import environment, junit, witness
 
 
 @pytest.fixture
@@ -278,14 +278,14 @@ def test_the_witness_environment_is_pinned_by_hash(base: Base, tmp_path: Path) -
         "two==2.0 \\\n    --hash=sha256:" + "c" * 64 + "\n    # via one\n"
     )
     wanted = bases.Witness(packages=("one",), download_mib=1)
-    text = witness.requirements(
+    text = environment.requirements(
         dataclasses.replace(base, witness=wanted), machine="x86_64", root=tmp_path
     )
     assert [line.split("==")[0] for line in text.splitlines() if "==" in line] == ["one", "pytest"]
     assert text.count("--hash=sha256:") == 2
     missing = bases.Witness(packages=("three",), download_mib=1)
     with pytest.raises(BadFileError, match=r"witness\.packages names three"):
-        witness.requirements(
+        environment.requirements(
             dataclasses.replace(base, witness=missing), machine="x86_64", root=tmp_path
         )
 
@@ -295,19 +295,21 @@ def test_what_lies_apart_makes_another_environment_of_the_same_packages() -> Non
     told: dict[str, Any] = {"machine": "x86_64", "root": layout.root()}
     assert known.witness.apart == ("triton",)
     without = dataclasses.replace(known, witness=dataclasses.replace(known.witness, apart=()))
-    assert witness.requirements(known, **told) == witness.requirements(without, **told)
-    assert "triton==" not in witness.requirements(known, **told)
-    assert witness.environment_name(known, **told) != witness.environment_name(without, **told)
+    assert environment.requirements(known, **told) == environment.requirements(without, **told)
+    assert "triton==" not in environment.requirements(known, **told)
+    assert environment.environment_name(known, **told) != environment.environment_name(
+        without, **told
+    )
     unknown = dataclasses.replace(known.witness, apart=("three",))
     with pytest.raises(BadFileError, match=r"witness\.apart names three"):
-        witness.environment_name(dataclasses.replace(known, witness=unknown), **told)
+        environment.environment_name(dataclasses.replace(known, witness=unknown), **told)
 
 
 def test_an_environment_is_used_while_a_lock_names_it(tmp_path: Path) -> None:
     """GIVEN one of the lock, an older one, two of another kind, and one of no base."""
     known = bases.load(bases.versions()[0])
-    homes = tmp_path / witness.HOMES
-    named = witness.environment_name(known, machine="x86_64", root=layout.root())
+    homes = tmp_path / environment.HOMES
+    named = environment.environment_name(known, machine="x86_64", root=layout.root())
     names = [
         named,
         f"{known.version}-x86_64-000000000000",
@@ -319,12 +321,12 @@ def test_an_environment_is_used_while_a_lock_names_it(tmp_path: Path) -> None:
     for age, name in enumerate(names):
         (homes / name).mkdir(parents=True)
         os.utime(homes / name, (age, age))
-    found = witness.environments([known], root=layout.root(), cache=tmp_path, machine="x86_64")
+    found = environment.environments([known], root=layout.root(), cache=tmp_path, machine="x86_64")
     assert {one.path.name for one in found if one.bases} == {named, names[3]}
     for one in found:
-        witness.remove(one)
+        environment.remove(one)
     assert list(homes.iterdir()) == []
-    assert witness.environments([known], root=layout.root(), cache=tmp_path / "none") == []
+    assert environment.environments([known], root=layout.root(), cache=tmp_path / "none") == []
 
 
 def test_a_full_disk_is_not_a_spoilt_archive(

@@ -14,7 +14,7 @@ from sm12x.core.errors import BadFileError
 from sm12x.stack.model import base as bases
 from sm12x.stack.model.series import Stack
 from sm12x_dev import render
-from sm12x_dev.witness import junit, upstream_record, upstream_run, upstream_tests
+from sm12x_dev.witness import junit, record, upstream_run, upstream_tests
 from sm12x_dev.witness.upstream_tests import (
     Cannot,
     FileRun,
@@ -127,18 +127,15 @@ def test_what_cannot_be_run_alone_keeps_its_first_verdict() -> None:
 )
 def test_a_record_is_met_by_the_same_outcomes_alone(other: FileRun) -> None:
     run = _ran(test_x="passed", test_y="failed")
-    record = upstream_record.Record(
-        schema=1, conditions="", files={FILE: upstream_record.Outcomes.of(run)}
-    )
-    assert record.has(FILE, _ran(test_y="failed", test_x="passed"))
-    assert not record.has(FILE, other)
-    assert not record.has("tests/test_b.py", run)
+    kept = upstream_run.outcomes(run)
+    assert kept == upstream_run.outcomes(_ran(test_y="failed", test_x="passed"))
+    assert kept != upstream_run.outcomes(other)
 
 
 def test_a_record_is_of_a_release_its_environment_and_its_packages() -> None:
     def conditions(suite: Suite, *packages: str, sdist: str = "a") -> str:
         base = cast(Any, SimpleNamespace(sdist=SimpleNamespace(sha256=sdist)))
-        return upstream_record.conditions(base, suite, packages)
+        return upstream_run.digest(base, suite, packages)
 
     suite = _suite()
     platform = replace(suite, environment=replace(suite.environment, platform="a:B"))
@@ -159,22 +156,22 @@ def test_a_record_is_of_a_release_its_environment_and_its_packages() -> None:
 @pytest.mark.parametrize("text", ["", "{}", '{"schema": 1}', '{"schema": 2, "files": {}}', "[1"])
 def test_a_record_that_is_none(tmp_path: Path, text: str) -> None:
     base = cast(Any, SimpleNamespace(folder=tmp_path, version="9.9"))
-    assert upstream_record.load(base) is None
-    upstream_record.path(base).write_text(text)
+    assert record.load(base, upstream_run.RECORD, "x") is None
+    (tmp_path / upstream_run.RECORD).write_text(text)
     with pytest.raises(BadFileError, match="--record"):
-        upstream_record.load(base)
+        record.load(base, upstream_run.RECORD, "x")
 
 
 @pytest.mark.parametrize("version", bases.versions())
 def test_the_records_are_of_these_releases_and_packages(version: str) -> None:
     base = bases.load(version)
-    record = upstream_record.load(base)
-    assert record is not None
+    kept = record.load(base, upstream_run.RECORD, "x")
+    assert kept is not None
     suite = upstream_tests.load(base)
-    assert record.conditions == upstream_run.conditions(
+    assert kept.conditions == upstream_run.conditions(
         base, suite, root=layout.root(), machine="x86_64"
     ), f"sm12x-dev upstream-tests --base {version} --record"
-    assert sum(outcomes.passed for outcomes in record.files.values()) > 300
+    assert sum(outcomes.passed for outcomes in kept.files.values()) > 300
 
 
 def test_a_test_that_is_gone_is_worse() -> None:
@@ -395,28 +392,23 @@ def test_the_data_of_every_base_can_be_read() -> None:
 def test_a_file_without_a_recorded_outcome_is_not_run() -> None:
     """It takes its whole time limit on both trees, and none of its tests can be worse."""
     ran = _ran(test_a="passed")
-    calls: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
+    calls: list[str] = []
 
     class Runner:
         def run(
-            self, targets: list[str], sides: tuple[str, ...], **options: object
+            self, targets: list[str], side: str, on_file: object = None
         ) -> dict[tuple[str, str], FileRun]:
-            calls.append((tuple(targets), sides))
-            return {(file, side): ran for file in targets for side in sides}
+            calls.extend(targets)
+            return {(file, side): ran for file in targets}
 
-    hung = upstream_record.Outcomes(tests=0, passed=0, digest="")
-    record = upstream_record.Record(
-        schema=1,
-        conditions="",
-        files={FILE: upstream_record.Outcomes.of(ran), "tests/test_hangs.py": hung},
-    )
+    hung = record.Outcomes(tests=0, passed=0, digest="")
     runs, recorded = upstream_run._both(
         [FILE, "tests/test_hangs.py", "tests/test_new.py"],
         cast(upstream_run._Runner, Runner()),
-        record,
+        {FILE: upstream_run.outcomes(ran), "tests/test_hangs.py": hung},
         None,
     )
     assert recorded == 2
-    assert {file for files, _ in calls for file in files} == {FILE, "tests/test_new.py"}
+    assert {*calls} == {FILE, "tests/test_new.py"}
     assert runs["tests/test_hangs.py", "base"].tests == {}
     assert runs["tests/test_hangs.py", "patched"].tests == {}

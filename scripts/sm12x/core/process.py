@@ -127,6 +127,12 @@ class Background:
         """The exit status, negative for a signal; None while it runs."""
         return self._process.poll()
 
+    def wait(self, seconds: float) -> int | None:
+        """Wait for the exit status, as ``poll`` gives it; None where ``seconds`` have passed."""
+        with suppress(subprocess.TimeoutExpired):
+            return self._process.wait(seconds)
+        return None
+
     def terminate(self) -> None:
         """Send SIGTERM to the process group; ``stop`` kills what does not end."""
         with suppress(ProcessLookupError):
@@ -157,6 +163,7 @@ def end_all(children: Sequence[Background], grace: float) -> None:
 def stream(
     argv: Sequence[str | Path],
     *,
+    cwd: Path | None = None,
     env: Mapping[str, str | None] | None = None,
     on_line: Callable[[str], None] | None = None,
     log: Path | None = None,
@@ -180,6 +187,7 @@ def stream(
             handle.write(f"+ {shlex.join(words)}\n")
         process = subprocess.Popen(
             words,
+            cwd=cwd,
             env=_environment(env),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

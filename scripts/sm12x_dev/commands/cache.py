@@ -9,8 +9,8 @@ from sm12x.commands import print_json, reports
 from sm12x.core import text
 from sm12x.core.errors import BadFileError
 from sm12x.stack.model import base as bases
-from sm12x_dev.witness import witness
-from sm12x_dev.witness.witness import Environment
+from sm12x_dev.witness import environment
+from sm12x_dev.witness.environment import Environment
 
 
 @click.group()
@@ -53,7 +53,7 @@ def clear_command(everything: bool, dry_run: bool, as_json: bool) -> None:
     gone = [one for one in _found() if everything or not one.bases]
     for one in gone:
         if not dry_run:
-            witness.remove(one)
+            environment.remove(one)
         if not as_json:
             verb = "would delete" if dry_run else "deleted"
             click.echo(f"{verb} {one.path} ({text.size(one.size)})")
@@ -74,7 +74,7 @@ def _found() -> list[Environment]:
                 f"which environment {version} uses is not known: {error.message}",
                 next_step=error.next_step,
             ) from None
-    return witness.environments(known, root=layout.root(), cache=layout.cache())
+    return environment.environments(known, root=layout.root(), cache=layout.cache())
 
 
 def _use(one: Environment) -> str:

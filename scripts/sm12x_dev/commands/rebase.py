@@ -36,7 +36,7 @@ from sm12x_dev.commands.options import (
     relative,
 )
 from sm12x_dev.rebase import Verdict
-from sm12x_dev.witness import witness
+from sm12x_dev.witness import environment, witness
 from sm12x_dev.worktree import export
 
 
@@ -163,7 +163,7 @@ def _verdicts(
     root = layout.root()
     paths = list(dict.fromkeys(path for patch in stack.patches for path in patch.witnesses))
     try:
-        using = python or witness.environment(new, root=root, cache=layout.cache(), say=say)
+        using = python or environment.environment(new, root=root, cache=layout.cache(), say=say)
         runs = witness.run_on(
             {witness.BASE: untouched},
             paths,

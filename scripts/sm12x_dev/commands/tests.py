@@ -1,7 +1,8 @@
-"""`sm12x-dev witness|mutate|upstream-tests`: tests on the untouched and on the patched source."""
+"""`sm12x-dev witness|upstream-tests`: tests on the untouched and on the patched source."""
 
 from __future__ import annotations
 
+import platform
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -12,20 +13,23 @@ import click
 from sm12x import layout
 from sm12x.commands import emit, reports, say
 from sm12x.core import progress
-from sm12x.core.errors import FindingsError
+from sm12x.core.errors import BadFileError, FindingsError
 from sm12x.stack.model import series
 from sm12x_dev import render
 from sm12x_dev.commands.options import BASE, FIND_LINKS, JOBS, chosen, fetch, named
 from sm12x_dev.witness import (
-    mutate,
-    mutations,
-    upstream_record,
+    environment,
+    record,
     upstream_run,
     upstream_tests,
     witness,
 )
 from sm12x_dev.witness.upstream_tests import Cannot, UpstreamPlan
 
+_OTHER = (
+    "is of another release, other packages or other tools: every {} is run on both trees; --record "
+    "makes it again"
+)
 _limit = partial(click.option, type=click.FloatRange(min=1), show_default=True, metavar="SECONDS")
 
 
@@ -37,6 +41,16 @@ _limit = partial(click.option, type=click.FloatRange(min=1), show_default=True, 
     type=click.Path(path_type=Path),
     help="Interpreter with pytest and torch; by default one is set up from the base's lock.",
 )
+@click.option(
+    "--both-trees", is_flag=True, help="Run every witness on both trees, whatever is recorded."
+)
+@click.option(
+    "--record",
+    "make_record",
+    is_flag=True,
+    help=f"Run every witness on both trees, and record what the untouched one gives in "
+    f"{record.WITNESSES} of the base.",
+)
 @_limit("--time-limit", default=witness.TIME_LIMIT, help="Limit for one witness on one tree.")
 @JOBS
 @FIND_LINKS
@@ -45,6 +59,8 @@ def witness_command(
     names: tuple[str, ...],
     version: str | None,
     python: Path | None,
+    both_trees: bool,
+    make_record: bool,
     time_limit: float,
     jobs: int,
     find_links: Path | None,
@@ -55,16 +71,36 @@ def witness_command(
     NAME is a patch's file name or number; without one, all are run. The run fails on any other
     outcome, and on a test that is green on the base and not a guard. Needs a C++ compiler, no GPU.
 
-    Example: sm12x-dev witness --base 0.21.0 0001
+    What a witness gives on the untouched base is recorded in witness-base.json of the base, with a
+    digest of all that it depends on: the release, the packages, the compiler, the witness and what
+    it imports. A witness is run there only if that has changed, or if its tests have.
+
+    Example: sm12x-dev witness --base 0.33.0 0001
     """
+    if make_record and python:
+        raise click.UsageError("--record is of the packages of the lock: give no --python with it")
     base = chosen(version)
     stack = series.load(base)
     patches = named(stack, names)
     archive = fetch(base, find_links)
     root = layout.root()
+    conditions = record.witness_conditions(base, root=root, machine=platform.machine())
+    known = None
+    # Another Python has other packages than the record is of.
+    if not (python or both_trees):
+        known = record.load(base, record.WITNESSES, "sm12x-dev witness")
+    if known and known.conditions != conditions:
+        say(f"{record.WITNESSES} {_OTHER.format('witness')}")
+        known = None
+    if make_record and names and not known:
+        raise BadFileError(
+            f"{record.WITNESSES} has no record of the other patches for this release, these "
+            "packages and these tools",
+            next_step="give --record without a NAME: it runs every witness on both trees",
+        )
     if python is None and patches:
         with progress.spinner("setting up the witnesses' environment"):
-            python = witness.environment(base, root=root, cache=layout.cache(), say=say)
+            python = environment.environment(base, root=root, cache=layout.cache(), say=say)
     report = witness.run(
         base,
         stack,
@@ -72,6 +108,8 @@ def witness_command(
         archive=archive,
         python=(python or Path(sys.executable)).absolute(),
         root=root,
+        known=known,
+        record_for=conditions if make_record else "",
         seconds=time_limit,
         jobs=jobs,
         on_run=lambda path, side: say(f"{path} on the {side} tree"),
@@ -82,76 +120,6 @@ def witness_command(
             f"{report.failed} of {len(report.checks)} checks failed",
             next_step="see the failed checks above, with pytest's output",
         )
-
-
-@click.command("mutate")
-@click.argument("names", metavar="[NAME]...", nargs=-1)
-@BASE
-@click.option(
-    "--auto",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Instead of the mutations in mutations.toml: N derived ones per patch, from the lines it "
-    "adds.",
-)
-@click.option("--seed", default=0, show_default=True, help="Seed that selects the N mutations.")
-@_limit("--time-limit", default=mutate.TIME_LIMIT, help="Limit for one witness on one mutation.")
-@JOBS
-@FIND_LINKS
-@reports(mutate.MutationReport)
-def mutate_command(
-    names: tuple[str, ...],
-    version: str | None,
-    auto: int | None,
-    seed: int,
-    time_limit: float,
-    jobs: int,
-    find_links: Path | None,
-    as_json: bool,
-) -> None:
-    """Mutate lines of the patched source, and see whether the patch's witnesses turn red.
-
-    A mutation is an entry of mutations.toml of the base: a text of the patched source and what
-    replaces it. The run fails if a mutation survives every witness of its patch, if its text is not
-    in the source (stale), or if it could not be judged. With --auto a rule leaves out or negates
-    lines instead; judge each survivor yourself: a line without a witness, or one that makes no
-    difference. NAME is a patch's file name or number; without one, all are run.
-
-    Example: sm12x-dev mutate --base 0.21.0 0001
-    """
-    base = chosen(version)
-    stack = series.load(base)
-    patches = named(stack, names)
-    if not auto:
-        mutate.require(base)
-    archive = fetch(base, find_links)
-    root = layout.root()
-    with progress.spinner("setting up the witnesses' environment"):
-        python = witness.environment(base, root=root, cache=layout.cache(), say=say)
-    report = mutate.run(
-        base,
-        stack,
-        patches,
-        archive=archive,
-        python=python,
-        root=root,
-        auto=auto or 0,
-        seed=seed,
-        seconds=time_limit,
-        jobs=jobs,
-        on_outcome=lambda one, left: say(
-            f"{one.state}: {one.patch}, {one.file}, {one.label} ({left} left)"
-        ),
-    )
-    emit(as_json, report, mutate.text(report))
-    if auto or report.ok:
-        return
-    bad = len(report.outcomes) - report.count(mutate.KILLED) + len(report.findings)
-    raise FindingsError(
-        f"{bad} mutations turned no witness red",
-        next_step="write a test that fails without the line, or remove the line; if the text is "
-        f"stale, correct {mutations.NAME} of the base",
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +141,7 @@ class UpstreamList(UpstreamPlan):
     "make_record",
     is_flag=True,
     help=f"Run every file on both trees, and record what the untouched one gives in "
-    f"{upstream_record.NAME} of the base.",
+    f"{upstream_run.RECORD} of the base.",
 )
 @_limit("--test-limit", default=upstream_run.TEST_LIMIT, help="Limit for one test on one tree.")
 @_limit(
@@ -216,15 +184,14 @@ def upstream_tests_command(
         _refuse(plan, worse=0)
         return
     conditions = upstream_run.conditions(base, suite, root=root)
-    record = None if make_record else upstream_record.load(base)
-    if record and record.conditions != conditions:
-        say(
-            f"{upstream_record.NAME} is of other packages, another release or other data: every "
-            "file is run on both trees; --record makes it again"
-        )
-        record = None
+    known = None
+    if not make_record:
+        known = record.load(base, upstream_run.RECORD, "sm12x-dev upstream-tests")
+    if known and known.conditions != conditions:
+        say(f"{upstream_run.RECORD} {_OTHER.format('file')}")
+        known = None
     with progress.spinner("setting up the environment of the tests"):
-        python = witness.environment(base, root=root, cache=layout.cache(), say=say)
+        python = environment.environment(base, root=root, cache=layout.cache(), say=say)
         extra = upstream_run.packages(
             base, suite, python=python, root=root, cache=layout.cache(), say=say
         )
@@ -235,7 +202,7 @@ def upstream_tests_command(
         archive=archive,
         python=python,
         extra=extra,
-        record=record,
+        known=known,
         record_for=conditions if make_record else "",
         only=names,
         test_seconds=test_limit,

@@ -1,4 +1,4 @@
-"""Run the release's own tests on the untouched and on the patched source, side by side.
+"""Run the release's own tests on the patched source, and where need be on the untouched one.
 
 Where it is recorded what they give on the untouched source, only what differs is run there.
 """
@@ -9,18 +9,19 @@ import hashlib
 import json
 import platform
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sm12x.core import process
-from sm12x.core.errors import Sm12xError
+from sm12x.core.errors import ToolFailedError
 from sm12x.stack.model.base import Base
 from sm12x.stack.model.series import Stack
 from sm12x.stack.worktree import apply, tree
-from sm12x_dev.witness import junit, upstream_record, upstream_tests, witness
-from sm12x_dev.witness.upstream_record import Record
+from sm12x_dev.witness import environment, junit, record, upstream_tests
+from sm12x_dev.witness.environment import pip_install
+from sm12x_dev.witness.pytests import PLUGIN
+from sm12x_dev.witness.record import Outcomes, Record
 from sm12x_dev.witness.upstream_tests import (
     FileRun,
     HubModel,
@@ -34,19 +35,18 @@ from sm12x_dev.witness.witness import BASE, PATCHED, SIDES
 # Seconds one test, and one test file, may take.
 TEST_LIMIT = 90
 FILE_LIMIT = 600
-# Seconds that importing the release may take, before the first test.
-_START_LIMIT = 600
+RECORD = "upstream-base.json"
 # Packages that the release's tests import and its closure lacks, with hashes.
 _TOOLS_LOCK = Path("tests/witness/upstream.lock")
-PLUGIN = Path(__file__).resolve().parent / "pytest_plugin"
 _TAIL = 20
-_POLL = 0.1
 # pytest's exit codes that come with a whole junit file; 5: no test in the file.
 _ENDED = (0, 1, 2, 5)
 # ... and what it ends with where the one test that it is asked for is not there.
 _NO_SUCH_TEST = 4
-# Processes that share the files of tests, in all.
-_PROCESSES = 2
+# Files of tests at a time.
+_JOBS = 2
+# What an answer of sm12x_zygote begins with.
+_ANSWER = "sm12x-zygote: "
 
 
 def packages(
@@ -59,7 +59,7 @@ def packages(
     say: Callable[[str], None],
     machine: str = platform.machine(),
 ) -> Path:
-    """A folder of the packages that the tests need besides those of the witnesses' environment.
+    """Return a folder of the packages that the tests need besides those of the witnesses.
 
     It is kept in ``cache`` and made once for each content of the locks.
 
@@ -73,14 +73,14 @@ def packages(
         ToolFailedError: uv could not install.
         NoSpaceError: too little room for what is about to be installed.
     """
-    wanted = _wanted(base, suite, root, machine)
-    home = cache / witness.HOMES / witness.home_name(base, wanted, machine, "upstream-")
+    lock = _lock(base, suite, root, machine)
+    home = cache / environment.HOMES / environment.home_name(base, lock, machine, "upstream-")
     if not home.is_dir():
-        witness.install(
+        environment.install(
             base,
             home,
-            wanted,
-            lambda fresh: [witness.pip_install("--python", str(python), "--target", str(fresh))],
+            lock,
+            lambda fresh: [pip_install("--python", str(python), "--target", str(fresh))],
             whole=home,
             what="the tests",
             mib=suite.environment.download_mib,
@@ -89,18 +89,32 @@ def packages(
     return home
 
 
-def _wanted(base: Base, suite: Suite, root: Path, machine: str) -> str:
-    told = f"{suite.path}: environment.packages"
-    return witness.pinned(base, suite.environment.packages, root / _TOOLS_LOCK, told, machine)
+def _lock(base: Base, suite: Suite, root: Path, machine: str) -> str:
+    key = f"{suite.path}: environment.packages"
+    return environment.pinned(base, suite.environment.packages, root / _TOOLS_LOCK, key, machine)
 
 
 def conditions(base: Base, suite: Suite, *, root: Path, machine: str = platform.machine()) -> str:
-    """What the outcomes on the untouched source depend on, as a digest; see ``packages``."""
-    locked = (
-        witness.requirements(base, machine=machine, root=root),
-        _wanted(base, suite, root, machine),
+    """Return a digest of the release, the environment of its tests, and the locked packages.
+
+    Which tests are run is no part of it: a file without a record, or one that runs other tests
+    than the record has, is run on the untouched source too.
+    """
+    packages = (
+        environment.requirements(base, machine=machine, root=root),
+        _lock(base, suite, root, machine),
     )
-    return upstream_record.conditions(base, suite, locked)
+    return digest(base, suite, packages)
+
+
+def digest(base: Base, suite: Suite, packages: Sequence[str]) -> str:
+    """Return the digest of ``conditions``; ``packages`` are texts of locks."""
+    total = hashlib.sha256(base.sdist.sha256.encode())
+    # Its packages are among the locked ones, in whichever list they are.
+    total.update(repr((replace(suite.environment, packages=()), suite.models)).encode())
+    for line in sorted({line for text in packages for line in text.splitlines()}):
+        total.update(line.encode())
+    return total.hexdigest()[:16]
 
 
 def run(
@@ -111,7 +125,7 @@ def run(
     archive: Path,
     python: Path,
     extra: Path | None,
-    record: Record | None = None,
+    known: Record | None = None,
     record_for: str = "",
     only: Sequence[str] = (),
     test_seconds: float = TEST_LIMIT,
@@ -125,7 +139,7 @@ def run(
         archive: the sdist of the base.
         python: an interpreter that has pytest and what the release imports.
         extra: a folder of further packages.
-        record: what the untouched tree gave; a file that gives the same on the patched one is not
+        known: what the untouched tree gave; a file that gives the same on the patched one is not
           run on the untouched one.
         record_for: unless empty, the conditions to record the outcomes on the untouched tree for.
         only: test files, or changed files; all where empty.
@@ -156,9 +170,10 @@ def run(
             test_seconds=test_seconds,
             seconds=file_seconds,
         )
-        runs, recorded = _both(plan.files, runner, record, on_file)
+        runs, recorded = _both(plan.files, runner, known.files if known else {}, on_file)
         if record_for:
-            upstream_record.write(base, record_for, {f: runs[f, BASE] for f in plan.files})
+            files = {file: outcomes(runs[file, BASE]) for file in plan.files}
+            record.write(base, RECORD, record_for, files)
         results = _judged(suite, plan, runs, runner, on_alone)
     return Report(
         base_version=base.version,
@@ -171,7 +186,7 @@ def run(
 
 
 def listed(suite: Suite, stack: Stack, *, archive: Path, only: Sequence[str] = ()) -> UpstreamPlan:
-    """What ``run`` would run, without running it."""
+    """Return what ``run`` would run, without running it."""
     with tempfile.TemporaryDirectory(prefix="sm12x-up-") as name:
         source = Path(name) / BASE
         tree.unpack(archive, source)
@@ -179,27 +194,30 @@ def listed(suite: Suite, stack: Stack, *, archive: Path, only: Sequence[str] = (
     return plan.narrowed(only) if only else plan
 
 
+def outcomes(run: FileRun) -> Outcomes:
+    """Return what is recorded of a run on the untouched tree."""
+    by_test = {name: upstream_tests.outcome(run, name) for name in run.tests}
+    return Outcomes.of(by_test, problem=run.problem)
+
+
 def _both(
     targets: Sequence[str],
     runner: _Runner,
-    record: Record | None,
+    known: Mapping[str, Outcomes],
     on_file: Callable[[str, str], None] | None,
 ) -> tuple[dict[tuple[str, str], FileRun], int]:
-    """The run of each file on each tree, and how many of the untouched tree's are recorded ones."""
-    known = record.files if record else {}
+    """Return each file's run on each tree, and how many of the untouched tree are recorded ones."""
     # Nothing can be worse than a file that gives no outcome on the untouched tree: running it takes
     # its whole time limit.
     without = [file for file in targets if file in known and not known[file].tests]
-    first = [file for file in targets if file in known and known[file].tests]
-    runs = runner.run(first, (PATCHED,), processes=_PROCESSES, on_file=on_file)
-    runs |= {(file, PATCHED): FileRun(tests={}, problem="", detail="") for file in without}
-    same = [file for file in first if record and record.has(file, runs[file, PATCHED])] + without
+    empty = FileRun(tests={}, problem="", detail="")
+    runs = {(file, side): empty for file in without for side in SIDES}
+    rest = [file for file in targets if file not in without]
+    runs |= runner.run(rest, PATCHED, on_file)
+    same = [file for file in rest if known.get(file) == outcomes(runs[file, PATCHED])]
     runs |= {(file, BASE): runs[file, PATCHED] for file in same}
-    differing = [file for file in first if (file, BASE) not in runs]
-    runs |= runner.run(differing, (BASE,), processes=_PROCESSES, on_file=on_file)
-    others = [file for file in targets if file not in known]
-    runs |= runner.run(others, SIDES, on_file=on_file)
-    return runs, len(same)
+    runs |= runner.run([file for file in rest if file not in same], BASE, on_file)
+    return runs, len(same) + len(without)
 
 
 def _judged(
@@ -209,7 +227,7 @@ def _judged(
     runner: _Runner,
     on_alone: Callable[[int], None] | None,
 ) -> list[UpstreamResult]:
-    """The verdicts; a test that is worse on the patched tree is run again first, alone."""
+    """Return the verdicts; a test that is worse on the patched tree is run again first, alone."""
     again = {
         file: upstream_tests.differing(runs[file, BASE], runs[file, PATCHED]) for file in plan.files
     }
@@ -221,9 +239,9 @@ def _judged(
         ids = [f"{file}::{test}" for file, test in tests]
         # One tree after the other: they cannot compete for a resource then.
         alone = {
-            f"{side} {target}": found
+            f"{side} {target}": run
             for side in SIDES
-            for (target, _), found in runner.run(ids, (side,)).items()
+            for (target, _), run in runner.run(ids, side).items()
         }
     return [
         result
@@ -255,103 +273,86 @@ class _Runner:
     def run(
         self,
         targets: Sequence[str],
-        sides: Sequence[str],
-        *,
-        processes: int = 1,
+        side: str,
         on_file: Callable[[str, str], None] | None = None,
     ) -> dict[tuple[str, str], FileRun]:
-        """Run each of ``targets`` (files, or tests) on the trees of ``sides``, these at a time.
+        """Run each of ``targets`` (files, or tests) on one tree, in forks of one process.
 
-        So many ``processes`` share the targets on each side.
+        Raises:
+            ToolFailedError: no target was run: the environment is at fault, not a test.
         """
+        if not targets:
+            return {}
         self.rounds += 1
-        batches = [
-            _Batch(self.folder / f"{self.rounds}-{side}-{share}", side, targets[share::processes])
-            for side in sides
-            for share in range(min(processes, len(targets)))
-        ]
-        running: list[tuple[_Batch, process.Background]] = []
-        try:
-            for batch in batches:
-                running.append((batch, self._start(batch)))
-            while running:
-                for batch, background in list(running):
-                    ended = background.poll() is not None
-                    for target in batch.read():
-                        if on_file:
-                            on_file(target, batch.side)
-                    if ended or batch.overdue(self.seconds):
-                        background.stop()
-                        batch.read()
-                        batch.close(background.log)
-                        running.remove((batch, background))
-                time.sleep(_POLL)
-        finally:
-            for _, background in running:
-                background.stop()
-        return {
-            (target, batch.side): found for batch in batches for target, found in batch.runs.items()
-        }
+        folder = self.folder / f"{self.rounds}-{side}"
+        folder.mkdir()
+        runs: dict[tuple[str, str], FileRun] = {}
 
-    def _start(self, batch: _Batch) -> process.Background:
-        batch.folder.mkdir()
-        scratch = batch.folder / "t"
-        scratch.mkdir()
-        _hub(scratch / "hub", self.suite.models)
-        work = batch.folder / "work.json"
-        work.write_text(
-            json.dumps(
-                {
-                    "platform": self.suite.environment.platform,
-                    "empty": self.suite.environment.empty,
-                    "preload": self.suite.environment.preload,
-                    "models": [model.implemented for model in self.suite.models],
-                    "answers": str(batch.answers),
-                    "work": [
-                        {
-                            "arguments": self._arguments(target, batch.report(number)),
-                            "leave": self._left(target),
-                            "cuda": target.split("::", 1)[0] in self.suite.environment.gated,
-                            "log": str(batch.log(number)),
-                            "seconds": self.seconds,
-                        }
-                        for number, target in enumerate(batch.targets)
-                    ],
-                }
-            ),
-            encoding="utf-8",
-        )
-        paths = [str(PLUGIN), *([str(self.extra)] if self.extra else [])]
-        return process.Background(
-            [self.python, "-m", "sm12x_zygote", work],
-            cwd=self.trees[batch.side],
-            env={
-                "PYTHONPATH": ":".join(paths),
-                "PYTHONDONTWRITEBYTECODE": None,
-                "PYTHONHOME": None,
-                "PYTEST_ADDOPTS": None,
-                "PYTEST_PLUGINS": None,
-                "VIRTUAL_ENV": None,
-                # Without the machine's models, its devices and the network.
-                "HOME": str(scratch),
-                "TMPDIR": str(scratch),
-                "XDG_CACHE_HOME": str(scratch),
-                "XDG_CONFIG_HOME": str(scratch),
-                "HF_HOME": str(scratch),
-                "HF_HUB_OFFLINE": "1",
-                "CUDA_VISIBLE_DEVICES": "",
-                "VLLM_PLUGINS": "",
-                "VLLM_HOST_IP": "127.0.0.1",
-                "VLLM_NO_USAGE_STATS": "1",
-                "OMP_NUM_THREADS": "1",
-                # No model runs, and torch's compiler imports what is not installed.
-                "TORCHDYNAMO_DISABLE": "1",
-            },
-            log=batch.folder / "log",
-        )
+        def answer(line: str) -> None:
+            if line.startswith(_ANSWER):
+                number, code = json.loads(line.removeprefix(_ANSWER))
+                runs[targets[number], side] = _read(folder, number, targets[number], code)
+                if on_file:
+                    on_file(targets[number], side)
+
+        detail = "it was not run"
+        try:
+            process.stream(
+                [self.python, "-m", "sm12x_zygote", self._work(folder, targets)],
+                cwd=self.trees[side],
+                env=self._settings(folder),
+                on_line=answer,
+                next_step="read these lines; `sm12x-dev cache clear --all` deletes an incomplete "
+                "environment",
+            )
+        except ToolFailedError as error:
+            if not runs:
+                raise
+            detail = error.message
+        for target in targets:
+            unread = FileRun(tests={}, problem=upstream_tests.CRASHED, detail=detail)
+            runs.setdefault((target, side), unread)
+        return runs
+
+    def _work(self, folder: Path, targets: Sequence[str]) -> Path:
+        """Write the list of what the process of ``targets`` has to do."""
+        _hub(folder / "t" / "hub", self.suite.models)
+        path = folder / "work.json"
+        work = [
+            {
+                "arguments": [
+                    *(target, "-q", f"--junitxml={folder / f'{number}.xml'}"),
+                    *("-o", "junit_family=xunit2"),
+                    # pytest's own form parses the source of each test that fails: a third of the
+                    # time.
+                    "--tb=native",
+                    # Remembers nothing from the other tree.
+                    *("-p", "no:cacheprovider"),
+                    # Of pytest-timeout.
+                    *("-o", f"timeout={self.test_seconds:g}", "-o", "timeout_method=signal"),
+                ],
+                "leave": self._left(target),
+                "cuda": target.split("::", 1)[0] in self.suite.environment.gated,
+                "log": str(folder / f"{number}.log"),
+                "seconds": self.seconds,
+            }
+            for number, target in enumerate(targets)
+        ]
+        request = {
+            "platform": self.suite.environment.platform,
+            "empty": self.suite.environment.empty,
+            "preload": self.suite.environment.preload,
+            "models": [model.implemented for model in self.suite.models],
+            "answer": _ANSWER,
+            # Tests that are run again, alone, cannot compete for a resource then.
+            "jobs": 1 if "::" in targets[0] else _JOBS,
+            "work": work,
+        }
+        path.write_text(json.dumps(request), encoding="utf-8")
+        return path
 
     def _left(self, target: str) -> list[str]:
-        """The tests of the file that are not run."""
+        """Return the tests of the file that are not run."""
         file = target.split("::", 1)[0]
         return [
             entry.test.split("::", 1)[1]
@@ -359,85 +360,45 @@ class _Runner:
             if entry.file == file and not entry.run and entry.test != file
         ]
 
-    def _arguments(self, target: str, report: Path) -> list[str]:
-        return [
-            target,
-            "-q",
-            f"--junitxml={report}",
-            *("-o", "junit_family=xunit2"),
-            # pytest's own form parses the source of each test that fails: a third of the time.
-            "--tb=native",
-            # Remembers nothing from the other tree.
-            *("-p", "no:cacheprovider"),
-            # Of pytest-timeout.
-            *("-o", f"timeout={self.test_seconds:g}", "-o", "timeout_method=signal"),
-        ]
+    def _settings(self, folder: Path) -> dict[str, str | None]:
+        scratch = folder / "t"
+        scratch.mkdir(exist_ok=True)
+        # Without the machine's models, its devices and the network.
+        homes = ("HOME", "TMPDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "HF_HOME")
+        unset = ("PYTHONDONTWRITEBYTECODE", "PYTHONHOME", "PYTEST_ADDOPTS", "PYTEST_PLUGINS")
+        return {
+            **dict.fromkeys((*unset, "VIRTUAL_ENV")),
+            **dict.fromkeys(homes, str(scratch)),
+            "PYTHONPATH": ":".join([str(PLUGIN), *([str(self.extra)] if self.extra else [])]),
+            "HF_HUB_OFFLINE": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "VLLM_PLUGINS": "",
+            "VLLM_HOST_IP": "127.0.0.1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "OMP_NUM_THREADS": "1",
+            # No model runs, and torch's compiler imports what is not installed.
+            "TORCHDYNAMO_DISABLE": "1",
+        }
 
 
-class _Batch:
-    """The targets of one process, and what is known of them."""
-
-    def __init__(self, folder: Path, side: str, targets: Sequence[str]) -> None:
-        self.folder = folder
-        self.side = side
-        self.targets = list(targets)
-        self.answers = folder / "answers"
-        self.runs: dict[str, FileRun] = {}
-        self._last = time.monotonic() + _START_LIMIT
-
-    def report(self, number: int) -> Path:
-        return self.folder / f"{number}.xml"
-
-    def log(self, number: int) -> Path:
-        return self.folder / f"{number}.log"
-
-    def overdue(self, seconds: float) -> bool:
-        """Whether the process, which ends its pytests itself, has not done so."""
-        return time.monotonic() > self._last + seconds + _START_LIMIT / 10
-
-    def read(self) -> list[str]:
-        """Read the new answers; returns the targets that they are about."""
-        try:
-            lines = self.answers.read_text(encoding="utf-8").split("\n")[:-1]
-        except OSError:
-            return []
-        fresh = self.targets[len(self.runs) : len(lines)]
-        for target in fresh:
-            number = len(self.runs)
-            self.runs[target] = self._found(number, json.loads(lines[number])["code"])
-            self._last = time.monotonic()
-        return fresh
-
-    def close(self, log: Path) -> None:
-        """After the process has ended: a target without an answer was not run.
-
-        Raises:
-            Sm12xError: no target was run: the environment is at fault, not a test.
-        """
-        if self.targets and not self.runs:
-            raise Sm12xError(
-                f"the process that runs the tests on the {self.side} tree ended before the first; "
-                f"its last lines:\n{_tail(log)}\n",
-                next_step="read these lines; `sm12x-dev cache clear --all` deletes an incomplete "
-                "environment",
-            )
-        for target in self.targets:
-            self.runs.setdefault(
-                target, FileRun(tests={}, problem=upstream_tests.CRASHED, detail=_tail(log))
-            )
-
-    def _found(self, number: int, code: int | None) -> FileRun:
-        if code is None:
-            return FileRun(tests={}, problem=upstream_tests.HUNG, detail=_tail(self.log(number)))
-        if code == _NO_SUCH_TEST and "::" in self.targets[number]:
-            return FileRun(tests={}, problem="", detail="")
-        try:
-            tests = junit.read(self.report(number))
-        except ValueError:
-            code = code if code not in _ENDED else 3
-        if code not in _ENDED:
-            return FileRun(tests={}, problem=upstream_tests.CRASHED, detail=_tail(self.log(number)))
-        return FileRun(tests={test.name: test for test in tests}, problem="", detail="")
+def _read(folder: Path, number: int, target: str, code: int | None) -> FileRun:
+    """Return the run of a target whose pytest ended with ``code``, None where it was killed."""
+    try:
+        log = (folder / f"{number}.log").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        log = "(nothing was printed)"
+    tail = "\n".join(log.splitlines()[-_TAIL:])
+    if code is None:
+        return FileRun(tests={}, problem=upstream_tests.HUNG, detail=tail)
+    if code == _NO_SUCH_TEST and "::" in target:
+        return FileRun(tests={}, problem="", detail="")
+    try:
+        tests = junit.read(folder / f"{number}.xml") if code in _ENDED else None
+    except ValueError:
+        tests = None
+    if tests is None:
+        return FileRun(tests={}, problem=upstream_tests.CRASHED, detail=tail)
+    return FileRun(tests={test.name: test for test in tests}, problem="", detail="")
 
 
 def _hub(folder: Path, models: Sequence[HubModel]) -> None:
@@ -454,11 +415,3 @@ def _hub(folder: Path, models: Sequence[HubModel]) -> None:
             (snapshot / "tokenizer_config.json").write_text(plain, encoding="utf-8")
         (home / "refs").mkdir()
         (home / "refs" / "main").write_text(revision, encoding="utf-8")
-
-
-def _tail(log: Path) -> str:
-    try:
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return "(nothing was printed)"
-    return "\n".join(lines[-_TAIL:])

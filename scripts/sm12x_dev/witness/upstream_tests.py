@@ -22,7 +22,7 @@ from sm12x.core.declared import Declared, KeyFaultError, one_of, shown
 from sm12x.core.errors import BadFileError
 from sm12x.stack.model.base import Base
 from sm12x.stack.model.series import Stack
-from sm12x_dev.witness import junit
+from sm12x_dev.witness import imports, junit
 
 NAME = "upstream-tests.toml"
 # Where a release keeps its tests.
@@ -56,7 +56,6 @@ BETTER = "better"
 WORSE = "worse"
 FLAKY = "flaky"
 NOT_GREEN = "not green"
-_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 _TEST_FILE = re.compile(r"(^|/)(test_[^/]*|[^/]*_test)\.py$")
 
 
@@ -304,7 +303,7 @@ class _Modules:
     def _passed_on(self, package: str, path: Path) -> dict[str, str]:
         if package not in self._exports:
             self._exports[package] = found = {}
-            for node in ast.walk(_parse(path)):
+            for node in ast.walk(imports.parsed(path)):
                 if not isinstance(node, ast.ImportFrom):
                     continue
                 parent = package.split(".")
@@ -320,25 +319,6 @@ def _module_name(path: str) -> str:
     if not path.endswith(".py"):
         return ""
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-
-
-def _named(path: Path, modules: _Modules) -> set[str]:
-    """The modules of the tree that a test file names, in imports or in strings to patch them."""
-    found: set[str] = set()
-    for node in ast.walk(_parse(path)):
-        dotted: list[str] = []
-        if isinstance(node, ast.Import):
-            dotted = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            dotted = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif (
-            isinstance(node, ast.Constant)
-            and isinstance(node.value, str)
-            and _DOTTED.fullmatch(node.value)
-        ):
-            dotted = [node.value]
-        found.update(filter(None, map(modules.of, dotted)))
-    return found
 
 
 def plan(suite: Suite, stack: Stack, tree: Path) -> UpstreamPlan:
@@ -361,7 +341,7 @@ def plan(suite: Suite, stack: Stack, tree: Path) -> UpstreamPlan:
             continue
         text = test.read_text(encoding="utf-8", errors="replace")
         if any(hint in text for hint in hints):
-            for module in _named(test, modules) & wanted:
+            for module in set(map(modules.of, imports.names(test))) & wanted:
                 by_module.setdefault(module, []).append(relative)
     faults: list[str] = []
     used: set[int] = set()
@@ -524,7 +504,7 @@ def _defined(tree: Path, entry: Cannot) -> bool:
         return True
     names = {
         node.name
-        for node in ast.walk(_parse(path))
+        for node in ast.walk(imports.parsed(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
     }
     return {part.split("[", 1)[0] for part in entry.test.split("::")[1:]} <= names
@@ -534,11 +514,3 @@ def _names(base: FileRun, patched: FileRun) -> list[str]:
     names = list(dict.fromkeys([*base.tests, *patched.tests]))
     # A file that ended on both trees before any test is still something to report.
     return names or (["(the whole file)"] if base.problem or patched.problem else [])
-
-
-def _parse(path: Path) -> ast.Module:
-    try:
-        return ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):
-        # Not read here: pytest reports the file that it cannot read.
-        return ast.Module(body=[], type_ignores=[])

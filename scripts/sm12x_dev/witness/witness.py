@@ -6,63 +6,36 @@ set-up failed, that was skipped, or whose pytest crashed or hung, is neither red
 
 from __future__ import annotations
 
-import hashlib
-import os
-import platform
+import itertools
+import math
 import re
 import shutil
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated
 
-from pydantic import Field
-
-from sm12x.core import files, lockfile, pipconfig, process
 from sm12x.core.declared import shown
-from sm12x.core.errors import BadFileError, NoSpaceError, ToolFailedError, ToolMissingError
+from sm12x.core.errors import ToolMissingError
 from sm12x.stack.model.base import Base, Witness
 from sm12x.stack.model.series import Patch, Stack
 from sm12x.stack.worktree import apply, tree
-from sm12x_dev.witness import junit
+from sm12x_dev.witness import junit, record
+from sm12x_dev.witness.environment import environment
+from sm12x_dev.witness.pytests import TIME_LIMIT, Pytests, Run
+from sm12x_dev.witness.record import Outcomes, Record
+
+__all__ = ["TIME_LIMIT", "Run", "environment"]
 
 BASE = "base"
 PATCHED = "patched"
 SIDES = (BASE, PATCHED)
 # The outcome of a test that a tree's run does not have.
 _ABSENT = "absent"
-# The folder of the environments, in the cache.
-HOMES = "witness"
-# Folder of an environment for the packages that only some witnesses see (tests/witness/kernels.py).
-APART = "apart"
-# Seconds one pytest process may take.
-TIME_LIMIT = 1800
-# pytest, which no release depends on, with hashes.
-_TOOLS_LOCK = Path("tests/witness/requirements.lock")
-_PLUGIN = Path(__file__).resolve().parent / "pytest_plugin"
-_TAIL = 15
-# <version>-<machine>-<kind>-<key>
-_OTHER = re.compile(r"^([^-]+)-(x86_64|aarch64)-([a-z]+)-[0-9a-f]{12}$")
-_FULL = re.compile("No space left on device|Disk quota exceeded|os error 28")
-# Seconds between two looks at the running ones.
-_POLL = 0.1
 # Loading torch and vLLM takes longer than most tests of a witness: witnesses of one rig share a
-# pytest, at most this many, so that every processor has work to the end.
-_RIGS = ("executor_rig", "kernels", "world")
-_SHARE = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """One witness on one tree. ``problem`` is "" unless pytest itself did not do its work."""
-
-    witness: str
-    side: str
-    tests: tuple[junit.Test, ...]
-    problem: str
+# pytest, at most so many: a fork with vLLM's engine waits more than it computes.
+_RIGS = {"executor_rig": 7, "kernels": 16, "world": 12}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,270 +58,28 @@ class WitnessTest:
 
     @property
     def ok(self) -> bool:
+        """Return whether the rule holds."""
         return not self.reasons
 
 
 @dataclass(frozen=True, kw_only=True)
 class WitnessReport:
+    """All checks. ``recorded`` counts the witnesses with recorded outcomes on the base."""
+
     base_version: str
     stack_id: str
     checks: tuple[WitnessTest, ...]
+    recorded: int = 0
 
     @shown
     def passed(self) -> int:
+        """Return how many checks hold."""
         return sum(check.ok for check in self.checks)
 
     @shown
     def failed(self) -> int:
+        """Return how many checks do not hold."""
         return len(self.checks) - self.passed
-
-
-def environment(
-    base: Base,
-    *,
-    root: Path,
-    cache: Path,
-    say: Callable[[str], None],
-    machine: str = platform.machine(),
-) -> Path:
-    """The Python that runs the witnesses, in an environment made of the base's lock.
-
-    It is kept in ``cache`` and made once for each content of the lock.
-
-    Args:
-        root: the checkout, for the locked test tools.
-        say: told what is about to be downloaded, before it is.
-
-    Raises:
-        BadFileError: base.toml names a package that the lock does not have.
-        ToolFailedError: uv could not install.
-        NoSpaceError: too little room for what is about to be installed.
-    """
-    wanted = requirements(base, machine=machine, root=root)
-    apart = _apart(base, machine)
-    home = cache / HOMES / environment_name(base, machine=machine, root=root)
-    python = home / "bin" / "python"
-    if not python.exists():
-
-        def commands(fresh: Path) -> list[list[str]]:
-            command = [
-                pipconfig.find_uv(),
-                "venv",
-                "--quiet",
-                "--relocatable",
-                "--python",
-                sys.executable,
-            ]
-            into = pip_install("--python", str(fresh / "bin" / "python"))
-            listed = fresh.with_name("apart.txt")
-            listed.write_text(apart, encoding="utf-8")
-            beside = [[*into[:-1], "--target", str(fresh / APART), into[-1], str(listed)]]
-            return [[*command, str(fresh)], *(beside if apart else ()), into]
-
-        # Unpacked, the wheels of 0.21.0 take 1.7 times their size, and once only: uv links the
-        # files of its cache. The rest is for wheels on their way.
-        install(
-            base,
-            home,
-            wanted,
-            commands,
-            whole=python,
-            what="the witnesses",
-            mib=base.witness.download_mib,
-            say=say,
-        )
-    return python
-
-
-def pip_install(*where: str) -> list[str]:
-    """uv's command to install a lock, whose path is to follow, ``where``."""
-    return [
-        *(pipconfig.find_uv(), "pip", "install", *where),
-        # The lock has been resolved; what it leaves out is left out on purpose.
-        *("--no-deps", "--require-hashes", "--only-binary=:all:"),
-        # torch alone takes 3 s longer without, in each of the many processes.
-        *("--compile-bytecode", "--requirement"),
-    ]
-
-
-def install(
-    base: Base,
-    home: Path,
-    wanted: str,
-    commands: Callable[[Path], Sequence[Sequence[str]]],
-    *,
-    whole: Path,
-    what: str,
-    mib: int,
-    say: Callable[[str], None],
-) -> None:
-    """Make ``home``, whole or not at all; ``whole`` is what is then there.
-
-    Args:
-        wanted: the lock that is installed.
-        commands: those that make the folder they are given; the last one takes a lock.
-        what: the user of the packages in messages: "the witnesses".
-        mib: how much may have to be downloaded.
-
-    Raises:
-        ToolFailedError: uv could not install.
-        NoSpaceError: too little room, before or on the way.
-    """
-    say(
-        f"installing {len(lockfile.parse(wanted).pins)} packages for {what} of {base.version} "
-        f"into {home}: up to {mib} MiB to download"
-    )
-    files.require_space(home.parent, mib * 3 / 1024, what=f"the environment of {what}")
-    home.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=home.parent, prefix=f".{home.name}.") as name:
-        fresh = Path(name) / "environment"
-        listed = Path(name) / "requirements.txt"
-        listed.write_text(wanted, encoding="utf-8")
-        *before, last = commands(fresh)
-        for words in (*before, [*last, str(listed)]):
-            _installing(base, words, what)
-        # Under its final name only when it is whole: a killed run starts over.
-        try:
-            fresh.rename(home)
-        except OSError:
-            # Another run made the same one meanwhile.
-            if not whole.exists():
-                raise
-
-
-def _installing(base: Base, words: Sequence[str], what: str) -> None:
-    """Run uv; a full disk raises another error than a package that does not fit this Python."""
-    try:
-        process.run(
-            words,
-            env={**pipconfig.load().uv_environment(), "UV_PYTHON_DOWNLOADS": "never"},
-            next_step="read uv's message above; a package that needs another Python than "
-            f"{platform.python_version()} (the release is for {base.python}) needs --python of an "
-            "environment that has pytest and torch",
-        )
-    except ToolFailedError as error:
-        if not _FULL.search(error.message):
-            raise
-        raise NoSpaceError(
-            f"the environment of {what} of {base.version} cannot be installed: the disk is full",
-            next_step="free space there, or move the cache with SM12X_CACHE",
-        ) from None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Environment:
-    """An environment in the cache: ``size`` in bytes as they lie there, ``bases`` that use it.
-
-    uv links the files of its own cache, so that removing one of two that hold the same frees less.
-    """
-
-    path: Path
-    size: Annotated[int, Field(alias="bytes")]
-    bases: tuple[str, ...]
-
-
-def environments(
-    known: Sequence[Base], *, root: Path, cache: Path, machine: str = platform.machine()
-) -> list[Environment]:
-    """The environments in the cache, and which of ``known`` each is for; stopped runs' too.
-
-    Raises:
-        BadFileError: the lock of one of ``known`` cannot be read.
-    """
-    used = {
-        environment_name(base, machine=machine, root=root): base.version
-        for base in known
-        if base.lock_path(machine).is_file()
-    }
-    homes = cache / HOMES
-    if not homes.is_dir():
-        return []
-    folders = [path for path in sorted(homes.iterdir()) if path.is_dir()]
-    # Environments of other tests of a base: the newest one counts as in use.
-    newest: dict[tuple[str, ...], Path] = {}
-    for path in sorted(folders, key=lambda path: path.stat().st_mtime):
-        match = _OTHER.match(path.name)
-        if match and match[1] in {base.version for base in known}:
-            newest[match.groups()] = path
-    used |= {path.name: groups[0] for groups, path in newest.items()}
-    return [
-        Environment(
-            path=path,
-            size=_size(path),
-            bases=(used[path.name],) if path.name in used else (),
-        )
-        for path in folders
-    ]
-
-
-def remove(environment: Environment) -> None:
-    """Delete an environment; a run that is using it fails."""
-    # Under another name first: a half deleted folder must not count as a complete one.
-    aside = environment.path.with_name(f".{environment.path.name}.removed")
-    if environment.path.name.startswith("."):
-        aside = environment.path
-    else:
-        environment.path.rename(aside)
-    if aside.is_symlink():
-        # What it names, such as a folder on another disk, is not ours.
-        aside.unlink()
-    else:
-        shutil.rmtree(aside)
-
-
-def _size(folder: Path) -> int:
-    """Bytes of a folder, a file of several names once."""
-    seen: set[int] = set()
-    total = 0
-    for top, _, names in os.walk(folder):
-        for name in names:
-            status = os.lstat(os.path.join(top, name))  # noqa: PTH118 - 40,000 files
-            if status.st_ino not in seen:
-                seen.add(status.st_ino)
-                total += status.st_blocks * 512
-    return total
-
-
-def home_name(base: Base, wanted: str, machine: str, kind: str = "") -> str:
-    """The name of the folder of an environment; ``kind`` is of one that is not the witnesses'."""
-    version = platform.python_version()
-    key = hashlib.sha256(f"{version}\n{wanted}".encode()).hexdigest()[:12]
-    return f"{base.version}-{machine}-{kind}{key}"
-
-
-def requirements(base: Base, *, machine: str, root: Path) -> str:
-    """The packages of the witnesses' environment, as a requirements file with hashes."""
-    told = f"{base.folder / 'base.toml'}: witness.packages"
-    return pinned(base, base.witness.packages, root / _TOOLS_LOCK, told, machine)
-
-
-def environment_name(base: Base, *, machine: str, root: Path) -> str:
-    """The name of the folder of the witnesses' environment."""
-    wanted = requirements(base, machine=machine, root=root) + _apart(base, machine)
-    return home_name(base, wanted, machine)
-
-
-def _apart(base: Base, machine: str) -> str:
-    """The packages that lie apart in it, as a requirements file; empty where there are none."""
-    told = f"{base.folder / 'base.toml'}: witness.apart"
-    return pinned(base, base.witness.apart, None, told, machine)
-
-
-def pinned(base: Base, names: Sequence[str], tools: Path | None, told: str, machine: str) -> str:
-    """The pins of ``names``, which ``told`` names, in the lock of ``base``, and all of ``tools``.
-
-    Raises BadFileError where the lock does not have one.
-    """
-    path = base.lock_path(machine)
-    pins = {pin.name: pin for pin in lockfile.read(path).pins}
-    absent = sorted(set(names) - pins.keys())
-    if absent:
-        raise BadFileError(
-            f"{told} names {', '.join(absent)}, which {path.name} does not have",
-            next_step="name packages of the lock, as it writes them",
-        )
-    chosen = [*(pins[name] for name in names), *(lockfile.read(tools).pins if tools else ())]
-    return "".join(pin.text for pin in chosen)
 
 
 def run(
@@ -359,6 +90,8 @@ def run(
     archive: Path,
     python: Path,
     root: Path,
+    known: Record | None = None,
+    record_for: str = "",
     seconds: float = TIME_LIMIT,
     jobs: int = 2,
     on_run: Callable[[str, str], None] | None = None,
@@ -369,7 +102,11 @@ def run(
         archive: the sdist of the base.
         python: an interpreter that has pytest and what the witnesses import.
         root: the checkout, whose tests/ the witnesses are in.
-        seconds: how long one pytest process may take.
+        known: what witnesses gave on the untouched source. One that has not changed since and has
+          the same tests on the patched source is not run on the untouched one.
+        record_for: unless empty, every witness is run on both sources, and this is recorded as what
+          the outcomes depend on. ``known`` stays where it is of the same.
+        seconds: how long one pytest process may take for each of its witnesses.
         jobs: how many of them may run at a time.
         on_run: called with (witness, side) before each.
 
@@ -380,21 +117,43 @@ def run(
         dict.fromkeys(path for patch in patches for path in patch.witnesses),
         key=lambda path: path not in base.witness.first,
     )
+    inputs = {path: record.witness_inputs(base, path, root=root) for path in witnesses}
+    files = dict(known.files) if known and not record_for else {}
+    settled = [path for path in witnesses if path in files and files[path].inputs == inputs[path]]
     with tempfile.TemporaryDirectory(prefix="sm12x-witness-") as name:
         trees = {side: Path(name) / side for side in SIDES}
         for side in SIDES:
             tree.unpack(archive, trees[side])
         apply.apply(base, stack, trees[PATCHED], archive=archive)
-        runs = run_on(
+
+        ran = partial(
+            run_on,
             trees,
-            witnesses,
             python=python,
             root=root,
             seconds=seconds,
             jobs=jobs,
             on_run=on_run,
-            alone=base.witness.first,
         )
+        runs = ran(witnesses, skip={(path, BASE) for path in settled})
+        as_required = {path: required(runs[path, PATCHED], base.witness) for path in witnesses}
+        outcomes = {
+            path: Outcomes.of(as_required[path].outcomes, inputs=inputs[path]) for path in witnesses
+        }
+        same = [path for path in settled if outcomes[path] == files[path]]
+        runs |= {(path, BASE): as_required[path] for path in same}
+        differing = [path for path in settled if path not in same]
+        runs |= ran(differing, skip={(path, PATCHED) for path in differing})
+    if record_for:
+        # One that breaks the rule is not recorded: it is run each time.
+        held = {
+            path: outcomes[path]
+            for path in witnesses
+            if runs[path, BASE].outcomes == as_required[path].outcomes
+        }
+        every = {path for patch in stack.patches for path in patch.witnesses} - {*witnesses}
+        others = {p: known.files[p] for p in every & known.files.keys()} if known else {}
+        record.write(base, record.WITNESSES, record_for, {**others, **held})
     return WitnessReport(
         base_version=base.version,
         stack_id=stack.id,
@@ -404,6 +163,7 @@ def run(
             for path in patch.witnesses
             for check in judge(patch.name, runs[path, BASE], runs[path, PATCHED], base.witness)
         ),
+        recorded=len(same),
     )
 
 
@@ -416,300 +176,163 @@ def run_on(
     seconds: float = TIME_LIMIT,
     jobs: int = 2,
     on_run: Callable[[str, str], None] | None = None,
-    alone: Sequence[str] = (),
+    skip: Container[tuple[str, str]] = (),
 ) -> dict[tuple[str, str], Run]:
     """Run ``witnesses`` on the source in each of ``trees``, side -> folder; see ``run``.
 
-    Those of one rig share a process, but for those ``alone``. Where it crashes or hangs, each of
-    them is run again in one of its own.
+    Those of one rig share a process. Where it crashes or hangs, each of them is run again in one
+    of its own. ``skip`` are (witness, side) that are not run.
     """
     if shutil.which(str(python)) is None:
         raise ToolMissingError(
             f"{python} is not an executable",
             next_step="give the Python of an environment that has pytest and torch",
         )
-    waiting = [(paths, side) for paths in _shares(witnesses, alone, root) for side in trees]
-    running: list[Job] = []
-    runs: dict[tuple[str, str], Run] = {}
-    with tempfile.TemporaryDirectory(prefix="sm12x-witness-") as name:
-        started = 0
-        compiled = Path(name) / "compiled"
-        compiled.mkdir()
-        try:
-            while waiting or running:
-                if waiting and len(running) < jobs:
-                    paths, side = waiting.pop(0)
-                    if on_run:
-                        for path in paths:
-                            on_run(path, side)
-                    started += 1
-                    report = Path(name) / f"{started}-{side}.xml"
-                    running.append(
-                        Job(
-                            paths,
-                            side,
-                            trees[side],
-                            report,
-                            python,
-                            root,
-                            env={"SM12X_WITNESS_COMPILED": str(compiled)},
-                        )
-                    )
-                    continue
-                for job in list(running):
-                    done = job.result(seconds)
-                    if done is None:
-                        continue
-                    running.remove(job)
-                    if len(done) > 1 and any(run.problem for run in done):
-                        # One of them has ended the pytest of all.
-                        waiting += [((run.witness,), run.side) for run in done]
-                    else:
-                        runs |= {(run.witness, run.side): run for run in done}
-                time.sleep(_POLL)
-        finally:
-            for job in running:
-                job.process.stop()
-    return runs
+    with Pytests(python=python, root=root, seconds=seconds, jobs=jobs) as pytests:
+
+        def share(paths: Sequence[str], side: str) -> tuple[Run, ...]:
+            for path in paths:
+                if on_run:
+                    on_run(path, side)
+            runs = pytests.run(paths, side, trees[side])
+            if len(runs) > 1 and any(run.problem for run in runs):
+                # One of them has ended the pytest of all.
+                runs = tuple(pytests.run((path,), side, trees[side])[0] for path in paths)
+            return runs
+
+        shares = [
+            [
+                (paths, side)
+                for paths in _shares([p for p in witnesses if (p, side) not in skip], root)
+            ]
+            for side in trees
+        ]
+        # By turns: the longest are first for each tree.
+        turns = itertools.chain.from_iterable(itertools.zip_longest(*shares))
+        done = [pytests.submit(share, *item) for item in turns if item]
+        return {(run.witness, run.side): run for future in done for run in future.result()}
 
 
-def _shares(witnesses: Sequence[str], alone: Sequence[str], root: Path) -> list[tuple[str, ...]]:
-    """The witnesses that share a pytest: of one rig, in order; those ``alone`` have their own."""
-    shares: list[list[str]] = []
-    last: dict[str, list[str]] = {}
+def _shares(witnesses: Sequence[str], root: Path) -> list[list[str]]:
+    """Return the witnesses that share a pytest: those of one rig, in as few as _RIGS allows."""
+    by_rig: dict[str, list[str]] = {}
     for path in witnesses:
-        rig = "" if path in alone else _rig(root / path)
-        if rig and rig in last and len(last[rig]) < _SHARE:
-            last[rig].append(path)
-            continue
-        last[rig] = [path]
-        shares.append(last[rig])
-    return [tuple(share) for share in shares]
+        by_rig.setdefault(_rig(root / path) or path, []).append(path)
+    return [
+        paths[first::count]
+        for rig, paths in by_rig.items()
+        for count in [math.ceil(len(paths) / _RIGS.get(rig, 1))]
+        for first in range(count)
+    ]
 
 
 def _rig(witness: Path) -> str:
-    """The one of _RIGS that a witness imports, "" for none."""
+    """Return the one of _RIGS that a witness imports, "" for none."""
     try:
         text = witness.read_text(encoding="utf-8", errors="replace")
     except OSError:
         # Pytest says what is wrong with it.
         return ""
-    return next(
-        (
-            rig
-            for rig in _RIGS
-            if re.search(rf"^from tests\.witness\b.*\b{rig}\b", text, re.MULTILINE)
-        ),
-        "",
-    )
+    imported = re.compile(rf"^from tests\.witness\b.*\b({'|'.join(_RIGS)})\b", re.MULTILINE)
+    match = imported.search(text)
+    return match[1] if match else ""
 
 
-def judge(patch: str, base: Run, patched: Run, known: Witness) -> list[WitnessTest]:
-    """Compare a witness's run on the untouched tree with the one on the patched tree.
+def required(patched: Run, known: Witness) -> Run:
+    """Return what the tests of a run on the patched tree have to give on the untouched one.
 
     ``known`` says which tests the untouched tree passes, or fails, unlike that of other releases.
     """
-    prefix = f"{base.witness}::"
-    upstream, needed = (
-        {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
-        for names in (known.upstream, known.needed)
-    )
-    before = {test.name: test for test in base.tests}
-    after = {test.name: test for test in patched.tests}
-    checks: list[WitnessTest] = []
+    upstream, needed = (_of(names, patched.witness) for names in (known.upstream, known.needed))
+    tests = []
+    for test in patched.tests:
+        holds = test.name not in needed and (test.guard or test.name in upstream)
+        outcome = junit.PASSED if holds else junit.FAILED
+        tests.append(replace(test, outcome=outcome, guard=holds, said="", detail=""))
+    left = (test for test in tests if not test.patched_only)
+    return Run(witness=patched.witness, side=BASE, tests=tuple(left), problem="")
 
-    def whole(reason: str, *, crashed: str = "", detail: str = "") -> None:
+
+def judge(patch: str, base: Run, patched: Run, known: Witness) -> list[WitnessTest]:
+    """Compare a witness's run on the untouched tree with the one on the patched tree."""
+
+    def whole(reason: str, *, crashed: str = "", detail: str = "") -> WitnessTest:
+        return WitnessTest(
+            patch=patch,
+            witness=base.witness,
+            test="(the whole witness)",
+            guard=False,
+            base="crashed" if crashed == BASE else "",
+            patched="crashed" if crashed == PATCHED else "",
+            reasons=(reason,),
+            detail=detail,
+        )
+
+    checks = [
+        whole(f"on the {_tree(run.side)}: {first}", crashed=run.side, detail=rest)
+        for run in (base, patched)
+        for first, _, rest in [run.problem.partition("\n")]
+        if first
+    ]
+    if checks:
+        return checks
+    before, after = ({test.name: test for test in run.tests} for run in (base, patched))
+    names = {**before, **after}
+    every = replace(patched, tests=tuple(names.values()))
+    wanted = {test.name: test for test in required(every, known).tests}
+    if not any(test.outcome == junit.FAILED for test in wanted.values()):
+        checks.append(whole("has no test, guards aside: nothing shows that the patch is needed"))
+    listed = _of((*known.upstream, *known.needed), base.witness)
+    checks += [
+        whole(f"has no test {name}, which [witness] in base.toml names")
+        for name in sorted(listed - names.keys())
+    ]
+    for name in names:
+        due = wanted[name].outcome if name in wanted else _ABSENT
+        reasons: list[str] = []
+        detail = ""
+        for side, test, outcome in (
+            (BASE, before.get(name), due),
+            (PATCHED, after.get(name), junit.PASSED),
+        ):
+            if (test.outcome if test else _ABSENT) != outcome:
+                reasons.append(_reason(side, test))
+                detail = detail or (test.detail if test else "")
         checks.append(
             WitnessTest(
                 patch=patch,
                 witness=base.witness,
-                test="(the whole witness)",
-                guard=False,
-                base="crashed" if crashed == BASE else "",
-                patched="crashed" if crashed == PATCHED else "",
-                reasons=(reason,),
+                test=name,
+                guard=due == junit.PASSED,
+                base=before[name].outcome if name in before else _ABSENT,
+                patched=after[name].outcome if name in after else _ABSENT,
+                reasons=tuple(reasons),
                 detail=detail,
-            )
-        )
-
-    for side in (base, patched):
-        if side.problem:
-            first, _, rest = side.problem.partition("\n")
-            whole(f"on the {_tree(side.side)}: {first}", crashed=side.side, detail=rest)
-    if base.problem or patched.problem:
-        return checks
-    names = dict.fromkeys([*before, *after])
-    guards = {test.name for test in (*before.values(), *after.values()) if test.guard}
-    guards = (guards | upstream) - needed
-    one_sided = {test.name for test in after.values() if test.patched_only} - before.keys()
-    if names.keys() <= guards | one_sided:
-        whole("has no test, guards aside: nothing shows that the patch is needed")
-    for name in sorted((upstream | needed) - names.keys()):
-        whole(f"has no test {name}, which [witness] in base.toml names")
-    for name in names:
-        wanted = {BASE: junit.PASSED if name in guards else junit.FAILED, PATCHED: junit.PASSED}
-        if name in one_sided:
-            wanted[BASE] = _ABSENT
-        checks.append(
-            _check(
-                patch,
-                base.witness,
-                name,
-                before.get(name),
-                after.get(name),
-                guard=name in guards,
-                wanted=wanted,
             )
         )
     return checks
 
 
-def _check(
-    patch: str,
-    witness: str,
-    name: str,
-    before: junit.Test | None,
-    after: junit.Test | None,
-    *,
-    guard: bool,
-    wanted: Mapping[str, str],
-) -> WitnessTest:
-    reasons: list[str] = []
-    detail = ""
-    for side, test in ((BASE, before), (PATCHED, after)):
-        outcome = test.outcome if test else _ABSENT
-        if outcome == wanted[side]:
-            continue
-        said = f": {test.said[:200]}" if test and test.said else ""
-        if outcome == junit.PASSED:
-            reasons.append(
-                f"passes on the {_tree(side)}: it does not show that the patch is needed"
-            )
-        elif outcome == junit.FAILED:
-            reasons.append(f"fails on the {_tree(side)}{said}")
-        elif outcome == junit.ERROR:
-            reasons.append(f"did not get to run on the {_tree(side)}{said}")
-        elif outcome == junit.SKIPPED:
-            reasons.append(f"is skipped on the {_tree(side)}{said}")
-        else:
-            reasons.append(f"is not there on the {_tree(side)}")
-        detail = detail or (test.detail if test else "")
-    return WitnessTest(
-        patch=patch,
-        witness=witness,
-        test=name,
-        guard=guard,
-        base=before.outcome if before else _ABSENT,
-        patched=after.outcome if after else _ABSENT,
-        reasons=tuple(reasons),
-        detail=detail,
-    )
+_REASONS = {
+    junit.PASSED: "passes on the {}: it does not show that the patch is needed",
+    junit.FAILED: "fails on the {}",
+    junit.ERROR: "did not get to run on the {}",
+    junit.SKIPPED: "is skipped on the {}",
+    _ABSENT: "is not there on the {}",
+}
 
 
-class Job:
-    """A pytest of ``witnesses``, running; ``arguments`` and ``env`` are given to it as well."""
-
-    def __init__(
-        self,
-        witnesses: Sequence[str],
-        side: str,
-        source: Path,
-        report: Path,
-        python: Path,
-        root: Path,
-        *,
-        arguments: Sequence[str] = (),
-        env: Mapping[str, str] | None = None,
-    ) -> None:
-        self._witnesses = tuple(witnesses)
-        self._side = side
-        self._report = report
-        self._start = time.monotonic()
-        self.process = process.Background(
-            [
-                python,
-                "-m",
-                "pytest",
-                *witnesses,
-                "-q",
-                # One that cannot be collected is no reason not to run the others.
-                "--continue-on-collection-errors",
-                f"--junitxml={report}",
-                "-p",
-                "sm12x_witness_plugin",
-                # Remembers nothing from the other tree.
-                "-p",
-                "no:cacheprovider",
-                "-o",
-                "junit_family=xunit2",
-                "-c",
-                str(root / "pyproject.toml"),
-                "--rootdir",
-                str(root),
-                *arguments,
-            ],
-            cwd=root,
-            env={
-                **(env or {}),
-                "SM12X_TREE": str(source),
-                "SM12X_SIDE": self._side,
-                "PYTHONPATH": str(_PLUGIN),
-                # The tree's modules are compiled once for all its witnesses.
-                "PYTHONDONTWRITEBYTECODE": None,
-                "PYTEST_ADDOPTS": None,
-                "PYTHONHOME": None,
-                "VIRTUAL_ENV": None,
-                # vLLM does not remove the sockets between its processes: they go with the report.
-                "VLLM_RPC_BASE_PATH": str(report.parent),
-            },
-            log=report.with_suffix(".log"),
-        )
-
-    def result(self, seconds: float) -> tuple[Run, ...] | None:
-        """What the run gave, by witness; None while it goes on.
-
-        It has ``seconds`` for each of its witnesses.
-        """
-        code = self.process.poll()
-        if code is None:
-            limit = seconds * len(self._witnesses)
-            if time.monotonic() - self._start < limit:
-                return None
-            self.process.stop()
-            return self._ended(f"pytest did not finish in {limit:g} s and was killed")
-        # Processes that a test has left must not run beside the next pytest.
-        self.process.stop()
-        if code < 0:
-            return self._ended(f"pytest was ended by signal {-code}")
-        # 0: all passed, 1: some failed, 2: not all could be collected, 5: there are none.
-        if code not in (0, 1, 2, 5):
-            return self._ended(f"pytest ended with {code}")
-        try:
-            tests = junit.read(self._report)
-        except ValueError:
-            return self._ended(f"pytest ended with {code}")
-        return tuple(
-            Run(
-                witness=witness,
-                side=self._side,
-                tests=tuple(test for test in tests if test.module == _module(witness)),
-                problem="",
-            )
-            for witness in self._witnesses
-        )
-
-    def _ended(self, problem: str) -> tuple[Run, ...]:
-        tail = self.process.log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:]
-        said = "\n".join([problem, *tail])
-        return tuple(
-            Run(witness=witness, side=self._side, tests=(), problem=said)
-            for witness in self._witnesses
-        )
+def _reason(side: str, test: junit.Test | None) -> str:
+    """Return why the outcome of ``test`` on a tree is against the rule."""
+    outcome = test.outcome if test else _ABSENT
+    said = f": {test.said[:200]}" if test and test.said and outcome != junit.PASSED else ""
+    return _REASONS[outcome].format(_tree(side)) + said
 
 
-def _module(witness: str) -> str:
-    """The module of a witness: "tests/witness/test_x.py::test_y" -> "tests.witness.test_x"."""
-    return witness.partition("::")[0].removesuffix(".py").replace("/", ".")
+def _of(tests: Iterable[str], witness: str) -> set[str]:
+    """Return the names of those of ``tests`` (path::test) that are the witness's."""
+    prefix = f"{witness}::"
+    return {name.removeprefix(prefix) for name in tests if name.startswith(prefix)}
 
 
 def _tree(side: str) -> str:

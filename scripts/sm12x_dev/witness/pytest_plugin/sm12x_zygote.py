@@ -6,13 +6,13 @@ Runs in the folder of the source tree, in whatever environment can import it: it
 of sm12x. WORK.json is
 
     {"platform": "module:Class", "empty": ["module"], "preload": ["module"],
-     "models": ["module:Class"], "answers": "file",
+     "models": ["module:Class"], "answer": "prefix", "jobs": 2,
      "work": [{"arguments": [pytest's arguments], "leave": ["TestThis::test_it"], "cuda": false,
                "log": "file", "seconds": 60.0}]}
 
-and one line of JSON is written to ``answers`` when a pytest has ended: {"code": 0}, negative for
-the signal that ended it, or {"code": null} if it was still running after ``seconds`` and was killed
-with its session.
+``jobs`` pytests run at a time. When one has ended, a line is printed: the prefix and, as JSON, its
+number in ``work`` and its exit code: negative for the signal that ended it, null if it was still
+running after ``seconds`` and was killed with its session.
 """
 
 from __future__ import annotations
@@ -33,13 +33,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-# Seconds between two looks at the running pytest.
-_POLL = 0.02
+# Seconds between two looks at the running pytests, and those that the imports may take.
+_POLL, _START_LIMIT = 0.02, 600
 _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
+    # A session of its own is not reached by what ends the parent.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    signal.alarm(_START_LIMIT)
     # ``tests`` must be the tree's, whatever else is on the path.
     sys.path.insert(0, str(Path.cwd()))
     # Imports make objects that stay: collections find nothing among them.
@@ -63,10 +66,27 @@ def main() -> None:
     gc.freeze()
     gc.unfreeze = _nothing
     gc.enable()
-    with Path(request["answers"]).open("a", encoding="utf-8") as answers:
-        for item in request["work"]:
-            answers.write(json.dumps({"code": _forked(item)}) + "\n")
-            answers.flush()
+    signal.alarm(0)
+    waiting = list(enumerate(request["work"]))
+    running: dict[int, tuple[int, float]] = {}
+    while waiting or running:
+        while waiting and len(running) < request["jobs"]:
+            number, item = waiting.pop(0)
+            running[_fork(item)] = number, time.monotonic() + item["seconds"]
+        for child, (number, end) in list(running.items()):
+            done, status = os.waitpid(child, os.WNOHANG)
+            if not done and time.monotonic() < end:
+                continue
+            # What its tests have started must not go on beside the next ones.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(child, signal.SIGKILL)
+            if not done:
+                os.waitpid(child, 0)
+            del running[child]
+            code = os.waitstatus_to_exitcode(status) if done else None
+            # On a line of its own, whatever an import has printed before.
+            print(f"\n{request['answer']}{json.dumps([number, code])}", flush=True)  # noqa: T201
+        time.sleep(_POLL)
 
 
 def _pretend_cuda() -> None:
@@ -153,26 +173,13 @@ def _choose(platform: str) -> None:
         vars(platforms)["_current_platform"] = chosen()
 
 
-def _forked(item: dict[str, Any]) -> int | None:
-    """Run one pytest in a fork; its exit code, or None if it took too long."""
+def _fork(item: dict[str, Any]) -> int:
+    """Start one pytest in a fork, and return its process."""
     parent = os.getpid()
     child = os.fork()
     if child == 0:
         _pytest(item, parent)
-    end = time.monotonic() + item["seconds"]
-    code: int | None = None
-    while time.monotonic() < end:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            code = os.waitstatus_to_exitcode(status)
-            break
-        time.sleep(_POLL)
-    # What its tests have started must not go on beside the next ones.
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(child, signal.SIGKILL)
-    if code is None:
-        os.waitpid(child, 0)
-    return code
+    return child
 
 
 def _pytest(item: dict[str, Any], parent: int) -> None:
