@@ -51,7 +51,7 @@ class Verbs(cli.Verbs):
 def root() -> None:
     """Maintain the stack of fixes: patches, witnesses, bases, locks and generated pages.
 
-    Example: sm12x-dev apply --base 0.21.0 --unpack ../vllm
+    Example: sm12x-dev apply --base 0.33.0 --unpack ../vllm
     """
 
 

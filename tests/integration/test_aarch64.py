@@ -31,7 +31,7 @@ from sm12x.wheel.toolchain import cross
 # In each worker that runs one of these tests its fixtures take a minute.
 pytestmark = pytest.mark.xdist_group("aarch64")
 
-BASE = bases.load("0.21.0")
+BASE = bases.load("0.33.0")
 MACHINE = "aarch64"
 ALLOCATOR = "vllm/cumem_allocator.abi3.so"
 # What configuring the release and asking its official modules takes of this machine's build lock.

@@ -19,7 +19,7 @@ CPU_SECONDS = 10
 
 @pytest.fixture(scope="module", params=["x86_64", "aarch64"])
 def official(request: pytest.FixtureRequest) -> tuple[str, Path]:
-    wheel = bases.load("0.21.0").wheels[request.param]
+    wheel = bases.load("0.33.0").wheels[request.param]
     path = index.fetch("vllm", wheel.name, wheel.sha256, cache=layout.cache())
     return request.param, path
 
@@ -60,7 +60,7 @@ def test_the_official_wheel_passes_its_own_policy_and_not_the_default(
     official: tuple[str, Path],
 ) -> None:
     found = scan.scan(official[1])
-    own = policy.load(bases.load("0.21.0").folder / "audit-policy.toml")
+    own = policy.load(bases.load("0.33.0").folder / "audit-policy.toml")
     assert policy.judge(found, own).offenders == ()
     default = policy.load(layout.data() / "policies" / "default.toml")
     offenders = {offender.path for offender in policy.judge(found, default, (SM120,)).offenders}

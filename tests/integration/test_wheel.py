@@ -32,7 +32,7 @@ from sm12x.wheel.compile import cmake, launcher, native
 from sm12x.wheel.source import patched
 from sm12x.wheel.toolchain import arch, cuda_home, libcuda_stub
 
-BASE = bases.load("0.21.0")
+BASE = bases.load("0.33.0")
 MACHINE = platform.machine()
 NO_DEVICE, NOT_INITIALIZED, NOT_FOUND = 100, 3, 500
 
@@ -158,7 +158,7 @@ def build(toolkit: Path, cuda: Path) -> Build:
             python=toolkit / "bin" / "python",
             archs=arch.validate("12.0a;12.1a", default=""),
         )
-        choice = selection.ModuleChoice(modules=modules, kept=(), allowed={})
+        choice = selection.ModuleChoice(modules=modules, kept=())
         return native.build(DEMO_BASE, tree, out, choice, settings)
 
     return compile_in

@@ -112,7 +112,7 @@ def test_where_nothing_changed_the_draft_is_the_old_base_with_new_files(base: Ba
     assert values["wheel"]["x86_64"]["name"] == SECOND.name
     for key in ("toolchain", "module", "source", "image", "lock"):
         assert values[key] == old[key]
-    assert [line.split(":")[0] for line in check.splitlines()] == ["module", "image"]
+    assert {line.split(" ")[0].split(":")[0] for line in check.splitlines()} == {"module", "image"}
 
 
 def test_a_draft_is_a_base_that_reads(base: Base, tmp_path: Path) -> None:
@@ -338,13 +338,13 @@ def test_overrides_that_are_given_are_written_and_read_again(tmp_path: Path) -> 
             of="torch", requirement="b>=2", instead_of="b==1", machines=("aarch64",), why="1 hangs"
         ),
     )
-    base = bases.load("0.21.0")
+    base = bases.load(bases.default())
     found = base_draft.release([SECOND, ARM, SDIST], VERSION, project="vllm")
     facts = _facts(base)
     made = base_draft.draft(
         base, found, facts, facts, tree="f" * 40, torch_cuda=None, overrides=given
     )
-    assert "nccl#2353" not in made.text()
+    assert base.overrides[0].why not in made.text()
     path = tmp_path / VERSION / "base.toml"
     path.parent.mkdir()
     path.write_text(made.text(), encoding="utf-8")

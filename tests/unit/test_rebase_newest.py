@@ -65,10 +65,12 @@ def test_one_release_behind_is_current_and_two_are_not(number: int, current: boo
 
 
 def test_an_older_default_counts_from_itself() -> None:
-    files = [*release(KNOWN[0].version), *after(0)]
-    report = compared(files, default=KNOWN[0].version)
+    older = replace(KNOWN[0], version="0.1.0")
+    files = [*release(older.version), *after(0)]
+    found = newest.find(files, "vllm")
+    report = newest.compare(files, found, [older, *KNOWN], default="0.1.0", project="vllm")
     assert [(base.version, base.behind, base.default) for base in report.bases] == [
-        (KNOWN[0].version, 1, True),
+        (older.version, 1, True),
         (LAST, 0, False),
     ]
     assert report.last.version == LAST

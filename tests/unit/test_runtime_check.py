@@ -638,15 +638,15 @@ sm12x:
 def test_a_recipe_of_another_release_is_no_fault_of_this_image(
     image: Image, monkeypatch: pytest.MonkeyPatch, problems: list[str], warnings: list[str]
 ) -> None:
-    monkeypatch.setattr(layout, "release", lambda: "0.21.0")
+    monkeypatch.setattr(layout, "release", lambda: "0.33.0")
     answer = {"problems": {"one": problems}, "warnings": {"one": warnings}}
-    here = recipe_lines(image, RECIPE + BLOCK.format(release="0.21.0"), answer)
+    here = recipe_lines(image, RECIPE + BLOCK.format(release="0.33.0"), answer)
     said = "; ".join([*problems, *warnings])
     assert [(line.state, line.text) for line in here] == [
-        (NOTE, f"one is blocked on 0.21.0, whose parser reports: {said}")
+        (NOTE, f"one is blocked on 0.33.0, whose parser reports: {said}")
     ]
     # Blocked on another release only, it must pass here.
-    there = recipe_lines(image, RECIPE + BLOCK.format(release="0.33.0"), answer)
+    there = recipe_lines(image, RECIPE + BLOCK.format(release="9.9.9"), answer)
     assert {line.state for line in there} == ({FAIL} if problems else {WARN, PASS}) | (
         {WARN} if warnings else set()
     )
@@ -655,9 +655,9 @@ def test_a_recipe_of_another_release_is_no_fault_of_this_image(
 def test_a_blocked_recipe_whose_arguments_the_release_takes_passes(
     image: Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layout, "release", lambda: "0.21.0")
+    monkeypatch.setattr(layout, "release", lambda: "0.33.0")
     answer: dict[str, Any] = {"problems": {"one": []}, "warnings": {"one": []}}
-    lines = recipe_lines(image, RECIPE + BLOCK.format(release="0.21.0"), answer)
+    lines = recipe_lines(image, RECIPE + BLOCK.format(release="0.33.0"), answer)
     assert [line.state for line in lines] == [PASS]
 
 
