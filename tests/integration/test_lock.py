@@ -10,10 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from packaging.version import Version
 
 from sm12x import layout
-from sm12x.core import lockfile
 from sm12x.stack.model import base as bases
 
 VERSION = bases.versions()[0]
@@ -47,17 +45,6 @@ def test_the_committed_locks_are_what_is_made(root: Path, version: str) -> None:
         f"{each} ({', '.join(each.machines or base.locks)})\n" for each in base.overrides
     )
     assert run(root, "--check", version=version) == (0, "", said)
-
-
-def test_a_requirement_is_replaced_on_its_machine_alone(root: Path) -> None:
-    code, out, err = run(root, "--check", "--machine", "x86_64", version="0.33.0")
-    assert (code, out, err) == (0, "", "")
-    locked = {
-        machine: lockfile.read(bases.load("0.33.0").lock_path(machine)).versions["nvidia-nccl-cu13"]
-        for machine in bases.MACHINES
-    }
-    assert locked["x86_64"] == "2.28.9"
-    assert Version(locked["aarch64"]) >= Version("2.29.3")
 
 
 def test_an_edited_lock_is_shown_and_mended(root: Path) -> None:

@@ -164,10 +164,10 @@ def wheel(path: Path, files: dict[str, str]) -> Path:
 def test_what_of_a_bundle_the_official_wheel_lacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = "vllm/device_allocator/sleep_mode_backend.py"
+    edited = "vllm/edited.py"
     same = {"vllm/same.py": "same", "vllm/_C.abi3.so": "native"}
-    ours = {backend: "patched", "vllm/added.py": "", "vllm-1+sm12x.dist-info/METADATA": ""}
-    official = {backend: "released", "vllm-1.dist-info/METADATA": ""}
+    ours = {edited: "patched", "vllm/added.py": "", "vllm-1+sm12x.dist-info/METADATA": ""}
+    official = {edited: "released", "vllm-1.dist-info/METADATA": ""}
     installed: list[str] = []
 
     def install(requirements: list[str], folder: Path, python: str) -> None:
@@ -185,8 +185,8 @@ def test_what_of_a_bundle_the_official_wheel_lacks(
     packed = {path.relative_to(tree).as_posix() for path in tree.rglob("*") if path.is_file()}
     stack = {f"stack/{name}" for name in (*ours, "vllm_sleep_keep.py")}
     assert packed == stack | {"changed.txt", "removed.txt"}
-    assert (tree / "stack" / backend).read_text() == "patched"
+    assert (tree / "stack" / edited).read_text() == "patched"
     assert (tree / "removed.txt").read_text().split() == ["vllm-1.dist-info/METADATA"]
-    changed = {backend, "vllm/added.py", "vllm_sleep_keep.py"}
+    changed = {edited, "vllm/added.py", "vllm_sleep_keep.py"}
     assert {*(tree / "changed.txt").read_text().split()} == changed
     assert [Path(name).name for name in installed] == ["sleep-keep"]

@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import importlib
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -130,6 +131,13 @@ def image(tmp_path: Path) -> Image:
     ]
     (folder / "RECORD").write_text("\n".join(rows) + "\n")
     dist(places.site, "torch", "2.11.0", "numpy>=1; python_version < '3'")
+    (places.site / "vllm_sleep_keep").mkdir()
+    (places.site / "vllm_sleep_keep" / "__init__.py").write_bytes(b"")
+    empty = base64.urlsafe_b64encode(hashlib.sha256(b"").digest()).rstrip(b"=").decode()
+    keep = dist(places.site, "vllm_sleep_keep", "0.1.0")
+    (keep / "RECORD").write_text(
+        f"vllm_sleep_keep/__init__.py,sha256={empty},0\n{keep.name}/RECORD,,\n"
+    )
     return Image(places=places, ledger=ledger)
 
 
@@ -787,28 +795,19 @@ def test_a_package_that_lists_nothing_fails(tmp_path: Path) -> None:
     assert line.state == FAIL
 
 
-def test_the_sleep_backend_of_a_release_with_a_registry_is_compared(image: Image) -> None:
-    # GIVEN a release with sleep-mode backends, as its RECORD has it
+def test_the_package_with_the_sleep_backend_is_compared(image: Image) -> None:
+    # GIVEN an image whose package is as its RECORD has it
     site = image.places.site
-    registry = "vllm/device_allocator/sleep_mode_backend.py"
-    (site / registry).write_bytes(b"")
-    empty = base64.urlsafe_b64encode(hashlib.sha256(b"").digest()).rstrip(b"=").decode()
-    image.edit(image.record, "vllm/a.py,", f"{registry},sha256={empty},0\nvllm/a.py,")
-    # WHEN the package is missing THEN that is a fault
+    assert faults(content.check(image.ledger, site)) == ""
+    # It is in no lock, and that is no fault.
+    assert check_versions(image) == ""
+    # WHEN a file is changed, or the package is missing THEN that is a fault
+    (site / "vllm_sleep_keep" / "__init__.py").write_bytes(b"changed")
+    assert "vllm_sleep_keep/__init__.py" in faults(content.check(image.ledger, site))
+    shutil.rmtree(site / "vllm_sleep_keep-0.1.0.dist-info")
     assert "one vllm-sleep-keep-*.dist-info is expected" in faults(
         content.check(image.ledger, site)
     )
-    # WHEN it is there THEN its files are compared
-    folder = dist(site, "vllm_sleep_keep", "0.1.0")
-    (site / "vllm_sleep_keep").mkdir()
-    (site / "vllm_sleep_keep" / "__init__.py").write_bytes(b"")
-    row = f"vllm_sleep_keep/__init__.py,sha256={empty},0\n"
-    (folder / "RECORD").write_text(f"{row}{folder.name}/RECORD,,\n")
-    assert faults(content.check(image.ledger, site)) == ""
-    (site / "vllm_sleep_keep" / "__init__.py").write_bytes(b"changed")
-    assert "vllm_sleep_keep/__init__.py" in faults(content.check(image.ledger, site))
-    # It is in no lock, and that is no fault.
-    assert check_versions(image) == ""
 
 
 def test_files_that_run_as_another_user_are_found(tmp_path: Path) -> None:
