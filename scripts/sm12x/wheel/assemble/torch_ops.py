@@ -147,7 +147,8 @@ def read(path: Path) -> Registered:
             next_step="build it again",
         ) from None
     public = (name for name in names if not name.startswith("_"))
-    return Registered(ops=tuple(sorted(ops)), names=tuple(sorted(public)), by="read")
+    # The docstring of a function looks like a schema where it begins with the signature.
+    return Registered(ops=tuple(sorted(ops - names)), names=tuple(sorted(public)), by="read")
 
 
 def schemas(data: bytes) -> Iterator[str]:
