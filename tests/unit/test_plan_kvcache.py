@@ -138,8 +138,8 @@ def test_deepseek_v4_takes_584_bytes_an_entry_and_132_an_index_entry() -> None:
 def test_deepseek_v4_in_vllm_s_blocks_is_what_its_log_says() -> None:
     """vllm#41834: "Available KV cache memory: 9.15 GiB", "1.32x" at 1,048,576 tokens, TP=2, fp8.
 
-    That is 6.93 GiB for one sequence. Here 21 layers are padded to 22, which that branch did not do:
-    5 % more.
+    That is 6.93 GiB for one sequence. Here 21 layers are padded to 22, which that branch did not
+    do: 5 % more.
     """
     found = modelconfig.layout(DEEPSEEK_V4_FLASH, tp=2, kv_dtype="fp8")
 
