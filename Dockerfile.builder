@@ -106,7 +106,6 @@ ARG BASE
 ARG MACHINE
 ARG ARCH_LIST
 ARG MODE
-ARG ALLOW_MISSING
 ARG PATCH_LEVELS
 COPY --from=source /src.native.json /src.native.json
 COPY --from=source /src/CMakeLists.txt /src/CMakeLists.txt
@@ -133,7 +132,7 @@ RUN --mount=type=bind,source=third_party,target=/run/build/third_party \
     && mkdir -p "${NATIVE_WORK}" \
     && touch "${NATIVE_WORK}" \
     && find /var/cache/sm12x-units -mindepth 1 -maxdepth 1 -mtime +14 -exec rm -rf {} + \
-    && SM12X_ALLOW_MISSING="${ALLOW_MISSING}" SM12X_ACCEPT_PATCH_LEVEL="${PATCH_LEVELS}" \
+    && SM12X_ACCEPT_PATCH_LEVEL="${PATCH_LEVELS}" \
        flock "${NATIVE_WORK}.lock" \
        python -P -m sm12x build native --base "${BASE}" --machine "${MACHINE}" --mode "${MODE}" \
          --third-party /run/build/third_party --source /src --cuda-home /opt/cuda \

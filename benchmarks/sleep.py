@@ -241,7 +241,7 @@ def _calls(
 ) -> tuple[Callable[[], None], Callable[[], None], Any, Callable[[], None]]:
     """sleep, wake_up, the host copies, and prepare, which ends when everything is prepared.
 
-    Stock has no host copies, None, and nothing to prepare.
+    Without the package there are no host copies, None, and nothing is prepared.
     """
     if case.plugin:
         from tests.gpu import rig
@@ -261,8 +261,8 @@ def _calls(
     return (
         (lambda: gpu.allocator.sleep(("weights",))),
         (lambda: gpu.allocator.wake_up()),
-        gpu.host_copies,
-        gpu.prepare_sleep,
+        None,
+        (lambda: None),
     )
 
 

@@ -78,7 +78,7 @@ class Verbs(click.Group):
 def root() -> None:
     """Turn an official vLLM release into a patched, audited image for SM12x GPUs.
 
-    Example: sm12x bundle --base 0.21.0
+    Example: sm12x bundle --base 0.33.0
     """
 
 

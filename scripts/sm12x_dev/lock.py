@@ -71,7 +71,7 @@ def make(base: Base, machine: str) -> Locks:
 
 
 def release_requirement(base: Base) -> str:
-    """The release with its extras: ``vllm==0.21.0``, ``vllm[b12x]==0.33.0``."""
+    """The release with its extras: ``vllm[b12x]==0.33.0``."""
     names = ",".join(extra.name for extra in base.extras)
     return f"{_RELEASE}[{names}]=={base.version}" if names else f"{_RELEASE}=={base.version}"
 

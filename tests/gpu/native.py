@@ -1,7 +1,7 @@
 """Compile native modules on this host, for its GPU besides SM12x: python -m tests.gpu.native --help
 
-    python -m tests.gpu.native TARGET --base 0.21.0 --module _vllm_fa2_C --out REPORT
-    python -m tests.gpu.native TARGET --base 0.21.0 --arch-list "12.0a;12.1a" --out REPORT
+    python -m tests.gpu.native TARGET --base 0.33.0 --module _vllm_fa2_C --out REPORT
+    python -m tests.gpu.native TARGET --base 0.33.0 --arch-list "12.0a;12.1a" --out REPORT
 
 TARGET/source is the output of `sm12x build source`; TARGET/third-party has the sources that the
 release's CMake asks for with these architectures, each in a folder of its name. TARGET/stack, as
@@ -89,7 +89,7 @@ def compile_into(
             jobs=max(1, (os.cpu_count() or 1) - SPARED),
             third_party=third_party,
         )
-        choice = ModuleChoice(modules=modules, kept=(), allowed={})
+        choice = ModuleChoice(modules=modules, kept=())
         record = native.build(
             base, target / "source", made, choice, settings, mode="full", say=print
         )

@@ -198,13 +198,11 @@ def add_stack(wheel: Path, official: Path, python: str, tree: Path) -> None:
     changed, removed = changes(wheel, official)
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(stack, changed)
-        # A release with a registry of sleep-mode backends. setuptools builds in the source's
-        # folder.
-        if any(name.endswith("/sleep_mode_backend.py") for name in archive.namelist()):
-            own = tree / "own"
-            context.Context(files=context.package(), large={}, folders=()).write(own)
-            install([f"{own}/sm12x/scripts/sleep-keep"], stack, python)
-            shutil.rmtree(own)
+    # setuptools builds in the source's folder.
+    own = tree / "own"
+    context.Context(files=context.package(), large={}, folders=()).write(own)
+    install([f"{own}/sm12x/scripts/sleep-keep"], stack, python)
+    shutil.rmtree(own)
     trim(stack)
     (tree / "removed.txt").write_text("".join(f"{name}\n" for name in removed), "utf-8")
     paths = sorted(path.relative_to(stack) for path in stack.rglob("*.py"))

@@ -63,9 +63,7 @@ def _draw_weights() -> None:
         bound = math.sqrt(3 / param.shape[-1]) if param.ndim > 1 and param.numel() else 0.0
         of_release(param, *((-bound, bound) if bound else (0.5, 1.5)), seed, **name)
 
-    # 0.33.0 calls it in one of these modules alone, 0.21.0 in both.
-    for module in (weight_utils, dummy_loader):
-        module.initialize_single_dummy_weight = drawn
+    dummy_loader.initialize_single_dummy_weight = drawn
 
 
 def _given_back() -> int:

@@ -67,9 +67,7 @@ def load(tree: Path, library: Path) -> Gpu:
     _stub("vllm.envs", VLLM_CUDART_SO_PATH=None)
     _stub("vllm.platforms", current_platform=types.SimpleNamespace(is_rocm=lambda: False))
     _stub("vllm.utils", package=True)
-    _stub("vllm.utils.platform_utils", is_pin_memory_available=lambda: True)
     _stub("vllm.utils.system_utils", find_loaded_library=find_loaded_library)
-    # A release asks for pinned memory by this name or by the one above.
     _stub("vllm.utils.torch_utils", PIN_MEMORY=True)
     _stub_triton()
     _stub("vllm.distributed", package=True)
@@ -153,27 +151,23 @@ class Gpu:
         self.torch = torch
         self.cumem = cumem
         self.allocator: Any = cumem.CuMemAllocator.get_instance()
+        # Those of the package that are kept.
+        self.host_copies: Any = None
         if os.environ.get("SM12X_BACKEND") == "keep":
             self._sleep_by_package()
 
     def _sleep_by_package(self) -> None:
         """Let the allocator sleep and wake as the backend of scripts/sleep-keep does."""
-        copies = keep_backend().copies
-        self.allocator.host_copies = copies
+        self.host_copies = copies = keep_backend().copies
         self.allocator.prepare_sleep = functools.partial(copies.prepare, self.allocator)
         self.allocator.sleep = functools.partial(copies.sleep, self.allocator)
         self.allocator.discard = functools.partial(copies.discard, self.allocator)
         self.allocator.wake_up = lambda tags=None: copies.wake_up(self.allocator, tags)
 
-    @property
-    def host_copies(self) -> Any:
-        """The allocator's kept host copies, None of a tree without them."""
-        return getattr(self.allocator, "host_copies", None)
-
     def prepare_sleep(self) -> None:
         """Prepare the first sleep as a server does after its load, and wait until it is.
 
-        A tree without kept host copies prepares nothing.
+        Where no host copies are kept, nothing is prepared.
         """
         if self.host_copies is not None:
             self.allocator.prepare_sleep()

@@ -182,97 +182,6 @@ def hybrid(folder: Path, layers: int) -> None:
     )
 
 
-def glm_5(folder: Path, layers: int) -> None:
-    """GLM-5 with its own head sizes and indexer, narrow and with few experts."""
-    rewrite(
-        folder,
-        {
-            "architectures": ["GlmMoeDsaForCausalLM"],
-            "model_type": "glm_moe_dsa",
-            "hidden_size": 2048,
-            "intermediate_size": 4096,
-            "moe_intermediate_size": 1024,
-            "num_hidden_layers": layers,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 32,
-            "n_shared_experts": 1,
-            "n_routed_experts": 32,
-            "num_experts_per_tok": 8,
-            "first_k_dense_replace": 1,
-            "moe_layer_freq": 1,
-            "mlp_layer_types": ["dense"] + ["sparse"] * (layers - 1),
-            "kv_lora_rank": 512,
-            "q_lora_rank": 1024,
-            "qk_rope_head_dim": 64,
-            "qk_nope_head_dim": 192,
-            "v_head_dim": 256,
-            "index_topk": 2048,
-            "index_head_dim": 128,
-            "index_n_heads": 32,
-            "indexer_types": ["full"] * layers,
-            "n_group": 1,
-            "topk_group": 1,
-            "scoring_func": "sigmoid",
-            "topk_method": "noaux_tc",
-            "routed_scaling_factor": 2.5,
-            "num_nextn_predict_layers": 0,
-            "max_position_embeddings": 16384,
-            "torch_dtype": "bfloat16",
-        },
-    )
-
-
-def mimo_v2(folder: Path, layers: int) -> None:
-    """MiMo-V2-Flash with its own head sizes, windows and sinks, narrow and with few experts."""
-    rewrite(
-        folder,
-        {
-            "architectures": ["MiMoV2FlashForCausalLM"],
-            "model_type": "mimo_v2_flash",
-            # The configuration class comes with the checkpoint.
-            "auto_map": {"AutoConfig": "configuration.MiMoV2FlashConfig"},
-            "hidden_size": 2048,
-            "intermediate_size": 4096,
-            "moe_intermediate_size": 1024,
-            "num_hidden_layers": layers,
-            # One layer in three attends to everything; the others to a window, with sinks.
-            "hybrid_layer_pattern": [int(layer % 3 != 0) for layer in range(layers)],
-            "moe_layer_freq": [int(layer > 0) for layer in range(layers)],
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "head_dim": 192,
-            "v_head_dim": 128,
-            "swa_num_attention_heads": 32,
-            "swa_num_key_value_heads": 8,
-            "swa_head_dim": 192,
-            "swa_v_head_dim": 128,
-            "sliding_window_size": 128,
-            "sliding_window": 128,
-            "add_swa_attention_sink_bias": True,
-            "attention_value_scale": 0.707,
-            "attention_bias": False,
-            "partial_rotary_factor": 0.334,
-            "rope_theta": 5000000,
-            "swa_rope_theta": 10000,
-            "n_routed_experts": 32,
-            "num_experts_per_tok": 8,
-            "n_group": 1,
-            "topk_group": 1,
-            "norm_topk_prob": True,
-            "scoring_func": "sigmoid",
-            "hidden_act": "silu",
-            "layernorm_epsilon": 1e-5,
-            "max_position_embeddings": 16384,
-            "torch_dtype": "bfloat16",
-        },
-    )
-    (folder / "configuration.py").write_text(
-        "from transformers import PretrainedConfig\n\n\n"
-        "class MiMoV2FlashConfig(PretrainedConfig):\n"
-        '    model_type = "mimo_v2_flash"\n'
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class Model:
     """How a model is made, and what its server is started with.
@@ -350,27 +259,6 @@ MODELS = {
         prompts=LONG_PROMPTS,
         # By 0.08 to 0.15 on an H200, with FlashMLA and DeepGEMM as with the portable kernels.
         steady=False,
-    ),
-    # Served through --serve with the backends that SM12x takes, and compared with others:
-    # --attention-backend XPU_MLA_SPARSE --block-size 64.
-    "glm-5": Model(
-        configure=glm_5,
-        flags=(
-            *("--load-format", "dummy", "--max-model-len", "8192", "--max-num-seqs", "8"),
-            *("--max-num-batched-tokens", "2048", "--moe-backend", "triton"),
-        ),
-        prompts=LONG_PROMPTS,
-    ),
-    # --attention-backend TRITON_ATTN --attention-config.flash_attn_version 2. Without these flags
-    # 9.0 needs FlashAttention 4 and its nvidia-cutlass-dsl.
-    "mimo-v2": Model(
-        configure=mimo_v2,
-        flags=(
-            *("--load-format", "dummy", "--max-model-len", "8192", "--max-num-seqs", "8"),
-            *("--max-num-batched-tokens", "2048", "--moe-backend", "triton"),
-            "--trust-remote-code",
-        ),
-        prompts=LONG_PROMPTS,
     ),
 }
 

@@ -1,6 +1,6 @@
 """Every GPU run of one or more bases, on all GPUs of a host: python -m tests.gpu.walk --help
 
-    python -m tests.gpu.walk 0.21.0=TARGET 0.33.0=TARGET --out DIR
+    python -m tests.gpu.walk 0.33.0=TARGET --out DIR
 
 TARGET is where `unpack.sh` of tests.gpu.payload puts a base; a run starts once its TARGET is
 unpacked, so one base can be sent while another runs. The runs are in the order below: those that
@@ -105,6 +105,7 @@ HYBRID, MOE, DENSE, SMOKE = (
     ("serve", "--model", model) for model in ("hybrid", "qwen3-moe", "dense-fp8", "smoke")
 )
 NO_DEEP_GEMM = {"VLLM_USE_DEEP_GEMM": "0"}
+NO_PEERS = {"NCCL_P2P_DISABLE": "1"}
 PORTABLE, STOCK = {"VLLM_TRITON_MLA_SPARSE": "1"}, {"VLLM_TRITON_MLA_SPARSE": "0"}
 KEEP = ("--sleep-mode-backend", "keep")
 # As over PCIe, where vLLM has no all-reduce of its own.
@@ -135,18 +136,16 @@ def draft(tokens: int) -> tuple[str, str]:
     return "--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": tokens})
 
 
-def allocator(base: str, name: str, tree: str) -> Run:
-    """What the allocator of ``tree`` does in many cycles, and when memory is missing."""
+def allocator(base: str, name: str) -> Run:
+    """What the allocator does in many cycles, and when memory is missing."""
     words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu/test_allocator.py")
     named = "thousand or oversized or tried_again or ten_cycles or maps_little"
-    # The image of 0.33.0 serves with this backend.
-    backend = {"SM12X_BACKEND": "keep"} if (base, tree) == ("0.33.0", "stack") else {}
     return Run(
         base=base,
         name=name,
         words=(*words, "-k", named),
-        tree=tree,
-        environment={"SM12X_TREE": "{tree}", **backend},
+        # The image serves with this backend.
+        environment={"SM12X_TREE": "{tree}", "SM12X_BACKEND": "keep"},
     )
 
 
@@ -187,52 +186,9 @@ def kernels(name: str, *files: str) -> Run:
 
 
 RANDOM = ("-m", "tests.gpu.sparse_mla_random", "{tree}")
+# Compilers beside them would slow them down.
+TIMED = ("33-sparse-mla", "33-deepgemm", "33-random", "33-sanitizer")
 RUNS = (
-    Run(base="0.21.0", name="nccl", gpus=4, words=("benchmarks/nccl_memory.py", "--out", "{out}"),
-        path=()),
-    servers("0.21.0", "residue4", *MOE, *RESIDUE, *PCIE4, gpus=4),
-    servers("0.21.0", "residue2", *MOE, *RESIDUE, *PCIE2, gpus=2),
-    servers("0.21.0", "residue4-ctas", *MOE, *RESIDUE, *PCIE4, gpus=4,
-            environment={"NCCL_MAX_CTAS": "8"}),
-    # As between cards that cannot read each other's memory.
-    servers("0.21.0", "residue4-no-peers", *MOE, *RESIDUE, *PCIE4, gpus=4,
-            environment={"NCCL_P2P_DISABLE": "1"}),
-    servers("0.21.0", "residue2-no-peers", *MOE, *RESIDUE, *PCIE2, gpus=2,
-            environment={"NCCL_P2P_DISABLE": "1"}),
-    # Compiles for five minutes before it is healthy, and for four more at its first prompts.
-    servers("0.21.0", "portable", *V4, environment=PORTABLE, limit=800),
-    measured("0.21.0", "sparse-mla", "benchmarks/sparse_mla.py", "{tree}", "--flashmla", "{tree}",
-             "--random", "150"),
-    measured("0.21.0", "deepgemm", "benchmarks/portable_deepgemm.py", "--no-sweep",
-             path=(OPS, "{tree}/vllm/third_party")),
-    measured("0.21.0", "random", *RANDOM, "--shapes", "10000"),
-    Run(base="0.21.0", name="sanitizer",
-        words=("compute-sanitizer", "--error-exitcode", "9", sys.executable, *RANDOM,
-               "--out", "{out}/sanitizer.json", "--first", "20000", "--shapes", "60",
-               "--step", "1")),
-    servers("0.21.0", "stock", *V4, environment=STOCK, limit=800),
-    servers("0.21.0", "mtp", *V4, "--serve", *draft(2), environment=PORTABLE, against="portable"),
-    servers("0.21.0", "absent", *V4, "--graphs", "--serve", "--enable-prefix-caching", tree=ABSENT,
-            environment=PORTABLE, against="portable"),
-    servers("0.21.0", "tp2", *V4, "--serve", *TP2, gpus=2, environment=PORTABLE,
-            against="portable"),
-    servers("0.21.0", "pp2", *V4, "--serve", *PP2, gpus=2, environment=PORTABLE,
-            against="portable"),
-    # FlashAttention 2 with code of our own, after what is timed; 9.0 takes the third otherwise. One
-    # cubin for all of SM12x takes four minutes less than two.
-    Run(base="0.21.0", name="native-build", gpus=0, limit=1500,
-        words=("-m", "tests.gpu.native", "{target}", "--base", "0.21.0",
-               "--module", "_vllm_fa2_C", "--arch-list", "9.0a;12.0f",
-               "--out", "{out}/native-build.json"),
-        after=("sparse-mla", "deepgemm", "random", "sanitizer")),
-    servers("0.21.0", "native", *DENSE, "--cycles", "1", "--serve",
-            "--attention-backend", "FLASH_ATTN", "--attention-config.flash_attn_version", "2",
-            tree="native", limit=800),
-    # Every module of the release, for SM12x alone: audits and ops.
-    Run(base="0.21.0", name="full-build", gpus=0, limit=1700,
-        words=("-m", "tests.gpu.native", "{target}", "--base", "0.21.0", "--into", "full",
-               "--arch-list", "12.0a;12.1a", "--out", "{out}/full-build.json"),
-        after=("native-build", "sparse-mla", "deepgemm", "random", "sanitizer")),
     servers("0.33.0", "33-v4", *V4, "--serve", *KEEP, limit=800),
     servers("0.33.0", "33-hybrid", *HYBRID, "--serve", *KEEP),
     servers("0.33.0", "33-moe", *MOE, "--serve", *KEEP),
@@ -246,6 +202,11 @@ RUNS = (
     # A captured all-reduce has the addresses of what a communicator gives back in its sleep.
     servers("0.33.0", "33-residue4", *MOE, "--graphs", *RESIDUE, *PCIE4, *SUSPEND, gpus=4),
     servers("0.33.0", "33-residue2", *MOE, "--graphs", *RESIDUE, *PCIE2, *SUSPEND, gpus=2),
+    # As between cards that cannot read each other's memory.
+    servers("0.33.0", "33-residue4-no-peers", *MOE, "--graphs", *RESIDUE, *PCIE4, *KEEP, gpus=4,
+            environment=NO_PEERS),
+    servers("0.33.0", "33-residue2-no-peers", *MOE, "--graphs", *RESIDUE, *PCIE2, *KEEP, gpus=2,
+            environment=NO_PEERS),
     servers("0.33.0", "33-offload4", *MOE, "--graphs", *RESIDUE, *PCIE4, *OFFLOAD, gpus=4),
     servers("0.33.0", "33-offload2", *MOE, "--graphs", *RESIDUE, *PCIE2, *OFFLOAD, gpus=2),
     servers("0.33.0", "33-offload", *MOE, "--graphs", *RESIDUE, *OFFLOAD),
@@ -254,7 +215,6 @@ RUNS = (
     servers("0.33.0", "33-graphs", *MOE, "--graphs", *RESIDUE, *KEEP),
     servers("0.33.0", "33-rotate", *TURNS, "--cycles", "100", "--serve", *KEEP, *FEW_SEQUENCES,
             limit=700),
-    servers("0.21.0", "rotate", *TURNS, "--cycles", "100", "--serve", *FEW_SEQUENCES, limit=700),
     servers("0.33.0", "33-rotate4", *LARGE4, "--cycles", "15", *REPLIES, "--serve", *PCIE4, *KEEP,
             *FEW_SEQUENCES, gpus=4, steps=True, limit=900),
     servers("0.33.0", "33-rotate4-stock", *LARGE4, "--cycles", "4", "--turns", "--serve", *PCIE4,
@@ -264,20 +224,14 @@ RUNS = (
     servers("0.33.0", "33-rotate2-stock", *LARGE2, "--cycles", "4", "--turns", "--serve", *PCIE2,
             *FEW_SEQUENCES, tree="stock", gpus=2, limit=700),
     servers("0.33.0", "33-api-servers", "api_servers", "--serve", *REFUSING),
-    servers("0.21.0", "deep", "deep"),
     servers("0.33.0", "33-deep", "deep", "--serve", *KEEP),
     servers("0.33.0", "33-deep-stock", "deep", tree="stock"),
-    allocator("0.21.0", "allocator", "stack"),
-    allocator("0.21.0", "allocator-stock", "stock"),
-    allocator("0.33.0", "33-allocator", "stack"),
-    by_allocator("0.21.0", "sleep", "sleep", "stock={target}/stock", "auto={tree}+auto",
-                 "unprepared={tree}+auto+unprepared"),
+    allocator("0.33.0", "33-allocator"),
     by_allocator("0.33.0", "33-sleep", "sleep", "cumem={target}/stock", "keep={tree}+plugin+keep",
                  "unprepared={tree}+plugin+keep+unprepared"),
     # What four workers take at a time, without their server.
     by_allocator("0.33.0", "33-sleep4", "sleep", "one={tree}+plugin+keep",
                  "four={tree}+plugin+keep+4", gpus=4),
-    by_allocator("0.21.0", "churn", "load_churn", "stock={target}/stock", "stack={tree}"),
     by_allocator("0.33.0", "33-churn", "load_churn", "stock={target}/stock", "stack={tree}"),
     # A start that compiles FlashInfer's sampling, and one that finds it compiled.
     Run(base="0.33.0", name="33-aot-build", gpus=0, limit=600,
@@ -314,6 +268,24 @@ RUNS = (
         words=("compute-sanitizer", "--report-api-errors", "no", "--error-exitcode", "9",
                sys.executable, *RANDOM, "--out", "{out}/33-sanitizer.json", "--first", "20000",
                "--shapes", "60", "--step", "1")),
+    # What NCCL's communicators hold, with the host's own PyTorch.
+    Run(base="0.33.0", name="33-nccl", gpus=4,
+        words=("benchmarks/nccl_memory.py", "--out", "{out}"), path=()),
+    # FlashAttention 2 with code of our own, after what is timed; 9.0 takes the third otherwise. One
+    # cubin for all of SM12x takes four minutes less than two.
+    Run(base="0.33.0", name="33-native-build", gpus=0, limit=1500,
+        words=("-m", "tests.gpu.native", "{target}", "--base", "0.33.0",
+               "--module", "_vllm_fa2_C", "--arch-list", "9.0a;12.0f",
+               "--out", "{out}/33-native-build.json"),
+        after=TIMED),
+    servers("0.33.0", "33-native", *DENSE, "--cycles", "1", "--serve", *KEEP,
+            "--attention-backend", "FLASH_ATTN", "--attention-config.flash_attn_version", "2",
+            tree="native", limit=800),
+    # Every module of the release, for SM12x alone: audits and ops.
+    Run(base="0.33.0", name="33-full-build", gpus=0, limit=1700,
+        words=("-m", "tests.gpu.native", "{target}", "--base", "0.33.0", "--into", "full",
+               "--arch-list", "12.0a;12.1a", "--out", "{out}/33-full-build.json"),
+        after=("33-native-build", *TIMED)),
 )  # fmt: skip
 
 

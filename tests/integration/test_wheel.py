@@ -32,7 +32,7 @@ from sm12x.wheel.compile import cmake, launcher, native
 from sm12x.wheel.source import patched
 from sm12x.wheel.toolchain import arch, cuda_home, libcuda_stub
 
-BASE = bases.load("0.21.0")
+BASE = bases.load("0.33.0")
 MACHINE = platform.machine()
 NO_DEVICE, NOT_INITIALIZED, NOT_FOUND = 100, 3, 500
 
@@ -158,7 +158,7 @@ def build(toolkit: Path, cuda: Path) -> Build:
             python=toolkit / "bin" / "python",
             archs=arch.validate("12.0a;12.1a", default=""),
         )
-        choice = selection.ModuleChoice(modules=modules, kept=(), allowed={})
+        choice = selection.ModuleChoice(modules=modules, kept=())
         return native.build(DEMO_BASE, tree, out, choice, settings)
 
     return compile_in
@@ -342,7 +342,7 @@ def test_the_source_is_patched_once_and_recorded(
 def test_only_the_pinned_sdist_is_unpacked(stacked: Base, tmp_path: Path) -> None:
     other = tmp_path / BASE.sdist.name
     other.write_bytes(b"other")
-    with pytest.raises(HashMismatchError, match=r"base\.toml pins 05ff89c3"):
+    with pytest.raises(HashMismatchError, match=r"base\.toml pins f4c33c25"):
         patched.prepare(stacked, other, tmp_path / "tree")
     assert not (tmp_path / "tree").exists()
 
@@ -379,7 +379,7 @@ def test_the_real_official_wheel_patched_twice_is_the_same_and_whole(
         wheel.write(official, path, changed, made)
     digests = {hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
     assert len(digests) == 1
-    assert paths[0].name == f"vllm-{version}-cp38-abi3-manylinux_2_24_{MACHINE}.whl"
+    assert paths[0].name == f"vllm-{version}-cp38-abi3-manylinux_2_28_{MACHINE}.whl"
     with zipfile.ZipFile(paths[0]) as archive:
         rows = list(
             csv.reader(io.StringIO(archive.read(f"vllm-{version}.dist-info/RECORD").decode()))

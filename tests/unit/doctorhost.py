@@ -224,7 +224,7 @@ def bundle(folder: Path, *, machine: str = "x86_64", **units: int) -> Path:
         runs={"12.0": runs, "12.1": runs},
     )
     audit = AuditReport(
-        subject="vllm-0.21.0+sm12x.0123abcd.whl",
+        subject="vllm-0.33.0+sm12x.0123abcd.whl",
         kind="wheel",
         devices=("12.0", "12.1"),
         libraries=(library,),

@@ -157,32 +157,25 @@ def test_more_may_be_asked_of_what_was_compiled_here(tmp_path: Path) -> None:
         ]
 
 
-# What `sm12x build native --mode full --arch-list "9.0a;12.0a;12.1a"` makes, by verdict on 12.x: of
-# 0.21.0 as measured (benchmarks/2026-11-22-full-build-9.0a.md), of 0.33.0 as CMake configures it.
+# What `sm12x build native --mode full --arch-list "9.0a;12.0a;12.1a"` makes of 0.33.0, by verdict
+# on 12.x, as CMake configures it.
 WITH_HOPPER = {
-    "0.21.0": {
-        "vllm/_C.abi3.so": (59, 1, 11),
-        "vllm/_C_stable_libtorch.abi3.so": (16, 1, 9),
-        "vllm/_moe_C.abi3.so": (27, 0, 3),
-    },
-    "0.33.0": {
-        "vllm/_C_stable_libtorch.abi3.so": (90, 1, 10),
-        "vllm/_moe_C_stable_libtorch.abi3.so": (28, 0, 0),
-        "vllm/_qutlass_C.abi3.so": (6, 0, 0),
-        "vllm/_flashkda_C.abi3.so": (1, 0, 0),
-    },
+    "vllm/_C_stable_libtorch.abi3.so": (90, 1, 10),
+    "vllm/_moe_C_stable_libtorch.abi3.so": (28, 0, 0),
+    "vllm/_qutlass_C.abi3.so": (6, 0, 0),
+    "vllm/_flashkda_C.abi3.so": (1, 0, 0),
 }
+POLICY = layout.patches() / "0.33.0" / "audit-policy.toml"
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-@pytest.mark.parametrize("version", WITH_HOPPER)
-def test_a_full_build_may_be_for_hopper_too(version: str, lost: int) -> None:
+def test_a_full_build_may_be_for_hopper_too(lost: int) -> None:
     """It passes as it is, and not with one unit of each for 12.x left to PTX."""
-    found = policy.load(layout.patches() / version / "audit-policy.toml")
+    found = policy.load(POLICY)
     ours = unit("12.0a", "12.1a")
     made = [
         library(path, *[ours] * (native - lost), *[PTX] * (ptx + lost), *[unit("9.0a")] * none)
-        for path, (native, ptx, none) in WITH_HOPPER[version].items()
+        for path, (native, ptx, none) in WITH_HOPPER.items()
     ]
     made.append(library("vllm/cumem_allocator.abi3.so"))
     compiled = {one.path: one.sha256 for one in made}
@@ -190,14 +183,15 @@ def test_a_full_build_may_be_for_hopper_too(version: str, lost: int) -> None:
         Audit(subject="x", kind="wheel", libraries=tuple(made)), found, compiled=compiled
     )
     broken = {offender.path for offender in judged.offenders if offender.path in compiled}
-    assert broken == (set(WITH_HOPPER[version]) if lost else set())
+    assert broken == (set(WITH_HOPPER) if lost else set())
 
 
 def test_units_beyond_those_counted_are_not_left_to_ptx() -> None:
-    """With qutlass _C has more native units than the policy's number: that hides none of these."""
-    found = policy.load(layout.patches() / "0.21.0" / "audit-policy.toml")
-    for ptx, faults in ((1, []), (2, ["2 of 67 translation units run only through PTX, "])):
-        made = library("vllm/_C.abi3.so", *[unit("12.0a", "12.1a")] * (67 - ptx), *[PTX] * ptx)
+    """A module with more native units than the policy's number: that hides none of these."""
+    found = policy.load(POLICY)
+    for ptx, faults in ((1, []), (2, ["2 of 101 translation units run only through PTX, "])):
+        path = "vllm/_C_stable_libtorch.abi3.so"
+        made = library(path, *[unit("12.0a", "12.1a")] * (101 - ptx), *[PTX] * ptx)
         judged = policy.judge(
             Audit(subject="x", kind="wheel", libraries=(made,)),
             found,
@@ -408,8 +402,7 @@ def test_what_is_no_ledger_is_named(tmp_path: Path) -> None:
         archive.write(KERNELS, "vllm/_C.abi3.so")
         archive.writestr(f"vllm-1.dist-info/{ledger.NAME}", "{}")
     beside.write_text("[]")
-    rule = layout.patches() / "0.21.0" / "audit-policy.toml"
-    for words in ((wheel, "--policy", rule), (KERNELS, "--ledger", beside)):
+    for words in ((wheel, "--policy", POLICY), (KERNELS, "--ledger", beside)):
         done = call(*words)
         assert isinstance(done.exception, BadFileError)
         named = beside if "--ledger" in words else wheel
@@ -440,7 +433,7 @@ def test_both_devices_are_judged_unless_told(tmp_path: Path) -> None:
     assert json.loads(call(KERNELS, "--json").output)["devices"] == ["12.0", "12.1"]
 
 
-def wheel_of(path: Path, metadata: str, folder: str = "vllm-0.21.0.dist-info") -> Path:
+def wheel_of(path: Path, metadata: str, folder: str = "vllm-0.33.0.dist-info") -> Path:
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(f"{folder}/METADATA", metadata)
         archive.write(KERNELS, "vllm/_C.abi3.so")
@@ -450,12 +443,12 @@ def wheel_of(path: Path, metadata: str, folder: str = "vllm-0.21.0.dist-info") -
 @pytest.mark.parametrize(
     ("name", "metadata", "version"),
     [
-        ("vllm-9.9.9-cp38-abi3-linux_x86_64.whl", "Name: vllm\nVersion: 0.21.0\n", "0.21.0"),
+        ("vllm-9.9.9-cp38-abi3-linux_x86_64.whl", "Name: vllm\nVersion: 0.33.0\n", "0.33.0"),
         ("renamed.zip", "Name: vLLM\nVersion: 0.33.0+sm12x.0123.full\n", "0.33.0"),
-        ("vllm-0.21.0-1-cp38-abi3-linux_x86_64.whl", "Name: torch\nVersion: 0.21.0\n", None),
-        ("vllm-0.21.0-1-cp38-abi3-linux_x86_64.whl", "Name: vllm\nVersion: 9.9.9\n", None),
-        ("vllm-0.21.0-1-cp38-abi3-linux_x86_64.whl", "Name: vllm\nVersion: ../0.21.0\n", None),
-        ("vllm-0.21.0-1-cp38-abi3-linux_x86_64.whl", "", None),
+        ("vllm-0.33.0-1-cp38-abi3-linux_x86_64.whl", "Name: torch\nVersion: 0.33.0\n", None),
+        ("vllm-0.33.0-1-cp38-abi3-linux_x86_64.whl", "Name: vllm\nVersion: 9.9.9\n", None),
+        ("vllm-0.33.0-1-cp38-abi3-linux_x86_64.whl", "Name: vllm\nVersion: ../0.33.0\n", None),
+        ("vllm-0.33.0-1-cp38-abi3-linux_x86_64.whl", "", None),
     ],
 )
 def test_a_wheel_is_judged_by_the_base_of_its_metadata(
@@ -471,8 +464,8 @@ def test_a_wheel_is_judged_by_the_base_of_its_metadata(
 
 
 def test_metadata_of_what_a_wheel_carries_along_is_not_its_own(tmp_path: Path) -> None:
-    below = "other/vendored/vllm-0.21.0.dist-info"
-    wheel = wheel_of(tmp_path / "other.whl", "Name: vllm\nVersion: 0.21.0\n", below)
+    below = "other/vendored/vllm-0.33.0.dist-info"
+    wheel = wheel_of(tmp_path / "other.whl", "Name: vllm\nVersion: 0.33.0\n", below)
     assert verb._policy_file(str(wheel), None, None).name == "default.toml"
 
 

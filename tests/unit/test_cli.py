@@ -93,7 +93,7 @@ def test_a_list_that_nobody_typed_is_named_with_its_variable(
     tmp_path: Path,
     given: str,
 ) -> None:
-    argv = ["sm12x", "build", "native", "--base", "0.21.0", "--out", str(tmp_path / "out")]
+    argv = ["sm12x", "build", "native", "--base", "0.33.0", "--out", str(tmp_path / "out")]
     argv += ["--source", str(tmp_path), "--cuda-home", str(tmp_path)]
     if given == "environment":
         monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0a")

@@ -21,7 +21,7 @@ from sm12x.recipes import load
 from sm12x.recipes.model import Recipe
 
 GOLDEN = Path(__file__).with_name("data") / "deploy"
-IMAGE = "vllm-sm12x:0.21.0-01234567"
+IMAGE = "vllm-sm12x:0.33.0-01234567"
 PAIR = "rotation-pair-rtx-pro-6000-tp4"
 CLUSTER = "deepseek-v4-flash-gb10-x2"
 RAY = "deepseek-v4-flash-gb10-x2-ray"

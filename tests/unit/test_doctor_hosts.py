@@ -274,7 +274,7 @@ def test_inside_the_image_itself(tmp_path: Path) -> None:
     empty: dict[str, Any] = {one.name: "" for one in dataclasses.fields(LibraryEntry)}
     empty |= {"size": 1, "official_size": 1, "cubins": {}, "ptx": {}, "ops": (), "lost": ()}
     ledger = fake.ledger(
-        base_version="0.21.0",
+        base_version="0.33.0",
         stack_id="0123abcd",
         machine="x86_64",
         dependencies={"cuda-toolkit": "13.0.2"},
@@ -286,7 +286,7 @@ def test_inside_the_image_itself(tmp_path: Path) -> None:
     files = {"/.dockerenv": "", "/opt/sm12x/ledger.json": declared.to_json(ledger)}
     found = findings(workstation(tmp_path / "root", files=files))
     assert "libraries 2 native, 0 through PTX, 1 not at all" in found["gpu.code"][0].seen
-    assert found["image.audit"][0].seen.startswith("vllm-sm12x:0.21.0-0123abcd")
+    assert found["image.audit"][0].seen.startswith("vllm-sm12x:0.33.0-0123abcd")
 
 
 def test_a_container_with_little_memory(tmp_path: Path) -> None:

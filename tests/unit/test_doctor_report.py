@@ -149,7 +149,7 @@ def test_an_audit_that_is_none(tmp_path: Path, text: str) -> None:
 def test_an_image_is_found_by_the_ledger_that_its_labels_name(tmp_path: Path) -> None:
     dist = tmp_path / "dist"
     # The same stack twice, as a bundle for GB10 built beside this machine's leaves it.
-    bundles = {"0.21.0": "x86_64", "0.21.0-arm64": "aarch64"}
+    bundles = {"0.33.0": "x86_64", "0.33.0-arm64": "aarch64"}
     for name, made_for in bundles.items():
         fake.bundle(dist / name, machine=made_for)
     machine = Machine(root=tmp_path / "root")
@@ -176,10 +176,10 @@ def test_an_image_is_found_by_the_ledger_that_its_labels_name(tmp_path: Path) ->
 
 def test_a_bundle_for_other_machines_is_not_this_ones(tmp_path: Path) -> None:
     host, dist = Machine(root=tmp_path / "root").host(), tmp_path / "dist"
-    fake.bundle(dist / "0.21.0-arm64", machine="aarch64")
+    fake.bundle(dist / "0.33.0-arm64", machine="aarch64")
     alone = image.find(host, None, None, machine="x86_64", dist=dist)
     assert "has bundles only for aarch64, and this machine is x86_64" in getattr(alone, "why", "")
-    older = fake.bundle(dist / "0.21.0")
+    older = fake.bundle(dist / "0.33.0")
     os.utime(older, (1, 1))
     for machine in ("x86_64", "aarch64"):
         found = image.find(host, None, None, machine=machine, dist=dist)

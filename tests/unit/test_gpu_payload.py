@@ -36,12 +36,16 @@ def test_what_a_host_is_given(version: str) -> None:
     assert "apache-tvm-ffi" in names(closure)
 
 
-def test_a_host_with_another_torch_is_given_what_fits_to_it() -> None:
-    closure, extras = payload.wanted(bases.load("0.33.0"), HAVE)
+def test_a_host_with_another_torch_is_given_what_fits_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    base = bases.load("0.33.0")
+    closure, extras = payload.wanted(base, HAVE)
     assert {"torch", "triton", "nvidia-nccl-cu13", "nvidia-cutlass-dsl"} <= names(closure)
     assert names(extras) == {"b12x"}
-    closure, _ = payload.wanted(bases.load("0.21.0"), HAVE)
-    assert not {"torch", "nvidia-nccl-cu13", "nvidia-cutlass-dsl"} & names(closure)
+    monkeypatch.setattr(payload, "HOST_TORCH", base.toolchain.torch)
+    closure, _ = payload.wanted(base, HAVE)
+    assert not {"torch", "nvidia-nccl-cu13"} & names(closure)
 
 
 def test_packages_that_a_pth_file_names_are_found_on_the_host(
@@ -58,7 +62,7 @@ def test_packages_that_a_pth_file_names_are_found_on_the_host(
 def test_a_compiled_module_replaces_the_bundle_s_in_a_copy_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base = bases.load("0.21.0")
+    base = bases.load("0.33.0")
     (module,) = (one for one in base.modules if one.target == "_vllm_fa2_C")
     official = tmp_path / "stack" / module.path
     official.parent.mkdir(parents=True)
@@ -100,7 +104,7 @@ def test_a_compiled_module_replaces_the_bundle_s_in_a_copy_alone(
 def test_sources_are_packed_without_what_no_unit_includes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_given: bool
 ) -> None:
-    base = bases.load("0.21.0")
+    base = bases.load("0.33.0")
     given = tmp_path / "checkout"
     for name in ("csrc/cutlass/include/x.h", "csrc/cutlass/docs/x.md", ".git/HEAD", "csrc/x.cu"):
         (given / name).parent.mkdir(parents=True, exist_ok=True)
@@ -160,10 +164,10 @@ def wheel(path: Path, files: dict[str, str]) -> Path:
 def test_what_of_a_bundle_the_official_wheel_lacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = "vllm/device_allocator/sleep_mode_backend.py"
+    edited = "vllm/edited.py"
     same = {"vllm/same.py": "same", "vllm/_C.abi3.so": "native"}
-    ours = {backend: "patched", "vllm/added.py": "", "vllm-1+sm12x.dist-info/METADATA": ""}
-    official = {backend: "released", "vllm-1.dist-info/METADATA": ""}
+    ours = {edited: "patched", "vllm/added.py": "", "vllm-1+sm12x.dist-info/METADATA": ""}
+    official = {edited: "released", "vllm-1.dist-info/METADATA": ""}
     installed: list[str] = []
 
     def install(requirements: list[str], folder: Path, python: str) -> None:
@@ -181,8 +185,8 @@ def test_what_of_a_bundle_the_official_wheel_lacks(
     packed = {path.relative_to(tree).as_posix() for path in tree.rglob("*") if path.is_file()}
     stack = {f"stack/{name}" for name in (*ours, "vllm_sleep_keep.py")}
     assert packed == stack | {"changed.txt", "removed.txt"}
-    assert (tree / "stack" / backend).read_text() == "patched"
+    assert (tree / "stack" / edited).read_text() == "patched"
     assert (tree / "removed.txt").read_text().split() == ["vllm-1.dist-info/METADATA"]
-    changed = {backend, "vllm/added.py", "vllm_sleep_keep.py"}
+    changed = {edited, "vllm/added.py", "vllm_sleep_keep.py"}
     assert {*(tree / "changed.txt").read_text().split()} == changed
     assert [Path(name).name for name in installed] == ["sleep-keep"]

@@ -41,7 +41,7 @@ SHA = "0" * 64
 HERE = platforms.Platforms(machine="x86_64", here="x86_64")
 
 RECORD = record.Record(
-    version="0.21.0",
+    version="0.33.0",
     mode="quick",
     machine="x86_64",
     stack_id="1a2b3c4d",
@@ -50,12 +50,12 @@ RECORD = record.Record(
     engine="docker 20.10 with its own BuildKit (/usr/bin/docker)",
     base_image="debootstrap",
     base_digest=f"sha256:{SHA}",
-    wheel="vllm-0.21.0+sm12x.1a2b3c4d-cp38-abi3-manylinux_2_24_x86_64.whl",
+    wheel="vllm-0.33.0+sm12x.1a2b3c4d-cp38-abi3-manylinux_2_24_x86_64.whl",
     wheel_sha256=SHA,
     wheel_size=237 * MIB,
     ledger_sha256=SHA,
     image_id="ad5bca12614f" + "0" * 52,
-    tags=("vllm-sm12x:0.21.0-1a2b3c4d-quick", "vllm-sm12x:0.21.0-1a2b3c4d"),
+    tags=("vllm-sm12x:0.33.0-1a2b3c4d-quick", "vllm-sm12x:0.33.0-1a2b3c4d"),
     image_size=9000 * MIB,
     layers=(
         Layer(size=75 * MIB, made_by="ADD base.tar / # buildkit"),
@@ -87,10 +87,10 @@ def _library(path: str, **fields: Any) -> LibraryEntry:
 
 
 LEDGER = Ledger(
-    base_version="0.21.0",
-    sdist="vllm-0.21.0.tar.gz",
+    base_version="0.33.0",
+    sdist="vllm-0.33.0.tar.gz",
     sdist_sha256=SHA,
-    official_wheel="vllm-0.21.0-1-cp38-abi3-manylinux_2_24_x86_64.whl",
+    official_wheel="vllm-0.33.0-cp38-abi3-manylinux_2_28_x86_64.whl",
     official_wheel_sha256=SHA,
     stack_id="1a2b3c4d",
     patches=(
@@ -112,7 +112,6 @@ LEDGER = Ledger(
     cmake_archs="12.0a",
     compiler="gcc 14",
     nvcc="13.0.88",
-    allowed_missing=(),
     files=(
         FileEntry(path="vllm/x.py", sha256=SHA, base_sha256=SHA, origin="patched"),
         FileEntry(path="vllm/y.abi3.so", sha256=SHA, base_sha256=SHA, origin="compiled"),
@@ -169,7 +168,7 @@ def _made(**fields: Any) -> summary.Bundle:
         "record": RECORD,
         "ledger": LEDGER,
         "audit": AUDIT,
-        "folder": Path("dist/0.21.0"),
+        "folder": Path("dist/0.33.0"),
         "engine": ENGINE,
         "unchanged": False,
         "offer": OFFER,
@@ -206,10 +205,10 @@ def test_the_summary_ends_with_what_to_do_next(engine: Engine) -> None:
 
 
 def test_the_summary_names_a_base_that_is_not_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bases, "default", lambda: "0.33.0")
+    monkeypatch.setattr(bases, "default", lambda: "9.9.9")
     got = summary.text(_made())
-    assert "make bundle BASE=0.21.0 BUILD=full" in got
-    assert "make bundle BASE=0.21.0 ARGS=--flashinfer" in got
+    assert "make bundle BASE=0.33.0 BUILD=full" in got
+    assert "make bundle BASE=0.33.0 ARGS=--flashinfer" in got
 
 
 def test_the_summary_says_where_what_full_mode_needs_comes_from() -> None:
@@ -227,22 +226,18 @@ def test_the_summary_names_a_source_of_another_patch_level() -> None:
 
 
 def test_what_the_builder_is_given_reaches_what_compiles() -> None:
-    """Each name of an ARG that the native stage hands on as a variable of `build native`."""
+    """The ARG that the native stage hands on as a variable of `build native`."""
     text = (layout.root() / context.DOCKERFILES["builder"]).read_text()
-    for argument, variable in (
-        ("ALLOW_MISSING", "SM12X_ALLOW_MISSING"),
-        ("PATCH_LEVELS", "SM12X_ACCEPT_PATCH_LEVEL"),
-    ):
-        assert f"\nARG {argument}\n" in text
-        assert f'{variable}="${{{argument}}}"' in text
-        options = [option for option in build.native.params if option.envvar == variable]
-        assert len(options) == 1
+    argument, variable = "PATCH_LEVELS", "SM12X_ACCEPT_PATCH_LEVEL"
+    assert f"\nARG {argument}\n" in text
+    assert f'{variable}="${{{argument}}}"' in text
+    assert [option.envvar for option in build.native.params].count(variable) == 1
 
 
 def test_the_summary_as_json() -> None:
     def written(**more: Any) -> Any:
         made = summary.BundleReport(
-            **vars(RECORD), folder=Path("dist/0.21.0"), unchanged=True, **more
+            **vars(RECORD), folder=Path("dist/0.33.0"), unchanged=True, **more
         )
         return json.loads(declared.to_json(made))
 
@@ -250,7 +245,7 @@ def test_the_summary_as_json() -> None:
     assert found["unchanged"] is True
     assert found["full"]["steps"][1]["minutes"] == 118.0
     assert written()["full"] is None
-    assert found["tags"][0] == "vllm-sm12x:0.21.0-1a2b3c4d-quick"
+    assert found["tags"][0] == "vllm-sm12x:0.33.0-1a2b3c4d-quick"
 
 
 def _dist(folder: Path) -> record.Record:
@@ -267,7 +262,7 @@ def _dist(folder: Path) -> record.Record:
 
 
 def test_a_record_round_trips_and_tells_a_whole_folder(tmp_path: Path) -> None:
-    folder = tmp_path / "0.21.0"
+    folder = tmp_path / "0.33.0"
     made = _dist(folder)
     assert record.read(folder) == made
     assert record.is_whole(folder, made)
@@ -278,7 +273,7 @@ def test_a_record_round_trips_and_tells_a_whole_folder(tmp_path: Path) -> None:
 
 
 def test_a_failed_build_leaves_the_last_one(tmp_path: Path) -> None:
-    final = tmp_path / "0.21.0"
+    final = tmp_path / "0.33.0"
     _dist(final)
     before = sorted(path.name for path in final.iterdir())
 
@@ -294,9 +289,9 @@ def test_a_failed_build_leaves_the_last_one(tmp_path: Path) -> None:
 
 
 def test_a_new_build_takes_the_place_of_the_last_one(tmp_path: Path) -> None:
-    final = tmp_path / "0.21.0"
+    final = tmp_path / "0.33.0"
     _dist(final)
-    (tmp_path / ".0.21.0.left").mkdir()
+    (tmp_path / ".0.33.0.left").mkdir()
     with record.publishing(final) as staged:
         (staged / "new").write_text("")
     assert [path.name for path in final.iterdir()] == ["new"]
@@ -320,14 +315,13 @@ class Quiet:
     ("options", "kind"),
     [
         (decide.Options(version="0.20.9"), UnknownBaseError),
-        (decide.Options(version="0.21.0", arch_list="12.1"), BadArchitectureError),
-        (decide.Options(version="0.21.0", build="fuul"), UsageError),
-        (decide.Options(version="0.21.0", platform="linux/arm"), UsageError),
-        (decide.Options(version="0.21.0", allow_missing=("qutlas",)), UsageError),
-        (decide.Options(version="0.21.0", sources=("qutlass",)), UsageError),
-        (decide.Options(version="0.21.0", patch_levels=("cutlass",)), UsageError),
-        (decide.Options(version="0.21.0", sources=("cutlas=.",)), UsageError),
-        (decide.Options(version="0.21.0", sources=("cutlass=/not/there",)), BadFileError),
+        (decide.Options(version="0.33.0", arch_list="12.1"), BadArchitectureError),
+        (decide.Options(version="0.33.0", build="fuul"), UsageError),
+        (decide.Options(version="0.33.0", platform="linux/arm"), UsageError),
+        (decide.Options(version="0.33.0", sources=("qutlass",)), UsageError),
+        (decide.Options(version="0.33.0", patch_levels=("cutlass",)), UsageError),
+        (decide.Options(version="0.33.0", sources=("cutlas=.",)), UsageError),
+        (decide.Options(version="0.33.0", sources=("cutlass=/not/there",)), BadFileError),
     ],
 )
 def test_wrong_input_is_refused_before_any_program_is_started(
@@ -351,7 +345,7 @@ def test_an_engine_is_looked_for_before_anything_is_fetched(
     monkeypatch.setattr(engines, "find", none)
     monkeypatch.setattr(modes, "settle", settle)
     with pytest.raises(NoEngineError):
-        make.run(decide.Options(version="0.21.0"), Quiet())  # type: ignore[arg-type]
+        make.run(decide.Options(version="0.33.0"), Quiet())  # type: ignore[arg-type]
 
 
 class Disks:
@@ -397,7 +391,7 @@ def base(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Base:
     monkeypatch.setattr(machine, "available", lambda: 64 * GIB)
     monkeypatch.setattr(layout, "cache", lambda: Path("/home/me/.cache/sm12x"))
     monkeypatch.setattr(layout, "dist", lambda version: Path("/home/me/sm12x/dist") / version)
-    return dataclasses.replace(bases.load("0.21.0"), disk=DISK)
+    return dataclasses.replace(bases.load("0.33.0"), disk=DISK)
 
 
 def _require(
@@ -471,14 +465,14 @@ def test_memory_is_checked_before_a_build_is_begun(
     with pytest.raises(NoSpaceError, match=r"needs 2\.0 GiB of memory, 0\.5 GiB are free"):
         _require(base, engine)
     monkeypatch.setattr(machine, "available", lambda: 4 * GIB)
-    with pytest.raises(NoSpaceError, match=r"needs 8\.9 GiB of memory, 4\.0 GiB are free"):
+    with pytest.raises(NoSpaceError, match=r"needs 9\.8 GiB of memory, 4\.0 GiB are free"):
         _require(base, engine, full=True)
 
 
 def test_two_bundles_of_a_checkout_do_not_run_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base = bases.load("0.21.0")
+    base = bases.load("0.33.0")
     monkeypatch.setattr(preflight, "work_folder", lambda base: tmp_path)
     (tmp_path / "secrets-left").mkdir()
     with preflight.alone(base):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -22,9 +21,9 @@ from sm12x.wheel.selection import Decision
 from sm12x.wheel.source import third_party
 from sm12x.wheel.source.third_party import FoundSource
 
-BASE = bases.load("0.21.0")
+BASE = bases.load("0.33.0")
 ALL = frozenset(source.name for source in BASE.sources)
-SURE = frozenset(source.name for source in BASE.sources if source.packages)
+GIVEN = frozenset({"cutlass"})
 
 
 def _found(name: str, folder: Path | None) -> FoundSource:
@@ -36,10 +35,10 @@ def _found(name: str, folder: Path | None) -> FoundSource:
     ("full_with", "looked", "mode"),
     [
         # Full whatever is found, and quick whatever is found: nothing has to be looked for.
-        ([ALL, SURE], 0, "full"),
+        ([ALL, GIVEN], 0, "full"),
         ([], 0, "quick"),
-        # Without qutlass _C is kept, and what is left is soon compiled.
-        ([SURE], 1, "full"),
+        # Without qutlass its module is kept, and what is left is soon compiled.
+        ([GIVEN], 1, "full"),
         ([ALL], 1, "quick"),
     ],
 )
@@ -51,7 +50,7 @@ def test_sources_are_looked_for_only_where_they_decide(
     tmp_path: Path,
 ) -> None:
     def decide(base: Base, *, available: set[str], **given: object) -> Decision:
-        assert given == {"cores": 2, "memory_gib": 20.0, "wanted": "auto", "allowed": ()}
+        assert given == {"cores": 2, "memory_gib": 20.0, "wanted": "auto"}
         chosen = "full" if available in full_with else "quick"
         return Decision(mode=chosen, reason="a reason")
 
@@ -62,7 +61,7 @@ def test_sources_are_looked_for_only_where_they_decide(
         return {"cutlass": _found("cutlass", tmp_path), "qutlass": _found("qutlass", None)}
 
     monkeypatch.setattr(selection, "decide", decide)
-    request = modes.ModeRequest(wanted="auto", given={}, allowed=())
+    request = modes.ModeRequest(wanted="auto", given={"cutlass": tmp_path})
     made = modes.decide(BASE, request, cores=2, memory_gib=20.0, collect=collect)
     assert (made.mode, len(calls)) == (mode, looked)
 
@@ -73,7 +72,7 @@ def test_sources_are_looked_for_only_where_they_decide(
 )
 def test_another_mode_is_refused(word: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        modes.parse_request(BASE, word, (), ())
+        modes.parse_request(BASE, word, ())
 
 
 def test_given_sources(tmp_path: Path) -> None:
@@ -112,13 +111,11 @@ def test_sources_are_staged_without_their_history_and_named_by_their_content(
 
 
 def test_what_is_compiled_and_what_is_kept() -> None:
-    quick = modes.choose(BASE, "quick", (), ())
-    assert [module.target for module in quick.modules] == ["cumem_allocator"]
-    full = modes.choose(BASE, "full", ["cutlass"], ())
-    assert "_moe_C" in [module.target for module in full.modules]
-    assert ("_C", ("qutlass",)) in [(kept.target, kept.missing) for kept in full.kept]
-    without = modes.choose(BASE, "full", ["cutlass"], ("qutlass",))
-    assert "_C" in [module.target for module in without.modules]
+    quick = modes.choose(BASE, "quick", ())
+    assert [module.target for module in quick.modules] == ["cumem_allocator", "spinloop", "fs_io_C"]
+    full = modes.choose(BASE, "full", ["cutlass"])
+    assert "_moe_C_stable_libtorch" in [module.target for module in full.modules]
+    assert ("_qutlass_C", ("qutlass",)) in [(kept.target, kept.missing) for kept in full.kept]
 
 
 @pytest.mark.parametrize(
@@ -136,8 +133,8 @@ def test_a_full_build_is_audited_for_what_it_was_made_for(
     assert modes.devices(mode, arch_list) == devices
 
 
-def test_a_work_folder_is_named_by_what_a_compiler_must_not_mix(tmp_path: Path) -> None:
-    plain = modes.BuildMode(name="full", choice=modes.choose(BASE, "quick", (), ()))
+def test_a_work_folder_is_named_by_what_a_compiler_must_not_mix() -> None:
+    plain = modes.BuildMode(name="full", choice=modes.choose(BASE, "quick", ()))
     other = dataclasses.replace(plain, third_party_sha256="1")
     keys = {
         how.key(BASE, machine, arch_list)
@@ -147,11 +144,6 @@ def test_a_work_folder_is_named_by_what_a_compiler_must_not_mix(tmp_path: Path) 
     }
     assert len(keys) == 8
     assert plain.key(BASE, "x86_64", "12.0a") in keys
-    # As good as the base, but for the headers that units find before torch's.
-    bare = dataclasses.replace(BASE, folder=tmp_path)
-    shutil.copy(BASE.build_lock_path("x86_64"), tmp_path)
-    assert BASE.headers()
-    assert plain.key(bare, "x86_64", "12.0a") not in keys
 
 
 class Said:
@@ -172,19 +164,19 @@ def _settle(
     monkeypatch: pytest.MonkeyPatch, folder: Path, **fields: Any
 ) -> tuple[modes.BuildMode, Said]:
     def collect(base: Base, *, say: Callable[[str], None], **_: Any) -> dict[str, FoundSource]:
-        say("cutlass: from packages")
+        say("cutlass: a checkout")
         return {"cutlass": _found("cutlass", folder), "qutlass": _found("qutlass", None)}
 
     monkeypatch.setattr(third_party, "collect", collect)
     monkeypatch.setattr(bases, "versions", lambda: [BASE.version, "9.9.9"])
-    values = {"wanted": "full", "given": {}, "allowed": (), **fields}
+    values = {"wanted": "full", "given": {}, **fields}
     made = values.pop("made", "")
     if memory := values.pop("memory", None):
         monkeypatch.setattr(cmake, "free_memory_gib", lambda: memory)
     said = Said()
     targets = cudaarch.parse_list(values.pop("arch_list", "12.0a"))
     request = modes.ModeRequest(**values)
-    how = modes.settle(BASE, request, targets, made, find_links=None, report=said)
+    how = modes.settle(BASE, request, targets, made, report=said)
     return how, said
 
 
@@ -198,16 +190,12 @@ def test_what_a_full_build_says_before_it_starts(
         "build mode full: as asked for; quick mode: make bundle BUILD=quick",
         "there is a newer base: make bundle BASE=9.9.9",
         "third-party sources ...",
-        "cutlass: from packages",
+        "cutlass: a checkout",
     ]
-    kept = "vllm/_C.abi3.so stays the official one (qutlass: its host is not reachable)"
+    kept = "vllm/_qutlass_C.abi3.so stays the official one (qutlass: its host is not reachable)"
     assert kept in said.lines
-    told = "or leave out the 6 ops made of qutlass with --allow-missing qutlass"
-    assert said.lines[-1] == told
+    assert said.lines[-1] == "name the folder of a missing source with --source NAME=DIR"
     assert list(how.third_party) == ["third_party/cutlass/a.h"]
-    without, _ = _settle(monkeypatch, tmp_path, allowed=("qutlass",))
-    assert without.allowed == ("qutlass",)
-    assert "_C" in [module.target for module in without.choice.modules]
 
 
 def test_a_full_bundle_that_is_there_is_not_given_up_for_want_of_memory_now(
@@ -247,16 +235,16 @@ def test_patch_levels_are_of_folders_that_are_given(
 ) -> None:
     (tmp_path / "a.h").write_text("a")
     words = [f"cutlass={tmp_path}", f"qutlass={tmp_path}"]
-    made = modes.parse_request(BASE, "full", words, (), patch_levels=["cutlass"])
+    made = modes.parse_request(BASE, "full", words, patch_levels=["cutlass"])
     assert made.patch_levels == ("cutlass",)
-    assert modes.parse_request(BASE, "full", words, ()).patch_levels == ()
+    assert modes.parse_request(BASE, "full", words).patch_levels == ()
     for names, given, said in (
         (["cutlass"], words[1:], "--accept-patch-level cutlass is for a folder that is given"),
         (["qutlass"], words, "qutlass of .* is pinned to a commit"),
         (["cutlas"], words, "no third-party source 'cutlas'"),
     ):
         with pytest.raises(UsageError, match=said):
-            modes.parse_request(BASE, "full", given, (), patch_levels=names)
+            modes.parse_request(BASE, "full", given, patch_levels=names)
     # What was asked for reaches those who look for sources and those who compile.
     seen: list[object] = []
 
@@ -266,18 +254,19 @@ def test_patch_levels_are_of_folders_that_are_given(
 
     _settle(monkeypatch, tmp_path, memory=64.0)
     monkeypatch.setattr(third_party, "collect", collect)
-    how = modes.settle(BASE, made, cudaarch.parse_list("12.0a"), "", find_links=None, report=Said())
+    how = modes.settle(BASE, made, cudaarch.parse_list("12.0a"), "", report=Said())
     assert (seen, how.patch_levels) == ([("cutlass",)], ("cutlass",))
 
 
 def test_quick_mode_says_what_it_does_not_use(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    how, said = _settle(monkeypatch, tmp_path, wanted="quick", allowed=("qutlass",))
-    assert (how.name, how.third_party, how.allowed) == ("quick", {}, ())
+    given = {"cutlass": tmp_path}
+    how, said = _settle(monkeypatch, tmp_path, wanted="quick", given=given)
+    assert (how.name, how.third_party) == ("quick", {})
     assert how.offer is not None
     paths = [path for step in how.offer.steps for path in step.modules]
-    assert "vllm/_moe_C.abi3.so" in paths
+    assert "vllm/_moe_C_stable_libtorch.abi3.so" in paths
     assert "vllm/cumem_allocator.abi3.so" not in paths
     assert _settle(monkeypatch, tmp_path, memory=64.0)[0].offer is None
     assert "unused" in said.lines[-1]

@@ -16,7 +16,7 @@ from sm12x.image.base.platforms import Platforms
 from sm12x.image.bundle import context, decide, make
 from sm12x.stack.model import base as bases
 
-BASE = bases.load("0.21.0")
+BASE = bases.load("0.33.0")
 # As a kernel prints the handlers of qemu-user-static.
 ARM64 = "enabled\ninterpreter /usr/libexec/qemu-binfmt/aarch64-binfmt-P\nflags: PF\noffset 0\n"
 NAME = "qemu-aarch64"
@@ -96,38 +96,41 @@ def test_unknown_platforms_and_bases_without_a_wheel() -> None:
 
 def test_what_is_made_for_another_machine_lies_apart() -> None:
     there = Platforms(machine="aarch64", here="x86_64", platform="linux/arm64")
-    assert decide.folder_of(BASE, there).name == "0.21.0-arm64"
-    assert make.image_tags("0.21.0", "1a2b3c4d", "quick", there.suffix) == (
-        "vllm-sm12x:0.21.0-1a2b3c4d-quick-arm64",
-        "vllm-sm12x:0.21.0-1a2b3c4d-arm64",
+    assert decide.folder_of(BASE, there).name == "0.33.0-arm64"
+    assert make.image_tags("0.33.0", "1a2b3c4d", "quick", there.suffix) == (
+        "vllm-sm12x:0.33.0-1a2b3c4d-quick-arm64",
+        "vllm-sm12x:0.33.0-1a2b3c4d-arm64",
     )
 
 
 def test_the_builder_has_its_own_packages_and_the_lock_of_the_others() -> None:
     found = context.builder_files(BASE, "aarch64", here="x86_64")
     assert found["build.lock"] == BASE.build_lock_path("x86_64")
-    assert found["base/0.21.0/build-aarch64.lock"] == BASE.build_lock_path("aarch64")
-    assert "patches/0.21.0/requirements-aarch64.lock" in found
+    assert found["base/0.33.0/build-aarch64.lock"] == BASE.build_lock_path("aarch64")
+    assert "patches/0.33.0/requirements-aarch64.lock" in found
     alone = context.builder_files(BASE, "x86_64", here="x86_64")
     assert not [name for name in alone if "aarch64" in name]
 
 
 def test_what_has_no_wheel_is_built_with_locked_packages() -> None:
-    text = context.bundle_files(BASE, "aarch64", flashinfer="")["sdists.lock"]
+    spec = dataclasses.replace(
+        BASE.locks["aarch64"], build_from_sdist=("ninja",), sdist_requires=("cmake",)
+    )
+    base = dataclasses.replace(BASE, locks={**BASE.locks, "aarch64": spec})
+    text = context.bundle_files(base, "aarch64", flashinfer="")["sdists.lock"]
     assert isinstance(text, str)
-    names = {line.partition("==")[0] for line in text.splitlines() if "==" in line[:40]}
-    assert {"pybind11", "setuptools"} <= names
-    assert context.bundle_files(BASE, "x86_64", flashinfer="")["sdists.lock"] == ""
+    assert {"cmake", "setuptools"} <= set(lockfile.parse(text).versions)
+    assert context.bundle_files(base, "x86_64", flashinfer="")["sdists.lock"] == ""
 
 
 def test_packages_of_extras_are_installed_last_as_they_are_locked() -> None:
-    base = bases.load("0.33.0")
-    for machine in base.locks:
-        text = context.bundle_files(base, machine, flashinfer="")["extras.lock"]
+    bare = dataclasses.replace(BASE, extras=())
+    for machine in BASE.locks:
+        text = context.bundle_files(BASE, machine, flashinfer="")["extras.lock"]
         assert isinstance(text, str)
         assert lockfile.parse(text).versions == {"b12x": "1.5.1"}
-        assert text in base.lock_path(machine).read_text()
-        assert context.bundle_files(BASE, machine, flashinfer="")["extras.lock"] == ""
+        assert text in BASE.lock_path(machine).read_text()
+        assert context.bundle_files(bare, machine, flashinfer="")["extras.lock"] == ""
     docker = (layout.root() / context.DOCKERFILES["bundle"]).read_text().replace("\\\n", " ")
     installs = [step for step in re.split(r"&&|;", docker) if "uv pip install" in step]
     assert [step.split()[-1] for step in installs] == [

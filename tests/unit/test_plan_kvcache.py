@@ -128,7 +128,7 @@ def test_bytes_of_a_long_sequence_are_the_published_ones(
 
 
 def test_deepseek_v4_takes_584_bytes_an_entry_and_132_an_index_entry() -> None:
-    """vLLM 0.21: 21 layers keep one of each for 4 tokens, 20 layers one entry for 128."""
+    """21 layers keep one of each for 4 tokens, 20 layers one entry for 128."""
     found = modelconfig.layout(DEEPSEEK_V4_FLASH, tp=4, kv_dtype="fp8")
 
     assert found.token_bytes == 21 * (584 + 132) / 4 + 20 * 584 / 128
@@ -138,8 +138,8 @@ def test_deepseek_v4_takes_584_bytes_an_entry_and_132_an_index_entry() -> None:
 def test_deepseek_v4_in_vllm_s_blocks_is_what_its_log_says() -> None:
     """vllm#41834: "Available KV cache memory: 9.15 GiB", "1.32x" at 1,048,576 tokens, TP=2, fp8.
 
-    That is 6.93 GiB for one sequence. 0.21.0 pads 21 layers to 22 where that branch did not, so it
-    needs 5 % more.
+    That is 6.93 GiB for one sequence. Here 21 layers are padded to 22, which that branch did not
+    do: 5 % more.
     """
     found = modelconfig.layout(DEEPSEEK_V4_FLASH, tp=2, kv_dtype="fp8")
 

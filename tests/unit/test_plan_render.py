@@ -105,22 +105,22 @@ def test_without_matplotlib_the_picture_is_one_error(
 
 
 def test_the_committed_recipe_fits_by_its_own_terms() -> None:
-    """66.5 + 1.3-1.9 + 1.6-2.6 = 69.4-71.0 of 95; 1 - 4.5 / 95 = 0.95 is the most."""
+    """66.5 + 1.3-1.9 + 1.7-2.6 = 69.5-71.0 of 95; 1 - 4.5 / 95 = 0.95 is the most."""
     fits, over = run(FLASH), run(FLASH, "--utilization", "0.98")
 
     assert fits.exit_code == 0
-    assert "fits: 24.0-25.6 GiB to spare; largest safe utilization 0.95" in fits.output
-    assert "does not fit: 1.0-2.6 GiB over" in over.output
+    assert "fits: 24.0-25.5 GiB to spare; largest safe utilization 0.95" in fits.output
+    assert "does not fit: 1.1-2.6 GiB over" in over.output
     assert isinstance(over.exception, FindingsError)
     assert "0.98 -> 0.95" in over.exception.next_step
 
 
 def test_the_reported_22_gib_outside_the_budget_do_not_fit_at_0_85() -> None:
-    """Of another build: 80.75 + 22 + 1.6-2.6 of 95; 0.70 would fit."""
+    """Of another build: 80.75 + 22 + 1.7-2.6 of 95; 0.70 would fit."""
     reported = (FLASH, "--outside", "22")
     fits, over = run(*reported), run(*reported, "--utilization", "0.85")
 
-    assert "fits: 3.9-4.9 GiB to spare" in fits.output
+    assert "fits: 3.9-4.8 GiB to spare" in fits.output
     assert "does not fit: " in over.output
     assert isinstance(over.exception, FindingsError)
     assert "0.85 -> 0.74" in over.exception.next_step

@@ -69,7 +69,7 @@ recipe_version: "1"
 name: small
 model: some/Model
 model_revision: 0123456789abcdef0123456789abcdef01234567
-container: vllm-sm12x:0.21.0-01234567
+container: vllm-sm12x:0.33.0-01234567
 defaults:
   host: 127.0.0.1
 env:
@@ -124,9 +124,9 @@ def test_a_recipe_without_faults_has_no_findings(tmp_path: Path) -> None:
         ("--distributed", "--gpu-memory-utilization 85 --distributed", "is 85, not a share"),
         ("--distributed", "--gpu-memory-utilization 9g --distributed", "warning: gpu_memory_util"),
         ("--distributed", "--api-key abc --distributed", "warning: --api-key is in the file"),
-        (":0.21.0-01234567", "", "5: warning: container has no tag and no digest"),
-        (":0.21.0-01234567", ":latest", "5: warning: container has the tag 'latest'"),
-        (":0.21.0-01234567", "@sha256:12", ""),
+        (":0.33.0-01234567", "", "5: warning: container has no tag and no digest"),
+        (":0.33.0-01234567", ":latest", "5: warning: container has the tag 'latest'"),
+        (":0.33.0-01234567", "@sha256:12", ""),
         ("model_revision: 0", "# model_revision: 0", "3: warning: some/Model has no model_rev"),
         ("serve some/Model", "serve other/Model", "3: warning: model is some/Model, the command"),
         ("model: some", "mods: [mods/x]\nmodel: some", "3: warning: mods are not applied here"),
@@ -498,7 +498,7 @@ def test_lint_fails_on_errors_and_says_what_it_did_not_ask(tmp_path: Path) -> No
     bad = write(tmp_path, OURS.replace("gpus: 4", "gpus: 2"), "bad")
     with pytest.raises(FindingsError, match="1 errors"):
         run("lint", str(bad))
-    floating = write(tmp_path, OURS.replace(":0.21.0-01234567", ""), "floating")
+    floating = write(tmp_path, OURS.replace(":0.33.0-01234567", ""), "floating")
     run("lint", str(floating))
     with pytest.raises(FindingsError):
         run("lint", "--strict", str(floating))
@@ -622,19 +622,18 @@ def test_the_sleep_routes_do_for_level_1_and_want_a_key(
 
 
 def test_what_blocks_one_release_does_not_block_another(tmp_path: Path) -> None:
-    first, last = bases.versions()[0], bases.versions()[-1]
-    text = OURS.replace("source: nobody", f"source: nobody, blocked: {{{last}: no kernel}}")
+    own = bases.default()
+    text = OURS.replace("source: nobody", f"source: nobody, blocked: {{{own}: no kernel}}")
     status = _status(write(tmp_path, text))
-    assert (status.blocked_on(last), status.blocked_on(first)) == ("no kernel", "")
-    assert status.blocked_on("99.0") == ""
+    assert (status.blocked_on(own), status.blocked_on("99.0")) == ("no kernel", "")
     everywhere = OURS.replace("source: nobody", "source: nobody, blocked: no image")
-    assert _status(write(tmp_path, everywhere)).blocked_on(first) == "no image"
+    assert _status(write(tmp_path, everywhere)).blocked_on(own) == "no image"
     assert _status(write(tmp_path, OURS)).blocked == {}
 
 
 def test_blocked_names_a_base(tmp_path: Path) -> None:
-    wrong = OURS.replace("source: nobody", "source: nobody, blocked: {0.21.1: no kernel}")
-    assert "error: blocked names 0.21.1, no base here; perhaps you meant 0.21.0" in said(
+    wrong = OURS.replace("source: nobody", "source: nobody, blocked: {0.33.1: no kernel}")
+    assert "error: blocked names 0.33.1, no base here; perhaps you meant 0.33.0" in said(
         write(tmp_path, wrong)
     )
 

@@ -98,7 +98,6 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Places:
         machine="x86_64",
         python="3.13",
         arch_list="12.0a;12.1a",
-        allowed_missing=("qutlass",),
         files=(),
         libraries=tuple(
             LibraryEntry(

@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import importlib
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -130,6 +131,13 @@ def image(tmp_path: Path) -> Image:
     ]
     (folder / "RECORD").write_text("\n".join(rows) + "\n")
     dist(places.site, "torch", "2.11.0", "numpy>=1; python_version < '3'")
+    (places.site / "vllm_sleep_keep").mkdir()
+    (places.site / "vllm_sleep_keep" / "__init__.py").write_bytes(b"")
+    empty = base64.urlsafe_b64encode(hashlib.sha256(b"").digest()).rstrip(b"=").decode()
+    keep = dist(places.site, "vllm_sleep_keep", "0.1.0")
+    (keep / "RECORD").write_text(
+        f"vllm_sleep_keep/__init__.py,sha256={empty},0\n{keep.name}/RECORD,,\n"
+    )
     return Image(places=places, ledger=ledger)
 
 
@@ -638,15 +646,15 @@ sm12x:
 def test_a_recipe_of_another_release_is_no_fault_of_this_image(
     image: Image, monkeypatch: pytest.MonkeyPatch, problems: list[str], warnings: list[str]
 ) -> None:
-    monkeypatch.setattr(layout, "release", lambda: "0.21.0")
+    monkeypatch.setattr(layout, "release", lambda: "0.33.0")
     answer = {"problems": {"one": problems}, "warnings": {"one": warnings}}
-    here = recipe_lines(image, RECIPE + BLOCK.format(release="0.21.0"), answer)
+    here = recipe_lines(image, RECIPE + BLOCK.format(release="0.33.0"), answer)
     said = "; ".join([*problems, *warnings])
     assert [(line.state, line.text) for line in here] == [
-        (NOTE, f"one is blocked on 0.21.0, whose parser reports: {said}")
+        (NOTE, f"one is blocked on 0.33.0, whose parser reports: {said}")
     ]
     # Blocked on another release only, it must pass here.
-    there = recipe_lines(image, RECIPE + BLOCK.format(release="0.33.0"), answer)
+    there = recipe_lines(image, RECIPE + BLOCK.format(release="9.9.9"), answer)
     assert {line.state for line in there} == ({FAIL} if problems else {WARN, PASS}) | (
         {WARN} if warnings else set()
     )
@@ -655,9 +663,9 @@ def test_a_recipe_of_another_release_is_no_fault_of_this_image(
 def test_a_blocked_recipe_whose_arguments_the_release_takes_passes(
     image: Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layout, "release", lambda: "0.21.0")
+    monkeypatch.setattr(layout, "release", lambda: "0.33.0")
     answer: dict[str, Any] = {"problems": {"one": []}, "warnings": {"one": []}}
-    lines = recipe_lines(image, RECIPE + BLOCK.format(release="0.21.0"), answer)
+    lines = recipe_lines(image, RECIPE + BLOCK.format(release="0.33.0"), answer)
     assert [line.state for line in lines] == [PASS]
 
 
@@ -787,28 +795,19 @@ def test_a_package_that_lists_nothing_fails(tmp_path: Path) -> None:
     assert line.state == FAIL
 
 
-def test_the_sleep_backend_of_a_release_with_a_registry_is_compared(image: Image) -> None:
-    # GIVEN a release with sleep-mode backends, as its RECORD has it
+def test_the_package_with_the_sleep_backend_is_compared(image: Image) -> None:
+    # GIVEN an image whose package is as its RECORD has it
     site = image.places.site
-    registry = "vllm/device_allocator/sleep_mode_backend.py"
-    (site / registry).write_bytes(b"")
-    empty = base64.urlsafe_b64encode(hashlib.sha256(b"").digest()).rstrip(b"=").decode()
-    image.edit(image.record, "vllm/a.py,", f"{registry},sha256={empty},0\nvllm/a.py,")
-    # WHEN the package is missing THEN that is a fault
+    assert faults(content.check(image.ledger, site)) == ""
+    # It is in no lock, and that is no fault.
+    assert check_versions(image) == ""
+    # WHEN a file is changed, or the package is missing THEN that is a fault
+    (site / "vllm_sleep_keep" / "__init__.py").write_bytes(b"changed")
+    assert "vllm_sleep_keep/__init__.py" in faults(content.check(image.ledger, site))
+    shutil.rmtree(site / "vllm_sleep_keep-0.1.0.dist-info")
     assert "one vllm-sleep-keep-*.dist-info is expected" in faults(
         content.check(image.ledger, site)
     )
-    # WHEN it is there THEN its files are compared
-    folder = dist(site, "vllm_sleep_keep", "0.1.0")
-    (site / "vllm_sleep_keep").mkdir()
-    (site / "vllm_sleep_keep" / "__init__.py").write_bytes(b"")
-    row = f"vllm_sleep_keep/__init__.py,sha256={empty},0\n"
-    (folder / "RECORD").write_text(f"{row}{folder.name}/RECORD,,\n")
-    assert faults(content.check(image.ledger, site)) == ""
-    (site / "vllm_sleep_keep" / "__init__.py").write_bytes(b"changed")
-    assert "vllm_sleep_keep/__init__.py" in faults(content.check(image.ledger, site))
-    # It is in no lock, and that is no fault.
-    assert check_versions(image) == ""
 
 
 def test_files_that_run_as_another_user_are_found(tmp_path: Path) -> None:

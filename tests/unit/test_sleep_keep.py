@@ -65,7 +65,7 @@ def test_a_setting_that_there_is_not_is_refused() -> None:
 def test_a_recipe_that_sleeps_is_served_with_the_backend(
     installed: bool, environ: dict[str, str], chosen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # GIVEN an image of a release with backends, and one without
+    # GIVEN an image with the package, and one of others without it
     monkeypatch.setattr(sleep_backend, "is_installed", lambda: installed)
     recipe = load.load(ROOT / "recipes" / "mimo-v2.5-flash-rtx-pro-6000-tp4.yaml")
     # WHEN the recipe is prepared
@@ -74,14 +74,3 @@ def test_a_recipe_that_sleeps_is_served_with_the_backend(
     last = ("--seed", "3", "--sleep-mode-backend", "keep") if chosen else ("--seed", "3")
     assert rendered.argv[-len(last) :] == last
     assert ("--sleep-mode-backend" in rendered.argv) == chosen
-
-
-def test_the_image_has_the_backend_where_the_release_has_a_registry(tmp_path: Path) -> None:
-    assert not sleep_backend.is_for(tmp_path)
-    registry = tmp_path / "vllm" / "device_allocator" / "sleep_mode_backend.py"
-    registry.parent.mkdir(parents=True)
-    registry.touch()
-    assert sleep_backend.is_for(tmp_path)
-    # The same file that the Dockerfile asks for.
-    dockerfile = (ROOT / "Dockerfile.bundle").read_text(encoding="utf-8")
-    assert registry.relative_to(tmp_path).as_posix() in dockerfile

@@ -99,7 +99,7 @@ Answers = dict[str, tuple[int, object] | Exception]
 def answers() -> Answers:
     """What each "METHOD /path" is answered with: status and body, or what is raised."""
     return {
-        "GET /version": (200, {"version": "0.21.0"}),
+        "GET /version": (200, {"version": "0.33.0"}),
         "GET /v1/models": (200, {"data": [{"id": "tiny"}, {"id": "lora"}]}),
         "GET /is_sleeping": (200, {"is_sleeping": False}),
     }
@@ -129,7 +129,7 @@ def reply(status: int, body: object) -> httpx.Response:
 
 def test_a_server_says_what_it_is(answers: Answers, server: Server) -> None:
     found = server.identify()
-    assert (found.version, found.model, found.asleep) == ("0.21.0", "tiny", False)
+    assert (found.version, found.model, found.asleep) == ("0.33.0", "tiny", False)
     assert server.identify("lora").model == "lora"
     with pytest.raises(UsageError, match="--model tiny or lora"):
         server.identify("other")

@@ -48,8 +48,8 @@ def broken() -> VerifyReport:
 
 def test_the_text_has_every_cycle_check_and_how_servers_are_left() -> None:
     text = render.text(made(MemoryServer(), MemoryServer(name="B", level=1)))
-    assert "A: http://127.0.0.1:800A, vLLM 0.21.0, model tiny, awake at the start" in text
-    assert "B: http://127.0.0.1:800B, vLLM 0.21.0, model tiny, asleep at the start" in text
+    assert "A: http://127.0.0.1:800A, vLLM 0.33.0, model tiny, awake at the start" in text
+    assert "B: http://127.0.0.1:800B, vLLM 0.33.0, model tiny, asleep at the start" in text
     assert text.count("A > B") == text.count("B > A") == 4
     assert "ok       A wake-ups: 0.50 s, slowest of 4 (at most 5 s)" in text
     assert "left: A is awake, as it was\nleft: B is asleep, as it was\nverdict: passed\n" in text

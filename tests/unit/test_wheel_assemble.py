@@ -12,10 +12,11 @@ from sm12x.wheel.assemble import assemble
 from sm12x.wheel.compile.native import NativeModule, NativeRecord
 from sm12x.wheel.ledger import ExtraEntry
 
-BASE = bases.load("0.21.0")
+BASE = bases.load("0.33.0")
 PATHS = {module.target: module.path for module in BASE.modules}
 ALLOCATOR = "csrc/cumem_allocator.cpp"
 MOE = "csrc/moe/marlin_moe_wna16/ops.cu"
+MOE_MODULE = "_moe_C_stable_libtorch"
 PYTHON = "vllm/device_allocator/cumem.py"
 
 
@@ -46,8 +47,8 @@ def _compiled(mode: str, *targets: str) -> NativeRecord:
         ([PYTHON], _compiled("quick", "cumem_allocator"), ""),
         ([PYTHON, ALLOCATOR], _compiled("quick", "cumem_allocator"), "compiled"),
         ([MOE, PYTHON], _compiled("quick", "cumem_allocator"), "not compiled in quick mode"),
-        ([MOE], _compiled("full", "cumem_allocator", "_moe_C"), "compiled"),
-        ([ALLOCATOR, MOE], _compiled("full", "cumem_allocator"), "not compiled: _moe_C"),
+        ([MOE], _compiled("full", "cumem_allocator", MOE_MODULE), "compiled"),
+        ([ALLOCATOR, MOE], _compiled("full", "cumem_allocator"), f"not compiled: {MOE_MODULE}"),
     ],
 )
 def test_whether_a_patch_is_in_effect_in_native_code(
@@ -57,27 +58,10 @@ def test_whether_a_patch_is_in_effect_in_native_code(
 
 
 def test_the_ledger_names_extras() -> None:
-    base = bases.load("0.33.0")
-    (extra,) = base.extras
-    assert assemble.extras(base) == (
+    (extra,) = BASE.extras
+    assert assemble.extras(BASE) == (
         ExtraEntry(
             name="b12x", requirement="b12x==1.5.1", license="Apache-2.0", modules=extra.modules
         ),
     )
-    assert assemble.extras(BASE) == ()
-
-
-def test_what_a_module_may_lose() -> None:
-    new = bases.load("0.33.0")
-    (module,) = (module for module in new.modules if module.other_gpus)
-    made = NativeModule(target=module.target, path=module.path, sha256="", size=1, glibc="")
-    moe = NativeModule(target="_moe_C_stable_libtorch", path="moe", sha256="", size=1, glibc="")
-    record = replace(_compiled("full"), modules=(made, moe))
-    assert assemble.may_lose(new, record) == {
-        module.path: {"kernels for other GPUs": module.other_gpus},
-        "moe": {},
-    }
-    (qutlass,) = (source for source in BASE.sources if source.name == "qutlass")
-    without = replace(_compiled("full", "_C").modules[0], allowed_missing=("qutlass",))
-    record = replace(_compiled("full"), modules=(without,))
-    assert assemble.may_lose(BASE, record) == {PATHS["_C"]: {"qutlass": qutlass.ops}}
+    assert assemble.extras(replace(BASE, extras=())) == ()

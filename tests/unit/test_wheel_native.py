@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from sm12x.core import cudaarch
-from sm12x.core.errors import BadFileError, BuildFailedError, UsageError
+from sm12x.core.errors import BadFileError, BuildFailedError
 from sm12x.stack.model import base as bases
 from sm12x.stack.model.base import Base, Module
 from sm12x.wheel import selection
 from sm12x.wheel.compile import cmake, compiling, native
-from sm12x.wheel.toolchain import arch, cuda_home
+from sm12x.wheel.toolchain import cuda_home
 
 
 def _module(target: str, *inputs: str, peak_gib: float = 1.0) -> Module:
@@ -209,20 +209,6 @@ def test_full_mode_keeps_a_module_that_would_lose_ops(base: Base) -> None:
     assert [module.target for module in found.modules] == ["light", "one"]
     assert [(kept.target, kept.missing) for kept in found.kept] == [("two", (second,))]
     assert second in found.kept[0].reason
-    with pytest.raises(UsageError, match=rf"no module .* of {second} can be compiled without it"):
-        selection.choose(several, (), mode="full", available={first}, allowed={second})
-    made = tuple(dataclasses.replace(source, ops=("_C::x",)) for source in several.sources)
-    several = dataclasses.replace(several, sources=made)
-    found = selection.choose(several, (), mode="full", available={first}, allowed={second})
-    assert [module.target for module in found.modules] == ["light", "one", "two"]
-    assert found.kept == ()
-    assert found.allowed == {"two": (second,)}
-
-
-def test_a_source_allowed_to_be_missing_must_be_one_of_the_base(base: Base) -> None:
-    name = base.sources[0].name
-    with pytest.raises(UsageError, match=rf"no third-party source '{name}x'.*use {name}"):
-        selection.choose(base, (), mode="full", allowed={f"{name}x"})
 
 
 @pytest.mark.parametrize("version", bases.versions())
@@ -232,22 +218,6 @@ def test_quick_mode_stays_quick(version: str) -> None:
     touched = [module.target for module in selection.touched(loaded, ["CMakeLists.txt"])]
     found = selection.choose(loaded, touched, mode="quick")
     assert sum(module.cpu_seconds for module in found.modules) < 60
-
-
-@pytest.mark.parametrize(
-    ("arch_list", "own"), [("12.0a;12.1a", True), ("12.0f", True), ("9.0a;12.0a", False)]
-)
-def test_only_units_of_12x_find_the_headers_of_the_base(
-    tmp_path: Path, arch_list: str, own: bool
-) -> None:
-    base = dataclasses.replace(bases.load(bases.versions()[0]), folder=tmp_path)
-    archs = arch.validate(arch_list, default="12.0a")
-    assert not cmake.own_headers(base, archs)
-    header = tmp_path / "include" / "torch" / "all.h"
-    header.parent.mkdir(parents=True)
-    header.write_text("")
-    assert base.headers() == (header,)
-    assert cmake.own_headers(base, archs) is own
 
 
 def test_a_source_of_another_version_is_not_compiled(base: Base, tmp_path: Path) -> None:
@@ -263,7 +233,7 @@ def test_a_source_of_another_version_is_not_compiled(base: Base, tmp_path: Path)
         archs=cudaarch.parse_list("12.0a"),
         third_party=tmp_path / "sources",
     )
-    choice = selection.ModuleChoice(modules=modules, kept=(), allowed={})
+    choice = selection.ModuleChoice(modules=modules, kept=())
     with pytest.raises(BadFileError, match=rf"is {one.name} v9\.9\.9, base.toml pins {one.pin}"):
         native.build(base, _tree(tmp_path / "src"), tmp_path / "out", choice, settings, mode="full")
     assert not (tmp_path / "out").exists()
@@ -290,7 +260,7 @@ def test_a_record_names_the_version_of_each_source_that_was_compiled(
         archs=cudaarch.parse_list("12.0a"),
         third_party=tmp_path / "sources",
     )
-    choice = selection.ModuleChoice(modules=modules, kept=(), allowed={})
+    choice = selection.ModuleChoice(modules=modules, kept=())
     made = native.NativeModule(target="x", path="x.so", sha256="", size=1, glibc="")
     for where, name, value in (
         (cmake, "sync", None),

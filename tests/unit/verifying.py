@@ -55,7 +55,7 @@ class MemoryServer(Server):
 
     def identify(self, model: str = "") -> Identity:
         self._call("identify")
-        return Identity(version="0.21.0", model=model or "tiny", asleep=self.asleep)
+        return Identity(version="0.33.0", model=model or "tiny", asleep=self.asleep)
 
     def is_sleeping(self) -> bool:
         self._call("is_sleeping")

@@ -31,9 +31,6 @@ PARTS = ("CMakeLists.txt", "cmake", "csrc")
 # The file names of a third party's sources in the CMake file that compiles them.
 _NAMED = re.compile(r"\$\{\w+_SOURCE_DIR\}/([\w./-]+\.(?:cu|cpp|cc|py))")
 _OVERRIDE = re.compile(r"DEFINED ENV\{(\w+_SRC_DIR)\}")
-# In the names of what is local to a unit: a hash of where its file is, which is another folder each
-# time.
-_PATH_HASH = re.compile(r"_[0-9a-f]{8}_(?=\d+_\w+_cu_)")
 _GENCODE = re.compile(r"-gencode[= ]\"?arch=\w+,code=(\w+)\"?")
 _CUTLASS = """\
 set(CUTLASS_DIR ${CMAKE_CURRENT_SOURCE_DIR} CACHE PATH "")
@@ -66,7 +63,7 @@ endif()
 add_library(_vllm_fa2_C MODULE interface.cpp ${sources})
 """
 _FLASH_ATTENTION_FILES = ("forward.cu", "split.cu", "interface.cpp")
-# Newer releases refuse GCC before 13: DeepGEMM's and DeepSelect's host code needs it. None of that
+# The release refuses GCC before 13: DeepGEMM's and DeepSelect's host code needs it. None of that
 # is compiled here.
 _OLD_GCC = """\
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
@@ -117,12 +114,10 @@ class Build:
 class Compiled:
     """The device code of a unit.
 
-    ``kernels`` are the bytes of code of each kernel, by the cubin's target ("12.1a"); ``ptx`` is
-    the text for each target that has some, with the path of the unit out of its names.
+    ``kernels`` are the bytes of code of each kernel, by the cubin's target ("12.1a").
     """
 
     kernels: dict[str, dict[str, int]]
-    ptx: dict[str, str]
 
 
 class Rig:
@@ -164,7 +159,6 @@ class Rig:
         *,
         memory_gib: float,
         code: str = "",
-        headers: Path | None = None,
         source: str = "",
     ) -> Compiled:
         """Compile the device code with the build's own command; the host's takes as long again.
@@ -172,7 +166,6 @@ class Rig:
         Args:
             memory_gib: what compiling it takes.
             code: compile for this target alone: "sm_121a", or "compute_120a" for PTX.
-            headers: a folder of headers to be found before all others.
             source: CUDA to compile in the unit's place, as if it was in the folder of the unit.
 
         Raises:
@@ -194,7 +187,6 @@ class Rig:
             place.write_text(source, encoding="utf-8")
             words += ["-I", str(Path(words[at + 1]).parent)]
             words[at + 1] = str(place)
-        first = [f"-I{headers}"] if headers else []
         with _alone():
             free = cmake.free_memory_gib()
             if free < memory_gib:
@@ -202,7 +194,7 @@ class Rig:
                     f"compiling {unit.name} takes {memory_gib} GiB of memory, {free:.1f} are free"
                 )
             subprocess.run(
-                [nvcc, "--no-compress", *first, *words],
+                [nvcc, "--no-compress", *words],
                 cwd=unit.directory,
                 check=True,
                 timeout=_COMPILE_LIMIT,
@@ -277,20 +269,17 @@ class Rig:
 
 def _compiled(data: bytes) -> Compiled:
     kernels: dict[str, dict[str, int]] = {}
-    ptx: dict[str, str] = {}
     found = fatbin.parse(data, 0, len(data))
     assert not found.faults, found.faults
     for entry in (entry for container in found.containers for entry in container.entries):
         code = data[entry.offset : entry.offset + entry.size]
-        if entry.kind == "ptx":
-            ptx[str(entry.arch)] = _PATH_HASH.sub("_path_", code.rstrip(b"\0").decode())
-        else:
+        if entry.kind != "ptx":
             kernels[str(entry.arch)] = {
                 section.name.removeprefix(".text."): section.size
                 for section in sections.sections(code)
                 if section.name.startswith(".text.")
             }
-    return Compiled(kernels=kernels, ptx=ptx)
+    return Compiled(kernels=kernels)
 
 
 def _units(folder: Path) -> Iterator[Unit]:

@@ -79,7 +79,7 @@ def use_tree() -> None:
         VLLM_NO_USAGE_STATS="1",
         VLLM_PLUGINS="",
         VLLM_WORKER_MULTIPROC_METHOD="fork",
-        # As long as 0.21.0 waits, which has no such setting; 5 s in 0.33.0.
+        # Five seconds in the release.
         VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS="4",
     )
     # vLLM prints the whole configuration when an engine starts.
@@ -152,8 +152,7 @@ def prepare() -> None:
 
     # A reader whose notification was lost looks at its queue again after this time, 5 s in the
     # release: both ways, a call may wait twice as long.
-    if hasattr(shm_broadcast, "SHM_READER_RECHECK_INTERVAL_MS"):
-        shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = 500
+    shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = 500
 
     # It polls for a second after each message, in every rank and every engine: with two processors
     # that second is all that a test's other processes get of them.
@@ -213,11 +212,6 @@ class Gpus:
         """The next call of the operation ends the rank's process."""
         self._write(rank, f"die-{operation}", 1)
 
-    def remember(self) -> None:
-        """Every worker says where weights are missing, as the release's own does."""
-        for rank in range(RANKS):
-            self._write(rank, "remembers", 1)
-
     def keep(self, rank: int) -> None:
         """The rank's worker keeps its weights through a sleep of level 2, and says so."""
         self._write(rank, "keeps", 1)
@@ -246,15 +240,13 @@ class Gpus:
         return path.read_text() if path.exists() else ""
 
 
-def hurry(grace: float = 0.5, *, rollback: float = 1.0, sleep: float = 3.0) -> None:
+def hurry(grace: float = 0.5, *, sleep: float = 3.0) -> None:
     """Shorten the limits of the tree under test, where it has them, in this fork."""
     from vllm.v1.executor import abstract, multiproc_executor
 
     os.environ["VLLM_SLEEP_TIMEOUT_SECONDS"] = str(sleep)
     for module, name, seconds in (
         (multiproc_executor, "REPLY_GRACE_SECONDS", grace),
-        (multiproc_executor, "REPLY_POLL_SECONDS", grace / 3),
-        (abstract, "ROLLBACK_TIMEOUT_SECONDS", rollback),
         (abstract, "SLEEP_TIMEOUT_SECONDS", sleep),
     ):
         if hasattr(module, name):

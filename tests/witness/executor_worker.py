@@ -12,7 +12,6 @@ call of an operation, while the worker runs elsewhere:
     rank<n>/hang-<op>  <op> hangs as long as the file is there
     rank<n>/die-<op>   the next call of <op> ends the worker's process
     rank<n>/payload    seconds between the notice of a large reply and the reply itself
-    rank<n>/remembers  the worker says where weights are missing that it discarded
     rank<n>/keeps      the worker keeps the weights through a sleep of level 2, and says so
     rank<n>/silent     the worker does not know what is asleep
     rank<n>/batches    forward passes so far, in which data parallel ranks meet
@@ -90,9 +89,6 @@ class Device:
         folders = [self.folder.parent / f"rank{rank}" / "batches" for rank in peers]
         while any(not f.exists() or float(f.read_text() or 0) < mine for f in folders):
             time.sleep(0.002)
-
-    def remembers(self) -> bool:
-        return (self.folder / "remembers").exists()
 
     def keeps(self) -> bool:
         return (self.folder / "keeps").exists()
@@ -212,10 +208,6 @@ class PretendWorker(WorkerBase):  # type: ignore[misc]
             gpu.map(tag, gpu.host.pop(tag, GARBAGE))
         # What a worker does after the allocator has woken (restore buffers, ...) may fail too.
         gpu.trip("after_wake_up")
-
-    def weights_missing(self) -> bool:
-        self.gpu.called("weights_missing")
-        return self.gpu.remembers() and self.gpu.mapped.get("weights") == GARBAGE
 
     def discard(self, tags: tuple[str, ...]) -> None:
         gpu = self.gpu

@@ -19,8 +19,6 @@ from tests.witness.interrupt import raise_at
 from tests.witness.world import EMPTY, World, expect
 
 TAGS = ("weights", "kv_cache", "runtime")
-# What a wake_up by tag may leave asleep; some releases wake every other tag with it.
-DEFERRABLE = ("weights", "kv_cache")
 FUNCTIONS = (
     "*", "cuMemCreate", "cuMemMap", "cuMemUnmap", "cuMemSetAccess", "cuMemRelease",
     "cuMemAddressFree", "cuMemAddressReserve", "cudaMemcpy", "cudaDeviceSynchronize",
@@ -49,8 +47,7 @@ class Modelled:
 class Settings:
     operations: int
     seed: int
-    # Keep host copies, as the tree does, or the package for it.
-    host_copies: bool = False
+    # Keep host copies, by the package's backend.
     plugin: bool = False
     # Failing calls of the driver, interrupts, and threads.
     trouble: bool = True
@@ -71,13 +68,11 @@ class Fuzzer:
         self.written = 0
         # Whether a call of the driver may have failed.
         self.failed = False
-        if self.settings.host_copies:
-            self.world.use_host_copies()
         if self.settings.plugin:
             self.world.use_plugin()
-        if self.world.host_copies is not None and self.chance.random() < 0.5:
-            # A sleep that was not prepared has the kernel compiled in the background.
-            self.world.host_copies._compiled.clear()
+            if self.chance.random() < 0.5:
+                # A sleep that was not prepared has the kernel compiled in the background.
+                self.world.host_copies._compiled.clear()
 
     # ---- the model ----
 
@@ -136,8 +131,7 @@ class Fuzzer:
             kinds += ["twice", "twice", "threads", "threads"]
         kind = self.chance.choice(kinds)
         if kind in ("driver", "both"):
-            keeps = self.settings.host_copies or self.settings.plugin
-            more = MORE_FUNCTIONS if keeps else ()
+            more = MORE_FUNCTIONS if self.settings.plugin else ()
             function = self.chance.choice(FUNCTIONS + more)
             self.world.fake.fail(
                 function,
@@ -184,9 +178,8 @@ class Fuzzer:
                 self.counts["failures"] += 1
         self.calm()
         self.failed |= kind in ("driver", "both")
-        # A driver that has refused to wait may be thought to have failed for good; 0.21.0 has the
-        # host copies of its own and is no longer corrected.
-        if not self.failed and not self.settings.host_copies:
+        # A driver that has refused to wait may be thought to have failed for good.
+        if not self.failed:
             expect("memory given up in use", self.world.fake.violations(), 0)
         return problem[0] if problem else None
 
@@ -419,14 +412,12 @@ class Fuzzer:
                     )
 
     def discard(self) -> None:
-        if not hasattr(self.world.allocator, "discard"):
-            return self.wake()
         tag = self.chance.choice(TAGS)
         awake = {block.address for block in self.awake()}
         self.under_trouble(f"discard {tag}", lambda: self.world.allocator.discard((tag,)))
         kept = tuple(other for other in TAGS if other != tag)
         self.forget_discarded(awake, kept)
-        return None
+        return
 
     # ---- a run ----
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import importlib.util
 import os
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +20,8 @@ import httpx
 PATIENCE = 2.0
 TAGS = {"weights", "kv_cache"}
 PROMPT = {"model": "m", "prompt": "a", "max_tokens": 1}
+# The module that builds the application of `vllm serve`.
+APPLICATION = "vllm.entrypoints.launchers.app"
 
 
 class Engine:
@@ -71,7 +72,7 @@ class Engine:
 
     @property
     def sleep_state(self) -> Any:
-        """What each server knows without a question, in 0.33.0's stack."""
+        """What each server knows without a question, with the stack."""
         states = importlib.import_module("vllm.v1.engine").SleepState
         if self.state:
             return states[self.state]
@@ -97,8 +98,7 @@ class Engine:
 class Server:
     """One API server of ``servers``, as the release builds it, and a client of it.
 
-    Where the release's stack has a default for requests to a sleeping engine, ``rejects`` asks for
-    the same as 0.21.0's.
+    ``rejects`` has requests to a sleeping engine refused, where the stack's default differs.
     """
 
     def __init__(
@@ -109,10 +109,8 @@ class Server:
         servers: int = 1,
         rejects: bool = True,
     ) -> None:
-        from fastapi import FastAPI, HTTPException, Request
-        from fastapi.exceptions import RequestValidationError
+        from fastapi import FastAPI
 
-        routes = f"vllm.entrypoints.serve.{'dev.' if newer() else ''}sleep"
         completion = importlib.import_module("vllm.entrypoints.openai.completion.api_router")
         app = FastAPI()
         app.state.args = arguments(*flags)
@@ -126,33 +124,19 @@ class Server:
         async def create_completion(*_: object) -> Any:
             await engine.runs()
             protocol = importlib.import_module("vllm.entrypoints.openai.completion.protocol")
-            usage = importlib.import_module(
-                f"vllm.entrypoints.{'serve' if newer() else 'openai'}.engine.protocol"
-            ).UsageInfo()
+            usage = importlib.import_module("vllm.entrypoints.serve.engine.protocol").UsageInfo()
             return protocol.CompletionResponse(model="m", choices=[], usage=usage)
 
         app.state.openai_serving_completion = SimpleNamespace(create_completion=create_completion)
-        # Without it 0.21.0 offers no sleep route, unless a flag asks for them.
+        # Without it the release offers no sleep route, unless a flag asks for them.
         os.environ["VLLM_SERVER_DEV_MODE"] = "1" if development else "0"
-        importlib.import_module(f"{routes}.api_router").attach_router(app)
+        importlib.import_module("vllm.entrypoints.serve.dev.sleep.api_router").attach_router(app)
         app.include_router(completion.router)
-        if newer():
-            place = "vllm.entrypoints.serve.exception_handling.register"
-            importlib.import_module(place).init_exception_handler(app)
-            if development:
-                rl = importlib.import_module("vllm.entrypoints.rl.online.api_router")
-                app.include_router(rl.router)
-        else:
-            http, validation = _handlers()
-            app.exception_handler(HTTPException)(http)
-            app.exception_handler(RequestValidationError)(validation)
-
-            async def failed(request: Request, error: RuntimeError) -> Any:
-                from fastapi.responses import JSONResponse
-
-                return JSONResponse({"error": str(error)}, status_code=500)
-
-            app.add_exception_handler(RuntimeError, failed)
+        place = "vllm.entrypoints.serve.exception_handling.register"
+        importlib.import_module(place).init_exception_handler(app)
+        if development:
+            rl = importlib.import_module("vllm.entrypoints.rl.online.api_router")
+            app.include_router(rl.router)
         self.gate = app.state.sleep_gate if hasattr(app.state, "sleep_gate") else None
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
         self.client = httpx.AsyncClient(transport=transport, base_url="http://server")
@@ -167,31 +151,16 @@ class Server:
 
 def load() -> None:
     """Import what a server takes, here: in the fork of each test it takes seconds."""
-    for name in (application(), "vllm.entrypoints.openai.completion.api_router"):
+    for name in (APPLICATION, "vllm.entrypoints.openai.completion.api_router"):
         importlib.import_module(name)
-
-
-def application() -> str:
-    """The module that builds the application of `vllm serve`."""
-    return f"vllm.entrypoints.{'launchers.app' if newer() else 'openai.api_server'}"
-
-
-def newer() -> bool:
-    """Whether the tree has the layout of 0.33.0, not that of 0.21.0."""
-    return importlib.util.find_spec("vllm.entrypoints.launchers") is not None
-
-
-def _handlers() -> Sequence[Any]:
-    module = importlib.import_module("vllm.entrypoints.openai.server_utils")
-    return module.http_exception_handler, module.validation_exception_handler
 
 
 def arguments(*flags: str) -> Namespace:
     """The frontend's arguments: the engine's would look for a device."""
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    place = f"vllm.entrypoints.{'common' if newer() else 'openai'}.cli_args"
-    parser = importlib.import_module(place).FrontendArgs.add_cli_args(FlexibleArgumentParser())
+    frontend = importlib.import_module("vllm.entrypoints.common.cli_args").FrontendArgs
+    parser = frontend.add_cli_args(FlexibleArgumentParser())
     parsed: Namespace = parser.parse_args(list(flags))
     return parsed
 

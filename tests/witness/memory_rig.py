@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,6 @@ from tests.witness.world import World
 
 MEMORY = "vllm.utils.mem_utils"
 WORKER = "vllm.v1.worker.gpu_worker"
-RELEASED = "vllm.v1.worker.released_memory"
 UNIT = 2 << 20
 BUDGET = 100 * UNIT
 
@@ -61,11 +59,11 @@ class Torch:
         self.peak = self.allocated
         self.reserved_peak = self.reserved
 
-    def tensor(self, size: int, *, segment: int = 0) -> None:
-        """A tensor that stays, in a segment of its size or of ``segment``."""
+    def tensor(self, size: int) -> None:
+        """A tensor that stays, in a segment of its size."""
         self.allocated += size
         self.peak = max(self.peak, self.allocated)
-        self.reserved += segment or size
+        self.reserved += size
         self.reserved_peak = max(self.reserved_peak, self.reserved)
 
     def load(self, kept: int, replaced: int) -> None:
@@ -98,13 +96,6 @@ class Torch:
         """What a forward pass allocates and frees, and what the profiling gives back after it."""
         self.peak = max(self.peak, self.allocated + size)
 
-    def profile(self, weights: int, peak: int, *, stays: int = 0) -> Any:
-        with self.memory.memory_profiling(self.baseline, weights_memory=weights) as result:
-            self.forward(peak)
-            if stays:
-                self.world.take(stays)
-        return result
-
 
 def worker(
     stats: Torch,
@@ -134,9 +125,6 @@ def worker(
 
     module: Any = importlib.import_module(WORKER)
     module.current_platform = stats.memory.current_platform
-    if importlib.util.find_spec(RELEASED):
-        released: Any = importlib.import_module(RELEASED)
-        released.current_platform = stats.memory.current_platform
     found = module.Worker.__new__(module.Worker)
     found.device = stats.device
     found.init_snapshot = stats.baseline
@@ -148,7 +136,6 @@ def worker(
             cudagraph_mode=mode.FULL if graphs else mode.NONE, cudagraph_mm_encoder=False
         )
     )
-    # What a newer release asks besides.
     found.use_v2_model_runner = False
     found.model_config = SimpleNamespace(enforce_eager=not graphs, multimodal_config=None)
     found.parallel_config = SimpleNamespace()

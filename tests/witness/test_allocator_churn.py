@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from tests.fakecuda.standin import GRANULARITY, Alive
-from tests.witness.world import CHUNK, EMPTY, OutOfMemoryError, World, expect, raised
+from tests.witness.world import EMPTY, OutOfMemoryError, World, expect, raised
 
 OPERATIONS = 300
 SEEDS = int(os.environ.get("SM12X_CHURN_SEEDS", "3"))
@@ -44,20 +44,15 @@ class Churn:
 
     world: World
     random: random.Random
-    chunks: bool
     bytes_of: dict[int, bytes] = field(default_factory=dict)
     sizes: dict[int, int] = field(default_factory=dict)
     asleep: set[int] = field(default_factory=set)
     pools: list[Any] = field(default_factory=list)
     done: list[str] = field(default_factory=list)
 
-    @property
-    def unit(self) -> int:
-        return CHUNK if self.chunks else GRANULARITY
-
     def run(self, operations: int) -> None:
         gc.freeze()
-        self.world.fake.set_capacity(CAPACITY * self.unit)
+        self.world.fake.set_capacity(CAPACITY * GRANULARITY)
         steps = (self.malloc, self.malloc, self.free, self.unmap, self.map, self.load, self.drop)
         for n in range(operations):
             step = self.random.choice(steps)
@@ -69,22 +64,20 @@ class Churn:
                 self.look()
             except AssertionError as error:
                 raise AssertionError(f"operation {n}, {self.done[-PERIOD:]}: {error}") from error
-            if self.chunks or self.random.random() < 0.6:
+            if self.random.random() < 0.6:
                 self.world.fake.fail_nothing()
             if n % PERIOD == PERIOD - 1:
                 self.settle()
         self.end()
 
     def fail(self) -> None:
-        # A block of several chunks survives one failure at a time: putting together again what
-        # an unmap has taken apart needs the driver.
-        count = 1 if self.chunks else self.random.choice((1, 1, 2, 3, 30))
+        count = self.random.choice((1, 1, 2, 3, 30))
         name = self.random.choice(FUNCTIONS)
         self.done.append(f"{name} fails {count} times")
         self.world.fake.fail(name, self.random.randint(1, 6), 999, count)
 
     def size(self) -> int:
-        return self.random.randint(1, 4) * self.unit
+        return self.random.randint(1, 4) * GRANULARITY
 
     # ---- operations ----
 
@@ -143,7 +136,7 @@ class Churn:
         if not any(pool is known for known in self.pools):
             self.pools.append(pool)
         held = self.held() - set(pool.segments)
-        address = pool.allocate(self.world, self.random.randint(1, 2) * self.unit)
+        address = pool.allocate(self.world, self.random.randint(1, 2) * GRANULARITY)
         assert address not in held, f"{address:#x} is another block's"
         self.write(address)
         if self.random.random() < 0.5:
@@ -191,14 +184,13 @@ class Churn:
         self.world.fake.set_capacity(0)
         for _ in range(2):
             self.world.free_raw(self.world.malloc(GRANULARITY), GRANULARITY)
-        # One that could not be mapped may still be, and one of several chunks may have lost its
-        # address: each wakes and sleeps again.
+        # One that could not be mapped may still be: each wakes and sleeps again.
         released = getattr(self.world.allocator, "released_segments", {})
         asleep = [self.world.allocator.pointer_to_data[address].handle for address in self.asleep]
         for handle in (*asleep, *released.values()):
             self.world.cumem.create_and_map(handle)
             self.world.cumem.unmap_and_release(handle)
-        self.world.fake.set_capacity(CAPACITY * self.unit)
+        self.world.fake.set_capacity(CAPACITY * GRANULARITY)
         segments = {address: size for pool in self.pools for address, size in self.of(pool)}
         awake = [
             size
@@ -209,13 +201,12 @@ class Churn:
         assert known >= set(self.sizes), "a block has no record"
         assert known <= {*self.sizes, *segments}, "a record of nothing"
         expect("blocks that are awake", len(awake), len(known - self.asleep))
-        pieces = sum(size // self.unit for size in awake) if self.chunks else len(awake)
         expect(
             "what the driver holds",
             self.world.fake.alive(),
             Alive(
-                handles=pieces,
-                mappings=pieces,
+                handles=len(awake),
+                mappings=len(awake),
                 reservations=len(self.sizes) + len(segments),
                 physical=sum(awake),
             ),
@@ -245,4 +236,4 @@ def expected(problem: Exception) -> bool:
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_churn(world: World, seed: int) -> None:
-    Churn(world, random.Random(seed), chunks=False).run(OPERATIONS)  # noqa: S311
+    Churn(world, random.Random(seed)).run(OPERATIONS)  # noqa: S311

@@ -17,7 +17,7 @@ import httpx
 import pytest
 from tests.witness import executor_rig
 from tests.witness.executor_rig import isolated
-from tests.witness.http_rig import Engine, application, arguments
+from tests.witness.http_rig import APPLICATION, Engine, arguments
 
 executor_rig.use_tree()
 
@@ -74,7 +74,7 @@ def built(
     model = SimpleNamespace(
         hf_config=SimpleNamespace(num_labels=1), get_pooling_task=lambda tasks: tasks[0]
     )
-    app = importlib.import_module(application()).build_app(args, tasks, model)
+    app = importlib.import_module(APPLICATION).build_app(args, tasks, model)
     app.state.engine_client = Engine()
     return app
 

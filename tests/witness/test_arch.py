@@ -30,7 +30,8 @@ SM12X = {BOTH: {"sm_120a", "sm_121a"}, "12.0f": {"sm_120f"}}
 OTHERS = ("8.0;9.0a;10.0a", "7.5 8.0 8.6 8.9 9.0 10.0 11.0 12.0+PTX", "Maxwell;10.3;12.1")
 # Another GPU's target beside those of SM12x.
 MIXED = ("9.0a", BOTH)
-MARLIN = ("csrc/quantization/marlin", "csrc/moe/marlin_moe_wna16")
+# For Marlin and Marlin-MoE: it is told where to write.
+MARLIN_SCRIPT = "csrc/quantization/marlin/generate_kernels.py"
 MARLIN_CHECKS = ("csrc/quantization/marlin/marlin.cu", "csrc/moe/marlin_moe_wna16/ops.cu")
 FP8 = "c3x/scaled_mm_sm120_fp8.cu"
 # Of its sixteen kernels, one for each of the two templates that they are made of: an eighth of the
@@ -57,8 +58,6 @@ template __global__ void cutlass::device_kernel<vllm::Narrow>(
 TRAPS = "scaled_mm_c2x.cu"
 # NVFP4 weights, FP16 activations: the fewest kernels that any Marlin-MoE unit has.
 MOE = "marlin_moe_wna16/sm80_kernel_float16_fe2m1f_float16.cu"
-# The rotary embedding: few kernels, behind all of torch.
-ROPE = "csrc/pos_encoding_kernels.cu"
 # Bytes. The kernels of both have 5 to 60 KB of code, a trap with its message has less than 1.
 LEAST_CODE = 3000
 
@@ -73,10 +72,6 @@ def release() -> Path:
     version = re.search(r"^Version: (\S+)$", information, re.MULTILINE)
     assert version
     return layout.patches() / version[1]
-
-
-# A full build's headers, which are found before torch's.
-HEADERS = folder if (folder := release() / "include").is_dir() else None
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +92,7 @@ def fp8(rig: Rig) -> Compiled:
     """For 12.1 alone, which is half the time. The base does not even build it for that; this is
     what it would have there."""
     unit = configured(rig, BOTH).unit(FP8)
-    return rig.compile(unit, memory_gib=6.5, code="sm_121a", headers=HEADERS, source=FP8_KERNELS)
+    return rig.compile(unit, memory_gib=6.5, code="sm_121a", source=FP8_KERNELS)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +100,7 @@ def moe(rig: Rig) -> Compiled | None:
     """As a full build does; None where that has no native code anyway."""
     unit = configured(rig, BOTH).unit(MOE)
     native = SM12X[BOTH] <= set(unit.codes)
-    return rig.compile(unit, memory_gib=4, headers=HEADERS) if native else None
+    return rig.compile(unit, memory_gib=4) if native else None
 
 
 def configured(rig: Rig, archs: str) -> Build:
@@ -171,14 +166,9 @@ def test_an_architecture_that_would_be_dropped_stops_configuring(rig: Rig) -> No
     assert "architecture 10.3a" in re.sub(r"\s+", " ", build.log)
 
 
-@pytest.mark.parametrize("folder", MARLIN)
-def test_marlin_for_fp8_activations_is_generated_for_12_1(
-    tree: Path, tmp_path: Path, folder: str
-) -> None:
+def test_marlin_for_fp8_activations_is_generated_for_12_1(tree: Path, tmp_path: Path) -> None:
     script = tmp_path / "generate_kernels.py"
-    # Of newer releases, one script is for both: it is told where to write.
-    own = next(path for name in (folder, MARLIN[0]) if (path := tree / name / script.name).exists())
-    shutil.copyfile(own, script)
+    shutil.copyfile(tree / MARLIN_SCRIPT, script)
     subprocess.run([sys.executable, script, "12.1a", tmp_path], check=True)
     names = {path.name for path in tmp_path.glob("*_kernel_*.cu")}
     assert any(name.startswith("sm80_kernel_bfloat16_u4") for name in names)
@@ -264,11 +254,7 @@ def test_fp8_activations_can_be_chosen_where_they_could(tree: Path) -> None:
 
 def int8_with_zero_point(tree: Path, capability: int, folder: Path) -> str:
     """Where the dispatch of cutlass_scaled_mm_azp ends: "sm80", or "refused"."""
-    (path,) = (
-        path
-        for folder in ("csrc/quantization", "csrc/libtorch_stable/quantization")
-        if (path := tree / folder / "w8a8/cutlass/scaled_mm_entry.cu").exists()
-    )
+    path = tree / "csrc/quantization/w8a8/cutlass/scaled_mm_entry.cu"
     (function,) = (f for f in _AZP.findall(path.read_text()) if _VERSION in f)
     body = function[function.index(_VERSION) :]
     arguments = "int&, int, int, int, int, int, int, int"
@@ -324,16 +310,3 @@ def test_marlin_moe_is_native(moe: Compiled | None) -> None:
         kernels = {name: size for name, size in moe.kernels[target].items() if "Marlin" in name}
         assert len(kernels) >= 10
         assert min(kernels.values()) > LEAST_CODE, kernels
-
-
-if HEADERS:
-    # Of the headers, which no patch touches: one tree is enough.
-    @pytest.mark.patched_only
-    def test_the_headers_before_torchs_change_no_machine_code(rig: Rig) -> None:
-        unit = configured(rig, BOTH).unit(ROPE)
-        plain, ours = (
-            rig.compile(unit, memory_gib=4, code="compute_120a", headers=folder).ptx["12.0a"]
-            for folder in (None, HEADERS)
-        )
-        assert ".target sm_120a" in plain
-        assert ours == plain

@@ -7,22 +7,14 @@ device cannot take it, and drops it.
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.witness.kernels import SM12X_SHARED, SM90_SHARED, Compiled, Gpu, KernelProcess
 
-# 0.33.0 keeps it with what other projects wrote.
-THIRD_PARTY = "vllm.third_party.flash_linear_attention.ops.chunk_delta_h"
-DELTA_H = (
-    THIRD_PARTY
-    if (Path(os.environ.get("SM12X_TREE", "")) / THIRD_PARTY.replace(".", "/")).parent.is_dir()
-    else "vllm.model_executor.layers.fla.ops.chunk_delta_h"
-)
+DELTA_H = "vllm.third_party.flash_linear_attention.ops.chunk_delta_h"
 CHUNK_SCAN = "vllm.model_executor.layers.mamba.ops.ssd_chunk_scan"
 # What they decide at import does not depend on the device.
 PRELOAD = (DELTA_H, CHUNK_SCAN)

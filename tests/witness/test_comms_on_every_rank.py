@@ -115,6 +115,7 @@ class Rank:
         worker._sleep_mode_backend = SimpleNamespace(suspend=self.suspend, resume=self.resume)
         worker._sleep_saved_parameters = {}
         worker._sleep_saved_buffers = {}
+        # Of the untouched release.
         worker._sleep_saved_draft_buffers = {}
         options = SimpleNamespace(enable_nccl_comm_suspend=suspends)
         worker.vllm_config = SimpleNamespace(model_config=options)

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from tests.witness.interrupt import walk
-from tests.witness.test_discarded_weights import SIZE, WORKER, Weights
+from tests.witness.test_worker_sleep import WORKER
+from tests.witness.weights_rig import SIZE, WeightsRig
 from tests.witness.world import Block, World, expect, raised
 
 pytestmark = pytest.mark.loads(WORKER)
@@ -22,7 +23,7 @@ RUNNERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-class Draft(Weights):
+class Draft(WeightsRig):
     """A worker whose model has a draft: a head of its own, and an embedding of the target's."""
 
     def __init__(self, world: World, runner: str = "drafter") -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import logging
 import os
@@ -22,13 +23,14 @@ import pytest
 from tests.fakecuda.standin import GRANULARITY
 from tests.witness.fuzz import Fuzzer, Settings, seeds
 from tests.witness.interrupt import walk
-from tests.witness.test_sleep_keep import WORKER, loaded_worker
+from tests.witness.kernels import SM12X_SHARED, Gpu, KernelProcess
+from tests.witness.test_sleep_keep import COPIES, LOGGER, WORKER, loaded_worker
 from tests.witness.world import (
     EMPTY,
     GIB,
-    HOST_COPIES,
     INTEGRATED,
     MIB,
+    PLUGIN,
     Block,
     World,
     expect,
@@ -36,7 +38,6 @@ from tests.witness.world import (
     sweep,
 )
 
-COPIES = "vllm_sleep_keep.host_copies"
 OFFLOAD = ("weights",)
 EVERYTHING = ("weights", "kv_cache")
 # One row of a digest, and one of its words.
@@ -85,8 +86,7 @@ def warned(call: Callable[[], object]) -> list[str]:
     texts: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    # The package writes to vLLM's log, by this name.
-    logger = logging.getLogger(HOST_COPIES)
+    logger = logging.getLogger(LOGGER)
     logger.addHandler(handler)
     call()
     logger.removeHandler(handler)
@@ -547,6 +547,79 @@ def test_an_interrupt_while_a_thread_is_started(world: World) -> None:
     walk(world.use_plugin, lambda _: world.host_copies._prepare_by(lambda: None), check)
 
 
+def package() -> Any:
+    """The package's module, in a process that has loaded the release for its kernels."""
+    sys.path.append(str(PLUGIN))
+    return importlib.import_module(COPIES)
+
+
+def digests(gpu: Gpu, rows: int) -> list[bool]:
+    """Whether kernel and PyTorch agree with the definition, on Python's whole numbers."""
+    torch: Any = importlib.import_module("torch")
+    module = package()
+    gpu.become((12, 0))
+    words = torch.randint(-(2**31), 2**31, (rows * module.WORDS,)).to(torch.int32)
+    words[:3] = torch.tensor([-(2**31), 2**31 - 1, -1])
+    factors = module.multipliers(words.device)
+    module.words_of = lambda address, size, device: words
+    # The interpreter takes addresses of tensors only.
+    module.Words = lambda address: words
+    found = []
+    for digest in (module.digest_by_kernel, module.digest_by_torch):
+        # One number more on each side, which is not to be written to.
+        numbers = torch.full((rows + 2,), 77, dtype=torch.int64)
+        digest(words.data_ptr(), 4 * len(words), factors, numbers[1:-1])
+        found.append(numbers.tolist())
+    exact = [
+        (sum(a * b for a, b in zip(row, factors.tolist(), strict=True)) + 2**63) % 2**64 - 2**63
+        for row in words.view(rows, module.WORDS).tolist()
+    ]
+    return [numbers == [77, *exact, 77] for numbers in found]
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("rows", [1, 7, 8, 19])
+def test_the_kernel_computes_what_is_said(interpreted: KernelProcess, rows: int) -> None:
+    assert interpreted.call(digests, rows=rows) == [True, True]
+
+
+def spills(gpu: Gpu, capability: list[int]) -> dict[str, int]:
+    torch: Any = importlib.import_module("torch")
+    module = package()
+    gpu.become((capability[0], capability[1]))
+    module.on_device = lambda device: contextlib.nullcontext()
+    module.compile_digest(0)
+    cache = module.digest_kernel.device_caches[gpu.index][0]
+    compiled = len(cache)
+    loaded = sum(kernel.module is not None for kernel in cache.values())
+    rows = 2 << 20 >> 14
+    words, numbers = torch.zeros(rows << 12, dtype=torch.int32), torch.zeros(rows).long()
+    module.Words = lambda address: words
+    module.digest_by_kernel(0, 2 << 20, module.multipliers(words.device), numbers)
+    (launch,) = gpu.launches
+    return {
+        **launch.resources(),
+        "programs": launch.grid[0],
+        "shared": launch.shared,
+        # What was compiled before is what is launched.
+        "compiled": compiled,
+        "loaded": loaded,
+        "compiled again": len(cache) - compiled,
+    }
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("capability", [[12, 0], [12, 1]])
+def test_the_kernel_is_compiled_before_the_first_sleep(
+    compiled: KernelProcess, capability: list[int]
+) -> None:
+    found = compiled.call(spills, capability=capability)
+    assert (found["compiled"], found["loaded"], found["compiled again"]) == (1, 1, 0)
+    assert (found["LOCAL"], found["STACK"]) == (0, 0)
+    assert found["programs"] == 16
+    assert found["shared"] <= SM12X_SHARED
+
+
 @pytest.mark.guard
 def test_wake_up_takes_back_what_pytorch_keeps(world: World) -> None:
     """Only where memory is missing: to look for garbage takes longer than the rest of the call."""
@@ -571,6 +644,16 @@ def test_wake_up_takes_back_what_pytorch_keeps(world: World) -> None:
     emptied = 5
     world.allocator.wake_up()
     expect("times, of a wake_up with enough memory", emptied, 5)
+
+
+@pytest.mark.guard
+def test_later_collections_spare_what_the_first_sleep_found(world: World) -> None:
+    before = gc.get_freeze_count()
+    blocks = kept(world)
+    count = gc.get_freeze_count()
+    assert count > before
+    expect_sleep_and_wake(world, blocks)
+    expect("objects that collections spare", gc.get_freeze_count(), count)
 
 
 @pytest.mark.guard

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 
 import pytest
-from tests.witness.test_discarded_weights import WORKER
-from tests.witness.test_sleep_pools import Pooled
+from tests.witness.test_worker_sleep import WORKER
+from tests.witness.weights_rig import Pooled
 from tests.witness.world import World, expect, raised
 
 pytestmark = pytest.mark.loads(WORKER)
 
 
 def test_a_cache_that_no_pool_has_is_not_released(world: World) -> None:
-    # On 0.33.0 an error where it is asked for, else a warning.
+    # An error where it is asked for, else a warning.
     os.environ["VLLM_SLEEP_REQUIRE_POOLS"] = "1"
     rig = Pooled(world)
     rig.kv_caches[0] = rig.outside(8, 8)
@@ -27,7 +27,7 @@ def test_a_cache_that_no_pool_has_is_not_released(world: World) -> None:
 def test_weights_that_no_pool_has_do_not_matter(world: World) -> None:
     rig = Pooled(world)
     if not hasattr(rig.worker, "discard"):
-        # The release of 0.21.0 has no such call, which the test above shows to be there.
+        # The untouched release has no such call, which the test above shows to be there.
         return
     rig.register("experts", rig.torch.zeros(64, 64))
     rig.worker.discard(("kv_cache",))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.witness import executor_rig as rig
 from tests.witness.executor_rig import RANKS, SIZES, Gpus, isolated
-from tests.witness.http_rig import TAGS, Engine, Server, arguments, newer, run
+from tests.witness.http_rig import TAGS, Engine, Server, arguments, run
 
 rig.use_tree()
 
@@ -24,8 +24,6 @@ RELEASED = [SIZES["weights"]] * RANKS
 ORIGINAL = [1000 + rank for rank in range(RANKS)]
 # A peer that holds this much leaves no room for a KV cache beside the weights.
 SOME = rig.CAPACITY - rig.FULL + 1
-# What the newer release does too, unless it takes the late reply of a rank for another one's.
-UPSTREAM = (pytest.mark.patched_only,) if newer() else ()
 
 pytestmark = pytest.mark.usefixtures("vllm_executor")
 
@@ -233,7 +231,12 @@ def test_the_state_in_the_metrics_is_that_of_awake_weights(gpus: Gpus) -> None:
 
 @pytest.mark.parametrize(
     "then",
-    ["discard", pytest.param("sleep", marks=UPSTREAM), pytest.param("wake_up", marks=UPSTREAM)],
+    [
+        "discard",
+        # What the release does too, unless it takes the late reply of a rank for another one's.
+        pytest.param("sleep", marks=pytest.mark.patched_only),
+        pytest.param("wake_up", marks=pytest.mark.patched_only),
+    ],
 )
 @isolated(LIMIT)
 def test_a_release_that_failed_on_one_rank(gpus: Gpus, then: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from tests.fakecuda.standin import GRANULARITY
 from tests.witness.world import CHUNK, EMPTY, World, expect
 
@@ -20,7 +19,6 @@ def test_freeing_a_sleeping_block_unmaps_nothing(world: World) -> None:
     world.expect_usable(other)
 
 
-@pytest.mark.guard
 def test_freeing_a_sleeping_block_waits_for_nothing(world: World) -> None:
     block = world.block()
     world.allocator.sleep(("weights",))

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.witness.test_discarded_weights import WORKER
-from tests.witness.test_sleep_pools import Pooled
+from tests.witness.test_worker_sleep import WORKER
+from tests.witness.weights_rig import Pooled
 from tests.witness.world import World, expect, raised
 
 pytestmark = pytest.mark.loads(WORKER)

@@ -139,7 +139,6 @@ FAULTS = ("sleep", "wake_up", "after_wake_up", "reload_weights", "update_weights
 def test_no_engine_serves_what_it_discarded(gpus: Gpus) -> None:
     """A wake_up by name after the weights, and the end of an update, vouch for them."""
     rig.hurry()
-    gpus.remember()
     choose = random.Random(SEED + 1)  # noqa: S311
     with rig.engine(gpus) as engine:
         vouched = False

@@ -58,7 +58,7 @@ def test_unused_memory_that_cannot_be_given_back_stays_known(world: World) -> No
 
 
 def test_unused_memory_that_cannot_be_waited_for_stays_known(world: World) -> None:
-    """A release waits for the device once for all segments, or before each."""
+    """It waits for the device once for all segments, or before each."""
     sizes = load_with(world, "cudaDeviceSynchronize", 1)
     known = {address: size for address, size in sizes.items() if address in world.records()}
     assert known, "nothing waited for the device"

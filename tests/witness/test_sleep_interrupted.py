@@ -108,12 +108,7 @@ def test_an_interrupt_in_a_rollback(world: World) -> None:
     interrupt_everywhere(world, "wake_up", failing="cudaMemcpy")
 
 
-@pytest.mark.guard
 def test_an_interrupt_in_discard(world: World) -> None:
-    """A guard, as not every release has it."""
-    if not hasattr(world.allocator, "discard"):
-        return
-
     def operate(blocks: list[Block]) -> None:
         world.allocator.discard(("kv_cache",))
 

@@ -19,10 +19,12 @@ import pytest
 from tests.fakecuda.standin import GRANULARITY
 from tests.witness.fuzz import Fuzzer, Settings, seeds
 from tests.witness.interrupt import walk
-from tests.witness.world import GIB, HOST_COPIES, INTEGRATED, PLUGIN, Block, World, expect, raised
+from tests.witness.world import GIB, INTEGRATED, PLUGIN, Block, World, expect, raised
 
 WORKER = "vllm.v1.worker.gpu_worker"
 COPIES = "vllm_sleep_keep.host_copies"
+# The package writes to vLLM's log, by this name.
+LOGGER = "vllm.device_allocator.host_copies"
 OFFLOAD = ("weights", "runtime", "cudagraph")
 
 
@@ -327,7 +329,7 @@ def test_a_preparation_that_fails_is_no_failure_of_the_load(world: World, failin
     texts: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger(HOST_COPIES).addHandler(handler)
+    logging.getLogger(LOGGER).addHandler(handler)
     thread: Any = threading.Thread
     start = thread.start
 

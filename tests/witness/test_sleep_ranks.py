@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.witness import executor_rig as rig
 from tests.witness.executor_rig import RANKS, SIZES, Gpus, isolated
-from tests.witness.http_rig import PATIENCE, TAGS, Engine, Server, newer, run
+from tests.witness.http_rig import PATIENCE, TAGS, Engine, Server, run
 
 rig.use_tree()
 
@@ -19,10 +19,8 @@ ASLEEP: dict[str, int] = SIZES
 AWAKE: dict[str, int] = {}
 # A peer that holds this much leaves no room for the weights.
 MOST = rig.CAPACITY - 20
-# A route that only one of the releases has, as the engine's method of that name.
+# The release's route, and the engine's method of that name.
 RELEASE = "release_kv_cache_memory"
-# What the newer release answers too.
-UPSTREAM = (pytest.mark.guard,) if newer() else ()
 
 pytestmark = pytest.mark.usefixtures("vllm_executor")
 
@@ -71,10 +69,9 @@ def test_every_answer_says_what_is_asleep_on_each_rank() -> None:
         answer = await server.post("/wake_up")
         assert answer.json() == {"status": "awake", "tags": None, "ranks": ranks()}
         assert await state(server) == {"is_sleeping": False, "ranks": ranks()}
-        if newer():
-            await server.post("/sleep", params={"level": 0})
-            answer = await server.post(f"/{RELEASE}")
-            assert answer.json() == {"status": "kv_cache_released", "ranks": ranks("kv_cache")}
+        await server.post("/sleep", params={"level": 0})
+        answer = await server.post(f"/{RELEASE}")
+        assert answer.json() == {"status": "kv_cache_released", "ranks": ranks("kv_cache")}
 
     run(test, engine=Reporting)
 
@@ -126,7 +123,7 @@ def test_what_is_not_known_is_left_out(report: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "trouble", ["fails", "hangs", pytest.param("is not there", marks=UPSTREAM)]
+    "trouble", ["fails", "hangs", pytest.param("is not there", marks=pytest.mark.guard)]
 )
 @isolated(LIMIT)
 def test_a_report_that_cannot_be_had_fails_no_call(trouble: str) -> None:
@@ -135,8 +132,7 @@ def test_a_report_that_cannot_be_had_fails_no_call(trouble: str) -> None:
             engine.failing = {"sleep_report"}
         elif trouble == "hangs":
             engine.held["sleep_report"] = asyncio.Event()
-            place = f"vllm.entrypoints.serve.{'dev.' if newer() else ''}sleep.ranks"
-            module: Any = importlib.import_module(place)
+            module: Any = importlib.import_module("vllm.entrypoints.serve.dev.sleep.ranks")
             module.PATIENCE = 0.2
         answer = await server.post("/sleep", params={"level": 1})
         assert answer.status_code == 200

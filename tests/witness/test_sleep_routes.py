@@ -11,7 +11,7 @@ import httpx
 import pytest
 from tests.witness import executor_rig
 from tests.witness.executor_rig import isolated
-from tests.witness.http_rig import PATIENCE, Engine, application, arguments
+from tests.witness.http_rig import APPLICATION, PATIENCE, Engine, arguments
 
 executor_rig.use_tree()
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("vllm_executor")
 def built(*flags: str, development: bool = False) -> Any:
     """The application that the release builds for `vllm serve m FLAGS`; needs an engine."""
     os.environ["VLLM_SERVER_DEV_MODE"] = "1" if development else "0"
-    app = importlib.import_module(application()).build_app(arguments(*flags), ("generate",))
+    app = importlib.import_module(APPLICATION).build_app(arguments(*flags), ("generate",))
     app.state.engine_client = Engine()
     return app
 

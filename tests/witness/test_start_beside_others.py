@@ -1,4 +1,4 @@
-"""An engine that starts while other processes free memory of the same device: 0.33.0's patch.
+"""An engine that starts while other processes free memory of the same device.
 
 What they free is not this engine's: the KV cache stays within the budget.
 """
@@ -8,13 +8,67 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from tests.witness.memory_rig import BUDGET, MEMORY, UNIT, WORKER
-from tests.witness.test_second_engine import PEAK, RIGHT, WEIGHTS, Start
+from tests.witness.memory_rig import BUDGET, MEMORY, UNIT, WORKER, Torch, worker
 from tests.witness.world import World, expect
 
 pytestmark = [pytest.mark.loads(MEMORY), pytest.mark.loads(WORKER)]
+WEIGHTS = 20 * UNIT
+PEAK = 5 * UNIT
+RIGHT = BUDGET - WEIGHTS - PEAK
+
+
+class Start:
+    """An engine that starts beside another process, which holds ``held`` units."""
+
+    def __init__(self, world: World, held: int) -> None:
+        self.world = world
+        self.theirs = [world.take(UNIT) for _ in range(held)]
+        self.stats = Torch(world)
+        self.warnings: list[str] = []
+        module: Any = importlib.import_module(WORKER)
+        module.logger = SimpleNamespace(
+            debug=lambda *_: None,
+            info=lambda *_: None,
+            info_once=lambda *_: None,
+            warning=self.warn,
+        )
+
+    def warn(self, text: str, *arguments: object) -> None:
+        self.warnings.append(text % arguments)
+
+    def free(self, units: int) -> None:
+        """The other process frees that much."""
+        for _ in range(units):
+            self.world.take_back(self.theirs.pop())
+
+    def take(self, units: int) -> None:
+        """The other process takes that much."""
+        self.theirs += [self.world.take(UNIT) for _ in range(units)]
+
+    def move(self, units: int) -> None:
+        """The other process takes that much, or frees it where it is less than 0."""
+        if units < 0:
+            self.free(-units)
+        else:
+            self.take(units)
+
+    def load(self, *, pool: bool = False) -> None:
+        if pool:
+            self.stats.load(kept=WEIGHTS, replaced=30 * UNIT)
+        else:
+            self.stats.load_without_a_pool(WEIGHTS)
+
+    def left(self, graphs: int = 0, **during: Callable[[], object]) -> int:
+        """What the worker gives the KV cache."""
+        found: int = worker(
+            self.stats, WEIGHTS, PEAK, graphs, **during
+        ).determine_available_memory()
+        return found
 
 
 @pytest.mark.parametrize("pool", [False, True])

@@ -150,7 +150,6 @@ def test_a_sleep_that_cannot_wait_unmaps_nothing(world: World) -> None:
     world.expect_awake(*blocks)
 
 
-@pytest.mark.guard
 @pytest.mark.parametrize("failing", ["", "cudaMemcpy"])
 def test_freeing_a_sleeping_block_waits_for_nothing(world: World, failing: str) -> None:
     """Also not after a wake_up, be it one that failed."""

@@ -27,12 +27,6 @@ ORIGINAL = [1000 + rank for rank in range(RANKS)]
 pytestmark = pytest.mark.usefixtures("vllm_executor")
 
 
-@pytest.fixture
-def gpus(gpus: Gpus) -> Gpus:
-    gpus.remember()
-    return gpus
-
-
 def update(name: str, *arguments: Any) -> tuple[Any, ...]:
     return ("collective_rpc", name, None, arguments)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import importlib
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +26,6 @@ class Rig:
         self.torch = world.torch
         self.blocks = world.blocks()
         self.weights = [block for block in self.blocks if block.tag == "weights"]
-        self.cache_set_up = 0
         self.model = self.torch.nn.Module()
         self.buffers = [self.view(block) for block in self.weights[:2]]
         self.buffers.append(self.torch.arange(SIZE, dtype=self.torch.uint8))
@@ -36,11 +34,9 @@ class Rig:
         worker = importlib.import_module(WORKER).Worker
         self.worker: Any = worker.__new__(worker)
         self.worker._sleep_saved_buffers = {}
-        self.worker._kv_cache_was_asleep = False
         self.worker.model_runner = self
-        # What other releases have besides: retained parameters, a draft model's buffers, and a
-        # choice of mechanisms, for platforms that they name.
         self.worker._sleep_saved_parameters = {}
+        # Of the untouched release.
         self.worker._sleep_saved_draft_buffers = {}
         self.worker._sleep_mode_backend = None
         # A buffer of the same name, which is another one.
@@ -56,25 +52,12 @@ class Rig:
         self.worker.model_config = options
         self.worker.vllm_config = SimpleNamespace(model_config=options)
         world.use_cuda_platform()
-        # Not every release sets up the cache anew after it slept.
-        source = Path(str(importlib.import_module(WORKER).__file__))
-        text = source.read_text(encoding="utf-8")
-        self.sets_up = self.post_kv_cache_wake_up.__name__ in text
-        # Nor do all save the buffers of a draft model.
-        if "_get_sleep_parameters" in text:
-            self.buffers.append(self.draft.first)
+        self.buffers.append(self.draft.first)
 
     def view(self, block: Block) -> Any:
         """A tensor over device memory; reading it while it is not mapped is a fault."""
         memory = (ctypes.c_uint8 * SIZE).from_address(block.address + 4096)
         return self.torch.frombuffer(memory, dtype=self.torch.uint8)
-
-    def post_kv_cache_wake_up(self) -> None:
-        """Clears the cache of a quantized model."""
-        self.cache_set_up += 1
-
-    def expect_set_up(self, times: int) -> None:
-        expect("times the cache was set up", self.cache_set_up, times if self.sets_up else 0)
 
     def values(self) -> list[list[int]]:
         return [buffer.tolist() for buffer in self.buffers]
@@ -105,10 +88,8 @@ def test_waking_the_cache_first_reads_no_sleeping_buffer(world: World) -> None:
     before = rig.values()
     rig.worker.sleep(level=2)
     rig.worker.wake_up(["kv_cache"])
-    expect("setting up the cache writes scales, which sleep", rig.cache_set_up, 0)
     rig.worker.wake_up(["weights"])
     expect("the buffers", rig.values(), before)
-    rig.expect_set_up(times=1)
 
 
 def test_a_deep_sleep_that_fails_part_way_goes_on(world: World) -> None:
@@ -131,7 +112,6 @@ def test_a_wake_that_fails_is_retried_with_the_buffers(world: World) -> None:
     world.expect_alive(asleep=tuple(rig.blocks))
     rig.worker.wake_up()
     expect("the buffers", rig.values(), before)
-    rig.expect_set_up(times=1)
 
 
 def test_buffers_not_restored_yet_are_not_saved_again(world: World) -> None:
@@ -175,31 +155,6 @@ def test_buffers_saved_for_a_sleep_that_never_was_are_dropped_by_a_wake(world: W
     before = rig.values()
     rig.worker.wake_up()
     expect("the buffers", rig.values(), before)
-
-
-def test_a_second_wake_leaves_the_cache_alone(world: World) -> None:
-    rig = Rig(world)
-    rig.worker.sleep(level=1)
-    rig.worker.wake_up()
-    rig.worker.wake_up()
-    rig.worker.wake_up(["kv_cache"])
-    rig.expect_set_up(times=1)
-
-
-def test_setting_up_the_cache_is_retried(world: World) -> None:
-    rig = Rig(world)
-    set_up = rig.post_kv_cache_wake_up
-
-    def fails() -> None:
-        raise RuntimeError("no")
-
-    rig.worker.sleep(level=1)
-    rig.worker.model_runner.post_kv_cache_wake_up = fails
-    expect("whether waking failed", raised(rig.worker.wake_up) is not None, rig.sets_up)
-    rig.worker.model_runner.post_kv_cache_wake_up = set_up
-    rig.worker.wake_up()
-    rig.expect_set_up(times=1)
-    world.expect_awake(*rig.blocks)
 
 
 def test_another_process_may_take_memory_meanwhile(world: World) -> None:
@@ -289,17 +244,16 @@ def test_an_interrupt_anywhere(world: World, call: str, part: int) -> None:
 
 
 def test_a_backend_that_fails_to_resume_is_suspended(world: World) -> None:
-    """It does not stay "RESUMING". Releases without backends have no state to be wrong."""
+    """It does not stay "RESUMING"."""
     rig = Rig(world)
     rig.worker.sleep(level=1)
     world.fake.fail("cuMemCreate", nth=2)
     assert isinstance(raised(rig.worker.wake_up), RuntimeError)
     world.expect_alive(asleep=tuple(rig.blocks))
-    backend = getattr(rig.worker, "sleep_mode_backend", None)
-    if backend is not None:
-        expect("the state", backend.state(), "SUSPENDED")
-        rig.worker.wake_up()
-        expect("the state", backend.state(), "RUNNING")
+    backend = rig.worker.sleep_mode_backend
+    expect("the state", backend.state(), "SUSPENDED")
+    rig.worker.wake_up()
+    expect("the state", backend.state(), "RUNNING")
 
 
 @pytest.mark.guard
@@ -314,4 +268,3 @@ def test_a_model_sleeps_and_wakes(world: World, level: int) -> None:
         expect("the buffers", rig.values(), before)
         rig.worker.wake_up(["kv_cache"])
         world.expect_alive(*rig.blocks)
-    rig.expect_set_up(times=3)

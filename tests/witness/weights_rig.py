@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.witness.test_worker_sleep import WORKER, Rig
-from tests.witness.world import Block, World
+from tests.witness.world import Block, World, expect, raised
 
 SIZE = 64
 
@@ -47,3 +47,38 @@ class WeightsRig(Rig):
         self.load(*names)
         if self.fails:
             raise RuntimeError("no such file")
+
+
+class Pooled(WeightsRig):
+    """A worker whose tensors say that they are on a GPU, with KV caches in a block."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.on_gpu: Any = type("OnGpu", (self.torch.nn.Parameter,), {"is_cpu": False})
+        for name in ("up", "down"):
+            self.register(name, self.model.get_parameter(name).data)
+        cache = next(block for block in self.blocks if block.tag == "kv_cache")
+        # Attention has a tensor, a layer with states (Mamba, gated DeltaNet) a list.
+        states = [self.tensor(self.matrix(cache)) for _ in range(2)]
+        self.kv_caches: Any = [self.tensor(self.matrix(cache)), states]
+
+    def tensor(self, data: Any) -> Any:
+        return self.on_gpu(data, requires_grad=False)
+
+    def outside(self, *shape: int) -> Any:
+        """Memory that no pool has."""
+        return self.tensor(self.torch.zeros(shape))
+
+    def register(self, name: str, data: Any) -> None:
+        self.model.register_parameter(name, self.tensor(data))
+
+    def expect_refused(self, level: int, words: str) -> None:
+        before = self.values()
+        error = raised(lambda: self.worker.sleep(level=level))
+        assert isinstance(error, RuntimeError), f"sleep ended with {error!r}"
+        expect(f"whether the error says {words}", words in str(error), True)
+        self.world.expect_alive(*self.blocks)
+        # The caller takes every rank back.
+        self.worker.wake_up()
+        expect("the buffers", self.values(), before)
+        self.world.expect_alive(*self.blocks)

@@ -39,7 +39,6 @@ PLUGIN = next(
 )
 # CU_DEVICE_ATTRIBUTE_INTEGRATED
 INTEGRATED = 18
-HOST_COPIES = "vllm.device_allocator.host_copies"
 EMPTY = Alive(handles=0, mappings=0, reservations=0, physical=0)
 # Seconds one forked case of a sweep may take; it needs milliseconds.
 CASE_LIMIT = 60.0
@@ -73,8 +72,7 @@ def load(tree: Path, libraries: Path) -> Loaded:
     wrapper.find_loaded_library = lambda name: str(fake.runtime_path)
     cumem: Any = importlib.import_module("vllm.device_allocator.cumem")
     assert cumem.cumem_available
-    # Pinned memory takes a real driver. A release asks for it by one name or the other.
-    cumem.is_pin_memory_available = lambda: False
+    # Pinned memory takes a real driver.
     cumem.PIN_MEMORY = False
     return Loaded(
         fake=fake,
@@ -185,36 +183,18 @@ class World:
         self.pools: list[weakref.ref[Pool]] = []
         self._written = 0
         self._replace_in_torch()
-        # See use_host_copies.
+        # What the host has available: see use_plugin.
         self.host_memory = 64 * GIB
         self.host_copies: Any = None
         # So much of a block goes into its digest: a test with many cases takes less.
         self.digested = GIB
         # What sleep and wake_up copy with.
         self.copier: tuple[Any, str] = (self.cumem.libcudart, "cudaMemcpy")
-        os.environ["SLEEP_MODE_HOST_COPY"] = "release"
-        self.allocator: Any = None
-        self._new_allocator()
-
-    def _new_allocator(self) -> None:
         self.cumem.CuMemAllocator.instance = None
-        self.allocator = self.cumem.CuMemAllocator.get_instance()
+        self.allocator: Any = self.cumem.CuMemAllocator.get_instance()
         self.cumem.init_module(
             self.allocator.python_malloc_callback, self.allocator.python_free_callback
         )
-
-    def use_host_copies(self, setting: str = "auto") -> None:
-        """From here on, host copies are kept where the tree or the plugin can do that.
-
-        The host has ``self.host_memory`` bytes available.
-        """
-        os.environ["SLEEP_MODE_HOST_COPY"] = setting
-        self._new_allocator()
-        self.host_copies = getattr(self.allocator, "host_copies", None)
-        module: Any = sys.modules.get(HOST_COPIES)
-        if self.host_copies is None:
-            return
-        self._compute_on_cpu(module)
 
     def _compute_on_cpu(self, module: Any) -> None:
         """The stand-in's device memory is the host's: torch computes with it on the CPU."""
@@ -242,7 +222,7 @@ class World:
         self.copier = (self.host_copies._runtime, "copy")
 
     def use_plugin(self, setting: str = "auto") -> Any:
-        """As use_host_copies, with the sleep-mode backend of the package; the backend."""
+        """From here on the sleep-mode backend of the package keeps host copies; that backend."""
         os.environ["SLEEP_MODE_HOST_COPY"] = setting
         if str(PLUGIN) not in sys.path:
             sys.path.append(str(PLUGIN))
@@ -312,7 +292,7 @@ class World:
         self.library = _calls(self._rocm_path)
         for name in ("init_module", "python_create_and_map", "python_unmap_and_release"):
             setattr(self.cumem, name, getattr(module, name))
-        # What a release asks of its platform beside the extension.
+        # What the release asks of its platform beside the extension.
         self.cumem.current_platform = SimpleNamespace(is_rocm=lambda: True)
         self.cumem.init_module(
             self.allocator.python_malloc_callback, self.allocator.python_free_callback

@@ -36,7 +36,7 @@ _python = click.option(
     type=_EXISTING_FILE,
     help="A Python that has the build requirements. Default: the one running this.",
 )
-_base = click.option("--base", "version", required=True, help="The vLLM release, such as 0.21.0.")
+_base = click.option("--base", "version", required=True, help="The vLLM release, such as 0.33.0.")
 
 
 @click.group()
@@ -47,7 +47,7 @@ def command() -> None:
 
     \b
     Example:
-      sm12x build source --base 0.21.0 --sdist vllm-0.21.0.tar.gz --out src
+      sm12x build source --base 0.33.0 --sdist vllm-0.33.0.tar.gz --out src
     """
 
 
@@ -105,7 +105,7 @@ def packages(version: str, machine: str, out: Path, find_links: Path | None) -> 
 
     \b
     Example:
-      sm12x build packages --base 0.21.0 --machine aarch64 --out target
+      sm12x build packages --base 0.33.0 --machine aarch64 --out target
     """
     from sm12x.core import pipconfig
     from sm12x.wheel.toolchain import cross
@@ -208,7 +208,7 @@ def source(version: str, sdist: Path, out: Path) -> None:
 
     \b
     Example:
-      sm12x build source --base 0.21.0 --sdist vllm-0.21.0.tar.gz --out src
+      sm12x build source --base 0.33.0 --sdist vllm-0.33.0.tar.gz --out src
     """
     from sm12x.wheel.source import patched as step
 
@@ -261,13 +261,6 @@ def source(version: str, sdist: Path, out: Path) -> None:
     metavar="NAME",
     help="A third-party source that may be another patch level of the pinned minor release.",
 )
-@click.option(
-    "--allow-missing",
-    multiple=True,
-    envvar="SM12X_ALLOW_MISSING",
-    metavar="NAME",
-    help="A third-party source that may be missing, with the ops made of it. Can be repeated.",
-)
 @click.option("--work", type=_FOLDER, help="Work folder, kept between runs. Default: OUT.work.")
 @_python
 def native(
@@ -282,7 +275,6 @@ def native(
     mode: str,
     third_party: Path | None,
     patch_levels: tuple[str, ...],
-    allow_missing: tuple[str, ...],
     work: Path | None,
     python: Path | None,
 ) -> None:
@@ -293,7 +285,7 @@ def native(
 
     \b
     Example:
-      sm12x build native --base 0.21.0 --source src \\
+      sm12x build native --base 0.33.0 --source src \\
         --cuda-home /opt/cuda --out native
     """
     from sm12x.wheel.compile import cmake
@@ -325,7 +317,6 @@ def native(
         touched.targets,
         mode=mode,
         available=cmake.available(base, third_party),
-        allowed=allow_missing,
     )
     start = time.monotonic()
     with progress.steps() as advance:
@@ -371,8 +362,8 @@ def wheel(
 
     \b
     Example:
-      sm12x build wheel --base 0.21.0 --source src --native native \\
-        --official vllm-0.21.0-1-cp38-abi3-manylinux_2_24_x86_64.whl --out dist
+      sm12x build wheel --base 0.33.0 --source src --native native \\
+        --official vllm-0.33.0-cp38-abi3-manylinux_2_28_x86_64.whl --out dist
     """
     from sm12x.wheel.assemble import assemble
     from sm12x.wheel.compile import cmake

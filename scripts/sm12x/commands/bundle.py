@@ -111,12 +111,6 @@ def with_bar(text: str) -> str:
     "release, such as CUTLASS v4.7.0 for v4.7.1. The ledger names it.",
 )
 @click.option(
-    "--allow-missing",
-    multiple=True,
-    metavar="NAME",
-    help="A third-party source that may be missing in a full build, with the ops made of it.",
-)
-@click.option(
     "--flashinfer/--no-flashinfer",
     default=None,
     help="Compile the FlashInfer modules that the recipes need ahead of time, not at a server's "
@@ -168,8 +162,8 @@ def command(
 
     \b
     Examples:
-      sm12x bundle --base 0.21.0 --engine buildah
-      sm12x bundle --base 0.21.0 --build full --source qutlass=../qutlass
+      sm12x bundle --base 0.33.0 --engine buildah
+      sm12x bundle --base 0.33.0 --build full --source qutlass=../qutlass
     """
     options = decide.Options(version=version or bases.default(), image=not no_image, **given)
     report = _Report()

@@ -16,7 +16,7 @@ _PROJECT = "vllm"
 
 
 @click.command()
-@click.option("--base", "version", required=True, metavar="VERSION", help="The base, e.g. 0.21.0.")
+@click.option("--base", "version", required=True, metavar="VERSION", help="The base, e.g. 0.33.0.")
 @click.option(
     "--machine",
     type=click.Choice(bases.MACHINES),
@@ -31,7 +31,7 @@ def command(version: str, machine: str, find_links: Path | None) -> None:
     Files in the cache are verified again and not fetched. An interrupted transfer resumes. The
     index address and the CA are those of pip and uv.
 
-    Example: sm12x fetch --base 0.21.0 --machine aarch64
+    Example: sm12x fetch --base 0.33.0 --machine aarch64
     """
     base = bases.load(version)
     if machine not in base.wheels:

@@ -24,7 +24,7 @@ from sm12x.recipes.render import arguments
 
 # vLLM's default for the tokens of one step: on GPUs of at least 70 GiB, and on smaller ones.
 _CHUNKS = (8192, 2048)
-# ... and for the sequences; on 0.33.0 GB10 counts as a smaller GPU.
+# ... and for the sequences; GB10 counts as a smaller GPU.
 _SEQUENCES = (1024, 256)
 _LARGE_GPU = 70
 _DIFFERS = 0.1

@@ -1,10 +1,9 @@
-"""The sleep-mode backend that the image has where the release can choose one."""
+"""The sleep-mode backend that the image has, and when a server sleeps by it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import metadata
-from pathlib import Path
 
 from sm12x.core.errors import UsageError
 from sm12x.recipes import options
@@ -15,15 +14,8 @@ _NAME = "keep"
 SETTING = "SLEEP_MODE_HOST_COPY"
 # The first one where nothing is set.
 _KEPT, _RELEASED = ("auto", "keep"), "release"
-# The release's own file with the registry of backends.
-_REGISTRY = "vllm/device_allocator/sleep_mode_backend.py"
 # Options that choose a backend: the second one takes effect only with vLLM's own backend.
 _CHOSEN = ("sleep-mode-backend", "sleep-mode-offload-cudagraph")
-
-
-def is_for(site: Path) -> bool:
-    """Whether the release in ``site`` has backends, and so the image has this one."""
-    return (site / _REGISTRY).is_file()
 
 
 def is_installed() -> bool:

@@ -134,9 +134,9 @@ class Ledger(Declared):
     """``mode`` is "quick" (the official wheel, changed) or "full" (all compiled here).
 
     ``arch_list`` is what was asked for, ``cmake_archs`` what the release's CMake made of it; both
-    concern what was compiled here. ``allowed_missing`` names the third-party sources that modules
-    were compiled without. ``lock_sha256`` is of the locked closure, whose versions are
-    ``dependencies``.
+    concern what was compiled here. ``lock_sha256`` is of the locked closure, whose versions are
+    ``dependencies``. ``allowed_missing`` is empty: older ledgers of this schema name third-party
+    sources there that modules were compiled without.
     """
 
     base_version: str
@@ -153,7 +153,6 @@ class Ledger(Declared):
     cmake_archs: str
     compiler: str
     nvcc: str
-    allowed_missing: tuple[str, ...]
     files: tuple[FileEntry, ...]
     libraries: tuple[LibraryEntry, ...]
     lock_sha256: str
@@ -161,6 +160,7 @@ class Ledger(Declared):
     overrides: tuple[OverrideEntry, ...] = ()
     extras: tuple[ExtraEntry, ...] = ()
     sources: tuple[SourceEntry, ...] = ()
+    allowed_missing: tuple[str, ...] = ()
     schema: Literal[2] = 2
 
     @property

@@ -39,11 +39,10 @@ class Kept(Declared):
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleChoice:
-    """The modules to compile and to keep. ``allowed``: sources that may be missing, by target."""
+    """The modules to compile and to keep."""
 
     modules: tuple[Module, ...]
     kept: tuple[Kept, ...]
-    allowed: dict[str, tuple[str, ...]]
 
 
 def is_native(path: str) -> bool:
@@ -108,25 +107,14 @@ def choose(
     *,
     mode: str,
     available: Collection[str] = (),
-    allowed: Collection[str] = (),
 ) -> ModuleChoice:
     """What to compile of ``base`` when the stack touches ``targets``.
 
     Quick mode takes what the stack touches, if it is cheap; full mode takes all. A module of which
-    a third-party source is neither ``available`` nor ``allowed`` to be missing is kept.
-
-    Raises:
-        UsageError: ``allowed`` names no source of the base, or one that cannot be done without.
+    a third-party source is not ``available`` is kept.
     """
-    for name in allowed:
-        if not require_source(base, name).ops:
-            raise UsageError(
-                f"no module that {base.version} makes of {name} can be compiled without it",
-                next_step=f"leave {name} out of --allow-missing: the official module is kept",
-            )
     compiled: list[Module] = []
     kept: list[Kept] = []
-    without: dict[str, tuple[str, ...]] = {}
     for module in base.modules:
         if mode == "quick" and module.target not in targets:
             continue
@@ -135,16 +123,13 @@ def choose(
             kept.append(Kept(target=module.target, path=module.path, reason=reason))
             continue
         gone = tuple(name for name in module.sources if name not in available)
-        needed = tuple(name for name in gone if name not in allowed)
-        if needed:
-            reason = f"{' and '.join(needed)} not found, and the ops made of it would be lost"
-            entry = Kept(target=module.target, path=module.path, reason=reason, missing=needed)
+        if gone:
+            reason = f"{' and '.join(gone)} not found, and the ops made of it would be lost"
+            entry = Kept(target=module.target, path=module.path, reason=reason, missing=gone)
             kept.append(entry)
             continue
         compiled.append(module)
-        if gone:
-            without[module.target] = gone
-    return ModuleChoice(modules=tuple(compiled), kept=tuple(kept), allowed=without)
+    return ModuleChoice(modules=tuple(compiled), kept=tuple(kept))
 
 
 def for_stack(base: Base, stack: Stack) -> tuple[Module, ...]:
@@ -179,22 +164,20 @@ def decide(
     memory_gib: float,
     available: Collection[str],
     wanted: str,
-    allowed: Collection[str] = (),
 ) -> Decision:
     """Quick or full.
 
     Args:
         memory_gib: what is free.
-        available: the third-party sources that are there; ``allowed``: those to do without.
+        available: the third-party sources that are there.
         wanted: "quick", "full" or "auto".
 
     Raises:
         NoSpaceError: "full" is wanted, and its largest unit does not fit in the memory.
-        UsageError: ``allowed`` names no source of the base.
     """
     if wanted == "quick":
         return Decision(mode="quick", reason="as asked for")
-    choice = choose(base, (), mode="full", available=available, allowed=allowed)
+    choice = choose(base, (), mode="full", available=available)
     minutes = full_minutes(base, choice.modules, cores=cores, memory_gib=memory_gib)
     peak = max((module.peak_gib for module in choice.modules), default=0.0)
     if peak > memory_gib:
@@ -233,7 +216,7 @@ def decide(
 class FullStep:
     """``modules`` (paths in the wheel) that a full build compiles beyond quick mode's, where it has
     ``sources`` whose availability is uncertain; together with all earlier steps this takes
-    ``minutes``. For those in ``given_only`` neither a package nor a repository is known.
+    ``minutes``. For those in ``given_only`` no repository is known.
     """
 
     minutes: float
@@ -276,7 +259,7 @@ def offer(base: Base, *, cores: int, memory_gib: float, sure: Collection[str]) -
         peak = max([peak, *(module.peak_gib for module in added)])
         sources = {name for module in added for name in module.sources} - {*sure}
         minutes = full_minutes(base, choice.modules, cores=cores, memory_gib=memory_gib)
-        bare = {one.name for one in base.sources if not one.git and not one.packages}
+        bare = {one.name for one in base.sources if not one.git}
         steps.append(
             FullStep(
                 minutes=minutes,

@@ -13,7 +13,7 @@ from sm12x_dev import lock
 
 
 @click.command()
-@click.option("--base", "version", required=True, metavar="VERSION", help="The base, e.g. 0.21.0.")
+@click.option("--base", "version", required=True, metavar="VERSION", help="The base, e.g. 0.33.0.")
 @click.option(
     "--machine",
     type=click.Choice(bases.MACHINES),
@@ -26,7 +26,7 @@ def lock_command(version: str, machine: str | None, check: bool) -> None:
     Resolves as of the day of the release, for every machine from any machine. --check prints how
     the committed files differ from new ones, and where they contradict base.toml.
 
-    Example: sm12x-dev lock --base 0.21.0 --check
+    Example: sm12x-dev lock --base 0.33.0 --check
     """
     base = bases.load(version)
     machines = [machine] if machine else list(base.locks)

@@ -60,7 +60,7 @@ class CheckReport:
 def list_command(version: str | None, as_json: bool) -> None:
     """Show the patches of a base in order, with their upstream state.
 
-    Example: sm12x-dev list --base 0.21.0 --json
+    Example: sm12x-dev list --base 0.33.0 --json
     """
     base = chosen(version)
     stack = series.load(base)
@@ -94,7 +94,7 @@ def check_command(
     Fails if a message lacks a required part, if a patch does not apply exactly, or if the export is
     not byte for byte the files that were applied. Every fault is listed.
 
-    Example: sm12x-dev check --base 0.21.0 --messages-only
+    Example: sm12x-dev check --base 0.33.0 --messages-only
     """
     base = chosen(version)
     findings = series.check(base, root=layout.root())

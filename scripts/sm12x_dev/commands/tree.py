@@ -61,7 +61,7 @@ def apply_command(
     git repository with the untouched source as the commit tagged `base` and one commit per patch,
     so that patches can be edited with git and exported with `sm12x-dev refresh DIR`.
 
-    Example: sm12x-dev apply --base 0.21.0 --unpack ../vllm
+    Example: sm12x-dev apply --base 0.33.0 --unpack ../vllm
     """
     base = chosen(version)
     stack = series.load(base)
@@ -116,7 +116,7 @@ def refresh_command(directory: Path, version: str | None, force: bool, as_json: 
     Commits added, dropped or reordered with git change the series accordingly. Refused if the
     patches have changed since DIR was made: the export would undo those changes.
 
-    Example: sm12x-dev refresh --base 0.21.0 ../vllm
+    Example: sm12x-dev refresh --base 0.33.0 ../vllm
     """
     base = chosen(version)
     try:
@@ -169,7 +169,7 @@ def new_command(
     there, and the commit is exported.
 
     \b
-    Example: sm12x-dev new --base 0.21.0 ../vllm --subject "Reset the error state on entry" \\
+    Example: sm12x-dev new --base 0.33.0 ../vllm --subject "Reset the error state on entry" \\
         --body-file why.txt --upstream "vllm-project/vllm#35489 (closed, never merged)" \\
         --drop-when "the release resets it itself" --witness tests/witness/test_reset.py
     """
@@ -221,7 +221,7 @@ def drop_command(name: str, version: str | None, find_links: Path | None, as_jso
 
     The later patches are renumbered, and exported again where their lines moved.
 
-    Example: sm12x-dev drop --base 0.21.0 0002
+    Example: sm12x-dev drop --base 0.33.0 0002
     """
     base = chosen(version)
     stack = series.load(base)

@@ -27,7 +27,7 @@ SETTINGS: dict[str, Any] = {
     "model": "tiny",
     # What its texts begin with.
     "says": "",
-    "version": "0.21.0",
+    "version": "0.33.0",
     "asleep": False,
     # Which routes there are: of sleep mode, and of development mode.
     "routes": True,

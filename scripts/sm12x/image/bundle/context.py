@@ -86,7 +86,6 @@ def builder_files(base: Base, machine: str, *, here: str) -> dict[str, Path | st
         **package(),
         "build.lock": base.build_lock_path(here),
         f"base/{base.version}/base.toml": base.folder / "base.toml",
-        **{f"base/{base.version}/{path.relative_to(base.folder)}": path for path in base.headers()},
         **({f"base/{base.version}/{other.name}": other} if machine != here else {}),
         **{f"{folder}/{path.name}": path for path in stack},
         **{f"{folder}/{path.name}": path for path in data if path.exists()},

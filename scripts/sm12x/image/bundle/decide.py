@@ -31,7 +31,7 @@ class Options:
 
     ``build`` is "quick", "full" or "auto". ``sources`` are words NAME=DIR: third-party sources that
     are taken from a folder; ``patch_levels`` names sources whose patch level may differ from the
-    pin, ``allow_missing`` sources that may be missing. ``platform`` is such as "linux/arm64".
+    pin. ``platform`` is such as "linux/arm64".
     ``flashinfer``: FlashInfer's modules are compiled ahead of time; None leaves it to the mode.
     ``twice``: the wheel is built a second time, and has to be the same bytes.
     """
@@ -42,7 +42,6 @@ class Options:
     build: str = "auto"
     sources: tuple[str, ...] = ()
     patch_levels: tuple[str, ...] = ()
-    allow_missing: tuple[str, ...] = ()
     flashinfer: bool | None = None
     engine: str | None = None
     base_image: str | None = None
@@ -145,11 +144,7 @@ def decided(options: Options, report: Reporter) -> Iterator[BuildPlan]:
     """
     base = bases.load(options.version)
     request = modes.parse_request(
-        base,
-        options.build,
-        options.sources,
-        options.allow_missing,
-        patch_levels=options.patch_levels,
+        base, options.build, options.sources, patch_levels=options.patch_levels
     )
     wanted = platforms.choose(base, options.platform, image=options.image)
     targets = archs.validate(
@@ -160,7 +155,7 @@ def decided(options: Options, report: Reporter) -> Iterator[BuildPlan]:
     # Before the mode, whose sources are looked up on the network: useless without an engine.
     engine = engines.find(options.engine, say=report.say)
     report.say(f"engine: {engine.description}")
-    mode = modes.settle(base, request, targets, made, find_links=options.find_links, report=report)
+    mode = modes.settle(base, request, targets, made, report=report)
     ahead = modes.flashinfer(base, options.flashinfer, mode.name, wanted, image=options.image)
     flashinfer = archs.to_text(targets) if ahead else ""
     with preflight.alone(base):
@@ -182,7 +177,6 @@ def decided(options: Options, report: Reporter) -> Iterator[BuildPlan]:
         choices = {
             "arch_list": archs.to_text(targets),
             "mode": mode.name,
-            "allow_missing": " ".join(mode.allowed),
             "third_party": mode.third_party_sha256,
             "flashinfer": flashinfer,
             "base_image": image.digest,

@@ -162,7 +162,6 @@ def _run_builder(plan: BuildPlan, release: list[Path], out: Path, *, again: str 
         "CROSS": plan.machine if plan.platforms.crossing else "",
         "ARCH_LIST": plan.arch_list,
         "MODE": mode.name,
-        "ALLOW_MISSING": " ".join(mode.allowed),
         "PATCH_LEVELS": " ".join(mode.patch_levels),
         "THIRD_PARTY_SHA256": mode.third_party_sha256,
         "NATIVE_KEY": mode.key(plan.base, plan.machine, plan.arch_list) + again,

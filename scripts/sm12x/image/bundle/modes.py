@@ -32,14 +32,13 @@ _Sources = Mapping[str, third_party.FoundSource]
 
 @dataclass(frozen=True, kw_only=True)
 class ModeRequest:
-    """The request: a mode or "auto", folders of sources, sources that may be missing.
+    """The request: a mode or "auto", and folders of sources.
 
     ``patch_levels`` are those of ``given`` that may be of another patch level than pinned.
     """
 
     wanted: str
     given: Mapping[str, Path]
-    allowed: tuple[str, ...]
     patch_levels: tuple[str, ...] = ()
 
 
@@ -47,13 +46,12 @@ class ModeRequest:
 class BuildMode:
     """The mode and its sources. ``third_party``: files of sources, by their place in the context.
 
-    ``allowed`` are the missing sources that may be missing; ``patch_levels`` those that may be of
-    another patch level than pinned. ``offer`` is what full mode would add, None in full mode.
+    ``patch_levels`` names those that may be of another patch level than pinned. ``offer`` is what
+    full mode would add, None in full mode.
     """
 
     name: str
     choice: ModuleChoice
-    allowed: tuple[str, ...] = ()
     patch_levels: tuple[str, ...] = ()
     third_party: Mapping[str, Path] = field(default_factory=dict)
     third_party_sha256: str = ""
@@ -70,10 +68,8 @@ class BuildMode:
             machine,
             arch_list,
             self.name,
-            *self.allowed,
             self.third_party_sha256,
             files.sha256(base.build_lock_path(machine)),
-            *(files.sha256(path) for path in base.headers()),
         )
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
@@ -82,7 +78,6 @@ def parse_request(
     base: Base,
     wanted: str,
     sources: Iterable[str],
-    allowed: Iterable[str],
     *,
     patch_levels: Iterable[str] = (),
 ) -> ModeRequest:
@@ -100,12 +95,7 @@ def parse_request(
                 f"--accept-patch-level {name} is for a folder that is given",
                 next_step=f"give it with --source {name}=DIR",
             )
-    return ModeRequest(
-        wanted=wanted,
-        given=given,
-        patch_levels=lenient,
-        allowed=tuple(selection.require_source(base, name).name for name in allowed),
-    )
+    return ModeRequest(wanted=wanted, given=given, patch_levels=lenient)
 
 
 def settle(
@@ -114,7 +104,6 @@ def settle(
     targets: tuple[CudaArch, ...],
     made: str,
     *,
-    find_links: Path | None,
     report: Reporter,
 ) -> BuildMode:
     """Decide the mode, report it with the reason, and find its sources.
@@ -128,7 +117,6 @@ def settle(
     Raises:
         BadArchitectureError: a full build needs more of the architectures.
         BadFileError: a given folder is not of the pinned version.
-        HashMismatchError: a package with a source is not the pinned one.
     """
 
     @functools.cache
@@ -136,7 +124,6 @@ def settle(
         return third_party.collect(
             base,
             cache=layout.cache(),
-            find_links=find_links,
             given=request.given,
             patch_levels=request.patch_levels,
             say=report.say,
@@ -153,13 +140,12 @@ def settle(
     if newest != base.version:
         report.say(f"there is a newer base: make bundle BASE={newest}")
     if decision.mode == "quick":
-        if request.given or request.allowed:
+        if request.given:
             report.say("quick mode takes no third-party source: options about them are unused")
-        sure = _sure(base, request.given)
         return BuildMode(
             name="quick",
-            choice=choose(base, "quick", (), ()),
-            offer=selection.offer(base, cores=cores, memory_gib=memory_gib, sure=sure),
+            choice=choose(base, "quick", ()),
+            offer=selection.offer(base, cores=cores, memory_gib=memory_gib, sure=request.given),
         )
     arch.require_complete(targets)
     with report.phase("third-party sources", live=False):
@@ -167,13 +153,11 @@ def settle(
         staging = staged(sources)
         digest = Context(files=staging, large={}).digest() if staging else ""
     there = {name for name, source in sources.items() if source.folder}
-    allowed = tuple(sorted({*request.allowed} - there))
-    choice = choose(base, "full", there, allowed)
+    choice = choose(base, "full", there)
     _report_kept(base, choice, sources, report)
     return BuildMode(
         name="full",
         choice=choice,
-        allowed=allowed,
         patch_levels=request.patch_levels,
         third_party=staging,
         third_party_sha256=digest,
@@ -189,13 +173,6 @@ def _report_kept(base: Base, choice: ModuleChoice, sources: _Sources, report: Re
         report.say(f"{kept.path} stays the official one ({why})")
     if choice.kept:
         report.say("name the folder of a missing source with --source NAME=DIR")
-    lacking = {name for kept in choice.kept for name in kept.missing}
-    for source in base.sources:
-        if source.name in lacking and source.ops:
-            report.say(
-                f"or leave out the {len(source.ops)} ops made of {source.name} with "
-                f"--allow-missing {source.name}"
-            )
 
 
 def flashinfer(
@@ -261,8 +238,8 @@ def decide(
     """Return the mode. ``collect`` is called only where the available sources change it.
 
     Which modules a full build compiles, and so how long it takes, depends on the sources; looking
-    for them needs a network, and a user is told the decision first. Sources that are given, and
-    those that come as packages like the release itself, are certain.
+    for them needs a network, and a user is told the decision first. Sources that are given are
+    certain.
 
     Raises:
         NoSpaceError: a full build is wanted, and does not fit in the memory.
@@ -275,29 +252,21 @@ def decide(
             memory_gib=memory_gib,
             available=available,
             wanted=request.wanted,
-            allowed=request.allowed,
         )
 
     most = with_({source.name for source in base.sources})
     if request.wanted != AUTO:
         return most
-    if most.mode == with_(_sure(base, request.given)).mode:
+    if most.mode == with_({*request.given}).mode:
         return most
     with progress.spinner("looking for third-party sources"):
         return with_({name for name, source in collect().items() if source.folder})
 
 
-def _sure(base: Base, given: Iterable[str]) -> set[str]:
-    """Return the sources that need no git host: those given, and those of packages."""
-    return {*given, *(source.name for source in base.sources if source.packages)}
-
-
-def choose(
-    base: Base, mode: str, available: Collection[str], allowed: Collection[str]
-) -> ModuleChoice:
+def choose(base: Base, mode: str, available: Collection[str]) -> ModuleChoice:
     """Return what that mode will compile and keep, by what the patches name."""
     targets = [module.target for module in selection.for_stack(base, series.load(base))]
-    return selection.choose(base, targets, mode=mode, available=available, allowed=allowed)
+    return selection.choose(base, targets, mode=mode, available=available)
 
 
 def devices(mode: str, arch_list: str) -> list[str]:

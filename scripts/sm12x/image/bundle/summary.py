@@ -158,8 +158,6 @@ def modules(ledger: Ledger) -> str:
     lines += ["Kept from the official wheel"] if kept else []
     for reason, paths in kept.items():
         lines.append(_wrapped(f"{', '.join(paths)}: {reason}", indent=2))
-    if ledger.allowed_missing:
-        lines.append(f"Compiled without {', '.join(ledger.allowed_missing)} (--allow-missing)")
     if ledger.replaced:
         lines.append(f"Compiled with {', '.join(ledger.replaced)} (--accept-patch-level)")
     for entry in compiled:

@@ -55,10 +55,8 @@ def check(ledger: Ledger, site: Path) -> list[Line]:
             )
         )
     lines += _record("vllm", site, seen, listed=_listed(ledger))
-    for extra in ledger.extras:
-        lines += _record(extra.package, site, seen)
-    if sleep_backend.is_for(site):
-        lines += _record(sleep_backend.PACKAGE, site, seen)
+    for package in (*(extra.package for extra in ledger.extras), sleep_backend.PACKAGE):
+        lines += _record(package, site, seen)
     return lines
 
 

@@ -93,42 +93,20 @@ class UnitCost(Declared):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SourcePackage(PinnedFile):
-    """A wheel that has part of a source: what lies under ``inside`` goes to ``into``."""
-
-    project: str
-    inside: str
-    into: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class SourceText(Declared):
-    """A generated file of a source: its path and its content."""
-
-    path: str
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class ThirdPartySource(Declared):
     """A third-party source the release's CMake declares; ``override`` is the variable it reads.
 
     ``stand_in`` are empty files that CMake's configuration needs where the source is not compiled.
-    ``ops`` are the torch ops that are made of it (``namespace::name``): a module compiled without
-    the source may lack those, and no others.
 
-    A source that is compiled comes out of ``packages``, with the generated ``texts`` beside them,
-    or out of git: ``commit`` of the repository ``git``, with those ``submodules``. ``defines`` are
-    the macros of ``version_file`` whose values are the numbers of ``pin``.
+    A source that is compiled comes out of git: ``commit`` of the repository ``git``, with those
+    ``submodules``. ``defines`` are the macros of ``version_file`` whose values are the numbers of
+    ``pin``.
     """
 
     name: str
     pin: str
     override: str
     stand_in: tuple[str, ...]
-    ops: tuple[str, ...] = ()
-    packages: Annotated[tuple[SourcePackage, ...], Field(alias="package")] = ()
-    texts: Annotated[tuple[SourceText, ...], Field(alias="text")] = ()
     git: str = ""
     commit: str = ""
     submodules: tuple[str, ...] = ()
@@ -373,15 +351,6 @@ class Base(Declared):
     @property
     def series_path(self) -> Path:
         return self.folder / "series"
-
-    @property
-    def include(self) -> Path:
-        """The folder of headers that CUDA units find before torch's; there may be none."""
-        return self.folder / "include"
-
-    def headers(self) -> tuple[Path, ...]:
-        """The files of ``include``."""
-        return tuple(sorted(path for path in self.include.rglob("*") if path.is_file()))
 
 
 def default() -> str:

@@ -87,9 +87,6 @@ def build(
         cmake_archs=compiled.cmake_archs,
         compiler=compiled.compiler,
         nvcc=compiled.nvcc,
-        allowed_missing=tuple(
-            sorted({name for module in compiled.modules for name in module.allowed_missing})
-        ),
         files=tuple(change.entry() for change in changed),
         libraries=tuple(_libraries(parts, audits, compiled, registered, lost)),
         lock_sha256=files.sha256(parts.base.lock_path(parts.machine)),
@@ -193,25 +190,13 @@ def _ops(
             archive.extract(path, folder)
         official = _registered(parts, Path(folder), paths)
     ours = _registered(parts, parts.native, [module.path for module in compiled.modules])
-    allowed = may_lose(parts.base, compiled)
+    elsewhere = {module.path: module.other_gpus for module in parts.base.modules}
     lost = {
-        path: torch_ops.lost(path, found, official[path], allowed[path])
+        path: torch_ops.lost(path, found, official[path], elsewhere.get(path, ()))
         for path, found in ours.items()
         if path in official
     }
     return {**official, **ours}, lost
-
-
-def may_lose(base: Base, compiled: NativeRecord) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
-    """For each module (its path): the sources it was compiled without -> the ops made of them."""
-    made_of = {source.name: source.ops for source in base.sources}
-    others = {module.target: module.other_gpus for module in base.modules}
-    found: dict[str, Mapping[str, tuple[str, ...]]] = {}
-    for module in compiled.modules:
-        sources = {name: made_of[name] for name in module.allowed_missing}
-        elsewhere = {"kernels for other GPUs": ops} if (ops := others.get(module.target)) else {}
-        found[module.path] = {**sources, **elsewhere}
-    return found
 
 
 def _registered(parts: Parts, folder: Path, paths: Sequence[str]) -> Mapping[str, Registered]:

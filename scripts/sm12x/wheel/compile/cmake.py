@@ -190,8 +190,6 @@ def _definitions(base: Base, modules: Sequence[Module], settings: Settings) -> l
     flags = " ".join([*_prefix_maps(base, modules, settings), *other])
     # -I and -S: it starts once per unit, and needs nothing but the standard library.
     before = [settings.python, "-I", "-S", Path(launcher.__file__)]
-    if own_headers(base, settings.archs):
-        before += [launcher.HEADERS, settings.work / "src", base.include]
     # No CCACHE_BASEDIR: ccache would make paths relative, which the prefix maps then do not match.
     before += filter(None, [process.which("ccache")])
     return [
@@ -215,14 +213,6 @@ def _definitions(base: Base, modules: Sequence[Module], settings: Settings) -> l
             for language in ("C", "CXX", "CUDA")
         ),
     ]
-
-
-def own_headers(base: Base, archs: Iterable[CudaArch]) -> bool:
-    """Whether the release's CUDA units find the base's headers before torch's.
-
-    They are made for the units of 12.x; those that other architectures add have torch's own.
-    """
-    return bool(base.headers()) and all(one.major == 12 for one in archs)
 
 
 def _prefix_maps(base: Base, modules: Sequence[Module], settings: Settings) -> list[str]:

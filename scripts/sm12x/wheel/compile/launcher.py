@@ -1,4 +1,4 @@
-"""Wraps the compiler: names that do not change, the base's headers, and what each unit costs.
+"""Wraps the compiler: names that do not change, and what each unit costs.
 
 CMake calls it once for each unit, as its compiler launcher, so it starts as fast as Python can: it
 imports nothing of this package and runs under `python -I -S`. Where the environment names a file
@@ -16,8 +16,6 @@ import time
 
 # The file that gets a line for each unit: a variable of the environment.
 RESULTS = "SM12X_UNIT_RESULTS"
-# Before the compiler's words: a folder of sources, and one of headers for its CUDA units.
-HEADERS = "--headers"
 _MAP = "-Xcompiler=-ffile-prefix-map="
 
 
@@ -40,25 +38,8 @@ def with_fixed_name(argv: list[str]) -> list[str]:
     return argv
 
 
-def with_headers(argv: list[str]) -> list[str]:
-    """The compiler's arguments; a CUDA unit of the folder gets the base's headers first.
-
-    They stand before every ``-I``, and so before every ``-isystem``. A third party's sources are
-    not in the folder: they have what they were written for.
-    """
-    if argv[0] != HEADERS:
-        return argv
-    sources, headers, words = argv[1], argv[2], argv[3:]
-    source = _following(words, "-c")
-    if source is None or _following(words, "-x") != "cu" or not source.startswith(f"{sources}/"):
-        return words
-    found = (n for n, word in enumerate(words) if word.startswith(("-I", "-isystem")))
-    at = next(found, len(words))
-    return [*words[:at], f"-I{headers}", *words[at:]]
-
-
 def main(argv: list[str]) -> int:
-    argv = with_fixed_name(with_headers(argv))
+    argv = with_fixed_name(argv)
     results, unit = os.environ.get(RESULTS), _following(argv, "-o")
     if not results or unit is None:
         os.execvp(argv[0], argv)  # noqa: S606 - no shell is wanted

@@ -33,8 +33,7 @@ RECORD = "native.json"
 class NativeModule(Declared):
     """A compiled module. ``sha256`` in hex, ``size`` in bytes, ``glibc`` the oldest it runs on.
 
-    ``units`` is how many files it was compiled of; ``allowed_missing`` names the third-party
-    sources that were not there, so that what is made of them is not in it.
+    ``units`` is how many files it was compiled of.
     """
 
     target: str
@@ -43,7 +42,6 @@ class NativeModule(Declared):
     size: int
     glibc: str
     units: int = 0
-    allowed_missing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,12 +157,7 @@ def build(
         cmake_archs=cmake_archs,
         compiler=_compiler_version(settings.target),
         nvcc=cuda_home.nvcc_version(settings.cuda_home),
-        modules=tuple(
-            _describe(
-                module, stage, units.get(module.target, 0), choice.allowed.get(module.target, ())
-            )
-            for module in modules
-        ),
+        modules=tuple(_describe(module, stage, units.get(module.target, 0)) for module in modules),
         mode=mode,
         kept=choice.kept,
         sources=sources,
@@ -205,7 +198,7 @@ def _require_all(
         )
 
 
-def _describe(module: Module, stage: Path, units: int, without: tuple[str, ...]) -> NativeModule:
+def _describe(module: Module, stage: Path, units: int) -> NativeModule:
     path = stage / module.path
     header = dynamic(path)
     if header.runpath:
@@ -220,7 +213,6 @@ def _describe(module: Module, stage: Path, units: int, without: tuple[str, ...])
         size=path.stat().st_size,
         glibc=header.glibc,
         units=units,
-        allowed_missing=without,
     )
 
 

@@ -1,4 +1,4 @@
-"""The third-party sources that are compiled: out of packages, out of git, or as given.
+"""The third-party sources that are compiled: out of git, or as given.
 
 A collected source is in the cache as ``third_party/<name>-<pin>-<key>``, with a key over its entry
 in base.toml; beside it, ``.sha256`` is a hash over the names and contents of its files. Git gives
@@ -14,16 +14,14 @@ import re
 import shlex
 import shutil
 import tempfile
-import zipfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-from sm12x.core import files, index, process
+from sm12x.core import files, process
 from sm12x.core.errors import (
     BadFileError,
     FetchError,
-    HashMismatchError,
     ToolFailedError,
     ToolMissingError,
 )
@@ -40,7 +38,7 @@ _Say = Callable[[str], None]
 class FoundSource:
     """A source, or why there is none: then ``folder`` is None and ``reason`` a short line.
 
-    ``pin`` is what base.toml asks for. ``origin`` is "packages", "git" or "given". ``sha256`` is
+    ``pin`` is what base.toml asks for. ``origin`` is "git" or "given". ``sha256`` is
     over the names and contents of all its files; "" for one that was given.
     """
 
@@ -56,7 +54,6 @@ def collect(
     base: Base,
     *,
     cache: Path,
-    find_links: Path | None = None,
     given: Mapping[str, Path] | None = None,
     patch_levels: Collection[str] = (),
     say: _Say = lambda _: None,
@@ -64,14 +61,12 @@ def collect(
     """Find each source of ``base`` that some module is compiled of.
 
     Args:
-        find_links: a folder that packages are taken from instead of the index.
         given: folders that stand for sources, by name; they are checked against the pin.
         patch_levels: sources whose given folder may be of another patch level than pinned.
         say: called with a line on slow steps and on facts about a given folder.
 
     Raises:
         BadFileError: a given folder is not of the pinned version.
-        HashMismatchError: a package is not the pinned one.
         NoSpaceError: the cache's disk is full.
     """
     used = {name for module in base.modules for name in module.sources}
@@ -81,7 +76,7 @@ def collect(
             lenient = source.name in patch_levels
             found[source.name] = _given(source, given[source.name], say, patch_level=lenient)
         elif source.name in used:
-            found[source.name] = _cached(source, cache, find_links, say)
+            found[source.name] = _cached(source, cache, say)
     return found
 
 
@@ -136,18 +131,12 @@ def _given(
     return FoundSource(name=source.name, pin=source.pin, folder=folder.resolve(), origin="given")
 
 
-def _cached(
-    source: ThirdPartySource, cache: Path, find_links: Path | None, say: _Say
-) -> FoundSource:
-    origin = "packages" if source.packages else "git" if source.git else ""
-    if not origin:
+def _cached(source: ThirdPartySource, cache: Path, say: _Say) -> FoundSource:
+    if not source.git:
         return FoundSource(
-            name=source.name,
-            pin=source.pin,
-            folder=None,
-            reason="no package has it and no repository is known",
+            name=source.name, pin=source.pin, folder=None, reason="no repository is known"
         )
-    contents = ("packages", "texts", "git", "commit", "submodules")
+    contents = ("git", "commit", "submodules")
     spec = json.dumps([asdict(source)[name] for name in contents], sort_keys=True)
     key = hashlib.sha256(spec.encode()).hexdigest()[:12]
     folder = cache / "third_party" / f"{source.name}-{source.pin}-{key}"
@@ -156,7 +145,7 @@ def _cached(
         digest = stamp.read_text(encoding="ascii").strip()
         if content_hash(folder) == digest:
             return FoundSource(
-                name=source.name, pin=source.pin, folder=folder, origin=origin, sha256=digest
+                name=source.name, pin=source.pin, folder=folder, origin="git", sha256=digest
             )
         say(f"{source.name}: {folder} was changed since it was collected; collecting it again")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -164,10 +153,7 @@ def _cached(
     made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     try:
         made.chmod(0o755)
-        if source.packages:
-            _unpack(source, made, cache, find_links)
-        else:
-            fetch(source.git, source.commit, source.submodules, made)
+        fetch(source.git, source.commit, source.submodules, made)
         require_version(source, made)
         digest = content_hash(made)
         _age(made)
@@ -176,14 +162,12 @@ def _cached(
         shutil.rmtree(folder, ignore_errors=True)
         files.write_text(stamp, f"{digest}\n")
         made.rename(folder)
-        say(f"{source.name} {source.pin}: from {origin}")
+        say(f"{source.name} {source.pin}: from git")
     except FetchError as error:
         return FoundSource(name=source.name, pin=source.pin, folder=None, reason=error.message)
     finally:
         shutil.rmtree(made, ignore_errors=True)
-    return FoundSource(
-        name=source.name, pin=source.pin, folder=folder, origin=origin, sha256=digest
-    )
+    return FoundSource(name=source.name, pin=source.pin, folder=folder, origin="git", sha256=digest)
 
 
 def _age(folder: Path) -> None:
@@ -191,36 +175,6 @@ def _age(folder: Path) -> None:
     newer."""
     for path in folder.rglob("*"):
         os.utime(path, (files.DATE, files.DATE), follow_symlinks=False)
-
-
-def _unpack(source: ThirdPartySource, folder: Path, cache: Path, find_links: Path | None) -> None:
-    for package in source.packages:
-        wheel = index.fetch(
-            package.project, package.name, package.sha256, cache=cache, find_links=find_links
-        )
-        prefix = f"{package.inside.rstrip('/')}/"
-        with zipfile.ZipFile(wheel) as archive:
-            names = [name for name in archive.namelist() if name.startswith(prefix)]
-            names = [name for name in names if not name.endswith("/")]
-            for name in names:
-                below = PurePosixPath(package.into) / name.removeprefix(prefix)
-                if below.is_absolute() or ".." in below.parts:
-                    raise HashMismatchError(
-                        f"{package.name} names {name}, which is outside its folder",
-                        next_step="check the pin of that package in base.toml",
-                    )
-                target = folder / below
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(archive.read(name))
-        if not names:
-            raise BadFileError(
-                f"{package.name} has nothing under {prefix}",
-                next_step=f"check `inside` of {source.name}'s packages in base.toml",
-            )
-    for made in source.texts:
-        path = folder / made.path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(made.text, encoding="utf-8")
 
 
 # Seconds. The first is for a line of text; a host that takes longer is not reachable for us.
