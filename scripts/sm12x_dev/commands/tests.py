@@ -168,7 +168,7 @@ def upstream_tests_command(
     release, or a file that the stack changes; without one, all are run. Which tests cannot run
     here, and why, is in upstream-tests.toml of the base. Needs no GPU.
 
-    Example: sm12x-dev upstream-tests --base 0.21.0 vllm/v1/engine/core.py
+    Example: sm12x-dev upstream-tests --base 0.33.0 vllm/v1/engine/core.py
     """
     base = chosen(version)
     stack = series.load(base)
