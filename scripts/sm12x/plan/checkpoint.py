@@ -7,28 +7,19 @@ them that is estimated from the config.
 
 from __future__ import annotations
 
-import json
 import math
 import re
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sm12x.core.errors import BadFileError, UsageError
 from sm12x.core.text import GIB
 from sm12x.plan import modelconfig
 from sm12x.plan.budget import KV, WEIGHTS, Amount, States, Term
 from sm12x.plan.modelconfig import Config, number
+from sm12x.plan.tensors import CONFIG, INDEX, LARGEST, SINGLE, read_json, sizes
 
-_CONFIG = "config.json"
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
-# safetensors allows no longer header; a longer one is not such a file.
-_MAX_HEADER = 100_000_000
-# More bytes than any checkpoint has.
-_LARGEST = 1 << 60
 # Linear layers that vLLM keeps whole on every rank: MLA's down projections, the sparse indexer, the
 # compressors and hyper-connections of DeepSeek V4, expert routers, and every norm.
 _WHOLE = re.compile(
@@ -70,32 +61,32 @@ class Weights:
 
 def read(folder: Path) -> Checkpoint:
     """Read a checkpoint's folder. Raises BadFileError that names the file."""
-    config = _json(folder / _CONFIG, "the folder of a checkpoint as its repository has it")
-    if (folder / _INDEX).is_file():
-        index = _json(folder / _INDEX, "the index that belongs to the checkpoint")
+    config = read_json(folder / CONFIG, "the folder of a checkpoint as its repository has it")
+    if (folder / INDEX).is_file():
+        index = read_json(folder / INDEX, "the index that belongs to the checkpoint")
         files = index.get("weight_map")
         if not isinstance(files, dict) or not files:
             raise BadFileError(
-                f"{folder / _INDEX} has no weight_map",
+                f"{folder / INDEX} has no weight_map",
                 next_step="fetch the index that belongs to the checkpoint",
             )
-        tensors = _headers(folder, sorted({str(name) for name in files.values()}))
+        tensors = sizes(folder, sorted({str(name) for name in files.values()}))
         metadata = index.get("metadata")
         total = metadata.get("total_size") if isinstance(metadata, dict) else None
         if tensors is not None:
             total = sum(tensors.values())
-        if not isinstance(total, int) or isinstance(total, bool) or not 0 < total <= _LARGEST:
+        if not isinstance(total, int) or isinstance(total, bool) or not 0 < total <= LARGEST:
             raise BadFileError(
-                f"{folder / _INDEX} has no metadata.total_size in bytes, and the files are not all "
+                f"{folder / INDEX} has no metadata.total_size in bytes, and the files are not all "
                 "there",
                 next_step="fetch the checkpoint's files, or an index with its size",
             )
         names = tuple(sorted(files))
     else:
-        tensors = _headers(folder, [_SINGLE])
+        tensors = sizes(folder, [SINGLE])
         if tensors is None:
             raise BadFileError(
-                f"{folder} has neither {_INDEX} nor {_SINGLE}",
+                f"{folder} has neither {INDEX} nor {SINGLE}",
                 next_step="give the folder of a safetensors checkpoint",
             )
         names, total = tuple(sorted(tensors)), sum(tensors.values())
@@ -198,65 +189,6 @@ def _kv_heads(config: Config) -> int:
         "n_head_kv",
         default=number(config, "num_attention_heads", "n_head"),
     )
-
-
-def _headers(folder: Path, names: list[str]) -> dict[str, int] | None:
-    """Bytes of every tensor, or None if a file is not there."""
-    found: dict[str, int] = {}
-    for name in names:
-        path = folder / name
-        try:
-            if not path.is_file():
-                return None
-        except (OSError, ValueError):
-            # A name that no file can have.
-            return None
-        for tensor, described in _header(path).items():
-            if tensor != "__metadata__":
-                found[tensor] = _size(described, f"{path}: {tensor}")
-    return found
-
-
-def _size(described: object, where: str) -> int:
-    offsets = described.get("data_offsets") if isinstance(described, dict) else None
-    match offsets:
-        case [int(first), int(last)] if 0 <= first <= last <= _LARGEST:
-            return last - first
-    raise BadFileError(f"{where} has no data_offsets", next_step="fetch it again")
-
-
-def _header(path: Path) -> dict[str, Any]:
-    """safetensors: 8 bytes little endian that count the bytes of the JSON that follows."""
-    try:
-        with path.open("rb") as handle:
-            (length,) = struct.unpack("<Q", handle.read(8))
-            if length > _MAX_HEADER:
-                raise ValueError(f"a header of {length} bytes")
-            header = json.loads(handle.read(length))
-    except (OSError, struct.error, ValueError, RecursionError) as error:
-        raise BadFileError(
-            f"{path} is not a safetensors file: {error}", next_step="fetch it again"
-        ) from None
-    if not isinstance(header, dict):
-        raise BadFileError(f"{path} has no table of tensors", next_step="fetch it again")
-    return header
-
-
-def _json(path: Path, wanted: str) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadFileError(f"{path} cannot be read: {error}", next_step=f"give {wanted}") from None
-    except json.JSONDecodeError as error:
-        raise BadFileError(
-            f"{path}:{error.lineno}: not JSON: {error.msg}", next_step=f"give {wanted}"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        # A number of too many digits, or too many tables in each other.
-        raise BadFileError(f"{path} cannot be read: {error}", next_step=f"give {wanted}") from None
-    if not isinstance(found, dict):
-        raise BadFileError(f"{path} is not a table of keys", next_step=f"give {wanted}")
-    return found
 
 
 def kv_term(
