@@ -14,6 +14,16 @@ from sm12x.plan import figures
 from sm12x.plan.figures import Answer, Cache, Figures, Group, Room, Source, Stage
 
 STAGE = Stage(weights=10 * GIB, draft=0, held=11 * GIB, host=0, loaded=12 * GIB)
+CACHE = Cache(
+    groups=(Group(kind="FullAttention", layers=32, block_size=16, page=65536, details=""),),
+    backends=("FLASH_ATTN",),
+    layout="LBNHC",
+    block=2 << 20,
+    request=4 * GIB,
+    at_start=4 * GIB + (2 << 20),
+    token=131072.0,
+    states=False,
+)
 GIVEN = Figures(
     architecture="LlamaForCausalLM",
     quantization="",
@@ -28,16 +38,7 @@ GIVEN = Figures(
     max_num_batched_tokens=8192,
     utilization=0.92,
     stages=(STAGE,),
-    cache=Cache(
-        groups=(Group(kind="FullAttention", layers=32, block_size=16, page=65536, details=""),),
-        backends=("FLASH_ATTN",),
-        layout="LBNHC",
-        block=2 << 20,
-        request=4 * GIB,
-        at_start=4 * GIB + (2 << 20),
-        token=131072.0,
-        states=False,
-    ),
+    cache=CACHE,
     rooms=(),
 )
 ROOM = Room(

@@ -125,3 +125,8 @@ def test_the_stand_in_goes_before_a_driver(places: Places, monkeypatch: pytest.M
 def test_an_errors_reason_is_one_line() -> None:
     error = ValueError("1 validation error\n  dtype\n    [type=bad, input_value=7] no")
     assert planner.reason(error) == "ValueError: 1 validation error dtype no"
+
+
+def test_a_kernel_that_needs_a_gpu_is_named() -> None:
+    error = NotImplementedError("_C::quant: attempted to run this operator with Meta tensors, but")
+    assert planner.reason(error) == "needs a GPU to say it: _C::quant"

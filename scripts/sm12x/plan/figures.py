@@ -188,7 +188,7 @@ def text(answer: Answer) -> str:
     words = " ".join(answer.arguments)
     lines = [f"{answer.model}, vLLM {answer.release} ({answer.stack}), {answer.card}: {words}"]
     if answer.figures is None:
-        return "\n".join((*lines, f"  vLLM refuses: {answer.failure}"))
+        return "\n".join((*lines, f"  vLLM does not plan it: {answer.failure}"))
     given = answer.figures
     lines += [f"  not to be believed: {doubt}" for doubt in answer.doubts]
     for room in given.rooms:

@@ -80,7 +80,7 @@ _COMMON = (
 _READABLE = (".json", ".safetensors", ".jinja", ".txt", ".model")
 _REFUSED = (
     *("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "pty.spawn"),
-    *("socket.connect", "socket.bind", "socket.getaddrinfo", "socket.sendto"),
+    *("socket.connect", "socket.getaddrinfo", "socket.sendto"),
 )
 
 
@@ -185,10 +185,13 @@ def _child(work: Callable[[], bytes], write: int, memory: int | None) -> NoRetur
 
 
 def reason(error: BaseException) -> str:
-    """Return a release's error in one line: of a list of faults the first ones."""
+    """Return a release's error in one line."""
     text = " ".join(str(error).split())
     # pydantic's address of its documentation, and the values that it repeats.
     text = re.sub(r"(\[type=[^\]]*\])|(For further information visit \S+)", "", text)
+    if isinstance(error, NotImplementedError) and "Meta" in text:
+        # A kernel without a form for tensors without values.
+        return f"needs a GPU to say it: {text.partition(': attempted')[0]}"
     return f"{type(error).__name__}: {' '.join(text.split())}"[:_REASON]
 
 
