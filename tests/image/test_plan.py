@@ -110,6 +110,19 @@ def test_a_sweep_and_pipeline_stages_are_one_call(docker_run: Run, tmp_path: Pat
     assert [whole.rooms[0].blocks, half.rooms[0].blocks] == [40960, 81920]
 
 
+def test_a_recipe_gives_the_arguments(docker_run: Run) -> None:
+    mount = f"{CONFIGS / 'gpt-oss-120b'}:/model:ro"
+    words = ("plan", "gpt-oss-120b-rtx-pro-6000", "--json", "--", "--enforce-eager")
+    done = docker_run(*words, options=("--volume", mount))
+    assert done.returncode == 0, done.stderr
+    answer, faults = declared.check(Answer, json.loads(done.stdout)[0])
+    assert answer is not None, faults
+    assert answer.figures is not None, answer.failure
+    # The recipe's --max-model-len and --max-num-seqs; its parsers need a tokenizer, a plan none.
+    assert (answer.figures.max_model_len, answer.figures.max_num_seqs) == (131072, 256)
+    assert "--reasoning-parser" in answer.arguments
+
+
 def test_what_vllm_cannot_build_has_its_own_reason(docker_run: Run, tmp_path: Path) -> None:
     model(tmp_path, "heads")
     model(tmp_path, "unknown", model_type="nobodys_model", architectures=["NobodysModel"])

@@ -286,6 +286,11 @@ class _Build:
             "revision": None,
             "code_revision": None,
             "tokenizer_revision": None,
+            # What needs the tokenizer, or is code.
+            "tokenizer_mode": "auto",
+            "reasoning_parser": "",
+            "reasoning_parser_plugin": None,
+            "reasoning_config": None,
             # One process on one machine stands for all of them.
             "nnodes": 1,
             "node_rank": 0,
