@@ -47,6 +47,14 @@ def test_a_loop_ends_with_its_forks() -> None:
     assert time.monotonic() - begin < 60
 
 
+def test_a_busy_loop_ends() -> None:
+    def work() -> bytes:
+        while True:
+            pass
+
+    assert planner.forked(work, seconds=1) == "no answer within 1 s"
+
+
 def test_memory_has_a_limit() -> None:
     answer = planner.forked(lambda: bytes(4 << 30), seconds=60, memory=1 << 30)
     assert isinstance(answer, str)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from sm12x import layout
-from sm12x.core.errors import BadFileError, UsageError
+from sm12x.core.errors import BadFileError, FindingsError, UsageError
 from sm12x.plan.figures import Question, Source
 from sm12x.runtime import plan, planner
 from sm12x.runtime.places import Places
+from sm12x.wheel import ledger as ledgers
 
 CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 
@@ -110,6 +112,33 @@ def test_a_refusal_of_vllm_is_the_answers_failure() -> None:
 def test_wrong_options_are_wrong_usage(words: list[str]) -> None:
     with pytest.raises(UsageError):
         plan.run(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "arguments"),
+    [
+        (["--", "org/Model", "--max-model-len", "8192"], ("org/Model", "--max-model-len", "8192")),
+        (["--", "--json"], ("--json",)),
+        ([], ()),
+    ],
+)
+def test_what_follows_the_dashes_is_vllms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], arguments: tuple[str, ...]
+) -> None:
+    questions: list[Question] = []
+    ledger = SimpleNamespace(base_version="0.33.0", stack_id="0123abcd")
+    monkeypatch.setattr(ledgers, "read", lambda path: ledger)
+    monkeypatch.setattr(planner, "prepare", lambda card: None)
+
+    def ask(question: Question) -> str:
+        questions.append(question)
+        return "refused"
+
+    monkeypatch.setattr(planner, "ask", ask)
+    with pytest.raises(FindingsError):
+        plan.run(["--checkpoint", str(model(tmp_path)), "--tp", "2", *words])
+    (question,) = questions
+    assert question.arguments == (*arguments, "--tensor-parallel-size", "2")
 
 
 def test_the_stand_in_goes_before_a_driver(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:

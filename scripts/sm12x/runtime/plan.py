@@ -13,13 +13,13 @@ import click
 from sm12x.core import declared
 from sm12x.core.errors import BadFileError, FindingsError, UnknownVerdictError, UsageError
 from sm12x.core.text import GIB
-from sm12x.plan import figures, host, tensors
+from sm12x.plan import figures, host
 from sm12x.plan.budget import Hardware
 from sm12x.plan.figures import Answer, Question, Source
 from sm12x.recipes import load
 from sm12x.recipes.model import Recipe
 from sm12x.recipes.render import render
-from sm12x.runtime import planner
+from sm12x.runtime import planner, tensors
 from sm12x.runtime.meta import Card
 from sm12x.runtime.places import Places
 from sm12x.wheel import ledger as ledgers
@@ -50,7 +50,6 @@ class _Numbers(click.ParamType[Any]):
 
 @click.command(name="plan")
 @click.argument("recipe", required=False)
-@click.argument("words", metavar="[-- VLLM ARGUMENTS]", nargs=-1, type=click.UNPROCESSED)
 @click.option(
     "--checkpoint",
     "folders",
@@ -64,9 +63,10 @@ class _Numbers(click.ParamType[Any]):
 @click.option("--max-model-len", "lengths", type=_Numbers(int), help="Values of --max-model-len.")
 @click.option("--kv-gib", "budgets", type=_Numbers(float), help="Sizes of the KV cache in GiB.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_obj
 def command(
+    words: Sequence[str],
     recipe: str | None,
-    words: tuple[str, ...],
     folders: tuple[Path, ...],
     draft: Path | None,
     card: str | None,
@@ -77,7 +77,7 @@ def command(
 ) -> None:
     """Say what a model needs in GPU memory, as vLLM's own code has it; no GPU is needed.
 
-    RECIPE gives vLLM's arguments, those after -- come on top. Without a recipe: -- alone.
+    RECIPE gives vLLM's arguments; those after -- come on top: [RECIPE] [OPTIONS] [-- ARGUMENTS].
 
     \b
     Example: docker run --rm -v ~/models/Qwen3-32B:/model:ro IMAGE plan --tp 1,2 -- \\
@@ -86,9 +86,6 @@ def command(
     places = Places.of_image()
     # Everything that reads the checkpoint comes first: vLLM takes long to import.
     sources = {folder.resolve(): read(folder) for folder in folders or (Path("/model"),)}
-    if recipe is not None and recipe.startswith("-"):
-        words = (recipe, *words)
-        recipe = None
     arguments, env, kind = _of(_recipe(recipe, places) if recipe else None, words)
     chosen = card or kind
     questions = [
@@ -132,9 +129,14 @@ def command(
 
 
 def run(words: Sequence[str]) -> int:
-    """Run the verb in this process, which ``process_environment`` is set for."""
+    """Run the verb in this process, which ``process_environment`` is set for.
+
+    Raises UsageError, and what ``command`` raises.
+    """
+    at = words.index("--") if "--" in words else len(words)
+    own, arguments = list(words[:at]), tuple(words[at + 1 :])
     try:
-        command.main(list(words), prog_name="plan", standalone_mode=False)
+        command.main(own, prog_name="plan", standalone_mode=False, obj=arguments)
     except click.ClickException as error:
         raise UsageError(f"plan: {error.format_message()}", next_step="plan --help") from None
     return 0

@@ -34,8 +34,10 @@ from sm12x.plan.figures import Cache, Figures, Group, Question, Room, Stage
 from sm12x.runtime import meta
 from sm12x.runtime.meta import Card, Host, load
 
-# Limits of one answer: a configuration can make vLLM loop, or allocate.
+# Limits of one answer, of processor time and memory: a configuration can make vLLM loop, or
+# allocate. On a machine that is busy otherwise an answer may take as many times longer.
 SECONDS, MEMORY = 120, 6 << 30
+_PATIENCE = 4
 # Bytes of an answer that are read.
 _LONGEST = 64 << 20
 _REASON = 700
@@ -137,9 +139,9 @@ def forked(work: Callable[[], bytes], *, seconds: float, memory: int | None = No
     child = os.fork()
     if child == 0:
         os.close(read)
-        _child(work, write, memory)
+        _child(work, write, seconds, memory)
     os.close(write)
-    end = time.monotonic() + seconds
+    end = time.monotonic() + _PATIENCE * seconds
     text, ended = b"", False
     while not ended and len(text) < _LONGEST:
         ready, _, _ = select.select([read], [], [], max(0.0, end - time.monotonic()))
@@ -154,21 +156,23 @@ def forked(work: Callable[[], bytes], *, seconds: float, memory: int | None = No
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)
     _, status, _ = os.wait4(child, 0)
-    if not ended:
+    code = os.waitstatus_to_exitcode(status)
+    if not ended or code == -signal.SIGXCPU:
         return f"no answer within {seconds:.0f} s"
     if not text:
-        code = os.waitstatus_to_exitcode(status)
         return f"vLLM ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}"
     return text[1:] if text[:1] == b"+" else text[1:].decode()
 
 
-def _child(work: Callable[[], bytes], write: int, memory: int | None) -> NoReturn:
+def _child(work: Callable[[], bytes], write: int, seconds: float, memory: int | None) -> NoReturn:
     """Answer into ``write`` and end: "+" and the bytes, or "-" and the reason."""
     os.dup2(2, 1)
     try:
         if memory:
             os.setpgid(0, 0)
             resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+        limit = max(1, int(seconds))
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 1))
         try:
             answer = b"+" + work()
         except MemoryError:

@@ -10,14 +10,14 @@ from typing import Any
 from sm12x.core.errors import BadFileError
 
 CONFIG = "config.json"
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
 # safetensors allows no longer header; a longer one is not such a file.
 _MAX_HEADER = 100_000_000
 # The longest configs and indexes have a few million bytes.
 _MAX_JSON = 200_000_000
 # More bytes than any checkpoint has.
-LARGEST = 1 << 60
+_LARGEST = 1 << 60
 
 
 def read_json(path: Path, content: str) -> dict[str, Any]:
@@ -44,10 +44,28 @@ def read_json(path: Path, content: str) -> dict[str, Any]:
     return table
 
 
-def sizes(folder: Path, names: list[str]) -> dict[str, int] | None:
-    """Return the bytes of every tensor of these files, or None if one is not there."""
-    tensors: dict[str, int] = {}
-    for name in names:
+def total(folder: Path) -> int | None:
+    """Return the bytes of all tensors of a checkpoint: by headers, else by its index, else None.
+
+    Raises BadFileError for an index or a header that is damaged.
+    """
+    if not (folder / _INDEX).is_file():
+        return _bytes(folder, {_SINGLE})
+    index = read_json(folder / _INDEX, "the index that belongs to the checkpoint")
+    files = index.get("weight_map")
+    if isinstance(files, dict) and files:
+        size = _bytes(folder, {str(name) for name in files.values()})
+        if size is not None:
+            return size
+    metadata = index.get("metadata")
+    size = metadata.get("total_size") if isinstance(metadata, dict) else None
+    return int(size) if isinstance(size, int | float) and 0 < size <= _LARGEST else None
+
+
+def _bytes(folder: Path, names: set[str]) -> int | None:
+    """Return the bytes of the tensors of these files; None if one is not there."""
+    size = 0
+    for name in sorted(names):
         path = folder / name
         try:
             if not path.is_file():
@@ -57,33 +75,14 @@ def sizes(folder: Path, names: list[str]) -> dict[str, int] | None:
             return None
         for tensor, described in _header(path).items():
             if tensor != "__metadata__":
-                tensors[tensor] = _size(described, f"{path}: {tensor}")
-    return tensors
-
-
-def total(folder: Path) -> int | None:
-    """Return the bytes of all tensors of a checkpoint: by headers, else by its index, else None.
-
-    Raises BadFileError for an index or a header that is damaged.
-    """
-    if not (folder / INDEX).is_file():
-        tensors = sizes(folder, [SINGLE])
-        return sum(tensors.values()) if tensors else None
-    index = read_json(folder / INDEX, "the index that belongs to the checkpoint")
-    files = index.get("weight_map")
-    if isinstance(files, dict) and files:
-        tensors = sizes(folder, sorted({str(name) for name in files.values()}))
-        if tensors is not None:
-            return sum(tensors.values())
-    metadata = index.get("metadata")
-    size = metadata.get("total_size") if isinstance(metadata, dict) else None
-    return int(size) if isinstance(size, int | float) and 0 < size <= LARGEST else None
+                size += _size(described, f"{path}: {tensor}")
+    return size or None
 
 
 def _size(described: object, where: str) -> int:
     offsets = described.get("data_offsets") if isinstance(described, dict) else None
     match offsets:
-        case [int(first), int(last)] if 0 <= first <= last <= LARGEST:
+        case [int(first), int(last)] if 0 <= first <= last <= _LARGEST:
             return last - first
     raise BadFileError(f"{where} has no data_offsets", next_step="fetch it again")
 
