@@ -11,15 +11,23 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from tests.unit.planning import flash, hardware, spark, term
-from tests.unit.test_plan_checkpoint import index_only
-from tests.unit.test_plan_kvcache import DEEPSEEK_V4_FLASH, QWEN38_27B
+from tests.unit.test_plan_figures import CACHE, GIVEN, answer
 
 from sm12x import layout, plan
 from sm12x.commands.plan import command
 from sm12x.core import declared
-from sm12x.core.errors import FindingsError, Sm12xError, ToolMissingError, UsageError
+from sm12x.core.errors import (
+    FindingsError,
+    Sm12xError,
+    ToolMissingError,
+    UnknownVerdictError,
+    UsageError,
+)
+from sm12x.core.text import GIB
+from sm12x.image import planned
 from sm12x.plan import chart, render, server
 from sm12x.plan.budget import Amount
+from sm12x.plan.figures import Answer
 from sm12x.recipes import load, options
 
 DATA = Path(__file__).parent / "data"
@@ -143,96 +151,106 @@ def test_a_pair_is_planned_as_its_two_recipes() -> None:
     assert "servers that can be awake together" in result.output
 
 
-def test_a_checkpoint_replaces_the_recipe_s_figures(tmp_path: Path) -> None:
-    index_only(tmp_path, DEEPSEEK_V4_FLASH, 148 * 1024**3)
+@dataclasses.dataclass
+class Image:
+    """Stands for the image: ``answer`` to every question, and the last one's arguments."""
 
-    result = run(FLASH, "--checkpoint", str(tmp_path), "--json")
+    answer: Answer
+    arguments: tuple[str, ...] = ()
+    card: str = ""
 
-    found = json.loads(result.output)
-    server = found["servers"][0]
-    assert server["weights"]["amount"]["low"] == pytest.approx(37.9, abs=0.1)
-    # 12 sequences of 131072 tokens, fp8, blocks of 256: the recipe's own flags.
-    assert server["kv"]["amount"]["low"] == pytest.approx(6.3, abs=0.05)
-    assert "12 x 131072 tokens, fp8" in server["kv"]["source"]
-    assert found["warnings"] == []
+    def ask(
+        self, folder: Path, arguments: tuple[str, ...], env: object, card: str, *, say: object
+    ) -> Answer:
+        self.arguments, self.card = arguments, card
+        return self.answer
 
 
-def test_a_checkpoint_can_be_planned_without_a_recipe(tmp_path: Path) -> None:
-    index_only(tmp_path, {**DEEPSEEK_V4_FLASH, "max_position_embeddings": 8192}, 148 * 1024**3)
-    words = ("--checkpoint", str(tmp_path), "--tp", "4", "--hardware", "rtx-pro-6000")
+@pytest.fixture
+def image(monkeypatch: pytest.MonkeyPatch) -> Image:
+    stand_in = Image(answer(max_model_len=8192))
+    monkeypatch.setattr(planned, "ask", stand_in.ask)
+    return stand_in
+
+
+def hybrid(image: Image, folder: Path, *words: str) -> dict[str, Any]:
+    """A model of 52.2 GiB on one RTX PRO 6000: 87.4 GiB, less its weights, for its states."""
+    states = dataclasses.replace(CACHE, block=50 << 20, states=True)
+    held = dataclasses.replace(GIVEN.stages[0], held=56 * 10**9, loaded=None)
+    image.answer = answer(cache=states, stages=(held,), max_num_seqs=1024, tp=1)
+    given = ("--hardware", "rtx-pro-6000", "--outside", "3", "--json")
+    report: dict[str, Any] = json.loads(run("--checkpoint", str(folder), *given, *words).output)
+    return report
+
+
+def test_vllms_figures_replace_the_recipe_s(image: Image, tmp_path: Path) -> None:
+    report = json.loads(run(FLASH, "--checkpoint", str(tmp_path), "--json").output)
+
+    (deployment,) = report["servers"]
+    assert deployment["weights"]["amount"]["low"] == 12.0
+    # 12 sequences of 8192 tokens at rest: the recipe's own flag.
+    rest = 4 + (2 << 20) / GIB + 11 * 131072 * 8192 / GIB
+    assert deployment["kv"]["amount"]["low"] == pytest.approx(rest)
+    assert {"--max-num-seqs", "12"} <= {*image.arguments}
+    assert len(report["warnings"]) == 2
+
+
+def test_a_checkpoint_can_be_planned_without_a_recipe(image: Image, tmp_path: Path) -> None:
+    words = ("--checkpoint", str(tmp_path), "--tp", "2", "--hardware", "rtx-pro-6000")
 
     unknown, known = run(*words), run(*words, "--outside", "5", "--utilization", "0.9")
 
     assert "cannot tell" in unknown.output
     assert isinstance(unknown.exception, FindingsError)
     assert known.exit_code == 0
-    assert "1 x 8192 tokens, auto" in " ".join(known.output.split())
+    assert image.arguments == ("--tensor-parallel-size", "2")
+    assert image.card == "rtx-pro-6000"
 
 
-def hybrid(folder: Path, *words: str) -> dict[str, Any]:
-    """Qwen3.8-27B in bf16 on one RTX PRO 6000: 87.4 GiB, less 52.2 GiB of weights."""
-    index_only(folder, {**QWEN38_27B, "max_position_embeddings": 4096}, 56 * 10**9)
-    given = ("--hardware", "rtx-pro-6000", "--outside", "3", "--json")
-    found: dict[str, Any] = json.loads(run("--checkpoint", str(folder), *given, *words).output)
-    return found
+def test_what_vllm_refuses_has_its_reason(image: Image, tmp_path: Path) -> None:
+    image.answer = dataclasses.replace(image.answer, figures=None, failure="no such model")
+    result = run("--checkpoint", str(tmp_path), "--hardware", "rtx-pro-6000")
+    assert isinstance(result.exception, FindingsError)
+    assert "no such model" in result.exception.message
 
 
-def test_the_largest_max_num_seqs_of_a_hybrid_model_is_named(tmp_path: Path) -> None:
-    # 16 layers a block, of 784 tokens with 4 heads, 256 values and 2 bytes, twice.
-    block = 16 * 784 * 4 * 256 * 2 * 2
-    most = int((0.92 * 95 * 1024**3 - 56e9) / block)
+def test_figures_in_doubt_are_no_plan(image: Image, tmp_path: Path) -> None:
+    image.answer = dataclasses.replace(image.answer, doubts=("twice the checkpoint",))
+    result = run("--checkpoint", str(tmp_path), "--hardware", "rtx-pro-6000")
+    assert isinstance(result.exception, UnknownVerdictError)
+    assert "twice the checkpoint" in result.exception.message
 
-    found = hybrid(tmp_path, "--max-num-seqs", "16")
 
-    assert found["verdict"] == "fits"
-    (inside,) = found["combinations"][0]["budget"]["inside"]
-    assert inside["most_sequences"] == most == 736
-    assert found["warnings"] == []
+def test_the_largest_max_num_seqs_of_a_hybrid_model_is_named(image: Image, tmp_path: Path) -> None:
+    most = int((0.92 * 95 * GIB - 56e9) / (50 << 20))
+
+    report = hybrid(image, tmp_path, "--max-num-seqs", "2")
+
+    (inside,) = report["combinations"][0]["budget"]["inside"]
+    assert inside["most_sequences"] == most
+    assert report["warnings"] == []
     text = run("--checkpoint", str(tmp_path), "--hardware", "rtx-pro-6000", "--outside", "3").output
     assert f"states of {most} sequences (--max-num-seqs) at most" in " ".join(text.split())
 
 
-def test_a_default_max_num_seqs_without_states_is_warned_of(tmp_path: Path) -> None:
-    found = hybrid(tmp_path)
-
-    (warning,) = found["warnings"]
+def test_a_default_max_num_seqs_without_states_is_warned_of(image: Image, tmp_path: Path) -> None:
+    (warning,) = hybrid(image, tmp_path)["warnings"]
     assert "takes 1024" in warning
     assert "--max-num-seqs" in warning
     # On a small share of the memory no state at all fits.
-    none = hybrid(tmp_path, "--utilization", "0.5")
+    none = hybrid(image, tmp_path, "--utilization", "0.5")
     (inside,) = none["combinations"][0]["budget"]["inside"]
     assert inside["most_sequences"] == 0
-    # GB10 starts with 256, which fit at TP=4.
-    assert hybrid(tmp_path, "--hardware", "gb10", "--tp", "4")["warnings"] == []
 
 
-@pytest.mark.parametrize(("option", "limited"), [("", True), ("--enforce-eager", False)])
-def test_without_cuda_graphs_every_max_num_seqs_starts(
-    tmp_path: Path, option: str, limited: bool
+@pytest.mark.parametrize(("graphs", "states", "limited"), [(1, 1, 1), (0, 1, 0), (1, 0, 0)])
+def test_states_limit_sequences_where_cuda_graphs_are_on(
+    graphs: bool, states: bool, limited: bool
 ) -> None:
-    index_only(tmp_path, {**QWEN38_27B, "max_position_embeddings": 4096}, 56 * 10**9)
-    text = (layout.recipes() / "qwen3.6-27b-nvfp4-rtx-pro-6000.yaml").read_text()
-    option_of = "--max-num-seqs {max_num_seqs}"
-    assert text.count(option_of) == 1
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text(text.replace(option_of, option))
-
-    found = json.loads(run(str(recipe), "--checkpoint", str(tmp_path), "--json").output)
-
-    (inside,) = next(row for row in found["combinations"] if row["awake"])["budget"]["inside"]
-    assert (inside["most_sequences"] is not None) == limited
-    assert any("--max-num-seqs" in text for text in found["warnings"]) == limited
-
-
-def test_a_model_without_states_has_no_largest_max_num_seqs(tmp_path: Path) -> None:
-    index_only(tmp_path, {**DEEPSEEK_V4_FLASH, "max_position_embeddings": 8192}, 148 * 1024**3)
-    words = ("--tp", "4", "--hardware", "rtx-pro-6000", "--json")
-
-    found = json.loads(run("--checkpoint", str(tmp_path), *words).output)
-
-    (inside,) = found["combinations"][0]["budget"]["inside"]
-    assert inside["most_sequences"] is None
-    assert not any("--max-num-seqs" in text for text in found["warnings"])
+    cache = dataclasses.replace(CACHE, states=bool(states))
+    figures = dataclasses.replace(GIVEN, cache=cache)
+    terms = server.from_figures(figures, "", sequences=None, graphs=bool(graphs))
+    assert (terms[2] is not None) == limited
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +13,24 @@ import click
 
 from sm12x import layout
 from sm12x import plan as planning
-from sm12x.commands import Finite, print_json, reports
-from sm12x.core.errors import FindingsError, UsageError
-from sm12x.plan import chart, checkpoint, host, render, server
+from sm12x.commands import Finite, print_json, reports, say
+from sm12x.core.errors import FindingsError, UnknownVerdictError, UsageError
+from sm12x.image import planned
+from sm12x.plan import chart, host, render, server
 from sm12x.plan.budget import DOES_NOT_FIT, FITS, OUTSIDE, Amount, Deployment, Hardware, Term
-from sm12x.plan.kvcache import KV_DTYPES
 from sm12x.recipes import load, options
 from sm12x.recipes.model import Recipe
-from sm12x.recipes.render import arguments
+from sm12x.recipes.render import render as render_recipe
 
-# vLLM's default for the tokens of one step: on GPUs of at least 70 GiB, and on smaller ones.
-_CHUNKS = (8192, 2048)
-# ... and for the sequences; GB10 counts as a smaller GPU.
-_SEQUENCES = (1024, 256)
-_LARGE_GPU = 70
+# The options that are vLLM's own.
+_SETTINGS = {
+    "tp": "--tensor-parallel-size",
+    "tokens": "--max-model-len",
+    "sequences": "--max-num-seqs",
+    "chunk": "--max-num-batched-tokens",
+    "kv_dtype": "--kv-cache-dtype",
+    "block": "--block-size",
+}
 _DIFFERS = 0.1
 # Larger figures are mistakes; GiB, and what a checkpoint is served with.
 _MOST_GIB = 1e6
@@ -47,7 +51,7 @@ _MOST = 10**9
     "--checkpoint",
     "folder",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Folder of a checkpoint: its config.json and index give weights and KV cache.",
+    help="Folder of a model: vLLM in the image says weights and KV cache.",
 )
 @click.option("--tp", type=click.IntRange(1, _MOST), help="GPUs the checkpoint is split over.")
 @click.option(
@@ -62,7 +66,7 @@ _MOST = 10**9
 @click.option(
     "--max-num-batched-tokens", "chunk", type=click.IntRange(1, _MOST), help="Tokens a step reads."
 )
-@click.option("--kv-dtype", type=click.Choice(KV_DTYPES), help="vLLM's --kv-cache-dtype.")
+@click.option("--kv-dtype", metavar="DTYPE", help="vLLM's --kv-cache-dtype.")
 @click.option("--block-size", "block", type=click.IntRange(1, _MOST), help="vLLM's --block-size.")
 @click.option(
     "--outside",
@@ -119,8 +123,9 @@ def command(
     servers = [server.from_recipe(one, utilization=tried) for one in recipes]
     remarks: list[str] = []
     if folder is not None:
-        made, remarks = _from_checkpoint(folder, recipes, servers, hardware, tried, model)
-        servers = [made]
+        settings = {_SETTINGS[key]: value for key, value in model.items()}
+        deployment, remarks = _from_checkpoint(folder, recipes, servers, hardware, tried, settings)
+        servers = [deployment]
     if outside is not None:
         term = Term(
             name=OUTSIDE,
@@ -207,71 +212,67 @@ def _from_checkpoint(
     servers: list[Deployment],
     hardware: Hardware,
     tried: float | None,
-    model: dict[str, Any],
+    settings: Mapping[str, object],
 ) -> tuple[Deployment, list[str]]:
-    """The server with the checkpoint's weights and KV cache, and remarks on them."""
+    """The server with the weights and the KV cache that vLLM gives the model, and remarks."""
     if len(servers) > 1:
         raise UsageError(
             "--checkpoint is the model of one server, and several are planned",
             next_step="plan the one recipe with --checkpoint, and put the figures in its file",
         )
-    read = checkpoint.read(folder)
-    given = options.parse(arguments(recipes[0]) if recipes else ())
-    base = servers[0] if servers else None
-    tp = model["tp"] or (base.gpus * base.machines if base else 1)
-
-    def setting(name: str, option: str, default: int | None) -> int | None:
-        return model[name] or options.integer(given.get(option, "")) or default
-
-    large = hardware.memory.low >= _LARGE_GPU
-    weights = checkpoint.weights_term(read, tp=tp)
-    kv_dtype = model["kv_dtype"] or given.get("kv-cache-dtype") or "auto"
-    sequences = setting("sequences", "max-num-seqs", None)
-    block = setting("block", "block-size", None)
-    states = checkpoint.states(
-        read,
-        tp=tp,
-        kv_dtype=kv_dtype,
-        default=None if sequences else _SEQUENCES[0 if large and not hardware.unified else 1],
-        block=block,
-    )
-    # Without CUDA graphs vLLM starts with fewer blocks than sequences.
-    if "enforce-eager" in given:
-        states = None
-    kv = checkpoint.kv_term(
-        read,
-        tp=tp,
-        kv_dtype=kv_dtype,
-        tokens=setting("tokens", "max-model-len", None),
-        sequences=sequences or 1,
-        chunk=setting("chunk", "max-num-batched-tokens", _CHUNKS[0] if large else _CHUNKS[1]) or 0,
-        block=block,
-    )
-    if base is None:
-        return (
-            Deployment(
-                name=folder.resolve().name,
-                utilization=tried if tried is not None else server.DEFAULT_UTILIZATION,
-                gpus=tp,
-                machines=1,
-                sleep=0,
-                weights=weights,
-                kv=kv,
-                outside=None,
-                residue=None,
-                states=states,
-            ),
-            [],
+    words: tuple[str, ...] = ()
+    env: dict[str, str] = {}
+    if recipes:
+        rendered = render_recipe(recipes[0], settings={}, environ={}, solo=False)
+        words = rendered.serve or ()
+        env = {key: value for key, value in rendered.env.items() if key.startswith("VLLM_")}
+    more = [word for key, value in settings.items() if value for word in (key, str(value))]
+    card = hardware.key
+    if card not in host.kinds():
+        # This machine's own GPUs.
+        card = "gb10" if hardware.unified else "rtx-pro-6000"
+    answer = planned.ask(folder, (*words, *more), env, card, say=say)
+    if answer.figures is None:
+        raise FindingsError(
+            f"vLLM {answer.release} does not serve {folder} like this: {answer.failure}",
+            next_step="change the arguments, or take the figures from the server's log",
         )
+    if answer.doubts:
+        raise UnknownVerdictError(
+            f"vLLM's figures of {folder} are not to be believed: {answer.doubts[0]}",
+            next_step="take the figures from the server's log",
+        )
+    given = options.parse((*words, *more))
+    figures = answer.figures
+    source = f"{answer.model}: what vLLM {answer.release} ({answer.stack}) builds and plans"
+    weights, kv, states = server.from_figures(
+        figures,
+        source,
+        sequences=options.integer(given.get("max-num-seqs", "")),
+        graphs="enforce-eager" not in given,
+    )
     remarks = []
-    for name, said, found in (("weights", base.weights, weights), ("KV cache", base.kv, kv)):
-        if said and not _near(said.amount, found.amount):
+    base = servers[0] if servers else None
+    if base is None:
+        base = Deployment(
+            name=folder.resolve().name,
+            utilization=tried if tried is not None else figures.utilization,
+            gpus=figures.gpus,
+            machines=1,
+            sleep=0,
+            weights=None,
+            kv=None,
+            outside=None,
+            residue=None,
+        )
+    for name, recorded, term in (("weights", base.weights, weights), ("KV cache", base.kv, kv)):
+        if recorded and not _near(recorded.amount, term.amount):
             remarks.append(
-                f"the recipe says {name} {said.amount} GiB per GPU ({said.source}), the checkpoint "
-                f"{found.amount}: planned with the checkpoint's"
+                f"the recipe says {name} {recorded.amount} GiB per GPU ({recorded.source}), vLLM "
+                f"{term.amount}: planned with vLLM's"
             )
     return dataclasses.replace(base, weights=weights, kv=kv, states=states), remarks
 
 
-def _near(said: Amount, found: Amount) -> bool:
-    return said.low <= found.high * (1 + _DIFFERS) and said.high >= found.low * (1 - _DIFFERS)
+def _near(recorded: Amount, term: Amount) -> bool:
+    return recorded.low <= term.high * (1 + _DIFFERS) and recorded.high >= term.low * (1 - _DIFFERS)

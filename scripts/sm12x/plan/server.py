@@ -5,7 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sm12x.core.errors import UsageError
-from sm12x.plan.budget import BASES, KV, OUTSIDE, RESIDUE, WEIGHTS, Amount, Deployment, Term
+from sm12x.core.text import GIB
+from sm12x.plan.budget import (
+    BASES,
+    KV,
+    OUTSIDE,
+    RESIDUE,
+    WEIGHTS,
+    Amount,
+    Deployment,
+    States,
+    Term,
+)
+from sm12x.plan.figures import Figures
 from sm12x.recipes import load, options, render
 from sm12x.recipes.model import Memory, MemoryTerm, Recipe
 
@@ -35,6 +47,35 @@ def from_recipe(recipe: Recipe, *, utilization: float | None = None) -> Deployme
         residue=_with_weights(residue, weights) if keeps_weights else residue,
         keeps_weights=keeps_weights,
     )
+
+
+def from_figures(
+    figures: Figures, source: str, *, sequences: int | None, graphs: bool
+) -> tuple[Term, Term, States | None]:
+    """Return the terms of weights and KV cache that vLLM gives a model, and its states.
+
+    The KV cache holds ``sequences`` of --max-model-len, from all at rest to all being read. Without
+    CUDA ``graphs`` vLLM starts with fewer blocks than sequences.
+    """
+
+    def term(name: str, low: float, high: float) -> Term:
+        amount = Amount(low=low / GIB, high=high / GIB)
+        return Term(name=name, amount=amount, basis="estimated", source=source)
+
+    most = figures.largest.most
+    weights = term(WEIGHTS, most, most)
+    cache = figures.cache
+    if cache is None:
+        return weights, term(KV, 0, 0), None
+    others = (sequences or 1) - 1
+    kv = term(
+        KV,
+        cache.at_start + others * cache.token * figures.max_model_len,
+        cache.at_start + others * cache.request,
+    )
+    default = None if sequences else figures.max_num_seqs
+    states = States(block=cache.block / GIB, default=default) if cache.states and graphs else None
+    return weights, kv, states
 
 
 def members(recipe: Recipe) -> tuple[Recipe, ...]:

@@ -41,6 +41,7 @@ def help_text(ledger: Ledger, recipes: Mapping[str, Recipe], image: str) -> str:
         "  check [--json] [--quick]                     check the image, with or without a GPU",
         "  patches                                      the patches, and what is in effect of each",
         "  health                                       ask the server in this container",
+        "  plan [RECIPE] [--help] [-- vLLM arguments]   the memory that the model in /model needs",
         "  pair RECIPE ... + RECIPE ...                 servers that take turns on the same GPUs",
         "  verify URL [URL] [--help]                    test sleep and wake-up of live servers",
         "  COMMAND ...                                  run as given: vllm serve ..., bash",

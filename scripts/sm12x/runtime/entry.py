@@ -14,13 +14,13 @@ from sm12x.core import process, text
 from sm12x.core.errors import INTERRUPTED, FindingsError, Sm12xError, UsageError, of_system
 from sm12x.recipes import load
 from sm12x.recipes.model import Recipe
-from sm12x.runtime import about, health, pair, serve
+from sm12x.runtime import about, health, pair, plan, serve
 from sm12x.runtime.check import report
 from sm12x.runtime.check.check import check
 from sm12x.runtime.places import Places
 from sm12x.wheel import ledger as ledgers
 
-_WORDS = ("help", "check", "health", "recipes", "patches", "pair", "verify")
+_WORDS = ("help", "check", "health", "recipes", "patches", "pair", "plan", "verify")
 
 _Replace = Callable[..., NoReturn]
 
@@ -76,6 +76,11 @@ def dispatch(
         for remark in serve.require_caches(places, os.environ):
             click.echo(f"warning: {remark}", err=True)
         return pair.run(arrangement, load_seconds=seconds)
+    if first == "plan":
+        env = plan.process_environment(places)
+        if os.environ.get("LD_LIBRARY_PATH") != env["LD_LIBRARY_PATH"]:
+            replace([sys.executable, "-P", "-m", "sm12x.runtime", "plan", *rest], env=env)
+        return plan.run(rest)
     if first == "verify":
         # The command of a build machine, in this Python.
         words = [sys.executable, "-P", "-m", "sm12x", "verify", *rest]

@@ -1,0 +1,245 @@
+"""The image's verb `plan`: what a model needs, from the vLLM of this image, without a GPU."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sm12x.core import declared
+from sm12x.core.errors import BadFileError, FindingsError, UnknownVerdictError, UsageError
+from sm12x.core.text import GIB
+from sm12x.plan import figures, host
+from sm12x.plan.budget import Hardware
+from sm12x.plan.figures import Answer, Question, Source
+from sm12x.recipes import load
+from sm12x.recipes.model import Recipe
+from sm12x.recipes.render import render
+from sm12x.runtime import planner, tensors
+from sm12x.runtime.meta import Card
+from sm12x.runtime.places import Places
+from sm12x.wheel import ledger as ledgers
+
+# What vLLM asks of the cards besides what data/hardware.toml says.
+_MULTIPROCESSORS = {"rtx-pro-6000": 188, "rtx-5090": 170, "gb10": 48}
+_QUANTIZATION = ("quantization_config", "compression_config")
+_CONFIG = "the folder of a model as its repository has it"
+
+
+class _Numbers(click.ParamType[Any]):
+    """Numbers with commas between them."""
+
+    name = "numbers"
+
+    def __init__(self, kind: type[int] | type[float]) -> None:
+        self._kind = kind
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            numbers = tuple(self._kind(part) for part in str(value).split(","))
+        except ValueError:
+            self.fail(f"{value!r} is not a list of numbers such as 1,2,4", param, ctx)
+        if not all(0 < number < 1 << 50 for number in numbers):
+            self.fail(f"{value!r} has a number out of range", param, ctx)
+        return numbers
+
+
+@click.command(name="plan")
+@click.argument("recipe", required=False)
+@click.option(
+    "--checkpoint",
+    "folders",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    help="Folders of models (default: /model); only config files and headers of weights are read.",
+)
+@click.option("--draft", type=click.Path(path_type=Path), help="Folder of a draft model.")
+@click.option("--card", type=click.Choice(tuple(_MULTIPROCESSORS)), help="The GPU to plan for.")
+@click.option("--tp", type=_Numbers(int), help="Values of --tensor-parallel-size: 1,2,4.")
+@click.option("--max-model-len", "lengths", type=_Numbers(int), help="Values of --max-model-len.")
+@click.option("--kv-gib", "budgets", type=_Numbers(float), help="Sizes of the KV cache in GiB.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_obj
+def command(
+    words: Sequence[str],
+    recipe: str | None,
+    folders: tuple[Path, ...],
+    draft: Path | None,
+    card: str | None,
+    tp: tuple[int, ...] | None,
+    lengths: tuple[int, ...] | None,
+    budgets: tuple[float, ...] | None,
+    as_json: bool,
+) -> None:
+    """Say what a model needs in GPU memory, as vLLM's own code has it; no GPU is needed.
+
+    RECIPE gives vLLM's arguments; those after -- come on top: [RECIPE] [OPTIONS] [-- ARGUMENTS].
+
+    \b
+    Example: docker run --rm -v ~/models/Qwen3-32B:/model:ro IMAGE plan --tp 1,2 -- \\
+        --kv-cache-dtype fp8
+    """
+    places = Places.of_image()
+    # Everything that reads the checkpoint comes first: vLLM takes long to import.
+    sources = {folder.resolve(): read(folder) for folder in folders or (Path("/model"),)}
+    arguments, env, kind = _of(_recipe(recipe, places) if recipe else None, words)
+    chosen = card or kind
+    questions = [
+        Question(
+            folder=str(folder),
+            arguments=(*arguments, *more),
+            env=env,
+            budgets=tuple(int(gib * GIB) for gib in budgets or ()),
+            draft=str(draft.resolve()) if draft else "",
+        )
+        for folder in sources
+        for more in sweep(tp, lengths)
+    ]
+    ledger = ledgers.read(places.ledger)
+    planner.prepare(_card(host.kinds()[chosen]))
+    answers = []
+    for question in questions:
+        answer = conclude(
+            planner.ask(question),
+            question,
+            sources[Path(question.folder)],
+            release=ledger.base_version,
+            stack=ledger.stack_id,
+            card=chosen,
+        )
+        answers.append(answer)
+        if not as_json:
+            click.echo(figures.text(answer))
+    if as_json:
+        click.echo(declared.to_json(answers, list[Answer]), nl=False)
+    if failed := [answer for answer in answers if answer.failure]:
+        raise FindingsError(
+            f"vLLM does not plan {failed[0].model}: {failed[0].failure}",
+            next_step="change the arguments, or take the figures from the server's log",
+        )
+    if doubtful := [answer for answer in answers if answer.doubts]:
+        raise UnknownVerdictError(
+            f"the figures of {doubtful[0].model} are not to be believed: {doubtful[0].doubts[0]}",
+            next_step="take the figures from the server's log",
+        )
+
+
+def run(words: Sequence[str]) -> int:
+    """Run the verb in this process, which ``process_environment`` is set for.
+
+    Raises UsageError, and what ``command`` raises.
+    """
+    at = words.index("--") if "--" in words else len(words)
+    own, arguments = list(words[:at]), tuple(words[at + 1 :])
+    try:
+        command.main(own, prog_name="plan", standalone_mode=False, obj=arguments)
+    except click.ClickException as error:
+        raise UsageError(f"plan: {error.format_message()}", next_step="plan --help") from None
+    return 0
+
+
+def read(folder: Path) -> Source:
+    """Read what the plan needs of a checkpoint's own files.
+
+    Raises:
+        BadFileError: the folder holds no model, or a file of it is damaged.
+    """
+    if not (folder / tensors.CONFIG).is_file():
+        adapter = (folder / "adapter_config.json").is_file()
+        raise BadFileError(
+            f"{folder} has no {tensors.CONFIG}" + (": it holds a LoRA adapter" if adapter else ""),
+            next_step=f"give {_CONFIG}: -v DIR:/model:ro",
+        )
+    config = tensors.read_json(folder / tensors.CONFIG, _CONFIG)
+    if not isinstance(config.get("model_type"), str) or not config["model_type"]:
+        raise BadFileError(
+            f"{folder / tensors.CONFIG} has no model_type: it is no model's configuration",
+            next_step=f"give {_CONFIG}",
+        )
+    parts = (config, *(part for part in config.values() if isinstance(part, dict)))
+    declares = any(part.get(key) for part in parts for key in _QUANTIZATION)
+    return Source(
+        tensors=tensors.total(folder),
+        quantized=declares or (folder / "hf_quant_config.json").is_file(),
+    )
+
+
+def sweep(tp: Sequence[int] | None, lengths: Sequence[int] | None) -> Iterator[tuple[str, ...]]:
+    """Yield the arguments of each combination."""
+    for size, length in itertools.product(tp or (None,), lengths or (None,)):
+        first = () if size is None else ("--tensor-parallel-size", str(size))
+        second = () if length is None else ("--max-model-len", str(length))
+        yield (*first, *second)
+
+
+def conclude(
+    given: figures.Figures | str,
+    question: Question,
+    source: Source,
+    *,
+    release: str,
+    stack: str,
+    card: str,
+) -> Answer:
+    """Return the answer with what speaks against it."""
+    return Answer(
+        release=release,
+        stack=stack,
+        card=card,
+        model=figures.name_of(Path(question.folder)),
+        arguments=question.arguments,
+        source=source,
+        figures=None if isinstance(given, str) else given,
+        failure=given if isinstance(given, str) else "",
+        doubts=() if isinstance(given, str) else tuple(figures.doubts(given, source)),
+    )
+
+
+def _of(recipe: Recipe | None, words: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str], str]:
+    """Return vLLM's arguments, its variables, and the kind of card."""
+    first = next(iter(_MULTIPROCESSORS))
+    if recipe is None:
+        return tuple(words), {}, first
+    rendered = render(recipe, settings={}, extra=words, environ={}, solo=recipe.sm12x is None)
+    if rendered.serve is None:
+        raise UsageError(
+            f"the arguments of {recipe.key} are not known: {rendered.unchecked}",
+            next_step="give vLLM's arguments after --",
+        )
+    env = {name: value for name, value in rendered.env.items() if name.startswith("VLLM_")}
+    kinds = recipe.sm12x.hardware if recipe.sm12x else ()
+    return rendered.serve, env, next((kind for kind in kinds if kind in _MULTIPROCESSORS), first)
+
+
+def _recipe(word: str, places: Places) -> Recipe:
+    path = Path(word) if word.endswith((".yaml", ".yml")) else places.recipes / f"{word}.yaml"
+    if not path.is_file():
+        raise UsageError(f"there is no recipe {word!r}", next_step="`recipes` lists them")
+    return load.load(path)
+
+
+def _card(kind: Hardware) -> Card:
+    major, minor = map(int, kind.capability.split("."))
+    return Card(
+        name=f"NVIDIA {kind.name}",
+        major=major,
+        minor=minor,
+        memory=int(kind.memory.low * GIB),
+        multiprocessors=_MULTIPROCESSORS[kind.key],
+        integrated=kind.unified,
+    )
+
+
+def process_environment(places: Places) -> dict[str, str]:
+    """Return the variables with which the process that plans is started.
+
+    The stand-in for the driver goes first, so that a plan uses no GPU that is there.
+    """
+    folder = str(places.stand_in.parent)
+    others = os.environ.get("LD_LIBRARY_PATH", "").split(":")
+    folders = [folder, *(other for other in others if other not in ("", folder))]
+    return {**planner.ENV, "LD_LIBRARY_PATH": ":".join(folders)}
