@@ -63,7 +63,7 @@ variable "host_network" {
 variable "memory" {
   type        = number
   description = "Host memory in MiB, a hard limit; weights are copied there in sleep."
-  default     = 305152
+  default     = 309248
 }
 
 variable "cpu" {

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from sm12x import layout
 from sm12x.core import declared
 from sm12x.core.process import Completed
 from sm12x.core.text import GIB
 from sm12x.plan.figures import Answer
+from sm12x.recipes import load, planned
 
 Run = Callable[..., Completed]
 
@@ -46,7 +48,7 @@ UNSEEN = {"NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4", "Qwen3-32B-FP8-Static-PerTe
 HYBRID = {"Kimi-K3", "Nemotron-H-56B-Base-8K"} | {name for name in FIGURES if "Nemotron-3" in name}
 
 
-def planned(run: Run, folder: Path, *words: str) -> tuple[Completed, dict[str, list[Answer]]]:
+def plan(run: Run, folder: Path, *words: str) -> tuple[Completed, dict[str, list[Answer]]]:
     """Plan the models of a folder, and return the answers for each."""
     names = sorted(path.parent.name for path in folder.glob("*/config.json"))
     places = [word for name in names for word in ("--checkpoint", f"/models/{name}")]
@@ -69,7 +71,7 @@ def model(folder: Path, name: str = "model", **config: object) -> Path:
 
 @pytest.fixture(scope="session")
 def answers(docker_run: Run) -> dict[str, list[Answer]]:
-    done, answers = planned(docker_run, CONFIGS, "--tp", "4", "--kv-gib", "40")
+    done, answers = plan(docker_run, CONFIGS, "--tp", "4", "--kv-gib", "40")
     assert done.returncode == 16, done.stderr
     return answers
 
@@ -97,7 +99,7 @@ def test_vllms_own_refusal_is_in_the_answer(answers: dict[str, list[Answer]]) ->
 
 def test_a_sweep_and_pipeline_stages_are_one_call(docker_run: Run, tmp_path: Path) -> None:
     words = ("--tp", "1,2", "--kv-gib", "40", "--", "--max-model-len", "32768")
-    done, answers = planned(docker_run, model(tmp_path), *words, "--pipeline-parallel-size", "2")
+    done, answers = plan(docker_run, model(tmp_path), *words, "--pipeline-parallel-size", "2")
     assert done.returncode == 0, done.stderr
     whole, half = (answer.figures for answer in answers["model"])
     assert whole is not None
@@ -110,23 +112,27 @@ def test_a_sweep_and_pipeline_stages_are_one_call(docker_run: Run, tmp_path: Pat
     assert [whole.rooms[0].blocks, half.rooms[0].blocks] == [40960, 81920]
 
 
-def test_a_recipe_gives_the_arguments(docker_run: Run) -> None:
+def test_a_recipe_has_the_figures_that_are_kept_of_it(docker_run: Run) -> None:
+    recipe = load.load(layout.recipes() / "gpt-oss-120b-rtx-pro-6000.yaml")
+    kept = planned.read(recipe)
+    assert kept is not None
     mount = f"{CONFIGS / 'gpt-oss-120b'}:/model:ro"
-    words = ("plan", "gpt-oss-120b-rtx-pro-6000", "--json", "--", "--enforce-eager")
-    done = docker_run(*words, options=("--volume", mount))
+    done = docker_run("plan", recipe.key, "--json", options=("--volume", mount))
     assert done.returncode == 0, done.stderr
     answer, faults = declared.check(Answer, json.loads(done.stdout)[0])
     assert answer is not None, faults
-    assert answer.figures is not None, answer.failure
-    # The recipe's --max-model-len and --max-num-seqs; its parsers need a tokenizer, a plan none.
-    assert (answer.figures.max_model_len, answer.figures.max_num_seqs) == (131072, 256)
-    assert "--reasoning-parser" in answer.arguments
+    figures = answer.figures
+    assert figures is not None, answer.failure
+    assert figures.cache is not None
+    assert answer.arguments == kept.arguments
+    assert (figures.max_model_len, figures.largest.held) == (kept.max_model_len, kept.weights)
+    assert figures.cache.at_start == kept.kv
 
 
 def test_what_vllm_cannot_build_has_its_own_reason(docker_run: Run, tmp_path: Path) -> None:
     model(tmp_path, "heads")
     model(tmp_path, "unknown", model_type="nobodys_model", architectures=["NobodysModel"])
-    done, answers = planned(docker_run, tmp_path, "--tp", "5")
+    done, answers = plan(docker_run, tmp_path, "--tp", "5")
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
     for name, reason in (("heads", "divisible"), ("unknown", "NobodysModel")):
@@ -144,12 +150,12 @@ def test_nothing_of_a_checkpoint_runs(docker_run: Run, tmp_path: Path) -> None:
     for name in ("configuration_own", "modeling_own"):
         code = f"print('{name} runs')\nraise SystemExit(77)\n"
         (tmp_path / "model" / f"{name}.py").write_text(code)
-    done, answers = planned(docker_run, tmp_path, "--", "--trust-remote-code")
+    done, answers = plan(docker_run, tmp_path, "--", "--trust-remote-code")
     assert "own runs" not in done.stdout + done.stderr
     assert answers["model"][0].figures is not None
 
 
 def test_a_model_of_a_million_layers_ends_in_time(docker_run: Run, tmp_path: Path) -> None:
-    done, answers = planned(docker_run, model(tmp_path, num_hidden_layers=10**6))
+    done, answers = plan(docker_run, model(tmp_path, num_hidden_layers=10**6))
     assert done.returncode == 1, done.stderr
     assert answers["model"][0].failure

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from sm12x import layout
 from sm12x.core.errors import Sm12xError, UsageError
 from sm12x.core.text import perhaps
-from sm12x.recipes import load, options
+from sm12x.recipes import load, options, planned
 from sm12x.recipes.model import Block, Recipe
 from sm12x.recipes.render import Rendered, filled, require_harmless, unpinned_code
 
@@ -170,6 +170,13 @@ class _Rules:
                 "model",
                 f"{served} has no model_revision: the branch may later be at another commit; "
                 "`sm12x recipe pin` writes one",
+            )
+        figures = planned.read(recipe)
+        if figures and figures.arguments != tuple(self.words):
+            self.warn(
+                "sm12x.memory",
+                f"{planned.place(recipe)} is of other arguments: make it again with "
+                f"`sm12x-dev memory {recipe.key}`",
             )
         if recipe.model and served and recipe.model != served:
             self.warn("model", f"model is {recipe.model}, the command serves {served}")

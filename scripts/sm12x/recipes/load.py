@@ -13,7 +13,7 @@ from sm12x import layout
 from sm12x.core import declared, yamltext
 from sm12x.core.errors import BadFileError, UsageError
 from sm12x.core.text import near, perhaps
-from sm12x.recipes import sparkrun
+from sm12x.recipes import planned, sparkrun
 from sm12x.recipes.model import THEIRS, Recipe
 
 # Files that people take for recipes: keys that they have and no recipe has, and what they are.
@@ -143,6 +143,12 @@ def inspect(path: Path) -> tuple[Recipe | None, list[Fault]]:
             said[f"{key} is not a known key{hint}"] = text.line((key,))
     said |= dict.fromkeys(_command_faults(given), text.line(("command",)))
     found += [Fault(path=path, line=line, text=one) for one, line in said.items()]
+    if recipe is not None and not found:
+        try:
+            recipe = planned.completed(recipe)
+        except BadFileError as error:
+            step = error.next_step
+            found.append(Fault(path=path, line=1, text=error.message, next_step=step))
     return (None if found else recipe), sorted(found, key=lambda fault: fault.line)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from sm12x import layout
 from sm12x.core import declared, files, lockfile
 from sm12x.core.errors import BadFileError
+from sm12x.recipes import planned
 from sm12x.stack.model.base import Base
 from sm12x.wheel import flashinfer as ahead
 from sm12x.wheel.ledger import FLASHINFER_REQUEST
@@ -105,7 +106,11 @@ def bundle_files(base: Base, machine: str, *, flashinfer: str) -> dict[str, Path
         "requirements.lock": base.lock_path(machine),
         "sdists.lock": _sdist_requirements(base, machine),
         "extras.lock": _extras(base, machine),
-        **{f"recipes/{path.name}": path for path in sorted(layout.recipes().glob("*.yaml"))},
+        **{
+            f"recipes/{path.relative_to(layout.recipes())}": path
+            for pattern in ("*.yaml", f"{planned.FOLDER}/*.json")
+            for path in sorted(layout.recipes().glob(pattern))
+        },
     }
 
 
