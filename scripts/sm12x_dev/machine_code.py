@@ -23,15 +23,15 @@ _ON_120, _ON_121 = "12.0", "12.1"
 
 
 def load(path: Path) -> AuditReport:
-    """A report of `sm12x audit --json` that was judged for 12.0 and 12.1. Raises BadFileError."""
+    """Load a report of `sm12x audit --json` for 12.0 and 12.1. Raises BadFileError."""
     step = "write it with `sm12x audit WHEEL --json --output FILE`"
-    found = report.read(path, next_step=step)
-    if not {_ON_120, _ON_121} <= set(found.devices):
+    audit = report.read(path, next_step=step)
+    if not {_ON_120, _ON_121} <= set(audit.devices):
         raise BadFileError(
-            f"{path} is not an audit of 12.0 and 12.1: devices {', '.join(found.devices)}",
+            f"{path} is not an audit of 12.0 and 12.1: devices {', '.join(audit.devices)}",
             next_step=step,
         )
-    return found
+    return audit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +47,9 @@ class _Change:
 
 
 def _changes(before: AuditReport, after: AuditReport) -> list[_Change]:
-    """Each library with device code in either report, by path, then the sums as "all"."""
+    """List each library with device code in either report, by path, then the sums as "all"."""
     old, new = ({one.path: one for one in side.libraries} for side in (before, after))
-    found = []
+    changes = []
     total = _Change(path="all", before=Counter(), after=Counter())
     for path in sorted({*old, *new}):
         pair = (old.get(path), new.get(path))
@@ -58,33 +58,33 @@ def _changes(before: AuditReport, after: AuditReport) -> list[_Change]:
         change = _Change(path=path, before=_counts(pair[0]), after=_counts(pair[1]))
         total.before.update(change.before)
         total.after.update(change.after)
-        found.append(change)
-    return [*found, total]
+        changes.append(change)
+    return [*changes, total]
 
 
 def rows(before: AuditReport, after: AuditReport) -> list[tuple[str, ...]]:
-    """One row for each entry of ``_changes``, in translation units.
+    """Return one row for each entry of ``_changes``, in translation units.
 
     Units that run differently on the two devices are shown for both, 12.0 first.
     """
     *libraries, total = _changes(before, after)
-    found = [(f"`{one.path}`", *_cells(one.before, one.after)) for one in libraries]
-    return [*found, (total.path, *_cells(total.before, total.after))]
+    table = [(f"`{one.path}`", *_cells(one.before, one.after)) for one in libraries]
+    return [*table, (total.path, *_cells(total.before, total.after))]
 
 
 def _counts(library: LibraryReport | None) -> Counter[str]:
-    """Units by "<verdict> <device>", and the size in bytes."""
+    """Count units by "<verdict> <device>"; "size" is the size in bytes."""
     if library is None:
         return Counter()
-    found = Counter(
+    counts = Counter(
         {
             f"{verdict} {device}": number
             for device in (_ON_120, _ON_121)
             for verdict, number in library.runs[device].units.items()
         }
     )
-    found["size"] = library.size
-    return found
+    counts["size"] = library.size
+    return counts
 
 
 def _cells(before: Counter[str], after: Counter[str]) -> Sequence[str]:
@@ -137,7 +137,7 @@ _BAR_HEIGHT, _LINE, _GAP = 13, 17, 9
 
 
 def svg(before: AuditReport, after: AuditReport, *, title: str, made_by: str) -> str:
-    """The picture of two reports as ``load`` returns them.
+    """Draw the picture of two reports as ``load`` returns them.
 
     Both devices share a panel where every library runs alike on them, else each has its own.
 
@@ -145,9 +145,9 @@ def svg(before: AuditReport, after: AuditReport, *, title: str, made_by: str) ->
         title: the heading; the devices of a panel are added to it.
         made_by: the command that writes the file, for its first line.
     """
-    found = _changes(before, after)
+    changes = _changes(before, after)
     devices = ("12.0", "12.1")
-    alike = all(_units(side, "12.0") == _units(side, "12.1") for side in _sides(found))
+    alike = all(_units(side, "12.0") == _units(side, "12.1") for side in _sides(changes))
     panels = [(devices[0], " and ".join(devices))] if alike else [(one, one) for one in devices]
     lines: list[str] = []
     top = 26
@@ -162,7 +162,7 @@ def svg(before: AuditReport, after: AuditReport, *, title: str, made_by: str) ->
             lines.append(_text(_NAME + 18, top, f"{label}: {meaning}", "small"))
             top += 16
         top += 10
-        for drawn, height in _rows(found, device, top):
+        for drawn, height in _rows(changes, device, top):
             lines += drawn
             top += height
         top += 18
@@ -180,9 +180,9 @@ def svg(before: AuditReport, after: AuditReport, *, title: str, made_by: str) ->
     )
 
 
-def _rows(found: list[_Change], device: str, top: int) -> Iterator[tuple[list[str], int]]:
-    """Each row's elements and its height; the last one, of the sums, has no bars."""
-    *libraries, total = found
+def _rows(changes: list[_Change], device: str, top: int) -> Iterator[tuple[list[str], int]]:
+    """Yield each row's elements and its height; the last one, of the sums, has no bars."""
+    *libraries, total = changes
     largest = max((sum(_units(side, device)) for side in _sides(libraries)), default=1)
     for one in libraries:
         name = PurePosixPath(one.path).name.split(".", 1)[0]
@@ -227,8 +227,8 @@ def _units(counts: Counter[str], device: str) -> tuple[int, ...]:
     )
 
 
-def _sides(found: list[_Change]) -> Iterator[Counter[str]]:
-    for one in found:
+def _sides(changes: list[_Change]) -> Iterator[Counter[str]]:
+    for one in changes:
         yield one.before
         yield one.after
 

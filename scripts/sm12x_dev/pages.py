@@ -58,32 +58,32 @@ def paths() -> list[Path]:
 
 
 def rendered(pages: Mapping[Path, str], parts: _Parts) -> dict[Path, str]:
-    """The text of every page with its generated parts made again.
+    """Return the text of every page with its generated parts rendered again.
 
     Raises:
         BadFileError: a page names an unknown part or a part without data, or no page has a part
             that has data.
     """
-    made = {name: make() for name, make in parts.items()}
+    texts = {name: make() for name, make in parts.items()}
     seen: set[str] = set()
 
     def fill(path: Path, block: re.Match[str]) -> str:
         name = block["name"]
-        if name not in made:
+        if name not in texts:
             raise BadFileError(
                 f"{path}: no generator makes the part {name!r} (known: {', '.join(parts)})",
                 next_step="correct the name in the comment",
             )
-        if not made[name]:
+        if not texts[name]:
             raise BadFileError(
                 f"{path}: there is no data for the part {name!r}",
                 next_step="restore its file in benchmarks/, or remove the block",
             )
         seen.add(name)
-        return f"{block['head']}{made[name]}{block['tail']}"
+        return f"{block['head']}{texts[name]}{block['tail']}"
 
     new = {path: _BLOCK.sub(partial(fill, path), text) for path, text in pages.items()}
-    missing = [name for name, text in made.items() if text and name not in seen]
+    missing = [name for name, text in texts.items() if text and name not in seen]
     if missing:
         raise BadFileError(
             f"no page has a block for the generated part(s) {', '.join(missing)}",
@@ -136,7 +136,7 @@ def _patches_table() -> str:
 
 
 def patch_notes() -> str:
-    """One heading and one short paragraph for each subject, whatever bases have it.
+    """Render one heading and one short paragraph for each subject, whatever bases have it.
 
     The paragraph is that of patches/summaries.toml, else the first two sentences of the patch's
     message.
@@ -151,13 +151,13 @@ def patch_notes() -> str:
         first.setdefault(patch.subject, patch)
     path = layout.patches() / SUMMARIES
     step = f"correct {path.name}: its keys are the subjects of patches"
-    told = declared.read_toml(Summaries, path, next_step=step).summaries
-    unknown = [subject for subject in told if subject not in first]
+    summaries = declared.read_toml(Summaries, path, next_step=step).summaries
+    unknown = [subject for subject in summaries if subject not in first]
     if unknown:
         raise BadFileError(f"{path}: no patch has the subject {unknown[0]!r}", next_step=step)
     notes = [
         f"### {subject}\n\n{'; '.join(where[subject])}. "
-        f"{' '.join(told.get(subject, opening(patch.body)).split())}\n"
+        f"{' '.join(summaries.get(subject, opening(patch.body)).split())}\n"
         for subject, patch in first.items()
     ]
     return "\n".join(notes)
@@ -220,14 +220,14 @@ def _plans_table() -> str:
 
 
 def _audits() -> tuple[AuditReport, AuditReport] | None:
-    """The newest pair of reports in benchmarks/: the official wheel, and ours of full mode.
+    """Load the newest pair of reports in benchmarks/: the official wheel, and ours of full mode.
 
     They are `<date>-audit-official.json` and `<date>-audit-full.json`; None while there is none.
     """
-    found = sorted((layout.root() / "benchmarks").glob(f"*-{_AUDITS[1]}.json"))
-    if not found:
+    reports = sorted((layout.root() / "benchmarks").glob(f"*-{_AUDITS[1]}.json"))
+    if not reports:
         return None
-    full = found[-1]
+    full = reports[-1]
     date = full.name.removesuffix(f"-{_AUDITS[1]}.json")
     return machine_code.load(full.with_name(f"{date}-{_AUDITS[0]}.json")), machine_code.load(full)
 
@@ -248,18 +248,18 @@ def audit_picture() -> str:
 
 
 def _package_table() -> str:
-    """One row for each folder of the package: the first sentence of its docstring, its modules."""
+    """Tabulate the folders of the packages: first paragraph of the docstring, modules."""
     scripts = Path(__file__).parents[1]
     rows = []
     packages = (scripts / name for name in ("sm12x", "sm12x_dev"))
     for init in (init for package in packages for init in sorted(package.rglob("__init__.py"))):
         folder = init.parent
-        said = ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or ""
+        summary = ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or ""
         modules = sorted(path.stem for path in folder.glob("[!_]*.py"))
         rows.append(
             (
                 f"`{folder.relative_to(scripts)}/`",
-                said.split("\n\n", 1)[0],
+                summary.split("\n\n", 1)[0],
                 ", ".join(modules),
             )
         )

@@ -187,7 +187,7 @@ def test_only_what_differs_from_the_record_is_run_on_the_untouched_tree(
     late = "tests/test_same2.py"
     known = replace(known, files={f: o for f, o in known.files.items() if f != late})
     ran: list[tuple[str, str]] = []
-    second = _run(world, known=known, on_file=lambda *one: ran.append(one))
+    second = _run(world, baseline=known, on_file=lambda *one: ran.append(one))
     assert second.results == tuple(
         replace(result, said=mine.said, detail=mine.detail)
         for result, mine in zip(first.results, second.results, strict=True)

@@ -149,13 +149,13 @@ def test_what_is_recorded_of_the_base_is_not_run_there(world: World) -> None:
 
     first, sides = ran(RECORDED, record_for="these")
     assert (first.failed, first.recorded, sides) == (0, 0, ["base", "patched"])
-    again, sides = ran(RECORDED, known=known())
+    again, sides = ran(RECORDED, baseline=known())
     assert (again.checks, again.recorded, sides) == (first.checks, 1, ["patched"])
     # The patched tree is judged as ever.
-    red, sides = ran(RECORDED + "def test_more(): assert 0\n", known=known())
+    red, sides = ran(RECORDED + "def test_more(): assert 0\n", baseline=known())
     assert (red.failed, red.recorded, sides) == (1, 0, ["base", "patched"])
     # A test that breaks the rule on the base is never recorded, and so is found each time.
-    for more in ({"record_for": "these"}, {"known": known()}):
+    for more in ({"record_for": "these"}, {"baseline": known()}):
         green, sides = ran(RECORDED + "def test_any(): pass\n", **more)
         assert (green.failed, green.recorded, sides) == (1, 0, ["base", "patched"])
 
@@ -167,9 +167,9 @@ def test_other_tests_than_the_recorded_ones_are_run_on_both(world: World) -> Non
         patching.setenv("TESTS", "1")
         _run(world, text, record_for="these")
         known = record.load(world.base, record.WITNESSES, "sm12x-dev witness")
-        assert _run(world, text, known=known).recorded == 1
+        assert _run(world, text, baseline=known).recorded == 1
         patching.setenv("TESTS", "2")
-        report = _run(world, text, known=known)
+        report = _run(world, text, baseline=known)
     assert (report.recorded, report.passed, report.failed) == (0, 4, 0)
 
 

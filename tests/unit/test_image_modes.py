@@ -50,7 +50,7 @@ def test_sources_are_looked_for_only_where_they_decide(
     tmp_path: Path,
 ) -> None:
     def decide(base: Base, *, available: set[str], **given: object) -> Decision:
-        assert given == {"cores": 2, "memory_gib": 20.0, "wanted": "auto"}
+        assert given == {"cores": 2, "memory_gib": 20.0, "mode": "auto"}
         chosen = "full" if available in full_with else "quick"
         return Decision(mode=chosen, reason="a reason")
 

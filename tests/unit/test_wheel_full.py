@@ -106,9 +106,7 @@ def _decide(
     base: Base, wanted: str, *, cores: int = 2, memory: float = 22, there: bool = True
 ) -> selection.Decision:
     available = {base.sources[0].name} if there else set()
-    return selection.decide(
-        base, cores=cores, memory_gib=memory, available=available, wanted=wanted
-    )
+    return selection.decide(base, cores=cores, memory_gib=memory, available=available, mode=wanted)
 
 
 def test_auto_builds_all_where_that_is_quick_enough(base: Base) -> None:
@@ -200,7 +198,7 @@ def test_auto_is_quick_without_what_most_code_is_made_of(base: Base) -> None:
         "quick", "a full build would not compile most of the code: both lacks b"
     )  # fmt: skip
     assert _decide(made, "full").mode == "full"
-    all_there = selection.decide(made, cores=2, memory_gib=22, available={name, "b"}, wanted="auto")
+    all_there = selection.decide(made, cores=2, memory_gib=22, available={name, "b"}, mode="auto")
     assert all_there.mode == "full"
 
 

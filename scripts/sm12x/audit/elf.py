@@ -63,21 +63,21 @@ def read(data: Buffer) -> DeviceCode:
         unloadable = _unloadable(data, elf) if shared else ""
     except _DAMAGE as error:
         return DeviceCode(machine=name, shared=shared, found=_damaged(data, error))
-    found = sections.collect(data, listed)
-    units = tuple(_seen_through(data, unit) for unit in found.units)
+    code = sections.collect(data, listed)
+    units = tuple(_seen_through(data, unit) for unit in code.units)
     return DeviceCode(
         machine=name,
         shared=shared,
-        found=replace(found, units=units),
+        found=replace(code, units=units),
         unloadable=unloadable,
     )
 
 
 def _damaged(data: Buffer, error: Exception) -> FoundCode:
-    """The code that is found without the headers, so that a report does not call the file empty."""
+    """Return the code that a search finds without the headers: a damaged file is not empty."""
     what = f"{type(error).__name__} {error}".strip()
-    found = sections.collect(data, ())
-    return replace(found, faults=(f"the ELF headers are damaged: {what}", *found.faults))
+    code = sections.collect(data, ())
+    return replace(code, faults=(f"the ELF headers are damaged: {what}", *code.faults))
 
 
 def _sections(elf: ELFFile) -> Iterator[Section]:
@@ -137,16 +137,16 @@ def _seen_through(data: Buffer, unit: FatContainer) -> FatContainer:
 
 
 def _empty(data: Buffer, entry: CodePiece) -> bool:
-    """Whether a cubin has nothing to load on a device: no kernel, no function, no variable."""
+    """Tell whether a cubin has nothing to load on a device: no kernel, function or variable."""
     if max(entry.size, entry.whole) > _HOLLOW_BYTES:
         return False
     code = _unpacked(bytes(data[entry.offset : entry.offset + entry.size]), entry)
     try:
         fatbin.cubin(code)
-        found = list(fatbin.cubin_sections(code, 0, len(code)))
+        parts = list(fatbin.cubin_sections(code, 0, len(code)))
     except (ValueError, struct.error):
         return False
-    return bool(found) and not any(flags & _ALLOCATED and size for _, flags, _, size in found)
+    return bool(parts) and not any(flags & _ALLOCATED and size for _, flags, _, size in parts)
 
 
 def _unpacked(code: bytes, entry: CodePiece) -> bytes:

@@ -161,32 +161,32 @@ def search(
     read = 0
     for start, end in _gaps(taken, len(data)):
         offset = start
-        for found, is_elf in _candidates(data, start, end):
-            if found < offset:
+        for candidate, is_elf in _candidates(data, start, end):
+            if candidate < offset:
                 continue
             take = _bare_cubin if is_elf else _container
-            container, after, fault = take(data, found, end, MAX_ENTRIES - read)
-            # Also what is passed over: in a file made for it, each try would walk the rest.
+            container, after, fault = take(data, candidate, end, MAX_ENTRIES - read)
+            # Damaged ones count too: a hostile file would make each attempt walk the whole rest.
             read += bool(fault) if container is None else 1 + len(container.entries)
             if not fault and container is not None:
                 offset = after
-            near = bisect.bisect_right(starts, found) - 1
-            if not (fault and near >= 0 and found < code[near][1]):
+            near = bisect.bisect_right(starts, candidate) - 1
+            if not (fault and near >= 0 and candidate < code[near][1]):
                 faults.extend([fault] if fault else [])
                 containers.extend([container] if container and container.entries else [])
             if read >= MAX_ENTRIES:
-                faults.append(_too_many(found))
+                faults.append(_too_many(candidate))
             if len(faults) >= MAX_FAULTS or read >= MAX_ENTRIES:
                 return Parsed(containers=tuple(containers), faults=tuple(faults))
     return Parsed(containers=tuple(containers), faults=tuple(faults))
 
 
 def cubin(data: Buffer) -> FatContainer:
-    """The unit that a cubin outside a container is. Raises ValueError for anything else."""
-    found, _, fault = _bare_cubin(data, 0, len(data), 1)
-    if found is None:
+    """Read a cubin outside a container as one unit. Raises ValueError for anything else."""
+    container, _, fault = _bare_cubin(data, 0, len(data), 1)
+    if container is None:
         raise ValueError(fault or "it is not a 64-bit cubin")
-    return found
+    return container
 
 
 def _too_many(offset: int) -> str:
@@ -200,22 +200,22 @@ def _any_byte(data: Buffer, start: int, end: int) -> bool:
 
 
 def _next_container(data: Buffer, offset: int, end: int, start: int) -> int:
-    """Where the next aligned magic is, or ``end``."""
-    found = data.find(MAGIC_BYTES, offset, end)
-    while found != -1 and (found - start) % _ALIGN:
-        found = data.find(MAGIC_BYTES, found + 1, end)
-    return end if found == -1 else found
+    """Return the offset of the next aligned magic, or ``end``."""
+    position = data.find(MAGIC_BYTES, offset, end)
+    while position != -1 and (position - start) % _ALIGN:
+        position = data.find(MAGIC_BYTES, position + 1, end)
+    return end if position == -1 else position
 
 
 def _merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The ranges in order, those that overlap as one."""
-    found: list[tuple[int, int]] = []
+    """Return the ranges in order; ranges that overlap become one."""
+    extents: list[tuple[int, int]] = []
     for start, end in sorted(ranges):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
+        if extents and start <= extents[-1][1]:
+            extents[-1] = (extents[-1][0], max(extents[-1][1], end))
         else:
-            found.append((start, end))
-    return found
+            extents.append((start, end))
+    return extents
 
 
 def _gaps(taken: Iterable[tuple[int, int]], size: int) -> Iterator[tuple[int, int]]:

@@ -82,13 +82,16 @@ def unreadable(path: str, size: int, why: str) -> LibraryAudit:
 
 
 def _read(path: str, data: Buffer, depth: int) -> tuple[LibraryAudit, bool] | None:
-    """The code, and whether it is listed without device code too: a library or a program."""
+    """Read the device code of a file; the flag says to list the file even without device code.
+
+    It is set for a library and a program. None for a linker script.
+    """
     head = bytes(data[:64])
     if head.startswith(fatbin.ELF_MAGIC):
         if head[18:20] == fatbin.EM_CUDA.to_bytes(2, "little"):
             return _cubin(data), False
         code = elf.read(data)
-        found = _code(
+        entry = _code(
             machine=code.machine,
             units=code.found.units,
             relocatable=code.found.relocatable,
@@ -96,7 +99,7 @@ def _read(path: str, data: Buffer, depth: int) -> tuple[LibraryAudit, bool] | No
             unloadable=code.unloadable,
             faults=code.found.faults,
         )
-        return found, code.shared
+        return entry, code.shared
     if head.startswith(fatbin.MAGIC_BYTES):
         parsed = fatbin.parse(data, 0, len(data))
         return _code(machine="cuda", units=parsed.containers, faults=parsed.faults), False
@@ -108,8 +111,8 @@ def _read(path: str, data: Buffer, depth: int) -> tuple[LibraryAudit, bool] | No
         return _ptx(data), False
     if _LINKER_SCRIPT.match(head):
         return None
-    wanted = {".fatbin": "a fat binary", ".a": "an archive"}.get(path[path.rfind(".") :])
-    return _code(faults=(f"it is not {wanted or 'an ELF file'}",)), False
+    kind = {".fatbin": "a fat binary", ".a": "an archive"}.get(path[path.rfind(".") :])
+    return _code(faults=(f"it is not {kind or 'an ELF file'}",)), False
 
 
 def _cubin(data: Buffer) -> LibraryAudit:
@@ -213,24 +216,24 @@ class Share:
         self._pieces = 0
         self._lock = threading.Lock()
 
-    def counted(self, found: LibraryAudit | None) -> LibraryAudit | None:
-        """Return ``found``, its pieces counted. Raises BadFileError where they are too many."""
-        if found is None:
+    def counted(self, library: LibraryAudit | None) -> LibraryAudit | None:
+        """Count the pieces of ``library`` and return it. Raises BadFileError for too many."""
+        if library is None:
             return None
-        pieces = _pieces(found)
+        pieces = _pieces(library)
         with self._lock:
             self._pieces += pieces
             if self._pieces > max(pieces, fatbin.MAX_ENTRIES):
                 raise BadFileError(
-                    f"the libraries up to {found.path} hold more than {fatbin.MAX_ENTRIES} pieces "
-                    "of device code together",
+                    f"the libraries up to {library.path} hold more than {fatbin.MAX_ENTRIES} "
+                    "pieces of device code together",
                     next_step="audit its files one by one",
                 )
-        return found
+        return library
 
 
-def _pieces(found: LibraryAudit) -> int:
-    units = (*found.units, *found.relocatable, *found.embedded)
+def _pieces(library: LibraryAudit) -> int:
+    units = (*library.units, *library.relocatable, *library.embedded)
     return sum(1 + len(unit.entries) for unit in units)
 
 

@@ -179,23 +179,23 @@ class LibraryAudit:
 
     def _verdicts(self, units: tuple[FatContainer, ...], device: Device) -> Mapping[str, int]:
         if self.unloadable:
-            found = Counter({NONE: sum(not unit.hollow for unit in units)})
+            counts = Counter({NONE: sum(not unit.hollow for unit in units)})
         else:
-            found = Counter(_unit_verdict(unit, device) for unit in units)
-        return {word: found[word] for word in UNIT_VERDICTS if word != LTO or found[word]}
+            counts = Counter(_unit_verdict(unit, device) for unit in units)
+        return {word: counts[word] for word in UNIT_VERDICTS if word != LTO or counts[word]}
 
     def verdict(self, device: Device) -> str:
-        """The library as a whole.
+        """Return the verdict on the library as a whole.
 
         "unknown" if anything in it could not be read, "host" if it has no device code, else
         "native", "ptx", "lto" or "none" if that holds for every translation unit, else "mixed".
         """
         if self.unknown:
             return UNKNOWN
-        found = [verdict for verdict, number in self.units_on(device).items() if number]
-        if not found:
+        verdicts = [verdict for verdict, number in self.units_on(device).items() if number]
+        if not verdicts:
             return NONE if self.unloadable else HOST
-        return found[0] if len(found) == 1 else MIXED
+        return verdicts[0] if len(verdicts) == 1 else MIXED
 
     @property
     def sm120(self) -> str:
@@ -206,10 +206,10 @@ class LibraryAudit:
         return self.verdict(SM121)
 
     def _count(self, kind: str) -> Mapping[str, int]:
-        found = Counter(
+        counts = Counter(
             entry.arch for unit in self.loaded for entry in unit.entries if entry.kind == kind
         )
-        return {str(arch): found[arch] for arch in sorted(found)}
+        return {str(arch): counts[arch] for arch in sorted(counts)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -149,10 +149,10 @@ def judge(
     *,
     compiled: Mapping[str, str] | None = None,
 ) -> Judgement:
-    """Hold every library of the audit against the policy.
+    """Judge every library of the audit by the policy.
 
     Args:
-        audit: what was found.
+        audit: the device code of each library.
         policy: the rules.
         devices: what to judge for.
         compiled: the libraries compiled here, from a ledger: path in the wheel -> sha256. An image
@@ -178,13 +178,13 @@ def judge(
                 continue
             rule = policy.rules[number]
             # The reason for a missing verdict is in the findings already.
-            told = library.unknown or library.unloadable
-            faults = () if told else tuple(_faults(library, device, rule))
+            finding = library.unknown or library.unloadable
+            faults = () if finding else tuple(_faults(library, device, rule))
             offenders.extend(
                 Offender(path=library.path, device=str(device), message=fault, about_units=True)
                 for fault in faults
             )
-            if told or faults or library.verdict(device) in (NATIVE, HOST, UNKNOWN):
+            if finding or faults or library.verdict(device) in (NATIVE, HOST, UNKNOWN):
                 continue
             for reason in _reasons(library, device, rule):
                 paths = accepted.setdefault(reason, [])
@@ -208,9 +208,9 @@ def judge(
 
 
 def _named(path: str, compiled: Mapping[str, str]) -> str:
-    """The sha256 that ``compiled`` has for the library at ``path``, "" if it has none."""
-    found = (sha for name, sha in compiled.items() if path == name or path.endswith(f"/{name}"))
-    return next(found, "")
+    """Return the sha256 that ``compiled`` has for the library at ``path``, "" without one."""
+    hashes = (sha for name, sha in compiled.items() if path == name or path.endswith(f"/{name}"))
+    return next(hashes, "")
 
 
 def _rule_for(path: str, device: Device, policy: Policy, *, compiled: bool) -> int | None:

@@ -67,14 +67,14 @@ class _Row:
         return sum(library.size for library in self.libraries)
 
     def count(self, of: Callable[[LibraryAudit], Mapping[str, int]]) -> Counter[str]:
-        found: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for library in self.libraries:
-            found.update(of(library))
-        return found
+            counts.update(of(library))
+        return counts
 
     def verdict(self, device: Device) -> str:
-        found = {library.verdict(device) for library in self.libraries}
-        return found.pop() if len(found) == 1 else UNKNOWN if UNKNOWN in found else MIXED
+        verdicts = {library.verdict(device) for library in self.libraries}
+        return verdicts.pop() if len(verdicts) == 1 else UNKNOWN if UNKNOWN in verdicts else MIXED
 
 
 def text(
@@ -84,7 +84,7 @@ def text(
     *,
     width: int = WIDTH,
 ) -> str:
-    """The report: code in each library, how it runs, what that means, and the judgement."""
+    """Render the report: each library's code, how it runs, what that means, the judgement."""
     shown = [entry for entry in audit.libraries if _is_shown(entry)]
     host = [entry for entry in audit.libraries if not _is_shown(entry)]
     size = sum(library.size for library in audit.libraries) / texts.MIB
@@ -112,8 +112,8 @@ def text(
         parts.append("\n".join(["Cannot be loaded:", *texts.bullets(unloadable, width)]))
     own = [entry.path for entry in shown if entry.embedded]
     if own:
-        told = "Code that the library selects and loads itself, each piece counted as a unit"
-        parts.append(_sentence(f"{told}: {texts.first_of(own, _LISTED)}", width))
+        label = "Code that the library selects and loads itself, each piece counted as a unit"
+        parts.append(_sentence(f"{label}: {texts.first_of(own, _LISTED)}", width))
     if judgement is not None:
         parts.append(_judged(judgement, width))
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
@@ -140,12 +140,12 @@ def _rows(libraries: Sequence[LibraryAudit]) -> list[_Row]:
 
 
 def _code(rows: Sequence[_Row], devices: Sequence[Device]) -> Table:
-    """Cubins and PTX. Targets of the 12.x family that none of the libraries has get no column."""
+    """Tabulate cubins and PTX. A target of the 12.x family without code gets no column."""
     cubins = [row.count(lambda entry: entry.cubins) for row in rows]
     ptx = [row.count(lambda entry: entry.ptx) for row in rows]
     lto = [row.count(lambda entry: entry.lto).total() for row in rows]
-    targets = sorted({name for found in cubins for name in found if _is_family(name)})
-    virtual = sorted({name for found in ptx for name in found}, key=CudaArch.parse)
+    targets = sorted({name for counts in cubins for name in counts if _is_family(name)})
+    virtual = sorted({name for counts in ptx for name in counts}, key=CudaArch.parse)
     named = virtual if len(virtual) <= _PTX_COLUMNS else virtual[-_PTX_COLUMNS:]
     folder = _common_folder(rows)
     table = _table("Code in each library: cubins by target, and PTX by target")
@@ -158,11 +158,11 @@ def _code(rows: Sequence[_Row], devices: Sequence[Device]) -> Table:
         table.add_column("PTX\nolder", justify="right", no_wrap=True)
     if any(lto):
         table.add_column("LTO-IR", justify="right", no_wrap=True)
-    for row, code, found, linked in zip(rows, cubins, ptx, lto, strict=True):
+    for row, code, counts, linked in zip(rows, cubins, ptx, lto, strict=True):
         family = [code[name] for name in targets] or [0]
-        numbers = [*family, code.total() - sum(family), *(found[name] for name in named or ["-"])]
+        numbers = [*family, code.total() - sum(family), *(counts[name] for name in named or ["-"])]
         if named != virtual:
-            numbers.append(found.total() - sum(found[name] for name in named))
+            numbers.append(counts.total() - sum(counts[name] for name in named))
         if any(lto):
             numbers.append(linked)
         table.add_row(row.path[len(folder) :], f"{row.size / texts.MIB:.1f}", *map(_dash, numbers))
@@ -255,10 +255,10 @@ def _judged(judgement: Judgement, width: int) -> str:
     else:
         lines = [f"Policy `{judgement.name}`: passed."]
     if judgement.unasked:
-        told = (
+        note = (
             "No ledger was found: every library is judged as an official one (give --ledger FILE)."
         )
-        lines.append(_sentence(told, width))
+        lines.append(_sentence(note, width))
     if judgement.accepted:
         lines.append("Accepted though not native throughout:")
         lines += texts.bullets(

@@ -127,7 +127,7 @@ def run(plan: ScanPlan, *, on_progress: Callable[[int], None] | None = None) -> 
 
     pool = ThreadPoolExecutor(max_workers=_THREADS)
     try:
-        found = list(pool.map(one, order))
+        entries = list(pool.map(one, order))
     except RuntimeError as error:
         # An error while reading a file is in its entry: this one is a thread that did not start.
         raise library.no_memory(f"{plan.subject}: {error}") from None
@@ -137,7 +137,7 @@ def run(plan: ScanPlan, *, on_progress: Callable[[int], None] | None = None) -> 
         if plan.zip:
             plan.zip.close()
     return library.assemble(
-        plan.subject, plan.kind, (*plan.unread, *(entry for entry in found if entry is not None))
+        plan.subject, plan.kind, (*plan.unread, *(entry for entry in entries if entry is not None))
     )
 
 
@@ -199,8 +199,8 @@ def _on_disk(path: Path, label: str, size: int) -> ArchiveMember:
 
 def _wheel(path: Path) -> ScanPlan:
     archive = zipfile.ZipFile(path)
-    found = [info for info in archive.infolist() if not info.is_dir()]
-    total = sum(info.file_size for info in found)
+    members = [info for info in archive.infolist() if not info.is_dir()]
+    total = sum(info.file_size for info in members)
     unpack.bounded(str(path), total, path.stat().st_size, whole=True)
     return ScanPlan(
         subject=path.name,
@@ -213,7 +213,7 @@ def _wheel(path: Path) -> ScanPlan:
                 open=partial(unpack.opened, archive, info),
                 packed=info.compress_size,
             )
-            for info in found
+            for info in members
         ),
     )
 
@@ -249,12 +249,13 @@ def image(name: str) -> Audit:
     answers: list[str] = []
     for engine in programs:
         kind = ["inspect", "--type", "image"] if engine == "buildah" else ["image", "inspect"]
-        asked = process.run([engine, *kind, image], check=False)
-        if asked.returncode == 0:
+        inspection = process.run([engine, *kind, image], check=False)
+        if inspection.returncode == 0:
             read = _mounted if engine == "buildah" else _exported
             return read(engine, image)
-        said = asked.stderr.strip().splitlines()
-        answers.append(f"{engine}: {said[-1] if said else f'exit status {asked.returncode}'}")
+        lines = inspection.stderr.strip().splitlines()
+        reason = lines[-1] if lines else f"exit status {inspection.returncode}"
+        answers.append(f"{engine}: {reason}")
     raise BadFileError(
         f"{name} is neither a file nor an image ({'; '.join(answers)})",
         next_step="check the path, or list the images with `" + programs[0] + " images`",
@@ -273,12 +274,12 @@ def _exported(engine: str, image: str) -> Audit:
 
 
 def _mounted(engine: str, image: str) -> Audit:
-    """buildah cannot export to a stream; it can show the file system as a folder."""
+    """Audit an image of buildah, which cannot export to a stream, as a mounted folder."""
     step = "run it as root, or inside `buildah unshare`"
     container = process.run([engine, "from", "--pull=never", image]).stdout.strip()
     try:
         folder = process.run([engine, "mount", container], next_step=step).stdout.strip()
-        found = run(plan(Path(folder)))
-        return Audit(subject=image, kind="image", libraries=found.libraries)
+        contents = run(plan(Path(folder)))
+        return Audit(subject=image, kind="image", libraries=contents.libraries)
     finally:
         process.run([engine, "rm", container], check=False)

@@ -85,8 +85,8 @@ def sections(data: Buffer) -> Iterator[Section]:
         )
 
 
-def collect(data: Buffer, found: Iterable[Section]) -> FoundCode:
-    """The device code in these sections and elsewhere in the file.
+def collect(data: Buffer, headers: Iterable[Section]) -> FoundCode:
+    """Read the device code in the sections of ``headers`` and elsewhere in the file.
 
     Damage never raises: it is in ``faults``.
     """
@@ -96,7 +96,7 @@ def collect(data: Buffer, found: Iterable[Section]) -> FoundCode:
     taken, instructions = [(0, len(_MAGIC))], []
     apart: list[tuple[int, int]] = []
     records = pieces = 0
-    for section in found:
+    for section in headers:
         extent = (section.offset, section.offset + section.size)
         if section.name in containers and len(faults) >= fatbin.MAX_FAULTS:
             # Nor are they searched for code below.
@@ -140,21 +140,21 @@ def _overlaps(extent: tuple[int, int], apart: list[tuple[int, int]]) -> bool:
 
 
 def audit(path: str, data: Buffer) -> LibraryAudit:
-    """The machine code of one library; ``sha256`` and ``machine`` are left empty.
+    """Read the machine code of one library; ``sha256`` and ``machine`` stay empty.
 
     Damage never raises: it is in ``faults``.
     """
     try:
-        found = collect(data, list(sections(data)))
+        code = collect(data, list(sections(data)))
     except (ValueError, struct.error) as error:
-        found = FoundCode(faults=(str(error),))
+        code = FoundCode(faults=(str(error),))
     return LibraryAudit(
         path=path,
         sha256="",
         size=len(data),
         machine="",
-        units=found.units,
-        relocatable=found.relocatable,
-        embedded=found.embedded,
-        faults=found.faults,
+        units=code.units,
+        relocatable=code.relocatable,
+        embedded=code.embedded,
+        faults=code.faults,
     )

@@ -139,7 +139,7 @@ def _layers(outer: tarfile.TarFile, path: Path) -> list[str] | None:
 
 def _oci_layers(outer: tarfile.TarFile, index: Any, path: Path) -> list[str]:
     manifests: list[Any] = list(index["manifests"])
-    found: list[list[str]] = []
+    images: list[list[str]] = []
     seen: set[str] = set()
     while manifests:
         name = _blob(manifests.pop(0))
@@ -153,12 +153,12 @@ def _oci_layers(outer: tarfile.TarFile, index: Any, path: Path) -> list[str]:
         layers = content.get("layers", [])
         # Attestations are manifests too; their layers are documents.
         if layers and all(".tar" in layer["mediaType"] for layer in layers):
-            found.append([_blob(layer) for layer in layers])
-    if len(found) != 1:
+            images.append([_blob(layer) for layer in layers])
+    if len(images) != 1:
         raise BadFileError(
-            f"{path} holds {len(found)} images", next_step="save one image, for one platform"
+            f"{path} holds {len(images)} images", next_step="save one image, for one platform"
         )
-    return found[0]
+    return images[0]
 
 
 def _blob(descriptor: Any) -> str:
@@ -197,14 +197,14 @@ def _read(stream: IO[bytes], what: str, packed: int | None, share: library.Share
             elif info.isdir():
                 layer.folders.add(path)
             else:
-                found = _member(tar, info, path, packed, share) if info.isreg() else None
+                entry = _member(tar, info, path, packed, share) if info.isreg() else None
                 # A path can come twice in one tar: the later one counts.
                 layer.libraries.pop(path, None)
                 layer.others.discard(path)
-                if found is None:
+                if entry is None:
                     layer.others.add(path)
                 else:
-                    layer.libraries[path] = found
+                    layer.libraries[path] = entry
     return layer
 
 

@@ -64,8 +64,8 @@ class NotNull:
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        made = handler(schema)
-        return made if handler.mode == "validation" else {"anyOf": [made, {"type": "null"}]}
+        result = handler(schema)
+        return result if handler.mode == "validation" else {"anyOf": [result, {"type": "null"}]}
 
 
 class NotInFile:
@@ -93,17 +93,17 @@ _LARGEST = 1e12
 
 
 def ends(value: object) -> tuple[float, float]:
-    """The low and the high end of a size: a number that is not negative, or [low, high].
+    """Return the low and the high end of a size: a number from 0 up, or [low, high].
 
     Raises ValueError for anything else.
     """
-    found = value if isinstance(value, list | tuple) else [value]
+    items = value if isinstance(value, list | tuple) else [value]
     try:
-        numbers = [float(end) for end in found if isinstance(end, int | float)]
+        numbers = [float(end) for end in items if isinstance(end, int | float)]
     except OverflowError:
         numbers = []
     good = len(numbers) in (1, 2) and 0 <= numbers[0] <= numbers[-1] <= _LARGEST
-    if not good or len(numbers) != len(found) or any(isinstance(end, bool) for end in found):
+    if not good or len(numbers) != len(items) or any(isinstance(end, bool) for end in items):
         raise ValueError(f"is neither a number from 0 to {_LARGEST:g} nor [low, high]")
     return numbers[0], numbers[-1]
 
@@ -181,8 +181,8 @@ def parse_json(kind: type[_T], text: str, path: Path, *, next_step: str, what: s
     except BadFileError as error:
         if not what:
             raise
-        said = error.message.removeprefix(f"{path}: ")
-        raise BadFileError(f"{path} holds no {what}: {said}", next_step=next_step) from None
+        reason = error.message.removeprefix(f"{path}: ")
+        raise BadFileError(f"{path} holds no {what}: {reason}", next_step=next_step) from None
     except (ValueError, RecursionError) as error:
         raise BadFileError(
             f"{path} holds no {what or 'JSON'}: {error}", next_step=next_step
@@ -207,7 +207,7 @@ def _convert(kind: type[_T], raw: object, path: Path, *, next_step: str) -> _T:
 
 
 def check(kind: type[_T], raw: object) -> tuple[_T | None, list[Fault]]:
-    """``raw`` as the dataclass ``kind``, or None and every fault of it.
+    """Convert ``raw`` into the dataclass ``kind``; else return None and every fault of ``raw``.
 
     The faults that ``__post_init__`` raises for a table are included once its fields have none.
     """
@@ -216,26 +216,26 @@ def check(kind: type[_T], raw: object) -> tuple[_T | None, list[Fault]]:
         return _adapter(cast(Any, kind)).validate_json(json.dumps(raw, default=str)), []
     except ValidationError as error:
         # A misspelt key is a missing one too: it is the one to show.
-        found = sorted(error.errors(include_url=False), key=lambda it: it["type"] not in _UNKNOWN)
+        details = sorted(error.errors(include_url=False), key=lambda it: it["type"] not in _UNKNOWN)
     faults = []
-    for one in found:
+    for one in details:
         if one["type"] == "too_short" and any(
-            other["loc"][:-1] == one["loc"] for other in found if other is not one
+            other["loc"][:-1] == one["loc"] for other in details if other is not one
         ):
             # Items with faults of their own are not counted.
             continue
         where = [part for part in one["loc"] if part != "[key]"]
-        told_by_itself = one.get("ctx", {}).get("error")
-        if isinstance(told_by_itself, KeyFaultError) and told_by_itself.key:
-            where.append(told_by_itself.key)
+        reason = one.get("ctx", {}).get("error")
+        if isinstance(reason, KeyFaultError) and reason.key:
+            where.append(reason.key)
         faults.append(Fault(where=tuple(where), text=_told({**one}, where, kind)))
     return None, faults
 
 
 def to_json(value: object, kind: Any = None, *, sort_keys: bool = False) -> str:
-    """``value``, a dataclass or what ``kind`` says, as the text of a JSON file."""
-    known: Any = type(value) if kind is None else kind
-    plain = _adapter(known).dump_python(value, mode="json", by_alias=True, warnings="error")
+    """Return ``value``, a dataclass or of the type ``kind``, as the text of a JSON file."""
+    annotation: Any = type(value) if kind is None else kind
+    plain = _adapter(annotation).dump_python(value, mode="json", by_alias=True, warnings="error")
     return json.dumps(plain, indent=1, sort_keys=sort_keys) + "\n"
 
 
@@ -264,16 +264,16 @@ class _Schema(GenerateJsonSchema):
         return super().field_is_required(field, total)
 
     def dataclass_schema(self, schema: Any) -> JsonSchemaValue:
-        made = super().dataclass_schema(schema)
-        return made if self.mode == "validation" else {"additionalProperties": False, **made}
+        result = super().dataclass_schema(schema)
+        return result if self.mode == "validation" else {"additionalProperties": False, **result}
 
 
 def schema(
     kind: Any, mode: Literal["validation", "serialization"] = "validation"
 ) -> JsonSchemaValue:
-    """The JSON schema of the files that are read into ``kind``, or of what it is written as."""
-    made = _adapter(kind).json_schema(schema_generator=_Schema, mode=mode)
-    return {"$schema": _Schema.schema_dialect, **made}
+    """Return the JSON schema of the files that are read into ``kind``, or written from it."""
+    body = _adapter(kind).json_schema(schema_generator=_Schema, mode=mode)
+    return {"$schema": _Schema.schema_dialect, **body}
 
 
 @functools.cache
@@ -302,10 +302,10 @@ def _told(fault: Mapping[str, Any], where: list[Any], kind: Any) -> str:
             return f"{key} {context['error']}"
         case "value_error":
             return f"{key}: {context['error']}"
-    said = fault["msg"].lower()
+    message = fault["msg"].lower()
     if fault["type"].endswith(("_type", "_from_float")):
-        return f"{key} has the wrong type ({type(value).__name__}): {said}"
-    return f"{key} is {value!r}: {said}" if where else f"cannot be used: {said}"
+        return f"{key} has the wrong type ({type(value).__name__}): {message}"
+    return f"{key} is {value!r}: {message}" if where else f"cannot be used: {message}"
 
 
 def _name(where: list[Any]) -> str:

@@ -127,14 +127,14 @@ class ServerError(Sm12xError):
 
 
 def of_system(error: OSError) -> Sm12xError | None:
-    """The error for a failed access to a disk or a path; None for any other ``OSError``."""
+    """Return the error for a failed access to a disk or a path; None for any other."""
     where = f"{error.filename}: " if isinstance(error.filename, str) else ""
     message = f"{where}{(error.strerror or str(error)).lower()}"
     number = error.errno
     if number is None:
         # Copying a folder collects the errors of its files, as text.
-        said = _ERRNO.search(str(error))
-        number = int(said[1]) if said else None
+        match = _ERRNO.search(str(error))
+        number = int(match[1]) if match else None
         where, message = "a copy: ", str(error)[:_SAID]
     if number in DISK_FULL:
         place = "there" if where else "on the disks of the checkout, SM12X_CACHE and TMPDIR"

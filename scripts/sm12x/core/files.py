@@ -62,15 +62,15 @@ def replacing_folder(out: Path, marker: str) -> Iterator[Path]:
             next_step="name a new folder, or remove that one",
         )
     out.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
+    staging = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
     try:
-        made.chmod(0o755)
-        yield made
+        staging.chmod(0o755)
+        yield staging
         if out.exists():
             shutil.rmtree(out)
-        made.rename(out)
+        staging.rename(out)
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 @contextmanager
@@ -105,10 +105,10 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[Path]:
-    """As ``replacing``, for a path that a user names.
+    """Yield a temporary file as ``replacing`` does, for a path that a user names.
 
-    A device, a pipe and what a link names are written to: as root, a rename would put a file in the
-    place of /dev/null or /dev/stdout.
+    A device, a pipe and the target of a link are written in place: as root, a rename would replace
+    /dev/null or /dev/stdout by a file.
     """
     if not path.is_symlink() and (path.is_file() or not path.exists()):
         with replacing(path) as temporary:
@@ -117,8 +117,8 @@ def writing(path: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         temporary = Path(folder) / path.name
         yield temporary
-        with temporary.open("rb") as made, path.open("wb") as target:
-            shutil.copyfileobj(made, target)
+        with temporary.open("rb") as source, path.open("wb") as target:
+            shutil.copyfileobj(source, target)
 
 
 def write_output(path: Path, text: str) -> None:

@@ -326,10 +326,10 @@ def user_identity(folder: Path) -> str | None:
 
 
 def _entries(listing: str, *, blob_word: int) -> dict[str, TreeFile]:
-    found: dict[str, TreeFile] = {}
+    entries: dict[str, TreeFile] = {}
     for record in listing.split("\0"):
         if record:
             head, path = record.split("\t", 1)
             words = head.split()
-            found[path] = TreeFile(path=path, mode=words[0], blob=words[blob_word])
-    return found
+            entries[path] = TreeFile(path=path, mode=words[0], blob=words[blob_word])
+    return entries

@@ -57,18 +57,18 @@ def of_index(project: str) -> tuple[ListedFile, ...]:
 
 
 def of_folder(project: str, folder: Path) -> tuple[ListedFile, ...]:
-    """The files of ``project`` in ``folder``, with the hashes of what lies there."""
+    """List the files of ``project`` in ``folder``, with their hashes."""
     # As in core.index: imported where it is used.
     from pypi_simple import UnparsableFilenameError, parse_filename
 
-    found: list[ListedFile] = []
+    entries: list[ListedFile] = []
     for path in sorted(folder.iterdir()):
         try:
             name, version, kind = parse_filename(path.name, project_hint=project)
         except UnparsableFilenameError:
             continue
         if kind in (SDIST, WHEEL) and canonicalize_name(name) == canonicalize_name(project):
-            found.append(
+            entries.append(
                 ListedFile(
                     name=path.name,
                     version=version,
@@ -78,20 +78,20 @@ def of_folder(project: str, folder: Path) -> tuple[ListedFile, ...]:
                     yanked=False,
                 )
             )
-    return tuple(found)
+    return tuple(entries)
 
 
 def releases(listed: tuple[ListedFile, ...]) -> list[str]:
-    """The final releases that have an sdist which was not withdrawn, oldest first."""
-    found: dict[Version, str] = {}
+    """Return the final releases whose sdist was not withdrawn, oldest first."""
+    versions: dict[Version, str] = {}
     for file in listed:
         try:
             version = Version(file.version)
         except InvalidVersion:
             continue
         if file.kind == SDIST and not file.yanked and not version.is_prerelease:
-            found[version] = file.version
-    return [found[version] for version in sorted(found)]
+            versions[version] = file.version
+    return [versions[version] for version in sorted(versions)]
 
 
 def _read(answer: Answer) -> tuple[ListedFile, ...]:

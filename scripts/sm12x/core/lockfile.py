@@ -82,16 +82,16 @@ def parse(text: str, *, where: str = "lock file") -> Lockfile:
 
 
 def restrict(text: str, names: Iterable[str], *, where: str = "lock file") -> str:
-    """The lock of ``names`` and of their direct and indirect requirements.
+    """Return the lock of ``names`` and of their direct and indirect requirements.
 
-    What needs what is read from the ``# via`` comments. These comments do not tell extras apart, so
-    a package's optional requirements are included where the whole lock has them.
+    The requirements of a package are read from the ``# via`` comments. These do not tell extras
+    apart, so a package's optional requirements are included where the whole lock has them.
 
     Raises BadFileError if a name is not in the lock.
     """
     lock = parse(text, where=where)
-    wanted: set[str] = {canonicalize_name(re.sub(r"\[.*", "", name)) for name in names}
-    absent = sorted(wanted - set(lock.versions))
+    roots: set[str] = {canonicalize_name(re.sub(r"\[.*", "", name)) for name in names}
+    absent = sorted(roots - set(lock.versions))
     if absent:
         raise BadFileError(
             f"{where} does not have {', '.join(absent)}", next_step="name what is in the lock"
@@ -100,15 +100,15 @@ def restrict(text: str, names: Iterable[str], *, where: str = "lock file") -> st
     for pin in lock.pins:
         for parent in pin.via:
             needs.setdefault(parent, set()).add(pin.name)
-    kept: set[str] = set()
-    waiting = list(wanted)
+    closure: set[str] = set()
+    waiting = list(roots)
     while waiting:
         name = waiting.pop()
-        if name not in kept:
-            kept.add(name)
+        if name not in closure:
+            closure.add(name)
             waiting.extend(needs.get(name, ()))
-    asked = f"# Cut down to what these need: {', '.join(sorted(wanted))}.\n"
-    return asked + lock.head + "".join(pin.text for pin in lock.pins if pin.name in kept)
+    heading = f"# Cut down to what these need: {', '.join(sorted(roots))}.\n"
+    return heading + lock.head + "".join(pin.text for pin in lock.pins if pin.name in closure)
 
 
 def brought_by(requirement: Requirement, extra: str) -> bool:
@@ -131,13 +131,13 @@ def _pin(lines: list[str]) -> Pin:
         elif inside:
             line = line.strip().removeprefix("#")
         word = line.strip()
-        # `-r file` and `-c file` are where it was asked for, not packages.
+        # `-r file` and `-c file` name requirement files, not packages.
         if inside and word and not word.startswith("-"):
             parents.append(canonicalize_name(re.sub(r"\[.*", "", word)))
     return Pin(
         name=canonicalize_name(match["name"]),
         version=match["version"],
-        hashes=tuple(found for line in lines for found in _HASH.findall(line)),
+        hashes=tuple(digest for line in lines for digest in _HASH.findall(line)),
         via=tuple(parents),
         text="".join(f"{line}\n" for line in lines),
     )

@@ -37,16 +37,16 @@ class PipConfig:
     ca_from: str
 
     def uv_environment(self) -> dict[str, str]:
-        """Variables that make uv, which does not read pip's files, use the same settings."""
-        found: dict[str, str] = {}
+        """Return variables that give uv, which does not read pip's files, the same settings."""
+        variables: dict[str, str] = {}
         # Without such settings uv's own file may still have some.
         if self.indexes[0] != PYPI_SIMPLE_ENDPOINT:
-            found["UV_DEFAULT_INDEX"] = self.indexes[0]
+            variables["UV_DEFAULT_INDEX"] = self.indexes[0]
         if len(self.indexes) > 1:
-            found["UV_INDEX"] = " ".join(self.indexes[1:])
+            variables["UV_INDEX"] = " ".join(self.indexes[1:])
         if self.ca_bundle is not None:
-            found["SSL_CERT_FILE"] = str(self.ca_bundle)
-        return found
+            variables["SSL_CERT_FILE"] = str(self.ca_bundle)
+        return variables
 
 
 def load(environ: Mapping[str, str] | None = None) -> PipConfig:
@@ -85,7 +85,7 @@ def without_credentials(address: str) -> str:
 
 
 def _pip_files(env: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Option -> (value, file) from pip's files; a later file wins over an earlier one."""
+    """Map option to (value, file) from pip's files; a later file wins over an earlier one."""
     home = Path(env.get("HOME") or files.home())
     named = env.get("PIP_CONFIG_FILE", "")
     if named == os.devnull:
@@ -102,7 +102,7 @@ def _pip_files(env: Mapping[str, str]) -> dict[str, tuple[str, str]]:
         Path(sys.prefix) / "pip.conf",
         *([Path(named)] if named else []),
     ]
-    found: dict[str, tuple[str, str]] = {}
+    options: dict[str, tuple[str, str]] = {}
     for path in paths:
         if not path.is_file():
             continue
@@ -120,8 +120,8 @@ def _pip_files(env: Mapping[str, str]) -> dict[str, tuple[str, str]]:
             if parser.has_section(section):
                 for option, value in parser.items(section):
                     if value:
-                        found[option.replace("_", "-")] = (value, str(path))
-    return found
+                        options[option.replace("_", "-")] = (value, str(path))
+    return options
 
 
 def find_uv() -> str:

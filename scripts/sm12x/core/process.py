@@ -281,18 +281,18 @@ def _lines(handle: IO[bytes]) -> list[str]:
 
 
 def which(name: str) -> Path | None:
-    """The first executable called ``name`` on PATH, or None."""
-    found = shutil.which(name)
-    return Path(found) if found else None
+    """Return the first executable called ``name`` on PATH, or None."""
+    path = shutil.which(name)
+    return Path(path) if path else None
 
 
 def which_all(name: str) -> list[Path]:
-    """Every executable called ``name`` on PATH, in order, links to the same file once."""
+    """List every executable called ``name`` on PATH, in order, links to one file once."""
     seen: dict[Path, Path] = {}
     for folder in os.environ.get("PATH", "").split(os.pathsep):
-        found = shutil.which(name, path=folder) if folder else None
-        if found:
-            seen.setdefault(Path(found).resolve(), Path(found))
+        program = shutil.which(name, path=folder) if folder else None
+        if program:
+            seen.setdefault(Path(program).resolve(), Path(program))
     return list(seen.values())
 
 
@@ -317,9 +317,9 @@ def _failed(
     words: Sequence[str], returncode: int, lines: Sequence[str], next_step: str
 ) -> ToolFailedError:
     tail = "\n".join(f"    {line}" for line in list(lines)[-_TAIL_LINES:])
-    said = f"; its last lines:\n{tail}\n" if tail else ""
+    output = f"; its last lines:\n{tail}\n" if tail else ""
     command = shlex.join(_first_line(word) for word in words)
-    return ToolFailedError(f"`{command}` ended with {returncode}{said}", next_step=next_step)
+    return ToolFailedError(f"`{command}` ended with {returncode}{output}", next_step=next_step)
 
 
 def _first_line(word: str) -> str:

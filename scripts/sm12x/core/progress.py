@@ -94,7 +94,7 @@ _EVERY = 10.0
 
 @contextmanager
 def steps() -> Iterator[Steps]:
-    """A bar for each label that reports; without a terminal, a line now and then."""
+    """Yield a function that draws a bar for each label; without a terminal it prints lines."""
     console = stderr_console()
     columns = [
         TextColumn("{task.description}"),
@@ -104,23 +104,23 @@ def steps() -> Iterator[Steps]:
     ]
     tasks: dict[str, TaskID] = {}
     begun: dict[str, float] = {}
-    said: dict[str, float] = {}
+    print_times: dict[str, float] = {}
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
 
         def step(label: str, done: int, total: int, left: float | None = None) -> None:
             now = time.monotonic()
             if label not in tasks:
                 tasks[label] = progress.add_task(label, total=total or None, count="")
-                begun[label] = said[label] = now
+                begun[label] = print_times[label] = now
                 if not console.is_terminal:
                     console.print(label, markup=False, soft_wrap=True)
             if left is None and 0 < done < total:
                 left = (now - begun[label]) / done * (total - done)
             count = _counted(done, total, left) if total else ""
             progress.update(tasks[label], completed=done, total=total or None, count=count)
-            due = now - said[label] >= _EVERY
+            due = now - print_times[label] >= _EVERY
             if due and count and not console.is_terminal:
-                said[label] = now
+                print_times[label] = now
                 console.print(f"{MARK}{label}: {count}", markup=False, soft_wrap=True)
 
         yield step

@@ -54,11 +54,11 @@ def duration(seconds: float) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """ "0-3" for 0, 1, 2, 3; "0, 2" otherwise."""
-    found = sorted(numbers)
-    if len(found) > 2 and found == list(range(found[0], found[-1] + 1)):
-        return f"{found[0]}-{found[-1]}"
-    return ", ".join(str(number) for number in found)
+    """Render numbers without gaps as "0-3", others as "0, 2"."""
+    values = sorted(numbers)
+    if len(values) > 2 and values == list(range(values[0], values[-1] + 1)):
+        return f"{values[0]}-{values[-1]}"
+    return ", ".join(str(number) for number in values)
 
 
 def either(words: Iterable[str]) -> str:
@@ -74,16 +74,16 @@ def first_of(words: Sequence[str], shown: int) -> str:
     return f"{', '.join(words[:shown])} and {len(words) - shown} more"
 
 
-def near(word: str, known: Iterable[str], *, cutoff: float = 0.6, shown: int = 1) -> str:
-    """The known word, or "a or b", that ``word`` was probably meant to be; "" without any."""
-    others = [name for name in known if name != word]
+def near(word: str, choices: Iterable[str], *, cutoff: float = 0.6, shown: int = 1) -> str:
+    """Return the choice closest to ``word``, or "a or b" of several; "" if none is close."""
+    others = [name for name in choices if name != word]
     return either(difflib.get_close_matches(word, others, n=shown, cutoff=cutoff))
 
 
-def perhaps(word: str, known: Iterable[str]) -> str:
-    """ "; perhaps you meant X", or "" when nothing is close."""
-    found = near(word, known)
-    return f"; perhaps you meant {found}" if found else ""
+def perhaps(word: str, choices: Iterable[str]) -> str:
+    """Return "; perhaps you meant X", or "" if no choice is close."""
+    suggestion = near(word, choices)
+    return f"; perhaps you meant {suggestion}" if suggestion else ""
 
 
 def paragraph(words: str, width: int = WIDTH, *, first: str = "", rest: str | None = None) -> str:
@@ -138,13 +138,13 @@ def draw(table: Table, width: int = WIDTH) -> str:
 
 
 def columns(rows: Iterable[Sequence[str]], *, head: Sequence[str] = (), indent: int = 0) -> str:
-    """Rows as aligned columns, none of their cells broken."""
+    """Align rows in columns; no cell is broken."""
     from rich.table import Table
 
-    made: Any = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table: Any = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     for row in (*([head] if head else ()), *rows):
-        made.add_row(*row)
-    return textwrap.indent(draw(made, _UNBROKEN), " " * indent)
+        table.add_row(*row)
+    return textwrap.indent(draw(table, _UNBROKEN), " " * indent)
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -159,8 +159,8 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def visible(text: str) -> str:
-    r"""``text`` with each character of ``CONTROL`` as an escape: ``\x1b``, ``\u202e``."""
-    return CONTROL.sub(lambda found: escaped(found[0]), text)
+    r"""Escape each character of ``CONTROL`` in ``text``: ``\x1b``, ``\u202e``."""
+    return CONTROL.sub(lambda match: escaped(match[0]), text)
 
 
 def one_line(name: str) -> str:
@@ -169,25 +169,27 @@ def one_line(name: str) -> str:
 
 
 def without(value: _T, secrets: Mapping[str, str]) -> _T:
-    """``value`` with every secret in its texts, at any depth and in keys too, replaced by its name.
+    """Replace every secret in the texts of ``value``, at any depth and in keys too, by its name.
 
     Args:
         value: a text, or a dataclass, mapping or list of values.
         secrets: secret -> what stands for it.
     """
-    found: Any = value
-    if isinstance(found, str):
+    result: Any = value
+    if isinstance(result, str):
         # The longest first: one may be the beginning of another.
         for secret in sorted(secrets, key=len, reverse=True):
-            found = found.replace(secret, f"<{secrets[secret]}>")
-    elif is_dataclass(found) and not isinstance(found, type):
-        names = [one.name for one in fields(found) if one.init]
-        found = replace(found, **{name: without(getattr(found, name), secrets) for name in names})
-    elif isinstance(found, Mapping):
-        found = {without(key, secrets): without(one, secrets) for key, one in found.items()}
-    elif isinstance(found, tuple | list):
-        found = type(found)(without(one, secrets) for one in found)
-    return cast(_T, found)
+            result = result.replace(secret, f"<{secrets[secret]}>")
+    elif is_dataclass(result) and not isinstance(result, type):
+        names = [one.name for one in fields(result) if one.init]
+        result = replace(
+            result, **{name: without(getattr(result, name), secrets) for name in names}
+        )
+    elif isinstance(result, Mapping):
+        result = {without(key, secrets): without(one, secrets) for key, one in result.items()}
+    elif isinstance(result, tuple | list):
+        result = type(result)(without(one, secrets) for one in result)
+    return cast(_T, result)
 
 
 def escaped(char: str) -> str:
@@ -210,7 +212,7 @@ class VisibleStream:
 
     def write(self, text: str) -> int:
         self.rich_proxied_file.write(
-            _COLOURED.sub(lambda found: found[1] or escaped(found[0]), text)
+            _COLOURED.sub(lambda match: match[1] or escaped(match[0]), text)
         )
         return len(text)
 

@@ -82,8 +82,8 @@ class _Limited:
 
     def read(self, size: int = -1) -> bytes:
         # One byte more than may come tells whether it does.
-        left = self._most - self._stream.tell() + 1
-        data = self._stream.read(left if size < 0 else min(size, left))
+        limit = self._most - self._stream.tell() + 1
+        data = self._stream.read(limit if size < 0 else min(size, limit))
         if self._stream.tell() > self._most:
             bounded(self._what, self._most + 1, self._packed, whole=True)
         return data
@@ -136,10 +136,10 @@ class Member(tarfile.TarInfo):
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Member:
-        found = super().frombuf(buf, encoding, errors)
-        if found.type in _LONG and found.size > _MOST_HEADER:
-            raise tarfile.ReadError(f"a header of {text.size(found.size)}")
-        return found
+        member = super().frombuf(buf, encoding, errors)
+        if member.type in _LONG and member.size > _MOST_HEADER:
+            raise tarfile.ReadError(f"a header of {text.size(member.size)}")
+        return member
 
     def _proc_sparse(self, archive: tarfile.TarFile) -> NoReturn:
         raise tarfile.ReadError("a file with holes")

@@ -35,24 +35,24 @@ class Yaml:
 def parse(text: str) -> Yaml:
     """Read YAML. A date stays the text it is, as in YAML 1.2, and a key is always text.
 
-    A control character is a fault, written as it is (in a comment too) or as an escape: what is
-    read here is copied into commands and files, where nobody would see it.
+    A control character is a fault, written as it is (in a comment too) or as an escape: the
+    values are copied into commands and files, where it would be invisible.
     """
     if len(text) > _MOST_TEXT:
-        said = f"has {len(text)} characters: at most {_MOST_TEXT} are read"
-        return Yaml(data=None, lines={}, faults=((1, said),))
-    if found := CONTROL.search(text.replace("\r\n", "\n")):
-        line = text.count("\n", 0, found.start()) + 1
-        return Yaml(data=None, lines={}, faults=((line, _control(found[0])),))
+        fault = f"has {len(text)} characters: at most {_MOST_TEXT} are read"
+        return Yaml(data=None, lines={}, faults=((1, fault),))
+    if match := CONTROL.search(text.replace("\r\n", "\n")):
+        line = text.count("\n", 0, match.start()) + 1
+        return Yaml(data=None, lines={}, faults=((line, _control(match[0])),))
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         reader = _Reader()
         data = reader.value(node, ()) if node else None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        said = getattr(error, "problem", None) or str(error)
+        fault = getattr(error, "problem", None) or str(error)
         line = mark.line + 1 if mark else 1
-        return Yaml(data=None, lines={}, faults=((line, f"is not YAML: {said}"),))
+        return Yaml(data=None, lines={}, faults=((line, f"is not YAML: {fault}"),))
     except RecursionError:
         return Yaml(data=None, lines={}, faults=((1, "is nested too deeply"),))
     return Yaml(data=data, lines=reader.lines, faults=tuple(reader.faults))
@@ -82,7 +82,7 @@ class _Reader:
         if len(self.faults) > _MOST_FAULTS:
             raise yaml.YAMLError(f"more than {_MOST_FAULTS} faults, the first: {self.faults[0][1]}")
         if isinstance(node, yaml.MappingNode):
-            found: dict[str, object] = {}
+            mapping: dict[str, object] = {}
             for name, value in node.value:
                 line = name.start_mark.line + 1
                 if not isinstance(name, yaml.ScalarNode):
@@ -92,15 +92,15 @@ class _Reader:
                 if CONTROL.search(key):
                     self.faults.append((line, _control(key)))
                 here = (*where, key)
-                if key in found:
+                if key in mapping:
                     # PyYAML keeps the last one silently.
                     first = self.lines[here]
                     self.faults.append((line, f"{key} is given twice, first on line {first}"))
                     for old in [one for one in self.lines if one[: len(here)] == here]:
                         del self.lines[old]
                 self.lines[here] = line
-                found[key] = self.value(value, here)
-            return found
+                mapping[key] = self.value(value, here)
+            return mapping
         if isinstance(node, yaml.SequenceNode):
             items = []
             for index, item in enumerate(node.value):
@@ -124,19 +124,20 @@ class _Reader:
 
 
 def put(text: str, key: str, value: str, after: tuple[str, ...] = ()) -> str:
-    """``text`` with the value of a top-level key replaced, or the key added below the first of
-    ``after``; every other byte stays. The text is a mapping.
+    """Replace the value of a top-level key in ``text``, a mapping, or add the key.
+
+    It is added below the first key of ``after`` that is there; every other byte stays.
     """
     node = yaml.compose(text, Loader=yaml.SafeLoader)
     assert isinstance(node, yaml.MappingNode)  # noqa: S101 - it has been read as a recipe
-    found = {name.value: at for name, at in node.value}
-    if key in found:
-        start, end = found[key].start_mark.index, found[key].end_mark.index
+    nodes = {name.value: at for name, at in node.value}
+    if key in nodes:
+        start, end = nodes[key].start_mark.index, nodes[key].end_mark.index
         return text[:start] + value + text[end:]
     for name in after:
-        if name in found:
+        if name in nodes:
             # A scalar's value ends on its own last line, a comment may follow.
-            end = text.find("\n", found[name].end_mark.index)
+            end = text.find("\n", nodes[name].end_mark.index)
             end = len(text) if end < 0 else end + 1
             return f"{text[:end]}{key}: {value}\n{text[end:]}"
     return f"{key}: {value}\n{text}"

@@ -109,7 +109,7 @@ def python_files(stack: Stack) -> tuple[str, ...]:
 
 
 def look(engine: Engine, image: str, paths: Sequence[str] = ()) -> InstalledTree:
-    """Ask the image's own Python for the version and place of its vLLM, and for these files of it.
+    """Ask the image's own Python for the version, the place and these files of its vLLM.
 
     Raises:
         ToolFailedError: the image cannot be run, or has no Python with vllm.
@@ -129,12 +129,12 @@ def look(engine: Engine, image: str, paths: Sequence[str] = ()) -> InstalledTree
         ).stdout
     try:
         # An entry point that could not be replaced may have printed before.
-        said = json.loads(done.strip().splitlines()[-1])
+        report = json.loads(done.strip().splitlines()[-1])
         return InstalledTree(
-            top=said["top"],
-            version=said["version"],
-            root=said["root"],
-            files={path: base64.b64decode(text) for path, text in said["files"].items()},
+            top=report["top"],
+            version=report["version"],
+            root=report["root"],
+            files={path: base64.b64decode(text) for path, text in report["files"].items()},
         )
     except (ValueError, KeyError, IndexError, TypeError):
         raise ToolFailedError(
@@ -182,10 +182,10 @@ def patch(stack: Stack, files: Mapping[str, bytes], *, source: str) -> Overlay:
             (folder / path).write_bytes(content)
         with tree.scratch(folder) as git:
             for one in stack.patches:
-                wanted = [path for path in _paths(one) if _is_python(path) and path not in done]
-                if not wanted:
+                paths = [path for path in _paths(one) if _is_python(path) and path not in done]
+                if not paths:
                     continue
-                outcome = git.apply_cached(one.content(), include=wanted)
+                outcome = git.apply_cached(one.content(), include=paths)
                 if not outcome.ok or outcome.offsets:
                     raise PatchConflictError(
                         f"{one.name} does not apply to {source}: "
@@ -193,11 +193,11 @@ def patch(stack: Stack, files: Mapping[str, bytes], *, source: str) -> Overlay:
                         next_step="give an image of the untouched release, or build one with "
                         "`sm12x bundle`",
                     )
-            made = folder / "made"
+            output = folder / "made"
             changed = sorted(set(last) - set(done))
             entries = git.index_entries()
-            git.checkout_index(made, [path for path in changed if path in entries])
-            patched = {path: (made / path).read_bytes() for path in changed if path in entries}
+            git.checkout_index(output, [path for path in changed if path in entries])
+            patched = {path: (output / path).read_bytes() for path in changed if path in entries}
     return Overlay(files=patched, done=done, halves=_halves(stack))
 
 
@@ -254,13 +254,13 @@ def volume_lines(overlay: Overlay, installed: InstalledTree, out: Path) -> tuple
 
 
 def _halves(stack: Stack) -> dict[str, tuple[str, ...]]:
-    found: dict[str, tuple[str, ...]] = {}
+    halves: dict[str, tuple[str, ...]] = {}
     for one in stack.patches:
         paths = _paths(one)
         native = tuple(path for path in paths if not _is_python(path))
         if native:
-            found[one.name] = native
-    return found
+            halves[one.name] = native
+    return halves
 
 
 def _paths(one: Patch) -> list[str]:

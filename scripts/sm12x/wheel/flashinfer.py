@@ -75,14 +75,14 @@ def read(path: Path) -> Record:
 
 
 def targets(arch_list: str) -> str:
-    """A TORCH_CUDA_ARCH_LIST as FLASHINFER_CUDA_ARCH_LIST, all of SM12x as one family.
+    """Convert TORCH_CUDA_ARCH_LIST to FLASHINFER_CUDA_ARCH_LIST, all of SM12x as one family.
 
     "9.0a;12.0a;12.1a" gives "9.0a 12.0f".
     """
-    wanted = [
+    archs = [
         _FAMILY if arch.major == _FAMILY.major else arch for arch in cudaarch.parse_list(arch_list)
     ]
-    return " ".join(f"{arch.major}.{arch.minor}{arch.suffix}" for arch in sorted({*wanted}))
+    return " ".join(f"{arch.major}.{arch.minor}{arch.suffix}" for arch in sorted({*archs}))
 
 
 def key(pins: Iterable[str], arch_list: str) -> str:
@@ -145,7 +145,7 @@ def ask(
     env: dict[str, str | None],
     on_line: Callable[[str], None] | None = None,
 ) -> dict[str, str]:
-    """FlashInfer's answer for each module, from a process of its own (``flashinfer_jit``).
+    """Get FlashInfer's answer for each module from a separate process (``flashinfer_jit``).
 
     Raises:
         ToolFailedError: the process died; with its last lines.
@@ -159,8 +159,8 @@ def ask(
         on_line=on_line or (lambda _: None),
         next_step=_NEXT,
     )
-    said: dict[str, str] = json.loads(answer.read_text(encoding="utf-8"))
-    return said
+    answers: dict[str, str] = json.loads(answer.read_text(encoding="utf-8"))
+    return answers
 
 
 def _finished(place: Path, module: FlashInferModule) -> Path:
@@ -185,20 +185,20 @@ def _compile(
         "NINJA_STATUS": "%f of %t units of FlashInfer: ",
     }
     try:
-        made = ask(flashinfer_jit.BUILD, modules, place, env=env, on_line=on_line)
+        libraries = ask(flashinfer_jit.BUILD, modules, place, env=env, on_line=on_line)
     except ToolFailedError as error:
         raise BuildFailedError(
             f"FlashInfer's modules cannot be compiled: {error.message}", next_step=_NEXT
         ) from None
     (place / "finished").mkdir(exist_ok=True)
-    for name, path in made.items():
+    for name, path in libraries.items():
         with files.replacing(finished[name]) as staged:
             shutil.copyfile(path, staged)
 
 
 def _library(module: FlashInferModule, path: Path, arch_list: str) -> Library:
-    found = sections.audit(path.as_posix(), path.read_bytes())
-    problem = _problem(found, arch_list)
+    audit = sections.audit(path.as_posix(), path.read_bytes())
+    problem = _problem(audit, arch_list)
     if problem:
         raise BuildFailedError(
             f"FlashInfer's module {module.name} {problem}", next_step="report it; " + _NEXT
@@ -207,19 +207,19 @@ def _library(module: FlashInferModule, path: Path, arch_list: str) -> Library:
         module=module,
         sha256=files.sha256(path),
         size=path.stat().st_size,
-        cubins=dict(found.cubins),
-        ptx=dict(found.ptx),
+        cubins=dict(audit.cubins),
+        ptx=dict(audit.ptx),
     )
 
 
-def _problem(found: LibraryAudit, arch_list: str) -> str:
-    """The fault of a module's machine code, "" without one."""
-    if found.unknown:
-        return f"has machine code that cannot be read: {'; '.join(found.unknown)}"
-    asked = cudaarch.parse_list(arch_list)
-    has = [CudaArch.parse(name) for name in found.cubins]
+def _problem(audit: LibraryAudit, arch_list: str) -> str:
+    """Return the fault of a module's machine code, "" without one."""
+    if audit.unknown:
+        return f"has machine code that cannot be read: {'; '.join(audit.unknown)}"
+    archs = cudaarch.parse_list(arch_list)
+    has = [CudaArch.parse(name) for name in audit.cubins]
     for device in DEVICES:
-        if not any(arch.runs_on(device.major, device.minor) for arch in asked):
+        if not any(arch.runs_on(device.major, device.minor) for arch in archs):
             continue
         if has and not any(arch.runs_on(device.major, device.minor) for arch in has):
             return f"has no code for {device}: {', '.join(map(str, has))}"

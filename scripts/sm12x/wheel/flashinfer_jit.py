@@ -19,32 +19,34 @@ BUILD, LOAD = "build", "load"
 
 
 def specs(modules: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """FlashInfer's ``JitSpec`` of each module. Raises ValueError for one that has another name."""
+    """Make FlashInfer's ``JitSpec`` of each module. Raises ValueError if its name differs."""
     torch = importlib.import_module("torch")
 
-    def value(given: object) -> object:
-        known = getattr(torch, given, None) if isinstance(given, str) else None
-        return known if isinstance(known, torch.dtype) else given
+    def value(argument: object) -> object:
+        attribute = getattr(torch, argument, None) if isinstance(argument, str) else None
+        return attribute if isinstance(attribute, torch.dtype) else argument
 
-    found = []
+    jit_specs = []
     for module in modules:
         package, _, function = module["generator"].partition(":")
         generator = getattr(importlib.import_module(package), function)
-        spec = generator(**{name: value(given) for name, given in module["arguments"].items()})
+        spec = generator(
+            **{name: value(argument) for name, argument in module["arguments"].items()}
+        )
         if spec.name != module["name"]:
             raise ValueError(
                 f"{module['generator']} makes the module {spec.name}, not {module['name']}"
             )
-        found.append(spec)
-    return found
+        jit_specs.append(spec)
+    return jit_specs
 
 
 def build(modules: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Compile what is not compiled yet, all in one ninja; the library of each module."""
-    found = specs(modules)
+    """Compile the modules not compiled yet in one ninja run; return each module's library."""
+    jit_specs = specs(modules)
     core = importlib.import_module("flashinfer.jit.core")
-    core.build_jit_specs(found, verbose=True, skip_prebuilt=False)
-    return {spec.name: str(spec.jit_library_path) for spec in found}
+    core.build_jit_specs(jit_specs, verbose=True, skip_prebuilt=False)
+    return {spec.name: str(spec.jit_library_path) for spec in jit_specs}
 
 
 def load(modules: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -64,9 +66,9 @@ def load(modules: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def main(verb: str, question: str, answer: str) -> None:
-    asked = json.loads(Path(question).read_text(encoding="utf-8"))
-    said = {BUILD: build, LOAD: load}[verb](asked)
-    Path(answer).write_text(json.dumps(said), encoding="utf-8")
+    modules = json.loads(Path(question).read_text(encoding="utf-8"))
+    answers = {BUILD: build, LOAD: load}[verb](modules)
+    Path(answer).write_text(json.dumps(answers), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -198,13 +198,13 @@ def parse(text: str, path: Path) -> Ledger:
 
 
 def inside(path: Path) -> Ledger | None:
-    """The ledger in a wheel, or in a folder one was unpacked or installed in; None without one.
+    """Read the ledger in a wheel, or in a folder with an unpacked or installed wheel.
 
-    Raises BadFileError when what lies there is not a ledger.
+    Returns None without one. Raises BadFileError when the file is not a ledger.
     """
     place = f"*.dist-info/{NAME}"
     if path.is_dir():
-        return next((read(found) for found in sorted(path.glob(place))), None)
+        return next((read(file) for file in sorted(path.glob(place))), None)
     if not zipfile.is_zipfile(path):
         return None
     try:

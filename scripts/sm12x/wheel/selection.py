@@ -59,7 +59,7 @@ def _takes(module: Module, path: str) -> bool:
 
 
 def touched(base: Base, paths: Iterable[str]) -> tuple[Module, ...]:
-    """The modules to compile when ``paths`` are changed, in the order of base.toml.
+    """Return the modules to compile when ``paths`` are changed, in the order of base.toml.
 
     Raises:
         BuildFailedError: a native file belongs to no module that base.toml describes.
@@ -67,10 +67,10 @@ def touched(base: Base, paths: Iterable[str]) -> tuple[Module, ...]:
     native = [path for path in paths if is_native(path)]
     for path in native:
         if not any(_takes(module, path) for module in base.modules):
-            known = ", ".join(module.target for module in base.modules)
+            targets = ", ".join(module.target for module in base.modules)
             raise BuildFailedError(
                 f"the stack changes {path}, which belongs to no native module of {base.version} "
-                f"(known: {known}): the change would not be in the wheel",
+                f"(known: {targets}): the change would not be in the wheel",
                 next_step=f"describe its module in {base.folder / 'base.toml'} or drop the change",
             )
     return tuple(module for module in base.modules if any(_takes(module, path) for path in native))
@@ -108,7 +108,7 @@ def choose(
     mode: str,
     available: Collection[str] = (),
 ) -> ModuleChoice:
-    """What to compile of ``base`` when the stack touches ``targets``.
+    """Choose the modules of ``base`` to compile when the stack touches ``targets``.
 
     Quick mode takes what the stack touches, if it is cheap; full mode takes all. A module of which
     a third-party source is not ``available`` is kept.
@@ -163,44 +163,44 @@ def decide(
     cores: int,
     memory_gib: float,
     available: Collection[str],
-    wanted: str,
+    mode: str,
 ) -> Decision:
-    """Quick or full.
+    """Decide between quick and full mode.
 
     Args:
-        memory_gib: what is free.
+        memory_gib: the free memory.
         available: the third-party sources that are there.
-        wanted: "quick", "full" or "auto".
+        mode: "quick", "full" or "auto".
 
     Raises:
-        NoSpaceError: "full" is wanted, and its largest unit does not fit in the memory.
+        NoSpaceError: ``mode`` is "full", and its largest unit does not fit in the memory.
     """
-    if wanted == "quick":
+    if mode == "quick":
         return Decision(mode="quick", reason="as asked for")
     choice = choose(base, (), mode="full", available=available)
     minutes = full_minutes(base, choice.modules, cores=cores, memory_gib=memory_gib)
     peak = max((module.peak_gib for module in choice.modules), default=0.0)
     if peak > memory_gib:
         why = f"the full build needs {peak:.1f} GiB of memory, {memory_gib:.1f} GiB are free"
-        if wanted == "full":
+        if mode == "full":
             raise NoSpaceError(why, next_step="free memory, or build in quick mode")
         return Decision(mode="quick", reason=why)
     against = base.toolchain.not_full
-    if wanted == "full":
+    if mode == "full":
         but = f", though {against}" if against else ""
         return Decision(mode="full", reason=f"as asked for{but}")
     if against:
         return Decision(mode="quick", reason=against)
     figures = _figures(minutes, cores, memory_gib)
-    lacking = [f"{kept.target} lacks {', '.join(kept.missing)}" for kept in choice.kept]
+    lacking = [f"{entry.target} lacks {', '.join(entry.missing)}" for entry in choice.kept]
     absent = [name for name in base.toolchain.auto_needs if name not in available]
     if all(module.quick for module in choice.modules):
         reason = f"no module beyond quick mode's can be compiled: {'; '.join(lacking)}"
     elif absent:
         those = "; ".join(
-            f"{kept.target} lacks {', '.join(kept.missing)}"
-            for kept in choice.kept
-            if {*absent} & {*kept.missing}
+            f"{entry.target} lacks {', '.join(entry.missing)}"
+            for entry in choice.kept
+            if {*absent} & {*entry.missing}
         )
         reason = f"a full build would not compile most of the code: {those}"
     elif minutes >= LIMIT_MINUTES:
@@ -239,23 +239,23 @@ class Offer:
 
 
 def offer(base: Base, *, cores: int, memory_gib: float, sure: Collection[str]) -> Offer | None:
-    """What a full build would add to a quick one; None where it adds nothing.
+    """Return what a full build would add to a quick one; None where it adds nothing.
 
     Args:
         sure: the third-party sources that are there whatever the network has.
     """
     steps: list[FullStep] = []
-    known: set[str] = set()
+    paths: set[str] = set()
     every = [source.name for source in base.sources]
     peak = 0.0
     for available in (sure, every):
         choice = choose(base, (), mode="full", available=available)
         added = [
-            module for module in choice.modules if not module.quick and module.path not in known
+            module for module in choice.modules if not module.quick and module.path not in paths
         ]
         if not added:
             continue
-        known |= {module.path for module in added}
+        paths |= {module.path for module in added}
         peak = max([peak, *(module.peak_gib for module in added)])
         sources = {name for module in added for name in module.sources} - {*sure}
         minutes = full_minutes(base, choice.modules, cores=cores, memory_gib=memory_gib)
@@ -285,20 +285,20 @@ def _figures(minutes: float, cores: int, memory_gib: float) -> str:
 def full_minutes(
     base: Base, modules: Collection[Module], *, cores: int, memory_gib: float
 ) -> float:
-    """Minutes that a full build takes on ``cores`` with ``memory_gib`` free.
+    """Estimate the minutes of a full build on ``cores`` with ``memory_gib`` free.
 
     It compiles ``modules``, and FlashInfer's with the image.
     """
-    # The units of a module are not known before CMake has run: each is taken as typical ones that
-    # sum up to its cost, and one as dear as its dearest.
+    # The units of a module are not known before CMake has run: each counts as typical units
+    # that sum up to its cost; a cost above the longest unit's counts as that unit and the rest.
     longest = max((unit.cpu_seconds for unit in base.units), default=schedule.DEFAULT_SECONDS)
     units: list[tuple[float, float]] = []
     for module in modules:
-        left = module.cpu_seconds
-        if left > longest:
+        rest = module.cpu_seconds
+        if rest > longest:
             units.append((longest, module.peak_gib))
-            left -= longest
-        units += _typical(left, schedule.DEFAULT_GIB)
+            rest -= longest
+        units += _typical(rest, schedule.DEFAULT_GIB)
     room = max(memory_gib - schedule.RESERVE_GIB, schedule.DEFAULT_GIB)
     later = [
         unit for module in base.flashinfer for unit in _typical(module.cpu_seconds, module.peak_gib)

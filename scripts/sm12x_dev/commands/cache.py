@@ -28,14 +28,14 @@ def list_command(as_json: bool) -> None:
 
     Example: sm12x-dev cache list --json
     """
-    found = _found()
+    entries = _found()
     if as_json:
-        print_json(found)
+        print_json(entries)
         return
-    for one in found:
+    for one in entries:
         click.echo(f"{text.size(one.size):>10}  {_use(one)}  {one.path}")
-    total = text.size(sum(one.size for one in found))
-    click.echo(f"{total:>10}  in {text.counted(len(found), 'environment')}")
+    total = text.size(sum(one.size for one in entries))
+    click.echo(f"{total:>10}  in {text.counted(len(entries), 'environment')}")
 
 
 @cache_command.command("clear")
@@ -64,17 +64,17 @@ def clear_command(everything: bool, dry_run: bool, as_json: bool) -> None:
 
 
 def _found() -> list[Environment]:
-    known = []
+    releases = []
     for version in bases.versions():
         try:
-            known.append(bases.load(version))
+            releases.append(bases.load(version))
         except BadFileError as error:
-            # Its environment would count as one that nothing uses.
+            # The environment of this base would count as unused.
             raise BadFileError(
                 f"which environment {version} uses is not known: {error.message}",
                 next_step=error.next_step,
             ) from None
-    return environment.environments(known, root=layout.root(), cache=layout.cache())
+    return environment.environments(releases, root=layout.root(), cache=layout.cache())
 
 
 def _use(one: Environment) -> str:

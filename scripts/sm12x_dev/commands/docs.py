@@ -97,15 +97,15 @@ def commands_table(root: click.Command) -> str:
 
 
 def _commands(command: click.Command, name: str) -> Iterator[tuple[str, click.Command]]:
-    """Each command below a group, with its words."""
+    """Yield each command below a group, with its full name."""
     if not isinstance(command, click.Group):
         yield name, command
         return
     context = click.Context(command)
     for verb in command.list_commands(context):
-        found = command.get_command(context, verb)
-        if found is not None:
-            yield from _commands(found, f"{name} {verb}")
+        child = command.get_command(context, verb)
+        if child is not None:
+            yield from _commands(child, f"{name} {verb}")
 
 
 def _printed(verb: str) -> Any:
@@ -122,5 +122,5 @@ def _report_schema(kind: Any, command: str) -> str:
 
 
 def _json(schema: Mapping[str, Any]) -> str:
-    made = {"$comment": "Made by `make docs`; do not edit.", **schema}
-    return json.dumps(made, indent=1, ensure_ascii=False) + "\n"
+    document = {"$comment": "Made by `make docs`; do not edit.", **schema}
+    return json.dumps(document, indent=1, ensure_ascii=False) + "\n"

@@ -85,14 +85,14 @@ def witness_command(
     archive = fetch(base, find_links)
     root = layout.root()
     conditions = record.witness_conditions(base, root=root, machine=platform.machine())
-    known = None
+    baseline = None
     # Another Python has other packages than the record is of.
     if not (python or both_trees):
-        known = record.load(base, record.WITNESSES, "sm12x-dev witness")
-    if known and known.conditions != conditions:
+        baseline = record.load(base, record.WITNESSES, "sm12x-dev witness")
+    if baseline and baseline.conditions != conditions:
         say(f"{record.WITNESSES} {_OTHER.format('witness')}")
-        known = None
-    if make_record and names and not known:
+        baseline = None
+    if make_record and names and not baseline:
         raise BadFileError(
             f"{record.WITNESSES} has no record of the other patches for this release, these "
             "packages and these tools",
@@ -108,7 +108,7 @@ def witness_command(
         archive=archive,
         python=(python or Path(sys.executable)).absolute(),
         root=root,
-        known=known,
+        baseline=baseline,
         record_for=conditions if make_record else "",
         seconds=time_limit,
         jobs=jobs,
@@ -184,12 +184,12 @@ def upstream_tests_command(
         _refuse(plan, worse=0)
         return
     conditions = upstream_run.conditions(base, suite, root=root)
-    known = None
+    baseline = None
     if not make_record:
-        known = record.load(base, upstream_run.RECORD, "sm12x-dev upstream-tests")
-    if known and known.conditions != conditions:
+        baseline = record.load(base, upstream_run.RECORD, "sm12x-dev upstream-tests")
+    if baseline and baseline.conditions != conditions:
         say(f"{upstream_run.RECORD} {_OTHER.format('file')}")
-        known = None
+        baseline = None
     with progress.spinner("setting up the environment of the tests"):
         python = environment.environment(base, root=root, cache=layout.cache(), say=say)
         extra = upstream_run.packages(
@@ -202,7 +202,7 @@ def upstream_tests_command(
         archive=archive,
         python=python,
         extra=extra,
-        known=known,
+        baseline=baseline,
         record_for=conditions if make_record else "",
         only=names,
         test_seconds=test_limit,

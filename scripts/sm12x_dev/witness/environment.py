@@ -168,16 +168,16 @@ class Environment:
 
 
 def environments(
-    known: Sequence[Base], *, root: Path, cache: Path, machine: str = platform.machine()
+    releases: Sequence[Base], *, root: Path, cache: Path, machine: str = platform.machine()
 ) -> list[Environment]:
-    """Return the environments in the cache, stopped runs' too, and which of ``known`` use each.
+    """Return the environments in the cache, stopped runs' too, and the base of each in use.
 
     Raises:
-        BadFileError: the lock of one of ``known`` cannot be read.
+        BadFileError: the lock of one of ``releases`` cannot be read.
     """
     used = {
         environment_name(base, machine=machine, root=root): base.version
-        for base in known
+        for base in releases
         if base.lock_path(machine).is_file()
     }
     homes = cache / HOMES
@@ -186,7 +186,7 @@ def environments(
     newest: dict[tuple[str, ...], Path] = {}
     for path in sorted(folders, key=lambda path: path.stat().st_mtime):
         match = _NAME.match(path.name)
-        if match and match[1] in {base.version for base in known}:
+        if match and match[1] in {base.version for base in releases}:
             newest[match.groups()] = path
     used |= {path.name: groups[0] for groups, path in newest.items()}
     return [

@@ -37,7 +37,7 @@ class Test:
 
 
 def read(path: Path) -> tuple[Test, ...]:
-    """The tests of a junit file, in order.
+    """Read the tests of a junit file, in order.
 
     Raises:
         ValueError: the file is not there or was not written to its end.
@@ -47,23 +47,23 @@ def read(path: Path) -> tuple[Test, ...]:
         root = ElementTree.parse(path).getroot()  # noqa: S314
     except (OSError, ElementTree.ParseError) as error:
         raise ValueError(f"{path.name}: {error}") from None
-    found: dict[tuple[str, str], Test] = {}
+    tests: dict[tuple[str, str], Test] = {}
     for case in root.iter("testcase"):
         test = _test(case)
-        known = found.get((test.module, test.name))
+        earlier = tests.get((test.module, test.name))
         # A test that failed and whose teardown failed as well is two cases: the error counts.
-        if known is None or test.outcome == ERROR:
-            found[test.module, test.name] = test
-    return tuple(found.values())
+        if earlier is None or test.outcome == ERROR:
+            tests[test.module, test.name] = test
+    return tuple(tests.values())
 
 
 def _test(case: ElementTree.Element) -> Test:
-    outcome, said, detail = PASSED, "", ""
+    outcome, message, detail = PASSED, "", ""
     for kind, name in ((ERROR, "error"), (FAILED, "failure"), (SKIPPED, "skipped")):
         element = case.find(name)
         if element is not None:
             outcome = kind
-            said = (element.get("message") or "").strip().split("\n")[0]
+            message = (element.get("message") or "").strip().split("\n")[0]
             detail = "\n".join((element.text or "").rstrip().split("\n")[-_DETAIL:])
             break
     marks = {item.get("name") for item in case.iter("property") if item.get("value") == "yes"}
@@ -77,7 +77,7 @@ def _test(case: ElementTree.Element) -> Test:
         module=".".join(part for part in parts if part not in classes) or name,
         outcome=outcome,
         guard="guard" in marks,
-        said=said,
+        said=message,
         detail=detail,
         seconds=float(case.get("time") or 0),
         patched_only="patched_only" in marks,

@@ -149,8 +149,8 @@ def check(base: Base, stack: Stack, tree: Path | None, root: Path) -> list[Messa
     for number, entry in enumerate(entries, start=1):
         patch = patch_of(stack, entry.patch)
         if patch and entry.by and entry.by.split("::", 1)[0] not in patch.witnesses:
-            said = f": {entry.by} is not a test of a witness of {patch.name}"
-            findings.append(_fault(path, number, said))
+            reason = f": {entry.by} is not a test of a witness of {patch.name}"
+            findings.append(_fault(path, number, reason))
         if patch and tree:
             stale = _edited(entry, patch, tree, root)[1]
             if stale:
@@ -178,12 +178,12 @@ def _edited(mutation: Mutation, patch: Patch, tree: Path, root: Path) -> tuple[s
 
 def _unknown(path: Path, stack: Stack, mutation: Mutation, number: int) -> MessageFault:
     names = ", ".join(patch.name for patch in stack.patches)
-    said = f": {mutation.patch!r} is not the beginning of the name of one patch, its number aside"
-    return _fault(path, number, f"{said} ({names})")
+    reason = f": {mutation.patch!r} is not the beginning of the name of one patch, its number aside"
+    return _fault(path, number, f"{reason} ({names})")
 
 
-def _fault(path: Path, number: int, said: str) -> MessageFault:
-    return MessageFault(path=path, line=_line(path, number), message=f"mutation {number}{said}")
+def _fault(path: Path, number: int, reason: str) -> MessageFault:
+    return MessageFault(path=path, line=_line(path, number), message=f"mutation {number}{reason}")
 
 
 def _line(path: Path, number: int) -> int:

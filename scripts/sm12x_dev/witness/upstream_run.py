@@ -125,7 +125,7 @@ def run(
     archive: Path,
     python: Path,
     extra: Path | None,
-    known: Record | None = None,
+    baseline: Record | None = None,
     record_for: str = "",
     only: Sequence[str] = (),
     test_seconds: float = TEST_LIMIT,
@@ -139,8 +139,8 @@ def run(
         archive: the sdist of the base.
         python: an interpreter that has pytest and what the release imports.
         extra: a folder of further packages.
-        known: what the untouched tree gave; a file that gives the same on the patched one is not
-          run on the untouched one.
+        baseline: the outcomes on the untouched tree; a file that gives the same on the patched one
+          is not run on the untouched one.
         record_for: unless empty, the conditions to record the outcomes on the untouched tree for.
         only: test files, or changed files; all where empty.
         test_seconds: how long one test may take.
@@ -170,7 +170,7 @@ def run(
             test_seconds=test_seconds,
             seconds=file_seconds,
         )
-        runs, recorded = _both(plan.files, runner, known.files if known else {}, on_file)
+        runs, recorded = _both(plan.files, runner, baseline.files if baseline else {}, on_file)
         if record_for:
             files = {file: outcomes(runs[file, BASE]) for file in plan.files}
             record.write(base, RECORD, record_for, files)
@@ -203,18 +203,18 @@ def outcomes(run: FileRun) -> Outcomes:
 def _both(
     targets: Sequence[str],
     runner: _Runner,
-    known: Mapping[str, Outcomes],
+    baseline: Mapping[str, Outcomes],
     on_file: Callable[[str, str], None] | None,
 ) -> tuple[dict[tuple[str, str], FileRun], int]:
     """Return each file's run on each tree, and how many of the untouched tree are recorded ones."""
     # Nothing can be worse than a file that gives no outcome on the untouched tree: running it takes
     # its whole time limit.
-    without = [file for file in targets if file in known and not known[file].tests]
+    without = [file for file in targets if file in baseline and not baseline[file].tests]
     empty = FileRun(tests={}, problem="", detail="")
     runs = {(file, side): empty for file in without for side in SIDES}
     rest = [file for file in targets if file not in without]
     runs |= runner.run(rest, PATCHED, on_file)
-    same = [file for file in rest if known.get(file) == outcomes(runs[file, PATCHED])]
+    same = [file for file in rest if baseline.get(file) == outcomes(runs[file, PATCHED])]
     runs |= {(file, BASE): runs[file, PATCHED] for file in same}
     runs |= runner.run([file for file in rest if file not in same], BASE, on_file)
     return runs, len(same) + len(without)

@@ -78,17 +78,17 @@ class Cannot(Declared):
         return self.test.split("::", 1)[0]
 
     def covers(self, file: str, name: str) -> bool:
-        """Whether the test ``name`` (junit's: "TestThis::test_it[case]") of ``file`` is meant."""
+        """Tell whether this covers the test ``name`` (junit's: "TestThis::test_it[case]")."""
         if file != self.file:
             return False
-        wanted = self.test.split("::")[1:]
+        words = self.test.split("::")[1:]
         has = name.split("::")
-        if not wanted:
+        if not words:
             return True
-        if len(has) < len(wanted):
+        if len(has) < len(words):
             return False
-        *outer, last = wanted
-        met = has[len(wanted) - 1]
+        *outer, last = words
+        met = has[len(words) - 1]
         return has[: len(outer)] == outer and last in (met, met.split("[", 1)[0])
 
 
@@ -179,7 +179,7 @@ class UpstreamPlan:
     faults: tuple[str, ...]
 
     def narrowed(self, names: Sequence[str]) -> UpstreamPlan:
-        """Only the tests of ``names``: test files, or changed files.
+        """Narrow the plan to the tests of ``names``: test files, or changed files.
 
         Raises:
             BadFileError: a name is neither.
@@ -187,8 +187,8 @@ class UpstreamPlan:
         chosen: set[str] = set()
         for name in names:
             tests = {test for file in self.touched if file.path == name for test in file.tests}
-            known = {*self.files, *(entry.file for entry in self.not_run)}
-            if not tests and name not in known:
+            test_files = {*self.files, *(entry.file for entry in self.not_run)}
+            if not tests and name not in test_files:
                 raise BadFileError(
                     f"{name} is neither a file that the stack changes and tests name, nor a test "
                     "file that belongs to one",
@@ -302,7 +302,7 @@ class _Modules:
 
     def _passed_on(self, package: str, path: Path) -> dict[str, str]:
         if package not in self._exports:
-            self._exports[package] = found = {}
+            self._exports[package] = exports = {}
             for node in ast.walk(imports.parsed(path)):
                 if not isinstance(node, ast.ImportFrom):
                     continue
@@ -310,7 +310,7 @@ class _Modules:
                 parent = parent[: len(parent) - node.level + 1] if node.level else []
                 module = ".".join([*parent, *([node.module] if node.module else [])])
                 for alias in node.names:
-                    found[alias.asname or alias.name] = module
+                    exports[alias.asname or alias.name] = module
         return self._exports[package]
 
 
@@ -322,11 +322,11 @@ def _module_name(path: str) -> str:
 
 
 def plan(suite: Suite, stack: Stack, tree: Path) -> UpstreamPlan:
-    """Which test files of the untouched ``tree`` belong to the files that ``stack`` changes."""
+    """Find the test files of the untouched ``tree`` for the files that ``stack`` changes."""
     paths = sorted({file.path for patch in stack.patches for file in patch.files})
     # A file that the stack adds: the release cannot have a test of it.
     paths = [path for path in paths if (tree / path).is_file()]
-    wanted = {name for path in paths if (name := _module_name(path))}
+    names = {name for path in paths if (name := _module_name(path))}
     modules = _Modules(tree)
     by_module: dict[str, list[str]] = {}
     # Every reference to a module, or to a re-export of its package, contains the package's name.
@@ -341,7 +341,7 @@ def plan(suite: Suite, stack: Stack, tree: Path) -> UpstreamPlan:
             continue
         text = test.read_text(encoding="utf-8", errors="replace")
         if any(hint in text for hint in hints):
-            for module in set(map(modules.of, imports.names(test))) & wanted:
+            for module in set(map(modules.of, imports.names(test))) & names:
                 by_module.setdefault(module, []).append(relative)
     faults: list[str] = []
     used: set[int] = set()
@@ -476,25 +476,25 @@ def judge(
 
 
 def stale(suite: Suite, ran: Iterable[str], results: Sequence[UpstreamResult]) -> list[str]:
-    """The reasons that the outcomes contradict: the test is green here, or there is no such test.
+    """Return the reasons that the outcomes contradict: a test is green here, or is missing.
 
     Args:
         ran: the test files that were run.
     """
     files = set(ran)
-    found: list[str] = []
+    reasons: list[str] = []
     for entry in suite.cannot:
         if entry.file not in files or not entry.run:
             continue
         covered = [result for result in results if entry.covers(result.file, result.test)]
         green = [result for result in covered if result.base == result.patched == junit.PASSED]
         if not covered:
-            found.append(f"[[cannot]] {entry.test}: the release has no such test")
+            reasons.append(f"[[cannot]] {entry.test}: the release has no such test")
         elif green:
-            found.append(
+            reasons.append(
                 f"[[cannot]] {entry.test}: {len(green)} of {len(covered)} tests are green here"
             )
-    return found
+    return reasons
 
 
 def _defined(tree: Path, entry: Cannot) -> bool:

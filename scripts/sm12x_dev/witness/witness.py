@@ -90,7 +90,7 @@ def run(
     archive: Path,
     python: Path,
     root: Path,
-    known: Record | None = None,
+    baseline: Record | None = None,
     record_for: str = "",
     seconds: float = TIME_LIMIT,
     jobs: int = 2,
@@ -102,10 +102,10 @@ def run(
         archive: the sdist of the base.
         python: an interpreter that has pytest and what the witnesses import.
         root: the checkout, whose tests/ the witnesses are in.
-        known: what witnesses gave on the untouched source. One that has not changed since and has
-          the same tests on the patched source is not run on the untouched one.
+        baseline: the recorded outcomes on the untouched source. A witness that has not changed
+          since and has the same tests on the patched source is not run on the untouched one.
         record_for: unless empty, every witness is run on both sources, and this is recorded as what
-          the outcomes depend on. ``known`` stays where it is of the same.
+          the outcomes depend on. ``baseline`` stays where it is of the same.
         seconds: how long one pytest process may take for each of its witnesses.
         jobs: how many of them may run at a time.
         on_run: called with (witness, side) before each.
@@ -118,7 +118,7 @@ def run(
         key=lambda path: path not in base.witness.first,
     )
     inputs = {path: record.witness_inputs(base, path, root=root) for path in witnesses}
-    files = dict(known.files) if known and not record_for else {}
+    files = dict(baseline.files) if baseline and not record_for else {}
     settled = [path for path in witnesses if path in files and files[path].inputs == inputs[path]]
     with tempfile.TemporaryDirectory(prefix="sm12x-witness-") as name:
         trees = {side: Path(name) / side for side in SIDES}
@@ -152,7 +152,7 @@ def run(
             if runs[path, BASE].outcomes == as_required[path].outcomes
         }
         every = {path for patch in stack.patches for path in patch.witnesses} - {*witnesses}
-        others = {p: known.files[p] for p in every & known.files.keys()} if known else {}
+        others = {p: baseline.files[p] for p in every & baseline.files.keys()} if baseline else {}
         record.write(base, record.WITNESSES, record_for, {**others, **held})
     return WitnessReport(
         base_version=base.version,
@@ -238,12 +238,15 @@ def _rig(witness: Path) -> str:
     return match[1] if match else ""
 
 
-def required(patched: Run, known: Witness) -> Run:
-    """Return what the tests of a run on the patched tree have to give on the untouched one.
+def required(patched: Run, exceptions: Witness) -> Run:
+    """Return the outcomes that the tests of a patched run must have on the untouched tree.
 
-    ``known`` says which tests the untouched tree passes, or fails, unlike that of other releases.
+    ``exceptions`` names the tests that the untouched tree passes, or fails, unlike that of other
+    releases.
     """
-    upstream, needed = (_of(names, patched.witness) for names in (known.upstream, known.needed))
+    upstream, needed = (
+        _of(names, patched.witness) for names in (exceptions.upstream, exceptions.needed)
+    )
     tests = []
     for test in patched.tests:
         holds = test.name not in needed and (test.guard or test.name in upstream)
@@ -253,7 +256,7 @@ def required(patched: Run, known: Witness) -> Run:
     return Run(witness=patched.witness, side=BASE, tests=tuple(left), problem="")
 
 
-def judge(patch: str, base: Run, patched: Run, known: Witness) -> list[WitnessTest]:
+def judge(patch: str, base: Run, patched: Run, exceptions: Witness) -> list[WitnessTest]:
     """Compare a witness's run on the untouched tree with the one on the patched tree."""
 
     def whole(reason: str, *, crashed: str = "", detail: str = "") -> WitnessTest:
@@ -279,16 +282,16 @@ def judge(patch: str, base: Run, patched: Run, known: Witness) -> list[WitnessTe
     before, after = ({test.name: test for test in run.tests} for run in (base, patched))
     names = {**before, **after}
     every = replace(patched, tests=tuple(names.values()))
-    wanted = {test.name: test for test in required(every, known).tests}
-    if not any(test.outcome == junit.FAILED for test in wanted.values()):
+    requirements = {test.name: test for test in required(every, exceptions).tests}
+    if not any(test.outcome == junit.FAILED for test in requirements.values()):
         checks.append(whole("has no test, guards aside: nothing shows that the patch is needed"))
-    listed = _of((*known.upstream, *known.needed), base.witness)
+    listed = _of((*exceptions.upstream, *exceptions.needed), base.witness)
     checks += [
         whole(f"has no test {name}, which [witness] in base.toml names")
         for name in sorted(listed - names.keys())
     ]
     for name in names:
-        due = wanted[name].outcome if name in wanted else _ABSENT
+        due = requirements[name].outcome if name in requirements else _ABSENT
         reasons: list[str] = []
         detail = ""
         for side, test, outcome in (
@@ -325,8 +328,8 @@ _REASONS = {
 def _reason(side: str, test: junit.Test | None) -> str:
     """Return why the outcome of ``test`` on a tree is against the rule."""
     outcome = test.outcome if test else _ABSENT
-    said = f": {test.said[:200]}" if test and test.said and outcome != junit.PASSED else ""
-    return _REASONS[outcome].format(_tree(side)) + said
+    message = f": {test.said[:200]}" if test and test.said and outcome != junit.PASSED else ""
+    return _REASONS[outcome].format(_tree(side)) + message
 
 
 def _of(tests: Iterable[str], witness: str) -> set[str]:

@@ -131,11 +131,11 @@ def new(
     parts = checked(text, root=root, like=like)
     quoted = shlex.quote(str(directory))
     changes = repository.status()
-    left = [line[3:] for line in changes if line.endswith(".rej")]
-    if left:
+    rejects = [line[3:] for line in changes if line.endswith(".rej")]
+    if rejects:
         raise DirtyTreeError(
             f"{directory} still has hunks that `git apply --reject` could not apply: "
-            f"{', '.join(left)}",
+            f"{', '.join(rejects)}",
             next_step="put those hunks in by hand, delete the .rej files, and run this again",
         )
     if not changes:

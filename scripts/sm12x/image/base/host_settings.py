@@ -93,16 +93,16 @@ def collect(suite: str) -> HostConfig:
 
 
 def environment(env: Mapping[str, str], config: pipconfig.PipConfig) -> dict[str, str]:
-    """Variables for the steps of the build; paths of the host are left out."""
-    found = {name: env[name] for name in (*_PROXIES, *_UV) if env.get(name)}
+    """Return the variables for the steps of the build; paths of the host are left out."""
+    variables = {name: env[name] for name in (*_PROXIES, *_UV) if env.get(name)}
     indexes = {
         key: value for key, value in config.uv_environment().items() if key != "SSL_CERT_FILE"
     }
-    found.update(indexes)
-    found["PIP_INDEX_URL"] = config.indexes[0]
+    variables.update(indexes)
+    variables["PIP_INDEX_URL"] = config.indexes[0]
     if config.indexes[1:]:
-        found["PIP_EXTRA_INDEX_URL"] = " ".join(config.indexes[1:])
-    return found
+        variables["PIP_EXTRA_INDEX_URL"] = " ".join(config.indexes[1:])
+    return variables
 
 
 def certificates(bundle: Path | None) -> str:

@@ -78,9 +78,9 @@ class Platforms:
 
 
 def choose(
-    base: Base, asked: str | None, *, image: bool = True, binfmt: Path = _BINFMT
+    base: Base, option: str | None, *, image: bool = True, binfmt: Path = _BINFMT
 ) -> Platforms:
-    """The target of a build for the platform ``asked``; None is this machine's.
+    """Return the target of a build for the platform ``option``; None is this machine's.
 
     Args:
         image: whether an image will be made, and not only the wheel.
@@ -91,26 +91,26 @@ def choose(
             kernel cannot run its programs.
     """
     here = platform.machine()
-    if asked is None:
+    if option is None:
         machine = here
-    elif asked in _PLATFORMS:
-        machine = _PLATFORMS[asked].machine
+    elif option in _PLATFORMS:
+        machine = _PLATFORMS[option].machine
     else:
         raise UsageError(
-            f"there is no platform {asked!r} of an SM12x GPU",
+            f"there is no platform {option!r} of an SM12x GPU",
             next_step=f"use {' or '.join(_PLATFORMS)}",
         )
     if machine not in base.wheels:
-        known = [name for name, kind in _PLATFORMS.items() if kind.machine in base.wheels]
+        names = [name for name, kind in _PLATFORMS.items() if kind.machine in base.wheels]
         raise BadArchitectureError(
             f"base {base.version} has no wheel for {machine}",
-            next_step=f"choose one of {', '.join(known)} with --platform",
+            next_step=f"choose one of {', '.join(names)} with --platform",
         )
-    if asked is None or not cross.needed(machine, here=here):
+    if option is None or not cross.needed(machine, here=here):
         return Platforms(machine=machine, here=here)
     if image:
-        _require_emulator(asked, binfmt)
-    return Platforms(machine=machine, here=here, platform=asked)
+        _require_emulator(option, binfmt)
+    return Platforms(machine=machine, here=here, platform=option)
 
 
 def _require_emulator(name: str, binfmt: Path) -> None:

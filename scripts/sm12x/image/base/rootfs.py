@@ -60,40 +60,40 @@ def resolve(
     spec: ImageBase,
     engine: Engine,
     host: HostConfig,
-    wanted: Platforms,
+    machines: Platforms,
     *,
     override: str | None,
     say: Callable[[str], None],
     on_line: OnLine,
 ) -> BaseImage:
-    """The base image in the engine: ``override``, else the pinned one, else one made here.
+    """Return the base image in the engine: ``override``, else the pinned one, else one made here.
 
     Raises BuildFailedError when it can neither be pulled nor made.
     """
     if override is not None:
-        return _given(engine, override, wanted)
+        return _given(engine, override, machines)
     pinned = spec.base.partition("@")[2]
-    local, pulled = _names(spec, wanted)
+    local, pulled = _names(spec, machines)
     if engine.has_image(pulled):
         return BaseImage(reference=pulled, digest=pinned, origin=spec.base)
     if engine.has_image(local):
         return _local(engine, local)
     try:
-        engine.pull(spec.base, wanted.platform)
+        engine.pull(spec.base, machines.platform)
     except ToolFailedError as error:
         reason = error.message.rstrip().splitlines()[-1].strip()
         say(f"{spec.base} cannot be pulled ({reason}): making a base image with debootstrap")
-        return make(spec, engine, host, wanted, say=say, on_line=on_line)
+        return make(spec, engine, host, machines, say=say, on_line=on_line)
     engine.tag(spec.base, pulled)
     digest = pinned or engine.digest(spec.base) or engine.image_id(pulled) or ""
     return BaseImage(reference=pulled, digest=digest, origin=spec.base)
 
 
-def is_there(spec: ImageBase, engine: Engine, wanted: Platforms, *, override: str | None) -> bool:
-    """Whether ``resolve`` would neither pull nor make the base image."""
+def is_there(spec: ImageBase, engine: Engine, machines: Platforms, *, override: str | None) -> bool:
+    """Tell whether ``resolve`` would neither pull nor make the base image."""
     if override is not None:
         return engine.has_image(override)
-    local, pulled = _names(spec, wanted)
+    local, pulled = _names(spec, machines)
     return engine.has_image(pulled) or engine.has_image(local)
 
 
@@ -101,7 +101,7 @@ def make(
     spec: ImageBase,
     engine: Engine,
     host: HostConfig,
-    wanted: Platforms,
+    machines: Platforms,
     *,
     say: Callable[[str], None],
     on_line: OnLine,
@@ -128,7 +128,7 @@ def make(
         ) from None
     if process.which("debootstrap") is None:
         raise BuildFailedError("debootstrap is not installed", next_step=next_step)
-    local = _name(spec, wanted)
+    local = _name(spec, machines)
     # Not in a folder of the user's: a root file system needs a disk that allows device nodes.
     with TemporaryDirectory(prefix="sm12x-base-", dir="/var/tmp") as folder:
         files.require_space(
@@ -138,30 +138,30 @@ def make(
             move="mount a larger disk on /var/tmp",
         )
         root = Path(folder) / "root"
-        _debootstrap(spec.suite, root, host, wanted, on_line, next_step)
+        _debootstrap(spec.suite, root, host, machines, on_line, next_step)
         _slim(root, spec.suite, host)
         archive = Path(folder) / "base.tar"
         _pack(root, archive)
         labels = {_ROOTFS_LABEL: files.sha256(archive)}
-        engine.import_tar(archive, local, labels, platform=wanted.platform, on_line=on_line)
+        engine.import_tar(archive, local, labels, platform=machines.platform, on_line=on_line)
     return _local(engine, local)
 
 
-def _name(spec: ImageBase, wanted: Platforms) -> str:
-    return f"{LOCAL_BASE}:{spec.suite}{wanted.suffix}"
+def _name(spec: ImageBase, machines: Platforms) -> str:
+    return f"{LOCAL_BASE}:{spec.suite}{machines.suffix}"
 
 
-def _names(spec: ImageBase, wanted: Platforms) -> tuple[str, str]:
-    """The local names of a base image made here, and of the pinned one after its pull."""
-    local = _name(spec, wanted)
+def _names(spec: ImageBase, machines: Platforms) -> tuple[str, str]:
+    """Return the local names of a base image made here, and of the pinned one once pulled."""
+    local = _name(spec, machines)
     digest = spec.base.partition("@")[2].partition(":")[2]
     return local, f"{local}-{(digest or 'latest')[:12]}"
 
 
-def _given(engine: Engine, reference: str, wanted: Platforms) -> BaseImage:
+def _given(engine: Engine, reference: str, machines: Platforms) -> BaseImage:
     if not engine.has_image(reference):
         try:
-            engine.pull(reference, wanted.platform)
+            engine.pull(reference, machines.platform)
         except ToolFailedError as error:
             raise BuildFailedError(
                 f"the base image {reference} is not in the engine and cannot be pulled: "
@@ -184,21 +184,21 @@ def _prefixed(digest: str) -> str:
 
 
 def _missing() -> list[str]:
-    """The packages that making a base image needs and that are not installed."""
-    found = {
+    """List the packages that making a base image needs and that are not installed."""
+    presence = {
         "debootstrap": process.which("debootstrap") is not None,
         # Ubuntu's debootstrap comes without Debian's keys.
         "debian-archive-keyring": _KEYRING.is_file(),
     }
-    return [package for package, there in found.items() if not there]
+    return [package for package, there in presence.items() if not there]
 
 
 def _debootstrap(
-    suite: str, root: Path, host: HostConfig, wanted: Platforms, on_line: OnLine, next_step: str
+    suite: str, root: Path, host: HostConfig, machines: Platforms, on_line: OnLine, next_step: str
 ) -> None:
     words: list[str | Path] = ["debootstrap", "--variant=minbase", "--force-check-gpg"]
-    if wanted.crossing:
-        words.append(f"--arch={wanted.debian}")
+    if machines.crossing:
+        words.append(f"--arch={machines.debian}")
     if _KEYRING.is_file():
         words.append(f"--keyring={_KEYRING}")
     # All releases use the same script; an older debootstrap has no link of that name yet.
@@ -242,11 +242,11 @@ def _slim(root: Path, suite: str, host: HostConfig) -> None:
 
 
 def _public_archive() -> str | None:
-    """The archive that debootstrap takes when none is named, as its own text has it."""
+    """Read debootstrap's default archive from its script; None without one."""
     program = process.which("debootstrap")
     text = program.read_text(encoding="utf-8", errors="replace") if program else ""
-    found = re.search(r'(?m)^DEF_MIRROR="(\S+?)/?"$', text)
-    return found[1] if found else None
+    match = re.search(r'(?m)^DEF_MIRROR="(\S+?)/?"$', text)
+    return match[1] if match else None
 
 
 def _pack(root: Path, archive: Path) -> None:

@@ -174,17 +174,17 @@ def inputs_digest(base: Base, machine: str, *, here: str, choices: Mapping[str, 
 
 
 def package() -> dict[str, Path | str]:
-    """This package's own files, under sm12x/."""
+    """List this package's own files, under sm12x/."""
     root = layout.root()
-    found: dict[str, Path | str] = {}
+    entries: dict[str, Path | str] = {}
     for name in _PACKAGE:
         path = root / name
         inner = [path] if path.is_file() else sorted(path.rglob("*"))
         for file in inner:
             inside = file.relative_to(root)
             if file.is_file() and not any(map(_LEFTOVER.fullmatch, inside.parts)):
-                found[f"sm12x/{inside}"] = file
-    return found
+                entries[f"sm12x/{inside}"] = file
+    return entries
 
 
 def package_digest() -> str:
@@ -228,10 +228,10 @@ def _sdist_requirements(base: Base, machine: str) -> str:
 
 
 def _extras(base: Base, machine: str) -> str:
-    """The pins of the packages of the base's extras, out of the closure's lock; "" without any."""
+    """Return the pins of the base's extras, out of the closure's lock; "" without any."""
     lock = lockfile.read(base.lock_path(machine))
-    wanted = {extra.package for extra in base.extras}
-    return "".join(pin.text for pin in lock.pins if pin.name in wanted)
+    packages = {extra.package for extra in base.extras}
+    return "".join(pin.text for pin in lock.pins if pin.name in packages)
 
 
 def flashinfer_request(base: Base, machine: str, arch_list: str) -> ahead.Request:

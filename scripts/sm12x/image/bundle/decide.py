@@ -103,16 +103,23 @@ class BuildPlan:
         return preflight.work_folder(self.base)
 
     def made_before(self) -> Record | None:
-        """The record of an earlier run with the same inputs, if its files and image still exist."""
-        known = self.there
-        if known is None or known.inputs != self.inputs or not record.is_whole(self.folder, known):
+        """Return the record of an earlier run with the same inputs, if all it made still exists."""
+        earlier_record = self.there
+        if (
+            earlier_record is None
+            or earlier_record.inputs != self.inputs
+            or not record.is_whole(self.folder, earlier_record)
+        ):
             return None
         if self.options.twice:
             return None
         if not self.options.image:
-            return known
-        there = bool(known.tags) and self.engine.image_id(known.tags[0]) == known.image_id
-        return known if there else None
+            return earlier_record
+        there = (
+            bool(earlier_record.tags)
+            and self.engine.image_id(earlier_record.tags[0]) == earlier_record.image_id
+        )
+        return earlier_record if there else None
 
     def require_room(self) -> None:
         """Check disk and memory, unless the bundle was begun before. Raises NoSpaceError."""
@@ -125,10 +132,10 @@ class BuildPlan:
 
     def needs_gib(self) -> float:
         """Return GiB that a whole bundle takes on the disks that it uses."""
-        found = preflight.needs(
+        needs = preflight.needs(
             *self._needs, flashinfer=bool(self.flashinfer), image=self.options.image
         )
-        return sum(need.gib for need in found)
+        return sum(need.gib for need in needs)
 
     @property
     def _needs(self) -> tuple[Base, Engine, tuple[Module, ...], Platforms]:
@@ -137,7 +144,7 @@ class BuildPlan:
 
 @contextmanager
 def decided(options: Options, report: Reporter) -> Iterator[BuildPlan]:
-    """Check the request and decide the rest; a lock keeps out a second bundle of the base.
+    """Check the request and decide the rest, holding the lock on bundles of the base.
 
     Raises:
         Sm12xError: of the kind that says what is wrong.
@@ -146,34 +153,36 @@ def decided(options: Options, report: Reporter) -> Iterator[BuildPlan]:
     request = modes.parse_request(
         base, options.build, options.sources, patch_levels=options.patch_levels
     )
-    wanted = platforms.choose(base, options.platform, image=options.image)
+    machines = platforms.choose(base, options.platform, image=options.image)
     targets = archs.validate(
         options.arch_list or base.toolchain.arch_list, default=base.toolchain.arch_list
     )
-    there = record.read(folder_of(base, wanted))
-    made = there.mode if there else ""
-    # Before the mode, whose sources are looked up on the network: useless without an engine.
+    there = record.read(folder_of(base, machines))
+    earlier_mode = there.mode if there else ""
+    # First: looking up the mode's sources on the network is useless without an engine.
     engine = engines.find(options.engine, say=report.say)
     report.say(f"engine: {engine.description}")
-    mode = modes.settle(base, request, targets, made, report=report)
-    ahead = modes.flashinfer(base, options.flashinfer, mode.name, wanted, image=options.image)
+    mode = modes.settle(base, request, targets, earlier_mode, report=report)
+    ahead = modes.flashinfer(base, options.flashinfer, mode.name, machines, image=options.image)
     flashinfer = archs.to_text(targets) if ahead else ""
     with preflight.alone(base):
-        begun = preflight.begun(base, engine, wanted, mode.name)
-        if not rootfs.is_there(base.image, engine, wanted, override=options.base_image):
+        begun = preflight.begun(base, engine, machines, mode.name)
+        if not rootfs.is_there(base.image, engine, machines, override=options.base_image):
             # What an earlier run built is gone from the engine.
             begun.unlink(missing_ok=True)
         if there is None and not begun.exists():
             preflight.require_room(
-                *(base, engine, mode.choice.modules, wanted), flashinfer=ahead, image=options.image
+                *(base, engine, mode.choice.modules, machines),
+                flashinfer=ahead,
+                image=options.image,
             )
         host = host_settings.collect(base.image.suite)
         timings = _Timings()
         with timings.step("base image"):
-            image = _base_image(base, engine, host, options.base_image, wanted, report)
+            image = _base_image(base, engine, host, options.base_image, machines, report)
             builder = image
-            if wanted.crossing:
-                builder = _base_image(base, engine, host, None, wanted.native, report)
+            if machines.crossing:
+                builder = _base_image(base, engine, host, None, machines.native, report)
         choices = {
             "arch_list": archs.to_text(targets),
             "mode": mode.name,
@@ -185,7 +194,7 @@ def decided(options: Options, report: Reporter) -> Iterator[BuildPlan]:
         }
         yield BuildPlan(
             base=base,
-            platforms=wanted,
+            platforms=machines,
             arch_list=choices["arch_list"],
             mode=mode,
             flashinfer=flashinfer,
@@ -194,16 +203,18 @@ def decided(options: Options, report: Reporter) -> Iterator[BuildPlan]:
             image=image,
             builder=builder,
             host=host,
-            inputs=context.inputs_digest(base, wanted.machine, here=wanted.here, choices=choices),
+            inputs=context.inputs_digest(
+                base, machines.machine, here=machines.here, choices=choices
+            ),
             there=there,
             report=report,
             timings=timings,
         )
 
 
-def folder_of(base: Base, wanted: Platforms) -> Path:
-    """Where wheel, ledger and audit go; those for another machine apart from those for this one."""
-    return layout.dist(f"{base.version}{wanted.suffix}")
+def folder_of(base: Base, machines: Platforms) -> Path:
+    """Return the folder of wheel, ledger and audit; another machine's has a suffix."""
+    return layout.dist(f"{base.version}{machines.suffix}")
 
 
 def _base_image(
@@ -211,24 +222,26 @@ def _base_image(
     engine: Engine,
     host: HostConfig,
     override: str | None,
-    wanted: Platforms,
+    machines: Platforms,
     report: Reporter,
 ) -> BaseImage:
-    """The base image, pulled or made; see ``rootfs.resolve``."""
-    with report.phase(f"base image{f' for {wanted.platform}' if wanted.crossing else ''}") as step:
+    """Pull or make the base image; see ``rootfs.resolve``."""
+    with report.phase(
+        f"base image{f' for {machines.platform}' if machines.crossing else ''}"
+    ) as step:
         image = rootfs.resolve(
-            base.image, engine, host, wanted, override=override, say=report.say, on_line=step
+            base.image, engine, host, machines, override=override, say=report.say, on_line=step
         )
         report.say(f"base image: {image.origin} ({image.digest})")
     return image
 
 
 def make_base_image(options: Options, report: Reporter) -> tuple[BaseImage, Engine]:
-    """Only the base image, made with debootstrap even where one could be pulled."""
+    """Make only the base image, with debootstrap even where one could be pulled."""
     base = bases.load(options.version)
-    wanted = platforms.choose(base, options.platform)
+    machines = platforms.choose(base, options.platform)
     engine = engines.find(options.engine, say=report.say)
     host = host_settings.collect(base.image.suite)
     with report.phase("base image") as step:
-        made = rootfs.make(base.image, engine, host, wanted, say=report.say, on_line=step)
-    return made, engine
+        image = rootfs.make(base.image, engine, host, machines, say=report.say, on_line=step)
+    return image, engine

@@ -117,8 +117,8 @@ def _build_image(plan: BuildPlan, wheel: _Wheel) -> tuple[str, ...]:
     with plan.timings.step("image"):
         _build(plan, "bundle", "image", copied, request)
     if plan.flashinfer:
-        asked = context.flashinfer_request(base, plan.machine, plan.flashinfer)
-        declared.write_json(plan.folder / ledgers.FLASHINFER_REQUEST, asked)
+        modules_request = context.flashinfer_request(base, plan.machine, plan.flashinfer)
+        declared.write_json(plan.folder / ledgers.FLASHINFER_REQUEST, modules_request)
     if script := plan.engine.script(tags[0]):
         files.write_text(plan.folder / buildah.SCRIPT, script)
     return tags
@@ -214,16 +214,16 @@ def run(options: Options, report: Reporter) -> Bundle:
         Sm12xError: of the kind that says what is wrong; nothing half made is left under its name.
     """
     with decided(options, report) as plan:
-        made = plan.made_before()
-        unchanged = made is not None
-        if made is None:
+        bundle_record = plan.made_before()
+        unchanged = bundle_record is not None
+        if bundle_record is None:
             plan.require_room()
             release = _fetch(plan)
             wheel = _build_wheel(plan, release)
-            made = _record(plan, wheel, _build_image(plan, wheel) if options.image else ())
-            declared.write_json(plan.folder / record.NAME, made)
+            bundle_record = _record(plan, wheel, _build_image(plan, wheel) if options.image else ())
+            declared.write_json(plan.folder / record.NAME, bundle_record)
         return Bundle(
-            record=made,
+            record=bundle_record,
             ledger=ledgers.read(plan.folder / record.LEDGER),
             audit=audits.read(
                 plan.folder / record.AUDIT, next_step=f"remove {plan.folder} and build again"

@@ -76,33 +76,33 @@ class BuildMode:
 
 def parse_request(
     base: Base,
-    wanted: str,
+    mode: str,
     sources: Iterable[str],
     *,
     patch_levels: Iterable[str] = (),
 ) -> ModeRequest:
-    """Check what was asked for. Raises UsageError or BadFileError."""
-    if wanted not in WANTED:
+    """Check the options that request a mode. Raises UsageError or BadFileError."""
+    if mode not in WANTED:
         raise UsageError(
-            f"there is no build mode {wanted!r}",
-            next_step=f"use {text.near(wanted, WANTED) or text.either(WANTED)}",
+            f"there is no build mode {mode!r}",
+            next_step=f"use {text.near(mode, WANTED) or text.either(WANTED)}",
         )
-    given = parse_given(base, sources)
+    folders = parse_given(base, sources)
     lenient = selection.require_patch_levels(base, tuple(patch_levels))
     for name in lenient:
-        if name not in given:
+        if name not in folders:
             raise UsageError(
                 f"--accept-patch-level {name} is for a folder that is given",
                 next_step=f"give it with --source {name}=DIR",
             )
-    return ModeRequest(wanted=wanted, given=given, patch_levels=lenient)
+    return ModeRequest(wanted=mode, given=folders, patch_levels=lenient)
 
 
 def settle(
     base: Base,
     request: ModeRequest,
     targets: tuple[CudaArch, ...],
-    made: str,
+    earlier_mode: str,
     *,
     report: Reporter,
 ) -> BuildMode:
@@ -110,9 +110,9 @@ def settle(
 
     Args:
         targets: what is compiled for.
-        made: the mode of the bundle that is there, "" without one. After a bundle of full mode,
-            memory that other programs hold at the moment does not exclude full mode: nothing may be
-            left to compile.
+        earlier_mode: the mode of the bundle that is there, "" without one. After a bundle of full
+            mode, memory that other programs hold at the moment does not exclude full mode: nothing
+            may be left to compile.
 
     Raises:
         BadArchitectureError: a full build needs more of the architectures.
@@ -130,7 +130,7 @@ def settle(
         )
 
     cores = machine.cores()
-    memory_gib = all_memory_gib() if made == "full" else cmake.free_memory_gib()
+    memory_gib = all_memory_gib() if earlier_mode == "full" else cmake.free_memory_gib()
     decision = decide(base, request, cores=cores, memory_gib=memory_gib, collect=collect)
     other = "full" if decision.mode == "quick" else "quick"
     report.say(
@@ -165,37 +165,37 @@ def settle(
 
 
 def _report_kept(base: Base, choice: ModuleChoice, sources: _Sources, report: Reporter) -> None:
-    """Report what stays official for want of a source, and what helps."""
-    for kept in choice.kept:
+    """Report which modules stay official for lack of a source, and the option that helps."""
+    for entry in choice.kept:
         why = "; ".join(
-            f"{name}: {sources[name].reason if name in sources else ''}" for name in kept.missing
+            f"{name}: {sources[name].reason if name in sources else ''}" for name in entry.missing
         )
-        report.say(f"{kept.path} stays the official one ({why})")
+        report.say(f"{entry.path} stays the official one ({why})")
     if choice.kept:
         report.say("name the folder of a missing source with --source NAME=DIR")
 
 
 def flashinfer(
-    base: Base, asked: bool | None, mode: str, wanted: Platforms, *, image: bool
+    base: Base, option: bool | None, mode: str, machines: Platforms, *, image: bool
 ) -> bool:
-    """Whether to compile FlashInfer's modules ahead of time: in full mode, unless asked otherwise.
+    """Tell whether to compile FlashInfer's modules ahead of time: by default, in full mode.
 
     Raises:
-        UsageError: they are asked for, and cannot be.
+        UsageError: ``option`` requests them, and they cannot be compiled.
     """
     against = ""
     if not base.flashinfer:
         against = f"base {base.version} lists none of FlashInfer's modules"
-    elif wanted.crossing:
+    elif machines.crossing:
         against = "FlashInfer's build makes code only for the machine that it runs on"
     elif not image:
         against = "FlashInfer's modules are part of the image, and no image is made"
-    if against and asked:
+    if against and option:
         raise UsageError(
             f"--flashinfer: {against}",
             next_step="leave it out; a server then compiles them at its first start",
         )
-    return not against and (mode == "full" if asked is None else asked)
+    return not against and (mode == "full" if option is None else option)
 
 
 def all_memory_gib() -> float:
@@ -203,13 +203,13 @@ def all_memory_gib() -> float:
 
 
 def parse_given(base: Base, words: Iterable[str]) -> dict[str, Path]:
-    """The folders of `--source NAME=DIR`.
+    """Parse the folders of `--source NAME=DIR`.
 
     Raises:
         UsageError: it is not of that form, or the base has no such source.
         BadFileError: the folder is not there, or there is nothing in it.
     """
-    given: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
     for word in words:
         name, equals, text = word.partition("=")
         if not equals or not text:
@@ -218,13 +218,13 @@ def parse_given(base: Base, words: Iterable[str]) -> dict[str, Path]:
                 next_step="write it as in --source qutlass=../qutlass",
             )
         selection.require_source(base, name)
-        given[name] = Path(text).absolute()
-        if not files.has_files(given[name]):
+        folders[name] = Path(text).absolute()
+        if not files.has_files(folders[name]):
             raise BadFileError(
                 f"--source {name}: {text} is not a folder with files",
                 next_step=f"name a checkout of {name}",
             )
-    return given
+    return folders
 
 
 def decide(
@@ -251,7 +251,7 @@ def decide(
             cores=cores,
             memory_gib=memory_gib,
             available=available,
-            wanted=request.wanted,
+            mode=request.wanted,
         )
 
     most = with_({source.name for source in base.sources})
@@ -293,14 +293,14 @@ def staged(sources: _Sources) -> dict[str, Path]:
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """All files below ``folder``, behind linked folders too, without git's own."""
-    found: list[Path] = []
+    """List all files below ``folder``, behind linked folders too, without git's own."""
+    paths: list[Path] = []
     seen: set[str] = set()
     for root, folders, names in os.walk(folder, followlinks=True):
         # A link to a parent folder would make an endless loop.
         real = os.path.realpath(root)
         folders[:] = [] if real in seen else [name for name in folders if name != ".git"]
         if real not in seen:
-            found += [path for name in names if (path := Path(root, name)).is_file()]
+            paths += [path for name in names if (path := Path(root, name)).is_file()]
         seen.add(real)
-    return sorted(path for path in found if path.name != ".git")
+    return sorted(path for path in paths if path.name != ".git")

@@ -128,7 +128,7 @@ def alone(base: Base) -> Iterator[None]:
     )
     with files.locked(folder, refused):
         for prefix in (CONTEXT_PREFIX, SECRETS_PREFIX):
-            # What a run that was killed has left.
-            for left in folder.glob(f"{prefix}*"):
-                shutil.rmtree(left, ignore_errors=True)
+            # Folders that a killed run has left.
+            for leftover in folder.glob(f"{prefix}*"):
+                shutil.rmtree(leftover, ignore_errors=True)
         yield

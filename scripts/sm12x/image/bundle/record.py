@@ -80,8 +80,8 @@ def publishing(final: Path) -> Iterator[Path]:
     with a dot and is removed by the next run.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
-    for left in final.parent.glob(f".{final.name}.*"):
-        shutil.rmtree(left, ignore_errors=True)
+    for leftover in final.parent.glob(f".{final.name}.*"):
+        shutil.rmtree(leftover, ignore_errors=True)
     staged = Path(mkdtemp(dir=final.parent, prefix=f".{final.name}."))
     try:
         yield staged
@@ -95,11 +95,11 @@ def publishing(final: Path) -> Iterator[Path]:
 
 
 def one_wheel(folder: Path) -> Path:
-    """The wheel in ``folder``. Raises BuildFailedError unless there is exactly one."""
-    found = sorted(folder.glob("*.whl"))
-    if len(found) != 1:
+    """Return the wheel in ``folder``. Raises BuildFailedError unless there is exactly one."""
+    wheels = sorted(folder.glob("*.whl"))
+    if len(wheels) != 1:
         raise BuildFailedError(
-            f"the builder left {len(found)} wheels instead of one",
+            f"the builder left {len(wheels)} wheels instead of one",
             next_step="read build/VERSION/builder.log, and report it with that log",
         )
-    return found[0]
+    return wheels[0]

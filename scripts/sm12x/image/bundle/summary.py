@@ -57,25 +57,25 @@ class Bundle:
     offer: Offer | None = None
 
 
-def text(made: Bundle, recipes: Sequence[str] = (), *, details: bool = False) -> str:
+def text(bundle: Bundle, recipes: Sequence[str] = (), *, details: bool = False) -> str:
     """Return the summary; with ``details`` every patch, module, library and layer.
 
     ``recipes`` are the names of those that can be served.
     """
-    record, ledger = made.record, made.ledger
-    full = made.offer
+    record, ledger = bundle.record, bundle.ledger
+    full = bundle.offer
     parts = [
-        _head(record, unchanged=made.unchanged),
+        _head(record, unchanged=bundle.unchanged),
         _patches(ledger) if details else "",
-        modules(ledger) if details else _in_short(made),
-        _code(made) if details else "",
-        _full(full, record, made.audit) if full and details else "",
+        modules(ledger) if details else _in_short(bundle),
+        _code(bundle) if details else "",
+        _full(full, record, bundle.audit) if full and details else "",
         _full_in_short(full, record) if full and not details else "",
         _flashinfer(record),
         _sizes(record) if details else "",
-        _times(record) if details and not made.unchanged else "",
-        _output(record, made.folder, details=details),
-        _next(made, recipes),
+        _times(record) if details and not bundle.unchanged else "",
+        _output(record, bundle.folder, details=details),
+        _next(bundle, recipes),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -97,9 +97,9 @@ def _head(record: Record, *, unchanged: bool) -> str:
     )
 
 
-def _in_short(made: Bundle) -> str:
+def _in_short(bundle: Bundle) -> str:
     """Return patches, modules, machine code, sizes and times, in a line or two each."""
-    record, ledger = made.record, made.ledger
+    record, ledger = bundle.record, bundle.ledger
     patches = texts.counted(len(ledger.patches), "patch")
     compiled = [entry for entry in ledger.libraries if entry.origin == "compiled"]
     names = ", ".join(PurePosixPath(entry.path).name.partition(".")[0] for entry in compiled)
@@ -114,11 +114,11 @@ def _in_short(made: Bundle) -> str:
     if ledger.replaced:
         lines.append(f"Compiled with {', '.join(ledger.replaced)} (--accept-patch-level)")
     lines.append("Machine code of the wheel, in translation units")
-    lines += _totals(made.audit)
+    lines += _totals(bundle.audit)
     sizes = [f"wheel {texts.size(record.wheel_size)}"]
     sizes += [f"image {texts.size(record.image_size)}"] if record.tags else []
     lines.append(f"Sizes: {', '.join(sizes)}")
-    if not made.unchanged:
+    if not bundle.unchanged:
         lines.append(f"Times: {_seconds(record)}")
     return "\n".join(lines)
 
@@ -137,7 +137,7 @@ def _patches(ledger: Ledger) -> str:
 
 
 def modules(ledger: Ledger) -> str:
-    """What was compiled, what was kept and why, and what ops are missing."""
+    """List the compiled modules, the official ones with the reason, and the missing ops."""
     compiled = [entry for entry in ledger.libraries if entry.origin == "compiled"]
     rows = [
         [
@@ -151,12 +151,12 @@ def modules(ledger: Ledger) -> str:
     count = texts.counted(len(compiled), "module") if compiled else "nothing"
     lines = [f"Compiled here for {ledger.arch_list}: {count}"]
     lines += [texts.columns(rows, indent=2)] if rows else []
-    kept: dict[str, list[str]] = {}
+    reasons: dict[str, list[str]] = {}
     for entry in ledger.libraries:
         if entry.reason:
-            kept.setdefault(entry.reason, []).append(entry.path)
-    lines += ["Kept from the official wheel"] if kept else []
-    for reason, paths in kept.items():
+            reasons.setdefault(entry.reason, []).append(entry.path)
+    lines += ["Kept from the official wheel"] if reasons else []
+    for reason, paths in reasons.items():
         lines.append(_wrapped(f"{', '.join(paths)}: {reason}", indent=2))
     if ledger.replaced:
         lines.append(f"Compiled with {', '.join(ledger.replaced)} (--accept-patch-level)")
@@ -188,15 +188,15 @@ def _totals(audit: AuditReport) -> list[str]:
     return lines
 
 
-def _code(made: Bundle) -> str:
+def _code(bundle: Bundle) -> str:
     """Return how the machine code runs; audit.txt beside the wheel has each library."""
-    lines = ["Machine code of the wheel, in translation units", *_totals(made.audit)]
+    lines = ["Machine code of the wheel, in translation units", *_totals(bundle.audit)]
     lines += [f"  {kind:<8}{meaning}" for kind, meaning in _MEANING.items()]
-    return "\n".join([*lines, f"  each library: {made.folder / AUDIT_TEXT}"])
+    return "\n".join([*lines, f"  each library: {bundle.folder / AUDIT_TEXT}"])
 
 
 def _full(offer: Offer, record: Record, audit: AuditReport) -> str:
-    """What full mode would add to this bundle, and how long it takes on this machine."""
+    """Render what full mode would add to this bundle, and how long it takes here."""
     lines = [f"What full mode adds, in {offer.figures}"]
     libraries = {library.path: library for library in audit.libraries}
     for step in offer.steps:
@@ -213,8 +213,8 @@ def _full(offer: Offer, record: Record, audit: AuditReport) -> str:
         for device in audit.devices:
             ptx = sum(runs[device].units["ptx"] for runs in units if runs)
             none = sum(runs[device].units["none"] for runs in units if runs)
-            said = f"on {device} {ptx} of their units go through PTX now, {none} not at all"
-            lines += [_wrapped(said)] if ptx or none else []
+            note = f"on {device} {ptx} of their units go through PTX now, {none} not at all"
+            lines += [_wrapped(note)] if ptx or none else []
     if offer.against:
         lines.append(_wrapped(f"auto does not choose full mode here: {offer.against}", indent=2))
     lines.append(f"  {_bundle(record, 'BUILD=full')}")
@@ -235,14 +235,14 @@ def _bundle(record: Record, words: str) -> str:
 
 
 def _flashinfer(record: Record) -> str:
-    """Whether a server's first start compiles kernels, and how to avoid that."""
-    wanted = bases.load(record.version).flashinfer
-    if not wanted or not record.tags:
+    """Say whether a server's first start compiles kernels, and how to avoid that."""
+    entries = bases.load(record.version).flashinfer
+    if not entries or not record.tags:
         return ""
-    count = texts.counted(len(wanted), "module")
+    count = texts.counted(len(entries), "module")
     if record.flashinfer:
         return f"FlashInfer: {count} compiled ahead of time for {ahead.targets(record.flashinfer)}"
-    seconds = texts.duration(sum(module.cpu_seconds for module in wanted))
+    seconds = texts.duration(sum(module.cpu_seconds for module in entries))
     return (
         f"FlashInfer: {count} that recipes need can be compiled ahead of time ({seconds} of CPU);\n"
         "  else the first start of a server compiles what it uses\n"
@@ -302,20 +302,20 @@ def _output(record: Record, folder: Path, *, details: bool) -> str:
     return "\n".join(lines)
 
 
-def _next(made: Bundle, recipes: Sequence[str]) -> str:
-    record = made.record
+def _next(bundle: Bundle, recipes: Sequence[str]) -> str:
+    record = bundle.record
     if not record.tags:
-        return f"Next\n  pip install {shlex.quote(f'{made.folder}/{record.wheel}')}"
-    image, folder = record.tags[0], str(made.folder)
+        return f"Next\n  pip install {shlex.quote(f'{bundle.folder}/{record.wheel}')}"
+    image, folder = record.tags[0], str(bundle.folder)
     lines = [
         "Next",
         "  check the image, no GPU needed:",
-        f"    {made.engine.run_hint(image, 'check', folder=folder)}",
+        f"    {bundle.engine.run_hint(image, 'check', folder=folder)}",
         "  see its recipes:",
-        f"    {made.engine.run_hint(image, folder=folder)}",
+        f"    {bundle.engine.run_hint(image, folder=folder)}",
     ]
     if recipes:
-        hint = made.engine.run_hint(image, recipes[0], gpus=True, folder=folder)
+        hint = bundle.engine.run_hint(image, recipes[0], gpus=True, folder=folder)
         lines += ["  serve, on a machine with the GPUs:"]
         lines += [f"    {line}" for line in hint.splitlines()]
     return "\n".join(lines)

@@ -118,14 +118,14 @@ class Engine:
         return text.removeprefix("sha256:") if text else None
 
     def digest(self, reference: str) -> str | None:
-        """The registry's digest of a pulled image (`sha256:...`), None for one made here."""
-        found = json.loads(self._inspect(reference, "{{json .RepoDigests}}") or "[]")
-        return str(found[0]).partition("@")[2] if found else None
+        """Return the registry's digest of a pulled image (`sha256:...`), None for one made here."""
+        digests = json.loads(self._inspect(reference, "{{json .RepoDigests}}") or "[]")
+        return str(digests[0]).partition("@")[2] if digests else None
 
     def labels(self, reference: str) -> dict[str, str]:
-        """The image's labels, empty where there is no such image."""
-        found: dict[str, str] = json.loads(self._inspect(reference, self.label_format) or "{}")
-        return found
+        """Return the image's labels, empty where there is no such image."""
+        labels: dict[str, str] = json.loads(self._inspect(reference, self.label_format) or "{}")
+        return labels
 
     def size(self, reference: str) -> int:
         """The unpacked size of an image in bytes; 0 where the engine does not say."""

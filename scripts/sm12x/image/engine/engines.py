@@ -94,8 +94,8 @@ class Probe:
     down: bool = False
 
 
-def probe_all(wanted: str | None = None) -> Iterator[Probe]:
-    """Ask each docker, podman and buildah on PATH, or those named ``wanted``, what it can do.
+def probe_all(choice: str | None = None) -> Iterator[Probe]:
+    """Ask each docker, podman and buildah on PATH, or only the one named ``choice``.
 
     Probes are lazy: a caller that needs one engine probes no other.
     """
@@ -105,16 +105,16 @@ def probe_all(wanted: str | None = None) -> Iterator[Probe]:
         "buildah": partial(_probe_bud, "buildah", Buildah),
     }
     for name in NAMES:
-        for program in process.which_all(name) if wanted in (None, name) else ():
+        for program in process.which_all(name) if choice in (None, name) else ():
             yield kinds[name](program)
 
 
-def find(wanted: str | None, *, say: Callable[[str], None], may_install: bool = True) -> Engine:
+def find(choice: str | None, *, say: Callable[[str], None], may_install: bool = True) -> Engine:
     """Return the engine to use; buildah is installed if none can build and that is possible.
 
     Args:
-        wanted: "docker", "podman" or "buildah"; None for the first that can build.
-        say: told, in one line each, what was passed over or installed.
+        choice: "docker", "podman" or "buildah"; None for the first that can build.
+        say: called with one line for each engine that is skipped or installed.
         may_install: False where an engine without images is of no use.
 
     Raises:
@@ -132,9 +132,9 @@ def find(wanted: str | None, *, say: Callable[[str], None], may_install: bool = 
             passed.append(probe)
         return None
 
-    engine = first(probe_all(wanted))
-    # An engine that was asked for is not replaced by another.
-    installs = may_install and wanted in (None, "buildah") and can_install()
+    engine = first(probe_all(choice))
+    # Another engine does not replace the one that the user chose.
+    installs = may_install and choice in (None, "buildah") and can_install()
     lacks_buildah = not any(probe.name == "buildah" for probe in passed)
     if engine is None and installs and lacks_buildah and may_mount():
         why = "".join(f" ({probe.program}: {probe.why})" for probe in passed)
@@ -151,16 +151,16 @@ def find(wanted: str | None, *, say: Callable[[str], None], may_install: bool = 
             ) from None
         engine = first(probe_all("buildah"))
     if engine is None:
-        raise _none(passed, wanted)
+        raise _none(passed, choice)
     return engine
 
 
-def _none(passed: Sequence[Probe], wanted: str | None) -> NoEngineError | EngineNotRunningError:
+def _none(passed: Sequence[Probe], choice: str | None) -> NoEngineError | EngineNotRunningError:
     """Return the error where no program can build, with what each lacks and what helps."""
-    if not passed and wanted is not None:
+    if not passed and choice is not None:
         return NoEngineError(
-            f"{wanted} is not installed",
-            next_step=f"{_installation(_PACKAGES.get(wanted, wanted))}, or leave out --engine",
+            f"{choice} is not installed",
+            next_step=f"{_installation(_PACKAGES.get(choice, choice))}, or leave out --engine",
         )
     if not passed:
         return NoEngineError(
@@ -169,9 +169,9 @@ def _none(passed: Sequence[Probe], wanted: str | None) -> NoEngineError | Engine
         )
     steps = list(dict.fromkeys(probe.next_step for probe in passed))
     # buildah needs no daemon; where it is the one that is missing, it is the shortest way.
-    if wanted is None and not any(probe.name == "buildah" for probe in passed):
+    if choice is None and not any(probe.name == "buildah" for probe in passed):
         steps.append(_without_daemon())
-    can = f"{wanted} cannot build here" if wanted else "no container engine can build here"
+    can = f"{choice} cannot build here" if choice else "no container engine can build here"
     why = "; ".join(f"{probe.program}: {probe.why}" for probe in passed)
     down = any(probe.down for probe in passed)
     kind = EngineNotRunningError if down else NoEngineError
@@ -236,8 +236,8 @@ def _probe_docker(program: Path) -> Probe:
 
 def _docker_down(program: Path, message: str) -> Probe:
     """Return why docker's client, which wrote ``message``, does not reach its daemon."""
-    asked = _ask(program, "context", "inspect", "--format", "{{.Endpoints.docker.Host}}")
-    endpoint = asked.stdout.strip()
+    answer = _ask(program, "context", "inspect", "--format", "{{.Endpoints.docker.Host}}")
+    endpoint = answer.stdout.strip()
     down = partial(Probe, name="docker", program=program, down=True)
     where = f"at {endpoint}" if endpoint else "where the client looks for it"
     manager = "systemctl {} docker" if Path("/run/systemd/system").is_dir() else "service docker {}"

@@ -251,7 +251,7 @@ def split(subject: str, lines: Sequence[str], *, first_line: int) -> Message:
 
 
 def lint(message: Message, *, subject_line: int, root: Path | None) -> list[tuple[int, str]]:
-    """The faults of a message, as (line, text)."""
+    """Return the faults of a message, as (line, text)."""
     faults: list[tuple[int, str]] = []
     if len(message.subject) > _SUBJECT_WIDTH:
         faults.append((subject_line, f"the subject is longer than {_SUBJECT_WIDTH} characters"))
@@ -274,12 +274,12 @@ def lint(message: Message, *, subject_line: int, root: Path | None) -> list[tupl
     ]
     last = message.trailers[-1].line if message.trailers else message.first_body_line
     for key in _TRAILERS:
-        given = [trailer for trailer in message.trailers if trailer.key == key]
-        if not given:
+        trailers = [trailer for trailer in message.trailers if trailer.key == key]
+        if not trailers:
             faults.append((last, f"the trailer `{key}:` is missing from the last paragraph"))
-        if len(given) > 1 and key not in _REPEATABLE:
-            faults.append((given[1].line, f"the trailer `{key}:` is given twice"))
-        for trailer in given:
+        if len(trailers) > 1 and key not in _REPEATABLE:
+            faults.append((trailers[1].line, f"the trailer `{key}:` is given twice"))
+        for trailer in trailers:
             complaint = _lint_trailer(trailer, root)
             if complaint:
                 faults.append((trailer.line, complaint))

@@ -103,7 +103,7 @@ def load(base: Base) -> Stack:
 
 
 def check(base: Base, *, root: Path | None) -> list[MessageFault]:
-    """All faults of the series, the folder and the messages; empty when there are none.
+    """Return all faults of the series, the folder and the messages.
 
     Args:
         root: the checkout that the witnesses' paths are in.
@@ -119,9 +119,9 @@ def check(base: Base, *, root: Path | None) -> list[MessageFault]:
         if name != expected:
             message = f"the file name should be {expected}: place in the series, then subject"
             findings.append(MessageFault(path=path, line=1, message=message))
-    kept = {name.partition("-")[2]: name for name in names}
+    slugs = {name.partition("-")[2]: name for name in names}
     for entry in base.dropped:
-        same = kept.get(entry.patch.partition("-")[2])
+        same = slugs.get(entry.patch.partition("-")[2])
         if same is not None:
             path = base.folder / "base.toml"
             message = f"[[dropped]] names {entry.patch}, and the series lists {same}: take out one"

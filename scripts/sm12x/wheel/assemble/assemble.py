@@ -72,7 +72,7 @@ def build(
     audits = _audit(parts)
     phase("listing torch ops")
     registered, lost = _ops(parts, compiled, audits)
-    made = ledger.Ledger(
+    wheel_ledger = ledger.Ledger(
         base_version=parts.base.version,
         sdist=parts.base.sdist.name,
         sdist_sha256=parts.base.sdist.sha256,
@@ -105,9 +105,9 @@ def build(
     )
     phase("writing the wheel")
     target = out / wheel.name(official, parts.base.version, version, compiled)
-    wheel.write(official, target, changed, made)
-    declared.write_json(out / _LEDGER, made)
-    return target, made
+    wheel.write(official, target, changed, wheel_ledger)
+    declared.write_json(out / _LEDGER, wheel_ledger)
+    return target, wheel_ledger
 
 
 def extras(base: Base) -> tuple[ledger.ExtraEntry, ...]:
@@ -126,16 +126,16 @@ def extras(base: Base) -> tuple[ledger.ExtraEntry, ...]:
 def _check(parts: Parts, stack: Stack, record: SourceRecord, compiled: NativeRecord) -> None:
     base = parts.base
     if parts.machine not in base.wheels:
-        known = ", ".join(sorted(base.wheels))
+        machines = ", ".join(sorted(base.wheels))
         raise BadFileError(
-            f"base {base.version} has no official wheel for {parts.machine} (it has: {known})",
+            f"base {base.version} has no official wheel for {parts.machine} (it has: {machines})",
             next_step="pass one of these as --machine",
         )
     pinned = base.wheels[parts.machine]
-    found = files.sha256(parts.official)
-    if found != pinned.sha256:
+    digest = files.sha256(parts.official)
+    if digest != pinned.sha256:
         raise HashMismatchError(
-            f"{parts.official} has sha256 {found}, base.toml pins {pinned.sha256}",
+            f"{parts.official} has sha256 {digest}, base.toml pins {pinned.sha256}",
             next_step=f"fetch {pinned.name} again with `sm12x fetch`",
         )
     if record.base_version != base.version or record.stack_id != stack.id:
@@ -146,7 +146,7 @@ def _check(parts: Parts, stack: Stack, record: SourceRecord, compiled: NativeRec
         )
     sources.verify(parts.source, record.files)
     decided = {module.target for module in compiled.modules}
-    decided |= {kept.target for kept in compiled.kept}
+    decided |= {entry.target for entry in compiled.kept}
     missing = set(sources.read_touched(parts.source).targets) - decided
     if missing or compiled.inputs != cmake.inputs_hash(parts.source):
         what = f"lacks {', '.join(sorted(missing))}" if missing else "was compiled from other files"
@@ -178,7 +178,7 @@ def _audit(parts: Parts) -> Mapping[str, LibraryAudit]:
 def _ops(
     parts: Parts, compiled: NativeRecord, audits: Mapping[str, LibraryAudit]
 ) -> tuple[Mapping[str, Registered], Mapping[str, tuple[str, ...]]]:
-    """The ops of every library, and the official library's ops that ours may lack."""
+    """Return the ops of every library, and the official library's ops that ours may lack."""
     python = parts.base.python
     with (
         tempfile.TemporaryDirectory(prefix="sm12x-official-") as folder,
@@ -192,8 +192,8 @@ def _ops(
     ours = _registered(parts, parts.native, [module.path for module in compiled.modules])
     elsewhere = {module.path: module.other_gpus for module in parts.base.modules}
     lost = {
-        path: torch_ops.lost(path, found, official[path], elsewhere.get(path, ()))
-        for path, found in ours.items()
+        path: torch_ops.lost(path, ops, official[path], elsewhere.get(path, ()))
+        for path, ops in ours.items()
         if path in official
     }
     return {**official, **ours}, lost
@@ -236,17 +236,17 @@ def _libraries(
 
 
 def native_state(base: Base, paths: Iterable[str], compiled: NativeRecord) -> str:
-    """Whether the native code among a patch's ``paths`` is in effect; see ``ledger.PatchEntry``."""
-    made = {module.target for module in compiled.modules}
+    """Say whether the native code of a patch's ``paths`` is in effect: ``ledger.PatchEntry``."""
+    targets = {module.target for module in compiled.modules}
     touched = [module.target for module in selection.touched(base, paths)]
-    left = [target for target in touched if target not in made]
+    missing = [target for target in touched if target not in targets]
     if not touched:
         return ""
-    if not left:
+    if not missing:
         return "compiled"
     if compiled.mode == "quick":
         return "not compiled in quick mode"
-    return f"not compiled: {', '.join(left)}"
+    return f"not compiled: {', '.join(missing)}"
 
 
 def _patches(

@@ -37,17 +37,17 @@ def load(path: str) -> list[str]:
 
 
 def main() -> None:
-    found: dict[str, dict[str, object]] = {}
+    results: dict[str, dict[str, object]] = {}
     for path in json.loads(sys.argv[1]):
         before = set(torch._C._dispatch_get_all_op_names())
         try:
             names = load(path)
         except (ImportError, OSError, RuntimeError) as error:
-            found[path] = {"error": str(error).splitlines()[0]}
+            results[path] = {"error": str(error).splitlines()[0]}
             continue
         after = set(torch._C._dispatch_get_all_op_names())
-        found[path] = {"ops": sorted(after - before), "names": names}
-    print(json.dumps(found))  # noqa: T201 - the caller reads it
+        results[path] = {"ops": sorted(after - before), "names": names}
+    print(json.dumps(results))  # noqa: T201 - the caller reads it
 
 
 if __name__ == "__main__":

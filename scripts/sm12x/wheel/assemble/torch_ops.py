@@ -80,8 +80,8 @@ def find(
                 f"the process that loads the native modules died: {error.message}",
                 next_step="load them one by one to find the one that crashes",
             ) from None
-    found = json.loads(done.stdout.splitlines()[-1])
-    for path, result in found.items():
+    results = json.loads(done.stdout.splitlines()[-1])
+    for path, result in results.items():
         if "error" in result:
             raise BuildFailedError(
                 f"{full[path]} does not load: {result['error']}",
@@ -89,26 +89,26 @@ def find(
             )
     return {
         full[path]: Registered(ops=tuple(result["ops"]), names=tuple(result["names"]))
-        for path, result in found.items()
+        for path, result in results.items()
     }
 
 
 def lost(
     path: str, ours: Registered, official: Registered, other_gpus: Sequence[str]
 ) -> tuple[str, ...]:
-    """The official module's ops and names that our build of ``path`` lacks.
+    """List the official module's ops and names that our build of ``path`` lacks.
 
     Args:
-        other_gpus: the ops that it may lack, whose kernels are for other GPUs.
+        other_gpus: the ops that our build may lack: their kernels are for other GPUs.
 
     Raises:
-        BuildFailedError: it lacks another one.
+        BuildFailedError: our build lacks another op.
     """
     missing = sorted({*official.ops, *official.names} - {*ours.ops, *ours.names})
-    known = set(other_gpus)
+    exceptions = set(other_gpus)
     if official.by == "read":
-        known = {name.rpartition("::")[2] for name in known}
-    unexplained = [name for name in missing if name not in known]
+        exceptions = {name.rpartition("::")[2] for name in exceptions}
+    unexplained = [name for name in missing if name not in exceptions]
     if unexplained:
         raise BuildFailedError(
             f"{path} as compiled here lacks {len(unexplained)} of the official one's "
@@ -152,11 +152,11 @@ def read(path: Path) -> Registered:
 
 
 def schemas(data: bytes) -> Iterator[str]:
-    """The names of the ops whose schema is a zero-terminated text in ``data``."""
-    for found in _ARROW.finditer(data):
-        first = max(found.start() - _LONGEST, 0)
-        before = data.rfind(b"\0", first, found.start())
-        end = data.find(b"\0", found.end(), found.end() + _LONGEST)
+    """Yield the names of the ops whose schema is a zero-terminated text in ``data``."""
+    for arrow in _ARROW.finditer(data):
+        first = max(arrow.start() - _LONGEST, 0)
+        before = data.rfind(b"\0", first, arrow.start())
+        end = data.find(b"\0", arrow.end(), arrow.end() + _LONGEST)
         if before < 0 < first:
             continue
         match = _SCHEMA.fullmatch(data[before + 1 : end if end >= 0 else len(data)])
@@ -196,15 +196,15 @@ def _methods(elf: ELFFile) -> Iterator[str]:
 
 
 def _pointers(elf: ELFFile) -> Mapping[int, int]:
-    """Where pointers into the library itself are, and what they point to."""
+    """Map the offset of each pointer into the library itself to its target."""
     kind = _RELATIVE.get(str(elf["e_machine"]))
-    found: dict[int, int] = {}
+    pointers: dict[int, int] = {}
     for section in elf.iter_sections():
         if isinstance(section, RelocationSection):
             for entry in section.iter_relocations():
                 if entry["r_info_type"] == kind:
-                    found[entry["r_offset"]] = entry["r_addend"]
-    return found
+                    pointers[entry["r_offset"]] = entry["r_addend"]
+    return pointers
 
 
 def _bytes_at(elf: ELFFile, address: int, size: int) -> bytes:

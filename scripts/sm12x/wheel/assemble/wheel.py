@@ -106,7 +106,7 @@ def changes(
     native: NativeRecord,
     version: str,
 ) -> list[Change]:
-    """The files in which our wheel differs from the official one, in order of path.
+    """List the files in which our wheel differs from the official one, in order of path.
 
     Raises:
         BuildFailedError: a patched file is in the official wheel with another text than in the
@@ -119,12 +119,12 @@ def changes(
                 hashlib.sha256(archive.read(path)).hexdigest() if path in official.members else ""
             )
 
-        found = [
+        entries = [
             _patched(official, source, file, theirs(file.path))
             for file in record.files
             if _is_shipped(official, file)
         ]
-        found += [
+        entries += [
             Change(
                 path=module.path,
                 origin="compiled",
@@ -135,7 +135,7 @@ def changes(
         ]
         path = f"{official.package}/_version.py"
         text = archive.read(path).decode() if path in official.members else ""
-        found.append(
+        entries.append(
             Change(
                 path=path,
                 origin="generated",
@@ -143,7 +143,7 @@ def changes(
                 data=version_module(text, version).encode(),
             )
         )
-    return sorted(found, key=lambda change: change.path)
+    return sorted(entries, key=lambda change: change.path)
 
 
 def name(official: Official, base_version: str, version: str, native: NativeRecord) -> str:

@@ -75,11 +75,11 @@ def free_memory_gib() -> float:
 
 
 def _tree_files(source: Path) -> list[Path]:
-    found: list[Path] = []
+    paths: list[Path] = []
     for name in TREE:
         path = source / name
-        found += [path] if path.is_file() else (p for p in path.rglob("*") if p.is_file())
-    return sorted(found)
+        paths += [path] if path.is_file() else (p for p in path.rglob("*") if p.is_file())
+    return sorted(paths)
 
 
 def sync(source: Path, target: Path) -> None:
@@ -89,14 +89,14 @@ def sync(source: Path, target: Path) -> None:
     the copy stay: its cache says that they exist.
     """
     manifest = target.with_name(f"{target.name}.files")
-    wanted = {path.relative_to(source).as_posix(): path for path in _tree_files(source)}
-    known = manifest.read_text(encoding="utf-8").splitlines() if manifest.is_file() else []
-    for name in known:
-        if name not in wanted:
+    sources = {path.relative_to(source).as_posix(): path for path in _tree_files(source)}
+    names = manifest.read_text(encoding="utf-8").splitlines() if manifest.is_file() else []
+    for name in names:
+        if name not in sources:
             (target / name).unlink(missing_ok=True)
     # Before the copies: a file that a killed run brought here must be known to the next one.
-    files.write_text(manifest, "".join(f"{name}\n" for name in sorted({*known, *wanted})))
-    for name, path in wanted.items():
+    files.write_text(manifest, "".join(f"{name}\n" for name in sorted({*names, *sources})))
+    for name, path in sources.items():
         copy = target / name
         if not copy.is_file() or copy.read_bytes() != path.read_bytes():
             with files.replacing(copy) as temporary:
@@ -118,7 +118,7 @@ def variables(base: Base, modules: Sequence[Module], settings: Settings) -> dict
 def configure(
     base: Base, modules: Sequence[Module], settings: Settings, on_step: Steps | None
 ) -> str:
-    """Run CMake unless it already ran with the same words. Returns the architectures it took."""
+    """Run CMake unless it already ran with the same arguments; return the architectures it took."""
     work = settings.work
     folder = work / "build"
     environment = variables(base, modules, settings)
@@ -129,35 +129,35 @@ def configure(
         *_definitions(base, modules, settings),
     ]
     words = [str(word) for word in argv]
-    # The launcher adds words to the compiler's that ninja does not see.
+    # The launcher adds arguments to the compiler's that ninja does not see.
     digest = files.sha256(Path(launcher.__file__))
     key = json.dumps({"argv": words, "variables": environment, "launcher": digest}, sort_keys=True)
     inputs = _description_hash(work / "src")
     stamp = work / "configured.json"
     log = work / "logs" / "configure.log"
-    known = json.loads(stamp.read_text(encoding="utf-8")) if stamp.is_file() else {}
-    if known.get("key") != key:
+    state = json.loads(stamp.read_text(encoding="utf-8")) if stamp.is_file() else {}
+    if state.get("key") != key:
         # CMake keeps compilers and paths of an earlier run in its cache, whatever its arguments.
         stamp.unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
-        known = {}
-    if known.get("inputs") != inputs:
-        if known:
-            # Not configured until CMake has run; what was compiled with these words stays good.
+        state = {}
+    if state.get("inputs") != inputs:
+        if state:
+            # Not configured until CMake has run; objects compiled with these arguments stay valid.
             files.write_text(stamp, json.dumps({"key": key, "inputs": "", "archs": ""}))
         log.unlink(missing_ok=True)
-        found: list[str] = []
+        arch_lists: list[str] = []
 
         def line(text: str) -> None:
             match = _SUPPORTED.match(text)
-            found.extend([match[1]] if match else [])
+            arch_lists.extend([match[1]] if match else [])
             if on_step:
                 on_step("configure", 0, 0)
 
         _run(words, environment, log, "CMake could not configure the release", line)
-        known = {"key": key, "inputs": inputs, "archs": found[-1] if found else ""}
-        files.write_text(stamp, json.dumps(known))
-    archs: str = known["archs"]
+        state = {"key": key, "inputs": inputs, "archs": arch_lists[-1] if arch_lists else ""}
+        files.write_text(stamp, json.dumps(state))
+    archs: str = state["archs"]
     return archs
 
 
@@ -175,10 +175,10 @@ def _description_hash(source: Path) -> str:
 
 
 def _sources(base: Base, modules: Sequence[Module], settings: Settings) -> dict[str, Path]:
-    """The folder of each third-party source, by the variable that names it to CMake."""
-    made = settings.work / "third_party"
+    """Map the CMake variable of each third-party source to its folder."""
+    stand_ins = settings.work / "third_party"
     return {
-        source.override: third_party(source, modules, settings.third_party, made)
+        source.override: third_party(source, modules, settings.third_party, stand_ins)
         for source in base.sources
     }
 
@@ -237,25 +237,25 @@ def purelib(python: Path) -> Path:
 
 
 def available(base: Base, folder: Path | None) -> frozenset[str]:
-    """The third-party sources of ``base`` that are in ``folder``."""
+    """Return the third-party sources of ``base`` that are in ``folder``."""
     if folder is None:
         return frozenset()
-    found = (source.name for source in base.sources if files.has_files(folder / source.name))
-    return frozenset(found)
+    names = (source.name for source in base.sources if files.has_files(folder / source.name))
+    return frozenset(names)
 
 
 def third_party(
-    source: ThirdPartySource, modules: Iterable[Module], real: Path | None, made: Path
+    source: ThirdPartySource, modules: Iterable[Module], real: Path | None, stand_ins: Path
 ) -> Path:
-    """The folder CMake is given for ``source``: the one in ``real`` where it is compiled.
+    """Return the folder to pass to CMake for ``source``: the one in ``real`` where it is compiled.
 
-    Where it is not compiled, or is not there, a stand-in in ``made``.
+    A source that is not compiled, or is not there, gets a stand-in folder in ``stand_ins``.
     """
     if real and any(source.name in module.sources for module in modules):
-        given = real / source.name
-        if files.has_files(given):
-            return given.resolve()
-    folder = made / source.name
+        checkout = real / source.name
+        if files.has_files(checkout):
+            return checkout.resolve()
+    folder = stand_ins / source.name
     for name in ("README", *source.stand_in):
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -300,11 +300,11 @@ def _path(python: Path) -> str:
 
 
 def tool(name: str, python: Path) -> Path:
-    """The program beside ``python`` (its package is a build requirement), else one on PATH."""
-    found = shutil.which(name, path=_path(python))
-    if found is None:
+    """Return the program beside ``python`` (a build requirement), else the one on PATH."""
+    path = shutil.which(name, path=_path(python))
+    if path is None:
         raise ToolMissingError(
             f"`{name}` is neither beside {python} nor on PATH",
             next_step=f"install the build requirements of base.toml, {name} among them",
         )
-    return Path(found)
+    return Path(path)

@@ -101,8 +101,8 @@ def compile_modules(
         run.take(text)
         if on_step:
             costs = [(unit.cpu_seconds, unit.peak_gib) for unit in run.left.values()]
-            left = schedule.makespan(costs, cores=cores, memory_gib=room)
-            on_step("compile", len(units) - len(run.left), len(units), left)
+            seconds = schedule.makespan(costs, cores=cores, memory_gib=room)
+            on_step("compile", len(units) - len(run.left), len(units), seconds)
 
     line("")
     _write_manifest(settings.work / "build", run.left, room)

@@ -178,17 +178,17 @@ def _require_all(
 ) -> None:
     """Raise, before anything is compiled, if CMake silently left out an architecture.
 
-    ``taken`` is what CMake said; modules of quick mode have no device code.
+    ``taken`` is CMake's list of architectures; modules of quick mode have no device code.
     """
     try:
-        said = cudaarch.parse_list(taken)
+        targets = cudaarch.parse_list(taken)
     except ValueError:
         # An unknown spelling: the audit of the compiled modules checks the result.
         return
     lost = [
         str(one)
         for one in settings.archs
-        if not any(other.runs_on(one.major, one.minor) for other in said)
+        if not any(other.runs_on(one.major, one.minor) for other in targets)
     ]
     if lost and any(not module.quick for module in modules):
         raise BuildFailedError(
@@ -235,7 +235,9 @@ def dynamic(path: Path) -> DynamicInfo:
                             into[kind].append(str(getattr(tag, kind.removeprefix("DT_").lower())))
                 elif isinstance(section, GNUVerNeedSection):
                     for _, symbols in section.iter_versions():
-                        versions += [found for symbol in symbols if (found := _glibc(symbol.name))]
+                        versions += [
+                            version for symbol in symbols if (version := _glibc(symbol.name))
+                        ]
     except (OSError, ELFError) as error:
         raise BadFileError(
             f"{path} is not a shared library that can be read: {error}",
@@ -262,12 +264,12 @@ def _glibc(name: str) -> tuple[int, ...]:
 def _publish(record: NativeRecord, stage: Path, out: Path) -> None:
     """Put the modules in ``out``. The old record is deleted first and the new one written last."""
     (out / RECORD).unlink(missing_ok=True)
-    wanted = {module.path for module in record.modules}
+    paths = {module.path for module in record.modules}
     if out.is_dir():
         for path in out.rglob("*.so"):
-            if path.relative_to(out).as_posix() not in wanted:
+            if path.relative_to(out).as_posix() not in paths:
                 path.unlink()
-    for name in sorted(wanted):
+    for name in sorted(paths):
         with files.replacing(out / name) as temporary:
             shutil.copyfile(stage / name, temporary)
         (out / name).chmod(0o755)

@@ -90,24 +90,28 @@ def prepare(base: Base, sdist: Path, out: Path) -> tuple[SourceRecord, bool]:
     stack = series.load(base)
     _check_sdist(base, sdist)
     if out.exists() and any(out.iterdir()):
-        known = _previous(out)
-        if known is not None and known.stack_id == stack.id and _is_current(known, base, out):
-            return known, False
+        earlier_record = _previous(out)
+        if (
+            earlier_record is not None
+            and earlier_record.stack_id == stack.id
+            and _is_current(earlier_record, base, out)
+        ):
+            return earlier_record, False
     out.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
+    staging = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
     try:
-        made.chmod(0o755)
-        tree.unpack(sdist, made)
+        staging.chmod(0o755)
+        tree.unpack(sdist, staging)
         paths = sorted({file.path for patch in stack.patches for file in patch.files})
-        before = {path: _sha256(made / path) for path in paths}
-        report = apply.apply(base, stack, made, archive=sdist)
+        before = {path: _sha256(staging / path) for path in paths}
+        report = apply.apply(base, stack, staging, archive=sdist)
         record = SourceRecord(
             base_version=base.version,
             sdist_sha256=base.sdist.sha256,
             stack_id=stack.id,
             states={result.name: result.state for result in report.results},
             files=tuple(
-                SourceFile(path=path, base_sha256=before[path], sha256=_sha256(made / path))
+                SourceFile(path=path, base_sha256=before[path], sha256=_sha256(staging / path))
                 for path in sorted(report.changed)
             ),
         )
@@ -122,13 +126,13 @@ def prepare(base: Base, sdist: Path, out: Path) -> tuple[SourceRecord, bool]:
         # between the next run finds no tree and makes it again; a tree never has the record of
         # another one.
         if out.exists():
-            out.rename(made.with_name(f"{made.name}.old"))
+            out.rename(staging.with_name(f"{staging.name}.old"))
         declared.write_json(_touched_path(out), native)
         declared.write_json(_record_path(out), record)
-        made.rename(out)
+        staging.rename(out)
     finally:
-        shutil.rmtree(made, ignore_errors=True)
-        shutil.rmtree(made.with_name(f"{made.name}.old"), ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
+        shutil.rmtree(staging.with_name(f"{staging.name}.old"), ignore_errors=True)
     return record, True
 
 
@@ -177,10 +181,10 @@ def _is_current(record: SourceRecord, base: Base, out: Path) -> bool:
 def _check_sdist(base: Base, sdist: Path) -> None:
     if not sdist.is_file():
         raise BadFileError(f"{sdist} is not there", next_step="fetch it with `sm12x fetch`")
-    found = files.sha256(sdist)
-    if found != base.sdist.sha256:
+    digest = files.sha256(sdist)
+    if digest != base.sdist.sha256:
         raise HashMismatchError(
-            f"{sdist} has sha256 {found}, base.toml pins {base.sdist.sha256}",
+            f"{sdist} has sha256 {digest}, base.toml pins {base.sdist.sha256}",
             next_step=f"fetch {base.sdist.name} again with `sm12x fetch`",
         )
 

@@ -58,7 +58,7 @@ def collect(
     patch_levels: Collection[str] = (),
     say: _Say = lambda _: None,
 ) -> dict[str, FoundSource]:
-    """Find each source of ``base`` that some module is compiled of.
+    """Find each source of ``base`` that some module is compiled from.
 
     Args:
         given: folders that stand for sources, by name; they are checked against the pin.
@@ -70,14 +70,14 @@ def collect(
         NoSpaceError: the cache's disk is full.
     """
     used = {name for module in base.modules for name in module.sources}
-    found: dict[str, FoundSource] = {}
+    sources: dict[str, FoundSource] = {}
     for source in base.sources:
         if given and source.name in given:
             lenient = source.name in patch_levels
-            found[source.name] = _given(source, given[source.name], say, patch_level=lenient)
+            sources[source.name] = _given(source, given[source.name], say, patch_level=lenient)
         elif source.name in used:
-            found[source.name] = _cached(source, cache, say)
-    return found
+            sources[source.name] = _cached(source, cache, say)
+    return sources
 
 
 def content_hash(folder: Path) -> str:
@@ -150,23 +150,23 @@ def _cached(source: ThirdPartySource, cache: Path, say: _Say) -> FoundSource:
         say(f"{source.name}: {folder} was changed since it was collected; collecting it again")
     folder.parent.mkdir(parents=True, exist_ok=True)
     files.require_space(folder.parent, _SPACE_GIB, what=f"unpacking {source.name}")
-    made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    staging = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     try:
-        made.chmod(0o755)
-        fetch(source.git, source.commit, source.submodules, made)
-        require_version(source, made)
-        digest = content_hash(made)
-        _age(made)
+        staging.chmod(0o755)
+        fetch(source.git, source.commit, source.submodules, staging)
+        require_version(source, staging)
+        digest = content_hash(staging)
+        _age(staging)
         # The old folder is removed first and the new one moved in last: a hash never describes
         # another folder.
         shutil.rmtree(folder, ignore_errors=True)
         files.write_text(stamp, f"{digest}\n")
-        made.rename(folder)
+        staging.rename(folder)
         say(f"{source.name} {source.pin}: from git")
     except FetchError as error:
         return FoundSource(name=source.name, pin=source.pin, folder=None, reason=error.message)
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
     return FoundSource(name=source.name, pin=source.pin, folder=folder, origin="git", sha256=digest)
 
 

@@ -35,13 +35,13 @@ def validate(text: str, *, default: str) -> tuple[CudaArch, ...]:
         raise BadArchitectureError(
             "the architecture list is empty", next_step=f"leave it out to get {default}"
         )
-    found = tuple(dict.fromkeys(_one(word) for word in words))
-    if not any(arch.runs_on(*device) for arch in found for device in DEVICES):
+    archs = tuple(dict.fromkeys(_one(word) for word in words))
+    if not any(arch.runs_on(*device) for arch in archs for device in DEVICES):
         raise BadArchitectureError(
             f"no target of {';'.join(words)} runs on SM12x (compute capability 12.0 or 12.1)",
             next_step=f"add 12.0a or 12.1a, or leave the list out to get {default}",
         )
-    return found
+    return archs
 
 
 def require_complete(archs: Iterable[CudaArch]) -> None:

@@ -54,14 +54,14 @@ class Target:
         return _KINDS[self.machine].cuda
 
     def compiler(self, name: str = "g++") -> Path:
-        """The cross compiler. Raises ToolMissingError, with the package that has it."""
-        found = process.which(f"{self.triplet}-{name}")
-        if found is None:
+        """Find the cross compiler. Raises ToolMissingError, with the package that has it."""
+        program = process.which(f"{self.triplet}-{name}")
+        if program is None:
             raise ToolMissingError(
                 f"compiling for {self.machine} takes {self.triplet}-{name}, which is not installed",
                 next_step=f"install it, such as with `apt-get install g++-{self.triplet}`",
             )
-        return found
+        return program
 
 
 def needed(machine: str, *, here: str | None = None) -> bool:
@@ -104,16 +104,16 @@ def libraries(target: Target, toolkit: str) -> Path:
 
 
 def lock(base: Base, machine: str) -> str:
-    """The lock of ``PACKAGES`` for ``machine``, without what these need to run."""
+    """Return the lock of ``PACKAGES`` for ``machine``, without their runtime requirements."""
     path = base.build_lock_path(machine)
     whole = lockfile.read(path)
-    kept = [pin.text for pin in whole.pins if pin.name in PACKAGES]
-    if len(kept) != len(PACKAGES):
+    pins = [pin.text for pin in whole.pins if pin.name in PACKAGES]
+    if len(pins) != len(PACKAGES):
         raise BadFileError(
             f"{path} does not have all of {', '.join(PACKAGES)}",
             next_step=f"make it with `make lock BASE={base.version}`",
         )
-    return f"# What is linked with for {machine}.\n{whole.head}{''.join(kept)}"
+    return f"# What is linked with for {machine}.\n{whole.head}{''.join(pins)}"
 
 
 def unpack(base: Base, machine: str, out: Path, *, uv: str, find_links: Path | None = None) -> bool:
@@ -134,14 +134,14 @@ def unpack(base: Base, machine: str, out: Path, *, uv: str, find_links: Path | N
     marker = out / _LOCK
     if marker.is_file() and marker.read_text(encoding="utf-8") == text:
         return False
-    with files.replacing_folder(out, _LOCK) as made:
-        (made / _LOCK).write_text(text, encoding="utf-8")
+    with files.replacing_folder(out, _LOCK) as staging:
+        (staging / _LOCK).write_text(text, encoding="utf-8")
         words: list[str | Path] = [uv, "pip", "install", "--quiet", "--no-deps", "--require-hashes"]
         words += ["--python-platform", base.locks[machine].platform]
-        words += ["--python-version", base.python, "--target", made]
+        words += ["--python-version", base.python, "--target", staging]
         words += ["--find-links", find_links] if find_links else []
         process.run(
-            [*words, "--requirement", made / _LOCK],
+            [*words, "--requirement", staging / _LOCK],
             env={**pipconfig.load().uv_environment(), "UV_PYTHON_DOWNLOADS": "never"},
             next_step="check network, proxy and index address, and run it again",
         )
@@ -159,7 +159,7 @@ def write_marker(target: Target, cuda_home: Path) -> None:
 
 
 def find(cuda_home: Path, machine: str) -> Target | None:
-    """The target of ``cuda_home``, None for this machine.
+    """Read the target of ``cuda_home``, None for this machine.
 
     Raises:
         BadFileError: it compiles for another machine than ``machine``.
@@ -171,14 +171,14 @@ def find(cuda_home: Path, machine: str) -> Target | None:
     if path.is_file():
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
-            found = Target(machine=raw["machine"], packages=Path(raw["packages"]))
+            target = Target(machine=raw["machine"], packages=Path(raw["packages"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise BadFileError(
                 f"{path} cannot be read: {error!r}",
                 next_step="make the CUDA_HOME again with `sm12x build toolchain`",
             ) from None
-        if crossing and found.machine == machine:
-            return found
+        if crossing and target.machine == machine:
+            return target
     if crossing or raw:
         what = raw.get("machine", platform.machine())
         raise BadFileError(
@@ -231,10 +231,10 @@ def variables(cuda_home: Path) -> dict[str, str]:
 
 
 def flags(target: Target, python: Path, work: Path) -> list[str]:
-    """Flags that make Python's headers of this machine serve ``target``, and hide its folder."""
+    """Return flags to use this machine's Python headers for ``target``, and hide its folder."""
     code = "import sysconfig; print(sysconfig.get_config_h_filename())"
     header = Path(process.run([python, "-c", code]).stdout.strip())
-    found = [f"-ffile-prefix-map={target.packages}=/site-packages"]
+    options = [f"-ffile-prefix-map={target.packages}=/site-packages"]
     theirs, ours = _machine_headers(header, target)
     if ours is not None:
         folder = work / "python"
@@ -242,8 +242,8 @@ def flags(target: Target, python: Path, work: Path) -> list[str]:
         text = ours.read_text(encoding="utf-8")
         if not copy.is_file() or copy.read_text(encoding="utf-8") != text:
             files.write_text(copy, text)
-        found.append(f"-I{folder}")
-    return found
+        options.append(f"-I{folder}")
+    return options
 
 
 def _machine_headers(header: Path, target: Target) -> tuple[str, Path | None]:

@@ -54,16 +54,16 @@ class CudaHome:
 
 
 def find_package(site_packages: Path) -> Path:
-    """The folder of the toolkit's packages. Raises BadFileError when there is none or several."""
-    found = sorted(path.parents[1] for path in site_packages.glob("nvidia/cu*/bin/nvcc"))
-    if len(found) != 1:
-        what = "no" if not found else f"{len(found)} toolkits:"
-        names = ", ".join(path.name for path in found)
+    """Find the folder of the toolkit's packages. Raises BadFileError for none or several."""
+    packages = sorted(path.parents[1] for path in site_packages.glob("nvidia/cu*/bin/nvcc"))
+    if len(packages) != 1:
+        what = "no" if not packages else f"{len(packages)} toolkits:"
+        names = ", ".join(path.name for path in packages)
         raise BadFileError(
             f"{site_packages} has {what} {names or 'nvidia/cu*/bin/nvcc'}",
             next_step="install exactly one `cuda-toolkit[nvcc,...]` (base.toml names it) there",
         )
-    return found[0]
+    return packages[0]
 
 
 def assemble(
@@ -83,21 +83,21 @@ def assemble(
     package = find_package(site_packages.resolve())
     shared = cross.libraries(target, package.name) if target else package / "lib"
     out = out.absolute()
-    with files.replacing_folder(out, _MARKER) as made:
-        _copy_tools(package / "bin", made / "bin")
+    with files.replacing_folder(out, _MARKER) as staging:
+        _copy_tools(package / "bin", staging / "bin")
         for name in ("include", "nvvm"):
-            (made / name).symlink_to(package / name)
-        libraries = _link_libraries(shared, made / "lib64")
-        (made / "lib").symlink_to("lib64")
-        stub = made / "lib64" / "stubs" / "libcuda.so"
+            (staging / name).symlink_to(package / name)
+        libraries = _link_libraries(shared, staging / "lib64")
+        (staging / "lib").symlink_to("lib64")
+        stub = staging / "lib64" / "stubs" / "libcuda.so"
         compiler = str(target.compiler("gcc")) if target else "cc"
         api = libcuda_stub.build(package / "include", stub, compiler=compiler)
         if target:
-            cross.write_marker(target, made)
-        (made / _MARKER).write_text(f"{package}\n", encoding="utf-8")
-        version = nvcc_version(made)
+            cross.write_marker(target, staging)
+        (staging / _MARKER).write_text(f"{package}\n", encoding="utf-8")
+        version = nvcc_version(staging)
         if probe:
-            _probe(made, target)
+            _probe(staging, target)
     return CudaHome(
         path=out,
         package=package,
@@ -153,8 +153,8 @@ def _probe(cuda_home: Path, target: cross.Target | None) -> None:
             libraries += ["-DWITH_CUBLAS", "-lcublas"]
         done = process.run([str(word) for word in (*argv, *libraries)], check=False)
         if done.returncode != 0:
-            said = " | ".join((done.stderr or done.stdout).strip().splitlines()[-3:])
+            message = " | ".join((done.stderr or done.stdout).strip().splitlines()[-3:])
             raise BuildFailedError(
-                f"nvcc of {cuda_home} cannot compile and link a small program: {said}",
+                f"nvcc of {cuda_home} cannot compile and link a small program: {message}",
                 next_step="check that g++ and all of the toolkit's packages are installed",
             )

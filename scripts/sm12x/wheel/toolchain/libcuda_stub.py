@@ -74,7 +74,7 @@ def parse(text: str) -> DriverApi:
     for name, plain, suffix, stream in _RENAMED.findall(text):
         target = plain or stream
         # Names that the header renames but never declares are types' or other libraries' business.
-        if not any(known in names for known in (name, target)):
+        if not any(symbol in names for symbol in (name, target)):
             continue
         names |= {name, target}
         if suffix:
@@ -96,8 +96,8 @@ def read(include: Path) -> DriverApi:
         raise BadFileError(
             f"{main} is not there", next_step="pass the CUDA_HOME that `sm12x build toolchain` made"
         )
-    found = [include / name for name in _HEADERS if (include / name).is_file()]
-    return parse("\n".join(path.read_text(encoding="utf-8", errors="replace") for path in found))
+    headers = [include / name for name in _HEADERS if (include / name).is_file()]
+    return parse("\n".join(path.read_text(encoding="utf-8", errors="replace") for path in headers))
 
 
 # Functions that do more than refuse; the rest is one line each.

@@ -111,7 +111,7 @@ def _look_at_models_in_forks() -> None:
 
 
 def _in_fork(function: Callable[[], Any]) -> Any:
-    """What ``function`` returns in a fork; RuntimeError, as vLLM's own, where it raises or ends."""
+    """Call ``function`` in a fork; RuntimeError, as vLLM's own, if it raises or ends early."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -127,9 +127,9 @@ def _in_fork(function: Callable[[], Any]) -> Any:
         answer = pipe.read()
     os.waitpid(child, 0)
     # Of our own fork, which may have ended before it wrote.
-    value, said = pickle.loads(answer) if answer else (None, "it ended")  # noqa: S301
-    if said:
-        raise RuntimeError(f"Error raised in subprocess:\n{said}")
+    value, failure = pickle.loads(answer) if answer else (None, "it ended")  # noqa: S301
+    if failure:
+        raise RuntimeError(f"Error raised in subprocess:\n{failure}")
     return value
 
 
