@@ -123,9 +123,9 @@ def main(command: click.Command | None = None, name: str = "sm12x") -> NoReturn:
         sys.exit(INTERRUPTED)
     except OSError as refused:
         # Steps report the failures that they expect; a full disk can occur in any of them.
-        known = of_system(refused)
-        if known is None:
+        failure = of_system(refused)
+        if failure is None:
             raise
-        click.echo(f"error: {known}", err=True)
-        sys.exit(known.exit_code)
+        click.echo(f"error: {failure}", err=True)
+        sys.exit(failure.exit_code)
     sys.exit(0)

@@ -71,12 +71,12 @@ def say(text: str) -> None:
 
 
 def usable(text: str) -> str:
-    """``text``, which is to be run or saved: shown with escapes it would be another text.
+    """Return ``text`` unchanged: a command or file content, which escapes would alter.
 
     Raises UsageError where it has a control character.
     """
-    if found := CONTROL.search(text):
-        line = text[text.rfind("\n", 0, found.start()) + 1 :].partition("\n")[0]
+    if character := CONTROL.search(text):
+        line = text[text.rfind("\n", 0, character.start()) + 1 :].partition("\n")[0]
         raise UsageError(
             f"a control character would be in the command: {visible(line.strip())}",
             next_step="leave it out of the settings and arguments",

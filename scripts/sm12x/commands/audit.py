@@ -136,11 +136,13 @@ def _report(
 
 
 def _compiled(subject: str, given: Path | None) -> dict[str, str] | None:
-    """What the ledger says was compiled here, path -> sha256; None where there is no ledger."""
-    made = ledger.read(given) if given else ledger.inside(Path(subject))
-    if made is None:
+    """Map path to sha256 of the libraries that the ledger lists as compiled; None without it."""
+    build_ledger = ledger.read(given) if given else ledger.inside(Path(subject))
+    if build_ledger is None:
         return None
-    return {entry.path: entry.sha256 for entry in made.libraries if entry.origin == "compiled"}
+    return {
+        entry.path: entry.sha256 for entry in build_ledger.libraries if entry.origin == "compiled"
+    }
 
 
 def _policy_file(subject: str, given: Path | None, version: str | None) -> Path:
@@ -163,16 +165,16 @@ def _policy_file(subject: str, given: Path | None, version: str | None) -> Path:
 
 
 def _release(path: Path) -> str | None:
-    """The vLLM release that the metadata of a wheel, packed or unpacked, names.
+    """Return the vLLM release in the metadata of a wheel, packed or unpacked.
 
-    The file name does not count, as it can be anything. None for any other path, and for a damaged
+    The file name is not read, as it can be anything. None for any other path, and for a damaged
     wheel: the audit reports the damage.
     """
     metadata: list[str] = []
     try:
         if path.is_dir():
-            for found in path.glob(_METADATA):
-                with found.open(encoding="utf-8") as text:
+            for file in path.glob(_METADATA):
+                with file.open(encoding="utf-8") as text:
                     metadata.append(text.read(_METADATA_BYTES))
         elif path.is_file() and zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
@@ -182,9 +184,9 @@ def _release(path: Path) -> str | None:
                         data = unpack.small(archive, info, _METADATA_BYTES)
                         metadata.append(data.decode("utf-8", "replace"))
         for one in metadata:
-            said = email.parser.Parser().parsestr(one, headersonly=True)
-            if canonicalize_name(str(said["Name"])) == _PROJECT:
-                return Version(str(said["Version"])).public
+            headers = email.parser.Parser().parsestr(one, headersonly=True)
+            if canonicalize_name(str(headers["Name"])) == _PROJECT:
+                return Version(str(headers["Version"])).public
     except (
         *(zipfile.BadZipFile, zlib.error, OSError, NotImplementedError, RuntimeError),
         *(EOFError, ValueError, InvalidVersion),

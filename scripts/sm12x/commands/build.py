@@ -85,10 +85,10 @@ def toolchain(site_packages: Path, out: Path, machine: str, target_packages: Pat
                 "--target-packages",
             )
         target = cross.Target(machine=machine, packages=target_packages.absolute())
-    made = step.assemble(site_packages, out, target=target)
+    toolkit = step.assemble(site_packages, out, target=target)
     click.echo(
-        f"{out}: nvcc {made.nvcc}, {made.libraries} libraries of {made.package}, "
-        f"a stub of libcuda with {made.driver_symbols} symbols; compiles and links"
+        f"{out}: nvcc {toolkit.nvcc}, {toolkit.libraries} libraries of {toolkit.package}, "
+        f"a stub of libcuda with {toolkit.driver_symbols} symbols; compiles and links"
     )
 
 
@@ -159,11 +159,11 @@ def flashinfer(path: Path, work: Path, out: Path) -> None:
     request = declared.read_json(
         step.Request, path, next_step="make it with `sm12x bundle --flashinfer`"
     )
-    made = step.build(request, out, work, on_line=say)
-    size = sum(library.size for library in made.libraries)
+    record = step.build(request, out, work, on_line=say)
+    size = sum(library.size for library in record.libraries)
     click.echo(
-        f"{out}: {text.counted(len(made.libraries), 'module')} of FlashInfer for "
-        f"{made.arch_list or 'no architecture'}, {text.size(size)}"
+        f"{out}: {text.counted(len(record.libraries), 'module')} of FlashInfer for "
+        f"{record.arch_list or 'no architecture'}, {text.size(size)}"
     )
 
 
@@ -186,9 +186,9 @@ def requirements() -> None:
             next_step="run this with the Python of the image, or of an environment with the wheel",
         ) from None
     folder = Path(str(release.locate_file("")))
-    made = ledger.parse(release.read_text(ledger.NAME) or "{}", folder)
+    build_ledger = ledger.parse(release.read_text(ledger.NAME) or "{}", folder)
     present = versions.installed(folder)
-    lines = versions.requirements(present.values(), made.overrides, made.extras)
+    lines = versions.requirements(present.values(), build_ledger.overrides, build_ledger.extras)
     for line in lines:
         click.echo(f"{line.state}  {line.text}")
     if any(line.state == report.FAIL for line in lines):
@@ -380,12 +380,13 @@ def wheel(
     )
     start = time.monotonic()
     with progress.steps() as advance:
-        path, made = assemble.build(parts, out, on_phase=lambda name: advance(name, 0, 0))
-    origins = Counter(file.origin for file in made.files)
+        path, build_ledger = assemble.build(parts, out, on_phase=lambda name: advance(name, 0, 0))
+    origins = Counter(file.origin for file in build_ledger.files)
     what = ", ".join(f"{number} {origin}" for origin, number in sorted(origins.items()))
-    count = sum(len(entry.ops) for entry in made.libraries)
+    count = sum(len(entry.ops) for entry in build_ledger.libraries)
     click.echo(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
     click.echo(f"files other than the official wheel's: {what}")
     click.echo(
-        f"{len(made.libraries)} libraries, {count} torch ops; {time.monotonic() - start:.1f} s"
+        f"{len(build_ledger.libraries)} libraries, {count} torch ops; "
+        f"{time.monotonic() - start:.1f} s"
     )

@@ -69,11 +69,11 @@ def ticker(say: Callable[[str], None], *, every: float) -> Iterator[Callable[[st
 
 
 def with_bar(text: str) -> str:
-    """``text`` with a bar before it where it says how many units are done: "3 of 28, ..."."""
-    found = re.search(r"\b(\d+) of (\d+)\b", text)
-    if found is None or not int(found[2]):
+    """Put a bar before ``text`` where it counts finished units: "3 of 28, ..."."""
+    match = re.search(r"\b(\d+) of (\d+)\b", text)
+    if match is None or not int(match[2]):
         return text
-    filled = min(_BAR, _BAR * int(found[1]) // int(found[2]))
+    filled = min(_BAR, _BAR * int(match[1]) // int(match[2]))
     return f"{'━' * filled}{'─' * (_BAR - filled)} {text}"
 
 
@@ -171,25 +171,30 @@ def command(
         root, engine_used = decide.make_base_image(options, report)
         click.echo(f"{root.reference}  {root.digest}  ({engine_used.description})")
         return
-    made = make.run(options, report)
+    bundle = make.run(options, report)
     if as_json:
         print_json(
             summary.BundleReport(
-                **vars(made.record), folder=made.folder, unchanged=made.unchanged, full=made.offer
+                **vars(bundle.record),
+                folder=bundle.folder,
+                unchanged=bundle.unchanged,
+                full=bundle.offer,
             )
         )
         return
-    click.echo(summary.text(made, _servable(made.record.version), details=details), nl=False)
+    click.echo(summary.text(bundle, _servable(bundle.record.version), details=details), nl=False)
 
 
 def _servable(release: str) -> list[str]:
-    """The recipes that the stack of ``release`` can serve today, verified ones first."""
-    found = [
+    """Return the recipes that the stack of ``release`` can serve today, verified ones first."""
+    recipe_states = [
         (recipe.sm12x.status, recipe.key)
         for recipe in recipes.load_all(layout.recipes()).values()
         if recipe.sm12x
     ]
     ready = [
-        (status.state != "verified", key) for status, key in found if not status.blocked_on(release)
+        (status.state != "verified", key)
+        for status, key in recipe_states
+        if not status.blocked_on(release)
     ]
     return [key for _, key in sorted(ready)]

@@ -57,23 +57,23 @@ def command(
         raise UsageError(
             "--image and --audit both say what to compare with", next_step="give one of them"
         )
-    known = knowledge.load()
-    if check is not None and check not in known.checks:
-        hint = text.near(check, known.checks) or f"one of {', '.join(known.checks)}"
+    data = knowledge.load()
+    if check is not None and check not in data.checks:
+        hint = text.near(check, data.checks) or f"one of {', '.join(data.checks)}"
         raise UsageError(f"there is no check {check!r}", next_step=f"write {hint}")
     facts = examine.facts(
         Host(),
-        known,
+        data,
         audit=audit,
         image_name=image_name,
         cache_folders=caches,
         dist=layout.bundles(),
     )
-    findings = _findings(facts, known, recipe)
+    findings = _findings(facts, data, recipe)
     width = min(shutil.get_terminal_size((render.WIDTH, 24)).columns, _WIDEST)
     if check is not None:
         mine = [finding for finding in findings if finding.id == check]
-        click.echo(render.explain(check, known.checks[check], mine, width=width), nl=False)
+        click.echo(render.explain(check, data.checks[check], mine, width=width), nl=False)
         return
     shown = render.text(facts, findings, width=width, paint=_paint)
     emit(as_json, report.document(facts, findings), shown)
@@ -86,16 +86,16 @@ def command(
         )
 
 
-def _findings(facts: HostFacts, known: knowledge.Knowledge, recipe: str | None) -> list[Diagnosis]:
-    findings = examine.run(facts, known)
+def _findings(facts: HostFacts, data: knowledge.Knowledge, recipe: str | None) -> list[Diagnosis]:
+    findings = examine.run(facts, data)
     if recipe is None:
         return findings
     # Reading recipes needs PyYAML, which a bare host may not have.
     from sm12x.doctor import recipe as recipes
     from sm12x.recipes import load
 
-    asked = load.load(load.find(recipe))
-    return examine.ordered([*findings, *recipes.needs(asked, facts, known)])
+    named_recipe = load.load(load.find(recipe))
+    return examine.ordered([*findings, *recipes.needs(named_recipe, facts, data)])
 
 
 def _paint(text: str, severity: str) -> str:

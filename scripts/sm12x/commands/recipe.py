@@ -172,33 +172,33 @@ def lint_(names: tuple[str, ...], as_json: bool, strict: bool) -> None:
         raise BadFileError(
             f"{layout.recipes()} holds no recipe", next_step="name the files to check"
         )
-    found: list[LintFinding] = []
+    findings: list[LintFinding] = []
     recipes: dict[str, Recipe] = {}
     for path in paths:
-        recipe, findings = lint.lint(path)
-        found += findings
+        recipe, faults = lint.lint(path)
+        findings += faults
         if recipe:
             recipes[str(path)] = recipe
-            found += _memory(recipe) + _mounts(recipe)
-    asked = importlib.util.find_spec("vllm") is not None
-    if asked:
+            findings += _memory(recipe) + _mounts(recipe)
+    has_parser = importlib.util.find_spec("vllm") is not None
+    if has_parser:
         with spinner("vLLM's argument parser, about 20 s"):
-            found += _parser(recipes)
+            findings += _parser(recipes)
     order = {path: number for number, path in enumerate(paths)}
-    found.sort(key=lambda finding: (order[finding.path], finding.line))
-    said = "asked" if asked else "not asked: vLLM is not installed here"
+    findings.sort(key=lambda finding: (order[finding.path], finding.line))
+    parser = "asked" if has_parser else "not asked: vLLM is not installed here"
     how = f"docker run --rm {_tag() or BUNDLE} check" + (
         "" if not names else " (or mount the file and run `sm12x recipe lint FILE` in the image)"
     )
-    errors = [finding for finding in found if finding.level == ERROR]
-    warnings = [finding for finding in found if finding.level == WARNING]
+    errors = [finding for finding in findings if finding.level == ERROR]
+    warnings = [finding for finding in findings if finding.level == WARNING]
     if as_json:
-        print_json(LintReport(ok=not errors, parser=said, findings=tuple(found)))
+        print_json(LintReport(ok=not errors, parser=parser, findings=tuple(findings)))
     else:
-        for finding in found:
+        for finding in findings:
             click.echo(str(finding))
         click.echo(f"{len(paths)} recipes: {len(errors)} errors, {len(warnings)} warnings")
-        click.echo(f"vLLM's own parser: {said}" + ("" if asked else f"; {how} runs it"))
+        click.echo(f"vLLM's own parser: {parser}" + ("" if has_parser else f"; {how} runs it"))
     if errors or (strict and warnings):
         raise FindingsError(
             f"{len(errors)} errors and {len(warnings)} warnings in {len(paths)} recipes",
@@ -207,10 +207,10 @@ def lint_(names: tuple[str, ...], as_json: bool, strict: bool) -> None:
 
 
 def _memory(recipe: Recipe) -> list[LintFinding]:
-    """The findings of the memory plan; a plan that cannot tell is a warning."""
+    """Return the findings of the memory plan; a plan that cannot tell is a warning."""
     line = recipe.lines.get("sm12x.memory") or recipe.lines.get("sm12x") or 1
     try:
-        said = plan.check(recipe)
+        problems = plan.check(recipe)
     except Sm12xError as error:
         return [LintFinding(path=recipe.path, line=line, level=ERROR, text=error.message)]
     soft = ("cannot tell", ": cut: ", "sleeps at level 1")
@@ -221,7 +221,7 @@ def _memory(recipe: Recipe) -> list[LintFinding]:
             level=WARNING if any(word in text for word in soft) else ERROR,
             text=text,
         )
-        for text in said
+        for text in problems
     ]
 
 
@@ -237,12 +237,12 @@ def _mounts(recipe: Recipe) -> list[LintFinding]:
 
 
 def _parser(recipes: dict[str, Recipe]) -> list[LintFinding]:
-    """What vLLM's own parser says, in one process for all."""
+    """Run vLLM's own parser on all recipes, in one process, and return its findings."""
     with check.scratch() as folder:
         ask = native.prober(folder)
         driver, _ = native.check_driver(Places.of_image(), ask, "")
         lines = native.check_arguments(recipes, driver, ask)
-    found = []
+    findings = []
     for line in lines:
         if line.state in (FAIL, WARN):
             key = next((key for key in recipes if line.text.startswith(f"{key}: ")), None)
@@ -251,8 +251,8 @@ def _parser(recipes: dict[str, Recipe]) -> list[LintFinding]:
             level, at = ERROR, recipe.lines.get("command", 1)
             if line.state == WARN:
                 level, at = WARNING, recipe.lines.get(f"env.{text.split()[0]}", at)
-            found.append(LintFinding(path=recipe.path, line=at, level=level, text=text))
-    return found
+            findings.append(LintFinding(path=recipe.path, line=at, level=level, text=text))
+    return findings
 
 
 @command.command()

@@ -190,12 +190,12 @@ def command(
     with ExitStack() as stack:
         shown = _Shown(stack)
 
-        def made() -> VerifyReport:
+        def redacted() -> VerifyReport:
             # A server may echo what it is sent in any field: this is what is saved and printed.
             return text.without(run.report(), secrets)
 
         def observe(doing: str) -> None:
-            report = made()
+            report = redacted()
             shown.update(report, doing)
             saved.write(report)
 
@@ -207,7 +207,7 @@ def command(
             tell=lambda sentence: shown.tell(text.without(sentence, secrets)),
         )
         error = run.run()
-    report = made()
+    report = redacted()
     faults = saved.write(report, last=True)
     try:
         if as_json:
@@ -219,8 +219,8 @@ def command(
         text.discard_stdout()
     for path in save:
         fault = faults.get(path)
-        said = f"not written: {fault.strerror or fault}" if fault else "written"
-        click.echo(f"{path}: {said}", err=True)
+        outcome = f"not written: {fault.strerror or fault}" if fault else "written"
+        click.echo(f"{path}: {outcome}", err=True)
     _leave(report, error or next(map(_not_written, faults.items()), None), secrets)
 
 
@@ -253,10 +253,10 @@ def _servers(
             f"{text.counted(len(bases), 'server')}",
             next_step="give it once for both servers, or once for each",
         )
-    made = []
+    servers = []
     # One variable is for both servers.
-    known = (options.SLEEP_KEY, options.KEY)
-    default = next(filter(os.environ.get, known), options.KEY)
+    candidates = (options.SLEEP_KEY, options.KEY)
+    default = next(filter(os.environ.get, candidates), options.KEY)
     named = (*variables, *variables[-1:]) or (default,) * len(bases)
     for name, base, variable in zip(_NAMES, bases, named, strict=False):
         key = os.environ.get(variable, "")
@@ -271,8 +271,8 @@ def _servers(
             ca=str(ca) if ca else "",
             timeout=timeout,
         )
-        made.append(clients.Server(name, base, access))
-    return made
+        servers.append(clients.Server(name, base, access))
+    return servers
 
 
 class _Shown:
@@ -339,9 +339,9 @@ class _Files:
         return faults
 
 
-def _not_written(found: tuple[Path, OSError]) -> Sm12xError:
-    """The fault of a file by the name that was given, not by that of a temporary file."""
-    path, error = found
+def _not_written(fault: tuple[Path, OSError]) -> Sm12xError:
+    """Return the error of an output by its own path, not by that of a temporary file."""
+    path, error = fault
     named = of_system(OSError(error.errno, error.strerror or str(error), str(path)))
     return named or BadFileError(
         f"{path} cannot be written: {error}", next_step="give another path"
@@ -349,10 +349,10 @@ def _not_written(found: tuple[Path, OSError]) -> Sm12xError:
 
 
 def _leave(report: VerifyReport, error: BaseException | None, secrets: Mapping[str, str]) -> None:
-    """End as the report says. Raises what ended the run, or what the report found."""
+    """Raise the error that ended the run, or the findings; exit at once after an interrupt."""
     if isinstance(error, KeyboardInterrupt) and report.stopped:
-        said = [f"interrupted at: {report.stopped.during}", *report.left]
-        click.echo("; ".join(said), err=True)
+        sentences = [f"interrupted at: {report.stopped.during}", *report.left]
+        click.echo("; ".join(sentences), err=True)
         sys.stdout.flush()
         # Past the threads of requests that a hanging server does not answer.
         os._exit(INTERRUPTED)

@@ -288,17 +288,17 @@ def _container(
     rendered = live(recipe, settings=settings, extra=extra)
     address = host if host_network else grants.publish
     cache = grants.cache or cache_volume(recipe, ours=ours, shipped=shipped)
-    found = [Mount(source=cache, target=_CACHE_TARGET if ours else _FOREIGN_TARGET)]
+    volumes = [Mount(source=cache, target=_CACHE_TARGET if ours else _FOREIGN_TARGET)]
     for one in served(recipe):
-        if (path := model_path(one, settings)) and (mount := mounts.of_model(path)) not in found:
-            found.append(mount)
+        if (path := model_path(one, settings)) and (mount := mounts.of_model(path)) not in volumes:
+            volumes.append(mount)
     words: tuple[str, ...]
     env: Mapping[str, str]
     if ours:
         key = recipe.key
         if not shipped:
             key = f"/recipes/{recipe.path.name}"
-            found.append(mounts.of_file(recipe.path.resolve(), key))
+            volumes.append(mounts.of_file(recipe.path.resolve(), key))
         words = (key, *(f"{name}={value}" for name, value in settings.items()))
         words += ("--", *extra) if extra else ()
         env = {}
@@ -325,7 +325,7 @@ def _container(
         host_network=host_network,
         address=address,
         port=port,
-        mounts=tuple(found),
+        mounts=tuple(volumes),
         env=env,
         passed=tuple(dict.fromkeys(name for name in passed if name not in needed)),
         needed=needed,

@@ -162,8 +162,8 @@ def compose(
 
 
 def _service(part: Container) -> dict[str, object]:
-    """One service, as compose wants it."""
-    found: dict[str, object] = {
+    """Return the compose service of a container."""
+    service: dict[str, object] = {
         "image": _literal(part.image),
         "command": [_literal(word) for word in part.words],
         "shm_size": f"{SHM_BYTES >> 30}g",
@@ -171,20 +171,20 @@ def _service(part: Container) -> dict[str, object]:
         "security_opt": ["no-new-privileges:true"],
     }
     if part.host_network:
-        found["network_mode"] = "host"
+        service["network_mode"] = "host"
     elif part.port:
-        found["ports"] = [_literal(_published(part))]
-    found["volumes"] = [_literal(str(mount)) for mount in part.mounts]
-    found["environment"] = [
+        service["ports"] = [_literal(_published(part))]
+    service["volumes"] = [_literal(str(mount)) for mount in part.mounts]
+    service["environment"] = [
         *(f"{name}=${{{name}:?{what}}}" for name, what in part.needed.items()),
         *part.passed,
         *(f"{name}={_literal(part.env[name])}" for name in part.env),
     ]
     if part.rdma:
         # RoCE registers memory with the adapter, which counts as locked.
-        found["devices"] = ["/dev/infiniband"]
-        found["ulimits"] = {"memlock": -1}
-    found["deploy"] = {
+        service["devices"] = ["/dev/infiniband"]
+        service["ulimits"] = {"memlock": -1}
+    service["deploy"] = {
         "resources": {
             "reservations": {
                 "devices": [
@@ -198,9 +198,9 @@ def _service(part: Container) -> dict[str, object]:
         }
     }
     # A server that ends gives its GPUs back worker by worker.
-    found["stop_grace_period"] = "2m"
-    found["restart"] = "unless-stopped"
-    return found
+    service["stop_grace_period"] = "2m"
+    service["restart"] = "unless-stopped"
+    return service
 
 
 def _literal(text: str) -> str:

@@ -65,7 +65,7 @@ class Port:
 
 
 def unfit(recipe: Recipe) -> str:
-    """Why Nomad cannot run a recipe, "" if it can."""
+    """Return the reason why Nomad cannot run a recipe, "" if it can."""
     if uses_ray(recipe):
         return "it is started on the head of a Ray cluster, and neither Nomad nor the image has Ray"
     machines = recipe.sm12x.machines if recipe.sm12x else 1
@@ -75,13 +75,13 @@ def unfit(recipe: Recipe) -> str:
         return f"a job cannot have the name {recipe.key!r}: it may have letters, digits, ., _, -"
     needs = ["host", "master_addr", "node_rank"] if machines > 1 else ["host"]
     pair = pair_of(recipe)
-    found = _port_settings(recipe)
+    port_keys = _port_settings(recipe)
     missing = [key for key in needs if key not in recipe.defaults]
-    if len(found) != max(1, len(pair)):
+    if len(port_keys) != max(1, len(pair)):
         missing.append("port")
     if missing:
         return f"it has no setting {' and no '.join(missing)}"
-    strange = [key for key in found if not hcl.is_name(key)]
+    strange = [key for key in port_keys if not hcl.is_name(key)]
     return f"a variable cannot have the name {strange[0]!r}" if strange else ""
 
 
@@ -157,7 +157,7 @@ def render_overlay(
     settings: Mapping[str, str] | None = None,
     extra: Sequence[str] = (),
 ) -> str:
-    """The specification for an image that others made, with patched Python files over its own.
+    """Return the job specification of an upstream image with patched Python files over its own.
 
     Raises:
         UsageError: Nomad cannot run this recipe, or it is not one `vllm serve` of one machine.
@@ -165,22 +165,24 @@ def render_overlay(
     given = dict(settings or {})
     require_own_address(recipe, extra, "Nomad")
     ports = _ports(recipe, given)
-    made = rendered_command(
+    command = rendered_command(
         recipe, settings={**given, "host": _ADDRESS}, extra=extra, environ={}, solo=False
     )
-    if made.argv[:2] != ("vllm", "serve") or (recipe.sm12x and recipe.sm12x.machines > 1):
+    if command.argv[:2] != ("vllm", "serve") or (recipe.sm12x and recipe.sm12x.machines > 1):
         raise UsageError(
             f"{recipe.key} is not one `vllm serve` on one machine, as an overlay needs",
             next_step="take the bundle's image for it: --to nomad",
         )
-    words = [hcl.Hcl(hcl.quoted(word).replace(_ADDRESS, "${NOMAD_IP_http}")) for word in made.argv]
+    words = [
+        hcl.Hcl(hcl.quoted(word).replace(_ADDRESS, "${NOMAD_IP_http}")) for word in command.argv
+    ]
     # The port is a variable here: the command has it as text, and the last one counts.
     for at in range(len(words) - 1, 0, -1):
-        if made.argv[at - 1] == "--port":
-            if made.argv[at] == str(ports[0].number):
+        if command.argv[at - 1] == "--port":
+            if command.argv[at] == str(ports[0].number):
                 words[at] = hcl.runtime("${NOMAD_PORT_http}")
             break
-        if made.argv[at] == f"--port={ports[0].number}":
+        if command.argv[at] == f"--port={ports[0].number}":
             words[at] = hcl.runtime("--port=${NOMAD_PORT_http}")
             break
     return _filled(
@@ -192,7 +194,7 @@ def render_overlay(
         host_mib=host_mib(recipe),
         ports=ports,
         commands={"serve": words},
-        groups=[_group("server", "serve", ports, list(made.env.items()))],
+        groups=[_group("server", "serve", ports, list(command.env.items()))],
         uid=0,
         cache=_ROOT_CACHE,
     )
@@ -264,7 +266,7 @@ def _models(recipe: Recipe, settings: Mapping[str, str]) -> str:
 
 @functools.cache
 def _template() -> jinja2.Template:
-    made = jinja2.Environment(
+    environment = jinja2.Environment(
         block_start_string="[%",
         block_end_string="%]",
         variable_start_string="[[",
@@ -279,14 +281,14 @@ def _template() -> jinja2.Template:
         finalize=hcl.expression,
         autoescape=False,  # noqa: S701 - the text is HCL, not HTML; hcl.expression quotes it
     )
-    made.filters |= {
+    environment.filters |= {
         "comment": hcl.comment,
         "heredoc": hcl.heredoc,
         "inside": hcl.inside,
         "name": hcl.name,
         "rows": hcl.rows,
     }
-    return made.from_string((layout.data() / "nomad.hcl.jinja").read_text(encoding="utf-8"))
+    return environment.from_string((layout.data() / "nomad.hcl.jinja").read_text(encoding="utf-8"))
 
 
 def _group(
@@ -320,7 +322,7 @@ def job_name(key: str) -> str:
 
 
 def _ports(recipe: Recipe, settings: Mapping[str, str]) -> list[Port]:
-    """The ports of a recipe: the one of its server, or one for each that takes turns.
+    """Return the ports of a recipe: one of its server, or one per server of a pair.
 
     Raises:
         UsageError: Nomad cannot run this recipe.
@@ -332,7 +334,7 @@ def _ports(recipe: Recipe, settings: Mapping[str, str]) -> list[Port]:
             next_step="correct that in the recipe file, or take another recipe",
         )
     pair = pair_of(recipe)
-    found = []
+    ports = []
     for key, service in zip(_port_settings(recipe), pair or (recipe.key,), strict=True):
         number = settings.get(key, str(recipe.defaults[key]))
         if not options.is_port(number):
@@ -341,26 +343,26 @@ def _ports(recipe: Recipe, settings: Mapping[str, str]) -> list[Port]:
                 next_step=f"give it one: {key}=8000",
             )
         label = key.removesuffix("_port") if pair else "http"
-        found.append(Port(label=label, setting=key, service=service, number=int(number)))
-    return found
+        ports.append(Port(label=label, setting=key, service=service, number=int(number)))
+    return ports
 
 
 def _addresses(ports: Sequence[Port]) -> list[tuple[str, object]]:
-    """Where to listen: the address that Nomad has for the port, never all of the machine's."""
-    found: list[tuple[str, object]] = [
+    """Return the variables that bind each port to the address Nomad has for it, never to all."""
+    variables: list[tuple[str, object]] = [
         ("SM12X_HOST", hcl.runtime(f"${{NOMAD_IP_{ports[0].label}}}"))
     ]
-    found += [
+    variables += [
         (f"SM12X_{port.setting.upper()}", hcl.runtime(f"${{NOMAD_PORT_{port.label}}}"))
         for port in ports
     ]
-    return found
+    return variables
 
 
 def _gpu_memory(block: Block | None) -> str:
-    """The memory constraint of the smallest GPU the recipe is for, "" where there is none."""
-    known = [_GPU_MEMORY.get(name, "") for name in block.hardware] if block else [""]
-    return "" if "" in known else min(known, key=lambda text: int(text.split()[0]))
+    """Return the memory constraint of the smallest GPU of the recipe, "" where there is none."""
+    sizes = [_GPU_MEMORY.get(name, "") for name in block.hardware] if block else [""]
+    return "" if "" in sizes else min(sizes, key=lambda text: int(text.split()[0]))
 
 
 def _unified(block: Block | None) -> bool:

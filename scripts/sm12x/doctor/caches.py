@@ -36,18 +36,18 @@ _FLASHINFER = re.compile(r"(?:^|/)flashinfer/(\d+\.\d+[^/]*)/")
 def collect(
     host: Host, containers: Containers, folders: Sequence[Path] = ()
 ) -> tuple[tuple[Cache, ...], tuple[Unseen, ...]]:
-    """Every cache that holds a file: this user's, the docker volume's, and those of ``folders``.
+    """Collect each cache with a file: of this user, of the docker volume, and of ``folders``.
 
-    The second part lists caches that exist, or may exist, and cannot be read.
+    The second value lists caches that exist, or may exist, and cannot be read.
     """
-    found: list[Cache] = []
+    caches: list[Cache] = []
     hidden: dict[str, Unseen] = {}
     for kind, path in dict.fromkeys(_places(host, containers, folders)):
         cache, faults = _read(kind, path)
         if cache is not None:
-            found.append(cache)
+            caches.append(cache)
         hidden |= {fault.why: fault for fault in faults}
-    return tuple(found), tuple(hidden.values())
+    return tuple(caches), tuple(hidden.values())
 
 
 def _places(
@@ -112,7 +112,7 @@ def _read(kind: str, path: Path) -> tuple[Cache | None, list[Unseen]]:
 
 
 @check("cache.stale")
-def stale(facts: HostFacts, known: Knowledge) -> Iterator[Finding]:
+def stale(facts: HostFacts, knowledge: Knowledge) -> Iterator[Finding]:
     for hidden in facts.hidden_caches:
         yield Finding(UNKNOWN, f"could not see a cache: {hidden.why}")
     image = facts.image

@@ -61,13 +61,13 @@ def _answer(host: Host, name: str) -> Mapping[str, object] | Unseen:
     if isinstance(done, Unseen):
         return done
     try:
-        found = json.loads(done.stdout)
+        document = json.loads(done.stdout)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        document = None
+    if not isinstance(document, dict):
         return Unseen(f"`{' '.join(_ENGINES[name][:2])}` does not answer in JSON")
-    errors = found.get("ServerErrors")
-    return Unseen(str(errors[0]).rstrip(".")) if isinstance(errors, list) and errors else found
+    errors = document.get("ServerErrors")
+    return Unseen(str(errors[0]).rstrip(".")) if isinstance(errors, list) and errors else document
 
 
 def _runtimes(host: Host) -> tuple[str, ...] | Unseen:
@@ -101,16 +101,16 @@ _ROOTLESS = ("rootless", "no-cgroups")
 
 
 @check("engine.present")
-def engines(facts: HostFacts, known: Knowledge) -> Iterator[Finding]:
-    found = facts.containers.engines
-    if not found:
+def engines(facts: HostFacts, knowledge: Knowledge) -> Iterator[Finding]:
+    answers = facts.containers.engines
+    if not answers:
         # Inside a container, or where the image's files run without an engine, none is needed.
         where = f" (this is inside a container: {facts.machine.container})"
         seen = f"no docker or podman on PATH{where if facts.machine.container else ''}"
         severity = INFO if facts.machine.container else BAD
         yield Finding(severity, seen, fix=("install",))
-    works = any(not isinstance(engine.answer, Unseen) for engine in found)
-    for engine in found:
+    works = any(not isinstance(engine.answer, Unseen) for engine in answers)
+    for engine in answers:
         if isinstance(engine.answer, Unseen):
             seen = f"{engine.name} ({engine.program}) does not answer: {engine.answer.why}"
             # Another engine answers, so this one is not needed.
@@ -121,15 +121,17 @@ def engines(facts: HostFacts, known: Knowledge) -> Iterator[Finding]:
 
 
 @check("engine.gpus")
-def gpu_access(facts: HostFacts, known: Knowledge) -> list[Finding]:
-    """Whether each engine can: docker by a runtime, its hook or CDI, podman by CDI alone."""
+def gpu_access(facts: HostFacts, knowledge: Knowledge) -> list[Finding]:
+    """Check that engines hand out GPUs: docker by a runtime, its hook or CDI, podman by CDI."""
     engines = facts.containers.engines
     # Where one answers, another that does not hands out nothing.
     working = [one for one in engines if not isinstance(one.answer, Unseen)] or engines
-    found = [_docker(facts, one) if one.name == "docker" else _podman(facts) for one in working]
+    findings = [_docker(facts, one) if one.name == "docker" else _podman(facts) for one in working]
     # Where one engine hands out GPUs, or no GPU is here, another that does not is no failure.
-    served = any(one.severity == OK for one in found) or not facts.seen_gpus
-    return [replace(one, severity=INFO) if served and one.severity == BAD else one for one in found]
+    served = any(one.severity == OK for one in findings) or not facts.seen_gpus
+    return [
+        replace(one, severity=INFO) if served and one.severity == BAD else one for one in findings
+    ]
 
 
 def _docker(facts: HostFacts, engine: EngineAnswer) -> Finding:
@@ -182,19 +184,19 @@ def _by_specs(facts: HostFacts) -> Finding:
 
 
 @check("engine.cdi")
-def cdi(facts: HostFacts, known: Knowledge) -> Iterator[Finding]:
+def cdi(facts: HostFacts, knowledge: Knowledge) -> Iterator[Finding]:
     for spec in facts.containers.specs:
-        found = facts.driver.version
+        driver = facts.driver.version
         if isinstance(spec.drivers, Unseen):
             seen = f"could not see a CDI spec: {spec.drivers.why}"
             yield Finding(UNKNOWN, seen)
-        elif isinstance(found, Unseen) or not spec.drivers:
+        elif isinstance(driver, Unseen) or not spec.drivers:
             seen = f"could not compare {spec.path} with the driver: a version is not known"
             yield Finding(UNKNOWN, seen)
-        elif found in spec.drivers:
-            yield Finding(OK, f"{spec.path} is for driver {found}")
+        elif driver in spec.drivers:
+            yield Finding(OK, f"{spec.path} is for driver {driver}")
         else:
-            seen = f"{spec.path} is for driver {', '.join(spec.drivers)}, loaded is {found}"
+            seen = f"{spec.path} is for driver {', '.join(spec.drivers)}, loaded is {driver}"
             yield Finding(BAD, seen, fix=("generate",), values={"path": spec.path})
 
 

@@ -15,9 +15,9 @@ _LINES = 3
 
 
 @check("driver.loaded")
-def answers(facts: HostFacts, known: Knowledge) -> list[Finding]:
+def answers(facts: HostFacts, knowledge: Knowledge) -> list[Finding]:
     driver = facts.driver
-    branch = next((entry.driver for entry in known.requirements), "")
+    branch = next((entry.driver for entry in knowledge.requirements), "")
     if driver.loaded and not driver.fault:
         flavour = {True: ", open kernel modules", False: ", proprietary modules", None: ""}
         return [Finding(OK, f"driver {_version(facts)}{flavour[driver.open_modules]}")]
@@ -41,37 +41,37 @@ def answers(facts: HostFacts, known: Knowledge) -> list[Finding]:
 
 
 @check("driver.version")
-def version(facts: HostFacts, known: Knowledge) -> list[Finding]:
+def version(facts: HostFacts, knowledge: Knowledge) -> list[Finding]:
     versions = {} if isinstance(facts.image, Unseen) else facts.image.versions
     toolkit = versions.get("cuda-toolkit", "")
     major = (toolkit or _TOOLKIT).partition(".")[0]
-    needed = next((entry for entry in known.requirements if entry.toolkit == major), None)
+    needed = next((entry for entry in knowledge.requirements if entry.toolkit == major), None)
     whose = f"the image's CUDA {toolkit}" if toolkit else f"CUDA {major} (assumed)"
     if needed is None:
         seen = f"could not tell which driver {whose} needs: not in the data"
         return [Finding(UNKNOWN, seen)]
-    found = facts.driver.version
-    if isinstance(found, Unseen):
-        seen = f"could not see the driver's version: {found.why}; {whose} needs {needed.driver}"
+    driver = facts.driver.version
+    if isinstance(driver, Unseen):
+        seen = f"could not see the driver's version: {driver.why}; {whose} needs {needed.driver}"
         return [Finding(UNKNOWN, seen, sources=(needed.source,))]
-    if numbers(found) < numbers(needed.driver):
-        seen = f"driver {found} is older than {needed.driver}, which {whose} needs"
+    if numbers(driver) < numbers(needed.driver):
+        seen = f"driver {driver} is older than {needed.driver}, which {whose} needs"
         values = {"branch": needed.driver}
         return [Finding(BAD, seen, fix=_install(facts), values=values, sources=(needed.source,))]
-    seen = f"driver {found} runs {whose}, which needs {needed.driver} or newer"
+    seen = f"driver {driver} runs {whose}, which needs {needed.driver} or newer"
     return [Finding(OK, seen, sources=(needed.source,))]
 
 
 @check("driver.trouble")
-def trouble(facts: HostFacts, known: Knowledge) -> list[Finding]:
-    found = facts.driver.version
-    if isinstance(found, Unseen):
+def trouble(facts: HostFacts, knowledge: Knowledge) -> list[Finding]:
+    driver = facts.driver.version
+    if isinstance(driver, Unseen):
         seen = "could not compare with reported faults: the driver's version is not known"
         return [Finding(UNKNOWN, seen)]
     kernel = facts.machine.kernel
     about = [
         entry
-        for entry in known.troubles
+        for entry in knowledge.troubles
         if any(entry.concerns(gpu.name) for gpu in facts.seen_gpus)
     ]
     if not about:
@@ -80,24 +80,24 @@ def trouble(facts: HostFacts, known: Knowledge) -> list[Finding]:
     findings = [
         Finding(
             WARN,
-            f"driver {found}, kernel {kernel}: {entry.seen}",
+            f"driver {driver}, kernel {kernel}: {entry.seen}",
             commands=entry.fix,
             why=entry.advice,
             sources=entry.sources,
         )
         for entry in about
-        if entry.matches(found, kernel)
+        if entry.matches(driver, kernel)
     ]
     if findings:
         return findings
     seen = (
-        f"driver {found}, kernel {kernel}: in none of the {counted(len(about), 'report')} about it"
+        f"driver {driver}, kernel {kernel}: in none of the {counted(len(about), 'report')} about it"
     )
     return [Finding(OK, seen)]
 
 
 @check("driver.log")
-def log(facts: HostFacts, known: Knowledge) -> list[Finding]:
+def log(facts: HostFacts, knowledge: Knowledge) -> list[Finding]:
     if facts.machine.wsl:
         seen = "could not see the driver's log: in WSL2 it is the event log of Windows"
         return [Finding(UNKNOWN, seen)]
@@ -119,16 +119,16 @@ def _install(facts: HostFacts) -> tuple[str, ...]:
 
 
 def _version(facts: HostFacts) -> str:
-    found = facts.driver.version
-    return "of unknown version" if isinstance(found, Unseen) else found
+    version = facts.driver.version
+    return "of unknown version" if isinstance(version, Unseen) else version
 
 
 _TRANSLATES = ("DMA", "DMA-FQ")
 
 
 @check("kernel.iommu")
-def iommu(facts: HostFacts, known: Knowledge) -> list[Finding]:
-    """Only where several GPUs of 12.x, which have no NVLink, talk over PCIe."""
+def iommu(facts: HostFacts, knowledge: Knowledge) -> list[Finding]:
+    """Check the IOMMU where several GPUs of 12.x, which have no NVLink, talk over PCIe."""
     gpus = [gpu for gpu in facts.seen_gpus if gpu.capability and gpu.capability.major == 12]
     if len(gpus) < 2:
         return []
@@ -137,16 +137,16 @@ def iommu(facts: HostFacts, known: Knowledge) -> list[Finding]:
         kinds = {gpu.iommu or "none" for gpu in gpus}
         return [Finding(OK, f"no translating IOMMU ({', '.join(sorted(kinds))})")]
     line = "" if isinstance(facts.machine.cmdline, Unseen) else facts.machine.cmdline
-    asked = [word for word in line.split() if "iommu" in word]
+    options = [word for word in line.split() if "iommu" in word]
     seen = (
         f"GPU {ranges(gpu.index for gpu in caught)} behind a translating IOMMU "
-        f"({caught[0].iommu}; kernel command line: {' '.join(asked) or 'nothing about it'})"
+        f"({caught[0].iommu}; kernel command line: {' '.join(options) or 'nothing about it'})"
     )
     return [Finding(WARN, seen, fix=("pass",))]
 
 
 @check("kernel.kho")
-def handover(facts: HostFacts, known: Knowledge) -> list[Finding]:
+def handover(facts: HostFacts, knowledge: Knowledge) -> list[Finding]:
     info = facts.memory.info
     if isinstance(info, Unseen) or info.get("CmaFree", 0) <= info.get("CmaTotal", 0):
         return []

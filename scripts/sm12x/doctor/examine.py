@@ -29,25 +29,25 @@ _GROUPS = ("docker", "kubepods", "containerd", "libpod", "lxc")
 
 def facts(
     host: Host,
-    known: Knowledge,
+    knowledge: Knowledge,
     *,
     audit: Path | None = None,
     image_name: str | None = None,
     cache_folders: Sequence[Path] = (),
     dist: Path,
 ) -> HostFacts:
-    """Collect everything. ``dist`` is the folder of what was built here.
+    """Collect all facts about the host. ``dist`` is the folder of the bundles built here.
 
     Raises BadFileError when the audit that was named cannot be read.
     """
     here = _machine(host)
-    gpu_driver, found = gpus.collect(host, known)
+    gpu_driver, seen_gpus = gpus.collect(host, knowledge)
     engines = containers.collect(host)
     compiled, hidden = caches.collect(host, engines, cache_folders)
     return HostFacts(
         machine=here,
         driver=gpu_driver,
-        gpus=found,
+        gpus=seen_gpus,
         log=gpus.log(host),
         memory=memory.collect(host),
         containers=engines,
@@ -84,14 +84,14 @@ def _container(host: Host) -> str:
     return next((kind for kind in _GROUPS if kind in group), "")
 
 
-def run(facts: HostFacts, known: Knowledge) -> list[Diagnosis]:
+def run(facts: HostFacts, knowledge: Knowledge) -> list[Diagnosis]:
     """Run every check; the worst findings come first, in the order of doctor.toml otherwise."""
     return ordered(
         [
-            known.diagnosis(name, finding)
-            for name in known.checks
-            if name in CHECKS and not serving.cured(facts, name, known)
-            for finding in CHECKS[name](facts, known)
+            knowledge.diagnosis(name, finding)
+            for name in knowledge.checks
+            if name in CHECKS and not serving.cured(facts, name, knowledge)
+            for finding in CHECKS[name](facts, knowledge)
         ]
     )
 

@@ -44,10 +44,10 @@ _VERSION = re.compile(r"\b(\d{3}\.\d+(?:\.\d+)?)\b")
 _TROUBLE = re.compile(r"NVRM:.*(Xid|NV_ERR_NO_MEMORY|heartbeat timed out|GPU is probably locked)")
 
 
-def collect(host: Host, known: Knowledge) -> tuple[GpuDriver, tuple[Gpu, ...] | Unseen]:
-    """The driver and the GPUs, from the first of the ways that works."""
+def collect(host: Host, knowledge: Knowledge) -> tuple[GpuDriver, tuple[Gpu, ...] | Unseen]:
+    """Collect the driver and the GPUs from NVML, else from the kernel."""
     driver = _kernel_driver(host)
-    answer = _by_nvml(host, known)
+    answer = _by_nvml(host, knowledge)
     if not isinstance(answer, Unseen):
         version, gpus = answer
         driver = replace(driver, loaded=True, version=version)
@@ -56,7 +56,7 @@ def collect(host: Host, known: Knowledge) -> tuple[GpuDriver, tuple[Gpu, ...] | 
         driver = replace(driver, fault=answer.why, asked=not answer.why.endswith(_MISSING))
     if not host.path("/sys/bus/pci/devices").is_dir():
         return driver, Unseen(f"{answer.why}; /sys/bus/pci is not there either")
-    return driver, tuple(_with_iommu(host, gpu) for gpu in _by_kernel(host, known))
+    return driver, tuple(_with_iommu(host, gpu) for gpu in _by_kernel(host, knowledge))
 
 
 def log(host: Host) -> tuple[str, ...] | Unseen:
@@ -74,15 +74,15 @@ def _kernel_driver(host: Host) -> GpuDriver:
         version = host.text("/sys/module/nvidia/version")
         return GpuDriver(loaded=not isinstance(version, Unseen), version=version)
     first = text.splitlines()[0] if text else ""
-    found = _VERSION.search(first)
+    match = _VERSION.search(first)
     return GpuDriver(
         loaded=True,
-        version=found[1] if found else Unseen(f"{_DRIVER}/version says {first!r}"),
+        version=match[1] if match else Unseen(f"{_DRIVER}/version says {first!r}"),
         open_modules="Open Kernel Module" in first,
     )
 
 
-def _by_nvml(host: Host, known: Knowledge) -> tuple[str, list[Gpu]] | Unseen:
+def _by_nvml(host: Host, knowledge: Knowledge) -> tuple[str, list[Gpu]] | Unseen:
     try:
         nvml = host.nvml()
     except ImportError:
@@ -93,7 +93,7 @@ def _by_nvml(host: Host, known: Knowledge) -> tuple[str, list[Gpu]] | Unseen:
         return Unseen(f"NVML: {error}")
     try:
         version = _decoded(nvml.nvmlSystemGetDriverVersion())
-        gpus = [_nvml_gpu(nvml, known, index) for index in range(nvml.nvmlDeviceGetCount())]
+        gpus = [_nvml_gpu(nvml, knowledge, index) for index in range(nvml.nvmlDeviceGetCount())]
     except nvml.NVMLError as error:
         return Unseen(f"NVML: {error}")
     finally:
@@ -101,11 +101,11 @@ def _by_nvml(host: Host, known: Knowledge) -> tuple[str, list[Gpu]] | Unseen:
     return version, gpus
 
 
-def _nvml_gpu(nvml: Any, known: Knowledge, index: int) -> Gpu:
+def _nvml_gpu(nvml: Any, knowledge: Knowledge, index: int) -> Gpu:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
     gpu = _gpu(
-        known,
+        knowledge,
         index=index,
         name=_decoded(nvml.nvmlDeviceGetName(handle)),
         bus=_decoded(nvml.nvmlDeviceGetPciInfo(handle).busId),
@@ -113,18 +113,18 @@ def _nvml_gpu(nvml: Any, known: Knowledge, index: int) -> Gpu:
         told_by="nvml",
     )
 
-    def told(name: str, *more: object) -> Any:
-        """What a function of NVML returns; None where the driver or the module does not have it."""
+    def query(name: str, *more: object) -> Any:
+        """Call a function of NVML; None where the driver or the module does not have it."""
         try:
             return getattr(nvml, name)(handle, *more)
         except (nvml.NVMLError, AttributeError, TypeError):
             return None
 
     # Version 2 of the struct counts the driver's own reserve apart from used memory.
-    memory = told("nvmlDeviceGetMemoryInfo", getattr(nvml, "nvmlMemory_v2", 0))
-    memory = memory or told("nvmlDeviceGetMemoryInfo")
-    load, milliwatts = told("nvmlDeviceGetUtilizationRates"), told("nvmlDeviceGetPowerUsage")
-    mode = told("nvmlDeviceGetMigMode")
+    memory = query("nvmlDeviceGetMemoryInfo", getattr(nvml, "nvmlMemory_v2", 0))
+    memory = memory or query("nvmlDeviceGetMemoryInfo")
+    load, milliwatts = query("nvmlDeviceGetUtilizationRates"), query("nvmlDeviceGetPowerUsage")
+    mode = query("nvmlDeviceGetMigMode")
     return replace(
         gpu,
         memory_total=int(memory.total) if memory else None,
@@ -146,8 +146,8 @@ def _nvml_processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...] | Unseen:
     return tuple(GpuProcess(pid=pid, memory=used) for pid, used in listed.items())
 
 
-def _by_kernel(host: Host, known: Knowledge) -> list[Gpu]:
-    """The GPUs on the PCI bus, with the names that a loaded driver has given them."""
+def _by_kernel(host: Host, knowledge: Knowledge) -> list[Gpu]:
+    """List the GPUs on the PCI bus, with the names that a loaded driver has for them."""
     gpus: list[Gpu] = []
     for bus in host.names("/sys/bus/pci/devices"):
         folder = f"/sys/bus/pci/devices/{bus}"
@@ -155,16 +155,18 @@ def _by_kernel(host: Host, known: Knowledge) -> list[Gpu]:
         if host.text(f"{folder}/vendor") != _NVIDIA or not str(kind).startswith(_DISPLAY):
             continue
         number = "" if isinstance(device, Unseen) else device.removeprefix("0x").lower()
-        model = known.model_of_pci(number)
+        model = knowledge.model_of_pci(number)
         name = model.name if model else f"NVIDIA device 10de:{number or '?'}"
         named = re.search(r"Model:\s*(.+)", str(host.text(f"{_DRIVER}/gpus/{bus}/information")))
         name = named[1] if named else name
-        gpus.append(_gpu(known, index=len(gpus), name=name, bus=bus, told_by="pci", model=model))
+        gpus.append(
+            _gpu(knowledge, index=len(gpus), name=name, bus=bus, told_by="pci", model=model)
+        )
     return gpus
 
 
 def _gpu(
-    known: Knowledge,
+    knowledge: Knowledge,
     *,
     index: int,
     name: str,
@@ -173,7 +175,7 @@ def _gpu(
     capability: Device | None = None,
     model: GpuModel | None = None,
 ) -> Gpu:
-    model = model or known.model_of_name(name)
+    model = model or knowledge.model_of_name(name)
     return Gpu(
         index=index,
         name=name,
@@ -186,8 +188,8 @@ def _gpu(
 
 
 def _with_iommu(host: Host, gpu: Gpu) -> Gpu:
-    found = host.text(f"/sys/bus/pci/devices/{gpu.bus}/iommu_group/type")
-    return gpu if isinstance(found, Unseen) else replace(gpu, iommu=found)
+    kind = host.text(f"/sys/bus/pci/devices/{gpu.bus}/iommu_group/type")
+    return gpu if isinstance(kind, Unseen) else replace(gpu, iommu=kind)
 
 
 def _short(bus: str) -> str:
@@ -217,17 +219,17 @@ _ACCOUNTED = (
 
 
 @check("gpu.present")
-def present(facts: HostFacts, known: Knowledge) -> list[Finding]:
+def present(facts: HostFacts, knowledge: Knowledge) -> list[Finding]:
     if isinstance(facts.gpus, Unseen):
         return [Finding(UNKNOWN, f"could not see GPUs: {facts.gpus.why}")]
     if not facts.gpus:
         seen = "no NVIDIA GPU on the PCI bus: the image's `check` runs here, a server does not"
         return [Finding(INFO, seen)]
     findings = []
-    for told, group in _alike(facts.gpus):
+    for title, group in _alike(facts.gpus):
         first = group[0]
         memory = f", {size(first.memory_total)} each" if first.memory_total else ""
-        seen = f"{len(group)} x {told}{memory} (told by {first.told_by})"
+        seen = f"{len(group)} x {title}{memory} (told by {first.told_by})"
         if first.capability is None:
             seen = f"could not see the compute capability of {seen}"
             findings.append(Finding(UNKNOWN, seen))
@@ -240,7 +242,7 @@ def present(facts: HostFacts, known: Knowledge) -> list[Finding]:
 
 
 @check("image.audit")
-def image_known(facts: HostFacts, known: Knowledge) -> list[Finding]:
+def image_known(facts: HostFacts, knowledge: Knowledge) -> list[Finding]:
     image = facts.image
     if isinstance(image, Unseen):
         seen = f"could not see how the image was compiled: {image.why}"
@@ -254,35 +256,35 @@ def image_known(facts: HostFacts, known: Knowledge) -> list[Finding]:
 
 
 @check("gpu.code")
-def code(facts: HostFacts, known: Knowledge) -> Iterator[Finding]:
-    """How each kind of GPU will run the image: natively, through PTX, or not at all."""
+def code(facts: HostFacts, knowledge: Knowledge) -> Iterator[Finding]:
+    """Check how each kind of GPU runs the image: natively, through PTX, or not at all."""
     if isinstance(facts.image, Unseen):
         return
-    for told, group in _alike(facts.seen_gpus):
+    for title, group in _alike(facts.seen_gpus):
         device = group[0].capability
         if device is None:
-            seen = f"could not see how {told} runs the image: its compute capability is not known"
+            seen = f"could not see how {title} runs the image: its compute capability is not known"
             yield Finding(UNKNOWN, seen)
         else:
-            which = f"GPU {ranges(gpu.index for gpu in group)} {told}"
+            which = f"GPU {ranges(gpu.index for gpu in group)} {title}"
             yield _code(facts.image, device, which)
 
 
 @check("gpu.leftover")
-def leftover(facts: HostFacts, known: Knowledge) -> Iterator[Finding]:
-    """Memory in use on a GPU that no process owns."""
+def leftover(facts: HostFacts, knowledge: Knowledge) -> Iterator[Finding]:
+    """Check each GPU for memory in use that no process owns."""
     empty: list[Gpu] = []
     for gpu in facts.seen_gpus:
         if gpu.unified:
-            yield _unified_leftover(facts, gpu, known)
+            yield _unified_leftover(facts, gpu, knowledge)
         elif gpu.memory_used is None:
             why = "the driver was not asked, or gives none"
             seen = f"could not see the memory used on {gpu}: {why}"
             yield Finding(UNKNOWN, seen)
-        elif gpu.memory_used <= known.thresholds.leftover_gib * GIB:
+        elif gpu.memory_used <= knowledge.thresholds.leftover_gib * GIB:
             empty.append(gpu)
         else:
-            yield _leftover(facts, gpu, gpu.memory_used, known)
+            yield _leftover(facts, gpu, gpu.memory_used, knowledge)
     if empty:
         most = max(gpu.memory_used or 0 for gpu in empty)
         seen = f"GPU {ranges(gpu.index for gpu in empty)}: empty ({size(most)} in use at most)"
@@ -290,7 +292,7 @@ def leftover(facts: HostFacts, known: Knowledge) -> Iterator[Finding]:
 
 
 @check("gpu.unified")
-def unified(facts: HostFacts, known: Knowledge) -> list[Finding]:
+def unified(facts: HostFacts, knowledge: Knowledge) -> list[Finding]:
     if not facts.unified:
         return []
     info = facts.memory.info
@@ -306,7 +308,7 @@ def _code(image: Image, device: Device, which: str) -> Finding:
     counted: Counter[str] = Counter()
     for library in image.libraries:
         counted.update(_units(library, device))
-    told = f"{counted[NATIVE]} native, {counted[PTX]} through PTX, {counted[NONE]} not at all"
+    counts = f"{counted[NATIVE]} native, {counted[PTX]} through PTX, {counted[NONE]} not at all"
     by_unit = device in DEVICES and not image.by_library
     unit = "translation units" if by_unit else "libraries"
     # The wheel that an audit of dist/ names lies beside it.
@@ -316,21 +318,21 @@ def _code(image: Image, device: Device, which: str) -> Finding:
         Finding, fix=("audit",), values={"subject": shlex.quote(subject), "device": device}
     )
     if counted[NATIVE] + counted[PTX] == 0:
-        return audit(BAD, f"{which} cannot run the image: {unit} {told}")
+        return audit(BAD, f"{which} cannot run the image: {unit} {counts}")
     if image.offenders.get(device):
         first = image.offenders[device][0]
-        seen = f"{which}: {unit} {told}; against the policy: {first}"
+        seen = f"{which}: {unit} {counts}; against the policy: {first}"
         return audit(BAD, seen)
     if counted[UNREADABLE]:
-        seen = f"{which}: {unit} {told}, {counted[UNREADABLE]} that could not be read"
+        seen = f"{which}: {unit} {counts}, {counted[UNREADABLE]} that could not be read"
         return audit(WARN, seen)
     if device not in DEVICES:
-        seen = f"{which}: {unit} {told}; the image was compiled and judged for 12.x only"
+        seen = f"{which}: {unit} {counts}; the image was compiled and judged for 12.x only"
         return audit(WARN, seen)
     if counted[NATIVE] == 0:
-        return audit(WARN, f"{which}: {unit} {told}")
+        return audit(WARN, f"{which}: {unit} {counts}")
     accepted = "; units without code are for other GPUs" if counted[NONE] and image.passed else ""
-    seen = f"{which}: {unit} {told}{accepted}"
+    seen = f"{which}: {unit} {counts}{accepted}"
     return Finding(INFO if counted[PTX] else OK, seen)
 
 
@@ -348,14 +350,14 @@ def _units(library: ImageLibrary, device: Device) -> Counter[str]:
 
 
 @check("gpu.split")
-def split(facts: HostFacts, known: Knowledge) -> Iterator[Finding]:
-    """Cards in MIG mode: a server gets a slice, while names and counts are those of the card."""
+def split(facts: HostFacts, knowledge: Knowledge) -> Iterator[Finding]:
+    """Report cards in MIG mode: a server gets a slice, and names and counts are of the card."""
     for gpu in facts.seen_gpus:
-        asked = gpu.told_by == "nvml"
+        by_nvml = gpu.told_by == "nvml"
         if gpu.split:
             seen = f"{gpu} is split (MIG mode): a server gets one slice and its memory"
             yield Finding(WARN, seen, fix=("slices", "whole"), values={"index": gpu.index})
-        elif gpu.split is None and asked and gpu.memory_total is None and not gpu.unified:
+        elif gpu.split is None and by_nvml and gpu.memory_total is None and not gpu.unified:
             seen = f"the driver gives no memory of {gpu}, as of a card that is split (MIG mode)"
             yield Finding(UNKNOWN, seen, fix=("slices",))
 
@@ -373,7 +375,7 @@ def _hidden(facts: HostFacts, gpu: Gpu) -> tuple[str, tuple[str, ...]]:
     return "", ()
 
 
-def _leftover(facts: HostFacts, gpu: Gpu, used: int, known: Knowledge) -> Finding:
+def _leftover(facts: HostFacts, gpu: Gpu, used: int, knowledge: Knowledge) -> Finding:
     holders = ("holders",)
     if isinstance(gpu.processes, Unseen):
         seen = f"could not see who holds {size(used)} of {gpu}: {gpu.processes.why}"
@@ -381,7 +383,7 @@ def _leftover(facts: HostFacts, gpu: Gpu, used: int, known: Knowledge) -> Findin
     owned = [process.memory for process in gpu.processes]
     who = counted(len(owned), "process", "processes")
     rest = used - sum(filter(None, owned))
-    if owned and (None in owned or rest <= known.thresholds.leftover_gib * GIB):
+    if owned and (None in owned or rest <= knowledge.thresholds.leftover_gib * GIB):
         return Finding(INFO, f"{gpu}: {size(used)} in use by {who}", fix=holders)
     why, where = _hidden(facts, gpu)
     if why:
@@ -394,7 +396,7 @@ def _leftover(facts: HostFacts, gpu: Gpu, used: int, known: Knowledge) -> Findin
     return Finding(BAD, seen, fix=("holders", "reboot"))
 
 
-def _unified_leftover(facts: HostFacts, gpu: Gpu, known: Knowledge) -> Finding:
+def _unified_leftover(facts: HostFacts, gpu: Gpu, knowledge: Knowledge) -> Finding:
     info = facts.memory.info
     if isinstance(info, Unseen):
         return Finding(UNKNOWN, f"could not see the memory used on {gpu}: {info.why}")
@@ -402,27 +404,27 @@ def _unified_leftover(facts: HostFacts, gpu: Gpu, known: Knowledge) -> Finding:
     processes = () if isinstance(gpu.processes, Unseen) else gpu.processes
     owned = sum(process.memory or 0 for process in processes)
     rest = max(driver - owned, 0)
-    told = f"{gpu}: the driver holds about {size(max(driver, 0))}"
-    if rest <= known.thresholds.unified_leftover_gib * GIB:
-        return Finding(OK, f"{told}, {size(owned)} of it for processes")
+    usage = f"{gpu}: the driver holds about {size(max(driver, 0))}"
+    if rest <= knowledge.thresholds.unified_leftover_gib * GIB:
+        return Finding(OK, f"{usage}, {size(owned)} of it for processes")
     if processes and any(process.memory is None for process in processes):
-        seen = f"{told}, for {counted(len(processes), 'process', 'processes')} of unknown size"
+        seen = f"{usage}, for {counted(len(processes), 'process', 'processes')} of unknown size"
         return Finding(INFO, seen)
     if isinstance(gpu.processes, Unseen) or facts.machine.container:
-        seen = f"{told}; could not see whether a process owns it"
+        seen = f"{usage}; could not see whether a process owns it"
         return Finding(UNKNOWN, seen, fix=("holders",))
-    seen = f"{told}, and {size(rest)} of it belong to no process"
+    seen = f"{usage}, and {size(rest)} of it belong to no process"
     return Finding(BAD, seen, fix=("holders", "reboot"))
 
 
 @check("gpu.stuck")
-def stuck(facts: HostFacts, known: Knowledge) -> Iterator[Finding]:
-    """GPUs that are busy at almost no power: a kernel waits for data that does not come."""
+def stuck(facts: HostFacts, knowledge: Knowledge) -> Iterator[Finding]:
+    """Report GPUs that are busy at almost no power: a kernel waits for data that never arrives."""
     for gpu in facts.seen_gpus:
-        model = known.model_of_name(gpu.name)
+        model = knowledge.model_of_name(gpu.name)
         if model is None or not model.stuck_watts or gpu.busy is None or gpu.watts is None:
             continue
-        if gpu.busy >= known.thresholds.stuck_percent and gpu.watts <= model.stuck_watts:
+        if gpu.busy >= knowledge.thresholds.stuck_percent and gpu.watts <= model.stuck_watts:
             seen = f"{gpu}: {gpu.busy} % busy at {gpu.watts:.0f} W: its kernel waits, without work"
             yield Finding(WARN, seen, fix=("ask",))
 

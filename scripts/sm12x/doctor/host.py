@@ -21,7 +21,7 @@ _MOST_TEXT = 1 << 18
 
 
 def _ask(argv: Sequence[str]) -> process.Completed | Unseen:
-    """Run a program that only reports. Unseen when it is missing, hangs or fails."""
+    """Run a program that changes nothing. Unseen when it is missing, hangs or fails."""
     try:
         done = process.run(argv, check=False, timeout=_ANSWER_WITHIN, env={"LC_ALL": "C"})
     except Sm12xError as error:
@@ -30,8 +30,8 @@ def _ask(argv: Sequence[str]) -> process.Completed | Unseen:
         return Unseen(f"{argv[0]}: {error.strerror}")
     if done.returncode != 0:
         lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
-        said = f": {lines[0].rstrip('.')}" if lines else ""
-        return Unseen(f"`{' '.join(argv[:2])}` ended with {done.returncode}{said}")
+        reason = f": {lines[0].rstrip('.')}" if lines else ""
+        return Unseen(f"`{' '.join(argv[:2])}` ended with {done.returncode}{reason}")
     return done
 
 
@@ -41,9 +41,9 @@ def _import_nvml() -> Any:
 
 
 def _file_system_size(path: Path) -> int:
-    """The size in bytes of the file system that holds ``path``. Raises OSError."""
-    found = os.statvfs(path)
-    return found.f_blocks * found.f_frsize
+    """Return the size in bytes of the file system that holds ``path``. Raises OSError."""
+    statistics = os.statvfs(path)
+    return statistics.f_blocks * statistics.f_frsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +78,12 @@ class Host:
             return True
 
     def number(self, absolute: str | Path) -> int | Unseen:
-        found = self.text(absolute)
-        if isinstance(found, Unseen):
-            return found
-        if not re.fullmatch(r"[0-9]{1,20}", found):
-            return Unseen(f"{absolute} says {found!r}")
-        return int(found)
+        text = self.text(absolute)
+        if isinstance(text, Unseen):
+            return text
+        if not re.fullmatch(r"[0-9]{1,20}", text):
+            return Unseen(f"{absolute} says {text!r}")
+        return int(text)
 
     def names(self, absolute: str | Path) -> tuple[str, ...]:
         """The names in a folder, sorted; none where there is no such folder."""

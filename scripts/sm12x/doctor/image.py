@@ -25,14 +25,15 @@ _NEXT = "build the bundle again, or write an audit with `sm12x audit PATH|IMAGE 
 def find(
     host: Host, audit: Path | None, image: str | None, *, machine: str, dist: Path
 ) -> Image | Unseen:
-    """The image to compare with: of ``audit``, else the bundle that ``image`` is, else the newest
-    that was built here for this machine, else the one that this runs in.
+    """Return the facts of the image to compare with, from the first of these that applies: the file
+    ``audit``, the bundle of ``image``, the newest bundle for this machine in ``dist``, the image
+    that this process runs in.
 
     Args:
         machine: "x86_64" or "aarch64". A bundle for the other one was built for another host.
-        dist: the folder of what was built here.
+        dist: the folder of the bundles built here.
 
-    Raises BadFileError when a file that was named, or that belongs to the bundle, cannot be read.
+    Raises BadFileError when ``audit``, or a file of the bundle, cannot be read.
     """
     if audit is not None:
         return read(audit)
@@ -40,10 +41,10 @@ def find(
         return _of_image(host, image, dist)
     others = []
     for path in sorted(dist.glob(f"*/{_AUDIT}"), key=lambda one: one.stat().st_mtime, reverse=True):
-        found = read(path)
-        if found.machine in ("", machine):
-            return found
-        others.append(found.machine)
+        bundle = read(path)
+        if bundle.machine in ("", machine):
+            return bundle
+        others.append(bundle.machine)
     if host.exists(_INSIDE):
         return _inside(host.path(_INSIDE))
     if others:
@@ -63,8 +64,8 @@ def read(audit: Path) -> Image:
         # One that names no device is about all of them: a file that could not be read.
         for name in [entry.device] if entry.device else report.devices:
             device = Device.parse(name)
-            said = f"{entry.path}: {entry.message}"
-            offenders[device] = (*offenders.get(device, ()), said)
+            offence = f"{entry.path}: {entry.message}"
+            offenders[device] = (*offenders.get(device, ()), offence)
     return Image(
         name=report.subject,
         audit=audit,

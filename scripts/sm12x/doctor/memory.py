@@ -36,13 +36,13 @@ def collect(host: Host) -> HostMemory:
 
 
 def _meminfo(text: str | Unseen) -> dict[str, int] | Unseen:
-    """/proc/meminfo in bytes; entries without a unit are counts and are left as they are."""
+    """Parse /proc/meminfo into bytes; an entry without a unit is a count and stays as it is."""
     if isinstance(text, Unseen):
         return text
-    found: dict[str, int] = {}
+    entries: dict[str, int] = {}
     for name, number, unit in re.findall(r"(?m)^([\w()]+):\s+([0-9]{1,20})(?: (kB))?$", text):
-        found[name] = int(number) * (KIB if unit else 1)
-    return found if "MemTotal" in found else Unseen("/proc/meminfo has no MemTotal")
+        entries[name] = int(number) * (KIB if unit else 1)
+    return entries if "MemTotal" in entries else Unseen("/proc/meminfo has no MemTotal")
 
 
 def _cgroup(host: Host) -> tuple[int | Unseen | None, int]:
@@ -78,10 +78,10 @@ def _memlock(host: Host, process: str) -> int | Unseen | None:
     text = host.text(f"/proc/{process}/limits")
     if isinstance(text, Unseen):
         return text
-    found = _MEMLOCK.search(text)
-    if found is None:
+    match = _MEMLOCK.search(text)
+    if match is None:
         return Unseen(f"/proc/{process}/limits does not say")
-    return None if found[1] == "unlimited" else int(found[1])
+    return None if match[1] == "unlimited" else int(match[1])
 
 
 def _daemon_memlock(host: Host) -> int | Unseen | None:
@@ -100,16 +100,16 @@ def _shm(host: Host) -> int | Unseen:
 
 
 def _huge_pages(host: Host) -> str | Unseen:
-    """The mode in brackets: "always", "madvise" or "never"."""
+    """Read the active mode, the one in brackets: "always", "madvise" or "never"."""
     text = host.text("/sys/kernel/mm/transparent_hugepage/enabled")
     if isinstance(text, Unseen):
         return text
-    found = re.search(r"\[(\w+)\]", text)
-    return found[1] if found else Unseen(f"transparent_hugepage/enabled says {text!r}")
+    match = re.search(r"\[(\w+)\]", text)
+    return match[1] if match else Unseen(f"transparent_hugepage/enabled says {text!r}")
 
 
 @check("memory.host")
-def host_copies(facts: HostFacts, known: Knowledge) -> list[Finding]:
+def host_copies(facts: HostFacts, knowledge: Knowledge) -> list[Finding]:
     info = facts.memory.info
     if isinstance(info, Unseen):
         return [Finding(UNKNOWN, f"could not see the memory: {info.why}")]
@@ -143,7 +143,7 @@ def available(facts: HostFacts) -> int:
 
 
 @check("memory.huge-pages")
-def huge_pages(facts: HostFacts, known: Knowledge) -> list[Finding]:
+def huge_pages(facts: HostFacts, knowledge: Knowledge) -> list[Finding]:
     mode = facts.memory.huge_pages
     if isinstance(mode, Unseen):
         return [Finding(UNKNOWN, f"could not see the mode: {mode.why}")]
@@ -153,7 +153,7 @@ def huge_pages(facts: HostFacts, known: Knowledge) -> list[Finding]:
 
 
 @check("memory.memlock")
-def locked(facts: HostFacts, known: Knowledge) -> Iterator[Finding]:
+def locked(facts: HostFacts, knowledge: Knowledge) -> Iterator[Finding]:
     for who, limit, fix in (
         ("this shell", facts.memory.memlock, "shell"),
         ("the docker daemon", facts.memory.daemon_memlock, "daemon"),
@@ -173,20 +173,20 @@ def locked(facts: HostFacts, known: Knowledge) -> Iterator[Finding]:
 
 
 @check("memory.shm")
-def shared(facts: HostFacts, known: Knowledge) -> list[Finding]:
-    found = facts.memory.shm
-    if isinstance(found, Unseen):
-        return [Finding(UNKNOWN, f"could not see the size of /dev/shm: {found.why}")]
-    if found < known.thresholds.shm_gib * GIB:
-        seen = f"{size(found)} in all"
+def shared(facts: HostFacts, knowledge: Knowledge) -> list[Finding]:
+    capacity = facts.memory.shm
+    if isinstance(capacity, Unseen):
+        return [Finding(UNKNOWN, f"could not see the size of /dev/shm: {capacity.why}")]
+    if capacity < knowledge.thresholds.shm_gib * GIB:
+        seen = f"{size(capacity)} in all"
         return [Finding(WARN, seen, fix=("container" if facts.machine.container else "host",))]
-    seen = f"{size(found)} in all, which --ipc=host gives to the server"
+    seen = f"{size(capacity)} in all, which --ipc=host gives to the server"
     return [Finding(OK, seen)]
 
 
 @check("memory.page-cache")
-def page_cache(facts: HostFacts, known: Knowledge) -> list[Finding]:
-    """Only where the GPU takes its memory from the same place."""
+def page_cache(facts: HostFacts, knowledge: Knowledge) -> list[Finding]:
+    """Check the page cache where the GPU shares the host's memory."""
     if not facts.unified:
         return []
     info = facts.memory.info
@@ -194,33 +194,35 @@ def page_cache(facts: HostFacts, known: Knowledge) -> list[Finding]:
         return [Finding(UNKNOWN, f"could not see the page cache: {info.why}")]
     cached = info.get("Cached", 0) + info.get("Buffers", 0) - info.get("Shmem", 0)
     parts = [f"page cache {size(cached)}, {size(info.get('MemFree', 0))} free"]
-    kept = facts.memory.min_free
-    if isinstance(kept, Unseen):
-        parts.append(f"could not see vm.min_free_kbytes: {kept.why}")
+    reserve = facts.memory.min_free
+    if isinstance(reserve, Unseen):
+        parts.append(f"could not see vm.min_free_kbytes: {reserve.why}")
     else:
-        parts.append(f"vm.min_free_kbytes keeps {size(kept)}")
-    if cached > known.thresholds.unified_page_cache_gib * GIB:
+        parts.append(f"vm.min_free_kbytes keeps {size(reserve)}")
+    if cached > knowledge.thresholds.unified_page_cache_gib * GIB:
         return [Finding(WARN, "; ".join(parts), fix=("drop",))]
     return [Finding(INFO, "; ".join(parts))]
 
 
 @check("memory.reclaim")
-def reclaim(facts: HostFacts, known: Knowledge) -> Iterator[Finding]:
-    """How the kernel gives memory back; only where the GPU takes its own from the same place."""
-    kept, swappiness, info = facts.memory.min_free, facts.memory.swappiness, facts.memory.info
+def reclaim(facts: HostFacts, knowledge: Knowledge) -> Iterator[Finding]:
+    """Check how the kernel reclaims memory, where the GPU shares the host's memory."""
+    reserve, swappiness, info = facts.memory.min_free, facts.memory.swappiness, facts.memory.info
     if not facts.unified:
         return
-    if isinstance(kept, Unseen) or isinstance(swappiness, Unseen) or isinstance(info, Unseen):
-        why = next(fact.why for fact in (kept, swappiness, info) if isinstance(fact, Unseen))
+    if isinstance(reserve, Unseen) or isinstance(swappiness, Unseen) or isinstance(info, Unseen):
+        why = next(fact.why for fact in (reserve, swappiness, info) if isinstance(fact, Unseen))
         yield Finding(UNKNOWN, f"could not see how memory is kept: {why}")
         return
-    raised = kept > known.thresholds.unified_min_free_gib * GIB
+    raised = reserve > knowledge.thresholds.unified_min_free_gib * GIB
     swaps = bool(swappiness and info.get("SwapTotal", 0))
     if raised:
-        seen = f"vm.min_free_kbytes keeps {size(kept)}, which vLLM's check at start does not count"
+        seen = (
+            f"vm.min_free_kbytes keeps {size(reserve)}, which vLLM's check at start does not count"
+        )
         yield Finding(WARN, seen, fix=("reserve",))
     if swaps:
         seen = f"vm.swappiness is {swappiness}, with {size(info['SwapTotal'])} of swap"
         yield Finding(INFO, seen, fix=("swappiness",))
     if not raised and not swaps:
-        yield Finding(OK, f"min_free_kbytes {size(kept)}, swappiness {swappiness}")
+        yield Finding(OK, f"min_free_kbytes {size(reserve)}, swappiness {swappiness}")

@@ -57,15 +57,15 @@ def _gids(host: Host, folder: str) -> tuple[Gid, ...]:
 
 
 def _word(host: Host, path: str) -> str:
-    found = host.text(path)
-    return "" if isinstance(found, Unseen) else found
+    text = host.text(path)
+    return "" if isinstance(text, Unseen) else text
 
 
 _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
 @check("net.rdma")
-def rdma(facts: HostFacts, known: Knowledge) -> list[Finding]:
+def rdma(facts: HostFacts, knowledge: Knowledge) -> list[Finding]:
     ports = facts.network.ports
     if not ports:
         if not facts.unified:
@@ -92,19 +92,19 @@ def rdma(facts: HostFacts, known: Knowledge) -> list[Finding]:
 
 
 @check("net.variables")
-def variables(facts: HostFacts, known: Knowledge) -> list[Finding]:
-    found = facts.network.variables
-    if not found:
+def variables(facts: HostFacts, knowledge: Knowledge) -> list[Finding]:
+    values = facts.network.variables
+    if not values:
         if not facts.network.ports:
             return []
         seen = "none set in this shell: NCCL chooses for itself, or the recipe sets them"
         return [Finding(INFO, seen)]
     wrong = [*_wrong_devices(facts), *_wrong_interfaces(facts), *_wrong_gid(facts)]
-    told = " ".join(f"{key}={value}" for key, value in found.items())
+    assignments = " ".join(f"{key}={value}" for key, value in values.items())
     return [
         Finding(WARN, seen, fix=("unset",), values={"variable": variable})
         for variable, seen in wrong
-    ] or [Finding(OK, told)]
+    ] or [Finding(OK, assignments)]
 
 
 def _wrong_devices(facts: HostFacts) -> Iterator[tuple[str, str]]:
@@ -119,8 +119,8 @@ def _wrong_devices(facts: HostFacts) -> Iterator[tuple[str, str]]:
         device = word.partition(":")[0]
         match = {name for name in here if name == device or (not exact and name.startswith(device))}
         if not match:
-            told = ", ".join(sorted(here)) or "none"
-            yield variable, f"{variable} names {device}, this machine has {told}"
+            devices = ", ".join(sorted(here)) or "none"
+            yield variable, f"{variable} names {device}, this machine has {devices}"
         elif match <= down:
             yield variable, f"{variable} names {device}, which is not active"
 

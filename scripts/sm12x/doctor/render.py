@@ -74,7 +74,7 @@ def explain(
 
 def _head(facts: HostFacts, findings: Sequence[Diagnosis], width: int) -> str:
     counted = Counter(finding.severity for finding in findings)
-    told = [
+    counts = [
         texts.counted(counted[kind], _WORDS[kind], "" if kind in _PLURAL else _WORDS[kind])
         for kind in SEVERITIES
         if counted[kind]
@@ -83,7 +83,7 @@ def _head(facts: HostFacts, findings: Sequence[Diagnosis], width: int) -> str:
     driver = facts.driver.version
     version = "driver not seen" if isinstance(driver, Unseen) else f"driver {driver}"
     first = f"{facts.machine.name}, kernel {facts.machine.kernel}, {version}{where}"
-    return "\n".join([texts.paragraph(first, width), texts.paragraph(", ".join(told), width)])
+    return "\n".join([texts.paragraph(first, width), texts.paragraph(", ".join(counts), width)])
 
 
 def _table(findings: Sequence[Diagnosis], width: int, paint: _Paint) -> str:

@@ -86,25 +86,25 @@ def cpus(host: Host) -> int | Unseen:
 
 
 def count(online: str) -> int | Unseen:
-    """How many a list of ranges names: "0-15,32-47" is 32."""
+    """Count the numbers in a list of ranges: "0-15,32-47" has 32."""
     total = 0
     for part in online.split(","):
-        found = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", part)
-        if found is None:
+        match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", part)
+        if match is None:
             return Unseen(f"/sys/devices/system/cpu/online says {online!r}")
-        total += int(found[2] or found[1]) - int(found[1]) + 1
+        total += int(match[2] or match[1]) - int(match[1]) + 1
     return total
 
 
 def nccl(host: Host) -> tuple[NcclLibrary, ...]:
-    """NCCL's libraries here that are for AArch64: the code of each, whatever package names it."""
-    found: dict[Path, NcclLibrary] = {}
+    """List the NCCL libraries here for AArch64, each with the version in its code."""
+    libraries: dict[Path, NcclLibrary] = {}
     for path in _places(host):
-        if path.is_file() and path.resolve() not in found:
+        if path.is_file() and path.resolve() not in libraries:
             library = _read(path)
             if library is not None:
-                found[path.resolve()] = library
-    return tuple(found.values())
+                libraries[path.resolve()] = library
+    return tuple(libraries.values())
 
 
 def _places(host: Host) -> Iterator[Path]:
@@ -151,25 +151,25 @@ def expandable(environment: Mapping[str, str]) -> str:
 
 
 @check("net.nccl")
-def nccl_sound(facts: HostFacts, known: Knowledge) -> list[Finding]:
+def nccl_sound(facts: HostFacts, knowledge: Knowledge) -> list[Finding]:
     """Judge NCCL by the version that its library prints, else by that in the image's ledger."""
     if facts.machine.name != "aarch64":
         return []
     if facts.nccl:
-        return [_library(facts, each, known) for each in facts.nccl]
+        return [_library(facts, each, knowledge) for each in facts.nccl]
     version = _versions(facts).get(_NCCL_PACKAGE, "")
     if not version:
         return []
-    sound = numbers(version) >= numbers(known.thresholds.nccl_aarch64)
+    sound = numbers(version) >= numbers(knowledge.thresholds.nccl_aarch64)
     seen = f"the image has NCCL {version} by its ledger"
     if sound:
         return [Finding(OK, seen)]
-    seen += f", older than {known.thresholds.nccl_aarch64}"
+    seen += f", older than {knowledge.thresholds.nccl_aarch64}"
     return [Finding(_severity(facts), seen, fix=("audit",))]
 
 
-def _library(facts: HostFacts, library: NcclLibrary, known: Knowledge) -> Finding:
-    version, least = library.version, known.thresholds.nccl_aarch64
+def _library(facts: HostFacts, library: NcclLibrary, knowledge: Knowledge) -> Finding:
+    version, least = library.version, knowledge.thresholds.nccl_aarch64
     if isinstance(version, Unseen):
         return Finding(
             UNKNOWN, f"could not see the version of NCCL in {library.path}: {version.why}"
@@ -188,13 +188,13 @@ def _severity(facts: HostFacts) -> str:
 
 
 @check("env.expandable-segments")
-def segments(facts: HostFacts, known: Knowledge) -> list[Finding]:
-    told = expandable(facts.environment)
-    if not told:
+def segments(facts: HostFacts, knowledge: Knowledge) -> list[Finding]:
+    setting = expandable(facts.environment)
+    if not setting:
         return []
-    variable = told.partition("=")[0]
+    variable = setting.partition("=")[0]
     many = len(facts.seen_gpus) > 1
-    seen = f"{told} in this shell" + (f", and {len(facts.seen_gpus)} GPUs" if many else "")
+    seen = f"{setting} in this shell" + (f", and {len(facts.seen_gpus)} GPUs" if many else "")
     return [
         Finding(
             WARN if many else INFO, seen, fix=("unset", "instead"), values={"variable": variable}
@@ -203,8 +203,8 @@ def segments(facts: HostFacts, known: Knowledge) -> list[Finding]:
 
 
 @check("image.offline")
-def offline(facts: HostFacts, known: Knowledge) -> list[Finding]:
-    """Whether the kernels for decoding depend on an HTTP server that cannot be reached."""
+def offline(facts: HostFacts, knowledge: Knowledge) -> list[Finding]:
+    """Check that the kernels for decoding do not depend on an HTTP server out of reach."""
     versions = _versions(facts)
     asks = "flashinfer-python" in versions and "flashinfer-cubin" not in versions
     if not asks or not _has_family(facts):
@@ -226,8 +226,8 @@ def offline(facts: HostFacts, known: Knowledge) -> list[Finding]:
 
 
 @check("cache.cold")
-def compiling(facts: HostFacts, known: Knowledge) -> list[Finding]:
-    """Whether the first start's compilers fit in the memory that is free."""
+def compiling(facts: HostFacts, knowledge: Knowledge) -> list[Finding]:
+    """Check that the compilers of the first start fit in the free memory."""
     release = _versions(facts).get("flashinfer-python", "")
     info, cores = facts.memory.info, facts.machine.cpus
     if not release or "flashinfer-jit-cache" in _versions(facts) or not _has_family(facts):
@@ -243,9 +243,9 @@ def compiling(facts: HostFacts, known: Knowledge) -> list[Finding]:
         return [Finding(UNKNOWN, f"could not see how many compilers fit: {why}")]
     each = compiler_gib(unified=facts.unified)
     fitting = compilers(cores=cores, available=available(facts), unified=facts.unified)
-    given = facts.environment.get("MAX_JOBS", "")
+    limit = facts.environment.get("MAX_JOBS", "")
     # Where it is not given, the image's entry point sets it, by the same rule.
-    jobs = (int(given) if given.isdecimal() and int(given) else cores) if given else fitting
+    jobs = (int(limit) if limit.isdecimal() and int(limit) else cores) if limit else fitting
     seen = (
         f"no kernels of FlashInfer {release} in a cache: the first start compiles them, {jobs} at "
         f"a time, each up to {each:g} GiB; {size(available(facts))} are available"
@@ -263,8 +263,8 @@ def _has_family(facts: HostFacts) -> bool:
     return any(gpu.capability and gpu.capability.major == _FAMILY for gpu in facts.seen_gpus)
 
 
-def cured(facts: HostFacts, check: str, known: Knowledge) -> bool:
-    """Whether the image has a patch that makes the check needless."""
+def cured(facts: HostFacts, check: str, knowledge: Knowledge) -> bool:
+    """Tell whether the image has a patch that makes the check needless."""
     image = facts.image
     patches = image.patches if isinstance(image, Image) else ()
-    return bool(set(patches) & set(known.checks[check].cured_by))
+    return bool(set(patches) & set(knowledge.checks[check].cured_by))

@@ -46,16 +46,16 @@ def pin(path: Path, *, revision: str = "", digest: str = "") -> Recipe:
         # Raises where it cannot be put into the command.
         filled(replace(recipe, model_revision=revision))
     before = text = path.read_text(encoding="utf-8")
-    wanted = {}
+    values = {}
     if digest:
-        wanted["container"] = f"{recipe.container.partition('@')[0]}@{digest}"
-        text = yamltext.put(text, "container", wanted["container"])
+        values["container"] = f"{recipe.container.partition('@')[0]}@{digest}"
+        text = yamltext.put(text, "container", values["container"])
     if revision:
-        wanted["model_revision"] = revision
+        values["model_revision"] = revision
         text = yamltext.put(text, "model_revision", revision, after=("model", "container"))
-    if yamltext.parse(text).data != {**yamltext.parse(before).data, **wanted}:
+    if yamltext.parse(text).data != {**yamltext.parse(before).data, **values}:
         raise BadFileError(
-            f"{path}: {' and '.join(wanted)} cannot be changed in place: an alias is in the way",
+            f"{path}: {' and '.join(values)} cannot be changed in place: an alias is in the way",
             next_step="write the value there yourself, or give the key a value of its own",
         )
     files.write_output(path, text)

@@ -82,7 +82,7 @@ class LintFinding:
 def lint(path: Path) -> tuple[Recipe | None, list[LintFinding]]:
     """Read a recipe and list what is wrong with it; the recipe is None if it cannot be read."""
     recipe, faults = load.inspect(path)
-    found = [
+    findings = [
         LintFinding(
             path=path,
             line=fault.line,
@@ -92,14 +92,14 @@ def lint(path: Path) -> tuple[Recipe | None, list[LintFinding]]:
         for fault in faults
     ]
     if recipe is None or faults:
-        return None, found
+        return None, findings
     try:
         rendered = filled(recipe)
     except Sm12xError as error:
         line = recipe.lines.get("command", 1)
         return None, [LintFinding(path=path, line=line, level=ERROR, text=error.message)]
-    found += _Rules(recipe, rendered).all()
-    return recipe, sorted(found, key=lambda finding: finding.line)
+    findings += _Rules(recipe, rendered).all()
+    return recipe, sorted(findings, key=lambda finding: finding.line)
 
 
 def _at(host: str) -> str:
@@ -117,7 +117,7 @@ class _Rules:
         self.env = {**rendered.env, **prefixes}
         self.words = rendered.serve
         self.options = options.parse(rendered.serve or ())
-        self.found: list[LintFinding] = []
+        self.findings: list[LintFinding] = []
         self.error, self.warn = partial(self.add, ERROR), partial(self.add, WARNING)
 
     def all(self) -> list[LintFinding]:
@@ -133,11 +133,11 @@ class _Rules:
         if self.block and self.words is not None:
             self.sleep(self.block)
             self.parallel(self.block)
-        return self.found
+        return self.findings
 
     def add(self, level: str, key: str, text: str) -> None:
         line = self.recipe.lines.get(key) or self.recipe.lines.get(key.split(".")[0]) or 1
-        self.found.append(LintFinding(path=self.recipe.path, line=line, level=level, text=text))
+        self.findings.append(LintFinding(path=self.recipe.path, line=line, level=level, text=text))
 
     def pins(self) -> None:
         recipe = self.recipe
@@ -192,9 +192,9 @@ class _Rules:
             why = self.rendered.unchecked
             self.add(NOTE, "command", f"the command's arguments are not checked: {why}")
         for release in self.block.status.blocked if self.block else ():
-            known = [folder.name for folder in layout.patches().glob("*/")]
-            if known and release and release not in known:
-                near = perhaps(release, known)
+            releases = [folder.name for folder in layout.patches().glob("*/")]
+            if releases and release and release not in releases:
+                near = perhaps(release, releases)
                 self.error("sm12x.status", f"blocked names {release}, no base here{near}")
         if self.block is None:
             self.add(
@@ -262,7 +262,7 @@ class _Rules:
             self.warn("command", "--config: the options in that file are not checked here")
 
     def media(self) -> None:
-        """Whether a request can have the server fetch from, or read, where its sender cannot."""
+        """Check that a request cannot make the server read what its sender cannot reach."""
         path = options.find(self.options, "allowed-local-media-path")
         if path:
             deep = len(PurePosixPath(path).parts) > 2 and not path.startswith(("/etc/", "/proc/"))
@@ -276,8 +276,10 @@ class _Rules:
         none = re.fullmatch(r"\{(\s*\"\w+\"\s*:\s*0\s*,?)+\}", limits)
         if none or options.find(self.options, "language-model-only") is not None:
             return
-        asked = [name for name in self.options if name.startswith(_MEDIA_OPTIONS)]
-        if domains is None and (asked or _MEDIA_MODEL.search(options.model(self.words or ()))):
+        media_options = [name for name in self.options if name.startswith(_MEDIA_OPTIONS)]
+        if domains is None and (
+            media_options or _MEDIA_MODEL.search(options.model(self.words or ()))
+        ):
             self.warn(
                 "command",
                 "the server fetches any URL that a request names, inside your network too: "
@@ -298,14 +300,14 @@ class _Rules:
         if not repository:
             return
         # A setting without a value: rendering and starting ask the user for it.
-        asked = self.recipe.defaults.get("revision") == ""
+        by_user = self.recipe.defaults.get("revision") == ""
         self.add(
-            WARNING if asked else ERROR,
+            WARNING if by_user else ERROR,
             "model_revision",
             f"--trust-remote-code runs Python files of {repository}, whoever changes them: "
             + (
                 "the user gives the commit, revision=COMMIT"
-                if asked
+                if by_user
                 else "`sm12x recipe pin` writes the commit that you have read"
             ),
         )
@@ -375,18 +377,18 @@ class _Rules:
             for name in ("tensor", "pipeline", "data")
         }
         there = block.gpus * block.machines
-        wanted = 1
+        product = 1
         for name, size in sizes.items():
             if size is None:
                 text = self.options[f"{name}-parallel-size"]
                 self.error("command", f"{name} parallel size is {text!r}, not a number")
                 return
-            wanted *= size
-        if wanted != there:
-            told = " x ".join(f"{name} {size}" for name, size in sizes.items() if size != 1)
+            product *= size
+        if product != there:
+            factors = " x ".join(f"{name} {size}" for name, size in sizes.items() if size != 1)
             self.error(
                 "sm12x.gpus",
-                f"the command uses {wanted} GPUs ({told or 'no parallel size'}), the block has "
+                f"the command uses {product} GPUs ({factors or 'no parallel size'}), the block has "
                 f"{block.gpus} on {block.machines} machines",
             )
         nodes = options.number(self.options, "nnodes")

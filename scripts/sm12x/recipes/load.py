@@ -62,11 +62,11 @@ def pair(recipe: Recipe) -> list[Recipe]:
 
 
 def find(word: str) -> Path:
-    """The file that a word names: a recipe of ``layout.recipes()``, or any other by its path.
+    """Return the file of a recipe, by its name in ``layout.recipes()`` or by its path.
 
     Raises:
-        BadFileError: it is a path, and no file is there.
-        UsageError: it is a name that no recipe has; the near ones are listed.
+        BadFileError: ``word`` is a path, and no file is there.
+        UsageError: ``word`` is not the name of a recipe; the message lists similar names.
     """
     path = layout.recipes() / f"{word}.yaml"
     is_path = word.endswith((".yaml", ".yml")) or "/" in word
@@ -78,20 +78,20 @@ def find(word: str) -> Path:
     if is_path:
         what = "is no file" if os.path.lexists(word) else "does not exist"
         raise BadFileError(f"{word} {what}", next_step=step)
-    names = [found.stem for found in path.parent.glob("*.yaml")]
+    names = [file.stem for file in path.parent.glob("*.yaml")]
     if others := near(word, names, cutoff=0.5, shown=3):
         step = f"perhaps you meant {others}"
     raise UsageError(f"there is no recipe {word!r}", next_step=step)
 
 
 def template_fields(template: str) -> list[str]:
-    """The names a `str.format` template asks for, in order. Raises ValueError if it is none."""
-    found = []
+    """List the fields of a `str.format` template, in order. Raises ValueError if it is none."""
+    names = []
     for _, name, spec, _ in string.Formatter().parse(template):
         if name is not None:
-            found.append(name.split(".")[0].split("[")[0])
-            found += template_fields(spec or "")
-    return found
+            names.append(name.split(".")[0].split("[")[0])
+            names += template_fields(spec or "")
+    return names
 
 
 def inspect(path: Path) -> tuple[Recipe | None, list[Fault]]:
@@ -100,9 +100,9 @@ def inspect(path: Path) -> tuple[Recipe | None, list[Fault]]:
         text = yamltext.parse(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         return None, [Fault(path=path, line=1, text=f"cannot be read: {error}")]
-    found = [Fault(path=path, line=line, text=said) for line, said in text.faults]
+    faults = [Fault(path=path, line=line, text=message) for line, message in text.faults]
     if not isinstance(text.data, dict):
-        return None, found or [Fault(path=path, line=1, text="is not a mapping of keys")]
+        return None, faults or [Fault(path=path, line=1, text="is not a mapping of keys")]
     given: dict[str, Any] = text.data
     for keys, what in _OTHERS.items():
         if not {"command", "recipe_version"} & set(given) and set(keys) <= set(given):
@@ -114,8 +114,8 @@ def inspect(path: Path) -> tuple[Recipe | None, list[Fault]]:
     theirs = sparkrun.translate(given, path.stem) if sparkrun.is_theirs(given) else None
     if theirs and theirs.faults:
         # Further faults of its keys would say nothing about the file.
-        faults_there = [(text.line((key,)), said) for key, said in theirs.faults]
-        return None, [Fault(path=path, line=line, text=said) for line, said in faults_there]
+        faults_there = [(text.line((key,)), message) for key, message in theirs.faults]
+        return None, [Fault(path=path, line=line, text=message) for line, message in faults_there]
     if theirs:
         given = theirs.top
     top = {
@@ -135,36 +135,36 @@ def inspect(path: Path) -> tuple[Recipe | None, list[Fault]]:
             name: str(value) if isinstance(value, bool) else value
             for name, value in top["env"].items()
         }
-    recipe, faults = declared.check(Recipe, top)
-    said = {fault.text: text.line(fault.where) for fault in faults}
-    known = (*(one.name for one in fields(Recipe) if one.name not in _NOT_IN_FILES), *THEIRS)
+    recipe, problems = declared.check(Recipe, top)
+    messages = {problem.text: text.line(problem.where) for problem in problems}
+    valid_keys = (*(one.name for one in fields(Recipe) if one.name not in _NOT_IN_FILES), *THEIRS)
     for key in () if theirs else given:
-        if key not in known and (hint := perhaps(key, known)):
-            said[f"{key} is not a known key{hint}"] = text.line((key,))
-    said |= dict.fromkeys(_command_faults(given), text.line(("command",)))
-    found += [Fault(path=path, line=line, text=one) for one, line in said.items()]
-    if recipe is not None and not found:
+        if key not in valid_keys and (hint := perhaps(key, valid_keys)):
+            messages[f"{key} is not a known key{hint}"] = text.line((key,))
+    messages |= dict.fromkeys(_command_faults(given), text.line(("command",)))
+    faults += [Fault(path=path, line=line, text=message) for message, line in messages.items()]
+    if recipe is not None and not faults:
         try:
             recipe = planned.completed(recipe)
         except BadFileError as error:
             step = error.next_step
-            found.append(Fault(path=path, line=1, text=error.message, next_step=step))
-    return (None if found else recipe), sorted(found, key=lambda fault: fault.line)
+            faults.append(Fault(path=path, line=1, text=error.message, next_step=step))
+    return (None if faults else recipe), sorted(faults, key=lambda fault: fault.line)
 
 
 def _command_faults(top: Mapping[str, object]) -> list[str]:
-    """Names that the command uses and the defaults do not have."""
+    """List the names that the command uses and the defaults do not have."""
     command, defaults = top.get("command"), top.get("defaults") or {}
     if not isinstance(command, str) or not isinstance(defaults, dict):
         return []
     try:
-        asked = template_fields(command)
+        names = template_fields(command)
     except ValueError as error:
         return [f"command is not a str.format template: {error}; double JSON braces"]
     return [
         f"command asks for {{{name}}}, defaults has none{perhaps(name, defaults)}"
         if name.isidentifier()
         else f"command has {{{name}}}: double the braces of JSON"
-        for name in dict.fromkeys(asked)
+        for name in dict.fromkeys(names)
         if name not in defaults
     ]

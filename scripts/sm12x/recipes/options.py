@@ -32,8 +32,8 @@ _TRUE = ("1", "true", "yes")
 
 
 def parse(words: Sequence[str]) -> dict[str, str]:
-    """The long options, the last of each; "" for a flag. vLLM takes `_` for `-` in names."""
-    found: dict[str, str] = {}
+    """Parse long options, the last of each; "" for a flag. vLLM takes `_` for `-` in names."""
+    values: dict[str, str] = {}
     for index, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name in _SHORT:
@@ -43,8 +43,8 @@ def parse(words: Sequence[str]) -> dict[str, str]:
         following = words[index + 1] if index + 1 < len(words) else ""
         if not equals:
             value = "" if following.startswith("-") and not _negative(following) else following
-        found[name[2:].replace("_", "-")] = value
-    return found
+        values[name[2:].replace("_", "-")] = value
+    return values
 
 
 def find(given: Mapping[str, str], name: str) -> str | None:
@@ -86,11 +86,11 @@ def number(options: Mapping[str, str], name: str, default: int = 1) -> int | Non
 
 
 def integer(text: str) -> int | None:
-    """A whole number as vLLM reads one, `32768`, `32k` (1000) or `32K` (1024); None for others."""
-    found = re.fullmatch(r"([0-9]{1,18})([kmgtKMGT]?)", text) or re.fullmatch(
+    """Parse an integer as vLLM does, `32768`, `32k` (1000) or `32K` (1024); None for others."""
+    match = re.fullmatch(r"([0-9]{1,18})([kmgtKMGT]?)", text) or re.fullmatch(
         r"([0-9]{1,18}\.[0-9]{1,9})([kmgt])", text
     )
-    return int(Decimal(found[1]) * _FACTORS[found[2]]) if found else None
+    return int(Decimal(match[1]) * _FACTORS[match[2]]) if match else None
 
 
 def is_port(text: str) -> bool:

@@ -59,15 +59,15 @@ class Rendered:
 
 
 def settings_from(environ: Mapping[str, str], recipe: Recipe) -> tuple[dict[str, str], list[str]]:
-    """The settings given as SM12X_<KEY>, and a remark on each such variable that is none."""
-    found, remarks = {}, []
+    """Return the settings given as SM12X_<KEY>, and a remark on each unknown SM12X_ variable."""
+    settings, remarks = {}, []
     names = {f"{_ENV_PREFIX}{key.upper()}": key for key in recipe.defaults}
     for variable, value in environ.items():
         if variable in names:
-            found[names[variable]] = value
+            settings[names[variable]] = value
         elif variable.startswith(_ENV_PREFIX) and variable not in _RESERVED:
             remarks.append(f"{variable} is not a setting of {recipe.key}{perhaps(variable, names)}")
-    return found, remarks
+    return settings, remarks
 
 
 def render(
@@ -169,17 +169,17 @@ def arguments(recipe: Recipe) -> tuple[str, ...]:
 
 
 def require_settings(recipe: Recipe, settings: Iterable[str]) -> None:
-    """Raise UsageError for a name that is no setting of the recipe, and none of its `env`."""
+    """Raise UsageError for a name that is neither a setting of the recipe nor in its `env`."""
     try:
-        asked = set(template_fields(recipe.command))
+        fields = set(template_fields(recipe.command))
     except ValueError as error:
         raise _unfit(recipe, str(error)) from None
     for key in settings:
-        if key not in recipe.defaults and key not in asked and key not in recipe.env:
-            known = [*recipe.defaults, *recipe.env]
+        if key not in recipe.defaults and key not in fields and key not in recipe.env:
+            names = [*recipe.defaults, *recipe.env]
             raise UsageError(
-                f"{recipe.key} has no setting {key!r}{perhaps(key, known)}",
-                next_step=f"its settings are {', '.join(known) or 'none'}; "
+                f"{recipe.key} has no setting {key!r}{perhaps(key, names)}",
+                next_step=f"its settings are {', '.join(names) or 'none'}; "
                 "give vLLM's own arguments after --",
             )
 

@@ -137,21 +137,21 @@ class Script:
             words.clear()
 
         while self.at < len(self.text):
-            if found := _COMMENT.match(self.text, self.at):
-                self._replace(found, "")
-            elif found := _CONTINUED.match(self.text, self.at):
-                self._replace(found, " ")
-            elif found := _BLANKS.match(self.text, self.at):
-                self.at = found.end()
-            elif found := _REDIRECTION.match(self.text, self.at):
-                self._redirection(found)
-            elif found := _OPERATOR.match(self.text, self.at):
-                operator = found[0]
+            if match := _COMMENT.match(self.text, self.at):
+                self._replace(match, "")
+            elif match := _CONTINUED.match(self.text, self.at):
+                self._replace(match, " ")
+            elif match := _BLANKS.match(self.text, self.at):
+                self.at = match.end()
+            elif match := _REDIRECTION.match(self.text, self.at):
+                self._redirection(match)
+            elif match := _OPERATOR.match(self.text, self.at):
+                operator = match[0]
                 depth += {"(": 1, ")": -1}.get(operator, 0)
                 if (operator == "(" and words) or (depth < 0 and not closing):
                     raise UnreadError(f"`{operator}`")
                 finish()
-                self.at = found.end()
+                self.at = match.end()
                 if depth < 0:
                     return
                 if operator == "\n":
@@ -168,14 +168,14 @@ class Script:
         if closing or depth:
             raise ValueError("a `)` is missing")
 
-    def _replace(self, found: re.Match[str], text: str) -> None:
-        self.edits.append((found.start(), found.end(), text))
-        self.at = found.end()
+    def _replace(self, match: re.Match[str], text: str) -> None:
+        self.edits.append((match.start(), match.end(), text))
+        self.at = match.end()
 
     def _redirection(self, operator: re.Match[str]) -> None:
         self.at, self.live = operator.end(), True
-        while found := _CONTINUED.match(self.text, self.at) or _BLANKS.match(self.text, self.at):
-            self.at = found.end()
+        while match := _CONTINUED.match(self.text, self.at) or _BLANKS.match(self.text, self.at):
+            self.at = match.end()
         target = self._word()
         if re.fullmatch(r"\d*<<-?", operator[0]):
             self.documents.append((target, "\t" if operator[0].endswith("-") else ""))
@@ -188,13 +188,13 @@ class Script:
                 del self.documents[0]
 
     def _word(self) -> str:
-        """The word that begins here; what a shell would expand stays as written."""
+        """Read the word that begins at ``at``; text that a shell would expand stays as written."""
         value: list[str] = []
         bare = ""
         while self.at < len(self.text) and (char := self.text[self.at]) not in " \t\n;&|<>()":
-            if found := _CONTINUED.match(self.text, self.at):
-                ends = re.search(r"\n[ \t]", found[0])
-                self._replace(found, " " if ends else "")
+            if match := _CONTINUED.match(self.text, self.at):
+                ends = re.search(r"\n[ \t]", match[0])
+                self._replace(match, " " if ends else "")
                 if ends:
                     break
                 continue
@@ -240,14 +240,14 @@ class Script:
         raise ValueError(f'its line {self._line(start)} opens a " that is not closed')
 
     def _expansion(self, value: list[str], *, quoted: bool) -> None:
-        """Pass `$...` or a backquote, which stands before ``at``, and put it into ``value``."""
+        """Read the `$...` or backquote just before ``at``, and append it to ``value``."""
         start, following = self.at - 1, self.text[self.at : self.at + 1]
-        found = _EXPANSION.match(self.text, start)
+        match = _EXPANSION.match(self.text, start)
         if not quoted:
-            found = found or _ANSI_C.match(self.text, start)
+            match = match or _ANSI_C.match(self.text, start)
         self.live = True
-        if found:
-            self.at = found.end()
+        if match:
+            self.at = match.end()
         elif following == "{":
             self._braces(quoted=quoted)
         elif following == "(" and self.text[self.at : self.at + 2] != "((":

@@ -62,15 +62,17 @@ def is_theirs(top: Mapping[str, Any]) -> bool:
 
 
 def translate(top: Mapping[str, Any], key: str) -> Translation:
-    """The recipe in version 1. ``key`` names it where the file does not.
+    """Translate a recipe of sparkrun into version 1. ``key`` names it where the file does not.
 
     A template is filled as sparkrun fills it: ``{model}`` is the model, braces of JSON stand alone
     unless the template doubles them, a name that is no setting stays as it is, and a setting may
     refer to another. Without a command every setting is an option of `vllm serve`.
     """
     if "include" in top:
-        said = f"include: the rest of this recipe is in {top['include']!r}, which is not read here"
-        return Translation(top={}, faults=(("include", f"{said}: put its keys into this file"),))
+        reason = (
+            f"include: the rest of this recipe is in {top['include']!r}, which is not read here"
+        )
+        return Translation(top={}, faults=(("include", f"{reason}: put its keys into this file"),))
     faults: list[tuple[str, str]] = []
     runtime = str(top.get("runtime") or "vllm")
     if runtime not in _RUNTIMES:
@@ -102,7 +104,7 @@ def translate(top: Mapping[str, Any], key: str) -> Translation:
                     f"defaults refer to each other, or without end: {first_of([*nested], 9)}",
                 )
             )
-    made = {
+    recipe = {
         # sparkrun has an image for each runtime; here it is the bundle's.
         "container": "vllm-sm12x",
         **{name: top[name] for name in _SAME if name in top},
@@ -114,7 +116,7 @@ def translate(top: Mapping[str, Any], key: str) -> Translation:
         **_machines(top),
     }
     ignored = tuple(name for name in top if name not in (*_SAME, *_READ))
-    return Translation(top=made, not_applied=ignored, faults=tuple(faults))
+    return Translation(top=recipe, not_applied=ignored, faults=tuple(faults))
 
 
 def _machines(top: Mapping[str, Any]) -> dict[str, bool]:
@@ -162,12 +164,12 @@ def _named(command: str, settings: Mapping[str, Any]) -> str:
 
 
 def _nested(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The settings whose value refers to another one."""
+    """Return the settings whose value refers to another setting."""
     return {
         name: value
         for name, value in settings.items()
         if isinstance(value, str)
-        and any(found in settings for found in _PLACEHOLDER.findall(value))
+        and any(field in settings for field in _PLACEHOLDER.findall(value))
     }
 
 

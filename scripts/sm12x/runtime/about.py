@@ -102,11 +102,11 @@ def _state(patch: PatchEntry) -> str:
 
 
 def _machine_code(kinds: Sequence[str]) -> str:
-    """How many libraries run how on one device, from the ledger's audit."""
+    """Count the libraries by how they run on one device, from the ledger's audit."""
     counted = Counter(kinds)
-    known = [f"{counted[kind]} {text}" for kind, text in _KINDS.items() if counted[kind]]
+    counts = [f"{counted[kind]} {text}" for kind, text in _KINDS.items() if counted[kind]]
     other = sum(number for kind, number in counted.items() if kind not in _KINDS)
-    return "; ".join([*known, *([f"{other} unknown"] if other else [])])
+    return "; ".join([*counts, *([f"{other} unknown"] if other else [])])
 
 
 def recipe_list(recipes: Mapping[str, Recipe]) -> list[str]:
@@ -121,7 +121,7 @@ def recipe_list(recipes: Mapping[str, Recipe]) -> list[str]:
 
 
 def recipe_text(recipe: Recipe, image: str) -> str:
-    """One recipe with its status, settings and the command that runs it."""
+    """Describe one recipe: its status, settings and the command that runs it."""
     lines = [f"{recipe.key}: {recipe.description or recipe.name}"]
     if recipe.model:
         lines.append(f"  model    {recipe.model}")
@@ -130,12 +130,12 @@ def recipe_text(recipe: Recipe, image: str) -> str:
         machines = f" on each of {block.machines} machines" if block.machines > 1 else ""
         reason = f": {block.sleep.reason}" if block.sleep.reason else ""
         status = block.status
-        said = "; ".join(filter(None, (status.date, status.evidence, status.source)))
+        evidence = "; ".join(filter(None, (status.date, status.evidence, status.source)))
         lines += [
             f"  needs    {block.gpus} x {' or '.join(block.hardware)}{machines}",
             f"  sleep    {block.sleep}{reason}",
             *_memory(block.memory),
-            f"  status   {status.state}: {said}",
+            f"  status   {status.state}: {evidence}",
         ]
         if why := recipe.blocked_on(layout.release()):
             lines.append(f"  blocked  {why}")
@@ -148,10 +148,14 @@ def recipe_text(recipe: Recipe, image: str) -> str:
 
 
 def _command(recipe: Recipe, image: str) -> list[str]:
-    """The `docker run` of a recipe, one option group per line; one command per machine."""
+    """Return the `docker run` of a recipe, one option group per line; one command per machine."""
     # What only the user knows.
-    asked = {"master_addr": "FIRST", "revision": "COMMIT"}
-    first = {key: asked[key] for key in asked if recipe.defaults.get(key, "x") in ("", "127.0.0.1")}
+    placeholders = {"master_addr": "FIRST", "revision": "COMMIT"}
+    first = {
+        key: placeholders[key]
+        for key in placeholders
+        if recipe.defaults.get(key, "x") in ("", "127.0.0.1")
+    }
     try:
         parts = containers(recipe, image=image, settings=first, extra=(), shipped=True)
     except UsageError as error:

@@ -133,8 +133,8 @@ def is_sleeping(server: Listener, get: _Get, seconds: float) -> bool | None:
 
 
 def running(proc: Path = Path("/proc")) -> list[list[str]]:
-    """The command lines of the processes here, oldest first: vLLM's workers come after it."""
-    found = []
+    """List the command lines of the processes here, oldest first: vLLM's workers come after it."""
+    commands = []
     for folder in sorted(
         (entry for entry in proc.iterdir() if entry.name.isdigit()), key=lambda e: int(e.name)
     ):
@@ -143,8 +143,8 @@ def running(proc: Path = Path("/proc")) -> list[list[str]]:
         except OSError:
             # It ended, or belongs to another user.
             continue
-        found.append([word.decode(errors="replace") for word in raw.split(b"\0") if word])
-    return found
+        commands.append([word.decode(errors="replace") for word in raw.split(b"\0") if word])
+    return commands
 
 
 def server_here() -> Listener | None:

@@ -51,7 +51,7 @@ class Stopped(Exception):  # noqa: N818 - not an error: someone asked for the en
 def members(
     words: Sequence[str], find: Callable[[str], Recipe | None], environ: Mapping[str, str]
 ) -> tuple[tuple[PairMember, ...], float]:
-    """The servers that the words name, and the seconds each may take to load.
+    """Return the servers that ``words`` name, and the seconds that each may take to load.
 
     Raises:
         UsageError: a name that is no recipe, one that cannot sleep, or two on one port.
@@ -61,7 +61,7 @@ def members(
         if len(rest) < 2 or not rest[1].isdecimal():
             raise UsageError("--load-seconds needs a number of seconds", next_step=_USAGE)
         seconds, rest = float(rest[1]), rest[2:]
-    found: list[PairMember] = []
+    pair: list[PairMember] = []
     for group in _split(rest):
         recipe = find(group[0])
         if recipe is None:
@@ -86,14 +86,14 @@ def members(
                 f"{recipe.key} is to listen on port {port!r}, which is none",
                 next_step="give port=N, from 1 to 65535",
             )
-        found.append(PairMember(key=recipe.key, rendered=rendered, server=server, level=level))
-    ports = [member.server.port for member in found]
-    if len(found) < 2 or len(set(ports)) < len(ports):
+        pair.append(PairMember(key=recipe.key, rendered=rendered, server=server, level=level))
+    ports = [member.server.port for member in pair]
+    if len(pair) < 2 or len(set(ports)) < len(ports):
         raise UsageError(
-            f"two recipes with ports of their own are expected, got {len(found)} on {ports}",
+            f"two recipes with ports of their own are expected, got {len(pair)} on {ports}",
             next_step=_USAGE,
         )
-    return tuple(found), seconds
+    return tuple(pair), seconds
 
 
 def _split(words: Sequence[str]) -> list[list[str]]:
@@ -182,7 +182,7 @@ def _answers(server: health.Listener) -> bool:
 
 
 def _put_to_sleep(member: PairMember) -> None:
-    """Raises ToolFailedError unless the server says that it sleeps."""
+    """Put a server to sleep. Raises ToolFailedError unless it answers that it sleeps."""
     why, step = "", "its recipe needs --enable-sleep-mode and --enable-sleep-routes"
     try:
         status, body = health.request(
@@ -195,8 +195,8 @@ def _put_to_sleep(member: PairMember) -> None:
         else:
             asleep = health.is_sleeping(member.server, health.get_http, _SLEEP_SECONDS)
             if not asleep:
-                said = "no true or false" if asleep is None else "false"
-                why = f"/is_sleeping answers {said} after /sleep"
+                state = "no true or false" if asleep is None else "false"
+                why = f"/is_sleeping answers {state} after /sleep"
     except (OSError, http.client.HTTPException) as error:
         why = f"/sleep does not answer: {error!r}"
     if why:

@@ -172,17 +172,17 @@ def remark(jobs: Mapping[str, str]) -> str:
 
 
 def identity(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables for a uid that the image does not know (`--user 12345`).
+    """Return the variables for a uid that has no passwd entry (`--user 12345`).
 
     torch asks for the user's name, and tools write to HOME; without these they raise KeyError or
     write to /.
     """
-    found = {}
+    variables = {}
     try:
         pwd.getpwuid(os.getuid())
     except KeyError:
-        found = {name: "vllm" for name in ("LOGNAME", "USER") if not environ.get(name)}
+        variables = {name: "vllm" for name in ("LOGNAME", "USER") if not environ.get(name)}
     home = environ.get("HOME", "/")
     if home == "/" or not os.access(home, os.W_OK):
-        found["HOME"] = "/cache"
-    return found
+        variables["HOME"] = "/cache"
+    return variables

@@ -32,11 +32,11 @@ def write(report: VerifyReport, path: Path) -> None:
 
 
 def _figure(report: VerifyReport) -> Any:
-    """The picture as a matplotlib figure. Raises ToolMissingError."""
+    """Return the chart as a matplotlib figure. Raises ToolMissingError."""
     series = _residue(report)
     rows = 2 if series else 1
-    made = picture.figure(_OPTION, figsize=(10, 1 + 3.2 * rows), layout="constrained")
-    times = made.add_subplot(rows, 1, 1)
+    figure = picture.figure(_OPTION, figsize=(10, 1 + 3.2 * rows), layout="constrained")
+    times = figure.add_subplot(rows, 1, 1)
     for (name, marker, value), colour in zip(_TIMES, _COLOURS, strict=False):
         _line(times, [value(turn) for turn in report.turns], name, marker, colour)
     times.set_ylabel("seconds")
@@ -50,13 +50,13 @@ def _figure(report: VerifyReport) -> Any:
     )
     _finish(times, report.turns)
     if series:
-        memory = made.add_subplot(rows, 1, 2, sharex=times)
+        memory = figure.add_subplot(rows, 1, 2, sharex=times)
         for number, (name, sizes) in enumerate(series.items()):
             _line(memory, sizes, name, ".", _COLOURS[number % len(_COLOURS)])
         memory.set_ylabel("GiB in use while asleep")
         memory.set_xlabel("turn")
         _finish(memory, report.turns)
-    return made
+    return figure
 
 
 def _residue(report: VerifyReport) -> dict[str, list[float | None]]:
@@ -79,9 +79,9 @@ def _gib(turn: TurnReport, gpu: int, *, of_server: bool) -> float | None:
 
 
 def _line(axes: Any, values: Sequence[float | None], name: str, marker: str, colour: str) -> None:
-    known = [(n, value) for n, value in enumerate(values, 1) if value is not None]
-    if known:
-        across, up = zip(*known, strict=True)
+    points = [(n, value) for n, value in enumerate(values, 1) if value is not None]
+    if points:
+        across, up = zip(*points, strict=True)
         axes.plot(across, up, marker=marker, color=colour, label=name, linewidth=1, markersize=4)
 
 

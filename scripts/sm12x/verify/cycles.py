@@ -225,7 +225,7 @@ class Run:
         return error
 
     def report(self) -> VerifyReport:
-        """The report so far."""
+        """Return the report so far."""
         settings = self._settings
         servers = tuple(
             ServerReport(
@@ -240,7 +240,7 @@ class Run:
             for one in self._members
             if one.identity
         )
-        found = judge.checks(
+        checks = judge.checks(
             settings.limits,
             servers,
             self._turns,
@@ -248,7 +248,7 @@ class Run:
             random_weights=settings.random_weights,
             memory_unseen=self._watch.unseen,
         )
-        verdict = judge.verdict(found) if self._ended else RUNNING
+        verdict = judge.verdict(checks) if self._ended else RUNNING
         return VerifyReport(
             begun=self._begun,
             seconds=time.monotonic() - self._began,
@@ -261,7 +261,7 @@ class Run:
             turns=tuple(self._turns),
             stress=tuple(self._stress),
             trends=judge.trends(self._turns),
-            checks=found,
+            checks=checks,
             stopped=self._stopped,
             left=tuple(one.left for one in self._members if one.left),
         )
@@ -311,15 +311,15 @@ class Run:
             busy = one.server.at_work()
             step = "keep users away from it for the time of the run, or give --force"
             if isinstance(busy, Unseen):
-                said = f"whether requests run on {one.server} could not be seen: {busy.why}"
+                reason = f"whether requests run on {one.server} could not be seen: {busy.why}"
                 step = f"start it without --disable-log-stats and a proxy before it, or {step}"
             elif busy:
-                said = f"{one.server} is at work on {counted(busy, 'request')}"
+                reason = f"{one.server} is at work on {counted(busy, 'request')}"
             else:
                 continue
             if not self._settings.force:
-                raise ServerError(f"{said}; a sleep aborts what runs", next_step=step)
-            self._tell(f"{said}; --force: a sleep aborts what runs")
+                raise ServerError(f"{reason}; a sleep aborts what runs", next_step=step)
+            self._tell(f"{reason}; --force: a sleep aborts what runs")
 
     def _rotation(self) -> list[tuple[_Member, _Member]]:
         """The two turns of a cycle; the one that is awake sleeps first, and one is awake then."""
@@ -361,7 +361,7 @@ class Run:
         self._turns.append(turn)
         at = f"cycle {cycle} of {self._settings.cycles}"
 
-        def known(**what: Any) -> None:
+        def record(**what: Any) -> None:
             self._turns[-1] = replace(self._turns[-1], **what)
 
         before = self._watch.sample()
@@ -369,19 +369,19 @@ class Run:
         sleeps.sleeps += 1
         asleep = self._watch.sample()
         self._watch.slept(sleeps.name, before, asleep)
-        known(
+        record(
             sleep_seconds=seconds,
             before=self._watch.of(sleeps.name, before),
             asleep=self._watch.of(sleeps.name, asleep),
             ranks=sleeps.server.ranks(),
         )
-        known(wake_seconds=self._wake(wakes, at))
+        record(wake_seconds=self._wake(wakes, at))
         wakes.wakes += 1
-        known(after=self._watch.of(sleeps.name, self._watch.sample()))
+        record(after=self._watch.of(sleeps.name, self._watch.sample()))
         self._begin(f"{at}: asking {wakes.name}")
-        known(answer_seconds=wakes.server.complete(_PROMPTS[0], 1).seconds)
+        record(answer_seconds=wakes.server.complete(_PROMPTS[0], 1).seconds)
         if wakes.before:
-            known(answers=self._compare(wakes))
+            record(answers=self._compare(wakes))
             if cycle == self._settings.cycles:
                 self._burst(wakes, AFTER)
         else:
@@ -403,13 +403,13 @@ class Run:
         self._burst(one, BEFORE)
 
     def _compare(self, one: _Member) -> tuple[AnswerReport, ...]:
-        found = []
+        answers = []
         for prompt, before in one.before.items():
             answer = one.server.complete(prompt, _TOKENS)
             verdict = judge.compared(answer.text, before)
             wrong = judge.garbage(answer.text, answer.ids)
             shown = "" if verdict == EQUAL and not wrong else _parting(answer.text, before[0])
-            found.append(
+            answers.append(
                 AnswerReport(
                     prompt=_PROMPTS.index(prompt) + 1,
                     verdict=verdict,
@@ -417,7 +417,7 @@ class Run:
                     text=_short(one.server, shown),
                 )
             )
-        return tuple(found)
+        return tuple(answers)
 
     def _sleep(self, one: _Member, why: str) -> float:
         with self._changing(one, why, "goes to sleep", "sleep"):
@@ -478,10 +478,12 @@ class Run:
         drafted, accepted = _spent(before, one.server.counters())
         good = [answer for answer in answers if isinstance(answer, Completion)]
         checked = [] if settings.random_weights else good
-        wrong = [said for found in checked if (said := judge.garbage(found.text, found.ids))]
+        wrong = [
+            problem for answer in checked if (problem := judge.garbage(answer.text, answer.ids))
+        ]
         faults = [str(answer.message) for answer in answers if isinstance(answer, Sm12xError)]
-        said_once = list(dict.fromkeys(faults + wrong))
-        known = [answer.tokens for answer in good]
+        distinct = list(dict.fromkeys(faults + wrong))
+        tokens = [answer.tokens for answer in good]
         times = [answer.seconds for answer in good]
         self._stress.append(
             StressReport(
@@ -491,13 +493,13 @@ class Run:
                 failed=settings.requests - len(good),
                 garbled=len(wrong),
                 seconds=seconds,
-                # One that does not count them counts none.
-                tokens=0 if None in known else sum(filter(None, known)),
+                # A server that omits a token count gets 0, so no speed is reported.
+                tokens=0 if None in tokens else sum(filter(None, tokens)),
                 median_seconds=statistics.median(times) if times else None,
                 slowest_seconds=max(times, default=None),
                 drafted=drafted,
                 accepted=accepted,
-                faults=tuple(_short(one.server, said) for said in said_once[:_FAULTS]),
+                faults=tuple(_short(one.server, problem) for problem in distinct[:_FAULTS]),
             )
         )
 
@@ -506,13 +508,13 @@ class Run:
         return bool(one.touched and one.identity and one.asleep != one.identity.asleep)
 
     def _restore(self) -> None:
-        """Restore every server's state: first those that slept, to free the memory."""
+        """Restore every server's state: put servers to sleep first, to free memory."""
         with self._interrupts.held("the servers' state to be restored"):
-            for wanted in (True, False):
+            for asleep in (True, False):
                 for one in self._members:
                     was = one.identity and one.identity.asleep
-                    if was is wanted and self._changed(one) and not one.left:
-                        one.left = self._put_back(one, asleep=wanted)
+                    if was is asleep and self._changed(one) and not one.left:
+                        one.left = self._put_back(one, asleep=asleep)
         for one in self._members:
             if one.touched and not one.left:
                 one.left = f"{one.name} is {_state(one.asleep)}, as it was"
@@ -545,18 +547,18 @@ class Run:
 
     def _unknown(self, one: _Member, error: Exception | None = None) -> str:
         was = bool(one.identity and one.identity.asleep)
-        known = "may be asleep" if one.asleep is None else f"is {_state(one.asleep)}"
+        state = "may be asleep" if one.asleep is None else f"is {_state(one.asleep)}"
         reason = error.message if isinstance(error, Sm12xError) else repr(error)
         because = f" ({reason})" if error else ""
         path = "sleep?level=1" if was else "wake_up"
-        said = (
-            f"{one.name} {known}, and was {_state(was)}{because}: "
+        sentence = (
+            f"{one.name} {state}, and was {_state(was)}{because}: "
             f"curl -X POST '{one.server.url}/{path}'"
         )
         if isinstance(error, GoneError):
-            said = f"{one.name} does not answer any more, and was {_state(was)}"
-        self._not_put_back.append(said)
-        return said
+            sentence = f"{one.name} does not answer any more, and was {_state(was)}"
+        self._not_put_back.append(sentence)
+        return sentence
 
 
 def _from_level_2(server: Server) -> list[Callable[[], float]]:
@@ -587,12 +589,12 @@ def _short(server: Server, text: str) -> str:
 def _spent(
     before: Mapping[str, float] | None, after: Mapping[str, float] | None
 ) -> tuple[int | None, int | None]:
-    """Tokens drafted and accepted between two readings; None where they are not counted."""
+    """Return the tokens drafted and accepted between two readings; None where not counted."""
     if before is None or after is None or DRAFTED not in after or ACCEPTED not in after:
         return None, None
-    found = [int(after[name] - before.get(name, 0)) for name in (DRAFTED, ACCEPTED)]
+    tokens = [int(after[name] - before.get(name, 0)) for name in (DRAFTED, ACCEPTED)]
     # Fewer than before: the server has started anew.
-    return (None, None) if min(found) < 0 else (found[0], found[1])
+    return (None, None) if min(tokens) < 0 else (tokens[0], tokens[1])
 
 
 def _at_a_time(server: Server, requests: int, concurrency: int) -> list[Completion | Sm12xError]:

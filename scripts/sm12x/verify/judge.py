@@ -58,7 +58,7 @@ class _Check:
     option: str = ""
     most: bool = True
 
-    def found(self, value: float, text: str) -> CheckReport:
+    def judge(self, value: float, text: str) -> CheckReport:
         good = value <= self.limit if self.most else value >= self.limit
         if self.option:
             unit = f" {self.unit}" if self.unit else ""
@@ -68,13 +68,13 @@ class _Check:
     def unseen(self, why: str) -> CheckReport:
         return self._report(UNSEEN, None, why)
 
-    def _report(self, verdict: str, found: float | None, text: str) -> CheckReport:
+    def _report(self, verdict: str, value: float | None, text: str) -> CheckReport:
         return CheckReport(
             check=self.check,
             server=self.server,
             verdict=verdict,
-            found=found,
-            limit=None if found is None and not self.option else float(self.limit),
+            found=value,
+            limit=None if value is None and not self.option else float(self.limit),
             unit=self.unit,
             option=self.option,
             text=text,
@@ -82,7 +82,7 @@ class _Check:
 
 
 def garbage(text: str, ids: Sequence[int] | None = None) -> str:
-    """The evidence that a text is garbage; "" without any."""
+    """Return the evidence that a text is garbage; "" without any."""
     words = text.strip()
     if not words:
         return "empty"
@@ -92,10 +92,10 @@ def garbage(text: str, ids: Sequence[int] | None = None) -> str:
         token, times = Counter(ids).most_common(1)[0]
         if times >= _SHARE * len(ids):
             return f"token {token} is {times} of {len(ids)} tokens"
-    found = _AGAIN.match(words)
+    match = _AGAIN.match(words)
     # The rest after the last whole repetition may be the beginning of another.
-    if found and found[1].startswith(words[found.end() :]):
-        return f"{found[1]!r} again and again"
+    if match and match[1].startswith(words[match.end() :]):
+        return f"{match[1]!r} again and again"
     return ""
 
 
@@ -117,33 +117,34 @@ def slope(values: Sequence[float]) -> float:
 
 
 def trends(turns: Sequence[TurnReport]) -> tuple[TrendReport, ...]:
-    """The residue of each server on each GPU, without that of its first sleep.
+    """Return the residue of each server on each GPU; the slope omits its first sleep.
 
-    It is the memory of the server's processes, or of all where that was not seen each time. A GPU
-    that was not the server's each time is left out: another server slept there meanwhile.
+    The residue is the memory of the server's processes, or of all processes where a sample lacks
+    the former. A GPU that was not the server's in every sample is omitted: another server slept
+    there meanwhile.
     """
-    made = []
+    reports = []
     for server in dict.fromkeys(turn.sleeps for turn in turns):
         mine = [turn for turn in turns if turn.sleeps == server and turn.asleep is not None]
         for gpu in sorted(_its_gpus(mine)):
             asleep = [use for turn in mine for use in turn.asleep or () if use.gpu == gpu]
             of_server = all(use.held is not None for use in asleep)
             sizes = [use.held if of_server else use.used for use in asleep]
-            known = [size for size in sizes if size is not None]
-            if not known or len(known) != len(sizes):
+            readings = [size for size in sizes if size is not None]
+            if not readings or len(readings) != len(sizes):
                 continue
-            later = known[1:]
-            made.append(
+            later = readings[1:]
+            reports.append(
                 TrendReport(
                     server=server,
                     gpu=gpu,
                     of_server=of_server,
-                    sleeps=len(known),
-                    last_bytes=known[-1],
+                    sleeps=len(readings),
+                    last_bytes=readings[-1],
                     mib_per_cycle=slope(later) / MIB if len(later) >= _FEWEST else None,
                 )
             )
-    return tuple(made)
+    return tuple(reports)
 
 
 def checks(
@@ -155,26 +156,26 @@ def checks(
     random_weights: bool,
     memory_unseen: str,
 ) -> tuple[CheckReport, ...]:
-    """All checks, as far as there are measurements."""
-    made: list[CheckReport] = []
+    """Run all checks for which there are measurements."""
+    reports: list[CheckReport] = []
     for server in servers:
         name = server.name
-        made += _times(limits, name, turns)
-        made += _memory(limits, name, turns, memory_unseen, len(servers))
-        made.append(_answers(server, turns))
+        reports += _times(limits, name, turns)
+        reports += _memory(limits, name, turns, memory_unseen, len(servers))
+        reports.append(_answers(server, turns))
         mine = [one for one in stress if one.server == name]
         if not random_weights:
-            made.append(_garbage(name, turns, mine))
-        made += _stress(limits, name, mine)
-    return tuple(made)
+            reports.append(_garbage(name, turns, mine))
+        reports += _stress(limits, name, mine)
+    return tuple(reports)
 
 
-def verdict(found: Sequence[CheckReport]) -> str:
-    """``breached``; ``unknown`` where the answers could not be compared; else ``passed``."""
-    if any(one.verdict == BREACH for one in found):
+def verdict(reports: Sequence[CheckReport]) -> str:
+    """Return ``breached``, ``unknown`` where no answers could be compared, or ``passed``."""
+    if any(one.verdict == BREACH for one in reports):
         return BREACHED
-    told = all(one.verdict == GOOD for one in found if one.check == _ANSWERS)
-    return PASSED if told else UNKNOWN
+    comparable = all(one.verdict == GOOD for one in reports if one.check == _ANSWERS)
+    return PASSED if comparable else UNKNOWN
 
 
 def _times(limits: Limits, name: str, turns: Sequence[TurnReport]) -> Iterator[CheckReport]:
@@ -200,11 +201,11 @@ def _times(limits: Limits, name: str, turns: Sequence[TurnReport]) -> Iterator[C
 
 
 def _slowest(check: _Check, seconds: Sequence[float | None]) -> CheckReport:
-    known = [one for one in seconds if one is not None]
-    if not known:
+    times = [one for one in seconds if one is not None]
+    if not times:
         return check.unseen("there was none")
-    many = f", slowest of {len(known)}" if len(known) > 1 else ""
-    return check.found(max(known), f"{max(known):.2f} s{many}")
+    many = f", slowest of {len(times)}" if len(times) > 1 else ""
+    return check.judge(max(times), f"{max(times):.2f} s{many}")
 
 
 def _memory(
@@ -212,7 +213,7 @@ def _memory(
 ) -> Iterator[CheckReport]:
     mine = [turn for turn in turns if turn.sleeps == name]
     its = _its_gpus(mine)
-    freed = [found for turn in mine if (found := _freed(turn, its)) is not None]
+    freed = [pair for turn in mine if (pair := _freed(turn, its)) is not None]
     why = unseen or "there was no sleep, or the driver does not say"
     check = _Check("freed", name, limits.min_freed, "", "--min-freed", most=False)
     if not freed:
@@ -220,7 +221,7 @@ def _memory(
     else:
         gpu, share = min(freed, key=lambda one: one[1])
         text = f"{share:.0%} of the memory in use on GPU {gpu}, in the sleep that freed least"
-        yield check.found(share, text)
+        yield check.judge(share, text)
     gpus = _sleepers(mine)
     own = [one for one in trends(turns) if one.server == name and one.gpu in gpus]
     check = _Check("residue", name, limits.max_residue, "GiB", "--max-residue")
@@ -232,7 +233,7 @@ def _memory(
         # The memory of all processes includes that of every sleeping server.
         if not largest.of_server:
             check = replace(check, limit=limits.max_residue * servers)
-        yield check.found(gib, f"{gib:.2f} GiB on GPU {largest.gpu}{_whose(largest)}")
+        yield check.judge(gib, f"{gib:.2f} GiB on GPU {largest.gpu}{_whose(largest)}")
     sloped = [(one, one.mib_per_cycle) for one in own if one.mib_per_cycle is not None]
     check = _Check("growth", name, limits.max_growth, "MiB", "--max-growth")
     if not sloped:
@@ -245,7 +246,7 @@ def _memory(
             f"{growth:+.1f} MiB on GPU {worst.gpu} from sleep 2 to {worst.sleeps} "
             f"({each:+.2f} MiB each){_whose(worst)}"
         )
-        yield check.found(growth, text)
+        yield check.judge(growth, text)
 
 
 def _whose(trend: TrendReport) -> str:
@@ -260,13 +261,13 @@ def _freed(turn: TurnReport, its: Collection[int]) -> tuple[int, float] | None:
 
 
 def _shares(turn: TurnReport) -> list[tuple[int, float]]:
-    made = []
+    shares = []
     for before in turn.before or ():
         asleep = next((use for use in turn.asleep or () if use.gpu == before.gpu), None)
         pair = _pair(before, asleep)
         if pair and pair[0]:
-            made.append((before.gpu, max(0.0, (pair[0] - pair[1]) / pair[0])))
-    return made
+            shares.append((before.gpu, max(0.0, (pair[0] - pair[1]) / pair[0])))
+    return shares
 
 
 def _pair(before: GpuUse, asleep: GpuUse | None) -> tuple[int, int] | None:
@@ -289,20 +290,20 @@ def _its_gpus(turns: Sequence[TurnReport]) -> set[int]:
 
 def _answers(server: ServerReport, turns: Sequence[TurnReport]) -> CheckReport:
     check = _Check(_ANSWERS, server.name)
-    found = _answered(server.name, turns)
-    if not found:
+    answers = _answered(server.name, turns)
+    if not answers:
         return check.unseen("no answer after a wake-up could be compared")
-    bad = [one for one in found if one.verdict == DIFFERS]
-    equal = sum(one.verdict == EQUAL for one in found)
-    text = f"{equal} of {len(found)} greedy texts as before the first sleep"
+    bad = [one for one in answers if one.verdict == DIFFERS]
+    equal = sum(one.verdict == EQUAL for one in answers)
+    text = f"{equal} of {len(answers)} greedy texts as before the first sleep"
     if bad:
         first = first_of([f"prompt {one.prompt}: {one.text[:_QUOTED]!r}" for one in bad], 1)
-        return check.found(len(bad), f"{text}; {first}")
+        return check.judge(len(bad), f"{text}; {first}")
     if not server.steady:
         return check.unseen(f"{text}; no prompt had the same text twice before")
-    if equal < len(found):
+    if equal < len(answers):
         text += "; the others had several texts before"
-    return check.found(0, text)
+    return check.judge(0, text)
 
 
 def _answered(name: str, turns: Sequence[TurnReport]) -> list[AnswerReport]:
@@ -311,21 +312,21 @@ def _answered(name: str, turns: Sequence[TurnReport]) -> list[AnswerReport]:
 
 def _garbage(name: str, turns: Sequence[TurnReport], stress: Sequence[StressReport]) -> CheckReport:
     answers = _answered(name, turns)
-    asked = len(answers) + sum(one.requests - one.failed for one in stress)
+    total = len(answers) + sum(one.requests - one.failed for one in stress)
     kinds = [one.garbage for one in answers if one.garbage]
-    found = len(kinds) + sum(one.garbled for one in stress)
+    bad = len(kinds) + sum(one.garbled for one in stress)
     check = _Check("garbage", name)
-    if not asked:
+    if not total:
         return check.unseen("nothing was answered")
-    text = f"{found} of {counted(asked, 'text')}"
-    if found:
+    text = f"{bad} of {counted(total, 'text')}"
+    if bad:
         before = sum(one.garbled for one in stress if one.when == BEFORE)
-        said = [*kinds, *(fault for one in stress for fault in one.faults)]
-        text += f": {first_of(list(dict.fromkeys(said)), 2)}"
+        evidence = [*kinds, *(fault for one in stress for fault in one.faults)]
+        text += f": {first_of(list(dict.fromkeys(evidence)), 2)}"
         if before:
             text += f"; {before} of them before any sleep"
         text += " (--random-weights if the model has such)"
-    return check.found(found, text)
+    return check.judge(bad, text)
 
 
 def _stress(limits: Limits, name: str, stress: Sequence[StressReport]) -> Iterator[CheckReport]:
@@ -339,7 +340,7 @@ def _stress(limits: Limits, name: str, stress: Sequence[StressReport]) -> Iterat
         if failed:
             faults = [fault for one in stress if one.failed for fault in one.faults]
             text += f": {first_of(faults, 1)}"
-        yield check.found(failed, text)
+        yield check.judge(failed, text)
     yield _kept(
         _Check("speed", name, limits.min_speed, "", "--min-speed", most=False),
         stress,
@@ -367,7 +368,7 @@ def _kept(
     unit: str,
     why: str,
 ) -> CheckReport:
-    """A figure after the cycles, as a share of that before."""
+    """Compare a figure after the cycles with the same figure before them, as a share."""
     before, after = (
         next((value(one) for one in stress if one.when == when), None) for when in (BEFORE, AFTER)
     )
@@ -375,4 +376,4 @@ def _kept(
         return check.unseen(why)
     share = after / before
     text = f"{form.format(after)} {unit}, {form.format(before)} before: {share:.0%} of it"
-    return check.found(share, text)
+    return check.judge(share, text)

@@ -27,12 +27,12 @@ _FELL = 64 * MIB
 
 
 def _parent(pid: int) -> int:
-    """The parent of a process; the process itself where it cannot be read."""
-    told = Host().text(f"/proc/{pid}/stat")
+    """Return the parent of a process; the process itself where that cannot be read."""
+    text = Host().text(f"/proc/{pid}/stat")
     # The name of the process is in brackets, and may have any character.
-    state = "" if isinstance(told, Unseen) else told.rpartition(")")[2]
-    found = re.match(r"\s*\S\s+(\d+)\s", state)
-    return int(found[1]) if found else pid
+    state = "" if isinstance(text, Unseen) else text.rpartition(")")[2]
+    match = re.match(r"\s*\S\s+(\d+)\s", state)
+    return int(match[1]) if match else pid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,23 +65,25 @@ class Watch:
         self.unseen = unseen
 
     def sample(self) -> Sample | None:
-        """What is in use now; None where it is not seen, from the first failure on."""
+        """Sample the memory in use now; None from the first failure to read it on."""
         if self.unseen:
             return None
-        found = self._look()
-        if isinstance(found, Unseen):
-            self.unseen = found.why
+        all_gpus = self._look()
+        if isinstance(all_gpus, Unseen):
+            self.unseen = all_gpus.why
             return None
-        mine = [gpu for gpu in found if self._chosen is None or gpu.index in self._chosen]
-        made = Sample(
+        mine = [gpu for gpu in all_gpus if self._chosen is None or gpu.index in self._chosen]
+        sample = Sample(
             used={gpu.index: gpu.memory_used for gpu in mine},
             processes={gpu.index: _processes(gpu) for gpu in mine},
         )
         if not mine:
             self.unseen = "no GPU is here"
-        elif all(used is None for used in made.used.values()) and not any(made.processes.values()):
+        elif all(used is None for used in sample.used.values()) and not any(
+            sample.processes.values()
+        ):
             self.unseen = "the driver gives neither the memory of a GPU nor that of its processes"
-        return None if self.unseen else made
+        return None if self.unseen else sample
 
     def slept(self, server: str, before: Sample | None, asleep: Sample | None) -> None:
         """Note the processes whose memory fell while ``server`` went to sleep: they are its own.
@@ -100,9 +102,9 @@ class Watch:
                 for pid, size in processes.items()
                 if size - later.get(pid, size) >= _FELL
             }
-        known = self._owners.get(server) or fell
+        owners = self._owners.get(server) or fell
         # A sleep that frees nothing tells nothing of whose they are.
-        self._owners[server] = (known & fell) or known
+        self._owners[server] = (owners & fell) or owners
 
     def of(self, server: str, sample: Sample | None) -> tuple[GpuUse, ...] | None:
         """The sample as it is reported, with what ``server`` holds.
@@ -125,11 +127,11 @@ class Watch:
 
 
 def watch(urls: Iterable[str], choice: str) -> Watch:
-    """A watch of the GPUs in ``choice``: auto, all, none, or numbers such as 0,1.
+    """Return a watch of the GPUs in ``choice``: auto, all, none, or numbers such as 0,1.
 
     Raises:
         UsageError: ``choice`` is none of these.
-        UnknownVerdictError: GPUs are named, and cannot be seen.
+        UnknownVerdictError: ``choice`` names GPUs that cannot be seen.
     """
     if choice == _NONE:
         return Watch(_look, unseen="--gpus none")
@@ -138,12 +140,12 @@ def watch(urls: Iterable[str], choice: str) -> Watch:
         if away:
             why = f"{away[0]} is not this machine; if its GPUs are seen here, give --gpus all"
             return Watch(_look, unseen=why)
-        made = Watch(_look)
-        made.sample()
-        return made
-    made = Watch(_look, chosen=None if choice == _ALL else _numbers(choice))
-    seen = made.sample()
-    missing = sorted((made._chosen or set()) - set(seen.used)) if seen else []
+        watcher = Watch(_look)
+        watcher.sample()
+        return watcher
+    watcher = Watch(_look, chosen=None if choice == _ALL else _numbers(choice))
+    seen = watcher.sample()
+    missing = sorted((watcher._chosen or set()) - set(seen.used)) if seen else []
     if missing:
         raise UnknownVerdictError(
             f"--gpus {choice}: there is no GPU {missing[0]} here",
@@ -151,19 +153,19 @@ def watch(urls: Iterable[str], choice: str) -> Watch:
         )
     if seen is None:
         raise UnknownVerdictError(
-            f"the memory of the GPUs cannot be seen: {made.unseen}",
+            f"the memory of the GPUs cannot be seen: {watcher.unseen}",
             next_step="verify on the server's machine, or with --gpus none",
         )
-    return made
+    return watcher
 
 
 def here(host: str) -> bool:
-    """Whether ``host`` is an address of this machine."""
+    """Tell whether ``host`` is an address of this machine."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
+        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError):
         return False
-    return any(_bindable(family, address) for family, _, _, _, address in found)
+    return any(_bindable(family, address) for family, _, _, _, address in addresses)
 
 
 def _bindable(family: int, address: Sequence[object]) -> bool:
@@ -176,23 +178,23 @@ def _bindable(family: int, address: Sequence[object]) -> bool:
 
 
 def _look() -> tuple[Gpu, ...] | Unseen:
-    driver, found = gpus.collect(Host(), knowledge.load())
-    if isinstance(found, Unseen):
-        return found
-    told = tuple(gpu for gpu in found if gpu.told_by == "nvml")
-    if found and not told:
+    driver, seen_gpus = gpus.collect(Host(), knowledge.load())
+    if isinstance(seen_gpus, Unseen):
+        return seen_gpus
+    by_nvml = tuple(gpu for gpu in seen_gpus if gpu.told_by == "nvml")
+    if seen_gpus and not by_nvml:
         return Unseen(driver.fault or "NVML does not answer")
-    return told
+    return by_nvml
 
 
 def _processes(gpu: Gpu) -> Mapping[int, int] | None:
     if isinstance(gpu.processes, Unseen) or not gpu.processes:
         # A container's driver lists none, although memory is in use.
         return None
-    found = {one.pid: one.memory for one in gpu.processes}
-    if any(size is None for size in found.values()):
+    memory = {one.pid: one.memory for one in gpu.processes}
+    if any(size is None for size in memory.values()):
         return None
-    return {pid: size for pid, size in found.items() if size is not None}
+    return {pid: size for pid, size in memory.items() if size is not None}
 
 
 def _numbers(choice: str) -> frozenset[int]:

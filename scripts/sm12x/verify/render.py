@@ -118,8 +118,8 @@ def _end(report: VerifyReport) -> Iterator[str]:
         yield f"because: {report.stopped.why}"
         if report.stopped.next_step:
             yield f"next: {report.stopped.next_step}"
-    for said in report.left:
-        yield f"left: {said}"
+    for sentence in report.left:
+        yield f"left: {sentence}"
 
 
 def _few(turns: Sequence[TurnReport], width: int) -> list[tuple[str, ...]]:
@@ -150,18 +150,18 @@ def _texts(turn: TurnReport) -> str:
         return "-"
     equal = sum(one.verdict == EQUAL for one in turn.answers)
     bad = sum(bool(one.garbage) for one in turn.answers)
-    said = f"{equal} of {len(turn.answers)} equal"
-    return f"{said}, {bad} garbage" if bad else said
+    summary = f"{equal} of {len(turn.answers)} equal"
+    return f"{summary}, {bad} garbage" if bad else summary
 
 
 def _most(uses: Sequence[GpuUse] | None) -> str:
-    """GiB on the GPU with the most: of the server if known, else of all processes."""
-    known = [
+    """Return the GiB on the fullest GPU: of the server if known, else of all processes."""
+    sizes = [
         size
         for use in uses or ()
         if (size := use.used if use.held is None else use.held) is not None
     ]
-    return f"{max(known) / GIB:.2f}" if known else "-"
+    return f"{max(sizes) / GIB:.2f}" if sizes else "-"
 
 
 def _stress(one: StressReport) -> tuple[str, ...]:

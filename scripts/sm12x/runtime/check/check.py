@@ -19,9 +19,9 @@ from sm12x.wheel import ledger as ledgers
 
 
 def check(places: Places, *, quick: bool = False) -> list[Line]:
-    """Every finding, good and bad (about three minutes on two cores).
+    """Run every check and return all lines, passed and failed (three minutes on two cores).
 
-    ``quick`` leaves out what compiles, nvcc and Triton's kernels: two of the three minutes.
+    ``quick`` omits the checks that compile, nvcc and Triton's kernels: two of the three minutes.
 
     Raises:
         BadFileError: there is no ledger, so there is nothing to compare with, or no folder for
@@ -41,8 +41,8 @@ def check(places: Places, *, quick: bool = False) -> list[Line]:
         with spinner("machine code"):
             lines += machinecode.check(ledger, places.site)
         ask = native.prober(folder)
-        driver, found = native.check_driver(places, ask, _ldconfig())
-        lines += found
+        driver, driver_lines = native.check_driver(places, ask, _ldconfig())
+        lines += driver_lines
         with spinner("native modules"):
             lines += native.check_modules(ledger, places, driver, ask)
         if ledger.extras:
@@ -50,13 +50,13 @@ def check(places: Places, *, quick: bool = False) -> list[Line]:
                 lines += native.check_extras(ledger, driver, ask)
         with spinner("FlashInfer's modules"):
             lines += machinecode.check_flashinfer(places, driver, folder)
-        recipes, found = _recipes(places.recipes)
-        lines += found
+        recipes, recipe_lines = _recipes(places.recipes)
+        lines += recipe_lines
         with spinner("vLLM's argument parser on every recipe, about 20 s"):
             lines += native.check_arguments(recipes, driver, ask)
         if quick:
-            said = "nvcc and Triton's kernels were not tried (--quick)"
-            return [*lines, compiler.TOPIC.noted(said)]
+            reason = "nvcc and Triton's kernels were not tried (--quick)"
+            return [*lines, compiler.TOPIC.noted(reason)]
         with spinner("the compiler"):
             lines += compiler.check(places, folder)
         with spinner("Triton kernels, about two minutes on two cores"):
@@ -74,13 +74,13 @@ def scratch() -> Iterator[Path]:
 
 def _recipes(folder: Path) -> tuple[dict[str, Recipe], list[Line]]:
     topic = Topic("recipes", "correct that line")
-    found, lines = {}, []
+    recipes, lines = {}, []
     for path in sorted(folder.glob("*.yaml")):
         recipe, faults = load.inspect(path)
         lines += [topic.failed(str(fault)) for fault in faults]
         if recipe and not faults:
-            found[recipe.key] = recipe
-    return found, lines
+            recipes[recipe.key] = recipe
+    return recipes, lines
 
 
 def _ldconfig() -> str:

@@ -29,22 +29,22 @@ _COMPILED = (".pyc", ".pyo")
 
 
 def check(ledger: Ledger, site: Path) -> list[Line]:
-    """Hash what the ledger and RECORD name. Reads about 0.6 GB for a whole release."""
+    """Hash the files of the ledger and of RECORD. Reads about 0.6 GB for a whole release."""
     seen = _Digests(site)
     lines = []
-    wanted = {entry.path: (entry.sha256, entry.origin) for entry in ledger.libraries}
-    wanted |= {entry.path: (entry.sha256, entry.origin) for entry in ledger.files}
-    for path, (digest, origin) in wanted.items():
-        found = seen.of(path)
+    entries = {entry.path: (entry.sha256, entry.origin) for entry in ledger.libraries}
+    entries |= {entry.path: (entry.sha256, entry.origin) for entry in ledger.files}
+    for path, (digest, origin) in entries.items():
+        actual = seen.of(path)
         if origin == _REMOVED:
-            if found is not None:
+            if actual is not None:
                 lines.append(_TOPIC.failed(f"{path} is there, the stack removes it"))
-        elif found is None:
+        elif actual is None:
             lines.append(_TOPIC.failed(f"{path} ({origin}) is missing"))
-        elif found.hex() != digest:
+        elif actual.hex() != digest:
             lines.append(
                 _TOPIC.failed(
-                    f"{path} ({origin}) has sha256 {found.hex()[:12]}, ledger {digest[:12]}"
+                    f"{path} ({origin}) has sha256 {actual.hex()[:12]}, ledger {digest[:12]}"
                 )
             )
     if not lines:
@@ -61,12 +61,12 @@ def check(ledger: Ledger, site: Path) -> list[Line]:
 
 
 def check_modes(top: Path) -> list[Line]:
-    """Whether no file below ``top``, other file systems left out, has a setuid or setgid bit.
+    """Check that no file below ``top``, on the same file system, has a setuid or setgid bit.
 
-    What is in a folder that this user cannot list, it cannot run either.
+    A folder that this user cannot list is skipped: this user cannot run its files either.
     """
     device = top.lstat().st_dev
-    found = []
+    paths = []
     for folder, names, files in os.walk(top):
         names[:] = [one for one in names if os.lstat(f"{folder}/{one}").st_dev == device]
         for one in files:
@@ -74,10 +74,10 @@ def check_modes(top: Path) -> list[Line]:
             with suppress(OSError):
                 mode = os.lstat(f"{folder}/{one}").st_mode
                 if S_ISREG(mode) and mode & (S_ISUID | S_ISGID):
-                    found.append(f"{folder}/{one}")
-    if found:
-        said = f"files that run as another user: {first_of(sorted(found), 5)}"
-        return [_MODES.failed(said)]
+                    paths.append(f"{folder}/{one}")
+    if paths:
+        message = f"files that run as another user: {first_of(sorted(paths), 5)}"
+        return [_MODES.failed(message)]
     return [_MODES.passed("no file has a setuid or setgid bit")]
 
 
@@ -104,11 +104,11 @@ def _record(
         problem = _entry(path, digest, size, site, seen)
         if problem:
             lines.append(_TOPIC.failed(f"RECORD: {path} {problem}"))
-    for found in (
+    for file in (
         inside for top in _tops(package, names) for inside in sorted(site.glob(f"{top}/**/*"))
     ):
-        name = found.relative_to(site).as_posix()
-        if found.is_file() and name not in names and found.suffix not in _COMPILED:
+        name = file.relative_to(site).as_posix()
+        if file.is_file() and name not in names and file.suffix not in _COMPILED:
             lines.append(_TOPIC.failed(f"{name} is on disk and not in RECORD"))
     for name in sorted(set(listed) - names):
         lines.append(_TOPIC.failed(f"{name} is in the ledger and not in RECORD"))

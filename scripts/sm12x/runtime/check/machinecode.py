@@ -36,16 +36,16 @@ def check(ledger: Ledger, site: Path) -> list[Line]:
     ptx = 0
     for entry in ledger.libraries:
         try:
-            found = read(site / entry.path)
+            audit = read(site / entry.path)
         except OSError as error:
             reason = error.strerror or "it is empty"
             lines.append(_TOPIC.failed(f"{entry.path} cannot be read: {reason}"))
             continue
-        problem = _difference(entry, found)
+        problem = _difference(entry, audit)
         if problem:
             lines.append(_TOPIC.failed(f"{entry.path} ({entry.origin}) {problem}"))
-        cubins.update(found.cubins)
-        ptx += sum(found.ptx.values())
+        cubins.update(audit.cubins)
+        ptx += sum(audit.ptx.values())
     if lines:
         return lines
     compiled = sum(entry.origin == "compiled" for entry in ledger.libraries)
@@ -60,7 +60,7 @@ def check(ledger: Ledger, site: Path) -> list[Line]:
 
 
 def read(path: Path) -> LibraryAudit:
-    """The machine code of one file. Raises OSError when it cannot be read."""
+    """Read the machine code of one file. Raises OSError when it cannot be read."""
     with path.open("rb") as handle:
         if not path.stat().st_size:
             raise OSError
@@ -68,13 +68,13 @@ def read(path: Path) -> LibraryAudit:
             return sections.audit(path.as_posix(), data)
 
 
-def _difference(entry: LibraryEntry, found: LibraryAudit) -> str:
-    if found.unknown:
-        return f"has machine code that cannot be read: {'; '.join(found.unknown)}"
+def _difference(entry: LibraryEntry, audit: LibraryAudit) -> str:
+    if audit.unknown:
+        return f"has machine code that cannot be read: {'; '.join(audit.unknown)}"
     parts = []
     for what, ours, theirs in (
-        ("cubins", found.cubins, entry.cubins),
-        ("PTX", found.ptx, entry.ptx),
+        ("cubins", audit.cubins, entry.cubins),
+        ("PTX", audit.ptx, entry.ptx),
     ):
         if dict(ours) != theirs:
             parts.append(f"has {what} {_text(ours) or 'none'}, ledger {_text(theirs) or 'none'}")
@@ -87,7 +87,7 @@ def _text(counts: Mapping[str, int]) -> str:
 
 
 def check_flashinfer(places: Places, driver: LoadedDriver, scratch: Path) -> list[Line]:
-    """Hashes and machine code against the record, then FlashInfer's own loader, without nvcc."""
+    """Compare hashes and machine code with the record, then run FlashInfer's own loader."""
     try:
         record = flashinfer.read(places.flashinfer)
     except BadFileError as error:
@@ -111,8 +111,8 @@ def check_flashinfer(places: Places, driver: LoadedDriver, scratch: Path) -> lis
         try:
             answer = flashinfer.ask(flashinfer_jit.LOAD, modules, scratch, env=env)
         except ToolFailedError as error:
-            said = f"loading for {device} stopped the probe: {error.message}"
-            lines.append(_FLASHINFER.failed(said))
+            message = f"loading for {device} stopped the probe: {error.message}"
+            lines.append(_FLASHINFER.failed(message))
             continue
         lines += [
             _FLASHINFER.failed(f"{name} is not loaded for {device}: {problem}")
@@ -122,8 +122,8 @@ def check_flashinfer(places: Places, driver: LoadedDriver, scratch: Path) -> lis
     if lines:
         return lines
     total = size(sum(library.size for library in record.libraries))
-    said = f"{counted(len(modules), 'module')} for {record.arch_list} ({total})"
-    return [_FLASHINFER.passed(f"{said}: FlashInfer loads each, and compiles none")]
+    message = f"{counted(len(modules), 'module')} for {record.arch_list} ({total})"
+    return [_FLASHINFER.passed(f"{message}: FlashInfer loads each, and compiles none")]
 
 
 def _module_difference(library: Library, site: Path) -> str:
@@ -132,9 +132,9 @@ def _module_difference(library: Library, site: Path) -> str:
     try:
         if files.sha256(path) != library.sha256:
             return "is not the file that was compiled"
-        found = read(path)
+        audit = read(path)
     except OSError as error:
         return f"cannot be read: {error.strerror or 'it is empty'}"
-    if dict(found.cubins) != library.cubins or dict(found.ptx) != library.ptx:
+    if dict(audit.cubins) != library.cubins or dict(audit.ptx) != library.ptx:
         return "has other machine code than was recorded"
     return ""

@@ -64,40 +64,40 @@ def prober(scratch: Path) -> Ask:
 
 
 def check_driver(places: Places, ask: Ask, ldconfig: str) -> tuple[LoadedDriver, list[Line]]:
-    """Which libcuda a program gets here, and that it is not the stand-in.
+    """Find the libcuda that a program loads here, and check that it is not the stand-in.
 
     Args:
         ldconfig: the output of `ldconfig -p`, "" where there is none.
     """
     topic = Topic("driver", REBUILD)
     lines = []
-    found = ask("driver", None, {})
+    libcuda = ask("driver", None, {})
     folder = places.stand_in.parent
     if not places.stand_in.is_file():
         lines.append(topic.failed(f"{places.stand_in} is missing"))
     on_path = [line.strip() for line in ldconfig.splitlines() if f"{folder}/" in line]
-    if on_path or (found and _same(Path(found), places.stand_in)):
+    if on_path or (libcuda and _same(Path(libcuda), places.stand_in)):
         lines.append(
             topic.failed(
-                f"the stand-in libcuda is on the default path: {found or on_path[0]}",
+                f"the stand-in libcuda is on the default path: {libcuda or on_path[0]}",
                 f"take {folder} out of LD_LIBRARY_PATH and of /etc/ld.so.conf.d",
             )
         )
-        found = None
+        libcuda = None
     if lines:
         pass
-    elif found:
-        lines.append(topic.passed(f"the real libcuda is used: {found}"))
+    elif libcuda:
+        lines.append(topic.passed(f"the real libcuda is used: {libcuda}"))
     else:
         lines.append(topic.passed("no libcuda on the default path: the stand-in is used here"))
     old = os.environ.get("LD_LIBRARY_PATH", "")
     paths = f"{folder}:{old}" if old else str(folder)
-    return LoadedDriver(path=found, env={} if found else {"LD_LIBRARY_PATH": paths}), lines
+    return LoadedDriver(path=libcuda, env={} if libcuda else {"LD_LIBRARY_PATH": paths}), lines
 
 
-def _same(found: Path, stand_in: Path) -> bool:
+def _same(libcuda: Path, stand_in: Path) -> bool:
     try:
-        return found.samefile(stand_in) or sha256(found) == sha256(stand_in)
+        return libcuda.samefile(stand_in) or sha256(libcuda) == sha256(stand_in)
     except OSError:
         return False
 
@@ -138,8 +138,8 @@ def check_extras(ledger: Ledger, driver: LoadedDriver, ask: Ask) -> list[Line]:
         try:
             answer = ask("imports", extra.modules, driver.env)
         except ToolFailedError as error:
-            said = f"{extra.package} stopped the probe: {error.message}"
-            lines.append(topic.failed(said))
+            message = f"{extra.package} stopped the probe: {error.message}"
+            lines.append(topic.failed(message))
             continue
         problems = {name: problem for name, problem in answer.items() if problem}
         lines += [
@@ -147,8 +147,8 @@ def check_extras(ledger: Ledger, driver: LoadedDriver, ask: Ask) -> list[Line]:
             for name, problem in problems.items()
         ]
         if not problems:
-            said = f"{extra.package}: {counted(len(answer), 'module')} can be imported"
-            lines.append(topic.passed(said))
+            message = f"{extra.package}: {counted(len(answer), 'module')} can be imported"
+            lines.append(topic.passed(message))
     return lines
 
 
@@ -160,8 +160,8 @@ def _operators(ledger: Ledger, registered: Sequence[str]) -> list[Line]:
     bare = {name.rpartition("::")[2] for name in names}
     lines = []
     for library in ledger.libraries:
-        known = bare if library.ops_by == "read" else names
-        lost = [name for name in library.ops if name not in known]
+        registry = bare if library.ops_by == "read" else names
+        lost = [name for name in library.ops if name not in registry]
         if lost:
             lines.append(
                 topic.failed(
@@ -211,9 +211,9 @@ def check_arguments(recipes: Mapping[str, Recipe], driver: LoadedDriver, ask: As
         faults = answer["problems"][key]
         strange = [*faults, *answer["warnings"][key]]
         if strange and recipes[key].blocked_on(release):
-            said = "; ".join(strange)
+            report = "; ".join(strange)
             lines.append(
-                topic.noted(f"{key} is blocked on {release}, whose parser reports: {said}")
+                topic.noted(f"{key} is blocked on {release}, whose parser reports: {report}")
             )
             continue
         lines += [topic.warned(f"{key}: {text}") for text in answer["warnings"][key]]

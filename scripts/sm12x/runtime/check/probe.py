@@ -88,18 +88,18 @@ def _load(path: Path) -> str:
 
 
 def imports(names: list[str]) -> dict[str, str]:
-    """What keeps each module from being imported, "" for one that can be."""
-    found = {}
+    """Import each module, and return the error of each, "" for one that can be imported."""
+    problems = {}
     for name in names:
         sys.stderr.write(f"importing {name}\n")
         sys.stderr.flush()
         try:
             importlib.import_module(name)
-            found[name] = ""
+            problems[name] = ""
         except Exception as error:
             # A package may raise anything while it is imported; the check names it.
-            found[name] = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return found
+            problems[name] = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return problems
 
 
 def first_there(names: Sequence[str]) -> Any:
@@ -147,22 +147,18 @@ def arguments(commands: dict[str, list[str]], env: dict[str, list[str]]) -> dict
             if not parsed.model_tag:
                 problems.append("no model is given")
             # The parser takes any name here; the server looks it up after loading the model.
-            wanted, known = parsed.reasoning_parser, reasoning.list_registered()
-            if wanted and not parsed.reasoning_parser_plugin and wanted not in known:
-                problems.append(
-                    f"--reasoning-parser {wanted} is unknown{text.perhaps(wanted, known)}"
-                )
-            wanted, known = parsed.tool_call_parser, tools.list_registered()
-            if wanted and not parsed.tool_parser_plugin and wanted not in known:
-                problems.append(
-                    f"--tool-call-parser {wanted} is unknown{text.perhaps(wanted, known)}"
-                )
+            name, names = parsed.reasoning_parser, reasoning.list_registered()
+            if name and not parsed.reasoning_parser_plugin and name not in names:
+                problems.append(f"--reasoning-parser {name} is unknown{text.perhaps(name, names)}")
+            name, names = parsed.tool_call_parser, tools.list_registered()
+            if name and not parsed.tool_parser_plugin and name not in names:
+                problems.append(f"--tool-call-parser {name} is unknown{text.perhaps(name, names)}")
         except Exception as error:
             # The parser of a release raises whatever its option types raise.
-            said = " ".join(str(error).split())
-            unknown = re.findall(r"--[\w.-]+", said.partition("unrecognized arguments:")[2])
+            reason = " ".join(str(error).split())
+            unknown = re.findall(r"--[\w.-]+", reason.partition("unrecognized arguments:")[2])
             hints = [text.perhaps(word, parser._option_string_actions) for word in unknown]
-            problems.append(said + "".join(dict.fromkeys(hints)))
+            problems.append(reason + "".join(dict.fromkeys(hints)))
         except SystemExit as stop:
             problems.append(f"the parser stopped with {stop.code}")
         answers[key] = problems

@@ -39,18 +39,18 @@ class Distribution:
 
 
 def installed(site: Path) -> dict[str, Distribution]:
-    """What is installed in ``site``, by canonical name."""
-    found: dict[str, Distribution] = {}
+    """Return the distributions installed in ``site``, by canonical name."""
+    distributions: dict[str, Distribution] = {}
     for dist in metadata.distributions(path=[str(site)]):
         name = canonicalize_name(dist.metadata["Name"])
         licenses = dist.metadata.get_all("License-Expression") or dist.metadata.get_all("License")
-        found[name] = Distribution(
+        distributions[name] = Distribution(
             name=name,
             version=dist.version,
             requires=tuple(dist.requires or ()),
             license=licenses[0] if licenses else "",
         )
-    return found
+    return distributions
 
 
 def locked(path: Path) -> dict[str, str]:
@@ -117,30 +117,30 @@ def check(ledger: Ledger, lock: Path, present: Mapping[str, Distribution]) -> li
 
 
 def _extras(extras: Iterable[ExtraEntry], present: Mapping[str, Distribution]) -> list[Line]:
-    """Whether each extra is one that vLLM's own metadata names, under the licence of the ledger."""
+    """Check that vLLM's own metadata names each extra, and that its licence is the ledger's."""
     vllm = present.get("vllm")
     named = [Requirement(text) for text in (vllm.requires if vllm else ())]
     lines = []
     for extra in extras:
         package = present.get(extra.package)
         if package is None:
-            # That it is missing has been said: it is in the lock.
+            # The comparison with the lock has already reported that it is missing.
             continue
         about = f"{package.name} {package.version}, of vLLM's extra {extra.name}"
         brought = [
-            wanted
-            for wanted in named
-            if canonicalize_name(wanted.name) == extra.package
-            and lockfile.brought_by(wanted, extra.name)
+            requirement
+            for requirement in named
+            if canonicalize_name(requirement.name) == extra.package
+            and lockfile.brought_by(requirement, extra.name)
         ]
         if not any(
-            _name_and_specifier(wanted) == _name_and_specifier(Requirement(extra.requirement))
-            for wanted in brought
+            _name_and_specifier(requirement) == _name_and_specifier(Requirement(extra.requirement))
+            for requirement in brought
         ):
-            asked = ", ".join(map(str, brought)) or "nothing of it"
+            terms = ", ".join(map(str, brought)) or "nothing of it"
             lines.append(
                 TOPIC.failed(
-                    f"{about}: vLLM's metadata asks for {asked}", "correct base.toml's extra"
+                    f"{about}: vLLM's metadata asks for {terms}", "correct base.toml's extra"
                 )
             )
         elif package.license != extra.license:
@@ -157,10 +157,10 @@ def _extras(extras: Iterable[ExtraEntry], present: Mapping[str, Distribution]) -
 
 
 def _differences(
-    wanted: Mapping[str, str], present: Mapping[str, Distribution], where: str
+    expected: Mapping[str, str], present: Mapping[str, Distribution], where: str
 ) -> list[Line]:
     lines = []
-    for name, version in sorted(wanted.items()):
+    for name, version in sorted(expected.items()):
         package = present.get(name)
         if package is None:
             lines.append(TOPIC.failed(f"{name} {version} is {where} and not installed"))
@@ -174,13 +174,13 @@ def requirements(
     overrides: Iterable[OverrideEntry] = (),
     extras: Iterable[ExtraEntry] = (),
 ) -> list[Line]:
-    """What `pip check` checks: each package finds what it requires, in a version it accepts.
+    """Check, as `pip check` does, that each requirement of each package is installed.
 
-    vLLM with ``extras``, all else without any.
+    vLLM is checked with ``extras``, every other package without any.
 
-    A requirement that the lock is known to replace is noted, with the reason, where its
-    replacement is installed. Only for the package that has the requirement: another that asks for
-    the same has not been looked at.
+    A requirement that the lock replaces is noted with the reason, where the replacement is
+    installed. An override holds for the package it names alone: another package with the same
+    requirement has not been reviewed.
     """
     replaced = {
         (canonicalize_name(each.of), _name_and_specifier(Requirement(each.instead_of))): each
@@ -192,21 +192,27 @@ def requirements(
     lines = []
     for package in sorted(packages, key=lambda package: package.name):
         for text in package.requires:
-            wanted = Requirement(text)
+            requirement = Requirement(text)
             with_extras = chosen if package.name == "vllm" else ("",)
-            if wanted.marker and not any(
-                wanted.marker.evaluate({"extra": name}) for name in with_extras
+            if requirement.marker and not any(
+                requirement.marker.evaluate({"extra": name}) for name in with_extras
             ):
                 continue
-            version = versions.get(canonicalize_name(wanted.name))
-            if version is not None and wanted.specifier.contains(version, prereleases=True):
+            version = versions.get(canonicalize_name(requirement.name))
+            if version is not None and requirement.specifier.contains(version, prereleases=True):
                 continue
-            said = f"{package.name} requires {wanted}, found {version}"
-            known = replaced.get((canonicalize_name(package.name), _name_and_specifier(wanted)))
-            if known and version and Requirement(known.requirement).specifier.contains(version):
-                lines.append(TOPIC.noted(f"{said}, as the lock says: {known.why}"))
+            difference = f"{package.name} requires {requirement}, found {version}"
+            override = replaced.get(
+                (canonicalize_name(package.name), _name_and_specifier(requirement))
+            )
+            if (
+                override
+                and version
+                and Requirement(override.requirement).specifier.contains(version)
+            ):
+                lines.append(TOPIC.noted(f"{difference}, as the lock says: {override.why}"))
             else:
-                lines.append(TOPIC.failed(said))
+                lines.append(TOPIC.failed(difference))
     if all(line.state != FAIL for line in lines):
         lines.append(TOPIC.passed(f"the requirements of {len(packages)} packages hold"))
     return lines
