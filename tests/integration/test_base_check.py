@@ -22,7 +22,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     world = stackrepo.make(tmp_path, monkeypatch)
     path = world.base.folder / "base.toml"
     head, _, rest = path.read_text().partition("[lock.")
-    path.write_text(f"{head}[lock]\n\n[[dropped]]{rest.partition('[[dropped]]')[2]}")
+    path.write_text(f"{head}[lock]\n\n[[flashinfer]]{rest.partition('[[flashinfer]]')[2]}")
     (world.root / "patches/default").write_text("1.0\n")
     return world
 
