@@ -48,9 +48,11 @@ def ask(
     done = process.run(argv, check=False, timeout=_SECONDS)
     if done.returncode not in _ANSWERED or not done.stdout.startswith("["):
         lines = done.stderr.strip().splitlines() or ["no output"]
+        reason, _, step = lines[-1].removeprefix("error: ").partition(" Next: ")
         raise ToolFailedError(
-            f"`plan` of {image} failed: {lines[-1].removeprefix('error: ')}",
-            next_step="mend what it names; an image without the verb `plan`: run `make bundle`",
+            f"`plan` of {image} failed: {reason.rstrip('.')}",
+            next_step=step.rstrip(".")
+            or "mend what it names; an image without the verb `plan`: run `make bundle`",
         )
     (part,) = json.loads(done.stdout)
     answer, faults = declared.check(Answer, part)

@@ -155,7 +155,7 @@ def hardware_of(recipes: Sequence[Recipe], kinds: dict[str, Hardware]) -> Hardwa
     named = [key for one in recipes if one.sm12x for key in one.sm12x.hardware if key != _ANY]
     chosen = [key for key in named if key in common]
     if not chosen:
-        names = ", ".join(one.key for one in recipes)
+        names = ", ".join(one.key for one in recipes) or "this"
         raise UsageError(
             f"no hardware to plan {names} for: "
             + ("the recipes are for different kinds" if named else "no recipe names one"),
