@@ -64,6 +64,8 @@ def plan(run: Run, folder: Path, *words: str) -> tuple[Completed, dict[str, list
 def model(folder: Path, name: str = "model", **config: object) -> Path:
     """Write a small Llama's configuration, changed by ``config``."""
     plain = json.loads((CONFIGS / "Meta-Llama-3.1-8B" / "config.json").read_text())
+    # pytest's folder is its user's alone, and the image's user is another one.
+    folder.chmod(0o755)
     (folder / name).mkdir()
     (folder / name / "config.json").write_text(json.dumps({**plain, **config}))
     return folder
