@@ -225,7 +225,7 @@ def _from_checkpoint(
     if recipes:
         rendered = render_recipe(recipes[0], settings={}, environ={}, solo=False)
         words = rendered.serve or ()
-        env = {key: value for key, value in rendered.env.items() if key.startswith("VLLM_")}
+        env = rendered.vllm_env
     more = [word for key, value in settings.items() if value for word in (key, str(value))]
     card = hardware.key
     if card not in host.kinds():

@@ -13,6 +13,7 @@ from sm12x.core.errors import BadFileError, FindingsError, ToolFailedError, Unkn
 from sm12x.image.bundle import record
 from sm12x.image.engine import engines
 from sm12x.image.engine.engine import Engine
+from sm12x.image.engine.follow import own_error
 from sm12x.plan.figures import Answer
 
 # Imports of vLLM on a slow machine, and one answer.
@@ -47,12 +48,13 @@ def ask(
     argv += ["--volume", f"{folder.resolve()}:/model:ro", image, "plan", *words]
     done = process.run(argv, check=False, timeout=_SECONDS)
     if done.returncode not in _ANSWERED or not done.stdout.startswith("["):
+        error = own_error(done.stderr)
         lines = done.stderr.strip().splitlines() or ["no output"]
-        reason, _, step = lines[-1].removeprefix("error: ").partition(" Next: ")
         raise ToolFailedError(
-            f"`plan` of {image} failed: {reason.rstrip('.')}",
-            next_step=step.rstrip(".")
-            or "mend what it names; an image without the verb `plan`: run `make bundle`",
+            f"`plan` of {image} failed: {error['message'] if error else lines[-1]}",
+            next_step=error["next"]
+            if error
+            else "mend what it names; an image without the verb `plan`: run `make bundle`",
         )
     (part,) = json.loads(done.stdout)
     answer, faults = declared.check(Answer, part)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from sm12x.core.declared import Declared
@@ -16,6 +15,7 @@ from sm12x.core.text import GIB
 # Weights of all ranks against the checkpoint: what all ranks repeat makes them more, and what is
 # not loaded (a draft's layers, a vision tower) less. Undetected quantization doubles them at least.
 _LEAST, _MOST = 0.75, 1.6
+Basis = Literal["given", "at most"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ class Room(Declared):
     """
 
     budget: int
-    basis: Literal["given", "at most"]
+    basis: Basis
     blocks: int
     tokens: int
     concurrency: float
@@ -176,11 +176,6 @@ def doubts(figures: Figures, source: Source) -> Iterator[str]:
             f"the weights of {figures.tp * figures.pp} GPUs are {loaded / GIB:.1f} GiB, "
             f"{share:.2f} times the {source.tensors / GIB:.1f} GiB of the checkpoint"
         )
-
-
-def name_of(folder: Path) -> str:
-    """The checkpoint's name: that of its folder."""
-    return folder.resolve().name
 
 
 def text(answer: Answer) -> str:

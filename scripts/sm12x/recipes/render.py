@@ -57,6 +57,11 @@ class Rendered:
     unchecked: str = ""
     unpinned: str = ""
 
+    @property
+    def vllm_env(self) -> dict[str, str]:
+        """Return the variables that vLLM itself reads."""
+        return {name: value for name, value in self.env.items() if name.startswith("VLLM_")}
+
 
 def settings_from(environ: Mapping[str, str], recipe: Recipe) -> tuple[dict[str, str], list[str]]:
     """Return the settings given as SM12X_<KEY>, and a remark on each unknown SM12X_ variable."""

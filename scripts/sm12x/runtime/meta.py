@@ -177,6 +177,7 @@ def meta_mode(host: Host) -> Any:
     def to_host(value: Any) -> bool:
         return isinstance(value, str | torch.device) and str(value) == "cpu"
 
+    # torch is not here to be checked against.
     class Meta(base):  # type: ignore[misc]
         def __torch_function__(
             self, function: Any, types: Any, args: Any = (), kwargs: Any = None

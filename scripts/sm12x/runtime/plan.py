@@ -190,7 +190,7 @@ def conclude(
         release=release,
         stack=stack,
         card=card,
-        model=figures.name_of(Path(question.folder)),
+        model=Path(question.folder).name,
         arguments=question.arguments,
         source=source,
         figures=None if isinstance(given, str) else given,
@@ -210,9 +210,9 @@ def _of(recipe: Recipe | None, words: Sequence[str]) -> tuple[tuple[str, ...], d
             f"the arguments of {recipe.key} are not known: {rendered.unchecked}",
             next_step="give vLLM's arguments after --",
         )
-    env = {name: value for name, value in rendered.env.items() if name.startswith("VLLM_")}
     kinds = recipe.sm12x.hardware if recipe.sm12x else ()
-    return rendered.serve, env, next((kind for kind in kinds if kind in _MULTIPROCESSORS), first)
+    card = next((kind for kind in kinds if kind in _MULTIPROCESSORS), first)
+    return rendered.serve, rendered.vllm_env, card
 
 
 def _recipe(word: str, places: Places) -> Recipe:

@@ -22,6 +22,7 @@ import select
 import signal
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from typing import Any, NoReturn
 
 from sm12x.core import declared
 from sm12x.core.errors import UnknownVerdictError
-from sm12x.plan.figures import Cache, Figures, Group, Question, Room, Stage
+from sm12x.plan.figures import Basis, Cache, Figures, Group, Question, Room, Stage
 from sm12x.runtime import meta
 from sm12x.runtime.meta import Card, Host, load
 
@@ -179,8 +180,9 @@ def _child(work: Callable[[], bytes], write: int, seconds: float, memory: int | 
             answer = f"-vLLM asks for more than {MEMORY >> 30} GiB of memory to plan".encode()
         except BaseException as error:
             answer = b"-" + reason(error).encode()
+            # For whoever maintains this: a new release moves what it relies on.
             if os.environ.get("SM12X_PLAN_TRACE"):
-                __import__("traceback").print_exc()
+                traceback.print_exc()
         with os.fdopen(write, "wb") as pipe:
             pipe.write(answer)
     finally:
@@ -269,6 +271,7 @@ class _Build:
         cli = load("vllm.entrypoints.common.cli_args")
         base: Any = load("vllm.utils.argparse_utils").FlexibleArgumentParser
 
+        # vLLM is not here to be checked against.
         class Parser(base):  # type: ignore[misc]
             def error(self, message: str) -> NoReturn:
                 raise ValueError(message)
@@ -459,7 +462,7 @@ class _Build:
         held = max(worker.stage.held for worker in workers)
         memory = load("torch").cuda.get_device_properties().total_memory
         rest = int(memory * config.cache_config.gpu_memory_utilization) - held
-        sizes: list[tuple[int, str]] = [(budget, "given") for budget in self._question.budgets]
+        sizes: list[tuple[int, Basis]] = [(budget, "given") for budget in self._question.budgets]
         sizes.append((int(given), "given") if given else (rest, "at most"))
         rooms = []
         for budget, basis in sizes:
@@ -471,7 +474,7 @@ class _Build:
             )
             room = Room(
                 budget=budget,
-                basis="at most" if basis == "at most" else "given",
+                basis=basis,
                 blocks=0,
                 tokens=0,
                 concurrency=0.0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 import click
@@ -15,7 +16,7 @@ from sm12x.image import planned as image
 from sm12x.recipes import load, options, planned
 from sm12x.recipes.model import Recipe
 from sm12x.recipes.planned import Planned
-from sm12x.recipes.render import render
+from sm12x.recipes.render import Rendered, render
 
 _CONFIGS = "tests/image/configs"
 
@@ -37,10 +38,13 @@ def memory_command(names: tuple[str, ...], configs: Path | None) -> None:
     recipes = [load.load(load.find(name)) for name in names]
     refused = []
     for recipe in recipes or load.load_all(layout.recipes()).values():
-        folder = _folder(recipe, configs or layout.root() / _CONFIGS)
-        if folder is None or recipe.sm12x is None or recipe.blocked_on(layout.release()):
+        if recipe.sm12x is None or recipe.blocked_on(layout.release()):
             continue
-        if why := _write(recipe, folder, recipe.sm12x.hardware[0]):
+        rendered = render(recipe, settings={}, environ={}, solo=False)
+        folder = _folder(rendered.serve or (), configs or layout.root() / _CONFIGS)
+        if folder is None:
+            continue
+        if why := _write(recipe, rendered, folder, recipe.sm12x.hardware[0]):
             refused.append(f"{recipe.key}: {why}")
         else:
             click.echo(f"{planned.place(recipe).relative_to(layout.root())}: written")
@@ -51,19 +55,16 @@ def memory_command(names: tuple[str, ...], configs: Path | None) -> None:
         )
 
 
-def _folder(recipe: Recipe, configs: Path) -> Path | None:
-    """Return the configuration of the recipe's model; None where none is published there."""
-    words = render(recipe, settings={}, environ={}, solo=False).serve
+def _folder(words: Sequence[str], configs: Path) -> Path | None:
+    """Return the configuration of the model served by ``words``; None where none is there."""
     name = PurePosixPath(options.model(words)).name if words else ""
     folder = configs / name
     return folder if name and (folder / "config.json").is_file() else None
 
 
-def _write(recipe: Recipe, folder: Path, card: str) -> str:
+def _write(recipe: Recipe, rendered: Rendered, folder: Path, card: str) -> str:
     """Write the figures of a recipe, and return why there are none."""
-    rendered = render(recipe, settings={}, environ={}, solo=False)
-    env = {key: value for key, value in rendered.env.items() if key.startswith("VLLM_")}
-    answer = image.ask(folder, rendered.serve or (), env, card, say=say)
+    answer = image.ask(folder, rendered.serve or (), rendered.vllm_env, card, say=say)
     figures = answer.figures
     if figures is None or figures.cache is None or answer.doubts:
         return answer.failure or "; ".join(answer.doubts) or "it has no KV cache"

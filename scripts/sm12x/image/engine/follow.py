@@ -52,6 +52,11 @@ class Stage:
     cached: bool = True
 
 
+def own_error(output: str) -> re.Match[str] | None:
+    """Find an error of sm12x itself in a container's output: its ``message`` and ``next`` step."""
+    return _OURS.search(output)
+
+
 class Follower:
     """Reads an engine's lines; ``on_step`` gets a line for each step at its start, and for progress
     within it.
@@ -113,7 +118,7 @@ class Follower:
         return ours["next"] if ours else ""
 
     def _ours(self) -> re.Match[str] | None:
-        return _OURS.search("\n".join(self._lines))
+        return own_error("\n".join(self._lines))
 
     def _buildkit(self, number: str, rest: str) -> None:
         if named := _NAMED.match(rest):
