@@ -38,8 +38,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHORT = 7
 # Keys of a [[source]] that hold for any revision of it.
 _LASTING = (
-    *("name", "pin", "override", "stand_in", "ops", "git", "submodules"),
-    *("text", "version_file", "defines", "commit"),
+    *("name", "pin", "override", "stand_in", "git", "submodules"),
+    *("version_file", "defines", "commit"),
 )
 
 

@@ -24,7 +24,7 @@ from sm12x.stack.worktree import apply, tree
 from sm12x_dev import base_draft, lock
 from sm12x_dev.base_draft import Draft
 from sm12x_dev.witness import junit
-from sm12x_dev.witness.witness import Run
+from sm12x_dev.witness.pytests import Run
 
 UPSTREAM = "upstream"
 NEEDED = "needed"

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -173,9 +174,9 @@ def test_a_run_goes_on_where_an_earlier_one_was_stopped(
     ran: list[str] = []
     real = mutate._outcome
 
-    def outcome(base: object, mutant: mutations.Mutant, *more: object) -> mutate.MutantOutcome:
+    def outcome(mutant: mutations.Mutant, *more: Any) -> mutate.MutantOutcome:
         ran.append(mutant.why)
-        return real(base, mutant, *more)  # type: ignore[arg-type]
+        return real(mutant, *more)
 
     monkeypatch.setattr(mutate, "_outcome", outcome)
     first = _run(world, _entries(two), kept=kept)

@@ -15,6 +15,7 @@ from sm12x.core.errors import ToolMissingError
 from sm12x.stack.model import series
 from sm12x_dev import render
 from sm12x_dev.witness import record, witness
+from sm12x_dev.witness.pytests import Run
 from sm12x_dev.witness.witness import WitnessReport
 
 READ = """
@@ -182,7 +183,7 @@ def note(name):
 """
 
 
-def _shared(world: World, tree: Path, *texts: str) -> tuple[list[witness.Run], list[list[str]]]:
+def _shared(world: World, tree: Path, *texts: str) -> tuple[list[Run], list[list[str]]]:
     """The runs of witnesses of one rig, and what they noted: name and process."""
     tree.mkdir()
     folder = world.root / "tests" / "witness"

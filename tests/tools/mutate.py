@@ -6,6 +6,7 @@ was stopped goes on where it was.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -17,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import click
@@ -172,18 +174,20 @@ def run(
             shutil.copytree(patched, place, symlinks=True, copy_function=os.link)
             places.put(place)
         left = len(mutants)
+        # Hundreds of mutants have few witnesses.
+        inputs_of = functools.cache(partial(record.witness_inputs, base, root=root))
 
         def one(mutant: Mutant) -> MutantOutcome:
             nonlocal left
             targets = _targets(base, mutant)
-            inputs = [record.witness_inputs(base, path, root=root) for path in targets]
+            inputs = [inputs_of(path) for path in targets]
             words = (stack.id, conditions, mutant.file, mutant.text, *inputs)
             key = hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
             outcome = earlier.get(key)
             if outcome is None:
                 place = places.get()
                 try:
-                    outcome = _outcome(base, mutant, place, pytests)
+                    outcome = _outcome(mutant, targets, place, pytests)
                 finally:
                     places.put(place)
                 earlier.add(key, outcome)
@@ -228,8 +232,10 @@ def judge(run: Run) -> tuple[str, str, str]:
     return SURVIVED, "", ""
 
 
-def _outcome(base: Base, mutant: Mutant, place: Path, pytests: Pytests) -> MutantOutcome:
-    """Return what the witnesses give where ``mutant`` is made on the tree ``place``."""
+def _outcome(
+    mutant: Mutant, targets: Sequence[str], place: Path, pytests: Pytests
+) -> MutantOutcome:
+    """Return what ``targets`` give where ``mutant`` is made on the tree ``place``."""
     state, test, said = UNKNOWN, "", f"{mutant.patch.name} names no witness"
     if mutant.stale:
         state, said = STALE, mutant.stale
@@ -237,7 +243,7 @@ def _outcome(base: Base, mutant: Mutant, place: Path, pytests: Pytests) -> Mutan
         said = fault
     else:
         with _mutated(place / mutant.file, mutant.text):
-            for target in _targets(base, mutant):
+            for target in targets:
                 state, test, said = judge(pytests.run((target,), _MUTANT, place, "-x")[0])
                 if state != SURVIVED:
                     break

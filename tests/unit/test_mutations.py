@@ -14,7 +14,8 @@ from tests.tools.mutate import MutantOutcome, MutationReport
 from sm12x.core.errors import BadFileError
 from sm12x.stack.model import base as bases
 from sm12x.stack.model.series import Stack
-from sm12x_dev.witness import junit, mutations, witness
+from sm12x_dev.witness import junit, mutations
+from sm12x_dev.witness.pytests import Run
 
 WITNESS = "tests/witness/test_it.py"
 ADDED = """diff --git a/vllm/a.py b/vllm/a.py
@@ -219,12 +220,12 @@ def test_a_line_in_the_middle_of_a_statement_is_left_alone() -> None:
     assert list(derive._cpp("{\n  a(b,\n    c(1);\n", {3})) == []
 
 
-def _run(*outcomes: str, problem: str = "") -> witness.Run:
+def _run(*outcomes: str, problem: str = "") -> Run:
     tests = tuple(
         junit.Test(name=f"test_{n}", outcome=outcome, guard=False, said="", detail="", seconds=0)
         for n, outcome in enumerate(outcomes)
     )
-    return witness.Run(witness=WITNESS, side="mutant", tests=tests, problem=problem)
+    return Run(witness=WITNESS, side="mutant", tests=tests, problem=problem)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +239,7 @@ def _run(*outcomes: str, problem: str = "") -> witness.Run:
         (_run(problem="pytest was ended by signal 11\nmore"), mutate.UNKNOWN, ""),
     ],
 )
-def test_only_a_red_test_kills(run: witness.Run, state: str, test: str) -> None:
+def test_only_a_red_test_kills(run: Run, state: str, test: str) -> None:
     assert mutate.judge(run)[:2] == (state, test)
 
 

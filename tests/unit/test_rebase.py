@@ -14,7 +14,7 @@ from sm12x.stack.model.base import Base, Dropped
 from sm12x_dev import lock, rebase
 from sm12x_dev.rebase import NEEDED, UNKNOWN, UPSTREAM, Outcome, Verdict
 from sm12x_dev.witness.junit import Test
-from sm12x_dev.witness.witness import Run
+from sm12x_dev.witness.pytests import Run
 
 FILE = "tests/witness/test_it.py"
 

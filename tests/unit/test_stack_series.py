@@ -21,6 +21,7 @@ from sm12x.stack.model import series
 from sm12x.stack.model.base import Base
 from sm12x.stack.worktree import tree
 from sm12x_dev.witness import environment, junit, witness
+from sm12x_dev.witness.pytests import Run
 
 
 @pytest.fixture
@@ -172,8 +173,8 @@ def test_a_junit_file_is_read(tmp_path: Path) -> None:
         junit.read(tmp_path / "y" / "x.xml")
 
 
-def _run(side: str, *tests: junit.Test, problem: str = "") -> witness.Run:
-    return witness.Run(witness="t.py", side=side, tests=tests, problem=problem)
+def _run(side: str, *tests: junit.Test, problem: str = "") -> Run:
+    return Run(witness="t.py", side=side, tests=tests, problem=problem)
 
 
 # What a base's [witness] says of its tests.

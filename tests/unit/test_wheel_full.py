@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -324,12 +325,17 @@ def test_another_patch_level_is_taken_where_that_is_asked_for_alone(
         third_party.collect(thing, cache=tmp_path, given=given)
     assert ("--accept-patch-level thing" in refused.value.next_step) is near
     said: list[str] = []
-    lenient = {"cache": tmp_path, "given": given, "patch_levels": ("thing",), "say": said.append}
+    lenient: dict[str, Any] = {
+        "cache": tmp_path,
+        "given": given,
+        "patch_levels": ("thing",),
+        "say": said.append,
+    }
     if not near:
         with pytest.raises(BadFileError, match=rf"{version}, base\.toml pins v4\.4\.2"):
-            third_party.collect(thing, **lenient)  # type: ignore[arg-type]
+            third_party.collect(thing, **lenient)
         return
-    found = third_party.collect(thing, **lenient)["thing"]  # type: ignore[arg-type]
+    found = third_party.collect(thing, **lenient)["thing"]
     assert (found.folder, found.pin) == (given["thing"], "v4.4.2")
     assert said == [f"thing: {given['thing']} is {version}; taken in place of v4.4.2, as asked for"]
     # Another source's leave is not this one's.

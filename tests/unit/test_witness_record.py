@@ -96,7 +96,7 @@ def test_the_record_is_of_these_witnesses(version: str) -> None:
     base = bases.load(version)
     known = record.load(base, record.WITNESSES, "sm12x-dev witness")
     if known is None:
-        pytest.skip("this base has no record")
+        pytest.skip("a base that was just drafted: its witnesses run on both trees")
     witnesses = {path for patch in series.load(base).patches for path in patch.witnesses}
     stale = [
         path

@@ -17,6 +17,7 @@ from sm12x.core.errors import FetchError, FindingsError, UnknownVerdictError
 from sm12x.stack.model import base as bases
 from sm12x.stack.model.base import Base
 from sm12x_dev import advisories, base_draft, lock
+from sm12x_dev.commands.options import listed, project
 
 # How many releases there may be after the default base: one is on its way to become a base.
 _ALLOWED = 1
@@ -43,17 +44,17 @@ def check_command(find_links: Path | None) -> None:
     """
     default = bases.load(bases.default())
     every = [bases.load(version) for version in bases.versions()]
-    project = default.sdist.name.rpartition("-")[0]
-    with progress.spinner(f"asking the index for {project}"):
-        listed = listing.of_folder(project, find_links) if find_links else listing.of_index(project)
-    releases = listing.releases(listed)
+    package = project(default)
+    with progress.spinner(f"asking the index for {package}"):
+        files = listed(package, find_links)
+    releases = listing.releases(files)
     if not releases:
         raise FetchError(
-            f"the package index lists no final release of {project} with an sdist",
+            f"the package index lists no final release of {package} with an sdist",
             next_step="check the index address in the settings of pip or uv",
         )
-    newest = base_draft.release(listed, releases[-1], project=project)
-    click.echo(f"newest release: {project} {newest.version}, {newest.released or 'date unknown'}")
+    newest = base_draft.release(files, releases[-1], project=package)
+    click.echo(f"newest release: {package} {newest.version}, {newest.released or 'date unknown'}")
     for machine in bases.MACHINES:
         wheel = newest.wheels.get(machine)
         click.echo(f"  {machine}: {wheel.name if wheel else 'no wheel: no base can be made of it'}")
@@ -69,7 +70,7 @@ def check_command(find_links: Path | None) -> None:
     if behind[default.version] > _ALLOWED:
         raise FindingsError(
             f"the default base {default.version} is {behind[default.version]} releases behind "
-            f"{project} {newest.version}, more than {_ALLOWED}",
+            f"{package} {newest.version}, more than {_ALLOWED}",
             next_step=f'{_next(behind, newest.version)}; CONTRIBUTING.md, "Stay current", has the '
             "routine",
         )

@@ -10,8 +10,9 @@ import click
 
 from sm12x import layout
 from sm12x.commands import find_links_option
-from sm12x.core import index
+from sm12x.core import index, listing
 from sm12x.core.errors import UnknownBaseError
+from sm12x.core.listing import ListedFile
 from sm12x.stack.model import base as bases
 from sm12x.stack.model.base import Base
 from sm12x.stack.model.series import Patch, Stack
@@ -61,11 +62,21 @@ def give_way() -> None:
     os.nice(_NICE)
 
 
+def project(release: Base | Release) -> str:
+    """Return the name of the package that is patched."""
+    return release.sdist.name.rpartition("-")[0]
+
+
+def listed(name: str, find_links: Path | None) -> tuple[ListedFile, ...]:
+    """Return the files of the package ``name`` on the index, or in the folder ``find_links``."""
+    return listing.of_folder(name, find_links) if find_links else listing.of_index(name)
+
+
 def fetch(release: Base | Release, find_links: Path | None) -> Path:
     """The sdist of a base or of a release, fetched if need be."""
     sdist = release.sdist
     return index.fetch_shown(
-        sdist.name.rpartition("-")[0],
+        project(release),
         sdist.name,
         sdist.sha256,
         cache=layout.cache(),

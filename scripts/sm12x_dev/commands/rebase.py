@@ -11,7 +11,7 @@ import click
 
 from sm12x import layout
 from sm12x.commands import find_links_option, say
-from sm12x.core import listing, progress
+from sm12x.core import progress
 from sm12x.core.errors import (
     DirtyTreeError,
     PatchConflictError,
@@ -32,7 +32,9 @@ from sm12x_dev.commands.options import (
     chosen,
     fetch,
     give_way,
+    listed,
     print_findings,
+    project,
     relative,
 )
 from sm12x_dev.rebase import Verdict
@@ -99,11 +101,11 @@ def rebase_command(
         raise UsageError(
             f"the stack of {version} is on {version} already", next_step="name another release"
         )
-    project = base.sdist.name.rpartition("-")[0]
-    with progress.spinner(f"asking the index for {project} {version}"):
-        listed = listing.of_folder(project, find_links) if find_links else listing.of_index(project)
+    package = project(base)
+    with progress.spinner(f"asking the index for {package} {version}"):
+        files = listed(package, find_links)
     day = released.date() if released else None
-    release = base_draft.release(listed, version, project=project, released=day)
+    release = base_draft.release(files, version, project=package, released=day)
     archives = fetch(base, find_links), fetch(release, find_links)
     give_way()
     with tempfile.TemporaryDirectory(prefix="sm12x-rebase-") as scratch:

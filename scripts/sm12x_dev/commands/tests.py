@@ -24,6 +24,7 @@ from sm12x_dev.witness import (
     upstream_tests,
     witness,
 )
+from sm12x_dev.witness.pytests import TIME_LIMIT
 from sm12x_dev.witness.upstream_tests import Cannot, UpstreamPlan
 
 _OTHER = (
@@ -51,7 +52,7 @@ _limit = partial(click.option, type=click.FloatRange(min=1), show_default=True, 
     help=f"Run every witness on both trees, and record what the untouched one gives in "
     f"{record.WITNESSES} of the base.",
 )
-@_limit("--time-limit", default=witness.TIME_LIMIT, help="Limit for one witness on one tree.")
+@_limit("--time-limit", default=TIME_LIMIT, help="Limit for one witness on one tree.")
 @JOBS
 @FIND_LINKS
 @reports(witness.WitnessReport)

@@ -18,8 +18,9 @@ from sm12x_dev.witness import junit
 TIME_LIMIT = 1800
 PLUGIN = Path(__file__).resolve().parent / "pytest_plugin"
 _TAIL = 15
-# pytest's exit codes: all passed, some failed, not all could be collected, there are none.
-_ENDED = (0, 1, 2, 5)
+# pytest's exit codes that come with a whole junit file: all passed, some failed, not all could be
+# collected, there are none.
+ENDED = (0, 1, 2, 5)
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -158,7 +159,7 @@ def _read(report: Path, code: int | None, limit: float) -> tuple[tuple[junit.Tes
     if code < 0:
         return (), f"pytest was ended by signal {-code}"
     try:
-        return (junit.read(report), "") if code in _ENDED else ((), f"pytest ended with {code}")
+        return (junit.read(report), "") if code in ENDED else ((), f"pytest ended with {code}")
     except ValueError:
         return (), f"pytest ended with {code}"
 

@@ -20,7 +20,7 @@ from sm12x.stack.model.series import Stack
 from sm12x.stack.worktree import apply, tree
 from sm12x_dev.witness import environment, junit, record, upstream_tests
 from sm12x_dev.witness.environment import pip_install
-from sm12x_dev.witness.pytests import PLUGIN
+from sm12x_dev.witness.pytests import ENDED, PLUGIN
 from sm12x_dev.witness.record import Outcomes, Record
 from sm12x_dev.witness.upstream_tests import (
     FileRun,
@@ -39,9 +39,7 @@ RECORD = "upstream-base.json"
 # Packages that the release's tests import and its closure lacks, with hashes.
 _TOOLS_LOCK = Path("tests/witness/upstream.lock")
 _TAIL = 20
-# pytest's exit codes that come with a whole junit file; 5: no test in the file.
-_ENDED = (0, 1, 2, 5)
-# ... and what it ends with where the one test that it is asked for is not there.
+# pytest's exit code where the one test that it is asked for is not there.
 _NO_SUCH_TEST = 4
 # Files of tests at a time.
 _JOBS = 2
@@ -393,7 +391,7 @@ def _read(folder: Path, number: int, target: str, code: int | None) -> FileRun:
     if code == _NO_SUCH_TEST and "::" in target:
         return FileRun(tests={}, problem="", detail="")
     try:
-        tests = junit.read(folder / f"{number}.xml") if code in _ENDED else None
+        tests = junit.read(folder / f"{number}.xml") if code in ENDED else None
     except ValueError:
         tests = None
     if tests is None:

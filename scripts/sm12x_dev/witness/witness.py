@@ -22,11 +22,8 @@ from sm12x.stack.model.base import Base, Witness
 from sm12x.stack.model.series import Patch, Stack
 from sm12x.stack.worktree import apply, tree
 from sm12x_dev.witness import junit, record
-from sm12x_dev.witness.environment import environment
 from sm12x_dev.witness.pytests import TIME_LIMIT, Pytests, Run
 from sm12x_dev.witness.record import Outcomes, Record
-
-__all__ = ["TIME_LIMIT", "Run", "environment"]
 
 BASE = "base"
 PATCHED = "patched"

@@ -85,7 +85,7 @@ def main() -> None:
             del running[child]
             code = os.waitstatus_to_exitcode(status) if done else None
             # On a line of its own, whatever an import has printed before.
-            print(f"\n{request['answer']}{json.dumps([number, code])}", flush=True)  # noqa: T201
+            print(f"\n{request['answer']}{json.dumps([number, code])}", flush=True)  # noqa: T201 - read
         time.sleep(_POLL)
 
 
