@@ -77,12 +77,17 @@ UNUSED = (
 NATIVE = ("CMakeLists.txt", "cmake", "csrc")
 ALLOCATOR = "csrc/cumem_allocator*"
 NOT_INCLUDED = shutil.ignore_patterns(".git", "docs", "media", "test", "tests", "*.pdf", "*.png")
-# The CuTe DSL is found through a .pth file, which Python reads of a site folder only.
+# The CuTe DSL is found through a .pth file, which Python reads of a site folder only. A folder with
+# sm12x_hook.py on the path has the processes of a run do something besides.
 SITE = """\
+import importlib
+import importlib.util
 import pathlib
 import site
 
 site.addsitedir(str(pathlib.Path(__file__).parent))
+if importlib.util.find_spec("sm12x_hook"):
+    importlib.import_module("sm12x_hook")
 """
 STACK = "stack.tar.zst"
 UNPACK = """\

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from tests.gpu.steps.sleep_steps import Steps
 
-STEPS = Path(__file__).resolve().parents[1] / "gpu" / "steps" / "sitecustomize.py"
+STEPS = Path(__file__).resolve().parents[1] / "gpu" / "steps" / "sm12x_hook.py"
 IMPORTED = ("vllm_sleep_keep", "vllm_sleep_keep.host_copies", "sleep_steps")
 # The package, as far as steps are made by it.
 PACKAGE = '''
@@ -46,7 +46,7 @@ class HostCopies:
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The package's host_copies, imported in a process that has begun with sitecustomize.py."""
+    """The package's host_copies, imported in a process that has begun with the hook."""
     folder = tmp_path / "vllm_sleep_keep"
     folder.mkdir()
     (folder / "__init__.py").touch()
@@ -56,7 +56,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     for name in IMPORTED:
         monkeypatch.delitem(sys.modules, name, raising=False)
-    spec = importlib.util.spec_from_file_location("steps_sitecustomize", STEPS)
+    spec = importlib.util.spec_from_file_location("steps_hook", STEPS)
     assert spec is not None
     assert spec.loader is not None
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
@@ -111,4 +111,4 @@ def test_a_sleep_and_a_wake_up_log_their_steps(
 
 def test_the_package_is_the_same_otherwise(copies: Any) -> None:
     assert copies.sleep.__doc__ == "The package's own."
-    assert not [one for one in sys.meta_path if type(one).__module__ == "steps_sitecustomize"]
+    assert not [one for one in sys.meta_path if type(one).__module__ == "steps_hook"]

@@ -1,16 +1,14 @@
-"""In every Python process with this folder on PYTHONPATH: DeepSeek V4.1 has the pages of SM12x, 128
-entries, where vLLM gives its attention and its indexer 64 on 9.0. Pages are packed, so both need
-one size.
+"""In every process of a payload with this folder on PYTHONPATH: DeepSeek V4.1 has the pages of
+SM12x, 128 entries, where vLLM gives its attention and its indexer 64 on 9.0. Pages are packed, so
+both need one size.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
-from pathlib import Path
 from types import ModuleType
 
 # Classes by module.
@@ -43,14 +41,4 @@ class Finder(MetaPathFinder):
         return spec
 
 
-def run_next() -> None:
-    """Run the file of this name that the payload has, which this one hides."""
-    here = Path(__file__).parent
-    others = [entry for entry in sys.path if Path(entry or ".").resolve() != here.resolve()]
-    spec = PathFinder.find_spec("sitecustomize", others)
-    if spec is not None and spec.loader is not None:
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
-
-
 sys.meta_path.insert(0, Finder())
-run_next()

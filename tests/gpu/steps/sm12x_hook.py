@@ -1,5 +1,5 @@
-"""In every Python process with this folder on PYTHONPATH: log when a sleep and a wake-up of the
-sleep-mode backend `keep` made their steps.
+"""In every process of a payload with this folder on PYTHONPATH: log when a sleep and a wake-up of
+the sleep-mode backend `keep` made their steps.
 """
 
 from __future__ import annotations
