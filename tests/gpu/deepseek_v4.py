@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,8 +26,10 @@ BLOCK = 128
 # Values that share a scale in MXFP4.
 GROUP = 32
 CONTEXT = 65536
-# What the attention of a layer reads besides its window: nothing, or 4 or 128 tokens in one.
-RATIOS = (0, 0, 4, 128, 4, 128)
+# What the attention of a layer reads besides its window: nothing, or 4 or 128 tokens in one. Two
+# stages of a pipeline have the same kinds: 0.33.0 fails where a stage has no layer of a group of
+# caches (vllm#54711).
+RATIOS = (0, 4, 128, 0, 4, 128)
 # The layer that predicts one token more (MTP) follows the others, and reads its window alone.
 DRAFT_RATIO = 0
 CONFIG: dict[str, Any] = {
@@ -62,8 +65,9 @@ CONFIG: dict[str, Any] = {
     "num_experts_per_tok": 6,
     "moe_intermediate_size": 2048,
     # The last layer alone is routed by its input: with random weights a rounding error that
-    # chooses another expert changes all that follows.
-    "num_hash_layers": 5,
+    # chooses another expert changes all that follows. Where layers are spread over pipeline stages,
+    # those that are routed by a table must be in the first one.
+    "num_hash_layers": int(os.environ.get("SM12X_HASH_LAYERS", "5")),
     "norm_topk_prob": True,
     "scoring_func": "sqrtsoftplus",
     "topk_method": "noaux_tc",

@@ -23,7 +23,7 @@ set -eu
 here=$(cd "$(dirname "$0")/../.." && pwd)
 kernels="33-kernels 33-random 33-sanitizer 33-sparse-mla 33-deepgemm"
 first="33-v4-portable 33-v41-portable"
-v4="33-v4-graphs 33-v4-no-deepgemm 33-v4-absent 33-v4-mtp 33-v4-tp2 33-v4-pp2"
+v4="33-v4-graphs 33-v4-no-deepgemm 33-v4-absent 33-v4-mtp 33-v4-first-stage 33-v4-tp2 33-v4-pp2"
 v41="33-v41-graphs 33-v41-tp2 33-v41-pp2"
 part=${1:-}
 [ "$part" != list ] || part="list ${2:-all}"

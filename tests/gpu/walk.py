@@ -124,6 +124,8 @@ FEW_SEQUENCES = ("--max-num-seqs", "32")
 REPLIES = ("--replies", "128", "1024")
 # With development mode alone requests wait for the wake-up.
 REFUSING = (*KEEP, "--enable-sleep-routes")
+# 0.33.0 takes layers that a table routes in the first of two stages alone: of six, three.
+FIRST_STAGE = {"SM12X_HASH_LAYERS": "3"}
 TP2, PP2 = ("--tensor-parallel-size", "2"), ("--pipeline-parallel-size", "2")
 
 
@@ -251,7 +253,8 @@ RUNS = (
     portable("33-v4-absent", V4, tree=ABSENT, environment=NO_DEEP_GEMM),
     portable("33-v4-no-deepgemm", V4, environment=NO_DEEP_GEMM),
     portable("33-v4-tp2", V4, *TP2, gpus=2),
-    portable("33-v4-pp2", V4, *PP2, gpus=2),
+    portable("33-v4-first-stage", V4, against="", environment=FIRST_STAGE),
+    portable("33-v4-pp2", V4, *PP2, gpus=2, environment=FIRST_STAGE, against="33-v4-first-stage"),
     portable("33-v41-portable", V41, against="", pages=True, limit=800),
     # FlashMLA on 9.0 takes no other pages.
     servers("0.33.0", "33-v41-graphs", *V41, "--graphs", "--serve", *KEEP, "--block-size", "64",
