@@ -811,6 +811,44 @@ def test_memory_comes_in_regions(world: World) -> None:
     expect("with none left", world.fake.registered(), 0)
 
 
+@pytest.mark.guard
+def test_memory_is_given_back_by_two_at_a_time(world: World) -> None:
+    """New memory gets an address that one of them has given back, and stays registered."""
+    world.use_plugin()
+    module: Any = importlib.import_module(COPIES)
+    runtime = world.host_copies._runtime
+
+    def regions() -> list[Any]:
+        made = [module.Region(GRANULARITY, runtime, 0) for _ in range(3)]
+        for region in made:
+            region.register()
+        return made
+
+    give_back, listed, free = runtime._give_back, threading.Event(), threading.Event()
+
+    def late(*arguments: Any) -> None:
+        listed.set()
+        free.wait(10)
+        give_back(*arguments)
+
+    regions()
+    runtime._give_back = late
+    thread = threading.Thread(target=runtime.give_back)
+    thread.start()
+    listed.wait(10)
+    runtime._give_back = give_back
+    runtime.give_back()
+    expect("registered host memory", world.fake.registered(), 0)
+    later = regions()
+    free.set()
+    thread.join()
+    expect("registered host memory", world.fake.registered(), 3 * GRANULARITY)
+    expect("mapped", [is_mapped(region.address) for region in later], [True] * 3)
+    later.clear()
+    runtime.give_back()
+    expect("registered in the end", world.fake.registered(), 0)
+
+
 def in_small_regions(world: World, count: int = 5) -> list[Block]:
     """Blocks of weights, each of which fills a region of host memory."""
     world.use_plugin()

@@ -271,19 +271,21 @@ class Runtime:
         another thread CUDA creates a context, on GPU 0. What CUDA refuses is left for
         the next call.
         """
-        gone: dict[int, list[int]] = {}
-        for address, (region, device, _) in self._held.copy().items():
+        gone: dict[int, list[tuple[int, mmap.mmap]]] = {}
+        for address, (region, device, memory) in self._held.copy().items():
             if region() is None:
-                gone.setdefault(device, []).append(address)
-        for device, addresses in gone.items():
+                gone.setdefault(device, []).append((address, memory))
+        for device, ended in gone.items():
             with (
                 contextlib.suppress(RuntimeError),
                 DeviceThreads(self, device, 1) as threads,
             ):
-                threads.start(self._give_back, addresses).result()
+                threads.start(self._give_back, ended).result()
 
-    def _give_back(self, addresses: list[int]) -> None:
-        for address in addresses:
+    def _give_back(self, ended: list[tuple[int, mmap.mmap]]) -> None:
+        # Another thread may give the same back: an interrupted call leaves one. `ended`
+        # keeps the memory mapped, so that no new region has one of its addresses.
+        for address, _ in ended:
             code = self._library.cudaHostUnregister(address)
             if code != 0:
                 self._library.cudaGetLastError()
