@@ -8,7 +8,6 @@ from pathlib import Path
 import jsonschema
 import pytest
 from click.testing import CliRunner
-from rich.console import Console
 from tests.unit.verifying import MemoryServer, gpu_of, seeing
 
 from sm12x.commands import verify
@@ -85,16 +84,6 @@ def test_the_json_is_as_its_schema_says(report: VerifyReport) -> None:
     found["verdict"] = "well"
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(found, schema)
-
-
-def test_what_moves_has_breaches_and_what_is_done() -> None:
-    report = made(MemoryServer(text=lambda one, prompt: "!" * 40))
-    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
-    console.print(render.live(report, "cycle 4 of 4: A wakes up"))
-    shown = console.export_text()
-    assert "cycle 4 of 4: A wakes up" in shown
-    assert "breach   A garbage" in shown
-    assert "answers" not in shown, "only breaches"
 
 
 def test_every_limit_is_an_option() -> None:

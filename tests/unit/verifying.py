@@ -94,7 +94,7 @@ class MemoryServer(Server):
         text = "" if self.gone else self.text(self, prompt)
         return Completion(text=text, tokens=len(text), ids=None, seconds=0.01)
 
-    def counters(self) -> Mapping[str, float] | None:
+    def counters(self) -> Mapping[str, float]:
         if not self.speculates:
             return {}
         return {DRAFTED: 4.0 * self.asked, ACCEPTED: 3.0 * self.asked}
