@@ -16,8 +16,10 @@ from sm12x.audit.report import AuditReport, LibraryReport, RunsReport
 from sm12x.core import declared
 from sm12x.core.process import Completed
 from sm12x.doctor import examine, knowledge
-from sm12x.doctor.host import Host
-from sm12x.doctor.model import Diagnosis, HostFacts, Unseen
+from sm12x.doctor.host import Host, Unseen
+from sm12x.doctor.model import Diagnosis, Facts
+from sm12x.recipes import options, render
+from sm12x.recipes.model import Recipe
 from sm12x.wheel.ledger import Ledger
 
 GIB = 1024**3
@@ -174,7 +176,12 @@ def docker(**more: object) -> dict[str, str]:
     return {"docker info": json.dumps(answer)}
 
 
-def facts(machine: Machine, audit: Path | None = None, caches: Sequence[Path] = ()) -> HostFacts:
+def facts(
+    machine: Machine,
+    audit: Path | None = None,
+    caches: Sequence[Path] = (),
+    recipe: Recipe | None = None,
+) -> Facts:
     return examine.facts(
         machine.host(),
         knowledge.load(),
@@ -182,15 +189,20 @@ def facts(machine: Machine, audit: Path | None = None, caches: Sequence[Path] = 
         cache_folders=caches,
         # Not the checkout's: what a user has built there says nothing of the made-up host.
         dist=machine.root / "dist",
+        recipe=recipe,
+        options=options.parse(render.arguments(recipe)) if recipe else {},
     )
 
 
 def findings(
-    machine: Machine, audit: Path | None = None, caches: Sequence[Path] = ()
+    machine: Machine,
+    audit: Path | None = None,
+    caches: Sequence[Path] = (),
+    recipe: Recipe | None = None,
 ) -> dict[str, list[Diagnosis]]:
     """What was found, by check."""
     found: dict[str, list[Diagnosis]] = {}
-    for finding in examine.run(facts(machine, audit, caches), knowledge.load()):
+    for finding in examine.run(facts(machine, audit, caches, recipe)):
         found.setdefault(finding.id, []).append(finding)
     return found
 

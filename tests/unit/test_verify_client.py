@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from sm12x.core.errors import ServerError, UsageError
-from sm12x.doctor.model import Unseen
+from sm12x.doctor.host import Unseen
 from sm12x.verify import client
 from sm12x.verify.client import Access, CallError, Server
 

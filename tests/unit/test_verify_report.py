@@ -21,7 +21,7 @@ from sm12x.core.errors import (
     UsageError,
 )
 from sm12x.core.text import MIB
-from sm12x.doctor.model import Unseen
+from sm12x.doctor.host import Unseen
 from sm12x.verify import memory, render
 from sm12x.verify.cycles import Run, Settings
 from sm12x.verify.report import Limits, VerifyReport, limits

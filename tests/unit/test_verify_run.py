@@ -14,7 +14,8 @@ from tests.unit.verifying import GIB, MIB, MemoryServer, blind, gpu_of, seeing
 
 from sm12x.core import declared
 from sm12x.core.errors import ServerError
-from sm12x.doctor.model import Gpu, GpuProcess, Unseen
+from sm12x.doctor.host import Unseen
+from sm12x.doctor.model import Gpu, GpuProcess
 from sm12x.verify import memory
 from sm12x.verify.client import CallError
 from sm12x.verify.cycles import Interrupts, Run, Settings

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from sm12x.core.errors import ServerError
-from sm12x.doctor.model import Gpu, GpuProcess, Unseen
+from sm12x.doctor.host import Unseen
+from sm12x.doctor.model import Gpu, GpuProcess
 from sm12x.verify.client import ACCEPTED, DRAFTED, Completion, Identity, Server
 from sm12x.verify.memory import Watch
 from sm12x.verify.report import RankUse

@@ -1,18 +1,47 @@
-"""The facts about the image: the audit of its wheel, and the ledger beside it."""
+"""The image: the audit of its wheel and the ledger beside it, and whether it runs here."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from sm12x.audit import report as audits
-from sm12x.audit.model import MIXED, NATIVE, SM120, SM121, Device
+from sm12x.audit.model import (
+    DEVICES,
+    HOST,
+    MIXED,
+    NATIVE,
+    NONE,
+    PTX,
+    SM120,
+    SM121,
+    Device,
+    compiles_on,
+)
+from sm12x.audit.model import UNKNOWN as UNREADABLE
 from sm12x.audit.report import LibraryReport
 from sm12x.core import files
 from sm12x.core.cudaarch import CudaArch
-from sm12x.doctor.host import Host
-from sm12x.doctor.model import Image, ImageLibrary, Unseen
+from sm12x.core.text import ranges
+from sm12x.doctor import gpus
+from sm12x.doctor.host import Host, Unseen
+from sm12x.doctor.model import (
+    Facts,
+    Finding,
+    Image,
+    ImageLibrary,
+    bad,
+    check,
+    info,
+    ok,
+    unknown,
+    warn,
+)
+from sm12x.recipes.options import is_true
 from sm12x.wheel import ledger as ledgers
 from sm12x.wheel.ledger import Ledger, LibraryEntry
 
@@ -59,6 +88,7 @@ def read(audit: Path) -> Image:
     ledger = ledgers.read(beside) if beside.is_file() else None
     policy = report.policy
     libraries = tuple(map(_library, report.libraries))
+    machines = [library.machine for library in libraries]
     offenders: dict[Device, tuple[str, ...]] = {}
     for entry in policy.offenders if policy else ():
         # One that names no device is about all of them: a file that could not be read.
@@ -70,7 +100,7 @@ def read(audit: Path) -> Image:
         name=report.subject,
         audit=audit,
         stack_id=ledger.stack_id if ledger else "",
-        machine=ledger.machine if ledger else _machine(libraries),
+        machine=ledger.machine if ledger else next((m for m in machines if m), ""),
         # The first file of a build: all code that the image compiles is newer.
         built=beside.stat().st_mtime if ledger else None,
         libraries=libraries,
@@ -119,13 +149,13 @@ def _judged(entry: LibraryEntry) -> ImageLibrary:
         device: {NATIVE if verdict == MIXED else verdict: 1}
         for device, verdict in ((SM120, entry.sm120), (SM121, entry.sm121))
     }
-    return ImageLibrary(path=entry.path, machine="", cubins=(), ptx=(), readable=False, units=units)
+    return ImageLibrary(machine="", cubins=(), ptx=(), readable=False, units=units)
 
 
 def _of_image(host: Host, image: str, dist: Path) -> Image | Unseen:
-    if host.which("docker") is None and host.which("podman") is None:
+    engine = next((name for name in ("docker", "podman") if host.which(name)), "")
+    if not engine:
         return Unseen(f"no docker or podman here to ask for the labels of {image}")
-    engine = "docker" if host.which("docker") else "podman"
     done = host.ask([engine, "image", "inspect", "--format", "{{json .Config.Labels}}", image])
     if isinstance(done, Unseen):
         return done
@@ -148,7 +178,6 @@ def _of_image(host: Host, image: str, dist: Path) -> Image | Unseen:
 
 def _library(entry: LibraryReport) -> ImageLibrary:
     return ImageLibrary(
-        path=entry.path,
         machine=entry.machine,
         cubins=tuple(map(CudaArch.parse, entry.cubins)),
         ptx=tuple(map(CudaArch.parse, entry.ptx)),
@@ -157,5 +186,107 @@ def _library(entry: LibraryReport) -> ImageLibrary:
     )
 
 
-def _machine(libraries: tuple[ImageLibrary, ...]) -> str:
-    return next((library.machine for library in libraries if library.machine), "")
+@check("image.audit")
+def _audited(facts: Facts) -> Iterator[Finding]:
+    image = facts.image
+    if isinstance(image, Unseen):
+        yield unknown(f"could not see how the image was compiled: {image.why}", "build", "audit")
+        return
+    stack = f", stack {image.stack_id}" if image.stack_id else ""
+    about = f"{image.name}{stack}, for {image.machine or 'an unknown architecture'}"
+    if image.machine and image.machine != facts.machine.name:
+        yield bad(f"{about}, but this is {facts.machine.name}: it does not start here", "build")
+    else:
+        yield ok(about)
+
+
+@check("gpu.code")
+def _code(facts: Facts) -> Iterator[Finding]:
+    """Check how each kind of GPU runs the image: natively, through PTX, or not at all."""
+    if isinstance(facts.image, Unseen):
+        return
+    for group in gpus.alike(facts):
+        device, kind = group[0].capability, group[0].kind
+        if device is None:
+            why = "its compute capability is not known"
+            yield unknown(f"could not see how {kind} runs the image: {why}")
+        else:
+            which = f"GPU {ranges(gpu.index for gpu in group)} {kind}"
+            yield _runs(facts.image, device, which)
+
+
+def _runs(image: Image, device: Device, which: str) -> Finding:
+    counted: Counter[str] = Counter()
+    for library in image.libraries:
+        counted.update(_units(library, device))
+    counts = f"{counted[NATIVE]} native, {counted[PTX]} through PTX, {counted[NONE]} not at all"
+    by_unit = device in DEVICES and not image.by_library
+    seen = f"{which}: {'translation units' if by_unit else 'libraries'} {counts}"
+    # The wheel that an audit of dist/ names lies beside it.
+    is_wheel = image.name.endswith(".whl")
+    subject = shlex.quote(str(image.audit.with_name(image.name)) if is_wheel else image.name)
+    found = warn
+    if counted[NATIVE] + counted[PTX] == 0:
+        found, seen = bad, seen.replace(which, f"{which} cannot run the image", 1)
+    elif image.offenders.get(device):
+        found, seen = bad, f"{seen}; against the policy: {image.offenders[device][0]}"
+    elif counted[UNREADABLE]:
+        seen += f", {counted[UNREADABLE]} that could not be read"
+    elif device not in DEVICES:
+        seen += "; the image was compiled and judged for 12.x only"
+    elif counted[NATIVE]:
+        if counted[NONE] and image.passed:
+            seen += "; units without code are for other GPUs"
+        return info(seen) if counted[PTX] else ok(seen)
+    return found(seen, "audit", subject=subject, device=device)
+
+
+def _units(library: ImageLibrary, device: Device) -> Counter[str]:
+    """Translation units by verdict, or the library as one where the audit did not ask for it."""
+    if device in library.units:
+        return Counter(library.units[device])
+    if not library.readable:
+        return Counter({UNREADABLE: 1})
+    if not library.cubins and not library.ptx:
+        return Counter({HOST: 1})
+    if any(arch.runs_on(device.major, device.minor) for arch in library.cubins):
+        return Counter({NATIVE: 1})
+    return Counter({PTX if any(compiles_on(arch, device) for arch in library.ptx) else NONE: 1})
+
+
+@check("image.offline")
+def _offline(facts: Facts) -> Iterator[Finding]:
+    """Check that the kernels for decoding do not depend on an HTTP server out of reach."""
+    asks = "flashinfer-python" in facts.versions and "flashinfer-cubin" not in facts.versions
+    if not asks or not facts.sm12x:
+        return
+    env = facts.host.env
+    if is_true(env.get("VLLM_HAS_FLASHINFER_CUBIN", "")):
+        yield ok("VLLM_HAS_FLASHINFER_CUBIN is set: no server is asked")
+        return
+    offline = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    signs = [f"{name}={env[name]}" for name in offline if is_true(env.get(name, ""))]
+    if not _routed(facts.host):
+        signs.append("no default route")
+    seen = "the image has no flashinfer-cubin, so vLLM asks NVIDIA's artifact server at start"
+    yield warn(f"{seen}; offline: {', '.join(signs)}", "skip") if signs else info(seen, "skip")
+
+
+def _routed(host: Host) -> bool:
+    """Whether the kernel has a way to other networks, or does not say."""
+    four = host.text("/proc/net/route")
+    if isinstance(four, Unseen):
+        return True
+    for cells in map(str.split, four.splitlines()[1:]):
+        # Interface, destination, gateway, flags.
+        if len(cells) > 3 and cells[1] == "0" * 8 and _is_up(cells[3]):
+            return True
+    # Destination, its length, ..., flags, device; the device `lo` rejects.
+    return any(
+        len(cells) > 9 and cells[:2] == ["0" * 32, "00"] and cells[9] != "lo" and _is_up(cells[8])
+        for cells in map(str.split, host.word("/proc/net/ipv6_route").splitlines())
+    )
+
+
+def _is_up(flags: str) -> bool:
+    return bool(re.fullmatch(r"[0-9A-Fa-f]{1,8}", flags)) and bool(int(flags, 16) & 1)

@@ -25,7 +25,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from sm12x.core.errors import ServerError, UsageError
 from sm12x.core.text import visible, without
-from sm12x.doctor.model import Unseen
+from sm12x.doctor.host import Unseen
 from sm12x.recipes import options
 from sm12x.verify.report import RankUse
 

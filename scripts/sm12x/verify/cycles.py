@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from sm12x.core.errors import ServerError, Sm12xError
 from sm12x.core.text import counted
-from sm12x.doctor.model import Unseen
+from sm12x.doctor.host import Unseen
 from sm12x.verify import judge
 from sm12x.verify.client import ACCEPTED, DRAFTED, CallError, Completion, Identity, Server
 from sm12x.verify.memory import Watch

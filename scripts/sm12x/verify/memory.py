@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 from sm12x.core.errors import UnknownVerdictError, UsageError
 from sm12x.core.text import MIB
 from sm12x.doctor import gpus, knowledge
-from sm12x.doctor.host import Host
-from sm12x.doctor.model import Gpu, Unseen
+from sm12x.doctor.host import Host, Unseen
+from sm12x.doctor.model import Gpu
 from sm12x.verify.report import GpuUse
 
 AUTO, _ALL, _NONE = "auto", "all", "none"
