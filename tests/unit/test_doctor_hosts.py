@@ -143,8 +143,8 @@ def test_a_gpu_the_image_was_not_judged_for(tmp_path: Path) -> None:
     )
     machine = workstation(tmp_path / "root", library=fake.nvml("590.48.01", [h200]))
     found = findings(machine, fake.bundle(tmp_path / "dist"))
-    assert severity(found, "gpu.code") == "warn"
-    assert "libraries 1 native" in found["gpu.code"][0].seen
+    assert severity(found, "gpu.code") == "unknown"
+    assert "--arch 9.0" in found["gpu.code"][0].fix[0]
     assert severity(found, "gpu.present") == "warn"
 
 

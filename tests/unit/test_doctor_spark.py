@@ -63,8 +63,8 @@ def test_a_spark_whose_kernel_keeps_memory_for_kexec(tmp_path: Path) -> None:
         ("NCCL_IB_HCA", "rocep9s9", "names rocep9s9, this machine has rocep1s0f1"),
         ("NCCL_IB_GID_INDEX", "0", "RoCE v2 over IPv4 is index 3"),
         ("NCCL_IB_GID_INDEX", "5", "is empty on rocep1s0f1"),
-        ("GLOO_SOCKET_IFNAME", "enp1s0", "names enp1s0, which is not here"),
-        ("NCCL_SOCKET_IFNAME", "=enp1s0", "names enp1s0, which is not here"),
+        ("GLOO_SOCKET_IFNAME", "enp1s0", "names enp1s0, this machine has enp1s0f1np1"),
+        ("NCCL_SOCKET_IFNAME", "=enp1s0", "names enp1s0, this machine has enp1s0f1np1"),
     ],
 )
 def test_variables_that_name_what_is_not_there(

@@ -10,40 +10,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from sm12x.audit import report as audits
-from sm12x.audit.model import (
-    DEVICES,
-    HOST,
-    MIXED,
-    NATIVE,
-    NONE,
-    PTX,
-    SM120,
-    SM121,
-    Device,
-    compiles_on,
-)
+from sm12x.audit.model import MIXED, NATIVE, NONE, PTX, SM120, SM121, Device
 from sm12x.audit.model import UNKNOWN as UNREADABLE
-from sm12x.audit.report import LibraryReport
 from sm12x.core import files
-from sm12x.core.cudaarch import CudaArch
-from sm12x.core.text import ranges
+from sm12x.core.text import either, ranges
 from sm12x.doctor import gpus
 from sm12x.doctor.host import Host, Unseen
-from sm12x.doctor.model import (
-    Facts,
-    Finding,
-    Image,
-    ImageLibrary,
-    bad,
-    check,
-    info,
-    ok,
-    unknown,
-    warn,
-)
+from sm12x.doctor.model import Facts, Finding, Image, bad, check, info, ok, unknown, warn
 from sm12x.recipes.options import is_true
 from sm12x.wheel import ledger as ledgers
-from sm12x.wheel.ledger import Ledger, LibraryEntry
+from sm12x.wheel.ledger import Ledger
 
 _AUDIT, _LEDGER = "audit.json", "ledger.json"
 # Where the image itself keeps its ledger.
@@ -87,23 +63,29 @@ def read(audit: Path) -> Image:
     beside = audit.with_name(_LEDGER)
     ledger = ledgers.read(beside) if beside.is_file() else None
     policy = report.policy
-    libraries = tuple(map(_library, report.libraries))
-    machines = [library.machine for library in libraries]
+    units: dict[Device, Counter[str]] = {}
     offenders: dict[Device, tuple[str, ...]] = {}
-    for entry in policy.offenders if policy else ():
-        # One that names no device is about all of them: a file that could not be read.
-        for name in [entry.device] if entry.device else report.devices:
-            device = Device.parse(name)
-            offence = f"{entry.path}: {entry.message}"
-            offenders[device] = (*offenders.get(device, ()), offence)
+    for name in report.devices:
+        device = Device.parse(name)
+        units[device] = Counter()
+        for library in report.libraries:
+            runs = library.runs.get(name)
+            units[device].update(runs.units if runs else {UNREADABLE: 1})
+        offenders[device] = tuple(
+            f"{entry.path}: {entry.message}"
+            for entry in (policy.offenders if policy else ())
+            # One that names no device is about all of them: a file that could not be read.
+            if entry.device in ("", name)
+        )
+    machines = [library.machine for library in report.libraries if library.machine]
     return Image(
         name=report.subject,
         audit=audit,
         stack_id=ledger.stack_id if ledger else "",
-        machine=ledger.machine if ledger else next((m for m in machines if m), ""),
+        machine=ledger.machine if ledger else next(iter(machines), ""),
         # The first file of a build: all code that the image compiles is newer.
         built=beside.stat().st_mtime if ledger else None,
-        libraries=libraries,
+        units=units,
         passed=policy.passed if policy else None,
         offenders=offenders,
         versions=ledger.dependencies if ledger else {},
@@ -115,13 +97,20 @@ def read(audit: Path) -> Image:
 def _inside(path: Path) -> Image:
     """The ledger of the image around us, which has a verdict for each library and no more."""
     ledger = ledgers.read(path)
+    verdicts = {
+        SM120: Counter(library.sm120 for library in ledger.libraries),
+        SM121: Counter(library.sm121 for library in ledger.libraries),
+    }
+    for counts in verdicts.values():
+        # A library that runs partly natively has code for the device.
+        counts[NATIVE] += counts.pop(MIXED, 0)
     return Image(
         name=f"vllm-sm12x:{ledger.base_version}-{ledger.stack_id}",
         audit=path,
         stack_id=ledger.stack_id,
         machine=ledger.machine,
         built=path.stat().st_mtime,
-        libraries=tuple(map(_judged, ledger.libraries)),
+        units=verdicts,
         passed=None,
         offenders={},
         versions=ledger.dependencies,
@@ -141,15 +130,6 @@ def _has_modules(record: Path) -> bool:
 
 def _subjects(ledger: Ledger) -> tuple[str, ...]:
     return tuple(patch.subject for patch in ledger.patches)
-
-
-def _judged(entry: LibraryEntry) -> ImageLibrary:
-    # A library that runs partly natively has code for the device.
-    units = {
-        device: {NATIVE if verdict == MIXED else verdict: 1}
-        for device, verdict in ((SM120, entry.sm120), (SM121, entry.sm121))
-    }
-    return ImageLibrary(machine="", cubins=(), ptx=(), readable=False, units=units)
 
 
 def _of_image(host: Host, image: str, dist: Path) -> Image | Unseen:
@@ -173,16 +153,6 @@ def _of_image(host: Host, image: str, dist: Path) -> Image | Unseen:
     return Unseen(
         f"{dist} holds no audit of {image} (stack {labels.get('sm12x.stack')}, "
         f"{labels.get('sm12x.mode')} mode, ledger {ledger[:12]})"
-    )
-
-
-def _library(entry: LibraryReport) -> ImageLibrary:
-    return ImageLibrary(
-        machine=entry.machine,
-        cubins=tuple(map(CudaArch.parse, entry.cubins)),
-        ptx=tuple(map(CudaArch.parse, entry.ptx)),
-        readable=not entry.unknown,
-        units={Device.parse(name): runs.units for name, runs in entry.runs.items()},
     )
 
 
@@ -216,42 +186,29 @@ def _code(facts: Facts) -> Iterator[Finding]:
 
 
 def _runs(image: Image, device: Device, which: str) -> Finding:
-    counted: Counter[str] = Counter()
-    for library in image.libraries:
-        counted.update(_units(library, device))
-    counts = f"{counted[NATIVE]} native, {counted[PTX]} through PTX, {counted[NONE]} not at all"
-    by_unit = device in DEVICES and not image.by_library
-    seen = f"{which}: {'translation units' if by_unit else 'libraries'} {counts}"
     # The wheel that an audit of dist/ names lies beside it.
     is_wheel = image.name.endswith(".whl")
     subject = shlex.quote(str(image.audit.with_name(image.name)) if is_wheel else image.name)
-    found = warn
+    values = {"subject": subject, "device": device}
+    if device not in image.units:
+        devices = either(map(str, image.units)) or "no GPU"
+        seen = f"could not see how {which} runs the image: its audit is of {devices} only"
+        return unknown(seen, "audit", **values)
+    counted = image.units[device]
+    counts = f"{counted[NATIVE]} native, {counted[PTX]} through PTX, {counted[NONE]} not at all"
+    units = f"{'libraries' if image.by_library else 'translation units'} {counts}"
+    seen = f"{which}: {units}"
     if counted[NATIVE] + counted[PTX] == 0:
-        found, seen = bad, seen.replace(which, f"{which} cannot run the image", 1)
-    elif image.offenders.get(device):
-        found, seen = bad, f"{seen}; against the policy: {image.offenders[device][0]}"
-    elif counted[UNREADABLE]:
-        seen += f", {counted[UNREADABLE]} that could not be read"
-    elif device not in DEVICES:
-        seen += "; the image was compiled and judged for 12.x only"
-    elif counted[NATIVE]:
-        if counted[NONE] and image.passed:
-            seen += "; units without code are for other GPUs"
-        return info(seen) if counted[PTX] else ok(seen)
-    return found(seen, "audit", subject=subject, device=device)
-
-
-def _units(library: ImageLibrary, device: Device) -> Counter[str]:
-    """Translation units by verdict, or the library as one where the audit did not ask for it."""
-    if device in library.units:
-        return Counter(library.units[device])
-    if not library.readable:
-        return Counter({UNREADABLE: 1})
-    if not library.cubins and not library.ptx:
-        return Counter({HOST: 1})
-    if any(arch.runs_on(device.major, device.minor) for arch in library.cubins):
-        return Counter({NATIVE: 1})
-    return Counter({PTX if any(compiles_on(arch, device) for arch in library.ptx) else NONE: 1})
+        return bad(f"{which} cannot run the image: {units}", "audit", **values)
+    if image.offenders.get(device):
+        return bad(f"{seen}; against the policy: {image.offenders[device][0]}", "audit", **values)
+    if unreadable := counted[UNREADABLE]:
+        return warn(f"{seen}, {unreadable} that could not be read", "audit", **values)
+    if counted[NATIVE] == 0:
+        return warn(seen, "audit", **values)
+    if counted[NONE] and image.passed:
+        seen += "; units without code are for other GPUs"
+    return info(seen) if counted[PTX] else ok(seen)
 
 
 @check("image.offline")

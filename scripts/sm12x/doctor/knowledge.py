@@ -18,7 +18,7 @@ from sm12x.core.declared import Declared
 
 
 @dataclass(frozen=True, kw_only=True)
-class GpuModel(Declared):
+class _GpuModel(Declared):
     """A kind of GPU. ``pci`` are device ids of vendor 10de in lower case.
 
     One that is busy and draws no more than ``stuck_watts`` waits; 0 where no report says how much.
@@ -34,7 +34,7 @@ class GpuModel(Declared):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Requirement(Declared):
+class _Requirement(Declared):
     """The oldest driver branch for a CUDA toolkit of that major version."""
 
     toolkit: str
@@ -43,7 +43,7 @@ class Requirement(Declared):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trouble(Declared):
+class _Trouble(Declared):
     """A report about certain drivers or kernels, empty for any, on GPUs named like ``gpus``."""
 
     id: str
@@ -82,7 +82,7 @@ class KnownCheck(Declared):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Thresholds(Declared):
+class _Thresholds(Declared):
     """Thresholds of findings; doctor.toml has the reasons."""
 
     leftover_gib: float
@@ -100,13 +100,13 @@ class Knowledge(Declared):
     """All of it."""
 
     schema: Literal[1]
-    models: Annotated[tuple[GpuModel, ...], Field(alias="gpu")]
-    requirements: Annotated[tuple[Requirement, ...], Field(alias="cuda")]
-    troubles: Annotated[tuple[Trouble, ...], Field(alias="trouble")]
+    models: Annotated[tuple[_GpuModel, ...], Field(alias="gpu")]
+    requirements: Annotated[tuple[_Requirement, ...], Field(alias="cuda")]
+    troubles: Annotated[tuple[_Trouble, ...], Field(alias="trouble")]
     checks: Annotated[Mapping[str, KnownCheck], Field(alias="check")]
-    thresholds: Annotated[Thresholds, Field(alias="threshold")]
+    thresholds: Annotated[_Thresholds, Field(alias="threshold")]
 
-    def model_of_name(self, name: str) -> GpuModel | None:
+    def model_of_name(self, name: str) -> _GpuModel | None:
         return next((model for model in self.models if model.name in name), None)
 
 

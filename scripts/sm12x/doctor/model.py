@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Annotated, Literal, Protocol, get_args
 from pydantic import Field
 
 from sm12x.audit.model import Device
-from sm12x.core.cudaarch import CudaArch
 from sm12x.doctor.host import Host, Unseen
 from sm12x.doctor.knowledge import Knowledge
 from sm12x.recipes.model import Recipe
@@ -152,25 +152,15 @@ class RdmaPort:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageLibrary:
-    """A library of the image: its targets, and its translation units by device."""
-
-    machine: str
-    cubins: tuple[CudaArch, ...]
-    ptx: tuple[CudaArch, ...]
-    readable: bool
-    units: Mapping[Device, Mapping[str, int]]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Image:
     """The image that the host is compared with. ``built`` is seconds since the epoch, None if not
     known.
 
-    ``offenders`` are the sentences of the audit's policy; ``passed`` is None where none judged.
-    ``versions`` are those of its dependencies ("cuda-toolkit" -> "13.0.2"), ``patches`` the
-    subjects of the patches in it. With ``by_library`` the numbers of its libraries count each
-    library as one. ``precompiled``: it has FlashInfer's modules that the recipes need.
+    ``units`` counts its translation units by verdict for each device, or its libraries where
+    ``by_library``; ``offenders`` are the sentences of the audit's policy, and ``passed`` is None
+    where none judged. ``versions`` are those of its dependencies ("cuda-toolkit" -> "13.0.2"),
+    ``patches`` the subjects of the patches in it. ``precompiled``: it has FlashInfer's modules that
+    the recipes need.
     """
 
     name: str
@@ -178,7 +168,7 @@ class Image:
     stack_id: str
     machine: str
     built: float | None
-    libraries: tuple[ImageLibrary, ...]
+    units: Mapping[Device, Counter[str]]
     passed: bool | None
     offenders: Mapping[Device, tuple[str, ...]]
     versions: Mapping[str, str]

@@ -13,7 +13,6 @@ from sm12x.doctor.model import Facts, Finding, RdmaPort, bad, check, info, ok, u
 
 _PREFIXES = ("NCCL_", "GLOO_", "UCX_", "MASTER_")
 _NAMES = ("VLLM_HOST_IP",)
-_INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 _RDMA = "/sys/class/infiniband"
 _NET = "/sys/class/net"
 _EMPTY_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
@@ -96,39 +95,34 @@ def _variables(facts: Facts) -> Iterator[Finding]:
         if facts.ports:
             yield info("none set in this shell: NCCL chooses for itself, or the recipe sets them")
         return
-    wrong = [*_wrong_devices(facts), *_wrong_interfaces(facts), *_wrong_gid(facts)]
+    wrong = [*_wrong_names(facts), *_wrong_gid(facts)]
     for variable, seen in wrong:
         yield warn(f"{variable}{seen}", "unset", variable=variable)
     if not wrong:
         yield ok(" ".join(f"{key}={value}" for key, value in values.items()))
 
 
-def _wrong_devices(facts: Facts) -> Iterator[tuple[str, str]]:
-    variable = "NCCL_IB_HCA"
-    value = facts.host.env.get(variable, "")
-    if not value or value.startswith("^"):
-        return
-    here = {port.device for port in facts.ports}
+def _wrong_names(facts: Facts) -> Iterator[tuple[str, str]]:
+    """Yield each variable that names a device or an interface that is not here, or is down."""
+    devices = [port.device for port in facts.ports]
     down = {port.device for port in facts.ports if not port.active}
-    exact = value.startswith("=")
-    for word in value.lstrip("=").split(","):
-        device = word.partition(":")[0]
-        match = {name for name in here if name == device or (not exact and name.startswith(device))}
-        if not match:
-            devices = ", ".join(sorted(here)) or "none"
-            yield variable, f" names {device}, this machine has {devices}"
-        elif match <= down:
-            yield variable, f" names {device}, which is not active"
-
-
-def _wrong_interfaces(facts: Facts) -> Iterator[tuple[str, str]]:
     interfaces = facts.host.names(_NET)
-    for variable in _INTERFACES:
+    for variable, names in (
+        ("NCCL_IB_HCA", devices),
+        ("NCCL_SOCKET_IFNAME", interfaces),
+        ("GLOO_SOCKET_IFNAME", interfaces),
+    ):
         value = facts.host.env.get(variable, "")
+        # NCCL takes the beginnings of names, unless "=" is before them.
         exact = value.startswith("=") or variable.startswith("GLOO")
-        for word in filter(None, value.lstrip("=").split(",") if value[:1] != "^" else ()):
-            if word not in (name if exact else name[: len(word)] for name in interfaces):
-                yield variable, f" names {word}, which is not here"
+        for word in filter(None, () if value[:1] == "^" else value.lstrip("=").split(",")):
+            name = word.partition(":")[0]
+            match = {one for one in names if one == name or (not exact and one.startswith(name))}
+            if not match:
+                here = ", ".join(sorted(names)) or "none"
+                yield variable, f" names {name}, this machine has {here}"
+            elif match <= down:
+                yield variable, f" names {name}, which is not active"
 
 
 def _wrong_gid(facts: Facts) -> Iterator[tuple[str, str]]:

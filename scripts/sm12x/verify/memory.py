@@ -24,7 +24,7 @@ AUTO, _ALL, _NONE = "auto", "all", "none"
 # A process that gives back less than this has not gone to sleep.
 _FELL = 64 * MIB
 # The GPUs whose memory is watched, at one moment.
-Sample = tuple[Gpu, ...]
+_Sample = tuple[Gpu, ...]
 
 
 def _parent(pid: int) -> int:
@@ -44,7 +44,7 @@ class Watch:
 
     def __init__(
         self,
-        look: Callable[[], Sample | Unseen],
+        look: Callable[[], _Sample | Unseen],
         *,
         chosen: frozenset[int] | None = None,
         unseen: str = "",
@@ -57,8 +57,8 @@ class Watch:
         self._parent = functools.cache(parent)
         self.unseen = unseen
 
-    def sample(self) -> Sample | None:
-        """Sample the memory in use now; None from the first failure to read it on."""
+    def sample(self) -> _Sample | None:
+        """_Sample the memory in use now; None from the first failure to read it on."""
         if self.unseen:
             return None
         gpus = self._look()
@@ -72,7 +72,7 @@ class Watch:
             self.unseen = "the driver gives neither the memory of a GPU nor that of its processes"
         return None if self.unseen else mine
 
-    def slept(self, server: str, before: Sample | None, asleep: Sample | None) -> None:
+    def slept(self, server: str, before: _Sample | None, asleep: _Sample | None) -> None:
         """Note the processes whose memory fell while ``server`` went to sleep: they are its own.
 
         Another server may have gone to sleep at the same time. It is told apart by the next sleep.
@@ -91,7 +91,7 @@ class Watch:
         # A sleep that frees nothing tells nothing of whose they are.
         self._owners[server] = (owners & fell) or owners
 
-    def of(self, server: str, sample: Sample | None) -> tuple[GpuUse, ...] | None:
+    def of(self, server: str, sample: _Sample | None) -> tuple[GpuUse, ...] | None:
         """The sample as it is reported, with what ``server`` holds.
 
         Where its processes are known, a GPU with none of them is not its own, and is left out.
@@ -162,7 +162,7 @@ def _bindable(family: int, address: Sequence[object]) -> bool:
         return False
 
 
-def _look() -> Sample | Unseen:
+def _look() -> _Sample | Unseen:
     driver, seen_gpus = gpus.collect(Host(), knowledge.load())
     if isinstance(seen_gpus, Unseen):
         return seen_gpus
