@@ -127,13 +127,13 @@ def test_explain_tells_reason_source_and_what_was_found(tmp_path: Path) -> None:
     assert text.startswith("gpu.leftover: GPU memory that no process owns\n")
     assert "NVIDIA/open-gpu-kernel-modules#1200" in text
     assert "  $ sudo fuser -v /dev/nvidia*" in text
-    assert "no process owns it" in text
+    assert mine[0].seen in " ".join(text.split())
 
 
 def test_data_that_cannot_be_used(tmp_path: Path) -> None:
     path = tmp_path / "doctor.toml"
     path.write_text("schema = 2\n")
-    with pytest.raises(BadFileError, match="schema is 2"):
+    with pytest.raises(BadFileError, match="schema"):
         knowledge.load(path)
 
 
@@ -166,18 +166,19 @@ def test_an_image_is_found_by_the_ledger_that_its_labels_name(tmp_path: Path) ->
     other = {"sm12x.stack": "0123abcd", "sm12x.mode": "full", "sm12x.ledger.sha256": "f" * 64}
     unseen = found(other)
     assert isinstance(unseen, Unseen)
-    assert "no audit of it (stack 0123abcd, full mode, ledger ffffffffffff)" in unseen.why
+    assert all(word in unseen.why for word in ("0123abcd", "full", "ffffffffffff"))
     for bare in (None, {"sm12x.stack": "0123abcd"}):
         unseen = found(bare)
         assert isinstance(unseen, Unseen)
-        assert "no sm12x.ledger.sha256 label" in unseen.why
+        assert "sm12x.ledger.sha256" in unseen.why
 
 
 def test_a_bundle_for_other_machines_is_not_this_ones(tmp_path: Path) -> None:
     host, dist = Machine(root=tmp_path / "root").host(), tmp_path / "dist"
     fake.bundle(dist / "0.33.0-arm64", machine="aarch64")
     alone = image.find(host, None, None, machine="x86_64", dist=dist)
-    assert "has bundles only for aarch64, and this machine is x86_64" in getattr(alone, "why", "")
+    assert isinstance(alone, Unseen)
+    assert "aarch64" in alone.why
     older = fake.bundle(dist / "0.33.0")
     os.utime(older, (1, 1))
     for machine in ("x86_64", "aarch64"):

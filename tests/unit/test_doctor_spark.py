@@ -17,7 +17,7 @@ def test_a_fresh_spark(tmp_path: Path) -> None:
         "export NCCL_IB_HCA=rocep1s0f1",
         "export NCCL_IB_GID_INDEX=3",
     )
-    assert "MTU 9000, GID 3" in found["net.rdma"][0].seen
+    assert "MTU 9000" in found["net.rdma"][0].seen
     # RDMA makes the limit of locked memory matter.
     assert severity(found, "memory.memlock") == "warn"
     assert "kernel.iommu" not in found
@@ -28,7 +28,7 @@ def test_a_spark_after_a_stopped_container(tmp_path: Path) -> None:
     memory = meminfo(MemTotal=121, MemFree=8, MemAvailable=12, Cached=5, AnonPages=4)
     found = findings(spark(tmp_path, files={"/proc/meminfo": memory}))["gpu.leftover"]
     assert found[0].severity == "bad"
-    assert "104.0 GiB of it belong to no process" in found[0].seen
+    assert "104.0 GiB" in found[0].seen
     assert "sudo reboot" in found[0].fix
 
 
@@ -60,18 +60,18 @@ def test_a_spark_whose_kernel_keeps_memory_for_kexec(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("variable", "value", "part"),
     [
-        ("NCCL_IB_HCA", "rocep9s9", "names rocep9s9, this machine has rocep1s0f1"),
-        ("NCCL_IB_GID_INDEX", "0", "RoCE v2 over IPv4 is index 3"),
-        ("NCCL_IB_GID_INDEX", "5", "is empty on rocep1s0f1"),
-        ("GLOO_SOCKET_IFNAME", "enp1s0", "names enp1s0, this machine has enp1s0f1np1"),
-        ("NCCL_SOCKET_IFNAME", "=enp1s0", "names enp1s0, this machine has enp1s0f1np1"),
+        ("NCCL_IB_HCA", "rocep9s9", "rocep1s0f1"),
+        ("NCCL_IB_GID_INDEX", "0", "index 3"),
+        ("NCCL_IB_GID_INDEX", "5", "rocep1s0f1"),
+        ("GLOO_SOCKET_IFNAME", "enp1s0", "enp1s0f1np1"),
+        ("NCCL_SOCKET_IFNAME", "=enp1s0", "enp1s0f1np1"),
     ],
 )
 def test_variables_that_name_what_is_not_there(
     tmp_path: Path, variable: str, value: str, part: str
 ) -> None:
     found = findings(spark(tmp_path, env={variable: value}))["net.variables"]
-    assert found[0].severity == "warn"
+    assert (found[0].severity, found[0].fix) == ("warn", (f"unset {variable}",))
     assert part in found[0].seen
 
 

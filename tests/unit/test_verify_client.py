@@ -43,7 +43,7 @@ def test_an_address_is_taken_as_people_write_it(given: str, made: str) -> None:
     ],
 )
 def test_what_is_no_address_is_wrong_usage(given: str) -> None:
-    with pytest.raises(UsageError, match=r"http://127\.0\.0\.1:8000"):
+    with pytest.raises(UsageError):
         client.base_url(given)
 
 

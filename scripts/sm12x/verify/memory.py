@@ -58,7 +58,7 @@ class Watch:
         self.unseen = unseen
 
     def sample(self) -> _Sample | None:
-        """_Sample the memory in use now; None from the first failure to read it on."""
+        """Sample the memory in use now; None from the first failure to read it on."""
         if self.unseen:
             return None
         gpus = self._look()
