@@ -26,12 +26,6 @@ GIB = 1024**3
 MIB = 1024**2
 BUILT = 1_800_000_000.0
 LIMITS = "Limit                     Soft Limit           Hard Limit           Units\n"
-# Destination, gateway, flags of each route: the first is the default one.
-ROUTED = (
-    "Iface\tDestination\tGateway\tFlags\tRefCnt\n"
-    "eth0\t00000000\t0100A8C0\t0003\t0\n"
-    "eth0\t0000A8C0\t00000000\t0001\t0\n"
-)
 OPEN_595 = (
     "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  595.71.05  Release Build\n"
     "GCC version:  gcc version 13.3.0"
@@ -135,7 +129,6 @@ class Machine:
             "/proc/self/limits": f"{LIMITS}Max locked memory         8388608  8388608  bytes",
             "/proc/sys/vm/min_free_kbytes": "67584",
             "/proc/sys/vm/swappiness": "0",
-            "/proc/net/route": ROUTED,
             "/sys/devices/system/cpu/online": "0-15",
             "/sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never",
             **self.files,

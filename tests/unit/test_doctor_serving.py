@@ -159,54 +159,6 @@ def test_a_recipe_that_turns_them_on(tmp_path: Path) -> None:
     assert name not in needs(alone, machine)
 
 
-# ---- offline without cubins
-
-
-def test_an_image_without_cubins_where_there_is_no_network(tmp_path: Path) -> None:
-    audit = bundle(tmp_path / "dist", flashinfer_python="0.7.2.post1")
-    files = {"/proc/net/route": "Iface\tDestination\tGateway\tFlags\n"}
-    (found,) = findings(workstation(tmp_path / "a", files=files), audit)["image.offline"]
-    assert found.severity == "warn"
-    assert "route" in found.seen
-    assert found.fix == ("docker run -e VLLM_HAS_FLASHINFER_CUBIN=1 ...",)
-
-    # With a way out it is only to know, unless the shell says offline.
-    (found,) = findings(workstation(tmp_path / "b"), audit)["image.offline"]
-    assert found.severity == "info"
-    machine = workstation(tmp_path / "c", env={"HF_HUB_OFFLINE": "1"})
-    (found,) = findings(machine, audit)["image.offline"]
-    assert found.severity == "warn"
-
-
-def test_a_route_of_ipv6_is_one(tmp_path: Path) -> None:
-    audit = bundle(tmp_path / "dist")
-    zero = "0" * 32
-    out = f"{zero} 00 {zero} 00 fe80{'0' * 28} 00000400 00000001 00000000 00000003 eth0\n"
-    rejected = f"{zero} 00 {zero} 00 {zero} ffffffff 00000001 00000000 00200200 lo\n"
-    for text, expected in ((out, "info"), (rejected, "warn"), (rejected + out, "info")):
-        machine = workstation(
-            tmp_path / f"{len(text)}",
-            files={"/proc/net/route": "Iface\n", "/proc/net/ipv6_route": text},
-        )
-        assert findings(machine, audit)["image.offline"][0].severity == expected
-
-
-def test_where_the_kernels_do_not_depend_on_a_server(tmp_path: Path) -> None:
-    name = "image.offline"
-    plain = bundle(tmp_path / "plain")
-    # The variable, the package, an image without FlashInfer, and a GPU of another family.
-    machine = workstation(tmp_path / "a", env={"VLLM_HAS_FLASHINFER_CUBIN": "1"})
-    assert findings(machine, plain)[name][0].severity == "ok"
-    cubin = bundle(tmp_path / "cubin", flashinfer_cubin="0.6.8.post1")
-    assert name not in findings(workstation(tmp_path / "b"), cubin)
-    none = bundle(tmp_path / "none", flashinfer_python=None)
-    assert name not in findings(workstation(tmp_path / "c"), none)
-    h200 = fake.FakeGpu(name="NVIDIA H200", capability=(9, 0), bus="00000000:01:00.0", memory=None)
-    hopper = workstation(tmp_path / "d", library=fake.nvml("590.48.01", [h200]))
-    assert name not in findings(hopper, plain)
-    assert name not in findings(workstation(tmp_path / "e"))
-
-
 # ---- patches that make a check needless
 
 
@@ -222,64 +174,43 @@ def patched(audit: Path, subject: str) -> Path:
     return audit
 
 
-CURED = {
-    "env.expandable-segments": (
-        "Copy what a captured all-reduce reads where no IPC handle can be had"
-    ),
-    "image.offline": "Decode with XQA on SM12x without asking NVIDIA's server",
-}
+SEGMENTS = "env.expandable-segments"
+CURED = "Copy what a captured all-reduce reads where no IPC handle can be had"
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
-@pytest.mark.parametrize("name", CURED)
-def test_a_check_does_not_fire_on_an_image_that_has_its_patch(tmp_path: Path, name: str) -> None:
-    env = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+def test_a_check_does_not_fire_on_an_image_that_has_its_patch(tmp_path: Path) -> None:
     audit = bundle(tmp_path / "dist")
-    machine = workstation(tmp_path / "root", env=env)
-    assert name in findings(machine, audit)
-    patched(audit, "Some other patch")
-    assert name in findings(machine, audit)
-    patched(audit, CURED[name])
-    found = findings(machine, audit)
-    assert name not in found
-    # The patch of one check says nothing of the other.
-    assert set(CURED) - {name} <= set(found)
+    machine = workstation(tmp_path / "root", env=EXPANDABLE)
+    assert SEGMENTS in findings(machine, audit)
+    assert SEGMENTS in findings(machine, patched(audit, "Some other patch"))
+    assert SEGMENTS not in findings(machine, patched(audit, CURED))
 
 
 def test_the_image_around_us_has_its_patch_too(tmp_path: Path) -> None:
-    bundle(tmp_path / "dist")
-    ledger = tmp_path / "dist/ledger.json"
-    for number, (name, subject) in enumerate(CURED.items()):
-        machine = workstation(
-            tmp_path / f"{number}",
-            env={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
-            files={"/opt/sm12x/ledger.json": ledger.read_text()},
-        )
-        assert name in findings(machine)
-        patched(tmp_path / "dist/audit.json", subject)
-        machine.files["/opt/sm12x/ledger.json"] = ledger.read_text()
-        assert name not in findings(machine)
+    ledger = bundle(tmp_path / "dist").with_name("ledger.json")
+    files = {"/opt/sm12x/ledger.json": ledger.read_text()}
+    machine = workstation(tmp_path / "root", env=EXPANDABLE, files=files)
+    assert SEGMENTS in findings(machine)
+    patched(tmp_path / "dist/audit.json", CURED)
+    machine.files["/opt/sm12x/ledger.json"] = ledger.read_text()
+    assert SEGMENTS not in findings(machine)
 
 
 def test_a_recipe_may_turn_segments_on_where_the_image_has_the_patch(tmp_path: Path) -> None:
-    name = "env.expandable-segments"
     recipe = load.load(layout.recipes() / f"{RECIPE}.yaml")
     command = recipe.command.replace("--disable-custom-all-reduce", "")
-    env = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    risky = replace(recipe, env=env, command=command)
+    risky = replace(recipe, env=EXPANDABLE, command=command)
     audit = bundle(tmp_path / "dist")
     machine = workstation(tmp_path / "root")
-    assert name in needs(risky, machine, audit)
-    assert name not in needs(risky, machine, patched(audit, CURED[name]))
+    assert SEGMENTS in needs(risky, machine, audit)
+    assert SEGMENTS not in needs(risky, machine, patched(audit, CURED))
 
 
 def test_each_check_is_cured_by_a_patch_that_a_base_has() -> None:
-    known = {
-        name: check.cured_by for name, check in knowledge.load().checks.items() if check.cured_by
-    }
-    assert known == {name: (subject,) for name, subject in CURED.items()}
+    known = {subject for check in knowledge.load().checks.values() for subject in check.cured_by}
     stacks = [series.load(bases.load(version)) for version in bases.versions()]
-    subjects = {patch.subject for stack in stacks for patch in stack.patches}
-    assert set(CURED.values()) <= subjects
+    assert known <= {patch.subject for stack in stacks for patch in stack.patches}
 
 
 # ---- the first start's compilers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,6 @@ from sm12x.core.text import either, ranges
 from sm12x.doctor import gpus
 from sm12x.doctor.host import Host, Unseen
 from sm12x.doctor.model import Facts, Finding, Image, bad, check, info, ok, unknown, warn
-from sm12x.recipes.options import is_true
 from sm12x.wheel import ledger as ledgers
 from sm12x.wheel.ledger import Ledger
 
@@ -209,41 +207,3 @@ def _runs(image: Image, device: Device, which: str) -> Finding:
     if counted[NONE] and image.passed:
         seen += "; units without code are for other GPUs"
     return info(seen) if counted[PTX] else ok(seen)
-
-
-@check("image.offline")
-def _offline(facts: Facts) -> Iterator[Finding]:
-    """Check that the kernels for decoding do not depend on an HTTP server out of reach."""
-    asks = "flashinfer-python" in facts.versions and "flashinfer-cubin" not in facts.versions
-    if not asks or not facts.sm12x:
-        return
-    env = facts.host.env
-    if is_true(env.get("VLLM_HAS_FLASHINFER_CUBIN", "")):
-        yield ok("VLLM_HAS_FLASHINFER_CUBIN is set: no server is asked")
-        return
-    offline = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-    signs = [f"{name}={env[name]}" for name in offline if is_true(env.get(name, ""))]
-    if not _routed(facts.host):
-        signs.append("no default route")
-    seen = "the image has no flashinfer-cubin, so vLLM asks NVIDIA's artifact server at start"
-    yield warn(f"{seen}; offline: {', '.join(signs)}", "skip") if signs else info(seen, "skip")
-
-
-def _routed(host: Host) -> bool:
-    """Whether the kernel has a way to other networks, or does not say."""
-    four = host.text("/proc/net/route")
-    if isinstance(four, Unseen):
-        return True
-    for cells in map(str.split, four.splitlines()[1:]):
-        # Interface, destination, gateway, flags.
-        if len(cells) > 3 and cells[1] == "0" * 8 and _is_up(cells[3]):
-            return True
-    # Destination, its length, ..., flags, device; the device `lo` rejects.
-    return any(
-        len(cells) > 9 and cells[:2] == ["0" * 32, "00"] and cells[9] != "lo" and _is_up(cells[8])
-        for cells in map(str.split, host.word("/proc/net/ipv6_route").splitlines())
-    )
-
-
-def _is_up(flags: str) -> bool:
-    return bool(re.fullmatch(r"[0-9A-Fa-f]{1,8}", flags)) and bool(int(flags, 16) & 1)
