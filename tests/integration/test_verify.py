@@ -267,13 +267,8 @@ def test_in_a_container_the_memory_of_all_is_judged(play: Play, verify: Verify) 
     [
         ({"routes": False}, "--enable-sleep-mode --enable-sleep-routes", None),
         ({"refuse": {"wake_up:2": 500}}, "both addresses", False),
-        ({"refuse": {"sleep": 500}}, "--enable-sleep-mode", False),
         ({"refuse": {"sleep:2": 409}}, "with 409", False),
-        ({"refuse": {"version": 404}}, "GET /version", False),
-        ({"refuse": {"completions": 503}}, "/is_sleeping", False),
         ({"nonsense": {"version": "<html>"}}, "GET /version", False),
-        ({"nonsense": {"completions": "[1, 2"}}, "POST /v1/completions", False),
-        ({"nonsense": {"is_sleeping:1": "{}"}}, "is_sleeping", False),
         ({"ignores_sleep": True}, "/sleep", False),
         ({"busy": 3}, "--force", False),
         ({"key": KEY}, "VLLM_API_KEY", False),

@@ -293,18 +293,23 @@ class Run:
 
     def _measure(self) -> None:
         self._identify()
-        first, *others = self._members
-        pairs = [(first, first)]
-        if others:
-            pairs = self._rotation()
-        elif first.asleep:
-            self._wake(first, "for the run: it was asleep")
+        first, second = self._members[0], self._members[-1]
+        two = first is not second
+        # One server is awake at the beginning of a turn; it is the one that goes to sleep.
+        if first.asleep and second.asleep:
+            self._wake(first, "for the run: no server was awake")
+            if two:
+                self._require_two(second, asleep=True)
+        if first.asleep:
+            first, second = second, first
         for one in self._members:
             if not one.asleep:
                 self._baseline(one)
-        self._make_room(pairs)
+        if two and not second.asleep:
+            self._sleep(second, "for the run: both were awake")
+            self._require_two(first, asleep=False)
         for cycle in range(1, self._settings.cycles + 1):
-            for sleeps, wakes in pairs:
+            for sleeps, wakes in ((first, second), (second, first)) if two else ((first, first),):
                 self._turn(cycle, sleeps, wakes)
 
     def _identify(self) -> None:
@@ -329,26 +334,6 @@ class Run:
                 raise ServerError(f"{reason}; a sleep aborts what runs", next_step=step)
             self._tell(f"{reason}; --force: a sleep aborts what runs")
 
-    def _rotation(self) -> list[tuple[_Member, _Member]]:
-        """The two turns of a cycle; the one that is awake sleeps first, and one is awake then."""
-        first, second = self._members
-        if first.asleep and second.asleep:
-            self._wake(first, "for the run: both were asleep")
-            self._require_two(second, asleep=True)
-        if first.asleep:
-            first, second = second, first
-        return [(first, second), (second, first)]
-
-    def _make_room(self, pairs: Sequence[tuple[_Member, _Member]]) -> None:
-        """Put the second to sleep where both are awake."""
-        first, second = pairs[0]
-        if second is not first and not second.asleep:
-            before = self._watch.sample()
-            self._sleep(second, "for the run: both were awake")
-            second.sleeps = 1
-            self._watch.slept(second.name, before, self._watch.sample())
-            self._require_two(first, asleep=False)
-
     def _require_two(self, one: _Member, *, asleep: bool) -> None:
         """Raise ServerError if a call to the other server has changed ``one`` as well."""
         if one.server.is_sleeping() != asleep:
@@ -372,17 +357,8 @@ class Run:
         def record(**what: Any) -> None:
             self._turns[-1] = replace(self._turns[-1], **what)
 
-        before = self._watch.sample()
-        seconds = self._sleep(sleeps, at)
-        sleeps.sleeps += 1
-        asleep = self._watch.sample()
-        self._watch.slept(sleeps.name, before, asleep)
-        record(
-            sleep_seconds=seconds,
-            before=self._watch.of(sleeps.name, before),
-            asleep=self._watch.of(sleeps.name, asleep),
-            ranks=sleeps.server.ranks(),
-        )
+        record(**self._sleep(sleeps, at))
+        record(ranks=sleeps.server.ranks())
         record(wake_seconds=self._wake(wakes, at))
         wakes.wakes += 1
         record(after=self._watch.of(sleeps.name, self._watch.sample()))
@@ -427,7 +403,9 @@ class Run:
             )
         return tuple(answers)
 
-    def _sleep(self, one: _Member, why: str) -> float:
+    def _sleep(self, one: _Member, why: str) -> dict[str, Any]:
+        """Put a server to sleep, and return the fields of a turn's report about that."""
+        before = self._watch.sample()
         with self._changing(one, why, "goes to sleep", "sleep"):
             try:
                 seconds = one.server.sleep(self._settings.level)
@@ -438,7 +416,14 @@ class Run:
                 raise
             one.asleep = True
         self._require_state(one, "/sleep", "wakes it up")
-        return seconds
+        one.sleeps += 1
+        asleep = self._watch.sample()
+        self._watch.slept(one.name, before, asleep)
+        return {
+            "sleep_seconds": seconds,
+            "before": self._watch.of(one.name, before),
+            "asleep": self._watch.of(one.name, asleep),
+        }
 
     def _wake(self, one: _Member, why: str) -> float:
         server = one.server
