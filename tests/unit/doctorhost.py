@@ -16,20 +16,16 @@ from sm12x.audit.report import AuditReport, LibraryReport, RunsReport
 from sm12x.core import declared
 from sm12x.core.process import Completed
 from sm12x.doctor import examine, knowledge
-from sm12x.doctor.host import Host
-from sm12x.doctor.model import Diagnosis, HostFacts, Unseen
+from sm12x.doctor.host import Host, Unseen
+from sm12x.doctor.model import Diagnosis, Facts
+from sm12x.recipes import options, render
+from sm12x.recipes.model import Recipe
 from sm12x.wheel.ledger import Ledger
 
 GIB = 1024**3
 MIB = 1024**2
 BUILT = 1_800_000_000.0
 LIMITS = "Limit                     Soft Limit           Hard Limit           Units\n"
-# Destination, gateway, flags of each route: the first is the default one.
-ROUTED = (
-    "Iface\tDestination\tGateway\tFlags\tRefCnt\n"
-    "eth0\t00000000\t0100A8C0\t0003\t0\n"
-    "eth0\t0000A8C0\t00000000\t0001\t0\n"
-)
 OPEN_595 = (
     "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  595.71.05  Release Build\n"
     "GCC version:  gcc version 13.3.0"
@@ -133,7 +129,6 @@ class Machine:
             "/proc/self/limits": f"{LIMITS}Max locked memory         8388608  8388608  bytes",
             "/proc/sys/vm/min_free_kbytes": "67584",
             "/proc/sys/vm/swappiness": "0",
-            "/proc/net/route": ROUTED,
             "/sys/devices/system/cpu/online": "0-15",
             "/sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never",
             **self.files,
@@ -174,7 +169,12 @@ def docker(**more: object) -> dict[str, str]:
     return {"docker info": json.dumps(answer)}
 
 
-def facts(machine: Machine, audit: Path | None = None, caches: Sequence[Path] = ()) -> HostFacts:
+def facts(
+    machine: Machine,
+    audit: Path | None = None,
+    caches: Sequence[Path] = (),
+    recipe: Recipe | None = None,
+) -> Facts:
     return examine.facts(
         machine.host(),
         knowledge.load(),
@@ -182,15 +182,20 @@ def facts(machine: Machine, audit: Path | None = None, caches: Sequence[Path] = 
         cache_folders=caches,
         # Not the checkout's: what a user has built there says nothing of the made-up host.
         dist=machine.root / "dist",
+        recipe=recipe,
+        options=options.parse(render.arguments(recipe)) if recipe else {},
     )
 
 
 def findings(
-    machine: Machine, audit: Path | None = None, caches: Sequence[Path] = ()
+    machine: Machine,
+    audit: Path | None = None,
+    caches: Sequence[Path] = (),
+    recipe: Recipe | None = None,
 ) -> dict[str, list[Diagnosis]]:
     """What was found, by check."""
     found: dict[str, list[Diagnosis]] = {}
-    for finding in examine.run(facts(machine, audit, caches), knowledge.load()):
+    for finding in examine.run(facts(machine, audit, caches, recipe)):
         found.setdefault(finding.id, []).append(finding)
     return found
 

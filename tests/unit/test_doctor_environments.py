@@ -11,9 +11,6 @@ import pytest
 from tests.unit import doctorhost as fake
 from tests.unit.doctorhost import GIB, MIB, FakeGpu, Machine, findings, severity, workstation
 
-from sm12x.doctor import knowledge
-from sm12x.doctor import recipe as recipes
-from sm12x.doctor.model import BAD, INFO, OK, UNKNOWN, WARN
 from sm12x.recipes import load
 
 WSL = "6.6.87.2-microsoft-standard-WSL2"
@@ -50,26 +47,26 @@ def wsl(root: Path, version: str = "596.36", **more: object) -> Machine:
 
 def test_wsl_does_not_list_the_processes_of_windows(tmp_path: Path) -> None:
     found = findings(wsl(tmp_path))
-    assert [one.id for group in found.values() for one in group if one.severity == BAD] == []
-    assert severity(found, "gpu.leftover") == UNKNOWN
+    assert [one.id for group in found.values() for one in group if one.severity == "bad"] == []
+    assert severity(found, "gpu.leftover") == "unknown"
     # Neither is in WSL2: devices of Linux, and a machine to start again.
     assert not any("/dev/nvidia" in fix or "reboot" in fix for fix in found["gpu.leftover"][0].fix)
     assert any("microsoft/WSL#7162" in source for source in found["gpu.leftover"][0].sources)
 
 
 def test_in_wsl_an_empty_kernel_log_says_nothing_of_the_driver(tmp_path: Path) -> None:
-    assert severity(findings(wsl(tmp_path)), "driver.log") == UNKNOWN
+    assert severity(findings(wsl(tmp_path)), "driver.log") == "unknown"
 
 
 def test_in_wsl_the_driver_is_installed_in_windows(tmp_path: Path) -> None:
     (old,) = findings(wsl(tmp_path / "old", version="570.86"))["driver.version"]
-    assert old.severity == BAD
+    assert old.severity == "bad"
     assert not any("apt" in fix for fix in old.fix)
     assert any("Windows" in fix for fix in old.fix)
     machine = wsl(tmp_path / "none")
     machine.library = fake.no_nvml
     (missing,) = findings(machine)["driver.loaded"]
-    assert missing.severity == UNKNOWN
+    assert missing.severity == "unknown"
     assert any("Windows" in fix for fix in missing.fix)
 
 
@@ -79,7 +76,7 @@ def test_podman_without_a_cdi_spec_hands_out_no_gpu(
     tmp_path: Path, files: dict[str, str], tools: dict[str, str]
 ) -> None:
     found = findings(desktop(tmp_path, answers={**PODMAN, **tools}, files=files))
-    assert [one.severity for one in found["engine.gpus"]] == [BAD]
+    assert [one.severity for one in found["engine.gpus"]] == ["bad"]
     assert found["engine.gpus"][0].fix[-1].startswith("sudo nvidia-ctk cdi generate")
     assert not any("docker" in fix for fix in found["engine.gpus"][0].fix)
     assert "NVIDIA/nvidia-container-toolkit#146" in str(found["engine.gpus"][0].sources)
@@ -87,7 +84,7 @@ def test_podman_without_a_cdi_spec_hands_out_no_gpu(
 
 def test_podman_with_a_cdi_spec(tmp_path: Path) -> None:
     found = findings(desktop(tmp_path, answers={**PODMAN, **TOOLKIT}, files=SPEC))
-    assert [one.severity for one in found["engine.gpus"]] == [OK]
+    assert [one.severity for one in found["engine.gpus"]] == ["ok"]
 
 
 def test_a_cdi_spec_that_may_not_be_read_is_not_taken_for_none(
@@ -103,8 +100,8 @@ def test_a_cdi_spec_that_may_not_be_read_is_not_taken_for_none(
     machine = desktop(tmp_path, answers={**PODMAN, **TOOLKIT}, files=SPEC)
     monkeypatch.setattr(Path, "open", refuse)
     found = findings(machine)
-    assert severity(found, "engine.gpus") == UNKNOWN
-    assert severity(found, "engine.cdi") == UNKNOWN
+    assert severity(found, "engine.gpus") == "unknown"
+    assert severity(found, "engine.cdi") == "unknown"
 
 
 def test_two_engines_are_told_apart(tmp_path: Path) -> None:
@@ -112,15 +109,15 @@ def test_two_engines_are_told_apart(tmp_path: Path) -> None:
     answers = {**PODMAN, **TOOLKIT, **fake.docker(Runtimes={"nvidia": {}})}
     found = findings(desktop(tmp_path, answers=answers))["engine.gpus"]
     # THEN podman's lack is told, and is no failure
-    assert [one.severity for one in found] == [INFO, OK]
+    assert [one.severity for one in found] == ["info", "ok"]
     assert "podman" in found[0].seen
 
 
 def test_a_docker_that_does_not_answer_serves_nobody(tmp_path: Path) -> None:
     answers = {**PODMAN, **TOOLKIT, **fake.docker(ServerErrors=["Cannot connect."])}
     found = findings(desktop(tmp_path, answers=answers, files=LEFT_OVER))
-    assert [one.severity for one in found["engine.gpus"]] == [BAD]
-    assert [one.severity for one in found["engine.present"]] == [INFO, OK]
+    assert [one.severity for one in found["engine.gpus"]] == ["bad"]
+    assert [one.severity for one in found["engine.present"]] == ["info", "ok"]
 
 
 def test_docker_that_is_podman_is_judged_as_podman(tmp_path: Path) -> None:
@@ -129,14 +126,14 @@ def test_docker_that_is_podman_is_judged_as_podman(tmp_path: Path) -> None:
     for name, answers in (("alone", {}), ("both", PODMAN)):
         machine = desktop(tmp_path / name, answers={**info, **answers, **TOOLKIT}, files=LEFT_OVER)
         found = findings(machine)
-        assert [one.severity for one in found["engine.gpus"]] == [BAD]
+        assert [one.severity for one in found["engine.gpus"]] == ["bad"]
         assert [one.seen.split()[:2] for one in found["engine.present"]] == [["podman", "5.8.1"]]
 
 
 def test_a_daemon_that_was_not_started_again(tmp_path: Path) -> None:
     answers = {**fake.docker(), **TOOLKIT}
     (found,) = findings(desktop(tmp_path, answers=answers, files=LEFT_OVER))["engine.gpus"]
-    assert found.severity == INFO
+    assert found.severity == "info"
     assert any("systemctl restart docker" in fix for fix in found.fix)
 
 
@@ -146,7 +143,7 @@ def test_rootless_docker_has_a_configuration_of_its_own(
 ) -> None:
     answers = {**fake.docker(SecurityOptions=ROOTLESS), **TOOLKIT}
     (found,) = findings(desktop(tmp_path, answers=answers, files=files))["engine.gpus"]
-    assert found.severity == WARN
+    assert found.severity == "warn"
     commands = "\n".join(found.fix)
     assert "$HOME/.config/docker/daemon.json" in commands
     assert "systemctl --user restart docker" in commands
@@ -158,10 +155,10 @@ def test_rootless_docker_has_a_configuration_of_its_own(
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ("no-cgroups = true", OK),
-        ("#no-cgroups = true", INFO),
-        ("no-cgroups = false", INFO),
-        ("", INFO),
+        ("no-cgroups = true", "ok"),
+        ("#no-cgroups = true", "info"),
+        ("no-cgroups = false", "info"),
+        ("", "info"),
     ],
 )
 def test_rootless_docker_with_its_runtime(tmp_path: Path, config: str, expected: str) -> None:
@@ -171,7 +168,7 @@ def test_rootless_docker_with_its_runtime(tmp_path: Path, config: str, expected:
         "engine.gpus"
     ]
     assert found.severity == expected
-    assert bool(found.fix) == (expected != OK)
+    assert bool(found.fix) == (expected != "ok")
 
 
 def split_card(**more: object) -> FakeGpu:
@@ -183,17 +180,17 @@ def test_a_card_that_is_split_is_told(tmp_path: Path, memory: tuple[int, int] | 
     # GIVEN a card in MIG mode, whose memory only root is told
     machine = workstation(tmp_path, library=fake.nvml("595.84", [split_card(memory=memory)]))
     found = findings(machine)
-    assert [one.severity for one in found["gpu.split"]] == [WARN]
+    assert [one.severity for one in found["gpu.split"]] == ["warn"]
     assert any("nvidia-smi -L" in fix for fix in found["gpu.split"][0].fix)
     # THEN its processes are not taken for none
-    assert severity(found, "gpu.leftover") == UNKNOWN
+    assert severity(found, "gpu.leftover") == "unknown"
     assert "NVIDIA/nccl#1716" in str(found["gpu.split"][0].sources)
 
 
 def test_a_card_that_gives_no_memory_may_be_split(tmp_path: Path) -> None:
     gpu = dataclasses.replace(fake.rtx_pro(0), memory=None)
     found = findings(workstation(tmp_path, library=fake.nvml("595.84", [gpu])))
-    assert [one.severity for one in found["gpu.split"]] == [UNKNOWN]
+    assert [one.severity for one in found["gpu.split"]] == ["unknown"]
     assert "MIG" in found["gpu.split"][0].seen
 
 
@@ -208,5 +205,5 @@ def test_a_card_that_is_whole_has_no_finding(tmp_path: Path, kind: object) -> No
 def test_a_recipe_does_not_count_a_card_that_is_split(tmp_path: Path) -> None:
     recipe = load.load(load.find("deepseek-v4-flash-rtx-pro-6000-tp4"))
     gpus = [*(fake.rtx_pro(n) for n in range(1, 4)), split_card()]
-    seen = fake.facts(workstation(tmp_path, library=fake.nvml("595.84", gpus)))
-    assert recipes.needs(recipe, seen, knowledge.load())[0].severity == BAD
+    machine = workstation(tmp_path, library=fake.nvml("595.84", gpus))
+    assert severity(findings(machine, recipe=recipe), "recipe.needs") == "bad"

@@ -20,9 +20,9 @@ from sm12x.audit.model import Audit
 from sm12x.audit.policy import Judgement, Offender
 from sm12x.core import declared, files
 from sm12x.core.errors import BadFileError
-from sm12x.doctor import examine, image, knowledge, render, report
-from sm12x.doctor import recipe as recipes
-from sm12x.doctor.model import BAD, OK, SEVERITIES, UNKNOWN, WARN, Image, Unseen
+from sm12x.doctor import examine, image, knowledge, report
+from sm12x.doctor.host import Unseen
+from sm12x.doctor.model import CHECKS, SEVERITIES, Image
 from sm12x.recipes import load
 
 # Where a claim comes from: a thread with its number, or a document or measurement by name.
@@ -46,10 +46,10 @@ def bad_machine(root: Path) -> Machine:
 @pytest.mark.parametrize("width", [80, 120])
 def test_text_keeps_to_the_width(tmp_path: Path, width: int) -> None:
     facts = replace(fake.facts(bad_machine(tmp_path)), image=Unseen("no bundle was built here"))
-    findings = examine.run(facts, knowledge.load())
+    findings = examine.run(facts)
     assert {finding.severity for finding in findings} == set(SEVERITIES)
 
-    text = render.text(facts, findings, width=width)
+    text = report.text(facts, findings, width=width)
 
     # Commands are to be copied, so they are never wrapped.
     assert all(len(line) <= width for line in text.splitlines() if not line.startswith("  $ "))
@@ -61,7 +61,7 @@ def test_json_follows_its_schema(tmp_path: Path) -> None:
     audit = fake.bundle(tmp_path / "dist")
     for machine in (bad_machine(tmp_path / "a"), Machine(root=tmp_path / "b")):
         facts = fake.facts(machine, audit)
-        findings = examine.run(facts, knowledge.load())
+        findings = examine.run(facts)
         document = json.loads(declared.to_json(report.document(facts, findings)))
         jsonschema.validate(document, schema)
         assert sum(document["summary"].values()) == len(findings)
@@ -76,9 +76,8 @@ def test_what_is_not_known_is_null(tmp_path: Path) -> None:
     assert document.machine.unified_memory is None
 
 
-def test_every_check_of_a_host_has_its_entry_in_the_data() -> None:
-    of_recipes = {"recipe.needs", "recipe.utilization"}
-    assert knowledge.CHECKS.keys() | of_recipes == knowledge.load().checks.keys()
+def test_every_check_has_its_entry_in_the_data() -> None:
+    assert CHECKS.keys() == knowledge.load().checks.keys()
 
 
 def test_every_remedy_in_the_data_is_one_that_a_check_names() -> None:
@@ -123,18 +122,18 @@ def test_a_report_needs_driver_and_kernel() -> None:
 def test_explain_tells_reason_source_and_what_was_found(tmp_path: Path) -> None:
     facts = fake.facts(bad_machine(tmp_path))
     known = knowledge.load()
-    mine = [each for each in examine.run(facts, known) if each.id == "gpu.leftover"]
-    text = render.explain("gpu.leftover", known.checks["gpu.leftover"], mine, width=80)
+    mine = [each for each in examine.run(facts) if each.id == "gpu.leftover"]
+    text = report.explain("gpu.leftover", known.checks["gpu.leftover"], mine, width=80)
     assert text.startswith("gpu.leftover: GPU memory that no process owns\n")
     assert "NVIDIA/open-gpu-kernel-modules#1200" in text
     assert "  $ sudo fuser -v /dev/nvidia*" in text
-    assert "no process owns it" in text
+    assert mine[0].seen in " ".join(text.split())
 
 
 def test_data_that_cannot_be_used(tmp_path: Path) -> None:
     path = tmp_path / "doctor.toml"
     path.write_text("schema = 2\n")
-    with pytest.raises(BadFileError, match="schema is 2"):
+    with pytest.raises(BadFileError, match="schema"):
         knowledge.load(path)
 
 
@@ -167,18 +166,19 @@ def test_an_image_is_found_by_the_ledger_that_its_labels_name(tmp_path: Path) ->
     other = {"sm12x.stack": "0123abcd", "sm12x.mode": "full", "sm12x.ledger.sha256": "f" * 64}
     unseen = found(other)
     assert isinstance(unseen, Unseen)
-    assert "no audit of it (stack 0123abcd, full mode, ledger ffffffffffff)" in unseen.why
+    assert all(word in unseen.why for word in ("0123abcd", "full", "ffffffffffff"))
     for bare in (None, {"sm12x.stack": "0123abcd"}):
         unseen = found(bare)
         assert isinstance(unseen, Unseen)
-        assert "no sm12x.ledger.sha256 label" in unseen.why
+        assert "sm12x.ledger.sha256" in unseen.why
 
 
 def test_a_bundle_for_other_machines_is_not_this_ones(tmp_path: Path) -> None:
     host, dist = Machine(root=tmp_path / "root").host(), tmp_path / "dist"
     fake.bundle(dist / "0.33.0-arm64", machine="aarch64")
     alone = image.find(host, None, None, machine="x86_64", dist=dist)
-    assert "has bundles only for aarch64, and this machine is x86_64" in getattr(alone, "why", "")
+    assert isinstance(alone, Unseen)
+    assert "aarch64" in alone.why
     older = fake.bundle(dist / "0.33.0")
     os.utime(older, (1, 1))
     for machine in ("x86_64", "aarch64"):
@@ -190,7 +190,6 @@ def test_a_recipe_against_the_host(tmp_path: Path) -> None:
     # GIVEN a recipe for four RTX PRO 6000 that sleeps at level 1
     path = layout.recipes() / "deepseek-v4-flash-rtx-pro-6000-tp4.yaml"
     recipe = load.load(path)
-    known = knowledge.load()
 
     def severities(count: int, available: float) -> list[str]:
         machine = Machine(
@@ -198,28 +197,27 @@ def test_a_recipe_against_the_host(tmp_path: Path) -> None:
             files={"/proc/meminfo": fake.meminfo(MemTotal=900, MemAvailable=available)},
             library=fake.nvml("590.48.01", [rtx_pro(index) for index in range(count)]),
         )
-        return [each.severity for each in recipes.needs(recipe, fake.facts(machine), known)]
+        found = fake.findings(machine, recipe=recipe)["recipe.needs"]
+        return [each.severity for each in found]
 
     # THEN it wants the GPUs, and host memory for its weights
-    assert severities(4, 800) == [OK, OK]
-    assert severities(2, 800) == [BAD, OK]
-    assert severities(4, 8) == [OK, BAD]
+    assert severities(4, 800) == ["ok", "ok"]
+    assert severities(2, 800) == ["bad", "ok"]
+    assert severities(4, 8) == ["bad", "ok"]
 
 
 def test_a_recipe_that_sleeps_in_unified_memory(tmp_path: Path) -> None:
     recipe = load.load(layout.recipes() / "deepseek-v4-flash-rtx-pro-6000-tp4.yaml")
     machine = Machine(root=tmp_path, library=fake.nvml("580.142", [fake.gb10()]))
-    found = recipes.needs(recipe, fake.facts(machine), knowledge.load())
-    assert [each.severity for each in found] == [BAD, WARN]
+    found = fake.findings(machine, recipe=recipe)["recipe.needs"]
+    assert [each.severity for each in found] == ["bad", "warn"]
     assert "vllm-project/vllm#50011" in found[1].sources
 
 
 def test_a_recipe_of_someone_else(tmp_path: Path) -> None:
     recipe = load.load(layout.recipes() / "deepseek-v4-flash-rtx-pro-6000-tp4.yaml")
-    found = recipes.needs(
-        replace(recipe, sm12x=None), fake.facts(Machine(root=tmp_path)), knowledge.load()
-    )
-    assert [each.severity for each in found] == [UNKNOWN]
+    found = fake.findings(Machine(root=tmp_path), recipe=replace(recipe, sm12x=None))
+    assert [each.severity for each in found["recipe.needs"]] == ["unknown"]
 
 
 def test_a_finding_about_no_device_is_about_each(tmp_path: Path) -> None:

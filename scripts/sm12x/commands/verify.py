@@ -7,15 +7,14 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-from rich.live import Live
+from rich.markup import escape
 
 from sm12x.commands import Finite, print_json, reports
-from sm12x.core import declared, files, progress, text
+from sm12x.core import declared, files, picture, progress, text
 from sm12x.core.errors import (
     INTERRUPTED,
     BadFileError,
@@ -26,9 +25,9 @@ from sm12x.core.errors import (
     of_system,
 )
 from sm12x.recipes import options
-from sm12x.verify import chart, cycles, memory, render
 from sm12x.verify import client as clients
-from sm12x.verify.report import BREACH, BREACHED, UNKNOWN, Limits, VerifyReport, limits
+from sm12x.verify import cycles, memory, render
+from sm12x.verify.report import Limits, VerifyReport, limits
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -36,8 +35,7 @@ _NAMES = ("A", "B")
 # Variables that hold a secret, and the characters from which on such a value is one: in a shorter
 # one a report could not be read any more.
 _SECRET, _LEAST = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)S?$", re.IGNORECASE), 6
-_JSON, _MARKDOWN, _PICTURE = ".json", ".md", ".png"
-_SUFFIXES = (_JSON, _MARKDOWN, _PICTURE)
+_SUFFIXES = (".json", ".md", ".png")
 # CPU seconds that writing the files may take each time. A report that takes longer is written less
 # often, so that writing stays a small share of the run's time.
 _WRITE_WITHIN, _WRITING = 0.1, 0.05
@@ -187,25 +185,29 @@ def command(
     )
     saved = _Files(save)
     watch = memory.watch([server.url for server in servers], gpus)
-    with ExitStack() as stack:
-        shown = _Shown(stack)
+    console = progress.stderr_console()
+    shown = 0
 
-        def redacted() -> VerifyReport:
-            # A server may echo what it is sent in any field: this is what is saved and printed.
-            return text.without(run.report(), secrets)
+    def tell(sentence: str) -> None:
+        console.print(text.without(sentence, secrets), markup=False, soft_wrap=True)
 
-        def observe(doing: str) -> None:
-            report = redacted()
-            shown.update(report, doing)
-            saved.write(report)
+    def redacted() -> VerifyReport:
+        # A server may echo what it is sent in any field: this is what is saved and printed.
+        return text.without(run.report(), secrets)
 
-        run = cycles.Run(
-            servers,
-            settings,
-            watch,
-            observe=observe,
-            tell=lambda sentence: shown.tell(text.without(sentence, secrets)),
-        )
+    def observe(doing: str) -> None:
+        nonlocal shown
+        status.update(escape(doing))
+        report = redacted()
+        done = [turn for turn in report.turns if turn.answer_seconds is not None]
+        for turn in done[shown:]:
+            tell(render.line(turn))
+        shown = len(done)
+        saved.write(report)
+
+    run = cycles.Run(servers, settings, watch, observe=observe, tell=tell)
+    # On a terminal the current step is below the lines of the turns.
+    with console.status("") as status:
         error = run.run()
     report = redacted()
     faults = saved.write(report, last=True)
@@ -275,29 +277,6 @@ def _servers(
     return servers
 
 
-class _Shown:
-    """A table that moves on a terminal; elsewhere a line for each turn."""
-
-    def __init__(self, stack: ExitStack) -> None:
-        self._console = progress.stderr_console()
-        self._live: Live | None = None
-        self._turns = 0
-        if self._console.is_terminal:
-            self._live = stack.enter_context(Live(console=self._console, transient=True))
-
-    def update(self, report: VerifyReport, doing: str) -> None:
-        if self._live is not None:
-            self._live.update(render.live(report, doing))
-            return
-        done = [turn for turn in report.turns if turn.answer_seconds is not None]
-        for turn in done[self._turns :]:
-            self.tell(render.line(turn))
-        self._turns = len(done)
-
-    def tell(self, sentence: str) -> None:
-        self._console.print(sentence, markup=False, soft_wrap=True)
-
-
 class _Files:
     """The files that the report is written to, during the run and at its end."""
 
@@ -315,8 +294,8 @@ class _Files:
                     f"--save {path}: {path.parent} is not a writable folder",
                     next_step="make it, or give another path",
                 )
-            if path.suffix == _PICTURE:
-                chart.require()
+            if path.suffix == ".png":
+                picture.figure(render.PICTURE)
 
     def write(self, report: VerifyReport, *, last: bool = False) -> dict[Path, OSError]:
         """Write the files; returns the error of each file that cannot be written."""
@@ -326,12 +305,12 @@ class _Files:
         faults = {}
         for path in self._paths:
             try:
-                if path.suffix == _JSON:
+                if path.suffix == ".json":
                     files.write_output(path, declared.to_json(report))
-                elif path.suffix == _MARKDOWN:
+                elif path.suffix == ".md":
                     files.write_output(path, render.markdown(report))
                 elif last:
-                    chart.write(report, path)
+                    render.draw(report, path)
             except OSError as error:
                 faults[path] = error
         taken = time.process_time() - begun
@@ -361,8 +340,8 @@ def _leave(report: VerifyReport, error: BaseException | None, secrets: Mapping[s
         error.next_step = text.without(error.next_step, secrets)
     if error is not None:
         raise error
-    bad = [one for one in report.checks if one.verdict == BREACH]
-    if report.verdict == BREACHED:
+    bad = [one for one in report.checks if one.verdict == "breach"]
+    if report.verdict == "breached":
         options = ", ".join(dict.fromkeys(one.option for one in bad if one.option))
         raise FindingsError(
             f"{text.counted(len(bad), 'check')} failed: {bad[0].server} {bad[0].check}: "
@@ -370,7 +349,7 @@ def _leave(report: VerifyReport, error: BaseException | None, secrets: Mapping[s
             next_step="docs/verify.md says what each means"
             + (f"; options for limits: {options}" if options else ""),
         )
-    if report.verdict == UNKNOWN:
+    if report.verdict == "unknown":
         raise UnknownVerdictError(
             "the answers after a wake-up could not be compared: no prompt had the same text twice "
             "before the first sleep, or none was compared",

@@ -9,20 +9,20 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from sm12x.core.text import counted
-from sm12x.doctor.host import Host
-from sm12x.doctor.knowledge import Knowledge, check
+from sm12x.core.machine import compiler_gib, compilers
+from sm12x.core.text import counted, size
+from sm12x.doctor.host import Host, Unseen
 from sm12x.doctor.model import (
-    INFO,
-    OK,
-    UNKNOWN,
-    WARN,
     Cache,
-    Containers,
+    Engine,
+    Facts,
     Finding,
-    HostFacts,
     Image,
-    Unseen,
+    check,
+    info,
+    ok,
+    unknown,
+    warn,
 )
 
 # Enough to find the oldest and the newest of a real cache; a folder of models is not walked whole.
@@ -34,7 +34,7 @@ _FLASHINFER = re.compile(r"(?:^|/)flashinfer/(\d+\.\d+[^/]*)/")
 
 
 def collect(
-    host: Host, containers: Containers, folders: Sequence[Path] = ()
+    host: Host, engines: Sequence[Engine], folders: Sequence[Path] = ()
 ) -> tuple[tuple[Cache, ...], tuple[Unseen, ...]]:
     """Collect each cache with a file: of this user, of the docker volume, and of ``folders``.
 
@@ -42,7 +42,7 @@ def collect(
     """
     caches: list[Cache] = []
     hidden: dict[str, Unseen] = {}
-    for kind, path in dict.fromkeys(_places(host, containers, folders)):
+    for kind, path in dict.fromkeys(_places(host, engines, folders)):
         cache, faults = _read(kind, path)
         if cache is not None:
             caches.append(cache)
@@ -51,7 +51,7 @@ def collect(
 
 
 def _places(
-    host: Host, containers: Containers, folders: Sequence[Path]
+    host: Host, engines: Sequence[Engine], folders: Sequence[Path]
 ) -> Iterator[tuple[str, Path]]:
     env, home = host.env, host.home
     general = env.get("XDG_CACHE_HOME") or f"{home}/.cache"
@@ -66,18 +66,15 @@ def _places(
         ("tilelang", env.get("TILELANG_CACHE_DIR") or f"{home}/.tilelang/cache"),
     ):
         yield kind, host.path(place)
-    for folder in (*folders, *_volumes(host, containers)):
+    places = [*folders]
+    if any(one.name == "docker" and not isinstance(one.answer, Unseen) for one in engines):
+        words = ["docker", "volume", "inspect", "--format", "{{.Mountpoint}}", _VOLUME_NAME]
+        done = host.ask(words)
+        place = "" if isinstance(done, Unseen) else done.stdout.strip()
+        if place.startswith("/") and "\0" not in place:
+            places.append(host.path(place))
+    for folder in places:
         yield from ((kind, folder / kind) for kind in _VOLUME)
-
-
-def _volumes(host: Host, containers: Containers) -> Iterator[Path]:
-    for engine in containers.engines:
-        if engine.name == "docker" and not isinstance(engine.answer, Unseen):
-            words = [engine.name, "volume", "inspect", "--format", "{{.Mountpoint}}", _VOLUME_NAME]
-            done = host.ask(words)
-            place = "" if isinstance(done, Unseen) else done.stdout.strip()
-            if place.startswith("/") and "\0" not in place:
-                yield host.path(place)
 
 
 def _read(kind: str, path: Path) -> tuple[Cache | None, list[Unseen]]:
@@ -112,45 +109,88 @@ def _read(kind: str, path: Path) -> tuple[Cache | None, list[Unseen]]:
 
 
 @check("cache.stale")
-def stale(facts: HostFacts, knowledge: Knowledge) -> Iterator[Finding]:
+def _stale(facts: Facts) -> Iterator[Finding]:
     for hidden in facts.hidden_caches:
-        yield Finding(UNKNOWN, f"could not see a cache: {hidden.why}")
-    image = facts.image
-    built = None if isinstance(image, Unseen) else image.built
+        yield unknown(f"could not see a cache: {hidden.why}")
     if not facts.caches:
         if not facts.hidden_caches:
-            yield Finding(OK, "no cache of compiled code was found")
-    elif isinstance(image, Unseen) or built is None:
+            yield ok("no cache of compiled code was found")
+    elif isinstance(facts.image, Unseen) or facts.image.built is None:
         places = ", ".join(str(cache.path) for cache in facts.caches)
         seen = "the image's build time is unknown, so these caches may be of another build"
-        seen = f"{seen}: {places}"
-        yield _stale(UNKNOWN, seen, facts.caches)
+        yield unknown(f"{seen}: {places}", "remove", paths=_words(facts.caches))
     else:
-        yield from (_compare(cache, image, built) for cache in facts.caches)
+        for cache in facts.caches:
+            yield _compare(cache, facts.image, facts.image.built)
 
 
 def _compare(cache: Cache, image: Image, built: float) -> Finding:
     about = f"{cache.kind}: {counted(cache.files, 'file')} in {cache.path}"
+    paths = _words([cache])
     release = image.versions.get("flashinfer-python", "")
     if cache.kind == "flashinfer" and cache.versions and release:
         # FlashInfer keeps its releases apart, so those of another are dead weight, not a danger.
         if release in cache.versions:
-            return Finding(OK, f"{about}, of the image's FlashInfer {release}")
+            return ok(f"{about}, of the image's FlashInfer {release}")
         seen = f"{about}, of FlashInfer {', '.join(cache.versions)}; the image has {release}"
-        return _stale(INFO, seen, (cache,))
+        return info(seen, "remove", paths=paths)
     if cache.newest < built:
         seen = f"{about}, all written before the image was built ({_day(built)}): another build's"
-        return _stale(WARN, seen, (cache,))
+        return warn(seen, "remove", paths=paths)
     if cache.oldest < built:
         seen = f"{about}, in part from {_day(cache.oldest)}, before the image ({_day(built)})"
-        return _stale(WARN, seen, (cache,))
-    return Finding(OK, f"{about}, written since the image was built")
+        return warn(seen, "remove", paths=paths)
+    return ok(f"{about}, written since the image was built")
 
 
-def _stale(severity: str, seen: str, caches: tuple[Cache, ...]) -> Finding:
-    paths = " ".join(shlex.quote(str(cache.path)) for cache in caches)
-    return Finding(severity, seen, fix=("remove",), values={"paths": paths})
+def _words(caches: Sequence[Cache]) -> str:
+    return shlex.join(str(cache.path) for cache in caches)
 
 
 def _day(at: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(at))
+
+
+@check("cache.cold")
+def _cold(facts: Facts) -> Iterator[Finding]:
+    """Check that the compilers of the first start fit in the free memory."""
+    release = facts.versions.get("flashinfer-python", "")
+    if not release or "flashinfer-jit-cache" in facts.versions or not facts.sm12x:
+        return
+    if isinstance(facts.image, Image) and facts.image.precompiled:
+        yield ok(f"the image has the modules of FlashInfer {release} that the recipes need")
+        return
+    warm = [cache for cache in facts.caches if cache.kind == "flashinfer"]
+    if any(release in cache.versions or not cache.versions for cache in warm):
+        yield ok(f"kernels of FlashInfer {release} are in {warm[0].path}")
+        return
+    cores = _cpus(facts.host)
+    if isinstance(facts.meminfo, Unseen) or isinstance(cores, Unseen):
+        why = getattr(facts.meminfo, "why", "") or getattr(cores, "why", "")
+        yield unknown(f"could not see how many compilers fit: {why}")
+        return
+    each = compiler_gib(unified=facts.unified)
+    fitting = compilers(cores=cores, available=facts.available, unified=facts.unified)
+    limit = facts.host.env.get("MAX_JOBS", "")
+    # Where it is not given, the image's entry point sets it, by the same rule.
+    jobs = (int(limit) if limit.isdecimal() and int(limit) else cores) if limit else fitting
+    seen = (
+        f"no kernels of FlashInfer {release} in a cache: the first start compiles them, {jobs} at "
+        f"a time, each up to {each:g} GiB; {size(facts.available)} are available"
+    )
+    yield info(seen) if jobs <= fitting else warn(seen, "limit", jobs=fitting)
+
+
+def _cpus(host: Host) -> int | Unseen:
+    """How many processors are on: "0-15,32-47" has 32."""
+    path = "/sys/devices/system/cpu/online"
+    online = host.text(path)
+    if isinstance(online, Unseen):
+        return online
+    total = 0
+    for part in online.split(","):
+        match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", part)
+        if match is None:
+            return Unseen(f"{path} says {online!r}")
+        total += int(match[2] or match[1]) - int(match[1]) + 1
+    return total

@@ -6,22 +6,10 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 
-from sm12x.doctor.host import Host
-from sm12x.doctor.knowledge import Knowledge, check
-from sm12x.doctor.model import (
-    BAD,
-    INFO,
-    OK,
-    UNKNOWN,
-    WARN,
-    CdiSpec,
-    Containers,
-    EngineAnswer,
-    Finding,
-    HostFacts,
-    Unseen,
-)
+from sm12x.doctor.host import Host, Unseen
+from sm12x.doctor.model import Engine, Facts, Finding, bad, check, info, ok, unknown, warn
 
 # The command that queries each. Not `podman info`, which would make its storage folders.
 _ENGINES = {
@@ -32,12 +20,14 @@ _ENGINES = {
 _TOOLS = ("nvidia-ctk", "nvidia-container-runtime", "nvidia-container-runtime-hook")
 _SPEC_FOLDERS = ("/etc/cdi", "/var/run/cdi")
 _DAEMON = "/etc/docker/daemon.json"
+_TOOLKIT = "/etc/nvidia-container-runtime/config.toml"
 _NO_CGROUPS = re.compile(r"^\s*no-cgroups\s*=\s*true", re.MULTILINE)
 _LIBRARY = re.compile(r"libcuda\.so\.(\d+\.\d+(?:\.\d+)?)")
 
 
-def collect(host: Host) -> Containers:
-    engines: dict[str, EngineAnswer] = {}
+def collect(host: Host) -> tuple[Engine, ...]:
+    """Collect the container engines on PATH, and what each answers."""
+    engines: dict[str, Engine] = {}
     for command in _ENGINES:
         program = host.which(command)
         if program is not None:
@@ -45,15 +35,8 @@ def collect(host: Host) -> Containers:
             # The package podman-docker has a `docker` that answers as podman does.
             emulated = not isinstance(answer, Unseen) and "host" in answer
             name = "podman" if emulated else command
-            engines.setdefault(name, EngineAnswer(name=name, program=program, answer=answer))
-    config = host.text("/etc/nvidia-container-runtime/config.toml")
-    return Containers(
-        engines=tuple(engines.values()),
-        no_cgroups=not isinstance(config, Unseen) and bool(_NO_CGROUPS.search(config)),
-        runtimes=_runtimes(host),
-        tools=tuple(name for name in _TOOLS if host.which(name)),
-        specs=_specs(host),
-    )
+            engines.setdefault(name, Engine(name=name, program=program, answer=answer))
+    return tuple(engines.values())
 
 
 def _answer(host: Host, name: str) -> Mapping[str, object] | Unseen:
@@ -70,7 +53,94 @@ def _answer(host: Host, name: str) -> Mapping[str, object] | Unseen:
     return Unseen(str(errors[0]).rstrip(".")) if isinstance(errors, list) and errors else document
 
 
+def _specs(host: Host) -> dict[Path, tuple[str, ...] | Unseen]:
+    """Return the files that tell engines how to hand out GPUs, with the drivers that each names."""
+    specs: dict[Path, tuple[str, ...] | Unseen] = {}
+    for folder in _SPEC_FOLDERS:
+        for name in host.names(folder):
+            text = host.text(f"{folder}/{name}")
+            path = host.path(f"{folder}/{name}")
+            if isinstance(text, Unseen):
+                if "nvidia" in name:
+                    specs[path] = text
+            elif "nvidia.com/gpu" in text:
+                specs[path] = tuple(dict.fromkeys(_LIBRARY.findall(text)))
+    return specs
+
+
+@check("engine.present")
+def _present(facts: Facts) -> Iterator[Finding]:
+    container = facts.machine.container
+    if not facts.engines and container:
+        # Where the image's files run without an engine, none is needed.
+        seen = f"no docker or podman on PATH (this is inside a container: {container})"
+        yield info(seen, "install")
+    elif not facts.engines:
+        yield bad("no docker or podman on PATH", "install")
+    works = any(not isinstance(engine.answer, Unseen) for engine in facts.engines)
+    for engine in facts.engines:
+        if isinstance(engine.answer, Unseen):
+            seen = f"{engine.name} ({engine.program}) does not answer: {engine.answer.why}"
+            # Another engine answers, so this one is not needed.
+            yield info(seen, engine.name) if works else bad(seen, engine.name)
+        else:
+            client = engine.answer.get("Client") or engine.answer.get("version")
+            of_podman = client.get("Version", "") if isinstance(client, dict) else ""
+            version = engine.answer.get("ServerVersion") or of_podman
+            yield ok(f"{engine.name} {version} ({engine.program}) answers")
+
+
+@check("engine.gpus")
+def _gpu_access(facts: Facts) -> list[Finding]:
+    """Check that engines hand out GPUs: docker by a runtime, its hook or CDI, podman by CDI."""
+    engines = facts.engines
+    # Where one answers, another that does not hands out nothing.
+    working = [one for one in engines if not isinstance(one.answer, Unseen)] or engines
+    tools = ", ".join(name for name in _TOOLS if facts.host.which(name))
+    findings = [
+        _docker(facts.host, one, tools) if one.name == "docker" else _podman(facts.host, tools)
+        for one in working
+    ]
+    # Where one engine hands out GPUs, or no GPU is here, another that does not is no failure.
+    served = any(one.severity == "ok" for one in findings) or not facts.seen_gpus
+    return [
+        replace(one, severity="info") if served and one.severity == "bad" else one
+        for one in findings
+    ]
+
+
+def _docker(host: Host, engine: Engine, tools: str) -> Finding:
+    answer = {} if isinstance(engine.answer, Unseen) else engine.answer
+    listed = answer.get("Runtimes")
+    rootless = "name=rootless" in str(answer.get("SecurityOptions"))
+    on_file = _runtimes(host)
+    # A rootless daemon has a configuration of its own.
+    configured = () if rootless or isinstance(on_file, Unseen) else on_file
+    if "nvidia" in (listed if isinstance(listed, dict) else configured):
+        seen = f"docker's runtime `nvidia` is configured ({tools or 'no tools'})"
+        # It may not change device cgroups either, which the toolkit can leave alone.
+        if rootless and not _NO_CGROUPS.search(host.word(_TOOLKIT)):
+            seen += "; rootless, and no-cgroups is not set, without which older toolkits fail"
+            return info(seen, "no-cgroups")
+        return ok(seen)
+    if by_specs := _by_specs(host):
+        return by_specs
+    if "nvidia" in configured:
+        return info(f"{_DAEMON} has a runtime `nvidia`, and docker runs without it", "restart")
+    if tools:
+        seen = f"{tools} installed; neither a runtime `nvidia` nor a CDI spec is configured"
+        if rootless:
+            return warn(f"rootless docker: {seen}", "rootless", "no-cgroups")
+        # The hook alone serves `--gpus` in docker, without any configuration.
+        return info(seen, "configure", "generate")
+    if isinstance(on_file, Unseen) and not rootless:
+        return unknown(f"could not see docker's configuration: {on_file.why}")
+    seen = "no NVIDIA Container Toolkit, no runtime `nvidia`, no CDI spec: --gpus all fails"
+    return bad(seen, "toolkit", *(("rootless", "no-cgroups") if rootless else ("configure",)))
+
+
 def _runtimes(host: Host) -> tuple[str, ...] | Unseen:
+    """Return the runtimes in the configuration of the docker daemon."""
     text = host.text(_DAEMON)
     if isinstance(text, Unseen):
         # A daemon without that file runs with its defaults: no runtime of its own.
@@ -81,125 +151,35 @@ def _runtimes(host: Host) -> tuple[str, ...] | Unseen:
         return Unseen(f"{_DAEMON} is not valid: {error}")
 
 
-def _specs(host: Host) -> tuple[CdiSpec, ...]:
-    specs = []
-    for folder in _SPEC_FOLDERS:
-        for name in host.names(folder):
-            text = host.text(f"{folder}/{name}")
-            path = host.path(f"{folder}/{name}")
-            if isinstance(text, Unseen):
-                if "nvidia" in name:
-                    specs.append(CdiSpec(path=path, drivers=text))
-            elif "nvidia.com/gpu" in text:
-                drivers = tuple(dict.fromkeys(_LIBRARY.findall(text)))
-                specs.append(CdiSpec(path=path, drivers=drivers))
-    return tuple(specs)
-
-
-# A rootless daemon has a configuration of its own, and may not change device cgroups.
-_ROOTLESS = ("rootless", "no-cgroups")
-
-
-@check("engine.present")
-def engines(facts: HostFacts, knowledge: Knowledge) -> Iterator[Finding]:
-    answers = facts.containers.engines
-    if not answers:
-        # Inside a container, or where the image's files run without an engine, none is needed.
-        where = f" (this is inside a container: {facts.machine.container})"
-        seen = f"no docker or podman on PATH{where if facts.machine.container else ''}"
-        severity = INFO if facts.machine.container else BAD
-        yield Finding(severity, seen, fix=("install",))
-    works = any(not isinstance(engine.answer, Unseen) for engine in answers)
-    for engine in answers:
-        if isinstance(engine.answer, Unseen):
-            seen = f"{engine.name} ({engine.program}) does not answer: {engine.answer.why}"
-            # Another engine answers, so this one is not needed.
-            yield Finding(INFO if works else BAD, seen, fix=(engine.name,))
-        else:
-            version = engine.answer.get("ServerVersion") or _podman_version(engine.answer)
-            yield Finding(OK, f"{engine.name} {version} ({engine.program}) answers")
-
-
-@check("engine.gpus")
-def gpu_access(facts: HostFacts, knowledge: Knowledge) -> list[Finding]:
-    """Check that engines hand out GPUs: docker by a runtime, its hook or CDI, podman by CDI."""
-    engines = facts.containers.engines
-    # Where one answers, another that does not hands out nothing.
-    working = [one for one in engines if not isinstance(one.answer, Unseen)] or engines
-    findings = [_docker(facts, one) if one.name == "docker" else _podman(facts) for one in working]
-    # Where one engine hands out GPUs, or no GPU is here, another that does not is no failure.
-    served = any(one.severity == OK for one in findings) or not facts.seen_gpus
-    return [
-        replace(one, severity=INFO) if served and one.severity == BAD else one for one in findings
-    ]
-
-
-def _docker(facts: HostFacts, engine: EngineAnswer) -> Finding:
-    containers = facts.containers
-    answer = {} if isinstance(engine.answer, Unseen) else engine.answer
-    listed, tools = answer.get("Runtimes"), ", ".join(containers.tools)
-    rootless = "name=rootless" in str(answer.get("SecurityOptions"))
-    on_file = () if rootless or isinstance(containers.runtimes, Unseen) else containers.runtimes
-    if "nvidia" in (listed if isinstance(listed, dict) else on_file):
-        seen = f"docker's runtime `nvidia` is configured ({tools or 'no tools'})"
-        if rootless and not containers.no_cgroups:
-            seen += "; rootless, and no-cgroups is not set, without which older toolkits fail"
-            return Finding(INFO, seen, fix=_ROOTLESS[-1:])
-        return Finding(OK, seen)
-    if containers.specs:
-        return _by_specs(facts)
-    if "nvidia" in on_file:
-        seen = f"{_DAEMON} has a runtime `nvidia`, and docker runs without it"
-        return Finding(INFO, seen, fix=("restart",))
-    if tools:
-        seen = f"{tools} installed; neither a runtime `nvidia` nor a CDI spec is configured"
-        if rootless:
-            return Finding(WARN, f"rootless docker: {seen}", fix=_ROOTLESS)
-        # The hook alone serves `--gpus` in docker, without any configuration.
-        return Finding(INFO, seen, fix=("configure", "generate"))
-    if isinstance(containers.runtimes, Unseen) and not rootless:
-        seen = f"could not see docker's configuration: {containers.runtimes.why}"
-        return Finding(UNKNOWN, seen)
-    seen = "no NVIDIA Container Toolkit, no runtime `nvidia`, no CDI spec: --gpus all fails"
-    fix = ("toolkit", *(_ROOTLESS if rootless else ("configure",)))
-    return Finding(BAD, seen, fix=fix)
-
-
-def _podman(facts: HostFacts) -> Finding:
-    if facts.containers.specs:
-        return _by_specs(facts)
-    tools = ", ".join(facts.containers.tools)
+def _podman(host: Host, tools: str) -> Finding:
+    if by_specs := _by_specs(host):
+        return by_specs
     seen = f"podman hands out GPUs by CDI alone, and no spec is in {' or '.join(_SPEC_FOLDERS)}"
-    fix = ("generate",) if tools else ("toolkit", "generate")
-    return Finding(BAD, f"{seen} ({tools or 'no toolkit'})", fix=fix)
+    seen += f" ({tools or 'no toolkit'})"
+    return bad(seen, "generate") if tools else bad(seen, "toolkit", "generate")
 
 
-def _by_specs(facts: HostFacts) -> Finding:
-    specs = facts.containers.specs
-    readable = [str(one.path) for one in specs if not isinstance(one.drivers, Unseen)]
+def _by_specs(host: Host) -> Finding | None:
+    specs = _specs(host)
+    readable = [str(path) for path, drivers in specs.items() if not isinstance(drivers, Unseen)]
     if readable:
-        return Finding(OK, f"CDI specs: {', '.join(readable)}")
-    seen = f"could not see CDI specs: {getattr(specs[0].drivers, 'why', '')}"
-    return Finding(UNKNOWN, seen, fix=("readable",), values={"path": specs[0].path})
+        return ok(f"CDI specs: {', '.join(readable)}")
+    for path, drivers in specs.items():
+        why = getattr(drivers, "why", "")
+        return unknown(f"could not see CDI specs: {why}", "readable", path=path)
+    return None
 
 
 @check("engine.cdi")
-def cdi(facts: HostFacts, knowledge: Knowledge) -> Iterator[Finding]:
-    for spec in facts.containers.specs:
-        driver = facts.driver.version
-        if isinstance(spec.drivers, Unseen):
-            seen = f"could not see a CDI spec: {spec.drivers.why}"
-            yield Finding(UNKNOWN, seen)
-        elif isinstance(driver, Unseen) or not spec.drivers:
-            seen = f"could not compare {spec.path} with the driver: a version is not known"
-            yield Finding(UNKNOWN, seen)
-        elif driver in spec.drivers:
-            yield Finding(OK, f"{spec.path} is for driver {driver}")
+def _cdi(facts: Facts) -> Iterator[Finding]:
+    driver = facts.driver.version
+    for path, drivers in _specs(facts.host).items():
+        if isinstance(drivers, Unseen):
+            yield unknown(f"could not see a CDI spec: {drivers.why}")
+        elif isinstance(driver, Unseen) or not drivers:
+            yield unknown(f"could not compare {path} with the driver: a version is not known")
+        elif driver in drivers:
+            yield ok(f"{path} is for driver {driver}")
         else:
-            seen = f"{spec.path} is for driver {', '.join(spec.drivers)}, loaded is {driver}"
-            yield Finding(BAD, seen, fix=("generate",), values={"path": spec.path})
-
-
-def _podman_version(answer: Mapping[str, object]) -> str:
-    client = answer.get("Client") or answer.get("version")
-    return str(client.get("Version", "")) if isinstance(client, dict) else ""
+            seen = f"{path} is for driver {', '.join(drivers)}, loaded is {driver}"
+            yield bad(seen, "generate", path=path)

@@ -5,151 +5,143 @@ And the kernel: settings that stop GPUs or RDMA from reaching memory.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
 from sm12x.core.text import counted, ranges, size
-from sm12x.doctor.knowledge import Knowledge, check, numbers
-from sm12x.doctor.model import BAD, INFO, OK, UNKNOWN, WARN, Finding, HostFacts, Unseen
+from sm12x.doctor.host import Unseen
+from sm12x.doctor.knowledge import numbers
+from sm12x.doctor.model import Facts, Finding, bad, check, info, ok, unknown, warn
 
 # The image's CUDA version where no ledger has it.
 _TOOLKIT = "13"
 _LINES = 3
+# Kernel messages about faults of the driver or its firmware.
+_TROUBLE = re.compile(r"NVRM:.*(Xid|NV_ERR_NO_MEMORY|heartbeat timed out|GPU is probably locked)")
+_TRANSLATES = ("DMA", "DMA-FQ")
 
 
 @check("driver.loaded")
-def answers(facts: HostFacts, knowledge: Knowledge) -> list[Finding]:
-    driver = facts.driver
-    branch = next((entry.driver for entry in knowledge.requirements), "")
+def _loaded(facts: Facts) -> Iterator[Finding]:
+    driver, gpus = facts.driver, facts.seen_gpus
+    version = driver.version
+    named = f"driver {'of unknown version' if isinstance(version, Unseen) else version}"
+    branch = next((entry.driver for entry in facts.known.requirements), "")
     if driver.loaded and not driver.fault:
         flavour = {True: ", open kernel modules", False: ", proprietary modules", None: ""}
-        return [Finding(OK, f"driver {_version(facts)}{flavour[driver.open_modules]}")]
-    if driver.loaded:
-        if "mismatch" in driver.fault:
-            seen = f"the driver's library and its loaded module differ: {driver.fault}"
-            return [Finding(BAD, seen, fix=("reboot",))]
-        seen = f"driver {_version(facts)} is loaded, but could not be asked: {driver.fault}"
-        if driver.asked:
-            return [Finding(BAD, seen, fix=("ask",))]
-        return [Finding(UNKNOWN, seen, fix=("nvml",))]
-    if facts.seen_gpus:
-        seen = (
-            f"{counted(len(facts.seen_gpus), 'NVIDIA GPU')} on the PCI bus, but no driver is loaded"
-        )
-        return [Finding(BAD, seen, fix=_install(facts), values={"branch": branch})]
-    why = driver.version.why if isinstance(driver.version, Unseen) else "it is not loaded"
-    fix = _install(facts) if facts.machine.wsl else ()
-    seen = f"could not see a driver: {why}"
-    return [Finding(UNKNOWN, seen, fix=fix, values={"branch": branch})]
+        yield ok(f"{named}{flavour[driver.open_modules]}")
+    elif driver.loaded and "mismatch" in driver.fault:
+        yield bad(f"the driver's library and its loaded module differ: {driver.fault}", "reboot")
+    elif driver.loaded:
+        seen = f"{named} is loaded, but could not be asked: {driver.fault}"
+        yield bad(seen, "ask") if driver.asked else unknown(seen, "nvml")
+    elif gpus:
+        seen = f"{counted(len(gpus), 'NVIDIA GPU')} on the PCI bus, but no driver is loaded"
+        yield bad(seen, _install(facts), branch=branch)
+    else:
+        why = version.why if isinstance(version, Unseen) else "it is not loaded"
+        fix = (_install(facts),) if facts.machine.wsl else ()
+        yield unknown(f"could not see a driver: {why}", *fix, branch=branch)
 
 
 @check("driver.version")
-def version(facts: HostFacts, knowledge: Knowledge) -> list[Finding]:
-    versions = {} if isinstance(facts.image, Unseen) else facts.image.versions
-    toolkit = versions.get("cuda-toolkit", "")
+def _version(facts: Facts) -> Iterator[Finding]:
+    toolkit = facts.versions.get("cuda-toolkit", "")
     major = (toolkit or _TOOLKIT).partition(".")[0]
-    needed = next((entry for entry in knowledge.requirements if entry.toolkit == major), None)
+    need = next((entry for entry in facts.known.requirements if entry.toolkit == major), None)
     whose = f"the image's CUDA {toolkit}" if toolkit else f"CUDA {major} (assumed)"
-    if needed is None:
-        seen = f"could not tell which driver {whose} needs: not in the data"
-        return [Finding(UNKNOWN, seen)]
+    if need is None:
+        yield unknown(f"could not tell which driver {whose} needs: not in the data")
+        return
     driver = facts.driver.version
     if isinstance(driver, Unseen):
-        seen = f"could not see the driver's version: {driver.why}; {whose} needs {needed.driver}"
-        return [Finding(UNKNOWN, seen, sources=(needed.source,))]
-    if numbers(driver) < numbers(needed.driver):
-        seen = f"driver {driver} is older than {needed.driver}, which {whose} needs"
-        values = {"branch": needed.driver}
-        return [Finding(BAD, seen, fix=_install(facts), values=values, sources=(needed.source,))]
-    seen = f"driver {driver} runs {whose}, which needs {needed.driver} or newer"
-    return [Finding(OK, seen, sources=(needed.source,))]
+        why = f"{driver.why}; {whose} needs {need.driver}"
+        finding = unknown(f"could not see the driver's version: {why}")
+    elif numbers(driver) < numbers(need.driver):
+        seen = f"driver {driver} is older than {need.driver}, which {whose} needs"
+        finding = bad(seen, _install(facts), branch=need.driver)
+    else:
+        finding = ok(f"driver {driver} runs {whose}, which needs {need.driver} or newer")
+    yield replace(finding, sources=(need.source,))
+
+
+def _install(facts: Facts) -> str:
+    """The way to the driver: WSL2 has that of Windows, and one of Linux there breaks it."""
+    return "windows" if facts.machine.wsl else "install"
 
 
 @check("driver.trouble")
-def trouble(facts: HostFacts, knowledge: Knowledge) -> list[Finding]:
-    driver = facts.driver.version
+def _trouble(facts: Facts) -> Iterator[Finding]:
+    driver, kernel = facts.driver.version, facts.machine.kernel
     if isinstance(driver, Unseen):
-        seen = "could not compare with reported faults: the driver's version is not known"
-        return [Finding(UNKNOWN, seen)]
-    kernel = facts.machine.kernel
+        yield unknown("could not compare with reported faults: the driver's version is not known")
+        return
+    names = [gpu.name for gpu in facts.seen_gpus]
     about = [
         entry
-        for entry in knowledge.troubles
-        if any(entry.concerns(gpu.name) for gpu in facts.seen_gpus)
+        for entry in facts.known.troubles
+        if any(part in name for part in entry.gpus for name in names)
     ]
-    if not about:
-        seen = "no report in the data is about this machine's GPUs"
-        return [Finding(INFO, seen if facts.seen_gpus else "no GPU to compare with")]
-    findings = [
-        Finding(
-            WARN,
-            f"driver {driver}, kernel {kernel}: {entry.seen}",
+    matching = [entry for entry in about if entry.matches(driver, kernel)]
+    for entry in matching:
+        yield replace(
+            warn(f"driver {driver}, kernel {kernel}: {entry.seen}"),
             commands=entry.fix,
             why=entry.advice,
             sources=entry.sources,
         )
-        for entry in about
-        if entry.matches(driver, kernel)
-    ]
-    if findings:
-        return findings
-    seen = (
-        f"driver {driver}, kernel {kernel}: in none of the {counted(len(about), 'report')} about it"
-    )
-    return [Finding(OK, seen)]
+    if not about:
+        seen = "no report in the data is about this machine's GPUs"
+        yield info(seen if names else "no GPU to compare with")
+    elif not matching:
+        reports = counted(len(about), "report")
+        yield ok(f"driver {driver}, kernel {kernel}: in none of the {reports} about it")
 
 
 @check("driver.log")
-def log(facts: HostFacts, knowledge: Knowledge) -> list[Finding]:
+def _log(facts: Facts) -> Iterator[Finding]:
     if facts.machine.wsl:
-        seen = "could not see the driver's log: in WSL2 it is the event log of Windows"
-        return [Finding(UNKNOWN, seen)]
-    if isinstance(facts.log, Unseen):
-        seen = f"could not see the kernel log: {facts.log.why}"
-        return [Finding(UNKNOWN, seen, fix=("log",))]
-    if facts.log:
-        last = "; ".join(facts.log[-_LINES:])
-        seen = f"{counted(len(facts.log), 'line')} about driver faults since boot, the last: {last}"
-        return [Finding(WARN, seen, fix=("log", "reboot"))]
-    if not facts.seen_gpus:
-        return []
-    return [Finding(OK, "no driver faults since boot")]
-
-
-def _install(facts: HostFacts) -> tuple[str, ...]:
-    """The way to the driver: WSL2 has that of Windows, and one of Linux there breaks it."""
-    return ("windows",) if facts.machine.wsl else ("install",)
-
-
-def _version(facts: HostFacts) -> str:
-    version = facts.driver.version
-    return "of unknown version" if isinstance(version, Unseen) else version
-
-
-_TRANSLATES = ("DMA", "DMA-FQ")
+        yield unknown("could not see the driver's log: in WSL2 it is the event log of Windows")
+        return
+    done = facts.host.ask(["dmesg"])
+    if isinstance(done, Unseen):
+        yield unknown(f"could not see the kernel log: {done.why}", "log")
+        return
+    # Without their time stamps.
+    lines = [re.sub(r"^\[[^\]]*\]\s*", "", line) for line in done.stdout.splitlines()]
+    lines = [line for line in lines if _TROUBLE.search(line)]
+    if lines:
+        last = "; ".join(lines[-_LINES:])
+        seen = f"{counted(len(lines), 'line')} about driver faults since boot, the last: {last}"
+        yield warn(seen, "log", "reboot")
+    elif facts.seen_gpus:
+        yield ok("no driver faults since boot")
 
 
 @check("kernel.iommu")
-def iommu(facts: HostFacts, knowledge: Knowledge) -> list[Finding]:
+def _iommu(facts: Facts) -> Iterator[Finding]:
     """Check the IOMMU where several GPUs of 12.x, which have no NVLink, talk over PCIe."""
-    gpus = [gpu for gpu in facts.seen_gpus if gpu.capability and gpu.capability.major == 12]
-    if len(gpus) < 2:
-        return []
-    caught = [gpu for gpu in gpus if gpu.iommu in _TRANSLATES]
+    if len(facts.sm12x) < 2:
+        return
+    caught = [gpu for gpu in facts.sm12x if gpu.iommu in _TRANSLATES]
     if not caught:
-        kinds = {gpu.iommu or "none" for gpu in gpus}
-        return [Finding(OK, f"no translating IOMMU ({', '.join(sorted(kinds))})")]
-    line = "" if isinstance(facts.machine.cmdline, Unseen) else facts.machine.cmdline
-    options = [word for word in line.split() if "iommu" in word]
+        kinds = {gpu.iommu or "none" for gpu in facts.sm12x}
+        yield ok(f"no translating IOMMU ({', '.join(sorted(kinds))})")
+        return
+    options = [word for word in facts.host.word("/proc/cmdline").split() if "iommu" in word]
     seen = (
         f"GPU {ranges(gpu.index for gpu in caught)} behind a translating IOMMU "
         f"({caught[0].iommu}; kernel command line: {' '.join(options) or 'nothing about it'})"
     )
-    return [Finding(WARN, seen, fix=("pass",))]
+    yield warn(seen, "pass")
 
 
 @check("kernel.kho")
-def handover(facts: HostFacts, knowledge: Knowledge) -> list[Finding]:
-    info = facts.memory.info
-    if isinstance(info, Unseen) or info.get("CmaFree", 0) <= info.get("CmaTotal", 0):
-        return []
-    held = info["CmaFree"] - info.get("CmaTotal", 0)
-    seen = f"CmaFree is {size(held)} above CmaTotal: kexec handover keeps that from being pinned"
-    return [Finding(WARN if facts.unified else INFO, seen, fix=("off",))]
+def _handover(facts: Facts) -> Iterator[Finding]:
+    entries = {} if isinstance(facts.meminfo, Unseen) else facts.meminfo
+    held = entries.get("CmaFree", 0) - entries.get("CmaTotal", 0)
+    if held > 0:
+        found = warn if facts.unified else info
+        above = f"CmaFree is {size(held)} above CmaTotal"
+        yield found(f"{above}: kexec handover keeps that from being pinned", "off")

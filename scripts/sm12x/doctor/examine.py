@@ -1,27 +1,18 @@
-"""All facts about a host, read in one go, and all checks, each a pure function of the facts.
-
-Nothing is written and nothing is changed.
-"""
+"""All facts about a host, and all checks. Nothing is written and nothing is changed."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from sm12x.doctor import (
-    caches,
-    containers,
-    driver,  # noqa: F401 - its checks register themselves
-    gpus,
-    image,
-    memory,
-    network,
-    serving,
-)
-from sm12x.doctor.host import Host
-from sm12x.doctor.knowledge import CHECKS, Knowledge
-from sm12x.doctor.model import SEVERITIES, Diagnosis, HostFacts, HostMachine, Unseen
+from sm12x.doctor import caches, containers, gpus, image, memory, network
+from sm12x.doctor import driver as _driver  # noqa: F401 - its checks register themselves
+from sm12x.doctor import recipe as _recipe  # noqa: F401 - as above
+from sm12x.doctor.host import Host, Unseen
+from sm12x.doctor.knowledge import Knowledge
+from sm12x.doctor.model import CHECKS, SEVERITIES, Diagnosis, Facts, Image, Machine
+from sm12x.recipes.model import Recipe
 
 _MARKS = {"/.dockerenv": "docker", "/run/.containerenv": "podman"}
 _GROUPS = ("docker", "kubepods", "containerd", "libpod", "lxc")
@@ -29,48 +20,44 @@ _GROUPS = ("docker", "kubepods", "containerd", "libpod", "lxc")
 
 def facts(
     host: Host,
-    knowledge: Knowledge,
+    known: Knowledge,
     *,
     audit: Path | None = None,
     image_name: str | None = None,
     cache_folders: Sequence[Path] = (),
     dist: Path,
-) -> HostFacts:
-    """Collect all facts about the host. ``dist`` is the folder of the bundles built here.
+    recipe: Recipe | None = None,
+    options: Mapping[str, str] | None = None,
+) -> Facts:
+    """Collect what several checks need. ``dist`` is the folder of the bundles built here.
 
     Raises BadFileError when the audit that was named cannot be read.
     """
-    here = _machine(host)
-    gpu_driver, seen_gpus = gpus.collect(host, knowledge)
-    engines = containers.collect(host)
-    compiled, hidden = caches.collect(host, engines, cache_folders)
-    return HostFacts(
-        machine=here,
-        driver=gpu_driver,
-        gpus=seen_gpus,
-        log=gpus.log(host),
-        memory=memory.collect(host),
-        containers=engines,
-        caches=compiled,
-        hidden_caches=hidden,
-        network=network.collect(host),
-        image=image.find(host, audit, image_name, machine=here.name, dist=dist),
-        environment=serving.variables(host),
-        routed=serving.routed(host),
-        nccl=serving.nccl(host) if here.name == "aarch64" else (),
-    )
-
-
-def _machine(host: Host) -> HostMachine:
-    kernel = host.text("/proc/sys/kernel/osrelease")
-    name = host.text("/proc/sys/kernel/arch")
-    return HostMachine(
-        # /proc/sys/kernel/arch is there since Linux 6.1.
-        name=platform.machine() if isinstance(name, Unseen) else name,
+    # /proc/sys/kernel/arch is there since Linux 6.1.
+    arch, kernel = host.text("/proc/sys/kernel/arch"), host.text("/proc/sys/kernel/osrelease")
+    machine = Machine(
+        name=platform.machine() if isinstance(arch, Unseen) else arch,
         kernel=platform.release() if isinstance(kernel, Unseen) else kernel,
         container=_container(host),
-        cmdline=host.text("/proc/cmdline"),
-        cpus=serving.cpus(host),
+    )
+    driver, seen_gpus = gpus.collect(host, known)
+    engines = containers.collect(host)
+    compiled, hidden = caches.collect(host, engines, cache_folders)
+    return Facts(
+        host=host,
+        known=known,
+        machine=machine,
+        driver=driver,
+        gpus=seen_gpus,
+        meminfo=memory.meminfo(host),
+        cgroup=memory.cgroup(host),
+        engines=engines,
+        caches=compiled,
+        hidden_caches=hidden,
+        ports=network.collect(host),
+        image=image.find(host, audit, image_name, machine=machine.name, dist=dist),
+        recipe=recipe,
+        options=options or {},
     )
 
 
@@ -78,23 +65,28 @@ def _container(host: Host) -> str:
     for path, kind in _MARKS.items():
         if host.exists(path):
             return kind
-    group = host.text("/proc/1/cgroup")
-    if isinstance(group, Unseen):
-        return ""
+    group = host.word("/proc/1/cgroup")
     return next((kind for kind in _GROUPS if kind in group), "")
 
 
-def run(facts: HostFacts, knowledge: Knowledge) -> list[Diagnosis]:
+def run(facts: Facts) -> list[Diagnosis]:
     """Run every check; the worst findings come first, in the order of doctor.toml otherwise."""
-    return ordered(
-        [
-            knowledge.diagnosis(name, finding)
-            for name in knowledge.checks
-            if name in CHECKS and not serving.cured(facts, name, knowledge)
-            for finding in CHECKS[name](facts, knowledge)
-        ]
-    )
-
-
-def ordered(findings: list[Diagnosis]) -> list[Diagnosis]:
+    patches = set(facts.image.patches) if isinstance(facts.image, Image) else set()
+    findings = []
+    for name, about in facts.known.checks.items():
+        if patches & set(about.cured_by):
+            continue
+        for finding in CHECKS[name](facts):
+            remedies = [command for fix in finding.fix for command in about.fix[fix]]
+            findings.append(
+                Diagnosis(
+                    id=name,
+                    severity=finding.severity,
+                    seen=finding.seen,
+                    why=finding.why or about.why,
+                    sources=finding.sources or about.sources,
+                    fix=finding.commands
+                    or tuple(command.format_map(finding.values) for command in remedies),
+                )
+            )
     return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))

@@ -1,71 +1,62 @@
-"""Driver and GPUs: from NVML, else from the kernel.
-
-And the checks of them: whether the image runs on them, and the memory they still hold.
-"""
+"""Driver and GPUs: from NVML, else from the kernel. And the checks of GPUs and their memory."""
 
 from __future__ import annotations
 
 import re
-import shlex
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from sm12x.audit.model import DEVICES, HOST, NATIVE, NONE, PTX, Device, compiles_on
-from sm12x.audit.model import UNKNOWN as UNREADABLE
+from sm12x.audit.model import DEVICES, Device
 from sm12x.core.text import GIB, counted, ranges, size
-from sm12x.doctor.host import Host
-from sm12x.doctor.knowledge import GpuModel, Knowledge, check
+from sm12x.doctor.host import Host, Unseen
+from sm12x.doctor.knowledge import Knowledge
 from sm12x.doctor.model import (
-    BAD,
-    INFO,
-    OK,
-    UNKNOWN,
-    WARN,
+    Facts,
     Finding,
     Gpu,
     GpuDriver,
     GpuProcess,
-    HostFacts,
-    Image,
-    ImageLibrary,
-    Unseen,
+    bad,
+    check,
+    info,
+    ok,
+    unknown,
+    warn,
 )
 
 _NVIDIA = "0x10de"
 _DRIVER = "/proc/driver/nvidia"
+_PCI = "/sys/bus/pci/devices"
 # PCI classes "VGA compatible" and "3D": a board has audio and USB functions too.
 _DISPLAY = ("0x0300", "0x0302")
-_MISSING = "is not installed"
 _VERSION = re.compile(r"\b(\d{3}\.\d+(?:\.\d+)?)\b")
-# Kernel messages about faults of the driver or its firmware.
-_TROUBLE = re.compile(r"NVRM:.*(Xid|NV_ERR_NO_MEMORY|heartbeat timed out|GPU is probably locked)")
+# Fields of /proc/meminfo that add up to Linux's own use; the rest of the total is a driver's.
+_ACCOUNTED = (
+    *("MemFree", "Buffers", "Cached", "SwapCached", "Slab", "AnonPages", "PageTables"),
+    *("KernelStack", "Percpu", "VmallocUsed", "Hugetlb"),
+)
 
 
-def collect(host: Host, knowledge: Knowledge) -> tuple[GpuDriver, tuple[Gpu, ...] | Unseen]:
+def collect(host: Host, known: Knowledge) -> tuple[GpuDriver, tuple[Gpu, ...] | Unseen]:
     """Collect the driver and the GPUs from NVML, else from the kernel."""
     driver = _kernel_driver(host)
-    answer = _by_nvml(host, knowledge)
-    if not isinstance(answer, Unseen):
-        version, gpus = answer
-        driver = replace(driver, loaded=True, version=version)
-        return driver, tuple(_with_iommu(host, gpu) for gpu in gpus)
+    try:
+        nvml = host.nvml()
+    except ImportError:
+        fault, asked = "nvidia-ml-py is not installed", False
+    else:
+        answer = _by_nvml(nvml, known)
+        if not isinstance(answer, str):
+            version, gpus = answer
+            driver = replace(driver, loaded=True, version=version)
+            return driver, tuple(_with_iommu(host, gpu) for gpu in gpus)
+        fault, asked = f"NVML: {answer}", True
     if driver.loaded:
-        driver = replace(driver, fault=answer.why, asked=not answer.why.endswith(_MISSING))
-    if not host.path("/sys/bus/pci/devices").is_dir():
-        return driver, Unseen(f"{answer.why}; /sys/bus/pci is not there either")
-    return driver, tuple(_with_iommu(host, gpu) for gpu in _by_kernel(host, knowledge))
-
-
-def log(host: Host) -> tuple[str, ...] | Unseen:
-    """Lines of the kernel log in which the driver reports trouble, without their time stamps."""
-    done = host.ask(["dmesg"])
-    if isinstance(done, Unseen):
-        return done
-    lines = (re.sub(r"^\[[^\]]*\]\s*", "", line) for line in done.stdout.splitlines())
-    return tuple(line for line in lines if _TROUBLE.search(line))
+        driver = replace(driver, fault=fault, asked=asked)
+    if not host.path(_PCI).is_dir():
+        return driver, Unseen(f"{fault}; /sys/bus/pci is not there either")
+    return driver, tuple(_with_iommu(host, gpu) for gpu in _by_kernel(host, known))
 
 
 def _kernel_driver(host: Host) -> GpuDriver:
@@ -82,36 +73,23 @@ def _kernel_driver(host: Host) -> GpuDriver:
     )
 
 
-def _by_nvml(host: Host, knowledge: Knowledge) -> tuple[str, list[Gpu]] | Unseen:
-    try:
-        nvml = host.nvml()
-    except ImportError:
-        return Unseen(f"nvidia-ml-py {_MISSING}")
+def _by_nvml(nvml: Any, known: Knowledge) -> tuple[str, list[Gpu]] | str:
+    """Return the driver's version and the GPUs, or why the driver does not say."""
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        return Unseen(f"NVML: {error}")
+        return str(error)
     try:
         version = _decoded(nvml.nvmlSystemGetDriverVersion())
-        gpus = [_nvml_gpu(nvml, knowledge, index) for index in range(nvml.nvmlDeviceGetCount())]
+        return version, [_nvml_gpu(nvml, known, n) for n in range(nvml.nvmlDeviceGetCount())]
     except nvml.NVMLError as error:
-        return Unseen(f"NVML: {error}")
+        return str(error)
     finally:
         nvml.nvmlShutdown()
-    return version, gpus
 
 
-def _nvml_gpu(nvml: Any, knowledge: Knowledge, index: int) -> Gpu:
+def _nvml_gpu(nvml: Any, known: Knowledge, index: int) -> Gpu:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-    gpu = _gpu(
-        knowledge,
-        index=index,
-        name=_decoded(nvml.nvmlDeviceGetName(handle)),
-        bus=_decoded(nvml.nvmlDeviceGetPciInfo(handle).busId),
-        capability=Device(major, minor),
-        told_by="nvml",
-    )
 
     def query(name: str, *more: object) -> Any:
         """Call a function of NVML; None where the driver or the module does not have it."""
@@ -120,13 +98,21 @@ def _nvml_gpu(nvml: Any, knowledge: Knowledge, index: int) -> Gpu:
         except (nvml.NVMLError, AttributeError, TypeError):
             return None
 
+    name = _decoded(nvml.nvmlDeviceGetName(handle))
+    model = known.model_of_name(name)
     # Version 2 of the struct counts the driver's own reserve apart from used memory.
     memory = query("nvmlDeviceGetMemoryInfo", getattr(nvml, "nvmlMemory_v2", 0))
     memory = memory or query("nvmlDeviceGetMemoryInfo")
     load, milliwatts = query("nvmlDeviceGetUtilizationRates"), query("nvmlDeviceGetPowerUsage")
     mode = query("nvmlDeviceGetMigMode")
-    return replace(
-        gpu,
+    return Gpu(
+        index=index,
+        name=name,
+        bus=_short(_decoded(nvml.nvmlDeviceGetPciInfo(handle).busId)),
+        capability=Device(*nvml.nvmlDeviceGetCudaComputeCapability(handle)),
+        unified=bool(model and model.unified),
+        hardware=model.hardware if model else "",
+        told_by="nvml",
         memory_total=int(memory.total) if memory else None,
         memory_used=int(memory.used) if memory else None,
         processes=_nvml_processes(nvml, handle),
@@ -146,50 +132,35 @@ def _nvml_processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...] | Unseen:
     return tuple(GpuProcess(pid=pid, memory=used) for pid, used in listed.items())
 
 
-def _by_kernel(host: Host, knowledge: Knowledge) -> list[Gpu]:
+def _by_kernel(host: Host, known: Knowledge) -> Iterator[Gpu]:
     """List the GPUs on the PCI bus, with the names that a loaded driver has for them."""
-    gpus: list[Gpu] = []
-    for bus in host.names("/sys/bus/pci/devices"):
-        folder = f"/sys/bus/pci/devices/{bus}"
-        kind, device = host.text(f"{folder}/class"), host.text(f"{folder}/device")
-        if host.text(f"{folder}/vendor") != _NVIDIA or not str(kind).startswith(_DISPLAY):
+    index = 0
+    for bus in host.names(_PCI):
+        folder = f"{_PCI}/{bus}"
+        if host.word(f"{folder}/vendor") != _NVIDIA:
             continue
-        number = "" if isinstance(device, Unseen) else device.removeprefix("0x").lower()
-        model = knowledge.model_of_pci(number)
+        if not host.word(f"{folder}/class").startswith(_DISPLAY):
+            continue
+        number = host.word(f"{folder}/device").removeprefix("0x").lower()
+        model = next((one for one in known.models if number in one.pci), None)
         name = model.name if model else f"NVIDIA device 10de:{number or '?'}"
-        named = re.search(r"Model:\s*(.+)", str(host.text(f"{_DRIVER}/gpus/{bus}/information")))
+        named = re.search(r"Model:\s*(.+)", host.word(f"{_DRIVER}/gpus/{bus}/information"))
         name = named[1] if named else name
-        gpus.append(
-            _gpu(knowledge, index=len(gpus), name=name, bus=bus, told_by="pci", model=model)
+        model = model or known.model_of_name(name)
+        yield Gpu(
+            index=index,
+            name=name,
+            bus=_short(bus),
+            capability=model.capability if model else None,
+            unified=bool(model and model.unified),
+            hardware=model.hardware if model else "",
+            told_by="pci",
         )
-    return gpus
-
-
-def _gpu(
-    knowledge: Knowledge,
-    *,
-    index: int,
-    name: str,
-    bus: str,
-    told_by: str,
-    capability: Device | None = None,
-    model: GpuModel | None = None,
-) -> Gpu:
-    model = model or knowledge.model_of_name(name)
-    return Gpu(
-        index=index,
-        name=name,
-        bus=_short(bus),
-        capability=capability or (model.capability if model else None),
-        unified=bool(model and model.unified),
-        hardware=model.hardware if model else "",
-        told_by=told_by,
-    )
+        index += 1
 
 
 def _with_iommu(host: Host, gpu: Gpu) -> Gpu:
-    kind = host.text(f"/sys/bus/pci/devices/{gpu.bus}/iommu_group/type")
-    return gpu if isinstance(kind, Unseen) else replace(gpu, iommu=kind)
+    return replace(gpu, iommu=host.word(f"{_PCI}/{gpu.bus}/iommu_group/type"))
 
 
 def _short(bus: str) -> str:
@@ -202,237 +173,126 @@ def _decoded(text: str | bytes) -> str:
     return text.decode() if isinstance(text, bytes) else text
 
 
-# Fields of /proc/meminfo that add up to Linux's own use; the rest of the total is a driver's.
-_ACCOUNTED = (
-    "MemFree",
-    "Buffers",
-    "Cached",
-    "SwapCached",
-    "Slab",
-    "AnonPages",
-    "PageTables",
-    "KernelStack",
-    "Percpu",
-    "VmallocUsed",
-    "Hugetlb",
-)
+def alike(facts: Facts) -> list[list[Gpu]]:
+    """GPUs of one kind together, in the order of their first."""
+    groups: dict[str, list[Gpu]] = {}
+    for gpu in facts.seen_gpus:
+        groups.setdefault(gpu.kind, []).append(gpu)
+    return [*groups.values()]
 
 
 @check("gpu.present")
-def present(facts: HostFacts, knowledge: Knowledge) -> list[Finding]:
+def _present(facts: Facts) -> Iterator[Finding]:
     if isinstance(facts.gpus, Unseen):
-        return [Finding(UNKNOWN, f"could not see GPUs: {facts.gpus.why}")]
-    if not facts.gpus:
-        seen = "no NVIDIA GPU on the PCI bus: the image's `check` runs here, a server does not"
-        return [Finding(INFO, seen)]
-    findings = []
-    for title, group in _alike(facts.gpus):
+        yield unknown(f"could not see GPUs: {facts.gpus.why}")
+    elif not facts.gpus:
+        yield info("no NVIDIA GPU on the PCI bus: the image's `check` runs here, a server does not")
+    for group in alike(facts):
         first = group[0]
         memory = f", {size(first.memory_total)} each" if first.memory_total else ""
-        seen = f"{len(group)} x {title}{memory} (told by {first.told_by})"
+        seen = f"{len(group)} x {first.kind}{memory} (told by {first.told_by})"
         if first.capability is None:
-            seen = f"could not see the compute capability of {seen}"
-            findings.append(Finding(UNKNOWN, seen))
+            yield unknown(f"could not see the compute capability of {seen}")
         elif first.capability in DEVICES:
-            findings.append(Finding(OK, seen))
+            yield ok(seen)
         else:
-            seen += ": the stack is not for this GPU"
-            findings.append(Finding(WARN, seen))
-    return findings
-
-
-@check("image.audit")
-def image_known(facts: HostFacts, knowledge: Knowledge) -> list[Finding]:
-    image = facts.image
-    if isinstance(image, Unseen):
-        seen = f"could not see how the image was compiled: {image.why}"
-        return [Finding(UNKNOWN, seen, fix=("build", "audit"))]
-    stack = f", stack {image.stack_id}" if image.stack_id else ""
-    about = f"{image.name}{stack}, for {image.machine or 'an unknown architecture'}"
-    if image.machine and image.machine != facts.machine.name:
-        seen = f"{about}, but this is {facts.machine.name}: it does not start here"
-        return [Finding(BAD, seen, fix=("build",))]
-    return [Finding(OK, about)]
-
-
-@check("gpu.code")
-def code(facts: HostFacts, knowledge: Knowledge) -> Iterator[Finding]:
-    """Check how each kind of GPU runs the image: natively, through PTX, or not at all."""
-    if isinstance(facts.image, Unseen):
-        return
-    for title, group in _alike(facts.seen_gpus):
-        device = group[0].capability
-        if device is None:
-            seen = f"could not see how {title} runs the image: its compute capability is not known"
-            yield Finding(UNKNOWN, seen)
-        else:
-            which = f"GPU {ranges(gpu.index for gpu in group)} {title}"
-            yield _code(facts.image, device, which)
-
-
-@check("gpu.leftover")
-def leftover(facts: HostFacts, knowledge: Knowledge) -> Iterator[Finding]:
-    """Check each GPU for memory in use that no process owns."""
-    empty: list[Gpu] = []
-    for gpu in facts.seen_gpus:
-        if gpu.unified:
-            yield _unified_leftover(facts, gpu, knowledge)
-        elif gpu.memory_used is None:
-            why = "the driver was not asked, or gives none"
-            seen = f"could not see the memory used on {gpu}: {why}"
-            yield Finding(UNKNOWN, seen)
-        elif gpu.memory_used <= knowledge.thresholds.leftover_gib * GIB:
-            empty.append(gpu)
-        else:
-            yield _leftover(facts, gpu, gpu.memory_used, knowledge)
-    if empty:
-        most = max(gpu.memory_used or 0 for gpu in empty)
-        seen = f"GPU {ranges(gpu.index for gpu in empty)}: empty ({size(most)} in use at most)"
-        yield Finding(OK, seen)
-
-
-@check("gpu.unified")
-def unified(facts: HostFacts, knowledge: Knowledge) -> list[Finding]:
-    if not facts.unified:
-        return []
-    info = facts.memory.info
-    total = "" if isinstance(info, Unseen) else f", {size(info['MemTotal'])} in all"
-    seen = (
-        f"CPU and GPU share one memory{total}: keep one model awake rather than sleeping at "
-        "level 1, and count every other program against the GPU"
-    )
-    return [Finding(INFO, seen, fix=("plan",))]
-
-
-def _code(image: Image, device: Device, which: str) -> Finding:
-    counted: Counter[str] = Counter()
-    for library in image.libraries:
-        counted.update(_units(library, device))
-    counts = f"{counted[NATIVE]} native, {counted[PTX]} through PTX, {counted[NONE]} not at all"
-    by_unit = device in DEVICES and not image.by_library
-    unit = "translation units" if by_unit else "libraries"
-    # The wheel that an audit of dist/ names lies beside it.
-    is_wheel = image.name.endswith(".whl")
-    subject = str(image.audit.with_name(image.name)) if is_wheel else image.name
-    audit = partial(
-        Finding, fix=("audit",), values={"subject": shlex.quote(subject), "device": device}
-    )
-    if counted[NATIVE] + counted[PTX] == 0:
-        return audit(BAD, f"{which} cannot run the image: {unit} {counts}")
-    if image.offenders.get(device):
-        first = image.offenders[device][0]
-        seen = f"{which}: {unit} {counts}; against the policy: {first}"
-        return audit(BAD, seen)
-    if counted[UNREADABLE]:
-        seen = f"{which}: {unit} {counts}, {counted[UNREADABLE]} that could not be read"
-        return audit(WARN, seen)
-    if device not in DEVICES:
-        seen = f"{which}: {unit} {counts}; the image was compiled and judged for 12.x only"
-        return audit(WARN, seen)
-    if counted[NATIVE] == 0:
-        return audit(WARN, f"{which}: {unit} {counts}")
-    accepted = "; units without code are for other GPUs" if counted[NONE] and image.passed else ""
-    seen = f"{which}: {unit} {counts}{accepted}"
-    return Finding(INFO if counted[PTX] else OK, seen)
-
-
-def _units(library: ImageLibrary, device: Device) -> Counter[str]:
-    """Translation units by verdict, or the library as one where the audit did not ask for it."""
-    if device in library.units:
-        return Counter(library.units[device])
-    if not library.readable:
-        return Counter({UNREADABLE: 1})
-    if not library.cubins and not library.ptx:
-        return Counter({HOST: 1})
-    if any(arch.runs_on(device.major, device.minor) for arch in library.cubins):
-        return Counter({NATIVE: 1})
-    return Counter({PTX if any(compiles_on(arch, device) for arch in library.ptx) else NONE: 1})
+            yield warn(f"{seen}: the stack is not for this GPU")
 
 
 @check("gpu.split")
-def split(facts: HostFacts, knowledge: Knowledge) -> Iterator[Finding]:
+def _split(facts: Facts) -> Iterator[Finding]:
     """Report cards in MIG mode: a server gets a slice, and names and counts are of the card."""
     for gpu in facts.seen_gpus:
         by_nvml = gpu.told_by == "nvml"
         if gpu.split:
             seen = f"{gpu} is split (MIG mode): a server gets one slice and its memory"
-            yield Finding(WARN, seen, fix=("slices", "whole"), values={"index": gpu.index})
+            yield warn(seen, "slices", "whole", index=gpu.index)
         elif gpu.split is None and by_nvml and gpu.memory_total is None and not gpu.unified:
             seen = f"the driver gives no memory of {gpu}, as of a card that is split (MIG mode)"
-            yield Finding(UNKNOWN, seen, fix=("slices",))
+            yield unknown(seen, "slices")
 
 
-def _hidden(facts: HostFacts, gpu: Gpu) -> tuple[str, tuple[str, ...]]:
-    """Why the driver may not list every process, and where they are seen; "" if it does."""
-    container = facts.machine.container
-    if container:
-        why = f"inside a container ({container}) other processes are hidden"
-        return why, ("host",)
-    if facts.machine.wsl:
-        return "the processes of Windows are not listed in WSL2", ("windows",)
-    if gpu.split:
-        return "those in slices of a split card are listed to root alone", ("root",)
-    return "", ()
+@check("gpu.leftover")
+def _leftover(facts: Facts) -> Iterator[Finding]:
+    """Check each GPU for memory in use that no process owns."""
+    empty: dict[int, int] = {}
+    for gpu in facts.seen_gpus:
+        if gpu.unified:
+            yield _unified_leftover(facts, gpu)
+        elif gpu.memory_used is None:
+            why = "the driver was not asked, or gives none"
+            yield unknown(f"could not see the memory used on {gpu}: {why}")
+        elif gpu.memory_used <= facts.known.thresholds.leftover_gib * GIB:
+            empty[gpu.index] = gpu.memory_used
+        else:
+            yield _used(facts, gpu, gpu.memory_used)
+    if empty:
+        yield ok(f"GPU {ranges(empty)}: empty ({size(max(empty.values()))} in use at most)")
 
 
-def _leftover(facts: HostFacts, gpu: Gpu, used: int, knowledge: Knowledge) -> Finding:
-    holders = ("holders",)
+def _used(facts: Facts, gpu: Gpu, used: int) -> Finding:
     if isinstance(gpu.processes, Unseen):
         seen = f"could not see who holds {size(used)} of {gpu}: {gpu.processes.why}"
-        return Finding(UNKNOWN, seen, fix=holders)
+        return unknown(seen, "holders")
     owned = [process.memory for process in gpu.processes]
     who = counted(len(owned), "process", "processes")
     rest = used - sum(filter(None, owned))
-    if owned and (None in owned or rest <= knowledge.thresholds.leftover_gib * GIB):
-        return Finding(INFO, f"{gpu}: {size(used)} in use by {who}", fix=holders)
-    why, where = _hidden(facts, gpu)
+    if owned and (None in owned or rest <= facts.known.thresholds.leftover_gib * GIB):
+        return info(f"{gpu}: {size(used)} in use by {who}", "holders")
+    # Where the driver may not list every process.
+    why, where = "", ""
+    if container := facts.machine.container:
+        why, where = f"inside a container ({container}) other processes are hidden", "host"
+    elif facts.machine.wsl:
+        why, where = "the processes of Windows are not listed in WSL2", "windows"
+    elif gpu.split:
+        why, where = "those in slices of a split card are listed to root alone", "root"
     if why:
-        seen = f"could not see who holds {size(rest)} of {gpu}: {why}"
-        return Finding(UNKNOWN, seen, fix=where)
+        return unknown(f"could not see who holds {size(rest)} of {gpu}: {why}", where)
     if owned:
         seen = f"{gpu}: {who} own {size(used - rest)}, {size(rest)} more belong to no process"
-        return Finding(WARN, seen, fix=holders)
-    seen = f"{gpu}: {size(used)} in use and no process owns it"
-    return Finding(BAD, seen, fix=("holders", "reboot"))
+        return warn(seen, "holders")
+    return bad(f"{gpu}: {size(used)} in use and no process owns it", "holders", "reboot")
 
 
-def _unified_leftover(facts: HostFacts, gpu: Gpu, knowledge: Knowledge) -> Finding:
-    info = facts.memory.info
-    if isinstance(info, Unseen):
-        return Finding(UNKNOWN, f"could not see the memory used on {gpu}: {info.why}")
-    driver = info["MemTotal"] - sum(info.get(entry, 0) for entry in _ACCOUNTED)
+def _unified_leftover(facts: Facts, gpu: Gpu) -> Finding:
+    entries = facts.meminfo
+    if isinstance(entries, Unseen):
+        return unknown(f"could not see the memory used on {gpu}: {entries.why}")
+    driver = entries["MemTotal"] - sum(entries.get(entry, 0) for entry in _ACCOUNTED)
     processes = () if isinstance(gpu.processes, Unseen) else gpu.processes
     owned = sum(process.memory or 0 for process in processes)
     rest = max(driver - owned, 0)
     usage = f"{gpu}: the driver holds about {size(max(driver, 0))}"
-    if rest <= knowledge.thresholds.unified_leftover_gib * GIB:
-        return Finding(OK, f"{usage}, {size(owned)} of it for processes")
-    if processes and any(process.memory is None for process in processes):
-        seen = f"{usage}, for {counted(len(processes), 'process', 'processes')} of unknown size"
-        return Finding(INFO, seen)
+    if rest <= facts.known.thresholds.unified_leftover_gib * GIB:
+        return ok(f"{usage}, {size(owned)} of it for processes")
+    if any(process.memory is None for process in processes):
+        who = counted(len(processes), "process", "processes")
+        return info(f"{usage}, for {who} of unknown size")
     if isinstance(gpu.processes, Unseen) or facts.machine.container:
-        seen = f"{usage}; could not see whether a process owns it"
-        return Finding(UNKNOWN, seen, fix=("holders",))
-    seen = f"{usage}, and {size(rest)} of it belong to no process"
-    return Finding(BAD, seen, fix=("holders", "reboot"))
+        return unknown(f"{usage}; could not see whether a process owns it", "holders")
+    return bad(f"{usage}, and {size(rest)} of it belong to no process", "holders", "reboot")
+
+
+@check("gpu.unified")
+def _unified(facts: Facts) -> Iterator[Finding]:
+    if facts.unified:
+        entries = facts.meminfo
+        total = "" if isinstance(entries, Unseen) else f", {size(entries['MemTotal'])} in all"
+        yield info(
+            f"CPU and GPU share one memory{total}: keep one model awake rather than sleeping at "
+            "level 1, and count every other program against the GPU",
+            "plan",
+        )
 
 
 @check("gpu.stuck")
-def stuck(facts: HostFacts, knowledge: Knowledge) -> Iterator[Finding]:
+def _stuck(facts: Facts) -> Iterator[Finding]:
     """Report GPUs that are busy at almost no power: a kernel waits for data that never arrives."""
     for gpu in facts.seen_gpus:
-        model = knowledge.model_of_name(gpu.name)
+        model = facts.known.model_of_name(gpu.name)
         if model is None or not model.stuck_watts or gpu.busy is None or gpu.watts is None:
             continue
-        if gpu.busy >= knowledge.thresholds.stuck_percent and gpu.watts <= model.stuck_watts:
+        if gpu.busy >= facts.known.thresholds.stuck_percent and gpu.watts <= model.stuck_watts:
             seen = f"{gpu}: {gpu.busy} % busy at {gpu.watts:.0f} W: its kernel waits, without work"
-            yield Finding(WARN, seen, fix=("ask",))
-
-
-def _alike(gpus: Iterable[Gpu]) -> list[tuple[str, list[Gpu]]]:
-    """GPUs of one kind together, in the order of their first."""
-    groups: dict[str, list[Gpu]] = {}
-    for gpu in gpus:
-        capability = f" ({gpu.capability})" if gpu.capability else ""
-        groups.setdefault(f"{gpu.name}{capability}", []).append(gpu)
-    return list(groups.items())
+            yield warn(seen, "ask")

@@ -12,12 +12,22 @@ from typing import Any
 
 from sm12x.core import files, process
 from sm12x.core.errors import Sm12xError
-from sm12x.doctor.model import Unseen
 
 # Seconds that a program may take to answer; a daemon that hangs must not hang us.
 _ANSWER_WITHIN = 20
 # Characters of a file that are read.
 _MOST_TEXT = 1 << 18
+
+
+@dataclass(frozen=True)
+class Unseen:
+    """Could not be read; ``why`` in words, without a final period.
+
+    A fact that could not be read is this, never an empty value: "no process uses the GPU" and "the
+    processes cannot be listed" lead to opposite advice.
+    """
+
+    why: str
 
 
 def _ask(argv: Sequence[str]) -> process.Completed | Unseen:
@@ -35,28 +45,30 @@ def _ask(argv: Sequence[str]) -> process.Completed | Unseen:
     return done
 
 
-def _import_nvml() -> Any:
-    """The module of nvidia-ml-py. Raises ImportError where it is not installed."""
-    return importlib.import_module("pynvml")
-
-
 def _file_system_size(path: Path) -> int:
     """Return the size in bytes of the file system that holds ``path``. Raises OSError."""
     statistics = os.statvfs(path)
     return statistics.f_blocks * statistics.f_frsize
 
 
+def _user() -> str:
+    return os.environ.get("USER") or os.environ.get("LOGNAME") or str(os.getuid())
+
+
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """The machine to examine; tests give a folder that looks like one."""
+    """The machine to examine; tests give a folder that looks like one.
+
+    ``nvml`` imports the module of nvidia-ml-py, and raises ImportError where there is none.
+    """
 
     root: Path = Path("/")
     home: str = field(default_factory=lambda: str(files.home()))
     env: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    user: str = field(default_factory=lambda: _user())
+    user: str = field(default_factory=_user)
     ask: Callable[[Sequence[str]], process.Completed | Unseen] = _ask
     which: Callable[[str], Path | None] = process.which
-    nvml: Callable[[], Any] = _import_nvml
+    nvml: Callable[[], Any] = lambda: importlib.import_module("pynvml")
     size_of: Callable[[Path], int] = _file_system_size
 
     def path(self, absolute: str | Path) -> Path:
@@ -70,6 +82,11 @@ class Host:
         # ValueError: a path that another file gave, and that has a NUL.
         except (OSError, ValueError) as error:
             return Unseen(f"{absolute}: {getattr(error, 'strerror', error)}")
+
+    def word(self, absolute: str | Path) -> str:
+        """A small file as ``text``, "" when it is missing or may not be read."""
+        text = self.text(absolute)
+        return "" if isinstance(text, Unseen) else text
 
     def exists(self, absolute: str | Path) -> bool:
         try:
@@ -91,7 +108,3 @@ class Host:
             return tuple(sorted(entry.name for entry in self.path(absolute).iterdir()))
         except OSError:
             return ()
-
-
-def _user() -> str:
-    return os.environ.get("USER") or os.environ.get("LOGNAME") or str(os.getuid())

@@ -1,20 +1,23 @@
-"""The facts about the image: the audit of its wheel, and the ledger beside it."""
+"""The image: the audit of its wheel and the ledger beside it, and whether it runs here."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from sm12x.audit import report as audits
-from sm12x.audit.model import MIXED, NATIVE, SM120, SM121, Device
-from sm12x.audit.report import LibraryReport
+from sm12x.audit.model import MIXED, NATIVE, NONE, PTX, SM120, SM121, Device
+from sm12x.audit.model import UNKNOWN as UNREADABLE
 from sm12x.core import files
-from sm12x.core.cudaarch import CudaArch
-from sm12x.doctor.host import Host
-from sm12x.doctor.model import Image, ImageLibrary, Unseen
+from sm12x.core.text import either, ranges
+from sm12x.doctor import gpus
+from sm12x.doctor.host import Host, Unseen
+from sm12x.doctor.model import Facts, Finding, Image, bad, check, info, ok, unknown, warn
 from sm12x.wheel import ledger as ledgers
-from sm12x.wheel.ledger import Ledger, LibraryEntry
+from sm12x.wheel.ledger import Ledger
 
 _AUDIT, _LEDGER = "audit.json", "ledger.json"
 # Where the image itself keeps its ledger.
@@ -58,22 +61,29 @@ def read(audit: Path) -> Image:
     beside = audit.with_name(_LEDGER)
     ledger = ledgers.read(beside) if beside.is_file() else None
     policy = report.policy
-    libraries = tuple(map(_library, report.libraries))
+    units: dict[Device, Counter[str]] = {}
     offenders: dict[Device, tuple[str, ...]] = {}
-    for entry in policy.offenders if policy else ():
-        # One that names no device is about all of them: a file that could not be read.
-        for name in [entry.device] if entry.device else report.devices:
-            device = Device.parse(name)
-            offence = f"{entry.path}: {entry.message}"
-            offenders[device] = (*offenders.get(device, ()), offence)
+    for name in report.devices:
+        device = Device.parse(name)
+        units[device] = Counter()
+        for library in report.libraries:
+            runs = library.runs.get(name)
+            units[device].update(runs.units if runs else {UNREADABLE: 1})
+        offenders[device] = tuple(
+            f"{entry.path}: {entry.message}"
+            for entry in (policy.offenders if policy else ())
+            # One that names no device is about all of them: a file that could not be read.
+            if entry.device in ("", name)
+        )
+    machines = [library.machine for library in report.libraries if library.machine]
     return Image(
         name=report.subject,
         audit=audit,
         stack_id=ledger.stack_id if ledger else "",
-        machine=ledger.machine if ledger else _machine(libraries),
+        machine=ledger.machine if ledger else next(iter(machines), ""),
         # The first file of a build: all code that the image compiles is newer.
         built=beside.stat().st_mtime if ledger else None,
-        libraries=libraries,
+        units=units,
         passed=policy.passed if policy else None,
         offenders=offenders,
         versions=ledger.dependencies if ledger else {},
@@ -85,13 +95,20 @@ def read(audit: Path) -> Image:
 def _inside(path: Path) -> Image:
     """The ledger of the image around us, which has a verdict for each library and no more."""
     ledger = ledgers.read(path)
+    verdicts = {
+        SM120: Counter(library.sm120 for library in ledger.libraries),
+        SM121: Counter(library.sm121 for library in ledger.libraries),
+    }
+    for counts in verdicts.values():
+        # A library that runs partly natively has code for the device.
+        counts[NATIVE] += counts.pop(MIXED, 0)
     return Image(
         name=f"vllm-sm12x:{ledger.base_version}-{ledger.stack_id}",
         audit=path,
         stack_id=ledger.stack_id,
         machine=ledger.machine,
         built=path.stat().st_mtime,
-        libraries=tuple(map(_judged, ledger.libraries)),
+        units=verdicts,
         passed=None,
         offenders={},
         versions=ledger.dependencies,
@@ -113,19 +130,10 @@ def _subjects(ledger: Ledger) -> tuple[str, ...]:
     return tuple(patch.subject for patch in ledger.patches)
 
 
-def _judged(entry: LibraryEntry) -> ImageLibrary:
-    # A library that runs partly natively has code for the device.
-    units = {
-        device: {NATIVE if verdict == MIXED else verdict: 1}
-        for device, verdict in ((SM120, entry.sm120), (SM121, entry.sm121))
-    }
-    return ImageLibrary(path=entry.path, machine="", cubins=(), ptx=(), readable=False, units=units)
-
-
 def _of_image(host: Host, image: str, dist: Path) -> Image | Unseen:
-    if host.which("docker") is None and host.which("podman") is None:
+    engine = next((name for name in ("docker", "podman") if host.which(name)), "")
+    if not engine:
         return Unseen(f"no docker or podman here to ask for the labels of {image}")
-    engine = "docker" if host.which("docker") else "podman"
     done = host.ask([engine, "image", "inspect", "--format", "{{json .Config.Labels}}", image])
     if isinstance(done, Unseen):
         return done
@@ -146,16 +154,56 @@ def _of_image(host: Host, image: str, dist: Path) -> Image | Unseen:
     )
 
 
-def _library(entry: LibraryReport) -> ImageLibrary:
-    return ImageLibrary(
-        path=entry.path,
-        machine=entry.machine,
-        cubins=tuple(map(CudaArch.parse, entry.cubins)),
-        ptx=tuple(map(CudaArch.parse, entry.ptx)),
-        readable=not entry.unknown,
-        units={Device.parse(name): runs.units for name, runs in entry.runs.items()},
-    )
+@check("image.audit")
+def _audited(facts: Facts) -> Iterator[Finding]:
+    image = facts.image
+    if isinstance(image, Unseen):
+        yield unknown(f"could not see how the image was compiled: {image.why}", "build", "audit")
+        return
+    stack = f", stack {image.stack_id}" if image.stack_id else ""
+    about = f"{image.name}{stack}, for {image.machine or 'an unknown architecture'}"
+    if image.machine and image.machine != facts.machine.name:
+        yield bad(f"{about}, but this is {facts.machine.name}: it does not start here", "build")
+    else:
+        yield ok(about)
 
 
-def _machine(libraries: tuple[ImageLibrary, ...]) -> str:
-    return next((library.machine for library in libraries if library.machine), "")
+@check("gpu.code")
+def _code(facts: Facts) -> Iterator[Finding]:
+    """Check how each kind of GPU runs the image: natively, through PTX, or not at all."""
+    if isinstance(facts.image, Unseen):
+        return
+    for group in gpus.alike(facts):
+        device, kind = group[0].capability, group[0].kind
+        if device is None:
+            why = "its compute capability is not known"
+            yield unknown(f"could not see how {kind} runs the image: {why}")
+        else:
+            which = f"GPU {ranges(gpu.index for gpu in group)} {kind}"
+            yield _runs(facts.image, device, which)
+
+
+def _runs(image: Image, device: Device, which: str) -> Finding:
+    # The wheel that an audit of dist/ names lies beside it.
+    is_wheel = image.name.endswith(".whl")
+    subject = shlex.quote(str(image.audit.with_name(image.name)) if is_wheel else image.name)
+    values = {"subject": subject, "device": device}
+    if device not in image.units:
+        devices = either(map(str, image.units)) or "no GPU"
+        seen = f"could not see how {which} runs the image: its audit is of {devices} only"
+        return unknown(seen, "audit", **values)
+    counted = image.units[device]
+    counts = f"{counted[NATIVE]} native, {counted[PTX]} through PTX, {counted[NONE]} not at all"
+    units = f"{'libraries' if image.by_library else 'translation units'} {counts}"
+    seen = f"{which}: {units}"
+    if counted[NATIVE] + counted[PTX] == 0:
+        return bad(f"{which} cannot run the image: {units}", "audit", **values)
+    if image.offenders.get(device):
+        return bad(f"{seen}; against the policy: {image.offenders[device][0]}", "audit", **values)
+    if unreadable := counted[UNREADABLE]:
+        return warn(f"{seen}, {unreadable} that could not be read", "audit", **values)
+    if counted[NATIVE] == 0:
+        return warn(seen, "audit", **values)
+    if counted[NONE] and image.passed:
+        seen += "; units without code are for other GPUs"
+    return info(seen) if counted[PTX] else ok(seen)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -15,11 +15,10 @@ from sm12x import layout
 from sm12x.audit.model import DeclaredDevice
 from sm12x.core import declared
 from sm12x.core.declared import Declared
-from sm12x.doctor.model import Diagnosis, Finding, HostFacts
 
 
 @dataclass(frozen=True, kw_only=True)
-class GpuModel(Declared):
+class _GpuModel(Declared):
     """A kind of GPU. ``pci`` are device ids of vendor 10de in lower case.
 
     One that is busy and draws no more than ``stuck_watts`` waits; 0 where no report says how much.
@@ -35,7 +34,7 @@ class GpuModel(Declared):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Requirement(Declared):
+class _Requirement(Declared):
     """The oldest driver branch for a CUDA toolkit of that major version."""
 
     toolkit: str
@@ -44,7 +43,7 @@ class Requirement(Declared):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trouble(Declared):
+class _Trouble(Declared):
     """A report about certain drivers or kernels, empty for any, on GPUs named like ``gpus``."""
 
     id: str
@@ -56,12 +55,14 @@ class Trouble(Declared):
     fix: tuple[str, ...]
     sources: tuple[str, ...]
 
-    def concerns(self, gpu: str) -> bool:
-        return any(name in gpu for name in self.gpus)
-
     def matches(self, driver: str, kernel: str) -> bool:
-        return (not self.drivers or _matches(driver, self.drivers)) and (
-            not self.kernels or _matches(kernel, self.kernels)
+        return all(
+            not patterns
+            or any(
+                version.startswith(one) if one.endswith((".", "-")) else version == one
+                for one in patterns
+            )
+            for version, patterns in ((driver, self.drivers), (kernel, self.kernels))
         )
 
 
@@ -81,7 +82,7 @@ class KnownCheck(Declared):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Thresholds(Declared):
+class _Thresholds(Declared):
     """Thresholds of findings; doctor.toml has the reasons."""
 
     leftover_gib: float
@@ -99,49 +100,14 @@ class Knowledge(Declared):
     """All of it."""
 
     schema: Literal[1]
-    models: Annotated[tuple[GpuModel, ...], Field(alias="gpu")]
-    requirements: Annotated[tuple[Requirement, ...], Field(alias="cuda")]
-    troubles: Annotated[tuple[Trouble, ...], Field(alias="trouble")]
+    models: Annotated[tuple[_GpuModel, ...], Field(alias="gpu")]
+    requirements: Annotated[tuple[_Requirement, ...], Field(alias="cuda")]
+    troubles: Annotated[tuple[_Trouble, ...], Field(alias="trouble")]
     checks: Annotated[Mapping[str, KnownCheck], Field(alias="check")]
-    thresholds: Annotated[Thresholds, Field(alias="threshold")]
+    thresholds: Annotated[_Thresholds, Field(alias="threshold")]
 
-    def model_of_name(self, name: str) -> GpuModel | None:
+    def model_of_name(self, name: str) -> _GpuModel | None:
         return next((model for model in self.models if model.name in name), None)
-
-    def model_of_pci(self, device: str) -> GpuModel | None:
-        return next((model for model in self.models if device in model.pci), None)
-
-    def diagnosis(self, check: str, finding: Finding) -> Diagnosis:
-        """Complete a finding of a known check with the reason and the sources of the data."""
-        about = self.checks[check]
-        return Diagnosis(
-            id=check,
-            severity=finding.severity,
-            seen=finding.seen,
-            why=finding.why or about.why,
-            sources=finding.sources or about.sources,
-            fix=finding.commands
-            or tuple(
-                command.format_map(finding.values)
-                for name in finding.fix
-                for command in about.fix[name]
-            ),
-        )
-
-
-_Check = Callable[[HostFacts, Knowledge], Iterable[Finding]]
-# Every check of a host by its name in doctor.toml, whose order is that of the report.
-CHECKS: dict[str, _Check] = {}
-
-
-def check(name: str) -> Callable[[_Check], _Check]:
-    """Register a function as the check ``name``: it and its entry in doctor.toml are all of it."""
-
-    def register(function: _Check) -> _Check:
-        CHECKS[name] = function
-        return function
-
-    return register
 
 
 @functools.cache
@@ -154,10 +120,3 @@ def load(path: Path | None = None) -> Knowledge:
 def numbers(version: str) -> tuple[int, ...]:
     """The numbers in a version, to compare it by."""
     return tuple(int(part) for part in re.findall(r"\d+", version))
-
-
-def _matches(version: str, patterns: tuple[str, ...]) -> bool:
-    return any(
-        version.startswith(pattern) if pattern.endswith((".", "-")) else version == pattern
-        for pattern in patterns
-    )

@@ -10,33 +10,17 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 from sm12x.core.text import GIB, KIB, size
-from sm12x.doctor.host import Host
-from sm12x.doctor.knowledge import Knowledge, check
-from sm12x.doctor.model import INFO, OK, UNKNOWN, WARN, Finding, HostFacts, HostMemory, Unseen
+from sm12x.doctor.host import Host, Unseen
+from sm12x.doctor.model import Facts, Finding, check, info, ok, unknown, warn
 
 _MEMLOCK = re.compile(r"^Max locked memory\s+(unlimited|\d{1,20})\b", re.MULTILINE | re.ASCII)
 # cgroup version 1 writes "no limit" as the largest multiple of a page.
 _NO_LIMIT = 1 << 62
 
 
-def collect(host: Host) -> HostMemory:
-    limit, used = _cgroup(host)
-    min_free = host.number("/proc/sys/vm/min_free_kbytes")
-    return HostMemory(
-        info=_meminfo(host.text("/proc/meminfo")),
-        cgroup_limit=limit,
-        cgroup_used=used,
-        memlock=_memlock(host, "self"),
-        daemon_memlock=_daemon_memlock(host),
-        shm=_shm(host),
-        huge_pages=_huge_pages(host),
-        min_free=min_free if isinstance(min_free, Unseen) else min_free * KIB,
-        swappiness=host.number("/proc/sys/vm/swappiness"),
-    )
-
-
-def _meminfo(text: str | Unseen) -> dict[str, int] | Unseen:
-    """Parse /proc/meminfo into bytes; an entry without a unit is a count and stays as it is."""
+def meminfo(host: Host) -> dict[str, int] | Unseen:
+    """Read /proc/meminfo in bytes; an entry without a unit is a count and stays as it is."""
+    text = host.text("/proc/meminfo")
     if isinstance(text, Unseen):
         return text
     entries: dict[str, int] = {}
@@ -45,7 +29,7 @@ def _meminfo(text: str | Unseen) -> dict[str, int] | Unseen:
     return entries if "MemTotal" in entries else Unseen("/proc/meminfo has no MemTotal")
 
 
-def _cgroup(host: Host) -> tuple[int | Unseen | None, int]:
+def cgroup(host: Host) -> tuple[int | Unseen | None, int]:
     """The tightest limit among our control group and those above it, and what is used there."""
     text = host.text("/proc/self/cgroup")
     if isinstance(text, Unseen):
@@ -74,155 +58,127 @@ def _cgroup(host: Host) -> tuple[int | Unseen | None, int]:
     return tightest, used
 
 
-def _memlock(host: Host, process: str) -> int | Unseen | None:
-    text = host.text(f"/proc/{process}/limits")
-    if isinstance(text, Unseen):
-        return text
-    match = _MEMLOCK.search(text)
-    if match is None:
-        return Unseen(f"/proc/{process}/limits does not say")
-    return None if match[1] == "unlimited" else int(match[1])
-
-
-def _daemon_memlock(host: Host) -> int | Unseen | None:
-    for path in ("/run/docker.pid", "/var/run/docker.pid"):
-        pid = host.number(path)
-        if not isinstance(pid, Unseen):
-            return _memlock(host, str(pid))
-    return Unseen("no docker daemon runs here, or its pid file is not at /run/docker.pid")
-
-
-def _shm(host: Host) -> int | Unseen:
-    try:
-        return host.size_of(host.path("/dev/shm"))  # noqa: S108 - it is measured, not written to
-    except OSError as error:
-        return Unseen(str(error.strerror))
-
-
-def _huge_pages(host: Host) -> str | Unseen:
-    """Read the active mode, the one in brackets: "always", "madvise" or "never"."""
-    text = host.text("/sys/kernel/mm/transparent_hugepage/enabled")
-    if isinstance(text, Unseen):
-        return text
-    match = re.search(r"\[(\w+)\]", text)
-    return match[1] if match else Unseen(f"transparent_hugepage/enabled says {text!r}")
-
-
 @check("memory.host")
-def host_copies(facts: HostFacts, knowledge: Knowledge) -> list[Finding]:
-    info = facts.memory.info
-    if isinstance(info, Unseen):
-        return [Finding(UNKNOWN, f"could not see the memory: {info.why}")]
-    parts = [f"{size(available(facts))} of {size(info['MemTotal'])} available"]
-    limit = facts.memory.cgroup_limit
+def _host_copies(facts: Facts) -> Iterator[Finding]:
+    entries = facts.meminfo
+    if isinstance(entries, Unseen):
+        yield unknown(f"could not see the memory: {entries.why}")
+        return
+    parts = [f"{size(facts.available)} of {size(entries['MemTotal'])} available"]
+    limit, used = facts.cgroup
     if isinstance(limit, Unseen):
         parts.append(f"could not see the control group: {limit.why}")
-    elif limit is not None and limit < info["MemTotal"]:
-        used = facts.memory.cgroup_used
+    elif limit is not None and limit < entries["MemTotal"]:
         parts.append(f"the control group allows {size(limit)}, {size(used)} of it used")
-    swapped = info.get("SwapTotal", 0) - info.get("SwapFree", 0)
+    swapped = entries.get("SwapTotal", 0) - entries.get("SwapFree", 0)
     if swapped:
         parts.append(f"{size(swapped)} swapped out")
     gpus = len(facts.seen_gpus)
     if gpus and not facts.unified:
-        parts.append(f"room for {size(available(facts) / gpus)} of weights per GPU at level 1")
-    severity = UNKNOWN if isinstance(limit, Unseen) else INFO
-    return [Finding(severity, "; ".join(parts), fix=("plan",))]
-
-
-def available(facts: HostFacts) -> int:
-    """Bytes a new process can have: of the machine, or of our control group if that is less."""
-    info = facts.memory.info
-    if isinstance(info, Unseen):
-        return 0
-    free = info.get("MemAvailable", info.get("MemFree", 0))
-    limit = facts.memory.cgroup_limit
-    if limit is None or isinstance(limit, Unseen):
-        return free
-    return max(min(free, limit - facts.memory.cgroup_used), 0)
+        parts.append(f"room for {size(facts.available / gpus)} of weights per GPU at level 1")
+    found = unknown if isinstance(limit, Unseen) else info
+    yield found("; ".join(parts), "plan")
 
 
 @check("memory.huge-pages")
-def huge_pages(facts: HostFacts, knowledge: Knowledge) -> list[Finding]:
-    mode = facts.memory.huge_pages
-    if isinstance(mode, Unseen):
-        return [Finding(UNKNOWN, f"could not see the mode: {mode.why}")]
-    if mode == "never":
-        return [Finding(WARN, "off: the first sleep pins page by page", fix=("on",))]
-    return [Finding(OK, f"mode {mode}")]
+def _huge_pages(facts: Facts) -> Iterator[Finding]:
+    text = facts.host.text("/sys/kernel/mm/transparent_hugepage/enabled")
+    # The active mode is the one in brackets: "always", "madvise" or "never".
+    mode = None if isinstance(text, Unseen) else re.search(r"\[(\w+)\]", text)
+    if mode is None:
+        why = f"transparent_hugepage/enabled says {text!r}"
+        yield unknown(f"could not see the mode: {getattr(text, 'why', why)}")
+    elif mode[1] == "never":
+        yield warn("off: the first sleep pins page by page", "on")
+    else:
+        yield ok(f"mode {mode[1]}")
 
 
 @check("memory.memlock")
-def locked(facts: HostFacts, knowledge: Knowledge) -> Iterator[Finding]:
-    for who, limit, fix in (
-        ("this shell", facts.memory.memlock, "shell"),
-        ("the docker daemon", facts.memory.daemon_memlock, "daemon"),
+def _locked(facts: Facts) -> Iterator[Finding]:
+    daemon = map(facts.host.number, ("/run/docker.pid", "/var/run/docker.pid"))
+    pid = next((str(one) for one in daemon if isinstance(one, int)), "")
+    nobody = "no docker daemon runs here, or its pid file is not at /run/docker.pid"
+    for who, process, fix in (
+        ("this shell", "self", "shell"),
+        # Its containers inherit its limit.
+        ("the docker daemon", pid, "daemon"),
     ):
-        if isinstance(limit, Unseen):
-            if facts.network.ports:
-                seen = f"could not see the limit of {who}: {limit.why}"
-                yield Finding(UNKNOWN, seen)
-        elif limit is None:
-            yield Finding(OK, f"{who}: unlimited")
-        elif facts.network.ports:
-            seen = f"{who} may lock {size(limit)} only, and there are RDMA ports"
-            yield Finding(WARN, seen, fix=(fix,))
+        path = f"/proc/{process}/limits"
+        text = facts.host.text(path) if process else Unseen(nobody)
+        match = None if isinstance(text, Unseen) else _MEMLOCK.search(text)
+        if match is None:
+            if facts.ports:
+                why = getattr(text, "why", f"{path} does not say")
+                yield unknown(f"could not see the limit of {who}: {why}")
+        elif match[1] == "unlimited":
+            yield ok(f"{who}: unlimited")
         else:
-            seen = f"{who} may lock {size(limit)}: matters for RDMA only, and no port is here"
-            yield Finding(INFO, seen)
+            limit = f"{who} may lock {size(int(match[1]))}"
+            if facts.ports:
+                yield warn(f"{limit} only, and there are RDMA ports", fix)
+            else:
+                yield info(f"{limit}: matters for RDMA only, and no port is here")
 
 
 @check("memory.shm")
-def shared(facts: HostFacts, knowledge: Knowledge) -> list[Finding]:
-    capacity = facts.memory.shm
-    if isinstance(capacity, Unseen):
-        return [Finding(UNKNOWN, f"could not see the size of /dev/shm: {capacity.why}")]
-    if capacity < knowledge.thresholds.shm_gib * GIB:
-        seen = f"{size(capacity)} in all"
-        return [Finding(WARN, seen, fix=("container" if facts.machine.container else "host",))]
-    seen = f"{size(capacity)} in all, which --ipc=host gives to the server"
-    return [Finding(OK, seen)]
+def _shared(facts: Facts) -> Iterator[Finding]:
+    try:
+        capacity = facts.host.size_of(facts.host.path("/dev/shm"))  # noqa: S108 - it is measured
+    except OSError as error:
+        yield unknown(f"could not see the size of /dev/shm: {error.strerror}")
+        return
+    if capacity < facts.known.thresholds.shm_gib * GIB:
+        yield warn(f"{size(capacity)} in all", "container" if facts.machine.container else "host")
+    else:
+        yield ok(f"{size(capacity)} in all, which --ipc=host gives to the server")
 
 
 @check("memory.page-cache")
-def page_cache(facts: HostFacts, knowledge: Knowledge) -> list[Finding]:
+def _page_cache(facts: Facts) -> Iterator[Finding]:
     """Check the page cache where the GPU shares the host's memory."""
+    entries = facts.meminfo
     if not facts.unified:
-        return []
-    info = facts.memory.info
-    if isinstance(info, Unseen):
-        return [Finding(UNKNOWN, f"could not see the page cache: {info.why}")]
-    cached = info.get("Cached", 0) + info.get("Buffers", 0) - info.get("Shmem", 0)
-    parts = [f"page cache {size(cached)}, {size(info.get('MemFree', 0))} free"]
-    reserve = facts.memory.min_free
+        return
+    if isinstance(entries, Unseen):
+        yield unknown(f"could not see the page cache: {entries.why}")
+        return
+    cached = entries.get("Cached", 0) + entries.get("Buffers", 0) - entries.get("Shmem", 0)
+    parts = [f"page cache {size(cached)}, {size(entries.get('MemFree', 0))} free"]
+    reserve = _reserve(facts)
     if isinstance(reserve, Unseen):
         parts.append(f"could not see vm.min_free_kbytes: {reserve.why}")
     else:
         parts.append(f"vm.min_free_kbytes keeps {size(reserve)}")
-    if cached > knowledge.thresholds.unified_page_cache_gib * GIB:
-        return [Finding(WARN, "; ".join(parts), fix=("drop",))]
-    return [Finding(INFO, "; ".join(parts))]
+    if cached > facts.known.thresholds.unified_page_cache_gib * GIB:
+        yield warn("; ".join(parts), "drop")
+    else:
+        yield info("; ".join(parts))
 
 
 @check("memory.reclaim")
-def reclaim(facts: HostFacts, knowledge: Knowledge) -> Iterator[Finding]:
+def _reclaim(facts: Facts) -> Iterator[Finding]:
     """Check how the kernel reclaims memory, where the GPU shares the host's memory."""
-    reserve, swappiness, info = facts.memory.min_free, facts.memory.swappiness, facts.memory.info
     if not facts.unified:
         return
-    if isinstance(reserve, Unseen) or isinstance(swappiness, Unseen) or isinstance(info, Unseen):
-        why = next(fact.why for fact in (reserve, swappiness, info) if isinstance(fact, Unseen))
-        yield Finding(UNKNOWN, f"could not see how memory is kept: {why}")
+    reserve, entries = _reserve(facts), facts.meminfo
+    swappiness = facts.host.number("/proc/sys/vm/swappiness")
+    if isinstance(reserve, Unseen) or isinstance(swappiness, Unseen) or isinstance(entries, Unseen):
+        faults = [one.why for one in (reserve, swappiness, entries) if isinstance(one, Unseen)]
+        yield unknown(f"could not see how memory is kept: {faults[0]}")
         return
-    raised = reserve > knowledge.thresholds.unified_min_free_gib * GIB
-    swaps = bool(swappiness and info.get("SwapTotal", 0))
+    swap = entries.get("SwapTotal", 0)
+    raised = reserve > facts.known.thresholds.unified_min_free_gib * GIB
     if raised:
-        seen = (
-            f"vm.min_free_kbytes keeps {size(reserve)}, which vLLM's check at start does not count"
-        )
-        yield Finding(WARN, seen, fix=("reserve",))
-    if swaps:
-        seen = f"vm.swappiness is {swappiness}, with {size(info['SwapTotal'])} of swap"
-        yield Finding(INFO, seen, fix=("swappiness",))
-    if not raised and not swaps:
-        yield Finding(OK, f"min_free_kbytes {size(reserve)}, swappiness {swappiness}")
+        kept = f"vm.min_free_kbytes keeps {size(reserve)}"
+        yield warn(f"{kept}, which vLLM's check at start does not count", "reserve")
+    if swappiness and swap:
+        yield info(f"vm.swappiness is {swappiness}, with {size(swap)} of swap", "swappiness")
+    elif not raised:
+        yield ok(f"min_free_kbytes {size(reserve)}, swappiness {swappiness}")
+
+
+def _reserve(facts: Facts) -> int | Unseen:
+    """Return the bytes that the kernel keeps free."""
+    kibibytes = facts.host.number("/proc/sys/vm/min_free_kbytes")
+    return kibibytes if isinstance(kibibytes, Unseen) else kibibytes * KIB

@@ -1,51 +1,39 @@
-"""Facts about a host, and findings about the facts. Nothing here reads the host.
-
-A fact that could not be read is an ``Unseen``, never an empty value: "no process uses the GPU" and
-"the processes cannot be listed" lead to opposite advice.
-"""
+"""What checks are about: the facts that several of them need, and their findings."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, Protocol, get_args
 
 from pydantic import Field
 
 from sm12x.audit.model import Device
-from sm12x.core.cudaarch import CudaArch
-from sm12x.core.declared import one_of
+from sm12x.doctor.host import Host, Unseen
+from sm12x.doctor.knowledge import Knowledge
+from sm12x.recipes.model import Recipe
 
-OK, INFO, WARN, BAD, UNKNOWN = "ok", "info", "warn", "bad", "unknown"
 # In the order in which a person should read them.
-SEVERITIES = (BAD, WARN, UNKNOWN, INFO, OK)
-
+Severity = Literal["bad", "warn", "unknown", "info", "ok"]
+SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 
 # Characters of what was seen.
 _MOST_SEEN = 2000
-
-
-@dataclass(frozen=True)
-class Unseen:
-    """Could not be read; ``why`` in words, without a final period."""
-
-    why: str
+_NOT_ASKED = Unseen("the driver was not asked")
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostMachine:
+class Machine:
     """``name`` is the architecture as the kernel has it: "x86_64" or "aarch64".
 
-    ``container`` is "" on a host, else what says that this is inside one. ``cpus`` are those that
-    are on.
+    ``container`` is "" on a host, else what says that this is inside one.
     """
 
     name: str
     kernel: str
     container: str
-    cmdline: str | Unseen
-    cpus: int | Unseen
 
     @property
     def wsl(self) -> bool:
@@ -93,41 +81,26 @@ class Gpu:
     capability: Device | None
     unified: bool
     hardware: str
-    told_by: str
+    told_by: Literal["nvml", "pci"]
     memory_total: int | None = None
     memory_used: int | None = None
-    processes: tuple[GpuProcess, ...] | Unseen = Unseen("the driver was not asked")
+    processes: tuple[GpuProcess, ...] | Unseen = _NOT_ASKED
     iommu: str = ""
     busy: int | None = None
     watts: float | None = None
     split: bool | None = None
 
+    @property
+    def kind(self) -> str:
+        """Name and compute capability, such as "NVIDIA GB10 (12.1)"."""
+        return f"{self.name} ({self.capability})" if self.capability else self.name
+
     def __str__(self) -> str:
-        capability = f" ({self.capability})" if self.capability else ""
-        return f"GPU {self.index} {self.name}{capability}"
+        return f"GPU {self.index} {self.kind}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostMemory:
-    """``info`` is /proc/meminfo in bytes. Of the others, also in bytes, None stands for no limit.
-
-    ``cgroup_limit`` and ``cgroup_used`` are of the tightest group this process is in; ``memlock``
-    is of this shell, ``daemon_memlock`` of the docker daemon, whose containers inherit it.
-    """
-
-    info: Mapping[str, int] | Unseen
-    cgroup_limit: int | Unseen | None
-    cgroup_used: int
-    memlock: int | Unseen | None
-    daemon_memlock: int | Unseen | None
-    shm: int | Unseen
-    huge_pages: str | Unseen
-    min_free: int | Unseen
-    swappiness: int | Unseen
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineAnswer:
+class Engine:
     """``answer`` is the engine's description of itself, or why it does not answer.
 
     The engine behind a program ``docker`` may be podman (package podman-docker).
@@ -136,28 +109,6 @@ class EngineAnswer:
     name: str
     program: Path
     answer: Mapping[str, object] | Unseen
-
-
-@dataclass(frozen=True, kw_only=True)
-class CdiSpec:
-    """A file that tells engines how to hand out GPUs; ``drivers`` are the versions it names."""
-
-    path: Path
-    drivers: tuple[str, ...] | Unseen
-
-
-@dataclass(frozen=True, kw_only=True)
-class Containers:
-    """``runtimes`` are those of /etc/docker/daemon.json, ``tools`` the toolkit's on PATH.
-
-    ``no_cgroups``: the toolkit leaves device cgroups alone, which a rootless daemon cannot change.
-    """
-
-    engines: tuple[EngineAnswer, ...]
-    no_cgroups: bool
-    runtimes: tuple[str, ...] | Unseen
-    tools: tuple[str, ...]
-    specs: tuple[CdiSpec, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,51 +127,28 @@ class Cache:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gid:
-    """One entry of a port's GID table, such as index 3, "RoCE v2", an IPv4-mapped address."""
-
-    index: int
-    kind: str
-    address: str
-
-    @property
-    def routable(self) -> bool:
-        """RoCE v2 over IPv4, which is what NCCL needs between two machines."""
-        return self.kind == "RoCE v2" and self.address.startswith("0000:0000:0000:0000:0000:ffff:")
-
-
-@dataclass(frozen=True, kw_only=True)
 class RdmaPort:
-    """``rate`` as the kernel writes it: "200 Gb/sec (4X HDR)"."""
+    """``rate`` as the kernel writes it: "200 Gb/sec (4X HDR)".
+
+    ``gids`` is its GID table: index -> kind, such as "RoCE v2", and address.
+    """
 
     device: str
-    port: int
     active: bool
     ethernet: bool
     rate: str
     interfaces: tuple[str, ...]
-    gids: tuple[Gid, ...]
+    gids: Mapping[int, tuple[str, str]]
 
+    def routable(self, index: int) -> bool:
+        """Whether that GID is RoCE v2 over IPv4, which is what NCCL needs between two machines."""
+        kind, address = self.gids.get(index, ("", ""))
+        return kind == "RoCE v2" and address.startswith("0000:0000:0000:0000:0000:ffff:")
 
-@dataclass(frozen=True, kw_only=True)
-class Network:
-    """``variables`` are those NCCL and Gloo read, as set in this shell; ``mtu`` by interface."""
-
-    ports: tuple[RdmaPort, ...]
-    mtu: Mapping[str, int]
-    variables: Mapping[str, str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImageLibrary:
-    """A library of the image: its targets, and its translation units by device."""
-
-    path: str
-    machine: str
-    cubins: tuple[CudaArch, ...]
-    ptx: tuple[CudaArch, ...]
-    readable: bool
-    units: Mapping[Device, Mapping[str, int]]
+    @property
+    def gid(self) -> int | None:
+        """The index of its first GID that is ``routable``."""
+        return next(filter(self.routable, self.gids), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,10 +156,11 @@ class Image:
     """The image that the host is compared with. ``built`` is seconds since the epoch, None if not
     known.
 
-    ``offenders`` are the sentences of the audit's policy; ``passed`` is None where none judged.
-    ``versions`` are those of its dependencies ("cuda-toolkit" -> "13.0.2"), ``patches`` the
-    subjects of the patches in it. With ``by_library`` the numbers of its libraries count each
-    library as one. ``precompiled``: it has FlashInfer's modules that the recipes need.
+    ``units`` counts its translation units by verdict for each device, or its libraries where
+    ``by_library``; ``offenders`` are the sentences of the audit's policy, and ``passed`` is None
+    where none judged. ``versions`` are those of its dependencies ("cuda-toolkit" -> "13.0.2"),
+    ``patches`` the subjects of the patches in it. ``precompiled``: it has FlashInfer's modules that
+    the recipes need.
     """
 
     name: str
@@ -239,7 +168,7 @@ class Image:
     stack_id: str
     machine: str
     built: float | None
-    libraries: tuple[ImageLibrary, ...]
+    units: Mapping[Device, Counter[str]]
     passed: bool | None
     offenders: Mapping[Device, tuple[str, ...]]
     versions: Mapping[str, str]
@@ -249,34 +178,28 @@ class Image:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NcclLibrary:
-    """A libnccl.so.2 for AArch64; ``version`` is the one that it prints, or why it is not known."""
+class Facts:
+    """The host, and what several checks need of it; the rest a check reads from ``host``.
 
-    path: Path
-    version: str | Unseen
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostFacts:
-    """``log`` are the lines of the kernel log in which the driver reports trouble.
-
-    ``hidden_caches`` are folders of caches that may not be read. ``environment`` are variables of
-    this shell that decide how a server starts; ``routed`` is whether there is a default route.
+    ``meminfo`` is /proc/meminfo in bytes; ``cgroup`` the limit of the tightest control group that
+    this process is in, None for no limit, and the bytes in use there. ``hidden_caches`` are folders
+    of caches that may not be read. ``options`` are those of the recipe's server, without dashes.
     """
 
-    machine: HostMachine
+    host: Host
+    known: Knowledge
+    machine: Machine
     driver: GpuDriver
     gpus: tuple[Gpu, ...] | Unseen
-    log: tuple[str, ...] | Unseen
-    memory: HostMemory
-    containers: Containers
+    meminfo: Mapping[str, int] | Unseen
+    cgroup: tuple[int | Unseen | None, int]
+    engines: tuple[Engine, ...]
     caches: tuple[Cache, ...]
     hidden_caches: tuple[Unseen, ...]
-    network: Network
+    ports: tuple[RdmaPort, ...]
     image: Image | Unseen
-    environment: Mapping[str, str]
-    routed: bool | Unseen
-    nccl: tuple[NcclLibrary, ...]
+    recipe: Recipe | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def seen_gpus(self) -> tuple[Gpu, ...]:
@@ -287,6 +210,25 @@ class HostFacts:
         """Whether GPU and CPU share one memory, as on GB10."""
         return any(gpu.unified for gpu in self.seen_gpus)
 
+    @property
+    def sm12x(self) -> tuple[Gpu, ...]:
+        """The GPUs that the stack is for, and others of their family."""
+        return tuple(g for g in self.seen_gpus if g.capability and g.capability.major == 12)
+
+    @property
+    def available(self) -> int:
+        """Bytes a new process can have: of the machine, or of our control group if less."""
+        if isinstance(self.meminfo, Unseen):
+            return 0
+        free = self.meminfo.get("MemAvailable", self.meminfo.get("MemFree", 0))
+        limit, used = self.cgroup
+        return max(min(free, limit - used), 0) if isinstance(limit, int) else free
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        """The versions of the image's dependencies; none where no ledger has them."""
+        return {} if isinstance(self.image, Unseen) else self.image.versions
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -296,13 +238,42 @@ class Finding:
     ``commands`` stand for them where the check is about several reports with remedies of their own.
     """
 
-    severity: str
+    severity: Severity
     seen: str
     fix: tuple[str, ...] = ()
     values: Mapping[str, object] = field(default_factory=dict)
     commands: tuple[str, ...] = ()
     why: str = ""
     sources: tuple[str, ...] = ()
+
+
+class _Finder(Protocol):
+    def __call__(self, seen: str, *fix: str, **values: object) -> Finding: ...
+
+
+def _finder(severity: Severity) -> _Finder:
+    def find(seen: str, *fix: str, **values: object) -> Finding:
+        return Finding(severity, seen, fix, values)
+
+    return find
+
+
+# bad("seen", "remedy", value=1) is a finding of that severity.
+bad, warn, unknown, info, ok = map(_finder, SEVERITIES)
+
+_Check = Callable[[Facts], Iterable[Finding]]
+# Every check by its name in doctor.toml, whose order is that of the report.
+CHECKS: dict[str, _Check] = {}
+
+
+def check(name: str) -> Callable[[_Check], _Check]:
+    """Register a function as the check ``name``: it and its entry in doctor.toml are all of it."""
+
+    def register(function: _Check) -> _Check:
+        CHECKS[name] = function
+        return function
+
+    return register
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,7 +285,7 @@ class Diagnosis:
     """
 
     id: Annotated[str, Field(pattern=r"^[a-z]+\.[a-z-]+$")]
-    severity: Annotated[str, one_of(*SEVERITIES)]
+    severity: Severity
     seen: Annotated[str, Field(min_length=1)]
     why: Annotated[str, Field(min_length=1)]
     sources: Annotated[tuple[str, ...], Field(min_length=1)]

@@ -12,21 +12,20 @@ import re
 import socket
 import ssl
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from http import HTTPStatus
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from sm12x.core.errors import ServerError, UsageError
 from sm12x.core.text import visible, without
-from sm12x.doctor.model import Unseen
+from sm12x.doctor.host import Unseen
 from sm12x.recipes import options
 from sm12x.verify.report import RankUse
 
@@ -44,15 +43,105 @@ DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 _AT_WORK = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
-_NO_KEY = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
-# Of any server or gateway, vLLM or not: what to do follows from the status.
-_TELLING = (*_NO_KEY, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 _ADDRESS = "write it as http://127.0.0.1:8000, without a path of the API"
+_LOG = "check address and port, and http or https; if they are right, read the server's log"
+_GATEWAY = "give the address of the server behind the gateway, or read its log"
 _SLEEP = ("/sleep", "/wake_up", "/is_sleeping")
-# The first call of a run, and what to do where its answer is no HTTP.
-_FIRST = "GET /version"
-_NO_HTTP = "check address and port, and http or https; if it is a vLLM server, read its log"
-_LOG = "read the server's log, start it again, and repeat the command"
+
+# The next step after a status that is not 200: the first row that fits. No paths, or no statuses,
+# are all of them.
+_STEPS: tuple[tuple[tuple[str, ...], Iterable[int], str], ...] = (
+    (_SLEEP, (401,), f"{{key}}, or {options.SLEEP_KEY} to the one of its sleep routes"),
+    (
+        _SLEEP,
+        (403,),
+        "give the server's IP address in place of its name, or start it with that name in "
+        "--allowed-origins, see SECURITY.md",
+    ),
+    (
+        _SLEEP,
+        (404,),
+        "start the server with --enable-sleep-mode --enable-sleep-routes (a stock vLLM: with "
+        "VLLM_SERVER_DEV_MODE=1), see docs/memory.md",
+    ),
+    (
+        ("/collective_rpc",),
+        (404,),
+        "verify with --level 1, as a sleep of level 2 takes this route, or start the server with "
+        "VLLM_SERVER_DEV_MODE=1 where only you reach its port (SECURITY.md)",
+    ),
+    (
+        ("/v1/completions",),
+        (404,),
+        "name a model that generates text with --model, or another server",
+    ),
+    (("/v1/completions",), (503,), "see whether it is asleep: curl {url}/is_sleeping"),
+    (
+        ("/version",),
+        (503,),
+        "wait until the server has started, or read the log of the gateway before it",
+    ),
+    (
+        (),
+        range(300, 400),
+        "give the address that it points to, or of a login page the address of the server behind "
+        "the proxy",
+    ),
+    ((), (401, 403), "{key}"),
+    ((), (404,), "check the address: it is that of the server, not of a page or a gateway"),
+    ((), (409,), "stop the program that also puts this server to sleep or wakes it, and repeat"),
+    ((), (429,), "{wait}, and repeat, or give the address of the server behind the gateway"),
+    ((), (502, 504), _GATEWAY),
+    (
+        ("/wake_up",),
+        (),
+        "free GPU memory (another server on these GPUs has to sleep first: give both addresses), "
+        "or read the server's log",
+    ),
+    (("/sleep",), (), "check that it runs with --enable-sleep-mode, and read its log"),
+    ((), (), "read the server's log"),
+)
+
+# What happened where no answer came, and the next step, by the type of the error or of one that it
+# wraps: the first row that fits.
+_NO_ANSWERS: tuple[tuple[type[Exception], str, str], ...] = (
+    (
+        httpx.ConnectTimeout,
+        "cannot be reached: no connection within {connect:g} s",
+        "check the address, and the firewall on the way",
+    ),
+    (
+        httpx.TimeoutException,
+        "has not answered {call} within {seconds:g} s",
+        "read the server's log; --timeout SECONDS waits for longer",
+    ),
+    (
+        ssl.SSLError,
+        "cannot be reached: by TLS: {why}",
+        "write http:// if the server has no certificate, or give --ca-file FILE",
+    ),
+    (
+        ConnectionRefusedError,
+        "cannot be reached: nothing listens there",
+        "check the address, and that the server has started; if it was running, its log says why "
+        "it ended",
+    ),
+    (
+        socket.gaierror,
+        "cannot be reached: the name is not known",
+        "check the host's name in the address",
+    ),
+    (
+        httpx.ConnectError,
+        "cannot be reached: {why}",
+        "check the address, and the network on the way",
+    ),
+    (httpx.InvalidURL, "cannot be reached: it is not a usable address", _ADDRESS),
+    (httpx.DecodingError, "answers {call} unreadably: {why}", _LOG),
+    (Exception, "closed the connection during {call}: {why}", _LOG),
+)
+# After these a server has ended, as far as can be seen.
+_GONE = (ConnectionRefusedError, httpx.ConnectError, Exception)
 
 
 def base_url(text: str) -> str:
@@ -98,51 +187,27 @@ def checked_key(key: str, variable: str) -> str:
     return stripped
 
 
-class CrossedError(ServerError):
-    """A call was refused because another one is in flight, and did nothing."""
+class CallError(ServerError):
+    """A call that failed.
 
+    ``status`` is that of the answer, None without one. ``gone``: nothing listens at the address, or
+    the server closed the connection.
+    """
 
-class GoneError(ServerError):
-    """Nothing listens at the address, or the server closed the connection."""
-
-
-class LateError(ServerError):
-    """No answer came in time, from the server or its gateway: the call may still be in progress."""
-
-
-class UnfitError(ServerError):
-    """A request was refused for what it asks: a prompt that is too long, say."""
-
-
-class RedirectError(ServerError):
-    """A proxy sends the call to its login page, or the server has another address."""
-
-
-_KINDS: Mapping[int, type[ServerError]] = {
-    HTTPStatus.CONFLICT: CrossedError,
-    HTTPStatus.BAD_REQUEST: UnfitError,
-    HTTPStatus.BAD_GATEWAY: LateError,
-    HTTPStatus.GATEWAY_TIMEOUT: LateError,
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """The answer to ``call``, such as "POST /sleep"."""
-
-    call: str
-    status: int
-    text: str
-    seconds: float
-    headers: httpx.Headers
+    def __init__(
+        self, message: str, *, next_step: str, status: int | None = None, gone: bool = False
+    ) -> None:
+        super().__init__(message, next_step=next_step)
+        self.status = status
+        self.gone = gone
 
     @property
-    def path(self) -> str:
-        return self.call.partition(" ")[2].partition("?")[0]
+    def unanswered(self) -> bool:
+        """Whether the call may still be in progress on the server."""
+        return self.status in (None, 502, 504)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Identity:
+class Identity(NamedTuple):
     """Version and model of a server, and whether it sleeps."""
 
     version: str
@@ -150,8 +215,7 @@ class Identity:
     asleep: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class Completion:
+class Completion(NamedTuple):
     """``tokens`` and ``ids`` of the text are None where the server does not give them."""
 
     text: str
@@ -174,63 +238,58 @@ class Access:
     timeout: float = 300.0
 
 
-_Count = Annotated[int, Field(ge=0, lt=1 << 53)]
+class _Answer(NamedTuple):
+    """The answer to ``call``, such as "POST /sleep"."""
+
+    call: str
+    text: str
+    seconds: float
 
 
-class _Reply(BaseModel):
-    """The parts of a JSON answer that are read; a server may say more."""
-
-    model_config = ConfigDict(strict=True)
-
-
-class _Version(_Reply):
+# The parts of a JSON answer that are read; a server may say more.
+class _Version(BaseModel):
     version: str
 
 
-class _Model(_Reply):
+class _Model(BaseModel):
     id: str
 
 
-class _Models(_Reply):
+class _Models(BaseModel):
     data: Annotated[list[_Model], Field(min_length=1)]
 
 
-class _Sleeping(_Reply):
+class _Sleeping(BaseModel):
     is_sleeping: bool
 
 
-class _Rank(_Reply):
-    dp_rank: _Count
-    pp_rank: _Count
-    tp_rank: _Count
-    asleep_bytes: dict[str, _Count]
-    awake_bytes: dict[str, _Count]
-    host_copy_bytes: _Count
+class _Ranks(BaseModel):
+    ranks: Annotated[tuple[RankUse, ...], Field(min_length=1)]
 
 
-class _Ranks(_Reply):
-    ranks: Annotated[list[_Rank], Field(min_length=1)]
-
-
-class _Choice(_Reply):
+class _Choice(BaseModel):
     text: str
-    token_ids: list[int] | None = None
+    token_ids: tuple[int, ...] | None = None
 
 
-class _Usage(_Reply):
-    completion_tokens: _Count | None = None
+class _Usage(BaseModel):
+    completion_tokens: Annotated[int, Field(ge=0, lt=1 << 53)] | None = None
 
 
-class _Completed(_Reply):
+class _Completed(BaseModel):
     choices: Annotated[list[_Choice], Field(min_length=1)]
     usage: _Usage | None = None
 
 
-_R = TypeVar("_R", bound=_Reply)
+_R = TypeVar("_R", bound=BaseModel)
 
 
 class Server:
-    """A server at ``url``, which messages call ``name``; tests give a ``transport``."""
+    """A server at ``url``, which messages call ``name``; tests give a ``transport``.
+
+    Each call raises CallError where there is no answer, or one with another status than 200, and
+    ServerError where the answer is not that of vLLM.
+    """
 
     def __init__(
         self, name: str, url: str, access: Access, transport: httpx.BaseTransport | None = None
@@ -251,10 +310,9 @@ class Server:
             model: the name to send requests with; "" is the first that the server has.
 
         Raises:
-            ServerError: nothing answers, it is not vLLM, has no sleep routes, or wants a key.
             UsageError: the server does not have ``model``.
         """
-        version = self._version()
+        version = self._read(_Version, self.call("GET", "/version", timeout=_SOON)).version
         listed = self._read(_Models, self.call("GET", "/v1/models", timeout=_SOON))
         names = [one.id for one in listed.data]
         if model and model not in names:
@@ -263,32 +321,20 @@ class Server:
                 next_step=f"give --model {' or '.join(map(self.shown, names[:5]))}",
             )
         self.model = model or names[0]
-        return Identity(version=version, model=self.model, asleep=self.is_sleeping())
+        return Identity(self.shown(version), self.model, self.is_sleeping())
 
     def is_sleeping(self) -> bool:
-        """Raises ServerError, also where there is no such route."""
+        """Ask whether the server sleeps."""
         return self._read(_Sleeping, self.call("GET", "/is_sleeping", timeout=_SOON)).is_sleeping
 
     def ranks(self) -> tuple[RankUse, ...] | None:
         """Return the bytes asleep on each rank; None without a report in the known format."""
-        try:
-            reply = self._read(_Ranks, self.call("GET", "/is_sleeping", timeout=_SOON))
-        except ServerError:
-            return None
-        return tuple(
-            RankUse(
-                dp=one.dp_rank,
-                pp=one.pp_rank,
-                tp=one.tp_rank,
-                asleep={self.shown(tag): count for tag, count in one.asleep_bytes.items()},
-                awake={self.shown(tag): count for tag, count in one.awake_bytes.items()},
-                host_copies=one.host_copy_bytes,
-            )
-            for one in reply.ranks
-        )
+        with suppress(ServerError):
+            return self._read(_Ranks, self.call("GET", "/is_sleeping", timeout=_SOON)).ranks
+        return None
 
     def sleep(self, level: int, *, retry: bool = False) -> float:
-        """Put it to sleep, and return the seconds that took. Raises ServerError.
+        """Put the server to sleep, and return the seconds that took.
 
         With ``retry`` again and again while another call is in flight.
         """
@@ -304,20 +350,16 @@ class Server:
         return self.call("POST", "/collective_rpc", body=body).seconds
 
     def require_reloading(self) -> None:
-        """Raises ServerError unless ``reload_weights`` can be called."""
-        answer = self.send("GET", "/collective_rpc", timeout=_SOON)
-        if answer.status == HTTPStatus.NOT_FOUND:
-            raise ServerError(
-                f"{self} cannot load weights again, which a sleep of level 2 takes: there is no "
-                "/collective_rpc",
-                next_step="verify with --level 1, or start the server with VLLM_SERVER_DEV_MODE=1 "
-                "where only you reach its port (SECURITY.md)",
-            )
-        if answer.status != HTTPStatus.METHOD_NOT_ALLOWED:
-            self._good(answer)
+        """Check that ``reload_weights`` can be called."""
+        try:
+            self.call("GET", "/collective_rpc", timeout=_SOON)
+        except CallError as error:
+            # The route is there, for POST.
+            if error.status != 405:
+                raise
 
     def complete(self, prompt: str, tokens: int) -> Completion:
-        """Return the greedy continuation of ``prompt``. Raises ServerError."""
+        """Return the greedy continuation of ``prompt``."""
         body = {
             "model": self.model,
             "prompt": prompt,
@@ -328,25 +370,21 @@ class Server:
         }
         answer = self.call("POST", "/v1/completions", body=body)
         reply = self._read(_Completed, answer)
-        choice = reply.choices[0]
-        return Completion(
-            # Before it is cut: a part of a key is found by nobody.
-            text=self._hidden(choice.text),
-            tokens=reply.usage.completion_tokens if reply.usage else None,
-            ids=None if choice.token_ids is None else tuple(choice.token_ids),
-            seconds=answer.seconds,
-        )
+        # Hidden before it is cut: a part of a key is found by nobody.
+        text = self._hidden(reply.choices[0].text)
+        count = reply.usage.completion_tokens if reply.usage else None
+        return Completion(text, count, reply.choices[0].token_ids, answer.seconds)
 
-    def counters(self) -> Mapping[str, float] | None:
-        """Return every sample of /metrics by its name, summed over labels; None if not seen."""
+    def counters(self) -> Mapping[str, float]:
+        """Return every sample of /metrics by its name, summed over labels; none if not seen."""
         with suppress(ServerError):
-            return metrics(self.call("GET", "/metrics", timeout=_SOON).text)
-        return None
+            return self._counters()
+        return {}
 
     def at_work(self) -> int | Unseen:
         """Count requests that run or wait; Unseen where /metrics does not say that none does."""
         try:
-            samples = metrics(self.call("GET", "/metrics", timeout=_SOON).text) or {}
+            samples = self._counters()
         except ServerError as error:
             return Unseen(error.message)
         busy = int(sum(max(0.0, samples.get(name, 0)) for name in _AT_WORK))
@@ -355,6 +393,18 @@ class Server:
             return busy
         return Unseen(f"GET /metrics has no number of {missing[0]}")
 
+    def _counters(self) -> Mapping[str, float]:
+        sums: dict[str, float] = {}
+        answer = self.call("GET", "/metrics", timeout=_SOON)
+        try:
+            for family in text_string_to_metric_families(answer.text):
+                for sample in family.samples:
+                    sums[sample.name] = sums.get(sample.name, 0.0) + float(sample.value)
+        except (ValueError, IndexError, KeyError, TypeError):
+            return {}
+        # NaN is of a collector that failed.
+        return {name: value for name, value in sums.items() if math.isfinite(value)}
+
     def call(
         self,
         method: str,
@@ -362,56 +412,57 @@ class Server:
         *,
         body: Mapping[str, object] | None = None,
         timeout: float | None = None,
-    ) -> Answer:
-        """Send a request as ``send`` does, and raise ServerError for any status but 200."""
-        return self._good(self.send(method, path, body=body, timeout=timeout))
-
-    def send(
-        self,
-        method: str,
-        path: str,
-        *,
-        body: Mapping[str, object] | None = None,
-        timeout: float | None = None,
-    ) -> Answer:
-        """Send a request, and return any answer. Raises ServerError without one."""
+    ) -> _Answer:
+        """Send a request, and return its answer with status 200."""
         seconds = timeout or self._access.timeout
+        connect = min(_CONNECT, seconds)
         call = f"{method} {path}"
         began = time.monotonic()
         content = bytearray()
-        limits = httpx.Timeout(seconds, connect=min(_CONNECT, seconds))
         try:
             with self._client.stream(
-                method, self.url + path, json=body, timeout=limits
+                method,
+                self.url + path,
+                json=body,
+                timeout=httpx.Timeout(seconds, connect=connect),
             ) as response:
                 for part in response.iter_bytes():
                     content += part
                     if len(content) > _MOST:
-                        raise ServerError(
-                            f"{self} does not finish its answer to {call}", next_step=_LOG
-                        )
+                        raise httpx.DecodingError(f"it has more than {_MOST >> 20} MiB")
                     # The time-out of httpx begins anew with every byte: a gateway that sends a
                     # blank now and then to keep a connection open would never come to its end.
                     if time.monotonic() - began > seconds:
-                        raise self._late(call, seconds)
+                        raise httpx.ReadTimeout("")
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
-            raise self._silent(call, error, seconds) from None
-        return Answer(
-            call=call,
-            status=response.status_code,
-            text=content.decode("utf-8", errors="replace"),
-            seconds=time.monotonic() - began,
-            headers=response.headers,
-        )
+            # httpx and httpcore wrap what the system says.
+            causes = [*_causes(error)]
+            kind, event, step = next(
+                row for row in _NO_ANSWERS if any(isinstance(one, row[0]) for one in causes)
+            )
+            system = next((one.strerror for one in causes if isinstance(one, OSError)), None)
+            why = self.shown(system.lower() if system else str(error))
+            event = event.format(call=call, seconds=seconds, connect=connect, why=why)
+            raise CallError(f"{self} {event}", next_step=step, gone=kind in _GONE) from None
+        text = content.decode("utf-8", errors="replace")
+        if response.status_code != 200:
+            raise self._refused(call, response, text)
+        return _Answer(call, text, time.monotonic() - began)
 
     @functools.cached_property
     def _client(self) -> httpx.Client:
         headers = {"Accept-Encoding": "identity", "Connection": "close"}
         if self._access.key:
             headers["Authorization"] = f"Bearer {self._access.key}"
+        trust: ssl.SSLContext | bool = True
+        if ca := self._access.ca:
+            is_folder = Path(ca).is_dir()
+            trust = ssl.create_default_context(
+                cafile=None if is_folder else ca, capath=ca if is_folder else None
+            )
         return httpx.Client(
             headers=headers,
-            verify=_trust(self._access.ca) if self._access.ca else True,
+            verify=trust,
             # No proxy of the environment between here and the server that is timed, and a
             # connection for each request: the server may close a kept one as it is used again.
             trust_env=False,
@@ -430,142 +481,45 @@ class Server:
     def _change(self, path: str, *, retry: bool) -> float:
         end = time.monotonic() + self._access.timeout
         while True:
-            answer = self.send("POST", path)
-            crossed = answer.status == HTTPStatus.CONFLICT
-            if not (crossed and retry) or time.monotonic() > end:
-                return self._good(answer).seconds
+            try:
+                return self.call("POST", path).seconds
+            except CallError as error:
+                if error.status != 409 or not retry or time.monotonic() > end:
+                    raise
             time.sleep(_AGAIN)
 
-    def _silent(self, call: str, error: Exception, seconds: float) -> ServerError:
-        """Return the error for a request without an answer, by the types of its causes."""
-        if isinstance(error, httpx.TimeoutException) and not isinstance(
-            error, httpx.ConnectTimeout
-        ):
-            return self._late(call, seconds)
-        # httpx and httpcore wrap what the system says.
-        system = next((one for one in _causes(error) if isinstance(one, OSError)), None)
-        kind: type[ServerError] = ServerError
-        why = self.shown(getattr(system, "strerror", None) or str(error)).lower()
-        step = "check the address, and the network on the way"
-        if isinstance(system, ssl.SSLError):
-            why = f"by TLS: {why}"
-            step = "write http:// if the server has no certificate, or give --ca-file FILE"
-        elif isinstance(system, ConnectionRefusedError):
-            kind, why = GoneError, "nothing listens there"
-            step = (
-                "check the address, and that the server has started; if it was running, its log "
-                "says why it ended"
-            )
-        elif isinstance(system, socket.gaierror):
-            why, step = "the name is not known", "check the host's name in the address"
-        elif isinstance(error, httpx.ConnectTimeout):
-            why = f"no connection within {min(_CONNECT, seconds):g} s"
-            step = "check the address, and the firewall on the way"
-        elif isinstance(error, httpx.ConnectError):
-            kind = GoneError
-        elif isinstance(error, httpx.InvalidURL | httpx.UnsupportedProtocol):
-            why, step = "it is not a usable address", _ADDRESS
-        else:
-            step = _NO_HTTP if call == _FIRST else _LOG
-            if isinstance(error, httpx.DecodingError):
-                return ServerError(f"{self} answers {call} unreadably: {why}", next_step=step)
-            return GoneError(f"{self} closed the connection during {call}: {why}", next_step=step)
-        return kind(f"{self} cannot be reached: {why}", next_step=step)
-
-    def _late(self, call: str, seconds: float) -> LateError:
-        return LateError(
-            f"{self} has not answered {call} within {seconds:g} s",
-            next_step="read the server's log; --timeout SECONDS waits for longer",
+    def _refused(self, call: str, response: httpx.Response, text: str) -> CallError:
+        """Return the error for an answer whose status is not 200."""
+        status, key, variable = response.status_code, self._access.key, self._access.variable
+        words = f": {self.shown(text)}" if text.strip() else ""
+        if 300 <= status < 400:
+            # Without the query, which may have a token.
+            to = response.headers.get("Location", "").partition("?")[0]
+            words = f", a redirect to {self.shown(to) or 'nothing'}"
+        elif key and status in (401, 403):
+            words += f" (with the key of {variable})"
+        path = call.partition(" ")[2].partition("?")[0]
+        step = next(
+            step
+            for paths, statuses, step in _STEPS
+            if (not paths or path in paths) and (not statuses or status in statuses)
+        )
+        after = response.headers.get("Retry-After", "")
+        step = step.format(
+            url=self.url,
+            key=f"correct the key in {variable}"
+            if key
+            else f"set {variable} to the server's API key",
+            wait=f"wait {after} s" if after.isdecimal() else "wait",
+        )
+        return CallError(
+            f"{self} answers {call} with {status}{words}", next_step=step, status=status
         )
 
-    def _good(self, answer: Answer) -> Answer:
-        """Return the answer, if its status is 200. Raises ServerError with the next step."""
-        if answer.status == HTTPStatus.OK:
-            return answer
-        if 300 <= answer.status < 400:
-            raise self._redirected(answer)
-        words = f": {self.shown(answer.text)}" if answer.text.strip() else ""
-        if self._access.key and answer.status in _NO_KEY:
-            words += f" (with the key of {self._access.variable})"
-        raise _KINDS.get(answer.status, ServerError)(
-            f"{self} answers {answer.call} with {answer.status}{words}",
-            next_step=self._step(answer),
-        )
-
-    def _redirected(self, answer: Answer) -> RedirectError:
-        # Without the query, which may have a token.
-        to = answer.headers.get("Location", "").partition("?")[0]
-        return RedirectError(
-            f"{self} answers {answer.call} with {answer.status}, a redirect to "
-            f"{self.shown(to) or 'nothing'}",
-            next_step="give the address that it points to, or of a login page the address of the "
-            "server behind the proxy",
-        )
-
-    def _step(self, answer: Answer) -> str:
-        """Return the next step for an answer that is not 200: of status and path, of either."""
-        variable = self._access.variable
-        key = f"{'correct the key in' if self._access.key else 'set'} {variable}"
-        key = key if self._access.key else f"{key} to the server's API key"
-        after = answer.headers.get("Retry-After", "")
-        wait = f"wait {after} s" if after.isdecimal() else "wait"
-        behind = "give the address of the server behind the gateway, or read its log"
-        of_sleep = {
-            401: f"{key}, or {options.SLEEP_KEY} to the one of its sleep routes",
-            403: "give the server's IP address in place of its name, or start it with that name in "
-            "--allowed-origins, see SECURITY.md",
-            404: "start the server with --enable-sleep-mode --enable-sleep-routes (a stock vLLM: "
-            "with VLLM_SERVER_DEV_MODE=1), see docs/memory.md",
-        }
-        of_status = {
-            401: key,
-            403: key,
-            404: "check the address: it is that of the server, not of a page or a gateway",
-            409: "stop the program that also puts this server to sleep or wakes it, and repeat",
-            429: f"{wait}, and repeat, or give the address of the server behind the gateway",
-            502: behind,
-            504: behind,
-        }
-        of_path: dict[str, dict[int, str]] = {
-            **dict.fromkeys(_SLEEP, of_sleep),
-            "/v1/completions": {
-                404: "name a model that generates text with --model, or another server",
-                503: f"see whether it is asleep: curl {self.url}/is_sleeping",
-            },
-            "/version": {
-                503: "wait until the server has started, or read the log of the gateway before it"
-            },
-        }
-        at_last = {
-            "/wake_up": "free GPU memory (another server on these GPUs has to sleep first: give "
-            "both addresses), or read the server's log",
-            "/sleep": "check that it runs with --enable-sleep-mode, and read its log",
-        }
-        return (
-            of_path.get(answer.path, {}).get(answer.status)
-            or of_status.get(answer.status)
-            or at_last.get(answer.path, "read the server's log")
-        )
-
-    def _version(self) -> str:
-        answer = self.send(*_FIRST.split(), timeout=_SOON)
-        if answer.status in _TELLING or 300 <= answer.status < 400:
-            self._good(answer)
-        with suppress(ValidationError):
-            version = _Version.model_validate_json(answer.text).version
-            if answer.status == HTTPStatus.OK:
-                return self.shown(version)
-        raise ServerError(
-            f"{self} is no vLLM server: GET /version is answered with {answer.status} and "
-            f"{self.shown(answer.text) or 'nothing'!r}",
-            next_step="check address and port; of a gateway, give the address of the server "
-            "behind it",
-        )
-
-    def _read(self, reply: type[_R], answer: Answer) -> _R:
-        """Return an answer as the ``reply`` that vLLM gives. Raises ServerError if it is none."""
+    def _read(self, reply: type[_R], answer: _Answer) -> _R:
+        """Return an answer as the ``reply`` that vLLM gives."""
         try:
-            return reply.model_validate_json(answer.text)
+            return reply.model_validate_json(answer.text, strict=True)
         except ValidationError as error:
             fault = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(map(str, fault["loc"])) or "the JSON"
@@ -577,32 +531,10 @@ class Server:
             ) from None
 
 
-def _trust(ca: str) -> ssl.SSLContext:
-    """Trust the certificates in a file or a folder."""
-    if Path(ca).is_dir():
-        return ssl.create_default_context(capath=ca)
-    return ssl.create_default_context(cafile=ca)
-
-
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
-
-
-def metrics(text: str) -> Mapping[str, float] | None:
-    """Return samples in Prometheus' text format by name, summed over labels; None if it is no such.
-
-    What is not a finite number, as NaN of a collector that failed, is left out.
-    """
-    sums: dict[str, float] = {}
-    try:
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                sums[sample.name] = sums.get(sample.name, 0.0) + float(sample.value)
-    except (ValueError, IndexError, KeyError, TypeError):
-        return None
-    return {name: value for name, value in sums.items() if math.isfinite(value)}
 
 
 def _line(text: str) -> str:

@@ -15,33 +15,20 @@ from typing import Any, Self
 
 from sm12x.core.errors import ServerError, Sm12xError
 from sm12x.core.text import counted
-from sm12x.doctor.model import Unseen
+from sm12x.doctor.host import Unseen
 from sm12x.verify import judge
-from sm12x.verify.client import (
-    ACCEPTED,
-    DRAFTED,
-    Completion,
-    CrossedError,
-    GoneError,
-    Identity,
-    LateError,
-    Server,
-    UnfitError,
-)
+from sm12x.verify.client import ACCEPTED, DRAFTED, CallError, Completion, Identity, Server
 from sm12x.verify.memory import Watch
 from sm12x.verify.report import (
-    AFTER,
-    BEFORE,
-    EQUAL,
-    RUNNING,
-    STOPPED,
     AnswerReport,
     Limits,
+    RunVerdict,
     ServerReport,
     StopReport,
     StressReport,
     TurnReport,
     VerifyReport,
+    When,
 )
 
 # Prompts with long answers. The last one fills more than one block of the KV cache (256 tokens on
@@ -129,33 +116,57 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
 
 
+@dataclass(kw_only=True)
 class _Member:
     """A server, and its state in the run.
 
     ``asleep`` is None after a failed call that changes it. ``unanswered``: such a call got no
     answer, and may still be in progress on the server. ``waking`` are the remaining calls of a
     started wake-up. ``before`` are the texts before the first sleep of each prompt that the server
-    takes. ``left`` is the sentence on its final state, "" until that is known.
+    takes. ``restored``: the run has given it its first state back; ``fault`` is why it could not.
     """
 
-    def __init__(self, server: Server) -> None:
-        self.server = server
-        self.identity: Identity | None = None
-        self.asleep: bool | None = None
-        self.touched = False
-        self.unanswered = False
-        self.waking: list[Callable[[], float]] = []
-        self.before: dict[str, tuple[str, ...]] = {}
-        self.left = ""
-        self.sleeps = 0
-        self.wakes = 0
+    server: Server
+    identity: Identity | None = None
+    asleep: bool | None = None
+    touched: bool = False
+    unanswered: bool = False
+    waking: list[Callable[[], float]] = field(default_factory=list)
+    before: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    sleeps: int = 0
+    wakes: int = 0
+    restored: bool = False
+    fault: Exception | None = None
 
     @property
     def name(self) -> str:
         return self.server.name
 
-    def steady(self) -> int:
-        return sum(len(set(texts)) == 1 for texts in self.before.values())
+    @property
+    def was_asleep(self) -> bool:
+        """Whether it slept before the run."""
+        return bool(self.identity and self.identity.asleep)
+
+    @property
+    def changed(self) -> bool:
+        """Whether the run may have left it in another state than before the run."""
+        return self.touched and self.asleep != self.was_asleep
+
+    def left(self) -> str:
+        """Return a sentence on its state at the end; "" for one that the run has not touched."""
+        was = _state(self.was_asleep)
+        if not self.touched:
+            return ""
+        if not self.changed:
+            return f"{self.name} is {was}{' again' if self.restored else ''}, as it was"
+        if isinstance(self.fault, CallError) and self.fault.gone:
+            return f"{self.name} does not answer any more, and was {was}"
+        state = "may be asleep" if self.asleep is None else f"is {_state(self.asleep)}"
+        reason = self.fault.message if isinstance(self.fault, Sm12xError) else repr(self.fault)
+        because = f" ({reason})" if self.fault else ""
+        path = "sleep?level=1" if self.was_asleep else "wake_up"
+        command = f"curl -X POST '{self.server.url}/{path}'"
+        return f"{self.name} {state}, and was {was}{because}: {command}"
 
 
 class Run:
@@ -175,7 +186,7 @@ class Run:
         observe: Callable[[str], None] = lambda doing: None,
         tell: Callable[[str], None] = lambda sentence: None,
     ) -> None:
-        self._members = [_Member(server) for server in servers]
+        self._members = [_Member(server=server) for server in servers]
         self._settings = settings
         self._watch = watch
         self._observe = observe
@@ -183,7 +194,6 @@ class Run:
         self._interrupts = Interrupts(tell)
         self._turns: list[TurnReport] = []
         self._stress: list[StressReport] = []
-        self._not_put_back: list[str] = []
         self._stopped: StopReport | None = None
         self._doing = "asking the servers"
         self._began = time.monotonic()
@@ -210,13 +220,11 @@ class Run:
                 except KeyboardInterrupt as again:
                     error = again
                     self._stopped = self._stopped or self._why(again)
-            for one in self._members:
-                if self._changed(one) and not one.left:
-                    one.left = self._unknown(one)
-            if error is None and self._not_put_back:
+            changed = [one.left() for one in self._members if one.changed]
+            if error is None and changed:
                 error = ServerError(
                     "the run is complete, but a server is not in its state from before the run: "
-                    + "; ".join(self._not_put_back),
+                    + "; ".join(changed),
                     next_step="run that command, and read the server's log",
                 )
                 self._doing = "restoring the servers' state"
@@ -235,7 +243,7 @@ class Run:
                 model=one.server.shown(one.identity.model),
                 asleep_at_start=one.identity.asleep,
                 prompts=len(one.before),
-                steady=one.steady(),
+                steady=sum(len(set(texts)) == 1 for texts in one.before.values()),
             )
             for one in self._members
             if one.identity
@@ -248,11 +256,11 @@ class Run:
             random_weights=settings.random_weights,
             memory_unseen=self._watch.unseen,
         )
-        verdict = judge.verdict(checks) if self._ended else RUNNING
+        verdict: RunVerdict = judge.verdict(checks) if self._ended else "running"
         return VerifyReport(
             begun=self._begun,
             seconds=time.monotonic() - self._began,
-            verdict=STOPPED if self._stopped else verdict,
+            verdict="stopped" if self._stopped else verdict,
             cycles=settings.cycles,
             level=settings.level,
             limits=settings.limits,
@@ -263,7 +271,7 @@ class Run:
             trends=judge.trends(self._turns),
             checks=checks,
             stopped=self._stopped,
-            left=tuple(one.left for one in self._members if one.left),
+            left=tuple(filter(None, (one.left() for one in self._members if self._ended))),
         )
 
     def _why(self, error: BaseException) -> StopReport:
@@ -285,18 +293,23 @@ class Run:
 
     def _measure(self) -> None:
         self._identify()
-        first, *others = self._members
-        pairs = [(first, first)]
-        if others:
-            pairs = self._rotation()
-        elif first.asleep:
-            self._wake(first, "for the run: it was asleep")
+        first, second = self._members[0], self._members[-1]
+        two = first is not second
+        # One server is awake at the beginning of a turn; it is the one that goes to sleep.
+        if first.asleep and second.asleep:
+            self._wake(first, "for the run: no server was awake")
+            if two:
+                self._require_two(second, asleep=True)
+        if first.asleep:
+            first, second = second, first
         for one in self._members:
             if not one.asleep:
                 self._baseline(one)
-        self._make_room(pairs)
+        if two and not second.asleep:
+            self._sleep(second, "for the run: both were awake")
+            self._require_two(first, asleep=False)
         for cycle in range(1, self._settings.cycles + 1):
-            for sleeps, wakes in pairs:
+            for sleeps, wakes in ((first, second), (second, first)) if two else ((first, first),):
                 self._turn(cycle, sleeps, wakes)
 
     def _identify(self) -> None:
@@ -321,26 +334,6 @@ class Run:
                 raise ServerError(f"{reason}; a sleep aborts what runs", next_step=step)
             self._tell(f"{reason}; --force: a sleep aborts what runs")
 
-    def _rotation(self) -> list[tuple[_Member, _Member]]:
-        """The two turns of a cycle; the one that is awake sleeps first, and one is awake then."""
-        first, second = self._members
-        if first.asleep and second.asleep:
-            self._wake(first, "for the run: both were asleep")
-            self._require_two(second, asleep=True)
-        if first.asleep:
-            first, second = second, first
-        return [(first, second), (second, first)]
-
-    def _make_room(self, pairs: Sequence[tuple[_Member, _Member]]) -> None:
-        """Put the second to sleep where both are awake."""
-        first, second = pairs[0]
-        if second is not first and not second.asleep:
-            before = self._watch.sample()
-            self._sleep(second, "for the run: both were awake")
-            second.sleeps = 1
-            self._watch.slept(second.name, before, self._watch.sample())
-            self._require_two(first, asleep=False)
-
     def _require_two(self, one: _Member, *, asleep: bool) -> None:
         """Raise ServerError if a call to the other server has changed ``one`` as well."""
         if one.server.is_sleeping() != asleep:
@@ -364,17 +357,8 @@ class Run:
         def record(**what: Any) -> None:
             self._turns[-1] = replace(self._turns[-1], **what)
 
-        before = self._watch.sample()
-        seconds = self._sleep(sleeps, at)
-        sleeps.sleeps += 1
-        asleep = self._watch.sample()
-        self._watch.slept(sleeps.name, before, asleep)
-        record(
-            sleep_seconds=seconds,
-            before=self._watch.of(sleeps.name, before),
-            asleep=self._watch.of(sleeps.name, asleep),
-            ranks=sleeps.server.ranks(),
-        )
+        record(**self._sleep(sleeps, at))
+        record(ranks=sleeps.server.ranks())
         record(wake_seconds=self._wake(wakes, at))
         wakes.wakes += 1
         record(after=self._watch.of(sleeps.name, self._watch.sample()))
@@ -383,7 +367,7 @@ class Run:
         if wakes.before:
             record(answers=self._compare(wakes))
             if cycle == self._settings.cycles:
-                self._burst(wakes, AFTER)
+                self._burst(wakes, "after")
         else:
             self._baseline(wakes)
         self._begin(f"{at}: {wakes.name} is awake")
@@ -394,13 +378,13 @@ class Run:
         for prompt in _PROMPTS:
             try:
                 texts = [one.server.complete(prompt, _TOKENS).text for _ in range(2)]
-            except UnfitError:
+            except CallError as error:
                 # Longer than the model's context; without any the fault is another one.
-                if prompt is _PROMPTS[-1] and not one.before:
+                if error.status != 400 or (prompt is _PROMPTS[-1] and not one.before):
                     raise
                 continue
             one.before[prompt] = tuple(texts)
-        self._burst(one, BEFORE)
+        self._burst(one, "before")
 
     def _compare(self, one: _Member) -> tuple[AnswerReport, ...]:
         answers = []
@@ -408,7 +392,7 @@ class Run:
             answer = one.server.complete(prompt, _TOKENS)
             verdict = judge.compared(answer.text, before)
             wrong = judge.garbage(answer.text, answer.ids)
-            shown = "" if verdict == EQUAL and not wrong else _parting(answer.text, before[0])
+            shown = "" if verdict == "equal" and not wrong else _parting(answer.text, before[0])
             answers.append(
                 AnswerReport(
                     prompt=_PROMPTS.index(prompt) + 1,
@@ -419,17 +403,27 @@ class Run:
             )
         return tuple(answers)
 
-    def _sleep(self, one: _Member, why: str) -> float:
+    def _sleep(self, one: _Member, why: str) -> dict[str, Any]:
+        """Put a server to sleep, and return the fields of a turn's report about that."""
+        before = self._watch.sample()
         with self._changing(one, why, "goes to sleep", "sleep"):
             try:
                 seconds = one.server.sleep(self._settings.level)
-            except CrossedError:
+            except CallError as error:
                 # Another client's call is in flight, which is left alone.
-                one.asleep = False
+                if error.status == 409:
+                    one.asleep = False
                 raise
             one.asleep = True
         self._require_state(one, "/sleep", "wakes it up")
-        return seconds
+        one.sleeps += 1
+        asleep = self._watch.sample()
+        self._watch.slept(one.name, before, asleep)
+        return {
+            "sleep_seconds": seconds,
+            "before": self._watch.of(one.name, before),
+            "asleep": self._watch.of(one.name, asleep),
+        }
 
     def _wake(self, one: _Member, why: str) -> float:
         server = one.server
@@ -451,22 +445,22 @@ class Run:
         with self._interrupts.held(f"the {what} of {one.name}"):
             try:
                 yield
-            except (LateError, GoneError):
-                one.unanswered = True
+            except CallError as error:
+                one.unanswered = error.unanswered
                 raise
 
     def _require_state(self, one: _Member, route: str, other: str) -> None:
         """Raise ServerError if a server does not say the state that a call has given it."""
-        expected = _state(one.asleep)
-        if one.server.is_sleeping() != one.asleep:
+        expected = one.asleep
+        if one.server.is_sleeping() != expected:
             # One of the two answers is wrong; which one is asked again at the end.
             one.asleep = None
             raise ServerError(
-                f"{one.server} answers {route} with 200, and is not {expected} afterwards",
+                f"{one.server} answers {route} with 200, and is not {_state(expected)} afterwards",
                 next_step=f"check that nothing else {other} (a proxy), and read its log",
             )
 
-    def _burst(self, one: _Member, when: str) -> None:
+    def _burst(self, one: _Member, when: When) -> None:
         settings = self._settings
         if not settings.requests:
             return
@@ -503,62 +497,37 @@ class Run:
             )
         )
 
-    def _changed(self, one: _Member) -> bool:
-        """Whether the run may have changed a server's state."""
-        return bool(one.touched and one.identity and one.asleep != one.identity.asleep)
-
     def _restore(self) -> None:
         """Restore every server's state: put servers to sleep first, to free memory."""
         with self._interrupts.held("the servers' state to be restored"):
             for asleep in (True, False):
                 for one in self._members:
-                    was = one.identity and one.identity.asleep
-                    if was is asleep and self._changed(one) and not one.left:
-                        one.left = self._put_back(one, asleep=asleep)
-        for one in self._members:
-            if one.touched and not one.left:
-                one.left = f"{one.name} is {_state(one.asleep)}, as it was"
+                    if one.was_asleep is asleep and one.changed and not one.fault:
+                        # On any error: the other server must still be restored.
+                        try:
+                            self._put_back(one)
+                        except Exception as error:
+                            one.fault = error
 
-    def _put_back(self, one: _Member, *, asleep: bool) -> str:
-        """A sentence on the result."""
-        self._show(f"restoring {one.name}: it was {_state(asleep)} before the run")
+    def _put_back(self, one: _Member) -> None:
+        """Give a server the state that it had before the run. Raises ServerError."""
+        self._show(f"restoring {one.name}: it was {_state(one.was_asleep)} before the run")
         server, level = one.server, self._settings.level
-        try:
-            # /is_sleeping is not enough between the two calls of a wake-up from level 2, nor while
-            # a call may be in progress on the server: it gives the state before that call ends.
-            if one.asleep is None and not one.unanswered and not (one.waking and level == 2):
-                one.asleep = server.is_sleeping()
-            if one.asleep == asleep:
-                return f"{one.name} is {_state(asleep)}, as it was"
-            if asleep:
-                server.sleep(level, retry=True)
-            elif level == 1:
-                server.wake_up(retry=True)
-            else:
-                for step in one.waking or _from_level_2(server):
-                    step()
+        # /is_sleeping is not enough between the two calls of a wake-up from level 2, nor while a
+        # call may be in progress on the server: it gives the state before that call ends.
+        if one.asleep is None and not one.unanswered and not (one.waking and level == 2):
             one.asleep = server.is_sleeping()
-        # On any error: the other server must still be restored.
-        except Exception as error:
-            return self._unknown(one, error)
-        if one.asleep != asleep:
-            return self._unknown(one)
-        return f"{one.name} is {_state(asleep)} again, as it was"
-
-    def _unknown(self, one: _Member, error: Exception | None = None) -> str:
-        was = bool(one.identity and one.identity.asleep)
-        state = "may be asleep" if one.asleep is None else f"is {_state(one.asleep)}"
-        reason = error.message if isinstance(error, Sm12xError) else repr(error)
-        because = f" ({reason})" if error else ""
-        path = "sleep?level=1" if was else "wake_up"
-        sentence = (
-            f"{one.name} {state}, and was {_state(was)}{because}: "
-            f"curl -X POST '{one.server.url}/{path}'"
-        )
-        if isinstance(error, GoneError):
-            sentence = f"{one.name} does not answer any more, and was {_state(was)}"
-        self._not_put_back.append(sentence)
-        return sentence
+            if not one.changed:
+                return
+        if one.was_asleep:
+            server.sleep(level, retry=True)
+        elif level == 1:
+            server.wake_up(retry=True)
+        else:
+            for step in one.waking or _from_level_2(server):
+                step()
+        one.restored = True
+        one.asleep = server.is_sleeping()
 
 
 def _from_level_2(server: Server) -> list[Callable[[], float]]:
@@ -587,14 +556,15 @@ def _short(server: Server, text: str) -> str:
 
 
 def _spent(
-    before: Mapping[str, float] | None, after: Mapping[str, float] | None
+    before: Mapping[str, float], after: Mapping[str, float]
 ) -> tuple[int | None, int | None]:
     """Return the tokens drafted and accepted between two readings; None where not counted."""
-    if before is None or after is None or DRAFTED not in after or ACCEPTED not in after:
+    names = (DRAFTED, ACCEPTED)
+    if not all(name in reading for name in names for reading in (before, after)):
         return None, None
-    tokens = [int(after[name] - before.get(name, 0)) for name in (DRAFTED, ACCEPTED)]
+    drafted, accepted = (int(after[name] - before[name]) for name in names)
     # Fewer than before: the server has started anew.
-    return (None, None) if min(tokens) < 0 else (tokens[0], tokens[1])
+    return (None, None) if min(drafted, accepted) < 0 else (drafted, accepted)
 
 
 def _at_a_time(server: Server, requests: int, concurrency: int) -> list[Completion | Sm12xError]:

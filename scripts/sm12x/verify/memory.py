@@ -11,19 +11,20 @@ import functools
 import re
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from sm12x.core.errors import UnknownVerdictError, UsageError
 from sm12x.core.text import MIB
 from sm12x.doctor import gpus, knowledge
-from sm12x.doctor.host import Host
-from sm12x.doctor.model import Gpu, Unseen
+from sm12x.doctor.host import Host, Unseen
+from sm12x.doctor.model import Gpu
 from sm12x.verify.report import GpuUse
 
 AUTO, _ALL, _NONE = "auto", "all", "none"
 # A process that gives back less than this has not gone to sleep.
 _FELL = 64 * MIB
+# The GPUs whose memory is watched, at one moment.
+_Sample = tuple[Gpu, ...]
 
 
 def _parent(pid: int) -> int:
@@ -35,14 +36,6 @@ def _parent(pid: int) -> int:
     return int(match[1]) if match else pid
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """Bytes on each GPU: of all processes, and of each; None where the driver does not say."""
-
-    used: Mapping[int, int | None]
-    processes: Mapping[int, Mapping[int, int] | None]
-
-
 class Watch:
     """Takes samples of the GPUs ``chosen`` (None: of all), or knows why there are none.
 
@@ -51,7 +44,7 @@ class Watch:
 
     def __init__(
         self,
-        look: Callable[[], tuple[Gpu, ...] | Unseen],
+        look: Callable[[], _Sample | Unseen],
         *,
         chosen: frozenset[int] | None = None,
         unseen: str = "",
@@ -64,66 +57,54 @@ class Watch:
         self._parent = functools.cache(parent)
         self.unseen = unseen
 
-    def sample(self) -> Sample | None:
+    def sample(self) -> _Sample | None:
         """Sample the memory in use now; None from the first failure to read it on."""
         if self.unseen:
             return None
-        all_gpus = self._look()
-        if isinstance(all_gpus, Unseen):
-            self.unseen = all_gpus.why
+        gpus = self._look()
+        if isinstance(gpus, Unseen):
+            self.unseen = gpus.why
             return None
-        mine = [gpu for gpu in all_gpus if self._chosen is None or gpu.index in self._chosen]
-        sample = Sample(
-            used={gpu.index: gpu.memory_used for gpu in mine},
-            processes={gpu.index: _processes(gpu) for gpu in mine},
-        )
+        mine = tuple(gpu for gpu in gpus if self._chosen is None or gpu.index in self._chosen)
         if not mine:
             self.unseen = "no GPU is here"
-        elif all(used is None for used in sample.used.values()) and not any(
-            sample.processes.values()
-        ):
+        elif all(gpu.memory_used is None and not _processes(gpu) for gpu in mine):
             self.unseen = "the driver gives neither the memory of a GPU nor that of its processes"
-        return None if self.unseen else sample
+        return None if self.unseen else mine
 
-    def slept(self, server: str, before: Sample | None, asleep: Sample | None) -> None:
+    def slept(self, server: str, before: _Sample | None, asleep: _Sample | None) -> None:
         """Note the processes whose memory fell while ``server`` went to sleep: they are its own.
 
         Another server may have gone to sleep at the same time. It is told apart by the next sleep.
         """
         if before is None or asleep is None:
             return
-        fell: set[int] = set()
-        for gpu, processes in before.processes.items():
-            later = asleep.processes.get(gpu)
-            if processes is None or later is None:
-                continue
-            fell |= {
-                self._parent(pid)
-                for pid, size in processes.items()
-                if size - later.get(pid, size) >= _FELL
-            }
+        later = {gpu.index: _processes(gpu) for gpu in asleep}
+        fell = {
+            self._parent(pid)
+            for gpu in before
+            if later.get(gpu.index)
+            for pid, size in _processes(gpu).items()
+            if size - later[gpu.index].get(pid, size) >= _FELL
+        }
         owners = self._owners.get(server) or fell
         # A sleep that frees nothing tells nothing of whose they are.
         self._owners[server] = (owners & fell) or owners
 
-    def of(self, server: str, sample: Sample | None) -> tuple[GpuUse, ...] | None:
+    def of(self, server: str, sample: _Sample | None) -> tuple[GpuUse, ...] | None:
         """The sample as it is reported, with what ``server`` holds.
 
         Where its processes are known, a GPU with none of them is not its own, and is left out.
         """
         if sample is None:
             return None
-        uses = [
-            GpuUse(gpu=gpu, used=used, held=self._held(server, sample.processes.get(gpu)))
-            for gpu, used in sample.used.items()
-        ]
-        own = [use for use in uses if use.held is not None]
-        return tuple(own or uses)
-
-    def _held(self, server: str, processes: Mapping[int, int] | None) -> int | None:
         owners = self._owners.get(server, set())
-        mine = [size for pid, size in (processes or {}).items() if self._parent(pid) in owners]
-        return sum(mine) if mine else None
+        uses = []
+        for gpu in sample:
+            mine = [size for pid, size in _processes(gpu).items() if self._parent(pid) in owners]
+            held = sum(mine) if mine else None
+            uses.append(GpuUse(gpu=gpu.index, used=gpu.memory_used, held=held))
+        return tuple(use for use in uses if use.held is not None) or tuple(uses)
 
 
 def watch(urls: Iterable[str], choice: str) -> Watch:
@@ -133,28 +114,32 @@ def watch(urls: Iterable[str], choice: str) -> Watch:
         UsageError: ``choice`` is none of these.
         UnknownVerdictError: ``choice`` names GPUs that cannot be seen.
     """
-    if choice == _NONE:
-        return Watch(_look, unseen="--gpus none")
-    if choice == AUTO:
-        away = [host for host in (urlsplit(url).hostname or "" for url in urls) if not here(host)]
-        if away:
-            why = f"{away[0]} is not this machine; if its GPUs are seen here, give --gpus all"
-            return Watch(_look, unseen=why)
-        watcher = Watch(_look)
-        watcher.sample()
+    numbers = None
+    if choice not in (AUTO, _ALL, _NONE):
+        words = choice.split(",")
+        if not all(word.strip().isdecimal() for word in words):
+            raise UsageError(
+                f"--gpus {choice!r} names no GPUs", next_step="give auto, all, none, or 0,1,..."
+            )
+        numbers = frozenset(map(int, words))
+    unseen = "--gpus none" if choice == _NONE else ""
+    hosts = [urlsplit(url).hostname or "" for url in urls] if choice == AUTO else []
+    if away := [host for host in hosts if not here(host)]:
+        unseen = f"{away[0]} is not this machine; if its GPUs are seen here, give --gpus all"
+    watcher = Watch(_look, chosen=numbers, unseen=unseen)
+    sample = watcher.sample()
+    if choice in (AUTO, _NONE):
         return watcher
-    watcher = Watch(_look, chosen=None if choice == _ALL else _numbers(choice))
-    seen = watcher.sample()
-    missing = sorted((watcher._chosen or set()) - set(seen.used)) if seen else []
+    if sample is None:
+        raise UnknownVerdictError(
+            f"the memory of the GPUs cannot be seen: {watcher.unseen}",
+            next_step="verify on the server's machine, or with --gpus none",
+        )
+    missing = sorted((numbers or set()) - {gpu.index for gpu in sample})
     if missing:
         raise UnknownVerdictError(
             f"--gpus {choice}: there is no GPU {missing[0]} here",
             next_step="nvidia-smi lists the GPUs; --gpus none verifies without their memory",
-        )
-    if seen is None:
-        raise UnknownVerdictError(
-            f"the memory of the GPUs cannot be seen: {watcher.unseen}",
-            next_step="verify on the server's machine, or with --gpus none",
         )
     return watcher
 
@@ -177,7 +162,7 @@ def _bindable(family: int, address: Sequence[object]) -> bool:
         return False
 
 
-def _look() -> tuple[Gpu, ...] | Unseen:
+def _look() -> _Sample | Unseen:
     driver, seen_gpus = gpus.collect(Host(), knowledge.load())
     if isinstance(seen_gpus, Unseen):
         return seen_gpus
@@ -187,20 +172,11 @@ def _look() -> tuple[Gpu, ...] | Unseen:
     return by_nvml
 
 
-def _processes(gpu: Gpu) -> Mapping[int, int] | None:
-    if isinstance(gpu.processes, Unseen) or not gpu.processes:
-        # A container's driver lists none, although memory is in use.
-        return None
-    memory = {one.pid: one.memory for one in gpu.processes}
-    if any(size is None for size in memory.values()):
-        return None
-    return {pid: size for pid, size in memory.items() if size is not None}
+def _processes(gpu: Gpu) -> Mapping[int, int]:
+    """Return the bytes of each process; none where the driver does not say of each.
 
-
-def _numbers(choice: str) -> frozenset[int]:
-    words = choice.split(",")
-    if not all(word.strip().isdecimal() for word in words):
-        raise UsageError(
-            f"--gpus {choice!r} names no GPUs", next_step="give auto, all, none, or 0,1,..."
-        )
-    return frozenset(int(word) for word in words)
+    A container's driver lists none, although memory is in use.
+    """
+    processes = () if isinstance(gpu.processes, Unseen) else gpu.processes
+    sizes = {one.pid: one.memory for one in processes if one.memory is not None}
+    return sizes if len(sizes) == len(processes) else {}

@@ -8,17 +8,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from sm12x.core.declared import Declared, one_of, schema, shown
+from sm12x.core.declared import Declared, schema, shown
 
-GOOD, BREACH, UNSEEN = "ok", "breach", "not seen"
-_VERDICTS = (GOOD, BREACH, UNSEEN)
-PASSED, BREACHED, UNKNOWN, STOPPED, RUNNING = "passed", "breached", "unknown", "stopped", "running"
-EQUAL, DIFFERS, UNSTEADY = "equal", "differs", "unsteady"
-BEFORE, AFTER = "before", "after"
+CheckVerdict = Literal["ok", "breach", "not seen"]
+RunVerdict = Literal["passed", "breached", "unknown", "stopped", "running"]
+TextVerdict = Literal["equal", "differs", "unsteady"]
+When = Literal["before", "after"]
 
 _Seconds = Annotated[float, Field(ge=0)]
 _Count = Annotated[int, Field(ge=0)]
-_Bytes = Annotated[int, Field(ge=0)]
+_Tag = Annotated[str, Field(max_length=1000)]
 
 
 def _limit(description: str) -> Any:
@@ -82,9 +81,9 @@ class GpuUse:
     could be told to be the server's.
     """
 
-    gpu: Annotated[int, Field(ge=0)]
-    used: _Bytes | None
-    held: _Bytes | None
+    gpu: _Count
+    used: _Count | None
+    held: _Count | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,12 +93,13 @@ class RankUse:
     ``dp``, ``pp`` and ``tp`` are its ranks in data, pipeline and tensor parallel groups.
     """
 
-    dp: _Count
-    pp: _Count
-    tp: _Count
-    asleep: dict[str, _Bytes]
-    awake: dict[str, _Bytes]
-    host_copies: _Bytes
+    # The aliases are the names in the server's answer.
+    dp: Annotated[_Count, Field(validation_alias="dp_rank")]
+    pp: Annotated[_Count, Field(validation_alias="pp_rank")]
+    tp: Annotated[_Count, Field(validation_alias="tp_rank")]
+    asleep: Annotated[dict[_Tag, _Count], Field(validation_alias="asleep_bytes")]
+    awake: Annotated[dict[_Tag, _Count], Field(validation_alias="awake_bytes")]
+    host_copies: Annotated[_Count, Field(validation_alias="host_copy_bytes")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ class AnswerReport:
     """
 
     prompt: Annotated[int, Field(ge=1)]
-    verdict: Annotated[str, one_of(EQUAL, DIFFERS, UNSTEADY)]
+    verdict: TextVerdict
     garbage: str
     text: str
 
@@ -161,7 +161,7 @@ class StressReport:
     """
 
     server: str
-    when: Annotated[str, one_of(BEFORE, AFTER)]
+    when: When
     requests: _Count
     failed: _Count
     garbled: _Count
@@ -188,7 +188,7 @@ class CheckReport:
 
     check: str
     server: str
-    verdict: Annotated[str, one_of(*_VERDICTS)]
+    verdict: CheckVerdict
     found: float | None
     limit: float | None
     unit: str
@@ -201,10 +201,10 @@ class TrendReport:
     """The growth of a server's residue on one GPU, from its second sleep to its last."""
 
     server: str
-    gpu: Annotated[int, Field(ge=0)]
+    gpu: _Count
     of_server: Annotated[bool, Field(description="false: memory of all processes")]
     sleeps: _Count
-    last_bytes: _Bytes
+    last_bytes: _Count
     mib_per_cycle: float | None
 
 
@@ -231,7 +231,7 @@ class VerifyReport:
     schema: Literal[1] = 1
     begun: Annotated[str, Field(description="UTC, ISO 8601")]
     seconds: _Seconds
-    verdict: Annotated[str, one_of(PASSED, BREACHED, UNKNOWN, STOPPED, RUNNING)]
+    verdict: RunVerdict
     cycles: Annotated[int, Field(ge=1, description="the requested number of cycles")]
     level: Annotated[int, Field(ge=1, le=2)]
     limits: Limits
