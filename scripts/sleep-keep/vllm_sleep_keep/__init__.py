@@ -7,7 +7,7 @@ NAME = "keep"
 
 
 def register() -> None:
-    """What vLLM calls in each of its processes, through `vllm.general_plugins`.
+    """Register the backend; `vllm.general_plugins` has vLLM call this in each process.
 
     Raises:
         RuntimeError: this vLLM has no sleep-mode backends.

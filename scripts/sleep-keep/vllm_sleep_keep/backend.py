@@ -1,4 +1,4 @@
-"""The backend: vLLM's own, with sleep and wake_up of `HostCopies`."""
+"""vLLM's backend for its CuMemAllocator, with sleep and wake_up of `HostCopies`."""
 
 import torch
 from vllm.device_allocator import DEFERRABLE_TAGS, cumem
@@ -6,32 +6,32 @@ from vllm.device_allocator.sleep_mode_backend import CuMemBackend
 
 from vllm_sleep_keep.host_copies import HostCopies
 
-# What CuMemBackend offloads at each level, and weights at level 1.
+# Tags that CuMemBackend offloads at every level; level 1 adds the weights.
 OFFLOADED = ("runtime", "cudagraph")
 
 
 # vLLM is not installed where types are checked: its class is Any there.
 class KeepBackend(CuMemBackend):  # type: ignore[misc]
-    """A CuMemBackend to vLLM: the blocks are those of its CuMemAllocator."""
+    """Put the blocks of vLLM's CuMemAllocator to sleep with kept host copies."""
 
     def __init__(self) -> None:
         super().__init__()
         self.copies = HostCopies(
             runtime_path=cumem.libcudart.lib._name,
-            # By name, each time: a test puts its own there.
+            # Looked up in each call, because tests replace these functions.
             create_and_map=lambda handle: cumem.create_and_map(handle),
             unmap_and_release=lambda handle: cumem.unmap_and_release(handle),
-            # vLLM with patches that keep a block in hand; a stock one has none.
+            # Only the patched allocator has `in_hand`; it also knows what is mapped.
             knows_mapped=hasattr(cumem.CuMemAllocator.get_instance(), "in_hand"),
             always_woken=lambda tag: tag not in DEFERRABLE_TAGS,
         )
 
     def prepare(self) -> None:
-        """What vLLM with a hook for it calls after the weights are loaded."""
+        """Take host memory; a patched vLLM calls this after loading the weights."""
         self.copies.prepare(cumem.CuMemAllocator.get_instance())
 
     def is_preparing(self) -> bool:
-        """Whether host memory is still being taken: a report of it will change."""
+        """Return whether host memory is still being taken, so that reports change."""
         return self.copies.is_preparing()
 
     def suspend(self, level: int = 1) -> None:
@@ -46,7 +46,7 @@ class KeepBackend(CuMemBackend):  # type: ignore[misc]
             self._state = "RUNNING"
         finally:
             if self._state == "RESUMING":
-                # What the call was to wake is asleep as before.
+                # The blocks that the call was to wake are asleep as before.
                 self._state = "SUSPENDED"
 
     def discard(self, tags: tuple[str, ...]) -> None:
@@ -54,7 +54,7 @@ class KeepBackend(CuMemBackend):  # type: ignore[misc]
         self._state = "SUSPENDED"
 
     def kept_on_host(self) -> list[torch.Tensor]:
-        """Host memory that is held while blocks are awake, too, for vLLM's report."""
+        """Return the host memory that is held, also while blocks are awake."""
         return self.copies.held()
 
     @classmethod

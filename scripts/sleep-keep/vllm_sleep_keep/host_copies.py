@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from vllm.triton_utils import HAS_TRITON, tl, triton
 
-# By this name it is written to vLLM's log.
+# vLLM's log configuration covers loggers below "vllm".
 logger = logging.getLogger("vllm.device_allocator.host_copies")
 
 SETTING = "SLEEP_MODE_HOST_COPY"
@@ -38,17 +38,17 @@ SETTINGS = ("auto", "keep", "release")
 MIB = 1 << 20
 GIB = 1 << 30
 HUGE_PAGE = 2 * MIB
-# Bytes of host memory that are registered in one call, and touched by one.
+# Bytes of host memory in one cudaHostRegister call, and in one call that touches pages.
 REGION = GIB
 TOUCHED = 64 * MIB
 THREADS = 16
-# What "auto" leaves of the host's memory, or a tenth of it where that is more: several
-# workers take theirs at a time.
+# "auto" leaves this much host memory, or a tenth of the whole where that is more,
+# because several workers take memory at the same time.
 RESERVE = 4 * GIB
-# Copies are issued to these in turn, so that one begins while another ends.
+# Copies take turns on these streams, so that one begins while another ends.
 STREAMS = 2
-# A digest has a number for each row of so many 32-bit words. The kernel computes
-# so many rows at a time; without it PyTorch does, and 1024 rows take 48 MiB.
+# A digest has one number for each row of WORDS 32-bit words. A program of the kernel
+# computes KERNEL_ROWS rows; without the kernel PyTorch computes ROWS rows in 48 MiB.
 WORDS = 4096
 KERNEL_ROWS = 8
 KERNEL = {"width": WORDS, "height": KERNEL_ROWS, "step": 512, "num_warps": 8}
@@ -59,7 +59,7 @@ EINVAL = 22
 
 
 def setting() -> str:
-    """What the environment asks for; ValueError where that is none of `SETTINGS`."""
+    """Return the value of `SETTING`; ValueError for one not in `SETTINGS`."""
     value = os.environ.get(SETTING, "auto")
     if value not in SETTINGS:
         raise ValueError(f"{SETTING}={value}: it is one of {', '.join(SETTINGS)}")
@@ -70,7 +70,7 @@ def setting() -> str:
 
 
 class NoHostMemoryError(RuntimeError):
-    """The host has no room for copies."""
+    """The host has too little memory for the copies."""
 
 
 def available_host_memory(
@@ -78,10 +78,10 @@ def available_host_memory(
     proc: Path = Path("/proc"),
     cgroups: Path = Path("/sys/fs/cgroup"),
 ) -> int:
-    """Bytes that can be taken before the host's memory or a cgroup's limit ends.
+    """Return the bytes that the host's memory and the cgroups' limits have left.
 
-    With `reserve`, 4 GiB of it are left, or a tenth where that is more. 0 where the
-    host does not say.
+    With `reserve`, 4 GiB of them stay free, or a tenth of the limit where that is more.
+    Returns 0 where /proc or the cgroup cannot be read.
     """
     try:
         meminfo = (line.split() for line in (proc / "meminfo").read_text().splitlines())
@@ -108,7 +108,7 @@ def require_host_memory(size: int, reserve: bool) -> None:
 
 
 def _cgroup_rooms(line: str, root: Path) -> Iterator[tuple[int, int]]:
-    """Each limit of one line of /proc/self/cgroup, and what is left under it."""
+    """Yield each limit of a line of /proc/self/cgroup, and the bytes left under it."""
     _, controllers, path = line.split(":", 2)
     if controllers == "":
         top, limit, usage, prefix = root, "memory.max", "memory.current", ""
@@ -117,7 +117,8 @@ def _cgroup_rooms(line: str, root: Path) -> Iterator[tuple[int, int]]:
         limit, usage = "memory.limit_in_bytes", "memory.usage_in_bytes"
     else:
         return
-    # In a container the path may be the host's. Then the top is the container's.
+    # In a container the path may be one of the host's: then the container's own cgroup
+    # is mounted at the top.
     folders = [top]
     for part in Path(path).parts[1:]:
         if part == ".." or not (folders[-1] / part).is_dir():
@@ -134,14 +135,14 @@ def _cgroup_rooms(line: str, root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _page_cache(stat: Path, prefix: str) -> int:
-    """Bytes of files: the kernel drops those before a limit is reached."""
+    """Return the bytes of cached files, which the kernel drops before a limit."""
     names = (f"{prefix}active_file", f"{prefix}inactive_file")
     fields = (line.split() for line in stat.read_text().splitlines())
     return sum(int(value) for name, value in fields if name in names)
 
 
 def cpus_near(bus_id: str, sys: Path = Path("/sys")) -> set[int]:
-    """The CPUs of the NUMA node of a PCI device; none where that is not known."""
+    """Return the CPUs of a PCI device's NUMA node; none where the node is unknown."""
     try:
         device = sys / "bus" / "pci" / "devices" / bus_id.lower()
         node = int((device / "numa_node").read_text())
@@ -158,7 +159,7 @@ def cpus_near(bus_id: str, sys: Path = Path("/sys")) -> set[int]:
 
 
 def _run_on(cpus: set[int]) -> None:
-    """Run this thread on these CPUs: what it touches first is in their memory."""
+    """Run this thread on these CPUs, so that new pages are near them."""
     try:
         if cpus:
             os.sched_setaffinity(0, cpus)
@@ -171,29 +172,29 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def touch(address: int, size: int) -> None:
-    """Have the kernel give this memory its pages, without the GIL."""
+    """Let the kernel allocate the pages of this memory; the call releases the GIL."""
     if _libc.madvise(address, size, MADV_POPULATE_WRITE) == 0:
         return
     error = ctypes.get_errno()
     if error != EINVAL:
         raise NoHostMemoryError(f"the kernel gave no pages: {os.strerror(error)}")
-    # A kernel before 5.14.
+    # Kernels before 5.14 do not know MADV_POPULATE_WRITE.
     ctypes.memset(address, 0, size)
 
 
 class Runtime:
-    """What copies take of libcudart, with its errors raised."""
+    """Call the functions of libcudart that host copies need, and raise their errors."""
 
     INTEGRATED = 18
     RELAXED = 2
     NON_BLOCKING = 1
     PORTABLE = 1
     ANY_DIRECTION = 4
-    # What cudaHostUnregister answers where nothing is registered, or any more.
+    # Codes of cudaHostUnregister after which the memory is not registered.
     UNREGISTERED = (0, 1, 713)
 
     def __init__(self, path: str) -> None:
-        # A library object of its own: argument types are set on it.
+        # A separate library object, because argument types are set on its functions.
         self._library = ctypes.CDLL(path)
         number, size, pointer = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
         for name, arguments in (
@@ -212,20 +213,21 @@ class Runtime:
             function.restype, function.argtypes = number, arguments
         self._library.cudaGetErrorString.restype = ctypes.c_char_p
         self._library.cudaGetErrorString.argtypes = [number]
-        # By address, the device and memory of each region, which `give_back` unmaps.
+        # Each region by address, with its device and its memory, until `give_back`.
         self._held: dict[int, tuple[weakref.ref[Region], int, mmap.mmap]] = {}
 
     def call(self, name: str, *arguments: Any) -> None:
         code = getattr(self._library, name)(*arguments)
         if code != 0:
-            # So that no later call of PyTorch reports it.
+            # PyTorch would report this error after one of its own calls.
             self._library.cudaGetLastError()
             text = self._library.cudaGetErrorString(code).decode()
             raise RuntimeError(f"CUDA Error: {text} in {name}")
 
     def begin_thread(self, device: int) -> None:
         self.call("cudaSetDevice", device)
-        # While another thread captures a CUDA graph, calls are refused without.
+        # Without the relaxed mode calls fail while another thread captures a CUDA
+        # graph.
         mode = ctypes.c_int(self.RELAXED)
         self.call("cudaThreadExchangeStreamCaptureMode", ctypes.byref(mode))
 
@@ -247,7 +249,7 @@ class Runtime:
         return stream.value or 0
 
     def copy(self, to: int, source: int, size: int, stream: int) -> None:
-        """Issue a copy; it is done once the stream is waited for."""
+        """Issue a copy, which ends at the latest when `wait` returns for its stream."""
         self.call("cudaMemcpyAsync", to, source, size, self.ANY_DIRECTION, stream)
 
     def wait(self, stream: int) -> None:
@@ -257,19 +259,19 @@ class Runtime:
         self.call("cudaHostRegister", address, size, self.PORTABLE)
 
     def hold(self, region: "Region", device: int, memory: mmap.mmap) -> None:
-        """Keep memory mapped until the region is gone and CUDA does not know it.
+        """Keep memory mapped until the region is gone and CUDA has unregistered it.
 
-        CUDA copies to the pages it has registered for an address, also where other
-        memory is mapped to the address by now.
+        CUDA goes on to copy to the pages that it registered for an address, even if
+        other memory is mapped at that address later.
         """
         self._held[region.address] = weakref.ref(region), device, memory
 
     def give_back(self) -> None:
         """Unregister and unmap the memory of the regions that are gone.
 
-        That is done in threads of their devices, and not where a region goes: in
-        another thread CUDA creates a context, on GPU 0. What CUDA refuses is left for
-        the next call.
+        Threads of their devices do it, and not the thread that drops a region: there
+        CUDA would create a context on GPU 0. Memory that CUDA refuses to unregister
+        stays for the next call.
         """
         gone: dict[int, list[tuple[int, mmap.mmap]]] = {}
         for address, (region, device, memory) in self._held.copy().items():
@@ -283,8 +285,9 @@ class Runtime:
                 threads.start(self._give_back, ended).result()
 
     def _give_back(self, ended: list[tuple[int, mmap.mmap]]) -> None:
-        # Another thread may give the same back: an interrupted call leaves one. `ended`
-        # keeps the memory mapped, so that no new region has one of its addresses.
+        # Another thread may give the same regions back, as an interrupted call leaves
+        # its thread running. `ended` keeps the memory mapped until this call returns,
+        # so that no new region gets one of these addresses.
         for address, _ in ended:
             code = self._library.cudaHostUnregister(address)
             if code != 0:
@@ -294,10 +297,10 @@ class Runtime:
 
 
 class DeviceThreads(ThreadPoolExecutor):
-    """Threads for calls that are made for a device.
+    """Make calls for a device in threads of their own.
 
-    The thread that asks keeps its own device: to set that again would create a
-    context where it has none yet.
+    The calling thread keeps its device: setting it back afterwards would create a
+    context on a device where the thread has none yet.
     """
 
     def __init__(
@@ -324,12 +327,12 @@ class DeviceThreads(ThreadPoolExecutor):
 
 
 class Region:
-    """Host memory with huge pages where there are any, registered with CUDA."""
+    """Own host memory that CUDA can register, in huge pages where possible."""
 
     def __init__(self, size: int, runtime: Runtime, device: int) -> None:
         memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE)
-        # A fork would copy each page that is registered, at once. A forked process
-        # does not have this memory; it cannot use CUDA either.
+        # A fork would copy every registered page at once. A forked process does not
+        # need the memory, because it cannot use CUDA.
         memory.madvise(mmap.MADV_DONTFORK)
         start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         skipped = -start % HUGE_PAGE
@@ -340,17 +343,17 @@ class Region:
         self.address = start + skipped
         self.size = size
         _libc.madvise(self.address, size, mmap.MADV_HUGEPAGE)
-        # In any case: an exception can come right after the call that registers.
+        # Before `register`, because an exception can come right after that call.
         runtime.hold(self, device, memory)
 
     def take(self, threads: DeviceThreads) -> Future[None]:
-        """Give the memory its pages, and register it, in these threads."""
+        """Touch the pages of the memory, then register it, in these threads."""
         end = self.address + self.size
         touches = [
             threads.start(touch, at, min(TOUCHED, end - at))
             for at in range(self.address, end, TOUCHED)
         ]
-        # It comes to a thread after them.
+        # The threads take tasks in order, so all touches have begun by then.
         return threads.start(self.register, touches)
 
     def register(self, touches: Iterable[Future[None]] = ()) -> None:
@@ -360,13 +363,13 @@ class Region:
 
     def part(self, offset: int, size: int) -> torch.Tensor:
         part = self._tensor[offset : offset + size]
-        # The memory can be given back once its last part is gone.
+        # A part keeps its region alive.
         part.region = self
         return part
 
 
 def _groups(sizes: Iterable[int]) -> Iterator[list[int]]:
-    """Sizes in their order, as many together as a region has room for."""
+    """Split the sizes, in their order, into groups that each fit a region."""
     group: list[int] = []
     for size in sizes:
         if group and sum(group) + size > REGION:
@@ -393,12 +396,13 @@ def host_memory(
     with DeviceThreads(runtime, device, count, near) as threads:
         for group in [*_groups(sizes), []]:
             if group:
-                # Before each region: other workers take theirs at the same time.
+                # Checked before each region, because other workers take memory
+                # meanwhile.
                 require_host_memory(left, reserve)
                 left -= sum(group)
                 region = Region(sum(group), runtime, device)
                 taken.append((region, region.take(threads), group))
-            # One is touched and one registered while another is used.
+            # One region is touched and one registered while the caller uses a third.
             while len(taken) > (2 if group else 0):
                 region, done, parts = taken.popleft()
                 done.result()
@@ -410,7 +414,7 @@ def host_memory(
 
 
 def words_of(address: int, size: int, device: torch.device) -> torch.Tensor:
-    """Device memory as 32-bit words; nothing is copied."""
+    """Return device memory as a tensor of 32-bit words, without a copy."""
 
     class Memory:
         __cuda_array_interface__ = {  # noqa: RUF012
@@ -429,12 +433,12 @@ def device_of(index: int) -> torch.device:
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """The kernel is launched on the current device."""
+    """Make the device current, as Triton launches kernels on the current device."""
     return torch.cuda.device(device)
 
 
 def multipliers(device: torch.device) -> torch.Tensor:
-    """Random odd 64-bit numbers, the same in every call: one for each word of a row."""
+    """Return a random odd 64-bit number for each word of a row, always the same."""
     generator = torch.Generator().manual_seed(0x5EED)
     numbers = torch.randint(-(2**63), 2**63 - 1, (WORDS,), generator=generator)
     return (numbers | 1).to(device)
@@ -450,7 +454,7 @@ def digest_kernel(
     height: tl.constexpr,
     step: tl.constexpr,
 ):
-    """`digest_by_kernel` of rows of `width` words; a program takes `height` of them."""
+    """Compute the numbers of `digest_by_kernel`; a program takes `height` rows."""
     rows = tl.program_id(0).to(tl.int64) * height + tl.arange(0, height)
     live = rows < count
     columns = tl.arange(0, step)
@@ -467,7 +471,7 @@ def digest_kernel(
 
 @dataclass(frozen=True)
 class Words:
-    """Device memory as the kernel takes it; `words_of` takes longer than the digest."""
+    """Pass device memory to the kernel without a tensor, which takes long to make."""
 
     address: int
     dtype = torch.int32
@@ -502,7 +506,7 @@ def digest_by_kernel(
 def digest_by_torch(
     address: int, size: int, factors: torch.Tensor, numbers: torch.Tensor
 ) -> None:
-    """As `digest_by_kernel`, in nine times the memory traffic."""
+    """Compute the numbers of `digest_by_kernel` with nine times its memory traffic."""
     rows = words_of(address, size, factors.device).view(-1, WORDS)
     count = min(ROWS, len(rows))
     products = torch.empty(count, WORDS, dtype=torch.int64, device=rows.device)
@@ -521,12 +525,12 @@ def compile_digest(device: int) -> None:
             torch.int32,
             torch.int64,
             torch.int64,
-            # Divisible by 16, as the count of a block's rows is.
+            # Triton compiles another kernel for a count that 16 does not divide.
             16 * KERNEL_ROWS,
             **KERNEL,
             grid=(1,),
         )
-        # What can be launched is loaded; some versions compile C for it, too.
+        # Loads the kernel; some versions of Triton compile C code here too.
         compiled[(1, 1, 1)]
 
 
@@ -535,12 +539,15 @@ def compile_digest(device: int) -> None:
 
 @dataclass(eq=False)
 class Copy:
-    """The host memory of one block. `data` is the allocator's record of the block:
-    another block may get its address."""
+    """Hold the host memory of one block.
+
+    `data` is the allocator's record, which identifies the block: another block may get
+    its address later.
+    """
 
     data: Any
     tensor: torch.Tensor
-    # Of what the memory holds; None where that is not known.
+    # Digest of the memory's content; None where the content is unknown.
     digest: bytes | None = None
 
 
@@ -549,15 +556,15 @@ def _named(data: Any) -> str:
 
 
 class HostCopies:
-    """The sleep and wake_up of a CuMemAllocator, with copies that are kept.
+    """Put a CuMemAllocator to sleep and wake it up, and keep the host copies.
 
-    The blocks are the allocator's: `is_asleep` and `cpu_backup_tensor` of its
-    records say what is asleep, and what it is restored from. A kept copy is not
-    more than memory that may hold what a block contains.
+    The allocator's records stay authoritative: `is_asleep` says whether a block is
+    asleep, `cpu_backup_tensor` what it is restored from. A kept copy is only memory
+    that may hold the content of a block.
 
-    An exception can come between any two steps (a signal, for one). So host copy
-    and state are recorded before a block is unmapped, and a copy loses its digest
-    before it is written.
+    An exception, such as that of a signal, can come between any two steps. Therefore
+    host copy and state are recorded before a block is unmapped, and a copy loses its
+    digest before it is written.
     """
 
     def __init__(
@@ -569,9 +576,12 @@ class HostCopies:
         knows_mapped: bool,
         always_woken: Callable[[str], bool] = lambda tag: False,
     ) -> None:
-        """`knows_mapped`: the allocator maps and unmaps a block only where it has to.
+        """Create the copies of one allocator, without any memory yet.
 
-        `always_woken` tells of a tag whether each wake_up wakes it."""
+        `knows_mapped` says that the allocator's C extension maps and unmaps a block
+        only where necessary; `always_woken` says of a tag whether every wake_up wakes
+        it.
+        """
         self.setting = setting()
         self._runtime = Runtime(runtime_path)
         self._create_and_map = create_and_map
@@ -579,17 +589,17 @@ class HostCopies:
         self._knows_mapped = knows_mapped
         self._always_woken = always_woken
         self._copies: dict[int, Copy] = {}
-        # Memory whose block is gone, by size, for a block that is new.
+        # Memory of freed blocks by size, which new blocks reuse.
         self._spare: dict[int, list[torch.Tensor]] = {}
         self._streams: dict[int, list[int]] = {}
-        # The host memory of copies that may be under way.
+        # Host memory of copies that may not have ended.
         self._in_flight: list[torch.Tensor] = []
         self._is_integrated = functools.cache(self._runtime.is_integrated)
         self._preparation: threading.Thread | None = None
         self._digest = digest_by_kernel if HAS_TRITON else digest_by_torch
-        # The devices that have the kernel.
+        # Devices for which the digest kernel is compiled.
         self._compiled: set[int] = set()
-        # Why host memory could not be taken in the background.
+        # Reason why the background thread could not take host memory.
         self._lack = ""
         self._warned: set[str] = set()
         self._has_frozen = False
@@ -597,9 +607,9 @@ class HostCopies:
     # -- before the first sleep --
 
     def prepare(self, allocator: Any, tag: str = "weights") -> None:
-        """Take the host memory for the blocks of a tag, in the background.
+        """Take the host memory for the blocks of a tag in the background.
 
-        What fails is logged: the first sleep takes the memory, or says why not.
+        A failure is only logged: the first sleep takes the memory, or raises.
         """
         try:
             self._wait_for_preparation()
@@ -635,13 +645,13 @@ class HostCopies:
         self._give_up_memory(missing)
 
     def _wait_for_preparation(self) -> None:
-        # An interrupt can have left a thread that was not started.
+        # An interrupt may have left a thread object that was never started.
         if self._preparation is not None and self._preparation.is_alive():
             self._preparation.join()
         self._preparation = None
 
     def _not_compiled(self, blocks: list[Any]) -> set[int]:
-        """The devices of blocks that are to have the kernel of digests."""
+        """Return the devices of the blocks that still need the digest kernel."""
         if self._digest is digest_by_torch:
             return set()
         devices = {data.handle[0] for data in blocks} - self._compiled
@@ -657,21 +667,21 @@ class HostCopies:
             self._do_without_kernel(error)
 
     def _do_without_kernel(self, error: Exception) -> None:
-        """It cannot be compiled or launched here, and will not be later."""
+        """Compute digests by PyTorch from now on: the kernel does not run here."""
         self._digest = digest_by_torch
         self._warn(f"Sleep computes digests without a kernel for it: {error}")
 
     # -- sleep --
 
     def sleep(self, allocator: Any, offload_tags: tuple[str, ...]) -> None:
-        """Put every block to sleep: with a host copy, or discarded.
+        """Put every block to sleep, with a host copy or without its content.
 
-        A block that is asleep keeps the content it went to sleep with; what it
-        still has mapped is given back. After any exception sleep goes on from
-        there, and wake_up takes it back.
+        A block that is asleep already keeps the content that it went to sleep with, and
+        gives back memory that is still mapped. After an exception, another sleep goes
+        on from there, and wake_up undoes it.
         """
-        # Blocks to offload go first: what fails for want of host memory then
-        # fails before anything is discarded.
+        # Blocks to offload go first, so that a lack of host memory ends the sleep
+        # before anything is discarded.
         blocks = sorted(
             allocator.pointer_to_data.values(),
             key=lambda data: data.tag not in offload_tags,
@@ -687,19 +697,19 @@ class HostCopies:
         self._forget_discarded()
         gc.collect()
         if not self._has_frozen:
-            # Each collection of all objects takes 75 ms. A capture of CUDA graphs ends
-            # the freeze of `prepare`, and vLLM's own is not made in every process.
+            # A collection of all objects takes 75 ms. Capturing CUDA graphs ends the
+            # freeze of `prepare`, and vLLM freezes objects in some processes only.
             self._has_frozen = True
             gc.freeze()
         torch.cuda.empty_cache()
         self._runtime.give_back()
         devices = self._not_compiled(offloaded)
         if devices:
-            # That takes longer than the digests themselves: a sleep does not wait.
+            # Compiling takes longer than the digests, so no sleep waits for it.
             self._prepare_by(self._compile, devices)
 
     def discard(self, allocator: Any, tags: tuple[str, ...]) -> None:
-        """Put the blocks of these tags to sleep, and discard what is in them."""
+        """Put the blocks of these tags to sleep without their content."""
         records = list(allocator.pointer_to_data.values())
         blocks = [data for data in records if data.tag in tags]
         self._synchronize(blocks)
@@ -749,7 +759,7 @@ class HostCopies:
             try:
                 self._unmap(data)
             except RuntimeError:
-                # The driver refused and nothing changed: the content is there.
+                # The driver refused and changed nothing, so the block has its content.
                 if was_awake:
                     data.is_asleep = False
                     data.cpu_backup_tensor = None
@@ -764,18 +774,19 @@ class HostCopies:
         return was_awake
 
     def _copy_of(self, data: Any, saved: dict[int, Copy]) -> torch.Tensor:
-        """The copy of a block: the kept one, or one for this sleep alone."""
+        """Return the kept copy of a block, or make one for this sleep alone."""
         device, size, address = data.handle[:3]
         if address in saved:
             return saved[address].tensor
         require_host_memory(size, reserve=False)
-        # Not PyTorch's pinned memory, which it keeps when the copy is given up.
+        # PyTorch would keep pinned memory of its own after this copy is dropped.
         region = Region(size, self._runtime, device)
         touch(region.address, size)
         try:
             region.register()
         except RuntimeError:
-            # Without that the driver copies in pieces, through memory of its own.
+            # From unregistered memory the driver copies in pieces through its own
+            # buffer.
             if self._is_integrated(device):
                 raise
         tensor = region.part(0, size)
@@ -784,12 +795,13 @@ class HostCopies:
         return tensor
 
     def _save(self, allocator: Any, blocks: list[Any]) -> dict[int, Copy]:
-        """Bring the kept copies of these blocks up to date; the copies by address.
+        """Bring the kept copies of these blocks up to date; return them by address.
 
-        Raises NoHostMemoryError where there is too little memory, also for others.
+        Raises NoHostMemoryError where host memory is too small for all of the blocks.
         """
         if self.setting == "release":
-            # On an integrated GPU each block frees what the copy of the next takes.
+            # On an integrated GPU a block that is unmapped frees memory for the next
+            # copy.
             others = [b.handle for b in blocks if not self._is_integrated(b.handle[0])]
             require_host_memory(sum(size for _, size, *_ in others), reserve=False)
         blocks = [data for data in blocks if self._keeps(data.handle[0])]
@@ -813,7 +825,7 @@ class HostCopies:
             copied.clear()
             self._give_up_memory(missing)
             raise NoHostMemoryError(f"Sleep is refused: {self._lack}")
-        # A digest is of what was copied only if nothing was written in between.
+        # A copy has its digest only if nothing was written between digest and copy.
         blocks = [data for data in blocks if data.handle[2] in copied]
         again = self._digests(allocator, blocks)
         for address, copy in copied.items():
@@ -822,7 +834,7 @@ class HostCopies:
         return kept | copied
 
     def _take_in_background(self, blocks: list[Any]) -> Iterator[Any]:
-        """Take host memory for blocks; of the result is each that has its own."""
+        """Take host memory in a thread; yield each block once it has some."""
         taken: SimpleQueue[Any] = SimpleQueue()
         self._lack = ""
         self._prepare_by(self._take, blocks, taken)
@@ -842,7 +854,7 @@ class HostCopies:
             taken.put(None)
 
     def _copy_to_host(self, allocator: Any, blocks: Iterable[Any]) -> dict[int, Copy]:
-        """Copy blocks, which have host memory; the copies by address."""
+        """Copy blocks to the host memory they have; return the copies by address."""
         copied: dict[int, Copy] = {}
         data: Any = None
         try:
@@ -865,7 +877,7 @@ class HostCopies:
         return copied
 
     def _digests(self, allocator: Any, blocks: list[Any]) -> dict[int, bytes]:
-        """By address; none where they cannot be computed."""
+        """Return the digests of blocks by address; none where that fails."""
         try:
             try:
                 return self._digests_by_device(allocator, blocks)
@@ -874,14 +886,14 @@ class HostCopies:
                     raise
                 devices = self._not_compiled(blocks)
                 if devices:
-                    # The kernel takes no memory for products.
+                    # Unlike PyTorch, the kernel needs no memory for products.
                     self._compile(devices)
                 else:
                     self._do_without_kernel(error)
                 return self._digests_by_device(allocator, blocks)
         except Exception as error:
-            # Out of memory, for one: there is no room for the products. Without a
-            # digest everything is copied, which is never wrong.
+            # For instance, memory for the products may be missing. Without digests
+            # every block is copied, which is always correct.
             self._warn(f"Sleep copies also what it may have a copy of: {error}")
             return {}
         finally:
@@ -908,7 +920,7 @@ class HostCopies:
                         digest(address, size, factors, numbers[end - count : end])
                         ends[address] = 8 * (end - count), 8 * end
                 allocator.in_hand = None
-                # To the host in one go.
+                # One copy to the host for all blocks of the device.
                 found = numbers.cpu().numpy().tobytes()
             digests |= {
                 address: found[start:end] for address, (start, end) in ends.items()
@@ -918,29 +930,29 @@ class HostCopies:
     # -- wake_up --
 
     def wake_up(self, allocator: Any, tags: list[str] | None) -> None:
-        """Map what is asleep, and restore what has a host copy.
+        """Map the blocks that are asleep, and restore those with a host copy.
 
-        Blocks that are awake stay as they are. If a block cannot be woken, all
-        those of this call are asleep again, with their host copies, and the same
-        call can be made again.
+        Blocks that are awake stay as they are. If one block cannot be woken, all blocks
+        of this call are asleep again, with their host copies, and the call can be
+        repeated.
 
-        On an integrated GPU the host copy takes memory that the next block needs.
-        A copy that is not kept is given up when its block is restored, so that no
-        more than one block is there twice; the block then stays awake.
+        On an integrated GPU a host copy takes memory that the next block needs.
+        Therefore a copy that is not kept is dropped once its block is restored, so that
+        at most one block is in memory twice; that block then stays awake.
         """
         if self._in_flight:
-            # Of a call that was interrupted, to or from what is mapped anew here.
+            # An interrupted call left copies of memory that is mapped anew here.
             self._wait_for_copies()
         woken: list[Any] = []
         allocator.is_waking = True
         try:
-            # What is restored goes first: the rest is mapped during its copies.
+            # Blocks with a copy go first: the others are mapped while copies run.
             for data in sorted(
                 allocator.pointer_to_data.values(),
                 key=lambda data: data.cpu_backup_tensor is None,
             ):
                 if not data.is_asleep:
-                    # An interrupted call may have left one.
+                    # An interrupted call may have left a host copy.
                     data.cpu_backup_tensor = None
                 elif tags is None or data.tag in tags or self._always_woken(data.tag):
                     woken.append(data)
@@ -951,7 +963,8 @@ class HostCopies:
                         and self._is_integrated(data.handle[0])
                     ):
                         self._wait_for_copies()
-                        # In this order: an interrupt leaves it to be restored again.
+                        # In this order an interrupt only makes wake_up restore it
+                        # again.
                         woken.pop()
                         data.is_asleep = False
                         data.cpu_backup_tensor = None
@@ -968,7 +981,7 @@ class HostCopies:
             ) from error
         finally:
             allocator.in_hand = None
-        # Only now: until all are awake, the host copies are the way back.
+        # Until all blocks are awake, undoing this call needs the host copies.
         for data in woken:
             data.is_asleep = False
             data.cpu_backup_tensor = None
@@ -981,8 +994,8 @@ class HostCopies:
         try:
             self._map(data)
         except RuntimeError:
-            # PyTorch may keep what is missing, also for garbage. Not before: to
-            # look for it takes longer than to map a hundred blocks.
+            # PyTorch may hold the missing memory, some of it for garbage. This comes
+            # only now, because a collection takes longer than mapping a hundred blocks.
             gc.collect()
             torch.cuda.empty_cache()
             self._map(data)
@@ -990,16 +1003,15 @@ class HostCopies:
             self._copy(data, data.cpu_backup_tensor, turn, to_host=False)
 
     def _undo_wake_up(self, allocator: Any, woken: list[Any]) -> None:
-        """Unmap again what a failing wake_up has mapped.
+        """Unmap the blocks that a failing wake_up has mapped.
 
-        A block that stays mapped, because unmapping it failed or this was
-        interrupted, is asleep all the same: the next sleep unmaps it, the next
-        wake_up copies its content anew.
+        A block whose unmapping fails or is interrupted counts as asleep although it is
+        mapped: the next sleep unmaps it, the next wake_up copies its content again.
         """
         try:
             self._synchronize(woken)
         except RuntimeError as error:
-            # Nothing can be under way on a device that has failed for good.
+            # A device that has failed for good runs no copies.
             logger.warning("Wake_up cannot wait for the device: %s", error)
         for data in reversed(woken):
             if not self._take_in_hand(allocator, data):
@@ -1014,19 +1026,22 @@ class HostCopies:
 
     @staticmethod
     def _take_in_hand(allocator: Any, data: Any) -> bool:
-        """False once the block was freed. Otherwise an allocator that knows
-        `in_hand` frees it when that has changed, and not before."""
+        """Return whether the block still exists, and protect it from being freed.
+
+        An allocator that knows `in_hand` frees a block only after `in_hand` has
+        changed.
+        """
         allocator.in_hand = data.handle[2]
         return allocator.pointer_to_data.get(data.handle[2]) is data
 
     @staticmethod
     def _synchronize(blocks: Iterable[Any]) -> None:
-        """Wait for what may still use the blocks."""
+        """Wait for all work on the devices of the blocks."""
         for device in {data.handle[0] for data in blocks}:
             torch.cuda.synchronize(device)
 
     def _unmap(self, data: Any) -> None:
-        """Unmap a block: of a stock allocator, which cannot do so twice, once."""
+        """Unmap a block, once in a stock allocator, which fails the second time."""
         if self._knows_mapped or not getattr(data, "is_unmapped", False):
             self._unmap_and_release(data.handle)
             data.is_unmapped = True
@@ -1034,7 +1049,7 @@ class HostCopies:
     def _map(self, data: Any) -> None:
         if not self._knows_mapped:
             with contextlib.suppress(RuntimeError):
-                # What the driver has left mapped.
+                # The driver may have left the block mapped.
                 self._unmap(data)
         data.is_unmapped = False
         try:
@@ -1044,7 +1059,7 @@ class HostCopies:
             raise
 
     def _copy(self, data: Any, memory: torch.Tensor, turn: int, to_host: bool) -> None:
-        """Issue a copy of a block to host memory, or back; it is held until then."""
+        """Issue a copy of a block to host memory or back, and hold that memory."""
         device, size, address = data.handle[:3]
         stream = self._stream(device, turn)
         self._in_flight.append(memory)
@@ -1067,7 +1082,7 @@ class HostCopies:
         self._in_flight.clear()
 
     def _keeps(self, device: int) -> bool:
-        """On an integrated GPU the copies take the memory that sleep is to free."""
+        """Return whether copies are kept: on an integrated GPU they undo the sleep."""
         if self.setting == "auto":
             return not self._is_integrated(device)
         return self.setting == "keep"
@@ -1075,11 +1090,12 @@ class HostCopies:
     def _take_memory(
         self, blocks: list[Any], use: Callable[[Any], None] = lambda data: None
     ) -> None:
-        """Host memory for blocks without any. `use` gets each block that has its own.
+        """Take host memory for blocks that have none, and call `use` for each in turn.
 
-        Raises RuntimeError where there is none for the others.
+        Raises RuntimeError where memory is missing for the remaining blocks.
         """
-        # Memory of tags apart: a sleep of level 2 gives back the one's.
+        # Tags have separate regions, so that a level-2 sleep can give back those of
+        # one.
         groups: dict[tuple[int, str], list[Any]] = {}
         for data in blocks:
             device, size, address = data.handle[:3]
@@ -1097,36 +1113,36 @@ class HostCopies:
                 use(data)
 
     def _give_up_memory(self, blocks: Iterable[Any]) -> None:
-        """Give back the host memory that was taken for blocks, as others have none."""
+        """Give back the host memory of blocks, after others could get none."""
         for data in blocks:
             self._copies.pop(data.handle[2], None)
-        # The frames of what failed hold some.
+        # The frames of the failed call still refer to regions.
         gc.collect()
         self._runtime.give_back()
 
     def _forget_freed(self, allocator: Any) -> None:
         for address, copy in list(self._copies.items()):
             if allocator.pointer_to_data.get(address) is not copy.data:
-                # In this order: an interrupt in between must not leave it in both.
+                # In this order an interrupt cannot leave the memory in both places.
                 del self._copies[address]
                 size = copy.data.handle[1]
                 self._spare.setdefault(size, []).append(copy.tensor)
 
     def _forget_discarded(self) -> None:
-        """Give back the memory of what a sleep has discarded, and what is spare."""
+        """Drop the copies of discarded blocks, and the spare memory."""
         self._spare.clear()
         for address, copy in list(self._copies.items()):
             if copy.data.is_asleep and copy.data.cpu_backup_tensor is None:
                 del self._copies[address]
 
     def held(self) -> list[torch.Tensor]:
-        """The host memory that is held, whether blocks are asleep or awake."""
-        # Copies of what another thread may change meanwhile.
+        """Return the host memory that is held for blocks, asleep or awake."""
+        # Lists, because another thread may change the dictionaries meanwhile.
         kept = [copy.tensor for copy in list(self._copies.values())]
         return [*kept, *chain.from_iterable(list(self._spare.values()))]
 
     def _warn(self, text: str) -> None:
-        """Once for each kind of trouble."""
+        """Log a warning once for each kind, the text before the first colon."""
         kind = text.partition(":")[0]
         if kind not in self._warned:
             self._warned.add(kind)
