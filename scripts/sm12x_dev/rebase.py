@@ -25,6 +25,7 @@ from sm12x_dev import base_draft, lock
 from sm12x_dev.base_draft import Draft
 from sm12x_dev.witness import junit
 from sm12x_dev.witness.pytests import Run
+from sm12x_dev.worktree import export
 
 UPSTREAM = "upstream"
 NEEDED = "needed"
@@ -74,7 +75,7 @@ def write_folder(base: Base, drafted: Draft, folder: Path) -> Base:
     for path in folder.glob("*.patch"):
         path.unlink()
     files.write_text(folder / "base.toml", drafted.text)
-    files.write_text(folder / "series", series.header(base))
+    files.write_text(folder / "series", export.header(base))
     for name in _COPIED:
         if (base.folder / name).is_file():
             shutil.copyfile(base.folder / name, folder / name)
@@ -148,7 +149,7 @@ def rebase(
         StackConflictError: the stack does not apply to its own base.
     """
     with tree.scratch(source) as git:
-        start = apply.commit_base(base, stack, git, source, None)
+        start = apply.commit_base(base, stack, git, source)
         report, tip = apply.try_stack(base, stack, git, start)
         if not report.ok:
             raise apply.StackConflictError(report)

@@ -132,28 +132,28 @@ def test_an_extra_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "key"),
     [
-        ('name = "b12x"', 'name = "B12_x"', r"extra\[0\]\.name is 'B12_x'"),
-        ("b12x==1.5.1", "b12x>=1.5.1", r"extra\[0\]\.requirement .*not NAME==VERSION"),
-        ("b12x==1.5.1", "b12x==1.5.*", r"extra\[0\]\.requirement .*not NAME==VERSION"),
-        ("b12x==1.5.1", "b12x", r"extra\[0\]\.requirement .*not NAME==VERSION"),
-        ("b12x==1.5.1", "b12x==1.5.1,!=2", r"extra\[0\]\.requirement .*not NAME==VERSION"),
-        ("b12x==1.5.1", "b12x[dev]==1.5.1", r"extra\[0\]\.requirement .*==VERSION alone"),
-        ("b12x==1.5.1", "b12x==1; python_version>'3'", r"extra\[0\]\.requirement .* alone"),
-        ("b12x==1.5.1", "b12x ==", r"extra\[0\]\.requirement is not a requirement"),
-        ('"Apache-2.0"', '" "', r"extra\[0\]\.license is empty"),
-        ('"kernels"', '""', r"extra\[0\]\.why is empty"),
-        ('["b12x"]', "[]", r"extra\[0\]\.modules is empty"),
-        ('modules = ["b12x"]\n', "", r"extra\[0\]\.modules is missing"),
-        ("license =", "licence =", r"extra\[0\]\.licence .*meant license"),
-        ("\nwhy", f"\nwhy = 'a'\n{EXTRA}#", r"extra\[1\]\.name 'b12x' is there twice"),
+        ('name = "b12x"', 'name = "B12_x"', "name"),
+        ("b12x==1.5.1", "b12x>=1.5.1", "requirement"),
+        ("b12x==1.5.1", "b12x==1.5.*", "requirement"),
+        ("b12x==1.5.1", "b12x", "requirement"),
+        ("b12x==1.5.1", "b12x==1.5.1,!=2", "requirement"),
+        ("b12x==1.5.1", "b12x[dev]==1.5.1", "requirement"),
+        ("b12x==1.5.1", "b12x==1; python_version>'3'", "requirement"),
+        ("b12x==1.5.1", "b12x ==", "requirement"),
+        ('"Apache-2.0"', '" "', "license"),
+        ('"kernels"', '""', "why"),
+        ('["b12x"]', "[]", "modules"),
+        ('modules = ["b12x"]\n', "", "modules"),
+        ("license =", "licence =", "licence"),
+        ("\nwhy", f"\nwhy = 'a'\n{EXTRA}#", "name"),
     ],
 )
-def test_a_fault_in_an_extra_names_its_key(tmp_path: Path, old: str, new: str, said: str) -> None:
+def test_a_fault_in_an_extra_names_its_key(tmp_path: Path, old: str, new: str, key: str) -> None:
     text = EXTRA.replace(old, new)
     assert text != EXTRA
-    with pytest.raises(BadFileError, match=said):
+    with pytest.raises(BadFileError, match=rf": extra\[[01]\]\.{key} "):
         base.parse(_with_extra(tmp_path, text))
 
 

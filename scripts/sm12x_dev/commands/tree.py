@@ -22,7 +22,6 @@ from sm12x_dev.commands.options import (
     BASE,
     DIRECTORY,
     FIND_LINKS,
-    cached,
     chosen,
     fetch,
     print_findings,
@@ -66,7 +65,6 @@ def apply_command(
     base = chosen(version)
     stack = series.load(base)
     rest = stack.after(up_to) if up_to is not None else ()
-    archive = cached(base)
     if unpack:
         archive = fetch(base, find_links)
         with progress.spinner(f"unpacking {base.sdist.name}"):
@@ -74,17 +72,9 @@ def apply_command(
     try:
         with (
             tree.removed_on_failure(directory) if unpack else nullcontext(),
-            progress.bar("patches", len(stack.patches) - len(rest)) as advance,
+            progress.spinner(f"applying {len(stack.patches) - len(rest)} patches"),
         ):
-            report = applying.apply(
-                base,
-                stack,
-                directory,
-                repository=not no_repository,
-                archive=archive,
-                on_patch=lambda patch: advance(1),
-                rest=rest,
-            )
+            report = applying.apply(base, stack, directory, repository=not no_repository, rest=rest)
     except applying.StackConflictError as error:
         emit(as_json, error.report, render.applied(error.report))
         raise

@@ -188,7 +188,7 @@ def drop(base: Base, stack: Stack, name: str, archive: Path, *, root: Path) -> D
         source = Path(folder) / "source"
         tree.unpack(archive, source)
         with tree.scratch(source) as repository:
-            start = apply.commit_base(base, rest, repository, source, archive)
+            start = apply.commit_base(base, rest, repository, source)
             # Lines move when a patch is dropped; the export has the new line numbers.
             report, tip = apply.try_stack(base, rest, repository, start, accept_offset=True)
             if not report.ok:

@@ -295,7 +295,7 @@ def write(base: Base, exported: Mapping[str, bytes]) -> RefreshReport:
         for name, content in exported.items():
             if before.get(name) != content:
                 (base.folder / name).write_bytes(content)
-        text = series.header(base) + "".join(f"{name}\n" for name in exported)
+        text = header(base) + "".join(f"{name}\n" for name in exported)
         base.series_path.write_text(text, encoding="utf-8")
         removed = sorted(before.keys() - exported.keys())
         for name in removed:
@@ -308,6 +308,14 @@ def write(base: Base, exported: Mapping[str, bytes]) -> RefreshReport:
         added=tuple(name for name in exported if name not in before),
         removed=tuple(removed),
     )
+
+
+def header(base: Base) -> str:
+    """Return the comment lines at the top of the series, newlines included."""
+    if not base.series_path.is_file():
+        return ""
+    lines = base.series_path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return "".join(line for line in lines if line.startswith("#"))
 
 
 def round_trip(base: Base, stack: Stack, directory: Path) -> tuple[ApplyReport, list[MessageFault]]:
