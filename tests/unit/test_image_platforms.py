@@ -62,27 +62,19 @@ def test_the_wheel_alone_takes_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("texts", "what"),
+    "texts",
     [
-        ({}, "has no emulator for these"),
-        ({"qemu-arm": ARM64}, "has no emulator for these"),
-        ({NAME: ARM64.replace("enabled", "disabled")}, "has no emulator for these"),
-        ({NAME: ARM64.replace("PF", "P")}, "the handler lacks flag F"),
+        {},
+        {"qemu-arm": ARM64},
+        {NAME: ARM64.replace("enabled", "disabled")},
+        {NAME: ARM64.replace("PF", "P")},
     ],
 )
-def test_what_is_missing_is_said_with_how_to_have_it(
-    tmp_path: Path, texts: dict[str, str], what: str
-) -> None:
-    with pytest.raises(BadArchitectureError, match=what) as caught:
+def test_what_is_missing_is_said_with_how_to_have_it(tmp_path: Path, texts: dict[str, str]) -> None:
+    with pytest.raises(BadArchitectureError) as caught:
         platforms.choose(BASE, "linux/arm64", binfmt=handlers(tmp_path, texts))
-    assert "apt-get install qemu-user-static binfmt-support" in caught.value.next_step
-    assert "--no-image" in caught.value.next_step
-
-
-def test_a_kernel_that_was_told_of_no_emulators(tmp_path: Path) -> None:
-    with pytest.raises(BadArchitectureError, match="is not mounted") as caught:
-        platforms.choose(BASE, "linux/arm64", binfmt=tmp_path)
-    assert f"mount -t binfmt_misc binfmt_misc {tmp_path}" in caught.value.next_step
+    for step in ("apt-get install qemu-user-static", f"binfmt_misc {tmp_path}", "--no-image"):
+        assert step in caught.value.next_step
 
 
 def test_unknown_platforms_and_bases_without_a_wheel() -> None:

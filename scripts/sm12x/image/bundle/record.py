@@ -13,7 +13,6 @@ from typing import Literal
 from sm12x.core import declared, files
 from sm12x.core.declared import Declared
 from sm12x.core.errors import BadFileError, BuildFailedError
-from sm12x.image.engine.engine import Layer
 
 NAME = "image.json"
 LEDGER = "ledger.json"
@@ -23,8 +22,7 @@ AUDIT_TEXT = "audit.txt"
 
 @dataclass(frozen=True, kw_only=True)
 class Record(Declared):
-    """A finished bundle. Sizes are in bytes, hashes sha256 in hex, ``seconds`` by phase;
-    ``stage_seconds`` by stage of the Dockerfiles, None for one that came from the layer cache.
+    """A finished bundle. Sizes are in bytes, hashes sha256 in hex, ``seconds`` by step.
 
     ``inputs`` is the hash over all that the bundle was made of; ``image_id`` is "" where only the
     wheel was asked for. ``flashinfer`` are the architectures that FlashInfer's modules are compiled
@@ -47,9 +45,7 @@ class Record(Declared):
     image_id: str
     tags: tuple[str, ...]
     image_size: int
-    layers: tuple[Layer, ...]
     seconds: Mapping[str, float]
-    stage_seconds: Mapping[str, float | None]
     flashinfer: str = ""
     schema: Literal[1] = 1
 
