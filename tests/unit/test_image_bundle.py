@@ -272,7 +272,7 @@ def test_a_failed_build_leaves_the_last_one(tmp_path: Path) -> None:
     before = sorted(path.name for path in final.iterdir())
 
     def fail() -> None:
-        with record.publishing(final) as staged:
+        with files.replacing_folder(final, record.LEDGER) as staged:
             (staged / "half").write_text("")
             raise KeyboardInterrupt
 
@@ -282,14 +282,15 @@ def test_a_failed_build_leaves_the_last_one(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [final]
 
 
-def test_a_new_build_takes_the_place_of_the_last_one(tmp_path: Path) -> None:
+def test_a_new_build_takes_the_place_of_the_last_one_and_of_nothing_else(tmp_path: Path) -> None:
     final = tmp_path / "0.33.0"
     _dist(final)
-    (tmp_path / ".0.33.0.left").mkdir()
-    with record.publishing(final) as staged:
+    with files.replacing_folder(final, record.LEDGER) as staged:
         (staged / "new").write_text("")
     assert [path.name for path in final.iterdir()] == ["new"]
     assert list(tmp_path.iterdir()) == [final]
+    with pytest.raises(BadFileError), files.replacing_folder(final, record.LEDGER):
+        pass
 
 
 def test_one_wheel_is_expected(tmp_path: Path) -> None:
@@ -487,9 +488,13 @@ def test_two_bundles_of_a_checkout_do_not_run_at_once(
 ) -> None:
     base = bases.load("0.33.0")
     monkeypatch.setattr(decide, "_work_folder", lambda base: tmp_path)
-    (tmp_path / "secrets-left").mkdir()
+    monkeypatch.setattr(layout, "bundles", lambda: tmp_path / "dist")
+    left = [tmp_path / "secrets-left", tmp_path / "dist/.0.33.0.left"]
+    for folder in (*left, tmp_path / "dist/0.33.0"):
+        folder.mkdir(parents=True)
     with decide.alone(base):
-        assert not (tmp_path / "secrets-left").exists()
+        assert not any(folder.exists() for folder in left)
+        assert (tmp_path / "dist/0.33.0").exists()
         with pytest.raises(BuildFailedError, match=base.version), decide.alone(base):
             pass
     with decide.alone(base):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,32 +17,25 @@ from sm12x.image.engine import engines
 from sm12x.image.engine.engine import LOCAL_BASE, Engine, OnLine
 from sm12x.stack.model.base import ImageBase
 
-# GiB for the root file system and the image made of it, which exist side by side for a moment.
-_GIB_NEEDED = 0.6
-
 _ROOTFS_LABEL = "sm12x.rootfs.sha256"
 _MADE_HERE = "debootstrap"
 _KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 _SCRIPTS = Path("/usr/share/debootstrap/scripts")
-# What a slim image leaves out, relative to the root; copyright files stay.
-_DROP = (
-    "usr/share/man",
-    "usr/share/info",
-    "usr/share/locale",
-    "var/cache/apt",
-    "var/cache/ldconfig",
-    "var/lib/apt/lists",
-    "var/log",
+# What a slim image leaves out; what an engine mounts its own over is empty below.
+_LEFT_OUT = (
+    *("dev", "usr/share/man", "usr/share/info", "usr/share/locale"),
+    *("var/cache/apt", "var/cache/ldconfig", "var/lib/apt/lists", "var/log"),
 )
-_DPKG_CONF = """\
-# Written with the base image: what later packages leave out as well.
-path-exclude /usr/share/doc/*
-path-include /usr/share/doc/*/copyright
-path-exclude /usr/share/man/*
-path-exclude /usr/share/info/*
-path-exclude /usr/share/locale/*
-"""
-_APT_CONF = 'Acquire::Languages "none";\nAPT::Install-Recommends "false";\n'
+# Written with the base image.
+_FILES = {
+    # What later packages leave out as well.
+    "etc/dpkg/dpkg.cfg.d/80-slim": "path-exclude /usr/share/doc/*\n"
+    "path-include /usr/share/doc/*/copyright\npath-exclude /usr/share/man/*\n"
+    "path-exclude /usr/share/info/*\npath-exclude /usr/share/locale/*\n",
+    "etc/apt/apt.conf.d/80-slim": 'Acquire::Languages "none";\nAPT::Install-Recommends "false";\n',
+    # The host's, copied by debootstrap.
+    **dict.fromkeys(("etc/resolv.conf", "etc/hostname", "etc/machine-id"), ""),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,17 +148,15 @@ def make(
     local, _ = _names(spec, machines)
     # Not in a folder of the user's: a root file system needs a disk that allows device nodes.
     with TemporaryDirectory(prefix="sm12x-base-", dir="/var/tmp") as folder:
-        files.require_space(
-            Path(folder),
-            _GIB_NEEDED,
-            what="making the base image",
-            move="mount a larger disk on /var/tmp",
-        )
         root = Path(folder) / "root"
         _debootstrap(spec.suite, root, host, machines, on_line, next_step)
-        _slim(root, spec.suite)
+        for name, text in {**_FILES, **_sources(spec.suite)}.items():
+            (root / name).write_text(text, encoding="utf-8")
         archive = Path(folder) / "base.tar"
-        _pack(root, archive)
+        # Its bytes depend on the packages alone, so that its sha256 names the contents.
+        words = [f"--file={archive}", f"--directory={root}", "--sort=name", "--numeric-owner"]
+        words += ["--mtime=@0", *(f"--exclude=./{name}/*" for name in _LEFT_OUT), "."]
+        process.run(["tar", "--create", *words])
         labels = {_ROOTFS_LABEL: files.sha256(archive)}
         engine.import_tar(archive, local, labels, platform=machines.platform, on_line=on_line)
     return _described(engine, local, _MADE_HERE)
@@ -200,35 +190,13 @@ def _debootstrap(
         ) from None
 
 
-def _slim(root: Path, suite: str) -> None:
-    """Remove files that no container needs, and name the public archive as the source."""
-    for name in _DROP:
-        for path in (root / name).iterdir():
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
-    for path in (root / "usr/share/doc").rglob("*"):
-        if path.name != "copyright" and (path.is_symlink() or path.is_file()):
-            path.unlink()
-    (root / "etc/apt/apt.conf.d/80-slim").write_text(_APT_CONF, encoding="utf-8")
-    (root / "etc/dpkg/dpkg.cfg.d/80-slim").write_text(_DPKG_CONF, encoding="utf-8")
-    program = process.which(_MADE_HERE)
+def _sources(suite: str) -> dict[str, str]:
+    """Return apt's list with the public archive, which debootstrap's script names."""
+    program = process.which("debootstrap")
     script = program.read_text(encoding="utf-8", errors="replace") if program else ""
-    if public := re.search(r'(?m)^DEF_MIRROR="(\S+?)/?"$', script):
-        archive = public[1]
-        (root / "etc/apt/sources.list").write_text(
-            f"deb {archive} {suite} main\n"
-            f"deb {archive} {suite}-updates main\n"
-            f"deb {archive}-security {suite}-security main\n",
-            encoding="utf-8",
-        )
-    for name in ("etc/resolv.conf", "etc/hostname", "etc/machine-id"):
-        # The host's, copied by debootstrap: an engine mounts its own over them.
-        (root / name).write_text("", encoding="utf-8")
-
-
-def _pack(root: Path, archive: Path) -> None:
-    """A tar whose bytes depend on the packages alone, so that its sha256 names the contents."""
-    words = [f"--file={archive}", f"--directory={root}", "--sort=name", "--numeric-owner"]
-    process.run(["tar", "--create", *words, "--mtime=@0", "--exclude=./dev/*", "."])
+    public = re.search(r'(?m)^DEF_MIRROR="(\S+?)/?"$', script)
+    if public is None:
+        return {}
+    places = ("", suite), ("", f"{suite}-updates"), ("-security", f"{suite}-security")
+    lines = [f"deb {public[1]}{archive} {name} main\n" for archive, name in places]
+    return {"etc/apt/sources.list": "".join(lines)}

@@ -271,9 +271,12 @@ def alone(base: Base) -> Iterator[None]:
         next_step="wait for it to end",
     )
     with files.locked(folder, refused):
-        for prefix in (CONTEXT_PREFIX, SECRETS_PREFIX):
+        for parent, prefix in (
+            *((folder, CONTEXT_PREFIX), (folder, SECRETS_PREFIX)),
+            (layout.bundles(), f".{base.version}"),
+        ):
             # Folders that a killed run has left.
-            for leftover in folder.glob(f"{prefix}*"):
+            for leftover in parent.glob(f"{prefix}*"):
                 shutil.rmtree(leftover, ignore_errors=True)
         yield
 

@@ -77,7 +77,8 @@ def _build_wheel(plan: BuildPlan, release: list[Path]) -> Ledger:
         BuildFailedError: the builder failed, or a second build gave other bytes.
         NoSpaceError: a disk was full.
     """
-    with plan.step("wheel"), record.publishing(plan.folder) as staged:
+    publishing = files.replacing_folder(plan.folder, record.LEDGER)
+    with plan.step("wheel"), publishing as staged:
         _run_builder(plan, release, staged)
         if plan.options.twice:
             _require_same_again(plan, release, record.one_wheel(staged))

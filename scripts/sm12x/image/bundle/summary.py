@@ -17,13 +17,8 @@ from sm12x.wheel import flashinfer as ahead
 from sm12x.wheel.ledger import Ledger
 from sm12x.wheel.selection import Offer
 
-_MEANING = {
-    "native": "runs as compiled for the device",
-    "ptx": "compiled by the driver at the first start, kept in its cache",
-    "none": "code for other GPUs only: calling it fails; audit.txt says why that is accepted",
-    "lto": "LTO-IR alone: runs only where the library links it at run time",
-    "unknown": "could not be read",
-}
+# How code runs, in the order that is shown; audit.txt says what each means.
+_KINDS = ("native", "ptx", "none", "lto", "unknown")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,11 +152,10 @@ def _code(bundle: Bundle, *, details: bool) -> str:
         for library in bundle.audit.libraries:
             if library.runs:
                 totals.update(library.runs[device].units)
-        parts = ", ".join(f"{totals[kind]} {kind}" for kind in _MEANING if totals[kind])
+        parts = ", ".join(f"{totals[kind]} {kind}" for kind in _KINDS if totals[kind])
         lines.append(f"  all on {device}: {parts} of {totals.total()}")
     if details:
-        lines += [f"  {kind:<8}{meaning}" for kind, meaning in _MEANING.items()]
-        lines.append(f"  each library: {bundle.folder / AUDIT_TEXT}")
+        lines.append(f"  each library, and what that means: {bundle.folder / AUDIT_TEXT}")
     return "\n".join(lines)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from sm12x.core import files, process
+from sm12x.core import process
 from sm12x.core.errors import EngineNotRunningError, NoEngineError, ToolFailedError
 from sm12x.core.process import Completed
 from sm12x.image.engine.buildah import Buildah, Podman, needs_chroot
@@ -22,8 +22,6 @@ _PROBE_SECONDS = 15.0
 # Where docker's client looks for its daemon unless it is told otherwise.
 _DOCKER_SOCKETS = ("unix:///var/run/docker.sock", "unix:///run/docker.sock")
 _DOCKERD = Path("/usr/sbin/dockerd")
-# The number of the capability to mount.
-_SYS_ADMIN = 21
 _MAY_NOT_MOUNT = (
     "start this container with --privileged, or with docker's socket: "
     "-v /var/run/docker.sock:/var/run/docker.sock"
@@ -39,10 +37,7 @@ def may_mount() -> bool:
     """
     if os.geteuid() != 0 or process.which("unshare") is None:
         return True
-    capabilities = re.search(r"(?m)^CapEff:\s*(\w+)$", files.kernel_text(Path("/proc/self/status")))
-    if capabilities is None or int(capabilities[1], 16) >> _SYS_ADMIN & 1:
-        return True
-    return _ask("unshare", "--user", "true").returncode == 0
+    return any(_ask("unshare", word, "true").returncode == 0 for word in ("--mount", "--user"))
 
 
 def _can_install() -> bool:
