@@ -17,8 +17,8 @@ from tests.integration.stackrepo import World, git, snapshot
 from sm12x.core.errors import BadFileError, DirtyTreeError, NoSpaceError
 from sm12x.stack.model import series
 from sm12x.stack.worktree import tree
-from sm12x.stack.worktree.apply import apply
-from sm12x_dev.worktree import add_drop, export
+from sm12x_dev.worktree import add_drop, export, lint
+from sm12x_dev.worktree.repository import make_repository
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_a_later_patch_that_is_out_of_date_is_seen(world: World) -> None:
     directory = world.fresh("early")
     world.commit(world.applied("more"), "Correct eleven", "tiny/a.py", "a = 11\n", "a = 'XI'\n")
     stack = series.load(world.base)
-    apply(world.base, stack, directory, repository=True, rest=stack.after("1"))
+    make_repository(world.base, stack, directory, rest=stack.after("1"))
     path = directory / "tiny/a.py"
     path.write_text(path.read_text().replace("'ten'", "'TEN'"))
     git(directory, "commit", "-qa", "--amend", "-C", "HEAD")
@@ -221,7 +221,7 @@ def test_odd_patches_round_trip(world: World) -> None:
     (directory / "build/kept.txt").symlink_to("../run.sh")
     commit("Make a file a link")
     fresh = world.fresh("odd again")
-    report = apply(world.base, series.load(world.base), fresh, repository=True)
+    report = make_repository(world.base, series.load(world.base), fresh)
     assert git(fresh, "status", "--porcelain") == ""
     assert (fresh / "dangling").is_symlink()
     assert str((fresh / "dangling").readlink()) == "no/where"
@@ -484,7 +484,7 @@ def test_random_rounds_lose_nothing(world: World, seed: int) -> None:
             tree_now = world.applied(f"round-{number + 1}")
         stack = series.load(world.base)
         assert [patch.subject for patch in stack.patches] == model
-        assert series.check(world.base, root=world.root) == []
+        assert lint.check(world.base, root=world.root) == []
     report, faults = export.round_trip(
         world.base, series.load(world.base), world.fresh(f"end-{seed}")
     )

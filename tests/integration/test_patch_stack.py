@@ -9,12 +9,13 @@ from tests.integration import stackrepo
 from tests.integration.stackrepo import World, git, snapshot
 
 from sm12x.core.errors import BadFileError, DirtyTreeError
-from sm12x.stack.model import patchfile, series
+from sm12x.stack.model import series
 from sm12x.stack.worktree import apply as applying
 from sm12x.stack.worktree import tree
 from sm12x.stack.worktree.apply import StackConflictError, apply
 from sm12x_dev import render
-from sm12x_dev.worktree import add_drop, export
+from sm12x_dev.worktree import add_drop, export, lint
+from sm12x_dev.worktree.repository import make_repository
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def test_new_makes_patches_that_apply_to_a_fresh_tree(stacked: World) -> None:
         "0003-Add-a-module.patch",
     ]
     assert stack.patches[1].subject == "Correct b: größer"
-    assert series.check(base, root=stacked.root) == []
+    assert lint.check(base, root=stacked.root) == []
     directory = stacked.fresh()
     report = apply(base, stack, directory)
     assert [result.state for result in report.results] == ["applied"] * 3
@@ -100,7 +101,7 @@ def test_refresh_follows_commits_that_go_move_and_come(stacked: World) -> None:
         "0001-Add-a-module.patch",
         "0002-Correct-b-gr-er.patch",
     ]
-    assert series.check(stacked.base, root=stacked.root) == []
+    assert lint.check(stacked.base, root=stacked.root) == []
     apply(stacked.base, series.load(stacked.base), stacked.fresh())
 
 
@@ -171,7 +172,7 @@ def test_every_patch_is_tried_and_the_place_is_shown(stacked: World) -> None:
     directory = stacked.fresh()
     before = snapshot(directory)
     with pytest.raises(StackConflictError, match=r"2 of 3 patches .* the first is 0001") as caught:
-        apply(stacked.base, series.load(stacked.base), directory, repository=True)
+        make_repository(stacked.base, series.load(stacked.base), directory)
     assert snapshot(directory) == before
     report = caught.value.report
     assert [result.state for result in report.results] == ["conflict", "offset", "applied"]
@@ -208,7 +209,7 @@ def test_a_patch_the_base_has_already_is_reported_and_skipped(world: World) -> N
     (world.base.folder / "0001-One.patch").rename(world.base.folder / name)
     world.base.series_path.write_text(f"{name}\n")
     directory = world.fresh()
-    report = apply(world.base, series.load(world.base), directory, repository=True)
+    report = make_repository(world.base, series.load(world.base), directory)
     assert [result.state for result in report.results] == ["upstream"]
     assert report.changed == ()
     # It has no commit to export from, and must not get lost on the way.
@@ -324,7 +325,7 @@ def test_a_folder_with_a_repository_of_its_own_keeps_it(stacked: World) -> None:
     directory = stacked.fresh()
     git(directory, "init", "-q")
     with pytest.raises(DirtyTreeError, match="is a git repository already"):
-        apply(stacked.base, series.load(stacked.base), directory, repository=True)
+        make_repository(stacked.base, series.load(stacked.base), directory)
     assert apply(stacked.base, series.load(stacked.base), directory).ok
 
 
@@ -359,7 +360,7 @@ def test_file_names_are_those_of_git(world: World) -> None:
     printed = git(directory, "format-patch", "-o", str(out), "base..HEAD").splitlines()
     for number, line in enumerate(printed, start=1):
         subject = git(directory, "log", "-1", "--format=%s", f"HEAD~{4 - number}").strip()
-        assert patchfile.file_name(number, subject) == Path(line).name
+        assert lint.file_name(number, subject) == Path(line).name
 
 
 def test_executable_bits_and_deletions_travel(world: World) -> None:

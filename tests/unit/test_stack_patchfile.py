@@ -8,6 +8,7 @@ import pytest
 
 from sm12x.core.errors import BadFileError
 from sm12x.stack.model import diff, patchfile
+from sm12x_dev.worktree import lint
 
 GOOD = """\
 From 0000000000000000000000000000000000000000 Mon Sep 17 00:00:00 2001
@@ -49,7 +50,7 @@ def _examine(
 ) -> tuple[patchfile.Patch | None, list[str]]:
     path = tmp_path / WHERE
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    patch, findings = patchfile.examine(path, root=root)
+    patch, findings = lint.examine(path, root=root)
     return patch, [str(finding).removeprefix(f"{path}:") for finding in findings]
 
 
@@ -73,7 +74,7 @@ def test_a_patch_is_read(tmp_path: Path) -> None:
     assert [file.path for file in patch.files] == ["x.py"]
     assert patch.message.startswith(f"{patch.subject}\n\nOne failure")
     assert patch.message.endswith("Signed-off-by: Jörg X <person@example.org>\n")
-    assert patch.name == patchfile.file_name(1, patch.subject)
+    assert patch.name == lint.file_name(1, patch.subject)
 
 
 @pytest.mark.parametrize(
@@ -142,12 +143,12 @@ def test_what_is_no_patch_is_told_by_line(tmp_path: Path, text: str | bytes, lin
     assert patch is None
     assert [finding.partition(":")[0] for finding in findings] == [str(line)]
     with pytest.raises(BadFileError) as caught:
-        patchfile.parse(tmp_path / WHERE)
+        lint.parse(tmp_path / WHERE)
     assert "--like" in caught.value.next_step
 
 
 def test_a_missing_file_is_a_finding(tmp_path: Path) -> None:
-    patch, findings = patchfile.examine(tmp_path / "nowhere.patch")
+    patch, findings = lint.examine(tmp_path / "nowhere.patch")
     assert patch is None
     assert findings[0].line == 1
 
@@ -168,7 +169,7 @@ def test_text_in_any_encoding_may_be_patched(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_is_named_after_its_subject(subject: str, name: str) -> None:
-    assert patchfile.file_name(1, subject) == name
+    assert lint.file_name(1, subject) == name
 
 
 def test_a_paragraph_that_only_begins_like_a_trailer_is_body() -> None:

@@ -22,7 +22,7 @@ from sm12x.stack.model.base import Base
 from sm12x.stack.worktree import tree
 from sm12x_dev.witness import environment, junit, witness
 from sm12x_dev.witness.pytests import Run
-from sm12x_dev.worktree import export
+from sm12x_dev.worktree import export, lint
 
 
 @pytest.fixture
@@ -64,10 +64,10 @@ def test_what_comes_after_a_patch(base: Base) -> None:
 def test_a_kept_patch_is_not_dropped_as_well(base: Base) -> None:
     (base.folder / "base.toml").write_text(f'# one\n[[dropped]]\npatch = "0007-{WHERE[5:]}"\n')
     left = bases.Dropped(patch=f"0007-{WHERE[5:]}", state="conflict", since="", why="x")
-    said = [f for f in series.check(base, root=None) if f.path.name == "base.toml"]
+    said = [f for f in lint.check(base, root=None) if f.path.name == "base.toml"]
     assert said == []
     spoilt = dataclasses.replace(base, dropped=(left,))
-    (fault,) = [f for f in series.check(spoilt, root=None) if f.path.name == "base.toml"]
+    (fault,) = [f for f in lint.check(spoilt, root=None) if f.path.name == "base.toml"]
     assert fault.line == 3
 
 
@@ -112,7 +112,7 @@ def test_check_lists_everything(base: Base) -> None:
     wrong = "0001-Another-name.patch"
     (base.folder / WHERE).rename(base.folder / wrong)
     base.series_path.write_text(f"{wrong}\nnothing\n")
-    places = [(fault.path.name, fault.line) for fault in series.check(base, root=base.folder)]
+    places = [(fault.path.name, fault.line) for fault in lint.check(base, root=base.folder)]
     assert sorted(places) == [(wrong, 1), (wrong, 19), ("series", 2)]
 
 

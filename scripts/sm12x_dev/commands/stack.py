@@ -20,7 +20,7 @@ from sm12x.stack.worktree import tree
 from sm12x_dev import render
 from sm12x_dev.commands.options import BASE, FIND_LINKS, chosen, fetch, relative
 from sm12x_dev.witness import mutations
-from sm12x_dev.worktree import export
+from sm12x_dev.worktree import export, lint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ def check_command(
     Example: sm12x-dev check --base 0.33.0 --messages-only
     """
     base = chosen(version)
-    findings = series.check(base, root=layout.root())
+    findings = lint.check(base, root=layout.root())
     report: applying.ApplyReport | None = None
     conflict: applying.StackConflictError | None = None
     stack = None

@@ -11,6 +11,7 @@ from sm12x.core import files
 from sm12x.core.errors import BadFileError
 from sm12x.stack.model import patchfile
 from sm12x.stack.model.base import Base
+from sm12x.stack.model.diff import DiffError
 from sm12x.stack.model.patchfile import MessageFault, Patch
 
 __all__ = ["Patch"]
@@ -88,47 +89,21 @@ def load(base: Base) -> Stack:
         BadFileError: the series and the folder disagree, or a patch cannot be read. How messages
             are written is for ``check``: a build does not depend on it.
     """
-    names, findings = _read(base)
+    names, findings = read(base)
     patches: list[Patch] = []
     for name in names:
-        patch, faults = patchfile.examine(base.folder / name)
-        if patch is None:
-            findings += faults
-        else:
-            patches.append(patch)
+        path = base.folder / name
+        try:
+            patches.append(patchfile.read(path)[0])
+        except DiffError as error:
+            findings.append(MessageFault(path=path, line=error.line, message=str(error)))
     if findings:
         more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
         raise BadFileError(f"{findings[0]}{more}", next_step=_lists_all(base.version))
     return Stack(patches=tuple(patches))
 
 
-def check(base: Base, *, root: Path | None) -> list[MessageFault]:
-    """Return all faults of the series, the folder and the messages.
-
-    Args:
-        root: the checkout that the witnesses' paths are in.
-    """
-    names, findings = _read(base)
-    for number, name in enumerate(names, start=1):
-        path = base.folder / name
-        patch, faults = patchfile.examine(path, root=root)
-        findings += faults
-        expected = patchfile.file_name(number, patch.subject) if patch is not None else name
-        if name != expected:
-            message = f"the file name should be {expected}: place in the series, then subject"
-            findings.append(MessageFault(path=path, line=1, message=message))
-    slugs = {name.partition("-")[2]: name for name in names}
-    path = base.folder / "base.toml"
-    for entry in base.dropped:
-        if same := slugs.get(entry.patch.partition("-")[2]):
-            text = path.read_text(encoding="utf-8", errors="replace")
-            line = text.partition(entry.patch)[0].count("\n") + 1
-            message = f"[[dropped]] names {entry.patch}, and the series lists {same}: take out one"
-            findings.append(MessageFault(path=path, line=line, message=message))
-    return findings
-
-
-def _read(base: Base) -> tuple[list[str], list[MessageFault]]:
+def read(base: Base) -> tuple[list[str], list[MessageFault]]:
     """The names in the series, and its differences from the folder."""
     path = base.series_path
 

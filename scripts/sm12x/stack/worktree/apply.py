@@ -6,8 +6,6 @@ files that differ. A folder in which it was stopped there says so at the next ca
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +20,6 @@ APPLIED = "applied"
 UPSTREAM = "upstream"
 _OFFSET = "offset"
 _CONFLICT = "conflict"
-# The commit of the untouched source in a folder that `apply` made a repository of.
-BASE_TAG = "base"
-BRANCH = "stack"
-# Setting of that repository: the patches that have no commit there, the base having them already.
-UPSTREAM_KEY = "sm12x.upstream"
-# The id of the stack it was made from, and the patches of that stack that were left out of it.
-STACK_KEY = "sm12x.stack"
-REST_KEY = "sm12x.rest"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,21 +80,8 @@ class StackConflictError(PatchConflictError):
         self.report = report
 
 
-def apply(
-    base: Base,
-    stack: Stack,
-    directory: Path,
-    *,
-    repository: bool = False,
-    rest: Sequence[str] = (),
-) -> ApplyReport:
+def apply(base: Base, stack: Stack, directory: Path) -> ApplyReport:
     """Apply the stack to ``directory``, the unpacked sdist of the base.
-
-    Args:
-        rest: the names of patches at its end that are not to be applied; with ``repository`` it
-            notes them, and a refresh leaves them in the series.
-        repository: leave ``directory`` as a git repository with a commit tagged "base" and one
-            commit per patch, to edit and to refresh from; otherwise only the files change.
 
     Raises:
         DirtyTreeError: ``directory`` is not the untouched source, and nothing is changed; or a file
@@ -112,38 +89,14 @@ def apply(
         StackConflictError: a patch does not apply. Nothing is changed.
         NoSpaceError: the disk is full.
     """
-    whole = stack
-    stack = Stack(patches=tuple(patch for patch in whole.patches if patch.name not in rest))
     with tree.scratch(directory) as git:
         start = commit_base(base, stack, git, directory)
-        if repository and (directory / ".git").exists():
-            raise DirtyTreeError(
-                f"{directory} is a git repository already, and this command would make a new one",
-                next_step="add --no-repository to keep that repository, or remove its .git",
-            )
         report, tip = try_stack(base, stack, git, start)
-        if not report.ok:
-            raise StackConflictError(report)
-        if not repository:
-            _write(git, directory, start, tip)
-            return report
-        git.update_ref(f"refs/heads/{BRANCH}", tip)
-        git.update_ref(f"refs/tags/{BASE_TAG}", start)
-        own(git, base.version, whole.id)
-        upstream = [result.name for result in report.results if result.state == UPSTREAM]
-        for key, names in ((REST_KEY, rest), (UPSTREAM_KEY, upstream)):
-            for name in names:
-                git.run("config", "--local", "--add", key, name)
-        git.pack()
-        with tempfile.TemporaryDirectory(dir=directory, prefix=".git-") as hidden:
-            copy = shutil.copytree(git.git_dir, Path(hidden) / "git")
-            _write(git, directory, start, tip)
-            shutil.copy2(git.git_dir / "index", copy / "index")
-            copy.rename(directory / ".git")
+        write(git, directory, start, tip)
     return report
 
 
-def _write(git: Repository, directory: Path, start: str, tip: str) -> None:
+def write(git: Repository, directory: Path, start: str, tip: str) -> None:
     """Make the files of ``directory``, which are those of ``start``, the ones of ``tip``."""
     git.read_tree(start)
     git.run("update-index", "-q", "--refresh", check=False)
@@ -182,6 +135,9 @@ def try_stack(
 
     Returns:
         The report, and the last commit made.
+
+    Raises:
+        StackConflictError: a patch does not apply; it has the report.
     """
     git.read_tree(commit)
     tip = commit
@@ -198,6 +154,8 @@ def try_stack(
         changed=tuple(git.changed(commit, tip)),
         tree=git.tree_of(tip),
     )
+    if not report.ok:
+        raise StackConflictError(report)
     return report, tip
 
 
@@ -223,14 +181,3 @@ def _try(
         ),
         messages=forward.errors or forward.offsets,
     )
-
-
-def own(repository: Repository, version: str, stack_id: str) -> None:
-    """Make a scratch repository that of a folder, with the settings of one that has a stack."""
-    # Where the scratch tree is; the folder may be moved.
-    repository.run("config", "--local", "--unset-all", "core.worktree", check=False)
-    # The user's own git works here: it must not convert line ends either.
-    repository.config("core.autocrlf", "false")
-    repository.config("core.bare", "false")
-    repository.config("sm12x.base", version)
-    repository.config(STACK_KEY, stack_id)
