@@ -142,27 +142,16 @@ def test_only_wheels_a_lock_allows_are_taken_from_find_links(base: Base, tmp_pat
         lock.write(f"good==1 \\\n    --hash=sha256:{allowed}\n")
     (tmp_path / "good-1-py3-none-any.whl").write_bytes(b"abc")
     (tmp_path / "other-1-py3-none-any.whl").write_bytes(b"abd")
-    sdist, wheel = tmp_path / "s.tar.gz", tmp_path / "w.whl"
-    for path in (sdist, wheel):
-        path.write_bytes(b"")
-    made = context.builder(
-        base, "x86_64", here="x86_64", sdist=sdist, wheel=wheel, third_party={}, find_links=tmp_path
-    )
-    assert [name for name in made.large if name.startswith("links/")] == [
+    assert list(context.links(tmp_path, base.build_lock_path("x86_64"))) == [
         "links/good-1-py3-none-any.whl"
     ]
 
 
 def test_a_missing_file_is_named(base: Base, tmp_path: Path) -> None:
-    with pytest.raises(BadFileError, match=r"nowhere\.whl"):
-        context.bundle(
-            base,
-            "x86_64",
-            flashinfer="",
-            wheel=tmp_path / "nowhere.whl",
-            ledger=base.series_path,
-            find_links=None,
-        )
+    gone = tmp_path / "nowhere.whl"
+    for small, large in (({"a": gone}, {}), ({}, {"a": gone})):
+        with pytest.raises(BadFileError, match=r"nowhere\.whl"):
+            context.Context(files=small, large=large)
 
 
 def test_what_ninja_may_read_has_the_date_it_had(

@@ -9,7 +9,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,8 +32,12 @@ _LEFTOVER = re.compile(r"__pycache__|build|\..+|.+\.egg-info")
 class Context:
     """Files of a context: path in it -> where the file is now, or its text.
 
+    ``folders`` are there even if they are empty.
     ``large`` files are hard links; the others are copied with a fixed mode and date, so that a
     checkout's umask does not change cache keys, nor its age what is compiled again.
+
+    Raises:
+        BadFileError: a file is missing.
     """
 
     files: Mapping[str, Path | str]
@@ -129,47 +133,6 @@ def bundle_files(base: Base, machine: str, *, flashinfer: str) -> dict[str, Path
     }
 
 
-def builder(
-    base: Base,
-    machine: str,
-    *,
-    here: str,
-    sdist: Path,
-    wheel: Path,
-    third_party: Mapping[str, Path],
-    find_links: Path | None,
-) -> Context:
-    """The context of Dockerfile.builder. Raises BadFileError when a file of it is missing.
-
-    ``third_party``: files of third-party sources, by their place below the folder of that name,
-    which is there and empty where nothing is made of them.
-    """
-    links = _links(find_links, {base.build_lock_path(name) for name in (here, machine)})
-    return Context(
-        files=builder_files(base, machine, here=here),
-        large={**{f"sources/{path.name}": path for path in (sdist, wheel)}, **links, **third_party},
-        folders=("links", "third_party"),
-    )
-
-
-def bundle(
-    base: Base,
-    machine: str,
-    *,
-    flashinfer: str,
-    wheel: Path,
-    ledger: Path,
-    find_links: Path | None,
-) -> Context:
-    """The context of Dockerfile.bundle. Raises BadFileError when a file of it is missing."""
-    links = _links(find_links, (base.lock_path(machine), base.build_lock_path(machine)))
-    return Context(
-        files={**bundle_files(base, machine, flashinfer=flashinfer), "ledger.json": ledger},
-        large={f"wheel/{wheel.name}": wheel, **links},
-        folders=("links", "recipes"),
-    )
-
-
 def inputs_digest(base: Base, machine: str, *, here: str, choices: Mapping[str, str]) -> str:
     """A sha256, in hex, over all inputs of a bundle.
 
@@ -234,7 +197,7 @@ def _installer(lock: Path) -> dict[str, Path | str]:
     }
 
 
-def _links(find_links: Path | None, locks: Iterable[Path]) -> dict[str, Path]:
+def links(find_links: Path | None, *locks: Path) -> dict[str, Path]:
     """The wheels of a --find-links folder that one of ``locks`` allows."""
     if find_links is None:
         return {}

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from sm12x import layout
@@ -214,9 +215,14 @@ def decided(options: Options, report: Reporter) -> Iterator[BuildPlan]:
             _begun(base, engine, machines, mode.name).unlink(missing_ok=True)
         host = host_settings.collect(base.image.suite)
         start = time.monotonic()
-        image = builder = _base_image(base, engine, host, options.base_image, machines, report)
-        if machines.crossing:
-            builder = _base_image(base, engine, host, None, machines.native, report)
+        with report.phase("base image") as step:
+            resolve = partial(
+                rootfs.resolve, base.image, engine, host, say=report.say, on_line=step
+            )
+            image = builder = resolve(machines, override=options.base_image)
+            if machines.crossing:
+                builder = resolve(machines.native, override=None)
+        report.say(f"base image: {image.origin} ({image.digest})")
         choices = {
             "arch_list": archs.to_text(targets),
             "mode": mode.name,
@@ -279,25 +285,6 @@ def alone(base: Base) -> Iterator[None]:
             for leftover in parent.glob(f"{prefix}*"):
                 shutil.rmtree(leftover, ignore_errors=True)
         yield
-
-
-def _base_image(
-    base: Base,
-    engine: Engine,
-    host: HostConfig,
-    override: str | None,
-    machines: Platforms,
-    report: Reporter,
-) -> BaseImage:
-    """Pull or make the base image; see ``rootfs.resolve``."""
-    with report.phase(
-        f"base image{f' for {machines.platform}' if machines.crossing else ''}"
-    ) as step:
-        image = rootfs.resolve(
-            base.image, engine, host, machines, override=override, say=report.say, on_line=step
-        )
-        report.say(f"base image: {image.origin} ({image.digest})")
-    return image
 
 
 def make_base_image(options: Options, report: Reporter) -> tuple[BaseImage, Engine]:

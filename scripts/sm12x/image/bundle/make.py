@@ -100,15 +100,15 @@ def _require_same_again(plan: BuildPlan, release: list[Path], wheel: Path) -> No
 
 def _run_builder(plan: BuildPlan, release: list[Path], out: Path, *, again: str = "") -> None:
     mode, base, machine = plan.mode, plan.base, plan.platforms.machine
-    sdist, wheel = release
-    copied = context.builder(
-        base,
-        machine,
-        here=plan.platforms.here,
-        sdist=sdist,
-        wheel=wheel,
-        third_party=mode.third_party,
-        find_links=plan.options.find_links,
+    locks = {base.build_lock_path(name) for name in (plan.platforms.here, machine)}
+    copied = Context(
+        files=context.builder_files(base, machine, here=plan.platforms.here),
+        large={
+            **{f"sources/{path.name}": path for path in release},
+            **context.links(plan.options.find_links, *locks),
+            **mode.third_party,
+        },
+        folders=("links", "third_party"),
     )
     args = {
         "BASE_IMAGE": plan.builder.reference,
@@ -159,13 +159,12 @@ def _build_image(plan: BuildPlan, ledger: Ledger) -> tuple[str, ...]:
         "LEDGER_SHA256": files.sha256(ledger_path),
         **plan.platforms.install_args(),
     }
-    copied = context.bundle(
-        base,
-        machine,
-        flashinfer=plan.flashinfer,
-        wheel=wheel,
-        ledger=ledger_path,
-        find_links=plan.options.find_links,
+    locks = base.lock_path(machine), base.build_lock_path(machine)
+    inside = context.bundle_files(base, machine, flashinfer=plan.flashinfer)
+    copied = Context(
+        files={**inside, "ledger.json": ledger_path},
+        large={f"wheel/{wheel.name}": wheel, **context.links(plan.options.find_links, *locks)},
+        folders=("links", "recipes"),
     )
     request = BuildRequest(
         dockerfile=layout.root() / context.DOCKERFILES["bundle"],
