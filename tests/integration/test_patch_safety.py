@@ -72,7 +72,7 @@ def test_a_stray_patch_is_not_deleted(world: World) -> None:
     directory = world.applied("older")
     stray = world.base.folder / "0009-Mine.patch"
     stray.write_text("mine\n")
-    with pytest.raises(BadFileError, match="not listed"):
+    with pytest.raises(BadFileError, match=stray.name):
         world.refresh(directory)
     assert stray.read_text() == "mine\n"
 
@@ -113,7 +113,7 @@ def test_a_head_that_is_not_the_branch_is_refused(world: World, spoil: tuple[str
 def test_a_bisection_and_a_row_of_picks_are_unfinished(world: World) -> None:
     directory = world.applied("spoilt")
     (directory / ".git/sequencer").mkdir()
-    with pytest.raises(DirtyTreeError, match="is unfinished"):
+    with pytest.raises(DirtyTreeError, match="sequencer"):
         world.refresh(directory)
 
 

@@ -119,25 +119,25 @@ def _merge(directory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "fact"),
     [
-        (lambda d: (d / "tiny/a.py").write_text("x"), r"1 uncommitted changes \(tiny/a.py\)"),
-        (lambda d: (d / "left.txt").write_text("x"), r"uncommitted changes \(left.txt\)"),
-        (lambda d: (d / ".git/rebase-merge").mkdir(), "is unfinished"),
-        (lambda d: git(d, "tag", "-f", "base", "HEAD"), "is not the untouched source"),
-        (_orphan, "does not descend from the commit tagged base"),
-        (_merge, "holds a merge"),
-        (lambda d: git(d, "tag", "-d", "base"), "not a folder that `sm12x-dev apply`"),
+        (lambda d: (d / "tiny/a.py").write_text("x"), "tiny/a.py"),
+        (lambda d: (d / "left.txt").write_text("x"), "left.txt"),
+        (lambda d: (d / ".git/rebase-merge").mkdir(), "rebase-merge"),
+        (lambda d: git(d, "tag", "-f", "base", "HEAD"), "tagged base"),
+        (_orphan, "tagged base"),
+        (_merge, "merge"),
+        (lambda d: git(d, "tag", "-d", "base"), "sm12x-dev apply"),
     ],
 )
 def test_refresh_refuses_what_is_not_one_line_of_commits(
-    stacked: World, spoil: object, said: str
+    stacked: World, spoil: object, fact: str
 ) -> None:
     before = stacked.patches()
     directory = stacked.applied("spoiled")
     assert callable(spoil)
     spoil(directory)
-    with pytest.raises(DirtyTreeError, match=said):
+    with pytest.raises(DirtyTreeError, match=fact):
         stacked.refresh(directory)
     assert stacked.patches() == before
 
@@ -171,7 +171,7 @@ def test_every_patch_is_tried_and_the_place_is_shown(stacked: World) -> None:
     second.write_text(text.replace("@@ -2,7 +2,8 @@", "@@ -4,7 +4,8 @@", 1))
     directory = stacked.fresh()
     before = snapshot(directory)
-    with pytest.raises(StackConflictError, match=r"2 of 3 patches .* the first is 0001") as caught:
+    with pytest.raises(StackConflictError, match="0001") as caught:
         make_repository(stacked.base, series.load(stacked.base), directory)
     assert snapshot(directory) == before
     report = caught.value.report
@@ -213,7 +213,7 @@ def test_a_patch_the_base_has_already_is_reported_and_skipped(world: World) -> N
     assert [result.state for result in report.results] == ["upstream"]
     assert report.changed == ()
     # It has no commit to export from, and must not get lost on the way.
-    with pytest.raises(DirtyTreeError, match=r"0002-Undo-it\.patch is in the base already"):
+    with pytest.raises(DirtyTreeError, match=r"0002-Undo-it\.patch"):
         world.refresh(directory)
     dropped = add_drop.drop(
         world.base, series.load(world.base), "0002", world.archive, root=world.root
@@ -243,20 +243,20 @@ def test_drop_refuses_a_patch_that_others_need(world: World) -> None:
     before = world.patches()
     with pytest.raises(StackConflictError):
         add_drop.drop(world.base, series.load(world.base), "0001", world.archive, root=world.root)
-    with pytest.raises(BadFileError, match="no patch 0009 in the series"):
+    with pytest.raises(BadFileError, match="0009"):
         add_drop.drop(world.base, series.load(world.base), "0009", world.archive, root=world.root)
     assert world.patches() == before
 
 
 def test_new_refuses_a_bad_message_and_leaves_the_edit(world: World) -> None:
     directory = world.applied("author")
-    with pytest.raises(DirtyTreeError, match="nothing has changed"):
+    with pytest.raises(DirtyTreeError):
         add_drop.new(world.base, directory, world.message("X"), author="A <a@b>", root=world.root)
     (directory / "tiny/a.py").write_text("a = 0\n")
     head = git(directory, "rev-parse", "HEAD")
-    with pytest.raises(export.MessageError, match="ends with a period"):
+    with pytest.raises(export.MessageError, match="period"):
         add_drop.new(world.base, directory, world.message("X."), author="A <a@b>", root=world.root)
-    with pytest.raises(BadFileError, match="is not an author"):
+    with pytest.raises(BadFileError, match="nobody"):
         add_drop.new(world.base, directory, world.message("X"), author="nobody", root=world.root)
     assert git(directory, "rev-parse", "HEAD") == head
     assert (directory / "tiny/a.py").read_text() == "a = 0\n"
@@ -283,7 +283,7 @@ def test_a_tree_that_is_not_untouched_stays_as_it_is(stacked: World, spoil: obje
     assert callable(spoil)
     spoil(directory)
     before = snapshot(directory)
-    with pytest.raises(DirtyTreeError, match="not the untouched source"):
+    with pytest.raises(DirtyTreeError, match="tiny-1"):
         apply(stacked.base, series.load(stacked.base), directory)
     assert snapshot(directory) == before
 
@@ -324,7 +324,7 @@ def test_a_missing_folder_and_a_file_are_refused(stacked: World) -> None:
 def test_a_folder_with_a_repository_of_its_own_keeps_it(stacked: World) -> None:
     directory = stacked.fresh()
     git(directory, "init", "-q")
-    with pytest.raises(DirtyTreeError, match="is a git repository already"):
+    with pytest.raises(DirtyTreeError):
         make_repository(stacked.base, series.load(stacked.base), directory)
     assert apply(stacked.base, series.load(stacked.base), directory).ok
 
@@ -344,7 +344,7 @@ def test_a_callers_git_variables_do_not_reach_it(
 def test_crlf_mangled_patches_are_named(stacked: World) -> None:
     path = stacked.base.folder / "0002-Correct-b-gr-er.patch"
     path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
-    with pytest.raises(BadFileError, match=r"0002-Correct-b-gr-er\.patch:1: has CRLF line endings"):
+    with pytest.raises(BadFileError, match=r"0002-Correct-b-gr-er\.patch:1: .*CRLF"):
         series.load(stacked.base)
 
 

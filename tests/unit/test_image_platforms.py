@@ -44,7 +44,7 @@ def test_on_another_machine_its_own_image_is_as_easy(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     for asked in (None, "linux/arm64"):
         assert platforms.choose(BASE, asked) == Platforms(machine="aarch64", here="aarch64")
-    with pytest.raises(BadArchitectureError, match="x86_64 cannot be compiled on aarch64"):
+    with pytest.raises(BadArchitectureError, match=r"x86_64 .*aarch64"):
         platforms.choose(BASE, "linux/amd64")
 
 
@@ -78,10 +78,10 @@ def test_what_is_missing_is_said_with_how_to_have_it(tmp_path: Path, texts: dict
 
 
 def test_unknown_platforms_and_bases_without_a_wheel() -> None:
-    with pytest.raises(UsageError, match="no platform 'arm64'"):
+    with pytest.raises(UsageError, match="arm64"):
         platforms.choose(BASE, "arm64")
     alone = dataclasses.replace(BASE, wheels={"x86_64": BASE.wheels["x86_64"]})
-    with pytest.raises(BadArchitectureError, match="no wheel for aarch64") as caught:
+    with pytest.raises(BadArchitectureError, match="aarch64") as caught:
         platforms.choose(alone, "linux/arm64")
     assert "linux/amd64 with --platform" in caught.value.next_step
 

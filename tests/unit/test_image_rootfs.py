@@ -100,5 +100,5 @@ def test_an_image_of_the_users_own_is_taken_as_it_is() -> None:
 
 def test_making_one_needs_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 1000)
-    with pytest.raises(BuildFailedError, match="needs root"):
+    with pytest.raises(BuildFailedError, match="root"):
         rootfs.make(SPEC, Fake(), HOST, HERE, say=lambda text: None, on_line=lambda line: None)
