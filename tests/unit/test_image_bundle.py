@@ -205,13 +205,6 @@ def test_the_summary_names_a_base_that_is_not_the_default(monkeypatch: pytest.Mo
     assert "make bundle BASE=0.33.0 ARGS=--flashinfer" in got
 
 
-def test_the_summary_says_where_what_full_mode_needs_comes_from() -> None:
-    step = dataclasses.replace(OFFER.steps[1], sources=("a", "b", "c"), given_only=("b",))
-    made = _made(offer=dataclasses.replace(OFFER, steps=(step,)))
-    text = " ".join(summary.text(made, details=True).split())
-    assert "a and c (from git, or --source NAME=DIR) and b (--source b=DIR alone)" in text
-
-
 def test_the_summary_names_a_source_of_another_patch_level() -> None:
     source = SourceEntry(name="cutlass", pin="v4.7.1", version="v4.7.0")
     line = "Compiled with cutlass v4.7.0 in place of v4.7.1 (--accept-patch-level)"

@@ -48,7 +48,7 @@ def text(bundle: Bundle, recipes: Sequence[str] = (), *, details: bool = False) 
     parts = [
         _head(record, unchanged=bundle.unchanged),
         *(content if details else ["\n".join(content)]),
-        _full(bundle.offer, record, details=details) if bundle.offer else "",
+        _full(bundle.offer, record) if bundle.offer else "",
         _flashinfer(record),
         _output(record, bundle.folder, details=details),
         _next(bundle, recipes),
@@ -170,22 +170,12 @@ def _figures(bundle: Bundle) -> str:
     return "\n".join(lines)
 
 
-def _full(offer: Offer, record: Record, *, details: bool) -> str:
+def _full(offer: Offer, record: Record) -> str:
     """Render what full mode would add to this bundle, and how long it takes here."""
     first, *rest = offer.steps
     count = texts.counted(len(first.modules), "more module", "more modules")
     later = "; more where further sources are given" if rest else ""
-    lines = [f"Full mode compiles {count}, {offer.figures}{later}"]
-    for step in offer.steps if details else ():
-        what = f"{', '.join(step.modules)}: about {step.minutes:.0f} min in all"
-        fetched = [name for name in step.sources if name not in step.given_only]
-        where = [f"{' and '.join(fetched)} (from git, or --source NAME=DIR)"] if fetched else []
-        where += [f"{name} (--source {name}=DIR alone)" for name in step.given_only]
-        sources = f"with {' and '.join(where)} also " if where else ""
-        lines.append(_wrapped(f"{sources}{what}", indent=2))
-    if offer.against and details:
-        lines.append(_wrapped(f"auto does not choose full mode here: {offer.against}", indent=2))
-    return "\n".join([*lines, f"  {_bundle(record, 'BUILD=full')}"])
+    return f"Full mode compiles {count}, {offer.figures}{later}\n  {_bundle(record, 'BUILD=full')}"
 
 
 def _bundle(record: Record, words: str) -> str:
