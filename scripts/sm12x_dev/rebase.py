@@ -25,6 +25,8 @@ from sm12x_dev import base_draft, lock
 from sm12x_dev.base_draft import Draft
 from sm12x_dev.witness import junit
 from sm12x_dev.witness.pytests import Run
+from sm12x_dev.worktree import export
+from sm12x_dev.worktree.repository import BASE_TAG, BRANCH, own
 
 UPSTREAM = "upstream"
 NEEDED = "needed"
@@ -74,7 +76,7 @@ def write_folder(base: Base, drafted: Draft, folder: Path) -> Base:
     for path in folder.glob("*.patch"):
         path.unlink()
     files.write_text(folder / "base.toml", drafted.text)
-    files.write_text(folder / "series", series.header(base))
+    files.write_text(folder / "series", export.header(base))
     for name in _COPIED:
         if (base.folder / name).is_file():
             shutil.copyfile(base.folder / name, folder / name)
@@ -148,10 +150,8 @@ def rebase(
         StackConflictError: the stack does not apply to its own base.
     """
     with tree.scratch(source) as git:
-        start = apply.commit_base(base, stack, git, source, None)
+        start = apply.commit_base(base, stack, git, source)
         report, tip = apply.try_stack(base, stack, git, start)
-        if not report.ok:
-            raise apply.StackConflictError(report)
         names = [one.name for one in report.results if one.state == apply.APPLIED]
         commits = dict(zip(names, git.commits(start, tip), strict=True))
         # The same objects, another folder.
@@ -160,10 +160,10 @@ def rebase(
         release = git.commit_tree(git.write_tree(), f"{new.sdist.name}\n")
         dropped = _left_out(git, stack, new, verdicts)
         git.read_tree(release)
-        git.update_ref(f"refs/tags/{apply.BASE_TAG}", release)
-        git.update_ref(f"refs/heads/{apply.BRANCH}", tip)
+        git.update_ref(f"refs/tags/{BASE_TAG}", release)
+        git.update_ref(f"refs/heads/{BRANCH}", tip)
         git.run("update-ref", "--no-deref", "HEAD", release)
-        apply.own(git, new.version, series.load(new).id)
+        own(git, new.version, series.load(new).id)
         git.config("merge.conflictStyle", "diff3")
         # A line of a message that begins with # is no comment.
         git.config("commit.cleanup", "scissors")
@@ -174,7 +174,7 @@ def rebase(
     lines = [f"pick {commit} {name}\n" for name, commit in commits.items() if name not in gone]
     todo.write_text("".join(lines) or "noop\n")
     git = Repository(git_dir=(directory / ".git").absolute(), work_tree=directory.absolute())
-    words = ("rebase", "--quiet", "--interactive", "--onto", release, start, apply.BRANCH)
+    words = ("rebase", "--quiet", "--interactive", "--onto", release, start, BRANCH)
     environment = {
         "GIT_SEQUENCE_EDITOR": f"cp {shlex.quote(str(todo.absolute()))}",
         # Of commits that are read for their author and their text alone.

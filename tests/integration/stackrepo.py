@@ -16,8 +16,8 @@ from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
 from sm12x.stack.model.base import Base
 from sm12x.stack.worktree import tree
-from sm12x.stack.worktree.apply import apply
 from sm12x_dev.worktree import add_drop, export
+from sm12x_dev.worktree.repository import make_repository
 
 VERSION = "1.0"
 BODY = (
@@ -60,7 +60,7 @@ class World:
     def applied(self, name: str = "applied") -> Path:
         """The sdist with the stack on it, as a repository."""
         directory = self.fresh(name)
-        apply(self.base, series.load(self.base), directory, repository=True)
+        make_repository(self.base, series.load(self.base), directory)
         return directory
 
     def commit(

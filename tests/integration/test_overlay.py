@@ -41,42 +41,39 @@ def files(stack: Stack, directory: Path) -> dict[str, bytes]:
 
 def test_the_files_become_those_of_the_patched_source(world: World, stack: Stack) -> None:
     made = overlay.patch(stack, files(stack, world.fresh()), source="image")
-    assert sorted(made.files) == ["tiny/a.py", "tiny/b.py", "tiny/sub/c.py"]
+    assert sorted(made) == ["tiny/a.py", "tiny/b.py", "tiny/sub/c.py"]
     patched = world.applied("patched")
-    for path, content in made.files.items():
+    for path, content in made.items():
         assert content == (patched / path).read_bytes()
-    assert made.done == ()
 
 
 def test_a_file_that_is_patched_already_needs_no_overlay(world: World, stack: Stack) -> None:
     have = files(stack, world.applied("patched"))
-    assert overlay.patch(stack, have, source="image").files == {}
+    assert overlay.patch(stack, have, source="image") == {}
     mixed = {**have, "tiny/b.py": files(stack, world.fresh())["tiny/b.py"]}
     made = overlay.patch(stack, mixed, source="image")
-    assert list(made.files) == ["tiny/b.py"]
-    assert made.done == ("tiny/a.py", "tiny/sub/c.py")
+    assert list(made) == ["tiny/b.py"]
 
 
 @pytest.mark.parametrize(
-    ("edit", "said"),
+    "edit",
     [
-        (lambda text: text.replace(b"a = 10\n", b"a = 11\n"), "image: patch failed: tiny/a.py:7"),
+        lambda text: text.replace(b"a = 10\n", b"a = 11\n"),
         # It would fit, ten lines on: the file is another one all the same.
-        (lambda text: b"# moved\n" * 10 + text, "image: tiny/a.py: hunk 1 fits"),
-        (lambda text: None, "image: tiny/a.py: does not exist"),
+        lambda text: b"# moved\n" * 10 + text,
+        lambda text: None,
     ],
 )
-def test_a_file_of_another_version_is_refused(
-    world: World, stack: Stack, edit: object, said: str
-) -> None:
+def test_a_file_of_another_version_is_refused(world: World, stack: Stack, edit: object) -> None:
     have = files(stack, world.fresh())
     assert callable(edit)
     text = edit(have.pop("tiny/a.py"))
     if text is not None:
         have["tiny/a.py"] = text
-    with pytest.raises(PatchConflictError, match=said) as caught:
+    with pytest.raises(PatchConflictError) as caught:
         overlay.patch(stack, have, source="image")
-    assert "0001-Correct-line-ten.patch" in str(caught.value)
+    for fact in ("0001-Correct-line-ten.patch", "image", "tiny/a.py"):
+        assert fact in caught.value.message
     assert "\n" not in str(caught.value)
 
 
@@ -88,17 +85,17 @@ def test_what_is_written_says_what_it_was_made_from(
     installed = InstalledTree(top="/usr/lib/dist-packages", version="9.9.0", root=True, files=have)
     out = tmp_path / "out put"
     for _ in range(2):
-        overlay.write(made, installed, stack, "image", out)
+        written = overlay.write(made, installed, stack, "image", out)
         record = json.loads((out / overlay.RECORD).read_text())
     assert record["stack"] == stack.id
     assert record["files"]["tiny/a.py"]["mount"] == "/usr/lib/dist-packages/tiny/a.py"
-    assert (out / "tiny/a.py").read_bytes() == made.files["tiny/a.py"]
-    docker, nomad = overlay.volume_lines(made, installed, out)
+    assert (out / "tiny/a.py").read_bytes() == made["tiny/a.py"]
+    docker, nomad = overlay.volume_lines(written, out, root=True)
     assert f"'{out}/tiny/a.py:/usr/lib/dist-packages/tiny/a.py:ro'" in docker
     assert "sm12x-rootcache:/root/.cache" in docker
     assert f'"/usr/lib/dist-packages/tiny/a.py" = "{out}/tiny/a.py"' in nomad
     taken = tmp_path / "taken"
     taken.mkdir()
     (taken / "mine").write_text("")
-    with pytest.raises(UsageError, match="is not an overlay"):
+    with pytest.raises(UsageError, match=str(taken)):
         overlay.write(made, installed, stack, "image", taken)

@@ -20,10 +20,10 @@ from sm12x import layout
 from sm12x.core import index
 from sm12x.core.errors import EXIT_CODES
 from sm12x.stack.model import base as bases
-from sm12x.stack.model import patchfile, series
-from sm12x.stack.worktree import apply as applying
+from sm12x.stack.model import series
 from sm12x.stack.worktree import tree
-from sm12x_dev.worktree import export
+from sm12x_dev.worktree import export, lint
+from sm12x_dev.worktree.repository import BASE_TAG
 
 
 @pytest.fixture
@@ -243,5 +243,5 @@ def test_the_stack_of_a_real_release_round_trips(version: str, tmp_path: Path) -
     repository = export.open_repository(base, directory)
     with pytest.raises(export.MessageError, match=f"{len(stack.patches) + 1:04d}-Change-the-set"):
         export.refresh(base, directory, root=None)
-    assert patchfile.file_name(1, "Change the set-up") == "0001-Change-the-set-up.patch"
-    assert repository.tree_of(applying.BASE_TAG) == base.sdist.tree
+    assert lint.file_name(1, "Change the set-up") == "0001-Change-the-set-up.patch"
+    assert repository.tree_of(BASE_TAG) == base.sdist.tree

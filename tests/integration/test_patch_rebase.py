@@ -15,7 +15,7 @@ from tests.integration.stackrepo import FILES, World, git, release, snapshot
 from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
 from sm12x.stack.worktree import tree
-from sm12x_dev.worktree import export
+from sm12x_dev.worktree import export, lint
 
 TEN = "tests/witness/test_ten.py"
 FIVE = "tests/witness/test_five.py"
@@ -80,7 +80,7 @@ def test_what_merges_is_kept_and_what_is_upstream_is_left_out(world: World) -> N
     stack = series.load(new)
     assert [patch.name for patch in stack.patches] == ["0001-Correct-ten.patch"]
     assert stack.patches[0].author.name == "A Person"
-    assert series.check(new, root=world.root) == []
+    assert lint.check(new, root=world.root) == []
     # Strictly, and byte for byte out again.
     fresh = world.work / "two"
     tree.unpack(world.archive.parent / "tiny-2.0.tar.gz", fresh)
@@ -119,7 +119,7 @@ def test_a_conflict_is_resolved_and_continued_with_git(world: World) -> None:
     assert done.returncode == 0, done.stderr
     assert _subjects() == ["Correct ten", "Correct five"]
     assert series.load(bases.load("2.0")).patches[0].author.name == "A Person"
-    assert series.check(bases.load("2.0"), root=world.root) == []
+    assert lint.check(bases.load("2.0"), root=world.root) == []
 
 
 def test_the_commands_of_the_error_work(world: World) -> None:

@@ -156,7 +156,7 @@ def run(
             untouched = folder / "base"
             shutil.copytree(patched, untouched, symlinks=True, copy_function=os.link)
         # Files are put in place by a rename: the other names of a hard link keep the old content.
-        apply.apply(base, stack, patched, archive=archive)
+        apply.apply(base, stack, patched)
         if (root / mutations.PACKAGE).is_dir():
             shutil.copytree(root / mutations.PACKAGE, patched / mutations.PACKAGE)
         findings: list[MessageFault] = []

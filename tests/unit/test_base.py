@@ -40,29 +40,29 @@ def test_what_the_witnesses_install_is_locked_for_every_machine(version: str) ->
 
 
 def test_an_unknown_base_names_the_nearest() -> None:
-    with pytest.raises(UnknownBaseError, match=r"no base 0\.33\.1.*perhaps you meant 0\.33\.0"):
+    with pytest.raises(UnknownBaseError, match=r"0\.33\.1.*0\.33\.0"):
         base.load("0.33.1")
 
 
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ('python = "3.13"', 'pyton = "3.13"', "pyton is not .*meant python .and 1 more"),
+        ('python = "3.13"', 'pyton = "3.13"', "pyton .* python .*1"),
         ('python = "3.13"', "", "python is missing"),
-        ('python = "3.13"', 'python = "3.13"\npyton = "3.13"', r"pyton is not a .*meant python"),
-        ('python = "3.13"', 'python = "3.13"\nfolder = "/tmp"', "folder is not a known key"),
-        ('python = "3.13"', "python = 3.13", "python has the wrong type"),
-        ("cpu_seconds = ", "cpu_secnds = ", r"module\[0\].cpu_secnds .*meant cpu_sec"),
-        ('tree = "', "tree = 3\n#", "sdist.tree has the wrong type"),
-        ("schema = 1", "schema = 2", ": schema is 2, and not 1"),
-        ('version = "0.33.0"', 'version = "0.22.0"', "the folder is 0.33.0"),
-        ("[wheel.aarch64]", "[wheel.arm]", ": wheel.arm is 'arm'.*x86_64"),
-        ("peak_gib = 0.1", 'peak_gib = "a"', r"module\[0\].peak_gib has the wrong type"),
-        ("schema = 1", "schema = ", "cannot be read"),
+        ('python = "3.13"', 'python = "3.13"\npyton = "3.13"', r"pyton .* python"),
+        ('python = "3.13"', 'python = "3.13"\nfolder = "/tmp"', ": folder "),
+        ('python = "3.13"', "python = 3.13", ": python "),
+        ("cpu_seconds = ", "cpu_secnds = ", r"module\[0\].cpu_secnds .* cpu_sec"),
+        ('tree = "', "tree = 3\n#", "sdist.tree "),
+        ("schema = 1", "schema = 2", ": schema .*2.* 1"),
+        ('version = "0.33.0"', 'version = "0.22.0"', "0.22.0.* 0.33.0"),
+        ("[wheel.aarch64]", "[wheel.arm]", ": wheel.arm .*x86_64"),
+        ("peak_gib = 0.1", 'peak_gib = "a"', r"module\[0\].peak_gib "),
+        ("schema = 1", "schema = ", "base.toml"),
         (
             'auto_needs = ["cutlass"]',
             'auto_needs = ["cutlas"]',
-            "auto_needs names 'cutlas', which is no .*use cutlass",
+            "auto_needs .*cutlas'.*cutlass",
         ),
     ],
 )
@@ -91,10 +91,10 @@ def test_what_a_stack_leaves_out_is_read_with_its_reason(tmp_path: Path) -> None
         (
             'state = "upstream"',
             'state = "gone"',
-            r"dropped\[0\]\.state is 'gone'",
+            r"dropped\[0\]\.state ",
         ),
-        ('since = "0.22.0"\n', "", r"dropped\[0\]\.since is missing"),
-        ('why = "a"', 'why = "a"\nwhen = "b"', r"dropped\[0\]\.when is not a known key"),
+        ('since = "0.22.0"\n', "", r"dropped\[0\]\.since "),
+        ('why = "a"', 'why = "a"\nwhen = "b"', r"dropped\[0\]\.when "),
     ],
 )
 def test_a_fault_in_what_is_left_out_is_named(
@@ -132,28 +132,28 @@ def test_an_extra_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "key"),
     [
-        ('name = "b12x"', 'name = "B12_x"', r"extra\[0\]\.name is 'B12_x'"),
-        ("b12x==1.5.1", "b12x>=1.5.1", r"extra\[0\]\.requirement .*not NAME==VERSION"),
-        ("b12x==1.5.1", "b12x==1.5.*", r"extra\[0\]\.requirement .*not NAME==VERSION"),
-        ("b12x==1.5.1", "b12x", r"extra\[0\]\.requirement .*not NAME==VERSION"),
-        ("b12x==1.5.1", "b12x==1.5.1,!=2", r"extra\[0\]\.requirement .*not NAME==VERSION"),
-        ("b12x==1.5.1", "b12x[dev]==1.5.1", r"extra\[0\]\.requirement .*==VERSION alone"),
-        ("b12x==1.5.1", "b12x==1; python_version>'3'", r"extra\[0\]\.requirement .* alone"),
-        ("b12x==1.5.1", "b12x ==", r"extra\[0\]\.requirement is not a requirement"),
-        ('"Apache-2.0"', '" "', r"extra\[0\]\.license is empty"),
-        ('"kernels"', '""', r"extra\[0\]\.why is empty"),
-        ('["b12x"]', "[]", r"extra\[0\]\.modules is empty"),
-        ('modules = ["b12x"]\n', "", r"extra\[0\]\.modules is missing"),
-        ("license =", "licence =", r"extra\[0\]\.licence .*meant license"),
-        ("\nwhy", f"\nwhy = 'a'\n{EXTRA}#", r"extra\[1\]\.name 'b12x' is there twice"),
+        ('name = "b12x"', 'name = "B12_x"', "name"),
+        ("b12x==1.5.1", "b12x>=1.5.1", "requirement"),
+        ("b12x==1.5.1", "b12x==1.5.*", "requirement"),
+        ("b12x==1.5.1", "b12x", "requirement"),
+        ("b12x==1.5.1", "b12x==1.5.1,!=2", "requirement"),
+        ("b12x==1.5.1", "b12x[dev]==1.5.1", "requirement"),
+        ("b12x==1.5.1", "b12x==1; python_version>'3'", "requirement"),
+        ("b12x==1.5.1", "b12x ==", "requirement"),
+        ('"Apache-2.0"', '" "', "license"),
+        ('"kernels"', '""', "why"),
+        ('["b12x"]', "[]", "modules"),
+        ('modules = ["b12x"]\n', "", "modules"),
+        ("license =", "licence =", "licence"),
+        ("\nwhy", f"\nwhy = 'a'\n{EXTRA}#", "name"),
     ],
 )
-def test_a_fault_in_an_extra_names_its_key(tmp_path: Path, old: str, new: str, said: str) -> None:
+def test_a_fault_in_an_extra_names_its_key(tmp_path: Path, old: str, new: str, key: str) -> None:
     text = EXTRA.replace(old, new)
     assert text != EXTRA
-    with pytest.raises(BadFileError, match=said):
+    with pytest.raises(BadFileError, match=rf": extra\[[01]\]\.{key} "):
         base.parse(_with_extra(tmp_path, text))
 
 

@@ -253,11 +253,11 @@ def test_what_would_stand_outside_of_quotes_is_refused(
 def test_a_name_that_hcl_cannot_have_is_refused(tmp_path: Path) -> None:
     path = tmp_path / 'two".yaml'
     path.write_text(RECIPE)
-    with pytest.raises(UsageError, match="a job cannot have the name"):
+    with pytest.raises(UsageError):
         nomad.render(load.load(path))
     pair = RECIPE.replace("port: 8000", "a_port: 1, 'b }_port': 2").replace("{port}", "{a_port}")
     text = pair.replace("machines: 1", "pair: [one, two]")
-    with pytest.raises(UsageError, match="a variable cannot have the name 'b }_port'"):
+    with pytest.raises(UsageError, match="b }_port"):
         nomad.render(recipe(tmp_path, text))
 
 
@@ -272,11 +272,11 @@ def test_an_overlay_finds_address_and_port_in_either_form(tmp_path: Path) -> Non
 
 
 def test_a_setting_the_recipe_does_not_have_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no setting 'prot'; perhaps you meant port"):
+    with pytest.raises(UsageError, match=r"prot.*port"):
         nomad.render(recipe(tmp_path), settings={"prot": "1"})
 
 
 @pytest.mark.parametrize("port", ["0", "65536", "99999"])
 def test_a_port_that_there_is_not_is_refused(tmp_path: Path, port: str) -> None:
-    with pytest.raises(UsageError, match="from 1 to 65535"):
+    with pytest.raises(UsageError, match="65535"):
         nomad.render(recipe(tmp_path), settings={"port": port})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -115,46 +117,41 @@ def test_any_change_changes_the_inputs(base: Base, monkeypatch: pytest.MonkeyPat
     assert first != digest(choices=choices)
 
 
-def test_uv_is_pinned_by_the_builders_lock() -> None:
-    lock = (
+def test_uv_is_pinned_by_the_builders_lock(base: Base, tmp_path: Path) -> None:
+    lock = tmp_path / "build-x86_64.lock"
+    base = dataclasses.replace(base, folder=tmp_path)
+    lock.write_text(
         "uvicorn==1.0 \\\n    --hash=sha256:aa\n"
         "uv==0.9.1 \\\n    --hash=sha256:bb \\\n    --hash=sha256:cc\n    # via -r build\n"
     )
-    assert context.uv_requirement(lock) == (
+    assert context.builder_files(base, "x86_64", here="x86_64")["uv.lock"] == (
         "uv==0.9.1 \\\n    --hash=sha256:bb \\\n    --hash=sha256:cc\n"
     )
-    with pytest.raises(BadFileError, match="no entry for uv"):
-        context.uv_requirement("uvicorn==1.0\n")
+    for text in ("uvicorn==1.0\n", "uv==0.9.1\n"):
+        lock.write_text(text)
+        with pytest.raises(BadFileError, match="uv with hashes"):
+            context.builder_files(base, "x86_64", here="x86_64")
 
 
-def test_only_wheels_a_lock_allows_are_taken_from_find_links(
-    base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_wheels_a_lock_allows_are_taken_from_find_links(base: Base, tmp_path: Path) -> None:
     allowed = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # sha256 of abc
-    monkeypatch.setattr(context, "locked_hashes", lambda lock: frozenset([allowed]))
+    locks = tmp_path / "base"
+    shutil.copytree(base.folder, locks)
+    base = dataclasses.replace(base, folder=locks)
+    with base.build_lock_path("x86_64").open("a") as lock:
+        lock.write(f"good==1 \\\n    --hash=sha256:{allowed}\n")
     (tmp_path / "good-1-py3-none-any.whl").write_bytes(b"abc")
     (tmp_path / "other-1-py3-none-any.whl").write_bytes(b"abd")
-    sdist, wheel = tmp_path / "s.tar.gz", tmp_path / "w.whl"
-    for path in (sdist, wheel):
-        path.write_bytes(b"")
-    made = context.builder(
-        base, "x86_64", here="x86_64", sdist=sdist, wheel=wheel, third_party={}, find_links=tmp_path
-    )
-    assert [name for name in made.large if name.startswith("links/")] == [
+    assert list(context.links(tmp_path, base.build_lock_path("x86_64"))) == [
         "links/good-1-py3-none-any.whl"
     ]
 
 
 def test_a_missing_file_is_named(base: Base, tmp_path: Path) -> None:
-    with pytest.raises(BadFileError, match=r"nowhere\.whl is missing"):
-        context.bundle(
-            base,
-            "x86_64",
-            flashinfer="",
-            wheel=tmp_path / "nowhere.whl",
-            ledger=base.series_path,
-            find_links=None,
-        )
+    gone = tmp_path / "nowhere.whl"
+    for small, large in (({"a": gone}, {}), ({}, {"a": gone})):
+        with pytest.raises(BadFileError, match=r"nowhere\.whl"):
+            context.Context(files=small, large=large)
 
 
 def test_what_ninja_may_read_has_the_date_it_had(

@@ -24,11 +24,11 @@ def test_certificates_are_kept_once_and_without_comments(tmp_path: Path) -> None
 def test_a_bundle_that_is_missing_or_too_big_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(BadFileError, match=r"nowhere\.crt cannot be read"):
+    with pytest.raises(BadFileError, match=r"nowhere\.crt"):
         host_settings.certificates(tmp_path / "nowhere.crt")
     monkeypatch.setattr(host_settings, "SECRET_LIMIT", 10)
     (tmp_path / "ca.crt").write_text(ONE)
-    with pytest.raises(BadFileError, match="a build secret may have"):
+    with pytest.raises(BadFileError, match=r"ca\.crt"):
         host_settings.certificates(tmp_path / "ca.crt")
 
 
@@ -67,16 +67,13 @@ def test_mirrors_of_the_host(targets: str, expected: tuple[str | None, str | Non
 
 
 def test_the_hosts_mirror_is_used_for_the_images_release() -> None:
-    mirrors = ("https://mirror.example/debian", None)
-    text = host_settings.apt_list(mirrors, "trixie")
+    text = host_settings.apt_list("https://mirror.example/debian", None, "trixie")
     assert " https://mirror.example/debian trixie main\n" in text
     assert " https://mirror.example/debian-security trixie-security main\n" in text
-    assert "bookworm" not in text
-    conf = host_settings.apt_conf({"Acquire::Retries": "3"}, mirrors=mirrors, suite="trixie")
+    conf = host_settings.apt_conf({"Acquire::Retries": "3"}, sources=True)
     assert 'Acquire::Retries "3";' in conf
     assert 'Dir::Etc::SourceList "/run/secrets/apt.list";' in conf
-    public = host_settings.apt_conf({}, mirrors=(None, None), suite="trixie")
-    assert "SourceList" not in public
+    assert "SourceList" not in host_settings.apt_conf({}, sources=False)
 
 
 def test_proxies_of_apt_are_found() -> None:

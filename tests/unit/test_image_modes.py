@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -54,25 +53,13 @@ def test_sources_are_looked_for_only_where_they_decide(
         chosen = "full" if available in full_with else "quick"
         return Decision(mode=chosen, reason="a reason")
 
-    calls: list[None] = []
-
-    def collect() -> dict[str, FoundSource]:
-        calls.append(None)
-        return {"cutlass": _found("cutlass", tmp_path), "qutlass": _found("qutlass", None)}
-
     monkeypatch.setattr(selection, "decide", decide)
-    request = modes.ModeRequest(wanted="auto", given={"cutlass": tmp_path})
-    made = modes.decide(BASE, request, cores=2, memory_gib=20.0, collect=collect)
-    assert (made.mode, len(calls)) == (mode, looked)
-
-
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [("ful", "use full"), ("Quick", "use quick"), ("x", "use quick, full or auto")],
-)
-def test_another_mode_is_refused(word: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        modes.parse_request(BASE, word, ())
+    monkeypatch.setattr(machine, "cores", lambda: 2)
+    how, said = _decide(
+        monkeypatch, tmp_path, wanted="auto", given={"cutlass": tmp_path}, memory=20.0
+    )
+    # A full build needs the sources in any case.
+    assert (how.name, said.sources) == (mode, looked or mode == "full")
 
 
 def test_given_sources(tmp_path: Path) -> None:
@@ -110,14 +97,6 @@ def test_sources_are_staged_without_their_history_and_named_by_their_content(
     assert not any((tmp_path / "quick" / "third_party").iterdir())
 
 
-def test_what_is_compiled_and_what_is_kept() -> None:
-    quick = modes.choose(BASE, "quick", ())
-    assert [module.target for module in quick.modules] == ["cumem_allocator", "spinloop", "fs_io_C"]
-    full = modes.choose(BASE, "full", ["cutlass"])
-    assert "_moe_C_stable_libtorch" in [module.target for module in full.modules]
-    assert ("_qutlass_C", ("qutlass",)) in [(kept.target, kept.missing) for kept in full.kept]
-
-
 @pytest.mark.parametrize(
     ("mode", "arch_list", "devices"),
     [
@@ -134,7 +113,7 @@ def test_a_full_build_is_audited_for_what_it_was_made_for(
 
 
 def test_a_work_folder_is_named_by_what_a_compiler_must_not_mix() -> None:
-    plain = modes.BuildMode(name="full", choice=modes.choose(BASE, "quick", ()))
+    plain = modes.BuildMode(name="full", choice=selection.choose(BASE, (), mode="quick"))
     other = dataclasses.replace(plain, third_party_sha256="1")
     keys = {
         how.key(BASE, machine, arch_list)
@@ -147,55 +126,52 @@ def test_a_work_folder_is_named_by_what_a_compiler_must_not_mix() -> None:
 
 
 class Said:
-    """A reporter that keeps what it was told."""
+    """A reporter that keeps what it was told; ``sources`` says whether any were looked for."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self.sources = False
 
     def say(self, text: str) -> None:
         self.lines.append(text)
 
     def phase(self, label: str, *, live: bool = True) -> AbstractContextManager[Any]:
-        self.lines.append(f"{label} ...")
         return nullcontext(self.say)
 
 
-def _settle(
+def _decide(
     monkeypatch: pytest.MonkeyPatch, folder: Path, **fields: Any
 ) -> tuple[modes.BuildMode, Said]:
-    def collect(base: Base, *, say: Callable[[str], None], **_: Any) -> dict[str, FoundSource]:
-        say("cutlass: a checkout")
+    said = Said()
+
+    def collect(base: Base, **_: Any) -> dict[str, FoundSource]:
+        said.sources = True
         return {"cutlass": _found("cutlass", folder), "qutlass": _found("qutlass", None)}
 
     monkeypatch.setattr(third_party, "collect", collect)
-    monkeypatch.setattr(bases, "versions", lambda: [BASE.version, "9.9.9"])
-    values = {"wanted": "full", "given": {}, **fields}
-    made = values.pop("made", "")
-    if memory := values.pop("memory", None):
+    if memory := fields.get("memory"):
         monkeypatch.setattr(cmake, "free_memory_gib", lambda: memory)
-    said = Said()
-    targets = cudaarch.parse_list(values.pop("arch_list", "12.0a"))
-    request = modes.ModeRequest(**values)
-    how = modes.settle(BASE, request, targets, made, report=said)
+    how = modes.decide(
+        *(BASE, fields.get("wanted", "full"), fields.get("given", {}), ()),
+        cudaarch.parse_list(fields.get("arch_list", "12.0a")),
+        fields.get("earlier", ""),
+        report=said,
+    )
     return how, said
 
 
 def test_what_a_full_build_says_before_it_starts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(cmake, "free_memory_gib", lambda: 64.0)
     (tmp_path / "a.h").write_text("a")
-    how, said = _settle(monkeypatch, tmp_path)
-    assert said.lines[:4] == [
-        "build mode full: as asked for; quick mode: make bundle BUILD=quick",
-        "there is a newer base: make bundle BASE=9.9.9",
-        "third-party sources ...",
-        "cutlass: a checkout",
-    ]
-    kept = "vllm/_qutlass_C.abi3.so stays the official one (qutlass: its host is not reachable)"
-    assert kept in said.lines
-    assert said.lines[-1] == "name the folder of a missing source with --source NAME=DIR"
+    how, said = _decide(monkeypatch, tmp_path, memory=64.0)
+    assert "BUILD=quick" in said.lines[0]
+    (kept,) = [line for line in said.lines if "vllm/_qutlass_C.abi3.so" in line]
+    assert "its host is not reachable" in kept
+    assert "--source NAME=DIR" in said.lines[-1]
     assert list(how.third_party) == ["third_party/cutlass/a.h"]
+    assert "_moe_C_stable_libtorch" in [module.target for module in how.choice.modules]
+    assert ("_qutlass_C", ("qutlass",)) in [(one.target, one.missing) for one in how.choice.kept]
 
 
 def test_a_full_bundle_that_is_there_is_not_given_up_for_want_of_memory_now(
@@ -203,20 +179,20 @@ def test_a_full_bundle_that_is_there_is_not_given_up_for_want_of_memory_now(
 ) -> None:
     monkeypatch.setattr(cmake, "free_memory_gib", lambda: 4.0)
     monkeypatch.setattr(machine, "cores", lambda: 64)
-    monkeypatch.setattr(modes, "all_memory_gib", lambda: 256.0)
-    assert _settle(monkeypatch, tmp_path, wanted="auto")[0].name == "quick"
-    assert _settle(monkeypatch, tmp_path, wanted="auto", made="full")[0].name == "full"
-    with pytest.raises(NoSpaceError, match=r"needs \d+\.\d GiB of memory, 4\.0 GiB are free"):
-        _settle(monkeypatch, tmp_path)
+    monkeypatch.setattr(modes, "_all_memory_gib", lambda: 256.0)
+    assert _decide(monkeypatch, tmp_path, wanted="auto")[0].name == "quick"
+    assert _decide(monkeypatch, tmp_path, wanted="auto", earlier="full")[0].name == "full"
+    with pytest.raises(NoSpaceError, match=r"4\.0 GiB"):
+        _decide(monkeypatch, tmp_path)
 
 
 def test_generic_12_0_is_for_quick_mode_alone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(cmake, "free_memory_gib", lambda: 64.0)
-    with pytest.raises(BadArchitectureError, match="leaves Marlin to PTX"):
-        _settle(monkeypatch, tmp_path, arch_list="9.0a;12.0")
-    assert _settle(monkeypatch, tmp_path, arch_list="12.0", wanted="quick")[0].name == "quick"
+    with pytest.raises(BadArchitectureError, match="PTX"):
+        _decide(monkeypatch, tmp_path, arch_list="9.0a;12.0")
+    assert _decide(monkeypatch, tmp_path, arch_list="12.0", wanted="quick")[0].name == "quick"
 
 
 def test_links_in_a_given_source_are_followed(tmp_path: Path) -> None:
@@ -234,17 +210,13 @@ def test_patch_levels_are_of_folders_that_are_given(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "a.h").write_text("a")
-    words = [f"cutlass={tmp_path}", f"qutlass={tmp_path}"]
-    made = modes.parse_request(BASE, "full", words, patch_levels=["cutlass"])
-    assert made.patch_levels == ("cutlass",)
-    assert modes.parse_request(BASE, "full", words).patch_levels == ()
-    for names, given, said in (
-        (["cutlass"], words[1:], "--accept-patch-level cutlass is for a folder that is given"),
-        (["qutlass"], words, "qutlass of .* is pinned to a commit"),
-        (["cutlas"], words, "no third-party source 'cutlas'"),
-    ):
-        with pytest.raises(UsageError, match=said):
-            modes.parse_request(BASE, "full", given, patch_levels=names)
+    both = {"cutlass": tmp_path, "qutlass": tmp_path}
+    levels = modes.parse_patch_levels(BASE, ["cutlass"], both)
+    assert levels == ("cutlass",)
+    assert modes.parse_patch_levels(BASE, (), both) == ()
+    for names, given in ((["cutlass"], {}), (["qutlass"], both), (["cutlas"], both)):
+        with pytest.raises(UsageError):
+            modes.parse_patch_levels(BASE, names, given)
     # What was asked for reaches those who look for sources and those who compile.
     seen: list[object] = []
 
@@ -252,9 +224,10 @@ def test_patch_levels_are_of_folders_that_are_given(
         seen.append(patch_levels)
         return {"cutlass": _found("cutlass", tmp_path)}
 
-    _settle(monkeypatch, tmp_path, memory=64.0)
+    monkeypatch.setattr(cmake, "free_memory_gib", lambda: 64.0)
     monkeypatch.setattr(third_party, "collect", collect)
-    how = modes.settle(BASE, made, cudaarch.parse_list("12.0a"), "", report=Said())
+    targets = cudaarch.parse_list("12.0a")
+    how = modes.decide(BASE, "full", both, levels, targets, "", report=Said())
     assert (seen, how.patch_levels) == ([("cutlass",)], ("cutlass",))
 
 
@@ -262,11 +235,12 @@ def test_quick_mode_says_what_it_does_not_use(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     given = {"cutlass": tmp_path}
-    how, said = _settle(monkeypatch, tmp_path, wanted="quick", given=given)
+    how, said = _decide(monkeypatch, tmp_path, wanted="quick", given=given)
     assert (how.name, how.third_party) == ("quick", {})
+    assert [one.target for one in how.choice.modules] == ["cumem_allocator", "spinloop", "fs_io_C"]
     assert how.offer is not None
     paths = [path for step in how.offer.steps for path in step.modules]
     assert "vllm/_moe_C_stable_libtorch.abi3.so" in paths
     assert "vllm/cumem_allocator.abi3.so" not in paths
-    assert _settle(monkeypatch, tmp_path, memory=64.0)[0].offer is None
+    assert _decide(monkeypatch, tmp_path, memory=64.0)[0].offer is None
     assert "unused" in said.lines[-1]

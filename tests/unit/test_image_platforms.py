@@ -44,7 +44,7 @@ def test_on_another_machine_its_own_image_is_as_easy(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     for asked in (None, "linux/arm64"):
         assert platforms.choose(BASE, asked) == Platforms(machine="aarch64", here="aarch64")
-    with pytest.raises(BadArchitectureError, match="x86_64 cannot be compiled on aarch64"):
+    with pytest.raises(BadArchitectureError, match=r"x86_64 .*aarch64"):
         platforms.choose(BASE, "linux/amd64")
 
 
@@ -62,34 +62,26 @@ def test_the_wheel_alone_takes_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("texts", "what"),
+    "texts",
     [
-        ({}, "has no emulator for these"),
-        ({"qemu-arm": ARM64}, "has no emulator for these"),
-        ({NAME: ARM64.replace("enabled", "disabled")}, "has no emulator for these"),
-        ({NAME: ARM64.replace("PF", "P")}, "the handler lacks flag F"),
+        {},
+        {"qemu-arm": ARM64},
+        {NAME: ARM64.replace("enabled", "disabled")},
+        {NAME: ARM64.replace("PF", "P")},
     ],
 )
-def test_what_is_missing_is_said_with_how_to_have_it(
-    tmp_path: Path, texts: dict[str, str], what: str
-) -> None:
-    with pytest.raises(BadArchitectureError, match=what) as caught:
+def test_what_is_missing_is_said_with_how_to_have_it(tmp_path: Path, texts: dict[str, str]) -> None:
+    with pytest.raises(BadArchitectureError) as caught:
         platforms.choose(BASE, "linux/arm64", binfmt=handlers(tmp_path, texts))
-    assert "apt-get install qemu-user-static binfmt-support" in caught.value.next_step
-    assert "--no-image" in caught.value.next_step
-
-
-def test_a_kernel_that_was_told_of_no_emulators(tmp_path: Path) -> None:
-    with pytest.raises(BadArchitectureError, match="is not mounted") as caught:
-        platforms.choose(BASE, "linux/arm64", binfmt=tmp_path)
-    assert f"mount -t binfmt_misc binfmt_misc {tmp_path}" in caught.value.next_step
+    for step in ("apt-get install qemu-user-static", f"binfmt_misc {tmp_path}", "--no-image"):
+        assert step in caught.value.next_step
 
 
 def test_unknown_platforms_and_bases_without_a_wheel() -> None:
-    with pytest.raises(UsageError, match="no platform 'arm64'"):
+    with pytest.raises(UsageError, match="arm64"):
         platforms.choose(BASE, "arm64")
     alone = dataclasses.replace(BASE, wheels={"x86_64": BASE.wheels["x86_64"]})
-    with pytest.raises(BadArchitectureError, match="no wheel for aarch64") as caught:
+    with pytest.raises(BadArchitectureError, match="aarch64") as caught:
         platforms.choose(alone, "linux/arm64")
     assert "linux/amd64 with --platform" in caught.value.next_step
 

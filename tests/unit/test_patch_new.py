@@ -12,7 +12,7 @@ from sm12x.core.errors import BadFileError
 from sm12x.stack.model import base as bases
 from sm12x.stack.model import patchfile, series
 from sm12x_dev.commands.tree import new_command
-from sm12x_dev.worktree import add_drop
+from sm12x_dev.worktree import add_drop, lint
 from sm12x_dev.worktree.export import MessageError
 
 LONG = (
@@ -133,7 +133,7 @@ def test_a_pull_request_lacks_trailers_and_says_which_options_have_them(
 ) -> None:
     path = tmp_path / "pr.patch"
     path.write_text(PULL.format(body=body))
-    model = patchfile.parse(path)
+    model = lint.parse(path)
     with pytest.raises(MessageError) as refused:
         add_drop.checked(model.message, root=tmp_path, like=model)
     assert {finding.path.name for finding in refused.value.findings} == {"message of pr.patch"}

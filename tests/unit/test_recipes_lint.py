@@ -572,7 +572,7 @@ def test_the_image_is_that_of_the_default_base_and_no_patch_is_parsed(
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a stack was parsed")
 
-    monkeypatch.setattr(patchfile, "examine", refuse)
+    monkeypatch.setattr(patchfile, "read", refuse)
     monkeypatch.setattr(bases, "parse", refuse)
     tag = f"vllm-sm12x:{bases.default()}-{ids[bases.default()]}"
     assert f" {tag} smoke" in run("render", "smoke", "--to", "docker")

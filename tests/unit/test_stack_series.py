@@ -22,6 +22,7 @@ from sm12x.stack.model.base import Base
 from sm12x.stack.worktree import tree
 from sm12x_dev.witness import environment, junit, witness
 from sm12x_dev.witness.pytests import Run
+from sm12x_dev.worktree import export, lint
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def test_a_stack_has_an_id_of_its_content_and_order(base: Base) -> None:
 @pytest.mark.parametrize("name", ["0001", "1", "01", WHERE, WHERE.removesuffix(".patch")])
 def test_a_patch_is_found_by_name_or_number(base: Base, name: str) -> None:
     assert series.load(base).get(name).name == WHERE
-    with pytest.raises(BadFileError, match="no patch 0002 in the series; it lists: 0001"):
+    with pytest.raises(BadFileError, match=WHERE):
         series.load(base).get("0002")
 
 
@@ -63,46 +64,47 @@ def test_what_comes_after_a_patch(base: Base) -> None:
 def test_a_kept_patch_is_not_dropped_as_well(base: Base) -> None:
     (base.folder / "base.toml").write_text(f'# one\n[[dropped]]\npatch = "0007-{WHERE[5:]}"\n')
     left = bases.Dropped(patch=f"0007-{WHERE[5:]}", state="conflict", since="", why="x")
-    said = [f for f in series.check(base, root=None) if f.path.name == "base.toml"]
+    said = [f for f in lint.check(base, root=None) if f.path.name == "base.toml"]
     assert said == []
     spoilt = dataclasses.replace(base, dropped=(left,))
-    (fault,) = [f for f in series.check(spoilt, root=None) if f.path.name == "base.toml"]
+    (fault,) = [f for f in lint.check(spoilt, root=None) if f.path.name == "base.toml"]
     assert fault.line == 3
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "where"),
     [
-        (f"{WHERE}\n0002-x.patch\n", "series:2: 0002-x.patch is listed, and there is no such file"),
-        ("", r"0001-.*\.patch:1: is not listed in the series"),
-        (f"{WHERE}\n{WHERE}\n", "series:2: 0001-.* is listed twice"),
-        (f"{WHERE}\r\n", "series:1: .* has blanks or a carriage return"),
-        (f"\n{WHERE}\n", "series:1: is empty"),
-        (f"{WHERE}", "series:1: the last line has no newline"),
-        (f"{WHERE}\n# late\n", "series:2: comments belong above the first patch"),
-        (f"sub/{WHERE}\n", "series:1: .* is not the name of a .patch file of this folder"),
-        ("README\n", "series:1: .* is not the name of a .patch file"),
-        ("0001-a\0b.patch\n", "series:1: .* is not the name of a .patch file"),
+        (f"{WHERE}\n0002-x.patch\n", "series:2"),
+        ("", f"{WHERE}:1"),
+        (f"{WHERE}\n{WHERE}\n", "series:2"),
+        (f"{WHERE}\r\n", "series:1"),
+        (f"\n{WHERE}\n", "series:1"),
+        (f"{WHERE}", "series:1"),
+        (f"{WHERE}\n# late\n", "series:2"),
+        (f"sub/{WHERE}\n", "series:1"),
+        ("README\n", "series:1"),
+        ("0001-a\0b.patch\n", "series:1"),
     ],
 )
-def test_a_malformed_series_is_told_by_line(base: Base, text: str, said: str) -> None:
+def test_a_malformed_series_is_told_by_line(base: Base, text: str, where: str) -> None:
     base.series_path.write_bytes(text.encode())
-    with pytest.raises(BadFileError, match=said):
+    with pytest.raises(BadFileError) as caught:
         series.load(base)
+    assert caught.value.message.startswith(f"{base.folder / where}: ")
 
 
 def test_a_missing_series_is_an_error(base: Base) -> None:
     base.series_path.unlink()
-    with pytest.raises(BadFileError, match="series:1: cannot be read"):
+    with pytest.raises(BadFileError):
         series.load(base)
-    assert series.header(base) == ""
+    assert export.header(base) == ""
 
 
 @pytest.mark.parametrize("name", ["series", WHERE])
 def test_a_pipe_is_refused_and_not_waited_for(base: Base, name: str) -> None:
     (base.folder / name).unlink()
     os.mkfifo(base.folder / name)
-    with pytest.raises(BadFileError, match=r"regular file|no such file"):
+    with pytest.raises(BadFileError, match=r"regular file|not the name"):
         series.load(base)
 
 
@@ -110,12 +112,8 @@ def test_check_lists_everything(base: Base) -> None:
     wrong = "0001-Another-name.patch"
     (base.folder / WHERE).rename(base.folder / wrong)
     base.series_path.write_text(f"{wrong}\nnothing\n")
-    found = [finding.message for finding in series.check(base, root=base.folder)]
-    assert [message.split(",")[0][:40] for message in found] == [
-        "'nothing' is not the name of a .patch fi",
-        "`Witness:` names tests/witness/test_it.p",
-        f"the file name should be {WHERE}"[:40],
-    ]
+    places = [(fault.path.name, fault.line) for fault in lint.check(base, root=base.folder)]
+    assert sorted(places) == [(wrong, 1), (wrong, 19), ("series", 2)]
 
 
 def test_what_git_apply_says_is_read() -> None:

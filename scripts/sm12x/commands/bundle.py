@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,10 +19,8 @@ from sm12x.recipes import load as recipes
 from sm12x.stack.model import base as bases
 from sm12x.wheel import selection
 
-# Without a terminal a long phase prints its progress at this interval, in seconds.
-_EVERY = 60.0
-# How wide a bar of units is, in characters.
-_BAR = 20
+# Without a terminal a phase says which step it is at at most once in so many seconds.
+_EVERY = 30.0
 
 
 class _Report:
@@ -41,40 +37,20 @@ class _Report:
         start = time.monotonic()
         if live and self._console.is_terminal:
             with self._console.status(escape(label)) as status:
-                yield lambda text: status.update(escape(f"{label}: {with_bar(text[:90])}"))
+                yield lambda text: status.update(escape(f"{label}: {text[:90]}"))
         else:
             self.say(f"{label} ...")
-            with ticker(lambda text: self.say(f"{label}: {text}"), every=_EVERY) as note:
-                yield note
+            due = start + _EVERY
+
+            def note(text: str) -> None:
+                nonlocal due
+                now = time.monotonic()
+                if now >= due:
+                    due = now + _EVERY
+                    self.say(f"{label}: {text} ({(now - start) / 60:.0f} min)")
+
+            yield note
         self.say(f"{label}: {time.monotonic() - start:.1f} s")
-
-
-@contextmanager
-def ticker(say: Callable[[str], None], *, every: float) -> Iterator[Callable[[str], None]]:
-    """Say the latest note every so many seconds: a step of ten minutes makes one note."""
-    start, notes, ended = time.monotonic(), [""], threading.Event()
-
-    def run() -> None:
-        while not ended.wait(every):
-            if notes[-1]:
-                say(f"{notes[-1]} ({(time.monotonic() - start) / 60:.0f} min)")
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    try:
-        yield notes.append
-    finally:
-        ended.set()
-        thread.join()
-
-
-def with_bar(text: str) -> str:
-    """Put a bar before ``text`` where it counts finished units: "3 of 28, ..."."""
-    match = re.search(r"\b(\d+) of (\d+)\b", text)
-    if match is None or not int(match[2]):
-        return text
-    filled = min(_BAR, _BAR * int(match[1]) // int(match[2]))
-    return f"{'━' * filled}{'─' * (_BAR - filled)} {text}"
 
 
 @click.command()
@@ -87,10 +63,9 @@ def with_bar(text: str) -> str:
 )
 @click.option(
     "--build",
-    "build",
+    type=click.Choice(selection.WANTED),
     default=selection.AUTO,
     show_default=True,
-    metavar="quick|full|auto",
     help="quick: the official wheel, patched, with the C++ modules that the stack changes and that "
     "compile quickly; full: every native module compiled here; auto: full where that takes under "
     "20 minutes on this machine.",
@@ -187,14 +162,9 @@ def command(
 
 def _servable(release: str) -> list[str]:
     """Return the recipes that the stack of ``release`` can serve today, verified ones first."""
-    recipe_states = [
-        (recipe.sm12x.status, recipe.key)
-        for recipe in recipes.load_all(layout.recipes()).values()
-        if recipe.sm12x
-    ]
     ready = [
-        (status.state != "verified", key)
-        for status, key in recipe_states
-        if not status.blocked_on(release)
+        (recipe.sm12x.status.state != "verified", recipe.key)
+        for recipe in recipes.load_all(layout.recipes()).values()
+        if recipe.sm12x and not recipe.sm12x.status.blocked_on(release)
     ]
     return [key for _, key in sorted(ready)]

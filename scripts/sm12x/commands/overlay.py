@@ -44,21 +44,21 @@ def command(image: str, out: Path, version: str | None, engine: str | None, as_j
         release = version or overlay.look(runner, image).release
         stack = series.load(bases.load(release))
         installed = overlay.look(runner, image, overlay.python_files(stack))
-    result = overlay.patch(stack, installed.files, source=image)
-    if not result.files:
+    files = overlay.patch(stack, installed.files, source=image)
+    if not files:
         click.echo(f"{image} has every Python patch of stack {stack.id} in it: nothing to mount")
         return
-    for name, paths in result.halves.items():
+    for name, paths in overlay.native_halves(stack).items():
         say(
             f"{name}: only its Python part; {', '.join(paths)} is native code, which the image "
             f"keeps"
         )
-    written = overlay.write(result, installed, stack, image, out)
-    docker, nomad = overlay.volume_lines(result, installed, out)
+    record = overlay.write(files, installed, stack, image, out)
+    docker, nomad = overlay.volume_lines(record, out, root=installed.root)
     emit(
         as_json,
-        written,
-        f"{len(result.files)} files of vLLM {installed.version} patched with stack {stack.id} "
+        record,
+        f"{len(files)} files of vLLM {installed.version} patched with stack {stack.id} "
         f"under {out}\n\ndocker run, before the image's name:\n{docker}\n"
         f"Nomad, for a specification rendered with --to nomad-overlay, or in a task's config:\n"
         f"{nomad}",

@@ -82,12 +82,6 @@ def fetch_shown(
         return fetch(project, name, sha256, cache=cache, find_links=find_links, on_progress=moved)
 
 
-def cached(name: str, sha256: str, *, cache: Path) -> Path | None:
-    """The file, verified, if ``fetch`` has brought it before; None otherwise."""
-    final = cache / "files" / sha256 / name
-    return final if _is_cached(final, sha256) else None
-
-
 def _is_cached(final: Path, sha256: str) -> bool:
     if not final.is_file():
         return False

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from sm12x.core import declared, process
+from sm12x.core import declared
 from sm12x.core import files as writing
 from sm12x.core.errors import PatchConflictError, ToolFailedError, UsageError
 from sm12x.deploy import hcl
@@ -70,18 +70,6 @@ class InstalledTree:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Overlay:
-    """``files`` are the patched ones by path; ``done`` are files that had the whole stack already.
-
-    ``halves`` names the patches whose native part an overlay cannot bring, with the files of it.
-    """
-
-    files: Mapping[str, bytes]
-    done: tuple[str, ...]
-    halves: Mapping[str, tuple[str, ...]]
-
-
-@dataclass(frozen=True, kw_only=True)
 class OverlayFile:
     """Where a file is mounted, and the sha256 of the image's own ("" has one too) and of ours."""
 
@@ -103,9 +91,20 @@ class OverlayRecord:
 
 def python_files(stack: Stack) -> tuple[str, ...]:
     """The Python files that the stack changes."""
-    return tuple(
-        sorted({path for patch in stack.patches for path in _paths(patch) if _is_python(path)})
-    )
+    return tuple(sorted({path for one in stack.patches for path in _split(one)[0]}))
+
+
+def native_halves(stack: Stack) -> dict[str, tuple[str, ...]]:
+    """Return the files that an overlay cannot bring, by the name of their patch."""
+    return {one.name: other for one in stack.patches if (other := _split(one)[1])}
+
+
+def _split(patch: Patch) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The files of a patch: Python files of the package, and all others."""
+    paths = [file.path for file in patch.files]
+    # Not those that are not installed: the release's own tools.
+    ours = [path for path in paths if path.startswith(f"{PACKAGE}/") and path.endswith(".py")]
+    return tuple(ours), tuple(path for path in paths if path not in ours)
 
 
 def look(engine: Engine, image: str, paths: Sequence[str] = ()) -> InstalledTree:
@@ -114,22 +113,10 @@ def look(engine: Engine, image: str, paths: Sequence[str] = ()) -> InstalledTree
     Raises:
         ToolFailedError: the image cannot be run, or has no Python with vllm.
     """
-    words = ["python3", "-c", _LOOK, *paths]
-    if engine.name == "buildah":
-        done = _buildah_run(engine, image, words)
-    else:
-        first, *rest = words
-        # Neither its entry point nor a GPU nor a network is needed to read files.
-        done = process.run(
-            [
-                *(engine.program, "run", "--rm", "--network", "none"),
-                *("--entrypoint", first, image, *rest),
-            ],
-            next_step=f"see that {image} is here and has vLLM: `{engine.name} images`",
-        ).stdout
+    output = engine.run(image, "python3", "-c", _LOOK, *paths)
     try:
         # An entry point that could not be replaced may have printed before.
-        report = json.loads(done.strip().splitlines()[-1])
+        report = json.loads(output.strip().splitlines()[-1])
         return InstalledTree(
             top=report["top"],
             version=report["version"],
@@ -138,43 +125,32 @@ def look(engine: Engine, image: str, paths: Sequence[str] = ()) -> InstalledTree
         )
     except (ValueError, KeyError, IndexError, TypeError):
         raise ToolFailedError(
-            f"{image} printed no report of its vLLM, but {done[-200:]!r}",
+            f"{image} printed no report of its vLLM, but {output[-200:]!r}",
             next_step="give an image whose python3 has vLLM installed",
         ) from None
 
 
-def _buildah_run(engine: Engine, image: str, words: Sequence[str]) -> str:
-    container = process.run([engine.program, "from", "--pull-never", image]).stdout.strip()
-    try:
-        isolation = engine.environment()
-        return process.run([engine.program, "run", container, "--", *words], env=isolation).stdout
-    finally:
-        process.run([engine.program, "rm", container], check=False)
-
-
-def patch(stack: Stack, files: Mapping[str, bytes], *, source: str) -> Overlay:
+def patch(stack: Stack, files: Mapping[str, bytes], *, source: str) -> dict[str, bytes]:
     """Apply the Python part of the stack to files of an image, strictly and all or nothing.
 
     Args:
         files: the image's files by path, all that the stack changes and the image has.
         source: what to call the image in an error.
 
+    Returns:
+        The patched files by path, without those that had the whole stack already.
+
     Raises:
         PatchConflictError: a file has another text than the stack is for, or is not there.
     """
     last = {
-        file.path: file.new_blob
-        for one in stack.patches
-        for file in one.files
-        if _is_python(file.path) and file.new_blob
+        file.path: file.new_blob for one in stack.patches for file in one.files if file.new_blob
     }
-    done = tuple(
-        sorted(
-            path
-            for path, blob in last.items()
-            if path in files and tree.blob_id(files[path]).startswith(blob)
-        )
-    )
+    changed = [
+        path
+        for path in python_files(stack)
+        if path not in files or not tree.blob_id(files[path]).startswith(last.get(path, "none"))
+    ]
     with tempfile.TemporaryDirectory(prefix="sm12x-overlay-") as name:
         folder = Path(name)
         for path, content in files.items():
@@ -182,27 +158,22 @@ def patch(stack: Stack, files: Mapping[str, bytes], *, source: str) -> Overlay:
             (folder / path).write_bytes(content)
         with tree.scratch(folder) as git:
             for one in stack.patches:
-                paths = [path for path in _paths(one) if _is_python(path) and path not in done]
-                if not paths:
-                    continue
-                outcome = git.apply_cached(one.content(), include=paths)
-                if not outcome.ok or outcome.offsets:
+                paths = [path for path in _split(one)[0] if path in changed]
+                outcome = git.apply_cached(one.content(), include=paths) if paths else None
+                if outcome and (not outcome.ok or outcome.offsets):
                     raise PatchConflictError(
                         f"{one.name} does not apply to {source}: "
                         f"{(outcome.errors or outcome.offsets)[0]}; nothing was written",
                         next_step="give an image of the untouched release, or build one with "
                         "`sm12x bundle`",
                     )
-            output = folder / "made"
-            changed = sorted(set(last) - set(done))
-            entries = git.index_entries()
-            git.checkout_index(output, [path for path in changed if path in entries])
-            patched = {path: (output / path).read_bytes() for path in changed if path in entries}
-    return Overlay(files=patched, done=done, halves=_halves(stack))
+            there = [path for path in changed if path in git.index_entries()]
+            git.checkout_index(folder / "made", there)
+        return {path: (folder / "made" / path).read_bytes() for path in there}
 
 
 def write(
-    overlay: Overlay, installed: InstalledTree, stack: Stack, image: str, out: Path
+    files: Mapping[str, bytes], installed: InstalledTree, stack: Stack, image: str, out: Path
 ) -> OverlayRecord:
     """Write the patched files and what they were made from under ``out``, whole or not at all.
 
@@ -213,7 +184,7 @@ def write(
         raise UsageError(
             f"{out} exists and is not an overlay", next_step="name another folder with --out"
         )
-    for path, content in overlay.files.items():
+    for path, content in files.items():
         with writing.replacing(out / path) as temporary:
             temporary.write_bytes(content)
     record = OverlayRecord(
@@ -222,11 +193,11 @@ def write(
         stack=stack.id,
         files={
             path: OverlayFile(
-                mount=_target(installed, path),
+                mount=f"{installed.top}/{path}",
                 image_sha256=hashlib.sha256(installed.files.get(path, b"")).hexdigest(),
                 sha256=hashlib.sha256(content).hexdigest(),
             )
-            for path, content in overlay.files.items()
+            for path, content in files.items()
         },
     )
     # Last: a folder with a record is whole.
@@ -234,39 +205,18 @@ def write(
     return record
 
 
-def _target(installed: InstalledTree, path: str) -> str:
-    """Where a file is mounted in the image."""
-    return f"{installed.top}/{path}"
+def volume_lines(record: OverlayRecord, out: Path, *, root: bool) -> tuple[str, str]:
+    """The options of `docker run`, and Nomad's variable and docker-driver lines, for an overlay.
 
-
-def volume_lines(overlay: Overlay, installed: InstalledTree, out: Path) -> tuple[str, str]:
-    """The options of `docker run`, and Nomad's variable and docker-driver lines, for an overlay."""
+    ``root``: the image runs as root, and keeps what it compiles where a volume has to be.
+    """
     where = out.resolve()
-    binds = [f"{where / path}:{_target(installed, path)}:ro" for path in overlay.files]
-    cache = [f"sm12x-rootcache:{_ROOT_CACHE}"] if installed.root else []
+    binds = [f"{where / path}:{file.mount}:ro" for path, file in record.files.items()]
+    cache = [f"sm12x-rootcache:{_ROOT_CACHE}"] if root else []
     docker = " \\\n  ".join(f"-v {shlex.quote(bind)}" for bind in [*binds, *cache])
     pairs = ", ".join(
-        f"{hcl.quoted(_target(installed, path))} = {hcl.quoted(str(where / path))}"
-        for path in overlay.files
+        f"{hcl.quoted(file.mount)} = {hcl.quoted(str(where / path))}"
+        for path, file in record.files.items()
     )
     volumes = hcl.rows([("volumes", binds)])
     return f"  {docker}\n", f"-var 'overlay={{{pairs}}}'\n\n{volumes}\n"
-
-
-def _halves(stack: Stack) -> dict[str, tuple[str, ...]]:
-    halves: dict[str, tuple[str, ...]] = {}
-    for one in stack.patches:
-        paths = _paths(one)
-        native = tuple(path for path in paths if not _is_python(path))
-        if native:
-            halves[one.name] = native
-    return halves
-
-
-def _paths(one: Patch) -> list[str]:
-    return [file.path for file in one.files]
-
-
-def _is_python(path: str) -> bool:
-    """A Python file that is installed, not one of the release's own tools."""
-    return path.startswith(f"{PACKAGE}/") and path.endswith(".py")

@@ -84,11 +84,6 @@ def fetch(release: Base | Release, find_links: Path | None) -> Path:
     )
 
 
-def cached(base: Base) -> Path | None:
-    """The sdist, if it has been fetched before: it lets an error name the files that differ."""
-    return index.cached(base.sdist.name, base.sdist.sha256, cache=layout.cache())
-
-
 def print_findings(error: MessageError) -> None:
     for finding in error.findings:
         click.echo(f"{finding.path.name}:{finding.line}: {finding.message}", err=True)

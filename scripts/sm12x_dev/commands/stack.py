@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import click
 from sm12x import layout
 from sm12x.commands import print_json, reports
 from sm12x.core import progress
-from sm12x.core.errors import FindingsError
+from sm12x.core.errors import BadFileError, FindingsError
 from sm12x.stack.model import series
 from sm12x.stack.model.patchfile import MessageFault
 from sm12x.stack.worktree import apply as applying
@@ -19,7 +20,7 @@ from sm12x.stack.worktree import tree
 from sm12x_dev import render
 from sm12x_dev.commands.options import BASE, FIND_LINKS, chosen, fetch, relative
 from sm12x_dev.witness import mutations
-from sm12x_dev.worktree import export
+from sm12x_dev.worktree import export, lint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,15 +98,17 @@ def check_command(
     Example: sm12x-dev check --base 0.33.0 --messages-only
     """
     base = chosen(version)
-    findings = series.check(base, root=layout.root())
+    findings = lint.check(base, root=layout.root())
     report: applying.ApplyReport | None = None
     conflict: applying.StackConflictError | None = None
-    if messages_only and series.is_readable(base):
-        findings += mutations.check(base, series.load(base), None, layout.root())
-    # What cannot be read cannot be applied; the findings say so.
-    if not messages_only and series.is_readable(base):
-        archive = fetch(base, find_links)
+    stack = None
+    with suppress(BadFileError):
+        # What cannot be read cannot be applied; the findings say so.
         stack = series.load(base)
+    if stack and messages_only:
+        findings += mutations.check(base, stack, None, layout.root())
+    elif stack:
+        archive = fetch(base, find_links)
         with tempfile.TemporaryDirectory(prefix="sm12x-check-") as folder:
             source = Path(folder) / "source"
             with progress.spinner("applying the stack and exporting it again"):
@@ -127,12 +130,11 @@ def check_command(
             click.echo(render.applied(report), nl=False)
     if conflict:
         raise conflict
-    if findings:
+    if findings or stack is None:
         raise FindingsError(
             f"the stack of {base.version} has {len(findings)} faults, listed above",
             next_step="correct them and run this again",
         )
     if not as_json:
-        stack = series.load(base)
         what = "messages and series are in order" if messages_only else "applies, and round-trips"
         click.echo(f"stack {stack.id} of {base.version}: {len(stack.patches)} patches, {what}")

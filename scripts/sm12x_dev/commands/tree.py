@@ -13,8 +13,8 @@ from sm12x import layout
 from sm12x.commands import emit, print_json, reports, say
 from sm12x.core import progress
 from sm12x.core.errors import BadFileError
-from sm12x.stack.model import patchfile, series
-from sm12x.stack.model.series import Patch
+from sm12x.stack.model import series
+from sm12x.stack.model.series import Patch, Stack
 from sm12x.stack.worktree import apply as applying
 from sm12x.stack.worktree import tree
 from sm12x_dev import render
@@ -22,13 +22,13 @@ from sm12x_dev.commands.options import (
     BASE,
     DIRECTORY,
     FIND_LINKS,
-    cached,
     chosen,
     fetch,
     print_findings,
     relative,
 )
-from sm12x_dev.worktree import add_drop, export
+from sm12x_dev.worktree import add_drop, export, lint
+from sm12x_dev.worktree.repository import make_repository
 
 
 @click.command("apply")
@@ -66,7 +66,6 @@ def apply_command(
     base = chosen(version)
     stack = series.load(base)
     rest = stack.after(up_to) if up_to is not None else ()
-    archive = cached(base)
     if unpack:
         archive = fetch(base, find_links)
         with progress.spinner(f"unpacking {base.sdist.name}"):
@@ -74,17 +73,13 @@ def apply_command(
     try:
         with (
             tree.removed_on_failure(directory) if unpack else nullcontext(),
-            progress.bar("patches", len(stack.patches) - len(rest)) as advance,
+            progress.spinner(f"applying {len(stack.patches) - len(rest)} patches"),
         ):
-            report = applying.apply(
-                base,
-                stack,
-                directory,
-                repository=not no_repository,
-                archive=archive,
-                on_patch=lambda patch: advance(1),
-                rest=rest,
-            )
+            if no_repository:
+                kept = Stack(patches=stack.patches[: len(stack.patches) - len(rest)])
+                report = applying.apply(base, kept, directory)
+            else:
+                report = make_repository(base, stack, directory, rest=rest)
     except applying.StackConflictError as error:
         emit(as_json, error.report, render.applied(error.report))
         raise
@@ -179,7 +174,7 @@ def new_command(
             raise click.UsageError(
                 "--like takes the whole message from PATCH: leave out the options for its parts."
             )
-        model = patchfile.parse(like)
+        model = lint.parse(like)
         text, author = model.message, author or f"{model.author.name} <{model.author.email}>"
     else:
         text = _message(**parts)

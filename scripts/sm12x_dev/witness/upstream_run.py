@@ -158,7 +158,7 @@ def run(
         plan = upstream_tests.plan(suite, stack, trees[BASE])
         if only:
             plan = plan.narrowed(only)
-        apply.apply(base, stack, trees[PATCHED], archive=archive)
+        apply.apply(base, stack, trees[PATCHED])
         runner = _Runner(
             suite=suite,
             trees=trees,

@@ -121,7 +121,7 @@ def run(
         trees = {side: Path(name) / side for side in SIDES}
         for side in SIDES:
             tree.unpack(archive, trees[side])
-        apply.apply(base, stack, trees[PATCHED], archive=archive)
+        apply.apply(base, stack, trees[PATCHED])
 
         ran = partial(
             run_on,

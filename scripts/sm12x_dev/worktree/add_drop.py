@@ -19,8 +19,9 @@ from sm12x.stack.model.base import Base
 from sm12x.stack.model.patchfile import Message, MessageFault
 from sm12x.stack.model.series import Patch, Stack
 from sm12x.stack.worktree import apply, tree
-from sm12x_dev.worktree import export
+from sm12x_dev.worktree import export, lint
 from sm12x_dev.worktree.export import MessageError, RefreshReport
+from sm12x_dev.worktree.repository import BASE_TAG
 
 _CORRECT = "correct --subject, --body or a trailer's option, and run this again"
 # What a list's item or an indented line begins with, and the name of a trailer in the body.
@@ -75,14 +76,14 @@ def checked(text: str, *, root: Path, like: Patch | None = None) -> Message:
     """The parts of a commit message. Raises MessageError for one that lacks what it must say."""
     lines = text.rstrip("\n").split("\n")
     parts = patchfile.split(lines[0], lines[1:], first_line=2)
-    faults = patchfile.lint(parts, subject_line=1, root=root)
+    faults = lint.faults_of(parts, subject_line=1, root=root)
     if not faults:
         return parts
     where, step = Path("message"), _CORRECT
     if like is not None:
         who = shlex.quote(f"{like.author.name} <{like.author.email}>")
         where = Path(f"message of {like.name}")
-        step = f"{patchfile.INSTEAD}, with --author {who} to keep its author"
+        step = f"{lint.INSTEAD}, with --author {who} to keep its author"
     raise MessageError(
         [MessageFault(path=where, line=n, message=fault) for n, fault in faults], next_step=step
     )
@@ -161,10 +162,10 @@ def new(
             raise MessageError(error.findings, next_step=_CORRECT) from None
         raise
     # Not the last of the series where the tree is only made up to a patch.
-    number = len(repository.commits(f"refs/tags/{apply.BASE_TAG}", commit))
+    number = len(repository.commits(f"refs/tags/{BASE_TAG}", commit))
     changed = tuple(repository.changed(f"{commit}~1", commit))
     return NewReport(
-        name=patchfile.file_name(number, parts.subject),
+        name=lint.file_name(number, parts.subject),
         files=changed,
         refresh=report,
         missing=missing(like, changed) if like else (),
@@ -188,16 +189,17 @@ def drop(base: Base, stack: Stack, name: str, archive: Path, *, root: Path) -> D
         source = Path(folder) / "source"
         tree.unpack(archive, source)
         with tree.scratch(source) as repository:
-            start = apply.commit_base(base, rest, repository, source, archive)
-            # Lines move when a patch is dropped; the export has the new line numbers.
-            report, tip = apply.try_stack(base, rest, repository, start, accept_offset=True)
-            if not report.ok:
+            start = apply.commit_base(base, rest, repository, source)
+            try:
+                # Lines move when a patch is dropped; the export has the new line numbers.
+                report, tip = apply.try_stack(base, rest, repository, start, accept_offset=True)
+            except apply.StackConflictError as error:
                 raise apply.StackConflictError(
-                    report,
+                    error.report,
                     next_step=f"`sm12x-dev apply --base {base.version} --unpack NEW_DIR`, take the "
                     "patch out there with `git rebase -i base`, resolve what needs it, and "
                     f"`sm12x-dev refresh --base {base.version} NEW_DIR`",
-                )
+                ) from None
             if any(result.state == apply.UPSTREAM for result in report.results):
                 raise DirtyTreeError(
                     "a patch that stays is in the base already: "

@@ -11,12 +11,21 @@ from pathlib import Path
 from sm12x.core import files
 from sm12x.core.errors import DirtyTreeError, FindingsError
 from sm12x.core.git import Repository
-from sm12x.stack.model import patchfile, series
+from sm12x.stack.model import series
 from sm12x.stack.model.base import Base
 from sm12x.stack.model.patchfile import MessageFault
 from sm12x.stack.model.series import Stack
 from sm12x.stack.worktree import apply, tree
 from sm12x.stack.worktree.apply import ApplyReport
+from sm12x_dev.worktree import lint
+from sm12x_dev.worktree.repository import (
+    BASE_TAG,
+    BRANCH,
+    REST_KEY,
+    STACK_KEY,
+    UPSTREAM_KEY,
+    make_repository,
+)
 
 # Every default that depends on git's version or settings is set explicitly.
 _FORMAT = (
@@ -118,7 +127,7 @@ def open_repository(base: Base, directory: Path, *, current: bool = True) -> Rep
     again = f"make one with `sm12x-dev apply --base {base.version} --unpack NEW_DIR`"
     git_dir = directory / ".git"
     repository = Repository(git_dir=git_dir.absolute(), work_tree=directory.absolute())
-    start = repository.resolve(f"refs/tags/{apply.BASE_TAG}") if git_dir.is_dir() else None
+    start = repository.resolve(f"refs/tags/{BASE_TAG}") if git_dir.is_dir() else None
     if start is None:
         raise DirtyTreeError(
             f"{directory} is not a folder that `sm12x-dev apply` made a repository of",
@@ -126,7 +135,7 @@ def open_repository(base: Base, directory: Path, *, current: bool = True) -> Rep
         )
     if repository.tree_of(start) != base.sdist.tree:
         raise DirtyTreeError(
-            f"the commit tagged {apply.BASE_TAG} in {directory} is not the untouched source of "
+            f"the commit tagged {BASE_TAG} in {directory} is not the untouched source of "
             f"{base.version}",
             next_step=f"give the base it was made from, or {again}",
         )
@@ -145,21 +154,21 @@ def require_quiet(repository: Repository, directory: Path) -> None:
                 next_step="finish or abort it (`git rebase --continue`, `--abort`)",
             )
     head = repository.run("symbolic-ref", "-q", "HEAD", check=False).stdout.strip()
-    if head == f"refs/heads/{apply.BRANCH}":
+    if head == f"refs/heads/{BRANCH}":
         return
     where = f"on {head.removeprefix('refs/heads/')}" if head else "detached"
     quoted = shlex.quote(str(directory))
     raise DirtyTreeError(
-        f"HEAD of {directory} is {where}, not on the branch {apply.BRANCH}, which is the one to "
+        f"HEAD of {directory} is {where}, not on the branch {BRANCH}, which is the one to "
         "export: patches that only the branch has would be removed",
-        next_step=f"`git -C {quoted} switch {apply.BRANCH}`, or to export what is checked out: "
-        f"`git -C {quoted} switch -C {apply.BRANCH}`",
+        next_step=f"`git -C {quoted} switch {BRANCH}`, or to export what is checked out: "
+        f"`git -C {quoted} switch -C {BRANCH}`",
     )
 
 
 def _require_current(base: Base, repository: Repository, directory: Path) -> None:
     """Raise DirtyTreeError if the base's patches are not those ``directory`` was made from."""
-    made_from = repository.run("config", "--get", apply.STACK_KEY, check=False).stdout.strip()
+    made_from = repository.run("config", "--get", STACK_KEY, check=False).stdout.strip()
     now = series.load(base).id
     if made_from == now:
         return
@@ -168,7 +177,7 @@ def _require_current(base: Base, repository: Repository, directory: Path) -> Non
         f"{directory} was made from the stack {made_from or 'of an unknown state'}, and "
         f"{base.folder} is now stack {now}: an export would undo the changes made there since",
         next_step=f"`sm12x-dev apply --base {base.version} --unpack NEW_DIR`, then bring your "
-        f"commits there (`git -C NEW_DIR fetch {quoted} {apply.BRANCH}`, `git -C NEW_DIR "
+        f"commits there (`git -C NEW_DIR fetch {quoted} {BRANCH}`, `git -C NEW_DIR "
         f"cherry-pick ...`); or, with {base.folder} committed, `sm12x-dev refresh --force --base "
         f"{base.version} {quoted}`",
     )
@@ -199,7 +208,7 @@ def refresh(
             f"{directory} has {len(changes)} uncommitted changes ({named})",
             next_step="commit them (`sm12x-dev new`, or `git commit --amend`) or undo them",
         )
-    upstream = repository.run("config", "--get-all", apply.UPSTREAM_KEY, check=False).stdout.split()
+    upstream = repository.run("config", "--get-all", UPSTREAM_KEY, check=False).stdout.split()
     if upstream:
         raise DirtyTreeError(
             f"{', '.join(upstream)} is in the base already and so has no commit in {directory}",
@@ -207,7 +216,7 @@ def refresh(
             "to a fresh folder",
         )
     head = repository.resolve("HEAD")
-    start = repository.resolve(f"refs/tags/{apply.BASE_TAG}")
+    start = repository.resolve(f"refs/tags/{BASE_TAG}")
     if head is None or start is None or repository.merges(start, head):
         raise DirtyTreeError(
             f"the history of {directory} holds a merge or no commit",
@@ -216,7 +225,7 @@ def refresh(
     # Unrelated histories have no merge base, which git calls a failure.
     if repository.run("merge-base", start, head, check=False).stdout.strip() != start:
         raise DirtyTreeError(
-            f"HEAD of {directory} does not descend from the commit tagged {apply.BASE_TAG}",
+            f"HEAD of {directory} does not descend from the commit tagged {BASE_TAG}",
             next_step="check out the branch `stack`",
         )
     exported = export(repository, start, head, root=root)
@@ -225,16 +234,16 @@ def refresh(
     if not force and series.load(base).id != Stack.id_of(exported):
         _require_current(base, repository, directory)
     report = write(base, exported)
-    repository.run("config", "--local", "--unset-all", apply.REST_KEY, check=False)
+    repository.run("config", "--local", "--unset-all", REST_KEY, check=False)
     for name in rest:
-        repository.run("config", "--local", "--add", apply.REST_KEY, name)
-    repository.config(apply.STACK_KEY, report.stack_id)
+        repository.run("config", "--local", "--add", REST_KEY, name)
+    repository.config(STACK_KEY, report.stack_id)
     return report
 
 
 def _with_rest(base: Base, repository: Repository, exported: dict[str, bytes]) -> list[str]:
     """Add to ``exported`` what was left out of the tree at the end; the new names of those."""
-    done = repository.run("config", "--get-all", apply.REST_KEY, check=False)
+    done = repository.run("config", "--get-all", REST_KEY, check=False)
     subjects = {name.partition("-")[2] for name in exported}
     rest: list[str] = []
     for old in done.stdout.split():
@@ -263,7 +272,7 @@ def export(repository: Repository, start: str, head: str, *, root: Path | None) 
         )
         paths = [Path(line) for line in done.stdout.splitlines()]
         for number, (path, commit) in enumerate(zip(paths, commits, strict=True), start=1):
-            patch, faults = patchfile.examine(path, root=root)
+            patch, faults = lint.examine(path, root=root)
             findings += faults
             exported[path.name] = path.read_bytes()
             if patch is None:
@@ -274,7 +283,7 @@ def export(repository: Repository, start: str, head: str, *, root: Path | None) 
                     "and no line may be `---` or begin with `diff --git `"
                 )
                 findings.append(MessageFault(path=path, line=1, message=fault))
-            elif path.name != patchfile.file_name(number, patch.subject):
+            elif path.name != lint.file_name(number, patch.subject):
                 fault = f"git names the file {path.name}, the lint expects another name"
                 findings.append(MessageFault(path=path, line=1, message=fault))
     if findings:
@@ -295,7 +304,7 @@ def write(base: Base, exported: Mapping[str, bytes]) -> RefreshReport:
         for name, content in exported.items():
             if before.get(name) != content:
                 (base.folder / name).write_bytes(content)
-        text = series.header(base) + "".join(f"{name}\n" for name in exported)
+        text = header(base) + "".join(f"{name}\n" for name in exported)
         base.series_path.write_text(text, encoding="utf-8")
         removed = sorted(before.keys() - exported.keys())
         for name in removed:
@@ -310,14 +319,22 @@ def write(base: Base, exported: Mapping[str, bytes]) -> RefreshReport:
     )
 
 
+def header(base: Base) -> str:
+    """Return the comment lines at the top of the series, newlines included."""
+    if not base.series_path.is_file():
+        return ""
+    lines = base.series_path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return "".join(line for line in lines if line.startswith("#"))
+
+
 def round_trip(base: Base, stack: Stack, directory: Path) -> tuple[ApplyReport, list[MessageFault]]:
     """Apply the stack to ``directory``, export it again, and list the files that differ.
 
-    ``directory`` is a fresh unpacked sdist, and is left patched. Raises as ``apply.apply`` does.
+    ``directory`` is a fresh unpacked sdist, and is left patched. Raises as ``make_repository``.
     """
-    report = apply.apply(base, stack, directory, repository=True)
+    report = make_repository(base, stack, directory)
     repository = open_repository(base, directory)
-    # The messages are linted by `series.check`; here only bytes count.
+    # The messages are linted by `lint.check`; here only bytes count.
     exported = _raw_export(repository)
     expected = [
         patch
@@ -346,6 +363,6 @@ def round_trip(base: Base, stack: Stack, directory: Path) -> tuple[ApplyReport, 
 
 def _raw_export(repository: Repository) -> list[bytes]:
     with tempfile.TemporaryDirectory(prefix="sm12x-export-") as folder:
-        span = f"refs/tags/{apply.BASE_TAG}..HEAD"
+        span = f"refs/tags/{BASE_TAG}..HEAD"
         done = repository.run(*_SETTINGS, "format-patch", *_FORMAT, "--always", "-o", folder, span)
         return [Path(line).read_bytes() for line in done.stdout.splitlines()]

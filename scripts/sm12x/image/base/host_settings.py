@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,11 +55,10 @@ class HostConfig:
     def files(self, parent: Path) -> Iterator[dict[str, Path]]:
         """The secrets as files in ``parent`` that only this user can read, gone afterwards."""
         with TemporaryDirectory(dir=parent, prefix=SECRETS_PREFIX) as folder:
-            paths: dict[str, Path] = {}
-            for name, text in self.secrets.items():
-                paths[name] = Path(folder) / name
-                paths[name].touch(mode=0o600)
-                paths[name].write_text(text, encoding="utf-8")
+            paths = {name: Path(folder) / name for name in self.secrets}
+            for name, path in paths.items():
+                path.touch(mode=0o600)
+                path.write_text(self.secrets[name], encoding="utf-8")
             yield paths
 
 
@@ -70,24 +69,27 @@ def collect(suite: str) -> HostConfig:
     """
     env = os.environ
     config = pipconfig.load()
-    mirrors: tuple[str | None, str | None] = (None, None)
-    if re.search(r'(?m)^ID="?debian\b', _first_text([Path("/etc/os-release")])):
+    archive, security = None, None
+    if re.search(r'(?m)^ID="?debian\b', _first_text(Path("/etc/os-release"))):
         words = ("indextargets", "--format", _TARGET, "Created-By: Packages")
-        mirrors = debian_mirrors(_answer("apt-get", *words))
+        archive, security = debian_mirrors(_answer("apt-get", *words))
     variables = environment(env, config)
     apt = apt_settings(_answer("apt-config", "dump"))
+    sources = apt_list(archive, security, suite) if archive else ""
+    user = Path(env.get("XDG_CONFIG_HOME") or files.home() / ".config")
+    uv = [Path(env["UV_CONFIG_FILE"])] if env.get("UV_CONFIG_FILE") else []
     secrets = {
         "ca": certificates(_ca_bundle(config)),
         "env": "".join(f"export {key}={shlex.quote(value)}\n" for key, value in variables.items()),
-        "apt.conf": apt_conf(apt, mirrors=mirrors, suite=suite),
-        "apt.list": apt_list(mirrors, suite),
-        "uv.toml": _first_text(_uv_files(env)),
-        "netrc": _first_text([Path(env.get("NETRC") or files.home() / ".netrc")]),
+        "apt.conf": apt_conf(apt, sources=bool(sources)),
+        "apt.list": sources,
+        "uv.toml": _first_text(*uv, user / "uv" / "uv.toml", Path("/etc/uv/uv.toml")),
+        "netrc": _first_text(Path(env.get("NETRC") or files.home() / ".netrc")),
     }
-    addresses = [*variables.values(), *apt.values(), *(mirror or "" for mirror in mirrors)]
+    addresses = [*variables.values(), *apt.values(), archive or "", security or ""]
     return HostConfig(
         secrets={name: text for name, text in secrets.items() if text},
-        mirror=mirrors[0],
+        mirror=archive,
         host_network=any(_on_loopback(text) for text in addresses),
     )
 
@@ -147,34 +149,23 @@ def apt_settings(dump: str) -> dict[str, str]:
     return dict(re.findall(pattern, dump))
 
 
-def apt_conf(
-    settings: Mapping[str, str], *, mirrors: tuple[str | None, str | None], suite: str
-) -> str:
-    """apt's configuration for the steps of the build, read through APT_CONFIG."""
+def apt_conf(settings: Mapping[str, str], *, sources: bool) -> str:
+    """apt's configuration for the steps of the build; with ``sources`` they replace the image's."""
     lines = [f'{key} "{value}";' for key, value in settings.items()]
     # The steps have the certificates as a secret; the base image has none of its own.
     lines.append('Acquire::https::CaInfo "/run/secrets/ca";')
-    if apt_list(mirrors, suite):
-        lines += [
-            'Dir::Etc::SourceList "/run/secrets/apt.list";',
-            'Dir::Etc::SourceParts "/dev/null";',
-        ]
+    if sources:
+        lines.append('Dir::Etc::SourceList "/run/secrets/apt.list";')
+        lines.append('Dir::Etc::SourceParts "/dev/null";')
     return "".join(f"{line}\n" for line in lines)
 
 
-def apt_list(mirrors: tuple[str | None, str | None], suite: str) -> str:
-    """apt's sources for ``suite`` from the host's mirrors, "" when the host has none."""
-    archive, security = mirrors
-    if archive is None:
-        return ""
+def apt_list(archive: str, security: str | None, suite: str) -> str:
+    """apt's sources for ``suite`` from the host's mirrors."""
     # Where Debian, and complete mirrors of it, keep them.
     security = security or archive.rstrip("/") + "-security"
-    signed = f"[signed-by={_KEYRING}]"
-    return (
-        f"deb {signed} {archive} {suite} main\n"
-        f"deb {signed} {archive} {suite}-updates main\n"
-        f"deb {signed} {security} {suite}-security main\n"
-    )
+    places = (archive, suite), (archive, f"{suite}-updates"), (security, f"{suite}-security")
+    return "".join(f"deb [signed-by={_KEYRING}] {uri} {name} main\n" for uri, name in places)
 
 
 def _on_loopback(text: str) -> bool:
@@ -191,22 +182,15 @@ def _ca_bundle(config: pipconfig.PipConfig) -> Path | None:
     return next((path for path in _SYSTEM_CA if path.is_file()), None)
 
 
-def _uv_files(env: Mapping[str, str]) -> list[Path]:
-    home = Path(env.get("XDG_CONFIG_HOME") or files.home() / ".config")
-    named = env.get("UV_CONFIG_FILE")
-    return [*([Path(named)] if named else []), home / "uv" / "uv.toml", Path("/etc/uv/uv.toml")]
-
-
-def _first_text(paths: Sequence[Path]) -> str:
-    for path in paths:
-        if path.is_file():
-            try:
-                return path.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise BadFileError(
-                    f"{path} cannot be read: {error}", next_step="correct or remove that file"
-                ) from None
-    return ""
+def _first_text(*paths: Path) -> str:
+    """Return the text of the first of ``paths`` that is there. Raises BadFileError."""
+    path = next((path for path in paths if path.is_file()), None)
+    try:
+        return path.read_text(encoding="utf-8") if path else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadFileError(
+            f"{path} cannot be read: {error}", next_step="correct or remove that file"
+        ) from None
 
 
 def _answer(program: str, *words: str) -> str:

@@ -22,18 +22,8 @@ _BINFMT = Path("/proc/sys/fs/binfmt_misc")
 CROSS_GIB = 2.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Kind:
-    """A platform: its machine, and Debian's name of that."""
-
-    machine: str
-    debian: str
-
-
-_PLATFORMS = {
-    "linux/amd64": _Kind(machine="x86_64", debian="amd64"),
-    "linux/arm64": _Kind(machine="aarch64", debian="arm64"),
-}
+# Platform -> its machine, and Debian's name of that.
+_PLATFORMS = {"linux/amd64": ("x86_64", "amd64"), "linux/arm64": ("aarch64", "arm64")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +49,7 @@ class Platforms:
     @property
     def debian(self) -> str:
         """Debian's name of the image's machine, "" for this one's."""
-        return _PLATFORMS[self.platform].debian if self.crossing else ""
+        return _PLATFORMS[self.platform][1] if self.crossing else ""
 
     def install_args(self) -> dict[str, str]:
         """More build arguments of Dockerfile.bundle: emulation then takes minutes, not an hour.
@@ -91,48 +81,30 @@ def choose(
             kernel cannot run its programs.
     """
     here = platform.machine()
-    if option is None:
-        machine = here
-    elif option in _PLATFORMS:
-        machine = _PLATFORMS[option].machine
-    else:
+    if option is not None and option not in _PLATFORMS:
         raise UsageError(
             f"there is no platform {option!r} of an SM12x GPU",
             next_step=f"use {' or '.join(_PLATFORMS)}",
         )
+    machine = _PLATFORMS[option][0] if option else here
     if machine not in base.wheels:
-        names = [name for name, kind in _PLATFORMS.items() if kind.machine in base.wheels]
+        names = [name for name, (other, _) in _PLATFORMS.items() if other in base.wheels]
         raise BadArchitectureError(
             f"base {base.version} has no wheel for {machine}",
             next_step=f"choose one of {', '.join(names)} with --platform",
         )
     if option is None or not cross.needed(machine, here=here):
         return Platforms(machine=machine, here=here)
-    if image:
-        _require_emulator(option, binfmt)
+    # The name that Debian's packages, and every other that is known of, register it by. Flag F
+    # opens the emulator at registration: a container does not have it.
+    handler = files.kernel_text(binfmt / f"qemu-{machine}")
+    if image and not re.fullmatch(r"(?s)enabled\n.*^flags:.*F.*", handler, re.MULTILINE):
+        raise BadArchitectureError(
+            f"building an image for {option} runs {machine} programs, and this kernel has no "
+            f"emulator with flag F for them in {binfmt}",
+            next_step="install one, such as with `apt-get install qemu-user-static binfmt-support` "
+            f"on Debian and Ubuntu (and `mount -t binfmt_misc binfmt_misc {binfmt}`, where that is "
+            f"not mounted), or build on a machine that is {machine}; the wheel alone needs no "
+            "emulator: --no-image",
+        )
     return Platforms(machine=machine, here=here, platform=option)
-
-
-def _require_emulator(name: str, binfmt: Path) -> None:
-    kind = _PLATFORMS[name]
-    install = (
-        "install one, such as with `apt-get install qemu-user-static binfmt-support` on Debian and "
-        f"Ubuntu, or build on a machine that is {kind.machine}; the wheel alone needs no emulator: "
-        "--no-image"
-    )
-    what = f"building an image for {name} runs {kind.machine} programs, and this kernel"
-    if not (binfmt / "register").exists():
-        raise BadArchitectureError(
-            f"{what} has no emulators set up ({binfmt} is not mounted)",
-            next_step=f"run `mount -t binfmt_misc binfmt_misc {binfmt}` as root, then {install}",
-        )
-    # The name that Debian's packages, and every other that is known of, register it by.
-    handler = files.kernel_text(binfmt / f"qemu-{kind.machine}")
-    if not handler.startswith("enabled"):
-        raise BadArchitectureError(f"{what} has no emulator for these", next_step=install)
-    if not re.search(r"^flags:.*F", handler, re.MULTILINE):
-        raise BadArchitectureError(
-            f"{what} starts a program for these which a container does not have: the handler lacks "
-            "flag F, which opens the emulator at registration",
-            next_step=install,
-        )

@@ -4,45 +4,38 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from sm12x.core import files, process
-from sm12x.core.errors import BuildFailedError, ToolFailedError, ToolMissingError
+from sm12x.core.errors import BuildFailedError, Sm12xError, ToolFailedError, ToolMissingError
 from sm12x.image.base.host_settings import HostConfig
 from sm12x.image.base.platforms import Platforms
 from sm12x.image.engine import engines
 from sm12x.image.engine.engine import LOCAL_BASE, Engine, OnLine
 from sm12x.stack.model.base import ImageBase
 
-# GiB for the root file system and the image made of it, which exist side by side for a moment.
-_GIB_NEEDED = 0.6
-
 _ROOTFS_LABEL = "sm12x.rootfs.sha256"
+_MADE_HERE = "debootstrap"
 _KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 _SCRIPTS = Path("/usr/share/debootstrap/scripts")
-# What a slim image leaves out, relative to the root; copyright files stay.
-_DROP = (
-    "usr/share/man",
-    "usr/share/info",
-    "usr/share/locale",
-    "var/cache/apt",
-    "var/cache/ldconfig",
-    "var/lib/apt/lists",
-    "var/log",
+# What a slim image leaves out; what an engine mounts its own over is empty below.
+_LEFT_OUT = (
+    *("dev", "usr/share/man", "usr/share/info", "usr/share/locale"),
+    *("var/cache/apt", "var/cache/ldconfig", "var/lib/apt/lists", "var/log"),
 )
-_DPKG_CONF = """\
-# Written with the base image: what later packages leave out as well.
-path-exclude /usr/share/doc/*
-path-include /usr/share/doc/*/copyright
-path-exclude /usr/share/man/*
-path-exclude /usr/share/info/*
-path-exclude /usr/share/locale/*
-"""
-_APT_CONF = 'Acquire::Languages "none";\nAPT::Install-Recommends "false";\n'
+# Written with the base image.
+_FILES = {
+    # What later packages leave out as well.
+    "etc/dpkg/dpkg.cfg.d/80-slim": "path-exclude /usr/share/doc/*\n"
+    "path-include /usr/share/doc/*/copyright\npath-exclude /usr/share/man/*\n"
+    "path-exclude /usr/share/info/*\npath-exclude /usr/share/locale/*\n",
+    "etc/apt/apt.conf.d/80-slim": 'Acquire::Languages "none";\nAPT::Install-Recommends "false";\n',
+    # The host's, copied by debootstrap.
+    **dict.fromkeys(("etc/resolv.conf", "etc/hostname", "etc/machine-id"), ""),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,30 +64,53 @@ def resolve(
     Raises BuildFailedError when it can neither be pulled nor made.
     """
     if override is not None:
-        return _given(engine, override, machines)
-    pinned = spec.base.partition("@")[2]
+        reason = "" if engine.has_image(override) else _pull(engine, override, machines)
+        if reason:
+            raise BuildFailedError(
+                f"the base image {override} is not in the engine and cannot be pulled: {reason}",
+                next_step="check the name, or leave out --base-image",
+            )
+        return _described(engine, override, override)
     local, pulled = _names(spec, machines)
-    if engine.has_image(pulled):
-        return BaseImage(reference=pulled, digest=pinned, origin=spec.base)
-    if engine.has_image(local):
-        return _local(engine, local)
+    if engine.has_image(local) and not engine.has_image(pulled):
+        return _described(engine, local, _MADE_HERE)
+    if not engine.has_image(pulled):
+        if reason := _pull(engine, spec.base, machines):
+            say(f"{spec.base} cannot be pulled ({reason}): making a base image with debootstrap")
+            return make(spec, engine, host, machines, say=say, on_line=on_line)
+        engine.tag(spec.base, pulled)
+    return BaseImage(reference=pulled, digest=spec.base.partition("@")[2], origin=spec.base)
+
+
+def _pull(engine: Engine, reference: str, machines: Platforms) -> str:
+    """Pull an image; return why it cannot be, "" where it could."""
     try:
-        engine.pull(spec.base, machines.platform)
+        engine.pull(reference, machines.platform)
     except ToolFailedError as error:
-        reason = error.message.rstrip().splitlines()[-1].strip()
-        say(f"{spec.base} cannot be pulled ({reason}): making a base image with debootstrap")
-        return make(spec, engine, host, machines, say=say, on_line=on_line)
-    engine.tag(spec.base, pulled)
-    digest = pinned or engine.digest(spec.base) or engine.image_id(pulled) or ""
-    return BaseImage(reference=pulled, digest=digest, origin=spec.base)
+        return _last_line(error)
+    return ""
+
+
+def _last_line(error: Sm12xError) -> str:
+    return error.message.rstrip().splitlines()[-1].strip()
+
+
+def _described(engine: Engine, reference: str, origin: str) -> BaseImage:
+    """Describe an image that is in the engine; one made here is known by its file system."""
+    label = engine.labels(reference).get(_ROOTFS_LABEL)
+    # An image that was built on one made here has its label too.
+    digest = label if origin == _MADE_HERE else engine.digest(reference) or label
+    digest = digest or engine.image_id(reference) or ""
+    return BaseImage(
+        reference=reference, digest=f"sha256:{digest.removeprefix('sha256:')}", origin=origin
+    )
 
 
 def is_there(spec: ImageBase, engine: Engine, machines: Platforms, *, override: str | None) -> bool:
     """Tell whether ``resolve`` would neither pull nor make the base image."""
     if override is not None:
         return engine.has_image(override)
-    local, pulled = _names(spec, machines)
-    return engine.has_image(pulled) or engine.has_image(local)
+    return any(map(engine.has_image, _names(spec, machines)))
 
 
 def make(
@@ -120,77 +136,36 @@ def make(
         raise BuildFailedError(
             "making a base image with debootstrap needs root", next_step=next_step
         )
+    # Ubuntu's debootstrap comes without Debian's keys.
+    missing = [] if process.which("debootstrap") else ["debootstrap"]
+    missing += [] if _KEYRING.is_file() else ["debian-archive-keyring"]
     try:
-        engines.install(_missing(), say=say)
+        engines.install(missing, say=say)
     except ToolFailedError as error:
         raise BuildFailedError(
             f"debootstrap cannot be installed: {error.message}", next_step=next_step
         ) from None
-    if process.which("debootstrap") is None:
-        raise BuildFailedError("debootstrap is not installed", next_step=next_step)
-    local = _name(spec, machines)
+    local, _ = _names(spec, machines)
     # Not in a folder of the user's: a root file system needs a disk that allows device nodes.
     with TemporaryDirectory(prefix="sm12x-base-", dir="/var/tmp") as folder:
-        files.require_space(
-            Path(folder),
-            _GIB_NEEDED,
-            what="making the base image",
-            move="mount a larger disk on /var/tmp",
-        )
         root = Path(folder) / "root"
         _debootstrap(spec.suite, root, host, machines, on_line, next_step)
-        _slim(root, spec.suite, host)
+        for name, text in {**_FILES, **_sources(spec.suite)}.items():
+            (root / name).write_text(text, encoding="utf-8")
         archive = Path(folder) / "base.tar"
-        _pack(root, archive)
+        # Its bytes depend on the packages alone, so that its sha256 names the contents.
+        words = [f"--file={archive}", f"--directory={root}", "--sort=name", "--numeric-owner"]
+        words += ["--mtime=@0", *(f"--exclude=./{name}/*" for name in _LEFT_OUT), "."]
+        process.run(["tar", "--create", *words])
         labels = {_ROOTFS_LABEL: files.sha256(archive)}
         engine.import_tar(archive, local, labels, platform=machines.platform, on_line=on_line)
-    return _local(engine, local)
-
-
-def _name(spec: ImageBase, machines: Platforms) -> str:
-    return f"{LOCAL_BASE}:{spec.suite}{machines.suffix}"
+    return _described(engine, local, _MADE_HERE)
 
 
 def _names(spec: ImageBase, machines: Platforms) -> tuple[str, str]:
     """Return the local names of a base image made here, and of the pinned one once pulled."""
-    local = _name(spec, machines)
-    digest = spec.base.partition("@")[2].partition(":")[2]
-    return local, f"{local}-{(digest or 'latest')[:12]}"
-
-
-def _given(engine: Engine, reference: str, machines: Platforms) -> BaseImage:
-    if not engine.has_image(reference):
-        try:
-            engine.pull(reference, machines.platform)
-        except ToolFailedError as error:
-            raise BuildFailedError(
-                f"the base image {reference} is not in the engine and cannot be pulled: "
-                f"{error.message.rstrip().splitlines()[-1].strip()}",
-                next_step="check the name, or leave out --base-image",
-            ) from None
-    digest = engine.digest(reference) or engine.labels(reference).get(_ROOTFS_LABEL)
-    if digest is None:
-        digest = engine.image_id(reference) or ""
-    return BaseImage(reference=reference, digest=_prefixed(digest), origin=reference)
-
-
-def _local(engine: Engine, reference: str) -> BaseImage:
-    digest = engine.labels(reference).get(_ROOTFS_LABEL) or engine.image_id(reference) or ""
-    return BaseImage(reference=reference, digest=_prefixed(digest), origin="debootstrap")
-
-
-def _prefixed(digest: str) -> str:
-    return digest if digest.startswith("sha256:") else f"sha256:{digest}"
-
-
-def _missing() -> list[str]:
-    """List the packages that making a base image needs and that are not installed."""
-    presence = {
-        "debootstrap": process.which("debootstrap") is not None,
-        # Ubuntu's debootstrap comes without Debian's keys.
-        "debian-archive-keyring": _KEYRING.is_file(),
-    }
-    return [package for package, there in presence.items() if not there]
+    local = f"{LOCAL_BASE}:{spec.suite}{machines.suffix}"
+    return local, f"{local}-{spec.base.partition('@sha256:')[2][:12]}"
 
 
 def _debootstrap(
@@ -210,57 +185,18 @@ def _debootstrap(
     except (ToolFailedError, ToolMissingError) as error:
         raise BuildFailedError(
             f"debootstrap of {suite} from {host.mirror or 'the public archive'} failed: "
-            f"{error.message.rstrip().splitlines()[-1].strip()}",
+            f"{_last_line(error)}",
             next_step=next_step,
         ) from None
 
 
-def _slim(root: Path, suite: str, host: HostConfig) -> None:
-    """Remove files that no container needs, and name the public archive as the source."""
-    for name in _DROP:
-        for path in (root / name).iterdir():
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
-    for path in (root / "usr/share/doc").rglob("*"):
-        if path.name != "copyright" and (path.is_symlink() or path.is_file()):
-            path.unlink()
-    (root / "etc/apt/apt.conf.d/80-slim").write_text(_APT_CONF, encoding="utf-8")
-    (root / "etc/dpkg/dpkg.cfg.d/80-slim").write_text(_DPKG_CONF, encoding="utf-8")
-    archive = _public_archive()
-    if archive:
-        (root / "etc/apt/sources.list").write_text(
-            f"deb {archive} {suite} main\n"
-            f"deb {archive} {suite}-updates main\n"
-            f"deb {archive}-security {suite}-security main\n",
-            encoding="utf-8",
-        )
-    for name in ("etc/resolv.conf", "etc/hostname", "etc/machine-id"):
-        # The host's, copied by debootstrap: an engine mounts its own over them.
-        (root / name).write_text("", encoding="utf-8")
-
-
-def _public_archive() -> str | None:
-    """Read debootstrap's default archive from its script; None without one."""
+def _sources(suite: str) -> dict[str, str]:
+    """Return apt's list with the public archive, which debootstrap's script names."""
     program = process.which("debootstrap")
-    text = program.read_text(encoding="utf-8", errors="replace") if program else ""
-    match = re.search(r'(?m)^DEF_MIRROR="(\S+?)/?"$', text)
-    return match[1] if match else None
-
-
-def _pack(root: Path, archive: Path) -> None:
-    """A tar whose bytes depend on the packages alone, so that its sha256 names the contents."""
-    process.run(
-        [
-            "tar",
-            "--create",
-            f"--file={archive}",
-            f"--directory={root}",
-            "--sort=name",
-            "--numeric-owner",
-            "--mtime=@0",
-            "--exclude=./dev/*",
-            ".",
-        ]
-    )
+    script = program.read_text(encoding="utf-8", errors="replace") if program else ""
+    public = re.search(r'(?m)^DEF_MIRROR="(\S+?)/?"$', script)
+    if public is None:
+        return {}
+    places = ("", suite), ("", f"{suite}-updates"), ("-security", f"{suite}-security")
+    lines = [f"deb {public[1]}{archive} {name} main\n" for archive, name in places]
+    return {"etc/apt/sources.list": "".join(lines)}

@@ -9,7 +9,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,13 +32,25 @@ _LEFTOVER = re.compile(r"__pycache__|build|\..+|.+\.egg-info")
 class Context:
     """Files of a context: path in it -> where the file is now, or its text.
 
+    ``folders`` are there even if they are empty.
     ``large`` files are hard links; the others are copied with a fixed mode and date, so that a
     checkout's umask does not change cache keys, nor its age what is compiled again.
+
+    Raises:
+        BadFileError: a file is missing.
     """
 
     files: Mapping[str, Path | str]
     large: Mapping[str, Path]
     folders: tuple[str, ...] = ("links",)
+
+    def __post_init__(self) -> None:
+        for source in (*self.files.values(), *self.large.values()):
+            if isinstance(source, Path) and not source.is_file():
+                raise BadFileError(
+                    f"{source} is missing, and the image needs it",
+                    next_step="restore it with git, or make it with `make lock BASE=VERSION`",
+                )
 
     def digest(self) -> str:
         """A sha256, in hex, over names and contents."""
@@ -99,61 +111,26 @@ def bundle_files(base: Base, machine: str, *, flashinfer: str) -> dict[str, Path
     ``flashinfer`` is the list of architectures for which FlashInfer's modules are compiled ahead of
     time, as TORCH_CUDA_ARCH_LIST has them; "" for none.
     """
+    build_lock, spec = base.build_lock_path(machine), base.locks[machine]
+    sdists = ""
+    if spec.build_from_sdist:
+        names = ("setuptools", *spec.sdist_requires)
+        text = build_lock.read_text(encoding="utf-8")
+        sdists = lockfile.restrict(text, names, where=str(build_lock))
+    extras = {extra.package for extra in base.extras}
     return {
         FLASHINFER_REQUEST: declared.to_json(flashinfer_request(base, machine, flashinfer)),
-        **_installer(base.build_lock_path(machine)),
+        **_installer(build_lock),
         **package(),
         "requirements.lock": base.lock_path(machine),
-        "sdists.lock": _sdist_requirements(base, machine),
-        "extras.lock": _extras(base, machine),
+        "sdists.lock": sdists,
+        "extras.lock": "".join(pin.text for pin in _pins(base.lock_path(machine), extras)),
         **{
             f"recipes/{path.relative_to(layout.recipes())}": path
             for pattern in ("*.yaml", f"{planned.FOLDER}/*.json")
             for path in sorted(layout.recipes().glob(pattern))
         },
     }
-
-
-def builder(
-    base: Base,
-    machine: str,
-    *,
-    here: str,
-    sdist: Path,
-    wheel: Path,
-    third_party: Mapping[str, Path],
-    find_links: Path | None,
-) -> Context:
-    """The context of Dockerfile.builder. Raises BadFileError when a file of it is missing.
-
-    ``third_party``: files of third-party sources, by their place below the folder of that name,
-    which is there and empty where nothing is made of them.
-    """
-    large = {f"sources/{path.name}": path for path in (sdist, wheel)}
-    links = _links(find_links, {base.build_lock_path(name) for name in (here, machine)})
-    return _context(
-        builder_files(base, machine, here=here),
-        {**large, **links, **third_party},
-        folders=("links", "third_party"),
-    )
-
-
-def bundle(
-    base: Base,
-    machine: str,
-    *,
-    flashinfer: str,
-    wheel: Path,
-    ledger: Path,
-    find_links: Path | None,
-) -> Context:
-    """The context of Dockerfile.bundle. Raises BadFileError when a file of it is missing."""
-    links = _links(find_links, (base.lock_path(machine), base.build_lock_path(machine)))
-    return _context(
-        {**bundle_files(base, machine, flashinfer=flashinfer), "ledger.json": ledger},
-        {f"wheel/{wheel.name}": wheel, **links},
-        folders=("links", "recipes"),
-    )
 
 
 def inputs_digest(base: Base, machine: str, *, here: str, choices: Mapping[str, str]) -> str:
@@ -163,14 +140,13 @@ def inputs_digest(base: Base, machine: str, *, here: str, choices: Mapping[str, 
     that matter: architectures, mode, third-party sources, base image, engine, and "flashinfer": for
     what its modules are compiled.
     """
-    dockerfiles: dict[str, Path | str] = {
-        name: layout.root() / name for name in DOCKERFILES.values()
+    made_of = {
+        **builder_files(base, machine, here=here),
+        **bundle_files(base, machine, flashinfer=choices["flashinfer"]),
+        **{name: layout.root() / name for name in DOCKERFILES.values()},
+        **{f"option/{key}": value for key, value in choices.items()},
     }
-    options = {f"option/{key}": value for key, value in choices.items()}
-    wheel = builder_files(base, machine, here=here)
-    inside = bundle_files(base, machine, flashinfer=choices["flashinfer"])
-    made_of = {**wheel, **inside, **dockerfiles}
-    return _context({**made_of, **options}, {}).digest()
+    return Context(files=made_of, large={}).digest()
 
 
 def package() -> dict[str, Path | str]:
@@ -192,86 +168,44 @@ def package_digest() -> str:
     return Context(files=package(), large={}).digest()
 
 
-def uv_requirement(lock: str) -> str:
-    """uv's entry, with its hashes, of a requirements lock. Raises BadFileError without one."""
-    match = re.search(r"(?m)^uv==\S+(?: \\\n {4}--hash=\S+)+", lock)
-    if match is None:
-        raise BadFileError(
-            "the lock of the build requirements has no entry for uv with hashes",
-            next_step="make it with `make lock BASE=VERSION`",
-        )
-    return match[0] + "\n"
-
-
-def locked_hashes(lock: str) -> frozenset[str]:
-    """Every sha256 a requirements lock allows."""
-    return frozenset(re.findall(r"--hash=sha256:([0-9a-f]{64})", lock))
-
-
-def _installer(lock: Path) -> dict[str, Path | str]:
-    """Files for installing packages in a build: the wrapper, and the builder lock's pin of uv."""
-    _require(lock)
-    return {
-        "with-host.sh": layout.data() / "image" / "with-host.sh",
-        "uv.lock": uv_requirement(lock.read_text(encoding="utf-8")),
-    }
-
-
-def _sdist_requirements(base: Base, machine: str) -> str:
-    """The lock of the build requirements of packages without a wheel; "" where all have wheels."""
-    spec = base.locks[machine]
-    if not spec.build_from_sdist:
-        return ""
-    path = base.build_lock_path(machine)
-    names = ("setuptools", *spec.sdist_requires)
-    return lockfile.restrict(path.read_text(encoding="utf-8"), names, where=str(path))
-
-
-def _extras(base: Base, machine: str) -> str:
-    """Return the pins of the base's extras, out of the closure's lock; "" without any."""
-    lock = lockfile.read(base.lock_path(machine))
-    packages = {extra.package for extra in base.extras}
-    return "".join(pin.text for pin in lock.pins if pin.name in packages)
-
-
 def flashinfer_request(base: Base, machine: str, arch_list: str) -> ahead.Request:
     """The FlashInfer modules to compile for ``arch_list``; none where it is empty."""
-    lock = lockfile.read(base.lock_path(machine))
+    pins = _pins(base.lock_path(machine), ahead.MADE_OF)
     return ahead.Request(
         arch_list=ahead.targets(arch_list),
-        key=ahead.key((pin.text for pin in lock.pins if pin.name in ahead.MADE_OF), arch_list),
+        key=ahead.key((pin.text for pin in pins), arch_list),
         modules=base.flashinfer if arch_list else (),
     )
 
 
-def _links(find_links: Path | None, locks: Iterable[Path]) -> dict[str, Path]:
-    """The wheels of a --find-links folder that one of ``locks`` allows."""
-    if find_links is None:
-        return {}
-    allowed = frozenset[str]().union(
-        *(locked_hashes(path.read_text(encoding="utf-8")) for path in locks)
-    )
+def _pins(lock: Path, names: Collection[str]) -> list[lockfile.Pin]:
+    return [pin for pin in lockfile.read(lock).pins if pin.name in names]
+
+
+def _installer(lock: Path) -> dict[str, Path | str]:
+    """Files for installing packages in a build: the wrapper, and the builder lock's pin of uv."""
+    pins = _pins(lock, {"uv"})
+    if not pins or not pins[0].hashes:
+        raise BadFileError(
+            f"{lock} has no entry for uv with hashes",
+            next_step="make it with `make lock BASE=VERSION`",
+        )
     return {
-        f"links/{path.name}": path
-        for path in sorted(find_links.glob("*.whl"))
-        if files.sha256(path) in allowed
+        "with-host.sh": layout.data() / "image" / "with-host.sh",
+        # Without the comments: what asks for uv does not change what is installed.
+        "uv.lock": re.sub(r"(?m)^ +#.*\n", "", pins[0].text),
     }
 
 
-def _context(
-    small: Mapping[str, Path | str],
-    large: Mapping[str, Path],
-    *,
-    folders: tuple[str, ...] = ("links",),
-) -> Context:
-    _require(*(source for source in (*small.values(), *large.values()) if isinstance(source, Path)))
-    return Context(files=small, large=large, folders=folders)
-
-
-def _require(*paths: Path) -> None:
-    for path in paths:
-        if not path.is_file():
-            raise BadFileError(
-                f"{path} is missing, and the image needs it",
-                next_step="restore it with git, or make it with `make lock BASE=VERSION`",
-            )
+def links(find_links: Path | None, *locks: Path) -> dict[str, Path]:
+    """The wheels of a --find-links folder that one of ``locks`` allows."""
+    if find_links is None:
+        return {}
+    allowed = {
+        digest for lock in locks for pin in lockfile.read(lock).pins for digest in pin.hashes
+    }
+    return {
+        f"links/{path.name}": path
+        for path in sorted(find_links.glob("*.whl"))
+        if f"sha256:{files.sha256(path)}" in allowed
+    }

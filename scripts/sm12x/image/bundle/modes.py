@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,29 +17,13 @@ from sm12x.core.errors import BadFileError, UsageError
 from sm12x.core.progress import Reporter
 from sm12x.image.base.platforms import Platforms
 from sm12x.image.bundle.context import Context
-from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
 from sm12x.stack.model.base import Base
 from sm12x.wheel import selection
 from sm12x.wheel.compile import cmake
-from sm12x.wheel.selection import AUTO, WANTED, Decision, ModuleChoice, Offer
+from sm12x.wheel.selection import AUTO, Decision, ModuleChoice, Offer
 from sm12x.wheel.source import third_party
 from sm12x.wheel.toolchain import arch
-
-# Third-party sources by name, as they were found or not.
-_Sources = Mapping[str, third_party.FoundSource]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModeRequest:
-    """The request: a mode or "auto", and folders of sources.
-
-    ``patch_levels`` are those of ``given`` that may be of another patch level than pinned.
-    """
-
-    wanted: str
-    given: Mapping[str, Path]
-    patch_levels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,33 +58,11 @@ class BuildMode:
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def parse_request(
+def decide(
     base: Base,
-    mode: str,
-    sources: Iterable[str],
-    *,
-    patch_levels: Iterable[str] = (),
-) -> ModeRequest:
-    """Check the options that request a mode. Raises UsageError or BadFileError."""
-    if mode not in WANTED:
-        raise UsageError(
-            f"there is no build mode {mode!r}",
-            next_step=f"use {text.near(mode, WANTED) or text.either(WANTED)}",
-        )
-    folders = parse_given(base, sources)
-    lenient = selection.require_patch_levels(base, tuple(patch_levels))
-    for name in lenient:
-        if name not in folders:
-            raise UsageError(
-                f"--accept-patch-level {name} is for a folder that is given",
-                next_step=f"give it with --source {name}=DIR",
-            )
-    return ModeRequest(wanted=mode, given=folders, patch_levels=lenient)
-
-
-def settle(
-    base: Base,
-    request: ModeRequest,
+    wanted: str,
+    given: Mapping[str, Path],
+    patch_levels: tuple[str, ...],
     targets: tuple[CudaArch, ...],
     earlier_mode: str,
     *,
@@ -109,63 +71,59 @@ def settle(
     """Decide the mode, report it with the reason, and find its sources.
 
     Args:
+        wanted: "quick", "full" or "auto".
+        given: folders of third-party sources, as ``parse_given`` returns them.
+        patch_levels: those of ``given`` that may be of another patch level than pinned.
         targets: what is compiled for.
         earlier_mode: the mode of the bundle that is there, "" without one. After a bundle of full
             mode, memory that other programs hold at the moment does not exclude full mode: nothing
             may be left to compile.
 
     Raises:
+        NoSpaceError: a full build is wanted, and does not fit in the memory.
         BadArchitectureError: a full build needs more of the architectures.
         BadFileError: a given folder is not of the pinned version.
     """
 
     @functools.cache
-    def collect() -> _Sources:
+    def collect() -> Mapping[str, third_party.FoundSource]:
         return third_party.collect(
-            base,
-            cache=layout.cache(),
-            given=request.given,
-            patch_levels=request.patch_levels,
-            say=report.say,
+            base, cache=layout.cache(), given=given, patch_levels=patch_levels, say=report.say
         )
 
     cores = machine.cores()
-    memory_gib = all_memory_gib() if earlier_mode == "full" else cmake.free_memory_gib()
-    decision = decide(base, request, cores=cores, memory_gib=memory_gib, collect=collect)
+    memory_gib = _all_memory_gib() if earlier_mode == "full" else cmake.free_memory_gib()
+
+    def with_sources(names: Collection[str]) -> Decision:
+        return selection.decide(
+            base, cores=cores, memory_gib=memory_gib, available=names, mode=wanted
+        )
+
+    # Which modules a full build compiles, and so how long it takes, depends on the sources. Those
+    # that are given are certain; the others need a network, and are looked for where they decide.
+    decision = with_sources({source.name for source in base.sources})
+    if wanted == AUTO and decision.mode != with_sources({*given}).mode:
+        with progress.spinner("looking for third-party sources"):
+            decision = with_sources(_available(collect()))
     other = "full" if decision.mode == "quick" else "quick"
     report.say(
         f"build mode {decision.mode}: {decision.reason}; {other} mode: make bundle BUILD={other}"
     )
-    newest = bases.versions()[-1]
-    if newest != base.version:
-        report.say(f"there is a newer base: make bundle BASE={newest}")
+    touched = [module.target for module in selection.for_stack(base, series.load(base))]
     if decision.mode == "quick":
-        if request.given:
+        if given:
             report.say("quick mode takes no third-party source: options about them are unused")
         return BuildMode(
             name="quick",
-            choice=choose(base, "quick", ()),
-            offer=selection.offer(base, cores=cores, memory_gib=memory_gib, sure=request.given),
+            choice=selection.choose(base, touched, mode="quick"),
+            offer=selection.offer(base, cores=cores, memory_gib=memory_gib, sure=given),
         )
     arch.require_complete(targets)
     with report.phase("third-party sources", live=False):
         sources = collect()
         staging = staged(sources)
         digest = Context(files=staging, large={}).digest() if staging else ""
-    there = {name for name, source in sources.items() if source.folder}
-    choice = choose(base, "full", there)
-    _report_kept(base, choice, sources, report)
-    return BuildMode(
-        name="full",
-        choice=choice,
-        patch_levels=request.patch_levels,
-        third_party=staging,
-        third_party_sha256=digest,
-    )
-
-
-def _report_kept(base: Base, choice: ModuleChoice, sources: _Sources, report: Reporter) -> None:
-    """Report which modules stay official for lack of a source, and the option that helps."""
+    choice = selection.choose(base, touched, mode="full", available=_available(sources))
     for entry in choice.kept:
         why = "; ".join(
             f"{name}: {sources[name].reason if name in sources else ''}" for name in entry.missing
@@ -173,6 +131,17 @@ def _report_kept(base: Base, choice: ModuleChoice, sources: _Sources, report: Re
         report.say(f"{entry.path} stays the official one ({why})")
     if choice.kept:
         report.say("name the folder of a missing source with --source NAME=DIR")
+    return BuildMode(
+        name="full",
+        choice=choice,
+        patch_levels=patch_levels,
+        third_party=staging,
+        third_party_sha256=digest,
+    )
+
+
+def _available(sources: Mapping[str, third_party.FoundSource]) -> set[str]:
+    return {name for name, source in sources.items() if source.folder}
 
 
 def flashinfer(
@@ -198,7 +167,7 @@ def flashinfer(
     return not against and (mode == "full" if option is None else option)
 
 
-def all_memory_gib() -> float:
+def _all_memory_gib() -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / text.GIB
 
 
@@ -227,46 +196,18 @@ def parse_given(base: Base, words: Iterable[str]) -> dict[str, Path]:
     return folders
 
 
-def decide(
-    base: Base,
-    request: ModeRequest,
-    *,
-    cores: int,
-    memory_gib: float,
-    collect: Callable[[], _Sources],
-) -> Decision:
-    """Return the mode. ``collect`` is called only where the available sources change it.
-
-    Which modules a full build compiles, and so how long it takes, depends on the sources; looking
-    for them needs a network, and a user is told the decision first. Sources that are given are
-    certain.
-
-    Raises:
-        NoSpaceError: a full build is wanted, and does not fit in the memory.
-    """
-
-    def with_(available: set[str]) -> Decision:
-        return selection.decide(
-            base,
-            cores=cores,
-            memory_gib=memory_gib,
-            available=available,
-            mode=request.wanted,
-        )
-
-    most = with_({source.name for source in base.sources})
-    if request.wanted != AUTO:
-        return most
-    if most.mode == with_({*request.given}).mode:
-        return most
-    with progress.spinner("looking for third-party sources"):
-        return with_({name for name, source in collect().items() if source.folder})
-
-
-def choose(base: Base, mode: str, available: Collection[str]) -> ModuleChoice:
-    """Return what that mode will compile and keep, by what the patches name."""
-    targets = [module.target for module in selection.for_stack(base, series.load(base))]
-    return selection.choose(base, targets, mode=mode, available=available)
+def parse_patch_levels(
+    base: Base, names: Iterable[str], given: Mapping[str, Path]
+) -> tuple[str, ...]:
+    """Check `--accept-patch-level NAME`. Raises UsageError for one that is not ``given``."""
+    levels = selection.require_patch_levels(base, tuple(names))
+    for name in levels:
+        if name not in given:
+            raise UsageError(
+                f"--accept-patch-level {name} is for a folder that is given",
+                next_step=f"give it with --source {name}=DIR",
+            )
+    return levels
 
 
 def devices(mode: str, arch_list: str) -> list[str]:
@@ -282,7 +223,7 @@ def devices(mode: str, arch_list: str) -> list[str]:
     ]
 
 
-def staged(sources: _Sources) -> dict[str, Path]:
+def staged(sources: Mapping[str, third_party.FoundSource]) -> dict[str, Path]:
     """Return the files of the sources, by their place in a build context. Links are followed."""
     return {
         f"third_party/{name}/{path.relative_to(source.folder).as_posix()}": path.resolve()

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Literal
 
 from sm12x.core import declared, files
 from sm12x.core.declared import Declared
 from sm12x.core.errors import BadFileError, BuildFailedError
-from sm12x.image.engine.engine import Layer
 
 NAME = "image.json"
 LEDGER = "ledger.json"
@@ -23,8 +19,7 @@ AUDIT_TEXT = "audit.txt"
 
 @dataclass(frozen=True, kw_only=True)
 class Record(Declared):
-    """A finished bundle. Sizes are in bytes, hashes sha256 in hex, ``seconds`` by phase;
-    ``stage_seconds`` by stage of the Dockerfiles, None for one that came from the layer cache.
+    """A finished bundle. Sizes are in bytes, hashes sha256 in hex, ``seconds`` by step.
 
     ``inputs`` is the hash over all that the bundle was made of; ``image_id`` is "" where only the
     wheel was asked for. ``flashinfer`` are the architectures that FlashInfer's modules are compiled
@@ -47,9 +42,7 @@ class Record(Declared):
     image_id: str
     tags: tuple[str, ...]
     image_size: int
-    layers: tuple[Layer, ...]
     seconds: Mapping[str, float]
-    stage_seconds: Mapping[str, float | None]
     flashinfer: str = ""
     schema: Literal[1] = 1
 
@@ -70,28 +63,6 @@ def is_whole(folder: Path, record: Record) -> bool:
         and files.sha256(ledger) == record.ledger_sha256
         and files.sha256(wheel) == record.wheel_sha256
     )
-
-
-@contextmanager
-def publishing(final: Path) -> Iterator[Path]:
-    """Yield an empty folder beside ``final`` that takes its place if the block succeeds.
-
-    A block that fails or is killed leaves ``final`` as it was; what a kill leaves beside it starts
-    with a dot and is removed by the next run.
-    """
-    final.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in final.parent.glob(f".{final.name}.*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    staged = Path(mkdtemp(dir=final.parent, prefix=f".{final.name}."))
-    try:
-        yield staged
-        staged.chmod(0o755)
-        if final.exists():
-            final.rename(staged.with_name(f"{staged.name}.old"))
-        staged.rename(final)
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
-        shutil.rmtree(staged.with_name(f"{staged.name}.old"), ignore_errors=True)
 
 
 def one_wheel(folder: Path) -> Path:

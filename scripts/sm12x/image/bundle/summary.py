@@ -11,34 +11,14 @@ from pathlib import Path, PurePosixPath
 from sm12x.audit.report import AuditReport
 from sm12x.core import text as texts
 from sm12x.image.bundle.record import AUDIT_TEXT, Record
-from sm12x.image.engine.engine import Engine, Layer
+from sm12x.image.engine.engine import Engine
 from sm12x.stack.model import base as bases
 from sm12x.wheel import flashinfer as ahead
 from sm12x.wheel.ledger import Ledger
 from sm12x.wheel.selection import Offer
 
-# Layers below this add up to one line.
-_SMALL = 10 * texts.MIB
-
-_MEANING = {
-    "native": "runs as compiled for the device",
-    "ptx": "compiled by the driver at the first start, kept in its cache",
-    "none": "code for other GPUs only: calling it fails; audit.txt says why that is accepted",
-    "lto": "LTO-IR alone: runs only where the library links it at run time",
-    "unknown": "could not be read",
-}
-# What made a layer, by a word of its instruction, the first that fits.
-_LAYER_NAMES = (
-    ("apt-get install", "Debian packages: Python, g++"),
-    ("requirements.lock --", "the release's locked closure: torch, CUDA libraries"),
-    ("--requirement /opt/sm12x/requirements.lock", "the locked closure: torch, CUDA libraries"),
-    ("sm12x build toolchain", "CUDA_HOME: nvcc and its tools"),
-    ("/flashinfer/data/aot", "FlashInfer's modules, compiled ahead of time"),
-    ("/wheel/*.whl", "the patched vLLM wheel"),
-    ("sm12x build stand-in", "the sm12x package, the stand-in libcuda"),
-    ("ADD file", "base image"),
-    ("ADD", "base image"),
-)
+# How code runs, in the order that is shown; audit.txt says what each means.
+_KINDS = ("native", "ptx", "none", "lto", "unknown")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,22 +38,18 @@ class Bundle:
 
 
 def text(bundle: Bundle, recipes: Sequence[str] = (), *, details: bool = False) -> str:
-    """Return the summary; with ``details`` every patch, module, library and layer.
+    """Return the summary; with ``details`` every patch, module and library.
 
     ``recipes`` are the names of those that can be served.
     """
     record, ledger = bundle.record, bundle.ledger
-    full = bundle.offer
+    content = [_patches(ledger), modules(ledger)] if details else [_in_short(ledger)]
+    content += [_code(bundle, details=details), _figures(bundle)]
     parts = [
         _head(record, unchanged=bundle.unchanged),
-        _patches(ledger) if details else "",
-        modules(ledger) if details else _in_short(bundle),
-        _code(bundle) if details else "",
-        _full(full, record, bundle.audit) if full and details else "",
-        _full_in_short(full, record) if full and not details else "",
+        *(content if details else ["\n".join(content)]),
+        _full(bundle.offer, record) if bundle.offer else "",
         _flashinfer(record),
-        _sizes(record) if details else "",
-        _times(record) if details and not bundle.unchanged else "",
         _output(record, bundle.folder, details=details),
         _next(bundle, recipes),
     ]
@@ -97,14 +73,17 @@ def _head(record: Record, *, unchanged: bool) -> str:
     )
 
 
-def _in_short(bundle: Bundle) -> str:
-    """Return patches, modules, machine code, sizes and times, in a line or two each."""
-    record, ledger = bundle.record, bundle.ledger
-    patches = texts.counted(len(ledger.patches), "patch")
+def _patched(ledger: Ledger) -> str:
+    count, paths = len(ledger.patches), len(ledger.files)
+    return f"Patched: {texts.counted(count, 'patch')}, {texts.counted(paths, 'file')} of the wheel"
+
+
+def _in_short(ledger: Ledger) -> str:
+    """Return patches and modules in a line or two each."""
     compiled = [entry for entry in ledger.libraries if entry.origin == "compiled"]
     names = ", ".join(PurePosixPath(entry.path).name.partition(".")[0] for entry in compiled)
     lines = [
-        f"Patched: {patches}, {texts.counted(len(ledger.files), 'file')} of the wheel",
+        _patched(ledger),
         _wrapped(f"Compiled here for {ledger.arch_list}: {names or 'nothing'}", indent=0),
     ]
     if idle := _idle(ledger):
@@ -113,21 +92,11 @@ def _in_short(bundle: Bundle) -> str:
         lines.append(f"{texts.counted(lost, 'op')} of the official modules are missing")
     if ledger.replaced:
         lines.append(f"Compiled with {', '.join(ledger.replaced)} (--accept-patch-level)")
-    lines.append("Machine code of the wheel, in translation units")
-    lines += _totals(bundle.audit)
-    sizes = [f"wheel {texts.size(record.wheel_size)}"]
-    sizes += [f"image {texts.size(record.image_size)}"] if record.tags else []
-    lines.append(f"Sizes: {', '.join(sizes)}")
-    if not bundle.unchanged:
-        lines.append(f"Times: {_seconds(record)}")
     return "\n".join(lines)
 
 
 def _patches(ledger: Ledger) -> str:
-    count, files = len(ledger.patches), len(ledger.files)
-    lines = [
-        f"Patched: {texts.counted(count, 'patch')}, {texts.counted(files, 'file')} of the wheel"
-    ]
+    lines = [_patched(ledger)]
     for patch in ledger.patches:
         native = f"; its native code: {patch.native}" if patch.native else ""
         lines += [f"  {patch.name}", _wrapped(patch.subject)]
@@ -175,53 +144,34 @@ def _idle(ledger: Ledger) -> list[str]:
     return [patch.name for patch in ledger.patches if patch.native.startswith("not ")]
 
 
-def _totals(audit: AuditReport) -> list[str]:
-    """Return for each device how many units run how."""
-    lines = []
-    for device in audit.devices:
+def _code(bundle: Bundle, *, details: bool) -> str:
+    """Return how many units run how on each device; audit.txt has each library."""
+    lines = ["Machine code of the wheel, in translation units"]
+    for device in bundle.audit.devices:
         totals: Counter[str] = Counter()
-        for library in audit.libraries:
+        for library in bundle.audit.libraries:
             if library.runs:
                 totals.update(library.runs[device].units)
-        parts = ", ".join(f"{totals[kind]} {kind}" for kind in _MEANING if totals[kind])
+        parts = ", ".join(f"{totals[kind]} {kind}" for kind in _KINDS if totals[kind])
         lines.append(f"  all on {device}: {parts} of {totals.total()}")
-    return lines
-
-
-def _code(bundle: Bundle) -> str:
-    """Return how the machine code runs; audit.txt beside the wheel has each library."""
-    lines = ["Machine code of the wheel, in translation units", *_totals(bundle.audit)]
-    lines += [f"  {kind:<8}{meaning}" for kind, meaning in _MEANING.items()]
-    return "\n".join([*lines, f"  each library: {bundle.folder / AUDIT_TEXT}"])
-
-
-def _full(offer: Offer, record: Record, audit: AuditReport) -> str:
-    """Render what full mode would add to this bundle, and how long it takes here."""
-    lines = [f"What full mode adds, in {offer.figures}"]
-    libraries = {library.path: library for library in audit.libraries}
-    for step in offer.steps:
-        paths = ", ".join(step.modules)
-        if step.sources:
-            fetched = [name for name in step.sources if name not in step.given_only]
-            where = [f"{' and '.join(fetched)} (from git, or --source NAME=DIR)"] if fetched else []
-            where += [f"{name} (--source {name}=DIR alone)" for name in step.given_only]
-            more = f"with {' and '.join(where)} also "
-            lines.append(_wrapped(f"{more}{paths}: about {step.minutes:.0f} min in all", indent=2))
-        else:
-            lines.append(_wrapped(f"code for {record.arch_list} in {paths}", indent=2))
-        units = [libraries[path].runs for path in step.modules if path in libraries]
-        for device in audit.devices:
-            ptx = sum(runs[device].units["ptx"] for runs in units if runs)
-            none = sum(runs[device].units["none"] for runs in units if runs)
-            note = f"on {device} {ptx} of their units go through PTX now, {none} not at all"
-            lines += [_wrapped(note)] if ptx or none else []
-    if offer.against:
-        lines.append(_wrapped(f"auto does not choose full mode here: {offer.against}", indent=2))
-    lines.append(f"  {_bundle(record, 'BUILD=full')}")
+    if details:
+        lines.append(f"  each library, and what that means: {bundle.folder / AUDIT_TEXT}")
     return "\n".join(lines)
 
 
-def _full_in_short(offer: Offer, record: Record) -> str:
+def _figures(bundle: Bundle) -> str:
+    record = bundle.record
+    image = f", image {texts.size(record.image_size)}" if record.tags else ""
+    lines = [f"Sizes: wheel {texts.size(record.wheel_size)}{image}"]
+    if not bundle.unchanged:
+        steps = [f"{name} {texts.duration(value)}" for name, value in record.seconds.items()]
+        whole = texts.duration(sum(record.seconds.values()))
+        lines.append(f"Times: {', '.join(steps)}; together {whole}")
+    return "\n".join(lines)
+
+
+def _full(offer: Offer, record: Record) -> str:
+    """Render what full mode would add to this bundle, and how long it takes here."""
     first, *rest = offer.steps
     count = texts.counted(len(first.modules), "more module", "more modules")
     later = "; more where further sources are given" if rest else ""
@@ -250,41 +200,6 @@ def _flashinfer(record: Record) -> str:
     )
 
 
-def _sizes(record: Record) -> str:
-    lines = ["Sizes", f"  {texts.size(record.wheel_size):>9}  wheel"]
-    if record.tags:
-        lines.append(f"  {texts.size(record.image_size):>9}  image, of which")
-        small = 0
-        for layer in record.layers:
-            if layer.size < _SMALL:
-                small += layer.size
-            else:
-                lines.append(f"  {texts.size(layer.size):>9}    {_layer_name(layer)}")
-        if small:
-            lines.append(f"  {texts.size(small):>9}    all other layers")
-    return "\n".join(lines)
-
-
-def _times(record: Record) -> str:
-    lines = ["Times", f"  {_seconds(record)}"]
-    ran = [
-        f"{name} {texts.duration(value)}"
-        for name, value in record.stage_seconds.items()
-        if value is not None and value >= 0.1
-    ]
-    cached = [name for name, value in record.stage_seconds.items() if value is None]
-    if ran:
-        lines.append(f"  stages that ran: {', '.join(ran)}")
-    if cached:
-        lines.append(f"  from the layer cache: {', '.join(cached)}")
-    return "\n".join(lines)
-
-
-def _seconds(record: Record) -> str:
-    shown = ", ".join(f"{name} {texts.duration(value)}" for name, value in record.seconds.items())
-    return f"{shown}; together {texts.duration(sum(record.seconds.values()))}"
-
-
 def _output(record: Record, folder: Path, *, details: bool) -> str:
     lines = [
         "Output",
@@ -298,7 +213,7 @@ def _output(record: Record, folder: Path, *, details: bool) -> str:
     if details:
         lines.append(f"  base image {record.base_image}, {record.base_digest}")
     else:
-        lines.append("  each patch, module and layer: sm12x bundle --details")
+        lines.append("  each patch and module: sm12x bundle --details")
     return "\n".join(lines)
 
 
@@ -319,14 +234,6 @@ def _next(bundle: Bundle, recipes: Sequence[str]) -> str:
         lines += ["  serve, on a machine with the GPUs:"]
         lines += [f"    {line}" for line in hint.splitlines()]
     return "\n".join(lines)
-
-
-def _layer_name(layer: Layer) -> str:
-    for word, name in _LAYER_NAMES:
-        if word in layer.made_by:
-            return name
-    words = " ".join(layer.made_by.removeprefix("/bin/sh -c ").split())
-    return words[:60] or "base image"
 
 
 def _wrapped(words: str, *, indent: int = 4) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sm12x.core import process
-from sm12x.image.engine.engine import SERVING, BuildRequest, Engine, Layer, common_words
+from sm12x.image.engine.engine import SERVING, Engine
 
 # Beside a bundle that buildah made.
 SCRIPT = "run-image"
@@ -30,14 +30,19 @@ buildah run{isolation} "$container" -- /opt/venv/bin/python -P -m sm12x.runtime 
 """
 
 
-class Bud(Engine):
+class Podman(Engine):
     """An engine that builds with the code of `buildah bud`.
 
     ``chroot``: build steps run in a change of root, where no OCI runtime can be used.
     """
 
-    # The command that removes images without a name.
-    prune: str
+    name = "podman"
+    gpus = "--device nvidia.com/gpu=all"
+    more_room = (
+        "`podman image prune` removes images without a name, and `graphroot` in "
+        "/etc/containers/storage.conf (a user's own is in ~/.config) names another disk; docker "
+        "writes a layer once, and takes about half"
+    )
     # Seen with 1.28: the container that a layer was made in stays until the layer is stored, which
     # goes through two files beside the package cache.
     copies_in_storage = 1
@@ -55,12 +60,9 @@ class Bud(Engine):
     def environment(self) -> dict[str, str]:
         return {"BUILDAH_ISOLATION": "chroot"} if self.chroot else {}
 
-    def build_words(self, request: BuildRequest) -> list[str]:
+    def build_options(self) -> list[str]:
         # --format docker: an OCI image has no HEALTHCHECK.
-        words = ["build", "--layers", "--format", "docker", *common_words(request)]
-        if self.chroot:
-            words += _own_limits()
-        return [*words, str(request.context)]
+        return ["--layers", "--format", "docker", *(_own_limits() if self.chroot else [])]
 
     def storage(self) -> Path | None:
         done = process.run([self.program, "info"], check=False)
@@ -68,23 +70,16 @@ class Bud(Engine):
         folder = Path(root[1] if root else "/nowhere")
         return folder if folder.is_dir() else None
 
-    @property
-    def more_room(self) -> str:
-        conf = "/etc" if os.geteuid() == 0 else "~/.config"
-        return (
-            f"`{self.prune}` removes images without a name, and `graphroot` in "
-            f"{conf}/containers/storage.conf names another disk (docker writes a layer once, and "
-            "takes about half)"
-        )
-
     def package_cache(self) -> Path | None:
         # Beside the storage, and the layer that is being written as well.
         return Path(os.environ.get("TMPDIR") or "/var/tmp")  # noqa: S108 - buildah's own choice
 
 
-class Buildah(Bud):
+class Buildah(Podman):
+    """buildah, which needs no daemon, and runs an image by a script beside the bundle."""
+
     name = "buildah"
-    prune = "buildah rmi --prune"
+    more_room = Podman.more_room.replace("podman image prune", "buildah rmi --prune")
     id_format = "{{.FromImageID}}"
 
     def inspect_words(self, template: str) -> list[str]:
@@ -106,33 +101,31 @@ class Buildah(Bud):
         return image
 
     def size(self, reference: str) -> int:
-        return sum(layer.size for layer in self.layers(reference))
-
-    def layers(self, reference: str) -> tuple[Layer, ...]:
-        image = self._oci(reference)
         store = self.storage()
-        if not image or store is None:
-            return ()
+        layers = self._oci(reference).get("rootfs", {}).get("diff_ids", ())
         # Unpacked sizes are in the store's own index: no command prints them.
-        sizes = {
-            entry.get("diff-digest", ""): int(entry.get("diff-size", 0))
-            for index in store.glob("*-layers/layers.json")
+        return sum(
+            int(entry.get("diff-size", 0))
+            for index in (store.glob("*-layers/layers.json") if store else ())
             for entry in json.loads(index.read_text(encoding="utf-8"))
-        }
-        history = [entry for entry in image.get("history", ()) if not entry.get("empty_layer")]
-        return tuple(
-            Layer(size=sizes.get(diff, 0), made_by=str(entry.get("created_by", "")))
-            for diff, entry in zip(image["rootfs"]["diff_ids"], history, strict=False)
+            if entry.get("diff-digest") in layers
         )
 
-    def export(self, reference: str, archive: Path) -> None:
-        process.run([self.program, "push", reference, f"docker-archive:{archive}:{reference}"])
+    def run(self, image: str, program: str, *words: str) -> str:
+        made = process.run([self.program, "from", "--pull-never", image]).stdout.strip()
+        try:
+            return process.run(
+                [self.program, "run", made, "--", program, *words], env=self.environment()
+            ).stdout
+        finally:
+            process.run([self.program, "rm", made], check=False)
 
     def script(self, image: str) -> str:
+        limits = _own_limits(lower=True) if self.chroot else []
         return _SCRIPT.format(
             image=shlex.quote(image),
             archive=_archive(image),
-            limits=_limits_hint() if self.chroot else "",
+            limits="".join(f" {word}" for word in limits),
             isolation=" --isolation chroot" if self.chroot else "",
         )
 
@@ -176,46 +169,6 @@ def _own_limits(*, lower: bool = False) -> list[str]:
             soft, hard = (min(value, most) for value in own)
             words += ["--ulimit", f"{name}={soft}:{hard}"]
     return words
-
-
-def _limits_hint() -> str:
-    return "".join(f" {word}" for word in _own_limits(lower=True))
-
-
-# Numbers of capabilities: to mount, and to raise limits. The root of a container has neither.
-SYS_ADMIN, _SYS_RESOURCE = 21, 24
-
-
-def has_capability(number: int) -> bool:
-    """Return whether this process has a capability; True where the system does not say."""
-    try:
-        status = Path("/proc/self/status").read_text(encoding="ascii")
-    except OSError:
-        return True
-    effective = re.search(r"^CapEff:\s*([0-9a-f]+)$", status, re.MULTILINE)
-    return effective is None or bool(int(effective[1], 16) >> number & 1)
-
-
-def may_raise_limits() -> bool:
-    return has_capability(_SYS_RESOURCE)
-
-
-class Podman(Bud):
-    name = "podman"
-    gpus = "--device nvidia.com/gpu=all"
-    prune = "podman image prune"
-
-    def layers(self, reference: str) -> tuple[Layer, ...]:
-        # Its templates print sizes for people: "2.38 MB".
-        done = process.run([self.program, "history", "--no-trunc", "--format", "json", reference])
-        return tuple(
-            Layer(size=int(entry["size"]), made_by=str(entry["CreatedBy"]))
-            for entry in reversed(json.loads(done.stdout))
-        )
-
-    def run_limits(self) -> str:
-        # Run as root, it raises them for the container.
-        return _limits_hint() if os.geteuid() == 0 and not may_raise_limits() else ""
 
 
 def needs_chroot() -> bool:

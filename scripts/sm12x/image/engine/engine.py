@@ -1,4 +1,4 @@
-"""The interface of a container engine."""
+"""Container engines by the command line that docker and podman share, and docker itself."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sm12x.core import process
-from sm12x.core.declared import Declared
 from sm12x.deploy.container import HARDENED
 from sm12x.recipes.options import KEY
 
 OnLine = Callable[[str], None]
 
-# What a server gets of an engine, beside its GPUs.
+# What a server gets of an engine, beside its GPUs. --network host: recipes that sleep listen on
+# 127.0.0.1, which no published port reaches.
 SERVING = f"{HARDENED} --network host -e {KEY} -v sm12x-cache:/cache"
+# The base image that was made or pulled here, under a name of ours.
+LOCAL_BASE = "sm12x-base"
 # `ADD` unpacks the archive. One way for all engines: buildah has no `import`.
 _IMPORT = 'FROM scratch\nADD {name} /\n{labels}CMD ["/bin/sh"]\n'
 
@@ -41,13 +43,20 @@ class BuildRequest:
     host_network: bool = False
     platform: str = ""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Layer(Declared):
-    """One layer of an image: ``size`` in bytes, and the instruction that made it."""
-
-    size: int
-    made_by: str
+    def words(self) -> list[str]:
+        """Return the options that all engines spell alike, and the context."""
+        words = ["--file", str(self.dockerfile)]
+        words += ["--target", self.target] if self.target else []
+        for key, value in sorted(self.build_args.items()):
+            words += ["--build-arg", f"{key}={value}"]
+        for key, path in sorted(self.secrets.items()):
+            words += ["--secret", f"id={key},src={path}"]
+        for tag in self.tags:
+            words += ["--tag", tag]
+        words += ["--output", f"type=local,dest={self.output_dir}"] if self.output_dir else []
+        words += ["--platform", self.platform] if self.platform else []
+        words += ["--network", "host"] if self.host_network else []
+        return [*words, str(self.context)]
 
 
 class Engine:
@@ -59,6 +68,15 @@ class Engine:
     name: str
     # Options of `run` that give a container the GPUs.
     gpus: str
+    # Go templates of an image's id and of its labels.
+    id_format = "{{.Id}}"
+    label_format = "{{json .Labels}}"
+    # While a layer is written: how many further copies of it are in ``storage`` and in the folder
+    # of ``package_cache``.
+    copies_in_storage = 0
+    copies_in_cache = 0
+    # How to free room in ``storage``, or move it to another disk.
+    more_room: str
 
     def __init__(self, program: Path, version: str) -> None:
         self.program = program
@@ -68,10 +86,26 @@ class Engine:
     def description(self) -> str:
         return f"{self.name} {self.version} ({self.program})"
 
+    def environment(self) -> dict[str, str]:
+        """Variables set on top of ours for every build."""
+        return {}
+
+    def build_options(self) -> list[str]:
+        """Return the words of a build before those that all engines spell alike."""
+        raise NotImplementedError
+
+    def storage(self) -> Path | None:
+        """Return the folder that images and build cache fill, None where it is not here."""
+        raise NotImplementedError
+
+    def package_cache(self) -> Path | None:
+        """Return the folder of the caches that build steps keep (`--mount=type=cache`)."""
+        return self.storage()
+
     def build(self, request: BuildRequest, *, on_line: OnLine, log: Path | None = None) -> None:
         """Build ``request.target``; ``on_line`` gets each line of the engine's plain output."""
         process.stream(
-            [self.program, *self.build_words(request)],
+            [self.program, "build", *self.build_options(), *request.words()],
             env=self.environment(),
             on_line=on_line,
             log=log,
@@ -90,16 +124,14 @@ class Engine:
         dockerfile = archive.with_name("Dockerfile.import")
         lines = "".join(f'LABEL "{key}"="{value}"\n' for key, value in labels.items())
         dockerfile.write_text(_IMPORT.format(name=archive.name, labels=lines), encoding="utf-8")
-        self.build(
-            BuildRequest(
-                dockerfile=dockerfile,
-                context=archive.parent,
-                target="",
-                tags=(tag,),
-                platform=platform,
-            ),
-            on_line=on_line,
+        request = BuildRequest(
+            dockerfile=dockerfile,
+            context=archive.parent,
+            target="",
+            tags=(tag,),
+            platform=platform,
         )
+        self.build(request, on_line=on_line)
 
     def has_image(self, reference: str) -> bool:
         return self.image_id(reference) is not None
@@ -131,60 +163,13 @@ class Engine:
         """The unpacked size of an image in bytes; 0 where the engine does not say."""
         return int(self._inspect(reference, "{{.Size}}") or 0)
 
-    def inspect_words(self, template: str) -> list[str]:
-        """The command line, without program and image, that prints a Go template of an image."""
-        return ["image", "inspect", "--format", template]
-
-    def environment(self) -> dict[str, str]:
-        """Variables set on top of ours for every build."""
-        return {}
-
-    def _inspect(self, reference: str, template: str) -> str | None:
-        done = process.run([self.program, *self.inspect_words(template), reference], check=False)
-        text = done.stdout.strip()
-        return text if done.returncode == 0 and text not in ("", "<no value>", "null") else None
-
-    # Go templates of an image's id and of its labels.
-    id_format = "{{.Id}}"
-    label_format = "{{json .Labels}}"
-    # While a layer is written: how many further copies of it are in ``storage`` and in the folder
-    # of ``package_cache``.
-    copies_in_storage = 0
-    copies_in_cache = 0
-
-    def build_words(self, request: BuildRequest) -> list[str]:
-        """Return the command line of a build, without the program."""
-        raise NotImplementedError
-
-    def layers(self, reference: str) -> tuple[Layer, ...]:
-        """Return the layers, lowest first; empty where the engine does not say."""
-        words = ["history", "--no-trunc", "--human=false", "--format", "{{.Size}}\t{{.CreatedBy}}"]
-        lines = process.run([self.program, *words, reference]).stdout.splitlines()
-        return tuple(
-            Layer(size=int(size), made_by=made_by)
-            for size, _, made_by in (line.partition("\t") for line in reversed(lines))
-        )
-
-    def export(self, reference: str, archive: Path) -> None:
-        """Write the image to a tar archive as `docker save` does."""
-        process.run([self.program, "save", "--output", archive, reference])
-
-    def storage(self) -> Path | None:
-        """Return the folder that images and build cache fill, None where it is not here."""
-        raise NotImplementedError
-
-    @property
-    def more_room(self) -> str:
-        """A sentence on how to free room in ``storage``, or move it to another disk."""
-        raise NotImplementedError
-
-    def package_cache(self) -> Path | None:
-        """Return the folder of the caches that build steps keep (`--mount=type=cache`)."""
-        return self.storage()
-
-    def run_limits(self) -> str:
-        """Return options of `run` that keep a container's limits within this process's own."""
-        return ""
+    def run(self, image: str, program: str, *words: str) -> str:
+        """Return what ``program`` of ``image`` prints, without GPU, network and entry point."""
+        options = ["--rm", "--network", "none", "--entrypoint", program]
+        return process.run(
+            [self.program, "run", *options, image, *words],
+            next_step=f"see that {image} is here: `{self.name} images`",
+        ).stdout
 
     def script(self, image: str) -> str:
         """Return a script that runs ``image``, for an engine without a command that does."""
@@ -195,29 +180,61 @@ class Engine:
 
         ``folder`` has the engine's ``script``.
         """
-        # --network host: recipes that sleep listen on 127.0.0.1, which no published port reaches.
         options = f" {self.gpus} {SERVING}" if gpus else ""
-        return f"{self.name} run --rm{self.run_limits()}{options} {image} {words}".rstrip()
+        return f"{self.name} run --rm{options} {image} {words}".rstrip()
+
+    def inspect_words(self, template: str) -> list[str]:
+        """The command line, without program and image, that prints a Go template of an image."""
+        return ["image", "inspect", "--format", template]
+
+    def _inspect(self, reference: str, template: str) -> str | None:
+        done = process.run([self.program, *self.inspect_words(template), reference], check=False)
+        text = done.stdout.strip()
+        return text if done.returncode == 0 and text not in ("", "<no value>", "null") else None
 
 
-def common_words(request: BuildRequest) -> list[str]:
-    """The options that all engines spell alike."""
-    words = ["--file", str(request.dockerfile)]
-    if request.target:
-        words += ["--target", request.target]
-    for key, value in sorted(request.build_args.items()):
-        words += ["--build-arg", f"{key}={value}"]
-    for key, path in sorted(request.secrets.items()):
-        words += ["--secret", f"id={key},src={path}"]
-    for tag in request.tags:
-        words += ["--tag", tag]
-    if request.output_dir is not None:
-        words += ["--output", f"type=local,dest={request.output_dir}"]
-    if request.platform:
-        words += ["--platform", request.platform]
-    if request.host_network:
-        words += ["--network", "host"]
-    return words
+class Docker(Engine):
+    """docker with BuildKit: through the plugin ``buildx``, else DOCKER_BUILDKIT asks for it."""
+
+    name = "docker"
+    gpus = "--gpus all"
+    label_format = "{{json .Config.Labels}}"
+    more_room = (
+        "`docker system prune` removes what no container uses, and `data-root` in "
+        "/etc/docker/daemon.json names another disk"
+    )
+    # Layers of containerd's image store, the default since docker 29, lie beside docker's root.
+    containerd = Path("/var/lib/containerd")
+
+    def __init__(self, program: Path, version: str, *, buildx: bool) -> None:
+        super().__init__(program, version)
+        self.buildx = buildx
+
+    @property
+    def description(self) -> str:
+        how = "buildx" if self.buildx else "its own BuildKit"
+        return f"docker {self.version} with {how} ({self.program})"
+
+    def environment(self) -> dict[str, str]:
+        # Attestations would turn the image into a list of manifests, with another id each time.
+        env = {"DOCKER_BUILDKIT": "1", "BUILDX_NO_DEFAULT_ATTESTATIONS": "1"}
+        if self.buildx:
+            # A builder that runs in a container does not see the base image that was made here;
+            # the one named as the context is the engine itself.
+            context = process.run([self.program, "context", "show"], check=False)
+            env["BUILDX_BUILDER"] = context.stdout.strip() or "default"
+        return env
+
+    def build_options(self) -> list[str]:
+        return ["--progress", "plain"]
+
+    def storage(self) -> Path | None:
+        words = ["info", "--format", "{{.DockerRootDir}}\t{{json .DriverStatus}}"]
+        done = process.run([self.program, *words], check=False)
+        root, _, status = done.stdout.strip().partition("\t")
+        folders = [self.containerd] if "io.containerd.snapshotter" in status else []
+        folders.append(Path(root or "/nowhere"))
+        return next((folder for folder in folders if folder.is_dir()), None)
 
 
 def qualified(reference: str) -> str:
@@ -232,7 +249,3 @@ def qualified(reference: str) -> str:
         reference = f"docker.io/{reference if slash else 'library/' + reference}"
     name, at, digest = reference.partition("@")
     return f"{re.sub(r':[^:/]+$', '', name)}@{digest}" if at else reference
-
-
-# The base image that was made or pulled here, under a name of ours.
-LOCAL_BASE = "sm12x-base"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,9 +12,8 @@ from pathlib import Path
 from sm12x.core import process
 from sm12x.core.errors import EngineNotRunningError, NoEngineError, ToolFailedError
 from sm12x.core.process import Completed
-from sm12x.image.engine.buildah import SYS_ADMIN, Bud, Buildah, Podman, has_capability, needs_chroot
-from sm12x.image.engine.docker import Docker
-from sm12x.image.engine.engine import Engine
+from sm12x.image.engine.buildah import Buildah, Podman, needs_chroot
+from sm12x.image.engine.engine import Docker, Engine
 
 # In the order they are taken.
 NAMES = ("docker", "podman", "buildah")
@@ -22,14 +21,13 @@ NAMES = ("docker", "podman", "buildah")
 _PROBE_SECONDS = 15.0
 # Where docker's client looks for its daemon unless it is told otherwise.
 _DOCKER_SOCKETS = ("unix:///var/run/docker.sock", "unix:///run/docker.sock")
+_DOCKERD = Path("/usr/sbin/dockerd")
 _MAY_NOT_MOUNT = (
     "start this container with --privileged, or with docker's socket: "
     "-v /var/run/docker.sock:/var/run/docker.sock"
 )
 # One distribution upgrades itself after its first start, and holds apt's lock for a while.
 _APT = ("-o", "DPkg::Lock::Timeout=120", "-o", "Acquire::http::Timeout=30")
-# Engine -> Debian's package of it, where its name is another.
-_PACKAGES = {"docker": "docker.io"}
 
 
 def may_mount() -> bool:
@@ -37,45 +35,27 @@ def may_mount() -> bool:
 
     The root of a container usually may not, and buildah's build steps mount.
     """
-    return (
-        os.geteuid() != 0
-        or has_capability(SYS_ADMIN)
-        or process.which("unshare") is None
-        or _ask("unshare", "--user", "true").returncode == 0
-    )
+    if os.geteuid() != 0 or process.which("unshare") is None:
+        return True
+    return any(_ask("unshare", word, "true").returncode == 0 for word in ("--mount", "--user"))
 
 
-def can_install() -> bool:
+def _can_install() -> bool:
     return os.geteuid() == 0 and process.which("apt-get") is not None
 
 
-def has_dockerd() -> bool:
-    """Return whether docker's daemon is installed: a user's PATH need not have its folder."""
-    return process.which("dockerd") is not None or Path("/usr/sbin/dockerd").is_file()
-
-
-def _as_root(command: str) -> str:
-    """Return ``command`` in backquotes as this user gets it run by root."""
-    if os.geteuid() == 0:
-        return f"`{command}`"
-    if process.which("sudo"):
-        return "`" + " && ".join(f"sudo {part}" for part in command.split(" && ")) + "`"
-    return f"`{command}` as root"
-
-
-def _installation(*packages: str) -> str:
-    """Return the command that installs ``packages`` on Debian and Ubuntu, else words to do it."""
-    names = " ".join(packages)
+def _installation(package: str) -> str:
+    """Return how a user gets ``package``; on Debian and Ubuntu that is a command."""
     if process.which("apt-get"):
-        return _as_root(f"apt-get update && apt-get install -y {names}")
-    return f"install {names} with the distribution's package manager"
+        return f"`apt-get update && apt-get install -y {package}` as root"
+    return f"install {package}"
 
 
 def _without_daemon() -> str:
     """Return how this machine gets an engine that needs no daemon."""
     if not may_mount():
         return _MAY_NOT_MOUNT
-    return f"install buildah, which needs no daemon: {_installation('buildah')}"
+    return f"{_installation('buildah')}, which needs no daemon"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +81,8 @@ def probe_all(choice: str | None = None) -> Iterator[Probe]:
     """
     kinds: dict[str, Callable[[Path], Probe]] = {
         "docker": _probe_docker,
-        "podman": partial(_probe_bud, "podman", Podman),
-        "buildah": partial(_probe_bud, "buildah", Buildah),
+        "podman": partial(_probe_podman, Podman),
+        "buildah": partial(_probe_podman, Buildah),
     }
     for name in NAMES:
         for program in process.which_all(name) if choice in (None, name) else ():
@@ -122,60 +102,34 @@ def find(choice: str | None, *, say: Callable[[str], None], may_install: bool = 
         NoEngineError: none can build.
     """
     passed: list[Probe] = []
-
-    def first(probes: Iterable[Probe]) -> Engine | None:
-        for probe in probes:
-            if probe.engine is not None:
-                for other in passed:
-                    say(f"{other.program} is skipped: {other.why}")
-                return probe.engine
-            passed.append(probe)
-        return None
-
-    engine = first(probe_all(choice))
-    # Another engine does not replace the one that the user chose.
-    installs = may_install and choice in (None, "buildah") and can_install()
-    lacks_buildah = not any(probe.name == "buildah" for probe in passed)
-    if engine is None and installs and lacks_buildah and may_mount():
-        why = "".join(f" ({probe.program}: {probe.why})" for probe in passed)
-        say(f"no container engine can build here{why}: installing buildah with apt-get")
-        try:
-            _install("buildah", optional=("netavark",))
-        except ToolFailedError as error:
-            steps = ["fix what `apt-get update && apt-get install buildah` reports"]
-            steps += [probe.next_step for probe in passed if probe.down]
-            raise NoEngineError(
-                f"no container engine can build here{why}, and apt-get could not install buildah: "
-                f"{_last_line(error.message)}",
-                next_step="; or ".join(steps),
-            ) from None
-        engine = first(probe_all("buildah"))
-    if engine is None:
-        raise _none(passed, choice)
-    return engine
-
-
-def _none(passed: Sequence[Probe], choice: str | None) -> NoEngineError | EngineNotRunningError:
-    """Return the error where no program can build, with what each lacks and what helps."""
-    if not passed and choice is not None:
-        return NoEngineError(
-            f"{choice} is not installed",
-            next_step=f"{_installation(_PACKAGES.get(choice, choice))}, or leave out --engine",
-        )
-    if not passed:
-        return NoEngineError(
-            f"no container engine is installed (looked for {', '.join(NAMES)})",
-            next_step=_without_daemon(),
-        )
+    for probe in probe_all(choice):
+        if probe.engine is not None:
+            for other in passed:
+                say(f"{other.program} is skipped: {other.why}")
+            return probe.engine
+        passed.append(probe)
+    why = "; ".join(f"{probe.program}: {probe.why}" for probe in passed) or "none is installed"
     steps = list(dict.fromkeys(probe.next_step for probe in passed))
-    # buildah needs no daemon; where it is the one that is missing, it is the shortest way.
-    if choice is None and not any(probe.name == "buildah" for probe in passed):
+    what = f"{choice} cannot build here" if choice else "no container engine can build here"
+    # Another engine does not replace the one that the user chose.
+    lacks_buildah = not any(probe.name == "buildah" for probe in passed)
+    if choice in (None, "buildah") and lacks_buildah:
+        if may_install and _can_install() and may_mount():
+            say(f"{what} ({why}): installing buildah with apt-get")
+            try:
+                _install("buildah", optional=("netavark",))
+            except ToolFailedError as error:
+                why += f"; apt-get could not install buildah: {_last_line(error.message)}"
+            else:
+                return find("buildah", say=say, may_install=False)
+        # buildah needs no daemon; where it is the one that is missing, it is the shortest way.
         steps.append(_without_daemon())
-    can = f"{choice} cannot build here" if choice else "no container engine can build here"
-    why = "; ".join(f"{probe.program}: {probe.why}" for probe in passed)
+    elif not passed:
+        package = "docker.io" if choice == "docker" else f"{choice}"
+        steps.append(f"{_installation(package)}, or another --engine")
     down = any(probe.down for probe in passed)
     kind = EngineNotRunningError if down else NoEngineError
-    return kind(f"{can}: {why}", next_step="; or ".join(steps))
+    raise kind(f"{what}: {why}", next_step="; or ".join(steps))
 
 
 def _install(*packages: str, optional: Sequence[str] = ()) -> None:
@@ -198,7 +152,7 @@ def _is_known_to_apt(package: str) -> bool:
 
 def install(packages: Sequence[str], *, say: Callable[[str], None]) -> None:
     """Install ``packages`` where that is possible. Raises ToolFailedError when apt-get fails."""
-    if packages and can_install():
+    if packages and _can_install():
         say(f"installing {' and '.join(packages)} with apt-get")
         _install(*packages)
 
@@ -238,48 +192,43 @@ def _docker_down(program: Path, message: str) -> Probe:
     """Return why docker's client, which wrote ``message``, does not reach its daemon."""
     answer = _ask(program, "context", "inspect", "--format", "{{.Endpoints.docker.Host}}")
     endpoint = answer.stdout.strip()
-    down = partial(Probe, name="docker", program=program, down=True)
+    probe = partial(Probe, name="docker", program=program)
     where = f"at {endpoint}" if endpoint else "where the client looks for it"
-    manager = "systemctl {} docker" if Path("/run/systemd/system").is_dir() else "service docker {}"
     if "permission denied" in message.lower():
-        user = os.environ.get("USER") or str(os.getuid())
-        join = _as_root(f"usermod -aG docker {user}")
-        return down(
+        return probe(
             why=f"this user may not use the daemon {where}",
-            next_step=f"run as root, or {join} and log in again",
+            next_step="run as root, or as a user of the group docker",
+            down=True,
         )
     if endpoint and endpoint not in _DOCKER_SOCKETS:
-        named = next((name for name in ("DOCKER_HOST", "DOCKER_CONTEXT") if name in os.environ), "")
-        return down(
-            why=f"no daemon answers {where}, which {named or 'the docker context'} names: "
-            f"{_last_line(message)}",
-            next_step=f"correct or unset {named}" if named else "`docker context use default`",
+        return probe(
+            why=f"no daemon answers {where}: {_last_line(message)}",
+            next_step="correct or unset DOCKER_HOST or DOCKER_CONTEXT, or `docker context use "
+            "default`",
+            down=True,
         )
-    if not has_dockerd():
-        return Probe(
-            name="docker",
-            program=program,
+    # A user's PATH need not have the daemon's folder.
+    if process.which("dockerd") is None and not _DOCKERD.is_file():
+        return probe(
             why="only docker's client is installed, its daemon is not",
             next_step="name the daemon of another machine with DOCKER_HOST",
         )
-    if "cannot connect" not in message.lower():
-        return down(
-            why=f"the daemon {where} does not work: {_last_line(message)}",
-            next_step=f"restart the daemon with {_as_root(manager.format('restart'))}",
-        )
-    return down(
-        why=f"its daemon is installed and not running (nothing answers {where})",
-        next_step=f"start it with {_as_root(manager.format('start'))}",
+    return probe(
+        why=f"its daemon does not answer {where}: {_last_line(message)}",
+        next_step="start or restart the daemon, as root",
+        down=True,
     )
 
 
-def _probe_bud(name: str, kind: type[Bud], program: Path) -> Probe:
+def _probe_podman(kind: type[Podman], program: Path) -> Probe:
+    name = kind.name
     probe = partial(Probe, name=name, program=program)
     usage = _ask(program, "build", "--help")
     if usage.returncode == 124:
         return probe(why=usage.stderr, next_step=f"repair {program}, or remove it from PATH")
     missing = _missing_options(usage.stdout if usage.returncode == 0 else "")
-    version = _version(_ask(program, "--version").stdout)
+    number = re.search(r"\d+(?:\.\d+)+", _ask(program, "--version").stdout)
+    version = number[0] if number else "of unknown version"
     if missing:
         return probe(
             why=f"{name} {version} is too old ({missing})", next_step=f"install a newer {name}"
@@ -304,11 +253,6 @@ def _probe_bud(name: str, kind: type[Bud], program: Path) -> Probe:
 def _missing_options(usage: str) -> str:
     lacking = [option for option in ("--secret", "--output") if option not in usage]
     return f"`build` knows no {' and no '.join(lacking)}" if lacking else ""
-
-
-def _version(text: str) -> str:
-    match = re.search(r"\d+(?:\.\d+)+", text)
-    return match[0] if match else "of unknown version"
 
 
 def _last_line(text: str) -> str:

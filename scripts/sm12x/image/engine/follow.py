@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from sm12x.core.errors import (
@@ -19,13 +17,12 @@ from sm12x.core.errors import (
 from sm12x.core.progress import MARK
 from sm12x.image.engine.engine import Engine
 
-# BuildKit: "#12 [native 3/7] RUN ...", "#12 CACHED", "#12 DONE 3.2s", "#12 1.25 text".
-_VERTEX = re.compile(r"#(?P<number>\d+) (?P<rest>.*)")
+# BuildKit: "#12 [native 3/7] RUN ...", "#12 1.25 text", and "#12 DONE 3.2s" or "#12 CACHED".
+_VERTEX = re.compile(r"#\d+ (?:[\d.]+(?: |$))?(?P<text>.*)")
 _NAMED = re.compile(r"\[(?:linux/\w+ )?(?P<stage>[\w.-]+) +\d+/\d+\] (?P<text>.*)")
-_DONE = re.compile(r"DONE (?P<seconds>[\d.]+)s")
-_STAMP = re.compile(r"^[\d.]+(?: |$)")
+_ENDED = re.compile(r"DONE [\d.]+s|CACHED|sha256:.*")
 # buildah: "[2/6] STEP 3/7: RUN ...", or "STEP 3/7: RUN ..." where there is one stage.
-_STEP = re.compile(r"(?:\[(?P<stage>\d+)/\d+\] )?STEP (?P<step>\d+)/\d+: (?P<text>.*)")
+_STEP = re.compile(r"(?:\[\d+/\d+\] )?STEP \d+/\d+: (?P<text>.*)")
 _FROM_AS = re.compile(r"FROM \S+ AS (?P<name>\S+)", re.IGNORECASE)
 
 # buildah's and BuildKit's own lines about a failed step add only its exit status.
@@ -43,15 +40,6 @@ _NO_SPACE = re.compile(r"no space left on device|ENOSPC", re.IGNORECASE)
 _KEPT = 200
 
 
-@dataclass(kw_only=True)
-class Stage:
-    """A stage of a Dockerfile: seconds spent in its steps, and whether all came from the cache."""
-
-    name: str
-    seconds: float = 0.0
-    cached: bool = True
-
-
 def own_error(output: str) -> re.Match[str] | None:
     """Find an error of sm12x itself in a container's output: its ``message`` and ``next`` step."""
     return _OURS.search(output)
@@ -67,34 +55,42 @@ class Follower:
 
     def __init__(self, on_step: Callable[[str], None]) -> None:
         self._on_step = on_step
-        self._vertices: dict[str, str] = {}
         self._stage = ""
-        self._since: float | None = None
-        self._at = ""
+        self._step = ""
         self._lines: deque[str] = deque(maxlen=_KEPT)
-        self.stages: dict[str, Stage] = {}
         self.no_space = False
         self.exit_code = 0
 
     def __call__(self, line: str) -> None:
         line = re.sub(r"\x1b\[[0-9;]*m", "", line)
-        if vertex := _VERTEX.match(line):
-            self._buildkit(vertex["number"], vertex["rest"])
+        vertex = _VERTEX.match(line)
+        text = vertex["text"] if vertex else line
+        if named := vertex and _NAMED.match(text):
+            self._start(named["stage"], named["text"])
         elif step := _STEP.match(line):
-            self._buildah(step)
-        elif line.startswith("--> "):
-            # "--> Using cache 30f37abe95b5", or the id of what a step made.
-            self._since = None if "Using cache" in line else self._since
-        else:
-            self._text(line, self._stage)
+            stage = _FROM_AS.match(step["text"])
+            self._start(stage["name"] if stage else self._stage, step["text"])
+        elif text.startswith(MARK):
+            self._on_step(f"{self._stage}: {text.removeprefix(MARK)}".removeprefix(": "))
+        # Else "--> Using cache 30f37abe95b5", or the id of what a step made.
+        elif not line.startswith("--> ") and not (vertex and _ENDED.match(text)):
+            self.no_space = self.no_space or bool(_NO_SPACE.search(text))
+            if _QUOTED.search(text) and (ended := _EXIT.search(text)):
+                self.exit_code = int(ended["code"])
+            self._lines.append(text)
 
-    def finish(self) -> None:
-        """Count the last step: the build has ended."""
-        if self._since is not None:
-            stage = self.stages[self._stage or "build"]
-            stage.seconds += time.monotonic() - self._since
-            stage.cached = False
-            self._since = None
+    def _start(self, stage: str, text: str) -> None:
+        words = re.sub(r"--mount=\S+|\s+", " ", text)
+        step = f"{stage}: {' '.join(words.split())[:90]}".removeprefix(": ")
+        # BuildKit names a step again when another one has spoken in between.
+        if step != self._step:
+            self._stage, self._step = stage, step
+            # Output of an earlier step is not the reason for this failure.
+            self._lines.clear()
+            self._on_step(step)
+
+    def _ours(self) -> re.Match[str] | None:
+        return own_error("\n".join(self._lines))
 
     @property
     def reason(self) -> str:
@@ -106,66 +102,14 @@ class Follower:
         errors = [line for line in lines if _ERROR.match(line)]
         # The engine's own lines after a command's output tell less.
         plain = [line for line in errors if not _QUOTED.search(line)]
-        if errors:
-            return _ERROR.sub("", (plain or errors)[-1], count=1)
-        silent = f"it ended without an error message in {self._at}" if self._at else ""
-        return lines[-1] if lines else silent or "it printed nothing"
+        silent = f"it ended without an error message in {self._step or 'its first step'}"
+        return _ERROR.sub("", [silent, *lines[-1:], *errors[-1:], *plain[-1:]][-1], count=1)
 
     @property
     def next_step(self) -> str:
         """The next step in the failed step's error, "" without one."""
         ours = self._ours()
         return ours["next"] if ours else ""
-
-    def _ours(self) -> re.Match[str] | None:
-        return own_error("\n".join(self._lines))
-
-    def _buildkit(self, number: str, rest: str) -> None:
-        if named := _NAMED.match(rest):
-            # FROM is reported as done even where there is nothing to do.
-            if not named["text"].startswith("FROM "):
-                self._vertices[number] = named["stage"]
-            self._start(named["stage"], named["text"])
-            return
-        stage = self._vertices.get(number)
-        done = _DONE.match(rest)
-        if stage is not None and done:
-            self.stages[stage].seconds += float(done["seconds"])
-            # What BuildKit fetches from its cache is "CACHED"; a step that ran is "DONE".
-            self.stages[stage].cached = False
-        elif not done and rest != "CACHED" and not rest.startswith("sha256:"):
-            self._text(_STAMP.sub("", rest), stage or "")
-
-    def _buildah(self, step: re.Match[str]) -> None:
-        self.finish()
-        if named := _FROM_AS.match(step["text"]):
-            self._stage = named["name"]
-        elif step["step"] == "1":
-            self._stage = f"stage {step['stage'] or 1}"
-        self._start(self._stage or "build", step["text"])
-        # FROM takes no time of its own, and is not announced as cached.
-        self._since = None if step["text"].startswith("FROM") else time.monotonic()
-
-    def _start(self, stage: str, text: str) -> None:
-        self.stages.setdefault(stage, Stage(name=stage))
-        words = re.sub(r"--mount=\S+|\s+", " ", text)
-        at = f"{stage}: {' '.join(words.split())[:90]}"
-        if at == self._at:
-            # BuildKit names a step again when another one has spoken in between.
-            return
-        self._at = at
-        # Output of an earlier step is not the reason for this failure.
-        self._lines.clear()
-        self._on_step(self._at)
-
-    def _text(self, line: str, stage: str) -> None:
-        self.no_space = self.no_space or bool(_NO_SPACE.search(line))
-        ended = _EXIT.search(line) if _QUOTED.search(line) else None
-        self.exit_code = int(ended["code"]) if ended else self.exit_code
-        if line.startswith(MARK):
-            self._on_step(f"{stage}: {line.removeprefix(MARK)}".removeprefix(": "))
-        else:
-            self._lines.append(line)
 
 
 def failure(

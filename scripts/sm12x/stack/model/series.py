@@ -11,9 +11,10 @@ from sm12x.core import files
 from sm12x.core.errors import BadFileError
 from sm12x.stack.model import patchfile
 from sm12x.stack.model.base import Base
+from sm12x.stack.model.diff import DiffError
 from sm12x.stack.model.patchfile import MessageFault, Patch
 
-__all__ = ["Patch", "Stack", "check", "header", "load", "read", "read_id"]
+__all__ = ["Patch"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +66,12 @@ def read_id(folder: Path) -> str:
         return _id((name, files.sha256(folder / name)) for name in names)
     except (OSError, ValueError) as error:
         raise BadFileError(
-            f"the stack of {folder.name} cannot be read: {error}",
-            next_step=f"`sm12x-dev check --base {folder.name} --messages-only` lists all faults",
+            f"the stack of {folder.name} cannot be read: {error}", next_step=_lists_all(folder.name)
         ) from None
+
+
+def _lists_all(version: str) -> str:
+    return f"`sm12x-dev check --base {version} --messages-only` lists all faults"
 
 
 def _id(patches: Iterable[tuple[str, str]]) -> str:
@@ -88,110 +92,50 @@ def load(base: Base) -> Stack:
     names, findings = read(base)
     patches: list[Patch] = []
     for name in names:
-        patch, faults = patchfile.examine(base.folder / name)
-        if patch is None:
-            findings += faults
-        else:
-            patches.append(patch)
+        path = base.folder / name
+        try:
+            patches.append(patchfile.read(path)[0])
+        except DiffError as error:
+            findings.append(MessageFault(path=path, line=error.line, message=str(error)))
     if findings:
         more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
-        raise BadFileError(
-            f"{findings[0]}{more}",
-            next_step=f"`sm12x-dev check --base {base.version} --messages-only` lists all faults",
-        )
+        raise BadFileError(f"{findings[0]}{more}", next_step=_lists_all(base.version))
     return Stack(patches=tuple(patches))
-
-
-def check(base: Base, *, root: Path | None) -> list[MessageFault]:
-    """Return all faults of the series, the folder and the messages.
-
-    Args:
-        root: the checkout that the witnesses' paths are in.
-    """
-    names, findings = read(base)
-    for number, name in enumerate(names, start=1):
-        path = base.folder / name
-        if not path.is_file():
-            continue
-        patch, faults = patchfile.examine(path, root=root)
-        findings += faults
-        expected = patchfile.file_name(number, patch.subject) if patch is not None else name
-        if name != expected:
-            message = f"the file name should be {expected}: place in the series, then subject"
-            findings.append(MessageFault(path=path, line=1, message=message))
-    slugs = {name.partition("-")[2]: name for name in names}
-    for entry in base.dropped:
-        same = slugs.get(entry.patch.partition("-")[2])
-        if same is not None:
-            path = base.folder / "base.toml"
-            message = f"[[dropped]] names {entry.patch}, and the series lists {same}: take out one"
-            findings.append(
-                MessageFault(path=path, line=_line_of(path, entry.patch), message=message)
-            )
-    return findings
-
-
-def _line_of(path: Path, text: str) -> int:
-    """The first line that holds ``text``, 1 where none does."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    return next((n for n, line in enumerate(lines, start=1) if text in line), 1)
 
 
 def read(base: Base) -> tuple[list[str], list[MessageFault]]:
     """The names in the series, and its differences from the folder."""
     path = base.series_path
+
+    def fault(line: int, message: str, where: Path = path) -> MessageFault:
+        return MessageFault(path=where, line=line, message=message)
+
     if path.exists() and not path.is_file():
-        return [], [MessageFault(path=path, line=1, message="is not a regular file")]
+        # A pipe would be waited for without end.
+        return [], [fault(1, "is not a regular file")]
     try:
         lines = path.read_bytes().decode().split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        return [], [MessageFault(path=path, line=1, message=f"cannot be read: {error}")]
+        return [], [fault(1, f"cannot be read: {error}")]
+    there = {file.name for file in base.folder.glob("[!.]*.patch")}
     names: list[str] = []
     findings: list[MessageFault] = []
-
-    def fault(line: int, message: str) -> None:
-        findings.append(MessageFault(path=path, line=line, message=message))
-
-    if lines[-1] != "":
-        fault(len(lines), "the last line has no newline")
+    if lines.pop() != "":
+        findings.append(fault(len(lines) + 1, "the last line has no newline"))
     for number, line in enumerate(lines, start=1):
         if line.startswith("#"):
             if names:
-                fault(number, "comments belong above the first patch")
-        elif line == "":
-            if number != len(lines):
-                fault(number, "is empty")
-        elif line != line.strip():
-            fault(number, f"{line!r} has blanks or a carriage return around the name")
-        elif "/" in line or not line.isprintable() or not line.endswith(".patch"):
-            fault(number, f"{line!r} is not the name of a .patch file of this folder")
+                findings.append(fault(number, "comments belong above the first patch"))
         elif line in names:
-            fault(number, f"{line} is listed twice")
+            findings.append(fault(number, f"{line} is listed twice"))
+        elif line not in there:
+            findings.append(
+                fault(number, f"{line!r} is not the name of a .patch file of this folder")
+            )
         else:
             names.append(line)
-            if not (base.folder / line).is_file():
-                fault(number, f"{line} is listed, and there is no such file")
-    listed = set(names)
     findings += [
-        MessageFault(path=extra, line=1, message="is not listed in the series")
-        for extra in sorted(base.folder.glob("[!.]*.patch"))
-        if extra.name not in listed
+        fault(1, "is not listed in the series", base.folder / extra)
+        for extra in sorted(there.difference(names))
     ]
     return names, findings
-
-
-def is_readable(base: Base) -> bool:
-    """Whether series and patches of ``base`` can be read."""
-    try:
-        load(base)
-    except BadFileError:
-        return False
-    return True
-
-
-def header(base: Base) -> str:
-    """The comment lines at the top of the series, newlines included."""
-    if not base.series_path.is_file():
-        return ""
-    lines = base.series_path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return "".join(line for line in lines if line.startswith("#"))

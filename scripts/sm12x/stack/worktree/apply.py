@@ -6,20 +6,11 @@ files that differ. A folder in which it was stopped there says so at the next ca
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sm12x.core.errors import (
-    DirtyTreeError,
-    NoSpaceError,
-    PatchConflictError,
-    Sm12xError,
-    ToolFailedError,
-)
+from sm12x.core.errors import DirtyTreeError, NoSpaceError, PatchConflictError, ToolFailedError
 from sm12x.core.git import Repository
 from sm12x.stack.model.base import Base
 from sm12x.stack.model.series import Patch, Stack
@@ -29,14 +20,6 @@ APPLIED = "applied"
 UPSTREAM = "upstream"
 _OFFSET = "offset"
 _CONFLICT = "conflict"
-# The commit of the untouched source in a folder that `apply` made a repository of.
-BASE_TAG = "base"
-BRANCH = "stack"
-# Setting of that repository: the patches that have no commit there, the base having them already.
-UPSTREAM_KEY = "sm12x.upstream"
-# The id of the stack it was made from, and the patches of that stack that were left out of it.
-STACK_KEY = "sm12x.stack"
-REST_KEY = "sm12x.rest"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,77 +80,42 @@ class StackConflictError(PatchConflictError):
         self.report = report
 
 
-def apply(
-    base: Base,
-    stack: Stack,
-    directory: Path,
-    *,
-    repository: bool = False,
-    archive: Path | None = None,
-    on_patch: Callable[[Patch], None] | None = None,
-    rest: Sequence[str] = (),
-) -> ApplyReport:
+def apply(base: Base, stack: Stack, directory: Path) -> ApplyReport:
     """Apply the stack to ``directory``, the unpacked sdist of the base.
 
-    Args:
-        rest: the names of patches at its end that are not to be applied; with ``repository`` it
-            notes them, and a refresh leaves them in the series.
-        repository: leave ``directory`` as a git repository with a commit tagged "base" and one
-            commit per patch, to edit and to refresh from; otherwise only the files change.
-        archive: the sdist, where it is at hand, to name the files of a tree that was edited.
-        on_patch: called before each patch is tried.
-
     Raises:
-        DirtyTreeError: ``directory`` is not the untouched source. Nothing is changed.
+        DirtyTreeError: ``directory`` is not the untouched source, and nothing is changed; or a file
+            could not be written, and it is half applied.
         StackConflictError: a patch does not apply. Nothing is changed.
-        NoSpaceError, HalfAppliedError: a file could not be written.
+        NoSpaceError: the disk is full.
     """
-    whole = stack
-    stack = Stack(patches=tuple(patch for patch in whole.patches if patch.name not in rest))
     with tree.scratch(directory) as git:
-        commit = commit_base(base, stack, git, directory, archive)
-        if repository and (directory / ".git").exists():
-            raise DirtyTreeError(
-                f"{directory} is a git repository already, and this command would make a new one",
-                next_step="add --no-repository to keep that repository, or remove its .git",
-            )
-        report, tip = try_stack(base, stack, git, commit, on_patch=on_patch)
-        if not report.ok:
-            raise StackConflictError(report)
-        with (
-            _repository_for(git, base, report, directory, commit, tip, whole, rest)
-            if repository
-            else nullcontext()
-        ) as hidden:
-            _write(git, directory, commit, tip)
-            if hidden is not None:
-                shutil.copy2(git.git_dir / "index", hidden / "index")
-                hidden.rename(directory / ".git")
+        start = commit_base(base, stack, git, directory)
+        report, tip = try_stack(base, stack, git, start)
+        write(git, directory, start, tip)
     return report
 
 
-def _write(git: Repository, directory: Path, start: str, tip: str) -> None:
+def write(git: Repository, directory: Path, start: str, tip: str) -> None:
     """Make the files of ``directory``, which are those of ``start``, the ones of ``tip``."""
     git.read_tree(start)
     git.run("update-index", "-q", "--refresh", check=False)
     try:
         git.run("read-tree", "-m", "-u", start, tip)
-    except NoSpaceError as error:
-        raise NoSpaceError(
-            f"{error.message}; {directory} may be half applied",
-            next_step="free space there, and unpack the sdist in another folder",
-        ) from None
-    except ToolFailedError as error:
-        raise HalfAppliedError(directory, error) from error
+    except (NoSpaceError, ToolFailedError) as error:
+        kind = NoSpaceError if isinstance(error, NoSpaceError) else DirtyTreeError
+        raise kind(
+            f"{directory} is half applied: {error.message}",
+            next_step="unpack the sdist in another folder (`sm12x-dev apply --base VERSION "
+            "--unpack NEW_DIR`)",
+        ) from error
 
 
-def commit_base(
-    base: Base, stack: Stack, git: Repository, directory: Path, archive: Path | None
-) -> str:
+def commit_base(base: Base, stack: Stack, git: Repository, directory: Path) -> str:
     """Commit the index of ``git`` as the base, after seeing that it is the untouched source."""
     tree_id = git.write_tree()
     if tree_id != base.sdist.tree:
-        raise tree.explain(base, stack, directory, git.index_entries(), archive)
+        raise tree.explain(base, stack, directory, git.index_entries())
     return git.commit_tree(tree_id, f"{base.sdist.name}\n\nsha256 {base.sdist.sha256}\n")
 
 
@@ -177,7 +125,6 @@ def try_stack(
     git: Repository,
     commit: str,
     *,
-    on_patch: Callable[[Patch], None] | None = None,
     accept_offset: bool = False,
 ) -> tuple[ApplyReport, str]:
     """Try every patch on ``commit``, one commit for each that applies; no file is changed.
@@ -188,13 +135,14 @@ def try_stack(
 
     Returns:
         The report, and the last commit made.
+
+    Raises:
+        StackConflictError: a patch does not apply; it has the report.
     """
     git.read_tree(commit)
     tip = commit
     results: list[PatchResult] = []
     for patch in stack.patches:
-        if on_patch:
-            on_patch(patch)
         result = _try(patch, git, results, accept_offset=accept_offset)
         if result.state == APPLIED:
             tip = git.commit_tree(git.write_tree(), patch.message, parent=tip, author=patch.author)
@@ -206,6 +154,8 @@ def try_stack(
         changed=tuple(git.changed(commit, tip)),
         tree=git.tree_of(tip),
     )
+    if not report.ok:
+        raise StackConflictError(report)
     return report, tip
 
 
@@ -231,55 +181,3 @@ def _try(
         ),
         messages=forward.errors or forward.offsets,
     )
-
-
-class HalfAppliedError(DirtyTreeError):
-    """The folder is neither untouched nor patched: git was stopped while it wrote the files."""
-
-    def __init__(self, directory: Path, cause: Sm12xError) -> None:
-        super().__init__(
-            f"{directory} is half applied: {cause.message}",
-            next_step="unpack the sdist in another folder (`sm12x-dev apply --base VERSION "
-            "--unpack NEW_DIR`)",
-        )
-
-
-def own(repository: Repository, version: str, stack_id: str) -> None:
-    """Make a scratch repository that of a folder, with the settings of one that has a stack."""
-    # Where the scratch tree is; the folder may be moved.
-    repository.run("config", "--local", "--unset-all", "core.worktree", check=False)
-    # The user's own git works here: it must not convert line ends either.
-    repository.config("core.autocrlf", "false")
-    repository.config("core.bare", "false")
-    repository.config("sm12x.base", version)
-    repository.config(STACK_KEY, stack_id)
-
-
-@contextmanager
-def _repository_for(
-    git: Repository,
-    base: Base,
-    report: ApplyReport,
-    directory: Path,
-    commit: str,
-    tip: str,
-    whole: Stack,
-    rest: Sequence[str],
-) -> Iterator[Path]:
-    """A copy of the scratch repository inside ``directory``, for the block to rename to .git."""
-    git.update_ref(f"refs/heads/{BRANCH}", tip)
-    git.update_ref(f"refs/tags/{BASE_TAG}", commit)
-    own(git, base.version, whole.id)
-    for name in rest:
-        git.run("config", "--local", "--add", REST_KEY, name)
-    for result in report.results:
-        if result.state == UPSTREAM:
-            git.run("config", "--local", "--add", UPSTREAM_KEY, result.name)
-    git.pack()
-    hidden = Path(tempfile.mkdtemp(dir=directory, prefix=".git-"))
-    try:
-        shutil.copytree(git.git_dir, hidden, dirs_exist_ok=True)
-        hidden.chmod(0o755)
-        yield hidden
-    finally:
-        shutil.rmtree(hidden, ignore_errors=True)

@@ -8,7 +8,6 @@ import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from sm12x.core import text as texts
@@ -19,21 +18,6 @@ from sm12x.stack.model.series import Stack
 
 # How many files an error names before it only counts.
 _NAMED = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Difference:
-    """How a tree differs from the untouched one, as sorted paths."""
-
-    edited: tuple[str, ...]
-    missing: tuple[str, ...]
-    extra: tuple[str, ...]
-
-    def __str__(self) -> str:
-        kinds = (("edited", self.edited), ("missing", self.missing), ("extra", self.extra))
-        return "; ".join(
-            f"{kind}: {texts.first_of(paths, _NAMED)}" for kind, paths in kinds if paths
-        )
 
 
 def unpack(archive: Path, directory: Path) -> None:
@@ -98,14 +82,6 @@ def removed_on_failure(directory: Path) -> Iterator[None]:
         raise
 
 
-def _entries(archive: Path) -> dict[str, TreeFile]:
-    """The files of an sdist by path, with the ids that git gives them."""
-    with tempfile.TemporaryDirectory(prefix="sm12x-sdist-") as name:
-        unpack(archive, Path(name) / "source")
-        with scratch(Path(name) / "source") as repository:
-            return repository.index_entries()
-
-
 def blob_id(data: bytes) -> str:
     """The id git gives to these bytes: sha1 over "blob <size>", NUL and the bytes."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
@@ -138,98 +114,40 @@ def require_directory(directory: Path) -> None:
     )
 
 
-def _version_of(directory: Path) -> tuple[str, str] | None:
-    """Name and version of an unpacked sdist from its PKG-INFO; None where there is none."""
-    try:
-        text = (directory / "PKG-INFO").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    fields = dict(
-        line.split(": ", 1) for line in text.split("\n\n", 1)[0].splitlines() if ": " in line
-    )
-    if "Name" not in fields or "Version" not in fields:
-        return None
-    return fields["Name"], fields["Version"]
-
-
-def _compare(has: Mapping[str, TreeFile], wants: Mapping[str, TreeFile]) -> _Difference:
-    """How the files ``has`` differ from the files ``wants``."""
-    return _Difference(
-        edited=tuple(sorted(p for p in has.keys() & wants.keys() if has[p] != wants[p])),
-        missing=tuple(sorted(wants.keys() - has.keys())),
-        extra=tuple(sorted(has.keys() - wants.keys())),
-    )
-
-
 def explain(
-    base: Base, stack: Stack, directory: Path, has: Mapping[str, TreeFile], archive: Path | None
+    base: Base, stack: Stack, directory: Path, has: Mapping[str, TreeFile]
 ) -> DirtyTreeError:
-    """Say, as far as can be known, why a tree is not the untouched source of the base.
+    """Return the error for a tree that is not the untouched source of the base.
+
+    A file that matches no state of the stack was edited, and tells nothing of a patched tree.
 
     Args:
         has: the files of ``directory``.
-        archive: the sdist, where it is at hand: with it every differing file can be named.
-    """
-    fresh = f"work on a new copy (`sm12x-dev apply --base {base.version} --unpack NEW_DIR`)"
-    name = base.sdist.name.split("-")[0]
-    release = _version_of(directory)
-    if release is None:
-        return DirtyTreeError(
-            f"{directory} is not an unpacked sdist: it has no PKG-INFO", next_step=fresh
-        )
-    if release != (name, base.version):
-        return DirtyTreeError(
-            f"{directory} is {' '.join(release)}, and the base is {name} {base.version}",
-            next_step=f"give a base that fits (`--base {release[1]}`), or unpack {base.sdist.name}",
-        )
-    patched, half, untouched = _progress(stack, has)
-    if patched and not half and not untouched:
-        return DirtyTreeError(
-            f"{directory} has the whole stack {stack.id} applied already", next_step=fresh
-        )
-    if patched or half:
-        parts = [f"patched: {texts.first_of([*patched, *half], _NAMED)}"]
-        if untouched:
-            parts.append(f"not patched: {texts.first_of(untouched, _NAMED)}")
-        return DirtyTreeError(f"{directory} is half applied ({'; '.join(parts)})", next_step=fresh)
-    if archive is not None:
-        difference = _compare(has, _entries(archive))
-        return DirtyTreeError(
-            f"{directory} is not the untouched {name} {base.version} ({difference})",
-            next_step=f"undo that, or {fresh}",
-        )
-    return DirtyTreeError(
-        f"{directory} is not the untouched {name} {base.version}; without its sdist the differing "
-        "files are not known",
-        next_step=f"`sm12x fetch --base {base.version}` to list them, or {fresh}",
-    )
-
-
-def _progress(stack: Stack, has: Mapping[str, TreeFile]) -> tuple[list[str], list[str], list[str]]:
-    """The files the stack changes, in three lists: fully patched, partly patched, untouched.
-
-    A file that matches no state of the stack was edited, and is in none of the three lists.
     """
     states: dict[str, list[str]] = {}
-    for patch in stack.patches:
-        for file in patch.files:
-            if not file.old_blob:
-                continue
-            states.setdefault(file.path, [file.old_blob]).append(file.new_blob)
-    patched: list[str] = []
+    for file in (file for patch in stack.patches for file in patch.files if file.old_blob):
+        states.setdefault(file.path, [file.old_blob]).append(file.new_blob)
+    whole: list[str] = []
     half: list[str] = []
     untouched: list[str] = []
     for path, blobs in sorted(states.items()):
         now = has[path].blob if path in has else "0" * 40
         # A short id (not --full-index) still says as much as it says.
         fits = [now.startswith(blob) for blob in blobs]
-        if fits[0]:
-            untouched.append(path)
-        elif fits[-1]:
-            patched.append(path)
-        elif any(fits):
-            half.append(path)
-    return patched, half, untouched
+        if any(fits):
+            (untouched if fits[0] else whole if fits[-1] else half).append(path)
+    if half or (whole and untouched):
+        parts = [f"patched: {texts.first_of([*whole, *half], _NAMED)}"]
+        parts += [f"not patched: {texts.first_of(untouched, _NAMED)}"] if untouched else []
+        what = f"is half applied ({'; '.join(parts)})"
+    elif whole:
+        what = f"has the whole stack {stack.id} applied already"
+    else:
+        what = f"is not the untouched source of {base.sdist.name}"
+    return DirtyTreeError(
+        f"{directory} {what}",
+        next_step=f"work on a new copy (`sm12x-dev apply --base {base.version} --unpack NEW_DIR`)",
+    )
 
 
 def _stripped(member: tarfile.TarInfo, archive: Path) -> Iterator[tarfile.TarInfo]:

@@ -104,7 +104,7 @@ def prepare(base: Base, sdist: Path, out: Path) -> tuple[SourceRecord, bool]:
         tree.unpack(sdist, staging)
         paths = sorted({file.path for patch in stack.patches for file in patch.files})
         before = {path: _sha256(staging / path) for path in paths}
-        report = apply.apply(base, stack, staging, archive=sdist)
+        report = apply.apply(base, stack, staging)
         record = SourceRecord(
             base_version=base.version,
             sdist_sha256=base.sdist.sha256,
