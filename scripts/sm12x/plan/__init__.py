@@ -139,9 +139,7 @@ def _warnings(hardware: Hardware, servers: Sequence[Deployment]) -> list[str]:
 def on(kinds: dict[str, Hardware], key: str) -> Hardware:
     """The hardware of that key. Raises UsageError."""
     if key not in kinds:
-        raise UsageError(
-            f"no hardware {key!r}", next_step=f"give one of {', '.join(kinds)}, or --here"
-        )
+        raise UsageError(f"no hardware {key!r}", next_step=f"give one of {', '.join(kinds)}")
     return kinds[key]
 
 

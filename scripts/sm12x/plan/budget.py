@@ -74,7 +74,8 @@ class Hardware:
     """A machine's GPUs. ``memory`` is of one GPU, as CUDA reports it, in GiB.
 
     ``unified``: CPU and GPU share that memory; ``system`` is then what the operating system needs
-    of it. ``gpus`` and ``ram`` (GiB) are None where they are not known.
+    of it. ``multiprocessors`` of one GPU, ``gpus`` and ``ram`` (GiB) are None where they are not
+    known.
     """
 
     key: str
@@ -85,6 +86,7 @@ class Hardware:
     source: str
     unified: bool = False
     system: Term | None = None
+    multiprocessors: int | None = None
     gpus: int | None = None
     ram: float | None = None
 

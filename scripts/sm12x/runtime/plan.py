@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from sm12x import plan as planning
 from sm12x.core import declared
 from sm12x.core.errors import BadFileError, FindingsError, UnknownVerdictError, UsageError
 from sm12x.core.text import GIB
@@ -24,8 +25,6 @@ from sm12x.runtime.meta import Card
 from sm12x.runtime.places import Places
 from sm12x.wheel import ledger as ledgers
 
-# What vLLM asks of the cards besides what data/hardware.toml says.
-_MULTIPROCESSORS = {"rtx-pro-6000": 188, "rtx-5090": 170, "gb10": 48}
 _QUANTIZATION = ("quantization_config", "compression_config")
 _CONFIG = "the folder of a model as its repository has it"
 
@@ -58,7 +57,7 @@ class _Numbers(click.ParamType[Any]):
     help="Folders of models (default: /model); only config files and headers of weights are read.",
 )
 @click.option("--draft", type=click.Path(path_type=Path), help="Folder of a draft model.")
-@click.option("--card", type=click.Choice(tuple(_MULTIPROCESSORS)), help="The GPU to plan for.")
+@click.option("--card", metavar="KIND", help="The GPU: rtx-pro-6000, rtx-5090 or gb10.")
 @click.option("--tp", type=_Numbers(int), help="Values of --tensor-parallel-size: 1,2,4.")
 @click.option("--max-model-len", "lengths", type=_Numbers(int), help="Values of --max-model-len.")
 @click.option("--kv-gib", "budgets", type=_Numbers(float), help="Sizes of the KV cache in GiB.")
@@ -100,7 +99,7 @@ def command(
         for more in sweep(tp, lengths)
     ]
     ledger = ledgers.read(places.ledger)
-    planner.prepare(_card(host.kinds()[chosen]))
+    planner.prepare(_card(planning.on(host.kinds(), chosen)))
     answers = []
     for question in questions:
         answer = conclude(
@@ -201,7 +200,8 @@ def conclude(
 
 def _of(recipe: Recipe | None, words: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str], str]:
     """Return vLLM's arguments, its variables, and the kind of card."""
-    first = next(iter(_MULTIPROCESSORS))
+    known = host.kinds()
+    first = next(iter(known))
     if recipe is None:
         return tuple(words), {}, first
     rendered = render(recipe, settings={}, extra=words, environ={}, solo=recipe.sm12x is None)
@@ -211,7 +211,7 @@ def _of(recipe: Recipe | None, words: Sequence[str]) -> tuple[tuple[str, ...], d
             next_step="give vLLM's arguments after --",
         )
     kinds = recipe.sm12x.hardware if recipe.sm12x else ()
-    card = next((kind for kind in kinds if kind in _MULTIPROCESSORS), first)
+    card = next((kind for kind in kinds if kind in known), first)
     return rendered.serve, rendered.vllm_env, card
 
 
@@ -229,7 +229,7 @@ def _card(kind: Hardware) -> Card:
         major=major,
         minor=minor,
         memory=int(kind.memory.low * GIB),
-        multiprocessors=_MULTIPROCESSORS[kind.key],
+        multiprocessors=kind.multiprocessors or 0,
         integrated=kind.unified,
     )
 
