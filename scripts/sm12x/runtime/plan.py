@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 
 from sm12x import plan as planning
 from sm12x.core import declared
 from sm12x.core.errors import BadFileError, FindingsError, UnknownVerdictError, UsageError
+from sm12x.core.numbers import Numbers
 from sm12x.core.text import GIB
-from sm12x.plan import figures, host
+from sm12x.plan import against, figures, host
 from sm12x.plan.budget import Hardware
 from sm12x.plan.figures import Answer, Question, Source
 from sm12x.recipes import load
@@ -29,24 +30,6 @@ _QUANTIZATION = ("quantization_config", "compression_config")
 _CONFIG = "the folder of a model as its repository has it"
 
 
-class _Numbers(click.ParamType[Any]):
-    """Numbers with commas between them."""
-
-    name = "numbers"
-
-    def __init__(self, kind: type[int] | type[float]) -> None:
-        self._kind = kind
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        try:
-            numbers = tuple(self._kind(part) for part in str(value).split(","))
-        except ValueError:
-            self.fail(f"{value!r} is not a list of numbers such as 1,2,4", param, ctx)
-        if not all(0 < number < 1 << 50 for number in numbers):
-            self.fail(f"{value!r} has a number out of range", param, ctx)
-        return numbers
-
-
 @click.command(name="plan")
 @click.argument("recipe", required=False)
 @click.option(
@@ -58,9 +41,16 @@ class _Numbers(click.ParamType[Any]):
 )
 @click.option("--draft", type=click.Path(path_type=Path), help="Folder of a draft model.")
 @click.option("--card", metavar="KIND", help="The GPU: rtx-pro-6000, rtx-5090 or gb10.")
-@click.option("--tp", type=_Numbers(int), help="Values of --tensor-parallel-size: 1,2,4.")
-@click.option("--max-model-len", "lengths", type=_Numbers(int), help="Values of --max-model-len.")
-@click.option("--kv-gib", "budgets", type=_Numbers(float), help="Sizes of the KV cache in GiB.")
+@click.option("--tp", type=Numbers(int), help="Values of --tensor-parallel-size: 1,2,4.")
+@click.option("--max-model-len", "lengths", type=Numbers(int), help="Values of --max-model-len.")
+@click.option("--kv-gib", "budgets", type=Numbers(float), help="Sizes of the KV cache in GiB.")
+@click.option(
+    "--against",
+    "log",
+    type=click.Path(path_type=Path),
+    help="Log of a server with these arguments, for its figures beside the plan's.",
+)
+@click.option("--details", is_flag=True, help="Print the layers and each GPU's parts too.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_obj
 def command(
@@ -72,6 +62,8 @@ def command(
     tp: tuple[int, ...] | None,
     lengths: tuple[int, ...] | None,
     budgets: tuple[float, ...] | None,
+    log: Path | None,
+    details: bool,
     as_json: bool,
 ) -> None:
     """Say what a model needs in GPU memory, as vLLM's own code has it; no GPU is needed.
@@ -85,6 +77,7 @@ def command(
     places = Places.of_image()
     # Everything that reads the checkpoint comes first: vLLM takes long to import.
     sources = {folder.resolve(): read(folder) for folder in folders or (Path("/model"),)}
+    logged = against.read(log) if log else None
     arguments, env, kind = _of(_recipe(recipe, places) if recipe else None, words)
     chosen = card or kind
     questions = [
@@ -92,12 +85,20 @@ def command(
             folder=str(folder),
             arguments=(*arguments, *more),
             env=env,
-            budgets=tuple(int(gib * GIB) for gib in budgets or ()),
+            budgets=(
+                *(logged.budgets if logged else ()),
+                *(int(gib * GIB) for gib in budgets or ()),
+            ),
             draft=str(draft.resolve()) if draft else "",
         )
         for folder in sources
         for more in sweep(tp, lengths)
     ]
+    if logged and len(questions) > 1:
+        raise UsageError(
+            "--against is the log of one server, and several are planned",
+            next_step="give one --checkpoint, and one number for --tp and --max-model-len",
+        )
     ledger = ledgers.read(places.ledger)
     planner.prepare(_card(planning.on(host.kinds(), chosen)))
     answers = []
@@ -110,9 +111,14 @@ def command(
             stack=ledger.stack_id,
             card=chosen,
         )
+        if logged:
+            compared = against.compare(against.of_answer(answer, logged), logged)
+            answer = dataclasses.replace(answer, against=compared)
         answers.append(answer)
         if not as_json:
-            click.echo(figures.text(answer))
+            click.echo(figures.text(answer, details=details))
+            if answer.against:
+                click.echo(against.text(answer.against))
     if as_json:
         click.echo(declared.to_json(answers, list[Answer]), nl=False)
     if failed := [answer for answer in answers if answer.failure]:
@@ -125,6 +131,7 @@ def command(
             f"the figures of {doubtful[0].model} are not to be believed: {doubtful[0].doubts[0]}",
             next_step="take the figures from the server's log",
         )
+    against.check(answers[0].against)
 
 
 def run(words: Sequence[str]) -> int:

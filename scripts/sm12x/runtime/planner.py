@@ -237,6 +237,7 @@ class _Build:
         meta.replace_offloader(self._host)
         _plain_configs(question.folder)
         self._config = self._configure()
+        self._limit = _limit(self._config.model_config)
 
     def figures(self) -> Figures:
         config = self._config
@@ -258,6 +259,7 @@ class _Build:
             dcp=parallel.decode_context_parallel_size,
             experts=bool(parallel.enable_expert_parallel or config.model_config.is_moe),
             max_model_len=config.model_config.max_model_len,
+            limit=self._limit,
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             utilization=config.cache_config.gpu_memory_utilization,
@@ -466,12 +468,15 @@ class _Build:
         sizes.append((int(given), "given") if given else (rest, "at most"))
         rooms = []
         for budget, basis in sizes:
+            # vLLM searches up to --max-model-len.
+            config.model_config.max_model_len = self._limit
             most = min(
                 planning._estimate_max_model_len_from_groups(
                     build, config, part, budget - block(part)
                 )
                 for part in parts
             )
+            config.model_config.max_model_len = length
             room = Room(
                 budget=budget,
                 basis=basis,
@@ -517,6 +522,15 @@ class _Build:
             sizes.append(needed())
         model.max_model_len = length
         return round((sizes[1] - sizes[0]) / far, 1)
+
+
+def _limit(model: Any) -> int:
+    """Return the longest context of the model itself."""
+    try:
+        return max(int(model.get_and_verify_max_len(None)), int(model.max_model_len))
+    except (ValueError, TypeError):
+        # Some models need to be told.
+        return int(model.max_model_len)
 
 
 def _layouts(config: Any) -> tuple[tuple[str, ...], list[str]]:

@@ -64,7 +64,7 @@ def _folder(words: Sequence[str], configs: Path) -> Path | None:
 
 def _write(recipe: Recipe, rendered: Rendered, folder: Path, card: str) -> str:
     """Write the figures of a recipe, and return why there are none."""
-    answer = image.ask(folder, rendered.serve or (), rendered.vllm_env, card, say=say)
+    (answer,) = image.ask(folder, rendered.serve or (), rendered.vllm_env, card, say=say)
     figures = answer.figures
     if figures is None or figures.cache is None or answer.doubts:
         return answer.failure or "; ".join(answer.doubts) or "it has no KV cache"
@@ -80,7 +80,12 @@ def _write(recipe: Recipe, rendered: Rendered, folder: Path, card: str) -> str:
             max_model_len=figures.max_model_len,
             weights=stage.held,
             loaded=stage.loaded,
+            limit=figures.limit,
+            max_num_seqs=figures.max_num_seqs,
             kv=figures.cache.at_start,
+            token=figures.cache.token,
+            block=figures.cache.block,
+            states=figures.cache.states,
         ),
     )
     return ""
