@@ -38,7 +38,7 @@ def memory_command(names: tuple[str, ...], configs: Path | None) -> None:
     recipes = [load.load(load.find(name)) for name in names]
     refused = []
     for recipe in recipes or load.load_all(layout.recipes()).values():
-        if recipe.sm12x is None or recipe.blocked_on(layout.release()):
+        if recipe.sm12x is None or (not names and recipe.blocked_on(layout.release())):
             continue
         rendered = render(recipe, settings={}, environ={}, solo=False)
         folder = _folder(rendered.serve or (), configs or layout.root() / _CONFIGS)
