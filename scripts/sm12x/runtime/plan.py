@@ -27,6 +27,7 @@ from sm12x.runtime.places import Places
 from sm12x.wheel import ledger as ledgers
 
 _QUANTIZATION = ("quantization_config", "compression_config")
+_UNREAD = Source(tensors=None, quantized=False)
 _CONFIG = "the folder of a model as its repository has it"
 
 
@@ -76,7 +77,7 @@ def command(
     """
     places = Places.of_image()
     # Everything that reads the checkpoint comes first: vLLM takes long to import.
-    sources = {folder.resolve(): read(folder) for folder in folders or (Path("/model"),)}
+    sources = _sources(folders or (Path("/model"),))
     logged = against.read(log) if log else None
     arguments, env, kind = _of(_recipe(recipe, places) if recipe else None, words)
     chosen = card or kind
@@ -103,10 +104,11 @@ def command(
     planner.prepare(_card(planning.on(host.kinds(), chosen)))
     answers = []
     for question in questions:
+        source = sources[Path(question.folder)]
         answer = conclude(
-            planner.ask(question),
+            source.message if isinstance(source, BadFileError) else planner.ask(question),
             question,
-            sources[Path(question.folder)],
+            _UNREAD if isinstance(source, BadFileError) else source,
             release=ledger.base_version,
             stack=ledger.stack_id,
             card=chosen,
@@ -172,6 +174,19 @@ def read(folder: Path) -> Source:
         tensors=tensors.total(folder),
         quantized=declares or (folder / "hf_quant_config.json").is_file(),
     )
+
+
+def _sources(folders: Sequence[Path]) -> dict[Path, Source | BadFileError]:
+    """Return what is read of each folder. Raises BadFileError if the only one holds no model."""
+    sources: dict[Path, Source | BadFileError] = {}
+    for folder in folders:
+        try:
+            sources[folder.resolve()] = read(folder)
+        except BadFileError as error:
+            if len(folders) == 1:
+                raise
+            sources[folder.resolve()] = error
+    return sources
 
 
 def sweep(tp: Sequence[int] | None, lengths: Sequence[int] | None) -> Iterator[tuple[str, ...]]:

@@ -31,6 +31,7 @@ from typing import Any, NoReturn
 
 from sm12x.core import declared
 from sm12x.core.errors import UnknownVerdictError
+from sm12x.core.text import GIB
 from sm12x.plan.figures import Basis, Cache, Figures, Group, Question, Room, Stage
 from sm12x.runtime import meta
 from sm12x.runtime.meta import Card, Host, load
@@ -42,6 +43,8 @@ _PATIENCE = 4
 # Bytes of an answer that are read.
 _LONGEST = 64 << 20
 _REASON = 700
+# What a configuration's class says of a key that its file lacks.
+_MISSING = re.compile(r"'(\w*Config)' object has no attribute '(\w+)'")
 # Seconds for the conversion of weights, whose sizes are then not known.
 _CONVERSION = 10
 ENV = {
@@ -177,7 +180,8 @@ def _child(work: Callable[[], bytes], write: int, seconds: float, memory: int | 
         try:
             answer = b"+" + work()
         except MemoryError:
-            answer = f"-vLLM asks for more than {MEMORY >> 30} GiB of memory to plan".encode()
+            size = (memory or MEMORY) / GIB
+            answer = f"-vLLM asks for more than {size:.3g} GiB of memory to plan".encode()
         except BaseException as error:
             answer = b"-" + reason(error).encode()
             # For whoever maintains this: a new release moves what it relies on.
@@ -195,6 +199,8 @@ def reason(error: BaseException) -> str:
     text = " ".join(str(error).split())
     # pydantic's address of its documentation, and the values that it repeats.
     text = re.sub(r"(\[type=[^\]]*\])|(For further information visit \S+)", "", text)
+    if isinstance(error, AttributeError) and (key := _MISSING.search(text)):
+        return f"config.json has no {key[2]}, which {key[1]} needs"
     if isinstance(error, NotImplementedError) and "Meta" in text:
         # A kernel without a form for tensors without values.
         return f"needs a GPU to say it: {text.partition(': attempted')[0]}"
