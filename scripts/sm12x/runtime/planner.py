@@ -53,6 +53,8 @@ ENV = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "OMP_NUM_THREADS": "1",
+    # Else its import starts two processes that import torch and compile.
+    "HUMMING_DISABLE_PARALLEL_BUILD": "1",
 }
 # Imported before the fork: most of what a question would import by itself.
 _COMMON = (
@@ -115,6 +117,7 @@ def prepare(card: Card) -> None:
         # A release may have moved one: the question then imports what it needs.
         with contextlib.suppress(ImportError):
             load(name)
+    meta.replace_scales()
     load("vllm.plugins").load_general_plugins()
     os.dup2(stdout, 1)
     os.close(stdout)
@@ -404,6 +407,8 @@ class _Build:
         Not all kernels have a form for tensors without values; some convert expert by expert.
         """
         kind = load("vllm.model_executor.layers.quantization.base_config").QuantizeMethodBase
+        # A few scales of the cache, which it checks by their values.
+        scales = load("vllm.model_executor.layers.quantization.kv_cache").BaseKVCacheMethod
         deferred = load("vllm.model_executor.layers.attention").is_deferred_attention_layer
         load("torch._dynamo").config.disable = True
         end = time.process_time() + _CONVERSION
@@ -411,7 +416,9 @@ class _Build:
             modules = [*model.modules()]
             methods = [(getattr(module, "quant_method", None), module) for module in modules]
             steps: list[tuple[Any, tuple[Any, ...]]] = [
-                (method, (module,)) for method, module in methods if isinstance(method, kind)
+                (method, (module,))
+                for method, module in methods
+                if isinstance(method, kind) and not isinstance(method, scales)
             ]
             steps += [(module, (settings.dtype,)) for module in modules if deferred(module)]
             if hasattr(model, "process_weights_after_loading"):
