@@ -31,6 +31,7 @@ from sm12x.plan import chart, render, server
 from sm12x.plan.budget import Amount
 from sm12x.plan.figures import Answer
 from sm12x.recipes import load, options
+from sm12x.recipes.planned import CONVERSION
 
 DATA = Path(__file__).parent / "data"
 PRO = dataclasses.replace(hardware("rtx-pro-6000"), gpus=4, ram=256.0)
@@ -231,7 +232,7 @@ def test_figures_in_doubt_are_no_plan(image: Image, tmp_path: Path) -> None:
 
 
 def test_the_largest_max_num_seqs_of_a_hybrid_model_is_named(image: Image, tmp_path: Path) -> None:
-    most = int((0.92 * 95 * GIB - 56e9) / (50 << 20))
+    most = int((0.92 * 95 * GIB - 56e9 * CONVERSION) / (50 << 20))
 
     report = hybrid(image, tmp_path, "--max-num-seqs", "2")
 

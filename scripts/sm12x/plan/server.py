@@ -21,7 +21,7 @@ from sm12x.plan.budget import (
 from sm12x.plan.figures import Figures
 from sm12x.recipes import load, options, planned, render
 from sm12x.recipes.model import Memory, MemoryTerm, Recipe
-from sm12x.recipes.planned import Planned
+from sm12x.recipes.planned import CONVERSION, Planned
 
 # What vLLM takes where a command names none.
 DEFAULT_UTILIZATION = 0.92
@@ -73,7 +73,8 @@ def from_figures(
             cache.at_start + others * cache.token * figures.max_model_len,
             float(cache.at_start + others * cache.request),
         )
-    most = figures.largest.most
+    stage = figures.largest
+    most = stage.most if stage.loaded is not None else stage.most * CONVERSION
 
     def term(name: str, low: float, high: float) -> Term:
         amount = Amount(low=low / GIB, high=high / GIB)
@@ -85,7 +86,7 @@ def from_figures(
         gpus=figures.gpus,
         machines=1,
         sleep=0,
-        weights=term(WEIGHTS, most, most),
+        weights=term(WEIGHTS, stage.most, most),
         kv=term(KV, *kv),
         outside=None,
         residue=None,

@@ -271,9 +271,13 @@ def replace_scales() -> None:
     """Give DeepGEMM's conversion of scales, which has no form for the meta device, its sizes.
 
     On 10.x and 12.x (csrc/apis/layout.hpp there) each row has a scale for every ``gran_k`` values,
-    of one byte, four in an integer; rows are aligned to 16 bytes. 9.x keeps scales of blocks.
+    of one byte, four in an integer; rows are aligned to 16 bytes. 9.x keeps scales of blocks. What
+    vLLM does to the values before that, expert by expert, is in place.
     """
     torch = load("torch")
+    utils = vars(load("vllm.model_executor.layers.quantization.utils.fp8_utils"))
+    if "requant_weight_ue8m0_inplace" in utils:
+        utils["requant_weight_ue8m0_inplace"] = _constant(None)
     try:
         load("vllm.third_party.deep_gemm")
     except (ImportError, OSError):
