@@ -43,6 +43,7 @@ _PATIENCE = 4
 # Bytes of an answer that are read.
 _LONGEST = 64 << 20
 _REASON = 700
+_NO_ANSWERS = (TypeError, AttributeError, LookupError, ArithmeticError, AssertionError)
 # What a configuration's class says of a key that its file lacks.
 _MISSING = re.compile(r"'(\w*Config)' object has no attribute '(\w+)'")
 # Seconds for the conversion of weights, whose sizes are then not known.
@@ -207,7 +208,12 @@ def reason(error: BaseException) -> str:
     if isinstance(error, NotImplementedError) and "Meta" in text:
         # A kernel without a form for tensors without values.
         return f"needs a GPU to say it: {text.partition(': attempted')[0]}"
-    return f"{type(error).__name__}: {' '.join(text.split())}"[:_REASON]
+    line = f"{type(error).__name__}: {' '.join(text.split())}"[:_REASON]
+    if isinstance(error, _NO_ANSWERS) and error.__traceback__:
+        # A value of the configuration that no check of the release has caught.
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        line += f" (in {frame.name} of {Path(frame.filename).name})"
+    return line
 
 
 def guard(*folders: Path | None) -> None:
