@@ -243,6 +243,10 @@ RUNS = (
     servers("0.33.0", "33-aot", *SMOKE, "--serve", *KEEP, tree="aot",
             environment=sampler("33-aot")),
     servers("0.33.0", "33-tp2", *MOE, "--serve", *TP2, *KEEP, gpus=2, against="33-moe"),
+    # The plan beside the servers' own logs.
+    Run(base="0.33.0", name="33-plans", gpus=2, limit=700, environment=SETTINGS,
+        words=("-m", "tests.gpu.plans", "--gpus", "2", "--out", "{out}/33-plans.json",
+               "--logs", "{out}/33-plans.logs")),
     # The portable kernels of DeepSeek V4 and V4.1: tests/gpu/portable.sh.
     kernels("33-kernels", "test_logits.py", "test_sparse_mla_kernel.py",
             "test_block_fp8_einsum.py"),

@@ -56,8 +56,13 @@ def engine_of(
     return run
 
 
-def ask(folder: Path, *words: str) -> Answer:
-    return planned.ask(folder, words, {"VLLM_X": "1"}, "gb10", say=lambda text: None)
+def ask(folder: Path, *words: str, **more: Any) -> Answer:
+    (answer,) = answers(folder, *words, **more)
+    return answer
+
+
+def answers(folder: Path, *words: str, **more: Any) -> tuple[Answer, ...]:
+    return planned.ask(folder, words, {"VLLM_X": "1"}, "gb10", say=lambda text: None, **more)
 
 
 def test_the_image_is_asked_without_network_and_once(
@@ -82,6 +87,34 @@ def test_a_change_of_model_or_arguments_is_asked_anew(
     (folder / "model.safetensors").write_bytes(b"12345678")
     ask(folder)
     assert len(calls) == 4
+
+
+def test_a_sweep_is_one_call_whose_answers_are_kept_one_by_one(
+    calls: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second = dataclasses.replace(ANSWER, arguments=("--tensor-parallel-size", "2"))
+    monkeypatch.setattr(process, "run", engine_of(calls, ANSWER, second))
+    sweep = {"--tp": (1, 2), "--max-model-len": (8192,)}
+    assert answers(tmp_path / "model", sweep=sweep) == (ANSWER, second)
+    (line,) = calls
+    at = line.index("--tp")
+    assert line[at : at + 4] == ["--tp", "1,2", "--max-model-len", "8192"]
+    assert ask(tmp_path / "model", sweep={**sweep, "--tp": (2,)}) == second
+    assert len(calls) == 1
+
+
+def test_a_draft_and_sizes_of_the_cache_are_asked_about(
+    calls: list[list[str]], tmp_path: Path
+) -> None:
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    (draft / "config.json").write_text("{}")
+    ask(tmp_path / "model", draft=draft, budgets=(1 << 30, 3 << 29))
+    (line,) = calls
+    assert {f"{draft}:/draft:ro", "1.0,1.5"} <= {*line}
+    assert line[line.index("--draft") + 1] == "/draft"
+    ask(tmp_path / "model")
+    assert len(calls) == 2
 
 
 def test_a_refusal_is_returned_and_not_kept(

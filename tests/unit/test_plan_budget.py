@@ -12,7 +12,7 @@ from sm12x import layout, plan
 from sm12x.core.errors import BadFileError, UsageError
 from sm12x.plan import budget as budgets
 from sm12x.plan import host, render
-from sm12x.plan.budget import DOES_NOT_FIT, FITS, UNKNOWN, Amount, budget, ceiling, floor
+from sm12x.plan.budget import DOES_NOT_FIT, FITS, UNKNOWN, Amount, Cache, budget, ceiling, floor
 
 PRO = hardware("rtx-pro-6000")
 GB10 = hardware("gb10")
@@ -319,3 +319,29 @@ def test_a_spoilt_table_of_hardware_is_one_error(
     path.write_text(text.replace(old, new, 1))
     with pytest.raises(BadFileError, match=rf"hardware\.toml.*{said}"):
         host.kinds(path)
+
+
+CACHE = Cache(start=2.0, token=1e-4, length=10000, limit=30000, sequences=256, default=True)
+
+
+@pytest.mark.parametrize(
+    ("room", "context"), [(2.0, 10000), (2.5, 15000), (1.5, 5000), (9.0, 30000), (0.5, 0)]
+)
+def test_the_largest_context_is_what_the_rest_of_the_room_holds(room: float, context: int) -> None:
+    assert CACHE.context(room) == pytest.approx(context, abs=1)
+
+
+@pytest.mark.parametrize(("room", "context"), [(2.0, 30000), (1.9, 0)])
+def test_a_cache_without_growth_holds_any_context_or_none(room: float, context: int) -> None:
+    assert dataclasses.replace(CACHE, token=0.0).context(room) == context
+
+
+def test_a_server_that_the_release_has_planned_has_its_largest_settings() -> None:
+    planned = dataclasses.replace(flash(weights=term(64.5)), cache=CACHE)
+    (inside,) = budget(hardware("rtx-pro-6000"), [planned], []).inside
+    # 66.5 - 64.5 GiB.
+    assert (inside.context, inside.requests) == (10000, 1.0)
+    assert inside.most_sequences is None
+    states = dataclasses.replace(planned, cache=dataclasses.replace(CACHE, block=0.25))
+    (inside,) = budget(hardware("rtx-pro-6000"), [states], []).inside
+    assert inside.most_sequences == 8

@@ -34,6 +34,7 @@ GIVEN = Figures(
     dcp=1,
     experts=False,
     max_model_len=32768,
+    limit=131072,
     max_num_seqs=256,
     max_num_batched_tokens=8192,
     utilization=0.92,
@@ -112,15 +113,41 @@ def test_an_answer_survives_json() -> None:
 
 def test_the_text_says_what_fits_first() -> None:
     lines = figures.text(answer(rooms=(ROOM,))).splitlines()
-    assert "327,680 tokens" in lines[1]
+    assert "starts in a KV cache of 40.00 GiB" in lines[1]
+    assert "--max-model-len 327,664" in lines[2]
+    assert "327,680 tokens" in lines[3]
     assert any("131072.0 bytes a token" in line for line in lines)
 
 
-def test_the_text_says_that_vllm_does_not_start() -> None:
-    states = dataclasses.replace(ROOM, sequences=100)
-    assert "does not start with 256" in figures.text(answer(rooms=(states,)))
-    refused = dataclasses.replace(ROOM, refusal="4.00 GiB KV cache is needed")
-    assert "4.00 GiB KV cache is needed" in figures.text(answer(rooms=(refused,)))
+def test_the_size_that_the_arguments_leave_goes_before_those_that_are_given() -> None:
+    left = dataclasses.replace(ROOM, budget=30 * GIB, basis="at most")
+    text = figures.text(answer(rooms=(ROOM, left)))
+    assert text.index("0.92 of rtx-pro-6000") < text.index("40.00 GiB")
+
+
+def test_the_layers_are_details() -> None:
+    assert "32 x FullAttention" not in figures.text(answer())
+    assert "32 x FullAttention" in figures.text(answer(), details=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "change"),
+    [
+        ({"sequences": 100}, "--max-num-seqs 100"),
+        ({"refusal": "4.00 GiB KV cache is needed", "length": 8192}, "--max-model-len 8192"),
+        ({"refusal": "No available memory", "length": 0}, "more GPUs"),
+    ],
+)
+def test_the_text_says_that_vllm_does_not_start_and_what_to_change(
+    changes: dict[str, Any], change: str
+) -> None:
+    room = dataclasses.replace(ROOM, **changes)
+    text = figures.text(answer(rooms=(room,)))
+    assert "does not start" in text
+    assert room.refusal in text
+    (line,) = figures.changes(GIVEN, room)
+    assert change in line
+    assert line in text
 
 
 def test_the_text_of_a_refusal_is_vllms_reason() -> None:

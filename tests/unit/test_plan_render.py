@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 import shutil
@@ -30,6 +31,7 @@ from sm12x.plan import chart, render, server
 from sm12x.plan.budget import Amount
 from sm12x.plan.figures import Answer
 from sm12x.recipes import load, options
+from sm12x.recipes.planned import CONVERSION
 
 DATA = Path(__file__).parent / "data"
 PRO = dataclasses.replace(hardware("rtx-pro-6000"), gpus=4, ram=256.0)
@@ -47,7 +49,7 @@ def run(*words: str) -> Result:
 def test_a_plan_that_does_not_fit() -> None:
     made = plan.make(dataclasses.replace(PRO, ram=128.0), [flash(utilization=0.85)])
 
-    golden("plan-0.85.txt", render.text(made))
+    golden("plan-0.85.txt", render.text(made, details=True))
 
 
 def test_servers_that_take_turns() -> None:
@@ -159,12 +161,19 @@ class Image:
     answer: Answer
     arguments: tuple[str, ...] = ()
     card: str = ""
+    more: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def ask(
-        self, folder: Path, arguments: tuple[str, ...], env: object, card: str, *, say: object
-    ) -> Answer:
-        self.arguments, self.card = arguments, card
-        return self.answer
+        self, folder: Path, arguments: tuple[str, ...], env: object, card: str, **more: Any
+    ) -> tuple[Answer, ...]:
+        self.arguments, self.card, self.more = arguments, card, more
+        each = itertools.product(*more["sweep"].values())
+        figures = self.answer.figures
+        if figures and "--max-num-seqs" in arguments:
+            sequences = int(arguments[arguments.index("--max-num-seqs") + 1])
+            figures = dataclasses.replace(figures, max_num_seqs=sequences)
+        given = dataclasses.replace(self.answer, arguments=arguments, figures=figures)
+        return tuple(given for _ in each)
 
 
 @pytest.fixture
@@ -204,7 +213,7 @@ def test_a_checkpoint_can_be_planned_without_a_recipe(image: Image, tmp_path: Pa
     assert "cannot tell" in unknown.output
     assert isinstance(unknown.exception, FindingsError)
     assert known.exit_code == 0
-    assert image.arguments == ("--tensor-parallel-size", "2")
+    assert image.more["sweep"] == {"--tp": (2,)}
     assert image.card == "rtx-pro-6000"
 
 
@@ -223,7 +232,7 @@ def test_figures_in_doubt_are_no_plan(image: Image, tmp_path: Path) -> None:
 
 
 def test_the_largest_max_num_seqs_of_a_hybrid_model_is_named(image: Image, tmp_path: Path) -> None:
-    most = int((0.92 * 95 * GIB - 56e9) / (50 << 20))
+    most = int((0.92 * 95 * GIB - 56e9 * CONVERSION) / (50 << 20))
 
     report = hybrid(image, tmp_path, "--max-num-seqs", "2")
 
@@ -231,7 +240,7 @@ def test_the_largest_max_num_seqs_of_a_hybrid_model_is_named(image: Image, tmp_p
     assert inside["most_sequences"] == most
     assert report["warnings"] == []
     text = run("--checkpoint", str(tmp_path), "--hardware", "rtx-pro-6000", "--outside", "3").output
-    assert f"states of {most} sequences (--max-num-seqs) at most" in " ".join(text.split())
+    assert f"{most:,} at most" in text
 
 
 def test_a_default_max_num_seqs_without_states_is_warned_of(image: Image, tmp_path: Path) -> None:
@@ -244,14 +253,51 @@ def test_a_default_max_num_seqs_without_states_is_warned_of(image: Image, tmp_pa
     assert inside["most_sequences"] == 0
 
 
+def test_a_sweep_is_a_row_for_each_combination(image: Image, tmp_path: Path) -> None:
+    words = ("--checkpoint", str(tmp_path), "--hardware", "rtx-pro-6000", "--outside", "3")
+    swept = (*words, "--tp", "1,2", "--max-model-len", "4096,8192")
+    assert image.more == {}
+    text = run(*swept).output
+    assert image.more["sweep"] == {"--tp": (1, 2), "--max-model-len": (4096, 8192)}
+    assert text.count("--tp 2 --max-model-len") == 2
+    plans = json.loads(run(*swept, "--json").output)
+    assert next(iter(plans)) == "--tp 1 --max-model-len 4096"
+    assert {one["verdict"] for one in plans.values()} == {"fits"}
+
+
+def test_a_sweep_has_no_picture_and_no_log(image: Image, tmp_path: Path) -> None:
+    words = ("--checkpoint", str(tmp_path), "--hardware", "rtx-pro-6000", "--tp", "1,2")
+    assert isinstance(run(*words, "--png", str(tmp_path / "x.png")).exception, UsageError)
+
+
+def test_what_vllm_refuses_of_a_sweep_is_an_error_beside_the_rest(
+    image: Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = dataclasses.replace(image.answer, figures=None, failure="64 heads")
+    monkeypatch.setattr(planned, "ask", lambda *words, **more: (image.answer, refused))
+    words = ("--checkpoint", str(tmp_path), "--hardware", "rtx-pro-6000", "--outside", "3")
+    result = run(*words, "--tp", "1,3")
+    assert "--tp 1" in result.output
+    assert isinstance(result.exception, FindingsError)
+    assert "--tp 3: " in result.exception.message
+    assert "64 heads" in result.exception.message
+
+
+def test_a_draft_goes_to_the_image(image: Image, tmp_path: Path) -> None:
+    words = ("--checkpoint", str(tmp_path), "--hardware", "rtx-pro-6000")
+    run(*words, "--draft", str(tmp_path))
+    assert image.more["draft"] == tmp_path
+
+
 @pytest.mark.parametrize(("graphs", "states", "limited"), [(1, 1, 1), (0, 1, 0), (1, 0, 0)])
 def test_states_limit_sequences_where_cuda_graphs_are_on(
     graphs: bool, states: bool, limited: bool
 ) -> None:
-    cache = dataclasses.replace(CACHE, states=bool(states))
-    figures = dataclasses.replace(GIVEN, cache=cache)
-    terms = server.from_figures(figures, "", sequences=None, graphs=bool(graphs))
-    assert (terms[2] is not None) == limited
+    figures = dataclasses.replace(GIVEN, cache=dataclasses.replace(CACHE, states=bool(states)))
+    given = {} if graphs else {"enforce-eager": ""}
+    deployment = server.from_figures(figures, "model", "", given)
+    assert deployment.cache is not None
+    assert (deployment.cache.block is not None) == limited
 
 
 @pytest.mark.parametrize(

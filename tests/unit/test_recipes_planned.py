@@ -35,7 +35,12 @@ def figures(**changes: Any) -> Planned:
         max_model_len=8192,
         weights=40 * GIB,
         loaded=None,
+        limit=131072,
+        max_num_seqs=256,
         kv=5 * GIB,
+        token=65536.0,
+        block=1 << 20,
+        states=False,
     )
     return dataclasses.replace(plain, **changes)
 
@@ -126,7 +131,7 @@ def checkout(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def written(checkout: Path, given: Answer, monkeypatch: pytest.MonkeyPatch) -> Exception | None:
-    monkeypatch.setattr(image, "ask", lambda *words, **options: given)
+    monkeypatch.setattr(image, "ask", lambda *words, **options: (given,))
     words = ["--configs", str(checkout.parent / "configs")]
     error = CliRunner().invoke(memory_command, words).exception
     return error if isinstance(error, Exception) else None
@@ -139,6 +144,7 @@ def test_the_command_writes_what_the_image_says(
     kept = planned.read(load.load(checkout))
     assert kept is not None
     assert (kept.weights, kept.loaded, kept.max_model_len) == (11 * GIB, 12 * GIB, 32768)
+    assert (kept.limit, kept.token, kept.block) == (131072, 131072.0, 2 << 20)
     assert kept.arguments == arguments(load.load(checkout))
 
 

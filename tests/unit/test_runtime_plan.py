@@ -159,3 +159,34 @@ def test_an_errors_reason_is_one_line() -> None:
 def test_a_kernel_that_needs_a_gpu_is_named() -> None:
     error = NotImplementedError("_C::quant: attempted to run this operator with Meta tensors, but")
     assert planner.reason(error) == "needs a GPU to say it: _C::quant"
+
+
+def test_a_key_that_a_configuration_lacks_is_named() -> None:
+    error = AttributeError("'DeepseekV41Config' object has no attribute 'hc_eps'")
+    assert planner.reason(error).startswith("config.json has no hc_eps")
+
+
+def test_where_a_release_trips_over_a_value_is_named() -> None:
+    def heads() -> float:
+        return 1 / 0
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        heads()
+    assert "in heads of test_runtime_plan.py" in planner.reason(caught.value)
+
+
+def test_a_folder_that_holds_no_model_leaves_the_others_their_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = SimpleNamespace(base_version="0.33.0", stack_id="0123abcd")
+    monkeypatch.setattr(ledgers, "read", lambda path: ledger)
+    monkeypatch.setattr(planner, "prepare", lambda card: None)
+    asked: list[str] = []
+    monkeypatch.setattr(planner, "ask", lambda question: asked.append(question.folder) or "no")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "good").mkdir()
+    model(tmp_path / "good")
+    places = ["--checkpoint", str(tmp_path / "empty"), "--checkpoint", str(tmp_path / "good")]
+    with pytest.raises(FindingsError, match="empty"):
+        plan.run(places)
+    assert asked == [str(tmp_path / "good")]

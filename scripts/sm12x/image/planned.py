@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from sm12x import layout
 from sm12x.core import declared, process
 from sm12x.core.errors import BadFileError, FindingsError, ToolFailedError, UnknownVerdictError
+from sm12x.core.text import GIB
 from sm12x.image.bundle import record
 from sm12x.image.engine import engines
 from sm12x.image.engine.engine import Engine
@@ -29,23 +31,47 @@ def ask(
     card: str,
     *,
     say: Callable[[str], None],
-) -> Answer:
+    sweep: Mapping[str, Sequence[int]] | None = None,
+    draft: Path | None = None,
+    budgets: Sequence[int] = (),
+) -> tuple[Answer, ...]:
     """Return what the image of the default release says of a model that is served like this.
+
+    There is an answer for each combination of the values in ``sweep``, which are of --tp and
+    --max-model-len. ``draft`` is the folder of a draft model; ``budgets`` are bytes of KV cache to
+    plan for besides.
 
     Raises:
         BadFileError: no image is here, or the folder holds no model.
         ToolFailedError: the image does not answer.
     """
     engine, image = _image(folder, say)
-    words = ["--json", "--card", card, "--", *arguments]
-    key = json.dumps([engine.image_id(image), words, sorted(env.items()), _contents(folder)])
-    path = layout.cache() / "plans" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
-    if path.is_file():
-        return declared.read_json(Answer, path, next_step=f"remove {path}")
+    swept = sweep or {}
+    about = [engine.image_id(image), card, *arguments, budgets, sorted(env.items())]
+    about += [_contents(one) for one in (folder, draft) if one]
+    keys = [
+        json.dumps([*about, *zip(swept, values, strict=True)])
+        for values in itertools.product(*swept.values())
+    ]
+    paths = [
+        layout.cache() / "plans" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+        for key in keys
+    ]
+    if all(path.is_file() for path in paths):
+        return tuple(declared.read_json(Answer, path, next_step=f"remove {path}") for path in paths)
     say(f"asking vLLM in {image}, which takes up to a minute")
+    words = ["--json", "--card", card]
+    for name, values in swept.items():
+        words += [name, ",".join(map(str, values))]
+    if budgets:
+        words += ["--kv-gib", ",".join(str(size / GIB) for size in budgets)]
     variables = [word for item in env.items() for word in ("--env", "=".join(item))]
+    volumes = ["--volume", f"{folder.resolve()}:/model:ro"]
+    if draft:
+        volumes += ["--volume", f"{draft.resolve()}:/draft:ro"]
+        words += ["--draft", "/draft"]
     argv: list[str | Path] = [engine.program, "run", "--rm", "--network", "none", *variables]
-    argv += ["--volume", f"{folder.resolve()}:/model:ro", image, "plan", *words]
+    argv += [*volumes, image, "plan", *words, "--", *arguments]
     done = process.run(argv, check=False, timeout=_SECONDS)
     if done.returncode not in _ANSWERED or not done.stdout.startswith("["):
         error = own_error(done.stderr)
@@ -56,15 +82,20 @@ def ask(
             if error
             else "mend what it names; an image without the verb `plan`: run `make bundle`",
         )
-    (part,) = json.loads(done.stdout)
+    answers = [_checked(part, image) for part in json.loads(done.stdout)]
+    for answer, path in zip(answers, paths, strict=True):
+        if not answer.failure:
+            declared.write_json(path, answer)
+    return tuple(answers)
+
+
+def _checked(part: object, image: str) -> Answer:
     answer, faults = declared.check(Answer, part)
     if answer is None:
         raise ToolFailedError(
             f"{image} answers in another form: {faults[0].text}",
             next_step="run `make bundle`: image and checkout are of different versions",
         )
-    if not answer.failure:
-        declared.write_json(path, answer)
     return answer
 
 

@@ -26,6 +26,7 @@ from sm12x.plan.budget import (
     Deployment,
     Hardware,
 )
+from sm12x.plan.figures import Against
 from sm12x.plan.host import HostNeed
 from sm12x.plan.server import from_recipe, members
 from sm12x.recipes.model import Recipe
@@ -41,6 +42,7 @@ class Plan:
 
     ``host`` is the machine's memory at the moment of a swap, when all that can sleep are asleep.
     ``peer`` says that a server was planned with one sleeping peer taken to be like itself.
+    ``against`` is the comparison with a log of the one server.
     """
 
     schema: Literal[1] = 1
@@ -51,6 +53,7 @@ class Plan:
     host: HostNeed
     cuts: tuple[str, ...]
     warnings: tuple[str, ...]
+    against: Against | None = None
 
     @property
     def needed(self) -> tuple[Row, ...]:
@@ -113,12 +116,13 @@ def _warnings(hardware: Hardware, servers: Sequence[Deployment]) -> list[str]:
     found = []
     for server in servers:
         most = budgets.most_sequences(hardware, server)
-        default = server.states.default if server.states else None
-        if most is not None and default is not None and default > most:
+        cache = server.cache
+        if most is not None and cache is not None and cache.sequences > most:
+            given = "without --max-num-seqs vLLM takes" if cache.default else "--max-num-seqs is"
             found.append(
-                f"{server.name} is a hybrid model: without --max-num-seqs vLLM takes {default}, "
-                f"but the states of {most} sequences at most fit, so it does not start: set "
-                "--max-num-seqs"
+                f"{server.name} is a hybrid model: {given} {cache.sequences}, but the states of "
+                f"{most} sequences at most fit, so it does not start: set --max-num-seqs {most} or "
+                "less"
             )
         remark = host.loading(server, hardware)
         if remark:
@@ -139,9 +143,7 @@ def _warnings(hardware: Hardware, servers: Sequence[Deployment]) -> list[str]:
 def on(kinds: dict[str, Hardware], key: str) -> Hardware:
     """The hardware of that key. Raises UsageError."""
     if key not in kinds:
-        raise UsageError(
-            f"no hardware {key!r}", next_step=f"give one of {', '.join(kinds)}, or --here"
-        )
+        raise UsageError(f"no hardware {key!r}", next_step=f"give one of {', '.join(kinds)}")
     return kinds[key]
 
 

@@ -74,7 +74,8 @@ class Hardware:
     """A machine's GPUs. ``memory`` is of one GPU, as CUDA reports it, in GiB.
 
     ``unified``: CPU and GPU share that memory; ``system`` is then what the operating system needs
-    of it. ``gpus`` and ``ram`` (GiB) are None where they are not known.
+    of it. ``multiprocessors`` of one GPU, ``gpus`` and ``ram`` (GiB) are None where they are not
+    known.
     """
 
     key: str
@@ -85,19 +86,35 @@ class Hardware:
     source: str
     unified: bool = False
     system: Term | None = None
+    multiprocessors: int | None = None
     gpus: int | None = None
     ram: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class States:
-    """The states of a hybrid model: on each GPU a sequence takes a block of ``block`` GiB.
+class Cache:
+    """What the release says of a model's KV cache; sizes are GiB on one GPU.
 
-    ``default`` is the --max-num-seqs that vLLM takes by itself, None where one is set.
+    vLLM starts with no less than ``start``, for one request of ``length`` tokens, and ``token`` is
+    what one more takes, up to the model's ``limit``. A sequence of a hybrid model takes a block of
+    ``block`` for its states, None of others. ``sequences`` is the --max-num-seqs that is planned,
+    which is vLLM's own where it is ``default``.
     """
 
-    block: float
-    default: int | None
+    start: float
+    token: float
+    length: int
+    limit: int
+    sequences: int
+    default: bool
+    block: float | None = None
+
+    def context(self, room: float) -> int:
+        """Return the largest --max-model-len in ``room`` GiB of KV cache; 0 for none."""
+        if self.token <= 0:
+            return self.limit if room >= self.start else 0
+        more = math.floor((room - self.start) / self.token)
+        return max(0, min(self.limit, self.length + more))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +123,7 @@ class Deployment:
 
     ``gpus`` counts the GPUs on each of ``machines``. ``sleep`` is the level, 0 for never. Where it
     ``keeps_weights``, level 1 releases the KV cache alone, and the weights are in ``residue``.
-    ``states`` is None for a model that is no hybrid, or that is not known to be one.
+    ``cache`` is None where the release has not been asked.
     """
 
     name: str
@@ -118,7 +135,7 @@ class Deployment:
     kv: Term | None
     outside: Term | None
     residue: Term | None
-    states: States | None = None
+    cache: Cache | None = None
     keeps_weights: bool = False
 
     @property
@@ -134,8 +151,10 @@ class Inside:
     Of a range of KV cache the lower end must fit: vLLM uses all memory that is left, up to the
     upper end and beyond, and queues requests where the cache is too small. ``least`` is the
     smallest utilization,
-    rounded up to 0.01, that holds weights and that much KV cache. ``most_sequences`` is the largest
-    --max-num-seqs of a hybrid model for which there can be states, activations left out.
+    rounded up to 0.01, that holds weights and that much KV cache. Activations and CUDA graphs left
+    out: ``context`` is the largest --max-model-len with which vLLM starts, ``requests`` how many of
+    the planned length run at once, and ``most_sequences`` the largest --max-num-seqs of a hybrid
+    model for which there can be states.
     """
 
     server: str
@@ -144,6 +163,8 @@ class Inside:
     kv: Amount | None
     spare: Amount | None
     least: float | None
+    context: int | None
+    requests: float | None
     most_sequences: int | None
 
 
@@ -249,6 +270,8 @@ def _inside(hardware: Hardware, server: Deployment) -> Inside:
     share = hardware.memory * server.utilization
     kv = server.kv.amount.low if server.kv else 0.0
     need = server.weights.amount + Amount.of(kv) if server.weights else None
+    room = _room(hardware, server)
+    cache = server.cache
     return Inside(
         server=server.name,
         budget=share,
@@ -256,16 +279,27 @@ def _inside(hardware: Hardware, server: Deployment) -> Inside:
         kv=server.kv.amount if server.kv else None,
         spare=Amount(low=share.low - need.high, high=share.high - need.low) if need else None,
         least=ceiling(need.high / hardware.memory.low) if need else None,
+        context=cache.context(room) if cache and room is not None else None,
+        requests=round(max(0.0, room) / cache.start, 1)
+        if cache and cache.start and room is not None
+        else None,
         most_sequences=most_sequences(hardware, server),
     )
 
 
 def most_sequences(hardware: Hardware, server: Deployment) -> int | None:
     """The blocks of states that fit beside the weights; None where the model has no states."""
-    if server.states is None or server.weights is None:
+    room = _room(hardware, server)
+    if server.cache is None or server.cache.block is None or room is None:
         return None
-    room = hardware.memory.low * server.utilization - server.weights.amount.high
-    return max(0, math.floor(room / server.states.block))
+    return max(0, math.floor(room / server.cache.block))
+
+
+def _room(hardware: Hardware, server: Deployment) -> float | None:
+    """Return the GiB of its budget that the weights leave at the worst end; None: not known."""
+    if server.weights is None:
+        return None
+    return hardware.memory.low * server.utilization - server.weights.amount.high
 
 
 def floor(share: float) -> float:
@@ -312,6 +346,7 @@ def cuts(
                 lines.append(
                     f"{one.server}: {what} need {-one.spare.low:.1f} GiB more than {one.budget} "
                     f"GiB: raise its utilization to {one.least:.2f}"
+                    + (f", or give --max-model-len {one.context}" if one.context else "")
                 )
     over = -found.margin.low
     for server in asleep:

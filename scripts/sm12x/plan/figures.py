@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from sm12x.core.declared import Declared
 from sm12x.core.text import GIB
@@ -16,6 +16,10 @@ from sm12x.core.text import GIB
 # not loaded (a draft's layers, a vision tower) less. Undetected quantization doubles them at least.
 _LEAST, _MOST = 0.75, 1.6
 Basis = Literal["given", "at most"]
+AGREES: Final = "agrees"
+DIFFERS: Final = "differs"
+LOG_ONLY: Final = "log only"
+Agreement = Literal["agrees", "differs", "log only"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +107,10 @@ class Room(Declared):
 
 @dataclass(frozen=True, kw_only=True)
 class Figures(Declared):
-    """The release's answer. ``quantization`` is what vLLM takes the weights for, "" for none."""
+    """The release's answer. ``quantization`` is what vLLM takes the weights for, "" for none.
+
+    ``limit`` is the longest context of the model itself, ``max_model_len`` the one planned.
+    """
 
     architecture: str
     quantization: str
@@ -114,6 +121,7 @@ class Figures(Declared):
     dcp: int
     experts: bool
     max_model_len: int
+    limit: int
     max_num_seqs: int
     max_num_batched_tokens: int
     utilization: float
@@ -142,6 +150,29 @@ class Source(Declared):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Compared(Declared):
+    """One term of a plan, from ``low`` to ``high``, beside all values of a server's log.
+
+    Sizes are GiB. An upper bound has no ``low``; a term that only the log has has neither.
+    """
+
+    term: str
+    low: float | None
+    high: float | None
+    logged: tuple[float, ...]
+    verdict: Agreement
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Against(Declared):
+    """The comparison with a log of vLLM ``release``, "" where it does not say."""
+
+    release: str
+    rows: tuple[Compared, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Answer(Declared):
     """The answer to one question: figures, or vLLM's own reason for having none in ``failure``."""
 
@@ -155,6 +186,7 @@ class Answer(Declared):
     figures: Figures | None = None
     failure: str = ""
     doubts: tuple[str, ...] = ()
+    against: Against | None = None
 
 
 def doubts(figures: Figures, source: Source) -> Iterator[str]:
@@ -178,45 +210,74 @@ def doubts(figures: Figures, source: Source) -> Iterator[str]:
         )
 
 
-def text(answer: Answer) -> str:
-    """Return the answer for people to read: the verdict first, its terms below."""
+def text(answer: Answer, *, details: bool = False) -> str:
+    """Return the answer for people to read: what fits first, its terms below."""
     words = " ".join(answer.arguments)
-    lines = [f"{answer.model}, vLLM {answer.release} ({answer.stack}), {answer.card}: {words}"]
+    lines = [f"{answer.model} on {answer.card}, vLLM {answer.release} ({answer.stack}): {words}"]
     if answer.figures is None:
         return "\n".join((*lines, f"  vLLM does not plan it: {answer.failure}"))
-    given = answer.figures
     lines += [f"  not to be believed: {doubt}" for doubt in answer.doubts]
-    for room in given.rooms:
-        size = f"{room.budget / GIB:.2f} GiB" + (" at most" if room.basis == "at most" else "")
+    lines += _rooms(answer.figures, answer.card)
+    lines += _terms(answer.figures, details=details)
+    return "\n".join(lines)
+
+
+def changes(figures: Figures, room: Room) -> Iterator[str]:
+    """Yield what lets vLLM start in a room where it does not; nothing where it does."""
+    if room.refusal and room.length > 0:
+        yield f"--max-model-len {room.length} at most"
+    elif room.refusal:
+        yield "more GPUs (--tensor-parallel-size), or a larger --gpu-memory-utilization"
+    elif room.sequences is not None and figures.max_num_seqs > room.sequences:
+        yield f"--max-num-seqs {room.sequences} at most"
+
+
+def _rooms(figures: Figures, card: str) -> Iterator[str]:
+    """Yield what each size of the KV cache holds, that of the arguments first."""
+    for room in (*figures.rooms[-1:], *figures.rooms[:-1]):
+        size = f"{room.budget / GIB:.2f} GiB"
+        where = f"a KV cache of {size}"
+        if room.basis == "at most":
+            share = f"{figures.utilization:g} of {card}"
+            where = f"{share}, whose weights leave {size} for KV cache, activations and CUDA graphs"
+        change = [*changes(figures, room)]
+        start = "does not start in" if change else "starts in"
+        yield f"  {start} {where}"
         if room.refusal:
-            lines.append(f"  KV cache of {size}: vLLM does not start: {room.refusal}")
-            continue
-        line = f"  KV cache of {size}: {room.tokens:,} tokens in {room.blocks:,} blocks, "
-        line += f"{room.concurrency:.2f} requests of {given.max_model_len:,} tokens"
-        if room.sequences is not None:
-            line += f", --max-num-seqs {room.sequences} at most"
-            if given.max_num_seqs > room.sequences:
-                line += f": vLLM does not start with {given.max_num_seqs}"
-        lines.append(line)
-    split = f"TP={given.tp} PP={given.pp} DP={given.dp}"
-    kind = given.quantization or "not quantized"
-    lines.append(f"  {given.architecture}, {kind}, {split}, KV cache in {given.kv_dtype}")
-    for number, stage in enumerate(given.stages):
-        line = f"  weights on each GPU{f' of stage {number}' if given.pp > 1 else ''}: "
+            yield f"    vLLM: {room.refusal}"
+        yield from (f"    change: {text}" for text in change)
+        most = "no limit" if room.sequences is None else f"{room.sequences:,}"
+        yield f"    largest --max-model-len {room.length:,}, largest --max-num-seqs {most}"
+        if not room.refusal:
+            yield (
+                f"    {room.tokens:,} tokens in {room.blocks:,} blocks: {room.concurrency:.2f} "
+                f"requests of {figures.max_model_len:,} tokens at once"
+            )
+
+
+def _terms(figures: Figures, *, details: bool) -> Iterator[str]:
+    kind = figures.quantization or "not quantized"
+    split = f"TP={figures.tp} PP={figures.pp} DP={figures.dp}"
+    yield f"  {figures.architecture}, {kind}, {split}, KV cache in {figures.kv_dtype}"
+    for number, stage in enumerate(figures.stages):
+        line = f"  weights on each GPU{f' of stage {number}' if figures.pp > 1 else ''}: "
         line += f"{stage.weights / GIB:.3f} GiB"
         if stage.draft:
             line += f", draft {stage.draft / GIB:.3f}"
         line += f"; held {stage.held / GIB:.3f}, after conversion "
         line += f"{stage.loaded / GIB:.3f}" if stage.loaded is not None else "not known"
-        lines.append(line + (f"; in host memory {stage.host / GIB:.3f}" if stage.host else ""))
-    if cache := given.cache:
-        lines.append(
+        yield line + (f"; in host memory {stage.host / GIB:.3f}" if stage.host else "")
+        if details and stage.unconverted:
+            yield f"    not converted: {stage.unconverted}"
+    if cache := figures.cache:
+        yield (
             f"  {cache.token:.1f} bytes a token, {cache.request / GIB:.3f} GiB a request of "
-            f"{given.max_model_len:,} tokens, {cache.at_start / GIB:.3f} GiB needed at start"
+            f"{figures.max_model_len:,} tokens, {cache.at_start / GIB:.3f} GiB needed at start"
         )
-        lines += [
-            f"    {group.layers} x {group.kind}, {group.block_size} tokens, {group.page} bytes"
-            f" ({group.details})"
-            for group in cache.groups
-        ]
-    return "\n".join(lines)
+        if details:
+            yield f"    a block of {cache.block} bytes, {cache.layout}, {', '.join(cache.backends)}"
+            yield from (
+                f"    {group.layers} x {group.kind}, {group.block_size} tokens, {group.page} bytes"
+                f" ({group.details})"
+                for group in cache.groups
+            )

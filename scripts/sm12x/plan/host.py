@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from sm12x import layout
 from sm12x.core import declared
@@ -80,6 +80,7 @@ class _System(Declared):
 class _Kind(Declared):
     name: str
     capability: str
+    multiprocessors: Annotated[int, Field(gt=0)]
     memory: _Amount
     basis: Annotated[str, one_of(*BASES)]
     source: str

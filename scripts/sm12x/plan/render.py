@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rich import box
 from rich.table import Table
 
 from sm12x.core import text as texts
-from sm12x.plan import Plan, Row
+from sm12x.plan import Plan, Row, against
 from sm12x.plan.budget import (
     BUDGET,
     COPY,
@@ -23,6 +23,7 @@ from sm12x.plan.budget import (
     WEIGHTS,
     Amount,
     Budget,
+    Deployment,
     Inside,
     Term,
     Unknown,
@@ -42,26 +43,47 @@ HEADER = (
     "basis",
     "verdict",
 )
+SWEPT = (
+    "arguments",
+    "GPUs",
+    "weights",
+    "KV cache at start",
+    "utilization",
+    "largest --max-model-len",
+    "--max-num-seqs",
+    "requests at once",
+    "verdict",
+)
 _BAR = 40
+# Characters of a source without --details.
+_SOURCE = 58
 _ORDER = (BUDGET, WEIGHTS, KV, OUTSIDE, RESIDUE, COPY, SYSTEM)
 # Letters that stand for the names of several servers, which are long.
 _LETTERS = "ABCDEF"
 
 
-def text(plan: Plan, *, width: int = _WIDTH) -> str:
-    """The whole plan: verdict, bars, combinations, host memory, sources, cuts and warnings."""
+def text(plan: Plan, *, width: int = _WIDTH, details: bool = False) -> str:
+    """The whole plan: what fits and what to change, then bars, host memory and terms.
+
+    With ``details`` each term has its whole source, and the hardware too.
+    """
     page = texts.Page(width)
     say = page.add
     hardware = plan.hardware
     names = [server.name for server in plan.servers]
     letters = dict(zip(names, _LETTERS, strict=False)) if len(names) > 1 else {}
     say(" + ".join(names))
-    say(f"on {hardware.name}, {hardware.memory} GiB per GPU ({hardware.basis}: {hardware.source})")
     say(verdict(plan))
-    if letters:
+    source = f" ({hardware.basis}: {hardware.source})" if details else ""
+    say(f"on {hardware.name}, {hardware.memory} GiB per GPU{source}")
+    for name, letter in letters.items():
+        say(f"{letter} = {name}")
+    say(_settings(plan, letters))
+    for line in _changes(plan):
+        say(line)
+    if plan.against:
         say()
-        for name, letter in letters.items():
-            say(f"{letter} = {name}")
+        say(against.text(plan.against))
     for row in plan.needed:
         say()
         say(_who(row, letters))
@@ -79,19 +101,54 @@ def text(plan: Plan, *, width: int = _WIDTH) -> str:
         say()
     say(_host_line(plan.host, letters, unified=hardware.unified))
     say()
-    say("terms, GiB on one GPU:")
-    say(_sources(plan, letters))
-    lines = [f"cut: {line}" for line in plan.cuts]
-    lines += [
-        f"cut: {server.name} needs {server.gpus} GPUs of one machine, there are {hardware.gpus}"
-        for server in plan.too_few
-    ]
-    lines += [f"warning: {line}" for line in plan.warnings]
-    if lines:
-        say()
-    for line in lines:
-        say(line)
+    say("terms, GiB on one GPU:" + ("" if details else " (--details: the whole sources)"))
+    say(_sources(plan, letters, details=details))
     return page.text
+
+
+def _changes(plan: Plan) -> Iterator[str]:
+    yield from (f"cut: {line}" for line in plan.cuts)
+    for server in plan.too_few:
+        yield (
+            f"cut: {server.name} needs {server.gpus} GPUs of one machine, there are "
+            f"{plan.hardware.gpus}"
+        )
+    yield from (f"warning: {line}" for line in plan.warnings)
+
+
+def _settings(plan: Plan, letters: Mapping[str, str]) -> Table:
+    """What is planned of each server, and the most with which it starts."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for row in plan.needed:
+        for one in row.budget.inside:
+            server = next((each for each in plan.servers if each.name == one.server), None)
+            if server is not None:
+                for name, values in _of_server(server, one, row.budget):
+                    label = letters.get(one.server, "")
+                    table.add_row(f"  {label}{' ' if label else ''}{name}", values)
+    return table
+
+
+def _of_server(server: Deployment, one: Inside, budget: Budget) -> Iterator[tuple[str, str]]:
+    least = f"{_share(one.least)} at least, " if one.least else ""
+    yield (
+        "--gpu-memory-utilization",
+        f"{_share(server.utilization)} planned, {least}{_share(budget.largest)} at most",
+    )
+    cache = server.cache
+    if cache is None or one.context is None:
+        yield "--max-model-len", "not known: --checkpoint DIR asks vLLM in the image"
+        return
+    yield (
+        "--max-model-len",
+        f"{cache.length:,} planned, {one.context:,} at most before activations",
+    )
+    most = "no limit" if one.most_sequences is None else f"{one.most_sequences:,} at most"
+    yield (
+        "--max-num-seqs",
+        f"{cache.sequences:,} planned, {most}; {one.requests:,} requests of {cache.length:,} "
+        "tokens at once",
+    )
 
 
 def verdict(plan: Plan) -> str:
@@ -151,11 +208,7 @@ def _inside(one: Inside) -> str:
             if one.spare.low >= 0
             else f"{-one.spare.low:.1f} GiB over the budget"
         )
-    least = f"; utilization {_share(one.least)} at least" if one.least else ""
-    most = ""
-    if one.most_sequences is not None:
-        most = f"; states of {one.most_sequences} sequences (--max-num-seqs) at most"
-    return f"inside the {one.budget}: {', '.join(parts)}{least}{most}"
+    return f"inside the {one.budget}: {', '.join(parts)}"
 
 
 def _host_line(need: HostNeed, letters: Mapping[str, str], *, unified: bool) -> str:
@@ -214,8 +267,8 @@ def _bars(budget: Budget, letters: Mapping[str, str]) -> Table:
     return table
 
 
-def _sources(plan: Plan, letters: Mapping[str, str]) -> Table:
-    """Each term once, with where it comes from."""
+def _sources(plan: Plan, letters: Mapping[str, str], *, details: bool) -> Table:
+    """Each term once, with where it comes from: on one line, but for ``details``."""
     table = _columns()
     seen: dict[tuple[str, str], Term | Unknown] = {}
     for row in plan.rows:
@@ -232,7 +285,9 @@ def _sources(plan: Plan, letters: Mapping[str, str]) -> Table:
     kept.sort(key=lambda term: (names.index(term.of), _ORDER.index(term.name)))
     for found in kept:
         if isinstance(found, Term):
-            cells = (str(found.amount), found.basis, found.source)
+            source = " ".join(found.source.split())
+            short = source if details or len(source) <= _SOURCE else f"{source[: _SOURCE - 1]}…"
+            cells = (str(found.amount), found.basis, short)
         else:
             cells = ("?", "unknown", "not measured and not computed")
         table.add_row(_label(found, letters), *cells)
@@ -288,15 +343,35 @@ def summary(plan: Plan, name: str) -> tuple[str, ...]:
     )
 
 
+def swept(plan: Plan, name: str) -> tuple[str, ...]:
+    """One row under SWEPT."""
+    server, row = plan.servers[0], plan.needed[-1]
+    one, cache = row.budget.inside[0], plan.servers[0].cache
+    sequences = "no limit" if one.most_sequences is None else f"{one.most_sequences:,}"
+    return (
+        name,
+        str(server.gpus),
+        str(one.weights),
+        f"{cache.start:.2f}" if cache else "-",
+        f"{_share(one.least) if one.least else '?'} to {_share(row.budget.largest)}",
+        f"{one.context:,}" if one.context is not None else "-",
+        sequences if cache else "-",
+        f"{one.requests:,}" if one.requests is not None else "-",
+        plan.verdict,
+    )
+
+
 def _share(value: float) -> str:
     """A utilization with two digits, or as many as it was given with."""
     return max(f"{value:.2f}", f"{value:g}", key=len)
 
 
-def table(rows: Iterable[Sequence[str]], *, width: int = OVERVIEW) -> str:
+def table(
+    rows: Iterable[Sequence[str]], *, head: Sequence[str] = HEADER, width: int = OVERVIEW
+) -> str:
     """Many plans, a row each."""
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for number, name in enumerate(HEADER):
+    for number, name in enumerate(head):
         made.add_column(name, no_wrap=number < 4)
     for row in rows:
         made.add_row(*row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from sm12x.core.errors import UsageError
@@ -13,13 +14,14 @@ from sm12x.plan.budget import (
     RESIDUE,
     WEIGHTS,
     Amount,
+    Cache,
     Deployment,
-    States,
     Term,
 )
 from sm12x.plan.figures import Figures
-from sm12x.recipes import load, options, render
+from sm12x.recipes import load, options, planned, render
 from sm12x.recipes.model import Memory, MemoryTerm, Recipe
+from sm12x.recipes.planned import CONVERSION, Planned
 
 # What vLLM takes where a command names none.
 DEFAULT_UTILIZATION = 0.92
@@ -33,6 +35,7 @@ def from_recipe(recipe: Recipe, *, utilization: float | None = None) -> Deployme
     level = block.sleep.level if block else 0
     keeps_weights = level == 1 and given.get("sleep-mode-release") == "kv_cache"
     weights, residue = _term(WEIGHTS, memory.weights), _term(RESIDUE, memory.sleep_residue)
+    figures = planned.read(recipe)
     return Deployment(
         name=recipe.key,
         utilization=share(given.get("gpu-memory-utilization"), recipe.key)
@@ -46,36 +49,76 @@ def from_recipe(recipe: Recipe, *, utilization: float | None = None) -> Deployme
         outside=_term(OUTSIDE, memory.outside),
         residue=_with_weights(residue, weights) if keeps_weights else residue,
         keeps_weights=keeps_weights,
+        cache=_cache(figures, given) if figures else None,
     )
 
 
 def from_figures(
-    figures: Figures, source: str, *, sequences: int | None, graphs: bool
-) -> tuple[Term, Term, States | None]:
-    """Return the terms of weights and KV cache that vLLM gives a model, and its states.
+    figures: Figures,
+    name: str,
+    source: str,
+    given: Mapping[str, str],
+    *,
+    utilization: float | None = None,
+) -> Deployment:
+    """Return the server of a model that the release has planned with the arguments ``given``.
 
-    The KV cache holds ``sequences`` of --max-model-len, from all at rest to all being read. Without
-    CUDA ``graphs`` vLLM starts with fewer blocks than sequences.
+    The KV cache holds --max-num-seqs of --max-model-len, one where ``given`` says none, from all at
+    rest to all being read.
     """
+    cache, kv = figures.cache, (0.0, 0.0)
+    if cache is not None:
+        others = (options.integer(given.get("max-num-seqs", "")) or 1) - 1
+        kv = (
+            cache.at_start + others * cache.token * figures.max_model_len,
+            float(cache.at_start + others * cache.request),
+        )
+    stage = figures.largest
+    most = stage.most if stage.loaded is not None else stage.most * CONVERSION
 
     def term(name: str, low: float, high: float) -> Term:
         amount = Amount(low=low / GIB, high=high / GIB)
         return Term(name=name, amount=amount, basis="estimated", source=source)
 
-    most = figures.largest.most
-    weights = term(WEIGHTS, most, most)
-    cache = figures.cache
-    if cache is None:
-        return weights, term(KV, 0, 0), None
-    others = (sequences or 1) - 1
-    kv = term(
-        KV,
-        cache.at_start + others * cache.token * figures.max_model_len,
-        cache.at_start + others * cache.request,
+    return Deployment(
+        name=name,
+        utilization=figures.utilization if utilization is None else utilization,
+        gpus=figures.gpus,
+        machines=1,
+        sleep=0,
+        weights=term(WEIGHTS, stage.most, most),
+        kv=term(KV, *kv),
+        outside=None,
+        residue=None,
+        cache=None
+        if cache is None
+        else Cache(
+            start=cache.at_start / GIB,
+            token=cache.token / GIB,
+            length=figures.max_model_len,
+            limit=figures.limit,
+            sequences=figures.max_num_seqs,
+            default="max-num-seqs" not in given,
+            block=cache.block / GIB if cache.states and _graphs(given) else None,
+        ),
     )
-    default = None if sequences else figures.max_num_seqs
-    states = States(block=cache.block / GIB, default=default) if cache.states and graphs else None
-    return weights, kv, states
+
+
+def _cache(figures: Planned, given: Mapping[str, str]) -> Cache:
+    return Cache(
+        start=figures.kv / GIB,
+        token=figures.token / GIB,
+        length=figures.max_model_len,
+        limit=figures.limit,
+        sequences=figures.max_num_seqs,
+        default="max-num-seqs" not in given,
+        block=figures.block / GIB if figures.states and _graphs(given) else None,
+    )
+
+
+def _graphs(given: Mapping[str, str]) -> bool:
+    """Without CUDA graphs vLLM starts with fewer blocks than sequences."""
+    return "enforce-eager" not in given
 
 
 def members(recipe: Recipe) -> tuple[Recipe, ...]:

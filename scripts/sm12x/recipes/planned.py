@@ -14,12 +14,16 @@ from sm12x.core.text import GIB
 from sm12x.recipes.model import Memory, MemoryTerm, Recipe
 
 FOLDER = "memory"
+# Published log lines are up to so much above weights before conversion.
+CONVERSION = 1.014
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned(Declared):
     """The largest stage's bytes on each GPU: weights after building, after conversion if that is
-    known, and the KV cache with which vLLM starts. ``arguments`` are those that were planned."""
+    known, the KV cache with which vLLM starts, a block of it and one more token, and whether each
+    sequence takes a block for its states. ``arguments`` are those that were planned, and ``limit``
+    is the longest context of the model itself."""
 
     release: str
     stack: str
@@ -29,7 +33,12 @@ class Planned(Declared):
     max_model_len: int
     weights: int
     loaded: int | None
+    limit: int
+    max_num_seqs: int
     kv: int
+    token: float
+    block: int
+    states: bool
 
     @property
     def _source(self) -> str:
@@ -37,8 +46,8 @@ class Planned(Declared):
 
     @property
     def memory(self) -> Memory:
-        """The two terms. Published log lines are up to 1.4 % above weights before conversion."""
-        high = self.loaded or self.weights * 1.014
+        """The two terms."""
+        high = self.loaded or self.weights * CONVERSION
         weights = MemoryTerm(
             low=_rounded(min(self.weights, high)),
             gib=_rounded(max(self.weights, high)),

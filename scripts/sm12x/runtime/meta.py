@@ -39,6 +39,10 @@ _VALUES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+# Registrations end with the objects that made them.
+_KEPT: list[Any] = []
+
+
 @dataclass(frozen=True, kw_only=True)
 class Card:
     """What vLLM asks of a GPU while it chooses kernels; ``memory`` in bytes."""
@@ -261,6 +265,47 @@ def replace_groups(world: int, rank: int) -> None:
     state.GroupCoordinator.__init__ = init
     state._node_count = _constant(1)
     state.in_the_same_node_as = _constant([True] * world)
+
+
+def replace_scales() -> None:
+    """Give DeepGEMM's conversion of scales, which has no form for the meta device, its sizes.
+
+    On 10.x and 12.x (csrc/apis/layout.hpp there) each row has a scale for every ``gran_k`` values,
+    of one byte, four in an integer; rows are aligned to 16 bytes. 9.x keeps scales of blocks. What
+    vLLM does to the values before that, expert by expert, is in place.
+    """
+    torch = load("torch")
+    utils = vars(load("vllm.model_executor.layers.quantization.utils.fp8_utils"))
+    if "requant_weight_ue8m0_inplace" in utils:
+        utils["requant_weight_ue8m0_inplace"] = _constant(None)
+    try:
+        load("vllm.third_party.deep_gemm")
+    except (ImportError, OSError):
+        # A release or a machine without it converts by other kernels.
+        return
+    packed = torch.cuda.get_device_properties().major >= 10
+
+    def convert(
+        sf: Any,
+        mn: int,
+        k: int,
+        recipe: Any,
+        num_groups: int | None = None,
+        *rest: Any,
+        **more: Any,
+    ) -> Any:
+        if not packed:
+            return sf
+        columns = math.ceil(math.ceil(k / recipe[-1]) / 4)
+        rows = math.ceil(mn / 4) * 4
+        shape, strides = (mn, columns), (1, rows)
+        if num_groups is not None:
+            shape, strides = (num_groups, *shape), (columns * rows, *strides)
+        return torch.empty_strided(shape, strides, dtype=torch.int32, device="meta")
+
+    library = torch.library.Library("deep_gemm", "IMPL", "Meta")
+    library.impl("transform_sf_into_required_layout", convert)
+    _KEPT.append(library)
 
 
 LOAD_FORMAT = "sm12x_plan"

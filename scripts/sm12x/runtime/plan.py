@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 
+from sm12x import plan as planning
 from sm12x.core import declared
 from sm12x.core.errors import BadFileError, FindingsError, UnknownVerdictError, UsageError
+from sm12x.core.numbers import Numbers
 from sm12x.core.text import GIB
-from sm12x.plan import figures, host
+from sm12x.plan import against, figures, host
 from sm12x.plan.budget import Hardware
 from sm12x.plan.figures import Answer, Question, Source
 from sm12x.recipes import load
@@ -24,28 +26,9 @@ from sm12x.runtime.meta import Card
 from sm12x.runtime.places import Places
 from sm12x.wheel import ledger as ledgers
 
-# What vLLM asks of the cards besides what data/hardware.toml says.
-_MULTIPROCESSORS = {"rtx-pro-6000": 188, "rtx-5090": 170, "gb10": 48}
 _QUANTIZATION = ("quantization_config", "compression_config")
+_UNREAD = Source(tensors=None, quantized=False)
 _CONFIG = "the folder of a model as its repository has it"
-
-
-class _Numbers(click.ParamType[Any]):
-    """Numbers with commas between them."""
-
-    name = "numbers"
-
-    def __init__(self, kind: type[int] | type[float]) -> None:
-        self._kind = kind
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        try:
-            numbers = tuple(self._kind(part) for part in str(value).split(","))
-        except ValueError:
-            self.fail(f"{value!r} is not a list of numbers such as 1,2,4", param, ctx)
-        if not all(0 < number < 1 << 50 for number in numbers):
-            self.fail(f"{value!r} has a number out of range", param, ctx)
-        return numbers
 
 
 @click.command(name="plan")
@@ -58,10 +41,17 @@ class _Numbers(click.ParamType[Any]):
     help="Folders of models (default: /model); only config files and headers of weights are read.",
 )
 @click.option("--draft", type=click.Path(path_type=Path), help="Folder of a draft model.")
-@click.option("--card", type=click.Choice(tuple(_MULTIPROCESSORS)), help="The GPU to plan for.")
-@click.option("--tp", type=_Numbers(int), help="Values of --tensor-parallel-size: 1,2,4.")
-@click.option("--max-model-len", "lengths", type=_Numbers(int), help="Values of --max-model-len.")
-@click.option("--kv-gib", "budgets", type=_Numbers(float), help="Sizes of the KV cache in GiB.")
+@click.option("--card", metavar="KIND", help="The GPU: rtx-pro-6000, rtx-5090 or gb10.")
+@click.option("--tp", type=Numbers(int), help="Values of --tensor-parallel-size: 1,2,4.")
+@click.option("--max-model-len", "lengths", type=Numbers(int), help="Values of --max-model-len.")
+@click.option("--kv-gib", "budgets", type=Numbers(float), help="Sizes of the KV cache in GiB.")
+@click.option(
+    "--against",
+    "log",
+    type=click.Path(path_type=Path),
+    help="Log of a server with these arguments, for its figures beside the plan's.",
+)
+@click.option("--details", is_flag=True, help="Print the layers and each GPU's parts too.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_obj
 def command(
@@ -73,6 +63,8 @@ def command(
     tp: tuple[int, ...] | None,
     lengths: tuple[int, ...] | None,
     budgets: tuple[float, ...] | None,
+    log: Path | None,
+    details: bool,
     as_json: bool,
 ) -> None:
     """Say what a model needs in GPU memory, as vLLM's own code has it; no GPU is needed.
@@ -85,7 +77,8 @@ def command(
     """
     places = Places.of_image()
     # Everything that reads the checkpoint comes first: vLLM takes long to import.
-    sources = {folder.resolve(): read(folder) for folder in folders or (Path("/model"),)}
+    sources = _sources(folders or (Path("/model"),))
+    logged = against.read(log) if log else None
     arguments, env, kind = _of(_recipe(recipe, places) if recipe else None, words)
     chosen = card or kind
     questions = [
@@ -93,27 +86,41 @@ def command(
             folder=str(folder),
             arguments=(*arguments, *more),
             env=env,
-            budgets=tuple(int(gib * GIB) for gib in budgets or ()),
+            budgets=(
+                *(logged.budgets if logged else ()),
+                *(int(gib * GIB) for gib in budgets or ()),
+            ),
             draft=str(draft.resolve()) if draft else "",
         )
         for folder in sources
         for more in sweep(tp, lengths)
     ]
+    if logged and len(questions) > 1:
+        raise UsageError(
+            "--against is the log of one server, and several are planned",
+            next_step="give one --checkpoint, and one number for --tp and --max-model-len",
+        )
     ledger = ledgers.read(places.ledger)
-    planner.prepare(_card(host.kinds()[chosen]))
+    planner.prepare(_card(planning.on(host.kinds(), chosen)))
     answers = []
     for question in questions:
+        source = sources[Path(question.folder)]
         answer = conclude(
-            planner.ask(question),
+            source.message if isinstance(source, BadFileError) else planner.ask(question),
             question,
-            sources[Path(question.folder)],
+            _UNREAD if isinstance(source, BadFileError) else source,
             release=ledger.base_version,
             stack=ledger.stack_id,
             card=chosen,
         )
+        if logged:
+            compared = against.compare(against.of_answer(answer, logged), logged)
+            answer = dataclasses.replace(answer, against=compared)
         answers.append(answer)
         if not as_json:
-            click.echo(figures.text(answer))
+            click.echo(figures.text(answer, details=details))
+            if answer.against:
+                click.echo(against.text(answer.against))
     if as_json:
         click.echo(declared.to_json(answers, list[Answer]), nl=False)
     if failed := [answer for answer in answers if answer.failure]:
@@ -126,6 +133,7 @@ def command(
             f"the figures of {doubtful[0].model} are not to be believed: {doubtful[0].doubts[0]}",
             next_step="take the figures from the server's log",
         )
+    against.check(answers[0].against)
 
 
 def run(words: Sequence[str]) -> int:
@@ -168,6 +176,19 @@ def read(folder: Path) -> Source:
     )
 
 
+def _sources(folders: Sequence[Path]) -> dict[Path, Source | BadFileError]:
+    """Return what is read of each folder. Raises BadFileError if the only one holds no model."""
+    sources: dict[Path, Source | BadFileError] = {}
+    for folder in folders:
+        try:
+            sources[folder.resolve()] = read(folder)
+        except BadFileError as error:
+            if len(folders) == 1:
+                raise
+            sources[folder.resolve()] = error
+    return sources
+
+
 def sweep(tp: Sequence[int] | None, lengths: Sequence[int] | None) -> Iterator[tuple[str, ...]]:
     """Yield the arguments of each combination."""
     for size, length in itertools.product(tp or (None,), lengths or (None,)):
@@ -201,7 +222,8 @@ def conclude(
 
 def _of(recipe: Recipe | None, words: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str], str]:
     """Return vLLM's arguments, its variables, and the kind of card."""
-    first = next(iter(_MULTIPROCESSORS))
+    known = host.kinds()
+    first = next(iter(known))
     if recipe is None:
         return tuple(words), {}, first
     rendered = render(recipe, settings={}, extra=words, environ={}, solo=recipe.sm12x is None)
@@ -211,7 +233,7 @@ def _of(recipe: Recipe | None, words: Sequence[str]) -> tuple[tuple[str, ...], d
             next_step="give vLLM's arguments after --",
         )
     kinds = recipe.sm12x.hardware if recipe.sm12x else ()
-    card = next((kind for kind in kinds if kind in _MULTIPROCESSORS), first)
+    card = next((kind for kind in kinds if kind in known), first)
     return rendered.serve, rendered.vllm_env, card
 
 
@@ -229,7 +251,7 @@ def _card(kind: Hardware) -> Card:
         major=major,
         minor=minor,
         memory=int(kind.memory.low * GIB),
-        multiprocessors=_MULTIPROCESSORS[kind.key],
+        multiprocessors=kind.multiprocessors or 0,
         integrated=kind.unified,
     )
 

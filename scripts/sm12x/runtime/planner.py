@@ -31,6 +31,7 @@ from typing import Any, NoReturn
 
 from sm12x.core import declared
 from sm12x.core.errors import UnknownVerdictError
+from sm12x.core.text import GIB
 from sm12x.plan.figures import Basis, Cache, Figures, Group, Question, Room, Stage
 from sm12x.runtime import meta
 from sm12x.runtime.meta import Card, Host, load
@@ -42,6 +43,9 @@ _PATIENCE = 4
 # Bytes of an answer that are read.
 _LONGEST = 64 << 20
 _REASON = 700
+_NO_ANSWERS = (TypeError, AttributeError, LookupError, ArithmeticError, AssertionError)
+# What a configuration's class says of a key that its file lacks.
+_MISSING = re.compile(r"'(\w*Config)' object has no attribute '(\w+)'")
 # Seconds for the conversion of weights, whose sizes are then not known.
 _CONVERSION = 10
 ENV = {
@@ -50,6 +54,8 @@ ENV = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "OMP_NUM_THREADS": "1",
+    # Else its import starts two processes that import torch and compile.
+    "HUMMING_DISABLE_PARALLEL_BUILD": "1",
 }
 # Imported before the fork: most of what a question would import by itself.
 _COMMON = (
@@ -112,6 +118,7 @@ def prepare(card: Card) -> None:
         # A release may have moved one: the question then imports what it needs.
         with contextlib.suppress(ImportError):
             load(name)
+    meta.replace_scales()
     load("vllm.plugins").load_general_plugins()
     os.dup2(stdout, 1)
     os.close(stdout)
@@ -177,7 +184,8 @@ def _child(work: Callable[[], bytes], write: int, seconds: float, memory: int | 
         try:
             answer = b"+" + work()
         except MemoryError:
-            answer = f"-vLLM asks for more than {MEMORY >> 30} GiB of memory to plan".encode()
+            size = (memory or MEMORY) / GIB
+            answer = f"-vLLM asks for more than {size:.3g} GiB of memory to plan".encode()
         except BaseException as error:
             answer = b"-" + reason(error).encode()
             # For whoever maintains this: a new release moves what it relies on.
@@ -195,10 +203,17 @@ def reason(error: BaseException) -> str:
     text = " ".join(str(error).split())
     # pydantic's address of its documentation, and the values that it repeats.
     text = re.sub(r"(\[type=[^\]]*\])|(For further information visit \S+)", "", text)
+    if isinstance(error, AttributeError) and (key := _MISSING.search(text)):
+        return f"config.json has no {key[2]}, which {key[1]} needs"
     if isinstance(error, NotImplementedError) and "Meta" in text:
         # A kernel without a form for tensors without values.
         return f"needs a GPU to say it: {text.partition(': attempted')[0]}"
-    return f"{type(error).__name__}: {' '.join(text.split())}"[:_REASON]
+    line = f"{type(error).__name__}: {' '.join(text.split())}"[:_REASON]
+    if isinstance(error, _NO_ANSWERS) and error.__traceback__:
+        # A value of the configuration that no check of the release has caught.
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        line += f" (in {frame.name} of {Path(frame.filename).name})"
+    return line
 
 
 def guard(*folders: Path | None) -> None:
@@ -237,6 +252,7 @@ class _Build:
         meta.replace_offloader(self._host)
         _plain_configs(question.folder)
         self._config = self._configure()
+        self._limit = _limit(self._config.model_config)
 
     def figures(self) -> Figures:
         config = self._config
@@ -258,6 +274,7 @@ class _Build:
             dcp=parallel.decode_context_parallel_size,
             experts=bool(parallel.enable_expert_parallel or config.model_config.is_moe),
             max_model_len=config.model_config.max_model_len,
+            limit=self._limit,
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             utilization=config.cache_config.gpu_memory_utilization,
@@ -396,6 +413,8 @@ class _Build:
         Not all kernels have a form for tensors without values; some convert expert by expert.
         """
         kind = load("vllm.model_executor.layers.quantization.base_config").QuantizeMethodBase
+        # A few scales of the cache, which it checks by their values.
+        scales = load("vllm.model_executor.layers.quantization.kv_cache").BaseKVCacheMethod
         deferred = load("vllm.model_executor.layers.attention").is_deferred_attention_layer
         load("torch._dynamo").config.disable = True
         end = time.process_time() + _CONVERSION
@@ -403,7 +422,9 @@ class _Build:
             modules = [*model.modules()]
             methods = [(getattr(module, "quant_method", None), module) for module in modules]
             steps: list[tuple[Any, tuple[Any, ...]]] = [
-                (method, (module,)) for method, module in methods if isinstance(method, kind)
+                (method, (module,))
+                for method, module in methods
+                if isinstance(method, kind) and not isinstance(method, scales)
             ]
             steps += [(module, (settings.dtype,)) for module in modules if deferred(module)]
             if hasattr(model, "process_weights_after_loading"):
@@ -466,12 +487,15 @@ class _Build:
         sizes.append((int(given), "given") if given else (rest, "at most"))
         rooms = []
         for budget, basis in sizes:
+            # vLLM searches up to --max-model-len.
+            config.model_config.max_model_len = self._limit
             most = min(
                 planning._estimate_max_model_len_from_groups(
                     build, config, part, budget - block(part)
                 )
                 for part in parts
             )
+            config.model_config.max_model_len = length
             room = Room(
                 budget=budget,
                 basis=basis,
@@ -517,6 +541,15 @@ class _Build:
             sizes.append(needed())
         model.max_model_len = length
         return round((sizes[1] - sizes[0]) / far, 1)
+
+
+def _limit(model: Any) -> int:
+    """Return the longest context of the model itself."""
+    try:
+        return max(int(model.get_and_verify_max_len(None)), int(model.max_model_len))
+    except (ValueError, TypeError):
+        # Some models need to be told.
+        return int(model.max_model_len)
 
 
 def _layouts(config: Any) -> tuple[tuple[str, ...], list[str]]:

@@ -38,7 +38,7 @@ def memory_command(names: tuple[str, ...], configs: Path | None) -> None:
     recipes = [load.load(load.find(name)) for name in names]
     refused = []
     for recipe in recipes or load.load_all(layout.recipes()).values():
-        if recipe.sm12x is None or recipe.blocked_on(layout.release()):
+        if recipe.sm12x is None or (not names and recipe.blocked_on(layout.release())):
             continue
         rendered = render(recipe, settings={}, environ={}, solo=False)
         folder = _folder(rendered.serve or (), configs or layout.root() / _CONFIGS)
@@ -64,7 +64,7 @@ def _folder(words: Sequence[str], configs: Path) -> Path | None:
 
 def _write(recipe: Recipe, rendered: Rendered, folder: Path, card: str) -> str:
     """Write the figures of a recipe, and return why there are none."""
-    answer = image.ask(folder, rendered.serve or (), rendered.vllm_env, card, say=say)
+    (answer,) = image.ask(folder, rendered.serve or (), rendered.vllm_env, card, say=say)
     figures = answer.figures
     if figures is None or figures.cache is None or answer.doubts:
         return answer.failure or "; ".join(answer.doubts) or "it has no KV cache"
@@ -80,7 +80,12 @@ def _write(recipe: Recipe, rendered: Rendered, folder: Path, card: str) -> str:
             max_model_len=figures.max_model_len,
             weights=stage.held,
             loaded=stage.loaded,
+            limit=figures.limit,
+            max_num_seqs=figures.max_num_seqs,
             kv=figures.cache.at_start,
+            token=figures.cache.token,
+            block=figures.cache.block,
+            states=figures.cache.states,
         ),
     )
     return ""
