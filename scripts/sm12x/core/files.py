@@ -74,16 +74,19 @@ def replacing_folder(out: Path, marker: str) -> Iterator[Path]:
 
 
 @contextmanager
-def locked(folder: Path, refused: Sm12xError | None = None) -> Iterator[None]:
+def locked(
+    folder: Path, refused: Sm12xError | None = None, *, wait: bool = False
+) -> Iterator[None]:
     """Lock ``folder`` against other processes; the kernel releases the lock if this one is killed.
 
     Raises:
-        DirtyTreeError: another process holds the lock; ``refused`` instead, where it is given.
+        DirtyTreeError: another process holds the lock, and this one does not ``wait``; ``refused``
+            instead, where it is given.
     """
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             raise refused or DirtyTreeError(
                 f"another process is working in {folder}",
