@@ -495,7 +495,7 @@ def test_a_header_of_many_bytes_is_not_read(tmp_path: Path, kind: bytes) -> None
 
 
 def test_the_files_of_a_tar_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unpack, "MOST_MEMBERS", 20)
+    monkeypatch.setattr(unpack, "_MOST_MEMBERS", 20)
     path = tmp_path / "image.tar"
     path.write_bytes(tar({f"{number}.txt": b"" for number in range(30)}))
     with pytest.raises(BadFileError, match="more than 20 files"):

@@ -153,7 +153,7 @@ def home() -> Path:
     return Path(os.path.expanduser("~"))  # noqa: PTH111
 
 
-def existing(folder: Path) -> Path:
+def _existing(folder: Path) -> Path:
     """``folder``, or the nearest folder above it that exists."""
     while not folder.exists():
         folder = folder.parent
@@ -167,12 +167,12 @@ def has_files(folder: Path) -> bool:
 
 def device(folder: Path) -> int:
     """The number of the file system of ``folder``, which need not exist yet."""
-    return existing(folder).stat().st_dev
+    return _existing(folder).stat().st_dev
 
 
 def free_gib(folder: Path) -> float:
     """GiB that this user may fill in the file system of ``folder``, which need not exist yet."""
-    return shutil.disk_usage(existing(folder)).free / GIB
+    return shutil.disk_usage(_existing(folder)).free / GIB
 
 
 MOVE_CACHE = "set SM12X_CACHE to a folder on another disk"

@@ -100,13 +100,10 @@ def restrict(text: str, names: Iterable[str], *, where: str = "lock file") -> st
     for pin in lock.pins:
         for parent in pin.via:
             needs.setdefault(parent, set()).add(pin.name)
-    closure: set[str] = set()
-    waiting = list(roots)
-    while waiting:
-        name = waiting.pop()
-        if name not in closure:
-            closure.add(name)
-            waiting.extend(needs.get(name, ()))
+    closure, fresh = set(roots), set(roots)
+    while fresh:
+        fresh = {need for name in fresh for need in needs.get(name, ())} - closure
+        closure |= fresh
     heading = f"# Cut down to what these need: {', '.join(sorted(roots))}.\n"
     return heading + lock.head + "".join(pin.text for pin in lock.pins if pin.name in closure)
 

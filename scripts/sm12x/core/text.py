@@ -160,7 +160,7 @@ def _row(cells: Sequence[str]) -> str:
 
 def visible(text: str) -> str:
     r"""Escape each character of ``CONTROL`` in ``text``: ``\x1b``, ``\u202e``."""
-    return CONTROL.sub(lambda match: escaped(match[0]), text)
+    return CONTROL.sub(lambda match: _escaped(match[0]), text)
 
 
 def one_line(name: str) -> str:
@@ -192,7 +192,7 @@ def without(value: _T, secrets: Mapping[str, str]) -> _T:
     return cast(_T, result)
 
 
-def escaped(char: str) -> str:
+def _escaped(char: str) -> str:
     r"""``char`` as ``\x1b`` or ``\u202e``; of a byte that is no UTF-8, that byte."""
     number = ord(char)
     if number < 0x100 or 0xDC80 <= number <= 0xDCFF:
@@ -212,7 +212,7 @@ class VisibleStream:
 
     def write(self, text: str) -> int:
         self.rich_proxied_file.write(
-            _COLOURED.sub(lambda match: match[1] or escaped(match[0]), text)
+            _COLOURED.sub(lambda match: match[1] or _escaped(match[0]), text)
         )
         return len(text)
 

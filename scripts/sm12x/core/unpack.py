@@ -21,13 +21,13 @@ from sm12x.core.errors import BadFileError
 # of zeros is no danger.
 RATIO, FREE = 25, 16 * text.MIB
 # Of a whole archive, whose other files are read past and not kept.
-FREE_OF_ALL = text.GIB
+_FREE_OF_ALL = text.GIB
 # Of one library: several times the largest there is.
 MOST_OF_ONE = 8 * text.GIB
 # Ten times what the largest wheels unpack to.
-MOST_OF_ALL = 64 * text.GIB
+_MOST_OF_ALL = 64 * text.GIB
 # Files in a tar: each takes memory, and compressed headers are small.
-MOST_MEMBERS = 1_000_000
+_MOST_MEMBERS = 1_000_000
 # Of a header that goes on in blocks of its own: a long name, or PAX records.
 _MOST_HEADER = text.MIB
 _NEXT = "unpack what you trust of it into a folder, and name that folder"
@@ -43,14 +43,13 @@ def bounded(what: str, size: int, packed: int, *, whole: bool = False) -> None:
     if size > most:
         raise BadFileError(
             f"{what} claims to unpack to {text.size(size)} from {text.size(packed)}; the limit is "
-            f"{text.size(most)} ({RATIO} times that, or {text.size(FREE_OF_ALL if whole else FREE)}"
-            f", and never more than {text.size(MOST_OF_ALL if whole else MOST_OF_ONE)})",
+            f"{text.size(most)}",
             next_step=_NEXT,
         )
 
 
 def _most(packed: int, whole: bool) -> int:
-    free, most = (FREE_OF_ALL, MOST_OF_ALL) if whole else (FREE, MOST_OF_ONE)
+    free, most = (_FREE_OF_ALL, _MOST_OF_ALL) if whole else (FREE, MOST_OF_ONE)
     return min(most, max(free, RATIO * packed))
 
 
@@ -149,6 +148,6 @@ class Member(tarfile.TarInfo):
 
 
 def check_number(number: int, what: str) -> None:
-    """Raise BadFileError at more than ``MOST_MEMBERS`` files in a tar."""
-    if number > MOST_MEMBERS:
-        raise BadFileError(f"{what} has more than {MOST_MEMBERS} files", next_step=_NEXT)
+    """Raise BadFileError at more than ``_MOST_MEMBERS`` files in a tar."""
+    if number > _MOST_MEMBERS:
+        raise BadFileError(f"{what} has more than {_MOST_MEMBERS} files", next_step=_NEXT)
