@@ -130,11 +130,9 @@ def build(
 
 
 def jobs(modules: Sequence[FlashInferModule], *, cores: int, available: int | None) -> int:
-    """How many units to compile at a time; ``available`` is in bytes, None where not known."""
+    """Return how many units to compile at a time; ``available`` is in bytes, None where unknown."""
     peak = max((module.peak_gib for module in modules), default=1.0)
-    if available is None:
-        return 1
-    return machine.fitting(cores=cores, available=available, each_gib=peak)
+    return machine.fitting(cores=cores, available=available or 0, each_gib=peak)
 
 
 def ask(

@@ -50,30 +50,29 @@ def is_native(path: str) -> bool:
     return path in _NATIVE_FILES or path.startswith(_NATIVE_FOLDERS)
 
 
-def _takes(module: Module, path: str) -> bool:
-    """Whether a change of ``path`` makes a rebuild of ``module`` necessary.
-
-    ``*`` in a glob matches within a folder, ``**`` across folders.
-    """
-    return any(files.matches(path, glob) for glob in module.inputs)
-
-
 def touched(base: Base, paths: Iterable[str]) -> tuple[Module, ...]:
     """Return the modules to compile when ``paths`` are changed, in the order of base.toml.
 
     Raises:
         BuildFailedError: a native file belongs to no module that base.toml describes.
     """
-    native = [path for path in paths if is_native(path)]
-    for path in native:
-        if not any(_takes(module, path) for module in base.modules):
+    modules: set[str] = set()
+    for path in filter(is_native, paths):
+        # `*` in a glob matches within a folder, `**` across folders.
+        takers = {
+            module.target
+            for module in base.modules
+            if any(files.matches(path, glob) for glob in module.inputs)
+        }
+        modules |= takers
+        if not takers:
             targets = ", ".join(module.target for module in base.modules)
             raise BuildFailedError(
                 f"the stack changes {path}, which belongs to no native module of {base.version} "
                 f"(known: {targets}): the change would not be in the wheel",
                 next_step=f"describe its module in {base.folder / 'base.toml'} or drop the change",
             )
-    return tuple(module for module in base.modules if any(_takes(module, path) for path in native))
+    return tuple(module for module in base.modules if module.target in modules)
 
 
 def require_source(base: Base, name: str) -> ThirdPartySource:

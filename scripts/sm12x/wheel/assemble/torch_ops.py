@@ -139,7 +139,8 @@ def read(path: Path) -> Registered:
     try:
         with path.open("rb") as handle:
             elf = ELFFile(handle)
-            ops = {name for data in _constants(elf) for name in schemas(data)}
+            constants = (one for one in elf.iter_sections() if one.name.startswith(".rodata"))
+            ops = {name for section in constants for name in schemas(section.data())}
             names = set(_methods(elf)) if _is_module(elf) else set()
     except (OSError, ELFError) as error:
         raise BadFileError(
@@ -162,12 +163,6 @@ def schemas(data: bytes) -> Iterator[str]:
         match = _SCHEMA.fullmatch(data[before + 1 : end if end >= 0 else len(data)])
         if match:
             yield match[1].decode()
-
-
-def _constants(elf: ELFFile) -> Iterator[bytes]:
-    for section in elf.iter_sections():
-        if section.name.startswith(".rodata"):
-            yield section.data()
 
 
 def _is_module(elf: ELFFile) -> bool:

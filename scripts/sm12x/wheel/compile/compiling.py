@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sm12x.core import files, machine, process
-from sm12x.core.errors import BuildFailedError, NoSpaceError, Sm12xError, ToolFailedError
+from sm12x.core.errors import BuildFailedError, NoSpaceError, Sm12xError
 from sm12x.core.progress import Steps
 from sm12x.stack.model.base import Base, Module
 from sm12x.wheel.compile import cmake, launcher, schedule
@@ -45,17 +45,16 @@ def _units(base: Base, modules: Sequence[Module], settings: cmake.Settings) -> d
     for entry in json.loads(text):
         name = os.path.relpath(build / entry["output"], build)
         for module in modules:
-            if f"CMakeFiles/{module.target}.dir/" not in name:
-                continue
-            source = _shown(Path(entry["file"]), settings)
-            seconds, gib = schedule.cost(base, source, at_most_gib=module.peak_gib)
-            units[name] = Unit(
-                name=name,
-                source=source,
-                target=module.target,
-                cpu_seconds=seconds,
-                peak_gib=gib,
-            )
+            if f"CMakeFiles/{module.target}.dir/" in name:
+                source = entry["file"]
+                seconds, gib = schedule.cost(base, source, at_most_gib=module.peak_gib)
+                units[name] = Unit(
+                    name=name,
+                    source=source,
+                    target=module.target,
+                    cpu_seconds=seconds,
+                    peak_gib=gib,
+                )
     return units
 
 
@@ -79,7 +78,7 @@ def compile_modules(
         "NINJA_STATUS": "[%f/%t] ",
     }
     # CMake runs again where its files have changed: the units are known only after that.
-    _call(_ninja(settings, "build.ninja"), variables, settings, _ignored)
+    _call(_ninja(settings, "build.ninja"), variables, settings, lambda _: None)
     units = _units(base, modules, settings)
     targets = [module.target for module in modules]
     dry = process.run(_ninja(settings, "-n", *targets), env=variables).stdout
@@ -175,19 +174,9 @@ def _call(
     settings: cmake.Settings,
     on_line: Callable[[str], None],
 ) -> None:
+    # ninja itself, not `cmake --build`: that one, when terminated, leaves ninja compiling.
     log = settings.work / "logs" / "ninja.log"
-    try:
-        # ninja itself, not `cmake --build`: that one, when terminated, leaves ninja compiling.
-        process.stream(words, env=variables, log=log, on_line=on_line)
-    except ToolFailedError as error:
-        raise BuildFailedError(
-            f"the native modules could not be built: {error.message}",
-            next_step=f"read {log}; repeat it with `{shlex.join(words)}`",
-        ) from None
-
-
-def _ignored(_: str) -> None:
-    pass
+    cmake.run(words, variables, log, "the native modules could not be built", on_line)
 
 
 def _failure(run: _Run, need_gib: float, settings: cmake.Settings) -> Sm12xError:
@@ -216,16 +205,3 @@ def _failure(run: _Run, need_gib: float, settings: cmake.Settings) -> Sm12xError
 
 def _ninja(settings: cmake.Settings, *words: str) -> list[str]:
     return [str(cmake.tool("ninja", settings.python)), "-C", str(settings.work / "build"), *words]
-
-
-def _shown(path: Path, settings: cmake.Settings) -> str:
-    """Return a source as people know it: below the release's tree, or the third-party folder."""
-    roots: Mapping[Path, str] = {
-        settings.work / "src": "",
-        settings.work / "third_party": "third_party/",
-        **({settings.third_party.resolve(): "third_party/"} if settings.third_party else {}),
-    }
-    for root, prefix in roots.items():
-        if path.is_relative_to(root):
-            return f"{prefix}{path.relative_to(root).as_posix()}"
-    return path.as_posix()

@@ -56,8 +56,8 @@ def require_complete(archs: Iterable[CudaArch]) -> None:
         )
 
 
-def to_text(archs: tuple[CudaArch, ...]) -> str:
-    """The list as TORCH_CUDA_ARCH_LIST takes it."""
+def to_text(archs: Iterable[CudaArch]) -> str:
+    """Return the list as TORCH_CUDA_ARCH_LIST takes it."""
     return ";".join(str(arch) for arch in archs)
 
 
