@@ -39,21 +39,16 @@ def stderr_console() -> Console:
     return _Console(stderr=True, highlight=False)
 
 
-@contextmanager
-def _bar(
-    label: str, total: int | None, *columns: ProgressColumn
-) -> Iterator[tuple[Progress, TaskID]]:
-    """A bar with ``columns`` after it; nothing off a terminal."""
-    console = stderr_console()
-    with Progress(
+def _progress(console: Console, *columns: ProgressColumn, transient: bool = False) -> Progress:
+    """Return bars with ``columns`` after each; nothing off a terminal."""
+    return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         *columns,
         console=console,
         disable=not console.is_terminal,
-        transient=True,
-    ) as progress:
-        yield progress, progress.add_task(label, total=total)
+        transient=transient,
+    )
 
 
 @contextmanager
@@ -64,14 +59,17 @@ def bar(label: str, total: int, *, unit: str = "items") -> Iterator[Callable[[in
         if unit == "bytes"
         else (TextColumn("{task.completed:.0f}/{task.total:.0f}"), TimeElapsedColumn())
     )
-    with _bar(label, total, *columns) as (progress, task):
+    with _progress(stderr_console(), *columns, transient=True) as progress:
+        task = progress.add_task(label, total=total)
         yield lambda amount: progress.advance(task, amount)
 
 
 @contextmanager
 def transfer(label: str) -> Iterator[Callable[[int, int | None], None]]:
     """A bar for a download, moved by calling with (bytes there, whole size or None)."""
-    with _bar(label, None, DownloadColumn(), TransferSpeedColumn()) as (progress, task):
+    columns = (DownloadColumn(), TransferSpeedColumn())
+    with _progress(stderr_console(), *columns, transient=True) as progress:
+        task = progress.add_task(label, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
@@ -96,16 +94,10 @@ _EVERY = 10.0
 def steps() -> Iterator[Steps]:
     """Yield a function that draws a bar for each label; without a terminal it prints lines."""
     console = stderr_console()
-    columns = [
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[count]}"),
-        TimeElapsedColumn(),
-    ]
     tasks: dict[str, TaskID] = {}
     begun: dict[str, float] = {}
     print_times: dict[str, float] = {}
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    with _progress(console, TextColumn("{task.fields[count]}"), TimeElapsedColumn()) as progress:
 
         def step(label: str, done: int, total: int, left: float | None = None) -> None:
             now = time.monotonic()

@@ -41,9 +41,11 @@ def bounded(what: str, size: int, packed: int, *, whole: bool = False) -> None:
     """
     most = _most(packed, whole)
     if size > most:
+        least = text.size(_FREE_OF_ALL if whole else FREE)
         raise BadFileError(
             f"{what} claims to unpack to {text.size(size)} from {text.size(packed)}; the limit is "
-            f"{text.size(most)}",
+            f"{text.size(most)} ({RATIO} times that, or {least}, and never more than "
+            f"{text.size(_MOST_OF_ALL if whole else MOST_OF_ONE)})",
             next_step=_NEXT,
         )
 

@@ -46,7 +46,7 @@ def _units(base: Base, modules: Sequence[Module], settings: cmake.Settings) -> d
         name = os.path.relpath(build / entry["output"], build)
         for module in modules:
             if f"CMakeFiles/{module.target}.dir/" in name:
-                source = entry["file"]
+                source = os.path.relpath(entry["file"], settings.work / "src")
                 seconds, gib = schedule.cost(base, source, at_most_gib=module.peak_gib)
                 units[name] = Unit(
                     name=name,
