@@ -48,7 +48,7 @@ class Declared:
 
 
 def one_of(*names: str) -> GetPydanticSchema:
-    """For ``Annotated[str, one_of(...)]``: a text, or a key, that is one of ``names``."""
+    """Allow, in ``Annotated[str, one_of(...)]``, a text or a key that is one of ``names``."""
     return GetPydanticSchema(lambda source, handler: core_schema.literal_schema([*names]))
 
 
@@ -80,7 +80,7 @@ class NotInFile:
 
 
 def in_file(**schema: Any) -> WithJsonSchema:
-    """For ``Annotated[T, in_file(type=...)]``: what a file may hold, of which a ``T`` is made."""
+    """Say, in ``Annotated[T, in_file(type=...)]``, of what in a file a ``T`` is made."""
     return WithJsonSchema(schema, mode="validation")
 
 
@@ -123,7 +123,7 @@ if TYPE_CHECKING:
 else:
 
     def shown(function: Any) -> Any:
-        """A property that stands in the JSON of its dataclass beside the fields."""
+        """Return a property that stands in the JSON of its dataclass beside the fields."""
         return computed_field(property(function))
 
 
@@ -306,7 +306,7 @@ def _fault_text(fault: Mapping[str, Any], where: list[Any], kind: Any) -> str:
 
 @functools.cache
 def _keys(kind: Any) -> tuple[str, ...]:
-    """Every key that a file of this kind may have, in any of its tables."""
+    """Return every key that a file of this kind may have, in any of its tables."""
     schema = _adapter(kind).json_schema()
     tables = [schema, *schema.get("$defs", {}).values()]
     return tuple(sorted({key for table in tables for key in table.get("properties", {})}))

@@ -20,7 +20,7 @@ DATE = 946684800
 
 
 def sha256(path: Path) -> str:
-    """The sha256 of a file, in hex."""
+    """Return the sha256 of a file, in hex."""
     with path.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
@@ -140,7 +140,7 @@ def link(source: str | Path, target: str | Path) -> None:
 
 
 def kernel_text(path: Path) -> str:
-    """The text of a file in /proc or /sys, "" where it cannot be read."""
+    """Return the text of a file in /proc or /sys, "" where it cannot be read."""
     try:
         return path.read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError):
@@ -148,30 +148,30 @@ def kernel_text(path: Path) -> str:
 
 
 def home() -> Path:
-    """The user's home folder; "~" itself, which is none, where the system knows no home."""
+    """Return the user's home folder; "~" itself, which is none, where the system knows no home."""
     # Path.home() raises there, and with it whoever only looks for files of the user's.
     return Path(os.path.expanduser("~"))  # noqa: PTH111
 
 
 def _existing(folder: Path) -> Path:
-    """``folder``, or the nearest folder above it that exists."""
+    """Return ``folder``, or the nearest folder above it that exists."""
     while not folder.exists():
         folder = folder.parent
     return folder
 
 
 def has_files(folder: Path) -> bool:
-    """Whether ``folder`` is a folder that has something in it."""
+    """Tell whether ``folder`` is a folder that has something in it."""
     return folder.is_dir() and any(folder.iterdir())
 
 
 def device(folder: Path) -> int:
-    """The number of the file system of ``folder``, which need not exist yet."""
+    """Return the number of the file system of ``folder``, which need not exist yet."""
     return _existing(folder).stat().st_dev
 
 
 def free_gib(folder: Path) -> float:
-    """GiB that this user may fill in the file system of ``folder``, which need not exist yet."""
+    """Return the GiB that this user may fill on the disk of ``folder``, which need not exist."""
     return shutil.disk_usage(_existing(folder)).free / GIB
 
 
@@ -192,7 +192,7 @@ def require_space(folder: Path, gib: float, *, what: str, move: str = MOVE_CACHE
 
 
 def matches(path: str, glob: str) -> bool:
-    """Whether a path fits a glob: ``*`` stays within a folder, ``**`` goes across folders."""
+    """Tell whether a path fits a glob: ``*`` stays within a folder, ``**`` goes across folders."""
     return _matches(path.split("/"), glob.split("/"))
 
 

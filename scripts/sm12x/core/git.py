@@ -135,7 +135,7 @@ class Repository:
         return done
 
     def line(self, *words: str) -> str:
-        """The output of a command that prints one line."""
+        """Return the output of a command that prints one line."""
         return self.run(*words).stdout.strip()
 
     # Trees and commits
@@ -173,7 +173,7 @@ class Repository:
         return done.stdout.strip()
 
     def resolve(self, revision: str) -> str | None:
-        """The commit id of ``revision``, or None where there is none."""
+        """Return the commit id of ``revision``, or None where there is none."""
         done = self.run("rev-parse", "--quiet", "--verify", f"{revision}^{{commit}}", check=False)
         return done.stdout.strip() or None
 
@@ -184,7 +184,7 @@ class Repository:
         self.run("update-ref", name, commit)
 
     def commits(self, since: str, until: str) -> list[str]:
-        """The commits after ``since`` up to ``until``, oldest first."""
+        """Return the commits after ``since`` up to ``until``, oldest first."""
         return self.run("rev-list", "--reverse", f"{since}..{until}").stdout.split()
 
     def merges(self, since: str, until: str) -> list[str]:
@@ -196,7 +196,7 @@ class Repository:
     # Files
 
     def index_entries(self) -> dict[str, TreeFile]:
-        """The files of the index by path."""
+        """Return the files of the index by path."""
         entries: dict[str, TreeFile] = {}
         for record in self.run("ls-files", "--stage", "-z").stdout.split("\0"):
             if record:
@@ -206,7 +206,7 @@ class Repository:
         return entries
 
     def changed(self, old: str, new: str) -> list[str]:
-        """The paths that differ between two commits or trees."""
+        """Return the paths that differ between two commits or trees."""
         out = self.run("diff-tree", "-r", "-z", "--no-renames", "--name-only", old, new).stdout
         return [path for path in out.split("\0") if path]
 
@@ -215,7 +215,7 @@ class Repository:
         self.run("checkout-index", f"--prefix={prefix}/", "-z", "--stdin", stdin="\0".join(paths))
 
     def status(self) -> list[str]:
-        """Changed and unknown files of the work tree, as `git status --porcelain` lines."""
+        """Return changed and unknown files of the work tree, as `git status --porcelain` lines."""
         return self.run("status", "--porcelain", "--untracked-files=all").stdout.splitlines()
 
     # Patches
@@ -274,7 +274,7 @@ def parse_apply(stderr: str, returncode: int) -> GitApplied:
 
 
 def _isolation() -> dict[str, str | None]:
-    """An environment in which git reads no configuration of the machine or the user."""
+    """Return an environment in which git reads no configuration of the machine or the user."""
     return {
         # A caller's own variables (a hook's GIT_DIR, GIT_INDEX_FILE ...) would point git elsewhere.
         **{name: None for name in os.environ if name.startswith("GIT_")},

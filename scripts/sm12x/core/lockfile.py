@@ -45,7 +45,7 @@ class Lockfile:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The option lines, such as ``--only-binary :all:``, in order."""
+        """Return the option lines, such as ``--only-binary :all:``, in order."""
         return tuple(line.strip() for line in self.head.splitlines() if line.startswith("--"))
 
 
@@ -109,7 +109,7 @@ def restrict(text: str, names: Iterable[str], *, where: str = "lock file") -> st
 
 
 def brought_by(requirement: Requirement, extra: str) -> bool:
-    """Whether a package has the requirement only when that extra is asked for."""
+    """Tell whether a package has the requirement only when that extra is asked for."""
     marker = requirement.marker
     if marker is None:
         return False

@@ -79,7 +79,7 @@ def load(environ: Mapping[str, str] | None = None) -> PipConfig:
 
 
 def without_credentials(address: str) -> str:
-    """``address`` fit for a message: no user name, password, query or fragment."""
+    """Return ``address`` fit for a message: no user name, password, query or fragment."""
     parts = urlsplit(address)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 

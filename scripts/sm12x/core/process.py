@@ -130,7 +130,7 @@ class Background:
             )
 
     def poll(self) -> int | None:
-        """The exit status, negative for a signal; None while it runs."""
+        """Return the exit status, negative for a signal; None while it runs."""
         return self._process.poll()
 
     def wait(self, seconds: float) -> int | None:
@@ -154,7 +154,7 @@ class Background:
 
 
 def end_all(children: Sequence[Background], grace: float) -> None:
-    """SIGTERM to all of them, and after ``grace`` seconds SIGKILL to those that go on."""
+    """Send SIGTERM to all of them, and after ``grace`` seconds SIGKILL to those that go on."""
     for child in children:
         child.terminate()
     end = time.monotonic() + grace

@@ -53,7 +53,7 @@ def _progress(console: Console, *columns: ProgressColumn, transient: bool = Fals
 
 @contextmanager
 def bar(label: str, total: int, *, unit: str = "items") -> Iterator[Callable[[int], None]]:
-    """A bar of ``total`` bytes (``unit="bytes"``) or items, moved on by calling with an amount."""
+    """Show a bar of ``total`` bytes (``unit="bytes"``) or items, moved by calling with a number."""
     columns: tuple[ProgressColumn, ...] = (
         (DownloadColumn(), TransferSpeedColumn())
         if unit == "bytes"
@@ -66,7 +66,7 @@ def bar(label: str, total: int, *, unit: str = "items") -> Iterator[Callable[[in
 
 @contextmanager
 def transfer(label: str) -> Iterator[Callable[[int, int | None], None]]:
-    """A bar for a download, moved by calling with (bytes there, whole size or None)."""
+    """Show a bar for a download, moved by calling with (bytes there, whole size or None)."""
     columns = (DownloadColumn(), TransferSpeedColumn())
     with _progress(stderr_console(), *columns, transient=True) as progress:
         task = progress.add_task(label, total=None)
@@ -119,7 +119,7 @@ def steps() -> Iterator[Steps]:
 
 
 def _counted(done: int, total: int, left: float | None) -> str:
-    """ "37 of 110, about 12 min left"."""
+    """Return "37 of 110, about 12 min left"."""
     if left is None or done >= total:
         return f"{done} of {total}"
     rest = f"{left:.0f} s" if left < 100 else f"{left / 60:.0f} min"
@@ -128,7 +128,7 @@ def _counted(done: int, total: int, left: float | None) -> str:
 
 @contextmanager
 def spinner(label: str) -> Iterator[None]:
-    """A spinner while something of unknown length runs; nothing off a terminal."""
+    """Show a spinner while something of unknown length runs; nothing off a terminal."""
     console = stderr_console()
     if console.is_terminal:
         with console.status(label):
@@ -145,7 +145,7 @@ class Reporter(Protocol):
     def phase(
         self, label: str, *, live: bool = True
     ) -> AbstractContextManager[Callable[[str], None]]:
-        """A phase of the work; the block is given what shows the step it is at.
+        """Begin a phase of the work; the block is given what shows the step it is at.
 
         With ``live=False`` the terminal is left to progress bars of the block's own.
         """

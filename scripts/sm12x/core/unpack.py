@@ -56,7 +56,7 @@ def _most(packed: int, whole: bool) -> int:
 
 
 def opened(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> IO[bytes]:
-    """A member of a zip as a stream.
+    """Return a member of a zip as a stream.
 
     Raises NotImplementedError for any compression but deflate, which wheels have: ``zipfile``
     unpacks a block of the others whole, whatever number of bytes is asked for.
@@ -69,7 +69,7 @@ def opened(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> IO[bytes]:
 
 
 def small(archive: zipfile.ZipFile, info: zipfile.ZipInfo, most: int) -> bytes:
-    """At most ``most`` first bytes of a member of a zip. Raises as ``opened``."""
+    """Return at most ``most`` first bytes of a member of a zip. Raises as ``opened``."""
     with opened(archive, info) as handle:
         return handle.read(most)
 
@@ -99,7 +99,7 @@ class _Limited:
 
 
 def tar_stream(handle: IO[bytes], what: str, packed: int) -> IO[bytes]:
-    """The tar in ``handle``, which may be compressed to ``packed`` bytes: its unpacked bytes.
+    """Return the unpacked bytes of a tar, which may be compressed to ``packed`` bytes.
 
     Reading raises BadFileError where it unpacks to more than ``bounded`` lets a whole archive.
     """

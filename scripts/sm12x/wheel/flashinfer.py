@@ -70,7 +70,7 @@ class Record(Declared):
 
 
 def read(path: Path) -> Record:
-    """The record at ``path``. Raises BadFileError."""
+    """Return the record at ``path``. Raises BadFileError."""
     return declared.read_json(Record, path, next_step="rebuild the image with `make bundle`")
 
 
@@ -86,7 +86,7 @@ def targets(arch_list: str) -> str:
 
 
 def key(pins: Iterable[str], arch_list: str) -> str:
-    """Names the work folder: the pins of ``MADE_OF`` with their hashes, and the architectures."""
+    """Name the work folder: the pins of ``MADE_OF`` with their hashes, and the architectures."""
     text = "\0".join([arch_list, *sorted(pins)])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

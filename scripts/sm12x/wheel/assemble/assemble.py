@@ -163,7 +163,7 @@ def _check(parts: Parts, stack: Stack, record: SourceRecord, compiled: NativeRec
 
 
 def _audit(parts: Parts) -> Mapping[str, LibraryAudit]:
-    """Every library of the wheel to be: the official ones, overlaid with those compiled here."""
+    """Return the official libraries, overlaid with those compiled here."""
     theirs = scan.scan(parts.official).libraries
     ours = scan.scan(parts.native).libraries
     return {audit.path: audit for audit in (*theirs, *ours)}
@@ -194,7 +194,7 @@ def _ops(
 
 
 def _registered(parts: Parts, folder: Path, paths: Sequence[str]) -> Mapping[str, Registered]:
-    """By loading the libraries where this machine can, else by reading their files."""
+    """List ops by loading the libraries where this machine can, else by reading their files."""
     if parts.machine == platform.machine():
         return torch_ops.find(folder, paths, python=parts.python, purelib=parts.purelib)
     return {path: torch_ops.read(folder / path) for path in paths}

@@ -43,7 +43,7 @@ class Registered:
 
 
 def loads_on(path: str, python: str) -> bool:
-    """Whether the library's name allows Python ``python`` ("3.13"): stable ABI, or that version.
+    """Tell whether the library's name allows ``python`` ("3.13"): stable ABI, or that version.
 
     A program is not loaded on any.
     """
@@ -173,7 +173,7 @@ def _is_module(elf: ELFFile) -> bool:
 
 
 def _methods(elf: ELFFile) -> Iterator[str]:
-    """The names in tables of PyMethodDef: {name, function, flags, documentation}."""
+    """Return the names in tables of PyMethodDef: {name, function, flags, documentation}."""
     pointers = _pointers(elf)
     code = [
         range(segment["p_vaddr"], segment["p_vaddr"] + segment["p_memsz"])

@@ -72,7 +72,7 @@ def _hash(source: Path, paths: Iterable[Path]) -> str:
 
 
 def free_memory_gib() -> float:
-    """Memory that can be taken, in GiB: of the machine, or of our control group if that is less."""
+    """Return the free memory in GiB: of the machine, or of our control group if that is less."""
     free = machine.available()
     return 1.0 if free is None else free / texts.GIB
 
@@ -108,7 +108,7 @@ def sync(source: Path, target: Path) -> None:
 
 
 def variables(base: Base, modules: Sequence[Module], settings: Settings) -> dict[str, str]:
-    """The environment of CMake, and of ninja, which may call CMake again."""
+    """Return the environment of CMake, and of ninja, which may call CMake again."""
     return {
         **{name: str(path) for name, path in _sources(base, modules, settings).items()},
         "CUDA_HOME": str(settings.cuda_home),
@@ -166,7 +166,7 @@ def configure(
 
 
 def _description_hash(source: Path) -> str:
-    """A hash over the files read while configuring: CMake's own, and scripts that make sources.
+    """Return a hash over what configuring reads: CMake's files, and scripts that make sources.
 
     ninja does not know of the scripts; CMake runs them only when it runs itself.
     """
@@ -238,7 +238,7 @@ def _prefix_maps(base: Base, modules: Sequence[Module], settings: Settings) -> l
 
 
 def purelib(python: Path) -> Path:
-    """The site-packages of another Python."""
+    """Return the site-packages of another Python."""
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
     return Path(process.run([python, "-c", code]).stdout.strip())
 

@@ -166,7 +166,7 @@ def build(
 
 
 def read(folder: Path) -> NativeRecord:
-    """The record in ``folder``. Raises BadFileError when there is none, or it is not one."""
+    """Return the record in ``folder``. Raises BadFileError when there is none, or it is not one."""
     return declared.read_json(
         NativeRecord, folder / RECORD, next_step="make it with `sm12x build native`"
     )

@@ -133,12 +133,12 @@ def prepare(base: Base, sdist: Path, out: Path) -> tuple[SourceRecord, bool]:
 
 
 def read(directory: Path) -> SourceRecord:
-    """The record of a tree that ``prepare`` made. Raises BadFileError."""
+    """Return the record of a tree that ``prepare`` made. Raises BadFileError."""
     return declared.read_json(SourceRecord, _record_path(directory.absolute()), next_step=_NEXT)
 
 
 def read_touched(directory: Path) -> TouchedRecord:
-    """The record of the native code of a tree that ``prepare`` made. Raises BadFileError."""
+    """Return the record of the native code of a tree that ``prepare`` made. Raises BadFileError."""
     return declared.read_json(TouchedRecord, _touched_path(directory.absolute()), next_step=_NEXT)
 
 

@@ -81,7 +81,7 @@ def collect(
 
 
 def content_hash(folder: Path) -> str:
-    """A sha256 over the names and contents of all files, and over where links point."""
+    """Return a sha256 over the names and contents of all files, and over where links point."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
@@ -232,7 +232,7 @@ def fetch(url: str, commit: str, submodules: Sequence[str], folder: Path) -> Non
 
 
 def _head(folder: Path) -> str | None:
-    """The commit that is checked out in ``folder`` itself, or None: it is no git checkout."""
+    """Return the commit checked out in ``folder`` itself; None where it is no git checkout."""
     if not (folder / ".git").exists():
         return None
     done = _run("rev-parse", "--verify", "--quiet", "HEAD", cwd=folder, check=False)
@@ -251,7 +251,7 @@ def _missing(message: str) -> FetchError:
 
 
 def require_version(source: ThirdPartySource, folder: Path, *, patch_level: bool = False) -> str:
-    """The version in the files of ``folder``; "" where they have none.
+    """Return the version in the files of ``folder``; "" where they have none.
 
     Args:
         patch_level: whether another patch level of the pinned minor release will do.
@@ -275,7 +275,7 @@ def require_version(source: ThirdPartySource, folder: Path, *, patch_level: bool
 
 
 def _version_of(source: ThirdPartySource, folder: Path) -> str:
-    """The version in the files of ``folder``, written as base.toml's pin; "" where they have none.
+    """Return the version in the files of ``folder``, as base.toml writes it; "" without one.
 
     Raises:
         BadFileError: the file that says it is not there, or does not.

@@ -55,7 +55,7 @@ class Target:
 
 
 def needed(machine: str, *, here: str | None = None) -> bool:
-    """Whether a build for ``machine`` crosses machines.
+    """Tell whether a build for ``machine`` crosses machines.
 
     Args:
         here: this machine as `platform.machine()` names it; None asks.
@@ -75,7 +75,7 @@ def needed(machine: str, *, here: str | None = None) -> bool:
 
 
 def libraries(target: Target, toolkit: str) -> Path:
-    """The folder of the toolkit's libraries for ``target``; ``toolkit`` is such as "cu13".
+    """Return the folder of the toolkit's libraries for ``target``; ``toolkit`` is such as "cu13".
 
     Raises:
         BadFileError: a package is not unpacked there, or is for another machine.
@@ -179,7 +179,7 @@ def find(cuda_home: Path, machine: str) -> Target | None:
 
 
 def definitions(target: Target, work: Path) -> list[str]:
-    """More arguments of CMake: the toolchain file, made in ``work``, and torch's CMake modules.
+    """Return arguments of CMake: the toolchain file, made in ``work``, and torch's modules.
 
     Raises ToolMissingError when there is no compiler for the target.
     """
@@ -227,7 +227,7 @@ def flags(target: Target, python: Path, work: Path) -> list[str]:
 
 
 def _machine_headers(header: Path, target: Target) -> tuple[str, Path | None]:
-    """The file that Debian's pyconfig.h includes for ``target``, and this machine's substitute.
+    """Return what Debian's pyconfig.h includes for ``target``, and this machine's substitute.
 
     Debian has one per machine, each in a folder named after it, and only this machine's is
     installed. Modules use the stable ABI, for which they say the same: what differs between two

@@ -99,7 +99,7 @@ def assemble(
 
 
 def nvcc_version(cuda_home: Path) -> str:
-    """The version of ``cuda_home``'s nvcc, such as "13.0.88". Raises BadFileError."""
+    """Return the version of ``cuda_home``'s nvcc, such as "13.0.88". Raises BadFileError."""
     nvcc = cuda_home / "bin" / "nvcc"
     if not nvcc.is_file():
         raise BadFileError(
