@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sm12x import layout
-from sm12x.core.errors import BadFileError, FetchError, NoSpaceError, UsageError
+from sm12x.core.errors import BadFileError, NoSpaceError, UsageError
 from sm12x.stack.model import base as bases
 from sm12x.stack.model.base import Base, ThirdPartySource, UnitCost
 from sm12x.wheel import selection
@@ -356,12 +356,8 @@ def test_what_was_fetched_may_not_be_of_another_patch_level(thing: Base, tmp_pat
 def test_only_sources_that_say_their_version_have_patch_levels(version: str) -> None:
     base = bases.load(version)
     assert selection.require_patch_levels(base, ("cutlass", "cutlass")) == ("cutlass",)
-    for name, said in (
-        ("qutlass", "qutlass of .* is pinned to a commit"),
-        ("flash-attention", "flash-attention of .* is pinned to a commit"),
-        ("cutlas", "no third-party source 'cutlas'"),
-    ):
-        with pytest.raises(UsageError, match=said):
+    for name in ("qutlass", "flash-attention", "cutlas"):
+        with pytest.raises(UsageError, match=name):
             selection.require_patch_levels(base, ("cutlass", name))
 
 
@@ -407,19 +403,3 @@ def test_nvcc_is_told_a_name_of_the_source_that_is_good_in_any_folder() -> None:
     assert launcher.with_fixed_name(elsewhere) == elsewhere
     host = ["g++", *maps, "-c", "/w/src/csrc/a.cpp", "-o", "a.o"]
     assert launcher.with_fixed_name(host) == host
-
-
-def test_git_that_is_not_reachable_is_a_reason_and_no_error(
-    base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise FetchError("the git host of https://x is not reachable", next_step="")
-
-    monkeypatch.setattr(third_party, "fetch", refuse)
-    source = ThirdPartySource(
-        name="thing", pin="abc", override="X", stand_in=(), git="https://x", commit="abc" + "0" * 37
-    )
-    module = dataclasses.replace(base.modules[0], sources=("thing",))
-    one = dataclasses.replace(base, modules=(module,), sources=(source,))
-    found = third_party.collect(one, cache=tmp_path)["thing"]
-    assert (found.folder, found.reason) == (None, "the git host of https://x is not reachable")
