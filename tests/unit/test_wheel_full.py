@@ -13,8 +13,8 @@ from sm12x.core.errors import BadFileError, NoSpaceError, UsageError
 from sm12x.stack.model import base as bases
 from sm12x.stack.model.base import Base, ThirdPartySource, UnitCost
 from sm12x.wheel import selection
-from sm12x.wheel.compile import launcher, schedule
-from sm12x.wheel.compile.schedule import Unit
+from sm12x.wheel.compile import compiling, launcher, schedule
+from sm12x.wheel.compile.compiling import Unit
 from sm12x.wheel.source import third_party
 
 
@@ -26,28 +26,20 @@ def test_pools_hold_what_fits_in_the_memory_together() -> None:
     # GIVEN many small units and some large ones
     units = [_unit(f"s{n}", 60, 0.5) for n in range(100)]
     units += [_unit(f"l{n}", 200, 8.9) for n in range(10)] + [_unit("m", 10, 3)]
-    pools = schedule.pools(units, 60)
+    depths, pool_of = compiling.pools(units, 60)
     # THEN what may run at a time takes no more than there is, and each kind has its turn
-    peak = {pools.of[unit.name]: unit.peak_gib for unit in units}
-    assert sum(depth * peak[name] for name, depth in pools.depths.items()) <= 60
-    assert min(pools.depths.values()) >= 1
-    assert pools.depths[pools.of["l0"]] > 3
-    assert {*pools.of} == {unit.name for unit in units}
+    peak = {pool_of[unit.name]: unit.peak_gib for unit in units}
+    assert sum(depth * peak[name] for name, depth in depths.items()) <= 60
+    assert min(depths.values()) >= 1
+    assert depths[pool_of["l0"]] > 3
+    assert {*pool_of} == {unit.name for unit in units}
 
 
 @pytest.mark.parametrize(("memory", "depth"), [(10, 1), (8, 1), (19, 2)])
 def test_units_that_do_not_fit_beside_each_other_share_one_pool(memory: float, depth: int) -> None:
     units = [_unit("a", 1, 8), _unit("b", 1, 7.9), _unit("c", 1, 3.9), _unit("d", 1, 8.1)]
-    assert {*schedule.pools(units, memory).depths.values()} == {depth}
-    assert schedule.pools([], memory).depths == {}
-
-
-def test_too_little_memory_names_the_unit_and_both_figures() -> None:
-    units = [_unit("a.cu", 10, 3), _unit("large.cu", 10, 8.9)]
-    with pytest.raises(NoSpaceError, match=r"large\.cu.* 8\.9 GiB.* 4\.0 GiB"):
-        schedule.require_memory(units, 4)
-    schedule.require_memory(units, 9)
-    schedule.require_memory([], 0)
+    assert {*compiling.pools(units, memory)[0].values()} == {depth}
+    assert compiling.pools([], memory) == ({}, {})
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ _GRACE_SECONDS = 90.0
 
 @dataclass(frozen=True, kw_only=True)
 class Completed:
-    """A finished process. ``stdout`` is "" when the output was streamed."""
+    """A finished process, and its output as text."""
 
     argv: tuple[str, ...]
     returncode: int
@@ -172,11 +172,11 @@ def stream(
     on_line: Callable[[str], None] | None = None,
     log: Path | None = None,
     next_step: str = _NEXT_STEP,
-) -> Completed:
+) -> None:
     """Run ``argv``, handing each line of its stdout and stderr, as it comes, to ``on_line``.
 
-    The lines also go to ``log`` when given; without ``on_line`` they go to our stderr. Output that
-    is streamed is not returned. Raises as ``run`` does; the error carries the last lines.
+    The lines also go to ``log`` when given; without ``on_line`` they go to our stderr. Raises as
+    ``run`` does; the error carries the last lines.
     """
     words = _words(argv)
     tail: deque[str] = deque(maxlen=_TAIL_LINES)
@@ -216,7 +216,6 @@ def stream(
             raise
     if returncode != 0:
         raise _failed(words, returncode, list(tail), next_step)
-    return Completed(argv=tuple(words), returncode=0, stdout="", stderr="")
 
 
 def replace(argv: Sequence[str | Path], *, env: Mapping[str, str] | None = None) -> NoReturn:

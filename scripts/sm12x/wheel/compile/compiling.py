@@ -1,13 +1,14 @@
-"""Compiles all units of the modules with ninja, in pools by memory; reports progress."""
+"""Compiles all units of the modules with ninja, in pools by their measured memory."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +17,6 @@ from sm12x.core.errors import BuildFailedError, NoSpaceError, Sm12xError
 from sm12x.core.progress import Steps
 from sm12x.stack.model.base import Base, Module
 from sm12x.wheel.compile import cmake, launcher, schedule
-from sm12x.wheel.compile.schedule import Unit
 
 # Lines of a failed unit's output to show, from its end.
 _LAST_LINES = 15
@@ -35,6 +35,20 @@ _NO_SPACE = re.compile(r"No space left on device|Disk quota exceeded")
 _KILLED = re.compile(
     r"died due to signal 9|Killed signal terminated program|unable to execute command: Killed"
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """``name`` is its object as ninja calls it, ``source`` the file as people do.
+
+    ``cpu_seconds`` and ``peak_gib`` are what it is expected to cost.
+    """
+
+    name: str
+    source: str
+    target: str
+    cpu_seconds: float
+    peak_gib: float
 
 
 def _units(base: Base, modules: Sequence[Module], settings: cmake.Settings) -> dict[str, Unit]:
@@ -85,7 +99,13 @@ def compile_modules(
     pending = [match["name"] for match in map(_BUILDS.match, dry.splitlines()) if match]
     run = _Run(units=units, left={name: units[name] for name in pending if name in units})
     memory = settings.memory_gib or cmake.free_memory_gib()
-    schedule.require_memory(run.left.values(), memory)
+    largest = max(run.left.values(), key=lambda unit: unit.peak_gib, default=None)
+    if largest and largest.peak_gib > memory:
+        raise NoSpaceError(
+            f"compiling {largest.source} takes {largest.peak_gib:.1f} GiB of memory, "
+            f"{memory:.1f} GiB are free",
+            next_step="close other programs, add swap, or build on a larger machine",
+        )
     cores = settings.jobs or machine.cores()
     need = _UNIT_GIB * len(run.left) + _JOB_GIB * min(cores, len(run.left))
     files.require_space(
@@ -94,7 +114,7 @@ def compile_modules(
         what=f"compiling {len(run.left)} units",
         move="name a folder on another disk with --work",
     )
-    room = max([memory - schedule.RESERVE_GIB, *(unit.peak_gib for unit in run.left.values())])
+    room = max(memory - schedule.RESERVE_GIB, largest.peak_gib if largest else 0.0)
 
     def line(text: str) -> None:
         run.take(text)
@@ -155,15 +175,44 @@ class _Run:
         return self.code == "137" or any(map(_KILLED.search, self.output))
 
 
+def pools(units: Collection[Unit], memory_gib: float) -> tuple[dict[str, int], dict[str, str]]:
+    """Divide units into ninja's pools, whose compilers fit in ``memory_gib`` all together.
+
+    Units of about the same memory (within a factor of two) share a pool. Each pool has room for
+    one unit; the rest is divided by work, so that the pools end at about the same time.
+
+    Returns:
+        How many units of each pool compile at a time, and the pool of each unit's object.
+    """
+    groups: dict[int, list[Unit]] = {}
+    for unit in units:
+        groups.setdefault(math.ceil(math.log2(max(unit.peak_gib, 0.125))), []).append(unit)
+    peaks = {key: max(unit.peak_gib for unit in group) for key, group in groups.items()}
+    spare = memory_gib - sum(peaks.values())
+    if spare < 0:
+        depth = max(1, int(memory_gib / max(peaks.values())))
+        return {"all": depth}, {unit.name: "all" for unit in units}
+    work = {
+        key: sum(unit.cpu_seconds * unit.peak_gib for unit in group)
+        for key, group in groups.items()
+    }
+    total = sum(work.values()) or 1.0
+    depths = {
+        f"gib{key}": 1 + int(spare * work[key] / total / max(peaks[key], 0.01))
+        for key in sorted(groups)
+    }
+    return depths, {unit.name: f"gib{key}" for key, group in groups.items() for unit in group}
+
+
 def _write_manifest(build: Path, units: Mapping[str, Unit], memory_gib: float) -> None:
     """Write ninja's file anew with a pool for each unit; CMake's own stays as it made it."""
-    pools = schedule.pools(units.values(), memory_gib)
+    depths, pool_of = pools(units.values(), memory_gib)
 
     def pooled(edge: re.Match[str]) -> str:
-        pool = pools.of.get(edge["name"])
+        pool = pool_of.get(edge["name"])
         return f"{edge[0]}\n  pool = {pool}" if pool else edge[0]
 
-    heads = "".join(f"pool {name}\n  depth = {n}\n" for name, n in pools.depths.items())
+    heads = "".join(f"pool {name}\n  depth = {n}\n" for name, n in depths.items())
     text = (build / "build.ninja").read_text(encoding="utf-8")
     (build / _MANIFEST).write_text(heads + _EDGE.sub(pooled, text), encoding="utf-8")
 
