@@ -16,12 +16,13 @@ import tomlkit
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
 
-from sm12x.core import files, listing
+from sm12x.core import files
 from sm12x.core.declared import MACHINES
 from sm12x.core.errors import FetchError
-from sm12x.core.listing import SDIST, WHEEL, ListedFile
 from sm12x.core.lockfile import Lockfile
 from sm12x.stack.model.base import Base, Dropped, Override
+from sm12x_dev import listing
+from sm12x_dev.listing import SDIST, WHEEL, ListedFile
 
 # Files with a release's build requirements for CUDA; the first that exists counts.
 _BUILD_REQUIREMENTS = ("requirements/build/cuda.txt", "requirements/build.txt")

@@ -79,7 +79,7 @@ def test_a_toolkit_is_made_anew_but_nothing_else_is_replaced(
     packages = cmake.purelib(toolkit / "bin" / "python")
     cuda_home.assemble(packages, cuda, probe=False)
     (tmp_path / "mine").write_text("x")
-    with pytest.raises(BadFileError, match="was not made by this command"):
+    with pytest.raises(BadFileError, match=str(tmp_path)):
         cuda_home.assemble(packages, tmp_path, probe=False)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
@@ -332,7 +332,7 @@ def test_the_source_is_patched_once_and_recorded(
     assert patched.prepare(stacked, sdist, out) == (record, False)
 
     (out / "vllm" / "added.py").write_text("X = 2\n")
-    with pytest.raises(BadFileError, match=r"added\.py was changed after the stack was applied"):
+    with pytest.raises(BadFileError, match=r"added\.py"):
         patched.verify(out, record.files)
     # Edited, so it is made again.
     assert patched.prepare(stacked, sdist, out) == (record, True)
@@ -342,7 +342,7 @@ def test_the_source_is_patched_once_and_recorded(
 def test_only_the_pinned_sdist_is_unpacked(stacked: Base, tmp_path: Path) -> None:
     other = tmp_path / BASE.sdist.name
     other.write_bytes(b"other")
-    with pytest.raises(HashMismatchError, match=r"base\.toml pins f4c33c25"):
+    with pytest.raises(HashMismatchError, match="f4c33c25"):
         patched.prepare(stacked, other, tmp_path / "tree")
     assert not (tmp_path / "tree").exists()
 

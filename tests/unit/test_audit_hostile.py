@@ -319,7 +319,7 @@ def test_members_that_share_their_bytes_count_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The central directory names one member many times over: small, and 50 times as large."""
-    monkeypatch.setattr(unpack, "MOST_OF_ALL", 40 * KERNELS.stat().st_size)
+    monkeypatch.setattr(unpack, "_MOST_OF_ALL", 40 * KERNELS.stat().st_size)
     made = wheel(tmp_path / "a.whl", {"a.so": KERNELS.read_bytes()}).read_bytes()
     at, end = made.index(b"PK\x01\x02"), made.index(b"PK\x05\x06")
     record = made[at:end] * 50
@@ -472,7 +472,7 @@ def test_a_packed_layer_of_a_packed_image_counts_from_the_file(tmp_path: Path) -
 def test_a_tar_that_goes_on_without_end_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: Callable[[bytes], bytes]
 ) -> None:
-    monkeypatch.setattr(unpack, "FREE_OF_ALL", 1 << 20)
+    monkeypatch.setattr(unpack, "_FREE_OF_ALL", 1 << 20)
     path = tmp_path / "image.tar"
     manifest = json.dumps([{"Layers": ["layer"]}]).encode()
     layer = pack(tar({"big.txt": bytes(32 << 20), "a.so": KERNELS.read_bytes()}))
@@ -495,7 +495,7 @@ def test_a_header_of_many_bytes_is_not_read(tmp_path: Path, kind: bytes) -> None
 
 
 def test_the_files_of_a_tar_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unpack, "MOST_MEMBERS", 20)
+    monkeypatch.setattr(unpack, "_MOST_MEMBERS", 20)
     path = tmp_path / "image.tar"
     path.write_bytes(tar({f"{number}.txt": b"" for number in range(30)}))
     with pytest.raises(BadFileError, match="more than 20 files"):

@@ -12,11 +12,11 @@ import pytest
 
 from sm12x.core import lockfile
 from sm12x.core.errors import FetchError
-from sm12x.core.listing import ListedFile
 from sm12x.stack.model import base as bases
 from sm12x.stack.model.base import Base, Dropped, Override
 from sm12x_dev import base_draft
 from sm12x_dev.base_draft import Draft, SourceFacts
+from sm12x_dev.listing import ListedFile
 
 VERSION = "9.9.0"
 DAY = datetime.datetime(2027, 3, 4, 23, 30, tzinfo=datetime.UTC)

@@ -25,7 +25,7 @@ FLOORS = {
         ("cli", "__main__"),
     ),
     "sm12x_dev": (
-        ("advisories", "base_draft", "lock", "machine_code", "worktree"),
+        ("advisories", "base_draft", "listing", "lock", "machine_code", "worktree"),
         ("pages",),
         ("witness",),
         ("rebase", "render"),

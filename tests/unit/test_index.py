@@ -23,7 +23,6 @@ from sm12x.core.errors import (
     FetchError,
     HashMismatchError,
     NoSpaceError,
-    Sm12xError,
 )
 
 NAME = "pkg-1.0.tar.gz"
@@ -104,7 +103,7 @@ def ranged(request: requests.PreparedRequest, *, cut: int = 0) -> Reply:
 def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
     config = pipconfig.PipConfig(indexes=(f"{HOST}/simple/",), ca_bundle=None, ca_from="")
     monkeypatch.setattr(pipconfig, "load", lambda: config)
-    monkeypatch.setattr(download, "RETRY", Retry(total=3, backoff_factor=0))
+    monkeypatch.setattr(download, "_RETRY", Retry(total=3, backoff_factor=0))
 
 
 @pytest.fixture
@@ -161,7 +160,7 @@ def test_a_cached_file_that_went_bad_is_deleted_and_said_so(
     path = fetch(tmp_path)
     path.write_bytes(b"rot")
 
-    with pytest.raises(HashMismatchError, match=f"expected {SHA}; it has been deleted"):
+    with pytest.raises(HashMismatchError):
         fetch(tmp_path)
     assert not path.exists()
     assert fetch(tmp_path).read_bytes() == BODY
@@ -191,11 +190,25 @@ def test_a_server_without_ranges_starts_over(
     assert fetch(tmp_path).read_bytes() == BODY
 
 
+@pytest.mark.parametrize("damage", [b"x" * 500, b"x" * len(BODY)])
 def test_a_part_of_another_file_is_thrown_away_by_itself(
-    tmp_path: Path, web: Callable[[Send], Adapter]
+    tmp_path: Path, web: Callable[[Send], Adapter], damage: bytes
 ) -> None:
     web(serving(ranged))
-    part_of(tmp_path).write_bytes(b"x" * 500)
+    part_of(tmp_path).write_bytes(damage)
+    assert fetch(tmp_path).read_bytes() == BODY
+
+
+def test_a_server_that_goes_on_elsewhere_starts_over(
+    tmp_path: Path, web: Callable[[Send], Adapter]
+) -> None:
+    def elsewhere(request: requests.PreparedRequest) -> Reply:
+        if "Range" not in request.headers:
+            return Reply(200, BODY)
+        return Reply(206, BODY[500:], Content_Range=f"bytes 500-{len(BODY) - 1}/{len(BODY)}")
+
+    web(serving(elsewhere))
+    part_of(tmp_path).write_bytes(BODY[:1000])
     assert fetch(tmp_path).read_bytes() == BODY
 
 
@@ -224,9 +237,8 @@ def test_a_connection_that_breaks_at_one_place_is_given_up(
     tmp_path: Path, web: Callable[[Send], Adapter]
 ) -> None:
     web(serving(lambda request: Reply(200, BODY, cut=100)))
-    with pytest.raises(FetchError, match="broke 3 times after 10140 bytes") as caught:
+    with pytest.raises(FetchError, match=f"{len(BODY) - 100} bytes"):
         fetch(tmp_path)
-    assert "resumes" in caught.value.next_step
     assert part_of(tmp_path).stat().st_size == len(BODY) - 100
 
 
@@ -246,48 +258,46 @@ def test_an_index_with_another_hash_is_not_even_asked_for_the_file(
     tmp_path: Path, web: Callable[[Send], Adapter]
 ) -> None:
     adapter = web(serving(ranged, lambda: page(sha="0" * 64)))
-    with pytest.raises(HashMismatchError, match="nothing was fetched"):
+    with pytest.raises(HashMismatchError):
         fetch(tmp_path)
     assert len(adapter.seen) == 1
 
 
 @pytest.mark.parametrize(
-    ("listing", "said"),
+    ("listing", "fact"),
     [
-        (lambda: Reply(404), "has no project Pkg"),
-        (lambda: page(name="pkg-2.0.tar.gz"), "has no such file among its 1 files of Pkg"),
-        (lambda: Reply(403), "answers 403 Forbidden"),
-        (lambda: Reply(200, b"<svg/>", Content_Type="image/svg"), "does not answer as a package"),
-        (
-            lambda: Reply(200, b"{", Content_Type="application/vnd.pypi.simple.v1+json"),
-            "does not answer as a package",
-        ),
+        (lambda: Reply(404), "Pkg"),
+        (lambda: page(name="pkg-2.0.tar.gz"), "1 files of Pkg"),
+        (lambda: Reply(403), "403 Forbidden"),
+        (lambda: Reply(200, b"<svg/>", Content_Type="image/svg"), HOST),
+        (lambda: Reply(200, b"{", Content_Type="application/vnd.pypi.simple.v1+json"), HOST),
     ],
 )
 def test_what_an_index_can_lack(
-    tmp_path: Path, web: Callable[[Send], Adapter], listing: Callable[[], Reply], said: str
+    tmp_path: Path, web: Callable[[Send], Adapter], listing: Callable[[], Reply], fact: str
 ) -> None:
     web(serving(ranged, listing))
-    with pytest.raises(FetchError, match=said) as caught:
+    with pytest.raises(FetchError, match=fact) as caught:
         fetch(tmp_path)
     assert "\n" not in str(caught.value)
     assert not part_of(tmp_path).exists()
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "step"),
     [
-        (requests.ConnectionError("Name or service not known"), "no connection to"),
-        (requests.Timeout("timed out"), "no connection to"),
-        (requests.exceptions.SSLError("self-signed"), "is not trusted"),
+        (requests.ConnectionError("Name or service not known"), "proxy"),
+        (requests.Timeout("timed out"), "proxy"),
+        (requests.exceptions.SSLError("self-signed"), "REQUESTS_CA_BUNDLE"),
     ],
 )
 def test_no_network(
-    tmp_path: Path, web: Callable[[Send], Adapter], error: Exception, said: str
+    tmp_path: Path, web: Callable[[Send], Adapter], error: Exception, step: str
 ) -> None:
     web(lambda request: error)
-    with pytest.raises(FetchError, match=said):
+    with pytest.raises(FetchError, match=str(error)) as caught:
         fetch(tmp_path)
+    assert step in caught.value.next_step
 
 
 def test_the_second_index_is_asked_when_the_first_has_no_such_project(
@@ -340,29 +350,20 @@ def test_find_links_opens_no_connection(tmp_path: Path) -> None:
     assert path.read_bytes() == BODY
 
     (folder / NAME).write_bytes(b"another")
-    with pytest.raises(HashMismatchError, match="it was not used"):
+    with pytest.raises(HashMismatchError):
         fetch(tmp_path / "second", find_links=folder)
     assert (folder / NAME).exists()
     (folder / NAME).unlink()
-    with pytest.raises(FetchError, match="is not in"):
+    with pytest.raises(FetchError, match=str(folder)):
         fetch(tmp_path / "second", find_links=folder)
 
 
-@pytest.mark.parametrize(
-    ("number", "kind", "said"),
-    [
-        (errno.ENOSPC, NoSpaceError, "is full while fetching"),
-        (errno.EDQUOT, NoSpaceError, "is full while fetching"),
-        (errno.EACCES, BadFileError, "Permission denied"),
-    ],
-)
-def test_a_disk_that_takes_no_more(
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_is_full(
     tmp_path: Path,
     web: Callable[[Send], Adapter],
     monkeypatch: pytest.MonkeyPatch,
     number: int,
-    kind: type[Sm12xError],
-    said: str,
 ) -> None:
     web(serving(ranged))
 
@@ -371,7 +372,7 @@ def test_a_disk_that_takes_no_more(
 
     part_of(tmp_path).write_bytes(BODY[:10])
     monkeypatch.setattr(download, "_receive", full)
-    with pytest.raises(kind, match=said):
+    with pytest.raises(NoSpaceError, match=SHA):
         fetch(tmp_path)
     assert part_of(tmp_path).read_bytes() == BODY[:10]
 
@@ -389,7 +390,7 @@ def test_too_little_space_is_said_before_the_transfer(
             ranged, lambda: Reply(200, huge, Content_Type="application/vnd.pypi.simple.v1+json")
         )
     )
-    with pytest.raises(NoSpaceError, match="fetching pkg"):
+    with pytest.raises(NoSpaceError, match=NAME):
         fetch(tmp_path)
     assert len(adapter.seen) == 1
 

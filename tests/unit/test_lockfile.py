@@ -90,7 +90,7 @@ def test_a_lock_cut_down_is_a_lock_of_all_that_is_needed(names: list[str], kept:
 
 
 def test_cutting_down_to_what_is_not_there() -> None:
-    with pytest.raises(BadFileError, match="does not have nothing, tensorflow"):
+    with pytest.raises(BadFileError, match="nothing, tensorflow"):
         lockfile.restrict(TEXT, ["torch", "tensorflow", "nothing"])
 
 
@@ -104,7 +104,7 @@ def test_what_is_no_pin_is_named_with_its_line(before: str, line: str) -> None:
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(BadFileError, match=r"no\.lock cannot be read"):
+    with pytest.raises(BadFileError, match=r"no\.lock"):
         lockfile.read(tmp_path / "no.lock")
 
 

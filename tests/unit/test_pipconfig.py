@@ -15,7 +15,7 @@ from sm12x.core.errors import BadFileError
 @pytest.fixture
 def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """A home of its own, with none of this machine's files."""
-    monkeypatch.setattr(pipconfig, "SYSTEM_FILE", tmp_path / "none")
+    monkeypatch.setattr(pipconfig, "_SYSTEM_FILE", tmp_path / "none")
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     return {"HOME": str(tmp_path), "XDG_CONFIG_DIRS": str(tmp_path / "xdg")}
 
@@ -71,7 +71,7 @@ def test_the_users_own_file_wins_over_the_systems(
 ) -> None:
     system = Path(env["HOME"]) / "system.conf"
     system.write_text("[global]\nindex-url = https://s.test/simple\ncert = /s.pem\n")
-    monkeypatch.setattr(pipconfig, "SYSTEM_FILE", system)
+    monkeypatch.setattr(pipconfig, "_SYSTEM_FILE", system)
     own = Path(env["HOME"]) / ".config" / "pip" / "pip.conf"
     own.parent.mkdir(parents=True)
     own.write_text("[global]\nindex-url = https://own.test/simple\n")

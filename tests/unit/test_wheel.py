@@ -274,14 +274,14 @@ def test_the_platform_is_as_new_as_the_modules_need(tag: str, glibc: list[str], 
 
 
 def test_another_version_module_is_refused() -> None:
-    with pytest.raises(BuildFailedError, match="not as setuptools-scm writes it"):
+    with pytest.raises(BuildFailedError):
         wheel.version_module("__version__ = '1.2.0'\n", VERSION)
 
 
 def test_what_is_no_wheel_is_refused(tmp_path: Path) -> None:
     for name in (OFFICIAL, "other.whl"):
         (tmp_path / name).write_bytes(b"no zip")
-        with pytest.raises(BadFileError, match="not a wheel that can be read"):
+        with pytest.raises(BadFileError, match=str(tmp_path)):
             wheel.inspect(tmp_path / name)
 
 
@@ -307,7 +307,7 @@ def test_a_ledger_reads_back_as_it_was(tmp_path: Path) -> None:
     assert more.extras[0].package == "x-y"
     assert (LEDGER.replaced, more.replaced) == ((), ("a v1.1 in place of v1.2",))
     path.write_text(path.read_text().replace('"schema": 2', '"schema": 1'))
-    with pytest.raises(BadFileError, match="schema is 1"):
+    with pytest.raises(BadFileError, match="schema"):
         ledgers.read(path)
 
 
@@ -336,7 +336,7 @@ def test_a_module_must_offer_what_the_official_one_does() -> None:
     more = dataclasses.replace(OPS, ops=(*OPS.ops, "_C::new"))
     assert torch_ops.lost("m.so", more, OPS, ()) == ()
     less = dataclasses.replace(OPS, ops=("_C::a", "_q::e", "_q::f"))
-    with pytest.raises(BuildFailedError, match=r"lacks 3 of .* 6 ops: _C::b, _C::c, _C::d"):
+    with pytest.raises(BuildFailedError, match=r"3 of .* 6 .*_C::b, _C::c, _C::d"):
         torch_ops.lost("m.so", less, OPS, ())
     with pytest.raises(BuildFailedError, match="init"):
         torch_ops.lost("m.so", dataclasses.replace(OPS, names=()), OPS, ())
@@ -347,7 +347,7 @@ def test_what_is_for_other_gpus_may_be_lost_and_nothing_else() -> None:
     less = dataclasses.replace(OPS, ops=("_C::a", "_C::b", "_C::c", "_C::d"))
     assert torch_ops.lost("m.so", less, OPS, allowed) == ("_q::e", "_q::f")
     less = dataclasses.replace(OPS, ops=("_C::a", "_C::b", "_C::c"))
-    with pytest.raises(BuildFailedError, match=r"lacks 1 of .* ops: _C::d"):
+    with pytest.raises(BuildFailedError, match="_C::d"):
         torch_ops.lost("m.so", less, OPS, allowed)
 
 
@@ -358,5 +358,5 @@ def test_an_op_that_was_only_read_has_no_namespace() -> None:
         "e",
         "f",
     )
-    with pytest.raises(BuildFailedError, match=r"lacks 1 of .* ops: a"):
+    with pytest.raises(BuildFailedError, match=r"ops: a\b"):
         torch_ops.lost("m.so", dataclasses.replace(read, ops=("f",)), read, allowed)

@@ -38,7 +38,7 @@ def test_a_build_for_another_machine_crosses(machine: str, here: str, crossing: 
     ("machine", "here"), [("x86_64", "aarch64"), ("riscv64", "x86_64"), ("aarch64", "riscv64")]
 )
 def test_what_no_toolkit_compiles_for_is_refused(machine: str, here: str) -> None:
-    with pytest.raises(BadArchitectureError, match=f"{machine} cannot be compiled on {here}"):
+    with pytest.raises(BadArchitectureError, match=f"{machine}.*{here}"):
         cross.needed(machine, here=here)
 
 
@@ -48,7 +48,7 @@ def test_a_missing_compiler_is_named_with_its_package(
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ToolMissingError) as caught:
         target.compiler()
-    assert "takes aarch64-linux-gnu-g++, which is not installed" in str(caught.value)
+    assert "aarch64-linux-gnu-g++" in caught.value.message
     assert "apt-get install g++-aarch64-linux-gnu" in caught.value.next_step
 
 
@@ -56,21 +56,21 @@ def test_a_toolkit_remembers_what_it_compiles_for(target: cross.Target, tmp_path
     home = tmp_path / "cuda"
     home.mkdir()
     assert cross.find(home, "x86_64") is None
-    with pytest.raises(BadFileError, match="compiles for x86_64, not for aarch64"):
+    with pytest.raises(BadFileError, match=r"x86_64.*aarch64"):
         cross.find(home, "aarch64")
     cross.write_marker(target, home)
     assert cross.find(home, "aarch64") == target
     assert (home / "targets" / "sbsa-linux").resolve() == home
-    with pytest.raises(BadFileError, match="compiles for aarch64, not for x86_64"):
+    with pytest.raises(BadFileError, match=r"aarch64.*x86_64"):
         cross.find(home, "x86_64")
     (home / cross.MARKER).write_text("{}")
-    with pytest.raises(BadFileError, match="cannot be read"):
+    with pytest.raises(BadFileError, match=cross.MARKER):
         cross.find(home, "aarch64")
 
 
 def test_packages_that_are_not_unpacked_are_named(target: cross.Target) -> None:
     assert cross.libraries(target, "cu13") == target.packages / "nvidia" / "cu13" / "lib"
-    with pytest.raises(BadFileError, match="nvidia/cu14/lib is not there") as caught:
+    with pytest.raises(BadFileError, match="nvidia/cu14/lib") as caught:
         cross.libraries(target, "cu14")
     assert "sm12x build packages --machine aarch64" in caught.value.next_step
 
@@ -146,6 +146,6 @@ def test_unpacked_packages_are_found_again_and_nothing_else_is_replaced(tmp_path
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "file").touch()
-    with pytest.raises(BadFileError, match="was not made by this command"):
+    with pytest.raises(BadFileError, match=str(mine)):
         cross.unpack(base, "aarch64", mine, uv="uv")
     assert json.dumps([path.name for path in mine.iterdir()]) == '["file"]'

@@ -218,7 +218,7 @@ def test_dtypes_are_given_by_name(generators: list[dict[str, Any]]) -> None:
 
 
 def test_a_module_of_another_name_is_refused(generators: list[dict[str, Any]]) -> None:
-    with pytest.raises(ValueError, match="made, not other"):
+    with pytest.raises(ValueError, match="other"):
         flashinfer_jit.specs([asked("other")])
 
 

@@ -76,7 +76,7 @@ def test_the_source_defines_each_name_once() -> None:
 
 def test_another_header_is_refused(tmp_path: Path) -> None:
     (tmp_path / "cuda.h").write_text("#define OTHER 1\n")
-    with pytest.raises(BadFileError, match=r"not the header of the driver API"):
+    with pytest.raises(BadFileError):
         libcuda_stub.read(tmp_path)
-    with pytest.raises(BadFileError, match="is not there"):
+    with pytest.raises(BadFileError, match=str(tmp_path)):
         libcuda_stub.read(tmp_path / "none")

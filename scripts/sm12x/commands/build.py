@@ -86,10 +86,7 @@ def toolchain(site_packages: Path, out: Path, machine: str, target_packages: Pat
             )
         target = cross.Target(machine=machine, packages=target_packages.absolute())
     toolkit = step.assemble(site_packages, out, target=target)
-    click.echo(
-        f"{out}: nvcc {toolkit.nvcc}, {toolkit.libraries} libraries of {toolkit.package}, "
-        f"a stub of libcuda with {toolkit.driver_symbols} symbols; compiles and links"
-    )
+    click.echo(f"{out}: nvcc {toolkit.nvcc} and a stub of libcuda; compiles and links")
 
 
 @command.command()

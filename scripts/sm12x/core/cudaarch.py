@@ -37,11 +37,11 @@ class CudaArch:
 
     @property
     def sm(self) -> str:
-        """The name nvcc gives it: "sm_120a"."""
+        """Return the name nvcc gives it: "sm_120a"."""
         return f"sm_{self.major}{self.minor}{self.suffix}"
 
     def runs_on(self, major: int, minor: int) -> bool:
-        """Whether a cubin of this target loads on a device of compute capability major.minor."""
+        """Tell whether a cubin of this target loads on compute capability ``major.minor``."""
         if self.major != major:
             return False
         if self.suffix == "a":

@@ -11,7 +11,7 @@ import functools
 import json
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args
@@ -48,7 +48,7 @@ class Declared:
 
 
 def one_of(*names: str) -> GetPydanticSchema:
-    """For ``Annotated[str, one_of(...)]``: a text, or a key, that is one of ``names``."""
+    """Allow, in ``Annotated[str, one_of(...)]``, a text or a key that is one of ``names``."""
     return GetPydanticSchema(lambda source, handler: core_schema.literal_schema([*names]))
 
 
@@ -80,7 +80,7 @@ class NotInFile:
 
 
 def in_file(**schema: Any) -> WithJsonSchema:
-    """For ``Annotated[T, in_file(type=...)]``: what a file may hold, of which a ``T`` is made."""
+    """Say, in ``Annotated[T, in_file(type=...)]``, of what in a file a ``T`` is made."""
     return WithJsonSchema(schema, mode="validation")
 
 
@@ -123,7 +123,7 @@ if TYPE_CHECKING:
 else:
 
     def shown(function: Any) -> Any:
-        """A property that stands in the JSON of its dataclass beside the fields."""
+        """Return a property that stands in the JSON of its dataclass beside the fields."""
         return computed_field(property(function))
 
 
@@ -151,24 +151,18 @@ def read_toml(
         BadFileError: the file cannot be read or does not parse, or a key is missing, unknown or of
           another type; the message has the first fault and the number of further ones.
     """
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise _unread(path, error, next_step) from None
     given = given or {}
+    text = _text(path, next_step)
+    raw = _parsed(tomllib.loads, text, f"{path} cannot be read", next_step)
     mine = sorted(given.keys() & raw.keys())
     if mine:
         raise BadFileError(f"{path}: {mine[0]} is not a known key", next_step=next_step)
-    return _convert(kind, {**raw, **given}, path, next_step=next_step)
+    return _convert(kind, {**raw, **given}, f"{path}: ", next_step)
 
 
 def read_json(kind: type[_T], path: Path, *, next_step: str, what: str = "") -> _T:
     """Read a JSON file into the dataclass ``kind``; raises as ``read_toml``."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise _unread(path, error, next_step) from None
-    return parse_json(kind, text, path, next_step=next_step, what=what)
+    return parse_json(kind, _text(path, next_step), path, next_step=next_step, what=what)
 
 
 def parse_json(kind: type[_T], text: str, path: Path, *, next_step: str, what: str = "") -> _T:
@@ -176,17 +170,31 @@ def parse_json(kind: type[_T], text: str, path: Path, *, next_step: str, what: s
 
     ``what`` names what the file should be, where any file may have been given.
     """
+    raw = _parsed(json.loads, text, f"{path} holds no {what or 'JSON'}", next_step)
+    return _convert(kind, raw, f"{path} holds no {what}: " if what else f"{path}: ", next_step)
+
+
+def _text(path: Path, next_step: str) -> str:
     try:
-        return _convert(kind, json.loads(text), path, next_step=next_step)
-    except BadFileError as error:
-        if not what:
-            raise
-        reason = error.message.removeprefix(f"{path}: ")
-        raise BadFileError(f"{path} holds no {what}: {reason}", next_step=next_step) from None
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise BadFileError(f"{path} cannot be read: {error}", next_step=next_step) from None
+
+
+def _parsed(parse: Callable[[str], Any], text: str, fault: str, next_step: str) -> Any:
+    try:
+        return parse(text)
     except (ValueError, RecursionError) as error:
-        raise BadFileError(
-            f"{path} holds no {what or 'JSON'}: {error}", next_step=next_step
-        ) from None
+        raise BadFileError(f"{fault}: {error}", next_step=next_step) from None
+
+
+def _convert(kind: type[_T], raw: object, where: str, next_step: str) -> _T:
+    """Return ``raw`` as the dataclass ``kind``; ``where`` begins the message of what is raised."""
+    value, faults = check(kind, raw)
+    if value is not None:
+        return value
+    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+    raise BadFileError(f"{where}{faults[0].text}{more}", next_step=next_step)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,15 +203,6 @@ class Fault:
 
     where: tuple[str | int, ...]
     text: str
-
-
-def _convert(kind: type[_T], raw: object, path: Path, *, next_step: str) -> _T:
-    """Return ``raw``, what ``path`` holds, as the dataclass ``kind``; raises as ``read_toml``."""
-    value, faults = check(kind, raw)
-    if value is not None:
-        return value
-    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-    raise BadFileError(f"{path}: {faults[0].text}{more}", next_step=next_step)
 
 
 def check(kind: type[_T], raw: object) -> tuple[_T | None, list[Fault]]:
@@ -228,7 +227,7 @@ def check(kind: type[_T], raw: object) -> tuple[_T | None, list[Fault]]:
         reason = one.get("ctx", {}).get("error")
         if isinstance(reason, KeyFaultError) and reason.key:
             where.append(reason.key)
-        faults.append(Fault(where=tuple(where), text=_told({**one}, where, kind)))
+        faults.append(Fault(where=tuple(where), text=_fault_text({**one}, where, kind)))
     return None, faults
 
 
@@ -281,12 +280,9 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
-def _unread(path: Path, error: Exception, next_step: str) -> BadFileError:
-    return BadFileError(f"{path} cannot be read: {error}", next_step=next_step)
-
-
-def _told(fault: Mapping[str, Any], where: list[Any], kind: Any) -> str:
-    key = _name(where)
+def _fault_text(fault: Mapping[str, Any], where: list[Any], kind: Any) -> str:
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in where)
+    key = "".join(parts).removeprefix(".")
     value, context = fault["input"], fault.get("ctx", {})
     match fault["type"]:
         case "missing" | "missing_argument" | "missing_keyword_only_argument":
@@ -308,14 +304,9 @@ def _told(fault: Mapping[str, Any], where: list[Any], kind: Any) -> str:
     return f"{key} is {value!r}: {message}" if where else f"cannot be used: {message}"
 
 
-def _name(where: list[Any]) -> str:
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where)
-    return text.removeprefix(".")
-
-
 @functools.cache
 def _keys(kind: Any) -> tuple[str, ...]:
-    """Every key that a file of this kind may have, in any of its tables."""
+    """Return every key that a file of this kind may have, in any of its tables."""
     schema = _adapter(kind).json_schema()
     tables = [schema, *schema.get("$defs", {}).values()]
     return tuple(sorted({key for table in tables for key in table.get("properties", {})}))

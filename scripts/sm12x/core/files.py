@@ -20,7 +20,7 @@ DATE = 946684800
 
 
 def sha256(path: Path) -> str:
-    """The sha256 of a file, in hex."""
+    """Return the sha256 of a file, in hex."""
     with path.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
@@ -74,16 +74,19 @@ def replacing_folder(out: Path, marker: str) -> Iterator[Path]:
 
 
 @contextmanager
-def locked(folder: Path, refused: Sm12xError | None = None) -> Iterator[None]:
+def locked(
+    folder: Path, refused: Sm12xError | None = None, *, wait: bool = False
+) -> Iterator[None]:
     """Lock ``folder`` against other processes; the kernel releases the lock if this one is killed.
 
     Raises:
-        DirtyTreeError: another process holds the lock; ``refused`` instead, where it is given.
+        DirtyTreeError: another process holds the lock, and this one does not ``wait``; ``refused``
+            instead, where it is given.
     """
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             raise refused or DirtyTreeError(
                 f"another process is working in {folder}",
@@ -137,7 +140,7 @@ def link(source: str | Path, target: str | Path) -> None:
 
 
 def kernel_text(path: Path) -> str:
-    """The text of a file in /proc or /sys, "" where it cannot be read."""
+    """Return the text of a file in /proc or /sys, "" where it cannot be read."""
     try:
         return path.read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError):
@@ -145,31 +148,31 @@ def kernel_text(path: Path) -> str:
 
 
 def home() -> Path:
-    """The user's home folder; "~" itself, which is none, where the system knows no home."""
+    """Return the user's home folder; "~" itself, which is none, where the system knows no home."""
     # Path.home() raises there, and with it whoever only looks for files of the user's.
     return Path(os.path.expanduser("~"))  # noqa: PTH111
 
 
-def existing(folder: Path) -> Path:
-    """``folder``, or the nearest folder above it that exists."""
+def _existing(folder: Path) -> Path:
+    """Return ``folder``, or the nearest folder above it that exists."""
     while not folder.exists():
         folder = folder.parent
     return folder
 
 
 def has_files(folder: Path) -> bool:
-    """Whether ``folder`` is a folder that has something in it."""
+    """Tell whether ``folder`` is a folder that has something in it."""
     return folder.is_dir() and any(folder.iterdir())
 
 
 def device(folder: Path) -> int:
-    """The number of the file system of ``folder``, which need not exist yet."""
-    return existing(folder).stat().st_dev
+    """Return the number of the file system of ``folder``, which need not exist yet."""
+    return _existing(folder).stat().st_dev
 
 
 def free_gib(folder: Path) -> float:
-    """GiB that this user may fill in the file system of ``folder``, which need not exist yet."""
-    return shutil.disk_usage(existing(folder)).free / GIB
+    """Return the GiB that this user may fill on the disk of ``folder``, which need not exist."""
+    return shutil.disk_usage(_existing(folder)).free / GIB
 
 
 MOVE_CACHE = "set SM12X_CACHE to a folder on another disk"
@@ -189,7 +192,7 @@ def require_space(folder: Path, gib: float, *, what: str, move: str = MOVE_CACHE
 
 
 def matches(path: str, glob: str) -> bool:
-    """Whether a path fits a glob: ``*`` stays within a folder, ``**`` goes across folders."""
+    """Tell whether a path fits a glob: ``*`` stays within a folder, ``**`` goes across folders."""
     return _matches(path.split("/"), glob.split("/"))
 
 

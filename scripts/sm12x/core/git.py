@@ -9,17 +9,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from sm12x.core import process
 from sm12x.core.errors import NoSpaceError
 from sm12x.core.process import Completed
-
-_IDENTITY = "sm12x <sm12x@localhost>"
-# 2000-01-01: commits that no mail dates must not depend on when they are made.
-_FIXED_DATE = "946684800 +0000"
 
 _SETTINGS = {
     # No conversion of content, whatever .gitattributes or the machine's settings say.
@@ -43,9 +39,7 @@ _SETTINGS = {
 _ATTRIBUTES = "* -text -eol -filter -ident -working-tree-encoding\n"
 _OFFSET = re.compile(r"^Hunk #(\d+) succeeded at (\d+) \((offset -?\d+ lines?)\)")
 _FULL = re.compile("No space left on device|Disk quota exceeded|Out of diskspace")
-# What git says of a write that failed, without the reason.
-_WRITING = re.compile("writ|creat|truncat|copy|unable to|could not", re.IGNORECASE)
-# Bytes under which a disk counts as full.
+# Bytes under which a disk counts as full: git names a write that failed, not always the reason.
 _ROOM = 64 * 1024
 _CHECKING = re.compile(r"^Checking patch (.+)\.\.\.$")
 
@@ -77,6 +71,10 @@ class Signature:
     date: str
 
 
+# 2000-01-01: commits that no mail dates must not depend on when they are made.
+_OURS = Signature(name="sm12x", email="sm12x@localhost", date="946684800 +0000")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Repository:
     """A repository whose parts are named outright, so that none is looked for or guessed.
@@ -92,15 +90,7 @@ class Repository:
         """Make an empty repository in ``git_dir`` (not in ``work_tree``)."""
         repository = cls(git_dir=git_dir.absolute(), work_tree=work_tree.absolute())
         # No template: a machine's hooks and excludes have no business here.
-        words = ["git", "init", "--quiet", "--template=", "--initial-branch=stack", str(git_dir)]
-        _run(
-            words,
-            env={
-                **_isolation(),
-                "GIT_DIR": str(repository.git_dir),
-                "GIT_WORK_TREE": str(repository.work_tree),
-            },
-        )
+        repository.run("init", "--quiet", "--template=", "--initial-branch=stack")
         info = git_dir / "info"
         info.mkdir(exist_ok=True)
         # info/attributes outranks any .gitattributes in the tree.
@@ -114,9 +104,13 @@ class Repository:
         check: bool = True,
         env: Mapping[str, str | None] | None = None,
     ) -> Completed:
-        """Run one git command on this repository; raises ToolFailedError as process.run does."""
+        """Run one git command on this repository; raises ToolFailedError as process.run does.
+
+        A full disk raises NoSpaceError, even without ``check``.
+        """
         settings = [word for item in _SETTINGS.items() for word in ("-c", "=".join(item))]
-        return _run(
+        places = (self.git_dir, self.work_tree)
+        done = process.run(
             ["git", *settings, *words],
             cwd=self.work_tree,
             env={
@@ -126,11 +120,22 @@ class Repository:
                 **(env or {}),
             },
             stdin=stdin,
-            check=check,
+            check=False,
         )
+        if done.returncode != 0:
+            if _FULL.search(done.stderr) or (done.stderr and any(map(_no_room, places))):
+                raise NoSpaceError(
+                    f"the disk is full: git cannot write its repository {places[0]} or the files "
+                    f"of {places[1]} ({done.stderr.strip().splitlines()[-1]})",
+                    next_step="free space there (for temporary folders: set TMPDIR), and run this "
+                    "again",
+                )
+            if check:
+                raise process.failed(done)
+        return done
 
     def line(self, *words: str) -> str:
-        """The output of a command that prints one line."""
+        """Return the output of a command that prints one line."""
         return self.run(*words).stdout.strip()
 
     # Trees and commits
@@ -150,20 +155,17 @@ class Repository:
         self, tree: str, message: str, *, parent: str | None = None, author: Signature | None = None
     ) -> str:
         """Make a commit object and return its id; no reference moves."""
-        name, email = _IDENTITY.removesuffix(">").split(" <")
-        who = author or Signature(name=name, email=email, date=_FIXED_DATE)
-        words = ["commit-tree", tree, "-F", "-"]
-        if parent is not None:
-            words += ["-p", parent]
+        who = author or _OURS
+        parents = ("-p", parent) if parent else ()
         done = self.run(
-            *words,
+            *("commit-tree", tree, "-F", "-", *parents),
             stdin=message,
             env={
                 "GIT_AUTHOR_NAME": who.name,
                 "GIT_AUTHOR_EMAIL": who.email,
                 "GIT_AUTHOR_DATE": who.date,
-                "GIT_COMMITTER_NAME": name,
-                "GIT_COMMITTER_EMAIL": email,
+                "GIT_COMMITTER_NAME": _OURS.name,
+                "GIT_COMMITTER_EMAIL": _OURS.email,
                 # The author's date again, so that a commit's id depends on its content alone.
                 "GIT_COMMITTER_DATE": who.date,
             },
@@ -171,7 +173,7 @@ class Repository:
         return done.stdout.strip()
 
     def resolve(self, revision: str) -> str | None:
-        """The commit id of ``revision``, or None where there is none."""
+        """Return the commit id of ``revision``, or None where there is none."""
         done = self.run("rev-parse", "--quiet", "--verify", f"{revision}^{{commit}}", check=False)
         return done.stdout.strip() or None
 
@@ -182,7 +184,7 @@ class Repository:
         self.run("update-ref", name, commit)
 
     def commits(self, since: str, until: str) -> list[str]:
-        """The commits after ``since`` up to ``until``, oldest first."""
+        """Return the commits after ``since`` up to ``until``, oldest first."""
         return self.run("rev-list", "--reverse", f"{since}..{until}").stdout.split()
 
     def merges(self, since: str, until: str) -> list[str]:
@@ -194,26 +196,26 @@ class Repository:
     # Files
 
     def index_entries(self) -> dict[str, TreeFile]:
-        """The files of the index by path."""
-        return _entries(self.run("ls-files", "--stage", "-z").stdout, blob_word=1)
+        """Return the files of the index by path."""
+        entries: dict[str, TreeFile] = {}
+        for record in self.run("ls-files", "--stage", "-z").stdout.split("\0"):
+            if record:
+                head, path = record.split("\t", 1)
+                mode, blob, _ = head.split()
+                entries[path] = TreeFile(path=path, mode=mode, blob=blob)
+        return entries
 
     def changed(self, old: str, new: str) -> list[str]:
-        """The paths that differ between two commits or trees."""
+        """Return the paths that differ between two commits or trees."""
         out = self.run("diff-tree", "-r", "-z", "--no-renames", "--name-only", old, new).stdout
         return [path for path in out.split("\0") if path]
 
     def checkout_index(self, prefix: Path, paths: Sequence[str]) -> None:
         """Write these files of the index, byte for byte, under the folder ``prefix``."""
-        self.run(
-            "checkout-index",
-            f"--prefix={prefix}/",
-            "-z",
-            "--stdin",
-            stdin="\0".join(paths),
-        )
+        self.run("checkout-index", f"--prefix={prefix}/", "-z", "--stdin", stdin="\0".join(paths))
 
     def status(self) -> list[str]:
-        """Changed and unknown files of the work tree, as `git status --porcelain` lines."""
+        """Return changed and unknown files of the work tree, as `git status --porcelain` lines."""
         return self.run("status", "--porcelain", "--untracked-files=all").stdout.splitlines()
 
     # Patches
@@ -247,34 +249,6 @@ class Repository:
         self.run("-c", "pack.window=0", "repack", "-a", "-d", "-q")
 
 
-def _run(
-    words: Sequence[str],
-    *,
-    env: Mapping[str, str | None],
-    cwd: Path | None = None,
-    stdin: str | bytes | None = None,
-    check: bool = True,
-) -> Completed:
-    """process.run, but a full disk raises NoSpaceError even without ``check``."""
-    done = process.run(words, cwd=cwd, env=env, stdin=stdin, check=False)
-    if done.returncode != 0:
-        lines = done.stderr.splitlines()
-        full = next((line for line in lines if _FULL.search(line)), None)
-        places = [Path(env[name] or "") for name in ("GIT_DIR", "GIT_WORK_TREE")]
-        if full is None and any(_no_room(place) for place in places):
-            full = next((line for line in lines if _WRITING.search(line)), None)
-        if full is not None:
-            raise NoSpaceError(
-                f"the disk is full: git cannot write its repository {places[0]} or the files of "
-                f"{places[1]} ({full.strip()})",
-                next_step="free space there (for temporary folders: set TMPDIR), and run this "
-                "again",
-            )
-        if check:
-            raise process.failed(done)
-    return done
-
-
 def _no_room(folder: Path) -> bool:
     try:
         return shutil.disk_usage(folder).free < _ROOM
@@ -300,11 +274,10 @@ def parse_apply(stderr: str, returncode: int) -> GitApplied:
 
 
 def _isolation() -> dict[str, str | None]:
-    """An environment in which git reads no configuration of the machine or the user."""
-    # A caller's own variables (a hook's GIT_DIR, GIT_INDEX_FILE ...) would point git elsewhere.
-    inherited: Iterator[str] = (name for name in os.environ if name.startswith("GIT_"))
+    """Return an environment in which git reads no configuration of the machine or the user."""
     return {
-        **dict.fromkeys(inherited),
+        # A caller's own variables (a hook's GIT_DIR, GIT_INDEX_FILE ...) would point git elsewhere.
+        **{name: None for name in os.environ if name.startswith("GIT_")},
         "GIT_CONFIG_NOSYSTEM": "1",
         "GIT_CONFIG_GLOBAL": os.devnull,
         "GIT_TERMINAL_PROMPT": "0",
@@ -314,22 +287,3 @@ def _isolation() -> dict[str, str | None]:
         "LANGUAGE": None,
         "TZ": "UTC",
     }
-
-
-def user_identity(folder: Path) -> str | None:
-    """The user's identity, "Name <mail>", from git's configuration; None where none is set."""
-    done = process.run(["git", "config", "--get", "user.name"], cwd=folder, check=False)
-    mail = process.run(["git", "config", "--get", "user.email"], cwd=folder, check=False)
-    name = os.environ.get("GIT_AUTHOR_NAME") or done.stdout.strip()
-    address = os.environ.get("GIT_AUTHOR_EMAIL") or mail.stdout.strip()
-    return f"{name} <{address}>" if name and address else None
-
-
-def _entries(listing: str, *, blob_word: int) -> dict[str, TreeFile]:
-    entries: dict[str, TreeFile] = {}
-    for record in listing.split("\0"):
-        if record:
-            head, path = record.split("\t", 1)
-            words = head.split()
-            entries[path] = TreeFile(path=path, mode=words[0], blob=words[blob_word])
-    return entries

@@ -1,8 +1,8 @@
 """Fetching files from a package index by name and sha256, into a cache, resumable.
 
-The cache is a folder ``files/<sha256>/<name>``; beside a file that is being fetched lies
-``<name>.part``, which is locked while a process writes it, outlives that process, and takes the
-final name only once its sha256 is right.
+The cache is a folder ``files/<sha256>/<name>``, which is locked while a process fetches into it.
+``<name>.part`` in it is what has come so far: it outlives that process, and takes the final name
+only once its sha256 is right.
 
 What speaks HTTP and reads an index's page is imported where that is done: it takes half of the time
 in which a command starts, and most commands find all they need in the cache.
@@ -10,24 +10,13 @@ in which a command starts, and most commands find all they need in the cache.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import unquote, urlsplit
 
 from sm12x.core import files, progress
-from sm12x.core.errors import (
-    DISK_FULL,
-    BadFileError,
-    FetchError,
-    HashMismatchError,
-    NoSpaceError,
-    Sm12xError,
-)
+from sm12x.core.errors import DISK_FULL, FetchError, HashMismatchError, NoSpaceError
 
 if TYPE_CHECKING:
     from pypi_simple import DistributionPackage
@@ -44,7 +33,7 @@ def fetch(
     find_links: Path | None = None,
     on_progress: OnProgress | None = None,
 ) -> Path:
-    """The file ``name`` of ``project`` on the package index, verified, in ``cache``.
+    """Return the file ``name`` of ``project`` on the package index, verified, in ``cache``.
 
     A cached file is hashed again and returned without touching the network. With ``find_links``
     the file is taken from that folder and the network is never used.
@@ -54,24 +43,30 @@ def fetch(
             the user's, in ``find_links``, is not).
         FetchError: not on the index, not in ``find_links``, or no connection.
         NoSpaceError: the disk is full; what has come so far stays, for the next try.
-        BadFileError: the cache or ``find_links`` cannot be read or written.
     """
     final = cache / "files" / sha256 / name
     if _is_cached(final, sha256):
         return final
+    final.parent.mkdir(parents=True, exist_ok=True)
+    part = final.with_name(final.name + ".part")
     try:
-        with _partial(final) as part:
-            # Else another process has fetched it while we waited for its lock: it is there now.
-            if part is not None:
+        with files.locked(final.parent, wait=True):
+            # Another process may have fetched it while this one waited.
+            if not _is_cached(final, sha256):
                 if find_links is None:
                     _download(project, name, sha256, part, on_progress)
                 else:
-                    _take(find_links, name, sha256, part, on_progress)
+                    _take(find_links / name, sha256, part)
                 part.replace(final)
-                return final
     except OSError as error:
-        raise _storage_error(error, final) from None
-    return fetch(project, name, sha256, cache=cache, find_links=find_links, on_progress=on_progress)
+        if error.errno not in DISK_FULL:
+            raise
+        raise NoSpaceError(
+            f"the disk of {final.parent} is full while fetching {name}",
+            next_step="free space there, or set SM12X_CACHE to a folder on another disk, and run "
+            "the command again: it resumes",
+        ) from None
+    return final
 
 
 def fetch_shown(
@@ -95,49 +90,21 @@ def _is_cached(final: Path, sha256: str) -> bool:
     )
 
 
-@contextmanager
-def _partial(final: Path) -> Iterator[Path | None]:
-    """The locked ``.part`` of ``final``; None if ``final`` appeared while waiting for the lock."""
-    part = final.with_name(final.name + ".part")
-    part.parent.mkdir(parents=True, exist_ok=True)
-    while True:
-        with part.open("ab") as handle:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            # The process that held the lock may have given the file its final name, or removed
-            # it: then what we have locked is no longer the .part.
-            try:
-                ours = os.path.samestat(os.fstat(handle.fileno()), part.stat())
-            except FileNotFoundError:
-                ours = False
-            if final.exists():
-                if ours:
-                    part.unlink()
-                yield None
-                return
-            if ours:
-                try:
-                    yield part
-                finally:
-                    if part.exists() and part.stat().st_size == 0:
-                        part.unlink()
-                return
-
-
 def _locate(project: str, name: str, sha256: str) -> tuple[DistributionPackage, str]:
-    """Ask each index for the project's page, in order; return the file, and the index's address."""
-    from sm12x.core import download
+    """Return the file as the first index lists it that has it, and the address of that index."""
+    from sm12x.core import download, pipconfig
 
-    seen: list[str] = []
+    absent: list[str] = []
     other: str | None = None
-    for answer in download.answers(project, name, seen):
-        package = next((one for one in answer.page.packages if one.filename == name), None)
+    for address, packages in download.listed(project, name, absent):
+        package = next((one for one in packages if one.filename == name), None)
         if package is None:
-            count = len(answer.page.packages)
-            seen.append(f"{answer.shown} has no such file among its {count} files of {project}")
+            shown = pipconfig.without_credentials(address)
+            absent.append(f"{shown} has no such file among its {len(packages)} files of {project}")
             continue
         digest = package.digests.get("sha256", sha256)
         if digest == sha256:
-            return package, answer.address
+            return package, address
         other = digest
     if other is not None:
         raise HashMismatchError(
@@ -146,25 +113,28 @@ def _locate(project: str, name: str, sha256: str) -> tuple[DistributionPackage, 
             next_step="check the pin; if it is right, the index serves another file: ask its "
             "operator",
         )
-    raise FetchError(f"{name} cannot be fetched: {'; '.join(seen)}", next_step=download.OFFLINE)
+    raise FetchError(f"{name} cannot be fetched: {'; '.join(absent)}", next_step=download.OFFLINE)
 
 
 def _download(
     project: str, name: str, sha256: str, part: Path, on_progress: OnProgress | None
 ) -> None:
+    """Make ``part`` the whole file."""
     from sm12x.core import download
 
+    resumed = part.is_file()
+    # A run may have been killed just before it gave the file its final name.
+    if resumed and files.sha256(part) == sha256:
+        return
     package, address = _locate(project, name, sha256)
-    auth = _credentials(address, package.url)
-    # The part left by an earlier run may be the damaged one: the whole file comes once more then.
-    for resumed in (part.stat().st_size > 0, False):
-        download.transfer(package.url, part, name, on_progress, size=package.size, auth=auth)
-        got = files.sha256(part)
-        if got == sha256:
-            return
-        if not resumed:
-            break
+    download.transfer(package, address, part, on_progress)
+    if files.sha256(part) != sha256 and resumed:
+        # What an earlier run left may be the damaged part: the whole file comes once more.
         os.truncate(part, 0)
+        download.transfer(package, address, part, on_progress)
+    got = files.sha256(part)
+    if got == sha256:
+        return
     part.unlink()
     raise HashMismatchError(
         f"{name} was fetched with sha256 {got}, expected {sha256}; it has been deleted",
@@ -172,46 +142,18 @@ def _download(
     )
 
 
-def _take(folder: Path, name: str, sha256: str, part: Path, on_progress: OnProgress | None) -> None:
-    """Copy ``name`` out of a --find-links folder."""
-    source = folder / name
+def _take(source: Path, sha256: str, part: Path) -> None:
+    """Copy a file out of a --find-links folder."""
     if not source.is_file():
-        part.unlink()
         raise FetchError(
-            f"{name} is not in {folder}", next_step="put it there, or leave out --find-links"
+            f"{source.name} is not in {source.parent}",
+            next_step="put it there, or leave out --find-links",
         )
     shutil.copyfile(source, part)
-    if on_progress:
-        on_progress(source.stat().st_size, source.stat().st_size)
     got = files.sha256(part)
     if got != sha256:
         part.unlink()
         raise HashMismatchError(
             f"{source} has sha256 {got}, expected {sha256}; it was not used",
-            next_step=f"replace it with the right {name}",
+            next_step=f"replace it with the right {source.name}",
         )
-
-
-def _credentials(index: str, url: str) -> tuple[str, str] | None:
-    """Return the index's credentials, for a file on the same host whose address carries none."""
-    ours, theirs = urlsplit(index), urlsplit(url)
-    same = all(
-        getattr(ours, part) == getattr(theirs, part) for part in ("scheme", "hostname", "port")
-    )
-    if not same or ours.username is None or theirs.username is not None:
-        return None
-    return unquote(ours.username), unquote(ours.password or "")
-
-
-def _storage_error(error: OSError, final: Path) -> Sm12xError:
-    if error.errno in DISK_FULL:
-        return NoSpaceError(
-            f"the disk of {final.parent} is full while fetching {final.name}",
-            next_step="free space there, or set SM12X_CACHE to a folder on another disk, and run "
-            "the command again: it resumes",
-        )
-    return BadFileError(
-        f"{error.filename or final} cannot be used: {error.strerror or error}",
-        next_step="check the permissions of that path, or set SM12X_CACHE to a folder that you can "
-        "write",
-    )

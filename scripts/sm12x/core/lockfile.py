@@ -45,7 +45,7 @@ class Lockfile:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The option lines, such as ``--only-binary :all:``, in order."""
+        """Return the option lines, such as ``--only-binary :all:``, in order."""
         return tuple(line.strip() for line in self.head.splitlines() if line.startswith("--"))
 
 
@@ -100,19 +100,16 @@ def restrict(text: str, names: Iterable[str], *, where: str = "lock file") -> st
     for pin in lock.pins:
         for parent in pin.via:
             needs.setdefault(parent, set()).add(pin.name)
-    closure: set[str] = set()
-    waiting = list(roots)
-    while waiting:
-        name = waiting.pop()
-        if name not in closure:
-            closure.add(name)
-            waiting.extend(needs.get(name, ()))
+    closure, fresh = set(roots), set(roots)
+    while fresh:
+        fresh = {need for name in fresh for need in needs.get(name, ())} - closure
+        closure |= fresh
     heading = f"# Cut down to what these need: {', '.join(sorted(roots))}.\n"
     return heading + lock.head + "".join(pin.text for pin in lock.pins if pin.name in closure)
 
 
 def brought_by(requirement: Requirement, extra: str) -> bool:
-    """Whether a package has the requirement only when that extra is asked for."""
+    """Tell whether a package has the requirement only when that extra is asked for."""
     marker = requirement.marker
     if marker is None:
         return False

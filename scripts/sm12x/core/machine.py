@@ -24,12 +24,12 @@ _COMPILER_GIB, _UNIFIED_COMPILER_GIB = 4.0, 8.0
 
 
 def compiler_gib(*, unified: bool) -> float:
-    """GiB to reserve for one compiler of CUDA kernels."""
+    """Return the GiB to reserve for one compiler of CUDA kernels."""
     return _UNIFIED_COMPILER_GIB if unified else _COMPILER_GIB
 
 
 def compilers(*, cores: int, available: int, unified: bool) -> int:
-    """How many compilers of CUDA kernels may run at a time (MAX_JOBS), at least one.
+    """Return how many compilers of CUDA kernels may run at a time (MAX_JOBS), at least one.
 
     Args:
         available: bytes that can be had on the machine.
@@ -39,12 +39,12 @@ def compilers(*, cores: int, available: int, unified: bool) -> int:
 
 
 def fitting(*, cores: int, available: int, each_gib: float) -> int:
-    """How many processes of ``each_gib`` GiB fit in ``available`` bytes, at most one per core."""
+    """Return how many processes of ``each_gib`` GiB fit in ``available`` bytes, one per core."""
     return max(1, min(cores, int(available / GIB / each_gib)))
 
 
 def cores(root: Path = Path("/")) -> int:
-    """The number of processors for this process, by CPU affinity and control group quota."""
+    """Return the number of processors for this process, by CPU affinity and control group quota."""
     ours = len(os.sched_getaffinity(0))
     groups = root / "sys/fs/cgroup"
     quota, period = (*_words(groups / "cpu.max"), "", "")[:2]
@@ -58,7 +58,7 @@ def cores(root: Path = Path("/")) -> int:
 
 
 def available(root: Path = Path("/")) -> int | None:
-    """Bytes that can be had without swapping, as far as kernel and control group say; else None.
+    """Return the bytes that can be had without swapping; None where the kernel does not say.
 
     In a container the group is the container's own.
     """

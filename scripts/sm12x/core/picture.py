@@ -11,7 +11,7 @@ from sm12x.core.errors import ToolMissingError
 
 
 def figure(option: str, **settings: Any) -> Any:
-    """A new figure. Raises ToolMissingError, which names ``option``, without matplotlib."""
+    """Return a new figure. Raises ToolMissingError, which names ``option``, without matplotlib."""
     try:
         module = importlib.import_module("matplotlib.figure")
     except ImportError:

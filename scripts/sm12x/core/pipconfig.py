@@ -20,7 +20,7 @@ from sm12x.core.errors import BadFileError, ToolMissingError
 
 # That of pypi_simple, a package that the environment of the witnesses does not have.
 PYPI_SIMPLE_ENDPOINT = "https://pypi.org/simple/"
-SYSTEM_FILE = Path("/etc/pip.conf")
+_SYSTEM_FILE = Path("/etc/pip.conf")
 # requests itself reads the first two, and lets them win over what a session is told: so must we.
 _CA_VARIABLES = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "PIP_CERT", "SSL_CERT_FILE")
 
@@ -79,7 +79,7 @@ def load(environ: Mapping[str, str] | None = None) -> PipConfig:
 
 
 def without_credentials(address: str) -> str:
-    """``address`` fit for a message: no user name, password, query or fragment."""
+    """Return ``address`` fit for a message: no user name, password, query or fragment."""
     parts = urlsplit(address)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
@@ -96,7 +96,7 @@ def _pip_files(env: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     ]
     paths = [
         *(folder / "pip" / "pip.conf" for folder in reversed(shared)),
-        SYSTEM_FILE,
+        _SYSTEM_FILE,
         home / ".pip" / "pip.conf",
         Path(env.get("XDG_CONFIG_HOME") or home / ".config") / "pip" / "pip.conf",
         Path(sys.prefix) / "pip.conf",

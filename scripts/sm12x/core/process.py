@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn
 
 from sm12x.core.errors import ToolFailedError, ToolMissingError
 
@@ -24,18 +25,17 @@ _NEXT_STEP = "read the lines above; repeat the command by hand to see all of its
 _READING = "repeat the command by hand to see what it says"
 # Seconds that a program has to end after SIGTERM. docker's client waits for its daemon to give up a
 # step, for minutes on a slow disk; debootstrap takes its mounts away, which must not be cut short.
-GRACE_SECONDS = 90.0
+_GRACE_SECONDS = 90.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Completed:
-    """A finished process. ``stdout`` is "" when the output was streamed; ``raw`` are its bytes."""
+    """A finished process, and its output as text."""
 
     argv: tuple[str, ...]
     returncode: int
     stdout: str
     stderr: str
-    raw: bytes = b""
 
 
 def run(
@@ -78,21 +78,27 @@ def run(
             if timeout is None:
                 process.kill()
             else:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                _signal_group(process, signal.SIGKILL)
             process.wait()
             if isinstance(error, subprocess.TimeoutExpired):
                 raise ToolFailedError(
                     f"`{shlex.join(words)}` did not finish in {timeout:g} s", next_step=next_step
                 ) from None
             raise
-    out = raw_out.decode(errors="replace")
-    err = raw_err.decode(errors="replace")
-    if check and process.returncode != 0:
-        raise _failed(words, process.returncode, (err or out).splitlines(), next_step)
-    return Completed(
-        argv=tuple(words), returncode=process.returncode, stdout=out, stderr=err, raw=raw_out
+    done = Completed(
+        argv=tuple(words),
+        returncode=process.returncode,
+        stdout=raw_out.decode(errors="replace"),
+        stderr=raw_err.decode(errors="replace"),
     )
+    if check and done.returncode != 0:
+        raise failed(done, next_step)
+    return done
+
+
+def _signal_group(process: subprocess.Popen[Any], number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
 
 
 class Background:
@@ -124,7 +130,7 @@ class Background:
             )
 
     def poll(self) -> int | None:
-        """The exit status, negative for a signal; None while it runs."""
+        """Return the exit status, negative for a signal; None while it runs."""
         return self._process.poll()
 
     def wait(self, seconds: float) -> int | None:
@@ -135,13 +141,11 @@ class Background:
 
     def terminate(self) -> None:
         """Send SIGTERM to the process group; ``stop`` kills what does not end."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGTERM)
+        _signal_group(self._process, signal.SIGTERM)
 
     def kill(self) -> None:
         """Send SIGKILL to the process group and do not wait, as a signal handler must not."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        _signal_group(self._process, signal.SIGKILL)
 
     def stop(self) -> None:
         """Kill the process group, unless it has ended already."""
@@ -150,7 +154,7 @@ class Background:
 
 
 def end_all(children: Sequence[Background], grace: float) -> None:
-    """SIGTERM to all of them, and after ``grace`` seconds SIGKILL to those that go on."""
+    """Send SIGTERM to all of them, and after ``grace`` seconds SIGKILL to those that go on."""
     for child in children:
         child.terminate()
     end = time.monotonic() + grace
@@ -168,24 +172,20 @@ def stream(
     on_line: Callable[[str], None] | None = None,
     log: Path | None = None,
     next_step: str = _NEXT_STEP,
-) -> Completed:
+) -> None:
     """Run ``argv``, handing each line of its stdout and stderr, as it comes, to ``on_line``.
 
-    The lines also go to ``log`` when given; without ``on_line`` they go to our stderr. Output that
-    is streamed is not returned. Raises as ``run`` does; the error carries the last lines.
+    The lines also go to ``log`` when given; without ``on_line`` they go to our stderr. Raises as
+    ``run`` does; the error carries the last lines.
     """
     words = _words(argv)
     tail: deque[str] = deque(maxlen=_TAIL_LINES)
-    sink = on_line or _to_stderr
-    handle: IO[str] | None = None
     if log is not None:
         log.parent.mkdir(parents=True, exist_ok=True)
-        # Line-buffered, so that a reader of the log sees a long step's output at once.
-        handle = log.open("a", buffering=1, encoding="utf-8")
-    try:
-        if handle:
-            handle.write(f"+ {shlex.join(words)}\n")
-        process = subprocess.Popen(
+    # Line-buffered, so that a reader of the log sees a long step's output at once.
+    with (
+        log.open("a", buffering=1, encoding="utf-8") if log else nullcontext() as handle,
+        subprocess.Popen(
             words,
             cwd=cwd,
             env=_environment(env),
@@ -194,31 +194,28 @@ def stream(
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-        )
+        ) as process,
+    ):
         try:
-            assert process.stdout is not None  # noqa: S101 - PIPE was asked for
-            for line in process.stdout:
+            if handle:
+                handle.write(f"+ {shlex.join(words)}\n")
+            for line in process.stdout or ():
                 line = line.rstrip("\n")
                 tail.append(line)
                 if handle:
                     handle.write(line + "\n")
-                sink(line)
+                (on_line or _to_stderr)(line)
             returncode = process.wait()
         except BaseException:
             # Ctrl-C or a failing sink must not leave the child behind.
             process.terminate()
             try:
-                process.wait(timeout=GRACE_SECONDS)
+                process.wait(timeout=_GRACE_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait()
             raise
-    finally:
-        if handle:
-            handle.close()
     if returncode != 0:
         raise _failed(words, returncode, list(tail), next_step)
-    return Completed(argv=tuple(words), returncode=0, stdout="", stderr="")
 
 
 def replace(argv: Sequence[str | Path], *, env: Mapping[str, str] | None = None) -> NoReturn:
@@ -260,24 +257,16 @@ def reading(argv: Sequence[str | Path]) -> Iterator[IO[bytes]]:
             # A reader may stop before the last byte; the writer must not fail for that.
             while process.stdout.read(1 << 20):
                 pass
-        except Exception as error:
+        finally:
             # A writer that still runs was not the cause; one that failed may need a moment to exit.
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=1)
-            if process.returncode:
-                raise _failed(words, process.returncode, _lines(errors), _READING) from error
-            raise
-        finally:
             process.stdout.close()
             process.terminate()
-            process.wait()
-        if process.returncode > 0:
-            raise _failed(words, process.returncode, _lines(errors), _READING)
-
-
-def _lines(handle: IO[bytes]) -> list[str]:
-    handle.seek(0)
-    return handle.read().decode(errors="replace").splitlines()
+            if process.wait() > 0:
+                errors.seek(0)
+                lines = errors.read().decode(errors="replace").splitlines()
+                raise _failed(words, process.returncode, lines, _READING)
 
 
 def which(name: str) -> Path | None:
@@ -318,20 +307,17 @@ def _failed(
 ) -> ToolFailedError:
     tail = "\n".join(f"    {line}" for line in list(lines)[-_TAIL_LINES:])
     output = f"; its last lines:\n{tail}\n" if tail else ""
-    command = shlex.join(_first_line(word) for word in words)
-    return ToolFailedError(f"`{command}` ended with {returncode}{output}", next_step=next_step)
+    # Of a program that is given as text, its beginning.
+    beginnings = (re.sub(r"^\s*(.*)\n(?s:.+)", r"\1...", word) for word in words)
+    return ToolFailedError(
+        f"`{shlex.join(beginnings)}` ended with {returncode}{output}", next_step=next_step
+    )
 
 
-def _first_line(word: str) -> str:
-    """Of a program that is given as text, its beginning."""
-    first, _, rest = word.strip().partition("\n")
-    return f"{first}..." if rest else word
-
-
-def failed(done: Completed) -> ToolFailedError:
-    """The error that ``run`` raises with ``check``, for a process that ran without it."""
+def failed(done: Completed, next_step: str = _NEXT_STEP) -> ToolFailedError:
+    """Return the error that ``run`` raises with ``check``, for a process that ran without it."""
     lines = (done.stderr or done.stdout).splitlines()
-    return _failed(done.argv, done.returncode, lines, _NEXT_STEP)
+    return _failed(done.argv, done.returncode, lines, next_step)
 
 
 def _to_stderr(line: str) -> None:

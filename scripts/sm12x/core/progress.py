@@ -39,39 +39,37 @@ def stderr_console() -> Console:
     return _Console(stderr=True, highlight=False)
 
 
-@contextmanager
-def _bar(
-    label: str, total: int | None, *columns: ProgressColumn
-) -> Iterator[tuple[Progress, TaskID]]:
-    """A bar with ``columns`` after it; nothing off a terminal."""
-    console = stderr_console()
-    with Progress(
+def _progress(console: Console, *columns: ProgressColumn, transient: bool = False) -> Progress:
+    """Return bars with ``columns`` after each; nothing off a terminal."""
+    return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         *columns,
         console=console,
         disable=not console.is_terminal,
-        transient=True,
-    ) as progress:
-        yield progress, progress.add_task(label, total=total)
+        transient=transient,
+    )
 
 
 @contextmanager
 def bar(label: str, total: int, *, unit: str = "items") -> Iterator[Callable[[int], None]]:
-    """A bar of ``total`` bytes (``unit="bytes"``) or items, moved on by calling with an amount."""
+    """Show a bar of ``total`` bytes (``unit="bytes"``) or items, moved by calling with a number."""
     columns: tuple[ProgressColumn, ...] = (
         (DownloadColumn(), TransferSpeedColumn())
         if unit == "bytes"
         else (TextColumn("{task.completed:.0f}/{task.total:.0f}"), TimeElapsedColumn())
     )
-    with _bar(label, total, *columns) as (progress, task):
+    with _progress(stderr_console(), *columns, transient=True) as progress:
+        task = progress.add_task(label, total=total)
         yield lambda amount: progress.advance(task, amount)
 
 
 @contextmanager
 def transfer(label: str) -> Iterator[Callable[[int, int | None], None]]:
-    """A bar for a download, moved by calling with (bytes there, whole size or None)."""
-    with _bar(label, None, DownloadColumn(), TransferSpeedColumn()) as (progress, task):
+    """Show a bar for a download, moved by calling with (bytes there, whole size or None)."""
+    columns = (DownloadColumn(), TransferSpeedColumn())
+    with _progress(stderr_console(), *columns, transient=True) as progress:
+        task = progress.add_task(label, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
@@ -96,16 +94,10 @@ _EVERY = 10.0
 def steps() -> Iterator[Steps]:
     """Yield a function that draws a bar for each label; without a terminal it prints lines."""
     console = stderr_console()
-    columns = [
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[count]}"),
-        TimeElapsedColumn(),
-    ]
     tasks: dict[str, TaskID] = {}
     begun: dict[str, float] = {}
     print_times: dict[str, float] = {}
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    with _progress(console, TextColumn("{task.fields[count]}"), TimeElapsedColumn()) as progress:
 
         def step(label: str, done: int, total: int, left: float | None = None) -> None:
             now = time.monotonic()
@@ -127,7 +119,7 @@ def steps() -> Iterator[Steps]:
 
 
 def _counted(done: int, total: int, left: float | None) -> str:
-    """ "37 of 110, about 12 min left"."""
+    """Return "37 of 110, about 12 min left"."""
     if left is None or done >= total:
         return f"{done} of {total}"
     rest = f"{left:.0f} s" if left < 100 else f"{left / 60:.0f} min"
@@ -136,7 +128,7 @@ def _counted(done: int, total: int, left: float | None) -> str:
 
 @contextmanager
 def spinner(label: str) -> Iterator[None]:
-    """A spinner while something of unknown length runs; nothing off a terminal."""
+    """Show a spinner while something of unknown length runs; nothing off a terminal."""
     console = stderr_console()
     if console.is_terminal:
         with console.status(label):
@@ -153,7 +145,7 @@ class Reporter(Protocol):
     def phase(
         self, label: str, *, live: bool = True
     ) -> AbstractContextManager[Callable[[str], None]]:
-        """A phase of the work; the block is given what shows the step it is at.
+        """Begin a phase of the work; the block is given what shows the step it is at.
 
         With ``live=False`` the terminal is left to progress bars of the block's own.
         """

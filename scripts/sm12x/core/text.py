@@ -32,7 +32,7 @@ _COLOURED = re.compile(rf"(\x1b\[3[0-7]m[A-Za-z ?]+\x1b\[0m)|{CONTROL.pattern}")
 
 
 def counted(number: int, one: str, many: str = "") -> str:
-    """ "1 file", "3 files", "2 patches", "4 libraries"."""
+    """Return "1 file", "3 files", "2 patches", "4 libraries"."""
     if number == 1:
         return f"1 {one}"
     if not many:
@@ -42,14 +42,14 @@ def counted(number: int, one: str, many: str = "") -> str:
 
 
 def size(count: float) -> str:
-    """Bytes, as "3.2 GiB", "64.0 MiB" or "1.5 KiB"."""
+    """Return bytes as "3.2 GiB", "64.0 MiB" or "1.5 KiB"."""
     if abs(count) >= GIB:
         return f"{count / GIB:.1f} GiB"
     return f"{count / MIB:.1f} MiB" if abs(count) >= MIB / 10 else f"{count / KIB:.1f} KiB"
 
 
 def duration(seconds: float) -> str:
-    """ "12.0 s" or "2.5 min"."""
+    """Return "12.0 s" or "2.5 min"."""
     return f"{seconds:.1f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
 
 
@@ -62,13 +62,13 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def either(words: Iterable[str]) -> str:
-    """ "a, b or c"; "" without any."""
+    """Return "a, b or c"; "" without any."""
     *most, last = [*words] or [""]
     return f"{', '.join(most)} or {last}" if most else last
 
 
 def first_of(words: Sequence[str], shown: int) -> str:
-    """The words, or the first of them and how many more there are."""
+    """Return the words, or the first of them and how many more there are."""
     if len(words) <= shown:
         return ", ".join(words)
     return f"{', '.join(words[:shown])} and {len(words) - shown} more"
@@ -87,7 +87,7 @@ def perhaps(word: str, choices: Iterable[str]) -> str:
 
 
 def paragraph(words: str, width: int = WIDTH, *, first: str = "", rest: str | None = None) -> str:
-    """``words`` in lines of ``width``; ``first`` begins the first line, ``rest`` the others."""
+    """Wrap ``words`` to ``width``; ``first`` begins the first line, ``rest`` the others."""
     # A single word of megabytes takes hours.
     return textwrap.fill(
         words[:_UNBROKEN],
@@ -100,7 +100,7 @@ def paragraph(words: str, width: int = WIDTH, *, first: str = "", rest: str | No
 
 
 def bullets(sentences: Iterable[str], width: int = WIDTH, *, indent: int = 0) -> list[str]:
-    """A line that begins with "- ", or several, of each sentence."""
+    """Return a line that begins with "- ", or several, of each sentence."""
     pad = " " * indent
     return [paragraph(sentence, width, first=f"{pad}- ", rest=f"{pad}  ") for sentence in sentences]
 
@@ -131,7 +131,7 @@ class Page:
 
 
 def draw(table: Table, width: int = WIDTH) -> str:
-    """One table as lines of text."""
+    """Return one table as lines of text."""
     page = Page(width)
     page.add(table)
     return page.text.removesuffix("\n")
@@ -148,7 +148,7 @@ def columns(rows: Iterable[Sequence[str]], *, head: Sequence[str] = (), indent: 
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; a pipe in a cell is escaped, a line break becomes a blank."""
+    """Return a Markdown table; a pipe in a cell is escaped, a line break becomes a blank."""
     lines = [_row(header), _row(["---"] * len(header)), *(_row(row) for row in rows)]
     return "\n".join(lines) + "\n"
 
@@ -160,7 +160,7 @@ def _row(cells: Sequence[str]) -> str:
 
 def visible(text: str) -> str:
     r"""Escape each character of ``CONTROL`` in ``text``: ``\x1b``, ``\u202e``."""
-    return CONTROL.sub(lambda match: escaped(match[0]), text)
+    return CONTROL.sub(lambda match: _escaped(match[0]), text)
 
 
 def one_line(name: str) -> str:
@@ -192,8 +192,8 @@ def without(value: _T, secrets: Mapping[str, str]) -> _T:
     return cast(_T, result)
 
 
-def escaped(char: str) -> str:
-    r"""``char`` as ``\x1b`` or ``\u202e``; of a byte that is no UTF-8, that byte."""
+def _escaped(char: str) -> str:
+    r"""Return ``char`` as ``\x1b`` or ``\u202e``; of a byte that is no UTF-8, that byte."""
     number = ord(char)
     if number < 0x100 or 0xDC80 <= number <= 0xDCFF:
         return f"\\x{number & 0xFF:02x}"
@@ -212,7 +212,7 @@ class VisibleStream:
 
     def write(self, text: str) -> int:
         self.rich_proxied_file.write(
-            _COLOURED.sub(lambda match: match[1] or escaped(match[0]), text)
+            _COLOURED.sub(lambda match: match[1] or _escaped(match[0]), text)
         )
         return len(text)
 

@@ -21,13 +21,13 @@ from sm12x.core.errors import BadFileError
 # of zeros is no danger.
 RATIO, FREE = 25, 16 * text.MIB
 # Of a whole archive, whose other files are read past and not kept.
-FREE_OF_ALL = text.GIB
+_FREE_OF_ALL = text.GIB
 # Of one library: several times the largest there is.
 MOST_OF_ONE = 8 * text.GIB
 # Ten times what the largest wheels unpack to.
-MOST_OF_ALL = 64 * text.GIB
+_MOST_OF_ALL = 64 * text.GIB
 # Files in a tar: each takes memory, and compressed headers are small.
-MOST_MEMBERS = 1_000_000
+_MOST_MEMBERS = 1_000_000
 # Of a header that goes on in blocks of its own: a long name, or PAX records.
 _MOST_HEADER = text.MIB
 _NEXT = "unpack what you trust of it into a folder, and name that folder"
@@ -41,21 +41,22 @@ def bounded(what: str, size: int, packed: int, *, whole: bool = False) -> None:
     """
     most = _most(packed, whole)
     if size > most:
+        least = text.size(_FREE_OF_ALL if whole else FREE)
         raise BadFileError(
             f"{what} claims to unpack to {text.size(size)} from {text.size(packed)}; the limit is "
-            f"{text.size(most)} ({RATIO} times that, or {text.size(FREE_OF_ALL if whole else FREE)}"
-            f", and never more than {text.size(MOST_OF_ALL if whole else MOST_OF_ONE)})",
+            f"{text.size(most)} ({RATIO} times that, or {least}, and never more than "
+            f"{text.size(_MOST_OF_ALL if whole else MOST_OF_ONE)})",
             next_step=_NEXT,
         )
 
 
 def _most(packed: int, whole: bool) -> int:
-    free, most = (FREE_OF_ALL, MOST_OF_ALL) if whole else (FREE, MOST_OF_ONE)
+    free, most = (_FREE_OF_ALL, _MOST_OF_ALL) if whole else (FREE, MOST_OF_ONE)
     return min(most, max(free, RATIO * packed))
 
 
 def opened(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> IO[bytes]:
-    """A member of a zip as a stream.
+    """Return a member of a zip as a stream.
 
     Raises NotImplementedError for any compression but deflate, which wheels have: ``zipfile``
     unpacks a block of the others whole, whatever number of bytes is asked for.
@@ -68,7 +69,7 @@ def opened(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> IO[bytes]:
 
 
 def small(archive: zipfile.ZipFile, info: zipfile.ZipInfo, most: int) -> bytes:
-    """At most ``most`` first bytes of a member of a zip. Raises as ``opened``."""
+    """Return at most ``most`` first bytes of a member of a zip. Raises as ``opened``."""
     with opened(archive, info) as handle:
         return handle.read(most)
 
@@ -98,7 +99,7 @@ class _Limited:
 
 
 def tar_stream(handle: IO[bytes], what: str, packed: int) -> IO[bytes]:
-    """The tar in ``handle``, which may be compressed to ``packed`` bytes: its unpacked bytes.
+    """Return the unpacked bytes of a tar, which may be compressed to ``packed`` bytes.
 
     Reading raises BadFileError where it unpacks to more than ``bounded`` lets a whole archive.
     """
@@ -149,6 +150,6 @@ class Member(tarfile.TarInfo):
 
 
 def check_number(number: int, what: str) -> None:
-    """Raise BadFileError at more than ``MOST_MEMBERS`` files in a tar."""
-    if number > MOST_MEMBERS:
-        raise BadFileError(f"{what} has more than {MOST_MEMBERS} files", next_step=_NEXT)
+    """Raise BadFileError at more than ``_MOST_MEMBERS`` files in a tar."""
+    if number > _MOST_MEMBERS:
+        raise BadFileError(f"{what} has more than {_MOST_MEMBERS} files", next_step=_NEXT)

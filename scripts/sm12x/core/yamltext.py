@@ -27,7 +27,7 @@ class Yaml:
     faults: tuple[tuple[int, str], ...]
 
     def line(self, where: tuple[str | int, ...]) -> int:
-        """The line of a key, or of the nearest table around it."""
+        """Return the line of a key, or of the nearest table around it."""
         ways = (where[:length] for length in range(len(where), 0, -1))
         return next((self.lines[way] for way in ways if way in self.lines), 1)
 
@@ -164,5 +164,5 @@ _Dumper.add_implicit_resolver(
 
 
 def dump(content: dict[str, object]) -> str:
-    """YAML as people write it: keys in order, text of several lines as such."""
+    """Return YAML as people write it: keys in order, text of several lines as such."""
     return yaml.dump(content, Dumper=_Dumper, sort_keys=False, width=1000)

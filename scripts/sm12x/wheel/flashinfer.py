@@ -70,7 +70,7 @@ class Record(Declared):
 
 
 def read(path: Path) -> Record:
-    """The record at ``path``. Raises BadFileError."""
+    """Return the record at ``path``. Raises BadFileError."""
     return declared.read_json(Record, path, next_step="rebuild the image with `make bundle`")
 
 
@@ -86,7 +86,7 @@ def targets(arch_list: str) -> str:
 
 
 def key(pins: Iterable[str], arch_list: str) -> str:
-    """Names the work folder: the pins of ``MADE_OF`` with their hashes, and the architectures."""
+    """Name the work folder: the pins of ``MADE_OF`` with their hashes, and the architectures."""
     text = "\0".join([arch_list, *sorted(pins)])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -130,11 +130,9 @@ def build(
 
 
 def jobs(modules: Sequence[FlashInferModule], *, cores: int, available: int | None) -> int:
-    """How many units to compile at a time; ``available`` is in bytes, None where not known."""
+    """Return how many units to compile at a time; ``available`` is in bytes, None where unknown."""
     peak = max((module.peak_gib for module in modules), default=1.0)
-    if available is None:
-        return 1
-    return machine.fitting(cores=cores, available=available, each_gib=peak)
+    return machine.fitting(cores=cores, available=available or 0, each_gib=peak)
 
 
 def ask(

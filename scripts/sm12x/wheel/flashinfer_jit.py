@@ -50,7 +50,7 @@ def build(modules: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def load(modules: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The error of loading each module as a server loads it, "" for one that loads."""
+    """Return the error of loading each module as a server loads it, "" for one that loads."""
     answer = {}
     for module in modules:
         sys.stderr.write(f"loading {module['name']}\n")

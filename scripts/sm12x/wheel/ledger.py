@@ -125,7 +125,7 @@ class ExtraEntry(Declared):
 
     @property
     def package(self) -> str:
-        """The normal name of the package. Without a library: the doctor reads ledgers with none."""
+        """Return the normal name of the package, without a library that the doctor may lack."""
         return re.sub(r"[-_.]+", "-", self.requirement.partition("==")[0].strip()).lower()
 
 
@@ -169,7 +169,7 @@ class Ledger(Declared):
 
     @property
     def replaced(self) -> tuple[str, ...]:
-        """Sources of another version than pinned: "cutlass v4.7.0 in place of v4.7.1"."""
+        """Return sources of another version than pinned: "cutlass v4.7.0 in place of v4.7.1"."""
         return tuple(
             f"{source.name} {source.version} in place of {source.pin}"
             for source in self.sources
@@ -178,12 +178,12 @@ class Ledger(Declared):
 
 
 def is_program(path: str) -> bool:
-    """Whether a file of machine code is a program; a release may ship some beside libraries."""
+    """Tell whether a file of machine code is a program; releases may ship some."""
     return ".so" not in PurePosixPath(path).name
 
 
 def wheel_version(base_version: str, stack_id: str, mode: str) -> str:
-    """The wheel's version: the release's, with stack id and build mode as local label (PEP 440)."""
+    """Return the release's version with stack id and build mode as local label (PEP 440)."""
     return f"{base_version}+sm12x.{stack_id}.{mode}"
 
 
@@ -193,7 +193,7 @@ def read(path: Path) -> Ledger:
 
 
 def parse(text: str, path: Path) -> Ledger:
-    """A ledger out of its JSON, which was found in ``path``. Raises BadFileError."""
+    """Return a ledger out of its JSON, which was found in ``path``. Raises BadFileError."""
     return declared.parse_json(Ledger, text, path, next_step=_NEXT, what="ledger")
 
 

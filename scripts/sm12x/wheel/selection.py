@@ -46,16 +46,8 @@ class ModuleChoice:
 
 
 def is_native(path: str) -> bool:
-    """Whether ``path`` (relative to the source tree) is native source or its build description."""
+    """Tell whether ``path``, in the source tree, is native source or its build description."""
     return path in _NATIVE_FILES or path.startswith(_NATIVE_FOLDERS)
-
-
-def _takes(module: Module, path: str) -> bool:
-    """Whether a change of ``path`` makes a rebuild of ``module`` necessary.
-
-    ``*`` in a glob matches within a folder, ``**`` across folders.
-    """
-    return any(files.matches(path, glob) for glob in module.inputs)
 
 
 def touched(base: Base, paths: Iterable[str]) -> tuple[Module, ...]:
@@ -64,20 +56,27 @@ def touched(base: Base, paths: Iterable[str]) -> tuple[Module, ...]:
     Raises:
         BuildFailedError: a native file belongs to no module that base.toml describes.
     """
-    native = [path for path in paths if is_native(path)]
-    for path in native:
-        if not any(_takes(module, path) for module in base.modules):
+    modules: set[str] = set()
+    for path in filter(is_native, paths):
+        # `*` in a glob matches within a folder, `**` across folders.
+        takers = {
+            module.target
+            for module in base.modules
+            if any(files.matches(path, glob) for glob in module.inputs)
+        }
+        modules |= takers
+        if not takers:
             targets = ", ".join(module.target for module in base.modules)
             raise BuildFailedError(
                 f"the stack changes {path}, which belongs to no native module of {base.version} "
                 f"(known: {targets}): the change would not be in the wheel",
                 next_step=f"describe its module in {base.folder / 'base.toml'} or drop the change",
             )
-    return tuple(module for module in base.modules if any(_takes(module, path) for path in native))
+    return tuple(module for module in base.modules if module.target in modules)
 
 
 def require_source(base: Base, name: str) -> ThirdPartySource:
-    """The third-party source of ``base`` called ``name``. Raises UsageError where none is."""
+    """Return the third-party source ``name`` of ``base``. Raises UsageError without one."""
     declared = {source.name: source for source in base.sources}
     if name not in declared:
         raise UsageError(
@@ -88,7 +87,7 @@ def require_source(base: Base, name: str) -> ThirdPartySource:
 
 
 def require_patch_levels(base: Base, names: Iterable[str]) -> tuple[str, ...]:
-    """``names`` of sources of which another patch level may be taken, once each.
+    """Return ``names`` of sources of which another patch level may be taken, once each.
 
     Raises UsageError for one that the base does not have, or that is pinned to a commit alone.
     """
@@ -133,7 +132,7 @@ def choose(
 
 
 def for_stack(base: Base, stack: Stack) -> tuple[Module, ...]:
-    """The modules that a stack makes necessary to compile. Raises as ``touched`` does.
+    """Return the modules that a stack makes necessary to compile. Raises as ``touched`` does.
 
     Computed from the paths in the patches, before anything is unpacked; so a patch that the base
     already has counts here, although it is not compiled later.
@@ -310,6 +309,6 @@ def full_minutes(
 
 
 def _typical(seconds: float, gib: float) -> list[tuple[float, float]]:
-    """Units of the typical length that take ``seconds`` in all."""
+    """Return units of the typical length that take ``seconds`` in all."""
     count = math.ceil(seconds / schedule.DEFAULT_SECONDS)
     return [(seconds / count, gib)] * count if count else []

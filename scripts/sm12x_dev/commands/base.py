@@ -11,12 +11,12 @@ from packaging.version import Version
 
 from sm12x import layout
 from sm12x.commands import emit, find_links_option, reports, say
-from sm12x.core import listing, progress
+from sm12x.core import progress
 from sm12x.core import text as texts
 from sm12x.core.errors import FetchError, FindingsError, UnknownVerdictError
 from sm12x.stack.model import base as bases
 from sm12x.stack.model.base import Base
-from sm12x_dev import advisories, base_draft, lock
+from sm12x_dev import advisories, base_draft, listing, lock
 from sm12x_dev.commands.options import listed, project
 
 # How many releases there may be after the default base: one is on its way to become a base.

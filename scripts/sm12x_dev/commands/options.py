@@ -10,13 +10,14 @@ import click
 
 from sm12x import layout
 from sm12x.commands import find_links_option
-from sm12x.core import index, listing
+from sm12x.core import index
 from sm12x.core.errors import UnknownBaseError
-from sm12x.core.listing import ListedFile
 from sm12x.stack.model import base as bases
 from sm12x.stack.model.base import Base
 from sm12x.stack.model.series import Patch, Stack
+from sm12x_dev import listing
 from sm12x_dev.base_draft import Release
+from sm12x_dev.listing import ListedFile
 from sm12x_dev.worktree.export import MessageError
 
 _NICE = 10

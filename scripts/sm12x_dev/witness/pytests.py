@@ -7,6 +7,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -88,7 +89,23 @@ class Pytests:
             if self._stopped:
                 raise CancelledError
             report = self._folder / f"{next(self._numbers)}-{side}.xml"
-            job = self._start(witnesses, side, source, report, arguments)
+            job = process.Background(
+                [
+                    self._python,
+                    *("-m", "pytest", *witnesses, "-q"),
+                    # One that cannot be collected is no reason not to run the others.
+                    "--continue-on-collection-errors",
+                    *(f"--junitxml={report}", "-o", "junit_family=xunit2"),
+                    *("-p", "sm12x_witness_plugin"),
+                    # Remembers nothing from the other tree.
+                    *("-p", "no:cacheprovider"),
+                    *("-c", f"{self._root / 'pyproject.toml'}", "--rootdir", f"{self._root}"),
+                    *arguments,
+                ],
+                cwd=self._root,
+                env=self._variables(side, source),
+                log=report.with_suffix(".log"),
+            )
             self._running.add(job)
         limit = self._seconds * len(witnesses)
         try:
@@ -98,7 +115,7 @@ class Pytests:
             job.stop()
             with self._lock:
                 self._running.remove(job)
-        tests, problem = _read(report, code, limit)
+        tests, problem = _tests(report, code, limit)
         if problem:
             log = job.log.read_text(encoding="utf-8", errors="replace")
             problem = "\n".join([problem, *log.splitlines()[-_TAIL:]])
@@ -112,56 +129,34 @@ class Pytests:
             for witness in witnesses
         )
 
-    def _start(
-        self,
-        witnesses: Sequence[str],
-        side: str,
-        source: Path,
-        report: Path,
-        arguments: Sequence[str],
-    ) -> process.Background:
-        return process.Background(
-            [
-                self._python,
-                *("-m", "pytest", *witnesses, "-q"),
-                # One that cannot be collected is no reason not to run the others.
-                "--continue-on-collection-errors",
-                *(f"--junitxml={report}", "-o", "junit_family=xunit2"),
-                *("-p", "sm12x_witness_plugin"),
-                # Remembers nothing from the other tree.
-                *("-p", "no:cacheprovider"),
-                *("-c", f"{self._root / 'pyproject.toml'}", "--rootdir", f"{self._root}"),
-                *arguments,
-            ],
-            cwd=self._root,
-            env={
-                "SM12X_TREE": str(source),
-                "SM12X_SIDE": side,
-                # Where witnesses keep what they compile, by its text: see tests/witness/native.py.
-                "SM12X_WITNESS_COMPILED": str(self._folder),
-                "PYTHONPATH": str(PLUGIN),
-                # The tree's modules are compiled once for all its witnesses.
-                "PYTHONDONTWRITEBYTECODE": None,
-                "PYTEST_ADDOPTS": None,
-                "PYTHONHOME": None,
-                "VIRTUAL_ENV": None,
-                # vLLM does not remove the sockets between its processes: they go with the report.
-                "VLLM_RPC_BASE_PATH": str(self._folder),
-            },
-            log=report.with_suffix(".log"),
-        )
+    def _variables(self, side: str, source: Path) -> dict[str, str | None]:
+        return {
+            "SM12X_TREE": str(source),
+            "SM12X_SIDE": side,
+            # Where witnesses keep what they compile, by its text: see tests/witness/native.py.
+            "SM12X_WITNESS_COMPILED": str(self._folder),
+            "PYTHONPATH": str(PLUGIN),
+            # The tree's modules are compiled once for all its witnesses.
+            "PYTHONDONTWRITEBYTECODE": None,
+            "PYTEST_ADDOPTS": None,
+            "PYTHONHOME": None,
+            "VIRTUAL_ENV": None,
+            # vLLM does not remove the sockets between its processes: they go with the report.
+            "VLLM_RPC_BASE_PATH": str(self._folder),
+        }
 
 
-def _read(report: Path, code: int | None, limit: float) -> tuple[tuple[junit.Test, ...], str]:
+def _tests(report: Path, code: int | None, limit: float) -> tuple[tuple[junit.Test, ...], str]:
     """Return the tests of a report, and what is wrong with the pytest that ended with ``code``."""
+    problem = f"pytest ended with {code}"
     if code is None:
-        return (), f"pytest did not finish in {limit:g} s and was killed"
-    if code < 0:
-        return (), f"pytest was ended by signal {-code}"
-    try:
-        return (junit.read(report), "") if code in ENDED else ((), f"pytest ended with {code}")
-    except ValueError:
-        return (), f"pytest ended with {code}"
+        problem = f"pytest did not finish in {limit:g} s and was killed"
+    elif code < 0:
+        problem = f"pytest was ended by signal {-code}"
+    elif code in ENDED:
+        with suppress(ValueError):
+            return junit.read(report), ""
+    return (), problem
 
 
 def _module(witness: str) -> str:

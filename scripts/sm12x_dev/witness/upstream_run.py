@@ -10,6 +10,7 @@ import json
 import platform
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -229,32 +230,19 @@ def _judged(
     again = {
         file: upstream_tests.differing(runs[file, BASE], runs[file, PATCHED]) for file in plan.files
     }
-    tests = [(file, test) for file, names in again.items() for test in names]
-    alone: dict[str, FileRun] = {}
-    if tests:
-        if on_alone:
-            on_alone(len(tests))
-        ids = [f"{file}::{test}" for file, test in tests]
-        # One tree after the other: they cannot compete for a resource then.
-        alone = {
-            f"{side} {target}": run
-            for side in SIDES
-            for (target, _), run in runner.run(ids, side).items()
+    ids = [f"{file}::{test}" for file, names in again.items() for test in names]
+    if ids and on_alone:
+        on_alone(len(ids))
+    # One tree after the other: they cannot compete for a resource then.
+    alone = {key: run for side in SIDES for key, run in runner.run(ids, side).items()}
+    results: list[UpstreamResult] = []
+    for file, tests in again.items():
+        second = {
+            test: (alone[f"{file}::{test}", BASE], alone[f"{file}::{test}", PATCHED])
+            for test in tests
         }
-    return [
-        result
-        for file in plan.files
-        for result in upstream_tests.judge(
-            suite,
-            file,
-            runs[file, BASE],
-            runs[file, PATCHED],
-            {
-                test: (alone[f"{BASE} {file}::{test}"], alone[f"{PATCHED} {file}::{test}"])
-                for test in again[file]
-            },
-        )
-    ]
+        results += upstream_tests.judge(suite, file, runs[file, BASE], runs[file, PATCHED], second)
+    return results
 
 
 @dataclass(kw_only=True)
@@ -385,18 +373,14 @@ def _read(folder: Path, number: int, target: str, code: int | None) -> FileRun:
         log = (folder / f"{number}.log").read_text(encoding="utf-8", errors="replace")
     except OSError:
         log = "(nothing was printed)"
-    tail = "\n".join(log.splitlines()[-_TAIL:])
-    if code is None:
-        return FileRun(tests={}, problem=upstream_tests.HUNG, detail=tail)
     if code == _NO_SUCH_TEST and "::" in target:
         return FileRun(tests={}, problem="", detail="")
-    try:
-        tests = junit.read(folder / f"{number}.xml") if code in ENDED else None
-    except ValueError:
-        tests = None
-    if tests is None:
-        return FileRun(tests={}, problem=upstream_tests.CRASHED, detail=tail)
-    return FileRun(tests={test.name: test for test in tests}, problem="", detail="")
+    if code in ENDED:
+        with suppress(ValueError):
+            tests = {test.name: test for test in junit.read(folder / f"{number}.xml")}
+            return FileRun(tests=tests, problem="", detail="")
+    problem = upstream_tests.HUNG if code is None else upstream_tests.CRASHED
+    return FileRun(tests={}, problem=problem, detail="\n".join(log.splitlines()[-_TAIL:]))
 
 
 def _hub(folder: Path, models: Sequence[HubModel]) -> None:

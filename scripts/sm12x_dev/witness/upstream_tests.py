@@ -283,7 +283,7 @@ class _Modules:
         self._exports: dict[str, dict[str, str]] = {}
 
     def of(self, dotted: str) -> str:
-        """The module that ``dotted`` names: itself, or the one it is an attribute of; "" if none.
+        """Return the module ``dotted``, or the one that it is an attribute of; "" if there is none.
 
         A name that a package re-exports belongs to its original module: vllm.v1.executor.Executor
         is of vllm.v1.executor.abstract.
@@ -315,7 +315,7 @@ class _Modules:
 
 
 def _module_name(path: str) -> str:
-    """The dotted name of a Python file of the tree: "vllm/v1/x.py" -> "vllm.v1.x"; else ""."""
+    """Return the module of a file of the tree: "vllm/v1/x.py" -> "vllm.v1.x"; "" if it is none."""
     if not path.endswith(".py"):
         return ""
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
@@ -394,7 +394,7 @@ def plan(suite: Suite, stack: Stack, tree: Path) -> UpstreamPlan:
 
 
 def outcome(run: FileRun | None, name: str) -> str:
-    """The outcome of one test in a run of its file."""
+    """Return the outcome of one test in a run of its file."""
     if run is None:
         return _ABSENT
     test = run.tests.get(name)
@@ -411,7 +411,7 @@ def _worse(base: str, patched: str) -> bool:
 
 
 def differing(base: FileRun, patched: FileRun) -> list[str]:
-    """The tests of a file that are worse on the patched tree, to be run again alone."""
+    """Return the tests of a file that are worse on the patched tree, to be run again alone."""
     return [
         name
         for name in _names(base, patched)
@@ -426,7 +426,7 @@ def judge(
     patched: FileRun,
     alone: Mapping[str, tuple[FileRun, FileRun]],
 ) -> list[UpstreamResult]:
-    """The verdict on each test of ``file``.
+    """Return the verdict on each test of ``file``.
 
     Args:
         alone: test -> its second run, alone in a process, on both trees.
@@ -498,7 +498,7 @@ def stale(suite: Suite, ran: Iterable[str], results: Sequence[UpstreamResult]) -
 
 
 def _defined(tree: Path, entry: Cannot) -> bool:
-    """Whether the file defines what ``entry`` names; one that is not there is found elsewhere."""
+    """Tell whether the file, where it is there, defines what ``entry`` names."""
     path = tree / entry.file
     if entry.test == entry.file or not path.is_file():
         return True

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from sm12x.core import git
+from sm12x.core import process
 from sm12x.core.errors import BadFileError, DirtyTreeError, UsageError
 from sm12x.core.git import Signature
 from sm12x.core.text import WIDTH, paragraph
@@ -145,7 +145,7 @@ def new(
             next_step="edit the files there, then run this again; commits already made are "
             f"exported by `sm12x-dev refresh --base {base.version} {quoted}`",
         )
-    who = _signature(author or git.user_identity(directory))
+    who = _signature(author or _configured(directory))
     head = repository.resolve("HEAD")
     # Ignored files (.gitignore: compiled files, caches) are not part of a patch.
     repository.run("add", "--all", ".")
@@ -217,6 +217,13 @@ def drop(base: Base, stack: Stack, name: str, archive: Path, *, root: Path) -> D
 
 def _path(witness: str) -> str:
     return witness.split("::", 1)[0]
+
+
+def _configured(directory: Path) -> str | None:
+    """Return the user's identity, "Name <mail>", as git is told it; None where it is not."""
+    words = ("git", "-c", "user.useConfigOnly=true", "var", "GIT_AUTHOR_IDENT")
+    done = process.run(words, cwd=directory, check=False)
+    return done.stdout.rpartition("> ")[0] if done.returncode == 0 else None
 
 
 def _signature(identity: str | None) -> Signature:

@@ -5,12 +5,14 @@ Every module of the official wheel is either replaced by one compiled here or ke
 
 from __future__ import annotations
 
+import dataclasses
 import platform
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sm12x.audit import scan
 from sm12x.audit.model import LibraryAudit
@@ -92,12 +94,7 @@ def build(
         lock_sha256=files.sha256(parts.base.lock_path(parts.machine)),
         dependencies=lockfile.read(parts.base.lock_path(parts.machine)).versions,
         overrides=tuple(
-            ledger.OverrideEntry(
-                requirement=each.requirement,
-                instead_of=each.instead_of,
-                why=each.why,
-                of=each.of,
-            )
+            ledger.OverrideEntry(**_shared(each, ledger.OverrideEntry))
             for each in parts.base.overrides_on(parts.machine)
         ),
         extras=extras(parts.base),
@@ -111,16 +108,13 @@ def build(
 
 
 def extras(base: Base) -> tuple[ledger.ExtraEntry, ...]:
-    """The release's extras that the lock has, for the ledger."""
-    return tuple(
-        ledger.ExtraEntry(
-            name=extra.name,
-            requirement=extra.requirement,
-            license=extra.license,
-            modules=extra.modules,
-        )
-        for extra in base.extras
-    )
+    """Return the release's extras that the lock has, for the ledger."""
+    return tuple(ledger.ExtraEntry(**_shared(one, ledger.ExtraEntry)) for one in base.extras)
+
+
+def _shared(entry: object, kind: type) -> dict[str, Any]:
+    """Return the fields of ``entry`` that a ``kind`` has too."""
+    return {field.name: getattr(entry, field.name) for field in dataclasses.fields(kind)}
 
 
 def _check(parts: Parts, stack: Stack, record: SourceRecord, compiled: NativeRecord) -> None:
@@ -169,7 +163,7 @@ def _check(parts: Parts, stack: Stack, record: SourceRecord, compiled: NativeRec
 
 
 def _audit(parts: Parts) -> Mapping[str, LibraryAudit]:
-    """Every library of the wheel to be: the official ones, overlaid with those compiled here."""
+    """Return the official libraries, overlaid with those compiled here."""
     theirs = scan.scan(parts.official).libraries
     ours = scan.scan(parts.native).libraries
     return {audit.path: audit for audit in (*theirs, *ours)}
@@ -200,7 +194,7 @@ def _ops(
 
 
 def _registered(parts: Parts, folder: Path, paths: Sequence[str]) -> Mapping[str, Registered]:
-    """By loading the libraries where this machine can, else by reading their files."""
+    """List ops by loading the libraries where this machine can, else by reading their files."""
     if parts.machine == platform.machine():
         return torch_ops.find(folder, paths, python=parts.python, purelib=parts.purelib)
     return {path: torch_ops.read(folder / path) for path in paths}

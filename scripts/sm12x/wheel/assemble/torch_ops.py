@@ -43,7 +43,7 @@ class Registered:
 
 
 def loads_on(path: str, python: str) -> bool:
-    """Whether the library's name allows Python ``python`` ("3.13"): stable ABI, or that version.
+    """Tell whether the library's name allows ``python`` ("3.13"): stable ABI, or that version.
 
     A program is not loaded on any.
     """
@@ -139,7 +139,8 @@ def read(path: Path) -> Registered:
     try:
         with path.open("rb") as handle:
             elf = ELFFile(handle)
-            ops = {name for data in _constants(elf) for name in schemas(data)}
+            constants = (one for one in elf.iter_sections() if one.name.startswith(".rodata"))
+            ops = {name for section in constants for name in schemas(section.data())}
             names = set(_methods(elf)) if _is_module(elf) else set()
     except (OSError, ELFError) as error:
         raise BadFileError(
@@ -164,12 +165,6 @@ def schemas(data: bytes) -> Iterator[str]:
             yield match[1].decode()
 
 
-def _constants(elf: ELFFile) -> Iterator[bytes]:
-    for section in elf.iter_sections():
-        if section.name.startswith(".rodata"):
-            yield section.data()
-
-
 def _is_module(elf: ELFFile) -> bool:
     symbols = elf.get_section_by_name(".dynsym")
     return isinstance(symbols, SymbolTableSection) and any(
@@ -178,7 +173,7 @@ def _is_module(elf: ELFFile) -> bool:
 
 
 def _methods(elf: ELFFile) -> Iterator[str]:
-    """The names in tables of PyMethodDef: {name, function, flags, documentation}."""
+    """Return the names in tables of PyMethodDef: {name, function, flags, documentation}."""
     pointers = _pointers(elf)
     code = [
         range(segment["p_vaddr"], segment["p_vaddr"] + segment["p_memsz"])

@@ -147,7 +147,7 @@ def changes(
 
 
 def name(official: Official, base_version: str, version: str, native: NativeRecord) -> str:
-    """The file name of our wheel.
+    """Return the file name of our wheel.
 
     The official build tag is left out: it orders uploads of one version, and this is another. The
     platform is the official one, or a later manylinux where what was compiled here needs that.
@@ -159,7 +159,7 @@ def name(official: Official, base_version: str, version: str, native: NativeReco
 
 
 def platform_for(tag: str, glibc: Sequence[str]) -> str:
-    """``tag``, with its glibc version raised to the newest of ``glibc`` where that is newer.
+    """Return ``tag``, with its glibc version raised to the newest of ``glibc`` where that is newer.
 
     PEP 600: `manylinux_2_24_x86_64` promises to run with glibc 2.24.
     """
@@ -221,7 +221,7 @@ def write(
 
 
 def _metadata(text: bytes, version: str) -> bytes:
-    """METADATA with another version. Raises BadFileError when it has not exactly one."""
+    """Return METADATA with another version. Raises BadFileError when it has not exactly one."""
     head, blank, body = text.partition(b"\n\n")
     head, count = _VERSION_LINE.subn(f"Version: {version}".encode(), head)
     if count != 1:
@@ -233,7 +233,7 @@ def _metadata(text: bytes, version: str) -> bytes:
 
 
 def _wheel_file(text: str, platform: str) -> str:
-    """WHEEL for the platform of the file's name.
+    """Return WHEEL for the platform of the file's name.
 
     The official one says `linux_x86_64` in a file called manylinux: its name was changed after it
     was made. Installers use the name; here both agree.
@@ -251,7 +251,7 @@ def _wheel_file(text: str, platform: str) -> str:
 
 
 def version_module(text: str, version: str) -> str:
-    """The package's generated _version.py with another version.
+    """Return the package's generated _version.py with another version.
 
     The local part ends the tuple, as setuptools-scm has it. vLLM compares the first two elements
     only, and reads the last one as a commit if it begins with "g", which "sm12x" does not.

@@ -14,7 +14,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,16 +60,19 @@ class Settings:
 
 
 def inputs_hash(source: Path) -> str:
-    """A sha256 over names and contents of the files that the release's CMake reads in
-    ``source``."""
+    """Return a sha256 over names and contents of the files that CMake reads in ``source``."""
+    return _hash(source, _tree_files(source))
+
+
+def _hash(source: Path, paths: Iterable[Path]) -> str:
     digest = hashlib.sha256()
-    for path in _tree_files(source):
+    for path in paths:
         digest.update(f"{path.relative_to(source).as_posix()} {files.sha256(path)}\n".encode())
     return digest.hexdigest()
 
 
 def free_memory_gib() -> float:
-    """Memory that can be taken, in GiB: of the machine, or of our control group if that is less."""
+    """Return the free memory in GiB: of the machine, or of our control group if that is less."""
     free = machine.available()
     return 1.0 if free is None else free / texts.GIB
 
@@ -105,13 +108,14 @@ def sync(source: Path, target: Path) -> None:
 
 
 def variables(base: Base, modules: Sequence[Module], settings: Settings) -> dict[str, str]:
-    """The environment of CMake, and of ninja, which may call CMake again."""
+    """Return the environment of CMake, and of ninja, which may call CMake again."""
     return {
         **{name: str(path) for name, path in _sources(base, modules, settings).items()},
         "CUDA_HOME": str(settings.cuda_home),
         "TORCH_CUDA_ARCH_LIST": arch.to_text(settings.archs),
         "PATH": _path(settings.python),
-        **(cross.variables(settings.cuda_home) if settings.target else {}),
+        # torch's FindCUDA uses only this variable when it crosses machines.
+        **({"CUDA_TOOLKIT_ROOT": str(settings.cuda_home)} if settings.target else {}),
     }
 
 
@@ -154,7 +158,7 @@ def configure(
             if on_step:
                 on_step("configure", 0, 0)
 
-        _run(words, environment, log, "CMake could not configure the release", line)
+        run(words, environment, log, "CMake could not configure the release", line)
         state = {"key": key, "inputs": inputs, "archs": arch_lists[-1] if arch_lists else ""}
         files.write_text(stamp, json.dumps(state))
     archs: str = state["archs"]
@@ -162,16 +166,19 @@ def configure(
 
 
 def _description_hash(source: Path) -> str:
-    """A hash over the files read while configuring: CMake's own, and scripts that make sources.
+    """Return a hash over what configuring reads: CMake's files, and scripts that make sources.
 
     ninja does not know of the scripts; CMake runs them only when it runs itself.
     """
-    digest = hashlib.sha256()
-    for path in _tree_files(source):
-        name = path.relative_to(source).as_posix()
-        if not name.startswith("csrc/") or path.suffix == ".py":
-            digest.update(f"{name} {files.sha256(path)}\n".encode())
-    return digest.hexdigest()
+    compiled = source / "csrc"
+    return _hash(
+        source,
+        (
+            path
+            for path in _tree_files(source)
+            if path.suffix == ".py" or not path.is_relative_to(compiled)
+        ),
+    )
 
 
 def _sources(base: Base, modules: Sequence[Module], settings: Settings) -> dict[str, Path]:
@@ -231,7 +238,7 @@ def _prefix_maps(base: Base, modules: Sequence[Module], settings: Settings) -> l
 
 
 def purelib(python: Path) -> Path:
-    """The site-packages of another Python."""
+    """Return the site-packages of another Python."""
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
     return Path(process.run([python, "-c", code]).stdout.strip())
 
@@ -270,7 +277,7 @@ def install_module(module: Module, settings: Settings, stage: Path) -> None:
     words = [*map(str, argv), "--component", module.target, "--strip", "--prefix", str(stage)]
     log = settings.work / "logs" / f"{module.target}.log"
     what = f"native module {module.target} could not be installed"
-    _run(words, {"PATH": _path(settings.python)}, log, what, lambda _: None)
+    run(words, {"PATH": _path(settings.python)}, log, what, lambda _: None)
     if not (stage / module.path).is_file():
         raise BuildFailedError(
             f"CMake's target {module.target} did not make {module.path}",
@@ -278,13 +285,17 @@ def install_module(module: Module, settings: Settings, stage: Path) -> None:
         )
 
 
-def _run(
+def run(
     words: list[str],
-    variables: dict[str, str],
+    variables: Mapping[str, str],
     log: Path,
     what: str,
     on_line: Callable[[str], None],
 ) -> None:
+    """Run one step of the build, with its output in ``log``.
+
+    Raises BuildFailedError, which begins with ``what``.
+    """
     try:
         process.stream(words, env=variables, log=log, on_line=on_line)
     except ToolFailedError as error:

@@ -1,22 +1,22 @@
-"""Compiles all units of the modules with ninja, in pools by memory; reports progress."""
+"""Compiles all units of the modules with ninja, in pools by their measured memory."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from sm12x.core import files, machine, process
-from sm12x.core.errors import BuildFailedError, NoSpaceError, Sm12xError, ToolFailedError
+from sm12x.core.errors import BuildFailedError, NoSpaceError, Sm12xError
 from sm12x.core.progress import Steps
 from sm12x.stack.model.base import Base, Module
 from sm12x.wheel.compile import cmake, launcher, schedule
-from sm12x.wheel.compile.schedule import Unit
 
 # Lines of a failed unit's output to show, from its end.
 _LAST_LINES = 15
@@ -37,6 +37,20 @@ _KILLED = re.compile(
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """``name`` is its object as ninja calls it, ``source`` the file as people do.
+
+    ``cpu_seconds`` and ``peak_gib`` are what it is expected to cost.
+    """
+
+    name: str
+    source: str
+    target: str
+    cpu_seconds: float
+    peak_gib: float
+
+
 def _units(base: Base, modules: Sequence[Module], settings: cmake.Settings) -> dict[str, Unit]:
     """Return all units of ``modules`` by the name of their object, as CMake has configured them."""
     build = settings.work / "build"
@@ -45,17 +59,16 @@ def _units(base: Base, modules: Sequence[Module], settings: cmake.Settings) -> d
     for entry in json.loads(text):
         name = os.path.relpath(build / entry["output"], build)
         for module in modules:
-            if f"CMakeFiles/{module.target}.dir/" not in name:
-                continue
-            source = _shown(Path(entry["file"]), settings)
-            seconds, gib = schedule.cost(base, source, at_most_gib=module.peak_gib)
-            units[name] = Unit(
-                name=name,
-                source=source,
-                target=module.target,
-                cpu_seconds=seconds,
-                peak_gib=gib,
-            )
+            if f"CMakeFiles/{module.target}.dir/" in name:
+                source = os.path.relpath(entry["file"], settings.work / "src")
+                seconds, gib = schedule.cost(base, source, at_most_gib=module.peak_gib)
+                units[name] = Unit(
+                    name=name,
+                    source=source,
+                    target=module.target,
+                    cpu_seconds=seconds,
+                    peak_gib=gib,
+                )
     return units
 
 
@@ -79,14 +92,20 @@ def compile_modules(
         "NINJA_STATUS": "[%f/%t] ",
     }
     # CMake runs again where its files have changed: the units are known only after that.
-    _call(_ninja(settings, "build.ninja"), variables, settings, _ignored)
+    _call(_ninja(settings, "build.ninja"), variables, settings, lambda _: None)
     units = _units(base, modules, settings)
     targets = [module.target for module in modules]
     dry = process.run(_ninja(settings, "-n", *targets), env=variables).stdout
     pending = [match["name"] for match in map(_BUILDS.match, dry.splitlines()) if match]
     run = _Run(units=units, left={name: units[name] for name in pending if name in units})
     memory = settings.memory_gib or cmake.free_memory_gib()
-    schedule.require_memory(run.left.values(), memory)
+    largest = max(run.left.values(), key=lambda unit: unit.peak_gib, default=None)
+    if largest and largest.peak_gib > memory:
+        raise NoSpaceError(
+            f"compiling {largest.source} takes {largest.peak_gib:.1f} GiB of memory, "
+            f"{memory:.1f} GiB are free",
+            next_step="close other programs, add swap, or build on a larger machine",
+        )
     cores = settings.jobs or machine.cores()
     need = _UNIT_GIB * len(run.left) + _JOB_GIB * min(cores, len(run.left))
     files.require_space(
@@ -95,7 +114,7 @@ def compile_modules(
         what=f"compiling {len(run.left)} units",
         move="name a folder on another disk with --work",
     )
-    room = max([memory - schedule.RESERVE_GIB, *(unit.peak_gib for unit in run.left.values())])
+    room = max(memory - schedule.RESERVE_GIB, largest.peak_gib if largest else 0.0)
 
     def line(text: str) -> None:
         run.take(text)
@@ -156,15 +175,44 @@ class _Run:
         return self.code == "137" or any(map(_KILLED.search, self.output))
 
 
+def pools(units: Collection[Unit], memory_gib: float) -> tuple[dict[str, int], dict[str, str]]:
+    """Divide units into ninja's pools, whose compilers fit in ``memory_gib`` all together.
+
+    Units of about the same memory (within a factor of two) share a pool. Each pool has room for
+    one unit; the rest is divided by work, so that the pools end at about the same time.
+
+    Returns:
+        How many units of each pool compile at a time, and the pool of each unit's object.
+    """
+    groups: dict[int, list[Unit]] = {}
+    for unit in units:
+        groups.setdefault(math.ceil(math.log2(max(unit.peak_gib, 0.125))), []).append(unit)
+    peaks = {key: max(unit.peak_gib for unit in group) for key, group in groups.items()}
+    spare = memory_gib - sum(peaks.values())
+    if spare < 0:
+        depth = max(1, int(memory_gib / max(peaks.values())))
+        return {"all": depth}, {unit.name: "all" for unit in units}
+    work = {
+        key: sum(unit.cpu_seconds * unit.peak_gib for unit in group)
+        for key, group in groups.items()
+    }
+    total = sum(work.values()) or 1.0
+    depths = {
+        f"gib{key}": 1 + int(spare * work[key] / total / max(peaks[key], 0.01))
+        for key in sorted(groups)
+    }
+    return depths, {unit.name: f"gib{key}" for key, group in groups.items() for unit in group}
+
+
 def _write_manifest(build: Path, units: Mapping[str, Unit], memory_gib: float) -> None:
     """Write ninja's file anew with a pool for each unit; CMake's own stays as it made it."""
-    pools = schedule.pools(units.values(), memory_gib)
+    depths, pool_of = pools(units.values(), memory_gib)
 
     def pooled(edge: re.Match[str]) -> str:
-        pool = pools.of.get(edge["name"])
+        pool = pool_of.get(edge["name"])
         return f"{edge[0]}\n  pool = {pool}" if pool else edge[0]
 
-    heads = "".join(f"pool {name}\n  depth = {n}\n" for name, n in pools.depths.items())
+    heads = "".join(f"pool {name}\n  depth = {n}\n" for name, n in depths.items())
     text = (build / "build.ninja").read_text(encoding="utf-8")
     (build / _MANIFEST).write_text(heads + _EDGE.sub(pooled, text), encoding="utf-8")
 
@@ -175,19 +223,9 @@ def _call(
     settings: cmake.Settings,
     on_line: Callable[[str], None],
 ) -> None:
+    # ninja itself, not `cmake --build`: that one, when terminated, leaves ninja compiling.
     log = settings.work / "logs" / "ninja.log"
-    try:
-        # ninja itself, not `cmake --build`: that one, when terminated, leaves ninja compiling.
-        process.stream(words, env=variables, log=log, on_line=on_line)
-    except ToolFailedError as error:
-        raise BuildFailedError(
-            f"the native modules could not be built: {error.message}",
-            next_step=f"read {log}; repeat it with `{shlex.join(words)}`",
-        ) from None
-
-
-def _ignored(_: str) -> None:
-    pass
+    cmake.run(words, variables, log, "the native modules could not be built", on_line)
 
 
 def _failure(run: _Run, need_gib: float, settings: cmake.Settings) -> Sm12xError:
@@ -216,16 +254,3 @@ def _failure(run: _Run, need_gib: float, settings: cmake.Settings) -> Sm12xError
 
 def _ninja(settings: cmake.Settings, *words: str) -> list[str]:
     return [str(cmake.tool("ninja", settings.python)), "-C", str(settings.work / "build"), *words]
-
-
-def _shown(path: Path, settings: cmake.Settings) -> str:
-    """Return a source as people know it: below the release's tree, or the third-party folder."""
-    roots: Mapping[Path, str] = {
-        settings.work / "src": "",
-        settings.work / "third_party": "third_party/",
-        **({settings.third_party.resolve(): "third_party/"} if settings.third_party else {}),
-    }
-    for root, prefix in roots.items():
-        if path.is_relative_to(root):
-            return f"{prefix}{path.relative_to(root).as_posix()}"
-    return path.as_posix()

@@ -20,7 +20,7 @@ _MAP = "-Xcompiler=-ffile-prefix-map="
 
 
 def with_fixed_name(argv: list[str]) -> list[str]:
-    """nvcc's arguments, plus those that make its names for local kernels reproducible.
+    """Return nvcc's arguments, plus those that make its names for local kernels reproducible.
 
     These names hold a hash of the source's path, which only an option of the front end changes: it
     gets the path as the prefix maps in ``argv`` rewrite it. In a unit of nothing but templates and

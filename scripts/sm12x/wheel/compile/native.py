@@ -48,9 +48,8 @@ class NativeModule(Declared):
 class DynamicInfo:
     """The dynamic section of a shared library: what it needs, and where that is looked for.
 
-    ``glibc`` is the newest version of it that a symbol asks for, such as "2.34", or "".
-
-    ``machine`` is what `platform.machine()` says where it runs, such as "x86_64".
+    ``machine`` is what `platform.machine()` says where it runs, such as "x86_64"; ``glibc`` is the
+    newest version of it that a symbol asks for, such as "2.34", or "".
     """
 
     machine: str
@@ -167,7 +166,7 @@ def build(
 
 
 def read(folder: Path) -> NativeRecord:
-    """The record in ``folder``. Raises BadFileError when there is none, or it is not one."""
+    """Return the record in ``folder``. Raises BadFileError when there is none, or it is not one."""
     return declared.read_json(
         NativeRecord, folder / RECORD, next_step="make it with `sm12x build native`"
     )
@@ -218,9 +217,7 @@ def _describe(module: Module, stage: Path, units: int) -> NativeModule:
 
 def dynamic(path: Path) -> DynamicInfo:
     """Read the dynamic section of ``path``. Raises BadFileError when it is not a shared library."""
-    needed: list[str] = []
-    runpath: list[str] = []
-    into = {"DT_NEEDED": needed, "DT_RUNPATH": runpath, "DT_RPATH": runpath}
+    entries: dict[str, list[str]] = {"DT_NEEDED": [], "DT_RUNPATH": [], "DT_RPATH": []}
     versions: list[tuple[int, ...]] = []
     try:
         with path.open("rb") as handle:
@@ -230,29 +227,28 @@ def dynamic(path: Path) -> DynamicInfo:
                 if isinstance(section, DynamicSection):
                     for tag in section.iter_tags():
                         kind = tag.entry.d_tag
-                        if kind in into:
+                        if kind in entries:
                             # pyelftools names the attribute after the tag: DT_NEEDED, needed.
-                            into[kind].append(str(getattr(tag, kind.removeprefix("DT_").lower())))
+                            entries[kind].append(getattr(tag, kind.removeprefix("DT_").lower()))
                 elif isinstance(section, GNUVerNeedSection):
                     for _, symbols in section.iter_versions():
-                        versions += [
-                            version for symbol in symbols if (version := _glibc(symbol.name))
-                        ]
+                        versions += [_glibc(symbol.name) for symbol in symbols]
     except (OSError, ELFError) as error:
         raise BadFileError(
             f"{path} is not a shared library that can be read: {error}",
             next_step="build it again",
         ) from None
-    newest = max(versions, default=())
+    glibc = ".".join(map(str, max(versions, default=())))
     return DynamicInfo(
         machine=machine,
-        needed=tuple(needed),
-        runpath=":".join(runpath),
-        glibc=".".join(str(part) for part in newest),
+        needed=tuple(entries["DT_NEEDED"]),
+        runpath=":".join([*entries["DT_RUNPATH"], *entries["DT_RPATH"]]),
+        glibc=glibc,
     )
 
 
 def _glibc(name: str) -> tuple[int, ...]:
+    """Return the version of "GLIBC_2.34"; nothing for another symbol version."""
     head, _, version = name.partition("_")
     parts = version.split(".")
     # GLIBC_PRIVATE and GLIBC_ABI_DT_RELR are no versions.

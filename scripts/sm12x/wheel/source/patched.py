@@ -90,13 +90,9 @@ def prepare(base: Base, sdist: Path, out: Path) -> tuple[SourceRecord, bool]:
     stack = series.load(base)
     _check_sdist(base, sdist)
     if out.exists() and any(out.iterdir()):
-        earlier_record = _previous(out)
-        if (
-            earlier_record is not None
-            and earlier_record.stack_id == stack.id
-            and _is_current(earlier_record, base, out)
-        ):
-            return earlier_record, False
+        current = _current(out, base, stack.id)
+        if current is not None:
+            return current, False
     out.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
     try:
@@ -137,12 +133,12 @@ def prepare(base: Base, sdist: Path, out: Path) -> tuple[SourceRecord, bool]:
 
 
 def read(directory: Path) -> SourceRecord:
-    """The record of a tree that ``prepare`` made. Raises BadFileError."""
+    """Return the record of a tree that ``prepare`` made. Raises BadFileError."""
     return declared.read_json(SourceRecord, _record_path(directory.absolute()), next_step=_NEXT)
 
 
 def read_touched(directory: Path) -> TouchedRecord:
-    """The record of the native code of a tree that ``prepare`` made. Raises BadFileError."""
+    """Return the record of the native code of a tree that ``prepare`` made. Raises BadFileError."""
     return declared.read_json(TouchedRecord, _touched_path(directory.absolute()), next_step=_NEXT)
 
 
@@ -157,25 +153,24 @@ def verify(directory: Path, entries: Iterable[SourceFile]) -> None:
             )
 
 
-def _previous(out: Path) -> SourceRecord | None:
+def _current(out: Path, base: Base, stack_id: str) -> SourceRecord | None:
+    """Return the record of ``out`` where that is the tree to make, else None."""
     if not _record_path(out).is_file():
         raise BadFileError(
             f"{out} is not empty and has no record of this command",
             next_step="name a new folder, or remove that one",
         )
     try:
-        return read(out)
+        record = read(out)
     except BadFileError:
         return None
-
-
-def _is_current(record: SourceRecord, base: Base, out: Path) -> bool:
-    return (
-        record.base_version == base.version
-        and record.sdist_sha256 == base.sdist.sha256
+    inputs = (record.base_version, record.sdist_sha256, record.stack_id)
+    same = (
+        inputs == (base.version, base.sdist.sha256, stack_id)
         and _touched_path(out).is_file()
         and all(_sha256(out / file.path) == file.sha256 for file in record.files)
     )
+    return record if same else None
 
 
 def _check_sdist(base: Base, sdist: Path) -> None:

@@ -15,7 +15,7 @@ import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from sm12x.core import files, process
@@ -81,7 +81,7 @@ def collect(
 
 
 def content_hash(folder: Path) -> str:
-    """A sha256 over the names and contents of all files, and over where links point."""
+    """Return a sha256 over the names and contents of all files, and over where links point."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
@@ -118,7 +118,8 @@ def _given(
             next_step=f"run `git -C {shlex.quote(str(folder))} checkout {source.commit}`",
         )
     if commit is not None:
-        edited = _changed(folder)
+        done = _run("status", "--porcelain", "--ignore-submodules=none", cwd=folder)
+        edited = [line[3:] for line in done.stdout.splitlines()]
         if edited:
             some = ", ".join(edited[:3]) + (", ..." if len(edited) > 3 else "")
             say(f"{source.name}: {len(edited)} files of {folder} differ from the commit: {some}")
@@ -132,10 +133,9 @@ def _given(
 
 
 def _cached(source: ThirdPartySource, cache: Path, say: _Say) -> FoundSource:
+    result = FoundSource(name=source.name, pin=source.pin, folder=None)
     if not source.git:
-        return FoundSource(
-            name=source.name, pin=source.pin, folder=None, reason="no repository is known"
-        )
+        return replace(result, reason="no repository is known")
     contents = ("git", "commit", "submodules")
     spec = json.dumps([asdict(source)[name] for name in contents], sort_keys=True)
     key = hashlib.sha256(spec.encode()).hexdigest()[:12]
@@ -144,9 +144,7 @@ def _cached(source: ThirdPartySource, cache: Path, say: _Say) -> FoundSource:
     if folder.is_dir() and stamp.is_file():
         digest = stamp.read_text(encoding="ascii").strip()
         if content_hash(folder) == digest:
-            return FoundSource(
-                name=source.name, pin=source.pin, folder=folder, origin="git", sha256=digest
-            )
+            return replace(result, folder=folder, origin="git", sha256=digest)
         say(f"{source.name}: {folder} was changed since it was collected; collecting it again")
     folder.parent.mkdir(parents=True, exist_ok=True)
     files.require_space(folder.parent, _SPACE_GIB, what=f"unpacking {source.name}")
@@ -156,7 +154,9 @@ def _cached(source: ThirdPartySource, cache: Path, say: _Say) -> FoundSource:
         fetch(source.git, source.commit, source.submodules, staging)
         require_version(source, staging)
         digest = content_hash(staging)
-        _age(staging)
+        for path in staging.rglob("*"):
+            # ninja compares dates: a repeated collection must not be newer.
+            os.utime(path, (files.DATE, files.DATE), follow_symlinks=False)
         # The old folder is removed first and the new one moved in last: a hash never describes
         # another folder.
         shutil.rmtree(folder, ignore_errors=True)
@@ -164,17 +164,10 @@ def _cached(source: ThirdPartySource, cache: Path, say: _Say) -> FoundSource:
         staging.rename(folder)
         say(f"{source.name} {source.pin}: from git")
     except FetchError as error:
-        return FoundSource(name=source.name, pin=source.pin, folder=None, reason=error.message)
+        return replace(result, reason=error.message)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    return FoundSource(name=source.name, pin=source.pin, folder=folder, origin="git", sha256=digest)
-
-
-def _age(folder: Path) -> None:
-    """Give every file the same date: ninja compares dates, and a repeated collection is not
-    newer."""
-    for path in folder.rglob("*"):
-        os.utime(path, (files.DATE, files.DATE), follow_symlinks=False)
+    return replace(result, folder=folder, origin="git", sha256=digest)
 
 
 # Seconds. The first is for a line of text; a host that takes longer is not reachable for us.
@@ -239,17 +232,11 @@ def fetch(url: str, commit: str, submodules: Sequence[str], folder: Path) -> Non
 
 
 def _head(folder: Path) -> str | None:
-    """The commit that is checked out in ``folder`` itself, or None: it is no git checkout."""
+    """Return the commit checked out in ``folder`` itself; None where it is no git checkout."""
     if not (folder / ".git").exists():
         return None
     done = _run("rev-parse", "--verify", "--quiet", "HEAD", cwd=folder, check=False)
     return done.stdout.strip() or None
-
-
-def _changed(folder: Path) -> list[str]:
-    """The files of a checkout that are not as committed, new ones included."""
-    done = _run("status", "--porcelain", "--ignore-submodules=none", cwd=folder)
-    return [line[3:] for line in done.stdout.splitlines()]
 
 
 def _run(
@@ -264,7 +251,7 @@ def _missing(message: str) -> FetchError:
 
 
 def require_version(source: ThirdPartySource, folder: Path, *, patch_level: bool = False) -> str:
-    """The version in the files of ``folder``; "" where they have none.
+    """Return the version in the files of ``folder``; "" where they have none.
 
     Args:
         patch_level: whether another patch level of the pinned minor release will do.
@@ -275,7 +262,8 @@ def require_version(source: ThirdPartySource, folder: Path, *, patch_level: bool
     version = _version_of(source, folder)
     if not version or version == source.pin:
         return version
-    near = _minor(version) == _minor(source.pin)
+    # "v4.7" of "v4.7.1".
+    near = version.rpartition(".")[0] == source.pin.rpartition(".")[0]
     if near and patch_level:
         return version
     step = f"name a folder with {source.name} {source.pin}"
@@ -286,13 +274,8 @@ def require_version(source: ThirdPartySource, folder: Path, *, patch_level: bool
     )
 
 
-def _minor(version: str) -> str:
-    """A version without its last number: "v4.7" of "v4.7.1"."""
-    return version.rpartition(".")[0]
-
-
 def _version_of(source: ThirdPartySource, folder: Path) -> str:
-    """The version in the files of ``folder``, written as base.toml's pin; "" where they have none.
+    """Return the version in the files of ``folder``, as base.toml writes it; "" without one.
 
     Raises:
         BadFileError: the file that says it is not there, or does not.

@@ -13,7 +13,7 @@ from sm12x.core.cudaarch import CudaArch
 from sm12x.core.errors import BadArchitectureError
 
 # The compute capabilities of SM12x there are: RTX PRO 6000 and RTX 50, and GB10.
-DEVICES = ((12, 0), (12, 1))
+_DEVICES = ((12, 0), (12, 1))
 
 _OTHER_SPELLING = re.compile(
     r"(?:sm|compute)?_?(?P<major>\d{1,2})\.?(?P<minor>\d)(?P<suffix>[af]?)"
@@ -36,7 +36,7 @@ def validate(text: str, *, default: str) -> tuple[CudaArch, ...]:
             "the architecture list is empty", next_step=f"leave it out to get {default}"
         )
     archs = tuple(dict.fromkeys(_one(word) for word in words))
-    if not any(arch.runs_on(*device) for arch in archs for device in DEVICES):
+    if not any(arch.runs_on(*device) for arch in archs for device in _DEVICES):
         raise BadArchitectureError(
             f"no target of {';'.join(words)} runs on SM12x (compute capability 12.0 or 12.1)",
             next_step=f"add 12.0a or 12.1a, or leave the list out to get {default}",
@@ -56,8 +56,8 @@ def require_complete(archs: Iterable[CudaArch]) -> None:
         )
 
 
-def to_text(archs: tuple[CudaArch, ...]) -> str:
-    """The list as TORCH_CUDA_ARCH_LIST takes it."""
+def to_text(archs: Iterable[CudaArch]) -> str:
+    """Return the list as TORCH_CUDA_ARCH_LIST takes it."""
     return ";".join(str(arch) for arch in archs)
 
 
@@ -71,7 +71,7 @@ def _one(word: str) -> CudaArch:
     if arch.major != 12:
         return arch
     ptx = "+PTX" if arch.ptx else ""
-    if (arch.major, arch.minor) not in DEVICES:
+    if (arch.major, arch.minor) not in _DEVICES:
         raise BadArchitectureError(
             f"there is no device of compute capability {word}", next_step="use 12.0a or 12.1a"
         )

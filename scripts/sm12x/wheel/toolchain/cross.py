@@ -25,16 +25,10 @@ PACKAGES = ("torch", "nvidia-cuda-runtime", "nvidia-cuda-nvrtc")
 _LOCK = "target.lock"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Kind:
-    """``triplet`` names the compilers; ``cuda`` is the folder that CUDA's own CMake looks for."""
-
-    triplet: str
-    cuda: str
-
-
-# Machines that nvcc of an x86_64 toolkit makes code for.
-_KINDS = {"aarch64": _Kind(triplet="aarch64-linux-gnu", cuda="sbsa-linux")}
+# Machines that nvcc of an x86_64 toolkit makes code for: what names the compilers, and the folder
+# that CUDA's own CMake looks for.
+_TRIPLETS = {"aarch64": "aarch64-linux-gnu"}
+_CUDA_FOLDERS = {"aarch64": "sbsa-linux"}
 _HOST = "x86_64"
 
 
@@ -47,11 +41,7 @@ class Target:
 
     @property
     def triplet(self) -> str:
-        return _KINDS[self.machine].triplet
-
-    @property
-    def cuda_folder(self) -> str:
-        return _KINDS[self.machine].cuda
+        return _TRIPLETS[self.machine]
 
     def compiler(self, name: str = "g++") -> Path:
         """Find the cross compiler. Raises ToolMissingError, with the package that has it."""
@@ -65,7 +55,7 @@ class Target:
 
 
 def needed(machine: str, *, here: str | None = None) -> bool:
-    """Whether a build for ``machine`` crosses machines.
+    """Tell whether a build for ``machine`` crosses machines.
 
     Args:
         here: this machine as `platform.machine()` names it; None asks.
@@ -76,16 +66,16 @@ def needed(machine: str, *, here: str | None = None) -> bool:
     here = here or platform.machine()
     if machine == here:
         return False
-    if machine not in _KINDS or here != _HOST:
+    if machine not in _TRIPLETS or here != _HOST:
         raise BadArchitectureError(
             f"code for {machine} cannot be compiled on {here}",
-            next_step=f"build on {machine}, or for {' or '.join(_KINDS)} on {_HOST}",
+            next_step=f"build on {machine}, or for {' or '.join(_TRIPLETS)} on {_HOST}",
         )
     return True
 
 
 def libraries(target: Target, toolkit: str) -> Path:
-    """The folder of the toolkit's libraries for ``target``; ``toolkit`` is such as "cu13".
+    """Return the folder of the toolkit's libraries for ``target``; ``toolkit`` is such as "cu13".
 
     Raises:
         BadFileError: a package is not unpacked there, or is for another machine.
@@ -155,7 +145,7 @@ def write_marker(target: Target, cuda_home: Path) -> None:
     folder = cuda_home / "targets"
     folder.mkdir(exist_ok=True)
     # CMake's modules look for a cross toolkit in here, NVIDIA's packages for one machine have none.
-    (folder / target.cuda_folder).symlink_to("..")
+    (folder / _CUDA_FOLDERS[target.machine]).symlink_to("..")
 
 
 def find(cuda_home: Path, machine: str) -> Target | None:
@@ -189,15 +179,22 @@ def find(cuda_home: Path, machine: str) -> Target | None:
 
 
 def definitions(target: Target, work: Path) -> list[str]:
-    """More arguments of CMake: the toolchain file, made in ``work``, and torch's CMake modules.
+    """Return arguments of CMake: the toolchain file, made in ``work``, and torch's modules.
 
     Raises ToolMissingError when there is no compiler for the target.
     """
     share = target.packages / "torch" / "share" / "cmake"
     path = work / f"toolchain-{target.machine}.cmake"
-    text = _toolchain_file(target, c=target.compiler("gcc"), cxx=target.compiler())
-    if not path.is_file() or path.read_text(encoding="utf-8") != text:
-        files.write_text(path, text)
+    compiler = target.compiler()
+    lines = [
+        "# Made by sm12x.wheel.toolchain.cross.",
+        "set(CMAKE_SYSTEM_NAME Linux)",
+        f"set(CMAKE_SYSTEM_PROCESSOR {target.machine})",
+        f"set(CMAKE_C_COMPILER {target.compiler('gcc')})",
+        f"set(CMAKE_CXX_COMPILER {compiler})",
+        f"set(CMAKE_CUDA_HOST_COMPILER {compiler})",
+    ]
+    _update(path, "".join(f"{line}\n" for line in lines))
     return [
         f"-DCMAKE_TOOLCHAIN_FILE={path}",
         # The release asks this machine's torch where its modules are: those of the target first.
@@ -210,24 +207,10 @@ def definitions(target: Target, work: Path) -> list[str]:
     ]
 
 
-def _toolchain_file(target: Target, *, c: Path, cxx: Path) -> str:
-    return "\n".join(
-        [
-            "# Made by sm12x.wheel.toolchain.cross.",
-            "set(CMAKE_SYSTEM_NAME Linux)",
-            f"set(CMAKE_SYSTEM_PROCESSOR {target.machine})",
-            f"set(CMAKE_C_COMPILER {c})",
-            f"set(CMAKE_CXX_COMPILER {cxx})",
-            f"set(CMAKE_CUDA_HOST_COMPILER {cxx})",
-            "",
-        ]
-    )
-
-
-def variables(cuda_home: Path) -> dict[str, str]:
-    """Variables for the configure step."""
-    # torch's FindCUDA uses only this variable when it crosses machines.
-    return {"CUDA_TOOLKIT_ROOT": str(cuda_home)}
+def _update(path: Path, text: str) -> None:
+    """Write ``text`` unless it is there: CMake and ninja compare dates."""
+    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        files.write_text(path, text)
 
 
 def flags(target: Target, python: Path, work: Path) -> list[str]:
@@ -238,16 +221,13 @@ def flags(target: Target, python: Path, work: Path) -> list[str]:
     theirs, ours = _machine_headers(header, target)
     if ours is not None:
         folder = work / "python"
-        copy = folder / theirs
-        text = ours.read_text(encoding="utf-8")
-        if not copy.is_file() or copy.read_text(encoding="utf-8") != text:
-            files.write_text(copy, text)
+        _update(folder / theirs, ours.read_text(encoding="utf-8"))
         options.append(f"-I{folder}")
     return options
 
 
 def _machine_headers(header: Path, target: Target) -> tuple[str, Path | None]:
-    """The file that Debian's pyconfig.h includes for ``target``, and this machine's substitute.
+    """Return what Debian's pyconfig.h includes for ``target``, and this machine's substitute.
 
     Debian has one per machine, each in a folder named after it, and only this machine's is
     installed. Modules use the stable ABI, for which they say the same: what differs between two

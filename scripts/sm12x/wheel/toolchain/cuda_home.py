@@ -47,10 +47,7 @@ class CudaHome:
     """An assembled toolkit; ``nvcc`` is its compiler's version, such as "13.0.88"."""
 
     path: Path
-    package: Path
     nvcc: str
-    libraries: int
-    driver_symbols: int
 
 
 def find_package(site_packages: Path) -> Path:
@@ -87,28 +84,22 @@ def assemble(
         _copy_tools(package / "bin", staging / "bin")
         for name in ("include", "nvvm"):
             (staging / name).symlink_to(package / name)
-        libraries = _link_libraries(shared, staging / "lib64")
+        _link_libraries(shared, staging / "lib64")
         (staging / "lib").symlink_to("lib64")
         stub = staging / "lib64" / "stubs" / "libcuda.so"
         compiler = str(target.compiler("gcc")) if target else "cc"
-        api = libcuda_stub.build(package / "include", stub, compiler=compiler)
+        libcuda_stub.build(package / "include", stub, compiler=compiler)
         if target:
             cross.write_marker(target, staging)
         (staging / _MARKER).write_text(f"{package}\n", encoding="utf-8")
         version = nvcc_version(staging)
         if probe:
             _probe(staging, target)
-    return CudaHome(
-        path=out,
-        package=package,
-        nvcc=version,
-        libraries=libraries,
-        driver_symbols=len(api.symbols),
-    )
+    return CudaHome(path=out, nvcc=version)
 
 
 def nvcc_version(cuda_home: Path) -> str:
-    """The version of ``cuda_home``'s nvcc, such as "13.0.88". Raises BadFileError."""
+    """Return the version of ``cuda_home``'s nvcc, such as "13.0.88". Raises BadFileError."""
     nvcc = cuda_home / "bin" / "nvcc"
     if not nvcc.is_file():
         raise BadFileError(
@@ -128,7 +119,7 @@ def _copy_tools(source: Path, target: Path) -> None:
     shutil.copytree(source, target, copy_function=files.link)
 
 
-def _link_libraries(source: Path, target: Path) -> int:
+def _link_libraries(source: Path, target: Path) -> None:
     target.mkdir()
     for path in sorted(source.iterdir()):
         (target / path.name).symlink_to(path)
@@ -137,7 +128,6 @@ def _link_libraries(source: Path, target: Path) -> int:
         match = _UNVERSIONED.fullmatch(path.name)
         if match and not (target / match[1]).exists():
             (target / match[1]).symlink_to(path.name)
-    return sum(1 for path in source.iterdir() if ".so" in path.name)
 
 
 def _probe(cuda_home: Path, target: cross.Target | None) -> None:

@@ -160,7 +160,7 @@ _WRITTEN_NAMES = (
 
 
 def source(api: DriverApi) -> str:
-    """The C source of the stand-in. The same header gives the same text."""
+    """Return the C source of the stand-in. The same header gives the same text."""
     names = sorted({*api.symbols, *_WRITTEN_NAMES})
     refuse = [name for name in names if name not in _WRITTEN_NAMES]
     constants = {
