@@ -182,7 +182,12 @@ def test_a_folder_that_holds_no_model_leaves_the_others_their_answers(
     monkeypatch.setattr(ledgers, "read", lambda path: ledger)
     monkeypatch.setattr(planner, "prepare", lambda card: None)
     asked: list[str] = []
-    monkeypatch.setattr(planner, "ask", lambda question: asked.append(question.folder) or "no")
+
+    def ask(question: Question) -> str:
+        asked.append(question.folder)
+        return "refused"
+
+    monkeypatch.setattr(planner, "ask", ask)
     (tmp_path / "empty").mkdir()
     (tmp_path / "good").mkdir()
     model(tmp_path / "good")

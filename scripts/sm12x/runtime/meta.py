@@ -298,9 +298,9 @@ def replace_scales() -> None:
             return sf
         columns = math.ceil(math.ceil(k / recipe[-1]) / 4)
         rows = math.ceil(mn / 4) * 4
-        shape, strides = (mn, columns), (1, rows)
+        shape, strides = [mn, columns], [1, rows]
         if num_groups is not None:
-            shape, strides = (num_groups, *shape), (columns * rows, *strides)
+            shape, strides = [num_groups, *shape], [columns * rows, *strides]
         return torch.empty_strided(shape, strides, dtype=torch.int32, device="meta")
 
     library = torch.library.Library("deep_gemm", "IMPL", "Meta")
