@@ -78,7 +78,7 @@ def fetch_shown(
 
 
 def cached(name: str, sha256: str, *, cache: Path) -> Path | None:
-    """Return the file, verified, if ``fetch`` has brought it before; None otherwise."""
+    """The file, verified, if ``fetch`` has brought it before; None otherwise."""
     final = cache / "files" / sha256 / name
     return final if _is_cached(final, sha256) else None
 
