@@ -13,6 +13,8 @@ from packaging.utils import canonicalize_name
 from sm12x.core.errors import BadFileError
 
 _PIN = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*)(\[[^]]*\])?==(?P<version>[^\s;\\]+)")
+# The lines of a requirement after its first: hashes, and what asked for it.
+_MORE = re.compile(r"\s+(--hash=|#)")
 _HASH = re.compile(r"--hash=(\w+:[0-9a-f]+)")
 _VIA = re.compile(r"^\s+# +via\b")
 _NEXT = (
@@ -62,20 +64,19 @@ def parse(text: str, *, where: str = "lock file") -> Lockfile:
     """Parse the text of a lock file; ``where`` is what errors call it."""
     head: list[str] = []
     blocks: list[list[str]] = []
-    continued = False
     for number, line in enumerate(text.splitlines(), start=1):
-        comment = line.lstrip().startswith("#")
-        if continued or (blocks and comment and line[:1].isspace()):
-            blocks[-1].append(line)
-        elif _PIN.match(line):
+        if _PIN.match(line):
             blocks.append([line])
-        elif not blocks:
-            if line.strip() and not comment and not line.startswith("--"):
-                raise _not_a_pin(where, number, line)
+        elif blocks and _MORE.match(line):
+            blocks[-1].append(line)
+        elif not blocks and line.startswith("--"):
             head.append(line)
-        elif line.strip() and not comment:
-            raise _not_a_pin(where, number, line)
-        continued = not comment and line.endswith("\\")
+        elif line.strip() and not line.lstrip().startswith("#"):
+            raise BadFileError(
+                f"{where}:{number}: {line.strip()!r} is not a pinned requirement", next_step=_NEXT
+            )
+        elif not blocks:
+            head.append(line)
     return Lockfile(
         head="".join(f"{line}\n" for line in head), pins=tuple(_pin(lines) for lines in blocks)
     )
@@ -137,11 +138,4 @@ def _pin(lines: list[str]) -> Pin:
         hashes=tuple(digest for line in lines for digest in _HASH.findall(line)),
         via=tuple(parents),
         text="".join(f"{line}\n" for line in lines),
-    )
-
-
-def _not_a_pin(where: str, number: int, line: str) -> BadFileError:
-    return BadFileError(
-        f"{where}:{number}: {line.strip()!r} is not a pinned requirement",
-        next_step=_NEXT,
     )

@@ -8,6 +8,7 @@ run here, and why, is data: ``upstream-tests.toml`` in the folder of the base.
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -275,43 +276,34 @@ def load(base: Base) -> Suite:
     )
 
 
-class _Modules:
-    """The Python modules of a source tree, by dotted name."""
+def _module_of(tree: Path, dotted: str) -> str:
+    """Return the module ``dotted``, or the one that it is an attribute of; "" if there is none.
 
-    def __init__(self, tree: Path) -> None:
-        self._tree = tree
-        self._exports: dict[str, dict[str, str]] = {}
+    A name that a package re-exports belongs to its original module: vllm.v1.executor.Executor
+    is of vllm.v1.executor.abstract.
+    """
+    parts = dotted.split(".")
+    for end in range(len(parts), 0, -1):
+        name = ".".join(parts[:end])
+        folder = tree.joinpath(*parts[:end])
+        if folder.with_suffix(".py").is_file():
+            return name
+        if (folder / "__init__.py").is_file():
+            return _exports(folder, name).get(parts[end], name) if end < len(parts) else name
+    return ""
 
-    def of(self, dotted: str) -> str:
-        """Return the module ``dotted``, or the one that it is an attribute of; "" if there is none.
 
-        A name that a package re-exports belongs to its original module: vllm.v1.executor.Executor
-        is of vllm.v1.executor.abstract.
-        """
-        parts = dotted.split(".")
-        for end in range(len(parts), 0, -1):
-            name = ".".join(parts[:end])
-            folder = self._tree.joinpath(*parts[:end])
-            if folder.with_suffix(".py").is_file():
-                return name
-            if (folder / "__init__.py").is_file():
-                if end == len(parts):
-                    return name
-                return self._passed_on(name, folder / "__init__.py").get(parts[end], name)
-        return ""
-
-    def _passed_on(self, package: str, path: Path) -> dict[str, str]:
-        if package not in self._exports:
-            self._exports[package] = exports = {}
-            for node in ast.walk(imports.parsed(path)):
-                if not isinstance(node, ast.ImportFrom):
-                    continue
-                parent = package.split(".")
-                parent = parent[: len(parent) - node.level + 1] if node.level else []
-                module = ".".join([*parent, *([node.module] if node.module else [])])
-                for alias in node.names:
-                    exports[alias.asname or alias.name] = module
-        return self._exports[package]
+@functools.cache
+def _exports(folder: Path, package: str) -> dict[str, str]:
+    """Return the modules that a package's names come from."""
+    modules: dict[str, str] = {}
+    for node in ast.walk(imports.parsed(folder / "__init__.py")):
+        if isinstance(node, ast.ImportFrom):
+            parent = package.split(".")
+            parent = parent[: len(parent) - node.level + 1] if node.level else []
+            module = ".".join([*parent, *([node.module] if node.module else [])])
+            modules |= {alias.asname or alias.name: module for alias in node.names}
+    return modules
 
 
 def _module_name(path: str) -> str:
@@ -327,7 +319,6 @@ def plan(suite: Suite, stack: Stack, tree: Path) -> UpstreamPlan:
     # A file that the stack adds: the release cannot have a test of it.
     paths = [path for path in paths if (tree / path).is_file()]
     names = {name for path in paths if (name := _module_name(path))}
-    modules = _Modules(tree)
     by_module: dict[str, list[str]] = {}
     # Every reference to a module, or to a re-export of its package, contains the package's name.
     hints = {
@@ -341,7 +332,7 @@ def plan(suite: Suite, stack: Stack, tree: Path) -> UpstreamPlan:
             continue
         text = test.read_text(encoding="utf-8", errors="replace")
         if any(hint in text for hint in hints):
-            for module in set(map(modules.of, imports.names(test))) & names:
+            for module in {_module_of(tree, name) for name in imports.names(test)} & names:
                 by_module.setdefault(module, []).append(relative)
     faults: list[str] = []
     used: set[int] = set()
@@ -436,22 +427,22 @@ def judge(
         before, after = outcome(base, name), outcome(patched, name)
         again: tuple[str, str] | None = None
         showing = patched
-        if not _worse(before, after):
-            green = before == after == junit.PASSED
-            skips = before == after == junit.SKIPPED
-            better = _RANK[after] < _RANK[before]
-            verdict = SAME if green or skips else BETTER if better else NOT_GREEN
-        else:
+        if _worse(before, after):
             verdict = WORSE
             if name in alone:
-                runs = alone[name]
-                again = (outcome(runs[0], name), outcome(runs[1], name))
+                first, second = alone[name]
+                again = (outcome(first, name), outcome(second, name))
                 # One that cannot be run alone keeps the verdict of the first run.
-                if again != (_ABSENT, _ABSENT) and not _worse(*again):
-                    verdict = FLAKY
-                elif again != (_ABSENT, _ABSENT):
-                    showing = runs[1]
+                if again != (_ABSENT, _ABSENT):
+                    verdict, showing = (WORSE, second) if _worse(*again) else (FLAKY, patched)
+        elif before == after and after in (junit.PASSED, junit.SKIPPED):
+            verdict = SAME
+        else:
+            verdict = BETTER if _worse(after, before) else NOT_GREEN
         test = showing.tests.get(name)
+        reasons = (
+            f"{NEEDS[one.needs]}: {one.why}" for one in suite.cannot if one.covers(file, name)
+        )
         results.append(
             UpstreamResult(
                 file=file,
@@ -460,16 +451,9 @@ def judge(
                 patched=after,
                 alone=again,
                 verdict=verdict,
-                why=next(
-                    (
-                        f"{NEEDS[entry.needs]}: {entry.why}"
-                        for entry in suite.cannot
-                        if entry.covers(file, name)
-                    ),
-                    "",
-                ),
+                why=next(reasons, ""),
                 said=test.said if test else "",
-                detail=(test.detail if test else "") or ("" if test else showing.detail),
+                detail=test.detail if test else showing.detail,
             )
         )
     return results

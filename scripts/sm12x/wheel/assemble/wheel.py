@@ -115,9 +115,8 @@ def changes(
     with zipfile.ZipFile(official.path) as archive:
 
         def theirs(path: str) -> str:
-            return (
-                hashlib.sha256(archive.read(path)).hexdigest() if path in official.members else ""
-            )
+            there = path in official.members
+            return hashlib.sha256(archive.read(path)).hexdigest() if there else ""
 
         entries = [
             _patched(official, source, file, theirs(file.path))
@@ -179,14 +178,12 @@ def write(
     dist_info = f"{target.name.split('-')[0]}-{version}.dist-info"
     platform = target.name.removesuffix(".whl").rpartition("-")[2]
     by_path = {change.path: change for change in changed}
-    # A zip must date its members; the earliest possible date keeps the bytes reproducible.
-    date = (1980, 1, 1, 0, 0, 0)
     with (
         files.replacing(target) as temporary,
         zipfile.ZipFile(official.path) as source,
         zipfile.ZipFile(temporary, "w") as archive,
     ):
-        out = _Rewriter(source, archive, date)
+        out = _Rewriter(source, archive)
         rows = _record(source.read(f"{official.dist_info}/RECORD"))
         record: list[tuple[str, str, str]] = []
 
@@ -322,16 +319,16 @@ _SIZES_FOLLOW = 0x08
 _ENCRYPTED = 0x01
 _BLOCK = 1 << 20
 
-_Date = tuple[int, int, int, int, int, int]
+# A zip must date its members; the earliest possible date keeps the bytes reproducible.
+_DATE = (1980, 1, 1, 0, 0, 0)
 
 
 class _Rewriter:
     """Takes members from ``source`` and new ones into a new zip, in the order of the calls."""
 
-    def __init__(self, source: zipfile.ZipFile, target: zipfile.ZipFile, date: _Date) -> None:
+    def __init__(self, source: zipfile.ZipFile, target: zipfile.ZipFile) -> None:
         self._source = source
         self._target = target
-        self._date = date
 
     def keep(self, info: zipfile.ZipInfo, *, name: str | None = None) -> None:
         """Copy a member of the source, under another name if given, without decompressing it."""
@@ -361,7 +358,7 @@ class _Rewriter:
 
     def write(self, name: str, data: bytes, *, mode: int = 0o644) -> None:
         """Add a new member; ``mode`` are its permissions."""
-        info = zipfile.ZipInfo(name, date_time=self._date)
+        info = zipfile.ZipInfo(name, date_time=_DATE)
         info.compress_type = zipfile.ZIP_DEFLATED
         # The upper half is Unix's: a regular file, and its permissions.
         info.external_attr = (0o100000 | mode) << 16

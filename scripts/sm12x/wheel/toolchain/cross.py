@@ -6,13 +6,13 @@ nvcc runs on this machine and makes host code for the other by that one's g++. W
 
 from __future__ import annotations
 
-import json
 import platform
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from sm12x.core import files, lockfile, pipconfig, process
+from sm12x.core import declared, files, lockfile, pipconfig, process
+from sm12x.core.declared import Declared
 from sm12x.core.errors import BadArchitectureError, BadFileError, ToolMissingError
 from sm12x.stack.model.base import Base
 
@@ -33,7 +33,7 @@ _HOST = "x86_64"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class Target(Declared):
     """``packages`` is a folder like a site-packages, with the wheels of ``machine`` unpacked."""
 
     machine: str
@@ -140,8 +140,7 @@ def unpack(base: Base, machine: str, out: Path, *, uv: str, find_links: Path | N
 
 def write_marker(target: Target, cuda_home: Path) -> None:
     """Mark ``cuda_home`` as one for ``target``, for callers that get only its folder."""
-    text = json.dumps({"machine": target.machine, "packages": str(target.packages)}, indent=1)
-    files.write_text(cuda_home / MARKER, f"{text}\n")
+    declared.write_json(cuda_home / MARKER, target)
     folder = cuda_home / "targets"
     folder.mkdir(exist_ok=True)
     # CMake's modules look for a cross toolkit in here, NVIDIA's packages for one machine have none.
@@ -157,25 +156,17 @@ def find(cuda_home: Path, machine: str) -> Target | None:
     """
     path = cuda_home / MARKER
     crossing = needed(machine)
-    raw: dict[str, str] = {}
+    target = None
     if path.is_file():
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-            target = Target(machine=raw["machine"], packages=Path(raw["packages"]))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise BadFileError(
-                f"{path} cannot be read: {error!r}",
-                next_step="make the CUDA_HOME again with `sm12x build toolchain`",
-            ) from None
-        if crossing and target.machine == machine:
-            return target
-    if crossing or raw:
-        what = raw.get("machine", platform.machine())
+        step = "make the CUDA_HOME again with `sm12x build toolchain`"
+        target = declared.read_json(Target, path, next_step=step)
+    if crossing != (target is not None) or (target and target.machine != machine):
+        what = target.machine if target else platform.machine()
         raise BadFileError(
             f"{cuda_home} is a toolkit that compiles for {what}, not for {machine}",
             next_step=f"make one with `sm12x build toolchain --machine {machine}`",
         )
-    return None
+    return target
 
 
 def definitions(target: Target, work: Path) -> list[str]:
