@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,8 +63,9 @@ CONFIG: dict[str, Any] = {
     "num_experts_per_tok": 6,
     "moe_intermediate_size": 2048,
     # The last layer alone is routed by its input: with random weights a rounding error that
-    # chooses another expert changes all that follows.
-    "num_hash_layers": 5,
+    # chooses another expert changes all that follows. Where layers are spread over pipeline stages,
+    # those that are routed by a table must be in the first one.
+    "num_hash_layers": int(os.environ.get("SM12X_HASH_LAYERS", "5")),
     "norm_topk_prob": True,
     "scoring_func": "sqrtsoftplus",
     "topk_method": "noaux_tc",

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # What the attention of a layer reads besides its window: nothing, every second token or every one.
 RATIOS = (0, 2, 2, 1, 1, 1)
 # Layers that write a cache, which those behind them read, and layers with an indexer of their own.
-# A stage of a pipeline begins at a layer that writes one: with two stages, layer 3.
+# A stage of a pipeline begins at a layer that writes one.
 KV_SOURCES = (1, 3)
 INDEX_SOURCES = (1, 3, 5)
 OF_V4 = (
