@@ -12,16 +12,19 @@ import pytest
 
 from sm12x.core import process
 from sm12x.core.process import Completed
+from sm12x.deploy.container import HARDENED
 from sm12x.image.bundle.record import Record
 from sm12x.image.engine.engine import Engine
 from sm12x.runtime.places import CACHE_VARIABLES
 from sm12x.stack.model.base import Base
-from sm12x.wheel.ledger import Ledger
+from sm12x.wheel.ledger import FileEntry, Ledger, LibraryEntry
 
 Run = Callable[..., Completed]
 
 RECIPE = "deepseek-v4-flash-rtx-pro-6000-tp4"
 SITE = "/opt/venv/lib/python3.13/site-packages"
+# MiB that a Nomad specification gives a check.
+CHECK_MIB = 6144
 
 
 def test_with_no_argument_it_says_what_it_can_do(docker_run: Run, made: Record) -> None:
@@ -33,42 +36,59 @@ def test_with_no_argument_it_says_what_it_can_do(docker_run: Run, made: Record) 
 
 
 def test_check_proves_it_without_gpu_and_network(docker_run: Run) -> None:
-    done = docker_run("check")
+    """Also that it fits the memory and the rights that a Nomad specification gives it."""
+    done = docker_run("check", options=(*HARDENED.split(), "--memory", f"{CHECK_MIB}m"))
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "fail" not in done.stdout.split()
 
 
-def test_check_finds_a_file_that_is_not_the_built_one(
-    docker_run: Run, ledger: Ledger, tmp_path: Path
-) -> None:
+@pytest.fixture(scope="module")
+def covered(ledger: Ledger) -> tuple[FileEntry, LibraryEntry, LibraryEntry]:
+    """A patched file that is covered by another text, and a compiled module by another module."""
     patched = next(entry for entry in ledger.files if entry.origin == "patched")
-    other = tmp_path / "other.py"
-    other.write_text("# not what was built\n")
-    cover = f"{other}:{SITE}/{patched.path}:ro"
-    done = docker_run("check", "--quick", "--json", options=("--volume", cover))
+    mine = next(entry for entry in ledger.libraries if entry.origin == "compiled")
+    others = [entry for entry in ledger.libraries if entry.cubins and entry.path != mine.path]
+    return patched, mine, min(others, key=lambda entry: entry.size)
+
+
+@pytest.fixture(scope="module")
+def failures(
+    docker_run: Run,
+    covered: tuple[FileEntry, LibraryEntry, LibraryEntry],
+    made: Record,
+    folder: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> list[dict[str, str]]:
+    """The failed lines of one check of the image with both files covered."""
+    patched, mine, other = covered
+    scratch = tmp_path_factory.mktemp("covered")
+    text = scratch / "other.py"
+    text.write_text("# not what was built\n")
+    with zipfile.ZipFile(folder / made.wheel) as wheel:
+        swapped = Path(wheel.extract(other.path, scratch))
+    swapped.chmod(0o755)
+    covers = [f"{text}:{SITE}/{patched.path}:ro", f"{swapped}:{SITE}/{mine.path}:ro"]
+    options = tuple(word for cover in covers for word in ("--volume", cover))
+    done = docker_run("check", "--quick", "--json", options=options)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert patched.path in json.dumps(json.loads(done.stdout))
+    return [line for line in json.loads(done.stdout)["lines"] if line["state"] == "fail"]
+
+
+def test_check_finds_a_file_that_is_not_the_built_one(
+    failures: list[dict[str, str]], covered: tuple[FileEntry, LibraryEntry, LibraryEntry]
+) -> None:
+    patched, _, _ = covered
+    assert any(patched.path in line["text"] for line in failures)
 
 
 def test_check_names_a_module_that_was_swapped(
-    docker_run: Run, ledger: Ledger, made: Record, folder: Path, tmp_path: Path
+    failures: list[dict[str, str]], covered: tuple[FileEntry, LibraryEntry, LibraryEntry]
 ) -> None:
     """Another real module of the same wheel in the place of one that was compiled."""
-    mine = next(entry for entry in ledger.libraries if entry.origin == "compiled")
-    others = [entry for entry in ledger.libraries if entry.cubins and entry.path != mine.path]
-    other = min(others, key=lambda entry: entry.size)
-    with zipfile.ZipFile(folder / made.wheel) as wheel:
-        swapped = Path(wheel.extract(other.path, tmp_path))
-    swapped.chmod(0o755)
-    cover = f"{swapped}:{SITE}/{mine.path}:ro"
-    done = docker_run("check", "--quick", "--json", options=("--volume", cover))
-    assert done.returncode == 1, done.stdout + done.stderr
-    lines = json.loads(done.stdout)["lines"]
-    named = {
-        line["topic"] for line in lines if line["state"] == "fail" and mine.path in line["text"]
-    }
-    assert {"files", "machine code"} <= named
+    _, mine, _ = covered
+    topics = {line["topic"] for line in failures if mine.path in line["text"]}
+    assert {"files", "machine code"} <= topics
 
 
 def test_it_runs_as_a_normal_user_and_as_any_other(docker_run: Run) -> None:

@@ -81,8 +81,13 @@ def test_each_is_valid_with_and_without_gpus(agent: Agent, specifications: Path,
 
 
 def test_the_image_proves_itself_without_a_gpu(agent: Agent, image: str) -> None:
+    """Quickly: tests/image runs the whole check, with a specification's memory and rights.
+
+    What a specification alone decides, whether nvcc and Triton can work beside its mounts, the next
+    test asks.
+    """
     agent.call(
-        *("job", "run", *needed(spec(ONE), image), "-var", "gpus=0", "-var", "args=check"),
+        *("job", "run", *needed(spec(ONE), image), "-var", "gpus=0", "-var", "args=check --quick"),
         spec(ONE),
         timeout=CHECK_LIMIT,
     )
@@ -94,6 +99,28 @@ def test_the_image_proves_itself_without_a_gpu(agent: Agent, image: str) -> None
     assert allocation["ClientStatus"] == "complete", log
     assert "check: ok," in log
     assert ", 0 failed" in log
+
+
+# nvcc as the check uses it, and one of Triton's kernels into the cache of servers.
+COMPILE = """
+import sys, tempfile
+from pathlib import Path
+from sm12x.runtime.check import compiler
+from sm12x.runtime.places import Places
+places = Places.of_image()
+with tempfile.TemporaryDirectory() as folder:
+    print([line.state for line in compiler.check(places, Path(folder))])
+sys.path.insert(0, str((places.site / compiler.PACKAGE).parent))
+from portable_mla import block_fp8_einsum, compile
+print(compile.compile_for(block_fp8_einsum.configurations()[0], 120).shared_memory > 0)
+"""
+
+
+def test_compilers_work_beside_what_a_specification_mounts(agent: Agent, image: str) -> None:
+    words = (*needed(spec(ONE), image), "-var", "gpus=0", "-var", "args=timeout 900 sleep 900")
+    agent.call("job", "run", "-detach", *words, spec(ONE))
+    answers = said_inside(agent, f"{ONE}-check", "python", "-P", "-c", COMPILE)
+    assert answers.splitlines() == ["['pass']", "True"]
 
 
 def test_a_server_gets_its_gpus_its_address_and_its_secrets(agent: Agent, image: str) -> None:
