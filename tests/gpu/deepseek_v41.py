@@ -24,16 +24,10 @@ if TYPE_CHECKING:
 # What the attention of a layer reads besides its window: nothing, every second token or every one.
 RATIOS = (0, 2, 2, 1, 2, 1, 1, 1)
 # Layers that write a cache, which those behind them read, and layers with an indexer of their own.
-<<<<<<< HEAD
 # The second of two stages of a pipeline begins at layer 4: one that writes a cache, but not the
 # last such, where 0.33.0 fails, and with caches of the same kinds as the first (vllm#54711).
 KV_SOURCES = (1, 3, 4, 5)
 INDEX_SOURCES = (1, 3, 4, 5, 7)
-=======
-# A stage of a pipeline begins at a layer that writes one.
-KV_SOURCES = (1, 3)
-INDEX_SOURCES = (1, 3, 5)
->>>>>>> hci
 OF_V4 = (
     *("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "qk_rope_head_dim"),
     *("o_lora_rank", "o_groups", "sliding_window", "compress_rope_theta", "rope_theta"),
