@@ -38,12 +38,14 @@ pytestmark = pytest.mark.usefixtures("vllm_executor")
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """One call on all ranks: sleep or wake_up. ``fails`` has the ranks whose allocator fails,
-    ``taken`` the units that other processes hold of the last rank's device.
+    ``taken`` the units that other processes hold of the last rank's device. ``alone``: rank 0 makes
+    the call, and no other.
     """
 
     call: str
     fails: tuple[int, ...] = ()
     taken: int = 0
+    alone: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +170,8 @@ class Rank:
         self.step, self.number = step, self.number + 1
         error = ""
         try:
-            getattr(self.worker, step.call)()
+            if not (step.alone and self.rank):
+                getattr(self.worker, step.call)()
         except RuntimeError as raised:
             error = f"{raised}"
         return {"error": error, "comm": self.comm, "model": self.model}
@@ -266,12 +269,13 @@ def test_what_is_just_enough_memory_is_enough(tmp_path: Path) -> None:
 @pytest.mark.guard
 @isolated(LIMIT)
 def test_communicators_that_are_not_suspended_bind_no_rank_to_another(tmp_path: Path) -> None:
-    slept, failed = run(
-        tmp_path / "ranks", SLEEP, Step(call="wake_up", fails=(0,), taken=40), suspends=False
-    )
+    fails, alone = Step(call="wake_up", fails=(0,), taken=40), Step(call="wake_up", alone=True)
+    slept, failed, woken = run(tmp_path / "ranks", SLEEP, fails, alone, suspends=False)
     expect(slept, comm=True, model=ASLEEP)
     assert [bool(rank.error) for rank in failed] == [True, False, False]
     expect(failed, comm=True, model=[False, True, True])
+    assert [rank.error for rank in woken] == [""] * RANKS
+    expect(woken, comm=True, model=AWAKE)
 
 
 @pytest.mark.guard
