@@ -133,6 +133,9 @@ class Pytests:
         return {
             "SM12X_TREE": str(source),
             "SM12X_SIDE": side,
+            # A kernel that Triton interprets is many small products, which threads of NumPy's
+            # OpenBLAS wait for: 26 s of processor time, and 7 with one thread.
+            "OMP_NUM_THREADS": "1",
             # Where witnesses keep what they compile, by its text: see tests/witness/native.py.
             "SM12X_WITNESS_COMPILED": str(self._folder),
             "PYTHONPATH": str(PLUGIN),

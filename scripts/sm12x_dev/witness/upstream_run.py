@@ -154,14 +154,15 @@ def run(
     with tempfile.TemporaryDirectory(prefix="sm12x-up-") as name:
         folder = Path(name)
         trees = {side: folder / side for side in SIDES}
-        for side in SIDES:
-            tree.unpack(archive, trees[side])
-        plan = upstream_tests.plan(suite, stack, trees[BASE])
+        tree.unpack(archive, trees[PATCHED])
+        # It is untouched still.
+        plan = upstream_tests.plan(suite, stack, trees[PATCHED])
         if only:
             plan = plan.narrowed(only)
         apply.apply(base, stack, trees[PATCHED])
         runner = _Runner(
             suite=suite,
+            archive=archive,
             trees=trees,
             python=python,
             extra=extra,
@@ -248,6 +249,7 @@ def _judged(
 @dataclass(kw_only=True)
 class _Runner:
     suite: Suite
+    archive: Path
     trees: Mapping[str, Path]
     python: Path
     extra: Path | None
@@ -269,6 +271,9 @@ class _Runner:
         """
         if not targets:
             return {}
+        if not self.trees[side].exists():
+            # The untouched tree, which is seldom needed where its outcomes are recorded.
+            tree.unpack(self.archive, self.trees[side])
         self.rounds += 1
         folder = self.folder / f"{self.rounds}-{side}"
         folder.mkdir()

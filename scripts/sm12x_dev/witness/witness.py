@@ -119,8 +119,7 @@ def run(
     settled = [path for path in witnesses if path in files and files[path].inputs == inputs[path]]
     with tempfile.TemporaryDirectory(prefix="sm12x-witness-") as name:
         trees = {side: Path(name) / side for side in SIDES}
-        for side in SIDES:
-            tree.unpack(archive, trees[side])
+        tree.unpack(archive, trees[PATCHED])
         apply.apply(base, stack, trees[PATCHED])
 
         ran = partial(
@@ -132,6 +131,8 @@ def run(
             jobs=jobs,
             on_run=on_run,
         )
+        if len(settled) < len(witnesses):
+            tree.unpack(archive, trees[BASE])
         runs = ran(witnesses, skip={(path, BASE) for path in settled})
         as_required = {path: required(runs[path, PATCHED], base.witness) for path in witnesses}
         outcomes = {
@@ -140,6 +141,8 @@ def run(
         same = [path for path in settled if outcomes[path] == files[path]]
         runs |= {(path, BASE): as_required[path] for path in same}
         differing = [path for path in settled if path not in same]
+        if differing and not trees[BASE].exists():
+            tree.unpack(archive, trees[BASE])
         runs |= ran(differing, skip={(path, PATCHED) for path in differing})
     if record_for:
         # One that breaks the rule is not recorded: it is run each time.
