@@ -252,7 +252,7 @@ def test_the_script_beside_a_bundle_of_buildahs(tmp_path: Path) -> None:
 def test_a_program_that_does_not_end_when_asked_is_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(process, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(process, "_GRACE_SECONDS", 0.2)
     pids: list[int] = []
 
     def interrupt(line: str) -> None:
