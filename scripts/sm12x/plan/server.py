@@ -49,7 +49,9 @@ def from_recipe(recipe: Recipe, *, utilization: float | None = None) -> Deployme
         outside=_term(OUTSIDE, memory.outside),
         residue=_with_weights(residue, weights) if keeps_weights else residue,
         keeps_weights=keeps_weights,
-        cache=_cache(figures, given) if figures else None,
+        cache=_cache(figures, given, figures.kv, figures.token, figures.block, figures.states)
+        if figures
+        else None,
     )
 
 
@@ -90,29 +92,29 @@ def from_figures(
         kv=term(KV, *kv),
         outside=None,
         residue=None,
-        cache=None
-        if cache is None
-        else Cache(
-            start=cache.at_start / GIB,
-            token=cache.token / GIB,
-            length=figures.max_model_len,
-            limit=figures.limit,
-            sequences=figures.max_num_seqs,
-            default="max-num-seqs" not in given,
-            block=cache.block / GIB if cache.states and _graphs(given) else None,
-        ),
+        cache=_cache(figures, given, cache.at_start, cache.token, cache.block, cache.states)
+        if cache
+        else None,
     )
 
 
-def _cache(figures: Planned, given: Mapping[str, str]) -> Cache:
+def _cache(
+    figures: Figures | Planned,
+    given: Mapping[str, str],
+    start: int,
+    token: float,
+    block: int,
+    states: bool,
+) -> Cache:
+    """Return the KV cache of a server; ``start``, ``token`` and ``block`` are in bytes."""
     return Cache(
-        start=figures.kv / GIB,
-        token=figures.token / GIB,
+        start=start / GIB,
+        token=token / GIB,
         length=figures.max_model_len,
         limit=figures.limit,
         sequences=figures.max_num_seqs,
         default="max-num-seqs" not in given,
-        block=figures.block / GIB if figures.states and _graphs(given) else None,
+        block=block / GIB if states and _graphs(given) else None,
     )
 
 
