@@ -519,6 +519,16 @@ class _Build:
         except ValueError as error:
             text = " ".join(str(error).split()).partition(" Try increasing")[0]
             return dataclasses.replace(room, refusal=text)
+        for stage, part in enumerate(parts):
+            # vllm#54711: allocate_kv_cache looks each cache's first layer up in the stage's groups.
+            names = {name for group in part.kv_cache_groups for name in group.layer_names}
+            if any(tensor.layers[0] not in names for tensor in part.kv_cache_tensors):
+                text = (
+                    f"pipeline stage {stage} has no layer of a group of KV caches, and this vLLM "
+                    "fails at start (vllm#54711): divide the layers otherwise with "
+                    "VLLM_PP_LAYER_PARTITION"
+                )
+                return dataclasses.replace(room, refusal=text)
         whole = utils.generate_scheduler_kv_cache_config(parts)
         tokens, concurrency = utils.get_kv_cache_capacity(config, whole)
         # config/compilation.py: full CUDA graphs need a block for each sequence's state.
