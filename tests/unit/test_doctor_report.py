@@ -28,7 +28,8 @@ from sm12x.recipes import load
 # Where a claim comes from: a thread with its number, or a document or measurement by name.
 _SOURCE = re.compile(
     r"[\w.-]+/[\w.-]+#\d+( \(.+\))?$|NVIDIA,? |measured by this project|forum thread \"|"
-    r"vLLM, docs/|pci\.ids|README|podman|sm12x audit$|the recipe's|data/doctor\.toml"
+    r"Linux, Documentation/|vLLM, docs/|pci\.ids|README|podman|sm12x audit$|"
+    r"the recipe's|data/doctor\.toml"
 )
 DATA = Path(__file__).parent / "data"
 
