@@ -235,6 +235,10 @@ RUNS = (
     by_allocator("0.33.0", "33-sleep4", "sleep", "one={tree}+plugin+keep",
                  "four={tree}+plugin+keep+4", gpus=4),
     by_allocator("0.33.0", "33-churn", "load_churn", "stock={target}/stock", "stack={tree}"),
+    # Blocks of the KV cache that are kept, beside bare copies.
+    Run(base="0.33.0", name="33-kv-copies", limit=200,
+        words=("-m", "tests.gpu.kv_copies", "{tree}", "--out", "{out}/33-kv-copies.json"),
+        environment={"TRITON_CACHE_DIR": "{out}/33-kv-copies.triton"}, path=()),
     # A start that compiles FlashInfer's sampling, and one that finds it compiled.
     Run(base="0.33.0", name="33-aot-build", gpus=0, limit=600,
         words=("-m", "tests.gpu.aot", "{target}", "--base", "0.33.0",

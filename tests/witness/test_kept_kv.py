@@ -6,6 +6,8 @@ As the rest of the package, it is made for an untouched release too: what holds 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import importlib
 import random
 import threading
@@ -364,7 +366,8 @@ def test_dropping_is_for_good(world: World) -> None:
 def test_blocks_that_there_are_not(world: World) -> None:
     cache = filled(world)
     for blocks in ([BLOCKS], [-1, 2], [3, BLOCKS + 5]):
-        assert f"blocks 0 to {BLOCKS - 1}" in refusal(lambda blocks=blocks: cache.keep(blocks))
+        text = refusal(functools.partial(cache.keep, blocks))
+        assert f"blocks 0 to {BLOCKS - 1}" in text
     expect("kept", cache.backend.kept_kv(), (0, 0))
 
 
@@ -1036,3 +1039,38 @@ def test_a_block_freed_while_blocks_are_kept(world: World) -> None:
     assert refusal(cache.backend.restore_kv)
     cache.backend.drop_kv()
     world.expect_awake(*cache.weights, cache.memory[1])
+
+
+# ---- the run on a GPU ----
+
+
+@pytest.mark.guard
+def test_the_run_on_a_gpu_measures_on_the_stand_in(world: World) -> None:
+    """tests.gpu.kv_copies: what it measures there it measures here, of less memory."""
+    cache = make(world, weights=4)
+    gpu: Any = importlib.import_module("tests.gpu.kv_copies")
+    gpu.ROW, gpu.REGIONS = 512, 6
+    size = 4 * GRANULARITY
+    block = world.block("kv_cache", size)
+    raw = world.torch.frombuffer(
+        (ctypes.c_char * size).from_address(block.address), dtype=world.torch.int8
+    )
+    setup = gpu.Setup(world.torch, cache.backend, raw, world.synchronize, lambda size: (1.0, 1.0))
+    gpu.regions_of.__defaults__ = (gpu.REGIONS, gpu.ROW)
+    report: dict[str, Any] = {}
+    gpu.measured(setup, size // 9, report)
+    kinds = ["contiguous", "runs of 8", "apart"]
+    expect("copies", list(report["copies"]), [*kinds, "batch", "single"])
+    blocks = {report["copies"][kind]["blocks"] for kind in kinds}
+    expect("blocks", blocks, {size // 9 // (gpu.REGIONS * gpu.ROW)})
+    for name in ("sleep", "kv_cache"):
+        expect(name, list(report[name]), ["nothing", *kinds])
+    # The driver's own calls, on memory of whole handles.
+    gpu.MAPPINGS, gpu.MIB = ((1, 1), (3, 2)), GRANULARITY // 2
+    world.fake.driver.cuCtxSetCurrent(None)
+    context = ctypes.c_void_p()
+    world.fake.driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
+    world.fake.driver.cuCtxSetCurrent(context)
+    times = gpu.measure_mapping(world.fake.driver, 6 * GRANULARITY)
+    expect("handles", [one["handles"] for one in times], [1, 3])
+    expect("steps", list(times[0]["later"]), ["create", "map", "access", "unmap", "release"])
