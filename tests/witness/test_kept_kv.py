@@ -17,7 +17,9 @@ from typing import Any
 
 import pytest
 from tests.fakecuda.standin import GRANULARITY
+from tests.witness.fuzz import seeds
 from tests.witness.interrupt import walk
+from tests.witness.kv_fuzz import KvFuzzer
 from tests.witness.kv_rig import BLOCKS, KEPT, LAYOUTS, PIECE, Cache, make
 from tests.witness.test_sleep_keep import COPIES
 from tests.witness.world import GIB, INTEGRATED, Block, World, expect, raised, sweep
@@ -126,7 +128,7 @@ def test_memory_is_covered_once(world: World, seed: int) -> None:
         step = stride * number + chance.choice((0, 0, 0, 5))
         for _ in range(chance.randint(1, 4)):
             regions.append((address, size, stride))
-            address += step
+            address += step + chance.choice((0, 0, 0, 7))
         address += chance.choice((0, 13))
     chance.shuffle(regions)
     blocks = sorted(chance.sample(range(number), chance.randint(1, number)))
@@ -630,6 +632,26 @@ def test_host_memory_is_prepared(world: World) -> None:
 
 
 @pytest.mark.guard
+def test_memory_for_weights_is_prepared_first(world: World) -> None:
+    """That for the KV cache comes after it, from what is left."""
+    cache = make(world, weights=3)
+    world.host_memory = 4 * GIB + 3 * GRANULARITY + 5 * PIECE
+    available = module(COPIES).available_host_memory
+    module(COPIES).available_host_memory = lambda reserve=False: (
+        available(reserve) - world.fake.registered()
+    )
+    cache.backend.prepare()
+    cache.backend.prepare_kv(40 * PIECE)
+    cache.wait()
+    expect("held", cache.held(), 5 * PIECE)
+    expect("registered", world.fake.registered(), 3 * GRANULARITY + 5 * PIECE)
+    world.fake.forget_calls()
+    cache.backend.suspend(1)
+    expect("registered by a sleep", world.fake.calls("cudaHostRegister"), 0)
+    cache.backend.resume()
+
+
+@pytest.mark.guard
 @pytest.mark.parametrize("failing", ["a thread", "cudaHostRegister", "cudaSetDevice"])
 def test_a_preparation_that_fails(world: World, failing: str) -> None:
     cache = filled(world)
@@ -749,6 +771,7 @@ STORIES: dict[str, tuple[bool, tuple[str, ...]]] = {
     "a block less": (True, ("discard", "free", "wake kv_cache")),
     "another block there": (True, ("discard", "free", "malloc", "wake kv_cache")),
     "a digest that fails": (True, ("discard", "no digests", "wake kv_cache")),
+    "all digests fail": (True, ("no digests", "discard", "wake kv_cache")),
 }  # fmt: skip
 
 
@@ -789,6 +812,46 @@ def test_whether_weights_have_changed(world: World, story: str, first: str) -> N
     cache.expect_content()
     cache.backend.drop_kv()
     expect("after it was dropped", cache.backend.weights_changed(), False)
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("changed", [False, True])
+def test_weights_that_change_after_a_sleep_that_failed(world: World, changed: bool) -> None:
+    """Those of that sleep are what counts: it may be repeated at any time."""
+    cache = filled(world)
+    cache.weights.append(world.block())
+    cache.keep()
+    world.host_memory = 4 * GIB
+    assert "available" in refusal(lambda: cache.backend.suspend(1))
+    world.host_memory = 64 * GIB
+    if changed:
+        rewritten(world, cache)
+    cache.backend.suspend(1)
+    cache.backend.resume()
+    expect("whether weights changed", cache.backend.weights_changed(), changed)
+    cache.expect_restored()
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("again", [False, True])
+def test_weights_that_change_after_an_interrupt(world: World, again: bool) -> None:
+    """One that comes before their digests: what is not known counts as a change."""
+    cache = filled(world)
+    cache.keep()
+    digest = cache.backend.copies._digest
+
+    def interrupted(*block: Any) -> None:
+        raise KeyboardInterrupt
+
+    cache.backend.copies._digest = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        cache.backend.suspend(1)
+    cache.backend.copies._digest = digest
+    rewritten(world, cache)
+    if again:
+        cache.backend.suspend(1)
+        cache.backend.resume()
+    expect("whether weights changed", cache.backend.weights_changed(), True)
 
 
 @pytest.mark.guard
@@ -1011,6 +1074,50 @@ def test_an_interrupt_in_waking_and_restoring(world: World, call: str) -> None:
         walk(prepare, operate, then_on, then_asleep, then_deep)
 
 
+def restoration_interrupted(world: World) -> Cache:
+    """A KV cache to which blocks are being copied, by a call that has ended."""
+    cache = filled(world)
+    cache.keep()
+    cache.backend.suspend(1)
+    cache.backend.resume()
+    runtime = cache.backend.copies._runtime
+    copy, made = runtime.copy_rows, SimpleNamespace(count=0)
+
+    def interrupted(*arguments: Any) -> None:
+        copy(*arguments)
+        made.count += 1
+        if made.count == 3:
+            raise KeyboardInterrupt
+
+    runtime.copy_rows = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        cache.backend.restore_kv()
+    runtime.copy_rows = copy
+    assert world.fake.work_in_flight() > 0
+    return cache
+
+
+@pytest.mark.guard
+def test_dropping_ends_the_copies_of_an_interrupted_restoration(world: World) -> None:
+    """Else they would be made over what is written to the KV cache afterwards."""
+    cache = restoration_interrupted(world)
+    cache.backend.drop_kv()
+    cache.write(*SCATTERED)
+    cache.swap()
+
+
+@pytest.mark.guard
+def test_an_interrupted_restoration_has_its_host_memory(world: World) -> None:
+    """Also where a level-2 sleep comes next and is interrupted as it begins."""
+    cache = restoration_interrupted(world)
+    cache.backend.copies.release_kv()
+    cache.backend.resume()
+    expect("memory given up in use", world.fake.violations(), 0)
+    cache.backend.suspend(2)
+    expect("registered host memory", world.fake.registered(), 0)
+    expect("memory given up in use", world.fake.violations(), 0)
+
+
 @pytest.mark.patched_only
 def test_a_block_freed_while_blocks_are_kept(world: World) -> None:
     """By another thread, while its copies are issued: it is freed later, or its keeping fails."""
@@ -1074,3 +1181,19 @@ def test_the_run_on_a_gpu_measures_on_the_stand_in(world: World) -> None:
     times = gpu.measure_mapping(world.fake.driver, 6 * GRANULARITY)
     expect("handles", [one["handles"] for one in times], [1, 3])
     expect("steps", list(times[0]["later"]), ["create", "map", "access", "unmap", "release"])
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("seed", seeds(4))
+def test_random_operations_without_trouble(world: World, seed: int) -> None:
+    counts = KvFuzzer(world, seed, trouble=False).run(300)
+    assert counts["restore"] > 0, counts
+
+
+@pytest.mark.patched_only
+@pytest.mark.parametrize("seed", seeds(6))
+def test_random_operations(world: World, seed: int) -> None:
+    counts = KvFuzzer(world, seed, trouble=True).run(300)
+    assert counts["restore"] > 0, counts
+    assert counts["failures"] > 0, counts
+    assert counts["interrupts"] > 3, counts

@@ -40,8 +40,7 @@ class KeepBackend(CuMemBackend):  # type: ignore[misc]
         self._state = "SUSPENDED"
         tags = ("weights", *OFFLOADED) if level == 1 else OFFLOADED
         if level != 1:
-            self.copies.drop_kv()
-            self.copies.release_kv_memory()
+            self.copies.release_kv()
         self.copies.sleep(cumem.CuMemAllocator.get_instance(), tags)
 
     def resume(self, tags: list[str] | None = None) -> None:

@@ -11,6 +11,8 @@ without gaps. Consecutive block ids are one row of a region; the rows of regions
 lie at equal distances, as the layers of a KV cache do, are copied by one call.
 """
 
+import contextlib
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby
@@ -141,7 +143,9 @@ class KeptBlocks:
     # Host memory of the copies, which stays even where the server's budget shrinks.
     pieces: list[torch.Tensor] = field(default_factory=list)
     is_restored: bool = False
-    # Digests of the weights by address; None before the sleep has computed them.
+    # Whether a sleep has begun, and its digests of the weights by address: None where
+    # it has not come so far.
+    has_begun: bool = False
     weights: dict[int, bytes | None] | None = None
     # Whether the weights are others since, and whether that has to be looked at.
     has_other_weights: bool = False
@@ -234,26 +238,32 @@ class KvCopies(HostCopies):
     def prepare_kv(self, allocator: Any, size: int) -> None:
         """Take host memory for so many bytes of KV cache in the background.
 
-        Less is taken where less is available. A failure is only logged: the sleep takes
-        the memory, or keeps nothing.
+        Memory for the weights that is being taken comes first, and less is taken where
+        less is available. A failure is only logged: the sleep takes the memory, or
+        keeps nothing.
         """
         try:
             records = list(allocator.pointer_to_data.values())
-            if self.is_preparing() or not records or self._refusal(records):
-                return
+            if records and not self._refusal(records):
+                self._halt = False
+                self._prepare_by(self._grow, records, size, self._preparation)
+        except Exception as error:
+            self._warn(f"Host memory for the KV cache was not prepared: {error}")
+
+    def _grow(
+        self, records: list[Any], size: int, before: threading.Thread | None
+    ) -> None:
+        try:
+            # An interrupt may have left a thread object that was never started.
+            if before is not None and before.is_alive():
+                before.join()
             if self._limit is not None:
                 size = min(size, self._limit)
             left = self._pieces_left(records, (WEIGHTS,))
             count = min(left, -(-size // PIECE) - len(self._pieces))
-            if count > 0:
-                self._halt = False
-                self._prepare_by(self._grow, records[0].handle[0], count)
-        except Exception as error:
-            self._warn(f"Host memory for the KV cache was not prepared: {error}")
-
-    def _grow(self, device: int, count: int) -> None:
-        try:
-            for _ in self._take_pieces(device, count, BESIDE_SERVING):
+            if count <= 0 or self._halt:
+                return
+            for _ in self._take_pieces(records[0].handle[0], count, BESIDE_SERVING):
                 if self._halt:
                     return
         except Exception as error:
@@ -278,8 +288,12 @@ class KvCopies(HostCopies):
         self._halt = True
         super()._wait_for_preparation()
 
-    def release_kv_memory(self) -> None:
-        """Drop the host memory that no kept block is in; `sleep` gives it back."""
+    def release_kv(self) -> None:
+        """Forget the kept blocks; the next sleep gives back their host memory."""
+        self._forget_kv()
+        self._pieces = []
+
+    def _release_spare_pieces(self) -> None:
         self._pieces = list(self._kept.pieces) if self._kept else []
 
     def _save(self, allocator: Any, blocks: list[Any]) -> dict[int, Copy]:
@@ -290,7 +304,7 @@ class KvCopies(HostCopies):
             self.setting == "auto"
         ):
             # Copies of weights go before memory for what may be kept later.
-            self.release_kv_memory()
+            self._release_spare_pieces()
             self._runtime.give_back()
         return super()._save(allocator, blocks)
 
@@ -324,7 +338,7 @@ class KvCopies(HostCopies):
         try:
             placed = self._placed_regions(allocator, regions, ids)
             # From here on nothing is kept until all copies are issued.
-            self.drop_kv()
+            self._forget_kv()
             if size:
                 self._keep(allocator, placed, ids, size)
         except Exception as error:
@@ -456,7 +470,7 @@ class KvCopies(HostCopies):
             if not self._is_keeping:
                 raise
             # The copies on the host may have any content.
-            self.drop_kv()
+            self._forget_kv()
             raise RuntimeError(
                 f"copies of the KV cache to the host failed: {error}; none is kept"
             ) from error
@@ -471,7 +485,15 @@ class KvCopies(HostCopies):
         return kept.blocks, kept.size
 
     def drop_kv(self) -> None:
-        """Forget the blocks that are kept; the host memory stays for the next ones."""
+        """Forget the blocks that are kept; the host memory stays for the next ones.
+
+        Copies of an interrupted call have ended when this returns, so that the KV cache
+        can be written to.
+        """
+        self._forget_kv()
+        self._wait_for_kv()
+
+    def _forget_kv(self) -> None:
         self._kept = None
         self._is_keeping = False
 
@@ -482,6 +504,30 @@ class KvCopies(HostCopies):
         # copies of blocks, beside which digests are computed and weights unmapped.
         if not self._is_keeping:
             super()._wait_for_device(blocks)
+
+    def sleep(self, allocator: Any, offload_tags: tuple[str, ...]) -> None:
+        with self._weights_noted(allocator):
+            super().sleep(allocator, offload_tags)
+
+    def discard(self, allocator: Any, tags: tuple[str, ...]) -> None:
+        with self._weights_noted(allocator):
+            super().discard(allocator, tags)
+
+    @contextlib.contextmanager
+    def _weights_noted(self, allocator: Any) -> Iterator[None]:
+        """Have the first sleep compute digests of the weights, also where it fails."""
+        kept = self._kept
+        if kept is not None:
+            if kept.has_begun and kept.weights is None:
+                # An interrupt came before the digests, which now come too late.
+                kept.has_other_weights = True
+            kept.has_begun = True
+        try:
+            yield
+        except Exception:
+            if kept is not None and kept.weights is None:
+                self._note_weights(kept, self._weights(allocator, computed=False))
+            raise
 
     def _put_all_to_sleep(
         self,
@@ -508,15 +554,14 @@ class KvCopies(HostCopies):
     # -- back --
 
     def wake_up(self, allocator: Any, tags: list[str] | None) -> None:
-        was_awake = self._kept is not None and any(
+        if self._kept is not None and any(
             data.tag == WEIGHTS and not data.is_asleep
             for data in list(allocator.pointer_to_data.values())
-        )
-        super().wake_up(allocator, tags)
-        if self._kept is not None and was_awake:
-            # Weights that this call restored are those of the sleep; those that were
+        ):
+            # Weights that this call restores are those of the sleep; those that were
             # awake before it may have been written to.
             self._kept.is_unsure = True
+        super().wake_up(allocator, tags)
 
     def restore_kv(self, allocator: Any) -> None:
         """Copy the kept blocks back, after a wake_up has mapped their memory.
@@ -582,6 +627,8 @@ class KvCopies(HostCopies):
         return kept.has_other_weights
 
     def _look_at_weights(self, allocator: Any, kept: KeptBlocks) -> None:
+        if kept.weights is None:
+            kept.has_other_weights = True
         if kept.is_unsure and not kept.has_other_weights:
             self._note_weights(kept, self._weights(allocator, computed=False))
         kept.is_unsure = False
