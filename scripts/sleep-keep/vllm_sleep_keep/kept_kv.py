@@ -244,7 +244,7 @@ class KvCopies(HostCopies):
         """
         try:
             records = list(allocator.pointer_to_data.values())
-            if records and not self._refusal(records):
+            if size > self._held_for_kv() and records and not self._refusal(records):
                 self._halt = False
                 self._prepare_by(self._grow, records, size, self._preparation)
         except Exception as error:
@@ -360,6 +360,8 @@ class KvCopies(HostCopies):
         records = list(allocator.pointer_to_data.values())
         if reason := self._refusal(records):
             raise RuntimeError(reason)
+        # Those of weights are many, and no region is in them.
+        records.sort(key=lambda data: data.tag == WEIGHTS)
         places: dict[int, list[tuple[int, int, int]]] = {}
         for name, region in regions.items():
             count, size = region.shape
