@@ -1173,13 +1173,15 @@ def test_the_run_on_a_gpu_measures_on_the_stand_in(world: World) -> None:
     for name in ("sleep", "kv_cache"):
         expect(name, list(report[name]), ["nothing", *kinds])
     # The driver's own calls, on memory of whole handles.
-    gpu.MAPPINGS, gpu.MIB = ((1, 1), (3, 2)), GRANULARITY // 2
+    mappings = ((1, 1, "descriptor"), (3, 2, "none"), (1, 1, "fabric"))
+    gpu.MAPPINGS, gpu.MIB = mappings, GRANULARITY // 2
     world.fake.driver.cuCtxSetCurrent(None)
     context = ctypes.c_void_p()
     world.fake.driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
     world.fake.driver.cuCtxSetCurrent(context)
     times = gpu.measure_mapping(world.fake.driver, 6 * GRANULARITY)
-    expect("handles", [one["handles"] for one in times], [1, 3])
+    expect("handles", [one["handles"] for one in times], [1, 3, 1])
+    expect("failures", ["error" in one for one in times], [False, False, True])
     expect("steps", list(times[0]["later"]), ["create", "map", "access", "unmap", "release"])
 
 
