@@ -260,7 +260,10 @@ def copies(size: int) -> tuple[float, float]:
 def conversation(report: Report, server: Server, many_gib: float) -> None:
     warm = server.ask(prompt(1, 3000), 16)
     report.over(warm, "the first answer")
-    reset = lambda: server.call("POST", "/reset_prefix_cache")  # noqa: E731
+
+    def reset() -> None:
+        server.call("POST", "/reset_prefix_cache")
+
     # A first sleep prepares what later ones have.
     report.sleep(server, "first")
     report.wake(server, "first")
@@ -346,7 +349,7 @@ def kept_bytes(report: Report) -> int:
     return max(sizes, default=0) or GIB
 
 
-def nothing(report: Report, server: Server, reset: Callable[[], Any]) -> None:
+def nothing(report: Report, server: Server, reset: Callable[[], None]) -> None:
     for query, name in (("", "keeping"), ("&keep_kv=false", "not keeping")):
         pairs = []
         for _ in range(2 * REPEATS):
