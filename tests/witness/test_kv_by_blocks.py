@@ -199,10 +199,11 @@ def test_what_is_not_whole_is_not_restored() -> None:
     runner.memory.fill_(7)
     with pytest.raises(RuntimeError, match="2 of 3 blocks"):
         made.restore_kv(3)
+    assert bool((runner.memory == 7).all())
     made.sleep_mode_backend.changed = True
     assert made.restore_kv(2) is True
-    assert bool((runner.memory == 7).all())
     made.sleep_mode_backend.changed = False
+    assert made.restore_kv(2) is False
     made.drop_kv()
     with pytest.raises(RuntimeError, match="0 of 2 blocks"):
         made.restore_kv(2)
@@ -214,6 +215,21 @@ def test_blocks_that_share_bytes_with_other_ids_are_not_kept() -> None:
     assert made.kv_room()[:2] == (0, 0)
     with pytest.raises(RuntimeError, match="other blocks"):
         made.keep_kv([1])
+
+
+@isolated(LIMIT)
+def test_a_sleep_does_not_wait_for_copies_that_are_under_way() -> None:
+    waits: list[str] = []
+    torch.accelerator.synchronize = lambda: waits.append("device")
+    made, _ = worker("full")
+    made.wait_before_sleep()
+    assert waits == ["device"]
+    made.keep_kv([1])
+    made.wait_before_sleep()
+    assert waits == ["device"]
+    # The next sleep has no copies of its own.
+    made.wait_before_sleep()
+    assert waits == ["device", "device"]
 
 
 @isolated(LIMIT)
