@@ -103,6 +103,7 @@ def worker_class() -> Any:
         def init_device(self) -> None:
             self.requests: dict[str, _Running] = {}
             self.drafts: DraftTokenIds | None = None
+            self.sampled: list[Any] = []
             self.computed = 0
             self.kind = self.vllm_config.additional_config["kind"]
 
@@ -252,11 +253,19 @@ def worker_class() -> Any:
                 proposed.append(self._propose(self.requests[name]) if tokens else [])
             if self.vllm_config.speculative_config is not None:
                 self.drafts = DraftTokenIds(names, proposed)
-            return ModelRunnerOutput(
+            result = ModelRunnerOutput(
                 req_ids=names,
                 req_id_to_index={name: index for index, name in enumerate(names)},
                 sampled_token_ids=sampled,
             )
+            if not (names and self.vllm_config.scheduler_config.async_scheduling):
+                return result
+            self.sampled.append(result)
+            return None
+
+        def sample_tokens(self, grammar_output: Any) -> Any:
+            """The tokens of the oldest step whose tokens were not asked for."""
+            return self.sampled.pop(0)
 
         def take_draft_token_ids(self) -> Any:
             drafts, self.drafts = self.drafts, None
@@ -340,6 +349,7 @@ def config(
     caching: bool = True,
     drafts: int = 0,
     events: bool = False,
+    ahead: bool = False,
 ) -> Any:
     """A real configuration of an engine with one pretended GPU."""
     from vllm.config import (
@@ -398,7 +408,7 @@ def config(
             max_num_batched_tokens=16,
             max_model_len=LONGEST,
             is_encoder_decoder=False,
-            async_scheduling=False,
+            async_scheduling=ahead,
         ),
         additional_config={"kind": kind, "blocks": blocks},
     )
@@ -446,7 +456,7 @@ class Rig:
 
     def step(self, times: int = 1) -> None:
         for _ in range(times):
-            for outputs in self.engine.step()[0].values():
+            for outputs in (self.engine.step_fn()[0] or {}).values():
                 for output in outputs.outputs:
                     self.texts[output.request_id] += output.new_token_ids
                     if output.finish_reason is not None:
@@ -464,7 +474,7 @@ class Rig:
     def finish(self) -> None:
         """Run until every request that is not aborted has its text, and compare it."""
         for _ in range(2000):
-            if not self.engine.scheduler.has_unfinished_requests():
+            if not self.engine.scheduler.has_unfinished_requests() and not self.engine.batch_queue:
                 break
             self.step()
         for name, (prompt, tokens) in self.asked.items():

@@ -36,6 +36,9 @@ VARIANTS: list[dict[str, Any]] = [
     {"kind": "window"},
     {"kind": "window", "drafts": 2},
     {"kind": "state"},
+    # A batch is scheduled while the one before it runs.
+    {"kind": "full", "ahead": True},
+    {"kind": "window", "ahead": True},
 ]
 
 _ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
@@ -133,6 +136,7 @@ class Driver:
             if kept.dropped_blocks:
                 rig.check_parents()
             self.seen["part" if kept.dropped_blocks else "whole"] += 1
+            self.seen["in flight"] += bool(rig.engine.batch_queue)
             self.seen["preempted"] += len(running) > len(rig.running()) > 0 and mode == "keep"
             if room == 10**6 and mode == "keep":
                 assert set(rig.running()) == running
