@@ -470,7 +470,7 @@ def swap(report: Report, servers: Sequence[Server]) -> None:
 def soak(report: Report, servers: Sequence[Server], swaps: int) -> None:
     """Each swap freezes a stream of one server and lets that of the other go on."""
     prompts = {
-        server.port: [prompt(100 * number + n, 800 * n + 300) for n in range(4)]
+        server.port: [prompt(100 * number + n, 400 * n + 300) for n in range(4)]
         for number, server in enumerate(servers)
     }
     texts: dict[tuple[int, int], str] = {}
@@ -571,6 +571,12 @@ def main() -> int:
             folder = Path(scratch) / f"{number}"
             fewer = 2 * number if options.run == "soak" else 0
             model.make(folder, layers - fewer, dummy=dummy)
+            if dummy:
+                # The tables of positions are made as long as the configuration says.
+                path = folder / "config.json"
+                config = json.loads(path.read_text())
+                longer = {"max_position_embeddings": CONVERSATION + 4096}
+                path.write_text(json.dumps({**config, **longer}, indent=1))
             more = [*flags]
             if options.lora:
                 adapter = Path(scratch) / "adapter"
