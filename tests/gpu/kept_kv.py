@@ -260,7 +260,10 @@ def copies(size: int) -> tuple[float, float]:
 def conversation(report: Report, server: Server, many_gib: float) -> None:
     warm = server.ask(prompt(1, 3000), 16)
     report.over(warm, "the first answer")
-    reset = lambda: server.call("POST", "/reset_prefix_cache")  # noqa: E731
+
+    def reset() -> None:
+        server.call("POST", "/reset_prefix_cache")
+
     # A first sleep prepares what later ones have.
     report.sleep(server, "first")
     report.wake(server, "first")
@@ -346,7 +349,7 @@ def kept_bytes(report: Report) -> int:
     return max(sizes, default=0) or GIB
 
 
-def nothing(report: Report, server: Server, reset: Callable[[], Any]) -> None:
+def nothing(report: Report, server: Server, reset: Callable[[], None]) -> None:
     for query, name in (("", "keeping"), ("&keep_kv=false", "not keeping")):
         pairs = []
         for _ in range(2 * REPEATS):
@@ -467,7 +470,7 @@ def swap(report: Report, servers: Sequence[Server]) -> None:
 def soak(report: Report, servers: Sequence[Server], swaps: int) -> None:
     """Each swap freezes a stream of one server and lets that of the other go on."""
     prompts = {
-        server.port: [prompt(100 * number + n, 800 * n + 300) for n in range(4)]
+        server.port: [prompt(100 * number + n, 400 * n + 300) for n in range(4)]
         for number, server in enumerate(servers)
     }
     texts: dict[tuple[int, int], str] = {}
@@ -568,6 +571,12 @@ def main() -> int:
             folder = Path(scratch) / f"{number}"
             fewer = 2 * number if options.run == "soak" else 0
             model.make(folder, layers - fewer, dummy=dummy)
+            if dummy:
+                # The tables of positions are made as long as the configuration says.
+                path = folder / "config.json"
+                config = json.loads(path.read_text())
+                longer = {"max_position_embeddings": CONVERSATION + 4096}
+                path.write_text(json.dumps({**config, **longer}, indent=1))
             more = [*flags]
             if options.lora:
                 adapter = Path(scratch) / "adapter"
