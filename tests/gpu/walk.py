@@ -265,6 +265,10 @@ RUNS = (
     servers("0.33.0", "33-kv-rotate", *TURNS, "--cycles", "3", "--serve", *KEEP, *FEW_SEQUENCES,
             "--enable-prefix-caching", "--sleep-keep-kv", limit=500),
     by_allocator("0.33.0", "33-churn", "load_churn", "stock={target}/stock", "stack={tree}"),
+    # Blocks of the KV cache that are kept, beside bare copies.
+    Run(base="0.33.0", name="33-kv-copies", limit=200,
+        words=("-m", "tests.gpu.kv_copies", "{tree}", "--out", "{out}/33-kv-copies.json"),
+        environment={"TRITON_CACHE_DIR": "{out}/33-kv-copies.triton"}, path=()),
     # A start that compiles FlashInfer's sampling, and one that finds it compiled.
     Run(base="0.33.0", name="33-aot-build", gpus=0, limit=600,
         words=("-m", "tests.gpu.aot", "{target}", "--base", "0.33.0",
