@@ -122,6 +122,17 @@ def test_the_released_cache_alone_is_kept_too() -> None:
         rig.check()
 
 
+@pytest.mark.parametrize(("mode", "resets"), [("keep", 0), ("abort", 1)])
+@isolated(LIMIT)
+def test_encoders_results_stay_for_frozen_requests_alone(mode: str, resets: int) -> None:
+    with kv.engine() as rig:
+        rig.ask("running", FIRST, 9)
+        rig.step(3)
+        swap(rig, mode)
+        worker = rig.engine.model_executor.driver_worker.worker
+        assert worker.encoder_resets == resets
+
+
 @isolated(LIMIT)
 def test_nothing_cached_asks_no_rank() -> None:
     with kv.engine() as rig:
