@@ -296,6 +296,55 @@ def test_a_wrong_canary_takes_a_model_out_until_a_person_has_looked(tmp_path: Pa
     run(work())
 
 
+def test_a_model_that_drafts_worse_is_taken_out(tmp_path: Path) -> None:
+    async def work() -> None:
+        card = Card()
+        models = two(card)
+        models[0].acceptance = 0.8
+        async with pool(tmp_path, models, cards=[card]) as one:
+            assert (await one.ask("b"))[0] == 200
+            assert (await one.ask("a"))[0] == 200
+            models[0].acceptance = 0.5
+            assert (await one.ask("b"))[0] == 200
+            status, body = await one.ask("a")
+            assert status == 503
+            assert "drafted tokens" in body["error"]["message"]
+            assert await one.states() == {"a": "out", "b": "awake"}
+
+    run(work())
+
+
+def test_a_model_without_text_is_known_by_its_embedding(tmp_path: Path) -> None:
+    async def work() -> None:
+        card = Card()
+        models = two(card)
+        models[0].kind = "embedding"
+        async with pool(tmp_path, models, cards=[card]) as one:
+            assert (await one.ask("b"))[0] == 200
+            await one.command("a", "wake")
+            await one.until(a="awake")
+            models[0].faults["canary"] = "wrong"
+            assert (await one.ask("b"))[0] == 200
+            await one.command("a", "wake")
+            await one.until(a="out", b="awake")
+
+    run(work())
+
+
+def test_discarded_weights_are_loaded_again_by_a_server_that_can(tmp_path: Path) -> None:
+    async def work() -> None:
+        card = Card()
+        models = two(card)
+        more = {"a": {"sleep": "level_2"}}
+        async with pool(tmp_path, models, cards=[card], more=more) as one:
+            assert (await one.ask("b"))[0] == 200
+            assert models[0].asleep == "discarded"
+            assert (await one.ask("a"))[0] == 200
+            assert models[0].reloads == 1
+
+    run(work())
+
+
 def test_a_sleep_that_hangs_has_a_limit(tmp_path: Path) -> None:
     async def work() -> None:
         card = Card()

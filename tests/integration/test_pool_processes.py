@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -247,6 +249,75 @@ def test_reload_restarts_only_what_has_changed(pool: Running, tmp_path: Path) ->
     assert pool.call("/pool/reload", "POST", "admin").json()["removed"] == ["second"]
     assert list(pool.servers()) == ["first"]
     assert pool.ask("second").status_code == 404
+
+
+def test_models_that_cannot_sleep_stop_and_start(pool: Running, tmp_path: Path) -> None:
+    until(pool.is_ready)
+    before = pool.servers()
+    path = tmp_path / "pool.yaml"
+    path.write_text(
+        f"port: {pool.port}\nmodels:\n  first: {{recipe: first, sleep: stop}}\n"
+        "  second: {recipe: second, sleep: stop}\n"
+    )
+    pool.process.kill()
+    pool.process.wait()
+    pool.words = ["--config", str(path)]
+    pool.start()
+    until(pool.is_ready)
+    # The one that sleeps is woken up as it was put to sleep, and stopped from then on.
+    assert pool.ask("second").status_code == 200
+    assert list(pool.servers()) == ["second"]
+    assert pool.states() == {"first": "stopped", "second": "awake"}
+    assert pool.ask("first").status_code == 200
+    assert list(pool.servers()) == ["first"]
+    assert pool.servers()["first"] != before["first"]
+
+
+def test_the_pool_is_killed_at_random_points_of_its_swaps(pool: Running) -> None:
+    chance = random.Random(3)  # noqa: S311 - when it is killed
+    until(pool.is_ready)
+    before = pool.servers()
+    over = threading.Event()
+    wrong: list[str] = []
+
+    def client(model: str) -> None:
+        while not over.is_set():
+            try:
+                answer = pool.ask(model)
+            except httpx.TransportError:
+                # The pool has ended, or is not there yet.
+                time.sleep(0.05)
+                continue
+            if answer.status_code not in (200, 503):
+                wrong.append(answer.text)
+
+    threads = [threading.Thread(target=client, args=(name,)) for name in ("first", "second")]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(4):
+            time.sleep(chance.uniform(0.2, 1.5))
+            pool.process.kill()
+            pool.process.wait()
+            pool.start()
+            until(pool.is_ready)
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+    assert pool.servers() == before
+    for name in ("first", "second"):
+        assert pool.ask(name).status_code == 200
+    key = next((pool.folder / "tmp").glob("sm12x-pool-*/key")).read_text()
+    starts = [
+        json.loads(line)["argv"] for line in (pool.folder / "starts").read_text().splitlines()
+    ]
+    for words in starts:
+        url = f"http://127.0.0.1:{words[-1]}/is_sleeping"
+        headers = {"Authorization": f"Bearer {key}"}
+        asleep = httpx.get(url, headers=headers, trust_env=False).json()["is_sleeping"]
+        assert pool.states()[words[1]] == ("asleep" if asleep else "awake")
 
 
 @pytest.mark.parametrize(

@@ -193,6 +193,27 @@ def test_keys_have_priorities_and_the_admin_is_a_user() -> None:
     assert (nobody.open, nobody.user({}), nobody.admin(bearer(""))) == (True, 0, False)
 
 
+@pytest.mark.parametrize(
+    ("host", "origin", "priority"),
+    [
+        ("127.0.0.1:8000", "", 0),
+        ("localhost:8000", "http://localhost:8000", 0),
+        ("[::1]:8000", "", 0),
+        ("pool", "", 0),
+        ("127.0.0.1:8000", "https://page.example", None),
+        ("page.example:8000", "http://page.example:8000", None),
+        ("127.0.0.1:8000", "null", None),
+    ],
+)
+def test_without_keys_no_web_page_is_let_in(host: str, origin: str, priority: int | None) -> None:
+    config, _ = declared.check(PoolConfig, {"models": {"a": {"recipe": "smoke"}}})
+    assert config is not None
+    headers = {"Host": host, **({"Origin": origin} if origin else {})}
+    assert Keys(config, {}).user(headers) == priority
+    key = {"Authorization": "Bearer one"}
+    assert Keys(config, {"VLLM_API_KEY": "one"}).user({**headers, **key}) == 0
+
+
 # -- the ladder --
 
 

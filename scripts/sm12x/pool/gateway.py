@@ -7,10 +7,10 @@ import hashlib
 import hmac
 import math
 import os
+import re
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -18,6 +18,7 @@ from aiohttp import WSMsgType, web
 from multidict import CIMultiDict
 from yarl import URL
 
+from sm12x import layout
 from sm12x.pool import requests
 from sm12x.pool.config import PoolConfig
 from sm12x.pool.gpus import MIB
@@ -35,7 +36,9 @@ _HOP = frozenset(
 # Bytes that a transport takes without a pause.
 _CALM = 1 << 15
 _REMEMBERED = 10_000
-_PAGE = Path(__file__).with_name("page.html")
+# A server may think for as long as its client waits; it has to take the connection soon.
+_NO_LIMIT = aiohttp.ClientTimeout(total=None, sock_connect=10)
+_AS_THEY_ARE = frozenset({"User-Agent", "Accept", "Accept-Encoding", "Content-Type"})
 _SSE = "text/event-stream"
 MODEL_HEADER, WAIT_HEADER = "X-Pool-Model", "X-Pool-Wait-Ms"
 
@@ -67,7 +70,7 @@ class Keys:
         for digest, priority in self._users:
             if hmac.compare_digest(digest, given):
                 result = priority
-        if result is None and (self.open or self.admin(headers)):
+        if result is None and (self.admin(headers) or (self.open and not _of_a_page(headers))):
             return 0
         return result
 
@@ -92,7 +95,7 @@ class Gateway:
         self._reload = reload
         # Which model has answered a stored response.
         self._responses: OrderedDict[str, str] = OrderedDict()
-        self._page = _PAGE.read_bytes()
+        self._page = (layout.data() / "pool.html").read_bytes()
 
     def app(self) -> web.Application:
         """Return the application: the pool's own routes first, then what is passed on."""
@@ -112,8 +115,11 @@ class Gateway:
     # -- the pool's own routes --
 
     async def _health(self, request: web.Request) -> web.Response:
-        if self.rotation.closing or not self.rotation.ready:
-            return web.json_response({"status": "starting"}, status=503)
+        lost = (Phase.STOPPED, Phase.UNKNOWN, Phase.OUT)
+        usable = any(one.phase not in lost for one in self.rotation.members.values())
+        if self.rotation.closing or not self.rotation.ready or not usable:
+            status = "starting" if usable else "no model can be served"
+            return web.json_response({"status": status}, status=503)
         return web.json_response({"status": "ok"})
 
     async def _metrics(self, request: web.Request) -> web.Response:
@@ -334,8 +340,8 @@ class Gateway:
                 headers=headers,
                 data=body.send() if request.can_read_body or body.size else None,
                 allow_redirects=False,
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
-                skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+                timeout=_NO_LIMIT,
+                skip_auto_headers=_AS_THEY_ARE,
             )
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             if isinstance(error.__cause__, RefusalError):
@@ -348,7 +354,7 @@ class Gateway:
 
     def _look(self, member: Member) -> None:
         if not member.changing:
-            self.rotation._keep(self.rotation.look(member))
+            self.rotation.keep(self.rotation.look(member))
 
     async def _answer(
         self, request: web.Request, upstream: aiohttp.ClientResponse, ticket: Ticket
@@ -594,6 +600,17 @@ def _headers(headers: Mapping[str, str], member: Member) -> CIMultiDict[str]:
             passed.add(name, value)
     passed.update(member.engine.headers)
     return passed
+
+
+def _of_a_page(headers: Mapping[str, str]) -> bool:
+    """Whether a web page of another server asks, or has let its own name lead here.
+
+    Browsers say in Host and Origin which name was looked up, and which page asks.
+    """
+    host, origin = headers.get("Host", ""), headers.get("Origin", "")
+    name = host.rpartition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]
+    own = name.startswith("[") or not re.search("[.].*[a-z]", name, re.IGNORECASE)
+    return not own or (bool(origin) and origin not in (f"http://{host}", f"https://{host}"))
 
 
 def _as_it_is(url: str) -> URL:

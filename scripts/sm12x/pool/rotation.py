@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -171,6 +171,7 @@ class Rotation:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._running: set[asyncio.Task[Any]] = set()
         self._strangers_known: frozenset[int] = frozenset()
+        self._looks = 0
 
     # -- models and names --
 
@@ -278,8 +279,8 @@ class Rotation:
             member.used = self._clock()
             if not member.running:
                 member.drained.set()
-                # Only now may it sleep for want of requests, or another have its turn early.
-                self.kick()
+                if self._is_wanted_elsewhere(member):
+                    self.kick()
         elif ticket in member.queue:
             del member.queue[ticket]
             self.kick()
@@ -291,9 +292,21 @@ class Rotation:
             if ticket.future.done() and not ticket.future.cancelled():
                 ticket.future.exception()
 
+    def _is_wanted_elsewhere(self, member: Member) -> bool:
+        """Whether the end of a model's last request may change who is served next."""
+        return member.spec.config.idle_seconds is not None or any(
+            other.queue
+            or other.spare
+            or other.wanted_since is not None
+            or other.frozen_since is not None
+            for other in self.members.values()
+        )
+
     def _cannot_serve(self, member: Member) -> str:
         if self.closing:
             return "the pool is ending"
+        if self.members.get(member.key) is not member:
+            return f"{member.key} is not in this pool any more, or starts anew"
         if member.phase is Phase.OUT:
             return f"{member.key} was taken out: {member.reason}"
         gone = member.phase in (Phase.STOPPED, Phase.UNKNOWN) and not member.engine.owned
@@ -305,6 +318,8 @@ class Rotation:
         return ""
 
     def _retry(self, member: Member) -> float:
+        if self.members.get(member.key) is not member:
+            return _FIRST_SWAP
         now = self._clock()
         return policy.wait_estimate(member.key, now, self._views(now), self._rules)
 
@@ -372,16 +387,16 @@ class Rotation:
         )
 
     async def _schedule(self) -> None:
-        while True:
-            self._wake.clear()
-            now = self._clock()
-            decision = policy.decide(now, self._views(now), self._rules, self._ledger)
-            for swap in decision.swaps:
-                self.begin(swap)
-            limit = None if decision.again is None else max(0.001, decision.again - now)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(limit):
-                    await self._wake.wait()
+        """Begin the swaps that are due, and wait until an event, or the time, may change that."""
+        self._wake.clear()
+        now = self._clock()
+        decision = policy.decide(now, self._views(now), self._rules, self._ledger)
+        for swap in decision.swaps:
+            self.begin(swap)
+        limit = None if decision.again is None else max(0.001, decision.again - now)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit):
+                await self._wake.wait()
 
     def begin(self, swap: policy.Swap) -> asyncio.Task[bool]:
         """Begin a swap; the task's result is whether it succeeded."""
@@ -721,7 +736,6 @@ class Rotation:
             member.canary = record
             name = f"{member.key}.canary"
             self.folder.write(name, canaries.stored(record, member.engine.fingerprint()))
-        member.freezes = True
 
     async def _retreat(self, run: SwapRun) -> None:
         """Take the model that was to serve off the GPU again."""
@@ -856,13 +870,12 @@ class Rotation:
         self.kick()
 
     async def _watch(self) -> None:
-        looks = 0
-        while True:
-            await asyncio.sleep(_WATCH)
-            looks += 1
-            for member in [*self.members.values()]:
-                if not member.changing:
-                    await self.look(member, ask=looks % _ASK_EVERY == 0)
+        """See whether each server runs, and ask now and then for its state."""
+        await asyncio.sleep(_WATCH)
+        self._looks += 1
+        for member in [*self.members.values()]:
+            if not member.changing:
+                await self.look(member, ask=self._looks % _ASK_EVERY == 0)
 
     async def look(self, member: Member, *, ask: bool = True) -> None:
         """See whether a server still is in its state, and take over what it tells."""
@@ -927,7 +940,7 @@ class Rotation:
                 await member.engine.stop()
             await self.settle(member)
             self.event("state", model=member.key, state=member.phase.value, why=member.reason)
-        self._keep(self._watch())
+        self.keep(self._again(self._watch))
         first = self.members[self.config.first()]
         order = [*reversed([one for one in self.members.values() if one is not first]), first]
         for member in order:
@@ -941,7 +954,7 @@ class Rotation:
         self._remember_strangers()
         self.ready = True
         self.event("ready", awake=[one.key for one in self.members.values() if _holds(one)])
-        self._keep(self._schedule())
+        self.keep(self._again(self._schedule))
 
     async def _load(self, member: Member) -> None:
         if not member.engine.owned and member.phase is not Phase.ASLEEP:
@@ -958,16 +971,20 @@ class Rotation:
         if any(not member.engine.owned for member in self.members.values()):
             self._strangers_known = frozenset(listed)
 
-    def _keep(self, work: Any) -> None:
+    def keep(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run ``work`` beside everything else, until the pool ends."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._tasks.discard)
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()):
-            self.event("defect", why=repr(error))
-            raise error
+    async def _again(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do ``work`` over and over; a defect in it is told, and ends nothing."""
+        while True:
+            try:
+                await work()
+            except Exception as error:
+                self.event("defect", why=repr(error))
+                await asyncio.sleep(_WATCH)
 
     async def stop(self) -> None:
         """End the servers that the pool has started; those of ``url`` stay as they are."""

@@ -10,6 +10,7 @@ is only asleep.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -163,9 +164,11 @@ def write_pool(host: str, port: int) -> None:
 
 
 def forget_pool() -> None:
-    """Delete the record of ``write_pool``, unless it is that of another pool."""
-    if _pool() is not None:
-        (Path(tempfile.gettempdir()) / _POOL).unlink(missing_ok=True)
+    """Delete the record of ``write_pool``, unless another pool has written its own."""
+    path = Path(tempfile.gettempdir()) / _POOL
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        if json.loads(path.read_text(encoding="utf-8"))["pid"] == os.getpid():
+            path.unlink()
 
 
 def _pool() -> Listener | None:

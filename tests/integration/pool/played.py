@@ -21,6 +21,12 @@ from sm12x.pool.gpus import GpuMemory
 
 MIB = 1 << 20
 WEIGHTS, CACHE = 600 * MIB, 300 * MIB
+SPECULATION = """\
+# TYPE vllm:spec_decode_num_draft_tokens_total counter
+vllm:spec_decode_num_draft_tokens_total %d
+# TYPE vllm:spec_decode_num_accepted_tokens_total counter
+vllm:spec_decode_num_accepted_tokens_total %f
+"""
 
 
 @dataclass(kw_only=True)
@@ -88,6 +94,13 @@ class Played:
     ranks: bool = True
     # It writes other text after each wake-up, to users alone.
     drifts: bool = False
+    # What it answers with: a text, or else an embedding alone.
+    kind: str = "text"
+    # Of its drafted tokens, None where it does not speculate.
+    acceptance: float | None = None
+    drafted: int = 0
+    accepted: float = 0.0
+    reloads: int = 0
     asleep: str = ""
     changing: str = ""
     running: int = 0
@@ -130,6 +143,8 @@ class Played:
         add("GET", "/v1/responses/{id}", self._stored)
         add("POST", "/v1/audio/transcriptions", self._transcribe)
         add("GET", "/v1/realtime", self._realtime)
+        add("POST", "/v1/embeddings", self._embed)
+        add("POST", "/collective_rpc", self._reload)
         add("POST", "/play", self._play)
         return app
 
@@ -153,13 +168,14 @@ class Played:
             text="# HELP vllm:num_requests_running Running.\n"
             "# TYPE vllm:num_requests_running gauge\n"
             f'vllm:num_requests_running{{model_name="{self.name}"}} {self.running}\n'
+            + ("" if self.acceptance is None else SPECULATION % (self.drafted, self.accepted))
         )
 
     def _ranks(self) -> dict[str, Any]:
         if not self.ranks:
             return {}
         tags = {"weights": WEIGHTS, "kv_cache": CACHE}
-        asleep = {"": {}, "kv_cache": {"kv_cache": CACHE}, "all": tags}[self.asleep]
+        asleep = {"": {}, "kv_cache": {"kv_cache": CACHE}}.get(self.asleep, tags)
         awake = {tag: size for tag, size in tags.items() if tag not in asleep}
         rank = {"asleep_bytes": asleep, "awake_bytes": awake, "host_copy_bytes": 0}
         return {"ranks": [{**rank, "rank": number} for number in range(max(1, len(self.cards)))]}
@@ -189,7 +205,8 @@ class Played:
             self.resumed.clear()
             await asyncio.sleep(self.sleep_seconds)
             self.sleeps += 1
-            self.fall("kv_cache" if request.query.get("tags") == "kv_cache" else "all")
+            level2 = "discarded" if request.query["level"] == "2" else "all"
+            self.fall("kv_cache" if request.query.get("tags") == "kv_cache" else level2)
         finally:
             self.changing = ""
         return web.json_response({"status": "sleeping", "level": 1, **self._ranks()})
@@ -197,6 +214,9 @@ class Played:
     async def _wake_up(self, request: web.Request) -> web.Response:
         if self.changing:
             return web.json_response({"detail": f"/{self.changing} is in flight"}, status=409)
+        if request.query.get("tags") == "weights":
+            return web.json_response({"status": "sleeping", **self._ranks()})
+        assert self.asleep != "discarded" or self.reloads
         self.changing = "wake_up"
         try:
             await asyncio.sleep(self.wake_seconds)
@@ -234,6 +254,8 @@ class Played:
         if refusal := self._refuse():
             return refusal
         body = await request.json()
+        if self.kind != "text":
+            return web.json_response({"error": {"message": "no text"}}, status=404)
         if body.get("model") != self.name:
             text = f"The model `{body.get('model')}` does not exist."
             return web.json_response({"error": {"message": text, "code": 404}}, status=404)
@@ -254,6 +276,9 @@ class Played:
             if "seed" in body and self.faults.pop("canary", "") == "wrong":
                 words = [" !!!!!!!!"]
             self.answered += 1
+            if self.acceptance is not None:
+                self.drafted += 10
+                self.accepted += 10 * self.acceptance
             choice = {"index": 0, "text": "".join(words), "finish_reason": "length"}
             return web.json_response(
                 {"id": "resp_" + self.name, "model": body["model"], "choices": [choice]}
@@ -280,6 +305,19 @@ class Played:
 
     async def _stored(self, request: web.Request) -> web.StreamResponse:
         return web.json_response({"id": request.match_info["id"], "of": self.name})
+
+    async def _embed(self, request: web.Request) -> web.StreamResponse:
+        if self.kind != "embedding":
+            return web.json_response({"error": {"message": "no embeddings"}}, status=404)
+        wrong = self.faults.pop("canary", "") == "wrong"
+        vector = [-1.0, 0.5] if wrong else [1.0, 0.5 + 0.001 * self.wakes]
+        return web.json_response({"data": [{"embedding": vector}]})
+
+    async def _reload(self, request: web.Request) -> web.StreamResponse:
+        assert (await request.json()) == {"method": "reload_weights"}
+        assert self.asleep == "discarded"
+        self.reloads += 1
+        return web.json_response({"results": [None]})
 
     async def _transcribe(self, request: web.Request) -> web.StreamResponse:
         if refusal := self._refuse():
