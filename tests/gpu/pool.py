@@ -145,7 +145,7 @@ def swaps(
     """Swaps by request, alone: what a request waits beside the calls that it waits for."""
     holds, calls, canaries, rows = [], [], [], []
     for number in range(count):
-        name = NAMES[(number + 1) % 2]
+        name = NAMES[number % 2]
         answer = client.ask(name)
         report.expect(answer.status_code == 200, f"{rung}: {name} answers {answer.text[:200]}")
         swap = client.pool()["swaps"][-1]
