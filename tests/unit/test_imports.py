@@ -21,6 +21,7 @@ FLOORS = {
         ("deploy", "plan", "wheel"),
         ("doctor", "image", "runtime"),
         ("verify",),
+        ("pool",),
         ("commands",),
         ("cli", "__main__"),
     ),
