@@ -296,6 +296,28 @@ def test_a_wrong_canary_takes_a_model_out_until_a_person_has_looked(tmp_path: Pa
     run(work())
 
 
+def test_a_model_that_is_taken_out_leaves_its_gpu(tmp_path: Path) -> None:
+    async def work() -> None:
+        card = Card()
+        models = two(card)
+        # Awake when the pool comes, and wrong from the first answer on.
+        models[0].faults["canary"] = "wrong"
+        async with pool(tmp_path, models, cards=[card]) as one:
+            assert await one.states() == {"a": "out", "b": "asleep"}
+            assert models[0].asleep
+            assert (await one.ask("b"))[0] == 200
+            # Wrong when it is put back: off the GPU again, and the other can be served.
+            assert (await one.command("a", "enable"))[0] == 200
+            models[0].faults["wake"] = "refused"
+            models[1].faults["canary"] = "wrong"
+            assert (await one.ask("a"))[0] == 503
+            assert await one.states() == {"a": "asleep", "b": "out"}
+            await asyncio.sleep(1.1)
+            assert (await one.ask("a"))[0] == 200
+
+    run(work())
+
+
 def test_a_model_that_drafts_worse_is_taken_out(tmp_path: Path) -> None:
     async def work() -> None:
         card = Card()

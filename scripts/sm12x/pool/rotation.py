@@ -494,11 +494,14 @@ class Rotation:
     async def _sleep(self, run: SwapRun) -> None:
         gpus = sorted({gpu for member in run.victims for gpu in member.gpus})
         run.before = await asyncio.to_thread(self.gpus.memory, gpus)
+        frozen = {victim.key: victim.freezes for victim in run.victims}
         done = await asyncio.gather(
             *(self.put_to_sleep(victim) for victim in run.victims), return_exceptions=True
         )
         errors = [one for one in done if isinstance(one, BaseException)]
         if errors:
+            # One that turned out not to keep its requests drains in another swap, at once.
+            run.again = any(frozen[one.key] and not one.freezes for one in run.victims)
             raise errors[0]
 
     async def put_to_sleep(self, member: Member) -> None:
@@ -765,8 +768,19 @@ class Rotation:
                 self._serve(victim)
             except (StepError, EngineError) as error:
                 run.faults.append(f"{victim.key}: {error}")
-                out = isinstance(error, StepError)
-                self._failed(victim, str(error), out=out)
+                await self._give_up(victim, error)
+
+    async def _give_up(self, member: Member, error: Exception) -> None:
+        """Take a model off its GPUs whose canary was wrong; one that failed is tried again."""
+        out = isinstance(error, StepError)
+        if out:
+            try:
+                await self.put_to_sleep(member)
+            except EngineError:
+                if member.engine.owned:
+                    await member.engine.stop(grace=0.0)
+                    self.died(member, str(error))
+        self._failed(member, str(error), out=out)
 
     def _serve(self, member: Member, since: float | None = None) -> None:
         if member.phase is not Phase.AWAKE:
@@ -809,7 +823,7 @@ class Rotation:
             # The requests that were in flight get time to end before the next try.
             again = max(self._rules.residency(one.swap_seconds) for one in run.victims)
             target.blocked_until = now + again
-        elif target is not None:
+        elif target is not None and not run.again:
             self._failed(target, why, out=run.out is not None and run.out[0] is target)
         member = target or run.victims[0]
         result = {Step.DONE: "done", Step.CANCELLED: "cancelled"}.get(end, "failed")
@@ -922,7 +936,7 @@ class Rotation:
             await self.ask_canary(member)
             self._serve(member)
         except (StepError, EngineError) as error:
-            self._failed(member, str(error), out=isinstance(error, StepError))
+            await self._give_up(member, error)
         finally:
             member.changing = False
             self.kick()
@@ -1163,7 +1177,10 @@ class Rotation:
 
 @dataclass(kw_only=True)
 class SwapRun:
-    """A swap in progress; ``out`` is a model to take out, and why."""
+    """A swap in progress; ``out`` is a model to take out, and why.
+
+    With ``again`` it has failed, and is no fault of the model that was to serve.
+    """
 
     target: Member | None
     victims: Sequence[Member]
@@ -1173,6 +1190,7 @@ class SwapRun:
     freed: int = 0
     held: int = 0
     started: bool = False
+    again: bool = False
     out: tuple[Member | None, str] | None = None
 
 
