@@ -71,6 +71,8 @@ lock-check: $(STAMP) ## fail if the locked requirements of BASE are not what `ma
 lock-dev: $(STAMP) ## make the locks of the development and the witness tools again
 	@$(BIN)/uv pip compile scripts/requirements-dev.in --universal --python-version 3.11 \
 	  --generate-hashes --custom-compile-command "make lock-dev" -q -o scripts/requirements-dev.lock
+	@cd scripts/sm12x/data/bench && ../../../../$(BIN)/uv pip compile requirements.in --universal \
+	  --python-version 3.11 --generate-hashes --custom-compile-command "make lock-dev" -q -o requirements.lock
 	@$(BIN)/uv pip compile tests/witness/requirements.in --universal --python-version 3.11 \
 	  --generate-hashes --custom-compile-command "make lock-dev" -q \
 	  --no-emit-package packaging --no-emit-package pygments -o tests/witness/requirements.lock

@@ -17,10 +17,12 @@ SCRIPTS = Path(sm12x.__file__).parents[1]
 FLOORS = {
     "sm12x": (
         ("core", "layout"),
-        ("audit", "recipes", "stack"),
+        ("audit", "stack"),
+        ("recipes",),
         ("deploy", "plan", "wheel"),
         ("doctor", "image", "runtime"),
         ("verify",),
+        ("bench",),
         ("commands",),
         ("cli", "__main__"),
     ),

@@ -180,10 +180,11 @@ def test_a_recipe_becomes_vllm(places: Places, monkeypatch: pytest.MonkeyPatch) 
     assert became.value.args[0][-1] == "2"
 
 
-def test_verify_becomes_the_command_of_a_build_machine(places: Places) -> None:
+@pytest.mark.parametrize("verb", ["verify", "bench"])
+def test_a_verb_of_a_build_machine_becomes_that_command(places: Places, verb: str) -> None:
     with pytest.raises(Became) as became:
-        dispatch(places, "verify", "http://127.0.0.1:8000", "--cycles", "2")
-    words = ("-P", "-m", "sm12x", "verify", "http://127.0.0.1:8000", "--cycles", "2")
+        dispatch(places, verb, "http://127.0.0.1:8000", "--model", "2")
+    words = ("-P", "-m", "sm12x", verb, "http://127.0.0.1:8000", "--model", "2")
     assert became.value.args[0] == (sys.executable, *words)
 
 

@@ -20,7 +20,7 @@ from sm12x.runtime.check.check import check
 from sm12x.runtime.places import Places
 from sm12x.wheel import ledger as ledgers
 
-_WORDS = ("help", "check", "health", "recipes", "patches", "pair", "plan", "verify")
+_WORDS = ("help", "check", "health", "recipes", "patches", "pair", "plan", "verify", "bench")
 
 _Replace = Callable[..., NoReturn]
 
@@ -81,9 +81,9 @@ def dispatch(
         if os.environ.get("LD_LIBRARY_PATH") != env["LD_LIBRARY_PATH"]:
             replace([sys.executable, "-P", "-m", "sm12x.runtime", "plan", *rest], env=env)
         return plan.run(rest)
-    if first == "verify":
+    if first in ("verify", "bench"):
         # The command of a build machine, in this Python.
-        words = [sys.executable, "-P", "-m", "sm12x", "verify", *rest]
+        words = [sys.executable, "-P", "-m", "sm12x", first, *rest]
         replace(words, env=serve.identity(os.environ))
     recipe = _recipe(first, places)
     if recipe is not None:

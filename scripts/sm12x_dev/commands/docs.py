@@ -22,7 +22,7 @@ from sm12x_dev import pages
 
 # Verbs of `sm12x` whose reports other programs read. Two more schemas are of what no verb prints: a
 # recipe's file, and the image's `check --json`.
-_REPORTS = ("audit", "doctor", "plan", "verify")
+_REPORTS = ("audit", "bench", "doctor", "plan", "verify")
 _RECIPE, _CHECK = "recipe-1.json", "check-1.json"
 
 _WHERE = "README.md, docs, nomad-examples, schemas"
