@@ -238,7 +238,7 @@ def test_lint_refuses_entries_that_do_not_hold(recipes: Path, make: Make) -> Non
     assert len(findings(recipes)) == 4
     assert entries.of(load.load(recipe)) == [entry]
     before = recipe.read_text()
-    recipe.write_text(before.replace("\nenv:\n", "\nenv:\n  NEW: 1\n"))
+    recipe.write_text(before.replace("\ndefaults:\n", "\ndefaults:\n  new: 1\n"))
     assert before != recipe.read_text()
     assert any("runs something else now" in text for text in findings(recipes))
     assert entries.of(load.load(recipe)) == []

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import requests
 
@@ -174,11 +175,18 @@ def _text(tools: Tools, given: Path | None, say: Callable[[str], None]) -> tuple
     return BOOK_NAME, book.read_text(encoding="utf-8")
 
 
-def _environment(tools: Tools) -> dict[str, str | None]:
-    """A home of the tools' own; tokenizers are in the user's cache of Hugging Face."""
+def _environment(tools: Tools, address: str) -> dict[str, str | None]:
+    """A home of the tools' own; tokenizers are in the user's cache of Hugging Face.
+
+    No proxy of the environment may stand between them and the server at ``address``.
+    """
+    host = urlsplit(address).hostname or ""
+    direct = dict.fromkeys(("no_proxy", "NO_PROXY"), "")
+    for name in direct:
+        direct[name] = ",".join(filter(None, (os.environ.get(name), host)))
     hub = os.environ.get("HF_HOME") or str(files.home() / ".cache" / "huggingface")
     mine = {"HOME": str(tools.home), "HF_HOME": hub, "HF_HUB_DISABLE_TELEMETRY": "1"}
-    return {**_ALONE, **mine, "NO_COLOR": "1", "COLUMNS": "100"}
+    return {**_ALONE, **mine, **direct, "NO_COLOR": "1", "COLUMNS": "100"}
 
 
 def benchy(
@@ -206,7 +214,7 @@ def benchy(
         "--enable-prefix-caching" if preset.prefix_caching else "--no-cache",
         *("--format", "json", "--save-result", str(result)),
     ]
-    env = _environment(tools) | {"SM12X_BENCH_SEED": str(seed)}
+    env = _environment(tools, target.address) | {"SM12X_BENCH_SEED": str(seed)}
     if target.key:
         env["SM12X_BENCH_KEY"] = target.key
     return Job(argv=(str(tools.python), "-c", _BENCHY, *words), result=result, env=env)
@@ -225,7 +233,7 @@ def tool_calls(tools: Tools, target: Target, out: Path, *, seed: int, gsm8k: int
         words += ["--gsm8k-only", "--gsm8k-limit", str(gsm8k), "--json"]
     else:
         words += ["--short", "--json-file", str(result)]
-    env = _environment(tools) | {"TOOL_EVAL_API_KEY": target.key or None}
+    env = _environment(tools, target.address) | {"TOOL_EVAL_API_KEY": target.key or None}
     module = presets.load().tools["tool-eval-bench"]
     argv = (str(tools.python), "-m", module, *words)
     # Data sets are kept below the working folder.
