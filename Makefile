@@ -13,7 +13,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .PHONY: help bundle base-image test test-unit test-witness test-upstream test-mutations test-integration test-image \
-        test-nomad lint lock lock-dev lock-check docs clean
+        test-nomad lint lint-workflows release lock lock-dev lock-check docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -61,6 +61,17 @@ lint: $(STAMP) ## ruff, mypy --strict, hadolint, generated files
 	@$(BIN)/hadolint Dockerfile.builder Dockerfile.bundle
 	@$(BIN)/sm12x-dev check --base $(BASE) --messages-only
 	@$(BIN)/sm12x-dev docs --check
+
+# DRY=1 pushes nothing. TO names the images' repository: HOST/OWNER/NAME.
+TO ?= host/owner/vllm-sm12x
+release: bundle ## what is published of BASE, checked, in build/release; DRY=1 pushes nothing, TO=HOST/OWNER/NAME
+	@$(BIN)/sm12x-dev release make --base $(BASE) --out build/release $(if $(DRY),--uncommitted)
+	@$(BIN)/sm12x-dev release push build/release --to $(TO) $(if $(DRY),--dry-run)
+	@$(if $(DRY),$(BIN)/sm12x-dev release publish build/release --to $(TO) --dry-run)
+
+lint-workflows: $(STAMP) ## actionlint (needs Go) and zizmor
+	@$(BIN)/zizmor --offline --quiet .github
+	@go run github.com/rhysd/actionlint/cmd/actionlint@v1.7.12
 
 lock: $(STAMP) ## make the locked requirements of BASE again
 	@$(BIN)/sm12x-dev lock --base $(BASE)

@@ -27,7 +27,7 @@ FLOORS = {
         ("cli", "__main__"),
     ),
     "sm12x_dev": (
-        ("advisories", "base_draft", "listing", "lock", "machine_code", "worktree"),
+        ("advisories", "base_draft", "listing", "lock", "machine_code", "release", "worktree"),
         ("pages",),
         ("witness",),
         ("rebase", "render"),
