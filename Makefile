@@ -64,6 +64,7 @@ lint: $(STAMP) ## ruff, mypy --strict, hadolint, generated files
 
 # DRY=1 pushes nothing. TO names the images' repository: HOST/OWNER/NAME.
 TO ?= host/owner/vllm-sm12x
+DRY ?=
 release: bundle ## what is published of BASE, checked, in build/release; DRY=1 pushes nothing, TO=HOST/OWNER/NAME
 	@$(BIN)/sm12x-dev release make --base $(BASE) --out build/release $(if $(DRY),--uncommitted)
 	@$(BIN)/sm12x-dev release push build/release --to $(TO) $(if $(DRY),--dry-run)
