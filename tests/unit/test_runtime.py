@@ -250,6 +250,20 @@ def test_compilers_of_a_first_start_follow_cores_and_memory(
         assert (f"note: MAX_JOBS={jobs}:" in err) is bool(jobs)
 
 
+@pytest.mark.parametrize(("name", "jobs"), [("aarch64", "5"), ("x86_64", "16")])
+def test_a_model_in_the_hosts_memory_counts_before_compilers(
+    places: Places, monkeypatch: pytest.MonkeyPatch, name: str, jobs: str
+) -> None:
+    machine_of(monkeypatch, cores=16, gib=110, name=name)
+    term = "{ gib: 35, basis: estimated, source: a test }"
+    memory = f"  memory: {{ weights: {term}, kv: {term} }}\n"
+    (places.recipes / "small-model.yaml").write_text(RECIPE.rstrip("\n") + "\n" + memory)
+    with pytest.raises(Became) as became:
+        dispatch(places, "small-model")
+    # (110 - 70) / 8, and beside a GPU's own memory 110 / 4, of 16 processors.
+    assert became.value.args[1]["MAX_JOBS"] == jobs
+
+
 def test_compilers_are_left_to_whoever_limits_them(
     places: Places, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,7 +10,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from sm12x import layout
 from sm12x.core import declared
 from sm12x.core.declared import Declared
 
@@ -76,7 +75,7 @@ class Settings(Declared):
 
 def folder() -> Path:
     """Return the folder of the settings and of the tools' lock."""
-    return layout.data() / "bench"
+    return Path(__file__).resolve().parents[1] / "data" / "bench"
 
 
 @functools.cache

@@ -92,7 +92,8 @@ def dispatch(
         for remark in remarks:
             click.echo(f"warning: {remark}", err=True)
         env = {**serve.identity(os.environ), **rendered.env}
-        replace(rendered.argv, env={**_jobs({**os.environ, **env}), **env})
+        resident = recipe.sm12x.memory.resident if recipe.sm12x else 0.0
+        replace(rendered.argv, env={**_jobs({**os.environ, **env}, resident), **env})
     if process.which(first):
         jobs = _jobs(os.environ) if first == "vllm" else {}
         replace([first, *rest], env={**jobs, **serve.identity(os.environ)})
@@ -107,9 +108,9 @@ def dispatch(
     raise UsageError(f"{first!r} is neither a recipe, a verb nor a program here", next_step=step)
 
 
-def _jobs(environ: Mapping[str, str]) -> dict[str, str]:
+def _jobs(environ: Mapping[str, str], resident: float = 0.0) -> dict[str, str]:
     """The variable that limits compilers, and a line about it, where it is not set."""
-    jobs = serve.compilers(environ)
+    jobs = serve.compilers(environ, resident)
     if jobs:
         click.echo(f"note: {serve.remark(jobs)}", err=True)
     return jobs
