@@ -133,9 +133,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("tree", type=Path, metavar="TREE")
     parser.add_argument("--out", type=Path, required=True, metavar="REPORT")
+    parser.add_argument("--only", default="", metavar="TEXT", help="tiles with this in their names")
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
-    results, listed = context.Queue(), candidates()
+    results = context.Queue()
+    listed = [one for one in candidates() if options.only in one.name]
     with tempfile.NamedTemporaryFile() as lock:
         workers = [
             context.Process(

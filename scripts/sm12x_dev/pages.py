@@ -40,6 +40,10 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z`])")
 # What the body of a patch message begins with.
 _PREAMBLE = "What was wrong."
 
+# What a sample of a build says of the stack; the id is also elsewhere in its page.
+_STACK_ID = re.compile(r"^vLLM (?P<base>[\w.]+) \+ stack (?P<id>[0-9a-f]{8}), ", re.MULTILINE)
+_COUNT = re.compile(r"^Patched: \d+ patches, ", re.MULTILINE)
+
 # What makes the text of a part; "" where there is no data for it.
 _Parts = Mapping[str, Callable[[], str]]
 
@@ -90,6 +94,16 @@ def rendered(pages: Mapping[Path, str], parts: _Parts) -> dict[Path, str]:
             next_step="add `<!-- generated: NAME -->` and `<!-- end -->` where the part belongs",
         )
     return new
+
+
+def samples(text: str) -> str:
+    """Return a page whose sample of a build names the present stack and its number of patches."""
+    sample = _STACK_ID.search(text)
+    if sample is None or sample["base"] not in bases.versions():
+        return text
+    stack = series.load(bases.load(sample["base"]))
+    text = text.replace(sample["id"], stack.id)
+    return _COUNT.sub(f"Patched: {len(stack.patches)} patches, ", text)
 
 
 def _bases_table() -> str:

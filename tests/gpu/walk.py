@@ -198,6 +198,11 @@ def kernels(name: str, *files: str) -> Run:
     return Run(base="0.33.0", name=name, words=(*words, *where, *tests), path=path)
 
 
+def kept_kv(name: str, run: str, *flags: str, **more: Any) -> Run:
+    """A run of tests.gpu.kept_kv, which is on one GPU."""
+    return servers("0.33.0", name, "kept_kv", run, *flags, **more)
+
+
 RANDOM = ("-m", "tests.gpu.sparse_mla_random", "{tree}")
 # Compilers beside them would slow them down.
 TIMED = ("33-sparse-mla", "33-deepgemm", "33-random", "33-sanitizer")
@@ -248,7 +253,25 @@ RUNS = (
     # What four workers take at a time, without their server.
     by_allocator("0.33.0", "33-sleep4", "sleep", "one={tree}+plugin+keep",
                  "four={tree}+plugin+keep+4", gpus=4),
+    # KV that a sleep keeps: what a conversation gains, texts of each kind, and many swaps.
+    kept_kv("33-kv-conversation", "conversation", limit=300),
+    kept_kv("33-kv-swap", "swap", limit=300),
+    kept_kv("33-kv-dense", "kinds", "--model", "dense-fp8", "--lora", limit=300),
+    kept_kv("33-kv-moe", "kinds", limit=300),
+    kept_kv("33-kv-hybrid", "kinds", "--model", "hybrid", limit=300),
+    kept_kv("33-kv-v4", "kinds", "--model", "deepseek-v4", "--longest", "5000",
+            environment=PORTABLE, limit=800),
+    kept_kv("33-kv-mtp", "kinds", "--model", "deepseek-v4", "--longest", "5000", "--serve",
+            *draft(2), environment=PORTABLE, limit=800),
+    kept_kv("33-kv-soak", "soak", "--swaps", "100", limit=300),
+    # The end of a server whose KV is kept, and of its peer.
+    servers("0.33.0", "33-kv-rotate", *TURNS, "--cycles", "3", "--serve", *KEEP, *FEW_SEQUENCES,
+            "--enable-prefix-caching", "--sleep-keep-kv", limit=500),
     by_allocator("0.33.0", "33-churn", "load_churn", "stock={target}/stock", "stack={tree}"),
+    # Blocks of the KV cache that are kept, beside bare copies.
+    Run(base="0.33.0", name="33-kv-copies", limit=200,
+        words=("-m", "tests.gpu.kv_copies", "{tree}", "--out", "{out}/33-kv-copies.json"),
+        environment={"TRITON_CACHE_DIR": "{out}/33-kv-copies.triton"}, path=()),
     # A start that compiles FlashInfer's sampling, and one that finds it compiled.
     Run(base="0.33.0", name="33-aot-build", gpus=0, limit=600,
         words=("-m", "tests.gpu.aot", "{target}", "--base", "0.33.0",

@@ -410,7 +410,7 @@ def test_copies_go_to_several_streams(world: World) -> None:
 @pytest.mark.guard
 def test_a_digest_without_memory_copies(world: World) -> None:
     blocks = kept(world)
-    module: Any = importlib.import_module(type(world.host_copies).__module__)
+    module: Any = importlib.import_module(COPIES)
 
     def short(*block: Any) -> None:
         raise RuntimeError("CUDA out of memory")
@@ -453,7 +453,7 @@ def test_a_digest_without_its_kernel(world: World) -> None:
 def noted_digests(world: World) -> list[str]:
     """From here on, what computes a digest, and each compilation of its kernel."""
     world.use_plugin()
-    module: Any = importlib.import_module(type(world.host_copies).__module__)
+    module: Any = importlib.import_module(COPIES)
     done: list[str] = []
     digest = module.digest_by_torch
 
@@ -503,7 +503,7 @@ def test_a_sleep_does_not_wait_for_its_kernel(world: World, prepared: bool) -> N
 @pytest.mark.guard
 def test_the_kernel_computes_where_pytorch_has_no_memory(world: World) -> None:
     done = noted_digests(world)
-    module: Any = importlib.import_module(type(world.host_copies).__module__)
+    module: Any = importlib.import_module(COPIES)
 
     def short(*block: Any) -> None:
         raise RuntimeError("CUDA out of memory")
@@ -519,7 +519,7 @@ def test_the_kernel_computes_where_pytorch_has_no_memory(world: World) -> None:
 def test_a_kernel_that_is_not_compiled_is_no_failure(world: World, prepared: bool) -> None:
     """PyTorch computes digests then, and one warning says so."""
     done = noted_digests(world)
-    module: Any = importlib.import_module(type(world.host_copies).__module__)
+    module: Any = importlib.import_module(COPIES)
 
     def fails(device: int) -> None:
         raise RuntimeError("no C compiler")

@@ -102,6 +102,14 @@ def _limits(command: _Command) -> _Command:
     "--random-weights", is_flag=True, help="Compare texts, but do not check them for garbage."
 )
 @click.option(
+    "--conversation",
+    type=click.IntRange(0, 10_000_000),
+    default=0,
+    metavar="TOKENS",
+    help="After the cycles measure a conversation of so many tokens over a swap, and a stream that "
+    "mode=keep freezes.",
+)
+@click.option(
     "--force",
     is_flag=True,
     help="Go on where requests run, or it cannot be seen whether any do: a sleep aborts them.",
@@ -146,6 +154,7 @@ def command(
     models: tuple[str, ...],
     gpus: str,
     random_weights: bool,
+    conversation: int,
     force: bool,
     timeout: float,
     variables: tuple[str, ...],
@@ -173,6 +182,11 @@ def command(
             f"--model is given {len(models)} times for {text.counted(len(servers), 'server')}",
             next_step="give it once for each server, in their order",
         )
+    if conversation and level != 1:
+        raise UsageError(
+            "--conversation is of level 1: level 2 discards what a conversation belongs to",
+            next_step="leave --level out, or --conversation",
+        )
     settings = cycles.Settings(
         cycles=count,
         level=level,
@@ -181,6 +195,7 @@ def command(
         models=models,
         random_weights=random_weights,
         force=force,
+        conversation=conversation,
         limits=Limits(**chosen),
     )
     saved = _Files(save)

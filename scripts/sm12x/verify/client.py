@@ -222,6 +222,7 @@ class Completion(NamedTuple):
     tokens: int | None
     ids: tuple[int, ...] | None
     seconds: float
+    prompt_tokens: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,6 +279,7 @@ class _Choice(BaseModel):
 
 class _Usage(BaseModel):
     completion_tokens: Annotated[int, Field(ge=0, lt=1 << 53)] | None = None
+    prompt_tokens: Annotated[int, Field(ge=0, lt=1 << 53)] | None = None
 
 
 class _Completed(BaseModel):
@@ -356,12 +358,13 @@ class Server:
             return self._read(_Ranks, self.call("GET", "/is_sleeping", timeout=_SOON)).ranks
         return None
 
-    def sleep(self, level: int, *, retry: bool = False) -> float:
+    def sleep(self, level: int, *, mode: str = "", retry: bool = False) -> float:
         """Put the server to sleep, and return the seconds that took.
 
-        With ``retry`` again and again while another call is in flight.
+        With ``retry`` again and again while another call is in flight. ``mode`` says what becomes
+        of running requests, "" for the server's own.
         """
-        return self._change(f"/sleep?level={level}", retry=retry)
+        return self._change(f"/sleep?level={level}{mode and f'&mode={mode}'}", retry=retry)
 
     def wake_up(self, tag: str = "", *, retry: bool = False) -> float:
         """Wake it up, all tags or one ``tag``, as ``sleep`` does."""
@@ -395,8 +398,38 @@ class Server:
         reply = self._read(_Completed, answer)
         # Hidden before it is cut: a part of a key is found by nobody.
         text = self._hidden(reply.choices[0].text)
-        count = reply.usage.completion_tokens if reply.usage else None
-        return Completion(text, count, reply.choices[0].token_ids, answer.seconds)
+        usage = reply.usage or _Usage()
+        ids = reply.choices[0].token_ids
+        return Completion(text, usage.completion_tokens, ids, answer.seconds, usage.prompt_tokens)
+
+    def stream(self, prompt: str, tokens: int) -> Iterator[str]:
+        """Yield the pieces of the greedy continuation of ``prompt`` as they come."""
+        body = {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "stream": True,
+        }
+        call, size = "POST /v1/completions", 0
+        try:
+            with self._client.stream(
+                "POST", self.url + "/v1/completions", json=body, timeout=self._access.timeout
+            ) as response:
+                if response.status_code != 200:
+                    raise self._refused(call, response, response.read()[:_MOST].decode())
+                for line in response.iter_lines():
+                    size += len(line)
+                    data = line.removeprefix("data:").strip()
+                    if size > _MOST or data == "[DONE]":
+                        return
+                    if data:
+                        reply = self._read(_Completed, _Answer(call, data, 0.0))
+                        yield self._hidden(reply.choices[0].text)
+        except (httpx.HTTPError, OSError, ValueError) as error:
+            raise CallError(
+                f"{self} closed the stream of {call}: {self.shown(str(error))}", next_step=_LOG
+            ) from None
 
     def counters(self) -> Mapping[str, float]:
         """Return every sample of /metrics by its name, summed over labels; none if not seen."""

@@ -68,7 +68,7 @@ def generated_files(root: click.Command) -> dict[Path, str]:
     folder, schemas = layout.root() / "nomad-examples", layout.schemas()
     leftover = dict.fromkeys([*folder.glob(f"*{nomad.SUFFIX}"), *schemas.glob("*.json")], "")
     specs = nomad.examples(load.load_all(layout.recipes()))
-    texts = {path: path.read_text(encoding="utf-8") for path in pages.paths()}
+    texts = {path: pages.samples(path.read_text(encoding="utf-8")) for path in pages.paths()}
     return {
         **pages.rendered(texts, {**pages.PARTS, "commands": lambda: commands_table(root)}),
         layout.root() / "docs" / pages.PICTURE: pages.audit_picture(),
