@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -204,7 +205,7 @@ def test_a_run_that_is_killed_goes_on_and_becomes_evidence(
     path.write_text(path.read_text().replace('"gpus": 1', '"gpus": 2'))
     linted = bench(("recipe", "lint", RECIPE), environment)
     assert linted.returncode == 1
-    assert "takes 1 GPUs, not 2" in linted.stdout
+    assert "takes 1 GPUs of a machine, not 2" in linted.stdout
 
     arena_is_as_the_tool_writes_it(out)
 
@@ -253,3 +254,36 @@ def test_a_server_that_dies_stops_the_run_and_a_folder_of_another_is_refused(
     again = bench(("bench", out, "--against", out), environment)
     assert again.returncode == 16
     assert "Against the earlier run" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_an_address_without_version_and_sleep_routes_is_measured(
+    play: Callable[..., str], environment: dict[str, str], tmp_path: Path
+) -> None:
+    """As a gateway's, and with a terminal that closes: no tool goes on asking."""
+    url, out = (
+        play(refuse={"version": 404, "metrics": 404}, routes=False, token=0.05),
+        tmp_path / "out",
+    )
+    first = started((url, "--out", str(out), "--skip", "serve"), environment, "bench")
+    end = time.monotonic() + 200
+    while "canary-before" not in steps(out) and time.monotonic() < end:
+        time.sleep(0.1)
+    time.sleep(2)
+    first.send_signal(signal.SIGHUP)
+    assert first.wait(timeout=60) == 130
+    assert not [one for one in processes() if str(out) in one]
+    report = run.read(out)
+    assert (report.verdict, report.server.version, report.server.prefix_caching) == (
+        "stopped",
+        "",
+        None,
+    )
+
+
+def processes() -> list[str]:
+    """The command lines of all processes."""
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            lines.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+    return lines

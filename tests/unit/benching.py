@@ -120,6 +120,34 @@ def report(**changes: Any) -> BenchReport:
     return replace(one, **changes)
 
 
+def llama_benchy(*cells: Cell) -> str:
+    """The result file of llama-benchy that has these cells."""
+
+    def values(one: Metric | None) -> dict[str, object] | None:
+        return {"mean": 0.0, "std": 0.0, "values": [*one.values]} if one else None
+
+    rows = [
+        {
+            "concurrency": cell.concurrency,
+            "context_size": cell.depth,
+            "prompt_size": cell.prompt,
+            "response_size": cell.output,
+            "is_context_prefill_phase": cell.context_phase,
+            "pp_throughput": values(cell.prefill),
+            "pp_req_throughput": values(cell.prefill_each),
+            "est_ppt": values(cell.prefill_ms),
+            "tg_throughput": values(cell.decode),
+            "tg_req_throughput": values(cell.decode_each),
+            "peak_throughput": values(cell.peak),
+            "peak_req_throughput": values(cell.peak_each),
+            "ttfr": values(cell.first_response_ms),
+            "e2e_ttft": values(cell.first_token_ms),
+        }
+        for cell in cells
+    ]
+    return json.dumps({"version": "0.4.0", "latency_ms": 0.0, "benchmarks": rows})
+
+
 def config(path: Path, **sizes: int) -> Path:
     """A config.json of a dense model with a billion parameters in its MLPs."""
     known = {"hidden_size": 4096, "num_hidden_layers": 8, "intermediate_size": 10240}

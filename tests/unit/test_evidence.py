@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from tests.unit.benching import cell, gpu, host, metric, report, step
+from tests.unit.benching import cell, gpu, host, llama_benchy, metric, report, step
 
 from sm12x import cli, layout
 from sm12x.bench import evidence, run
@@ -90,14 +90,28 @@ def make(recipes: Path, tmp_path: Path) -> Make:
     def folder(**changes: Any) -> Path:
         out = tmp_path / "bench"
         (out / run.RAW).mkdir(parents=True, exist_ok=True)
-        (out / run.RAW / "x.log").write_text("fine\n")
+        many = cell(
+            concurrency=10,
+            requests=30,
+            decode=metric(700.0),
+            first_token_ms=metric(*[500.0] * 30),
+        )
+        raw = {
+            "x.log": "fine\n",
+            "benchy-d0-c1.json": llama_benchy(cell()),
+            "benchy-d0-c10.json": llama_benchy(many),
+            "tools.json": '{"final_score": 88}',
+        }
+        kept = {}
+        for name, text in raw.items():
+            (out / run.RAW / name).write_text(text)
+            digest = hashlib.sha256(text.encode()).hexdigest()
+            kept[name] = ToolFile(name=name, sha256=digest, hidden=False)
         declared.write_json(out / run.LEDGER, ledger())
         digest = hashlib.sha256((out / run.LEDGER).read_bytes()).hexdigest()
         publish(recipes, digest)
         recipe = load.load(recipes / f"{RECIPE}.yaml")
-        kept = ToolFile(name="x.log", sha256=hashlib.sha256(b"fine\n").hexdigest(), hidden=False)
         one = report()
-        many = cell(concurrency=10, decode=metric(700.0))
         one = replace(
             one,
             server=replace(one.server, version=f"0.33.0+sm12x.{STACK}.quick"),
@@ -111,8 +125,9 @@ def make(recipes: Path, tmp_path: Path) -> Make:
             ),
             steps=(
                 step("canary-before"),
-                step(files=(kept,), cells=(cell(), many)),
-                step("tools", figures={"final_score": 88.0}),
+                step(files=(kept["x.log"], kept["benchy-d0-c1.json"])),
+                step("benchy-d0-c10", files=(kept["benchy-d0-c10.json"],), cells=(many,)),
+                step("tools", files=(kept["tools.json"],), figures={"final_score": 88.0}),
                 step("canary-after"),
             ),
         )
@@ -147,7 +162,7 @@ def test_a_folder_that_holds_becomes_an_entry(recipes: Path, make: Make) -> None
         ({"verdict": "incomplete"}, "verdict"),
         ({"random_weights": True}, "not judged"),
         ({"host": host(unseen="no GPU is here")}, "not seen"),
-        ({"host": host(gpu(), gpu(index=1))}, "takes 1 GPUs"),
+        ({"host": host(gpu(), gpu(index=1))}, "takes 1 GPUs of a machine"),
         ({"host": host(gpu(hardware="gb10", name="NVIDIA GB10"))}, "is for rtx-pro-6000"),
         ({"host": host(gpu(hardware="", name="H200"))}, "not a GPU that recipes name"),
         ({"recipe": None}, "does not say"),
@@ -183,6 +198,22 @@ def test_a_file_that_was_changed_or_names_somebody_is_refused(make: Make) -> Non
     folder = make()
     (folder / "report.md").write_text("served from /home/joe/models\n")
     with pytest.raises(FindingsError, match=r"report\.md has a secret"):
+        evidence.add(folder, "")
+
+
+def test_figures_that_no_tool_wrote_are_refused(make: Make) -> None:
+    folder = make()
+    path = folder / run.NAME
+    text = path.read_text()
+    path.write_text(text.replace("700.0", "900.0"))
+    with pytest.raises(FindingsError, match="benchy-d0-c10 are not those of tools/"):
+        evidence.add(folder, "")
+    path.write_text(text.replace('"final_score": 88.0', '"final_score": 99.0'))
+    with pytest.raises(FindingsError, match="figures of tools are not"):
+        evidence.add(folder, "")
+    # A verdict is judged again.
+    path.write_text(text.replace('"state": "done"', '"state": "failed"', 1))
+    with pytest.raises(FindingsError, match="verdict is failed"):
         evidence.add(folder, "")
 
 

@@ -7,11 +7,11 @@ import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
-from sm12x.bench import judge, run
+from sm12x.bench import judge, presets, run, tools
 from sm12x.bench.redact import Redaction
-from sm12x.bench.report import BenchReport, Cell, Metric
+from sm12x.bench.report import BenchReport, Cell, Metric, Step
 from sm12x.core import declared, files
-from sm12x.core.errors import BadFileError, FindingsError
+from sm12x.core.errors import BadFileError, FindingsError, ToolFailedError
 from sm12x.core.text import GIB, first_of
 from sm12x.doctor.report import DoctorReport
 from sm12x.recipes import evidence, load
@@ -58,9 +58,14 @@ def add(folder: Path, name: str, url: str = "") -> tuple[Path, Evidence]:
 
 def _faults(folder: Path, report: BenchReport, recipe: Recipe) -> Iterator[str]:
     """Yield why a folder is no evidence for a recipe."""
-    if report.verdict != "passed":
-        yield f"its verdict is {report.verdict}, not passed"
-    yield from (one.text for one in report.findings if one.level == "impossible")
+    # Judged again: the file may have been written by hand.
+    preset = presets.load().presets[report.preset]
+    found = judge.findings(report.steps, report.host, preset, active=None)
+    verdict = judge.verdict(report.steps, (*report.findings, *found), report.swap)
+    if report.verdict != "passed" or verdict != "passed":
+        yield f"its verdict is {verdict if report.verdict == 'passed' else report.verdict}"
+    texts = {one.text for one in (*report.findings, *found) if one.level == "impossible"}
+    yield from sorted(texts)
     if other := judge.canary(report.steps):
         yield other
     if report.random_weights:
@@ -74,7 +79,7 @@ def _faults(folder: Path, report: BenchReport, recipe: Recipe) -> Iterator[str]:
         yield f"its GPUs were not seen: {report.host.unseen}"
     elif len(gpus) > 1:
         yield "its GPUs are of several kinds"
-    elif not report.host.gpus[0].hardware:
+    elif not report.host.gpus[0].hardware and not _anywhere(recipe):
         yield f"{report.host.gpus[0].name} is not a GPU that recipes name"
     if not report.stack.stack_id:
         yield f"the server is vLLM {report.server.version or 'of no version'}, not of this project"
@@ -83,11 +88,37 @@ def _faults(folder: Path, report: BenchReport, recipe: Recipe) -> Iterator[str]:
     if not any(_plain(cell) and cell.concurrency == 1 for cell in _cells(report)):
         yield "it has no figures of one request without context"
     for step in report.steps:
-        for one in step.files:
-            path = folder / run.RAW / one.name
-            if not path.is_file() or files.sha256(path) != one.sha256:
-                yield f"{run.RAW}/{one.name} is not as the run left it"
+        yield from _results(folder / run.RAW, step, report)
     yield from _names(folder)
+
+
+def _results(raw: Path, step: Step, report: BenchReport) -> Iterator[str]:
+    """Yield what of a step is not as its tool wrote it."""
+    for one in step.files:
+        path = raw / one.name
+        if Path(one.name).name != one.name or not path.is_file():
+            yield f"{run.RAW}/{one.name} is not there"
+        elif files.sha256(path) != one.sha256:
+            yield f"{run.RAW}/{one.name} is not as the run left it"
+    if step.state != "done" or step.kind not in ("benchy", "serve", "tools"):
+        return
+    path = raw / f"{step.name}.json"
+    try:
+        if step.kind == "benchy":
+            same = tools.cells(path, presets.load().presets[report.preset]) == step.cells
+        elif step.kind == "serve":
+            same = tools.serve_figures(path)["figures"] == step.figures
+        else:
+            same = tools.tool_figures(path) == step.figures
+    except ToolFailedError as error:
+        yield error.message
+        return
+    if not same or path.name not in {one.name for one in step.files}:
+        yield f"the figures of {step.name} are not those of {run.RAW}/{path.name}"
+
+
+def _anywhere(recipe: Recipe) -> bool:
+    return recipe.sm12x is not None and "any" in recipe.sm12x.hardware
 
 
 def _ledger(folder: Path, report: BenchReport) -> Iterator[str]:
@@ -198,8 +229,9 @@ def _entry(folder: Path, report: BenchReport, recipe: Recipe, url: str) -> Evide
         ledger_sha256=stack.ledger_sha256,
         patches={patch.name: patch.sha256 for patch in ledger.patches},
         image_digest=stack.image_digest,
-        hardware=gpu.hardware,
+        hardware=gpu.hardware or "any",
         gpus=len(report.host.gpus),
+        machines=recipe.sm12x.machines if recipe.sm12x else 1,
         gpu=gpu.name,
         driver=report.host.driver,
         power_limit=gpu.power_limit,

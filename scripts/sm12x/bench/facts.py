@@ -24,7 +24,7 @@ from sm12x.bench.report import (
     ServerFacts,
     StackFacts,
 )
-from sm12x.core.errors import BadFileError, ServerError, UsageError
+from sm12x.core.errors import BadFileError, ServerError, ToolFailedError, UsageError
 from sm12x.core.text import perhaps
 from sm12x.doctor import examine, gpus, knowledge, memory
 from sm12x.doctor.host import Host, Unseen
@@ -238,8 +238,10 @@ def stack_facts(version: str, image: str, say: Callable[[str], None]) -> tuple[S
             )
         # An image that was made here has no digest of a registry.
         digest = engine.digest(image) or f"sha256:{engine.image_id(image)}"
-        text = engine.run(image, "cat", str(Places.of_image({}).ledger))
-        if not _is_of(text, Path(image), version):
+        # An image of others has no ledger.
+        with suppress(ToolFailedError):
+            text = engine.run(image, "cat", str(Places.of_image({}).ledger))
+        if text and not _is_of(text, Path(image), version):
             raise UsageError(
                 f"the server is vLLM {version or 'of no version'}, and {image} is of another stack "
                 "or mode",

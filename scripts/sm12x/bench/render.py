@@ -48,9 +48,10 @@ def hardware(report: BenchReport) -> str:
 
 def markdown(report: BenchReport, compared: Sequence[Comparison] = (), *, chart: bool) -> str:
     """Return the report as Markdown."""
-    parts = [f"# {report.server.model}: {report.verdict}", *_head(report)]
+    plain = text.no_markdown
+    parts = [f"# {plain(report.server.model)}: {report.verdict}", plain(_head(report))]
     if report.findings:
-        found = [(one.level, one.step, one.text) for one in report.findings]
+        found = [(one.level, one.step, plain(one.text)) for one in report.findings]
         parts += ["## Findings", text.markdown(("", "step", "what"), found).strip()]
     if chart:
         parts.append(f"![Speed by depth and concurrency]({PICTURE})")
@@ -63,7 +64,7 @@ def markdown(report: BenchReport, compared: Sequence[Comparison] = (), *, chart:
     return "\n\n".join(parts) + "\n"
 
 
-def _head(report: BenchReport) -> Iterator[str]:
+def _head(report: BenchReport) -> str:
     host, stack = report.host, report.stack
     limits = [gpu.power_limit for gpu in host.gpus if gpu.power_limit]
     power = f", {', '.join(dict.fromkeys(f'{one:.0f} W' for one in limits))}" if limits else ""
@@ -76,7 +77,7 @@ def _head(report: BenchReport) -> Iterator[str]:
         changes = [f"{key}={value}" for key, value in report.recipe.overrides.items()]
         recipe = f"- Recipe: {report.recipe.key} {' '.join(changes)}".rstrip() + "\n"
     context = report.server.max_model_len
-    yield (
+    return (
         f"- When: {report.begun}, {text.duration(report.seconds)}, preset {report.preset}, seed "
         f"{report.seed}\n"
         f"- Hardware: {hardware(report)}{power}; driver {host.driver or 'not seen'}, Linux "
@@ -144,7 +145,7 @@ def _tables(
             "; ".join(f"{one.watts[2]:.0f}" for one in step.gpus if one.watts) or "-",
             "; ".join(f"{one.celsius[2]:.0f}" for one in step.gpus if one.celsius) or "-",
             "; ".join(f"{one.clock[1]:.0f}" for one in step.gpus if one.clock) or "-",
-            step.why or (other if step.name == "canary-after" else ""),
+            text.no_markdown(step.why) or (other if step.name == "canary-after" else ""),
         )
         for step in report.steps
     ]

@@ -17,13 +17,16 @@ StepState = Literal["done", "failed", "skipped", "interrupted"]
 BenchVerdict = Literal["running", "stopped", "incomplete", "failed", "passed"]
 
 _Seconds = Annotated[float, Field(ge=0)]
+_UTC = r"^20\d\d-[01]\d-[0-3]\dT[0-2]\d:[0-5]\d:[0-5]\d\+00:00$"
 _Count = Annotated[int, Field(ge=0)]
 
 
 class _Kept:
     """Base of what is written and read again; what is computed of the fields is not read."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="ignore", strict=True)
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
+        extra="ignore", strict=True, allow_inf_nan=False
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,8 +230,8 @@ class BenchReport(_Kept):
     """
 
     schema: Literal[1] = 1
-    begun: Annotated[str, Field(description="UTC, ISO 8601")]
-    seconds: _Seconds
+    begun: Annotated[str, Field(pattern=_UTC, description="UTC, ISO 8601")]
+    seconds: Annotated[float, Field(ge=0, lt=1e8)]
     verdict: BenchVerdict
     sm12x: str
     preset: str

@@ -107,7 +107,13 @@ def plan(preset: Preset, swaps: int) -> Iterator[_Plan]:
 def read(folder: Path) -> BenchReport:
     """Read the report of a folder. Raises BadFileError."""
     step = "name a folder that `sm12x bench` wrote"
-    return declared.read_json(BenchReport, folder / NAME, next_step=step, what="benchmark")
+    report = declared.read_json(BenchReport, folder / NAME, next_step=step, what="benchmark")
+    try:
+        datetime.datetime.fromisoformat(report.begun)
+        presets.load().presets[report.preset]
+    except (ValueError, KeyError) as error:
+        raise BadFileError(f"{folder / NAME}: no date or preset: {error}", next_step=step) from None
+    return report
 
 
 class Run:
@@ -176,6 +182,15 @@ class Run:
         if self._subject.doctor:
             declared.write_json(out / DOCTOR, self._redaction.value(self._subject.doctor))
         error: BaseException | None = None
+        # A terminal that closes must not leave a tool behind that asks on.
+        with cycles.Interrupts(self._tell):
+            error = self._all()
+        self._running = False
+        self.write(stopped=error is not None)
+        return error
+
+    def _all(self) -> BaseException | None:
+        out = self._settings.out
         try:
             name, digest, _ = tools.corpus(self._tools, self._settings.corpus, self._tell)
             if self._corpus[1] not in ("", digest):
@@ -192,10 +207,8 @@ class Run:
                     self.write()
         # On any error: what is done is kept.
         except BaseException as caught:
-            error = caught
-        self._running = False
-        self.write(stopped=error is not None)
-        return error
+            return caught
+        return None
 
     def report(self, *, stopped: bool = False) -> BenchReport:
         """Return the report so far, without what must not be shared."""

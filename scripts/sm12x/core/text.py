@@ -158,6 +158,11 @@ def _row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(clean) + " |"
 
 
+def no_markdown(line: str) -> str:
+    """Return a line in which nothing of others' words is Markdown."""
+    return "".join(f"\\{c}" if c in "\\`*_<[!#" else c for c in line)
+
+
 def visible(text: str) -> str:
     r"""Escape each character of ``CONTROL`` in ``text``: ``\x1b``, ``\u202e``."""
     return CONTROL.sub(lambda match: _escaped(match[0]), text)

@@ -67,8 +67,8 @@ class Evidence(Declared):
     """One run of a recipe on hardware. Hashes are sha256 in hex.
 
     ``runs_sha256`` is of what the recipe runs; ``bench_sha256`` of the folder's bench.json, which
-    ``url`` has. ``doctor`` are its checks that failed or warned. ``patches``: name and sha256 of
-    each patch in the ledger, which make the stack id.
+    ``url`` has. ``gpus`` are those of one machine. ``doctor`` are its checks that failed or warned.
+    ``patches``: name and sha256 of each patch in the ledger, which make the stack id.
     """
 
     schema: Literal[1] = 1
@@ -84,6 +84,7 @@ class Evidence(Declared):
     image_digest: str
     hardware: str
     gpus: Annotated[int, Field(ge=1)]
+    machines: Annotated[int, Field(ge=1)]
     gpu: str
     driver: str
     power_limit: float | None
@@ -99,8 +100,9 @@ class Evidence(Declared):
         """Return date, hardware and figures in one line."""
         figures = self.figures
         power = f" at {self.power_limit:.0f} W" if self.power_limit else ""
+        count = f"{self.machines} x {self.gpus}" if self.machines > 1 else f"{self.gpus}"
         return (
-            f"{self.date}, {self.gpus} x {self.gpu}{power}: prefill {figures.prefill:,.0f} t/s, "
+            f"{self.date}, {count} x {self.gpu}{power}: prefill {figures.prefill:,.0f} t/s, "
             f"decode {figures.decode:,.1f} t/s, {figures.decode_most:,.0f} t/s at concurrency "
             f"{figures.concurrency}"
         )
@@ -182,8 +184,9 @@ def faults(entry: Evidence, recipe: Recipe) -> list[str]:
     else:
         if entry.hardware not in block.hardware and _ANY not in block.hardware:
             result.append(f"the recipe is for {' or '.join(block.hardware)}, not {entry.hardware}")
-        if entry.gpus != block.gpus * block.machines:
-            result.append(f"the recipe takes {block.gpus * block.machines} GPUs, not {entry.gpus}")
+        # Those of the other machines cannot be seen from one.
+        if (entry.gpus, entry.machines) != (block.gpus, block.machines):
+            result.append(f"the recipe takes {block.gpus} GPUs of a machine, not {entry.gpus}")
         if block.sleep.level and entry.swap is None:
             result.append("the recipe sleeps, and no swap was measured (`sm12x bench --swaps 5`)")
     if entry.stack_id != series.id_of(entry.patches.items()):
