@@ -258,7 +258,9 @@ def test_a_result_without_figures_is_a_failure_of_its_tool(tmp_path: Path, text:
 def test_figures_of_the_other_tools(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     rates = "spec_decode_per_position_acceptance_rates"
-    path.write_text(json.dumps({"completed": 16, "median_itl_ms": 9.5, rates: [81.0, "x"]}))
+    path.write_text(
+        json.dumps({"completed": 16, "median_itl_ms": 9.5, rates: [81.0, float("nan")]})
+    )
     got = tools.serve_figures(path)
     assert got == {
         "figures": {"completed": 16.0, "median_itl_ms": 9.5},

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import json
 import math
 import os
 import platform
 import sqlite3
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
 import requests
+from pydantic import BaseModel, Field, ValidationError
 
 from sm12x import layout
 from sm12x.bench import presets
@@ -44,7 +44,7 @@ key = os.environ.pop("SM12X_BENCH_KEY", "")
 sys.argv += ["--api-key", key] if key else []
 runpy.run_module("llama_benchy", run_name="__main__")
 """
-_MOST = 256 << 20
+_MOST, _LOG = 256 << 20, "read the tool's log"
 # Without what else is on the path: a package there would count as installed.
 _ALONE: Mapping[str, str | None] = {"PYTHONPATH": None}
 
@@ -281,109 +281,146 @@ def vllm_version() -> str:
         return ""
 
 
-def _json(path: Path) -> Any:
+# What is read of the tools' results; they say more.
+class _Values(BaseModel):
+    values: list[float]
+
+
+class _BenchyRun(BaseModel):
+    concurrency: Annotated[int, Field(ge=1)]
+    context_size: Annotated[int, Field(ge=0)]
+    prompt_size: Annotated[int, Field(ge=0)]
+    response_size: Annotated[int, Field(ge=0)]
+    is_context_prefill_phase: bool = False
+    pp_throughput: _Values | None = None
+    pp_req_throughput: _Values | None = None
+    est_ppt: _Values | None = None
+    tg_throughput: _Values | None = None
+    tg_req_throughput: _Values | None = None
+    peak_throughput: _Values | None = None
+    peak_req_throughput: _Values | None = None
+    ttfr: _Values | None = None
+    e2e_ttft: _Values | None = None
+
+
+class _Benchy(BaseModel):
+    latency_ms: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    benchmarks: Annotated[list[_BenchyRun], Field(min_length=1)]
+
+
+class _Serve(BaseModel):
+    completed: Annotated[float, Field(gt=0)]
+    failed: float | None = None
+    duration: float | None = None
+    request_throughput: float | None = None
+    output_throughput: float | None = None
+    total_token_throughput: float | None = None
+    spec_decode_acceptance_rate: float | None = None
+    spec_decode_acceptance_length: float | None = None
+    median_ttft_ms: float | None = None
+    p99_ttft_ms: float | None = None
+    median_tpot_ms: float | None = None
+    p99_tpot_ms: float | None = None
+    median_itl_ms: float | None = None
+    p99_itl_ms: float | None = None
+    median_e2el_ms: float | None = None
+    p99_e2el_ms: float | None = None
+    spec_decode_per_position_acceptance_rates: list[float] = []
+
+
+class _ToolCalls(BaseModel):
+    error: str = ""
+    final_score: Annotated[float, Field(ge=0, le=100)] | None = None
+    total_scenarios: float | None = None
+    deployability: float | None = None
+    responsiveness: float | None = None
+
+
+class _Gsm8k(BaseModel):
+    accuracy: Annotated[float, Field(ge=0, le=100)]
+    correct: float | None = None
+    total: float | None = None
+
+
+class _RunSaved(BaseModel):
+    """An event in tool-eval-bench's log."""
+
+    run_id: str
+
+
+_Read = TypeVar("_Read", bound=BaseModel)
+
+
+def _read(kind: type[_Read], path: Path) -> _Read:
     """Read a tool's result. Raises ToolFailedError."""
     try:
         if path.stat().st_size > _MOST:
             raise ValueError(f"it has more than {_MOST >> 20} MiB")
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ToolFailedError(
-            f"{path.name} is no result of its tool: {error}", next_step="read the tool's log"
-        ) from None
+        return kind.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        fault = error.errors(include_url=False, include_input=False)[0]
+        why = f"{'.'.join(map(str, fault['loc'])) or 'the JSON'}: {fault['msg']}"
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+    raise ToolFailedError(f"{path.name} is no result of its tool: {why}", next_step=_LOG)
 
 
-def _number(value: Any) -> float | None:
-    good = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if good and math.isfinite(value) else None
-
-
-def _metric(raw: Any) -> Metric | None:
-    values = raw.get("values") if isinstance(raw, dict) else None
-    numbers = [_number(value) for value in values] if isinstance(values, list) else []
-    good = tuple(number for number in numbers if number is not None)
+def _metric(raw: _Values | None) -> Metric | None:
+    good = tuple(value for value in raw.values if math.isfinite(value)) if raw else ()
     return Metric(values=good) if good else None
+
+
+def _figures(read: BaseModel) -> dict[str, float]:
+    numbers = {name: value for name, value in read if isinstance(value, int | float)}
+    return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
 
 
 def cells(path: Path, preset: Preset) -> tuple[Cell, ...]:
     """Read llama-benchy's result. Raises ToolFailedError where it has no usable cell."""
-    raw = _json(path)
-    listed = raw.get("benchmarks") if isinstance(raw, dict) else None
-    try:
-        found = tuple(_cells(raw, listed or (), preset))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ToolFailedError(
-            f"{path.name} is not llama-benchy's: {error!r}", next_step="read the tool's log"
-        ) from None
-    if not any(cell.decode for cell in found):
-        raise ToolFailedError(
-            f"{path.name} has no figures: no request was answered", next_step="read the tool's log"
+    raw = _read(_Benchy, path)
+    result = []
+    for one in raw.benchmarks:
+        first, asked = _metric(one.e2e_ttft), preset.runs * one.concurrency
+        result.append(
+            Cell(
+                depth=one.context_size,
+                prompt=one.prompt_size,
+                output=one.response_size,
+                concurrency=one.concurrency,
+                context_phase=one.is_context_prefill_phase,
+                requests=asked,
+                failed=max(0, asked - len(first.values if first else ())),
+                latency_ms=raw.latency_ms,
+                prefill=_metric(one.pp_throughput),
+                prefill_each=_metric(one.pp_req_throughput),
+                prefill_ms=_metric(one.est_ppt),
+                decode=_metric(one.tg_throughput),
+                decode_each=_metric(one.tg_req_throughput),
+                peak=_metric(one.peak_throughput),
+                peak_each=_metric(one.peak_req_throughput),
+                first_response_ms=_metric(one.ttfr),
+                first_token_ms=first,
+            )
         )
-    return found
-
-
-def _cells(raw: Any, listed: Sequence[Any], preset: Preset) -> Iterator[Cell]:
-    for one in listed:
-        concurrency = int(one["concurrency"])
-        first = _metric(one.get("e2e_ttft"))
-        asked = preset.runs * concurrency
-        yield Cell(
-            depth=int(one["context_size"]),
-            prompt=int(one["prompt_size"]),
-            output=int(one["response_size"]),
-            concurrency=concurrency,
-            context_phase=bool(one.get("is_context_prefill_phase")),
-            requests=asked,
-            failed=max(0, asked - len(first.values if first else ())),
-            latency_ms=_number(raw.get("latency_ms")) or 0.0,
-            prefill=_metric(one.get("pp_throughput")),
-            prefill_each=_metric(one.get("pp_req_throughput")),
-            prefill_ms=_metric(one.get("est_ppt")),
-            decode=_metric(one.get("tg_throughput")),
-            decode_each=_metric(one.get("tg_req_throughput")),
-            peak=_metric(one.get("peak_throughput")),
-            peak_each=_metric(one.get("peak_req_throughput")),
-            first_response_ms=_metric(one.get("ttfr")),
-            first_token_ms=first,
-        )
-
-
-_SERVE = (
-    *("completed", "failed", "duration", "request_throughput", "output_throughput"),
-    *("total_token_throughput", "spec_decode_acceptance_rate", "spec_decode_acceptance_length"),
-    *(f"{how}_{what}_ms" for what in ("ttft", "tpot", "itl", "e2el") for how in ("median", "p99")),
-)
+    if not any(cell.decode for cell in result):
+        raise ToolFailedError(f"{path.name}: no request was answered", next_step=_LOG)
+    return tuple(result)
 
 
 def serve_figures(path: Path) -> dict[str, Any]:
-    """Read the result of `vllm bench serve`, as fields of a step.
-
-    Raises ToolFailedError where no request was completed.
-    """
-    raw = _json(path)
-    figures = _figures(raw, _SERVE)
-    if not figures.get("completed"):
-        raise ToolFailedError("no request was completed", next_step="read the tool's log")
-    positions = raw.get("spec_decode_per_position_acceptance_rates") or ()
-    numbers = (_number(value) for value in positions) if isinstance(positions, list) else ()
-    accepted = tuple(number for number in numbers if number is not None)
-    return {"figures": figures, "acceptance_by_position": accepted}
-
-
-def _figures(raw: Any, names: Sequence[str]) -> dict[str, float]:
-    source = raw if isinstance(raw, dict) else {}
-    numbers = {name: _number(source.get(name)) for name in names}
-    return {name: number for name, number in numbers.items() if number is not None}
+    """Read the result of `vllm bench serve`, as fields of a step. Raises ToolFailedError."""
+    raw = _read(_Serve, path)
+    rates = raw.spec_decode_per_position_acceptance_rates
+    accepted = tuple(rate for rate in rates if math.isfinite(rate))
+    return {"figures": _figures(raw), "acceptance_by_position": accepted}
 
 
 def tool_figures(path: Path) -> dict[str, float]:
-    """Read tool-eval-bench's result: score of 100, and scenarios. Raises ToolFailedError."""
-    raw = _json(path)
-    figures = _figures(raw, ("final_score", "total_scenarios", "deployability", "responsiveness"))
-    if "final_score" not in figures:
-        reason = raw.get("error", "it has no score") if isinstance(raw, dict) else "it is no report"
-        raise ToolFailedError(f"tool-eval-bench: {reason}", next_step="read the tool's log")
-    return figures
+    """Read tool-eval-bench's result: a score of 100. Raises ToolFailedError."""
+    raw = _read(_ToolCalls, path)
+    if raw.final_score is None:
+        raise ToolFailedError(f"no score: {raw.error or 'none in its result'}", next_step=_LOG)
+    return _figures(raw)
 
 
 def gsm8k_figures(tools: Tools, log: Path, result: Path) -> dict[str, float]:
@@ -393,29 +430,20 @@ def gsm8k_figures(tools: Tools, log: Path, result: Path) -> dict[str, float]:
     Raises ToolFailedError.
     """
     try:
-        events = [
-            line for line in log.read_text(errors="replace").splitlines() if '"run_id"' in line
-        ]
-        run = json.loads(events[-1][events[-1].index("{") :])["run_id"]
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        event = next(line for line in reversed(lines) if '"run_id"' in line)
+        run = _RunSaved.model_validate_json(event[event.index("{") :]).run_id
         database = tools.home / "data" / "benchmarks.sqlite"
         with closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection:
             query = "SELECT scores_json FROM scenario_runs WHERE run_id = ?"
             scores = connection.execute(query, (run,)).fetchone()[0]
         files.write_text(result, scores)
-    except (OSError, ValueError, KeyError, IndexError, TypeError, sqlite3.Error) as error:
+    except (OSError, ValueError, StopIteration, TypeError, sqlite3.Error) as error:
         raise ToolFailedError(
             f"no result of GSM8K ({reason(log) or error})",
             next_step="read tools/gsm8k.log; its questions are fetched from huggingface.co once",
         ) from None
-    figures = _figures(_json(result), ("accuracy", "completion_pct", "total", "total_evaluated"))
-    if "accuracy" not in figures:
-        raise ToolFailedError("GSM8K has no accuracy", next_step="read tools/gsm8k.log")
-    return figures
-
-
-def major(version: str) -> str:
-    """Return the major version of a tool: its scores are not comparable across those."""
-    return version.partition(".")[0]
+    return _figures(_read(_Gsm8k, result))
 
 
 def reason(log: Path) -> str:
