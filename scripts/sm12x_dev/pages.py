@@ -25,7 +25,7 @@ from sm12x.core.errors import EXIT_CODES, BadFileError
 from sm12x.core.text import markdown
 from sm12x.plan import render
 from sm12x.pool.config import PoolConfig
-from sm12x.recipes import load
+from sm12x.recipes import evidence, load
 from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
 from sm12x.stack.model.patchfile import Patch
@@ -233,7 +233,7 @@ def _recipes_table() -> str:
                 recipe.description or recipe.name,
                 f"{block.gpus} x {' or '.join(block.hardware)}{machines}",
                 str(block.sleep),
-                block.status.state,
+                evidence.state(recipe, evidence.of(recipe)),
                 *(block.status.blocked_on(version) or "not blocked" for version in versions),
             )
         )

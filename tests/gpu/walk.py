@@ -212,6 +212,9 @@ RUNS = (
     servers("0.33.0", "33-moe", *MOE, "--serve", *KEEP),
     servers("0.33.0", "33-dense", *DENSE, "--serve", *KEEP),
     servers("0.33.0", "33-smoke", *SMOKE, "--serve", *KEEP),
+    # The tools' wheels are those that `python -m tests.gpu.bench --fetch` puts there.
+    servers("0.33.0", "33-bench", "bench", "--tools", "{target}/tools", "--serve", *KEEP,
+            environment={"SM12X_CACHE": "{out}/33-bench.cache"}),
     servers("0.33.0", "33-hybrid-stock", *HYBRID, tree="stock", against="33-hybrid"),
     servers("0.33.0", "33-moe-stock", *MOE, tree="stock", against="33-moe"),
     servers("0.33.0", "33-dense-stock", *DENSE, tree="stock", against="33-dense"),

@@ -28,7 +28,7 @@ from sm12x.recipes import load
 # Where a claim comes from: a thread with its number, or a document or measurement by name.
 _SOURCE = re.compile(
     r"[\w.-]+/[\w.-]+#\d+( \(.+\))?$|NVIDIA,? |measured by this project|forum thread \"|"
-    r"Linux, Documentation/|vLLM, docs/|pci\.ids|README|podman|sm12x audit$|"
+    r"Linux, Documentation/|vLLM, docs/|edurdias/capyctl, |pci\.ids|README|podman|sm12x audit$|"
     r"the recipe's|data/doctor\.toml"
 )
 DATA = Path(__file__).parent / "data"
@@ -101,6 +101,7 @@ def test_every_claim_has_a_source() -> None:
     claims = {
         **{name: check.sources for name, check in known.checks.items()},
         **{trouble.id: trouble.sources for trouble in known.troubles},
+        **{report.id: report.sources for report in known.reports},
         **{model.name: (model.source,) for model in known.models},
         **{f"cuda {need.toolkit}": (need.source,) for need in known.requirements},
     }

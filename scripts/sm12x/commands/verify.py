@@ -175,8 +175,8 @@ def command(
     Example: sm12x verify http://127.0.0.1:8000 --cycles 20 --save verify.json --save verify.md
     Example: sm12x verify http://127.0.0.1:8000 http://127.0.0.1:8001
     """
-    secrets = _secrets(variables)
-    servers = _servers(urls, variables, secrets, ca_file, timeout)
+    secrets = secrets_of(variables)
+    servers = servers_of(urls, variables, secrets, ca_file, timeout)
     if len(models) > len(servers):
         raise UsageError(
             f"--model is given {len(models)} times for {text.counted(len(servers), 'server')}",
@@ -241,8 +241,8 @@ def command(
     _leave(report, error or next(map(_not_written, faults.items()), None), secrets)
 
 
-def _secrets(variables: Sequence[str]) -> dict[str, str]:
-    """The keys and tokens of the environment, each with its variable's name."""
+def secrets_of(variables: Sequence[str]) -> dict[str, str]:
+    """Return the keys and tokens of the environment, each with its variable's name."""
     return {
         value: name
         for name, given in os.environ.items()
@@ -250,13 +250,14 @@ def _secrets(variables: Sequence[str]) -> dict[str, str]:
     }
 
 
-def _servers(
+def servers_of(
     urls: Sequence[str],
     variables: Sequence[str],
     secrets: Mapping[str, str],
     ca: Path | None,
     timeout: float,
 ) -> list[clients.Server]:
+    """Return the servers at ``urls``, each with its key. Raises UsageError."""
     if not 1 <= len(urls) <= len(_NAMES):
         raise click.UsageError(
             f"Give the address of one server, or of two that take turns; {len(urls)} are given."

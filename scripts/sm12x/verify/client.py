@@ -252,12 +252,16 @@ class _Version(BaseModel):
     version: str
 
 
-class _Model(BaseModel):
+class ListedModel(BaseModel):
+    """A model that a server has; ``root`` is where it is from, ``max_model_len`` in tokens."""
+
     id: str
+    root: str | None = None
+    max_model_len: Annotated[int, Field(ge=0, lt=1 << 53)] | None = None
 
 
 class _Models(BaseModel):
-    data: Annotated[list[_Model], Field(min_length=1)]
+    data: Annotated[list[ListedModel], Field(min_length=1)]
 
 
 class _Sleeping(BaseModel):
@@ -305,6 +309,11 @@ class Server:
     def __str__(self) -> str:
         return f"{self.name} ({self.url})"
 
+    @property
+    def key(self) -> str:
+        """The API key, "" without one."""
+        return self._access.key
+
     def identify(self, model: str = "") -> Identity:
         """Ask for version, model and state, and check that the server can be verified.
 
@@ -314,16 +323,30 @@ class Server:
         Raises:
             UsageError: the server does not have ``model``.
         """
-        version = self._read(_Version, self.call("GET", "/version", timeout=_SOON)).version
-        listed = self._read(_Models, self.call("GET", "/v1/models", timeout=_SOON))
-        names = [one.id for one in listed.data]
-        if model and model not in names:
+        version = self.version()
+        self.choose(model)
+        return Identity(version, self.model, self.is_sleeping())
+
+    def version(self) -> str:
+        """Ask for the version of vLLM."""
+        answer = self.call("GET", "/version", timeout=_SOON)
+        return self.shown(self._read(_Version, answer).version)
+
+    def choose(self, model: str = "") -> ListedModel:
+        """Take ``model`` for all requests, the first that the server has where it is "".
+
+        Raises:
+            UsageError: the server does not have ``model``.
+        """
+        listed = self._read(_Models, self.call("GET", "/v1/models", timeout=_SOON)).data
+        chosen = next((one for one in listed if one.id == model or not model), None)
+        if chosen is None:
+            names = [self.shown(one.id) for one in listed[:5]]
             raise UsageError(
-                f"{self} has no model {model!r}",
-                next_step=f"give --model {' or '.join(map(self.shown, names[:5]))}",
+                f"{self} has no model {model!r}", next_step=f"give --model {' or '.join(names)}"
             )
-        self.model = model or names[0]
-        return Identity(self.shown(version), self.model, self.is_sleeping())
+        self.model = chosen.id
+        return chosen
 
     def is_sleeping(self) -> bool:
         """Ask whether the server sleeps."""

@@ -34,13 +34,13 @@ from sm12x.verify.report import (
 
 # Prompts with long answers. The last one fills more than one block of the KV cache (256 tokens on
 # DeepSeek V4), so that it reads any stale prefix cache after a wake-up.
-_PROMPTS = (
+PROMPTS = (
     "Once upon a time, in a small village by the sea, there lived",
     "def fibonacci(n):\n    ",
     "The planets of the solar system, in order of their distance from the sun, are:\n1.",
     "".join(f"{n} squared is {n * n}. " for n in range(1, 90)),
 )
-_TOKENS, _STRESS_TOKENS = 48, 64
+TOKENS, _STRESS_TOKENS = 48, 64
 # Characters of a text in a report, and different faults of a stress.
 _SHOWN, _FAULTS = 160, 3
 # Characters to show before the first difference of two texts.
@@ -399,7 +399,7 @@ class Run:
         wakes.wakes += 1
         record(after=self._watch.of(sleeps.name, self._watch.sample()))
         self._begin(f"{at}: asking {wakes.name}")
-        record(answer_seconds=wakes.server.complete(_PROMPTS[0], 1).seconds)
+        record(answer_seconds=wakes.server.complete(PROMPTS[0], 1).seconds)
         if wakes.before:
             record(answers=self._compare(wakes))
             if cycle == self._settings.cycles:
@@ -411,12 +411,12 @@ class Run:
     def _baseline(self, one: _Member) -> None:
         """Texts and concurrent requests before the first sleep; they also warm up memory."""
         self._begin(f"asking {one.name} before its first sleep")
-        for prompt in _PROMPTS:
+        for prompt in PROMPTS:
             try:
-                texts = [one.server.complete(prompt, _TOKENS).text for _ in range(2)]
+                texts = [one.server.complete(prompt, TOKENS).text for _ in range(2)]
             except CallError as error:
                 # Longer than the model's context; without any the fault is another one.
-                if error.status != 400 or (prompt is _PROMPTS[-1] and not one.before):
+                if error.status != 400 or (prompt is PROMPTS[-1] and not one.before):
                     raise
                 continue
             one.before[prompt] = tuple(texts)
@@ -425,13 +425,13 @@ class Run:
     def _compare(self, one: _Member) -> tuple[AnswerReport, ...]:
         answers = []
         for prompt, before in one.before.items():
-            answer = one.server.complete(prompt, _TOKENS)
+            answer = one.server.complete(prompt, TOKENS)
             verdict = judge.compared(answer.text, before)
             wrong = judge.garbage(answer.text, answer.ids)
             shown = "" if verdict == "equal" and not wrong else _parting(answer.text, before[0])
             answers.append(
                 AnswerReport(
-                    prompt=_PROMPTS.index(prompt) + 1,
+                    prompt=PROMPTS.index(prompt) + 1,
                     verdict=verdict,
                     garbage=_short(one.server, wrong),
                     text=_short(one.server, shown),

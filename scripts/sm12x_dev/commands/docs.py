@@ -23,7 +23,7 @@ from sm12x_dev import pages
 
 # Verbs of `sm12x` whose reports other programs read. Three more schemas are of what no verb prints:
 # a recipe's file, a pool's, and the image's `check --json`.
-_REPORTS = ("audit", "doctor", "plan", "verify")
+_REPORTS = ("audit", "bench", "doctor", "plan", "verify")
 _RECIPE, _POOL, _CHECK = "recipe-1.json", "pool-1.json", "check-1.json"
 
 _WHERE = "README.md, docs, nomad-examples, schemas"
