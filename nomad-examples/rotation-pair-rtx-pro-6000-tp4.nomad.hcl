@@ -15,9 +15,9 @@
 #   host_volume "sm12x-cache-other" { path = "/srv/sm12x-cache-other" }  emptied when the image changes;
 #       a folder for each such name: who may write there can run code in the servers that read it
 #   max_kill_timeout = "3m"                              or kill_timeout is cut to 30 s
-# Secrets are Nomad variables; without api_key the server is not started, for its sleep routes are
-# for those alone who have it (or sleep_api_key, where that is given):
-#   nomad var put nomad/jobs/rotation-pair-rtx-pro-6000-tp4 api_key=... sleep_api_key=... hf_token=...
+# Secrets are Nomad variables; without api_key the pool is not started; pool_admin_key opens its
+# routes that wake, put to sleep, pin and reload:
+#   nomad var put nomad/jobs/rotation-pair-rtx-pro-6000-tp4 api_key=... pool_admin_key=... hf_token=...
 
 variable "image" {
   type        = string
@@ -42,16 +42,10 @@ variable "gpu_memory" {
   default     = "95 GiB"
 }
 
-variable "awake_port" {
+variable "port" {
   type        = number
-  description = "The port of deepseek-v4-flash-rtx-pro-6000-tp4."
+  description = "The port of rotation-pair-rtx-pro-6000-tp4."
   default     = 8000
-}
-
-variable "asleep_port" {
-  type        = number
-  description = "The port of mimo-v2.5-flash-rtx-pro-6000-tp4."
-  default     = 8001
 }
 
 variable "host_network" {
@@ -134,12 +128,8 @@ job "rotation-pair-rtx-pro-6000-tp4" {
     }
 
     network {
-      port "awake" {
-        static       = var.awake_port
-        host_network = var.host_network
-      }
-      port "asleep" {
-        static       = var.asleep_port
+      port "http" {
+        static       = var.port
         host_network = var.host_network
       }
     }
@@ -177,9 +167,8 @@ job "rotation-pair-rtx-pro-6000-tp4" {
       }
 
       env {
-        SM12X_HOST        = "${NOMAD_IP_awake}"
-        SM12X_AWAKE_PORT  = "${NOMAD_PORT_awake}"
-        SM12X_ASLEEP_PORT = "${NOMAD_PORT_asleep}"
+        SM12X_HOST = "${NOMAD_IP_http}"
+        SM12X_PORT = "${NOMAD_PORT_http}"
         # Written below; the Hugging Face client takes an empty file as no token.
         HF_TOKEN_PATH = "${NOMAD_SECRETS_DIR}/hf_token"
       }
@@ -217,7 +206,7 @@ job "rotation-pair-rtx-pro-6000-tp4" {
       }
 
       template {
-        destination = "${NOMAD_SECRETS_DIR}/sleep_api_key"
+        destination = "${NOMAD_SECRETS_DIR}/pool_admin_key"
         env         = true
         uid         = 1000
         gid         = 1000
@@ -226,7 +215,7 @@ job "rotation-pair-rtx-pro-6000-tp4" {
         data        = <<-EOT
           {{- $path := printf "nomad/jobs/%s" (env "NOMAD_JOB_ID") -}}
           {{- if nomadVarExists $path }}{{ with nomadVar $path -}}
-          {{ with .sleep_api_key }}VLLM_SLEEP_API_KEY={{ . }}{{ end }}
+          {{ with .pool_admin_key }}SM12X_POOL_ADMIN_KEY={{ . }}{{ end }}
           {{- end }}{{ end }}
         EOT
       }
@@ -244,27 +233,9 @@ job "rotation-pair-rtx-pro-6000-tp4" {
       dynamic "service" {
         for_each = var.gpus > 0 ? [1] : []
         content {
-          name     = "deepseek-v4-flash-rtx-pro-6000-tp4"
+          name     = "rotation-pair-rtx-pro-6000-tp4"
           provider = "nomad"
-          port     = "awake"
-          check {
-            # The API server answers /health, also while the engine sleeps; a request to a sleeping
-            # model has no answer. No check_restart: when the engine dies, vLLM ends by itself, and
-            # what is only slow is not dead.
-            type     = "http"
-            path     = "/health"
-            interval = "10s"
-            timeout  = "5s"
-          }
-        }
-      }
-
-      dynamic "service" {
-        for_each = var.gpus > 0 ? [1] : []
-        content {
-          name     = "mimo-v2-5-flash-rtx-pro-6000-tp4"
-          provider = "nomad"
-          port     = "asleep"
+          port     = "http"
           check {
             # The API server answers /health, also while the engine sleeps; a request to a sleeping
             # model has no answer. No check_restart: when the engine dies, vLLM ends by itself, and

@@ -7,6 +7,7 @@ to; everything else in a page is left alone.
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from sm12x.core.declared import Declared
 from sm12x.core.errors import EXIT_CODES, BadFileError
 from sm12x.core.text import markdown
 from sm12x.plan import render
+from sm12x.pool.config import PoolConfig
 from sm12x.recipes import evidence, load
 from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
@@ -198,6 +200,24 @@ def _limits_table() -> str:
     return markdown(("option", "default", "what it limits"), rows)
 
 
+def _pool_table() -> str:
+    """One row for each key of a pool's file: its table, default and meaning."""
+    schema = declared.schema(PoolConfig)
+    tables = {"": schema}
+    names = {"models.NAME": "ModelConfig", "models.NAME.memory": "MemoryFigures"}
+    names |= {"policy": "PolicyConfig", "limits": "LimitsConfig", "canary": "CanaryConfig"}
+    names |= {"keys": "KeysConfig", "machine": "HostConfig"}
+    tables |= {name: schema["$defs"][kind] for name, kind in names.items()}
+    rows = []
+    for table, content in tables.items():
+        for key, entry in content["properties"].items():
+            if meaning := entry.get("description", ""):
+                value = entry.get("default")
+                shown = "" if value in (None, "", [], {}) else f"`{json.dumps(value)}`"
+                rows.append((f"`{table}.{key}`" if table else f"`{key}`", shown, meaning))
+    return markdown(("key", "default", "meaning"), rows)
+
+
 def _recipes_table() -> str:
     """One row for each recipe that has an ``sm12x`` block; a column for each base."""
     rows = []
@@ -287,6 +307,7 @@ PARTS: _Parts = {
     "exit-codes": _exit_codes_table,
     "recipes": _recipes_table,
     "limits": _limits_table,
+    "pool-settings": _pool_table,
     "plans": _plans_table,
     "audit": audit_table,
     "packages": _package_table,

@@ -244,6 +244,11 @@ RUNS = (
             *FEW_SEQUENCES, gpus=2, limit=700),
     servers("0.33.0", "33-rotate2-stock", *LARGE2, "--cycles", "4", "--turns", "--serve", *PCIE2,
             *FEW_SEQUENCES, tree="stock", gpus=2, limit=700),
+    # One address for both, which swaps by request: 2 starts and 2 more after a kill -9.
+    servers("0.33.0", "33-pool", "pool", "--graphs", "--dummy", "--serve", *KEEP, *FEW_SEQUENCES,
+            limit=400),
+    servers("0.33.0", "33-pool2", "pool", "--graphs", "--dummy", "--serve", *PCIE2, *KEEP,
+            *FEW_SEQUENCES, gpus=2, limit=400),
     servers("0.33.0", "33-api-servers", "api_servers", "--serve", *REFUSING),
     servers("0.33.0", "33-deep", "deep", "--serve", *KEEP),
     servers("0.33.0", "33-deep-stock", "deep", tree="stock"),

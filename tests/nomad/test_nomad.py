@@ -22,7 +22,7 @@ SHIPPED = load.load_all(layout.recipes())
 # Every recipe that Nomad can run, and the overlay among the examples.
 SPECS = {
     **{
-        key: nomad.render(one, peers=[SHIPPED[name] for name in nomad.pair_of(one)])
+        key: nomad.render(one, peers=[SHIPPED[name] for name in nomad.pool_of(one)])
         for key, one in SHIPPED.items()
         if not nomad.unfit(one)
     },
@@ -32,7 +32,7 @@ SPECS = {
     },
 }
 ONE = "deepseek-v4-flash-rtx-pro-6000-tp4"
-PAIR = "rotation-pair-rtx-pro-6000-tp4"
+POOL = "rotation-pair-rtx-pro-6000-tp4"
 CLUSTER = "deepseek-v4-flash-gb10-x2"
 OVERLAY = "qwen3.6-27b-nvfp4-rtx-pro-6000-overlay"
 # Seconds for the whole check of the image.
@@ -200,7 +200,7 @@ def test_what_cannot_be_placed_says_why(
     assert reason in done.stdout, done.stdout
 
 
-@pytest.mark.parametrize("name", [ONE, PAIR])
+@pytest.mark.parametrize("name", [ONE, POOL])
 def test_what_fits_is_placed(agent: Agent, name: str) -> None:
     done = agent.call("job", "plan", *needed(spec(name)), *SMALL, spec(name), check=False)
     assert "All tasks successfully allocated" in done.stdout, done.stdout + done.stderr

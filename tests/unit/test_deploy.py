@@ -22,7 +22,7 @@ from sm12x.recipes.model import Recipe
 
 GOLDEN = Path(__file__).with_name("data") / "deploy"
 IMAGE = "vllm-sm12x:0.33.0-01234567"
-PAIR = "rotation-pair-rtx-pro-6000-tp4"
+POOL = "rotation-pair-rtx-pro-6000-tp4"
 CLUSTER = "deepseek-v4-flash-gb10-x2"
 RAY = "deepseek-v4-flash-gb10-x2-ray"
 MIMO = "mimo-v2.5-flash-rtx-pro-6000-tp4"
@@ -42,7 +42,7 @@ def render(
 ) -> str:
     settings = settings or {}
     if target == "llama-swap":
-        names = one.sm12x.pair if one.sm12x else ()
+        names = one.sm12x.pool if one.sm12x else ()
         peers = [recipe(name) for name in names]
         return local.llama_swap(one, image=image, settings=settings, extra=extra, peers=peers)
     made = {"docker": local.docker, "compose": local.compose, "shell": local.shell}[target]
@@ -51,7 +51,7 @@ def render(
 
 
 @pytest.mark.parametrize("target", ["docker", "compose", "shell", "llama-swap"])
-@pytest.mark.parametrize("key", ["smoke", MIMO, PAIR, CLUSTER])
+@pytest.mark.parametrize("key", ["smoke", MIMO, POOL, CLUSTER])
 def test_a_recipe_is_rendered(target: str, key: str) -> None:
     settings = {"master_addr": "10.0.0.1"} if key == CLUSTER else {}
     if (target, key) == ("llama-swap", CLUSTER):
@@ -129,9 +129,9 @@ def test_a_cluster_without_a_way_to_find_each_other_says_so(tmp_path: Path) -> N
     )
 
 
-def test_a_pair_takes_no_settings_in_llama_swap() -> None:
+def test_a_pool_takes_no_settings_in_llama_swap() -> None:
     with pytest.raises(UsageError):
-        render("llama-swap", recipe(PAIR), {"host": "x"})
+        render("llama-swap", recipe(POOL), {"host": "x"})
 
 
 def test_a_file_outside_the_checkout_is_mounted(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_a_recipe_the_image_lacks_comes_with_the_job(tmp_path: Path) -> None:
 def specifications(shipped: dict[str, Recipe]) -> dict[str, str]:
     """What each recipe that Nomad can run as it is is rendered to, and the examples."""
     return nomad.examples(shipped) | {
-        key: nomad.render(one, peers=[shipped[name] for name in nomad.pair_of(one)])
+        key: nomad.render(one, peers=[shipped[name] for name in nomad.pool_of(one)])
         for key, one in shipped.items()
         if not nomad.unfit(one)
     }
@@ -87,18 +87,21 @@ def test_every_variable_has_a_type_and_a_description(shipped: dict[str, Recipe])
         assert head.count("\n  type ") == head.count("\n  description = ") == declared, name
 
 
-def test_a_pair_is_one_task_with_two_services(shipped: dict[str, Recipe]) -> None:
-    pair = next(one for one in shipped.values() if one.sm12x and one.sm12x.pair)
-    assert pair.sm12x
-    members = [shipped[key] for key in pair.sm12x.pair]
-    text = nomad.render(pair, peers=members)
+def test_a_pool_is_one_task_with_one_service(shipped: dict[str, Recipe]) -> None:
+    pool = next(one for one in shipped.values() if one.sm12x and one.sm12x.pool)
+    assert pool.sm12x
+    members = [shipped[key] for key in pool.sm12x.pool]
+    text = nomad.render(pool, peers=members)
     assert text.count("\n    task ") == 1
     assert text.count('"device"') == 1
-    for member in members:
-        assert f'name     = "{nomad.job_name(member.key)}"' in text
+    assert text.count("provider = ") == 1
+    assert f'name     = "{nomad.job_name(pool.key)}"' in text
+    # Its servers have keys of the pool's own.
+    assert "pool_admin_key" in text
+    assert "sleep_api_key" not in text
     # Two loads, one after the other.
     assert 'healthy_deadline  = "55m"' in text
-    assert nomad.host_mib(pair, members) == sum(nomad.host_mib(member) for member in members)
+    assert nomad.host_mib(pool, members) == sum(nomad.host_mib(member) for member in members)
 
 
 def test_each_machine_of_a_cluster_is_a_group(shipped: dict[str, Recipe]) -> None:
@@ -255,8 +258,7 @@ def test_a_name_that_hcl_cannot_have_is_refused(tmp_path: Path) -> None:
     path.write_text(RECIPE)
     with pytest.raises(UsageError):
         nomad.render(load.load(path))
-    pair = RECIPE.replace("port: 8000", "a_port: 1, 'b }_port': 2").replace("{port}", "{a_port}")
-    text = pair.replace("machines: 1", "pair: [one, two]")
+    text = RECIPE.replace("port: 8000", "'b }_port': 2").replace("{port}", "2")
     with pytest.raises(UsageError, match="b }_port"):
         nomad.render(recipe(tmp_path, text))
 

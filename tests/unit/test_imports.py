@@ -22,7 +22,7 @@ FLOORS = {
         ("deploy", "plan", "wheel"),
         ("doctor", "image", "runtime"),
         ("verify",),
-        ("bench",),
+        ("bench", "pool"),
         ("commands",),
         ("cli", "__main__"),
     ),

@@ -103,7 +103,7 @@ def test_the_command_writes_what_is_stale_and_removes_what_nothing_makes(checkou
 
 def test_every_schema_is_one() -> None:
     schemas = {path.name: json.loads(path.read_text()) for path in layout.schemas().glob("*.json")}
-    verbs = ("audit", "bench", "check", "doctor", "plan", "recipe", "verify")
+    verbs = ("audit", "bench", "check", "doctor", "plan", "pool", "recipe", "verify")
     assert sorted(schemas) == [f"{verb}-1.json" for verb in verbs]
     for schema in schemas.values():
         jsonschema.Draft202012Validator.check_schema(schema)

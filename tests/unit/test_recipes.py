@@ -137,10 +137,10 @@ sm12x:
         ("gb10", "gb100", "18: sm12x.hardware.0. is 'gb100'.* perhaps .* gb10"),
         ("[gb10]", "[]", "18: sm12x.hardware has 0 items"),
         ("  gpus: 1\n", "", "17: sm12x.gpus is missing"),
-        ("gpus: 1", "gpus: 1\n  pair: [a]", "20: sm12x.pair names 1 recipes, not two"),
-        ("gpus: 1", "gpus: 1\n  pair: [../a, b]", "20: sm12x.pair has '../a', not the name"),
-        ("gpus: 1", 'gpus: 1\n  pair: ["a\\0", b]', "20: sm12x.pair has"),
-        ("gpus: 1", f"gpus: 1\n  pair: [{'a' * 300}, b]", "20: sm12x.pair has"),
+        ("gpus: 1", "gpus: 1\n  pool: [a]", "20: sm12x.pool does not name two or more recipes"),
+        ("gpus: 1", "gpus: 1\n  pool: [../a, b]", "20: sm12x.pool has '../a', not the name"),
+        ("gpus: 1", 'gpus: 1\n  pool: ["a\\0", b]', "20: sm12x.pool has"),
+        ("gpus: 1", f"gpus: 1\n  pool: [{'a' * 300}, b]", "20: sm12x.pool has"),
         ("gpus: 1", f"gpus: {10**400}", "19: sm12x.gpus"),
         ("gpus: 1", "gpus: 1\n  machines: 1000000000", "20: sm12x.machines is 1000000000"),
         ("gpus: 1", "gpus: 1\n  machines: 0", "20: sm12x.machines is 0"),
@@ -221,15 +221,16 @@ def test_every_recipe_is_honest(path: Path) -> None:
     assert one.key == one.name
     assert one.container == "vllm-sm12x"
     assert one.sm12x is not None
-    for name in one.sm12x.pair:
+    for name in one.sm12x.pool:
         assert path.with_name(f"{name}.yaml").is_file()
     # Whoever can reach /sleep can stop the service: API keys do not cover it.
-    if one.sm12x.sleep.level:
+    # A pool passes no such path on, and its servers listen on 127.0.0.1.
+    if one.sm12x.sleep.level and not one.sm12x.pool:
         assert one.defaults["host"] == "127.0.0.1"
     out = render(one, settings={}, environ={}, solo=False)
-    assert out.serve is not None or one.sm12x.pair
+    assert out.serve is not None or one.sm12x.pool
     assert ("--enable-sleep-mode" in (out.serve or ())) == (
-        bool(one.sm12x.sleep.level) and not one.sm12x.pair
+        bool(one.sm12x.sleep.level) and not one.sm12x.pool
     )
 
 
@@ -348,10 +349,10 @@ def test_a_strange_file_has_faults_and_no_traceback(tmp_path: Path, text: str, f
 
 def test_a_key_without_a_value_is_as_one_left_out(tmp_path: Path) -> None:
     bare = "mods:\nbuild_args:\n"
-    one = recipe(tmp_path, MINIMAL + bare + BLOCK + "  memory:\n  notes:\n  pair:\n")
+    one = recipe(tmp_path, MINIMAL + bare + BLOCK + "  memory:\n  notes:\n  pool:\n")
     assert (one.mods, one.build_args) == ((), ())
     assert one.sm12x is not None
-    assert (one.sm12x.notes, one.sm12x.pair) == ((), ())
+    assert (one.sm12x.notes, one.sm12x.pool) == ((), ())
     assert one.sm12x.memory == Memory()
 
 

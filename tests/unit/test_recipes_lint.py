@@ -138,7 +138,7 @@ def test_a_recipe_without_faults_has_no_findings(tmp_path: Path) -> None:
         ),
         (
             "gpus: 4",
-            "gpus: 4\n  pair: [smal, small]",
+            "gpus: 4\n  pool: [smal, small]",
             "16: error: there is no recipe 'smal' beside",
         ),
     ],
@@ -284,15 +284,15 @@ def test_level_2_loses_a_draft(tmp_path: Path) -> None:
     assert "level-2 sleep loses the weights of the draft model" in said(write(tmp_path, text))
 
 
-def test_a_pair_must_be_able_to_sleep_on_the_same_gpus(tmp_path: Path) -> None:
-    pair = OURS.replace("gpus: 4", "gpus: 4\n  pair: [one, two]")
+def test_a_pool_must_be_able_to_sleep_on_the_same_gpus(tmp_path: Path) -> None:
+    pool = OURS.replace("gpus: 4", "gpus: 4\n  pool: [one, two]")
     write(tmp_path, OURS, "one")
     write(
         tmp_path,
         OURS.replace("level: 1", "level: never, reason: it hangs").replace("gpus: 4", "gpus: 2"),
         "two",
     )
-    found = said(write(tmp_path, pair))
+    found = said(write(tmp_path, pool))
     assert "two never sleeps: it hangs" in found
     assert found.count("small.yaml:16: error") == 2
 

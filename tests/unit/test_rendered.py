@@ -52,7 +52,7 @@ def text_of(target: str, one: Recipe, grants: Grants | None = None) -> str:
     settings = {"master_addr": "10.0.0.1"} if "master_addr" in one.defaults else {}
     if one.defaults.get("revision") == "":
         settings["revision"] = COMMIT
-    peers = load.pair(one)
+    peers = load.pool(one)
     if target == "nomad":
         return nomad.render(one, peers=peers, image=IMAGE, settings=settings)
     if target == "nomad-overlay":
@@ -133,7 +133,7 @@ def of_compose(one: Recipe, text: str) -> Iterator[Seen]:
 def of_llama_swap(one: Recipe, text: str) -> Iterator[Seen]:
     for name, model in yaml.safe_load(text)["models"].items():
         served = next(
-            (peer for peer in load.pair(one) if peer.defaults["served_model_name"] == name), one
+            (peer for peer in load.pool(one) if peer.defaults["served_model_name"] == name), one
         )
         yield from of_docker(served, model["cmd"])
 
@@ -200,14 +200,14 @@ def seen(target: str, one: Recipe, grants: Grants | None = None) -> list[Seen]:
 def sleeps(one: Recipe) -> bool:
     return any(
         "enable-sleep-routes" in options.parse(render.arguments(part))
-        for part in load.pair(one) or [one]
+        for part in load.pool(one) or [one]
     )
 
 
 def remote(one: Recipe) -> bool:
     return any(
         "trust-remote-code" in options.parse(render.arguments(part))
-        for part in load.pair(one) or [one]
+        for part in load.pool(one) or [one]
     )
 
 
@@ -220,7 +220,7 @@ def test_a_rendered_recipe_opens_nothing(target: str, key: str) -> None:
     try:
         containers = seen(target, one)
     except UsageError:
-        # Several machines in llama-swap, a pair in an overlay, Ray in Nomad.
+        # Several machines in llama-swap, a pool in an overlay, Ray in Nomad.
         return
     assert containers
     for found in containers:
@@ -230,7 +230,9 @@ def test_a_rendered_recipe_opens_nothing(target: str, key: str) -> None:
         # Clients reach it on the loopback, in Nomad on the address of its private network.
         assert re.match(r"127\.0\.0\.1(:| \()|NOMAD_IP_", found.address), found
         assert "VLLM_API_KEY" in found.env
-        assert ("VLLM_SLEEP_API_KEY" in found.env) == sleeps(one)
+        pool = bool(one.sm12x and one.sm12x.pool) and target != "llama-swap"
+        assert ("VLLM_SLEEP_API_KEY" in found.env) == (sleeps(one) and not pool)
+        assert ("SM12X_POOL_ADMIN_KEY" in found.env) == pool
         # By name: the value is in the environment of who starts it.
         assert not [one for one in found.values if re.search("KEY|TOKEN", one)]
         assert found.dropped == "all"

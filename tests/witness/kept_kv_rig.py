@@ -105,6 +105,7 @@ def worker_class() -> Any:
             self.drafts: DraftTokenIds | None = None
             self.sampled: list[Any] = []
             self.computed = 0
+            self.encoder_resets = 0
             self.kind = self.vllm_config.additional_config["kind"]
 
         def load_model(self, **_: Any) -> None: ...
@@ -146,7 +147,8 @@ def worker_class() -> Any:
 
         def reset_mm_cache(self) -> None: ...
 
-        def reset_encoder_cache(self) -> None: ...
+        def reset_encoder_cache(self) -> None:
+            self.encoder_resets += 1
 
         def synchronize_device(self) -> None: ...
 

@@ -7,6 +7,7 @@ interrupt, a driver that refuses a call, and a block that is freed by another th
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import gc
 import importlib
@@ -924,6 +925,30 @@ def test_host_memory_that_ends_half_way(world: World) -> None:
     expect("registered host memory", world.fake.registered(), 0)
     world.expect_awake(*blocks)
     module.available_host_memory = available
+    expect_sleep_and_wake(world, blocks)
+    free_all(world, blocks)
+
+
+@pytest.mark.guard
+def test_memory_that_the_kernel_does_not_map(world: World) -> None:
+    """As too little memory: the sleep is refused, and nothing is held."""
+    blocks = in_small_regions(world)
+    module: Any = importlib.import_module(COPIES)
+    mmap, maps = module.mmap.mmap, iter(range(2))
+
+    def strict(*arguments: Any, **more: Any) -> Any:
+        if next(maps, None) is None:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return mmap(*arguments, **more)
+
+    module.mmap.mmap = strict
+    try:
+        problem = raised(lambda: world.allocator.sleep(OFFLOAD))
+    finally:
+        module.mmap.mmap = mmap
+    assert "the kernel maps none" in str(problem), problem
+    expect("registered host memory", world.fake.registered(), 0)
+    world.expect_awake(*blocks)
     expect_sleep_and_wake(world, blocks)
     free_all(world, blocks)
 

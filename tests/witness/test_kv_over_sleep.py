@@ -122,6 +122,17 @@ def test_the_released_cache_alone_is_kept_too() -> None:
         rig.check()
 
 
+@pytest.mark.parametrize(("mode", "resets"), [("keep", 0), ("abort", 1)])
+@isolated(LIMIT)
+def test_encoders_results_stay_for_frozen_requests_alone(mode: str, resets: int) -> None:
+    with kv.engine() as rig:
+        rig.ask("running", FIRST, 9)
+        rig.step(3)
+        swap(rig, mode)
+        worker = rig.engine.model_executor.driver_worker.worker
+        assert worker.encoder_resets == resets
+
+
 @isolated(LIMIT)
 def test_nothing_cached_asks_no_rank() -> None:
     with kv.engine() as rig:
@@ -173,6 +184,42 @@ def test_every_group_keeps_what_a_hit_reads(kind: str) -> None:
             if kept == room:
                 assert hit >= before or kept * kv.BLOCK <= 2 * hit + 3 * kv.BLOCK
             served(rig, FIRST, SECOND)
+
+
+def draft_by_hidden_states(rig: kv.Rig) -> None:
+    """Have every lookup drop its last block, as for a draft that reads hidden states."""
+    coordinator = rig.engine.scheduler.kv_cache_manager.coordinator
+    coordinator.eagle_group_ids = set(range(len(coordinator.single_type_managers)))
+    coordinator.drop_eagle_group_ids = coordinator.eagle_group_ids
+    for manager in coordinator.single_type_managers:
+        manager.use_eagle = True
+    groups = getattr(coordinator, "attention_groups", [])
+    for index, group in enumerate(groups):
+        groups[index] = group._replace(use_eagle=True)
+
+
+@pytest.mark.parametrize("kind", ["full", "window"])
+@isolated(LIMIT)
+def test_a_draft_s_lookup_finds_the_block_that_it_drops(kind: str) -> None:
+    hits = []
+    for room in (*range(1, 22), 10**6):
+        with kv.engine(kind, blocks=90) as rig:
+            draft_by_hidden_states(rig)
+            served(rig, FIRST, SECOND)
+            before = rig.hit(SECOND)
+            kv.HOST.blocks = room
+            rig.sleep()
+            kept = len(kv.HOST.kept)
+            rig.check()
+            rig.engine.wake_up(None)
+            hits.append(rig.hit(SECOND))
+            # One block and no hit would be kept for nothing.
+            assert bool(kept) == bool(hits[-1])
+            if kind == "full" and room < 10:
+                assert hits[-1] == min(before, (room - 1) * kv.BLOCK)
+            served(rig, FIRST, SECOND)
+    assert hits == sorted(hits)
+    assert hits[-1] == before > 0
 
 
 @isolated(LIMIT)

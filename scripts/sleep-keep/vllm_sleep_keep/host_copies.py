@@ -386,7 +386,14 @@ class Region:
     """Own host memory that CUDA can register, in huge pages where possible."""
 
     def __init__(self, size: int, runtime: Runtime, device: int) -> None:
-        memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE)
+        try:
+            memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE)
+        except OSError as error:
+            # As with vm.overcommit_memory=2, where memory that is free may not count.
+            raise NoHostMemoryError(
+                f"host copies take {size / GIB:.2f} GiB more of host memory, and the "
+                f"kernel maps none: {error}"
+            ) from error
         # A fork would copy every registered page at once. A forked process does not
         # need the memory, because it cannot use CUDA.
         memory.madvise(mmap.MADV_DONTFORK)

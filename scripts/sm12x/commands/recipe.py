@@ -66,7 +66,7 @@ class RecipeBrief:
     state: str | None = None
     evidence: tuple[Evidence, ...] = ()
     blocked: str = ""
-    pair: tuple[str, ...] = ()
+    pool: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,7 @@ def _brief(recipe: Recipe) -> RecipeBrief:
         state="verified" if entries else block.status.state,
         evidence=tuple(entries),
         blocked=recipe.blocked_on(layout.release()),
-        pair=block.pair,
+        pool=block.pool,
     )
 
 
@@ -311,8 +311,8 @@ _TARGETS: dict[str, Callable[..., str]] = {
     "shell": local.shell,
     "llama-swap": local.llama_swap,
 }
-# Those that make one text of the two recipes of a pair.
-_OF_PAIRS = ("nomad", "llama-swap")
+# Those that make one text of the recipes of a pool.
+_OF_POOLS = ("nomad", "llama-swap")
 # Those whose text the user can give more to; a Nomad job has variables for it.
 _GRANTED = ("docker", "compose", "shell", "llama-swap")
 
@@ -372,11 +372,11 @@ def render(
             f"--publish, --pass and --cache are for {', '.join(_GRANTED)}",
             next_step="set the variables of the Nomad job: host_network, cache_volume",
         )
-    for one in load.pair(recipe) or [recipe]:
+    for one in load.pool(recipe) or [recipe]:
         own = settings if one is recipe else {}
         require_harmless(one, container.live(one, settings=own, extra=extra).serve)
     image = image or _image(recipe)
-    peers = {"peers": load.pair(recipe)} if target in _OF_PAIRS else {}
+    peers = {"peers": load.pool(recipe)} if target in _OF_POOLS else {}
     text = _TARGETS[target](recipe, image=image, settings=settings, extra=extra, **peers, **granted)
     click.echo(usable(text), nl=False)
 

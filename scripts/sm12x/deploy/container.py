@@ -126,7 +126,7 @@ def containers(
     Raises:
         UsageError: a setting that the recipe does not have, or it is for several machines and does
             not say how many, or its model lies where no container may look.
-        BadFileError: a recipe of the pair cannot be read.
+        BadFileError: a recipe of the pool cannot be read.
     """
     block = recipe.sm12x
     grants = grants or Grants()
@@ -245,14 +245,24 @@ def runs_remote_code(recipe: Recipe) -> bool:
 
 
 def served(recipe: Recipe) -> list[Recipe]:
-    """The recipe, or the two of a pair, which are started with their own settings."""
-    return load.pair(recipe) or [recipe]
+    """The recipe, or those of a pool, which are started with their own settings."""
+    return load.pool(recipe) or [recipe]
 
 
 def sleeps(recipe: Recipe, extra: Sequence[str] = ()) -> bool:
     """Whether a server of the recipe has sleep routes."""
     given = [options.parse((*arguments(one), *extra)) for one in served(recipe)]
     return any(options.find(one, "enable-sleep-routes") is not None for one in given)
+
+
+def steering(recipe: Recipe, extra: Sequence[str] = ()) -> list[str]:
+    """The variable of the key that opens more than the models, where there is such a key.
+
+    A pool makes the keys of its servers itself, and nobody else needs them.
+    """
+    if recipe.sm12x and recipe.sm12x.pool:
+        return [options.POOL_KEY]
+    return [options.SLEEP_KEY] if sleeps(recipe, extra) else []
 
 
 def _container(
@@ -308,7 +318,7 @@ def _container(
         words, env = ("bash", "-c", script(rendered)), {}
     else:
         words, env = rendered.argv, rendered.env
-    keys = [options.KEY, *([options.SLEEP_KEY] if sleeps(recipe, extra) else [])]
+    keys = [options.KEY, *steering(recipe, extra)]
     token, why = _token(recipe, ours=ours, shipped=shipped, grants=grants)
     remarks += why
     needed = dict.fromkeys(_LINK[1:], "the interface to the isolated network") if cluster else {}
@@ -340,8 +350,7 @@ def listens(recipe: Recipe, settings: Mapping[str, str], extra: Sequence[str]) -
     serve = live(recipe, settings=settings, extra=extra).serve
     if serve is None:
         last = {**recipe.defaults, **settings, **options.parse(extra)}
-        port = "" if load.pair(recipe) else str(last.get("port", ""))
-        return str(last.get("host", "")), port
+        return str(last.get("host", "")), str(last.get("port", ""))
     given = options.parse(serve)
     return options.find(given, "host") or "", options.find(given, "port") or "8000"
 

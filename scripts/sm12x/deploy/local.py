@@ -125,7 +125,7 @@ def shell(
             f"# For the first of {machines} machines: render it for the others with node_rank="
             f"{ranks} and -- --headless."
         )
-    if recipe.sm12x and recipe.sm12x.pair:
+    if recipe.sm12x and recipe.sm12x.pool:
         lines.append("# Outside the image set SM12X_IMAGE_ROOT to the checkout, where recipes/ is.")
     needed = {options.KEY: NEEDED_KEY} if options.is_public(host) else {}
     return "\n".join([*lines, "set -eu", *guards(needed), script(rendered)]) + "\n"
@@ -223,15 +223,15 @@ def llama_swap(
     peers: Sequence[Recipe] = (),
     grants: Grants | None = None,
 ) -> str:
-    """A configuration with the recipe as a model, or the two of a pair (``peers``) as a group.
+    """A configuration with the recipe as a model, or those of a pool (``peers``) as a group.
 
     Raises:
         UsageError: the recipe is for several machines, its port cannot be set, it has no setting
-            of a name that was given, or settings were given for a pair.
+            of a name that was given, or settings were given for a pool.
     """
     if peers and (settings or extra):
         raise UsageError(
-            f"{recipe.key} names two recipes, each with settings of its own",
+            f"{recipe.key} names several recipes, each with settings of its own",
             next_step="render without settings and edit the text",
         )
     grants = grants or Grants()

@@ -1,12 +1,12 @@
-"""Renders recipes as Nomad job specifications: one server, several machines, or a pair in turns.
+"""Renders recipes as Nomad job specifications: one server, several machines, or a pool.
 
 The text is data/nomad.hcl.jinja; here are the values that it is filled with.
 
 The same text runs on a machine with no GPU with `-var gpus=0 -var args=check`: the job is then a
 batch job that asks for no device, and ends when the check of the image is done.
 
-A pair is one task. Nomad gives a device to one task only, so neither two jobs nor two tasks of a
-group can hold the same GPUs; one container with both servers can, and Nomad still knows which GPUs
+A pool is one task. Nomad gives a device to one task only, so neither two jobs nor two tasks of a
+group can hold the same GPUs; one container with all servers can, and Nomad still knows which GPUs
 are taken. Pinning by UUID does not help: with a constraint on `${device.ids}` Nomad 1.10 gives a
 task fewer GPUs than it asks for, or none, when one of them is taken.
 """
@@ -34,6 +34,7 @@ from sm12x.deploy.container import (
     model_path,
     require_own_address,
     sleeps,
+    steering,
     uses_ray,
 )
 from sm12x.recipes import options
@@ -41,6 +42,8 @@ from sm12x.recipes.model import Block, Recipe
 from sm12x.recipes.render import render as rendered_command
 from sm12x.recipes.render import require_settings
 
+# The Nomad variables of keys that open more than the models.
+_SECRETS = {options.SLEEP_KEY: "sleep_api_key", options.POOL_KEY: "pool_admin_key"}
 # What NVIDIA's device plugin reports as `memory`, less what differs from card to card. GB10 is not
 # here: NVML reports no memory for it, so a constraint on it would never be met.
 _GPU_MEMORY = {"rtx-pro-6000": "95 GiB", "rtx-5090": "31 GiB"}
@@ -74,10 +77,9 @@ def unfit(recipe: Recipe) -> str:
     if not re.fullmatch(r"[A-Za-z0-9._-]+", recipe.key):
         return f"a job cannot have the name {recipe.key!r}: it may have letters, digits, ., _, -"
     needs = ["host", "master_addr", "node_rank"] if machines > 1 else ["host"]
-    pair = pair_of(recipe)
     port_keys = _port_settings(recipe)
     missing = [key for key in needs if key not in recipe.defaults]
-    if len(port_keys) != max(1, len(pair)):
+    if len(port_keys) != 1:
         missing.append("port")
     if missing:
         return f"it has no setting {' and no '.join(missing)}"
@@ -86,8 +88,7 @@ def unfit(recipe: Recipe) -> str:
 
 
 def _port_settings(recipe: Recipe) -> list[str]:
-    ending = "_port" if pair_of(recipe) else "port"
-    return [key for key in recipe.defaults if key.endswith(ending)]
+    return [key for key in recipe.defaults if key.endswith("port")]
 
 
 def render(
@@ -101,7 +102,7 @@ def render(
     """The specification of a recipe for the bundle's image, as `nomad fmt` leaves it.
 
     Args:
-        peers: the recipes that ``recipe.sm12x.pair`` names.
+        peers: the recipes that ``recipe.sm12x.pool`` names.
         image: the default of the variable; "" leaves it to `nomad job run -var`.
         settings: overrides, as `key=value` after the recipe's name.
         extra: vLLM's own arguments.
@@ -124,7 +125,8 @@ def render(
     environment = _addresses(ports)
     if machines == 1:
         commands = {"serve": _with_rank(words, 0, extra)}
-        groups = [_group("server", "serve", ports, environment)]
+        loads = max(1, len(peers))
+        groups = [_group("server", "serve", ports, environment, loads=loads)]
     else:
         commands = {f"rank_{rank}": _with_rank(words, rank, extra) for rank in range(machines)}
         environment = [*environment, ("SM12X_MASTER_ADDR", hcl.runtime("${NOMAD_IP_master}"))]
@@ -240,7 +242,10 @@ def _filled(
         cache_volume=volume,
         sleeps=asleep,
         # Nomad variable -> variable of the server.
-        keys={"api_key": options.KEY, **({"sleep_api_key": options.SLEEP_KEY} if asleep else {})},
+        keys={
+            "api_key": options.KEY,
+            **{_SECRETS[name]: name for name in steering(recipe, extra)},
+        },
         shm_bytes=SHM_BYTES,
         models=folder or f"{cache}/huggingface",
         models_read_only=bool(folder),
@@ -298,12 +303,12 @@ def _group(
     environment: Sequence[tuple[str, object]],
     *,
     link: str = "",
+    loads: int = 1,
 ) -> dict[str, object]:
     """A group of the job; ``link`` labels the port that the machines of a cluster meet on.
 
-    The ports' servers load one after another.
+    ``loads`` is how many servers load, one after another.
     """
-    loads = max(1, len(ports))
     return {
         "name": name,
         "command": command,
@@ -322,7 +327,7 @@ def job_name(key: str) -> str:
 
 
 def _ports(recipe: Recipe, settings: Mapping[str, str]) -> list[Port]:
-    """Return the ports of a recipe: one of its server, or one per server of a pair.
+    """Return the ports of a recipe: one, of its server or of its pool.
 
     Raises:
         UsageError: Nomad cannot run this recipe.
@@ -333,17 +338,15 @@ def _ports(recipe: Recipe, settings: Mapping[str, str]) -> list[Port]:
             f"{recipe.key} cannot run under Nomad: {why}",
             next_step="correct that in the recipe file, or take another recipe",
         )
-    pair = pair_of(recipe)
     ports = []
-    for key, service in zip(_port_settings(recipe), pair or (recipe.key,), strict=True):
+    for key in _port_settings(recipe):
         number = settings.get(key, str(recipe.defaults[key]))
         if not options.is_port(number):
             raise UsageError(
                 f"{recipe.key} has {key} {number!r}, and Nomad's ports are numbers from 1 to 65535",
                 next_step=f"give it one: {key}=8000",
             )
-        label = key.removesuffix("_port") if pair else "http"
-        ports.append(Port(label=label, setting=key, service=service, number=int(number)))
+        ports.append(Port(label="http", setting=key, service=recipe.key, number=int(number)))
     return ports
 
 
@@ -373,7 +376,7 @@ def _unified(block: Block | None) -> bool:
 def host_mib(recipe: Recipe, peers: Sequence[Recipe] = ()) -> int:
     """Host memory in MiB, an estimate: 8 GiB for each GPU's process and 8 for the server.
 
-    With sleep level 1 also a copy of the weights; on unified memory all that the GPU takes. A pair
+    With sleep level 1 also a copy of the weights; on unified memory all that the GPU takes. A pool
     needs the sum of its peers.
     """
     if peers:
@@ -397,7 +400,7 @@ def _with_rank(words: Sequence[str], rank: int, extra: Sequence[str]) -> list[st
 
 
 SUFFIX = ".nomad.hcl"
-# One of each kind: a first try, several GPUs, several machines, two servers that take turns, and an
+# One of each kind: a first try, several GPUs, several machines, models that take turns, and an
 # overlay, whose sleep was reported with exactly that recipe. `recipe render` makes the others.
 _EXAMPLES = (
     "smoke",
@@ -411,12 +414,12 @@ _OVERLAID = "qwen3.6-27b-nvfp4-rtx-pro-6000"
 def examples(recipes: Mapping[str, Recipe]) -> dict[str, str]:
     """Return the text of each specification in nomad-examples/, by its file name."""
     texts = {
-        key + SUFFIX: render(recipes[key], peers=[recipes[name] for name in pair_of(recipes[key])])
+        key + SUFFIX: render(recipes[key], peers=[recipes[name] for name in pool_of(recipes[key])])
         for key in _EXAMPLES
     }
     return {**texts, f"{_OVERLAID}-overlay{SUFFIX}": render_overlay(recipes[_OVERLAID])}
 
 
-def pair_of(recipe: Recipe) -> Sequence[str]:
-    """Return the names of the recipes that take turns in a pair; none of any other recipe."""
-    return recipe.sm12x.pair if recipe.sm12x else ()
+def pool_of(recipe: Recipe) -> Sequence[str]:
+    """Return the names of the recipes that take turns in a pool; none of any other recipe."""
+    return recipe.sm12x.pool if recipe.sm12x else ()

@@ -142,8 +142,8 @@ def _graphs(given: Mapping[str, str]) -> bool:
 
 
 def members(recipe: Recipe) -> tuple[Recipe, ...]:
-    """The recipe, or the two that take turns if it is a pair. Raises BadFileError."""
-    return tuple(load.pair(recipe)) or (recipe,)
+    """The recipe, or those that take turns if it is a pool. Raises BadFileError."""
+    return tuple(load.pool(recipe)) or (recipe,)
 
 
 def share(text: str | None, where: str) -> float:

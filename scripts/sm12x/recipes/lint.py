@@ -154,7 +154,7 @@ class _Rules:
             rule()
         if self.block:
             self.machines(self.block)
-            self.pair(self.block)
+            self.pool(self.block)
         if self.block and self.words is not None:
             self.sleep(self.block)
             self.parallel(self.block)
@@ -213,7 +213,7 @@ class _Rules:
         if self.recipe.not_applied:
             names = ", ".join(self.recipe.not_applied)
             self.warn(self.recipe.not_applied[0], f"{names}: of sparkrun, not applied here")
-        if self.words is None and not (self.block and self.block.pair):
+        if self.words is None and not (self.block and self.block.pool):
             why = self.rendered.unchecked
             self.add(NOTE, "command", f"the command's arguments are not checked: {why}")
         for release in self.block.status.blocked if self.block else ():
@@ -433,24 +433,24 @@ class _Rules:
         if "gb10" in block.hardware and block.gpus > 1:
             self.error("sm12x.gpus", f"a GB10 has one GPU, not {block.gpus}")
 
-    def pair(self, block: Block) -> None:
+    def pool(self, block: Block) -> None:
         members = []
-        for name in block.pair:
+        for name in block.pool:
             path = self.recipe.path.with_name(f"{name}.yaml")
             if not path.is_file():
                 others = [other.stem for other in self.recipe.path.parent.glob("*.yaml")]
                 hint = perhaps(name, others)
-                self.error("sm12x.pair", f"there is no recipe {name!r} beside this{hint}")
+                self.error("sm12x.pool", f"there is no recipe {name!r} beside this{hint}")
                 continue
             member, faults = load.inspect(path)
             if member is None or member.sm12x is None or faults:
-                self.error("sm12x.pair", f"{name} cannot be used: lint it")
+                self.error("sm12x.pool", f"{name} cannot be used: lint it")
                 continue
             if not member.sm12x.sleep.level:
-                self.error("sm12x.pair", f"{name} never sleeps: {member.sm12x.sleep.reason}")
+                self.error("sm12x.pool", f"{name} never sleeps: {member.sm12x.sleep.reason}")
             members.append(member.sm12x)
         places = {(one.gpus, one.machines) for one in members}
         if len(places) > 1 or (members and places != {(block.gpus, block.machines)}):
             self.error(
-                "sm12x.pair", "both recipes and this one must have the same gpus and machines"
+                "sm12x.pool", "its recipes and this one must have the same gpus and machines"
             )

@@ -55,9 +55,9 @@ def load_all(folder: Path) -> dict[str, Recipe]:
     return {path.stem: load(path) for path in sorted(folder.glob("*.yaml"))}
 
 
-def pair(recipe: Recipe) -> list[Recipe]:
-    """The two recipes that take turns, none where it is no pair. Raises as ``load`` does."""
-    names = recipe.sm12x.pair if recipe.sm12x else ()
+def pool(recipe: Recipe) -> list[Recipe]:
+    """The recipes that take turns, none where it is no pool. Raises as ``load`` does."""
+    names = recipe.sm12x.pool if recipe.sm12x else ()
     return [load(recipe.path.with_name(f"{name}.yaml")) for name in names]
 
 

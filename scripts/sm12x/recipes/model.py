@@ -99,9 +99,9 @@ def _date(value: object) -> object:
     return value
 
 
-def _pair(value: tuple[str, ...]) -> tuple[str, ...]:
-    if len(value) not in (0, 2):
-        raise KeyFaultError("", f"names {len(value)} recipes, not two")
+def _pool(value: tuple[str, ...]) -> tuple[str, ...]:
+    if len(value) == 1 or len(set(value)) < len(value):
+        raise KeyFaultError("", "does not name two or more recipes, each once")
     for name in value:
         if not name or "/" in name or not name.isprintable() or len(name) > _LONGEST_NAME:
             raise KeyFaultError("", f"has {name[:40]!r}, not the name of a recipe beside this one")
@@ -269,14 +269,14 @@ class Block(Declared):
     memory: Annotated[Memory, _or_empty] = field(default_factory=Memory)
     sleep: Sleep
     status: Status
-    pair: Annotated[
+    pool: Annotated[
         tuple[str, ...],
-        AfterValidator(_pair),
+        AfterValidator(_pool),
         BeforeValidator(_words),
-        in_file(type="array", items={"type": "string"}, minItems=2, maxItems=2),
+        in_file(type="array", items={"type": "string"}, minItems=2, uniqueItems=True),
         Field(
-            description="Two recipes of the same folder that take turns on the same GPUs; the "
-            "first is awake at the end."
+            description="Recipes of the same folder that take turns on the same GPUs; the first "
+            "is awake at the start."
         ),
     ] = ()
     notes: Annotated[_Words, Field(description="What the user should know.")] = ()

@@ -10,6 +10,8 @@ from pathlib import PurePosixPath
 # The variables of the keys that a server asks its clients for: of all routes, and of the sleep
 # routes alone; the latter is good for all routes too.
 KEY, SLEEP_KEY = "VLLM_API_KEY", "VLLM_SLEEP_API_KEY"
+# That of the key with which a pool is steered.
+POOL_KEY = "SM12X_POOL_ADMIN_KEY"
 # The short forms that recipes use.
 _SHORT = {
     "-tp": "tensor-parallel-size",

@@ -22,6 +22,7 @@ _RESERVED = (
     "SM12X_IMAGE_ROOT",
     "SM12X_IMAGE_CACHE",
     "SM12X_HEALTH_URL",
+    options.POOL_KEY,
 )
 # Characters of a command line; Linux takes a word of 128 KiB and 2 MiB of words.
 _LONGEST = 1 << 21

@@ -43,7 +43,7 @@ def help_text(ledger: Ledger, recipes: Mapping[str, Recipe], image: str) -> str:
         "  patches                                      the patches, and what is in effect of each",
         "  health                                       ask the server in this container",
         "  plan [RECIPE] [--help] [-- vLLM arguments]   the memory that the model in /model needs",
-        "  pair RECIPE ... + RECIPE ...                 servers that take turns on the same GPUs",
+        "  pool RECIPE ... + RECIPE ...                 one address for models that take turns",
         "  verify URL [URL] [--help]                    test sleep and wake-up of live servers",
         "  bench URL [--help]                           measure a live server, into a folder",
         "  COMMAND ...                                  run as given: vllm serve ..., bash",

@@ -14,13 +14,13 @@ from sm12x.core import process, text
 from sm12x.core.errors import INTERRUPTED, FindingsError, Sm12xError, UsageError, of_system
 from sm12x.recipes import load
 from sm12x.recipes.model import Recipe
-from sm12x.runtime import about, health, pair, plan, serve
+from sm12x.runtime import about, health, plan, serve
 from sm12x.runtime.check import report
 from sm12x.runtime.check.check import check
 from sm12x.runtime.places import Places
 from sm12x.wheel import ledger as ledgers
 
-_WORDS = ("help", "check", "health", "recipes", "patches", "pair", "plan", "verify", "bench")
+_WORDS = ("help", "check", "health", "recipes", "patches", "plan", "pool", "verify", "bench")
 
 _Replace = Callable[..., NoReturn]
 
@@ -71,19 +71,15 @@ def dispatch(
         return 0
     if first == "recipes":
         return _show(rest, places)
-    if first == "pair":
-        arrangement, seconds = pair.members(rest, lambda word: _recipe(word, places), os.environ)
-        for remark in serve.require_caches(places, os.environ):
-            click.echo(f"warning: {remark}", err=True)
-        return pair.run(arrangement, load_seconds=seconds)
     if first == "plan":
         env = plan.process_environment(places)
         if os.environ.get("LD_LIBRARY_PATH") != env["LD_LIBRARY_PATH"]:
             replace([sys.executable, "-P", "-m", "sm12x.runtime", "plan", *rest], env=env)
         return plan.run(rest)
-    if first in ("verify", "bench"):
-        # The command of a build machine, in this Python.
-        words = [sys.executable, "-P", "-m", "sm12x", first, *rest]
+    if first in ("pool", "verify", "bench"):
+        # Of the floors above this one, in this Python.
+        module = ["sm12x.pool"] if first == "pool" else ["sm12x", first]
+        words = [sys.executable, "-P", "-m", *module, *rest]
         replace(words, env=serve.identity(os.environ))
     recipe = _recipe(first, places)
     if recipe is not None:

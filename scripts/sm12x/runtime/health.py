@@ -10,16 +10,19 @@ is only asleep.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
 import socket
 import ssl
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from sm12x.core import files
 from sm12x.recipes import options
 
 HEALTHY = 0
@@ -30,6 +33,8 @@ SLEEP_SECONDS = 2.0
 # vLLM's default.
 _PORT = 8000
 _URL = "SM12X_HEALTH_URL"
+# What a client on the same machine reaches by the loopback address.
+_EVERYWHERE = ("", "0.0.0.0", "::", "localhost")  # noqa: S104 - compared, not bound
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +77,7 @@ def find(commands: Iterable[Sequence[str]]) -> Listener | None:
         if "headless" in given:
             continue
         host = given.get("host", "")
-        if host in ("", "0.0.0.0", "::", "localhost"):  # noqa: S104 - compared, not bound
+        if host in _EVERYWHERE:
             host = "127.0.0.1"
         port = given.get("port", "")
         return Listener(
@@ -147,8 +152,42 @@ def running(proc: Path = Path("/proc")) -> list[list[str]]:
     return commands
 
 
+# Where a pool of this container listens, for the health check beside it.
+_POOL = f"sm12x-pool-{os.getuid()}.json"
+
+
+def write_pool(host: str, port: int) -> None:
+    """Record where the pool of this container listens: its servers are not what is asked for."""
+    address = "127.0.0.1" if host in _EVERYWHERE else host
+    record = {"host": address, "port": port, "pid": os.getpid()}
+    files.write_text(Path(tempfile.gettempdir()) / _POOL, json.dumps(record))
+
+
+def forget_pool() -> None:
+    """Delete the record of ``write_pool``, unless another pool has written its own."""
+    path = Path(tempfile.gettempdir()) / _POOL
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        if json.loads(path.read_text(encoding="utf-8"))["pid"] == os.getpid():
+            path.unlink()
+
+
+def _pool() -> Listener | None:
+    """Where the pool listens whose process runs; None without one."""
+    path = Path(tempfile.gettempdir()) / _POOL
+    try:
+        if path.lstat().st_uid != os.getuid():
+            return None
+        record = json.loads(path.read_text(encoding="utf-8"))
+        words = Path(f"/proc/{record['pid']}/cmdline").read_bytes().split(b"\0")
+        if b"sm12x.pool" not in words:
+            return None
+        return Listener(host=str(record["host"]), port=int(record["port"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def server_here() -> Listener | None:
-    """The server to ask: SM12X_HEALTH_URL, else the `vllm serve` that runs here.
+    """The server to ask: SM12X_HEALTH_URL, else the pool or the `vllm serve` that runs here.
 
     Raises:
         ValueError: the variable has no address of a server.
@@ -163,7 +202,7 @@ def server_here() -> Listener | None:
             port=parts.port or _PORT,
             tls=parts.scheme == "https",
         )
-    return find(running())
+    return _pool() or find(running())
 
 
 def get_http(server: Listener, path: str, seconds: float) -> tuple[int, bytes]:

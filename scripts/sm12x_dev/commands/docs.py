@@ -15,15 +15,16 @@ from sm12x.commands import JsonOption
 from sm12x.core import declared, files, text
 from sm12x.core.errors import FindingsError
 from sm12x.deploy import nomad
+from sm12x.pool.config import PoolConfig
 from sm12x.recipes import load
 from sm12x.recipes.model import Recipe
 from sm12x.runtime.check.report import CheckReport
 from sm12x_dev import pages
 
-# Verbs of `sm12x` whose reports other programs read. Two more schemas are of what no verb prints: a
-# recipe's file, and the image's `check --json`.
+# Verbs of `sm12x` whose reports other programs read. Three more schemas are of what no verb prints:
+# a recipe's file, a pool's, and the image's `check --json`.
 _REPORTS = ("audit", "bench", "doctor", "plan", "verify")
-_RECIPE, _CHECK = "recipe-1.json", "check-1.json"
+_RECIPE, _POOL, _CHECK = "recipe-1.json", "pool-1.json", "check-1.json"
 
 _WHERE = "README.md, docs, nomad-examples, schemas"
 
@@ -75,6 +76,7 @@ def generated_files(root: click.Command) -> dict[Path, str]:
         **leftover,
         **{folder / name: text for name, text in specs.items()},
         schemas / _RECIPE: _json(declared.schema(Recipe)),
+        schemas / _POOL: _json(declared.schema(PoolConfig)),
         schemas / _CHECK: _report_schema(CheckReport, "check --json` in the image"),
         **{
             schemas / f"{verb}-1.json": _report_schema(_printed(verb), f"sm12x {verb} --json`")
