@@ -27,8 +27,9 @@ from sm12x.pool.config import PoolConfig, Spec
 from sm12x.pool.engines import RunFolder
 from sm12x.pool.gateway import Gateway, Keys
 from sm12x.pool.gpus import Gpus
+from sm12x.pool.members import RefusalError
 from sm12x.pool.metrics import Metrics
-from sm12x.pool.rotation import RefusalError, Rotation
+from sm12x.pool.rotation import Rotation
 from sm12x.recipes import options
 from sm12x.runtime import health, serve
 from sm12x.runtime.places import Places
