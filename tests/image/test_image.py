@@ -138,6 +138,17 @@ def test_a_mistyped_recipe_names_the_near_one(docker_run: Run) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_pool_is_checked_without_a_gpu(docker_run: Run) -> None:
+    recipes = ("deepseek-v4-flash-rtx-pro-6000-tp4", "mimo-v2.5-flash-rtx-pro-6000-tp4")
+    done = docker_run("pool", "--check", recipes[0], "+", recipes[1])
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in recipes)
+    assert "http://127.0.0.1:18001" in done.stdout
+    done = docker_run("pool", "--check", recipes[0], "+", "no-such")
+    assert done.returncode == 2
+    assert "no-such" in done.stderr
+
+
 def test_vllm_says_which_stack_it_carries(docker_run: Run, ledger: Ledger) -> None:
     done = docker_run("python", "-c", "import importlib.metadata as m; print(m.version('vllm'))")
     assert done.stdout.strip() == ledger.wheel_version, done.stderr

@@ -11,7 +11,7 @@ import json
 import os
 import random
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from tests.integration.pool.played import MIB, Card, Played
 from tests.integration.pool.rig import Pool, pool
 
 from sm12x.pool import rotation
-from sm12x.pool.rotation import conflicts
+from sm12x.pool.members import Member
 from sm12x.pool.state import Phase
 
 SEEDS = int(os.environ.get("SM12X_POOL_SEEDS", "3"))
@@ -45,6 +45,17 @@ REASONS = {
 
 def run(work: Coroutine[Any, Any, None], seconds: float = 60) -> None:
     asyncio.run(asyncio.wait_for(work, seconds))
+
+
+def conflicts(members: Iterable[Member]) -> list[tuple[str, str]]:
+    """Return the pairs of models that are awake on a GPU at once; none unless it is a defect."""
+    awake = [member for member in members if member.phase is Phase.AWAKE]
+    return [
+        (one.key, other.key)
+        for at, one in enumerate(awake)
+        for other in awake[at + 1 :]
+        if one.gpus & other.gpus
+    ]
 
 
 class Storm:
@@ -314,6 +325,23 @@ def test_a_model_that_is_taken_out_leaves_its_gpu(tmp_path: Path) -> None:
             assert await one.states() == {"a": "asleep", "b": "out"}
             await asyncio.sleep(1.1)
             assert (await one.ask("a"))[0] == 200
+
+    run(work())
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_model_that_is_taken_out_and_cannot_sleep_is_put_to_sleep_later(tmp_path: Path) -> None:
+    async def work() -> None:
+        card = Card()
+        models = two(card)
+        async with pool(tmp_path, models, cards=[card]) as one:
+            assert (await one.ask("b"))[0] == 200
+            models[0].faults |= {"canary": "wrong", "sleep": "refused"}
+            assert (await one.ask("a"))[0] == 503
+            async with asyncio.timeout(5):
+                while (await one.ask("b"))[0] != 200:
+                    await asyncio.sleep(0.05)
+            assert await one.states() == {"a": "out", "b": "awake"}
 
     run(work())
 

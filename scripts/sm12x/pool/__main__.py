@@ -17,9 +17,11 @@ import aiohttp
 import click
 from aiohttp import web
 
+from sm12x import plan
 from sm12x.core import text
 from sm12x.core.errors import INTERRUPTED, Sm12xError, UsageError, of_system
 from sm12x.core.text import GIB
+from sm12x.plan import host as hosts
 from sm12x.plan import server as planned
 from sm12x.pool import config as configs
 from sm12x.pool import ladder
@@ -27,8 +29,9 @@ from sm12x.pool.config import PoolConfig, Spec
 from sm12x.pool.engines import RunFolder
 from sm12x.pool.gateway import Gateway, Keys
 from sm12x.pool.gpus import Gpus
+from sm12x.pool.members import RefusalError
 from sm12x.pool.metrics import Metrics
-from sm12x.pool.rotation import RefusalError, Rotation
+from sm12x.pool.rotation import Rotation
 from sm12x.recipes import options
 from sm12x.runtime import health, serve
 from sm12x.runtime.places import Places
@@ -66,6 +69,8 @@ def load(words: Sequence[str], places: Places, gpus: Gpus) -> Loaded:
     every = sorted({gpu for spec in specs.values() for gpu in spec.gpus})
     if gpu_gib is None and (memory := gpus.memory(every)):
         gpu_gib = min(one.total for one in memory.values()) / GIB
+    if gpu_gib is None:
+        gpu_gib = _planned_gib(specs)
     ram = config.machine.ram_gib or _ram_gib()
     needs = [need(spec, gpu_gib) for spec in specs.values()]
     return Loaded(
@@ -85,6 +90,17 @@ def _option(words: Sequence[str]) -> str:
             next_step=configs.USAGE,
         )
     return value
+
+
+def _planned_gib(specs: Mapping[str, Spec]) -> float | None:
+    """Return the memory of the GPUs that all recipes are for; None where there is no such kind."""
+    recipes = [spec.recipe for spec in specs.values() if spec.recipe]
+    if len(recipes) < len(specs):
+        return None
+    try:
+        return plan.hardware_of(recipes, hosts.kinds()).memory.low
+    except UsageError:
+        return None
 
 
 def _ram_gib() -> float:

@@ -501,9 +501,9 @@ def _started(
         words = [f"{name}={value}" for name, value in model.settings.items()]
         rendered, noted = serve.prepare(recipe, [*words, "--", *model.arguments, *own], inherited)
         if rendered.serve is None:
-            raise UsageError(
-                f"{recipe.key} does not run `vllm serve`", next_step="name recipes that do"
-            )
+            pool = recipe.sm12x and recipe.sm12x.pool
+            step = f"run it by its name, or name {' and '.join(pool)}" if pool else "name others"
+            raise UsageError(f"{recipe.key} does not run `vllm serve`", next_step=step)
         argv, env = rendered.argv, dict(rendered.env)
         arguments = options.parse(rendered.serve)
         served = _served(rendered.serve, recipe.model)

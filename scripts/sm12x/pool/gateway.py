@@ -22,7 +22,8 @@ from sm12x import layout
 from sm12x.pool import requests
 from sm12x.pool.config import PoolConfig
 from sm12x.pool.gpus import MIB
-from sm12x.pool.rotation import Member, RefusalError, Rotation, Ticket
+from sm12x.pool.members import Member, RefusalError, Ticket
+from sm12x.pool.rotation import Rotation
 from sm12x.pool.state import Phase
 
 # Of one connection alone, and what the pool sets itself.

@@ -6,20 +6,20 @@ import asyncio
 import json
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 
-from sm12x.core.text import GIB
-from sm12x.pool import canaries, policy, state
+from sm12x.pool import canaries, policy, proof, state
 from sm12x.pool.config import PoolConfig, Spec
-from sm12x.pool.engines import Engine, EngineError, Rank, RunFolder, Told
-from sm12x.pool.gpus import MIB, GpuMemory, Gpus, group, strangers
+from sm12x.pool.engines import Engine, EngineError, RunFolder, Told
+from sm12x.pool.gpus import MIB, GpuMemory, Gpus, group
+from sm12x.pool.members import FIRST_SWAP, Member, RefusalError, Ticket
 from sm12x.pool.metrics import Metrics
-from sm12x.pool.state import Phase, Step
+from sm12x.pool.state import Phase, Step, StepError
 
 # Seconds between two looks at every server, and until the driver has what a sleep gave back.
 _WATCH, _SETTLE = 1.0, 3.0
@@ -27,112 +27,7 @@ _WATCH, _SETTLE = 1.0, 3.0
 _ASK_EVERY = 5
 # Seconds before the next try after the first failure, and at most.
 _BACKOFF, _MOST_BACKOFF = 1.0, 60.0
-# Of the bytes that a sleep gives back by its own account, those that NVML has to confirm.
-_CONFIRMED = 0.9
-# Seconds that a first swap is taken to need.
-_FIRST_SWAP = 1.0
 _SWAPS_SHOWN = 50
-
-
-class RefusalError(Exception):
-    """A request that is not served: its status, why, and when to come again (seconds)."""
-
-    def __init__(self, status: int, code: str, text: str, retry: float | None = None) -> None:
-        super().__init__(text)
-        self.status, self.code, self.text, self.retry = status, code, text, retry
-
-
-class StepError(Exception):
-    """A step of a swap that failed. ``out`` names the model to take out for it."""
-
-    def __init__(self, text: str, *, out: str = "") -> None:
-        super().__init__(text)
-        self.out = out
-
-
-class Ticket:
-    """One request's place: it waits, or counts as in flight, until ``Rotation.leave``."""
-
-    __slots__ = ("admitted", "future", "member", "priority", "since", "size", "waited")
-
-    def __init__(self, member: Member, since: float, priority: int) -> None:
-        self.member = member
-        self.since = since
-        self.priority = priority
-        self.size = 0
-        self.admitted = False
-        self.waited = 0.0
-        self.future: asyncio.Future[None] | None = None
-
-
-@dataclass(kw_only=True, eq=False)
-class Member:
-    """One model: its server, its state as last told, and its queue.
-
-    Attributes:
-        changing: a swap of it is in progress.
-        lock: held by what changes the server.
-        asked: when the server was last asked for its state, in seconds of the wall clock.
-        need: bytes that each rank wakes up with, as its last sleep told.
-        frozen_since: when requests in flight were frozen.
-    """
-
-    spec: Spec
-    engine: Engine
-    rung: str
-    phase: Phase = Phase.UNKNOWN
-    reason: str = ""
-    changing: bool = False
-    pinned: bool = False
-    spare: bool = False
-    wanted_since: float | None = None
-    frozen_since: float | None = None
-    awake_since: float = 0.0
-    used: float = 0.0
-    asked: float = 0.0
-    swap_seconds: float = _FIRST_SWAP
-    measured: bool = False
-    failures: int = 0
-    blocked_until: float = 0.0
-    running: int = 0
-    held_bytes: int = 0
-    freezes: bool = True
-    queue: dict[Ticket, None] = field(default_factory=dict)
-    ranks: tuple[Rank, ...] = ()
-    need: tuple[int, ...] = ()
-    names: tuple[dict[str, Any], ...] = ()
-    canary: canaries.Record | None = None
-    last_swap: dict[str, Any] | None = None
-    drained: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def key(self) -> str:
-        return self.spec.key
-
-    @property
-    def gpus(self) -> frozenset[int]:
-        """The GPUs that it takes turns on: none for a model that never sleeps."""
-        return self.spec.gpus if self.spec.sleeps else frozenset()
-
-    @property
-    def served(self) -> str:
-        """The name that its server has for it."""
-        if self.spec.served:
-            return self.spec.served[0]
-        return str(self.names[0]["id"]) if self.names else self.key
-
-    @property
-    def has_ended(self) -> bool:
-        return self.phase is Phase.STOPPED
-
-    @property
-    def is_found(self) -> bool:
-        """Whether its server was found awake, and is not served yet."""
-        return self.phase is Phase.WAKING
-
-    def move(self, phase: Phase) -> None:
-        """Change the state. Raises ForbiddenMoveError."""
-        self.phase = state.require_move(self.phase, phase)
 
 
 class Rotation:
@@ -312,14 +207,14 @@ class Rotation:
         gone = member.phase in (Phase.STOPPED, Phase.UNKNOWN) and not member.engine.owned
         if gone and member.asked:
             return f"the server of {member.key} does not answer: {member.reason}"
-        blocking = [one.key for one in self._conflicting(member) if one.pinned and _holds(one)]
+        blocking = [one.key for one in self._conflicting(member) if one.pinned and one.holds]
         if blocking:
             return f"{', '.join(blocking)} is pinned on the GPUs of {member.key}"
         return ""
 
     def _retry(self, member: Member) -> float:
         if self.members.get(member.key) is not member:
-            return _FIRST_SWAP
+            return FIRST_SWAP
         now = self._clock()
         return policy.wait_estimate(member.key, now, self._views(now), self._rules)
 
@@ -581,8 +476,10 @@ class Rotation:
             try:
                 for victim in run.victims:
                     run.freed += self._freed(victim, run.before, now)
-                if run.target is not None and now is not None:
-                    self._require_room(run.target, now)
+                target = run.target
+                if target is not None and now is not None and target.phase is Phase.ASLEEP:
+                    known = self._known(now)
+                    proof.require_room(target.key, target.gpus, target.need, now, known)
                 return
             except StepError:
                 run.freed = 0
@@ -597,61 +494,22 @@ class Rotation:
         now: Mapping[int, GpuMemory] | None,
     ) -> int:
         """Return the bytes that a sleep has freed. Raises StepError where that is not proved."""
-        gpus = sorted(member.gpus)
-        ranks = member.ranks if member.phase is Phase.ASLEEP else ()
-        seen = before is not None and now is not None
-        # The end of its process is a proof of its own.
         asleep = member.phase is Phase.ASLEEP
-        if asleep and not ranks and not seen and self.config.proof == "require":
-            raise StepError(
-                f"nothing proves that {member.key} has freed its memory: its server names no "
-                f"ranks, and {self.gpus.fault or 'NVML has no memory of its GPUs'}"
-            )
-        tag = "kv_cache" if member.rung == "kv_cache" else "weights"
-        for number, rank in enumerate(ranks):
-            if not rank.freed or rank.awake.get(tag):
-                held = rank.awake.get(tag, 0)
-                raise StepError(
-                    f"rank {number} of {member.key} has freed {rank.freed // MIB} MiB, and still "
-                    f"holds {held // MIB} MiB of {tag}"
-                )
-        if ranks and len(ranks) < len(gpus):
-            raise StepError(f"{member.key} tells of {len(ranks)} ranks on {len(gpus)} GPUs")
-        sizes = [rank.freed for rank in ranks]
-        if before is None or now is None:
-            return sum(sizes)
-        if len(sizes) == len(gpus):
-            for gpu, size in zip(gpus, sizes, strict=True):
-                change = before[gpu].used - now[gpu].used
-                if change < _CONFIRMED * size:
-                    others = strangers(now[gpu], self._known(now))
-                    raise StepError(
-                        f"{member.key} tells of {size // MIB} MiB freed on GPU {gpu}, and NVML of "
-                        f"{change // MIB}" + (f"; {others}" if others else "")
-                    )
-        if member.rung == "level_1" and member.engine.pid:
+        if now is not None and asleep and member.rung == "level_1" and member.engine.pid:
             own = group([member.engine.pid], now)
-            for gpu in gpus:
-                residue = sum(now[gpu].processes.get(pid, 0) for pid in own)
-                if residue > self.config.canary.most_residue_gib * GIB:
-                    raise StepError(
-                        f"{member.key} sleeps, and keeps {residue / GIB:.1f} GiB on GPU {gpu}"
-                    )
-        return sum(sizes) or sum(max(0, before[gpu].used - now[gpu].used) for gpu in gpus)
-
-    def _require_room(self, target: Member, now: Mapping[int, GpuMemory]) -> None:
-        """Raise StepError where the GPUs lack what ``target`` wakes up with."""
-        gpus = sorted(target.gpus)
-        if len(target.need) != len(gpus) or target.phase is not Phase.ASLEEP:
-            return
-        for gpu, size in zip(gpus, target.need, strict=True):
-            if now[gpu].free < size:
-                others = strangers(now[gpu], self._known(now))
-                raise StepError(
-                    f"GPU {gpu} has {now[gpu].free // MIB} MiB free, and {target.key} needs "
-                    f"{size // MIB}: "
-                    + (others or "no process is listed that has taken it, as in a container")
-                )
+            most = self.config.canary.most_residue_gib
+            proof.require_residue(member.key, member.gpus, own, now, most)
+        return proof.freed(
+            member.key,
+            member.gpus,
+            # The end of its process is a proof of its own.
+            member.ranks if asleep else (),
+            tag="kv_cache" if member.rung == "kv_cache" else "weights",
+            before=before,
+            now=now,
+            known=self._known(now or {}),
+            unseen=self.gpus.fault if asleep and self.config.proof == "require" else None,
+        )
 
     def _known(self, now: Mapping[int, GpuMemory]) -> frozenset[int]:
         """Return the processes that are no strangers: those of the pool's servers."""
@@ -898,7 +756,10 @@ class Rotation:
                 await member.engine.stop()
                 self.died(member, why)
             return
-        if member.phase is Phase.OUT or not (ask or member.phase is Phase.UNKNOWN):
+        if not (ask or member.phase is Phase.UNKNOWN):
+            return
+        if member.phase is Phase.OUT:
+            await self._clear(member)
             return
         before = member.phase
         try:
@@ -926,11 +787,24 @@ class Rotation:
             self.kick()
         member.asked = time.time()
 
+    async def _clear(self, member: Member) -> None:
+        """Put a model to sleep that was taken out, and could not leave its GPUs then."""
+        member.changing = True
+        try:
+            if member.spec.sleeps and not (await member.engine.state()).asleep:
+                limit = self.config.limits.sleep_seconds
+                await member.engine.sleep(member.rung, keep=False, limit=limit)
+        except EngineError as error:
+            self.event("not cleared", model=member.key, why=error.text)
+        finally:
+            member.changing = False
+            self.kick()
+
     async def _take_over(self, member: Member) -> None:
         """Serve a model whose server was awake already, unless another one is on its GPUs."""
         member.changing = True
         try:
-            if any(_holds(other) for other in self._conflicting(member)):
+            if any(other.holds for other in self._conflicting(member)):
                 await self.put_to_sleep(member)
                 return
             await self.ask_canary(member)
@@ -961,19 +835,19 @@ class Rotation:
             if member.phase is Phase.WAKING:
                 await self._take_over(member)
         for member in order:
-            alone = member is first and not any(map(_holds, self._conflicting(member)))
+            alone = member is first and not any(one.holds for one in self._conflicting(member))
             turn = member.spec.config.preload and (alone or member.phase is Phase.STOPPED)
             if turn and member.phase is not Phase.AWAKE:
                 await self._load(member)
         self._remember_strangers()
         self.ready = True
-        self.event("ready", awake=[one.key for one in self.members.values() if _holds(one)])
+        self.event("ready", awake=[one.key for one in self.members.values() if one.holds])
         self.keep(self._again(self._schedule))
 
     async def _load(self, member: Member) -> None:
         if not member.engine.owned and member.phase is not Phase.ASLEEP:
             return
-        victims = tuple(one.key for one in self._conflicting(member) if _holds(one))
+        victims = tuple(one.key for one in self._conflicting(member) if one.holds)
         task = self.begin(policy.Swap(target=member.key, victims=victims))
         await asyncio.wait({task})
 
@@ -1119,36 +993,7 @@ class Rotation:
 
     def shown(self, member: Member) -> dict[str, Any]:
         """Return a model as `GET /pool` has it."""
-        now = self._clock()
-        return {
-            "model": member.key,
-            "served": member.served,
-            "aliases": list(member.spec.config.aliases),
-            "state": member.phase.value,
-            "why": member.reason,
-            "asked_at": member.asked,
-            "gpus": sorted(member.spec.gpus),
-            "rung": member.rung,
-            "pinned": member.pinned,
-            "never_sleeps": not member.spec.sleeps,
-            "awake_seconds": now - member.awake_since if member.phase is Phase.AWAKE else None,
-            "running": member.running,
-            "waiting": len(member.queue),
-            "waiting_bytes": member.held_bytes,
-            "oldest_seconds": now - next(iter(member.queue)).since if member.queue else 0.0,
-            "swap_seconds": member.swap_seconds,
-            "failures": member.failures,
-            "ranks": [
-                {
-                    "asleep_bytes": dict(one.asleep),
-                    "awake_bytes": dict(one.awake),
-                    "host_copy_bytes": one.host,
-                }
-                for one in member.ranks
-            ],
-            "canary": member.canary.kind if member.canary else None,
-            "last_swap": member.last_swap,
-        }
+        return member.shown(self._clock())
 
     def snapshot(self) -> dict[str, Any]:
         """Return the pool as `GET /pool` has it."""
@@ -1192,19 +1037,3 @@ class SwapRun:
     started: bool = False
     again: bool = False
     out: tuple[Member | None, str] | None = None
-
-
-def _holds(member: Member) -> bool:
-    """Whether a model is awake on its GPUs, or about to be or to sleep."""
-    return member.phase in (Phase.AWAKE, Phase.DRAINING, Phase.WAKING, Phase.STARTING)
-
-
-def conflicts(members: Iterable[Member]) -> list[tuple[str, str]]:
-    """Return the pairs of models that are awake on a GPU at once; none unless it is a defect."""
-    awake = [member for member in members if member.phase is Phase.AWAKE]
-    return [
-        (one.key, other.key)
-        for at, one in enumerate(awake)
-        for other in awake[at + 1 :]
-        if one.gpus & other.gpus
-    ]

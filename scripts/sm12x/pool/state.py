@@ -55,6 +55,14 @@ def require_move(before: Phase, after: Phase) -> Phase:
     return after
 
 
+class StepError(Exception):
+    """A step of a swap that failed. ``out`` names the model to take out for it."""
+
+    def __init__(self, text: str, *, out: str = "") -> None:
+        super().__init__(text)
+        self.out = out
+
+
 class Step(StrEnum):
     """A step of a swap. RESTORE wakes again what the swap had put to sleep."""
 

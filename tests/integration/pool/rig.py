@@ -18,8 +18,9 @@ from sm12x.core import declared
 from sm12x.pool import config as configs
 from sm12x.pool.engines import RunFolder
 from sm12x.pool.gateway import Gateway, Keys
+from sm12x.pool.members import RefusalError
 from sm12x.pool.metrics import Metrics
-from sm12x.pool.rotation import RefusalError, Rotation
+from sm12x.pool.rotation import Rotation
 
 USER, ADMIN = "user-key", "admin-key"
 
