@@ -855,8 +855,9 @@ def test_weights_that_change_after_an_interrupt(world: World, again: bool) -> No
 
 
 @pytest.mark.guard
-def test_digests_are_computed_while_blocks_are_restored(world: World) -> None:
-    """And not at all where the weights were asleep until then."""
+def test_digests_are_computed_before_blocks_are_restored(world: World) -> None:
+    """Beside 4 GiB of copies they took 0.07 s of an H200 longer than before them, as the memory
+    and the copies of digests wait. None are, where the weights were asleep until then."""
     cache = filled(world)
     under_way: list[int] = []
     digest = cache.backend.copies._digest
@@ -877,7 +878,7 @@ def test_digests_are_computed_while_blocks_are_restored(world: World) -> None:
         cache.backend.restore_kv()
         cache.backend.copies._digest = digest
         expect("digests", len(under_way), 2 if tags else 0)
-        assert all(under_way), "the copies had ended"
+        expect("copies under way", sum(under_way), 0)
         expect("whether weights changed", cache.backend.weights_changed(), False)
         cache.backend.drop_kv()
 
