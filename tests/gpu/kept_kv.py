@@ -46,6 +46,8 @@ KEEP = ("--sleep-mode-backend", "keep", "--enable-prefix-caching", "--sleep-keep
 TOKENS = range(5, 250)
 CONVERSATION = 40_000
 REPEATS = 3
+# Tokens of a stream that a sleep is to meet: some seconds.
+FROZEN = 2000
 # Seconds a swap may take of a server that does not answer any more.
 STREAM_LIMIT = 120.0
 # MiB that a hundred swaps may add, of the GPU and of the host.
@@ -298,12 +300,16 @@ def conversation(report: Report, server: Server, many_gib: float) -> None:
 def frozen(report: Report, server: Server, words: Sequence[int]) -> None:
     """The next token of a stream that a sleep froze."""
     server.ask(words, 1)
-    undisturbed = report.over(server.ask(words, 96), "undisturbed")
+    undisturbed = report.over(server.ask(words, FROZEN), "undisturbed")
+    if len(undisturbed.times) > 1:
+        rate = (undisturbed.times[-1] - undisturbed.times[0]) / (len(undisturbed.times) - 1)
+        report.figure("a token of the stream s", rate)
     for query, name in (("", "kept"), ("&keep_kv=false", "dropped")):
         seconds = []
         for _ in range(REPEATS):
-            stream = server.stream(words, 96)
+            stream = server.stream(words, FROZEN)
             stream.until(24)
+            before = len(stream.times)
             report.sleep(server, f"stream {name}", f"&mode=keep{query}")
             stopped = len(stream.times)
             report.wake(server, f"stream {name}")
@@ -312,10 +318,13 @@ def frozen(report: Report, server: Server, words: Sequence[int]) -> None:
             report.over(stream.finish(), f"stream {name}")
             # The next token may be there before the answer of /wake_up is read.
             later = [moment - answered for moment in stream.times[stopped:]]
-            seconds.append(max(0.0, later[0]) if later else STREAM_LIMIT)
+            report.add(f"stream {name} over", 0, before=before, stopped=stopped, later=len(later))
+            report.expect(bool(later), f"the stream was over before its sleep, {name}")
+            seconds += [max(0.0, moment) for moment in later[:1]]
             if name == "kept":
                 report.expect(stream.text == undisturbed.text, "a frozen stream has another text")
-        report.figure(f"frozen stream {name}: next token s", statistics.median(seconds))
+        if seconds:
+            report.figure(f"frozen stream {name}: next token s", statistics.median(seconds))
 
 
 def much(report: Report, server: Server, gib: float) -> None:

@@ -109,6 +109,19 @@ def test_two_servers_swap_in_the_middle_of_a_conversation_of_each() -> None:
     assert by_hand(report) == []
 
 
+def test_a_conversation_without_room_leaves_the_server_awake() -> None:
+    def full(server: MemoryServer, prompt: str) -> str:
+        if len(prompt.split()) == 50:
+            raise CallError("400", next_step="", status=400)
+        return "a text"
+
+    server = MemoryServer(text=full)
+    report, error = run(server, settings=replace(SMALL, conversation=50))
+    assert isinstance(error, ServerError)
+    assert "--conversation" in error.next_step
+    assert (report.verdict, report.conversations, server.asleep) == ("stopped", (), False)
+
+
 def test_without_it_nothing_is_said_of_a_conversation() -> None:
     report, _ = run(MemoryServer())
     assert report.conversations == ()

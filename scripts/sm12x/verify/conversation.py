@@ -30,8 +30,11 @@ _WORDS = (
     "be",
     "by",
 )
-# Tokens of the stream, and of these what comes before it is frozen.
-_TOKENS, _BEFORE = 96, 16
+# Seconds that the stream takes without a sleep, which has to come meanwhile; its least and most
+# tokens, and those that come before it is frozen.
+_STREAMING, _LEAST, _MOST, _BEFORE = 4.0, 64, 2048, 16
+# Tokens by which the speed of the stream is estimated.
+_TRIED = 33
 _REPEATS = 3
 
 
@@ -97,18 +100,22 @@ def measure(
     """
     words = random.Random(time.time_ns() if seed is None else seed)  # noqa: S311 - no secret
     prompt = " ".join(words.choices(_WORDS, k=tokens))
+    length = 0
     try:
         cold = server.complete(prompt, 1)
+        cached = [server.complete(prompt, 1).seconds for _ in range(_REPEATS)]
+        each = (server.complete(prompt, _TRIED).seconds - min(cached)) / (_TRIED - 1)
+        length = _MOST if each <= 0 else min(_MOST, max(_LEAST, int(_STREAMING / each)))
+        before = [server.complete(prompt, length).text for _ in range(2)]
     except CallError as error:
         if error.status != 400:
             raise
         raise ServerError(
-            f"{server} takes no prompt of {tokens} words: {error.message}",
-            next_step="give --conversation fewer TOKENS than its --max-model-len",
+            f"{server} takes no prompt of {tokens} words with {length or 1} tokens more: "
+            f"{error.message}",
+            next_step="give --conversation fewer TOKENS than its --max-model-len has room for",
         ) from None
-    cached = [server.complete(prompt, 1).seconds for _ in range(_REPEATS)]
-    before = [server.complete(prompt, _TOKENS).text for _ in range(2)]
-    stream = _Stream(server.stream(prompt, _TOKENS))
+    stream = _Stream(server.stream(prompt, length))
     stream.wait(_BEFORE, seconds)
     sleep()
     frozen = len(stream.times)
