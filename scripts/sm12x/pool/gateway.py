@@ -301,26 +301,18 @@ class Gateway:
         if ticket.admitted:
             return ticket
         try:
-            if body is not None:
-                # A client that goes away is noticed only while its bytes are read.
-                self.rotation.weigh(ticket, body.size)
-                reading = asyncio.create_task(
-                    body.read_all(lambda more: self.rotation.weigh(ticket, more))
-                )
-                try:
-                    waiting = asyncio.create_task(self.rotation.wait(ticket))
-                    try:
-                        await asyncio.wait({reading, waiting}, return_when="FIRST_COMPLETED")
-                        if reading.done():
-                            reading.result()
-                        await waiting
-                        await reading
-                    finally:
-                        waiting.cancel()
-                finally:
-                    reading.cancel()
-            else:
+            if body is None:
                 await self.rotation.wait(ticket)
+                return ticket
+            self.rotation.weigh(ticket, body.size)
+            # A client that goes away is noticed only while its bytes are read.
+            reading = asyncio.ensure_future(
+                body.read_all(lambda more: self.rotation.weigh(ticket, more))
+            )
+            try:
+                await asyncio.gather(reading, self.rotation.wait(ticket))
+            finally:
+                reading.cancel()
         except BaseException:
             self.rotation.leave(ticket)
             raise
@@ -398,7 +390,7 @@ class Gateway:
                 event = requests.error_body(request.path, 503, text, "server_lost")
                 with suppress(OSError):
                     await response.write(b"event: error\ndata: " + event + b"\n\n")
-            request.transport.abort() if sent == 0 else request.transport.close()
+            request.transport.close()
             return response
         finally:
             metrics.bytes.labels(member.key, "out").inc(sent)
