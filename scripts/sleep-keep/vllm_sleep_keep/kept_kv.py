@@ -585,6 +585,8 @@ class KvCopies(HostCopies):
             for data in kept.records:
                 if data.is_asleep:
                     raise RuntimeError(f"{host_copies._named(data)} is asleep")
+            # Not beside the copies: what digests allocate and copy would wait for them.
+            self._look_at_weights(allocator, kept)
             self._kv_in_use = kept.records
             self._kv_in_flight += kept.pieces
             at = -1
@@ -595,8 +597,6 @@ class KvCopies(HostCopies):
                         raise RuntimeError("the KV cache was freed since")
                 self._copy_part(kept, number, to_host=False)
             allocator.in_hand = None
-            # Beside the copies, whose engines are others.
-            self._look_at_weights(allocator, kept)
             self._wait_for_kv()
         except BaseException as error:
             # The call may be repeated at any time.
