@@ -13,7 +13,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .PHONY: help bundle base-image test test-unit test-witness test-upstream test-mutations test-integration test-image \
-        test-nomad lint lock lock-dev lock-check docs clean
+        test-nomad lint lint-workflows release lock lock-dev lock-check docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -62,6 +62,18 @@ lint: $(STAMP) ## ruff, mypy --strict, hadolint, generated files
 	@$(BIN)/sm12x-dev check --base $(BASE) --messages-only
 	@$(BIN)/sm12x-dev docs --check
 
+# DRY=1 pushes nothing. TO names the images' repository: HOST/OWNER/NAME.
+TO ?= host/owner/vllm-sm12x
+DRY ?=
+release: bundle ## what is published of BASE, checked, in build/release; DRY=1 pushes nothing, TO=HOST/OWNER/NAME
+	@$(BIN)/sm12x-dev release make --base $(BASE) --out build/release $(if $(DRY),--uncommitted)
+	@$(BIN)/sm12x-dev release push build/release --to $(TO) $(if $(DRY),--dry-run)
+	@$(if $(DRY),$(BIN)/sm12x-dev release publish build/release --to $(TO) --dry-run)
+
+lint-workflows: $(STAMP) ## actionlint (needs Go) and zizmor
+	@$(BIN)/zizmor --offline --quiet .github
+	@go run github.com/rhysd/actionlint/cmd/actionlint@v1.7.12
+
 lock: $(STAMP) ## make the locked requirements of BASE again
 	@$(BIN)/sm12x-dev lock --base $(BASE)
 
@@ -71,6 +83,8 @@ lock-check: $(STAMP) ## fail if the locked requirements of BASE are not what `ma
 lock-dev: $(STAMP) ## make the locks of the development and the witness tools again
 	@$(BIN)/uv pip compile scripts/requirements-dev.in --universal --python-version 3.11 \
 	  --generate-hashes --custom-compile-command "make lock-dev" -q -o scripts/requirements-dev.lock
+	@cd scripts/sm12x/data/bench && ../../../../$(BIN)/uv pip compile requirements.in --universal \
+	  --python-version 3.11 --generate-hashes --custom-compile-command "make lock-dev" -q -o requirements.lock
 	@$(BIN)/uv pip compile tests/witness/requirements.in --universal --python-version 3.11 \
 	  --generate-hashes --custom-compile-command "make lock-dev" -q \
 	  --no-emit-package packaging --no-emit-package pygments -o tests/witness/requirements.lock

@@ -205,7 +205,7 @@ def _measure_one(
 
     def with_steps(name: str) -> None:
         # Stock has no host copies whose steps could be timed.
-        steps = Steps(sys.modules[type(copies).__module__]) if copies is not None else None
+        steps = Steps(sys.modules["vllm_sleep_keep.host_copies"]) if copies is not None else None
         sleep()
         if steps is not None:
             times.steps[name] = steps.taken()

@@ -103,6 +103,7 @@ locals {
     "0.60",
     "--enable-sleep-mode",
     "--enable-sleep-routes",
+    "--sleep-keep-kv",
     "--allowed-media-domains",
     "none.invalid",
     "--max-model-len",

@@ -25,6 +25,8 @@ VERBS: Mapping[str, str] = {
     "doctor": "Look at this host: driver, GPUs, engine, memory, caches, network.",
     "plan": "Say whether recipes fit in GPU and host memory, and what to cut.",
     "verify": "Put live servers to sleep, wake them up, and judge times, memory and answers.",
+    "bench": "Measure a live server with pinned tools, and write a folder to share.",
+    "evidence": "Make evidence for a recipe of a benchmark's folder.",
     "recipe": "List, show, lint, pin, import and render recipes.",
     "overlay": "Patch the Python files of another project's image, as files to mount over its own.",
 }

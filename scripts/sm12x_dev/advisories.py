@@ -105,7 +105,7 @@ def load(path: Path) -> AcceptedAdvisories:
 
 
 def locks(bases: Iterable[Base]) -> dict[str, Pins]:
-    """The pins of every lock: of the bases, of the development and the witness tools.
+    """The pins of every lock: of the bases, of development, benchmark and witness tools.
 
     A base's own release is not in its lock, as the wheel made here takes its place.
     """
@@ -116,7 +116,8 @@ def locks(bases: Iterable[Base]) -> dict[str, Pins]:
             project = {base.sdist.name.rpartition("-")[0]: base.version}
             own = project if path.name.startswith("requirements-") else {}
             every[f"{base.version}/{path.name}"] = {**lockfile.read(path).versions, **own}
-    for path in (root / "scripts/requirements-dev.lock", *(root / "tests/witness").glob("*.lock")):
+    tools = ("scripts/requirements-dev.lock", "scripts/sm12x/data/bench/requirements.lock")
+    for path in (*(root / name for name in tools), *(root / "tests/witness").glob("*.lock")):
         if path.is_file():
             every[path.relative_to(root).as_posix()] = lockfile.read(path).versions
     return every

@@ -25,6 +25,7 @@ VERBS = {
     "lock": "Make or check the locked requirements of a base.",
     "cache": "List the witnesses' environments in the cache, and delete unused ones.",
     "memory": "Ask vLLM in the image for the memory of recipes, and write recipes/memory/.",
+    "release": "Make what is published of a bundle, check it, push it, and record it.",
     "docs": "Write the generated parts of README.md, docs/ and nomad-examples/, or check them.",
 }
 # Verbs that share a module of sm12x_dev.commands; another is in the module of its name.

@@ -25,7 +25,7 @@ from sm12x.core.errors import EXIT_CODES, BadFileError
 from sm12x.core.text import markdown
 from sm12x.plan import render
 from sm12x.pool.config import PoolConfig
-from sm12x.recipes import load
+from sm12x.recipes import evidence, load
 from sm12x.stack.model import base as bases
 from sm12x.stack.model import series
 from sm12x.stack.model.patchfile import Patch
@@ -41,6 +41,10 @@ _BLOCK = re.compile(
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z`])")
 # What the body of a patch message begins with.
 _PREAMBLE = "What was wrong."
+
+# What a sample of a build says of the stack; the id is also elsewhere in its page.
+_STACK_ID = re.compile(r"^vLLM (?P<base>[\w.]+) \+ stack (?P<id>[0-9a-f]{8}), ", re.MULTILINE)
+_COUNT = re.compile(r"^Patched: \d+ patches, ", re.MULTILINE)
 
 # What makes the text of a part; "" where there is no data for it.
 _Parts = Mapping[str, Callable[[], str]]
@@ -92,6 +96,16 @@ def rendered(pages: Mapping[Path, str], parts: _Parts) -> dict[Path, str]:
             next_step="add `<!-- generated: NAME -->` and `<!-- end -->` where the part belongs",
         )
     return new
+
+
+def samples(text: str) -> str:
+    """Return a page whose sample of a build names the present stack and its number of patches."""
+    sample = _STACK_ID.search(text)
+    if sample is None or sample["base"] not in bases.versions():
+        return text
+    stack = series.load(bases.load(sample["base"]))
+    text = text.replace(sample["id"], stack.id)
+    return _COUNT.sub(f"Patched: {len(stack.patches)} patches, ", text)
 
 
 def _bases_table() -> str:
@@ -219,7 +233,7 @@ def _recipes_table() -> str:
                 recipe.description or recipe.name,
                 f"{block.gpus} x {' or '.join(block.hardware)}{machines}",
                 str(block.sleep),
-                block.status.state,
+                evidence.state(recipe, evidence.of(recipe)),
                 *(block.status.blocked_on(version) or "not blocked" for version in versions),
             )
         )

@@ -15,6 +15,13 @@ typedef struct {
   char bytes[64];
 } ipc_handle;
 
+/* cudaMemcpyAttributes */
+typedef struct {
+  int order;
+  int hints[4];
+  unsigned int flags;
+} copy_attributes;
+
 int cudaSetDevice(int device);
 int cudaDeviceSynchronize(void);
 int cudaDeviceReset(void);
@@ -29,6 +36,12 @@ int cudaHostRegister(void *pointer, size_t size, unsigned int flags);
 int cudaHostUnregister(void *pointer);
 int cudaGetLastError(void);
 int cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, void *stream);
+int cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
+                      size_t height, int kind, void *stream);
+int cudaMemcpyBatchAsync(void *const *to, const void *const *from, const size_t *sizes, size_t count,
+                         const copy_attributes *attributes, const size_t *begins, size_t kinds,
+                         void *stream);
+int cudaRuntimeGetVersion(int *version);
 int cudaStreamCreateWithFlags(void **stream, unsigned int flags);
 int cudaStreamSynchronize(void *stream);
 int cudaDeviceGetAttribute(int *value, int attribute, int device);
@@ -153,6 +166,50 @@ int cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, void *str
   if (stream == NULL) return CUDA_ERROR_INVALID_VALUE; /* the default stream: not stood in for */
   return fakecuda_copy_async((uint64_t)(uintptr_t)to, (uint64_t)(uintptr_t)from, size,
                              *(int *)stream, stream);
+}
+
+/* Rows are copied as so many copies, which end together. */
+int cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
+                      size_t height, int kind, void *stream) {
+  int result = enter_context("cudaMemcpy2DAsync");
+  if (result != 0) return result;
+  if (kind < 0 || kind > 4) return 21; /* cudaErrorInvalidMemcpyDirection */
+  if (stream == NULL || width == 0 || height == 0) return CUDA_ERROR_INVALID_VALUE;
+  size_t most = (size_t)INT32_MAX;
+  if (to_pitch < width || from_pitch < width || to_pitch > most || from_pitch > most) {
+    return 12; /* cudaErrorInvalidPitchValue */
+  }
+  for (size_t row = 0; result == 0 && row < height; ++row) {
+    result = fakecuda_copy_async((uint64_t)(uintptr_t)to + row * to_pitch,
+                                 (uint64_t)(uintptr_t)from + row * from_pitch, width,
+                                 *(int *)stream, stream);
+  }
+  return result;
+}
+
+/* As of CUDA 13.0. The one kind of copies is ordered as the stream is. */
+int cudaMemcpyBatchAsync(void *const *to, const void *const *from, const size_t *sizes, size_t count,
+                         const copy_attributes *attributes, const size_t *begins, size_t kinds,
+                         void *stream) {
+  int result = enter_context("cudaMemcpyBatchAsync");
+  if (result != 0) return result;
+  if (stream == NULL || count == 0 || kinds != 1 || begins[0] != 0 || attributes->order != 1 ||
+      attributes->flags != 0) {
+    return CUDA_ERROR_INVALID_VALUE;
+  }
+  for (size_t i = 0; result == 0 && i < count; ++i) {
+    result = sizes[i] == 0 ? CUDA_ERROR_INVALID_VALUE
+                           : fakecuda_copy_async((uint64_t)(uintptr_t)to[i],
+                                                 (uint64_t)(uintptr_t)from[i], sizes[i],
+                                                 *(int *)stream, stream);
+  }
+  return result;
+}
+
+int cudaRuntimeGetVersion(int *version) {
+  int result = fakecuda_enter("cudaRuntimeGetVersion");
+  if (result == 0) *version = 13000;
+  return result;
 }
 
 int cudaDeviceGetAttribute(int *value, int attribute, int device) {

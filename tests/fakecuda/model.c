@@ -66,12 +66,15 @@ function functions[MAX_FUNCTIONS] = {
     {.name = "cudaHostRegister"},
     {.name = "cudaHostUnregister"},
     {.name = "cudaMemcpyAsync"},
+    {.name = "cudaMemcpy2DAsync"},
+    {.name = "cudaMemcpyBatchAsync"},
     {.name = "cudaStreamCreateWithFlags"},
     {.name = "cudaStreamSynchronize"},
     {.name = "cudaDeviceGetAttribute"},
     {.name = "cudaDeviceGetPCIBusId"},
     {.name = "cudaThreadExchangeStreamCaptureMode"},
     {.name = "cudaGetLastError"},
+    {.name = "cudaRuntimeGetVersion"},
 };
 
 #define TRACE_LINES 256

@@ -37,7 +37,7 @@ from sm12x.runtime.meta import Card
 
 CONFIGS = Path(__file__).resolve().parents[1] / "image" / "configs"
 # Servers that share a GPU, and what each takes of it.
-SHARING, UTILIZATION = 3, "0.25"
+SHARING, UTILIZATION = 4, "0.2"
 # The last line of a start that is compared.
 LAST = "Maximum concurrency for"
 LIMIT = 300

@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import contextlib
-import fcntl
 import json
 import math
 import os
@@ -33,7 +31,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -499,8 +497,8 @@ def first_answers(report: Steps, prompts: Sequence[str]) -> None:
         report.add(f"first answer to prompt {number}", time.monotonic() - began, status=status)
 
 
-def rotate(report: Report, model: Model, cycles: int) -> None:
-    """Cycles of sleep and wake, then a wake-up that another process is in the way of."""
+def answer(report: Report, model: Model) -> Before:
+    """Ask all prompts twice, and compare the answers with each other."""
     prompts = model.prompts
     first_answers(report, prompts)
     before = Before.of(Answers.ask(prompts), Answers.ask(prompts))
@@ -515,6 +513,12 @@ def rotate(report: Report, model: Model, cycles: int) -> None:
     if model.steady:
         report.expect(any(before.steady), "no prompt has the same text twice, without a sleep")
     report.expect(max(before.noise) < LOUD, f"{max(before.noise):.2f} apart, without a sleep")
+    return before
+
+
+def rotate(report: Report, model: Model, before: Before, cycles: int) -> None:
+    """Cycles of sleep and wake, then a wake-up that another process is in the way of."""
+    prompts = model.prompts
     asleep = 0
     for cycle in range(cycles):
         status, text, seconds = call("POST", "/sleep?level=1")
@@ -597,17 +601,6 @@ def healthy(server: process.Background, is_up: Callable[[], bool]) -> float | No
     return time.monotonic() - began
 
 
-@contextlib.contextmanager
-def turn(lock: Path | None) -> Iterator[None]:
-    """Runs that name this file start at the same time, and are timed one after the other."""
-    if lock is None:
-        yield
-        return
-    with lock.open("a") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
@@ -617,7 +610,7 @@ def main() -> int:
     parser.add_argument("--graphs", action="store_true", help="CUDA graphs, without torch.compile")
     parser.add_argument("--cycles", type=int, default=3)
     parser.add_argument("--utilization", default="0.6", help="of the GPU's memory (default: 0.6)")
-    parser.add_argument("--lock", type=Path, help="a file: runs that share a GPU take turns")
+    parser.add_argument("--answers", action="store_true", help="no sleep: others share the GPU")
     parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="further flags")
     options = parser.parse_args()
     # So that a run that is ended cleans up, and takes its server along once there is one.
@@ -651,8 +644,9 @@ def main() -> int:
             if seconds is None:
                 return 2
             report.step("healthy", seconds=seconds, held=held())
-            with turn(options.lock):
-                rotate(report, model, options.cycles)
+            before = answer(report, model)
+            if not options.answers:
+                rotate(report, model, before, options.cycles)
             if theirs and report.before:
                 against = compare(report.before.answers, theirs)
                 print(json.dumps({"against": against}))

@@ -73,25 +73,28 @@ def servers(
     against: str = "",
     steps: bool = False,
     pages: bool = False,
+    shared: bool = False,
     limit: int = 500,
 ) -> Run:
     """A run of tests.gpu.SCRIPT, whose answers are compared with the report of ``against``.
 
     ``flags`` are the script's own and, after --serve, the servers'. With ``steps`` these log when
     `keep` made the steps of a sleep and of a wake-up; with ``pages`` the indexer of DeepSeek V4.1
-    has the pages of SM12x.
+    has the pages of SM12x. With ``shared`` all ranks of a server are on one GPU.
     """
-    folders = ["steps"] * steps + ["pages"] * pages
+    folders = ["steps"] * steps + ["pages"] * pages + ["one_gpu"] * shared
     words = ["-m", f"tests.gpu.{script}", "--out", f"{{out}}/{name}.json"]
     if against:
         words += ["--against", f"{{out}}/{against}.json"]
+    flags = (*flags, *SHARED) if shared else flags
+    environment = {**(environment or {}), **(MANY_RANKS if shared else {})}
     return Run(
         base=base,
         name=name,
         words=(*words, *flags),
         tree=tree,
         gpus=gpus,
-        environment={**SETTINGS, **(environment or {})},
+        environment={**SETTINGS, **environment},
         path=(*(f"{ROOT / 'tests' / 'gpu' / folder}" for folder in folders), "{tree}"),
         after=(against,) if against else (),
         limit=limit,
@@ -126,6 +129,14 @@ REPLIES = ("--replies", "128", "1024")
 REFUSING = (*KEEP, "--enable-sleep-routes")
 # 0.33.0 takes layers that a table routes in the first of two stages alone: of six, three.
 FIRST_STAGE = {"SM12X_HASH_LAYERS": "3"}
+# Ranks that share a GPU, which NCCL 2.30 allows: what two GPUs compute, on one.
+SHARED = (
+    *("--distributed-executor-backend", "mp", "--disable-custom-all-reduce"),
+    *("--gpu-memory-utilization", "0.2"),
+)
+# Servers of several walks, one beside the other.
+BESIDE = ("--answers", "--utilization", "0.25")
+MANY_RANKS = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 TP2, PP2 = ("--tensor-parallel-size", "2"), ("--pipeline-parallel-size", "2")
 
 
@@ -187,6 +198,11 @@ def kernels(name: str, *files: str) -> Run:
     return Run(base="0.33.0", name=name, words=(*words, *where, *tests), path=path)
 
 
+def kept_kv(name: str, run: str, *flags: str, **more: Any) -> Run:
+    """A run of tests.gpu.kept_kv, which is on one GPU."""
+    return servers("0.33.0", name, "kept_kv", run, *flags, **more)
+
+
 RANDOM = ("-m", "tests.gpu.sparse_mla_random", "{tree}")
 # Compilers beside them would slow them down.
 TIMED = ("33-sparse-mla", "33-deepgemm", "33-random", "33-sanitizer")
@@ -196,6 +212,9 @@ RUNS = (
     servers("0.33.0", "33-moe", *MOE, "--serve", *KEEP),
     servers("0.33.0", "33-dense", *DENSE, "--serve", *KEEP),
     servers("0.33.0", "33-smoke", *SMOKE, "--serve", *KEEP),
+    # The tools' wheels are those that `python -m tests.gpu.bench --fetch` puts there.
+    servers("0.33.0", "33-bench", "bench", "--tools", "{target}/tools", "--serve", *KEEP,
+            environment={"SM12X_CACHE": "{out}/33-bench.cache"}),
     servers("0.33.0", "33-hybrid-stock", *HYBRID, tree="stock", against="33-hybrid"),
     servers("0.33.0", "33-moe-stock", *MOE, tree="stock", against="33-moe"),
     servers("0.33.0", "33-dense-stock", *DENSE, tree="stock", against="33-dense"),
@@ -239,7 +258,25 @@ RUNS = (
     # What four workers take at a time, without their server.
     by_allocator("0.33.0", "33-sleep4", "sleep", "one={tree}+plugin+keep",
                  "four={tree}+plugin+keep+4", gpus=4),
+    # KV that a sleep keeps: what a conversation gains, texts of each kind, and many swaps.
+    kept_kv("33-kv-conversation", "conversation", limit=300),
+    kept_kv("33-kv-swap", "swap", limit=300),
+    kept_kv("33-kv-dense", "kinds", "--model", "dense-fp8", "--lora", limit=300),
+    kept_kv("33-kv-moe", "kinds", limit=300),
+    kept_kv("33-kv-hybrid", "kinds", "--model", "hybrid", limit=300),
+    kept_kv("33-kv-v4", "kinds", "--model", "deepseek-v4", "--longest", "5000",
+            environment=PORTABLE, limit=800),
+    kept_kv("33-kv-mtp", "kinds", "--model", "deepseek-v4", "--longest", "5000", "--serve",
+            *draft(2), environment=PORTABLE, limit=800),
+    kept_kv("33-kv-soak", "soak", "--swaps", "100", limit=300),
+    # The end of a server whose KV is kept, and of its peer.
+    servers("0.33.0", "33-kv-rotate", *TURNS, "--cycles", "3", "--serve", *KEEP, *FEW_SEQUENCES,
+            "--enable-prefix-caching", "--sleep-keep-kv", limit=500),
     by_allocator("0.33.0", "33-churn", "load_churn", "stock={target}/stock", "stack={tree}"),
+    # Blocks of the KV cache that are kept, beside bare copies.
+    Run(base="0.33.0", name="33-kv-copies", limit=200,
+        words=("-m", "tests.gpu.kv_copies", "{tree}", "--out", "{out}/33-kv-copies.json"),
+        environment={"TRITON_CACHE_DIR": "{out}/33-kv-copies.triton"}, path=()),
     # A start that compiles FlashInfer's sampling, and one that finds it compiled.
     Run(base="0.33.0", name="33-aot-build", gpus=0, limit=600,
         words=("-m", "tests.gpu.aot", "{target}", "--base", "0.33.0",
@@ -248,7 +285,11 @@ RUNS = (
     servers("0.33.0", "33-aot", *SMOKE, "--serve", *KEEP, tree="aot",
             environment=sampler("33-aot")),
     servers("0.33.0", "33-tp2", *MOE, "--serve", *TP2, *KEEP, gpus=2, against="33-moe"),
+    servers("0.33.0", "33-tp2-one", *MOE, "--serve", *TP2, *KEEP, shared=True, against="33-moe"),
     # The plan beside the servers' own logs.
+    Run(base="0.33.0", name="33-plans-one", limit=500, environment=SETTINGS,
+        words=("-m", "tests.gpu.plans", "--gpus", "1", "--out", "{out}/33-plans-one.json",
+               "--logs", "{out}/33-plans-one.logs")),
     Run(base="0.33.0", name="33-plans", gpus=2, limit=700, environment=SETTINGS,
         words=("-m", "tests.gpu.plans", "--gpus", "2", "--out", "{out}/33-plans.json",
                "--logs", "{out}/33-plans.logs")),
@@ -265,6 +306,11 @@ RUNS = (
     portable("33-v4-first-stage", V4, against="", environment=FIRST_STAGE),
     portable("33-v4-pp2", V4, *PP2, gpus=2, environment=FIRST_STAGE, against="33-v4-first-stage"),
     portable("33-v41-portable", V41, against="", pages=True, limit=800),
+    portable("33-v4-beside", (*V4, *BESIDE), against="", environment=FIRST_STAGE, limit=600),
+    portable("33-v41-beside", (*V41, *BESIDE), against="", pages=True, limit=600),
+    portable("33-v4-pp2-one", V4, *PP2, shared=True, environment=FIRST_STAGE,
+             against="33-v4-beside"),
+    portable("33-v41-pp2-one", V41, *PP2, shared=True, pages=True, against="33-v41-beside"),
     # FlashMLA on 9.0 takes no other pages.
     servers("0.33.0", "33-v41-graphs", *V41, "--graphs", "--serve", *KEEP, "--block-size", "64",
             environment=STOCK, against="33-v41-portable", limit=800),
@@ -274,6 +320,7 @@ RUNS = (
              "{tree}", "--random", "150"),
     measured("0.33.0", "33-deepgemm", "benchmarks/portable_deepgemm.py", "--no-sweep",
              path=(OPS, "{tree}/vllm/third_party")),
+    measured("0.33.0", "33-tiles", "benchmarks/sparse_mla_tiles.py", "{tree}"),
     measured("0.33.0", "33-random", *RANDOM, "--shapes", "10000"),
     Run(base="0.33.0", name="33-sanitizer",
         # Triton 3.8 asks the driver for attributes that 9.0 has not, and goes on.
@@ -352,8 +399,10 @@ class Started:
         words = filled(run.words)
         if words[0] == "-m" or words[0].endswith(".py"):
             words = [sys.executable, *words]
-        # Ports of servers and of their engines, far from each other.
-        ports = {"SM12X_TEST_PORT": f"{8200 + number}", "VLLM_PORT": f"{20000 + 200 * number}"}
+        # Ports of servers and of their engines, far from each other and from another walk's.
+        first = 8200 + 100 * int(os.environ.get("SM12X_WALK", "0"))
+        port = first + number
+        ports = {"SM12X_TEST_PORT": f"{port}", "VLLM_PORT": f"{20000 + 200 * (port - 8200)}"}
         own = {"PYTHONPATH": ":".join(path), "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
         settings = zip(run.environment, filled([*run.environment.values()]), strict=True)
         self._began = time.monotonic()

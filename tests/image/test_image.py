@@ -154,11 +154,12 @@ def test_vllm_says_which_stack_it_carries(docker_run: Run, ledger: Ledger) -> No
     assert done.stdout.strip() == ledger.wheel_version, done.stderr
 
 
-def test_verify_is_the_command_of_a_build_machine(docker_run: Run) -> None:
-    done = docker_run("verify", "--help")
+@pytest.mark.parametrize(("verb", "option"), [("verify", "--max-wake"), ("bench", "--swaps")])
+def test_a_verb_is_the_command_of_a_build_machine(docker_run: Run, verb: str, option: str) -> None:
+    done = docker_run(verb, "--help")
     assert done.returncode == 0, done.stderr
-    assert "--max-wake" in done.stdout
-    done = docker_run("verify", "http://127.0.0.1:1")
+    assert option in done.stdout
+    done = docker_run(verb, "http://127.0.0.1:1")
     assert done.returncode == 17, done.stdout + done.stderr
     assert "nothing listens there" in done.stderr
 

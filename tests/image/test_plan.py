@@ -123,6 +123,20 @@ def test_a_sweep_and_pipeline_stages_are_one_call(docker_run: Run, tmp_path: Pat
     assert [whole.rooms[0].blocks, half.rooms[0].blocks] == [40960, 81920]
 
 
+def test_a_stage_without_a_kind_of_cache_is_refused(docker_run: Run) -> None:
+    # The last layer reads its window alone; the first stage has compressed caches too.
+    volume = ("--volume", f"{CONFIGS}:/models:ro")
+    words = ("plan", "--checkpoint", "/models/DeepSeek-V4-Flash", "--tp", "4", "--kv-gib", "20")
+    stages = ("--json", "--", "--pipeline-parallel-size", "2", "--max-model-len", "8192")
+    for partition, refused in (("42,1", True), ("22,21", False)):
+        options = (*volume, "--env", f"VLLM_PP_LAYER_PARTITION={partition}")
+        done = docker_run(*words, *stages, options=options)
+        answer, faults = declared.check(Answer, json.loads(done.stdout)[0])
+        assert answer is not None, faults
+        assert answer.figures is not None, answer.failure
+        assert ["#54711" in room.refusal for room in answer.figures.rooms] == [refused] * 2
+
+
 def test_a_recipe_has_the_figures_that_are_kept_of_it(docker_run: Run) -> None:
     recipe = load.load(layout.recipes() / "gpt-oss-120b-rtx-pro-6000.yaml")
     kept = planned.read(recipe)

@@ -415,6 +415,23 @@ class Host:
         pointers = (ctypes.c_void_p(to), ctypes.c_void_p(source), ctypes.c_size_t(self.size))
         return int(self.runtime.cudaMemcpyAsync(*pointers, 4, self.stream))
 
+    def copy_rows(self, source: int, pitch: int, width: int, height: int) -> int:
+        """Copy rows to the host, one right after another."""
+        size = ctypes.c_size_t
+        to = (ctypes.c_void_p(self.address), size(width))
+        rows = (ctypes.c_void_p(source), size(pitch), size(width), size(height))
+        return int(self.runtime.cudaMemcpy2DAsync(*to, *rows, 4, self.stream))
+
+    def copy_all(self, sources: list[int], size: int, order: int = 1) -> int:
+        """Copy pieces of equal size to the host, one right after another, by one call."""
+        count = len(sources)
+        pointers = ctypes.c_void_p * count
+        to = pointers(*(self.address + number * size for number in range(count)))
+        sizes = (ctypes.c_size_t * count)(*[size] * count)
+        kind = ((ctypes.c_uint * 6)(order), (ctypes.c_size_t * 1)(0), ctypes.c_size_t(1))
+        call = self.runtime.cudaMemcpyBatchAsync
+        return int(call(to, pointers(*sources), sizes, ctypes.c_size_t(count), *kind, self.stream))
+
     def wait(self) -> int:
         return int(self.runtime.cudaStreamSynchronize(self.stream))
 
@@ -437,6 +454,29 @@ def test_an_asynchronous_copy_is_made_when_it_is_waited_for(driver: Driver) -> N
     assert host.memory.raw == b"y" * host.size
     assert driver.unmap(address) == 0
     assert host.copy(host.address, address) == INVALID_VALUE, "it is not mapped"
+
+
+def test_many_copies_by_one_call_are_made_when_they_are_waited_for(driver: Driver) -> None:
+    address, _ = driver.block()
+    host = Host(driver)
+    assert host.register() == 0
+    driver.fake.write(address, b"".join(bytes([n]) * 100 for n in range(10)))
+    # Of every third row of 100 bytes 60, and two of them at other places.
+    assert host.copy_rows(address, 300, 60, 3) == 0
+    assert driver.unmap(address) == ILLEGAL_ADDRESS, "they are under way"
+    assert host.wait() == 0
+    assert host.memory.raw[:180] == b"\0" * 60 + b"\3" * 60 + b"\6" * 60
+    assert host.copy_all([address + 900, address + 100], 50) == 0
+    assert host.memory.raw[:180] == b"\0" * 60 + b"\3" * 60 + b"\6" * 60, "nothing waits yet"
+    assert host.wait() == 0
+    assert host.memory.raw[:100] == b"\t" * 50 + b"\1" * 50
+    assert host.copy_rows(address, 59, 60, 3) == 12, "rows overlap"
+    assert host.copy_rows(address, 1 << 31, 60, 2) == 12, "rows are too far apart"
+    assert host.copy_rows(address, 300, 0, 3) == INVALID_VALUE
+    assert host.copy_rows(address, GRANULARITY, 60, 2) == INVALID_VALUE, "the second is not mapped"
+    assert host.copy_all([address], 50, order=3) == INVALID_VALUE
+    assert host.copy_all([address, address + GRANULARITY], 50) == INVALID_VALUE
+    assert host.wait() == 0
 
 
 def test_a_copy_of_memory_that_is_not_registered_is_made_at_once(driver: Driver) -> None:

@@ -125,13 +125,15 @@ def environment(tmp_path: Path) -> dict[str, str]:
 Verify = Callable[..., Ended]
 
 
-def started(words: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[str]:
+def started(
+    words: tuple[str, ...], env: dict[str, str], verb: str = "verify"
+) -> subprocess.Popen[str]:
     # A shell's background has SIGINT ignored, and verify leaves what is ignored so: a program that
     # was started there, pytest too, hands that on.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "sm12x", "verify", *words],
+            [sys.executable, "-P", "-m", "sm12x", verb, *words],
             env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

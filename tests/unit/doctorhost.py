@@ -128,6 +128,7 @@ class Machine:
             "/proc/self/cgroup": "0::/user.slice",
             "/proc/self/limits": f"{LIMITS}Max locked memory         8388608  8388608  bytes",
             "/proc/sys/vm/min_free_kbytes": "67584",
+            "/proc/sys/vm/overcommit_memory": "0",
             "/proc/sys/vm/swappiness": "0",
             "/sys/devices/system/cpu/online": "0-15",
             "/sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never",

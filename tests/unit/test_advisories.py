@@ -202,6 +202,7 @@ def test_the_list_that_ships_is_of_pinned_versions() -> None:
     found = advisories.locks([bases.load(version) for version in bases.versions()])
     assert found["0.33.0/requirements-x86_64.lock"]["vllm"] == "0.33.0"
     assert "scripts/requirements-dev.lock" in found
+    assert "scripts/sm12x/data/bench/requirements.lock" in found
     pins = {pin for one in found.values() for pin in one.items()}
     for one in accepted.accepted:
         assert {(one.package, version) for version in one.versions} <= pins

@@ -307,6 +307,33 @@ def test_huge_pages_off_and_little_shared_memory(tmp_path: Path) -> None:
     assert "64.0 MiB" in found["memory.shm"][0].seen
 
 
+@pytest.mark.parametrize(("mode", "severe"), [("0", "ok"), ("1", "ok"), ("x", "unknown")])
+def test_overcommit_that_refuses_no_host_copies(tmp_path: Path, mode: str, severe: str) -> None:
+    files = {"/proc/sys/vm/overcommit_memory": mode}
+    (found,) = findings(workstation(tmp_path, files=files))["memory.overcommit"]
+    assert (found.severity, found.fix) == (severe, ())
+
+
+def test_strict_overcommit(tmp_path: Path) -> None:
+    # GIVEN much free memory, of which the kernel promises half, and most of that is taken
+    memory = fake.meminfo(MemTotal=503, MemAvailable=480, CommitLimit=251, Committed_AS=211)
+    files = {"/proc/sys/vm/overcommit_memory": "2", "/proc/meminfo": memory}
+
+    (found,) = findings(workstation(tmp_path, files=files))["memory.overcommit"]
+
+    # THEN it says how little is left for host copies, and how to lift the limit
+    assert found.severity == "warn"
+    assert all(size in found.seen for size in (" 40.0 GiB", "251.0 GiB"))
+    assert found.fix[0] == "sudo sysctl vm.overcommit_memory=0"
+    assert found.sources[0].startswith("Linux, Documentation/")
+
+
+def test_strict_overcommit_with_a_meminfo_that_does_not_say(tmp_path: Path) -> None:
+    files = {"/proc/sys/vm/overcommit_memory": "2", "/proc/meminfo": ""}
+    (found,) = findings(workstation(tmp_path, files=files))["memory.overcommit"]
+    assert (found.severity, found.seen) == ("warn", "vm.overcommit_memory is 2")
+
+
 def test_trouble_in_the_kernel_log(tmp_path: Path) -> None:
     answers = {
         **fake.docker(Runtimes={"nvidia": {}}),

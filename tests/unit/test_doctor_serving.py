@@ -265,6 +265,18 @@ def test_a_spark_compiles_fewer_at_a_time(tmp_path: Path) -> None:
     assert "MAX_JOBS=13 " in found.fix[0]
 
 
+def test_a_model_in_the_same_memory_leaves_room_for_fewer(tmp_path: Path) -> None:
+    files = {"/sys/devices/system/cpu/online": "0-19"}
+    audit = bundle(tmp_path / "dist", machine="aarch64")
+    recipe = load.load(layout.recipes() / "gpt-oss-120b-gb10.yaml")
+    assert recipe.sm12x is not None
+    fitting = int((110 - recipe.sm12x.memory.resident) / 8)
+    machine = spark(tmp_path / "root", files=files)
+    (found,) = findings(machine, audit, recipe=recipe)["cache.cold"]
+    assert f" {max(1, fitting)} at a time" in found.seen
+    assert fitting < 13
+
+
 def test_no_compiling_with_a_warm_cache_or_kernels_in_the_image(tmp_path: Path) -> None:
     name = "cache.cold"
     files = {"/proc/meminfo": meminfo(MemTotal=503, MemFree=8, MemAvailable=8)}
@@ -360,6 +372,67 @@ def test_a_workstation_may_be_filled(tmp_path: Path) -> None:
     recipe = load.load(layout.recipes() / f"{RECIPE}.yaml")
     recipe = replace(recipe, defaults={**recipe.defaults, "gpu_memory_utilization": "0.95"})
     assert "recipe.utilization" not in needs(recipe, workstation(tmp_path))
+
+
+# ---- settings that others have met trouble with
+
+
+def reports(recipe: Recipe, machine: Machine, *words: str) -> dict[str, Diagnosis]:
+    """The findings about a recipe whose command has more words, by the id of the report."""
+    recipe = replace(recipe, command=" ".join((recipe.command.rstrip(), *words)))
+    found = findings(machine, recipe=recipe).get("recipe.settings", ())
+    ids = {report.seen: report.id for report in knowledge.load().reports}
+    return {ids[one.seen.partition(": ")[2]]: one for one in found}
+
+
+DSPARK = """--speculative-config '{{"method":"dspark"}}'"""
+
+
+@pytest.mark.parametrize(
+    ("words", "shared", "report", "severity"),
+    [
+        ((DSPARK,), False, "draft-cache", "warn"),
+        ((DSPARK, "--no-enable-prefix-caching"), False, "draft-cache", None),
+        (("--kv-cache-dtype", "fp8_e4m3"), False, "fp8-cache", "info"),
+        (("--kv-cache-dtype", "fp8", "--kv-cache-memory-bytes", "1"), False, "fp8-cache", None),
+        (("--kv-cache-dtype", "nvfp4"), False, "nvfp4-cache", "info"),
+        (("--cpu-offload-gb", "8"), False, "offload", "warn"),
+        (("--cpu-offload-gb", "0"), False, "offload", None),
+        (
+            ("--kv-transfer-config", """'{{"kv_connector":"OffloadingConnector"}}'"""),
+            False,
+            "offload",
+            "warn",
+        ),
+        (("--safetensors-load-strategy", "eager"), True, "eager-loader", "warn"),
+        (("--safetensors-load-strategy", "eager"), False, "eager-loader", None),
+        (("--safetensors-load-strategy", "lazy"), True, "eager-loader", None),
+        (("--tensor-parallel-size", "1"), False, "autotune", None),
+    ],
+)
+def test_settings_that_others_have_met_trouble_with(
+    tmp_path: Path, words: tuple[str, ...], shared: bool, report: str, severity: str | None
+) -> None:
+    name = "gpt-oss-120b-gb10" if shared else "gpt-oss-120b-rtx-pro-6000"
+    recipe = load.load(layout.recipes() / f"{name}.yaml")
+    machine = spark(tmp_path) if shared else workstation(tmp_path)
+    found = reports(recipe, machine, *words).get(report)
+    assert (found.severity if found else None) == severity
+    if found:
+        assert found.sources != ("data/doctor.toml",)
+        assert found.seen.startswith(f"{name}, --")
+
+
+def test_reports_of_models_and_of_several_gpus(tmp_path: Path) -> None:
+    several = load.load(layout.recipes() / f"{RECIPE}.yaml")
+    assert reports(several, workstation(tmp_path / "a"))["autotune"].severity == "info"
+    quiet = reports(several, workstation(tmp_path / "b"), "--no-enable-flashinfer-autotune")
+    assert "autotune" not in quiet
+    model = load.load(layout.recipes() / "qwen3.8-27b-fp8.yaml")
+    assert "gated-delta-cache" in reports(model, spark(tmp_path / "c"))
+    assert "gated-delta-cache" not in reports(model, workstation(tmp_path / "d"))
+    other = load.load(layout.recipes() / "gpt-oss-120b-gb10.yaml")
+    assert "gated-delta-cache" not in reports(other, spark(tmp_path / "e"))
 
 
 # ---- versions with known trouble

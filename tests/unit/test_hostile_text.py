@@ -285,6 +285,7 @@ FILES = (
     *("/proc/meminfo", "/proc/cmdline", "/proc/self/cgroup", "/proc/self/limits"),
     *("/sys/devices/system/cpu/online", "/proc/driver/nvidia/version"),
     *("/proc/sys/kernel/osrelease", "/proc/sys/vm/swappiness"),
+    "/proc/sys/vm/overcommit_memory",
 )
 
 

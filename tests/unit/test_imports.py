@@ -17,16 +17,17 @@ SCRIPTS = Path(sm12x.__file__).parents[1]
 FLOORS = {
     "sm12x": (
         ("core", "layout"),
-        ("audit", "recipes", "stack"),
+        ("audit", "stack"),
+        ("recipes",),
         ("deploy", "plan", "wheel"),
         ("doctor", "image", "runtime"),
         ("verify",),
-        ("pool",),
+        ("bench", "pool"),
         ("commands",),
         ("cli", "__main__"),
     ),
     "sm12x_dev": (
-        ("advisories", "base_draft", "listing", "lock", "machine_code", "worktree"),
+        ("advisories", "base_draft", "listing", "lock", "machine_code", "release", "worktree"),
         ("pages",),
         ("witness",),
         ("rebase", "render"),

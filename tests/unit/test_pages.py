@@ -103,7 +103,7 @@ def test_the_command_writes_what_is_stale_and_removes_what_nothing_makes(checkou
 
 def test_every_schema_is_one() -> None:
     schemas = {path.name: json.loads(path.read_text()) for path in layout.schemas().glob("*.json")}
-    verbs = ("audit", "check", "doctor", "plan", "pool", "recipe", "verify")
+    verbs = ("audit", "bench", "check", "doctor", "plan", "pool", "recipe", "verify")
     assert sorted(schemas) == [f"{verb}-1.json" for verb in verbs]
     for schema in schemas.values():
         jsonschema.Draft202012Validator.check_schema(schema)
@@ -429,3 +429,12 @@ def test_devices_that_differ_have_a_panel_each(benchmarks: Path) -> None:
     assert len([text for text in texts if text.endswith("on 12.1")]) == 1
     assert "58 native, 2 PTX, 2 none" in texts
     assert len(bars) == 6 + 7
+
+
+def test_a_sample_names_the_present_stack() -> None:
+    stack = series.load(bases.load(bases.default()))
+    sample = "vLLM {} + stack {}, quick mode\nPatched: {} patches, 1\n`{}`\n"
+    text = sample.format(bases.default(), "0123abcd", 1, "0123abcd")
+    new = sample.format(bases.default(), stack.id, len(stack.patches), stack.id)
+    assert pages.samples(text) == new
+    assert pages.samples("0123abcd") == "0123abcd"

@@ -185,6 +185,24 @@ def test_weights_that_stay_are_copied_nowhere() -> None:
     assert not any("vllm#50011" in text for text in made.warnings)
 
 
+def test_kept_kv_takes_what_is_left_and_is_no_need() -> None:
+    weights = flash().weights
+    assert weights is not None
+    keeps = dataclasses.replace(flash(), sleep=1, keeps_kv=True)
+    alone = host.need([dataclasses.replace(keeps, keeps_kv=False)], PRO)
+    # WHEN nothing limits it, all that the budget has beside the weights
+    most = (keeps.utilization * PRO.memory.high - weights.amount.low) * keeps.gpus
+    found = host.need([keeps], PRO)
+    assert found.kept_kv == pytest.approx(most)
+    # THEN it changes nothing of what must fit
+    assert (found.copies, found.verdict) == (alone.copies, alone.verdict)
+    assert alone.kept_kv == 0
+    # WHEN the server has a budget, and on unified memory
+    assert host.need([dataclasses.replace(keeps, kv_budget=12.0)], PRO).kept_kv == 12
+    assert host.need([dataclasses.replace(keeps, kv_budget=9999.0)], PRO).kept_kv == found.kept_kv
+    assert host.need([dataclasses.replace(spark(sleep=1), keeps_kv=True)], GB10).kept_kv == 0
+
+
 def test_no_copy_is_left_at_a_wake_on_a_card_or_from_level_2() -> None:
     assert budget(PRO, [flash()], []).wake is None
     assert budget(GB10, [spark(sleep=2)], []).wake is None

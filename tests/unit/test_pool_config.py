@@ -143,7 +143,7 @@ def test_words_that_are_none(words: list[str]) -> None:
         {"a": {"recipe": "smoke", "port": 9}, "b": {"recipe": "smoke", "port": 9}},
         {"a": {"recipe": "smoke", "settings": {"no": "such"}}},
         {"a": {"recipe": "smoke", "sleep": "level_1"}},
-        {"a": {"recipe": FLASH, "running": "freeze"}},
+        {"a": {"recipe": "smoke", "running": "freeze"}},
         {"a": {"recipe": "rotation-pair-rtx-pro-6000-tp4"}},
     ],
 )

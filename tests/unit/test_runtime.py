@@ -180,10 +180,11 @@ def test_a_recipe_becomes_vllm(places: Places, monkeypatch: pytest.MonkeyPatch) 
     assert became.value.args[0][-1] == "2"
 
 
-def test_verify_becomes_the_command_of_a_build_machine(places: Places) -> None:
+@pytest.mark.parametrize("verb", ["verify", "bench"])
+def test_a_verb_of_a_build_machine_becomes_that_command(places: Places, verb: str) -> None:
     with pytest.raises(Became) as became:
-        dispatch(places, "verify", "http://127.0.0.1:8000", "--cycles", "2")
-    words = ("-P", "-m", "sm12x", "verify", "http://127.0.0.1:8000", "--cycles", "2")
+        dispatch(places, verb, "http://127.0.0.1:8000", "--model", "2")
+    words = ("-P", "-m", "sm12x", verb, "http://127.0.0.1:8000", "--model", "2")
     assert became.value.args[0] == (sys.executable, *words)
 
 
@@ -247,6 +248,20 @@ def test_compilers_of_a_first_start_follow_cores_and_memory(
         err = capsys.readouterr().err
         assert err.count("MAX_JOBS=") == (2 if jobs else 0)
         assert (f"note: MAX_JOBS={jobs}:" in err) is bool(jobs)
+
+
+@pytest.mark.parametrize(("name", "jobs"), [("aarch64", "5"), ("x86_64", "16")])
+def test_a_model_in_the_hosts_memory_counts_before_compilers(
+    places: Places, monkeypatch: pytest.MonkeyPatch, name: str, jobs: str
+) -> None:
+    machine_of(monkeypatch, cores=16, gib=110, name=name)
+    term = "{ gib: 35, basis: estimated, source: a test }"
+    memory = f"  memory: {{ weights: {term}, kv: {term} }}\n"
+    (places.recipes / "small-model.yaml").write_text(RECIPE.rstrip("\n") + "\n" + memory)
+    with pytest.raises(Became) as became:
+        dispatch(places, "small-model")
+    # (110 - 70) / 8, and beside a GPU's own memory 110 / 4, of 16 processors.
+    assert became.value.args[1]["MAX_JOBS"] == jobs
 
 
 def test_compilers_are_left_to_whoever_limits_them(

@@ -130,7 +130,7 @@ def test_each_server_has_its_own_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_SLEEP_API_KEY", raising=False)
 
     def keys(*variables: str) -> list[str]:
-        found = verify._servers(["http://a:1", "http://b:1"], variables, {}, None, 5.0)
+        found = verify.servers_of(["http://a:1", "http://b:1"], variables, {}, None, 5.0)
         return [server._access.key for server in found]
 
     assert keys() == ["0", "0"]

@@ -72,6 +72,62 @@ def test_level_2_loads_the_weights_between_the_halves_of_the_wake_up() -> None:
     assert report.turns[0].wake_seconds == 1.5
 
 
+def outcome(report: VerifyReport, check: str) -> list[str]:
+    return [one.verdict for one in report.checks if one.check == check]
+
+
+def test_a_conversation_is_measured_over_a_sleep_that_keeps_it() -> None:
+    server = MemoryServer()
+    report, error = run(server, settings=replace(SMALL, cycles=1, conversation=50))
+    assert (error, report.verdict) == (None, "passed")
+    assert changes(server) == ["sleep 1", "wake_up", "sleep 1 keep", "wake_up"]
+    [one] = report.conversations
+    assert (one.server, one.tokens, one.frozen_text) == ("A", 7, "equal")
+    assert (one.cold_seconds, one.cached_seconds, one.after_seconds) == (0.1, 0.01, 0.01)
+    assert one.frozen_seconds is not None
+    for check in ("conversation", "frozen stream", "frozen text"):
+        assert outcome(report, check) == ["ok"]
+    assert json.loads(declared.to_json(report))["conversations"][0]["tokens"] == 7
+
+
+def test_a_conversation_that_is_lost_is_a_breach() -> None:
+    report, error = run(
+        MemoryServer(keeps=False), settings=replace(SMALL, cycles=1, conversation=50)
+    )
+    assert (error, report.verdict) == (None, "breached")
+    assert outcome(report, "conversation") == outcome(report, "frozen text") == ["breach"]
+
+
+def test_two_servers_swap_in_the_middle_of_a_conversation_of_each() -> None:
+    servers = [MemoryServer(name="A"), MemoryServer(name="B", level=1)]
+    report, error = run(*servers, settings=replace(SMALL, conversation=50))
+    assert (error, report.verdict) == (None, "passed")
+    assert [one.server for one in report.conversations] == ["A", "B"]
+    assert "sleep 1 keep" in servers[0].calls
+    assert "sleep 1 keep" in servers[1].calls
+    assert [server.asleep for server in servers] == [False, True]
+    assert by_hand(report) == []
+
+
+def test_a_conversation_without_room_leaves_the_server_awake() -> None:
+    def full(server: MemoryServer, prompt: str) -> str:
+        if len(prompt.split()) == 50:
+            raise CallError("400", next_step="", status=400)
+        return "a text"
+
+    server = MemoryServer(text=full)
+    report, error = run(server, settings=replace(SMALL, conversation=50))
+    assert isinstance(error, ServerError)
+    assert "--conversation" in error.next_step
+    assert (report.verdict, report.conversations, server.asleep) == ("stopped", (), False)
+
+
+def test_without_it_nothing_is_said_of_a_conversation() -> None:
+    report, _ = run(MemoryServer())
+    assert report.conversations == ()
+    assert outcome(report, "conversation") == []
+
+
 @pytest.mark.parametrize("levels", [(0, 1), (1, 0), (0, 0), (1, 1)])
 def test_two_servers_take_turns_and_are_left_as_they_were(levels: tuple[int, int]) -> None:
     servers = [

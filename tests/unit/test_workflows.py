@@ -15,6 +15,8 @@ FOLDER = layout.root() / ".github" / "workflows"
 WORKFLOWS = sorted(FOLDER.glob("*.y*ml"))
 # They run with the repository's rights on what a stranger has written.
 DANGEROUS = {"pull_request_target", "workflow_run", "issue_comment", "issues", "discussion"}
+# Who may start a job that has more than the right to read.
+BY_MAINTAINERS = {"workflow_dispatch", "schedule"}
 # Machines of GitHub's, each used once.
 HOSTED = re.compile(r"ubuntu-\d+\.\d+")
 NOT_FORKS = "github.event_name != 'pull_request'"
@@ -35,7 +37,7 @@ def faults(workflow: dict[str, Any]) -> list[str]:
     if workflow.get("permissions") != {"contents": "read"}:
         found.append("permissions")
     for name, job in workflow["jobs"].items():
-        if "permissions" in job:
+        if "permissions" in job and events - BY_MAINTAINERS:
             found.append(f"{name}: permissions")
         if "pull_request" not in events or job.get("if") == NOT_FORKS:
             continue
@@ -66,6 +68,23 @@ def test_actions_are_of_one_commit_and_keep_no_credentials(path: Path) -> None:
                 assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", step["uses"])
             if str(step.get("uses")).startswith("actions/checkout@"):
                 assert step["with"]["persist-credentials"] is False
+
+
+def test_what_may_write_is_started_by_maintainers_or_the_clock() -> None:
+    workflow = read(FOLDER / "release.yml")
+    assert not faults(workflow)
+    workflow["on"] = {"workflow_dispatch": None, "push": {"branches": ["main"]}}
+    assert faults(workflow) == ["build: permissions", "publish: permissions"]
+
+
+def test_a_workflow_has_the_logic_of_a_script_that_runs_here() -> None:
+    """What a workflow alone has cannot be tried before it is pushed."""
+    for path in WORKFLOWS:
+        for job in read(path)["jobs"].values():
+            for step in job["steps"]:
+                lines = str(step.get("run", "")).strip().splitlines()
+                assert len(lines) <= 4, path.name
+                assert not any(re.match(r"\s*(if|for|while|case) ", line) for line in lines)
 
 
 def test_the_job_that_ran_for_forks_was_one() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from sm12x.core.errors import ServerError
@@ -39,6 +40,9 @@ class MemoryServer(Server):
     asked: int = 0
     calls: list[str] = field(default_factory=list)
     says: tuple[RankUse, ...] | None = None
+    # Whether a sleep keeps the KV cache; without it a frozen stream gets another text.
+    keeps: bool = True
+    _cached: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.url = f"http://127.0.0.1:800{self.name}"
@@ -65,8 +69,10 @@ class MemoryServer(Server):
     def ranks(self) -> tuple[RankUse, ...] | None:
         return self.says
 
-    def sleep(self, level: int, *, retry: bool = False) -> float:
-        self._call(f"sleep {level}")
+    def sleep(self, level: int, *, mode: str = "", retry: bool = False) -> float:
+        self._call(f"sleep {level} {mode}".strip())
+        if not self.keeps:
+            self._cached.clear()
         self.level = level
         self.gone |= level == 2
         self.sleeps += 1
@@ -93,7 +99,17 @@ class MemoryServer(Server):
         if self.asleep:
             raise ServerError("503", next_step="wake it up")
         text = "" if self.gone else self.text(self, prompt)
-        return Completion(text=text, tokens=len(text), ids=None, seconds=0.01)
+        seconds = 0.01 if prompt in self._cached else 0.1
+        self._cached.add(prompt)
+        return Completion(text=text, tokens=len(text), ids=None, seconds=seconds, prompt_tokens=7)
+
+    def stream(self, prompt: str, tokens: int) -> Iterator[str]:
+        self._call("stream")
+        text, sleeps = self.text(self, prompt), self.sleeps
+        yield from text[:-1]
+        while self.sleeps == sleeps or self.asleep:
+            time.sleep(0.001)
+        yield text[-1] if self.keeps else "?"
 
     def counters(self) -> Mapping[str, float]:
         if not self.speculates:

@@ -220,6 +220,10 @@ class Gpus:
         """The rank's worker does not know what is asleep."""
         self._write(rank, "silent", 1)
 
+    def room(self, rank: int, blocks: int) -> None:
+        """How many blocks of KV cache the rank's host has room for."""
+        self._write(rank, "room", blocks)
+
     def used(self) -> list[int]:
         return [int(self._read(rank, "used") or 0) for rank in range(RANKS)]
 

@@ -13,6 +13,7 @@ call of an operation, while the worker runs elsewhere:
     rank<n>/die-<op>   the next call of <op> ends the worker's process
     rank<n>/payload    seconds between the notice of a large reply and the reply itself
     rank<n>/keeps      the worker keeps the weights through a sleep of level 2, and says so
+    rank<n>/room       how many blocks of KV cache the worker's host has room for
     rank<n>/silent     the worker does not know what is asleep
     rank<n>/batches    forward passes so far, in which data parallel ranks meet
     rank<n>/log        one line a call
@@ -37,6 +38,8 @@ from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
+
+BLOCK_BYTES = 64
 
 
 class Device:
@@ -92,6 +95,10 @@ class Device:
 
     def keeps(self) -> bool:
         return (self.folder / "keeps").exists()
+
+    def room(self) -> int:
+        """Blocks of KV cache that the host has room for."""
+        return int((self.folder / "room").read_text()) if (self.folder / "room").exists() else 99
 
     def silent(self) -> bool:
         return (self.folder / "silent").exists()
@@ -227,6 +234,27 @@ class PretendWorker(WorkerBase):  # type: ignore[misc]
             "rank": self.rank,
             "asleep_bytes": asleep,
         }
+
+    def kv_room(self, limit: int | None = None) -> tuple[int, int, str]:
+        self.gpu.trip("kv_room")
+        return self.gpu.room() * BLOCK_BYTES, BLOCK_BYTES, "the host of the test has no room."
+
+    def keep_kv(self, blocks: list[int]) -> None:
+        self.gpu.called("keep_kv", str(len(blocks)))
+        self.gpu.trip("keep_kv")
+        self.gpu.host["kept"] = len(blocks)
+
+    def restore_kv(self, blocks: int) -> bool:
+        self.gpu.called("restore_kv", str(blocks))
+        self.gpu.need_mapped("weights", "kv_cache")
+        self.gpu.trip("restore_kv")
+        if self.gpu.host.get("kept") != blocks:
+            raise RuntimeError(f"{self.gpu.host.get('kept')} of {blocks} blocks are kept")
+        return False
+
+    def drop_kv(self) -> None:
+        self.gpu.called("drop_kv")
+        self.gpu.host.pop("kept", None)
 
     def load_new_weights(self, value: int) -> None:
         self.gpu.need_mapped("weights")

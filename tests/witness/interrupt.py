@@ -21,7 +21,7 @@ from typing import Any
 # Of the opcodes, every n-th is interrupted at: a prime, so that loops are met at different ones.
 STRIDE = 23
 # The files whose functions are walked through.
-WALKED = ("cumem.py", "host_copies.py", "sleep_mode_backend.py", "gpu_worker.py")
+WALKED = ("cumem.py", "host_copies.py", "kept_kv.py", "sleep_mode_backend.py", "gpu_worker.py")
 
 
 class Walker:

@@ -7,6 +7,7 @@ interrupt, a driver that refuses a call, and a block that is freed by another th
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import gc
 import importlib
@@ -410,7 +411,7 @@ def test_copies_go_to_several_streams(world: World) -> None:
 @pytest.mark.guard
 def test_a_digest_without_memory_copies(world: World) -> None:
     blocks = kept(world)
-    module: Any = importlib.import_module(type(world.host_copies).__module__)
+    module: Any = importlib.import_module(COPIES)
 
     def short(*block: Any) -> None:
         raise RuntimeError("CUDA out of memory")
@@ -453,7 +454,7 @@ def test_a_digest_without_its_kernel(world: World) -> None:
 def noted_digests(world: World) -> list[str]:
     """From here on, what computes a digest, and each compilation of its kernel."""
     world.use_plugin()
-    module: Any = importlib.import_module(type(world.host_copies).__module__)
+    module: Any = importlib.import_module(COPIES)
     done: list[str] = []
     digest = module.digest_by_torch
 
@@ -503,7 +504,7 @@ def test_a_sleep_does_not_wait_for_its_kernel(world: World, prepared: bool) -> N
 @pytest.mark.guard
 def test_the_kernel_computes_where_pytorch_has_no_memory(world: World) -> None:
     done = noted_digests(world)
-    module: Any = importlib.import_module(type(world.host_copies).__module__)
+    module: Any = importlib.import_module(COPIES)
 
     def short(*block: Any) -> None:
         raise RuntimeError("CUDA out of memory")
@@ -519,7 +520,7 @@ def test_the_kernel_computes_where_pytorch_has_no_memory(world: World) -> None:
 def test_a_kernel_that_is_not_compiled_is_no_failure(world: World, prepared: bool) -> None:
     """PyTorch computes digests then, and one warning says so."""
     done = noted_digests(world)
-    module: Any = importlib.import_module(type(world.host_copies).__module__)
+    module: Any = importlib.import_module(COPIES)
 
     def fails(device: int) -> None:
         raise RuntimeError("no C compiler")
@@ -924,6 +925,30 @@ def test_host_memory_that_ends_half_way(world: World) -> None:
     expect("registered host memory", world.fake.registered(), 0)
     world.expect_awake(*blocks)
     module.available_host_memory = available
+    expect_sleep_and_wake(world, blocks)
+    free_all(world, blocks)
+
+
+@pytest.mark.guard
+def test_memory_that_the_kernel_does_not_map(world: World) -> None:
+    """As too little memory: the sleep is refused, and nothing is held."""
+    blocks = in_small_regions(world)
+    module: Any = importlib.import_module(COPIES)
+    mmap, maps = module.mmap.mmap, iter(range(2))
+
+    def strict(*arguments: Any, **more: Any) -> Any:
+        if next(maps, None) is None:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return mmap(*arguments, **more)
+
+    module.mmap.mmap = strict
+    try:
+        problem = raised(lambda: world.allocator.sleep(OFFLOAD))
+    finally:
+        module.mmap.mmap = mmap
+    assert "the kernel maps none" in str(problem), problem
+    expect("registered host memory", world.fake.registered(), 0)
+    world.expect_awake(*blocks)
     expect_sleep_and_wake(world, blocks)
     free_all(world, blocks)
 

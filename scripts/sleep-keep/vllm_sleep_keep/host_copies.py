@@ -190,6 +190,10 @@ class Runtime:
     NON_BLOCKING = 1
     PORTABLE = 1
     ANY_DIRECTION = 4
+    # The first cudaRuntimeGetVersion whose cudaMemcpyBatchAsync has these arguments.
+    BATCHES = 13000
+    # cudaMemcpyAttributes: a source is read in the stream's order; no hints, no flags.
+    IN_STREAM_ORDER = (1, 0, 0, 0, 0, 0)
     # Codes of cudaHostUnregister after which the memory is not registered.
     UNREGISTERED = (0, 1, 713)
 
@@ -206,6 +210,11 @@ class Runtime:
             ("cudaStreamCreateWithFlags", [pointer, ctypes.c_uint]),
             ("cudaStreamSynchronize", [pointer]),
             ("cudaMemcpyAsync", [pointer, pointer, size, number, pointer]),
+            (
+                "cudaMemcpy2DAsync",
+                [pointer, size, pointer, size, size, size, number, pointer],
+            ),
+            ("cudaRuntimeGetVersion", [pointer]),
             ("cudaThreadExchangeStreamCaptureMode", [pointer]),
             ("cudaGetLastError", []),
         ):
@@ -213,6 +222,13 @@ class Runtime:
             function.restype, function.argtypes = number, arguments
         self._library.cudaGetErrorString.restype = ctypes.c_char_p
         self._library.cudaGetErrorString.argtypes = [number]
+        version = number()
+        self._library.cudaRuntimeGetVersion(ctypes.byref(version))
+        self._has_batches = version.value >= self.BATCHES
+        if self._has_batches:
+            batch = self._library.cudaMemcpyBatchAsync
+            batch.restype = number
+            batch.argtypes = (*[pointer] * 3, size, pointer, pointer, size, pointer)
         # Each region by address, with its device and its memory, until `give_back`.
         self._held: dict[int, tuple[weakref.ref[Region], int, mmap.mmap]] = {}
 
@@ -251,6 +267,46 @@ class Runtime:
     def copy(self, to: int, source: int, size: int, stream: int) -> None:
         """Issue a copy, which ends at the latest when `wait` returns for its stream."""
         self.call("cudaMemcpyAsync", to, source, size, self.ANY_DIRECTION, stream)
+
+    def copy_rows(
+        self,
+        to: int,
+        to_pitch: int,
+        source: int,
+        source_pitch: int,
+        width: int,
+        height: int,
+        stream: int,
+    ) -> None:
+        """Issue a copy of `height` rows of `width` bytes, as far apart as the pitches.
+
+        CUDA takes no pitch below the width, and none of 2 GiB or more.
+        """
+        self.call(
+            "cudaMemcpy2DAsync",
+            *(to, to_pitch, source, source_pitch, width, height),
+            *(self.ANY_DIRECTION, stream),
+        )
+
+    def copy_all(self, copies: list[tuple[int, int, int]], stream: int) -> None:
+        """Issue copies, each of (to, source, size), by one call where CUDA has one."""
+        if not self._has_batches:
+            for copy in copies:
+                self.copy(*copy, stream)
+            return
+        count = len(copies)
+        to, source, size = zip(*copies, strict=True)
+        self.call(
+            "cudaMemcpyBatchAsync",
+            (ctypes.c_void_p * count)(*to),
+            (ctypes.c_void_p * count)(*source),
+            (ctypes.c_size_t * count)(*size),
+            count,
+            (ctypes.c_uint * len(self.IN_STREAM_ORDER))(*self.IN_STREAM_ORDER),
+            (ctypes.c_size_t * 1)(0),
+            1,
+            stream,
+        )
 
     def wait(self, stream: int) -> None:
         self.call("cudaStreamSynchronize", stream)
@@ -330,7 +386,14 @@ class Region:
     """Own host memory that CUDA can register, in huge pages where possible."""
 
     def __init__(self, size: int, runtime: Runtime, device: int) -> None:
-        memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE)
+        try:
+            memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE)
+        except OSError as error:
+            # As with vm.overcommit_memory=2, where memory that is free may not count.
+            raise NoHostMemoryError(
+                f"host copies take {size / GIB:.2f} GiB more of host memory, and the "
+                f"kernel maps none: {error}"
+            ) from error
         # A fork would copy every registered page at once. A forked process does not
         # need the memory, because it cannot use CUDA.
         memory.madvise(mmap.MADV_DONTFORK)
@@ -368,11 +431,11 @@ class Region:
         return part
 
 
-def _groups(sizes: Iterable[int]) -> Iterator[list[int]]:
-    """Split the sizes, in their order, into groups that each fit a region."""
+def _groups(sizes: Iterable[int], limit: int) -> Iterator[list[int]]:
+    """Split the sizes, in their order, into groups of at most `limit` bytes each."""
     group: list[int] = []
     for size in sizes:
-        if group and sum(group) + size > REGION:
+        if group and sum(group) + size > limit:
             yield group
             group = []
         group.append(size)
@@ -381,20 +444,26 @@ def _groups(sizes: Iterable[int]) -> Iterator[list[int]]:
 
 
 def host_memory(
-    sizes: list[int], runtime: Runtime, device: int, reserve: bool
+    sizes: list[int],
+    runtime: Runtime,
+    device: int,
+    reserve: bool,
+    region_size: int | None = None,
+    ahead: int = 2,
 ) -> Iterator[torch.Tensor]:
     """Take registered host memory, near to the device: bytes for each of the sizes.
 
-    Each tensor comes once it can be copied to; more memory is touched and registered
-    meanwhile. Raises NoHostMemoryError where less is available, beside the `reserve`,
-    and RuntimeError where CUDA does not register it.
+    Each tensor comes once it can be copied to; the memory of `ahead` regions is touched
+    and registered meanwhile. A region has several of the sizes, up to `region_size`
+    bytes (REGION where None). Raises NoHostMemoryError where less is available, beside
+    the `reserve`, and RuntimeError where CUDA does not register it.
     """
     left = sum(sizes)
     near = cpus_near(runtime.bus_id(device))
     count = min(THREADS, len(near or os.sched_getaffinity(0)))
     taken: deque[tuple[Region, Future[None], list[int]]] = deque()
     with DeviceThreads(runtime, device, count, near) as threads:
-        for group in [*_groups(sizes), []]:
+        for group in [*_groups(sizes, region_size or REGION), []]:
             if group:
                 # Checked before each region, because other workers take memory
                 # meanwhile.
@@ -402,8 +471,8 @@ def host_memory(
                 left -= sum(group)
                 region = Region(sum(group), runtime, device)
                 taken.append((region, region.take(threads), group))
-            # One region is touched and one registered while the caller uses a third.
-            while len(taken) > (2 if group else 0):
+            # Of two, one is touched and one registered while the caller uses a third.
+            while len(taken) > (ahead if group else 0):
                 region, done, parts = taken.popleft()
                 done.result()
                 for size, end in zip(parts, accumulate(parts), strict=True):
@@ -687,7 +756,7 @@ class HostCopies:
             key=lambda data: data.tag not in offload_tags,
         )
         self._wait_for_preparation()
-        self._synchronize(blocks)
+        self._wait_for_device(blocks)
         self._wait_for_copies()
         self._forget_freed(allocator)
         offloaded = [data for data in blocks if data.tag in offload_tags]
@@ -712,7 +781,7 @@ class HostCopies:
         """Put the blocks of these tags to sleep without their content."""
         records = list(allocator.pointer_to_data.values())
         blocks = [data for data in records if data.tag in tags]
-        self._synchronize(blocks)
+        self._wait_for_device(blocks)
         self._put_all_to_sleep(allocator, blocks, (), {})
 
     def _put_all_to_sleep(
@@ -750,6 +819,7 @@ class HostCopies:
             if not self._take_in_hand(allocator, data):
                 return False
             was_awake = not data.is_asleep
+            self._before_unmapping(data)
             if was_awake:
                 data.is_unmapped = False
                 data.cpu_backup_tensor = None
@@ -1024,6 +1094,13 @@ class HostCopies:
 
     # -- what both take --
 
+    def _wait_for_device(self, blocks: Iterable[Any]) -> None:
+        """Wait until nothing uses the blocks that a sleep is to unmap."""
+        self._synchronize(blocks)
+
+    def _before_unmapping(self, data: Any) -> None:
+        """Do what has to be done while the memory of a block is still mapped."""
+
     @staticmethod
     def _take_in_hand(allocator: Any, data: Any) -> bool:
         """Return whether the block still exists, and protect it from being freed.
@@ -1070,10 +1147,13 @@ class HostCopies:
 
     def _stream(self, device: int, turn: int) -> int:
         if device not in self._streams:
-            with DeviceThreads(self._runtime, device, 1) as threads:
-                made = [threads.start(self._runtime.stream) for _ in range(STREAMS)]
-                self._streams[device] = [one.result() for one in made]
+            self._streams[device] = self._new_streams(device)
         return self._streams[device][turn % STREAMS]
+
+    def _new_streams(self, device: int) -> list[int]:
+        with DeviceThreads(self._runtime, device, 1) as threads:
+            made = [threads.start(self._runtime.stream) for _ in range(STREAMS)]
+            return [one.result() for one in made]
 
     def _wait_for_copies(self) -> None:
         for streams in self._streams.values():

@@ -19,7 +19,8 @@ from sm12x.core.errors import BadFileError, FindingsError, Sm12xError, UsageErro
 from sm12x.core.progress import spinner
 from sm12x.deploy import container, local, mounts, nomad
 from sm12x.deploy.container import BUNDLE, LOOPBACK, Grants
-from sm12x.recipes import edit, lint, load
+from sm12x.recipes import edit, evidence, lint, load
+from sm12x.recipes.evidence import Evidence
 from sm12x.recipes.lint import ERROR, WARNING, LintFinding
 from sm12x.recipes.model import Recipe, ShownRecipe
 from sm12x.recipes.render import filled, require_harmless
@@ -63,6 +64,7 @@ class RecipeBrief:
     machines: int | None = None
     sleep: str | None = None
     state: str | None = None
+    evidence: tuple[Evidence, ...] = ()
     blocked: str = ""
     pool: tuple[str, ...] = ()
 
@@ -114,7 +116,8 @@ def list_(as_json: bool) -> None:
         if block:
             machines = f" on each of {block.machines} machines" if block.machines > 1 else ""
             blocked = recipe.blocked_on(layout.release())
-            state = f"{block.status.state}{', cannot serve yet' if blocked else ''}"
+            state = evidence.state(recipe, evidence.of(recipe))
+            state += ", cannot serve yet" if blocked else ""
             click.echo(
                 f"    {block.gpus} x {' or '.join(block.hardware)}{machines}; sleep "
                 f"{block.sleep}; {state}"
@@ -128,13 +131,15 @@ def _brief(recipe: Recipe) -> RecipeBrief:
     )
     if block is None:
         return brief
+    entries = evidence.of(recipe)
     return dataclasses.replace(
         brief,
         hardware=block.hardware,
         gpus=block.gpus,
         machines=block.machines,
         sleep=str(block.sleep),
-        state=block.status.state,
+        state="verified" if entries else block.status.state,
+        evidence=tuple(entries),
         blocked=recipe.blocked_on(layout.release()),
         pool=block.pool,
     )
@@ -180,12 +185,13 @@ def lint_(names: tuple[str, ...], as_json: bool, strict: bool) -> None:
         if recipe:
             recipes[str(path)] = recipe
             findings += _memory(recipe) + _mounts(recipe)
+    findings += lint.evidence_findings(paths, recipes)
     has_parser = importlib.util.find_spec("vllm") is not None
     if has_parser:
         with spinner("vLLM's argument parser, about 20 s"):
             findings += _parser(recipes)
     order = {path: number for number, path in enumerate(paths)}
-    findings.sort(key=lambda finding: (order[finding.path], finding.line))
+    findings.sort(key=lambda finding: (order.get(finding.path, len(order)), finding.line))
     parser = "asked" if has_parser else "not asked: vLLM is not installed here"
     how = f"docker run --rm {_tag() or BUNDLE} check" + (
         "" if not names else " (or mount the file and run `sm12x recipe lint FILE` in the image)"

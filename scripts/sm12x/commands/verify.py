@@ -102,6 +102,14 @@ def _limits(command: _Command) -> _Command:
     "--random-weights", is_flag=True, help="Compare texts, but do not check them for garbage."
 )
 @click.option(
+    "--conversation",
+    type=click.IntRange(0, 10_000_000),
+    default=0,
+    metavar="TOKENS",
+    help="After the cycles measure a conversation of so many tokens over a swap, and a stream that "
+    "mode=keep freezes.",
+)
+@click.option(
     "--force",
     is_flag=True,
     help="Go on where requests run, or it cannot be seen whether any do: a sleep aborts them.",
@@ -146,6 +154,7 @@ def command(
     models: tuple[str, ...],
     gpus: str,
     random_weights: bool,
+    conversation: int,
     force: bool,
     timeout: float,
     variables: tuple[str, ...],
@@ -166,12 +175,17 @@ def command(
     Example: sm12x verify http://127.0.0.1:8000 --cycles 20 --save verify.json --save verify.md
     Example: sm12x verify http://127.0.0.1:8000 http://127.0.0.1:8001
     """
-    secrets = _secrets(variables)
-    servers = _servers(urls, variables, secrets, ca_file, timeout)
+    secrets = secrets_of(variables)
+    servers = servers_of(urls, variables, secrets, ca_file, timeout)
     if len(models) > len(servers):
         raise UsageError(
             f"--model is given {len(models)} times for {text.counted(len(servers), 'server')}",
             next_step="give it once for each server, in their order",
+        )
+    if conversation and level != 1:
+        raise UsageError(
+            "--conversation is of level 1: level 2 discards what a conversation belongs to",
+            next_step="leave --level out, or --conversation",
         )
     settings = cycles.Settings(
         cycles=count,
@@ -181,6 +195,7 @@ def command(
         models=models,
         random_weights=random_weights,
         force=force,
+        conversation=conversation,
         limits=Limits(**chosen),
     )
     saved = _Files(save)
@@ -226,8 +241,8 @@ def command(
     _leave(report, error or next(map(_not_written, faults.items()), None), secrets)
 
 
-def _secrets(variables: Sequence[str]) -> dict[str, str]:
-    """The keys and tokens of the environment, each with its variable's name."""
+def secrets_of(variables: Sequence[str]) -> dict[str, str]:
+    """Return the keys and tokens of the environment, each with its variable's name."""
     return {
         value: name
         for name, given in os.environ.items()
@@ -235,13 +250,14 @@ def _secrets(variables: Sequence[str]) -> dict[str, str]:
     }
 
 
-def _servers(
+def servers_of(
     urls: Sequence[str],
     variables: Sequence[str],
     secrets: Mapping[str, str],
     ca: Path | None,
     timeout: float,
 ) -> list[clients.Server]:
+    """Return the servers at ``urls``, each with its key. Raises UsageError."""
     if not 1 <= len(urls) <= len(_NAMES):
         raise click.UsageError(
             f"Give the address of one server, or of two that take turns; {len(urls)} are given."

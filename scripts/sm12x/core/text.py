@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
 
@@ -158,6 +158,11 @@ def _row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(clean) + " |"
 
 
+def no_markdown(line: str) -> str:
+    """Return a line in which nothing of others' words is Markdown."""
+    return "".join(f"\\{c}" if c in "\\`*_<[!#" else c for c in line)
+
+
 def visible(text: str) -> str:
     r"""Escape each character of ``CONTROL`` in ``text``: ``\x1b``, ``\u202e``."""
     return CONTROL.sub(lambda match: _escaped(match[0]), text)
@@ -168,28 +173,38 @@ def one_line(name: str) -> str:
     return visible(name).replace("\n", "\\x0a").replace("\t", "\\x09")
 
 
-def without(value: _T, secrets: Mapping[str, str]) -> _T:
-    """Replace every secret in the texts of ``value``, at any depth and in keys too, by its name.
+def each(value: _T, change: Callable[[str], str]) -> _T:
+    """Return ``value`` with ``change`` made to its texts, at any depth and in keys too.
 
-    Args:
-        value: a text, or a dataclass, mapping or list of values.
-        secrets: secret -> what stands for it.
+    ``value`` is a text, or a dataclass, mapping or list of values.
     """
     result: Any = value
     if isinstance(result, str):
-        # The longest first: one may be the beginning of another.
-        for secret in sorted(secrets, key=len, reverse=True):
-            result = result.replace(secret, f"<{secrets[secret]}>")
+        result = change(result)
     elif is_dataclass(result) and not isinstance(result, type):
         names = [one.name for one in fields(result) if one.init]
-        result = replace(
-            result, **{name: without(getattr(result, name), secrets) for name in names}
-        )
+        result = replace(result, **{name: each(getattr(result, name), change) for name in names})
     elif isinstance(result, Mapping):
-        result = {without(key, secrets): without(one, secrets) for key, one in result.items()}
+        result = {each(key, change): each(one, change) for key, one in result.items()}
     elif isinstance(result, tuple | list):
-        result = type(result)(without(one, secrets) for one in result)
+        result = type(result)(each(one, change) for one in result)
     return cast(_T, result)
+
+
+def without(value: _T, secrets: Mapping[str, str]) -> _T:
+    """Replace every secret in the texts of ``value``, as ``each`` has them, by its name.
+
+    Args:
+        secrets: secret -> what stands for it.
+    """
+
+    def hidden(text: str) -> str:
+        # The longest first: one may be the beginning of another.
+        for secret in sorted(secrets, key=len, reverse=True):
+            text = text.replace(secret, f"<{secrets[secret]}>")
+        return text
+
+    return each(value, hidden)
 
 
 def _escaped(char: str) -> str:

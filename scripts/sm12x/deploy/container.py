@@ -39,6 +39,7 @@ LOOPBACK = "127.0.0.1"
 # queues take 10 x 16 MiB and 10 x 24 MiB for each rank (shm_broadcast.py), 2.1 GiB with 8 ranks;
 # NCCL a few MiB for each pair of ranks without a direct path. So no IPC namespace of the host's.
 SHM_BYTES = 16 << 30
+# Of every container of the image: rendered servers, commands that the bundle prints, tests.
 # The image's user has no capability as it is. Dropped, no program of the image can get one; without
 # this an image of others, which runs as root, has 14.
 HARDENED = f"--shm-size {SHM_BYTES >> 30}g --cap-drop ALL --security-opt no-new-privileges"

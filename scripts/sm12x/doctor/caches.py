@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from sm12x.core.machine import compiler_gib, compilers
-from sm12x.core.text import counted, size
+from sm12x.core.text import GIB, counted, size
 from sm12x.doctor.host import Host, Unseen
 from sm12x.doctor.model import (
     Cache,
@@ -170,13 +170,18 @@ def _cold(facts: Facts) -> Iterator[Finding]:
         yield unknown(f"could not see how many compilers fit: {why}")
         return
     each = compiler_gib(unified=facts.unified)
-    fitting = compilers(cores=cores, available=facts.available, unified=facts.unified)
+    block = facts.recipe.sm12x if facts.recipe else None
+    # There the model is in the same memory before the compilers start.
+    resident = block.memory.resident if block and facts.unified else 0.0
+    free = max(0, facts.available - int(resident * GIB))
+    fitting = compilers(cores=cores, available=free, unified=facts.unified)
     limit = facts.host.env.get("MAX_JOBS", "")
     # Where it is not given, the image's entry point sets it, by the same rule.
     jobs = (int(limit) if limit.isdecimal() and int(limit) else cores) if limit else fitting
     seen = (
         f"no kernels of FlashInfer {release} in a cache: the first start compiles them, {jobs} at "
-        f"a time, each up to {each:g} GiB; {size(facts.available)} are available"
+        f"a time, each up to {each:g} GiB; {size(free)} are available"
+        f"{' beside the model' if resident else ''}"
     )
     yield info(seen) if jobs <= fitting else warn(seen, "limit", jobs=fitting)
 

@@ -67,6 +67,40 @@ class _Trouble(Declared):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SettingReport(Declared):
+    """A report about a setting of a recipe's server on SM12x: what users of it have met.
+
+    It is about servers of which one of ``options`` (option -> regular expression of its value)
+    holds, none of ``unless`` is given, and whose recipe's model fits ``model``; any where these are
+    empty. ``unified``: on machines where GPU and CPU share one memory alone. ``gpus``: with so many
+    of a machine, or more.
+    """
+
+    id: str
+    level: Literal["warn", "info"]
+    seen: str
+    why: str
+    sources: tuple[str, ...]
+    fix: tuple[str, ...] = ()
+    options: Mapping[str, str] = field(default_factory=dict)
+    unless: tuple[str, ...] = ()
+    model: str = ""
+    unified: bool = False
+    gpus: int = 1
+
+    def concerns(self, options: Mapping[str, str], model: str, gpus: int, *, unified: bool) -> str:
+        """Return the option that it is about, "the model" without one, or "" where it is not."""
+        if any(name in options for name in self.unless) or gpus < self.gpus:
+            return ""
+        if (self.unified and not unified) or not re.search(self.model, model):
+            return ""
+        for name, value in self.options.items():
+            if name in options and re.search(value, options[name]):
+                return f"--{name} {options[name]}".rstrip()
+        return "" if self.options else "the model"
+
+
+@dataclass(frozen=True, kw_only=True)
 class KnownCheck(Declared):
     """A kind of finding.
 
@@ -104,6 +138,7 @@ class Knowledge(Declared):
     requirements: Annotated[tuple[_Requirement, ...], Field(alias="cuda")]
     troubles: Annotated[tuple[_Trouble, ...], Field(alias="trouble")]
     checks: Annotated[Mapping[str, KnownCheck], Field(alias="check")]
+    reports: Annotated[tuple[SettingReport, ...], Field(alias="report")]
     thresholds: Annotated[_Thresholds, Field(alias="threshold")]
 
     def model_of_name(self, name: str) -> _GpuModel | None:

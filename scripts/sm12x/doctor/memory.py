@@ -16,6 +16,8 @@ from sm12x.doctor.model import Facts, Finding, check, info, ok, unknown, warn
 _MEMLOCK = re.compile(r"^Max locked memory\s+(unlimited|\d{1,20})\b", re.MULTILINE | re.ASCII)
 # cgroup version 1 writes "no limit" as the largest multiple of a page.
 _NO_LIMIT = 1 << 62
+# vm.overcommit_memory with which the kernel promises no more than CommitLimit.
+_STRICT = 2
 
 
 def meminfo(host: Host) -> dict[str, int] | Unseen:
@@ -92,6 +94,24 @@ def _huge_pages(facts: Facts) -> Iterator[Finding]:
         yield warn("off: the first sleep pins page by page", "on")
     else:
         yield ok(f"mode {mode[1]}")
+
+
+@check("memory.overcommit")
+def _overcommit(facts: Facts) -> Iterator[Finding]:
+    mode = facts.host.number("/proc/sys/vm/overcommit_memory")
+    if isinstance(mode, Unseen):
+        yield unknown(f"could not see vm.overcommit_memory: {mode.why}")
+        return
+    seen = f"vm.overcommit_memory is {mode}"
+    if mode != _STRICT:
+        yield ok(seen)
+        return
+    entries = {} if isinstance(facts.meminfo, Unseen) else facts.meminfo
+    limit, committed = entries.get("CommitLimit"), entries.get("Committed_AS")
+    if limit is not None and committed is not None:
+        left = max(limit - committed, 0)
+        seen += f": {size(left)} of {size(limit)} may still be promised to processes"
+    yield warn(seen, "heuristic")
 
 
 @check("memory.memlock")

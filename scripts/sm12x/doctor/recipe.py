@@ -61,6 +61,24 @@ def _utilization(facts: Facts) -> Iterator[Finding]:
         yield warn(f"{recipe.key} {takes}", "render", recipe=shlex.quote(recipe.key), most=most)
 
 
+@check("recipe.settings")
+def _settings(facts: Facts) -> Iterator[Finding]:
+    """Report what others have met with a setting of the recipe's server on these GPUs."""
+    recipe = facts.recipe
+    if recipe is None or recipe.sm12x is None or not facts.options:
+        return
+    for report in facts.known.reports:
+        model, gpus = recipe.model or recipe.key, recipe.sm12x.gpus
+        if what := report.concerns(facts.options, model, gpus, unified=facts.unified):
+            found = {"warn": warn, "info": info}[report.level]
+            yield replace(
+                found(f"{recipe.key}, {what}: {report.seen}"),
+                why=report.why,
+                sources=report.sources,
+                commands=report.fix,
+            )
+
+
 @check("recipe.needs")
 def _needs(facts: Facts) -> Iterator[Finding]:
     recipe = facts.recipe

@@ -122,8 +122,9 @@ class Deployment:
     """One deployment as the planner sees it; the terms are of one GPU, None where not known.
 
     ``gpus`` counts the GPUs on each of ``machines``. ``sleep`` is the level, 0 for never. Where it
-    ``keeps_weights``, level 1 releases the KV cache alone, and the weights are in ``residue``.
-    ``cache`` is None where the release has not been asked.
+    ``keeps_weights``, level 1 releases the KV cache alone, and the weights are in ``residue``. With
+    ``keeps_kv`` its sleep copies the KV cache to the host: ``kv_budget`` GiB a machine at most,
+    where that is set. ``cache`` is None where the release has not been asked.
     """
 
     name: str
@@ -137,6 +138,8 @@ class Deployment:
     residue: Term | None
     cache: Cache | None = None
     keeps_weights: bool = False
+    keeps_kv: bool = False
+    kv_budget: float | None = None
 
     @property
     def copies_weights(self) -> bool:

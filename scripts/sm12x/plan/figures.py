@@ -240,6 +240,8 @@ def _rooms(figures: Figures, card: str) -> Iterator[str]:
         if room.basis == "at most":
             share = f"{figures.utilization:g} of {card}"
             where = f"{share}, whose weights leave {size} for KV cache, activations and CUDA graphs"
+            if room.budget <= 0:
+                where = f"{share}: the weights are {-room.budget / GIB:.2f} GiB larger than that"
         change = [*changes(figures, room)]
         start = "does not start in" if change else "starts in"
         yield f"  {start} {where}"
@@ -247,7 +249,8 @@ def _rooms(figures: Figures, card: str) -> Iterator[str]:
             yield f"    vLLM: {room.refusal}"
         yield from (f"    change: {text}" for text in change)
         most = "no limit" if room.sequences is None else f"{room.sequences:,}"
-        yield f"    largest --max-model-len {room.length:,}, largest --max-num-seqs {most}"
+        if room.length:
+            yield f"    largest --max-model-len {room.length:,}, largest --max-num-seqs {most}"
         if not room.refusal:
             yield (
                 f"    {room.tokens:,} tokens in {room.blocks:,} blocks: {room.concurrency:.2f} "

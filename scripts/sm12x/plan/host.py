@@ -38,12 +38,14 @@ class HostNeed:
     """Pinned host memory of one machine for the level-1 copies of ``asleep``.
 
     ``copies`` is None where a sleeping server's weights are not known; ``ram`` is the smaller of
-    the machine's memory and the cgroup's limit, None where not known.
+    the machine's memory and the cgroup's limit, None where not known. ``kept_kv`` are the most GiB
+    of KV cache that sleeps keep beside the copies, where there is room: it is no need.
     """
 
     copies: Amount | None
     asleep: tuple[str, ...]
     ram: float | None
+    kept_kv: float = 0.0
 
     @shown
     def verdict(self) -> str:
@@ -228,7 +230,20 @@ def need(asleep: Sequence[Deployment], hardware: Hardware) -> HostNeed:
             total = None
         else:
             total = total + server.weights.amount * server.gpus
-    return HostNeed(copies=total, asleep=tuple(server.name for server in copying), ram=hardware.ram)
+    keeping = [server for server in asleep if server.keeps_kv and not hardware.unified]
+    return HostNeed(
+        copies=total,
+        asleep=tuple(server.name for server in copying),
+        ram=hardware.ram,
+        kept_kv=sum(_most_kv(server, hardware) for server in keeping),
+    )
+
+
+def _most_kv(server: Deployment, hardware: Hardware) -> float:
+    """GiB of KV cache on one machine: its budget, or all that the GPUs have room for."""
+    weights = server.weights.amount.low if server.weights else 0.0
+    most = max(0.0, server.utilization * hardware.memory.high - weights) * server.gpus
+    return most if server.kv_budget is None else min(most, server.kv_budget)
 
 
 def loading(server: Deployment, hardware: Hardware) -> str | None:

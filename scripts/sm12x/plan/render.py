@@ -215,13 +215,15 @@ def _host_line(need: HostNeed, letters: Mapping[str, str], *, unified: bool) -> 
     """Host memory for level-1 copies, at the moment when all that can sleep are asleep."""
     if unified:
         return "host memory: it is the same memory; host copies are among the terms"
+    kept = f"; sleeps keep at most {need.kept_kv:.0f} GiB of KV cache, as far as there is room"
+    kept = kept if need.kept_kv else ""
     if not need.asleep:
-        return "host memory: no level-1 copies"
+        return f"host memory: no level-1 copies{kept}"
     of = f"the level-1 copies of {_names(need.asleep, letters)}"
     if need.copies is None:
         return f"host memory: cannot tell: weights not known ({of})"
     if need.ram is None:
-        return f"host memory: {need.copies} GiB for {of}; not checked (give --ram)"
+        return f"host memory: {need.copies} GiB for {of}; not checked (give --ram){kept}"
     if need.verdict == DOES_NOT_FIT:
         over = need.copies.high - need.ram
         return (
@@ -231,7 +233,7 @@ def _host_line(need: HostNeed, letters: Mapping[str, str], *, unified: bool) -> 
     left = need.margin or 0.0
     return (
         f"host memory: fits: {need.copies} of {need.ram:.0f} GiB for {of}; {left:.1f} GiB left for "
-        "processes and page cache"
+        f"processes and page cache{kept}"
     )
 
 

@@ -49,6 +49,8 @@ def from_recipe(recipe: Recipe, *, utilization: float | None = None) -> Deployme
         outside=_term(OUTSIDE, memory.outside),
         residue=_with_weights(residue, weights) if keeps_weights else residue,
         keeps_weights=keeps_weights,
+        keeps_kv=level == 1 and "sleep-keep-kv" in given,
+        kv_budget=_gib(given.get("sleep-kv-host-memory"), recipe.key),
         cache=_cache(figures, given, figures.kv, figures.token, figures.block, figures.states)
         if figures
         else None,
@@ -96,6 +98,22 @@ def from_figures(
         if cache
         else None,
     )
+
+
+def _gib(text: str | None, name: str) -> float | None:
+    """Return so many GiB of --sleep-kv-host-memory. Raises UsageError if they are none."""
+    if text is None:
+        return None
+    try:
+        gib = float(text)
+    except ValueError:
+        gib = 0.0
+    if not 0 < gib < float("inf"):
+        raise UsageError(
+            f"{name}: --sleep-kv-host-memory {text} is no number of GiB",
+            next_step="give a number above 0, or leave the option out",
+        )
+    return gib
 
 
 def _cache(

@@ -232,7 +232,9 @@ class Engine:
         secret = self.headers["Authorization"].removeprefix("Bearer ")
         env: dict[str, str | None] = {**serve.identity(os.environ), **self.spec.env}
         env |= {name: None for name in os.environ if name.startswith("SM12X_POOL_")}
-        jobs = serve.compilers({**os.environ, **self.spec.env})
+        block = self.spec.recipe.sm12x if self.spec.recipe else None
+        resident = block.memory.resident if block else 0.0
+        jobs = serve.compilers({**os.environ, **self.spec.env}, resident)
         env |= {**jobs, options.KEY: secret, options.SLEEP_KEY: secret}
         # The pool has no use for what steers a server beyond its sleep.
         env["VLLM_SERVER_DEV_MODE"] = None

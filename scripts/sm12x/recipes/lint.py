@@ -7,7 +7,7 @@ Three parts need more than the file and live elsewhere: vLLM's own argument pars
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from sm12x import layout
 from sm12x.core.errors import Sm12xError, UsageError
 from sm12x.core.text import perhaps
-from sm12x.recipes import load, options, planned
+from sm12x.recipes import evidence, load, options, planned
 from sm12x.recipes.model import Block, Recipe
 from sm12x.recipes.render import Rendered, filled, require_harmless, unpinned_code
 
@@ -100,6 +100,31 @@ def lint(path: Path) -> tuple[Recipe | None, list[LintFinding]]:
         return None, [LintFinding(path=path, line=line, level=ERROR, text=error.message)]
     findings += _Rules(recipe, rendered).all()
     return recipe, sorted(findings, key=lambda finding: finding.line)
+
+
+def evidence_findings(paths: Sequence[Path], recipes: Mapping[str, Recipe]) -> list[LintFinding]:
+    """Return what is wrong with the evidence beside ``paths``: entries that do not hold.
+
+    ``recipes``: path -> recipe, of those that could be read; of others nothing is said.
+    """
+    findings = []
+    by_key = {recipe.key: recipe for recipe in recipes.values()}
+    names = {path.stem for path in paths}
+    for folder in dict.fromkeys(path.parent for path in paths):
+        known = {path.stem for path in folder.glob("*.yaml")}
+        for path, entry, why in evidence.inspect(folder):
+            key = path.parent.name
+            if key not in names and key in known:
+                continue
+            reasons = [why] if entry is None else []
+            if key not in known:
+                reasons.append(f"there is no recipe {key}{perhaps(key, known)}")
+            elif entry is not None and key in by_key:
+                reasons += evidence.faults(entry, by_key[key])
+            findings += [
+                LintFinding(path=path, line=1, level=ERROR, text=reason) for reason in reasons
+            ]
+    return findings
 
 
 def _at(host: str) -> str:

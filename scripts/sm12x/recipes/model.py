@@ -172,6 +172,11 @@ class Memory(Declared):
         _Term, Field(description="What the server still holds while it sleeps.")
     ] = None
 
+    @property
+    def resident(self) -> float:
+        """The GiB of weights and KV cache, as far as they are known: on GB10 of the machine."""
+        return sum(term.gib for term in (self.weights, self.kv) if term)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sleep(Declared):

@@ -10,6 +10,7 @@ from sm12x import layout
 from sm12x.core.errors import UsageError
 from sm12x.deploy import local
 from sm12x.deploy.container import containers
+from sm12x.recipes import evidence
 from sm12x.recipes.model import Memory, MemoryTerm, Recipe
 from sm12x.wheel.ledger import Ledger, PatchEntry
 
@@ -44,6 +45,7 @@ def help_text(ledger: Ledger, recipes: Mapping[str, Recipe], image: str) -> str:
         "  plan [RECIPE] [--help] [-- vLLM arguments]   the memory that the model in /model needs",
         "  pool RECIPE ... + RECIPE ...                 one address for models that take turns",
         "  verify URL [URL] [--help]                    test sleep and wake-up of live servers",
+        "  bench URL [--help]                           measure a live server, into a folder",
         "  COMMAND ...                                  run as given: vllm serve ..., bash",
         "",
         *recipe_list(recipes),
@@ -130,12 +132,13 @@ def recipe_text(recipe: Recipe, image: str) -> str:
         machines = f" on each of {block.machines} machines" if block.machines > 1 else ""
         reason = f": {block.sleep.reason}" if block.sleep.reason else ""
         status = block.status
-        evidence = "; ".join(filter(None, (status.date, status.evidence, status.source)))
+        written = "; ".join(filter(None, (status.date, status.evidence, status.source)))
         lines += [
             f"  needs    {block.gpus} x {' or '.join(block.hardware)}{machines}",
             f"  sleep    {block.sleep}{reason}",
             *_memory(block.memory),
-            f"  status   {status.state}: {evidence}",
+            f"  status   {status.state}: {written}",
+            *(f"  verified {entry.summary()}" for entry in evidence.of(recipe)),
         ]
         if why := recipe.blocked_on(layout.release()):
             lines.append(f"  blocked  {why}")

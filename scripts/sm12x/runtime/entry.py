@@ -20,7 +20,7 @@ from sm12x.runtime.check.check import check
 from sm12x.runtime.places import Places
 from sm12x.wheel import ledger as ledgers
 
-_WORDS = ("help", "check", "health", "recipes", "patches", "plan", "pool", "verify")
+_WORDS = ("help", "check", "health", "recipes", "patches", "plan", "pool", "verify", "bench")
 
 _Replace = Callable[..., NoReturn]
 
@@ -76,9 +76,9 @@ def dispatch(
         if os.environ.get("LD_LIBRARY_PATH") != env["LD_LIBRARY_PATH"]:
             replace([sys.executable, "-P", "-m", "sm12x.runtime", "plan", *rest], env=env)
         return plan.run(rest)
-    if first in ("pool", "verify"):
+    if first in ("pool", "verify", "bench"):
         # Of the floors above this one, in this Python.
-        module = ["sm12x.pool"] if first == "pool" else ["sm12x", "verify"]
+        module = ["sm12x.pool"] if first == "pool" else ["sm12x", first]
         words = [sys.executable, "-P", "-m", *module, *rest]
         replace(words, env=serve.identity(os.environ))
     recipe = _recipe(first, places)
@@ -88,7 +88,8 @@ def dispatch(
         for remark in remarks:
             click.echo(f"warning: {remark}", err=True)
         env = {**serve.identity(os.environ), **rendered.env}
-        replace(rendered.argv, env={**_jobs({**os.environ, **env}), **env})
+        resident = recipe.sm12x.memory.resident if recipe.sm12x else 0.0
+        replace(rendered.argv, env={**_jobs({**os.environ, **env}, resident), **env})
     if process.which(first):
         jobs = _jobs(os.environ) if first == "vllm" else {}
         replace([first, *rest], env={**jobs, **serve.identity(os.environ)})
@@ -103,9 +104,9 @@ def dispatch(
     raise UsageError(f"{first!r} is neither a recipe, a verb nor a program here", next_step=step)
 
 
-def _jobs(environ: Mapping[str, str]) -> dict[str, str]:
+def _jobs(environ: Mapping[str, str], resident: float = 0.0) -> dict[str, str]:
     """The variable that limits compilers, and a line about it, where it is not set."""
-    jobs = serve.compilers(environ)
+    jobs = serve.compilers(environ, resident)
     if jobs:
         click.echo(f"note: {serve.remark(jobs)}", err=True)
     return jobs

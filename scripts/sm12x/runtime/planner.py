@@ -21,6 +21,7 @@ import resource
 import select
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections import Counter
@@ -100,10 +101,37 @@ class RefusedError(Exception):
 def prepare(card: Card) -> None:
     """Import vLLM with the stand-ins, for all questions; ENV is set before.
 
-    What torch and vLLM print goes to stderr.
+    What torch and vLLM print meanwhile goes to stderr, and only if an import fails.
     """
-    stdout = os.dup(1)
-    os.dup2(2, 1)
+    with _quiet():
+        _import(card)
+    # The collector leaves these pages alone in the forks, and sees the new objects only.
+    gc.collect()
+    gc.freeze()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what this process prints to itself, and print it where the block fails."""
+    streams = os.dup(1), os.dup(2)
+    with tempfile.TemporaryFile() as kept:
+        for number in (1, 2):
+            os.dup2(kept.fileno(), number)
+        try:
+            yield
+        except BaseException:
+            kept.seek(0)
+            os.write(streams[1], kept.read())
+            raise
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for number, stream in zip((1, 2), streams, strict=True):
+                os.dup2(stream, number)
+                os.close(stream)
+
+
+def _import(card: Card) -> None:
     meta.replace_torch(card)
     meta.replace_platform()
     meta.replace_registry()
@@ -120,11 +148,6 @@ def prepare(card: Card) -> None:
             load(name)
     meta.replace_scales()
     load("vllm.plugins").load_general_plugins()
-    os.dup2(stdout, 1)
-    os.close(stdout)
-    # The collector leaves these pages alone in the forks, and sees the new objects only.
-    gc.collect()
-    gc.freeze()
 
 
 def ask(question: Question, *, seconds: float = SECONDS, memory: int = MEMORY) -> Figures | str:
@@ -519,6 +542,16 @@ class _Build:
         except ValueError as error:
             text = " ".join(str(error).split()).partition(" Try increasing")[0]
             return dataclasses.replace(room, refusal=text)
+        for stage, part in enumerate(parts):
+            # vllm#54711: allocate_kv_cache looks each cache's first layer up in the stage's groups.
+            names = {name for group in part.kv_cache_groups for name in group.layer_names}
+            if any(tensor.layers[0] not in names for tensor in part.kv_cache_tensors):
+                text = (
+                    f"pipeline stage {stage} has no layer of a group of KV caches, and this vLLM "
+                    "fails at start (vllm#54711): divide the layers otherwise with "
+                    "VLLM_PP_LAYER_PARTITION"
+                )
+                return dataclasses.replace(room, refusal=text)
         whole = utils.generate_scheduler_kv_cache_config(parts)
         tokens, concurrency = utils.get_kv_cache_capacity(config, whole)
         # config/compilation.py: full CUDA graphs need a block for each sequence's state.

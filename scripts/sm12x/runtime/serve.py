@@ -13,6 +13,7 @@ from pathlib import Path
 from sm12x import layout
 from sm12x.core import machine
 from sm12x.core.errors import BadFileError, UsageError
+from sm12x.core.text import GIB
 from sm12x.recipes import options
 from sm12x.recipes.model import Recipe
 from sm12x.recipes.render import Rendered, render, require_harmless, settings_from
@@ -149,16 +150,23 @@ def require_caches(places: Places, environ: Mapping[str, str]) -> list[str]:
     return []
 
 
-def compilers(environ: Mapping[str, str]) -> dict[str, str]:
+def compilers(environ: Mapping[str, str], resident: float = 0.0) -> dict[str, str]:
     """MAX_JOBS for what is compiled at a server's first start; nothing where it is set.
 
     FlashInfer and torch start a compiler for each core otherwise, whatever memory there is.
+
+    Args:
+        resident: GiB that the model takes before the compilers start, which counts where the GPU
+            has the host's memory: of 14 compilers beside a model all were killed, two fitted
+            (edurdias/capyctl, October 2026, GB10).
     """
     free = machine.available()
     if environ.get(_JOBS) or free is None:
         return {}
     # SM12x GPUs share the host's memory where the processor is AArch64.
     unified = platform.machine() == "aarch64"
+    if unified:
+        free = max(0, free - int(resident * GIB))
     jobs = machine.compilers(cores=machine.cores(), available=free, unified=unified)
     return {_JOBS: str(jobs)}
 

@@ -222,6 +222,7 @@ class Completion(NamedTuple):
     tokens: int | None
     ids: tuple[int, ...] | None
     seconds: float
+    prompt_tokens: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,12 +252,16 @@ class _Version(BaseModel):
     version: str
 
 
-class _Model(BaseModel):
+class ListedModel(BaseModel):
+    """A model that a server has; ``root`` is where it is from, ``max_model_len`` in tokens."""
+
     id: str
+    root: str | None = None
+    max_model_len: Annotated[int, Field(ge=0, lt=1 << 53)] | None = None
 
 
 class _Models(BaseModel):
-    data: Annotated[list[_Model], Field(min_length=1)]
+    data: Annotated[list[ListedModel], Field(min_length=1)]
 
 
 class _Sleeping(BaseModel):
@@ -274,6 +279,7 @@ class _Choice(BaseModel):
 
 class _Usage(BaseModel):
     completion_tokens: Annotated[int, Field(ge=0, lt=1 << 53)] | None = None
+    prompt_tokens: Annotated[int, Field(ge=0, lt=1 << 53)] | None = None
 
 
 class _Completed(BaseModel):
@@ -303,6 +309,11 @@ class Server:
     def __str__(self) -> str:
         return f"{self.name} ({self.url})"
 
+    @property
+    def key(self) -> str:
+        """The API key, "" without one."""
+        return self._access.key
+
     def identify(self, model: str = "") -> Identity:
         """Ask for version, model and state, and check that the server can be verified.
 
@@ -312,16 +323,30 @@ class Server:
         Raises:
             UsageError: the server does not have ``model``.
         """
-        version = self._read(_Version, self.call("GET", "/version", timeout=_SOON)).version
-        listed = self._read(_Models, self.call("GET", "/v1/models", timeout=_SOON))
-        names = [one.id for one in listed.data]
-        if model and model not in names:
+        version = self.version()
+        self.choose(model)
+        return Identity(version, self.model, self.is_sleeping())
+
+    def version(self) -> str:
+        """Ask for the version of vLLM."""
+        answer = self.call("GET", "/version", timeout=_SOON)
+        return self.shown(self._read(_Version, answer).version)
+
+    def choose(self, model: str = "") -> ListedModel:
+        """Take ``model`` for all requests, the first that the server has where it is "".
+
+        Raises:
+            UsageError: the server does not have ``model``.
+        """
+        listed = self._read(_Models, self.call("GET", "/v1/models", timeout=_SOON)).data
+        chosen = next((one for one in listed if one.id == model or not model), None)
+        if chosen is None:
+            names = [self.shown(one.id) for one in listed[:5]]
             raise UsageError(
-                f"{self} has no model {model!r}",
-                next_step=f"give --model {' or '.join(map(self.shown, names[:5]))}",
+                f"{self} has no model {model!r}", next_step=f"give --model {' or '.join(names)}"
             )
-        self.model = model or names[0]
-        return Identity(self.shown(version), self.model, self.is_sleeping())
+        self.model = chosen.id
+        return chosen
 
     def is_sleeping(self) -> bool:
         """Ask whether the server sleeps."""
@@ -333,12 +358,13 @@ class Server:
             return self._read(_Ranks, self.call("GET", "/is_sleeping", timeout=_SOON)).ranks
         return None
 
-    def sleep(self, level: int, *, retry: bool = False) -> float:
+    def sleep(self, level: int, *, mode: str = "", retry: bool = False) -> float:
         """Put the server to sleep, and return the seconds that took.
 
-        With ``retry`` again and again while another call is in flight.
+        With ``retry`` again and again while another call is in flight. ``mode`` says what becomes
+        of running requests, "" for the server's own.
         """
-        return self._change(f"/sleep?level={level}", retry=retry)
+        return self._change(f"/sleep?level={level}{mode and f'&mode={mode}'}", retry=retry)
 
     def wake_up(self, tag: str = "", *, retry: bool = False) -> float:
         """Wake it up, all tags or one ``tag``, as ``sleep`` does."""
@@ -372,8 +398,38 @@ class Server:
         reply = self._read(_Completed, answer)
         # Hidden before it is cut: a part of a key is found by nobody.
         text = self._hidden(reply.choices[0].text)
-        count = reply.usage.completion_tokens if reply.usage else None
-        return Completion(text, count, reply.choices[0].token_ids, answer.seconds)
+        usage = reply.usage or _Usage()
+        ids = reply.choices[0].token_ids
+        return Completion(text, usage.completion_tokens, ids, answer.seconds, usage.prompt_tokens)
+
+    def stream(self, prompt: str, tokens: int) -> Iterator[str]:
+        """Yield the pieces of the greedy continuation of ``prompt`` as they come."""
+        body = {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "stream": True,
+        }
+        call, size = "POST /v1/completions", 0
+        try:
+            with self._client.stream(
+                "POST", self.url + "/v1/completions", json=body, timeout=self._access.timeout
+            ) as response:
+                if response.status_code != 200:
+                    raise self._refused(call, response, response.read()[:_MOST].decode())
+                for line in response.iter_lines():
+                    size += len(line)
+                    data = line.removeprefix("data:").strip()
+                    if size > _MOST or data == "[DONE]":
+                        return
+                    if data:
+                        reply = self._read(_Completed, _Answer(call, data, 0.0))
+                        yield self._hidden(reply.choices[0].text)
+        except (httpx.HTTPError, OSError, ValueError) as error:
+            raise CallError(
+                f"{self} closed the stream of {call}: {self.shown(str(error))}", next_step=_LOG
+            ) from None
 
     def counters(self) -> Mapping[str, float]:
         """Return every sample of /metrics by its name, summed over labels; none if not seen."""

@@ -16,11 +16,12 @@ from typing import Any, Self
 from sm12x.core.errors import ServerError, Sm12xError
 from sm12x.core.text import counted
 from sm12x.doctor.host import Unseen
-from sm12x.verify import judge
+from sm12x.verify import conversation, judge
 from sm12x.verify.client import ACCEPTED, DRAFTED, CallError, Completion, Identity, Server
 from sm12x.verify.memory import Watch
 from sm12x.verify.report import (
     AnswerReport,
+    ConversationReport,
     Limits,
     RunVerdict,
     ServerReport,
@@ -33,17 +34,19 @@ from sm12x.verify.report import (
 
 # Prompts with long answers. The last one fills more than one block of the KV cache (256 tokens on
 # DeepSeek V4), so that it reads any stale prefix cache after a wake-up.
-_PROMPTS = (
+PROMPTS = (
     "Once upon a time, in a small village by the sea, there lived",
     "def fibonacci(n):\n    ",
     "The planets of the solar system, in order of their distance from the sun, are:\n1.",
     "".join(f"{n} squared is {n * n}. " for n in range(1, 90)),
 )
-_TOKENS, _STRESS_TOKENS = 48, 64
+TOKENS, _STRESS_TOKENS = 48, 64
 # Characters of a text in a report, and different faults of a stress.
 _SHOWN, _FAULTS = 160, 3
 # Characters to show before the first difference of two texts.
 _TOGETHER = 12
+# Seconds that a frozen stream may take after the wake-up.
+_STREAM_SECONDS = 300.0
 # Seconds within which a second signal counts as the same one, from terminal and wrapper.
 _SAME = 1.0
 
@@ -104,7 +107,10 @@ class Interrupts:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The options of a run. ``models``: one per server, in order; "" is a server's first model."""
+    """The options of a run. ``models``: one per server, in order; "" is a server's first model.
+
+    ``conversation``: tokens of the prompt of one that is measured after the cycles, 0 for none.
+    """
 
     cycles: int = 5
     level: int = 1
@@ -113,6 +119,7 @@ class Settings:
     models: tuple[str, ...] = ()
     random_weights: bool = False
     force: bool = False
+    conversation: int = 0
     limits: Limits = field(default_factory=Limits)
 
 
@@ -194,6 +201,7 @@ class Run:
         self._interrupts = Interrupts(tell)
         self._turns: list[TurnReport] = []
         self._stress: list[StressReport] = []
+        self._conversations: list[ConversationReport] = []
         self._stopped: StopReport | None = None
         self._doing = "asking the servers"
         self._began = time.monotonic()
@@ -253,6 +261,7 @@ class Run:
             servers,
             self._turns,
             self._stress,
+            self._conversations,
             random_weights=settings.random_weights,
             memory_unseen=self._watch.unseen,
         )
@@ -268,6 +277,7 @@ class Run:
             servers=servers,
             turns=tuple(self._turns),
             stress=tuple(self._stress),
+            conversations=tuple(self._conversations),
             trends=judge.trends(self._turns),
             checks=checks,
             stopped=self._stopped,
@@ -311,6 +321,32 @@ class Run:
         for cycle in range(1, self._settings.cycles + 1):
             for sleeps, wakes in ((first, second), (second, first)) if two else ((first, first),):
                 self._turn(cycle, sleeps, wakes)
+        if self._settings.conversation:
+            for one, other in ((first, second), (second, first)) if two else ((first, first),):
+                self._converse(one, other)
+
+    def _converse(self, one: _Member, other: _Member) -> None:
+        """Measure a conversation with ``one``, which is awake; ``other`` is awake afterwards."""
+        tokens, two = self._settings.conversation, one is not other
+        self._begin(f"a conversation of {tokens} tokens with {one.name}")
+        why = "for its conversation"
+
+        def sleep() -> None:
+            self._sleep(one, why, mode="keep")
+            if two:
+                self._wake(other, why)
+
+        def wake() -> None:
+            if two:
+                self._sleep(other, why)
+            self._wake(one, why)
+
+        self._conversations.append(
+            conversation.measure(one.server, tokens, sleep, wake, seconds=_STREAM_SECONDS)
+        )
+        if two:
+            self._sleep(one, why)
+            self._wake(other, why)
 
     def _identify(self) -> None:
         models = [*self._settings.models, *([""] * len(self._members))]
@@ -363,7 +399,7 @@ class Run:
         wakes.wakes += 1
         record(after=self._watch.of(sleeps.name, self._watch.sample()))
         self._begin(f"{at}: asking {wakes.name}")
-        record(answer_seconds=wakes.server.complete(_PROMPTS[0], 1).seconds)
+        record(answer_seconds=wakes.server.complete(PROMPTS[0], 1).seconds)
         if wakes.before:
             record(answers=self._compare(wakes))
             if cycle == self._settings.cycles:
@@ -375,12 +411,12 @@ class Run:
     def _baseline(self, one: _Member) -> None:
         """Texts and concurrent requests before the first sleep; they also warm up memory."""
         self._begin(f"asking {one.name} before its first sleep")
-        for prompt in _PROMPTS:
+        for prompt in PROMPTS:
             try:
-                texts = [one.server.complete(prompt, _TOKENS).text for _ in range(2)]
+                texts = [one.server.complete(prompt, TOKENS).text for _ in range(2)]
             except CallError as error:
                 # Longer than the model's context; without any the fault is another one.
-                if error.status != 400 or (prompt is _PROMPTS[-1] and not one.before):
+                if error.status != 400 or (prompt is PROMPTS[-1] and not one.before):
                     raise
                 continue
             one.before[prompt] = tuple(texts)
@@ -389,13 +425,13 @@ class Run:
     def _compare(self, one: _Member) -> tuple[AnswerReport, ...]:
         answers = []
         for prompt, before in one.before.items():
-            answer = one.server.complete(prompt, _TOKENS)
+            answer = one.server.complete(prompt, TOKENS)
             verdict = judge.compared(answer.text, before)
             wrong = judge.garbage(answer.text, answer.ids)
             shown = "" if verdict == "equal" and not wrong else _parting(answer.text, before[0])
             answers.append(
                 AnswerReport(
-                    prompt=_PROMPTS.index(prompt) + 1,
+                    prompt=PROMPTS.index(prompt) + 1,
                     verdict=verdict,
                     garbage=_short(one.server, wrong),
                     text=_short(one.server, shown),
@@ -403,12 +439,12 @@ class Run:
             )
         return tuple(answers)
 
-    def _sleep(self, one: _Member, why: str) -> dict[str, Any]:
+    def _sleep(self, one: _Member, why: str, mode: str = "") -> dict[str, Any]:
         """Put a server to sleep, and return the fields of a turn's report about that."""
         before = self._watch.sample()
         with self._changing(one, why, "goes to sleep", "sleep"):
             try:
-                seconds = one.server.sleep(self._settings.level)
+                seconds = one.server.sleep(self._settings.level, mode=mode)
             except CallError as error:
                 # Another client's call is in flight, which is left alone.
                 if error.status == 409:

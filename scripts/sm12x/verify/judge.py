@@ -12,6 +12,7 @@ from sm12x.verify.report import (
     AnswerReport,
     CheckReport,
     CheckVerdict,
+    ConversationReport,
     Limits,
     RunVerdict,
     ServerReport,
@@ -105,6 +106,7 @@ def checks(
     servers: Sequence[ServerReport],
     turns: Sequence[TurnReport],
     stress: Sequence[StressReport],
+    conversations: Sequence[ConversationReport] = (),
     *,
     random_weights: bool,
     memory_unseen: str,
@@ -119,6 +121,9 @@ def checks(
         if not random_weights:
             reports.append(judge.sense())
         reports += judge.requests()
+        for one in conversations:
+            if one.server == server.name:
+                reports += judge.conversation(one)
     return tuple(reports)
 
 
@@ -295,6 +300,19 @@ class _Judge:
         elif any(one.drafted for one in self._stress):
             text = "no token was drafted before, or after"
             yield self._check("acceptance", None, text, "min_acceptance")
+
+    def conversation(self, one: ConversationReport) -> Iterator[CheckReport]:
+        text = (
+            f"first token of {one.tokens} tokens after {one.after_seconds:.2f} s; cached "
+            f"{one.cached_seconds:.2f}, cold {one.cold_seconds:.2f}"
+        )
+        share = one.after_seconds / one.cached_seconds if one.cached_seconds else None
+        yield self._check("conversation", share, text, "max_conversation", "times")
+        frozen = one.frozen_seconds
+        text = "its text was complete before the sleep" if frozen is None else f"{frozen:.2f} s"
+        yield self._check("frozen stream", frozen, text, "max_frozen", "s")
+        wrong = None if one.frozen_text == "unsteady" else float(one.frozen_text == "differs")
+        yield self._check("frozen text", wrong, f"{one.frozen_text} to an undisturbed one")
 
     def _figures(
         self, value: Callable[[StressReport], float | None]

@@ -57,9 +57,10 @@ def markdown(report: VerifyReport) -> str:
     """The whole report as a page."""
     parts = [f"# sm12x verify: {_VERDICTS[report.verdict]}"]
     for lines in (_head(report), _end(report)):
-        if bullets := "\n".join(f"- {_escaped(line)}" for line in lines):
+        if bullets := "\n".join(f"- {texts.no_markdown(line)}" for line in lines):
             parts.append(bullets)
-    checks = [(one.verdict, one.server, one.check, _escaped(one.text)) for one in report.checks]
+    plain = texts.no_markdown
+    checks = [(one.verdict, one.server, one.check, plain(one.text)) for one in report.checks]
     tables = _tables(report, list(map(_turn, report.turns)))
     for title, head, rows in [("Checks", ("", "server", "check", "found"), checks), *tables]:
         if rows:
@@ -164,11 +165,6 @@ def _check(one: CheckReport) -> str:
 
 def _number(value: float | None, form: str = ".2f") -> str:
     return "-" if value is None else format(value, form)
-
-
-def _escaped(line: str) -> str:
-    """A line in which nothing of a server's words is Markdown."""
-    return "".join(f"\\{c}" if c in "\\`*_<[!#" else c for c in line)
 
 
 def draw(report: VerifyReport, path: Path) -> None:

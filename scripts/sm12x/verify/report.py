@@ -46,6 +46,13 @@ class Limits(Declared):
         float,
         _limit("MiB on one GPU that the residue may grow by, from the second sleep to the last"),
     ] = 2.0
+    max_conversation: Annotated[
+        float,
+        _limit("multiple of a cached first token's time that one may take after a swap"),
+    ] = 2.0
+    max_frozen: Annotated[
+        float, _limit("seconds after a wake-up in which a frozen stream has to go on")
+    ] = 1.0
     min_speed: Annotated[
         float, _limit("share of the tokens per second before the cycles that must be left after")
     ] = 0.6
@@ -183,6 +190,25 @@ class StressReport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ConversationReport:
+    """A conversation of so many tokens: seconds to its first token, and a stream of it.
+
+    ``cold_seconds`` are those of a prompt that was new, ``cached_seconds`` of the same again, and
+    ``after_seconds`` after the server slept with mode=keep. ``frozen_seconds`` is the time from
+    the answer to /wake_up to the next piece of a stream that this sleep froze, null where its text
+    was complete before; ``frozen_text`` compares its text with that of an undisturbed one.
+    """
+
+    server: str
+    tokens: _Count
+    cold_seconds: _Seconds
+    cached_seconds: _Seconds
+    after_seconds: _Seconds
+    frozen_seconds: _Seconds | None
+    frozen_text: TextVerdict
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckReport:
     """The result of one check. ``option`` changes its limit, "" for a check without one."""
 
@@ -239,6 +265,7 @@ class VerifyReport:
     servers: tuple[ServerReport, ...]
     turns: tuple[TurnReport, ...]
     stress: tuple[StressReport, ...]
+    conversations: tuple[ConversationReport, ...]
     trends: tuple[TrendReport, ...]
     checks: tuple[CheckReport, ...]
     stopped: StopReport | None

@@ -23,7 +23,7 @@ from sm12x_dev import pages
 
 # Verbs of `sm12x` whose reports other programs read. Three more schemas are of what no verb prints:
 # a recipe's file, a pool's, and the image's `check --json`.
-_REPORTS = ("audit", "doctor", "plan", "verify")
+_REPORTS = ("audit", "bench", "doctor", "plan", "verify")
 _RECIPE, _POOL, _CHECK = "recipe-1.json", "pool-1.json", "check-1.json"
 
 _WHERE = "README.md, docs, nomad-examples, schemas"
@@ -69,7 +69,7 @@ def generated_files(root: click.Command) -> dict[Path, str]:
     folder, schemas = layout.root() / "nomad-examples", layout.schemas()
     leftover = dict.fromkeys([*folder.glob(f"*{nomad.SUFFIX}"), *schemas.glob("*.json")], "")
     specs = nomad.examples(load.load_all(layout.recipes()))
-    texts = {path: path.read_text(encoding="utf-8") for path in pages.paths()}
+    texts = {path: pages.samples(path.read_text(encoding="utf-8")) for path in pages.paths()}
     return {
         **pages.rendered(texts, {**pages.PARTS, "commands": lambda: commands_table(root)}),
         layout.root() / "docs" / pages.PICTURE: pages.audit_picture(),

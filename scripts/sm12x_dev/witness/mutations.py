@@ -101,7 +101,7 @@ def kept(
     for number, mutation in enumerate(load(base), start=1):
         patch = patch_of(stack, mutation.patch)
         if patch is None:
-            findings.append(_unknown(base.folder / NAME, stack, mutation, number))
+            findings.append(_unknown(base.folder / NAME, mutation, number))
             continue
         text, stale = _edited(mutation, patch, tree, root)
         mutants.append(
@@ -132,7 +132,7 @@ def check(base: Base, stack: Stack, tree: Path | None, root: Path) -> list[Messa
         return []
     entries = load(base)
     findings = [
-        _unknown(path, stack, entry, number)
+        _unknown(path, entry, number)
         for number, entry in enumerate(entries, start=1)
         if not patch_of(stack, entry.patch)
     ]
@@ -176,10 +176,9 @@ def _edited(mutation: Mutation, patch: Patch, tree: Path, root: Path) -> tuple[s
     return text.replace(mutation.find, mutation.replace), ""
 
 
-def _unknown(path: Path, stack: Stack, mutation: Mutation, number: int) -> MessageFault:
-    names = ", ".join(patch.name for patch in stack.patches)
-    reason = f": {mutation.patch!r} is not the beginning of the name of one patch, its number aside"
-    return _fault(path, number, f"{reason} ({names})")
+def _unknown(path: Path, mutation: Mutation, number: int) -> MessageFault:
+    reason = f": no one patch has a name that begins with {mutation.patch!r}, its number aside"
+    return _fault(path, number, f"{reason}; delete the entry of a patch that was dropped")
 
 
 def _fault(path: Path, number: int, reason: str) -> MessageFault:

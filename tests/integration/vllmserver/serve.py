@@ -34,6 +34,13 @@ SETTINGS: dict[str, Any] = {
     "dev": False,
     "speculates": False,
     "busy": 0,
+    # Of /v1/models; "" and 0 are left out.
+    "root": "",
+    "max_model_len": 0,
+    # Seconds of a streamed token.
+    "token": 0.001,
+    # What /metrics says of the KV cache; "" is left out.
+    "caching": "",
     # Seconds of a wake-up.
     "wake_up": 0.0,
     # And of a sleep.
@@ -69,6 +76,17 @@ vllm:num_requests_running{engine="0",model_name="tiny"} %(busy)d
 # TYPE vllm:num_requests_waiting gauge
 vllm:num_requests_waiting{engine="0",model_name="tiny"} 0
 """
+CACHE = """\
+# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig
+# TYPE vllm:cache_config_info gauge
+vllm:cache_config_info{cache_dtype="fp8",enable_prefix_caching="%(caching)s",engine="0"} 1.0
+# HELP vllm:prefix_cache_queries_total Prefix cache queries, in terms of number of queried tokens.
+# TYPE vllm:prefix_cache_queries_total counter
+vllm:prefix_cache_queries_total{engine="0"} %(looked_up)d
+# HELP vllm:prefix_cache_hits_total Prefix cache hits, in terms of number of cached tokens.
+# TYPE vllm:prefix_cache_hits_total counter
+vllm:prefix_cache_hits_total{engine="0"} %(cached)d
+"""
 SPECULATION = """\
 # HELP vllm:spec_decode_num_draft_tokens_total Number of draft tokens.
 # TYPE vllm:spec_decode_num_draft_tokens_total counter
@@ -89,7 +107,7 @@ class Engine:
         self.in_flight = ""
         self.counts: dict[str, int] = {}
         self.calls: list[str] = []
-        self.drafted = self.accepted = 0
+        self.drafted = self.accepted = self.looked_up = 0
         self.sleeps = 0
         self.tell()
 
@@ -185,12 +203,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
         elif name == "version":
             self.answer(200, {"version": SETTINGS["version"]})
         elif name == "models":
-            self.answer(200, {"object": "list", "data": [{"id": SETTINGS["model"]}]})
+            about = {key: SETTINGS[key] for key in ("root", "max_model_len") if SETTINGS[key]}
+            self.answer(200, {"object": "list", "data": [{"id": SETTINGS["model"], **about}]})
         elif name == "is_sleeping" and SETTINGS["routes"]:
             self.answer(200, {"is_sleeping": ENGINE.asleep})
         elif name == "metrics":
             spent = {"drafted": ENGINE.drafted, "accepted": ENGINE.accepted}
             text = METRICS % SETTINGS
+            if SETTINGS["caching"]:
+                text += CACHE % {**SETTINGS, "looked_up": ENGINE.looked_up, "cached": 0}
             self.answer(200, text + SPECULATION % spent if SETTINGS["speculates"] else text)
         elif name == "collective_rpc" and SETTINGS["dev"]:
             self.answer(405, {"detail": "Method Not Allowed"})
@@ -243,6 +264,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if ENGINE.asleep:
             self.answer(503, {"error": {"message": "The model is asleep"}}, Retry_After="1")
             return
+        if "messages" in body:
+            self.chat(body)
+            return
         text = ENGINE.text(body["prompt"])
         woken = ENGINE.counts.get("wake_up", 0)
         lost = SETTINGS["forgets_draft_after"] and woken >= SETTINGS["forgets_draft_after"]
@@ -255,6 +279,44 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 "usage": {"completion_tokens": min(len(text), body["max_tokens"])},
             },
         )
+
+    def chat(self, body: dict[str, Any]) -> None:
+        """Answer a chat, each token in an event of its own; a few where more would be allowed."""
+        prompt = " ".join(str(message.get("content") or "") for message in body["messages"])
+        count = int(body.get("min_tokens") or min(body.get("max_tokens") or 8, 8))
+        read = max(1, len(prompt) // 4)
+        with ENGINE.lock:
+            ENGINE.looked_up += read
+        usage = {"prompt_tokens": read, "completion_tokens": count, "total_tokens": read + count}
+        about = {"id": "x", "created": 0, "model": SETTINGS["model"]}
+        if not body.get("stream"):
+            message = {"role": "assistant", "content": "the answer is 4"}
+            choice = {"index": 0, "message": message, "finish_reason": "stop"}
+            self.answer(
+                200,
+                {**about, "object": "chat.completion", "choices": [choice], "usage": usage},
+                Content_Type="application/json",
+            )
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.close_connection = True
+        about["object"] = "chat.completion.chunk"
+        with contextlib.suppress(OSError):
+            for number in range(count):
+                time.sleep(SETTINGS["token"])
+                last = "stop" if number + 1 == count else None
+                delta = {"role": "assistant", "content": "a "}
+                choice = {"index": 0, "delta": delta, "token_ids": [number], "finish_reason": last}
+                self.event({**about, "choices": [choice]})
+            self.event({**about, "choices": [], "usage": usage})
+            self.wfile.write(b"data: [DONE]\n\n")
+
+    def event(self, body: dict[str, Any]) -> None:
+        self.wfile.write(f"data: {json.dumps(body)}\n\n".encode())
+        self.wfile.flush()
 
     def log_message(self, *args: object) -> None:
         pass

@@ -16,7 +16,7 @@ CONFIGURATIONS = sparse_mla.configurations()
 COMPILED = (
     "sparse_mla_merge",
     "sparse_mla[heads=16,stages=1,window=64,block=64,split=False]",
-    "sparse_mla[heads=16,stages=2,window=32,block=128,split=True]",
+    "sparse_mla[heads=16,stages=3,window=32,block=128,split=True]",
     "sparse_mla[heads=32,stages=1,window=64,block=2,split=False]",
 )
 # Bytes of stack frame per thread with Triton 3.8: what is spilled are addresses and constants of

@@ -24,12 +24,12 @@ class Stack:
     @property
     def id(self) -> str:
         """Eight hex digits that change with any patch's name, content or place."""
-        return _id((patch.name, patch.sha256) for patch in self.patches)
+        return id_of((patch.name, patch.sha256) for patch in self.patches)
 
     @staticmethod
     def id_of(contents: Mapping[str, bytes]) -> str:
         """The id of a stack of these files, in order: name -> content."""
-        return _id((name, hashlib.sha256(text).hexdigest()) for name, text in contents.items())
+        return id_of((name, hashlib.sha256(text).hexdigest()) for name, text in contents.items())
 
     def after(self, name: str) -> tuple[str, ...]:
         """The names of the patches after the one called ``name``; of all of them after "0"."""
@@ -63,7 +63,7 @@ def read_id(folder: Path) -> str:
     try:
         lines = (folder / "series").read_text(encoding="utf-8").splitlines()
         names = [line for line in lines if line and not line.startswith("#")]
-        return _id((name, files.sha256(folder / name)) for name in names)
+        return id_of((name, files.sha256(folder / name)) for name in names)
     except (OSError, ValueError) as error:
         raise BadFileError(
             f"the stack of {folder.name} cannot be read: {error}", next_step=_lists_all(folder.name)
@@ -74,7 +74,7 @@ def _lists_all(version: str) -> str:
     return f"`sm12x-dev check --base {version} --messages-only` lists all faults"
 
 
-def _id(patches: Iterable[tuple[str, str]]) -> str:
+def id_of(patches: Iterable[tuple[str, str]]) -> str:
     """The id of a stack: over the name and the sha256 of each patch, in order."""
     digest = hashlib.sha256()
     for name, sha256 in patches:

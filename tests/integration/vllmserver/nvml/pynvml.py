@@ -72,5 +72,17 @@ def nvmlDeviceGetUtilizationRates(handle: int) -> Any:  # noqa: N802
     return SimpleNamespace(gpu=0)
 
 
+def nvmlDeviceGetEnforcedPowerLimit(handle: int) -> int:  # noqa: N802
+    return 600000
+
+
+def nvmlDeviceGetTemperature(handle: int, sensor: int) -> int:  # noqa: N802
+    return 41
+
+
+def nvmlDeviceGetClockInfo(handle: int, kind: int) -> int:  # noqa: N802
+    return 2500
+
+
 def nvmlDeviceGetPowerUsage(handle: int) -> int:  # noqa: N802
     return 30000
