@@ -2,7 +2,8 @@
 
 `sm12x.pool` starts servers of two random models, one with fewer layers, and clients ask for both by
 the one address. In turn: swaps by request at level 1, and with the KV cache alone after a reload;
-clients that stream from both at once; memory that another process has taken, which must be named;
+clients that stream from both at once; a stream that is frozen while the other model serves, and has
+to go on (`--sleep-keep-kv`); memory that another process has taken, which must be named;
 a server that is killed asleep and one that is killed awake (SIGKILL), which must come back while
 the other serves. Texts have to be as they were before the first sleep.
 
@@ -42,6 +43,8 @@ FEWER = 2
 PROMPTS = ("The capital of France is", "1 2 3 4 5 6")
 # Bytes that the foreign process leaves.
 LEFT = 4 << 30
+# Tokens of a stream that is frozen.
+STREAM = 400
 
 
 class Client:
@@ -117,7 +120,7 @@ def until(true: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-def settings(scratch: Path, words: dict[str, list[str]], rung: str) -> str:
+def settings(scratch: Path, words: dict[str, list[str]], rung: str, running: str = "drain") -> str:
     """The configuration of a pool whose models change places as soon as they are asked for."""
     environment = {**serve.ENVIRONMENT}
     del environment["VLLM_SERVER_DEV_MODE"]
@@ -126,7 +129,8 @@ def settings(scratch: Path, words: dict[str, list[str]], rung: str) -> str:
         "engine_port": serve.PORT + 1000,
         "run_folder": str(scratch / "run"),
         "models": {
-            name: {"command": words[name], "env": environment, "sleep": rung} for name in NAMES
+            name: {"command": words[name], "env": environment, "sleep": rung, "running": running}
+            for name in NAMES
         },
         "policy": {
             "residency_swaps": 0,
@@ -213,6 +217,25 @@ def traffic(report: Report, client: Client, texts: dict[str, list[str]], seconds
     )
     for name in NAMES:
         report.expect(client.text(name) == texts[name], f"{name} answers differently after traffic")
+
+
+def frozen(report: Report, client: Client) -> None:
+    """A stream of one model stops while the other serves, and goes on with the same tokens."""
+    whole = events(client, "large", STREAM)
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        began = time.monotonic()
+        stream = threads.submit(events, client, "large", STREAM)
+        time.sleep(0.3)
+        answer = client.ask("small")
+        between = not stream.done()
+        pieces = stream.result()
+    text, same = ("".join(one["choices"][0]["text"] for one in some) for some in (pieces, whole))
+    report.expect(answer.status_code == 200, f"beside a stream: {answer.text[:200]}")
+    report.expect(between, "the stream had ended before the other model was asked")
+    report.expect(len(pieces) == len(whole) > 0, f"{len(pieces)} of {len(whole)} pieces came")
+    report.expect(text == same, "the frozen stream went on with other text")
+    wait = int(answer.headers.get("X-Pool-Wait-Ms", "0")) / 1000
+    report.add("frozen", {"wait": wait, "stream_seconds": time.monotonic() - began})
 
 
 def events(client: Client, name: str, tokens: int) -> list[dict[str, Any]]:
@@ -310,6 +333,10 @@ def run(report: Report, scratch: Path, words: dict[str, list[str]], options: Any
         swaps(report, client, texts, "level_1", options.swaps)
         if not options.no_foreign:
             foreign(report, client, texts)
+        path.write_text(settings(scratch, words, "level_1", "freeze"))
+        again = client.call("/pool/reload", {}, admin=True)
+        report.expect(again.json().get("kept") == [*NAMES], f"reload: {again.text[:200]}")
+        frozen(report, client)
         path.write_text(settings(scratch, words, "kv_cache"))
         again = client.call("/pool/reload", {}, admin=True)
         report.expect(again.json().get("kept") == [*NAMES], f"reload: {again.text[:200]}")
@@ -343,7 +370,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="further flags")
     options = parser.parse_args(argv)
     model = serve.MODELS[options.model]
-    flags = ["--enable-sleep-routes", *options.serve]
+    flags = ["--enable-sleep-routes", "--sleep-keep-kv", *options.serve]
     flags += ["--load-format", "dummy"] if options.dummy else []
     report = Report(options.out)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -41,10 +41,10 @@ def run(folder: Path, **settings: Any) -> tuple[int, dict[str, Any]]:
 
 
 def test_it_takes_all_steps_and_finds_nothing_wrong(tmp_path: Path) -> None:
-    code, report = run(tmp_path)
+    code, report = run(tmp_path, token_seconds=0.003)
     assert (code, report["wrong"], report["finished"]) == (0, [], True)
     assert [*report][2:] == [
-        *("start", "level_1", "kv_cache", "traffic", "killed asleep", "killed awake")
+        *("start", "level_1", "frozen", "kv_cache", "traffic", "killed asleep", "killed awake")
     ]
     for rung in ("level_1", "kv_cache"):
         assert len(report[rung]["swaps"]) == 4

@@ -446,6 +446,34 @@ def test_what_others_do_to_a_server_is_seen(tmp_path: Path) -> None:
     run(work())
 
 
+def test_a_model_that_never_sleeps_stays_and_displaces_nobody(tmp_path: Path) -> None:
+    async def work() -> None:
+        card = Card(total=2000 * MIB)
+        models = [*two(card), Played(name="c", cards=(card,), asleep="all")]
+        async with pool(tmp_path, models, cards=[card], more={"c": {"sleep": "never"}}) as one:
+            assert await one.states() == {"a": "awake", "b": "asleep", "c": "asleep"}
+            assert (await one.ask("c"))[0] == 200
+            assert await one.states() == {"a": "awake", "b": "asleep", "c": "awake"}
+            assert (await one.ask("b"))[0] == 200
+            assert await one.states() == {"a": "asleep", "b": "awake", "c": "awake"}
+            assert (await one.command("c", "sleep"))[0] == 409
+
+    run(work())
+
+
+def test_a_pinned_model_stays_awake_from_the_start(tmp_path: Path) -> None:
+    async def work() -> None:
+        card = Card()
+        async with pool(tmp_path, two(card), cards=[card], more={"a": {"pin": True}}) as one:
+            status, body = await one.ask("b")
+            assert (status, body["error"]["code"]) == (503, "model_unavailable")
+            assert "pinned" in body["error"]["message"]
+            assert (await one.command("a", "unpin"))[0] == 200
+            assert (await one.ask("b"))[0] == 200
+
+    run(work())
+
+
 def test_idle_models_go_to_sleep(tmp_path: Path) -> None:
     async def work() -> None:
         card = Card()

@@ -273,6 +273,24 @@ def test_models_that_cannot_sleep_stop_and_start(pool: Running, tmp_path: Path) 
     assert pool.servers()["first"] != before["first"]
 
 
+def test_a_model_may_wait_for_its_first_request(pool: Running, tmp_path: Path) -> None:
+    until(pool.is_ready)
+    pool.process.send_signal(signal.SIGTERM)
+    assert pool.process.wait(30) == 0
+    path = tmp_path / "pool.yaml"
+    path.write_text(
+        f"port: {pool.port}\nmodels:\n  first: {{recipe: first}}\n"
+        "  second: {recipe: second, preload: false}\n"
+    )
+    pool.words = ["--config", str(path)]
+    pool.start()
+    until(pool.is_ready)
+    assert list(pool.servers()) == ["first"]
+    assert pool.states() == {"first": "awake", "second": "stopped"}
+    assert pool.ask("second").status_code == 200
+    assert pool.states() == {"first": "asleep", "second": "awake"}
+
+
 def test_the_pool_is_killed_at_random_points_of_its_swaps(pool: Running) -> None:
     chance = random.Random(3)  # noqa: S311 - when it is killed
     until(pool.is_ready)

@@ -22,7 +22,7 @@ from sm12x.pool.metrics import Metrics
 from sm12x.pool.state import Phase, Step, StepError
 
 # Seconds between two looks at every server, and until the driver has what a sleep gave back.
-_WATCH, _SETTLE = 1.0, 3.0
+_WATCH, _SETTLE = 1.0, 5.0
 # Looks after which a server that runs is asked for its state again.
 _ASK_EVERY = 5
 # Seconds before the next try after the first failure, and at most.
