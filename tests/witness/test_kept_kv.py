@@ -987,7 +987,7 @@ def small(world: World) -> Iterator[None]:
 
 
 @pytest.mark.patched_only
-@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("part", range(5))
 @pytest.mark.parametrize("call", ["suspend", "discard"])
 @pytest.mark.parametrize("state", ["first", "later"])
 def test_an_interrupt_in_keeping_and_sleeping(
@@ -1032,12 +1032,13 @@ def test_an_interrupt_in_keeping_and_sleeping(
         cache.close()
 
     with small(world):
-        walk(prepare, operate, then_back, then_on, then_deep, part=part, parts=2)
+        walk(prepare, operate, then_back, then_on, then_deep, part=part, parts=5)
 
 
 @pytest.mark.patched_only
+@pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("call", ["suspend", "discard"])
-def test_an_interrupt_in_waking_and_restoring(world: World, call: str) -> None:
+def test_an_interrupt_in_waking_and_restoring(world: World, call: str, part: int) -> None:
     """Then both go on from there; or all sleeps again, and they come later."""
 
     def prepare() -> Cache:
@@ -1072,7 +1073,7 @@ def test_an_interrupt_in_waking_and_restoring(world: World, call: str) -> None:
         cache.close()
 
     with small(world):
-        walk(prepare, operate, then_on, then_asleep, then_deep)
+        walk(prepare, operate, then_on, then_asleep, then_deep, part=part, parts=4)
 
 
 def restoration_interrupted(world: World) -> Cache:
