@@ -264,7 +264,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if ENGINE.asleep:
             self.answer(503, {"error": {"message": "The model is asleep"}}, Retry_After="1")
             return
-        if "messages" in body:
+        if "messages" in body or body.get("stream"):
             self.chat(body)
             return
         text = ENGINE.text(body["prompt"])
@@ -282,8 +282,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def chat(self, body: dict[str, Any]) -> None:
         """Answer a chat, each token in an event of its own; a few where more would be allowed."""
-        prompt = " ".join(str(message.get("content") or "") for message in body["messages"])
-        count = int(body.get("min_tokens") or min(body.get("max_tokens") or 8, 8))
+        messages = body.get("messages") or [{"content": body.get("prompt")}]
+        prompt = " ".join(str(message.get("content") or "") for message in messages)
+        most = body.get("max_tokens") or 8
+        count = int(body.get("min_tokens") or (most if body.get("ignore_eos") else min(most, 8)))
         read = max(1, len(prompt) // 4)
         with ENGINE.lock:
             ENGINE.looked_up += read
@@ -309,7 +311,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 time.sleep(SETTINGS["token"])
                 last = "stop" if number + 1 == count else None
                 delta = {"role": "assistant", "content": "a "}
-                choice = {"index": 0, "delta": delta, "token_ids": [number], "finish_reason": last}
+                choice = {"index": 0, "token_ids": [number], "finish_reason": last}
+                choice |= {"delta": delta} if "messages" in body else {"text": "a "}
                 self.event({**about, "choices": [choice]})
             self.event({**about, "choices": [], "usage": usage})
             self.wfile.write(b"data: [DONE]\n\n")
