@@ -53,7 +53,7 @@ variable "host_network" {
 variable "memory" {
   type        = number
   description = "Host memory in MiB, a hard limit; weights are copied there in sleep."
-  default     = 105472
+  default     = 104448
 }
 
 variable "cpu" {

@@ -57,7 +57,7 @@ variable "host_network" {
 variable "memory" {
   type        = number
   description = "Host memory in MiB, a hard limit; weights are copied there in sleep."
-  default     = 309248
+  default     = 307200
 }
 
 variable "cpu" {

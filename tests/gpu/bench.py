@@ -15,6 +15,7 @@ Exit code 1 where something is wrong, 2 where the server did not start.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -53,6 +54,18 @@ def fetch(folder: Path, python: str) -> int:
     return subprocess.run(argv, check=False).returncode
 
 
+def with_nvml(folder: Path) -> dict[str, str]:
+    """The environment of a client: the host may lack nvidia-ml-py, and vLLM has a copy of it."""
+    mine = dict(os.environ)
+    vllm = importlib.util.find_spec("vllm")
+    if importlib.util.find_spec("pynvml") is None and vllm and vllm.submodule_search_locations:
+        folder.mkdir()
+        for place in vllm.submodule_search_locations:
+            shutil.copy(Path(place) / "third_party" / "pynvml.py", folder)
+        mine["PYTHONPATH"] = os.pathsep.join([*filter(None, [mine.get("PYTHONPATH")]), f"{folder}"])
+    return mine
+
+
 def done(folder: Path) -> list[dict[str, Any]]:
     """The steps that a folder has, none before the first."""
     try:
@@ -62,10 +75,10 @@ def done(folder: Path) -> list[dict[str, Any]]:
     return [step for step in raw["steps"] if step["state"] == "done"]
 
 
-def measure(words: list[str], folder: Path, log: Path) -> Iterator[str]:
+def measure(words: list[str], env: dict[str, str], folder: Path, log: Path) -> Iterator[str]:
     """Run the benchmark in two parts, and say what is wrong."""
     with log.open("w") as output:
-        first = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT)
+        first = subprocess.Popen(words, env=env, stdout=output, stderr=subprocess.STDOUT)
         end = time.monotonic() + LIMIT
         while len(done(folder)) < STEPS and first.poll() is None and time.monotonic() < end:
             time.sleep(0.2)
@@ -77,7 +90,7 @@ def measure(words: list[str], folder: Path, log: Path) -> Iterator[str]:
         if not kept:
             yield "the first part has kept no step"
         second = subprocess.run(
-            words, stdout=output, stderr=subprocess.STDOUT, timeout=LIMIT, check=False
+            words, env=env, stdout=output, stderr=subprocess.STDOUT, timeout=LIMIT, check=False
         )
     if second.returncode:
         yield f"the second part ended with {second.returncode}"
@@ -156,7 +169,8 @@ def main() -> int:
             words += ["--gpus", os.environ.get("CUDA_VISIBLE_DEVICES", "all")]
             words += ["--skip", "tools", "--skip", "gsm8k"] if options.preset != "smoke" else []
             words += ["--tools", f"{options.tools}"] if options.tools else []
-            wrong = [*measure(words, folder, options.out.with_suffix(".bench.txt"))]
+            env = with_nvml(Path(scratch) / "nvml")
+            wrong = [*measure(words, env, folder, options.out.with_suffix(".bench.txt"))]
         finally:
             server.stop()
             result = {"wrong": wrong, "steps": done(folder)}

@@ -36,7 +36,7 @@ assert words[:2] == ["bench", "serve"], words
 given = {name: value for name, value in zip(words, words[1:]) if name.startswith("--")}
 assert os.environ["OPENAI_API_KEY"] == KEY and KEY not in " ".join(words)
 result = {"completed": int(given["--num-prompts"]), "median_tpot_ms": 9.1, "median_itl_ms": 9.0,
-          "spec_decode_per_position_acceptance_rates": [80.0, 60.0], "host": os.environ["USER"]}
+          "spec_decode_per_position_acceptance_rates": [0.8, 0.6], "host": os.environ["USER"]}
 pathlib.Path(given["--result-dir"], given["--result-filename"]).write_text(json.dumps(result))
 print("served", given["--base-url"])
 """
@@ -182,7 +182,7 @@ def test_a_run_that_is_killed_goes_on_and_becomes_evidence(
     sample = next(one.gpus[0] for one in report.steps if one.kind == "benchy")
     assert sample.celsius == (41.0, 41.0, 41.0)
     serve = next(one for one in report.steps if one.kind == "serve")
-    assert serve.acceptance_by_position == (80.0, 60.0)
+    assert serve.acceptance_by_position == (0.8, 0.6)
     assert report.swap is not None
     assert report.swap.verdict == "passed"
 

@@ -259,12 +259,12 @@ def test_figures_of_the_other_tools(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     rates = "spec_decode_per_position_acceptance_rates"
     path.write_text(
-        json.dumps({"completed": 16, "median_itl_ms": 9.5, rates: [81.0, float("nan")]})
+        json.dumps({"completed": 16, "median_itl_ms": 9.5, rates: [0.81, float("nan")]})
     )
     got = tools.serve_figures(path)
     assert got == {
         "figures": {"completed": 16.0, "median_itl_ms": 9.5},
-        "acceptance_by_position": (81.0,),
+        "acceptance_by_position": (0.81,),
     }
     path.write_text(json.dumps({"completed": 0}))
     with pytest.raises(ToolFailedError):

@@ -11,7 +11,7 @@ import functools
 import importlib
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,17 +24,21 @@ from tests.witness.kv_rig import BLOCKS, KEPT, LAYOUTS, PIECE, Cache, make
 from tests.witness.test_sleep_keep import COPIES
 from tests.witness.world import GIB, INTEGRATED, Block, World, expect, raised, sweep
 
+# Content that is kept in a sweep or a walk, in which there are thousands of cases.
+FEW = (1, 2, 5)
 # Ranges of one, of several, the first and the last block.
 SCATTERED = (0, 3, 4, 5, 6, 11, 13, 14, BLOCKS - 1)
 COPYING = ("cudaMemcpyAsync", "cudaMemcpy2DAsync", "cudaMemcpyBatchAsync")
 
 
-def filled(world: World, layout: str = "layers", **options: Any) -> Cache:
-    """A KV cache with content in SCATTERED, after a first sleep has copied the weights."""
+def filled(
+    world: World, layout: str = "layers", blocks: Sequence[int] = SCATTERED, **options: Any
+) -> Cache:
+    """A KV cache with content in these blocks, after a first sleep has copied the weights."""
     cache = make(world, layout, **options)
     cache.backend.suspend(1)
     cache.backend.resume()
-    cache.write(*SCATTERED)
+    cache.write(*blocks)
     world.fake.forget_calls()
     return cache
 
@@ -893,7 +897,7 @@ def settle(cache: Cache) -> None:
     cache.world.expect_awake(*cache.weights)
     # A handle whose release failed is released when PyTorch allocates or frees next.
     cache.world.free(cache.world.block())
-    cache.write(*SCATTERED)
+    cache.write(*FEW)
     cache.swap()
     cache.close()
 
@@ -934,7 +938,7 @@ def sleep(cache: Cache, call: str) -> None:
 @pytest.mark.parametrize("layout", ["layers", "apart"])
 def test_every_call_of_keeping_and_sleeping(world: World, layout: str, call: str) -> None:
     def prepare() -> Cache:
-        return filled(world, layout)
+        return filled(world, layout, FEW)
 
     def operate(cache: Cache) -> None:
         cache.keep()
@@ -957,7 +961,7 @@ def test_every_call_of_keeping_and_sleeping(world: World, layout: str, call: str
 @pytest.mark.parametrize("call", ["suspend", "discard"])
 def test_every_call_of_waking_and_restoring(world: World, call: str) -> None:
     def prepare() -> Cache:
-        cache = filled(world, "apart")
+        cache = filled(world, "apart", FEW)
         cache.keep()
         sleep(cache, call)
         return cache
@@ -974,10 +978,6 @@ def test_every_call_of_waking_and_restoring(world: World, call: str) -> None:
         settle(cache)
 
     sweep(world, prepare, operate, check)
-
-
-# Content that is kept in a walk, in which there are thousands of cases.
-FEW = (1, 2, 5)
 
 
 @contextlib.contextmanager

@@ -124,7 +124,7 @@ def _tables(
             shown = [row for row in _SERVE if row[0] in step.figures]
             values = tuple(_number(step.figures[name], form) for name, _, form in shown)
             titles = tuple(title for _, title, _ in shown)
-            positions = [f"{value:.0f} %" for value in step.acceptance_by_position]
+            positions = [f"{value:.0%}" for value in step.acceptance_by_position]
             if positions:
                 titles, values = (*titles, "accepted by position"), (*values, ", ".join(positions))
             yield "vllm bench serve", titles, [values] if values else []

@@ -110,6 +110,7 @@ class Answer(_Kept):
 class Step(_Kept):
     """One step. ``figures`` are those of its tool by name; ``command`` has no secrets.
 
+    ``acceptance_by_position`` is the accepted share of a draft's first, second, ... token.
     ``drafted`` and ``accepted`` are tokens of speculative decoding during it, ``cached`` and
     ``looked_up`` tokens of prompts that were in the prefix cache and that were looked up there;
     null where /metrics does not count them.

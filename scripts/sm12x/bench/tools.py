@@ -175,18 +175,20 @@ def _text(tools: Tools, given: Path | None, say: Callable[[str], None]) -> tuple
     return BOOK_NAME, book.read_text(encoding="utf-8")
 
 
-def _environment(tools: Tools, address: str) -> dict[str, str | None]:
-    """A home of the tools' own; tokenizers are in the user's cache of Hugging Face.
-
-    No proxy of the environment may stand between them and the server at ``address``.
-    """
+def _direct(address: str) -> dict[str, str]:
+    """Return variables with which no proxy stands between a tool and the server."""
     host = urlsplit(address).hostname or ""
-    direct = dict.fromkeys(("no_proxy", "NO_PROXY"), "")
-    for name in direct:
-        direct[name] = ",".join(filter(None, (os.environ.get(name), host)))
+    return {
+        name: ",".join(filter(None, (os.environ.get(name), host)))
+        for name in ("no_proxy", "NO_PROXY")
+    }
+
+
+def _environment(tools: Tools, address: str) -> dict[str, str | None]:
+    """A home of the tools' own; tokenizers are in the user's cache of Hugging Face."""
     hub = os.environ.get("HF_HOME") or str(files.home() / ".cache" / "huggingface")
     mine = {"HOME": str(tools.home), "HF_HOME": hub, "HF_HUB_DISABLE_TELEMETRY": "1"}
-    return {**_ALONE, **mine, **direct, "NO_COLOR": "1", "COLUMNS": "100"}
+    return {**_ALONE, **mine, **_direct(address), "NO_COLOR": "1", "COLUMNS": "100"}
 
 
 def benchy(
@@ -256,7 +258,8 @@ def serve(target: Target, preset: Preset, out: Path, image: str, *, seed: int) -
         *("--percentile-metrics", "ttft,tpot,itl,e2el", "--save-result"),
         *("--result-dir", str(inside), "--result-filename", result.name),
     ]
-    env: dict[str, str | None] = {"OPENAI_API_KEY": target.key or None}
+    key = {"OPENAI_API_KEY": target.key or None}
+    env: dict[str, str | None] = {**key, **_direct(target.address)}
     if here:
         argv = (sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", *words)
         return Job(argv=argv, result=result, env=env)
