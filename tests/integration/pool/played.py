@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import sys
 import time
 from dataclasses import dataclass, field
@@ -373,9 +374,16 @@ class Site:
             self.played.app(), access_log=None, shutdown_timeout=0.0, handler_cancellation=True
         )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
-        await site.start()
-        self.port = self._runner.addresses[0][1]
+        while True:
+            # No port that a client's connection may have while this server is away.
+            port = self.port or random.randint(20_000, 32_000)  # noqa: S311
+            try:
+                await web.TCPSite(self._runner, "127.0.0.1", port).start()
+                break
+            except OSError:
+                if self.port:
+                    raise
+        self.port = port
 
     async def stop(self) -> None:
         """End as a killed process does: connections are cut, memory is free."""
