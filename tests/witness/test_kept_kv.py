@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import functools
 import importlib
+import inspect
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -56,6 +57,15 @@ def refusal(call: Callable[[], object]) -> str:
 
 def module(name: str = KEPT) -> Any:
     return importlib.import_module(name)
+
+
+def test_the_backend_has_what_vllm_calls(world: World) -> None:
+    """Each method of vLLM's own backend that keeps nothing is one of the package's, which does."""
+    vllm: Any = importlib.import_module("vllm.device_allocator.sleep_mode_backend")
+    backend = type(make(world, "layers").backend)
+    for name in ("kv_room", "keep_kv", "restore_kv", "drop_kv", "kept_kv", "weights_changed"):
+        declared = inspect.signature(getattr(vllm.SleepModeBackend, name))
+        assert list(inspect.signature(vars(backend)[name]).parameters) == list(declared.parameters)
 
 
 # ---- what is kept comes back ----

@@ -55,6 +55,7 @@ def test_a_call_says_whether_kv_is_kept(value: str, given: bool) -> None:
     run(test)
 
 
+@pytest.mark.guard
 @isolated(LIMIT)
 def test_without_it_the_server_decides() -> None:
     async def test(engine: Engine, server: Server) -> None:

@@ -122,7 +122,9 @@ def test_the_released_cache_alone_is_kept_too() -> None:
         rig.check()
 
 
-@pytest.mark.parametrize(("mode", "resets"), [("keep", 0), ("abort", 1)])
+@pytest.mark.parametrize(
+    ("mode", "resets"), [("keep", 0), pytest.param("abort", 1, marks=pytest.mark.guard)]
+)
 @isolated(LIMIT)
 def test_encoders_results_stay_for_frozen_requests_alone(mode: str, resets: int) -> None:
     with kv.engine() as rig:
@@ -166,6 +168,7 @@ def test_what_ran_last_is_kept_whole_from_its_root(room: int) -> None:
         served(rig, FIRST, SECOND, THIRD)
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("kind", ["window", "state"])
 @isolated(LIMIT)
 def test_every_group_keeps_what_a_hit_reads(kind: str) -> None:
@@ -249,6 +252,7 @@ def test_running_requests_come_first_and_keep_their_order() -> None:
         assert rig.hit(THIRD) == 0
 
 
+@pytest.mark.guard
 @isolated(LIMIT)
 def test_blocks_that_a_transfer_writes_to_are_never_kept() -> None:
     from vllm.v1.request import RequestStatus
