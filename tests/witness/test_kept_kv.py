@@ -635,8 +635,16 @@ def test_host_memory_does_not_grow_beyond_what_there_is(world: World) -> None:
 @pytest.mark.guard
 def test_host_memory_is_prepared(world: World) -> None:
     cache = filled(world)
+    begun, touch = threading.Event(), module(COPIES).touch
+
+    def waits(*arguments: int) -> None:
+        assert begun.wait(20)
+        touch(*arguments)
+
+    module(COPIES).touch = waits
     cache.backend.prepare_kv(3 * PIECE + 1)
     expect("whether it is preparing", cache.backend.is_preparing(), True)
+    begun.set()
     cache.wait()
     expect("held", cache.held(), 4 * PIECE)
     cache.backend.prepare_kv(PIECE)
