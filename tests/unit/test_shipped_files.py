@@ -32,7 +32,9 @@ def shipped() -> Iterator[tuple[Path, str]]:
     for place in PLACES:
         path = ROOT / place
         for one in sorted(path.rglob("*")) if path.is_dir() else [path]:
-            if one.is_file() and one.suffix not in (".pyc", ".svg", ".lock"):
+            # A cache of ruff has the checkout's own place, which may be in /tmp.
+            cached = any(part.endswith("_cache") for part in one.relative_to(ROOT).parts)
+            if one.is_file() and not cached and one.suffix not in (".pyc", ".svg", ".lock"):
                 yield one, one.read_text(encoding="utf-8", errors="replace")
 
 
