@@ -170,7 +170,6 @@ def command(
     )
     watch = memory.watch([one.url for one in servers], gpus)
     away = any(not memory.here(host) for host in hosts)
-    chosen = None if gpus in (memory.AUTO, "all") else _numbers(gpus)
     stack, ledger = facts.stack_facts(server.version, image, say)
     counted = run.tokenizer(tokenizer, server, known.model if known else "")
     hub = Path(os.environ.get("HF_HOME") or files.home() / ".cache" / "huggingface")
@@ -179,7 +178,7 @@ def command(
         stack=stack,
         ledger=ledger,
         recipe=facts.recipe_facts(recipe, settings_of) if recipe else None,
-        host=facts.host_facts(Host(), watch.unseen, chosen),
+        host=facts.host_facts(Host(), watch.unseen, watch.chosen),
         # What it says is of this host, which may not be the server's.
         doctor=None if away else facts.doctor_report(known),
         model_config=run.model_config([server.root, counted, known.model if known else ""], hub),
@@ -237,10 +236,6 @@ def _setting(word: str) -> tuple[str, str]:
     if not equals or not key:
         raise UsageError(f"--set {word!r} is no setting", next_step="write it as KEY=VALUE")
     return key, value
-
-
-def _numbers(gpus: str) -> frozenset[int]:
-    return frozenset(int(word) for word in gpus.split(",") if word.strip().isdecimal())
 
 
 def _file_name(model: str) -> str:

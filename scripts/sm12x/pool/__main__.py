@@ -71,7 +71,7 @@ def load(words: Sequence[str], places: Places, gpus: Gpus) -> Loaded:
         gpu_gib = min(one.total for one in memory.values()) / GIB
     if gpu_gib is None:
         gpu_gib = _planned_gib(specs)
-    ram = config.machine.ram_gib or _ram_gib()
+    ram = config.machine.ram_gib or hosts.ram() * (1 - _SPARE_SHARE)
     needs = [need(spec, gpu_gib) for spec in specs.values()]
     return Loaded(
         config=config, specs=specs, ladder=ladder.choose(needs, gpu_gib=gpu_gib, ram_gib=ram)
@@ -101,14 +101,6 @@ def _planned_gib(specs: Mapping[str, Spec]) -> float | None:
         return plan.hardware_of(recipes, hosts.kinds()).memory.low
     except UsageError:
         return None
-
-
-def _ram_gib() -> float:
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with suppress(OSError, ValueError):
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-        pages = min(pages, int(limit))
-    return pages * (1 - _SPARE_SHARE) / GIB
 
 
 def need(spec: Spec, gpu_gib: float | None) -> ladder.Need:

@@ -51,7 +51,7 @@ class Watch:
         parent: Callable[[int], int] = _parent,
     ) -> None:
         self._look = look
-        self._chosen = chosen
+        self.chosen = chosen
         # The parents of each server's processes.
         self._owners: dict[str, set[int]] = {}
         self._parent = functools.cache(parent)
@@ -65,7 +65,7 @@ class Watch:
         if isinstance(gpus, Unseen):
             self.unseen = gpus.why
             return None
-        mine = tuple(gpu for gpu in gpus if self._chosen is None or gpu.index in self._chosen)
+        mine = tuple(gpu for gpu in gpus if self.chosen is None or gpu.index in self.chosen)
         if not mine:
             self.unseen = "no GPU is here"
         elif all(gpu.memory_used is None and not _processes(gpu) for gpu in mine):
