@@ -25,6 +25,14 @@ find_links_option = partial(
 )
 
 
+ca_file_option = click.option(
+    "--ca-file",
+    type=click.Path(path_type=Path, exists=True),
+    envvar="REQUESTS_CA_BUNDLE",
+    help="Certificates to trust with https.",
+)
+
+
 class Finite(click.FloatRange):
     """A number within bounds; ``nan`` would be within any, and JSON has no ``inf``."""
 

@@ -12,7 +12,7 @@ from rich.markup import escape
 from sm12x import layout
 from sm12x.bench import exports, facts, judge, presets, redact, render, run, tools
 from sm12x.bench.report import BenchReport
-from sm12x.commands import Finite, print_json, reports, say
+from sm12x.commands import Finite, ca_file_option, print_json, reports, say
 from sm12x.commands.verify import secrets_of, servers_of
 from sm12x.core import files, progress, text
 from sm12x.core.errors import (
@@ -107,12 +107,7 @@ _SKIPPED = ("canary", "benchy", "serve", "tools", "gsm8k", "swap")
     multiple=True,
     help=f"Environment variable with the API key ({options.SLEEP_KEY} or {options.KEY}).",
 )
-@click.option(
-    "--ca-file",
-    type=click.Path(path_type=Path, exists=True),
-    envvar="REQUESTS_CA_BUNDLE",
-    help="Certificates to trust with https.",
-)
+@ca_file_option
 @reports("sm12x.bench.report:BenchReport")
 def command(
     urls: tuple[str, ...],

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import click
 from rich.markup import escape
 
-from sm12x.commands import Finite, print_json, reports
+from sm12x.commands import Finite, ca_file_option, print_json, reports
 from sm12x.core import declared, files, picture, progress, text
 from sm12x.core.errors import (
     INTERRUPTED,
@@ -129,12 +129,7 @@ def _limits(command: _Command) -> _Command:
     help=f"Environment variable with the API key ({options.SLEEP_KEY}, which the sleep "
     f"routes may ask for, or {options.KEY}); a second time for the second server.",
 )
-@click.option(
-    "--ca-file",
-    type=click.Path(path_type=Path, exists=True),
-    envvar="REQUESTS_CA_BUNDLE",
-    help="Certificates to trust with https.",
-)
+@ca_file_option
 @click.option(
     "--save",
     type=click.Path(path_type=Path, dir_okay=False),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 MIB = 1 << 20
@@ -88,8 +89,9 @@ def strangers(memory: GpuMemory, own: frozenset[int]) -> str:
 
 def _command(pid: int) -> str:
     try:
-        with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:  # noqa: PTH123
-            return file.read().strip() or "?"
+        return (
+            Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace").strip() or "?"
+        )
     except OSError:
         return "?"
 
